@@ -1,0 +1,303 @@
+"""Worker groups that stay alive while others run, interleaved rounds over them, and the statistics of the rounds.
+
+A contender is a group of processes, one a rank, built once. Between its turns a group waits on a pipe, which costs no CPU;
+how much the waiting groups did use is measured and reported. In a turn the ranks meet at a barrier, run n steps, meet again,
+and the slowest rank's time counts. Every round gives each contender one turn, so that a slow minute of the machine hits all
+of them; the order rotates from round to round.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+
+Step = Callable[[], torch.Tensor]  # one optimizer step; returns the loss (of the rank, or of all ranks)
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One program under test: `build` is `module:function(workload, directory, rank, world) -> Step`."""
+
+    name: str
+    build: str
+    package: str  # what must be importable
+    settings: str = ""  # what it runs with, for the record
+
+    def missing(self) -> str | None:
+        """Why it cannot take part, or None."""
+        if importlib.util.find_spec(self.package) is None:
+            return f"{self.package} is not installed"
+        return None
+
+
+class GroupFailed(RuntimeError):
+    """A rank of a contender raised, died or did not answer in time."""
+
+
+@dataclass
+class Turn:
+    """What one turn of a group measured: the slowest rank's seconds and the mean loss of each step."""
+
+    seconds: float
+    losses: list[float]
+
+
+class WorkerGroup:
+    """The processes of one contender. Started once; idle (blocked on a pipe) between turns."""
+
+    def __init__(self, contender: Contender, arguments: tuple[Any, ...], ranks: int, threads: int) -> None:
+        self.contender = contender
+        self.scratch = tempfile.TemporaryDirectory(prefix="shardwise-bench-")
+        context = multiprocessing.get_context("spawn")
+        self.pipes: list[Connection] = []
+        self.processes: list[Any] = []
+        for rank in range(ranks):
+            ours, theirs = context.Pipe()
+            job = _WorkerJob(contender.build, arguments, rank, ranks, threads, self.scratch.name)
+            process = context.Process(target=_serve, args=(theirs, job), daemon=True)
+            with _environment(OMP_NUM_THREADS=str(threads)):
+                process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def ready(self, timeout: float = 900.0) -> None:
+        """Wait until every rank has built its step (a peer may compile its kernels here)."""
+        self._gather(timeout)
+
+    def run(self, steps: int, timeout: float = 600.0) -> Turn:
+        """One turn of `steps` steps."""
+        for pipe in self.pipes:
+            pipe.send(steps)
+        answers = self._gather(timeout)
+        return Turn(max(seconds for seconds, _ in answers), answers[0][1])
+
+    def cpu_seconds(self) -> float:
+        """CPU time used so far by all ranks."""
+        times = [psutil.Process(process.pid).cpu_times() for process in self.processes if process.is_alive()]
+        return sum(t.user + t.system for t in times)
+
+    def close(self) -> None:
+        """End the processes; those that do not end by themselves are killed."""
+        for pipe in self.pipes:
+            with suppress(OSError):
+                pipe.send(None)
+        for process in self.processes:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        for pipe in self.pipes:
+            pipe.close()
+        self.scratch.cleanup()
+
+    def _gather(self, timeout: float) -> list[Any]:
+        """One answer of each rank; the first error, death or silence fails the group."""
+        deadline = time.monotonic() + timeout
+        answers: dict[int, Any] = {}
+        while len(answers) < len(self.pipes):
+            pending = [rank for rank in range(len(self.pipes)) if rank not in answers]
+            found = wait([self.pipes[rank] for rank in pending], max(0.0, deadline - time.monotonic()))
+            if not found:
+                raise GroupFailed(f"{self.contender.name}: ranks {pending} did not answer in {timeout:.0f} s")
+            for rank in pending:
+                if self.pipes[rank] in found:
+                    answers[rank] = self._receive(rank)
+        return [answers[rank] for rank in range(len(self.pipes))]
+
+    def _receive(self, rank: int) -> Any:
+        try:
+            kind, value = self.pipes[rank].recv()
+        except (EOFError, ConnectionResetError):
+            self.processes[rank].join(5)
+            raise GroupFailed(
+                f"{self.contender.name}: rank {rank} died (exit code {self.processes[rank].exitcode})\n{self._log(rank)}"
+            ) from None
+        if kind == "error":
+            raise GroupFailed(f"{self.contender.name}: rank {rank} raised\n{value}")
+        return value
+
+    def _log(self, rank: int, lines: int = 15) -> str:
+        path = Path(self.scratch.name) / f"rank{rank}.log"
+        return "\n".join(path.read_text(errors="replace").splitlines()[-lines:]) if path.exists() else ""
+
+
+@dataclass(frozen=True)
+class _WorkerJob:
+    build: str
+    arguments: tuple[Any, ...]
+    rank: int
+    world: int
+    threads: int
+    scratch: str
+
+
+def _serve(pipe: Connection, job: _WorkerJob) -> None:
+    """A rank's life: build the step, then run as many steps as the pipe asks for, until it says None or closes."""
+    _redirect_output(Path(job.scratch) / f"rank{job.rank}.log")
+    try:
+        step = _build(job)
+        pipe.send(("ready", None))
+        while (steps := pipe.recv()) is not None:
+            pipe.send(("turn", _turn(step, steps)))
+    except EOFError:  # the parent is gone
+        pass
+    except BaseException:
+        pipe.send(("error", traceback.format_exc()))
+        os._exit(1)  # no teardown: exit hooks would wait for ranks that are still in a collective
+
+
+def _build(job: _WorkerJob) -> Step:
+    os.environ.update(
+        RANK=str(job.rank),
+        LOCAL_RANK=str(job.rank),
+        WORLD_SIZE=str(job.world),
+        LOCAL_WORLD_SIZE=str(job.world),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="29500",  # read by libraries, used by none: the group below is made from a file
+    )
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(job.threads)
+    store = Path(job.scratch) / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=job.rank, world_size=job.world)
+    module, function = job.build.split(":")
+    return getattr(importlib.import_module(module), function)(*job.arguments, job.rank, job.world)
+
+
+def _turn(step: Step, steps: int) -> tuple[float, list[float]]:
+    """Seconds of `steps` steps between two barriers, and the loss of each, averaged over the ranks."""
+    dist.barrier()
+    start = time.perf_counter()
+    losses = [step() for _ in range(steps)]
+    dist.barrier()
+    seconds = time.perf_counter() - start
+    mean = torch.stack([loss.detach().double().reshape(()).cpu() for loss in losses])
+    dist.all_reduce(mean)
+    return seconds, (mean / dist.get_world_size()).tolist()
+
+
+@dataclass
+class Series:
+    """All that was measured of one contender: seconds of each round's turn, the losses, or why there are none."""
+
+    contender: Contender
+    seconds: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    skipped: str | None = None
+    idle_share: float = 0.0  # of one core, used while others ran: the highest of all turns
+
+
+def start_groups(
+    contenders: Sequence[Contender], arguments: tuple[Any, ...], ranks: int, threads: int, say: Callable[[str], None]
+) -> tuple[dict[str, WorkerGroup], list[Series]]:
+    """Start the groups one after the other; one that cannot run is skipped with its reason."""
+    groups: dict[str, WorkerGroup] = {}
+    series = [Series(contender, skipped=contender.missing()) for contender in contenders]
+    for entry in series:
+        if entry.skipped:
+            continue
+        say(f"{ranks} ranks: starting {entry.contender.name}")
+        group = WorkerGroup(entry.contender, arguments, ranks, threads)
+        try:
+            group.ready()
+            groups[entry.contender.name] = group
+        except GroupFailed as error:
+            entry.skipped = str(error)
+            group.close()
+        except BaseException:
+            group.close()
+            raise
+    return groups, series
+
+
+def run_rounds(
+    groups: dict[str, WorkerGroup], series: list[Series], warmup: int, rounds: int, steps: int, between: Callable[[int], None]
+) -> None:
+    """Warm every group up, then `rounds` rounds of one turn each; `between(round)` runs before each round."""
+    entries = [entry for entry in series if not entry.skipped]
+    for entry in entries:
+        _take(groups, entry, warmup, timed=False)
+    for number in range(rounds):
+        between(number)
+        shift = number % max(1, len(entries))
+        for entry in entries[shift:] + entries[:shift]:
+            if not entry.skipped:
+                _take(groups, entry, steps, timed=True)
+
+
+def _take(groups: dict[str, WorkerGroup], entry: Series, steps: int, timed: bool) -> None:
+    """One turn of one group, while watching that the others are idle."""
+    name = entry.contender.name
+    others = {other: group.cpu_seconds() for other, group in groups.items() if other != name}
+    start = time.perf_counter()
+    try:
+        turn = groups[name].run(steps)
+    except GroupFailed as error:
+        entry.skipped = str(error)
+        groups.pop(name).close()
+        return
+    elapsed = time.perf_counter() - start
+    entry.losses += turn.losses
+    if timed:
+        entry.seconds.append(turn.seconds)
+        used = [groups[other].cpu_seconds() - before for other, before in others.items()]
+        entry.idle_share = max([entry.idle_share, *(seconds / elapsed for seconds in used)])
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Median and quartiles of a list of numbers."""
+
+    median: float
+    low: float
+    high: float
+
+
+def summarize(values: Sequence[float]) -> Summary:
+    """Median and quartiles; with fewer than two values all three are the same."""
+    if len(values) < 2:
+        return Summary(values[0], values[0], values[0])
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+    return Summary(median, low, high)
+
+
+def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Summary:
+    """Speed of ours over theirs, round by round (from seconds, so theirs over ours): noise of a round cancels."""
+    return summarize([b / a for a, b in zip(ours, theirs, strict=True)])
+
+
+def _redirect_output(path: Path) -> None:
+    """Everything a worker or its libraries print goes to its log; the table stays readable."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+
+
+@contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    before = {key: os.environ.get(key) for key in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for key, value in before.items():
+            if value is None:
+                os.environ.pop(key, None)
+            else:
+                os.environ[key] = value

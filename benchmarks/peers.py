@@ -1,0 +1,126 @@
+"""The peers of `training_cpu`, each written as its own documentation shows, with the settings that ran fastest here.
+
+A builder gets (workload, directory of the saved model, rank, world) inside a worker whose Gloo group already exists, and
+returns a function that runs one step and returns the rank's own loss. Every step is the same work: forward and backward over
+the rank's batch, clip by the global gradient norm, AdamW. Which settings were tried is in docs/benchmarks/training_cpu.md.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks.harness import Contender, Step
+from benchmarks.workload import Workload, load_model, parameter_groups, token_ids
+
+FSDP2 = Contender(
+    "FSDP2",
+    "benchmarks.peers:fsdp2",
+    "torch",
+    "fully_shard on every block and the root, reshard after forward, fused AdamW",
+)
+DEEPSPEED = Contender(
+    "DeepSpeed ZeRO-3",
+    "benchmarks.peers:deepspeed_zero3",
+    "deepspeed",
+    "stage 3 on the CPU accelerator over Gloo, contiguous gradients, overlapped communication, its own CPU Adam kernel",
+)
+ACCELERATE = Contender(
+    "Accelerate FSDP2",
+    "benchmarks.peers:accelerate_fsdp2",
+    "accelerate",
+    "fsdp_version=2, transformer based wrap, reshard after forward, fused AdamW",
+)
+
+
+def fsdp2(workload: Workload, directory: Path, rank: int, world: int) -> Step:
+    """Bare PyTorch: `fully_shard` on each block and on the root, which keeps its own parameters gathered."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (world,))
+    model = load_model(directory)
+    for block in model.transformer.h:
+        fully_shard(block, mesh=mesh, reshard_after_forward=True)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(parameter_groups(model, workload), lr=workload.learning_rate, fused=True)
+    ids = token_ids(workload, rank)
+
+    def step() -> Tensor:
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), workload.clip_norm)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss
+
+    return step
+
+
+def accelerate_fsdp2(workload: Workload, directory: Path, rank: int, world: int) -> Step:
+    """Accelerate with its FSDP2 plugin.
+
+    Accelerate switches its FSDP support on for accelerators only: with `cpu=True` it would ignore the plugin and train with
+    DDP. The two attributes set below are what it sets itself on a GPU; all else is its documented use.
+    """
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.utils import DistributedType
+
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["GPT2Block"],
+        reshard_after_forward=True,
+        cpu_ram_efficient_loading=False,
+    )
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    accelerator.state.distributed_type = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = plugin
+    if not accelerator.is_fsdp2 or accelerator.num_processes != world:
+        raise RuntimeError(f"accelerate did not switch FSDP2 on: {accelerator.state!r}")
+    model = load_model(directory)
+    optimizer = torch.optim.AdamW(parameter_groups(model, workload), lr=workload.learning_rate, fused=True)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    ids = token_ids(workload, rank)
+
+    def step() -> Tensor:
+        loss = model(input_ids=ids, labels=ids).loss
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), workload.clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def deepspeed_zero3(workload: Workload, directory: Path, rank: int, world: int) -> Step:
+    """DeepSpeed on its CPU accelerator; its Adam and shared-memory kernels are compiled on first use."""
+    os.environ.update(DS_ACCELERATOR="cpu", LOCAL_SIZE=str(world))
+    import deepspeed
+
+    deepspeed.init_distributed(dist_backend="gloo")
+    model = load_model(directory)
+    config = {
+        "train_micro_batch_size_per_gpu": workload.batch,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": workload.clip_norm,
+        "steps_per_print": 10**9,
+        "optimizer": {"type": "AdamW", "params": {"lr": workload.learning_rate, "weight_decay": workload.weight_decay}},
+        "zero_optimization": {"stage": 3, "contiguous_gradients": True, "overlap_comm": True, "reduce_scatter": True},
+    }
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=parameter_groups(model, workload), config=config, dist_init_required=False
+    )
+    ids = token_ids(workload, rank)
+
+    def step() -> Tensor:
+        loss = engine(input_ids=ids, labels=ids).loss
+        engine.backward(loss)
+        engine.step()
+        return loss
+
+    return step

@@ -1,0 +1,32 @@
+"""Shardwise trains models too large for one accelerator, with the same numbers on every layout, on stock PyTorch.
+
+`Job` says what is wanted, `train` runs it, `verify` proves its numbers against one process. The rooms are listed in
+docs/architecture.md; names are imported on first use so that `import shardwise` stays cheap.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Job": "shardwise.config",
+    "load_job": "shardwise.job_sources",
+    "resolve": "shardwise.plan",
+    "Plan": "shardwise.plan",
+    "Layout": "shardwise.layout",
+    "parallelize": "shardwise.parallel.apply",
+    "initialize": "shardwise.training.init",
+    "train_step": "shardwise.training.step",
+    "train": "shardwise.training.trainer",
+    "verify": "shardwise.verify",
+}
+__all__ = ["__version__", *_HOMES]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

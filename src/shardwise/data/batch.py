@@ -1,0 +1,56 @@
+"""One microbatch of one rank: named model inputs, labels, and what layout-independent randomness needs.
+
+Made by `shardwise.data.loader.Stream`; read by the training step, the loss and layout-independent dropout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+IGNORED = -100  # label of a position that no loss counts; torch's and transformers' own ignore_index
+
+
+@dataclass
+class Batch:
+    """B samples. Every tensor has the batch as dim 0.
+
+    inputs: keyword arguments of the model; `input_ids` [B, S] int64 for a language model, `position_ids` [B, S] where
+    documents are isolated.
+    labels: [B, S] int64, aligned with the output position (causal: label t is token t + 1); -100 is not counted.
+    rows: [B] int64, the global sample counter of each row: a pure function of step and row, the same on every layout.
+    document_ids: [B, S] int64, number of the document within its row, from 0; only where documents are isolated.
+    counted: [B] bool, False for padding rows: they repeat a real row, and no loss may count them.
+    """
+
+    inputs: dict[str, Tensor]
+    labels: Tensor | None
+    rows: Tensor
+    document_ids: Tensor | None = None
+    counted: Tensor = field(default=None)  # type: ignore[assignment]  # a tensor always, once constructed
+
+    def __post_init__(self) -> None:
+        if self.counted is None:
+            self.counted = torch.ones(len(self.rows), dtype=torch.bool, device=self.rows.device)
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The same batch on `device`."""
+
+        def move(tensor: Tensor) -> Tensor:
+            return tensor.to(device, non_blocking=True)
+
+        return Batch(
+            inputs={name: move(tensor) for name, tensor in self.inputs.items()},
+            labels=None if self.labels is None else move(self.labels),
+            rows=move(self.rows),
+            document_ids=None if self.document_ids is None else move(self.document_ids),
+            counted=move(self.counted),
+        )
+
+    def count(self) -> Tensor:
+        """Scalar int64: labels that are counted, or real rows where there are no labels."""
+        if self.labels is None:
+            return self.counted.sum()
+        return (self.labels != IGNORED).sum()

@@ -1,0 +1,221 @@
+"""Which files a job reads, what is in them, and how a cache knows that they are still the same.
+
+`find_corpus` resolves `data.path` and `data.format` to a Corpus; `Corpus.texts` and `Corpus.token_rows` then read its
+documents in a fixed order: files sorted by path, rows as they stand in the file.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from shardwise.config import DataSection
+from shardwise.data.readers import ROWS, text_file, text_pieces, token_ids
+from shardwise.data.store import digest
+from shardwise.errors import ConfigError, DataError, nearest
+
+SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
+SAVED_DATASET = ("state.json", "dataset_dict.json")  # files that datasets.save_to_disk writes
+NOT_STDLIB = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Files with documents in them. `container` is how a file is read: text, jsonl, parquet or dataset."""
+
+    format: str
+    container: str
+    files: tuple[Path, ...]
+    column: str
+    max_documents: int | None
+    identity: str  # changes when the documents would
+    size: int  # bytes
+
+    def describe(self) -> str:
+        """For the display."""
+        where = "the Python standard library" if self.format == "stdlib" else str(_common(self.files))
+        return f"{self.format}: {where}, {len(self.files):,} file{'s' * (len(self.files) != 1)}, {self.size / 1e6:.1f} MB"
+
+    def texts(self) -> Iterator[tuple[str, bool]]:
+        """(text, is the document's last piece) of at most `max_documents` documents that have any text."""
+        count = 0
+        for text, last in self._pieces():
+            yield text, last
+            count += last
+            if count == self.max_documents:
+                return
+
+    def _pieces(self) -> Iterator[tuple[str, bool]]:
+        for path in self.files:
+            if self.container == "text":
+                yield from text_file(path)
+            else:
+                for row in ROWS[self.container](path, self.column):
+                    yield from text_pieces(row)
+
+    def token_rows(self, limit: int | None) -> Iterator[np.ndarray]:
+        """The `input_ids` of at most `max_documents` rows that have any; each id must be below `limit`."""
+        count = 0
+        for path in self.files:
+            for row in ROWS[self.container](path, self.column):
+                ids = token_ids(row, limit)
+                if len(ids):
+                    yield ids
+                    count += 1
+                if count == self.max_documents:
+                    return
+
+
+def data_format(data: DataSection) -> str:
+    """`data.format` with `auto` resolved; refuses keys that contradict each other."""
+    if data.format == "auto":
+        found = "factory" if data.factory else "stdlib" if data.path is None else _infer(data.path)
+    else:
+        found = data.format
+    needs_path = found not in ("stdlib", "factory")
+    if needs_path and data.path is None:
+        raise ConfigError(f"data.format={found} needs data.path")
+    if not needs_path and data.path is not None:
+        raise ConfigError(f"data.path={data.path!r} would not be read with data.format={found}; leave one of them out")
+    if (found == "factory") != (data.factory is not None):
+        raise ConfigError(f"data.factory={data.factory!r} with data.format={found}: give both, or neither")
+    return found
+
+
+def find_corpus(data: DataSection) -> Corpus:
+    """The corpus that a job's data section names."""
+    name = data_format(data)
+    if name == "stdlib":
+        files, container = stdlib_files(), "text"
+    else:
+        paths = _expand(str(data.path))
+        container = _container(paths, name)
+        files = _files(paths, container)
+    if not files:
+        raise DataError(f"data.path={data.path!r}: no file to read with data.format={name}")
+    column = "input_ids" if name == "tokens" and data.field == "text" else data.field
+    identity, size = _identity(files, name)
+    return Corpus(
+        format=name,
+        container=container,
+        files=files,
+        column=column,
+        max_documents=data.max_documents,
+        identity=digest(name, container, column, data.max_documents, identity),
+        size=size,
+    )
+
+
+def stdlib_files() -> tuple[Path, ...]:
+    """Sources of the running Python's standard library without its tests, sorted."""
+    root = sysconfig.get_path("stdlib")
+    found = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in NOT_STDLIB]
+        found += [Path(folder, name) for name in names if name.endswith(".py")]
+    if not found:
+        raise DataError(f"the Python standard library in {root} has no sources; set data.path")
+    return tuple(sorted(found))
+
+
+def _expand(path: str) -> list[Path]:
+    """The existing file or directory, or what the glob matches."""
+    whole = Path(path).expanduser()
+    if whole.exists():
+        return [whole]
+    if any(letter in path for letter in "*?["):
+        matches = [Path(match) for match in sorted(glob.glob(str(whole), recursive=True))]
+        if matches:
+            return matches
+        raise DataError(f"data.path={path!r} matches no file")
+    siblings = [entry.name for entry in whole.parent.iterdir()] if whole.parent.is_dir() else []
+    hint = nearest(whole.name, siblings) if 0 < len(siblings) <= 100 else ""
+    raise DataError(f"data.path={path!r} does not exist.{hint}")
+
+
+def _infer(path: str) -> str:
+    """The format that `auto` takes: by suffix for a file, by what a directory holds."""
+    found = {_format_of(each) for each in _expand(path)}
+    if len(found) > 1:
+        raise ConfigError(f"data.path={path!r} holds {' and '.join(sorted(found))}; set data.format to one of them")
+    return found.pop()
+
+
+def _format_of(path: Path) -> str:
+    if path.is_file():
+        return SUFFIXES.get(path.suffix, "text")
+    if any((path / name).is_file() for name in SAVED_DATASET):
+        return "dataset"
+    found = {SUFFIXES[file.suffix] for file in _walk(path) if file.suffix in SUFFIXES and file.suffix != ".json"}
+    if len(found) > 1:
+        raise ConfigError(f"{path} holds both jsonl and parquet files; set data.format to one of them")
+    return found.pop() if found else "text"
+
+
+def _container(paths: list[Path], name: str) -> str:
+    if name != "tokens":
+        return name
+    found = {_format_of(path) for path in paths} - {"text"}
+    if len(found) != 1:
+        raise DataError(
+            f"{', '.join(map(str, paths[:3]))}: data.format=tokens reads jsonl, parquet or a saved data set, one of them"
+        )
+    return found.pop()
+
+
+def _files(paths: list[Path], container: str) -> tuple[Path, ...]:
+    """Files of the matched paths, directories opened."""
+    if container == "dataset":
+        for path in paths:
+            if not any((path / name).is_file() for name in SAVED_DATASET):
+                raise DataError(f"{path} is not a directory written by datasets.save_to_disk")
+        return tuple(paths)
+    found: list[Path] = []
+    for path in paths:
+        found += _inside(path, container) if path.is_dir() else [path]
+    return tuple(dict.fromkeys(found))  # a glob with ** matches a directory and what is in it
+
+
+def _inside(folder: Path, container: str) -> list[Path]:
+    """Files of a directory in the container's format; *.json only where there is no *.jsonl beside it."""
+    files = _walk(folder)
+    if container == "text":
+        return files
+    fitting = [file for file in files if SUFFIXES.get(file.suffix) == container]
+    return [file for file in fitting if file.suffix != ".json"] or fitting
+
+
+def _walk(folder: Path) -> list[Path]:
+    """All files below `folder` that are not hidden, sorted."""
+    found = []
+    for parent, subfolders, names in os.walk(folder):
+        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+        found += [Path(parent, name) for name in names if not name.startswith(".")]
+    return sorted(found)
+
+
+def _identity(files: tuple[Path, ...], name: str) -> tuple[str, int]:
+    """(hash of paths, sizes and times; bytes). The standard library: its version, names and sizes."""
+    entries: list[tuple[object, ...]] = []
+    size = 0
+    for top in files:
+        for path in _walk(top) if top.is_dir() else [top]:
+            try:
+                status = path.stat()
+            except OSError as error:
+                raise DataError(f"{path} cannot be read: {error.strerror}") from error
+            size += status.st_size
+            when = sys.version if name == "stdlib" else status.st_mtime_ns
+            entries.append((str(path.absolute()), status.st_size, when))
+    return digest(*entries), size
+
+
+def _common(files: tuple[Path, ...]) -> Path:
+    return files[0] if len(files) == 1 else Path(os.path.commonpath([file.absolute() for file in files]))

@@ -1,0 +1,84 @@
+"""Map-style data sets of the user's own: `data.factory` returns something with `len` and `[index] -> dict of tensors`.
+
+The last `validation_fraction` of the samples (at least one) is kept for validation. The key `labels` goes to
+`Batch.labels`, the others are keyword arguments of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import floor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.config import DataSection
+from shardwise.data.batch import Batch
+from shardwise.errors import DataError
+from shardwise.imports import load_object
+
+
+@dataclass(frozen=True)
+class Samples:
+    """`count` samples of a map-style data set from `base` on."""
+
+    dataset: Any
+    base: int
+    count: int
+    name: str  # for messages
+
+    def __len__(self) -> int:
+        return self.count
+
+    def batch(self, indices: Sequence[int], counters: Sequence[int], seed: int) -> Batch:
+        """Samples stacked on a new dim 0; the seed plays no part."""
+        samples = [self.sample(index) for index in indices]
+        for index, sample in zip(indices, samples, strict=True):
+            self._check_alike(samples[0], sample, index)
+        stacked = {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
+        labels = stacked.pop("labels", None)
+        return Batch(inputs=stacked, labels=labels, rows=torch.tensor(counters, dtype=torch.int64))
+
+    def sample(self, index: int) -> dict[str, Tensor]:
+        """One checked sample."""
+        if not 0 <= index < self.count:
+            raise IndexError(f"sample {index} of {self.count}")
+        sample = self.dataset[self.base + index]
+        if not isinstance(sample, dict) or not all(isinstance(value, Tensor) for value in sample.values()):
+            what = type(sample).__name__
+            if isinstance(sample, dict):
+                what = "a dict of " + ", ".join(sorted({type(value).__name__ for value in sample.values()}))
+            raise DataError(f"{self.name}: sample {self.base + index} is {what}; it must be a dict of tensors")
+        if not set(sample) - {"labels"}:
+            raise DataError(f"{self.name}: sample {self.base + index} has no model inputs, its keys are {list(sample)}")
+        return sample
+
+    def _check_alike(self, first: dict[str, Tensor], other: dict[str, Tensor], index: int) -> None:
+        expected = {key: tuple(value.shape) for key, value in first.items()}
+        found = {key: tuple(value.shape) for key, value in other.items()}
+        if expected != found:
+            raise DataError(
+                f"{self.name}: sample {self.base + index} has shapes {found}, another of its batch {expected}; "
+                "all samples must have the same keys and shapes (pad them)"
+            )
+
+
+def open_samples(data: DataSection) -> tuple[Samples, Samples]:
+    """(training, validation) samples of `data.factory`."""
+    name = f"data.factory={data.factory!r}"
+    make = load_object(str(data.factory), "data.factory")
+    try:
+        dataset = make(**data.factory_arguments)
+    except Exception as error:  # the user's code may raise anything
+        raise DataError(f"{name} raised {type(error).__name__}: {error}") from error
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise DataError(f"{name} returned {type(dataset).__name__}; a map-style data set has __len__ and __getitem__")
+    size = len(dataset) if data.max_documents is None else min(len(dataset), data.max_documents)
+    if size < 2:
+        raise DataError(f"{name} has {size} samples; one for training and one for validation are needed")
+    validation = max(1, floor(size * data.validation_fraction))
+    training = Samples(dataset, 0, size - validation, name)
+    training.sample(0)
+    return training, Samples(dataset, size - validation, validation, name)

@@ -1,0 +1,110 @@
+"""The batches of one rank: which samples of which step, as a pure function of the step.
+
+Exact definition. G = sequences_per_step. Step k consumes the samples (counters) c = k*G … k*G + G - 1; sample c is
+index `order(seed, c, len(split))` of the training split. Microbatch m of data rank d holds the rows
+i = (m*data_ranks + d)*microbatch + j, 0 <= j < microbatch, of the step; a row i >= G is padding: it repeats row i % G
+and counts nowhere. Evaluation is the same without shuffling: global batch b holds samples b*G … of the split, those
+beyond its end are padding, and the counter of sample s is EVALUATION + s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+
+from shardwise.data.batch import IGNORED, Batch
+from shardwise.data.order import order
+
+EVALUATION = 1 << 62  # counters of evaluation rows start here, so that no training row shares them
+
+
+class Split(Protocol):
+    """Samples by index: `packing.Windows` or `factory.Samples`."""
+
+    def __len__(self) -> int:
+        """How many samples there are."""
+
+    def batch(self, indices: Sequence[int], counters: Sequence[int], seed: int) -> Batch:
+        """The samples `indices`, with `rows` = counters."""
+
+
+class Stream:
+    """One data rank's view of a split."""
+
+    def __init__(
+        self,
+        split: Split,
+        seed: int,
+        sequences_per_step: int,
+        microbatch: int,
+        accumulation: int,
+        data_ranks: int,
+        data_rank: int,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if not 0 <= data_rank < data_ranks:
+            raise ValueError(f"data_rank={data_rank} of {data_ranks}")
+        if microbatch * accumulation * data_ranks < sequences_per_step:
+            raise ValueError(f"{microbatch=} x {accumulation=} x {data_ranks=} is less than {sequences_per_step=}")
+        self.split = split
+        self.seed = seed
+        self.sequences_per_step = sequences_per_step
+        self.microbatch = microbatch
+        self.accumulation = accumulation
+        self.data_ranks = data_ranks
+        self.data_rank = data_rank
+        self.device = device
+
+    def batches(self, step: int) -> list[Batch]:
+        """The `accumulation` microbatches of this rank in one step of training."""
+        return self.batches_from(step * self.sequences_per_step)
+
+    def batches_from(self, consumed: int) -> list[Batch]:
+        """The same for the step that follows `consumed` samples, whatever the steps before it looked like."""
+        size = len(self.split)
+
+        def locate(row: int) -> tuple[int, int]:
+            return order(self.seed, consumed + row, size), consumed + row
+
+        return [self._microbatch(number, self.sequences_per_step, locate) for number in range(self.accumulation)]
+
+    def evaluation(self, split: Split | None = None, batches: int | None = None) -> Iterator[list[Batch]]:
+        """Global batches of `split` (unset: this stream's) in order, at most `batches`; the last one may be ragged.
+
+        Each item holds this rank's `accumulation` microbatches; every rank gets the same number of items.
+        """
+        source = self.split if split is None else split
+        for number in range(self.evaluation_batches(source, batches)):
+            start = number * self.sequences_per_step
+            real = min(self.sequences_per_step, len(source) - start)
+
+            def locate(row: int, start: int = start) -> tuple[int, int]:
+                return start + row, EVALUATION + start + row
+
+            yield [self._microbatch(each, real, locate, source) for each in range(self.accumulation)]
+
+    def evaluation_batches(self, split: Split, batches: int | None = None) -> int:
+        """How many items `evaluation` gives."""
+        whole = -(-len(split) // self.sequences_per_step)
+        return whole if batches is None else min(batches, whole)
+
+    def _microbatch(self, number: int, real: int, locate: Locate, split: Split | None = None) -> Batch:
+        """Microbatch `number` of a step with `real` rows; `locate` gives (index, counter) of a row."""
+        first = (number * self.data_ranks + self.data_rank) * self.microbatch
+        rows = range(first, first + self.microbatch)
+        located = [locate(row % real) for row in rows]
+        source = self.split if split is None else split
+        batch = source.batch([index for index, _ in located], [counter for _, counter in located], self.seed)
+        batch.counted = torch.tensor([row < real for row in rows])
+        if batch.labels is not None and rows.stop > real:
+            batch.labels[~batch.counted] = IGNORED
+        return batch if torch.device(self.device).type == "cpu" else batch.to(self.device)
+
+
+class Locate(Protocol):
+    """Where a row of a step comes from."""
+
+    def __call__(self, row: int, /) -> tuple[int, int]:
+        """(index in the split, sample counter)."""

@@ -1,0 +1,168 @@
+"""Windows of the token stream: what one sample of a language model is.
+
+Exact definitions, for whoever wants to check them. `T` tokens are the documents' token ids one after the other, each
+document ended by the end-of-sequence token where the tokenizer has one. S is the sequence length; e is 1 for
+`causal_lm` (a label is the next token) and 0 for `masked_lm`.
+
+    n = (T - 2e) // S                         windows in all
+    v = max(1, floor(n * validation_fraction))  validation windows; a = n - v training windows; a >= 1
+    training window i:    tokens[i*S : i*S + S + e],          0 <= i < a
+    validation window i:  tokens[b + i*S : b + i*S + S + e],  0 <= i < v,  b = a*S + e
+
+so the two parts share no token. Causal: input_ids = window[:-1], labels = window[1:]. With `isolate_documents`,
+position_ids restart at 0 at each document's first token in the window, and a label that belongs to another document
+than its input is -100.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import floor
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardwise.data.batch import IGNORED, Batch
+from shardwise.data.store import Column
+from shardwise.errors import DataError
+
+COUNT_BLOCK = 1 << 22
+
+
+@dataclass(frozen=True)
+class Masking:
+    """BERT's masking: of the chosen tokens 80 % become the mask, 10 % any token, 10 % stay."""
+
+    probability: float
+    mask_id: int
+    vocabulary_size: int
+    special_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Windows:
+    """`count` windows of `sequence_length` tokens (plus one, causal) from `base` on; stride is the sequence length."""
+
+    tokens: Column
+    documents: Column  # position of each document's first token
+    base: int
+    count: int
+    sequence_length: int
+    masking: Masking | None = None  # None: causal
+    isolate_documents: bool = False
+
+    def __len__(self) -> int:
+        return self.count
+
+    @property
+    def extra(self) -> int:
+        """e of the definitions above."""
+        return 1 if self.masking is None else 0
+
+    def window(self, index: int) -> np.ndarray:
+        """Token ids of one window, [S + e]."""
+        if not 0 <= index < self.count:
+            raise IndexError(f"window {index} of {self.count}")
+        start = self.base + index * self.sequence_length
+        return self.tokens.read(start, start + self.sequence_length + self.extra)
+
+    def batch(self, indices: Sequence[int], counters: Sequence[int], seed: int) -> Batch:
+        """The windows `indices`, as samples `counters` of a run with this seed."""
+        windows = np.stack([self.window(index) for index in indices]).astype(np.int64)
+        if self.masking is None:
+            inputs, labels = windows[:, :-1], windows[:, 1:].copy()
+        else:
+            pairs = [mask(row, self.masking, seed, counter) for row, counter in zip(windows, counters, strict=True)]
+            inputs, labels = np.stack([pair[0] for pair in pairs]), np.stack([pair[1] for pair in pairs])
+        named = {"input_ids": torch.from_numpy(np.ascontiguousarray(inputs))}
+        numbers = self._isolate(indices, named, labels) if self.isolate_documents else None
+        return Batch(
+            inputs=named,
+            labels=torch.from_numpy(labels),
+            rows=torch.tensor(counters, dtype=torch.int64),
+            document_ids=numbers,
+        )
+
+    def _isolate(self, indices: Sequence[int], named: dict[str, torch.Tensor], labels: np.ndarray) -> torch.Tensor:
+        """Document numbers [B, S]; adds position_ids and clears labels across borders."""
+        size = self.sequence_length
+        numbers = np.stack([self.document_numbers(index) for index in indices])  # [B, S + e]
+        if self.extra:
+            labels[numbers[:, 1:] != numbers[:, :-1]] = IGNORED
+        numbers = np.ascontiguousarray(numbers[:, :size])
+        steps = np.broadcast_to(np.arange(size), numbers.shape)
+        first = np.diff(numbers, axis=1, prepend=numbers[:, :1]) != 0
+        named["position_ids"] = torch.from_numpy(steps - np.maximum.accumulate(np.where(first, steps, 0), axis=1))
+        return torch.from_numpy(numbers)
+
+    def document_numbers(self, index: int) -> np.ndarray:
+        """For each token of a window, [S + e] int64: the number of its document within the window, from 0."""
+        start = self.base + index * self.sequence_length
+        length = self.sequence_length + self.extra
+        low = bisect_left(self.documents, start + 1)
+        high = bisect_left(self.documents, start + length, lo=low)
+        borders = np.zeros(length, dtype=np.int64)
+        borders[self.documents.read(low, high) - start] = 1
+        return np.cumsum(borders)
+
+    def target_counts(self, windows: int | None = None) -> np.ndarray:
+        """How often each token id is a target of the first `windows` windows (unset: of all), by id.
+
+        Targets are the tokens that the loss can be measured on: all but the very first for a causal LM.
+        """
+        count = self.count if windows is None else min(windows, self.count)
+        start = self.base + self.extra
+        stop = start + count * self.sequence_length
+        counts = np.zeros(0, dtype=np.int64)
+        for low in range(start, stop, COUNT_BLOCK):
+            block = np.bincount(self.tokens.read(low, min(stop, low + COUNT_BLOCK)), minlength=len(counts))
+            block[: len(counts)] += counts
+            counts = block
+        return counts
+
+
+def split_windows(
+    tokens: Column, documents: Column, sequence_length: int, validation_fraction: float, **options: Any
+) -> tuple[Windows, Windows]:
+    """(training, validation) windows as defined above; `options` are fields of Windows."""
+    extra = 1 if options.get("masking") is None else 0
+    count = (len(tokens) - 2 * extra) // sequence_length
+    if count < 2:
+        largest = (len(tokens) - 2 * extra) // 2
+        raise DataError(
+            f"the data set has {len(tokens)} tokens: too few for a training and a validation sequence of "
+            f"data.sequence_length={sequence_length}; use more text"
+            + (f" or a data.sequence_length of at most {largest}" if largest > 0 else "")
+        )
+    validation = max(1, floor(count * validation_fraction))
+    training = count - validation
+    base = training * sequence_length + extra
+    common = {"tokens": tokens, "documents": documents, "sequence_length": sequence_length, **options}
+    return Windows(base=0, count=training, **common), Windows(base=base, count=validation, **common)
+
+
+def mask(tokens: np.ndarray, masking: Masking, seed: int, counter: int) -> tuple[np.ndarray, np.ndarray]:
+    """(inputs, labels) of one masked sequence: a pure function of (tokens, seed, sample counter).
+
+    Three rows of 64-bit draws r from Philox with key (seed, counter): token t is chosen where it is not special and
+    r[0, t] < probability * 2**64; r[1, t] % 10 in 0 … 7 puts the mask there, 8 the token r[2, t] % vocabulary, 9 leaves
+    it. Labels are the chosen tokens, -100 elsewhere.
+    """
+    bits = np.random.Philox(key=np.array([seed, counter], dtype=np.uint64))
+    draws = bits.random_raw(3 * len(tokens)).reshape(3, len(tokens))
+    chosen = draws[0] < np.uint64(int(masking.probability * 2**64))
+    chosen &= ~np.isin(tokens, masking.special_ids)
+    kind = draws[1] % np.uint64(10)
+    inputs = np.where(chosen & (kind < 8), masking.mask_id, tokens)
+    anything = (draws[2] % np.uint64(masking.vocabulary_size)).astype(np.int64)
+    inputs = np.where(chosen & (kind == 8), anything, inputs)
+    return inputs, np.where(chosen, tokens, IGNORED)
+
+
+def entropy(counts: np.ndarray) -> float:
+    """-Σ p ln p in nats of the distribution with these counts."""
+    shares = counts[counts > 0] / counts.sum()
+    return float(-(shares * np.log(shares)).sum())

@@ -1,0 +1,154 @@
+"""Rows of one file: text from text files, JSON lines, Parquet and saved data sets, or the `input_ids` of a row.
+
+Each reader is a generator of documents, in file order; a bad row raises DataError with file and row. Used by
+`shardwise.data.corpus`.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+
+from shardwise.errors import DataError, nearest
+
+PIECE = 1 << 20  # characters of a document that are tokenized at once
+BATCH_ROWS = 1024
+
+Row = tuple[str, Any]  # where it stands (for messages), value of the column
+
+
+def pieces(stream: TextIO) -> Iterator[tuple[str, bool]]:
+    """(text, is the document's last piece): about PIECE characters each, cut after a line break.
+
+    A long document is never held or tokenized whole. A document without text gives nothing.
+    """
+    current = stream.read(PIECE) + stream.readline()
+    while current:
+        following = stream.read(PIECE) + stream.readline()
+        yield current, not following
+        current = following
+
+
+def text_file(path: Path) -> Iterator[tuple[str, bool]]:
+    """Pieces of one text file, which is one document."""
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as stream:
+            yield from pieces(stream)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not valid UTF-8 ({error.reason}); convert it, or check data.format") from error
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def text_pieces(row: Row) -> Iterator[tuple[str, bool]]:
+    """Pieces of a row's text."""
+    where, value = row
+    if not isinstance(value, str):
+        raise DataError(f"{where}: expected text, found {type(value).__name__} {_short(value)}")
+    yield from pieces(io.StringIO(value, newline=""))
+
+
+def token_ids(row: Row, limit: int | None) -> np.ndarray:
+    """A row's `input_ids`; each must be an integer of 0 … limit - 1."""
+    where, value = row
+    try:
+        array = np.asarray(value if value is not None else [None])
+    except ValueError:
+        array = np.asarray([None])
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise DataError(f"{where}: input_ids must be a list of integers, found {_short(value)}")
+    if array.size and array.min() < 0:
+        raise DataError(f"{where}: input_ids holds {array.min()}; token ids are not negative")
+    if array.size and limit is not None and array.max() >= limit:
+        raise DataError(
+            f"{where}: input_ids holds {array.max()}, the vocabulary has {limit} tokens (0 … {limit - 1}); "
+            "use the tokenizer that the model was made for, or a model with a larger vocabulary"
+        )
+    return array.astype(np.int64)
+
+
+def jsonl_rows(path: Path, column: str) -> Iterator[Row]:
+    """One JSON object a line; blank lines are skipped."""
+    try:
+        with path.open(encoding="utf-8-sig") as stream:
+            for number, line in enumerate(stream, start=1):
+                if line.strip():
+                    yield f"{path}, line {number}", _json_value(line, column, f"{path}, line {number}")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not valid UTF-8 ({error.reason})") from error
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _json_value(line: str, column: str, where: str) -> Any:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{where}: not valid JSON ({error.msg} at column {error.colno}); one object a line") from error
+    if not isinstance(row, dict):
+        raise DataError(f"{where}: expected a JSON object, found {_short(row)}")
+    if column not in row:
+        raise _missing_column(where, column, list(row))
+    return row[column]
+
+
+def parquet_rows(path: Path, column: str) -> Iterator[Row]:
+    """Rows of a Parquet file."""
+    import pyarrow as pa
+    from pyarrow.parquet import ParquetFile
+
+    try:
+        with ParquetFile(path) as file:
+            if column not in file.schema_arrow.names:
+                raise _missing_column(str(path), column, file.schema_arrow.names)
+            number = 0
+            for batch in file.iter_batches(batch_size=BATCH_ROWS, columns=[column]):
+                for value in batch.column(0).to_pylist():
+                    number += 1
+                    yield f"{path}, row {number}", value
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"{path} cannot be read as Parquet: {error}") from error
+
+
+def dataset_rows(path: Path, column: str) -> Iterator[Row]:
+    """Rows of a directory written by `datasets.save_to_disk`; of its `train` split where it has splits."""
+    import pyarrow as pa
+    from datasets import DatasetDict, load_from_disk
+
+    try:
+        dataset = load_from_disk(str(path))
+        if isinstance(dataset, DatasetDict):
+            if "train" not in dataset:
+                raise DataError(f"{path} has splits {sorted(dataset)} but no 'train'; point data.path at one of them")
+            dataset = dataset["train"]
+        if column not in dataset.column_names:
+            raise _missing_column(str(path), column, dataset.column_names)
+        number = 0
+        for batch in dataset.with_format(None).select_columns([column]).iter(batch_size=BATCH_ROWS):
+            for value in batch[column]:
+                number += 1
+                yield f"{path}, row {number}", value
+    except (OSError, pa.ArrowException, json.JSONDecodeError) as error:
+        raise DataError(f"{path} cannot be read as a saved data set: {error}") from error
+
+
+ROWS: dict[str, Callable[[Path, str], Iterator[Row]]] = {
+    "jsonl": jsonl_rows,
+    "parquet": parquet_rows,
+    "dataset": dataset_rows,
+}
+
+
+def _missing_column(where: str, column: str, present: list[str]) -> DataError:
+    hint = " It has input_ids: set data.format to tokens." if "input_ids" in present and column == "text" else ""
+    return DataError(f"{where}: no column {column!r} (data.field).{nearest(column, present)}{hint}")
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

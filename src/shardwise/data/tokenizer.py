@@ -1,0 +1,187 @@
+"""The tokenizer of a job: a given directory, the model directory's own, or a byte-level BPE trained on the corpus.
+
+A trained tokenizer is a directory in the cache that `transformers.AutoTokenizer.from_pretrained` opens. Training is
+deterministic; it reads the first `SAMPLE` characters of the corpus.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardwise.config import Job
+from shardwise.data.corpus import Corpus
+from shardwise.data.store import COMPLETE, build_once, cache_root, digest
+from shardwise.errors import DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from transformers import PreTrainedTokenizerBase
+
+SAMPLE = 1 << 24
+VERSION = 1  # of what a trained tokenizer is; part of its cache key
+END_OF_TEXT, PADDING, MASK = "<|endoftext|>", "<pad>", "<mask>"
+VOCABULARY_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+)
+BYTES = 256
+
+
+@dataclass(frozen=True)
+class TokenizerFacts:
+    """What packing needs to know of a tokenizer. `special_ids` are never masked."""
+
+    vocabulary_size: int
+    eos_id: int | None
+    mask_id: int | None
+    special_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TokenizerSource:
+    """A tokenizer directory; `identity` changes when its files do."""
+
+    directory: Path
+    identity: str
+    trust_remote_code: bool = False
+
+
+def find_tokenizer(
+    job: Job, corpus: Corpus, model_vocabulary: int | None, say: Callable[[str], None]
+) -> TokenizerSource | None:
+    """The job's tokenizer, trained now where it has none. None for a corpus of token ids without a given one."""
+    if job.data.tokenizer is not None:
+        return _source(Path(job.data.tokenizer), "data.tokenizer", trust_remote_code=False)
+    model = job.model.path
+    if model is not None and any((Path(model).expanduser() / name).is_file() for name in VOCABULARY_FILES):
+        return _source(Path(model), "model.path", job.model.trust_remote_code)
+    if corpus.format == "tokens":
+        return None
+    if model is not None:
+        say(f"model.path={model} holds no tokenizer: a byte-level BPE is trained on the corpus")
+    return _trained(job, corpus, model_vocabulary, say)
+
+
+def load_tokenizer(source: TokenizerSource) -> PreTrainedTokenizerBase:
+    """The tokenizer of a directory; nothing is fetched."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            str(source.directory), local_files_only=True, trust_remote_code=source.trust_remote_code
+        )
+    except Exception as error:  # tokenizers raises bare Exception for a corrupt file
+        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise DataError(f"the tokenizer in {source.directory} cannot be opened: {first_line}") from error
+    return tokenizer
+
+
+def facts_of(tokenizer: PreTrainedTokenizerBase) -> TokenizerFacts:
+    """Sizes and special tokens. A tokenizer without an end-of-sequence token ends documents with its separator."""
+    end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
+    return TokenizerFacts(
+        vocabulary_size=max(tokenizer.get_vocab().values(), default=-1) + 1,
+        eos_id=end,
+        mask_id=tokenizer.mask_token_id,
+        special_ids=tuple(sorted(tokenizer.all_special_ids)),
+    )
+
+
+def check_vocabulary(size: int, model_vocabulary: int | None, where: object) -> None:
+    """Refuses a tokenizer with more tokens than the model has embeddings."""
+    if model_vocabulary is not None and size > model_vocabulary:
+        raise DataError(
+            f"the tokenizer in {where} has {size} tokens, the model's vocabulary_size is {model_vocabulary}; "
+            "set data.tokenizer to the model's own, or give the model a vocabulary_size of at least "
+            f"{size}"
+        )
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
+    """Token ids of each text, without the tokenizer's own special tokens."""
+    encoded: Any = tokenizer(
+        texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
+    )
+    ids: list[list[int]] = encoded["input_ids"]
+    return ids
+
+
+def _source(directory: Path, key: str, trust_remote_code: bool) -> TokenizerSource:
+    directory = directory.expanduser().absolute()
+    if not directory.is_dir():
+        raise DataError(f"{key}={str(directory)!r} is not a directory")
+    if not any((directory / name).is_file() for name in VOCABULARY_FILES):
+        raise DataError(f"{key}={str(directory)!r} holds no tokenizer (none of {', '.join(VOCABULARY_FILES)})")
+    files = [path for path in sorted(directory.iterdir()) if path.suffix in {".json", ".txt", ".model", ".jinja", ".py"}]
+    states = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    return TokenizerSource(directory, digest(str(directory), *states), trust_remote_code)
+
+
+def _trained(
+    job: Job, corpus: Corpus, model_vocabulary: int | None, say: Callable[[str], None]
+) -> TokenizerSource:
+    special = [END_OF_TEXT, PADDING, MASK] if job.model.task == "masked_lm" else [END_OF_TEXT]
+    size = job.data.vocabulary_size
+    least = BYTES + len(special)
+    if size < least:
+        raise DataError(f"data.vocabulary_size={size} is below {least}: all bytes and {', '.join(special)}; use {least}")
+    if model_vocabulary is not None and size > model_vocabulary:
+        raise DataError(
+            f"data.vocabulary_size={size} is more than the model's vocabulary_size={model_vocabulary}; use "
+            f"{model_vocabulary} or less"
+        )
+    key = digest(VERSION, corpus.identity, size, special)
+    directory = cache_root(job.data.cache_directory) / "tokenizers" / key
+
+    def build(target: Path) -> None:
+        say(f"training a byte-level BPE tokenizer of {size} tokens on {corpus.describe()}")
+        train(corpus, size, special, target)
+        (target / COMPLETE).write_text(json.dumps({"corpus": corpus.describe(), "vocabulary_size": size}))
+
+    build_once(directory, build, say)
+    return TokenizerSource(directory, key)
+
+
+def train(corpus: Corpus, size: int, special: list[str], directory: Path) -> None:
+    """Train a byte-level BPE on the start of `corpus` and save it as a `transformers` tokenizer."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=special,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_sample(corpus), trainer)
+    names = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
+    if MASK in special:
+        names |= {"pad_token": PADDING, "mask_token": MASK}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(str(directory))
+
+
+def _sample(corpus: Corpus) -> Iterator[str]:
+    left = SAMPLE
+    for text, _ in corpus.texts():
+        yield text[:left]
+        left -= len(text)
+        if left <= 0:
+            return
+
+
+def facts_to_json(facts: TokenizerFacts | None) -> dict[str, Any] | None:
+    """For the cache's description."""
+    return None if facts is None else asdict(facts)

@@ -1,0 +1,63 @@
+"""Every error a user can cause, by name.
+
+A message holds the key, the value, the rule that was broken and the nearest fix. The command line prints the message
+without a traceback and exits with code 2 (`exit_code`).
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class ShardwiseError(Exception):
+    """Base of all errors that are a user's to fix. `exit_code` is what the command line returns."""
+
+    exit_code = 2
+
+
+class ConfigError(ShardwiseError):
+    """A job's key or value is wrong: unknown key, wrong type, out of range."""
+
+
+class LegalityError(ConfigError):
+    """Each value is fine by itself, their combination is not. `rule` names the row of the legality table."""
+
+    def __init__(self, message: str, rule: str = "") -> None:
+        super().__init__(message)
+        self.rule = rule
+
+
+class ModelError(ShardwiseError):
+    """A model directory or factory that cannot be read, built or initialized."""
+
+
+class DataError(ShardwiseError):
+    """A corpus, tokenizer or token file that is missing, empty, corrupt or does not fit the model."""
+
+
+class OutputError(ShardwiseError):
+    """An output directory that cannot be written or that belongs to another job."""
+
+
+class MachineError(ShardwiseError):
+    """The machine or the launcher's variables do not allow what the job asks for."""
+
+
+class VerifyError(ShardwiseError):
+    """`shardwise verify` found numbers that disagree."""
+
+    exit_code = 1
+
+
+class WorkerError(ShardwiseError):
+    """A worker failed. The message ends with the first failing rank's own error."""
+
+    exit_code = 1
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """` Did you mean 'x'?` for the closest of `known`, or the list of them when nothing is close."""
+    known = sorted(known)
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.55)
+    return f" Did you mean {close[0]!r}?" if close else f" Known: {', '.join(known)}."

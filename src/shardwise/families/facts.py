@@ -1,0 +1,66 @@
+"""ModelFacts: what the planner, the legality table and parallelize() need to know of a model, as plain data.
+
+Made by `shardwise.families.discovery` from the structure of a model on the meta device; nothing here touches torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class BlockFacts:
+    """One repeated block (a transformer layer): its qualified name and its size.
+
+    `parameters` counts elements.
+    """
+
+    name: str
+    parameters: int
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """Structure and sizes of one model.
+
+    Names are qualified module or parameter names of the unmodified model. Sizes are in elements. A field that does not
+    apply (a user's own module without attention) is 0 or None.
+    """
+
+    family: str  # transformers' model_type, or the class name of a user's module
+    is_hugging_face: bool
+    parameters: int  # tied parameters counted once
+    embedding_parameters: int  # input embeddings (positions included) that no matrix product reads
+    blocks: tuple[BlockFacts, ...]
+    ties: tuple[tuple[str, ...], ...] = ()  # groups of parameter names that share one storage
+    hidden_size: int = 0
+    layers: int = 0
+    attention_heads: int = 0
+    key_value_heads: int = 0
+    intermediate_size: int = 0
+    vocabulary_size: int = 0
+    max_positions: int | None = None
+    head: str | None = None  # module name of the output projection, when its output is the model's last operation
+    head_has_bias: bool = False
+    has_attention_dropout: bool = False
+    has_functional_dropout: bool = False  # calls torch.nn.functional.dropout outside of nn.Dropout
+    blocks_share_arguments: bool = True  # every block is called with the same keyword arguments
+    buffers: tuple[str, ...] = ()
+    parameter_shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # in order; ties once, first name
+
+    @property
+    def chunkable_head(self) -> bool:
+        """Whether the output projection can run inside the loss, so that logits never exist whole."""
+        return self.head is not None
+
+    def model_flops_per_token(self, sequence_length: int) -> float:
+        """Model FLOPs of forward and backward for one token: 6·P + 12·L·s·h.
+
+        P counts the parameters that take part in matrix products (all but input embeddings that are only looked up);
+        s is the sequence length and h the hidden size (PaLM, arXiv 2204.02311, appendix B). No recomputation.
+        """
+        return 6.0 * (self.parameters - self.embedding_parameters) + 12.0 * self.layers * sequence_length * self.hidden_size
+
+    def smp_flops_per_token(self) -> float:
+        """SMP's published convention: 8·P for one token, all parameters, recomputation assumed."""
+        return 8.0 * self.parameters

@@ -1,0 +1,184 @@
+"""Dropout whose mask is a pure function of (seed, step, module, global sample, element): equal on every layout.
+
+A step publishes its seed, its number and the global sample counters of the microbatch's rows in a `DropoutScope`;
+modules and patched functional calls derive their keep mask from it with an integer hash, so no generator state exists
+that could differ between ranks or between a forward and its recomputation.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+_MASK32 = 0xFFFFFFFF
+# Multipliers of the 32-bit finalizer "lowbias32" (Chris Wellons, "Prospecting for Hash Functions", 2018).
+_FIRST, _SECOND = 0x7FEB352D, 0x846CA68B - (1 << 32)
+_GOLDEN = 0x9E3779B1 - (1 << 32)  # 2**32 / golden ratio, as a signed 32-bit integer
+
+
+@dataclass
+class DropoutScope:
+    """What a microbatch's masks depend on. `calls` counts the uses of each name, `block` prefixes functional calls."""
+
+    seed: int
+    step: int
+    rows: Tensor  # [B] int64: global sample counters
+    calls: Counter[str] = field(default_factory=Counter)
+    block: str = ""
+    functional: bool = False  # also lead torch.nn.functional.dropout here
+
+    def snapshot(self) -> DropoutScope:
+        """A copy to recompute under: same masks again, whatever ran in between."""
+        return DropoutScope(self.seed, self.step, self.rows, Counter(self.calls), self.block, self.functional)
+
+    def key(self, name: str) -> int:
+        """64 bits that identify the next use of `name` in this step."""
+        self.calls[name] += 1
+        text = f"{self.seed}/{self.step}/{name}/{self.calls[name]}".encode()
+        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+# Process-wide rather than a context variable: autograd recomputes checkpoints on threads of its own.
+_active: DropoutScope | None = None
+
+
+def active_scope() -> DropoutScope | None:
+    """The scope of the microbatch that runs now."""
+    return _active
+
+
+@contextmanager
+def dropout_scope(scope: DropoutScope | None) -> Iterator[None]:
+    """Run with `scope` active; scopes nest."""
+    global _active
+    outer, _active = _active, scope
+    try:
+        with FunctionalDropout() if scope and scope.functional else nullcontext():
+            yield
+    finally:
+        _active = outer
+
+
+def keep_mask(key: int, rows: Tensor, elements: int, keep: float) -> Tensor:
+    """[len(rows), elements] bool, True with probability `keep`: a function of (key, row value, element index) only.
+
+    Args:
+        key: 64 bits of seed, step and module.
+        rows: [B] int64 global sample counters.
+        elements: elements of one row; fewer than 2**31.
+        keep: probability in (0, 1].
+    """
+    low, high = _row_keys(key, rows)
+    bits = torch.arange(elements, dtype=torch.int32, device=rows.device).mul_(_GOLDEN) + low.unsqueeze(1)
+    _xor_shift(bits, 16).mul_(_FIRST).bitwise_xor_(high.unsqueeze(1))
+    _xor_shift(_xor_shift(bits, 15).mul_(_SECOND), 16)
+    threshold = round(keep * 2**32) - 2**31
+    return bits < min(threshold, 2**31 - 1) if keep < 1 else torch.ones_like(bits, dtype=torch.bool)
+
+
+def _xor_shift(bits: Tensor, by: int) -> Tensor:
+    """bits ^= bits >> by with a logical shift, in place; torch's int32 shift is arithmetic, so mask the sign's copies."""
+    return bits.bitwise_xor_((bits >> by).bitwise_and_((1 << (32 - by)) - 1))
+
+
+def _row_keys(key: int, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Two independent int32 keys for each row, by a multiply-xorshift of its 64-bit counter."""
+    signed = key - (1 << 64) if key >> 63 else key
+    mixed = (rows + 1) * 0x2545F4914F6CDD1D ^ signed
+    for _ in range(2):
+        mixed = mixed ^ (mixed >> 29)
+        mixed = mixed * 0x369DEA0F31A53F85 + signed
+    mixed = mixed ^ (mixed >> 32)
+    return mixed.to(torch.int32), (mixed >> 32).to(torch.int32)
+
+
+@torch.compiler.disable
+def dropout(values: Tensor, probability: float, name: str) -> Tensor:
+    """`values` with elements zeroed with `probability` and the rest scaled by 1/(1-probability).
+
+    `values` is [B, ...], or [B*k, ...] with the batch outermost, for the scope's B rows; a leading dim that B does not
+    divide (a table shared by all rows) gets one mask for the whole step.
+
+    Raises:
+        RuntimeError: called in training without a `dropout_scope`.
+    """
+    if probability >= 1:
+        return torch.zeros_like(values) * values
+    if _active is None:
+        raise RuntimeError(f"dropout {name!r} ran in training mode outside of a training step")
+    rows = _active.rows
+    if values.shape[0] % len(rows):
+        rows = rows.new_full((1,), -1)
+    mask = keep_mask(_active.key(name), rows, values.numel() // len(rows), 1 - probability)
+    return values * mask.view(values.shape) * (1 / (1 - probability))
+
+
+class IndexedDropout(nn.Module):
+    """Stands in for `nn.Dropout` (same probability, no parameters); `name` is the module's qualified name."""
+
+    def __init__(self, probability: float, name: str) -> None:
+        super().__init__()
+        self.p, self.name = probability, name
+
+    def forward(self, values: Tensor) -> Tensor:
+        """[B, ...] -> [B, ...]; the identity in evaluation or when p is 0."""
+        if not self.training or self.p == 0 or values.numel() == 0:
+            return values
+        return dropout(values, self.p, self.name)
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}"
+
+
+class FunctionalDropout(TorchFunctionMode):
+    """Leads `torch.nn.functional.dropout` to the same masks, for models that call it directly (OPT, eager attention)."""
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function is not nn.functional.dropout or _active is None:
+            return function(*args, **kwargs)
+        values, p, training = _dropout_arguments(*args, **kwargs)
+        return dropout(values, p, f"{_active.block}/functional") if training and p > 0 else values
+
+
+def _dropout_arguments(
+    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> tuple[Tensor, float, bool]:
+    return input, p, training
+
+
+def replace_dropout(model: nn.Module) -> None:
+    """Put an `IndexedDropout` in the place of every `nn.Dropout` of `model`."""
+    for name, module in list(model.named_modules()):
+        for child_name, child in list(module.named_children()):
+            if type(child) is nn.Dropout:
+                setattr(module, child_name, IndexedDropout(child.p, f"{name}.{child_name}".lstrip(".")))
+
+
+def name_functional_dropout(blocks: Sequence[nn.Module], names: Sequence[str]) -> None:
+    """Tell the scope which block runs, so that functional calls are counted by block and not by order of execution."""
+    for block, name in zip(blocks, names, strict=True):
+        block.forward = _named(block.forward, name)  # type: ignore[method-assign]
+
+
+def _named(forward: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if _active is None:
+            return forward(*args, **kwargs)
+        outer, _active.block = _active.block, name
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            _active.block = outer
+
+    return run

@@ -1,0 +1,96 @@
+"""The process group's life: `with session(...) as device:` is the body of every worker.
+
+One rank by itself needs no network. Ranks of one host talk over the loopback interface only. A group that exists
+already (a user's own, or a test's) is used and left alone.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.errors import MachineError
+from shardwise.launch import failure, loopback
+from shardwise.launch.environment import RankEnvironment, detect
+
+ALONE = RankEnvironment(0, 1, 0, 1, loopback.ADDRESS, 1, "")
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+
+
+@contextmanager
+def session(device_type: str, backend: str, timeout_seconds: float = 600) -> Iterator[torch.device]:
+    """Joins this process's group and yields its device; leaves the group at the end, also after an error."""
+    place = detect() or ALONE
+    device = _device(device_type, place)
+    if dist.is_initialized():
+        yield device
+        return
+    changed = _keep_on_host(place)
+    try:
+        _join(place, device, backend, timedelta(seconds=timeout_seconds))
+        yield device
+    except Exception as error:
+        failure.report(error)  # before other ranks see this one leave and fail themselves
+        raise
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        for key in changed:
+            os.environ.pop(key, None)
+
+
+def _device(device_type: str, place: RankEnvironment) -> torch.device:
+    if device_type == "cpu":
+        _share_cores(place.local_world_size)
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if place.local_rank >= count:
+        raise MachineError(
+            f"local rank {place.local_rank} has no GPU of its own: this host shows {count}; "
+            f"start {count or 'no'} workers on it or set parallel.device to cpu"
+        )
+    torch.cuda.set_device(place.local_rank)
+    return torch.device("cuda", place.local_rank)
+
+
+def _share_cores(local_world_size: int) -> None:
+    """Each worker computes on its share of the cores; OMP_NUM_THREADS, where set, is the user's word on that."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, available_cores() // local_world_size))
+
+
+def available_cores() -> int:
+    """Cores this process may run on, which a container or `taskset` may have cut down."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _keep_on_host(place: RankEnvironment) -> list[str]:
+    """Gloo resolves the host's name for its address, which may be public or may not resolve at all."""
+    name = loopback.interface()
+    if not place.one_host or name is None or GLOO_INTERFACE in os.environ:
+        return []
+    os.environ[GLOO_INTERFACE] = name
+    return [GLOO_INTERFACE]
+
+
+def _join(place: RankEnvironment, device: torch.device, backend: str, timeout: timedelta) -> None:
+    options: dict[str, Any] = {"timeout": timeout}
+    if device.type == "cuda" and backend == "nccl":
+        backend = "cpu:gloo,cuda:nccl"  # offloaded parameters and counters live on the CPU
+        options["device_id"] = device
+    if place.world_size == 1:
+        options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    try:
+        dist.init_process_group(backend, **options)
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        raise MachineError(
+            f"rank {place.rank} of {place.world_size} could not meet the others at "
+            f"MASTER_ADDR={place.master_address} MASTER_PORT={place.master_port} (set by {place.launcher}): {error}; "
+            "check that rank 0 runs there, that the port is free, and that hosts reach each other"
+        ) from error

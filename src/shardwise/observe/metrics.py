@@ -1,0 +1,74 @@
+"""metrics.jsonl: one JSON object a line, one line a step or evaluation, flushed as it is written.
+
+A record of a step has the keys step, loss, grad_norm, learning_rate, tokens, tokens_per_second, tflops_per_rank,
+smp_tflops_per_rank, mfu, peak_memory_bytes (a list by rank), skipped, seconds and, for fp16, loss_scale; an evaluation
+has step and validation_loss. JSON has no NaN or infinity: such a number is written as null.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+Record = dict[str, Any]
+
+
+class MetricsWriter:
+    """Appends records to a file. With `resume_step`, what a stopped run wrote after that step is dropped first."""
+
+    def __init__(self, path: Path, resume_step: int | None = None) -> None:
+        if resume_step is not None and path.exists():
+            _keep_until(path, resume_step)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, record: Record) -> None:
+        """Append one record; it is on disk (in the page cache) when this returns."""
+        self._file.write(json.dumps(plain(record), allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def read_metrics(path: Path) -> list[Record]:
+    """All records of a file; a last line cut short by a killed run is left out."""
+    return list(_records(path)) if path.exists() else []
+
+
+def plain(value: Any) -> Any:
+    """The value as JSON can hold it: one-element tensors and numpy numbers as numbers, NaN and infinity as None."""
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if hasattr(value, "item"):
+        value = value.item()
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _records(path: Path) -> Iterator[Record]:
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if isinstance(record, dict):
+            yield record
+
+
+def _keep_until(path: Path, step: int) -> None:
+    kept = [json.dumps(record) for record in _records(path) if record.get("step", 0) <= step]
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+    temporary.replace(path)

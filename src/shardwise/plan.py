@@ -1,0 +1,257 @@
+"""The Plan: what will run. Every value the job left open is derived here, and keeps the rule that gave it.
+
+`resolve` is the one way from a Job to a Plan. It asks `shardwise.legality` first, so a Plan that exists is legal;
+everything downstream (layout, parallelize, data, training) reads the Plan and derives nothing itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from shardwise.config import Job, MemorySection, ParallelSection
+from shardwise.draft import DEFAULT_SEQUENCES, Draft, World, placement_order
+from shardwise.families.facts import ModelFacts
+from shardwise.legality import check
+
+__all__ = ["DEFAULT_SEQUENCES", "Dtypes", "Plan", "World", "describe", "resolve"]
+
+NORMALISATION = "global_tokens"
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """"fp64", "fp32", "bf16" or "fp16" for each role."""
+
+    parameters: str
+    compute: str
+    reduction: str
+    optimizer: str
+    loss: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What runs on which ranks, in which pieces, in which dtypes."""
+
+    job: Job
+    world: World
+    degrees: dict[str, int]  # replica, shard, context, tensor, pipeline; their product is world.size
+    placement: str  # D, P and T in order, right-most varying fastest
+    dtypes: Dtypes
+    sequence_length: int
+    sequences_per_step: int  # global
+    microbatch: int  # sequences in one forward of one rank
+    accumulation: int  # microbatches of one step on each rank
+    backend: str  # "gloo" | "nccl"
+    normalisation: str  # "global_tokens"
+    zero1: bool  # parameters gathered through the step; gradients' reduction and optimizer state sharded
+    chunked_loss: bool  # the head runs inside the loss
+    rules: dict[str, str]  # the rule behind each derived value
+    notes: tuple[str, ...]  # sentences a user should read before the run
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that read different samples."""
+        return self.degrees["replica"] * self.degrees["shard"]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, ready for JSON or YAML."""
+        return asdict(self) | {"job": self.job.model_dump(mode="json"), "notes": list(self.notes)}
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Equal for plans that run the same computation; what is shown and where it is written does not count."""
+        data = self.to_dict()
+        for key in ("rules", "notes"):
+            del data[key]
+        for key in ("output", "observe"):
+            del data["job"][key]
+        return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def resolve(job: Job, world: World, facts: ModelFacts) -> Plan:
+    """Derive everything the job left open. Raises LegalityError when the combination cannot run."""
+    draft = Draft(job, world, facts)
+    check(draft)
+    rules: dict[str, str] = {}
+    return Plan(
+        job=job,
+        world=world,
+        degrees=_degrees(draft, rules),
+        placement=_placement(draft, rules),
+        dtypes=_dtypes(draft, rules),
+        sequence_length=job.data.sequence_length,
+        backend=_backend(draft, rules),
+        normalisation=NORMALISATION,
+        zero1=draft.zero1,
+        chunked_loss=draft.chunked_loss,
+        notes=tuple(_notes(draft)),
+        **_batch(draft, rules),
+        rules=rules | _switch_rules(draft),
+    )
+
+
+def _degrees(draft: Draft, rules: dict[str, str]) -> dict[str, int]:
+    parallel = draft.job.parallel
+    context = parallel.context_parallel_degree
+    if draft.zero1:
+        shard_rule = f"shard_optimizer_state: all {draft.data_axis} data ranks"
+    elif parallel.sharded_data_parallel_degree is None:
+        shard_rule = f"sharded_data_parallel_degree unset: all {draft.data_axis} data ranks"
+    else:
+        shard_rule = "sharded_data_parallel_degree given"
+    rules |= {
+        "replica": f"{draft.data_axis} data ranks / shard degree {draft.sharded}",
+        "shard": shard_rule if context == 1 else f"{shard_rule}; / context degree {context}",
+        "context": "context_parallel_degree",
+        "tensor": "tensor_parallel_degree",
+        "pipeline": "pipeline_parallel_degree",
+    }
+    return {
+        "replica": draft.data_axis // draft.sharded,
+        "shard": draft.sharded // context,
+        "context": context,
+        "tensor": parallel.tensor_parallel_degree,
+        "pipeline": parallel.pipeline_parallel_degree,
+    }
+
+
+def _placement(draft: Draft, rules: dict[str, str]) -> str:
+    strategy = draft.job.parallel.placement_strategy
+    rules["placement"] = f"placement_strategy {strategy}; the right-most letter varies fastest with the rank"
+    order = placement_order(strategy)
+    assert order is not None  # the rule "placement" has judged it
+    return order
+
+
+def _dtypes(draft: Draft, rules: dict[str, str]) -> Dtypes:
+    compute = draft.compute
+    wide = "fp64" if compute == "fp64" else "fp32"
+    auto = draft.job.precision.compute == "auto"
+    rules["compute"] = f"precision.compute auto on {draft.world.device_type}" if auto else "precision.compute given"
+    rules |= {
+        "parameters": f"master weights are {wide} under {compute} compute",
+        "reduction": f"gradients are summed in {wide} whatever computes them",
+        "optimizer": "as the master weights",
+        "loss": f"softmax and sums in {wide}",
+    }
+    return Dtypes(parameters=wide, compute=compute, reduction=wide, optimizer=wide, loss=wide)
+
+
+def _batch(draft: Draft, rules: dict[str, str]) -> dict[str, int]:
+    derived = {
+        "sequences_per_step": draft.sequences,
+        "microbatch": draft.microbatch,
+        "accumulation": draft.accumulation,
+    }
+    rules |= {key: number.rule for key, number in derived.items()}
+    rules["sequence_length"] = "data.sequence_length"
+    return {key: number.value for key, number in derived.items()}
+
+
+def _backend(draft: Draft, rules: dict[str, str]) -> str:
+    asked = draft.job.parallel.ddp_dist_backend
+    device = draft.world.device_type
+    rules["backend"] = f"ddp_dist_backend auto on {device}" if asked == "auto" else "ddp_dist_backend given"
+    return asked if asked != "auto" else ("nccl" if device == "cuda" else "gloo")
+
+
+def _switch_rules(draft: Draft) -> dict[str, str]:
+    chunk = draft.job.memory.loss_chunk_tokens
+    head = f"head {draft.facts.head!r} runs inside the loss, {chunk} rows at once" if draft.chunked_loss else _whole_logits(draft)
+    return {
+        "normalisation": "sum of the losses / counted tokens of all ranks, applied once",
+        "zero1": "shard_optimizer_state" if draft.job.parallel.shard_optimizer_state else "shard_optimizer_state is off",
+        "chunked_loss": head,
+    }
+
+
+def _whole_logits(draft: Draft) -> str:
+    if not draft.facts.is_hugging_face:
+        return "a module of model.factory returns its own output"
+    if draft.job.model.loss is not None:
+        return "model.loss takes the whole output"
+    return f"the last operation of {draft.facts.family} is not a plain output projection"
+
+
+def _notes(draft: Draft) -> Iterator[str]:
+    yield from _batch_notes(draft)
+    yield from _parallel_notes(draft)
+    yield from _memory_notes(draft)
+    yield from _model_notes(draft)
+
+
+def _batch_notes(draft: Draft) -> Iterator[str]:
+    if draft.padding_rows:
+        rows = draft.padding_rows + draft.sequences.value
+        yield (
+            f"{draft.padding_rows} of {rows} rows of a step are padding, computed but not counted: "
+            f"{draft.sequences.value} sequences do not divide evenly over {draft.data_ranks} data ranks x "
+            f"{draft.accumulation.value} microbatches of {draft.microbatch.value}."
+        )
+
+
+def _parallel_notes(draft: Draft) -> Iterator[str]:
+    parallel, default = draft.job.parallel, ParallelSection()
+    if parallel.workers not in (None, draft.world.local_size):
+        yield f"parallel.workers={parallel.workers} is not used: the launcher started {draft.world.local_size} here."
+    if parallel.shard_optimizer_state and not draft.zero1:
+        yield "parallel.shard_optimizer_state saves nothing: there is one data rank."
+    if draft.sharded == 1:
+        for key in ("reshard_after_forward", "prefetch_depth"):
+            if getattr(parallel, key) != getattr(default, key):
+                yield f"parallel.{key}={getattr(parallel, key)} does nothing: no parameter is sharded."
+
+
+def _memory_notes(draft: Draft) -> Iterator[str]:
+    memory = draft.job.memory
+    if draft.world.device_type == "cpu":
+        for key in ("offload_activations", "offload_parameters"):
+            if getattr(memory, key):
+                yield f"memory.{key} on a CPU saves nothing: device and host memory are the same; the copies are made."
+    if not memory.offload_activations and memory.activation_loading_horizon != MemorySection().activation_loading_horizon:
+        yield f"memory.activation_loading_horizon={memory.activation_loading_horizon} does nothing without offload_activations."
+
+
+def _model_notes(draft: Draft) -> Iterator[str]:
+    if not draft.chunked_loss:
+        yield f"Logits exist whole: {_whole_logits(draft)}."
+    if draft.facts.has_attention_dropout and draft.job.model.attention != "eager":
+        yield (
+            "Attention dropout runs inside a fused kernel, whose random numbers depend on the layout; "
+            "model.attention=eager makes it equal on every layout."
+        )
+
+
+def describe(plan: Plan) -> Group:
+    """The plan as a table of key, value and rule, then its notes."""
+    table = Table(title=f"Plan {plan.fingerprint}", title_justify="left", title_style="bold")
+    table.add_column("key", style="cyan", no_wrap=True)
+    table.add_column("value", no_wrap=True)
+    table.add_column("rule", style="dim", overflow="fold")
+    world = plan.world
+    machine = f" ({world.accelerator})" if world.accelerator else ""
+    table.add_row("world", f"{world.size} x {world.device_type}", f"{world.local_size} on each of {world.hosts} hosts{machine}")
+    for key, value in _rows(plan):
+        table.add_row(key, str(value), Text(plan.rules.get(key, "")))
+    return Group(table, *(Text(f"note: {note}", style="yellow") for note in plan.notes))
+
+
+def _rows(plan: Plan) -> Iterator[tuple[str, object]]:
+    yield from plan.degrees.items()
+    yield "placement", plan.placement
+    yield "backend", plan.backend
+    for key in ("sequence_length", "sequences_per_step", "microbatch", "accumulation"):
+        yield key, getattr(plan, key)
+    yield from asdict(plan.dtypes).items()
+    for key in ("normalisation", "zero1", "chunked_loss"):
+        yield key, getattr(plan, key)

@@ -1,0 +1,66 @@
+"""Dtypes by name, and the loss scaler of fp16.
+
+Every dtype of a run is named in `Plan.dtypes`; nothing is cast by autocast or by defaults.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from shardwise.config import LossScaleSection
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """`fp64`, `fp32`, `bf16` or `fp16` as a torch dtype."""
+    return DTYPES[name]
+
+
+@dataclass
+class LossScaler:
+    """Static or dynamic loss scale with SMP's arguments. Every rank feeds it the same verdict, so ranks agree.
+
+    The dynamic rule is the usual one of mixed-precision training (Micikevicius et al., arXiv 1710.03740, section 3.2)
+    with hysteresis: `delayed_shift` overflows are tolerated before the scale shrinks.
+    """
+
+    settings: LossScaleSection
+    scale: float = 1.0
+    good_steps: int = 0
+    hysteresis: int = 1
+
+    @classmethod
+    def of(cls, compute: str, settings: LossScaleSection) -> LossScaler:
+        """Scale 1 that never moves, unless `compute` is fp16."""
+        if compute != "fp16":
+            return cls(settings.model_copy(update={"static": 1.0}))
+        return cls(settings, settings.static or settings.init_scale, hysteresis=settings.delayed_shift)
+
+    def update(self, overflow: bool) -> None:
+        """Account for one step; call on every rank with the same `overflow`."""
+        if self.settings.static is not None:
+            return
+        if overflow:
+            self._shrink()
+            return
+        self.good_steps += 1
+        if self.settings.consecutive_hysteresis:
+            self.hysteresis = self.settings.delayed_shift
+        if self.good_steps % self.settings.scale_window == 0:
+            self.hysteresis = self.settings.delayed_shift
+            self.scale *= self.settings.scale_factor
+
+    def _shrink(self) -> None:
+        self.good_steps = 0
+        if self.hysteresis > 1:
+            self.hysteresis -= 1
+        else:
+            self.scale = max(self.scale / self.settings.scale_factor, self.settings.min_scale)
+
+    def exhausted(self) -> bool:
+        """Whether the scale can shrink no further, so that overflows will not stop by themselves."""
+        return self.settings.static is None and math.isclose(self.scale, self.settings.min_scale)

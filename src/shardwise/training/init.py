@@ -1,0 +1,126 @@
+"""initialize(): the same weights on every layout, drawn or read, without a full copy of the model anywhere.
+
+Each owner of parameters has a generator seeded by (seed, qualified name); its whole tensors are drawn on the compute
+device, this rank's slice is kept. Owners are handled a unit at a time - a block, or a module outside of the blocks - so
+that a module whose initializer reaches into its children (GPT-2 rescales c_proj) finds them whole, and one block is the
+most that exists unsharded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.checkpoint.hugging_face import HuggingFaceWeights
+from shardwise.errors import ModelError
+from shardwise.parallel.model import ParallelModel
+from shardwise.parallel.tensor_map import Entry, TensorMap
+
+_BUFFERS_ONLY = "buffers"
+
+def initialize(model: ParallelModel, seed: int) -> None:
+    """Fill every parameter and buffer: drawn from `seed`, or read from the job's `model.path`.
+
+    Raises:
+        ModelError: a parameter has no initializer, or the directory's weights do not fit the model.
+    """
+    with torch.no_grad():
+        for unit in _units(model):
+            _draw(model, unit, seed)
+        if model.plan.job.model.path is not None:
+            read_hugging_face(model.tensor_map, model.plan.job.model.path)
+
+def read_hugging_face(tensor_map: TensorMap, path: str) -> None:
+    """Read this rank's slices of a Hugging Face directory's safetensors files."""
+    weights = HuggingFaceWeights(path)
+    files = weights.resolve({entry.name: entry.aliases for entry in tensor_map})
+    for entry in tensor_map:
+        name = files[entry.name]
+        if tuple(weights.shape(name)) != entry.shape:
+            raise ModelError(
+                f"model.path={path!r}: tensor {name!r} has shape {list(weights.shape(name))}, the model's "
+                f"{entry.name!r} has {list(entry.shape)}; use the config.json that belongs to these weights"
+            )
+        if entry.local.numel():
+            entry.local.copy_(weights.read(name, entry.global_slice))
+
+def _units(model: ParallelModel) -> Iterator[tuple[str, bool]]:
+    """(qualified name, whole subtree?) of what is initialized together: blocks whole, other modules by themselves."""
+    blocks = {block.name for block in model.facts.blocks}
+    inside = tuple(f"{name}." for name in blocks)
+    for name, _ in model.module.named_modules():
+        if name in blocks:
+            yield name, True
+        elif not name.startswith(inside) or not inside:
+            yield name, False
+
+def _draw(model: ParallelModel, unit: tuple[str, bool], seed: int) -> None:
+    name, subtree = unit
+    module = model.module.get_submodule(name)
+    owners = list(module.named_modules(prefix=name)) if subtree else [(name, module)]
+    owned = {
+        f"{owner}.{leaf}".lstrip("."): (part, leaf)
+        for owner, part in owners
+        for leaf, parameter in part._parameters.items()
+        if parameter is not None
+    }
+    with _whole_parameters(model, owned) as wholes:
+        unset = {key: whole for key, whole in wholes.items() if not whole.is_meta}
+        for owner, part in reversed(owners):  # children first: a parent's initializer overrides theirs
+            with _seeded(seed, owner, model.device):
+                _run_initializer(model.module, part, owner)
+        for key, whole in unset.items():
+            if torch.isnan(whole).any():
+                raise ModelError(
+                    f"parameter {key!r} of {type(owned[key][0]).__name__} has no initializer; give its module a "
+                    "reset_parameters() method that fills it"
+                )
+            model.tensor_map[key].store(whole)
+
+@contextmanager
+def _whole_parameters(
+    model: ParallelModel, owned: dict[str, tuple[nn.Module, str]]
+) -> Iterator[dict[str, nn.Parameter]]:
+    """Put whole tensors, filled with NaN, in the place of `owned`; the second name of a tied one stays on meta."""
+    held = {key: module._parameters[leaf] for key, (module, leaf) in owned.items()}
+    wholes = {key: _blank(model.tensor_map[key], key, model.device) for key in owned}
+    try:
+        for key, (module, leaf) in owned.items():
+            module._parameters[leaf] = wholes[key]
+        yield wholes
+    finally:
+        for key, (module, leaf) in owned.items():
+            module._parameters[leaf] = held[key]
+
+def _blank(entry: Entry, key: str, device: torch.device) -> nn.Parameter:
+    on = device if key == entry.name else torch.device("meta")
+    return nn.Parameter(torch.full(entry.shape, float("nan"), dtype=entry.parameter.dtype, device=on))
+
+def _run_initializer(model: nn.Module, module: nn.Module, name: str) -> None:
+    """The model's own `_init_weights` (transformers' convention), else the module's `reset_parameters`."""
+    init_weights = getattr(model, "_init_weights", None)
+    if callable(init_weights):
+        init_weights(module)
+    elif callable(reset := getattr(module, "reset_parameters", None)):
+        reset()
+
+@contextmanager
+def _seeded(seed: int, name: str, device: torch.device) -> Iterator[None]:
+    """Default generators seeded by (seed, name) inside, as they were outside."""
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(int.from_bytes(digest, "little") >> 1)
+        yield
+
+def fingerprint(tensors: Iterator[tuple[str, Tensor]]) -> str:
+    """Hash of names and bytes, to compare weights bit by bit."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, tensor in tensors:
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

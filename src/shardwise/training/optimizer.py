@@ -1,0 +1,103 @@
+"""The optimizer over this rank's own elements, and its learning-rate schedule.
+
+Any elementwise class of `torch.optim` updates plain local tensors that share storage with the model's (sharded)
+parameters: no DTensor dispatch per parameter, and each element is updated on every rank that holds it and nowhere else.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.config import OptimizerSection
+from shardwise.parallel.tensor_map import Entry, TensorMap
+
+
+class ShardedOptimizer:
+    """A `torch.optim` class on the local slices of a TensorMap.
+
+    `inner` is the torch optimizer; its parameters are `locals`, in the order of the map. Parameters of which this rank
+    holds no element are left out. Tensors of fewer than two dims get no weight decay.
+    """
+
+    def __init__(self, tensor_map: TensorMap, settings: OptimizerSection) -> None:
+        self.locals: list[tuple[Entry, nn.Parameter]] = [
+            (entry, nn.Parameter(entry.local, requires_grad=True))
+            for entry in tensor_map
+            if entry.parameter.requires_grad and entry.local.numel()
+        ]
+        decayed = [local for entry, local in self.locals if len(entry.shape) >= 2]
+        plain = [local for entry, local in self.locals if len(entry.shape) < 2]
+        groups = [
+            {"params": parameters, "weight_decay": decay}
+            for parameters, decay in ((decayed, settings.weight_decay), (plain, 0.0))
+            if parameters
+        ]
+        self.inner = make_torch_optimizer(settings, groups, any(local.is_cuda for _, local in self.locals))
+
+    def gradients(self) -> Iterator[tuple[Entry, Tensor]]:
+        """Entries with the local gradients of the last backward."""
+        for entry, _ in self.locals:
+            gradient = entry.local_gradient
+            if gradient is not None:
+                yield entry, gradient
+
+    def step(self) -> None:
+        """Update the local elements with the gradients that the parameters hold."""
+        for entry, local in self.locals:
+            local.grad = entry.local_gradient
+        self.inner.step()
+
+    def zero_grad(self) -> None:
+        """Drop gradients of parameters and locals."""
+        for entry, local in self.locals:
+            entry.parameter.grad = local.grad = None
+
+    def set_learning_rate(self, rate: float) -> None:
+        for group in self.inner.param_groups:
+            group["lr"] = rate
+
+    def state_bytes(self) -> int:
+        """Bytes of optimizer state tensors on this rank."""
+        states = self.inner.state.values()
+        return sum(v.numel() * v.element_size() for s in states for v in s.values() if isinstance(v, Tensor))
+
+
+def make_torch_optimizer(settings: OptimizerSection, groups: Any, on_gpu: bool) -> torch.optim.Optimizer:
+    """The `torch.optim` class of `settings` over `groups`, fused where the class offers it and the job does not say.
+
+    An empty rank (more ranks than rows) gets an optimizer over one empty tensor, so that it needs no special case.
+    """
+    optimizer_class = getattr(torch.optim, settings.name)
+    options = {key: tuple(value) if isinstance(value, list) else value for key, value in settings.options.items()}
+    known = inspect.signature(optimizer_class).parameters
+    if "fused" in known and not {"fused", "foreach"} & options.keys():
+        options["fused"] = True
+    groups = groups or [{"params": [nn.Parameter(torch.empty(0, device="cuda" if on_gpu else "cpu"))]}]
+    if "weight_decay" not in known:
+        groups = [{"params": group["params"]} for group in groups]
+    optimizer: torch.optim.Optimizer = optimizer_class(groups, lr=settings.learning_rate, **options)
+    return optimizer
+
+
+def learning_rate(settings: OptimizerSection, step: int, steps: int) -> float:
+    """Learning rate of `step` in 0..steps-1: linear warm-up to the peak, then the schedule down to its final ratio.
+
+    The cosine is that of SGDR without restarts (arXiv 1608.03983, equation 5).
+    """
+    peak, warmup = settings.learning_rate, settings.warmup_steps
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    progress = (step - warmup) / max(1, steps - 1 - warmup)
+    shape = {
+        "constant": 1.0,
+        "linear": 1.0 - progress,
+        "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
+    }[settings.schedule]
+    floor = 1.0 if settings.schedule == "constant" else settings.final_learning_rate_ratio
+    return peak * (floor + (1.0 - floor) * shape)

@@ -1,0 +1,111 @@
+"""Programs: what a step does with a microbatch before and after the model.
+
+A language model's loss is taken here, never by the model's own code: as (sum, count) over labels that are already
+aligned with the outputs, chunked where the head is deferred.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.data.batch import Batch
+from shardwise.errors import ModelError
+from shardwise.imports import load_object
+from shardwise.kernels.loss import cross_entropy_sum, linear_cross_entropy
+from shardwise.parallel.model import ParallelModel, Program
+
+LossFunction = Callable[[Any, Batch], tuple[Tensor, Tensor]]
+
+
+class LanguageModelProgram:
+    """Causal and masked language models of transformers."""
+
+    def __init__(self, model: ParallelModel) -> None:
+        self.model = model
+        self.chunk = model.plan.job.memory.loss_chunk_tokens
+
+    def inputs(self, microbatch: Batch) -> dict[str, Any]:
+        """The batch's inputs, with an attention mask where documents are isolated."""
+        inputs: dict[str, Any] = dict(microbatch.inputs)
+        if microbatch.document_ids is not None:
+            causal = self.model.plan.job.model.task == "causal_lm"
+            dtype = self.model.compute_dtype
+            inputs["attention_mask"] = document_mask(microbatch.document_ids, causal, dtype)
+        return inputs
+
+    def loss(self, microbatch: Batch, output: Any, seed: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(summed cross-entropy in nats, counted labels)."""
+        assert microbatch.labels is not None
+        head = self.model.head
+        if head is None:
+            return cross_entropy_sum(output.logits, microbatch.labels), microbatch.count()
+        loss = linear_cross_entropy(
+            output.logits,
+            head.weight,
+            head.bias,
+            microbatch.labels,
+            chunk=self.chunk,
+            seed=1.0 if seed is None else seed,
+        )
+        return loss, microbatch.count()
+
+
+class ModuleProgram:
+    """Any module: with `model.loss`, or with a forward that returns its mean loss (a tensor, `.loss`, or first item)."""
+
+    def __init__(self, loss: LossFunction | None) -> None:
+        self.function = loss
+
+    def inputs(self, microbatch: Batch) -> dict[str, Any]:
+        """The batch's inputs, and its labels for a module that computes its own loss."""
+        own = self.function is None and microbatch.labels is not None
+        return {**microbatch.inputs, **({"labels": microbatch.labels} if own else {})}
+
+    def loss(self, microbatch: Batch, output: Any, seed: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The user's (sum, count), or mean times count."""
+        if self.function is not None:
+            return self.function(output, microbatch)
+        mean = _own_loss(output)
+        count = microbatch.count()
+        if not bool(microbatch.counted.all()):
+            raise ModelError(
+                "the module returns a mean loss, which cannot leave out the padding rows of an uneven batch; give "
+                "model.loss, or choose sequences_per_step as a multiple of data ranks x microbatch"
+            )
+        return mean * count, count
+
+
+def make_program(model: ParallelModel) -> Program:
+    """The program of a job's own model."""
+    settings = model.plan.job.model
+    if settings.loss is not None:
+        return ModuleProgram(load_object(settings.loss))
+    return LanguageModelProgram(model) if model.facts.is_hugging_face else ModuleProgram(None)
+
+
+def document_mask(document_ids: Tensor, causal: bool, dtype: torch.dtype) -> Tensor:
+    """[B, 1, S, S] additive mask: 0 where query and key share a document (and the key is not ahead), else the minimum."""
+    allowed = document_ids.unsqueeze(2) == document_ids.unsqueeze(1)
+    if causal:
+        allowed = allowed.tril()
+    mask = torch.zeros(allowed.shape, dtype=dtype, device=document_ids.device)
+    return mask.masked_fill_(~allowed, torch.finfo(dtype).min).unsqueeze(1)
+
+
+def _own_loss(output: Any) -> Tensor:
+    loss = getattr(output, "loss", None)
+    if loss is None and isinstance(output, dict):
+        loss = output.get("loss")
+    if loss is None and isinstance(output, (tuple, list)):
+        loss = output[0]
+    loss = output if loss is None else loss
+    if not isinstance(loss, Tensor) or loss.dim() != 0:
+        raise ModelError(
+            "the module's forward returns neither a 0-dim loss nor an object with .loss; give "
+            "model.loss=package.module:function(output, batch) -> (sum, count)"
+        )
+    return loss

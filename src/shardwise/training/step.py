@@ -1,0 +1,125 @@
+"""train_step(): forward, backward, reductions and update of one step, on any layout.
+
+The loss is (sum, count). One control all-reduce before the step carries the count of labels and the ranks' flags; the
+normalisation is the seed of backward; one all-reduce after backward carries gradient norm and loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.data.batch import Batch
+from shardwise.parallel.model import ParallelModel, Program
+from shardwise.precision import LossScaler
+from shardwise.training.optimizer import ShardedOptimizer
+
+
+@dataclass
+class StepResult:
+    """What one step did, equal on every rank.
+
+    Attributes:
+        loss: mean loss of the step's counted labels, nats.
+        grad_norm: global L2 norm before clipping; the one that clips.
+        count: counted labels on all ranks.
+        skipped: the gradients were not finite and nothing was updated.
+        loss_scale: scale of this step's backward.
+        stop: some rank asked to stop after this step.
+    """
+
+    loss: float
+    grad_norm: float
+    count: int
+    skipped: bool
+    loss_scale: float
+    stop: bool = False
+
+
+def train_step(
+    model: ParallelModel,
+    program: Program,
+    batches: Sequence[Batch],
+    optimizer: ShardedOptimizer,
+    scaler: LossScaler,
+    step: int,
+    stop: bool = False,
+) -> StepResult:
+    """One optimizer step from this rank's microbatches. Collective: every rank calls it with equally many.
+
+    Args:
+        model: initialized; in training mode.
+        program: what surrounds the model.
+        batches: this rank's microbatches, on any device.
+        optimizer: its learning rate is already set.
+        scaler: the loss scale, updated here.
+        step: number of the step from 0.
+        stop: this rank's wish to end the run after the step.
+    """
+    batches = [batch.to(model.device) for batch in batches]
+    count, stop = exchange(model, sum(int(batch.count()) for batch in batches), stop)
+    seed = torch.tensor(scaler.scale / max(count, 1), dtype=model.accumulation_dtype, device=model.device)
+
+    totals = model.run(program, batches, step, seed)
+    loss, norm = reduce_loss_and_norm(model, optimizer, totals, scaler.scale)
+
+    skipped = count == 0 or not bool(torch.isfinite(norm))
+    scale = scaler.scale
+    if not skipped:
+        _rescale(optimizer, norm, scale, model.plan.job.optimizer.clip_norm)
+        optimizer.step()
+    scaler.update(overflow=skipped)
+    optimizer.zero_grad()
+    model.release_gathered()
+    return StepResult(float(loss) / max(count, 1), float(norm), count, skipped, scale, stop)
+
+
+def evaluate(model: ParallelModel, program: Program, batches: Sequence[Sequence[Batch]]) -> float:
+    """Mean loss (nats a label) over global batches, each given as this rank's microbatches."""
+    model.module.eval()
+    totals = torch.zeros(2, dtype=model.accumulation_dtype, device=model.device)
+    for microbatches in batches:
+        on_device = [batch.to(model.device) for batch in microbatches]
+        totals += model.run(program, on_device, step=0).to(totals.dtype)
+    dist.all_reduce(totals)
+    model.module.train()
+    return float(totals[0] / totals[1].clamp(min=1))
+
+
+def exchange(model: ParallelModel, count: int, stop: bool) -> tuple[int, bool]:
+    """The control all-reduce: (labels counted on all ranks, does any rank want to stop)."""
+    control = torch.tensor([count, int(stop)], dtype=torch.int64, device=model.device)
+    dist.all_reduce(control)
+    replicas = model.layout.size("context", "tensor", "pipeline")  # ranks that read the same rows
+    return int(control[0]) // replicas, bool(control[1])
+
+
+def reduce_loss_and_norm(
+    model: ParallelModel, optimizer: ShardedOptimizer, totals: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """(summed loss, gradient norm) over all ranks; each gradient element counts once, by its replication count."""
+    squares = torch.zeros((), dtype=model.accumulation_dtype, device=model.device)
+    by_replication: dict[int, list[Tensor]] = {}
+    for entry, gradient in optimizer.gradients():
+        by_replication.setdefault(entry.replication, []).append(gradient)
+    for replication, gradients in by_replication.items():
+        norms = torch._foreach_norm(gradients, 2, dtype=model.accumulation_dtype)
+        squares += torch.stack([norm.to(model.device) for norm in norms]).square().sum() / replication
+    both = torch.stack([totals[0].to(squares.dtype), squares])
+    dist.all_reduce(both)
+    return both[0], both[1].sqrt() / scale
+
+
+def _rescale(optimizer: ShardedOptimizer, norm: Tensor, scale: float, clip_norm: float | None) -> None:
+    """Take the loss scale out of the gradients and clip them, in one multiplication and without a host sync."""
+    if scale == 1.0 and clip_norm is None:
+        return
+    factor = torch.ones_like(norm) if clip_norm is None else (clip_norm / (norm + 1e-6)).clamp(max=1.0)
+    gradients = [gradient for _, gradient in optimizer.gradients()]
+    if gradients:
+        factor = (factor / scale).to(gradients[0].device)
+        torch._foreach_mul_(gradients, factor)

@@ -1,0 +1,65 @@
+"""Traces hold exactly the operators of the chosen steps."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.config import Job
+from shardwise.errors import ConfigError
+from shardwise.observe.profile import profiler
+
+
+def job(window: list[int] | None, steps: int = 5) -> Job:
+    return Job.model_validate({"observe": {"profile": window}, "training": {"steps": steps}})
+
+
+def shapes_of_products(path: Path) -> list[Any]:
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    return [event["args"]["Input Dims"][0][0] for event in events if event.get("name") == "aten::mm"]
+
+
+def run(window: list[int] | None, output: Path, done: int = 0, until: int = 5) -> None:
+    """Step k multiplies a matrix of k rows, so that a trace tells which steps it holds."""
+    with profiler(job(window), output, done) as traced:
+        for step in range(done + 1, until + 1):
+            torch.ones(step, 2) @ torch.ones(2, 2)
+            traced.step()
+
+
+@pytest.mark.parametrize("window, steps", [([2, 3], [2, 3]), ([1, 1], [1]), ([5], [5])])
+def test_trace_holds_the_chosen_steps(window: list[int], steps: list[int], tmp_path: Path) -> None:
+    run(window, tmp_path)
+    (trace,) = (tmp_path / "profile").iterdir()
+    assert trace.name == f"rank0-steps-{window[0]}-{window[-1]}.json.gz"
+    assert shapes_of_products(trace) == steps
+
+
+def test_a_resumed_run_counts_on(tmp_path: Path) -> None:
+    run([2, 4], tmp_path, done=2)
+    (trace,) = (tmp_path / "profile").iterdir()
+    assert shapes_of_products(trace) == [3, 4]
+
+
+def test_a_run_that_ends_in_the_window_keeps_its_trace(tmp_path: Path) -> None:
+    run([2, 5], tmp_path, until=3)
+    (trace,) = (tmp_path / "profile").iterdir()
+    assert shapes_of_products(trace) == [2, 3]
+
+
+def test_nothing_is_written_unless_asked(tmp_path: Path) -> None:
+    run(None, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("window, fix", [([], [1, 1]), ([0, 2], [1, 2]), ([3, 2], [3, 3]), ([2, 9], [2, 5]), ([1, 2, 3], [1, 3])])
+def test_wrong_windows_are_named_errors(window: list[int], fix: list[int], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        profiler(job(window), tmp_path)
+    assert f"observe.profile={window}" in str(error.value)
+    assert f"use {fix}." in str(error.value)
