@@ -20,7 +20,7 @@ _HOMES = {
     "parallelize": "shardwise.parallel.apply",
     "initialize": "shardwise.training.init",
     "train_step": "shardwise.training.step",
-    "train": "shardwise.training.trainer",
+    "train": "shardwise.entry",
     "verify": "shardwise.verify",
 }
 __all__ = ["__version__", *_HOMES]

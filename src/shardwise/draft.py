@@ -1,6 +1,6 @@
-"""What the legality table and the plan both read: the machine, and the numbers that follow from job, machine and model.
+"""What the legality table and the plan both read: the machine, and the numbers that follow from it, job and model.
 
-A `Draft` computes each derived number once, leniently; `shardwise.legality` judges them and `shardwise.plan` keeps them.
+A `Draft` computes each derived number once, leniently; `shardwise.legality` judges them, `shardwise.plan` keeps them.
 So a rule can never look at another number than the one that runs. Pure arithmetic, no torch.
 """
 
@@ -8,10 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
-from typing import NamedTuple
+from functools import cache, cached_property
+from typing import Any, NamedTuple
 
-from shardwise.config import Job
+from shardwise.config import (
+    DataSection,
+    Job,
+    MemorySection,
+    ModelSection,
+    OptimizerSection,
+    ParallelSection,
+    PrecisionSection,
+    TrainingSection,
+)
 from shardwise.families.facts import ModelFacts
 
 DEFAULT_SEQUENCES = 16
@@ -47,6 +56,24 @@ def one_of(values: Iterable[object]) -> str:
     return f"{', '.join(most)} or {last}" if most else last
 
 
+def lookup(job: Job, key: str) -> Any:
+    """The value at a dotted key."""
+    value: Any = job
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
+
+
+@cache
+def _default_job() -> Job:
+    return Job.model_validate({})
+
+
+def changed(job: Job, *keys: str) -> list[str]:
+    """Those of the dotted keys whose value is not the default."""
+    return [key for key in keys if lookup(job, key) != lookup(_default_job(), key)]
+
+
 def placement_order(strategy: str) -> str | None:
     """The axes D, P, T in order, right-most varying fastest; None when `strategy` does not hold each of them once."""
     order = PLACEMENTS.get(strategy.upper(), strategy.upper())
@@ -67,10 +94,38 @@ class Draft:
     world: World
     facts: ModelFacts
 
+    @property
+    def model(self) -> ModelSection:
+        return self.job.model
+
+    @property
+    def parallel(self) -> ParallelSection:
+        return self.job.parallel
+
+    @property
+    def memory(self) -> MemorySection:
+        return self.job.memory
+
+    @property
+    def precision(self) -> PrecisionSection:
+        return self.job.precision
+
+    @property
+    def training(self) -> TrainingSection:
+        return self.job.training
+
+    @property
+    def optimizer(self) -> OptimizerSection:
+        return self.job.optimizer
+
+    @property
+    def data(self) -> DataSection:
+        return self.job.data
+
     @cached_property
     def split_degree(self) -> int:
-        """Ranks that together hold one copy of the data axis' work: tensor x pipeline."""
-        return self.job.parallel.tensor_parallel_degree * self.job.parallel.pipeline_parallel_degree
+        """Ranks that work on the same samples with other parts of the model: tensor x pipeline."""
+        return self.parallel.tensor_parallel_degree * self.parallel.pipeline_parallel_degree
 
     @cached_property
     def data_axis(self) -> int:
@@ -80,36 +135,34 @@ class Draft:
     @cached_property
     def data_ranks(self) -> int:
         """Ranks that read different samples: replica x shard."""
-        return max(1, self.data_axis // self.job.parallel.context_parallel_degree)
+        return max(1, self.data_axis // self.parallel.context_parallel_degree)
 
     @cached_property
     def sharded(self) -> int:
         """Ranks over which state is sharded: shard x context."""
-        parallel = self.job.parallel
-        if parallel.shard_optimizer_state or parallel.sharded_data_parallel_degree is None:
-            return self.data_axis
-        return parallel.sharded_data_parallel_degree
+        asked = self.parallel.sharded_data_parallel_degree
+        return self.data_axis if self.parallel.shard_optimizer_state or asked is None else asked
 
     @cached_property
     def zero1(self) -> bool:
         """Whether only optimizer state and the reduction of gradients are sharded."""
-        return self.job.parallel.shard_optimizer_state and self.data_axis > 1
+        return self.parallel.shard_optimizer_state and self.data_axis > 1
 
     @cached_property
     def compute(self) -> str:
         """Dtype of forward and backward."""
-        asked = self.job.precision.compute
+        asked = self.precision.compute
         return asked if asked != "auto" else {"cuda": "bf16"}.get(self.world.device_type, "fp32")
 
     @cached_property
     def chunked_loss(self) -> bool:
         """Whether the head runs inside the loss, so that logits never exist whole."""
-        return self.facts.is_hugging_face and self.facts.chunkable_head and self.job.model.loss is None
+        return self.facts.is_hugging_face and self.facts.chunkable_head and self.model.loss is None
 
     @cached_property
     def sequences(self) -> Derived:
         """Global sequences of one step."""
-        training, length = self.job.training, self.job.data.sequence_length
+        training, length = self.training, self.data.sequence_length
         if training.sequences_per_step is not None:
             return Derived(training.sequences_per_step, "given")
         if training.tokens_per_step is not None:
@@ -128,7 +181,7 @@ class Draft:
     @cached_property
     def microbatch(self) -> Derived:
         """Sequences in one forward of one rank."""
-        training, rows = self.job.training, self.sequences_per_rank
+        training, rows = self.training, self.sequences_per_rank
         share = f"{self.sequences.value} sequences / {self.data_ranks} data ranks = {rows} a rank"
         if training.microbatch_size is not None:
             return Derived(training.microbatch_size, "given")
@@ -136,21 +189,29 @@ class Draft:
             count = training.gradient_accumulation
             return Derived(-(-rows // count), f"{share}, cut into gradient_accumulation {count}")
         limit = MICROBATCH_TOKENS.get(self.world.device_type, MICROBATCH_TOKENS["cuda"])
-        length = self.job.data.sequence_length
-        return Derived(even_cut(rows, max(1, limit // length)), f"{share}, cut to at most {limit} tokens of {length} each")
+        length = self.data.sequence_length
+        size = even_cut(rows, max(1, limit // length))
+        return Derived(size, f"{share}, in pieces of at most {limit} tokens (or one sequence)")
 
     @cached_property
     def accumulation(self) -> Derived:
         """Microbatches of one step on each rank."""
-        asked = self.job.training.gradient_accumulation
+        asked = self.training.gradient_accumulation
         if asked is not None:
             return Derived(asked, "given")
-        return Derived(self.needed_accumulation, f"{self.sequences_per_rank} a rank / microbatch {self.microbatch.value}")
+        rule = f"{self.sequences_per_rank} sequences a rank / microbatch {self.microbatch.value}"
+        return Derived(self.needed_accumulation, rule)
 
     @cached_property
     def needed_accumulation(self) -> int:
         """Fewest microbatches that hold all sequences of a step."""
         return -(-self.sequences_per_rank // self.microbatch.value)
+
+    @cached_property
+    def possible_accumulations(self) -> list[int]:
+        """Numbers of microbatches that leave none empty, whatever the microbatch."""
+        rows = self.sequences_per_rank
+        return sorted({-(-rows // size) for size in range(1, rows + 1)})
 
     @cached_property
     def padding_rows(self) -> int:

@@ -17,19 +17,19 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.config import Job, MemorySection, ParallelSection
-from shardwise.draft import DEFAULT_SEQUENCES, Draft, World, placement_order
+from shardwise.config import Job
+from shardwise.draft import Draft, World, changed, lookup, placement_order
 from shardwise.families.facts import ModelFacts
 from shardwise.legality import check
 
-__all__ = ["DEFAULT_SEQUENCES", "Dtypes", "Plan", "World", "describe", "resolve"]
+__all__ = ["Dtypes", "Plan", "World", "describe", "resolve"]
 
 NORMALISATION = "global_tokens"
 
 
 @dataclass(frozen=True)
 class Dtypes:
-    """"fp64", "fp32", "bf16" or "fp16" for each role."""
+    """ "fp64", "fp32", "bf16" or "fp16" for each role."""
 
     parameters: str
     compute: str
@@ -101,7 +101,7 @@ def resolve(job: Job, world: World, facts: ModelFacts) -> Plan:
 
 
 def _degrees(draft: Draft, rules: dict[str, str]) -> dict[str, int]:
-    parallel = draft.job.parallel
+    parallel = draft.parallel
     context = parallel.context_parallel_degree
     if draft.zero1:
         shard_rule = f"shard_optimizer_state: all {draft.data_axis} data ranks"
@@ -126,7 +126,7 @@ def _degrees(draft: Draft, rules: dict[str, str]) -> dict[str, int]:
 
 
 def _placement(draft: Draft, rules: dict[str, str]) -> str:
-    strategy = draft.job.parallel.placement_strategy
+    strategy = draft.parallel.placement_strategy
     rules["placement"] = f"placement_strategy {strategy}; the right-most letter varies fastest with the rank"
     order = placement_order(strategy)
     assert order is not None  # the rule "placement" has judged it
@@ -136,7 +136,7 @@ def _placement(draft: Draft, rules: dict[str, str]) -> str:
 def _dtypes(draft: Draft, rules: dict[str, str]) -> Dtypes:
     compute = draft.compute
     wide = "fp64" if compute == "fp64" else "fp32"
-    auto = draft.job.precision.compute == "auto"
+    auto = draft.precision.compute == "auto"
     rules["compute"] = f"precision.compute auto on {draft.world.device_type}" if auto else "precision.compute given"
     rules |= {
         "parameters": f"master weights are {wide} under {compute} compute",
@@ -159,26 +159,26 @@ def _batch(draft: Draft, rules: dict[str, str]) -> dict[str, int]:
 
 
 def _backend(draft: Draft, rules: dict[str, str]) -> str:
-    asked = draft.job.parallel.ddp_dist_backend
+    asked = draft.parallel.ddp_dist_backend
     device = draft.world.device_type
     rules["backend"] = f"ddp_dist_backend auto on {device}" if asked == "auto" else "ddp_dist_backend given"
     return asked if asked != "auto" else ("nccl" if device == "cuda" else "gloo")
 
 
 def _switch_rules(draft: Draft) -> dict[str, str]:
-    chunk = draft.job.memory.loss_chunk_tokens
-    head = f"head {draft.facts.head!r} runs inside the loss, {chunk} rows at once" if draft.chunked_loss else _whole_logits(draft)
+    chunk, asked = draft.memory.loss_chunk_tokens, draft.parallel.shard_optimizer_state
+    chunked = f"head {draft.facts.head!r} runs inside the loss, on {chunk} rows at once"
     return {
         "normalisation": "sum of the losses / counted tokens of all ranks, applied once",
-        "zero1": "shard_optimizer_state" if draft.job.parallel.shard_optimizer_state else "shard_optimizer_state is off",
-        "chunked_loss": head,
+        "zero1": f"shard_optimizer_state is {'on' if asked else 'off'}, {draft.data_axis} data ranks",
+        "chunked_loss": chunked if draft.chunked_loss else _whole_logits(draft),
     }
 
 
 def _whole_logits(draft: Draft) -> str:
     if not draft.facts.is_hugging_face:
         return "a module of model.factory returns its own output"
-    if draft.job.model.loss is not None:
+    if draft.model.loss is not None:
         return "model.loss takes the whole output"
     return f"the last operation of {draft.facts.family} is not a plain output projection"
 
@@ -201,31 +201,29 @@ def _batch_notes(draft: Draft) -> Iterator[str]:
 
 
 def _parallel_notes(draft: Draft) -> Iterator[str]:
-    parallel, default = draft.job.parallel, ParallelSection()
-    if parallel.workers not in (None, draft.world.local_size):
-        yield f"parallel.workers={parallel.workers} is not used: the launcher started {draft.world.local_size} here."
-    if parallel.shard_optimizer_state and not draft.zero1:
+    workers = draft.parallel.workers
+    if workers not in (None, draft.world.local_size):
+        yield f"parallel.workers={workers} is not used: the launcher started {draft.world.local_size} here."
+    if draft.parallel.shard_optimizer_state and not draft.zero1:
         yield "parallel.shard_optimizer_state saves nothing: there is one data rank."
     if draft.sharded == 1:
-        for key in ("reshard_after_forward", "prefetch_depth"):
-            if getattr(parallel, key) != getattr(default, key):
-                yield f"parallel.{key}={getattr(parallel, key)} does nothing: no parameter is sharded."
+        for key in changed(draft.job, "parallel.reshard_after_forward", "parallel.prefetch_depth"):
+            yield f"{key}={lookup(draft.job, key)} does nothing: no parameter is sharded."
 
 
 def _memory_notes(draft: Draft) -> Iterator[str]:
-    memory = draft.job.memory
     if draft.world.device_type == "cpu":
-        for key in ("offload_activations", "offload_parameters"):
-            if getattr(memory, key):
-                yield f"memory.{key} on a CPU saves nothing: device and host memory are the same; the copies are made."
-    if not memory.offload_activations and memory.activation_loading_horizon != MemorySection().activation_loading_horizon:
-        yield f"memory.activation_loading_horizon={memory.activation_loading_horizon} does nothing without offload_activations."
+        for key in changed(draft.job, "memory.offload_activations", "memory.offload_parameters"):
+            yield f"{key} saves nothing on a CPU, whose own memory is the host's; the copies are made."
+    if not draft.memory.offload_activations:
+        for key in changed(draft.job, "memory.activation_loading_horizon"):
+            yield f"{key}={lookup(draft.job, key)} does nothing without memory.offload_activations."
 
 
 def _model_notes(draft: Draft) -> Iterator[str]:
     if not draft.chunked_loss:
         yield f"Logits exist whole: {_whole_logits(draft)}."
-    if draft.facts.has_attention_dropout and draft.job.model.attention != "eager":
+    if draft.facts.has_attention_dropout and draft.model.attention != "eager":
         yield (
             "Attention dropout runs inside a fused kernel, whose random numbers depend on the layout; "
             "model.attention=eager makes it equal on every layout."
@@ -239,8 +237,10 @@ def describe(plan: Plan) -> Group:
     table.add_column("value", no_wrap=True)
     table.add_column("rule", style="dim", overflow="fold")
     world = plan.world
-    machine = f" ({world.accelerator})" if world.accelerator else ""
-    table.add_row("world", f"{world.size} x {world.device_type}", f"{world.local_size} on each of {world.hosts} hosts{machine}")
+    machine = f", {world.accelerator}" if world.accelerator else ""
+    table.add_row(
+        "world", f"{world.size} x {world.device_type}", f"{world.local_size} here, hosts: {world.hosts}{machine}"
+    )
     for key, value in _rows(plan):
         table.add_row(key, str(value), Text(plan.rules.get(key, "")))
     return Group(table, *(Text(f"note: {note}", style="yellow") for note in plan.notes))

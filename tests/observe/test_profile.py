@@ -57,7 +57,9 @@ def test_nothing_is_written_unless_asked(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("window, fix", [([], [1, 1]), ([0, 2], [1, 2]), ([3, 2], [3, 3]), ([2, 9], [2, 5]), ([1, 2, 3], [1, 3])])
+@pytest.mark.parametrize(
+    "window, fix", [([], [1, 1]), ([0, 2], [1, 2]), ([3, 2], [3, 3]), ([2, 9], [2, 5]), ([1, 2, 3], [1, 3])]
+)
 def test_wrong_windows_are_named_errors(window: list[int], fix: list[int], tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         profiler(job(window), tmp_path)

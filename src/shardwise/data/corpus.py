@@ -41,7 +41,9 @@ class Corpus:
     def describe(self) -> str:
         """For the display."""
         where = "the Python standard library" if self.format == "stdlib" else str(_common(self.files))
-        return f"{self.format}: {where}, {len(self.files):,} file{'s' * (len(self.files) != 1)}, {self.size / 1e6:.1f} MB"
+        return (
+            f"{self.format}: {where}, {len(self.files):,} file{'s' * (len(self.files) != 1)}, {self.size / 1e6:.1f} MB"
+        )
 
     def texts(self) -> Iterator[tuple[str, bool]]:
         """(text, is the document's last piece) of at most `max_documents` documents that have any text."""
@@ -165,7 +167,7 @@ def _container(paths: list[Path], name: str) -> str:
     found = {_format_of(path) for path in paths} - {"text"}
     if len(found) != 1:
         raise DataError(
-            f"{', '.join(map(str, paths[:3]))}: data.format=tokens reads jsonl, parquet or a saved data set, one of them"
+            f"{', '.join(map(str, paths[:3]))}: data.format=tokens reads jsonl, parquet or a saved data set; give one"
         )
     return found.pop()
 

@@ -9,13 +9,15 @@ beyond its end are padding, and the counter of sample s is EVALUATION + s.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
 
 from shardwise.data.batch import IGNORED, Batch
 from shardwise.data.order import order
+
+Locate = Callable[[int], tuple[int, int]]  # row of a step -> (index in the split, sample counter)
 
 EVALUATION = 1 << 62  # counters of evaluation rows start here, so that no training row shares them
 
@@ -101,10 +103,3 @@ class Stream:
         if batch.labels is not None and rows.stop > real:
             batch.labels[~batch.counted] = IGNORED
         return batch if torch.device(self.device).type == "cpu" else batch.to(self.device)
-
-
-class Locate(Protocol):
-    """Where a row of a step comes from."""
-
-    def __call__(self, row: int, /) -> tuple[int, int]:
-        """(index in the split, sample counter)."""

@@ -16,7 +16,7 @@ ROUNDS = 6
 
 
 def order(seed: int, sample_index: int, size: int) -> int:
-    """Data set index of the sample_index-th sample that a run consumes; every epoch of `size` samples is shuffled anew."""
+    """Data set index of the sample_index-th sample of a run; each epoch of `size` samples has its own order."""
     if sample_index < 0 or size < 1:
         raise ValueError(f"sample_index={sample_index} must be >= 0 and size={size} >= 1")
     epoch, position = divmod(sample_index, size)

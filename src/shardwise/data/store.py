@@ -141,7 +141,7 @@ def build_once(directory: Path, build: Callable[[Path], None], say: Callable[[st
                 _build(directory, build)
     except OSError as error:
         raise DataError(
-            f"the cache {directory.parent} cannot be written ({error}); set data.cache_directory to a writable directory"
+            f"the cache {directory.parent} cannot be written ({error}); set data.cache_directory to one that can"
         ) from error
 
 

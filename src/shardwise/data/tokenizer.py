@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -122,19 +122,21 @@ def _source(directory: Path, key: str, trust_remote_code: bool) -> TokenizerSour
         raise DataError(f"{key}={str(directory)!r} is not a directory")
     if not any((directory / name).is_file() for name in VOCABULARY_FILES):
         raise DataError(f"{key}={str(directory)!r} holds no tokenizer (none of {', '.join(VOCABULARY_FILES)})")
-    files = [path for path in sorted(directory.iterdir()) if path.suffix in {".json", ".txt", ".model", ".jinja", ".py"}]
+    files = [
+        path for path in sorted(directory.iterdir()) if path.suffix in {".json", ".txt", ".model", ".jinja", ".py"}
+    ]
     states = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     return TokenizerSource(directory, digest(str(directory), *states), trust_remote_code)
 
 
-def _trained(
-    job: Job, corpus: Corpus, model_vocabulary: int | None, say: Callable[[str], None]
-) -> TokenizerSource:
+def _trained(job: Job, corpus: Corpus, model_vocabulary: int | None, say: Callable[[str], None]) -> TokenizerSource:
     special = [END_OF_TEXT, PADDING, MASK] if job.model.task == "masked_lm" else [END_OF_TEXT]
     size = job.data.vocabulary_size
     least = BYTES + len(special)
     if size < least:
-        raise DataError(f"data.vocabulary_size={size} is below {least}: all bytes and {', '.join(special)}; use {least}")
+        raise DataError(
+            f"data.vocabulary_size={size} is below {least}: all bytes and {', '.join(special)}; use {least}"
+        )
     if model_vocabulary is not None and size > model_vocabulary:
         raise DataError(
             f"data.vocabulary_size={size} is more than the model's vocabulary_size={model_vocabulary}; use "
@@ -180,8 +182,5 @@ def _sample(corpus: Corpus) -> Iterator[str]:
         left -= len(text)
         if left <= 0:
             return
-
-
-def facts_to_json(facts: TokenizerFacts | None) -> dict[str, Any] | None:
-    """For the cache's description."""
-    return None if facts is None else asdict(facts)
+    if left == SAMPLE:
+        raise DataError(f"{corpus.describe()} is empty: no document has any text")

@@ -9,11 +9,14 @@ real, since nothing but its constructor knows their values. Nothing here contact
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import re
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +37,7 @@ from transformers import (
 from transformers.initialization import meta_device_safe_creation_ops
 
 from shardwise.config import Job, ModelSection
-from shardwise.errors import ConfigError, ModelError, nearest
+from shardwise.errors import ConfigError, ModelError, ShardwiseError, nearest
 from shardwise.families.default import default_config
 from shardwise.imports import load_object
 
@@ -51,8 +54,9 @@ def build_model(job: Job) -> nn.Module:
     """The model of `job` in train mode, parameters on the meta device (fp32), key-value cache off."""
     model = _build_user_module(job.model) if job.model.factory else _build_hugging_face(job, load_config(job))
     model.train()
-    if isinstance(getattr(model, "config", None), PreTrainedConfig):
-        model.config.use_cache = False
+    config = getattr(model, "config", None)
+    if isinstance(config, PreTrainedConfig):
+        config.use_cache = False
     return model
 
 
@@ -67,8 +71,9 @@ def load_config(job: Job) -> PreTrainedConfig:
         config = _config_from_dict(copy.deepcopy(section.config), job)
     else:
         config = default_config(job)
-    if section.dropout is not None:
-        _set_dropout(config, section.dropout)
+    dropout = section.dropout
+    if dropout is not None:
+        _guarded(f"model.dropout={dropout}", lambda: _set_dropout(config, dropout))
     if section.task == "causal_lm" and type(config) in MODEL_FOR_MASKED_LM_MAPPING and hasattr(config, "is_decoder"):
         config.is_decoder = True  # an encoder such as BERT would see the labels: its attention is not causal otherwise
     return config
@@ -106,7 +111,9 @@ def _check_config_file(file: Path, where: str, section: ModelSection) -> None:
         raise ModelError(f"{where}: {file} holds a {type(content).__name__}, not a JSON object")
     remote = _remote_code(content, HEADS[section.task][2])
     if any("--" in reference for reference in remote):
-        raise ModelError(f"{where}: its code ({', '.join(remote)}) lives on a hub; put the .py files into the directory")
+        raise ModelError(
+            f"{where}: its code ({', '.join(remote)}) lives on a hub; put the .py files into the directory"
+        )
     if content.get("model_type") in CONFIG_MAPPING:
         return
     if remote and not section.trust_remote_code:
@@ -147,12 +154,20 @@ def _config_from_dict(values: dict[str, Any], job: Job) -> PreTrainedConfig:
         if isinstance(token, int) and isinstance(size, int) and token >= size:
             values[key] = None  # the family's own tokenizer has this token, a smaller vocabulary does not
     config = _guarded(where, lambda: config_class(**values))
-    # transformers stores a key it does not know as an attribute and never reads it again.
-    unknown = [key for key in values if hasattr(config, key) and not hasattr(defaults, key)]
+    unknown = [
+        key for key in values if hasattr(config, key) and not hasattr(defaults, key) and not _is_read(key, config)
+    ]
     if unknown:
-        known = set(defaults.to_dict()) | set(defaults.attribute_map)
+        known = {name for name in {*defaults.to_dict(), *defaults.attribute_map} if not name.startswith("_")}
         raise ConfigError(f"{where} has no {unknown[0]!r}.{nearest(unknown[0], known)}")
     return config
+
+
+def _is_read(key: str, config: PreTrainedConfig) -> bool:
+    """Whether the model's source mentions `key`; transformers keeps a key it does not know and never looks at it."""
+    classes = [type(config)] + [mapping[type(config)] for _, mapping, _ in HEADS.values() if type(config) in mapping]
+    sources = {inspect.getsource(sys.modules[kind.__module__]) for kind in classes}
+    return any(re.search(rf"\b{re.escape(key)}\b", source) for source in sources)
 
 
 def _trains_tokenizer(job: Job) -> bool:
@@ -174,7 +189,7 @@ def _assign_dropout(config: PreTrainedConfig, probability: float) -> list[str]:
         if isinstance(value, PreTrainedConfig):
             names += _assign_dropout(value, probability)
         elif DROPOUT_FIELD.search(name) and not OTHER_DROPOUT.search(name) and _is_number(value):
-            setattr(config, name, probability)
+            setattr(config, name, 0 if probability == 0 and isinstance(value, int) else probability)
             names.append(name)
     return names
 
@@ -190,10 +205,11 @@ def _build_hugging_face(job: Job, config: PreTrainedConfig) -> PreTrainedModel:
         raise ModelError(f"model.path={section.path!r} holds quantized weights; training needs the unquantized model")
     model = _from_config(config, section, None if section.attention == "auto" else section.attention)
     model.config.architectures = [type(model).__name__]
-    if section.path and (Path(section.path) / "generation_config.json").exists():
+    path = section.path
+    if path is not None and (Path(path) / "generation_config.json").exists():
         model.generation_config = _guarded(
-            f"model.path={section.path!r}: generation_config.json",
-            lambda: GenerationConfig.from_pretrained(section.path, local_files_only=True),
+            f"model.path={path!r}: generation_config.json",
+            lambda: GenerationConfig.from_pretrained(path, local_files_only=True),
         )
     return model
 
@@ -221,7 +237,7 @@ def _from_config(config: PreTrainedConfig, section: ModelSection, attention: str
     except ModelError as error:
         if attention is None:
             raise
-        has = [kernel for kernel in ("eager", "sdpa") if kernel != attention and _succeeds(lambda k=kernel: build(k))]
+        has = [kernel for kernel in ("eager", "sdpa") if kernel != attention and _succeeds(partial(build, kernel))]
         if not has:
             raise
         raise ModelError(
@@ -242,6 +258,8 @@ def _guarded(where: str, call: Callable[[], Any]) -> Any:
     """`call()`; whatever transformers raises for a user's values becomes a ModelError that names them."""
     try:
         return call()
+    except ShardwiseError:
+        raise
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ModelError(f"{where}: transformers refuses it: {reason}") from error

@@ -19,7 +19,9 @@ MIN_POSITIONS = 1024  # rotary: positions cost no parameters, and the exported m
 def default_config(job: Job) -> GPTNeoXConfig:
     """The config whose size comes nearest to the target for `data.vocabulary_size`; no dropout, untied embeddings."""
     vocabulary = job.data.vocabulary_size
-    width = min(range(HEAD_SIZE, 1025, HEAD_SIZE), key=lambda h: abs(parameter_count(vocabulary, h) - TARGET_PARAMETERS))
+    width = min(
+        range(HEAD_SIZE, 1025, HEAD_SIZE), key=lambda h: abs(parameter_count(vocabulary, h) - TARGET_PARAMETERS)
+    )
     return GPTNeoXConfig(
         vocab_size=vocabulary,
         hidden_size=width,

@@ -47,6 +47,9 @@ class ModelFacts:
     blocks_share_arguments: bool = True  # every block is called with the same keyword arguments
     buffers: tuple[str, ...] = ()
     parameter_shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # in order; ties once, first name
+    probe_failure: str = (
+        ""  # why the forward could not be probed; head, dropout and arguments are then assumed the worst
+    )
 
     @property
     def chunkable_head(self) -> bool:
@@ -59,7 +62,10 @@ class ModelFacts:
         P counts the parameters that take part in matrix products (all but input embeddings that are only looked up);
         s is the sequence length and h the hidden size (PaLM, arXiv 2204.02311, appendix B). No recomputation.
         """
-        return 6.0 * (self.parameters - self.embedding_parameters) + 12.0 * self.layers * sequence_length * self.hidden_size
+        return (
+            6.0 * (self.parameters - self.embedding_parameters)
+            + 12.0 * self.layers * sequence_length * self.hidden_size
+        )
 
     def smp_flops_per_token(self) -> float:
         """SMP's published convention: 8·P for one token, all parameters, recomputation assumed."""

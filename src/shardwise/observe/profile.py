@@ -34,7 +34,9 @@ class Profiler:
         self._turn()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._profile is not None:  # stopped inside of the window: keep what there is
             self._write()
 

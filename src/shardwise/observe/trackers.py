@@ -54,7 +54,9 @@ def scalars(record: Record) -> Iterator[tuple[str, float]]:
         if key == "step" or value is None:
             continue
         if key == "peak_memory_bytes":
-            yield from ((f"memory/rank{rank}_bytes", float(size)) for rank, size in enumerate(value) if size is not None)
+            yield from (
+                (f"memory/rank{rank}_bytes", float(size)) for rank, size in enumerate(value) if size is not None
+            )
         elif isinstance(value, int | float):
             yield _SECTIONS.get(key, f"train/{key}"), float(value)
 

@@ -38,6 +38,7 @@ class ShardedOptimizer:
             for parameters, decay in ((decayed, settings.weight_decay), (plain, 0.0))
             if parameters
         ]
+        self.gradient_bytes = 0  # of the last step
         self.inner = make_torch_optimizer(settings, groups, any(local.is_cuda for _, local in self.locals))
 
     def gradients(self) -> Iterator[tuple[Entry, Tensor]]:
@@ -51,6 +52,8 @@ class ShardedOptimizer:
         """Update the local elements with the gradients that the parameters hold."""
         for entry, local in self.locals:
             local.grad = entry.local_gradient
+        grads = [local.grad for _, local in self.locals if local.grad is not None]
+        self.gradient_bytes = sum(gradient.numel() * gradient.element_size() for gradient in grads)
         self.inner.step()
 
     def zero_grad(self) -> None:

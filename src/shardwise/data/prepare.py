@@ -1,0 +1,260 @@
+"""From a job's data section to windows of tokens: find the corpus, its tokenizer, tokenize once, open from the cache.
+
+`prepare` may be called by every process. On each host the first one builds the cache, under a lock; the others wait
+and open the same memory-mapped files, so nodes need not share a file system. `TokenData` pickles as paths and numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardwise.config import Job
+from shardwise.data.corpus import Corpus, data_format, find_corpus
+from shardwise.data.factory import Samples, open_samples
+from shardwise.data.packing import Masking, Windows, entropy, split_windows
+from shardwise.data.store import COMPLETE, Column, ColumnWriter, build_once, cache_root, digest
+from shardwise.data.tokenizer import (
+    TokenizerFacts,
+    TokenizerSource,
+    check_vocabulary,
+    encode,
+    facts_of,
+    find_tokenizer,
+    load_tokenizer,
+)
+from shardwise.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Say = Callable[[str], None]
+
+VERSION = 1  # of the cached layout; part of the cache key
+GROUP_CHARACTERS = 1 << 21  # text that is tokenized in one call
+SECONDS_BETWEEN_REPORTS = 5.0
+TOKENS, DOCUMENTS = "tokens.arrow", "documents.arrow"
+
+
+@dataclass(frozen=True)
+class TokenData:
+    """A job's data, ready to be read by `loader.Stream`.
+
+    `documents` and `tokens` count the whole data set (samples and 0 for a factory's). `content` is a hash of all token
+    ids: equal on every host, or the hosts do not train on the same data. `vocabulary_size` is the tokenizer's; without
+    one, the model's, else the largest token id + 1.
+    """
+
+    train: Windows | Samples
+    validation: Windows | Samples
+    corpus: str
+    documents: int
+    tokens: int
+    vocabulary_size: int
+    tokenizer_directory: str | None = None
+    eos_id: int | None = None
+    content: str = ""
+    directory: str | None = None
+
+    @cached_property
+    def unigram_entropy(self) -> float | None:
+        """Nats a token: entropy of the unigram distribution of the validation tokens. None for a factory's samples."""
+        return self.entropy_of(None)
+
+    def entropy_of(self, sequences: int | None) -> float | None:
+        """The same for the first so many validation sequences: those that an evaluation of that size measures."""
+        if isinstance(self.validation, Samples):
+            return None
+        return entropy(self.validation.target_counts(sequences))
+
+    def prompt(self, length: int) -> list[int]:
+        """Token ids of the start of the first document that begins among the validation tokens; else of those."""
+        windows = self.validation
+        if isinstance(windows, Samples):
+            return []
+        stop = windows.base + windows.count * windows.sequence_length
+        found = bisect_left(windows.documents, windows.base)
+        start = windows.documents[found] if found < len(windows.documents) else stop
+        if start + length > stop:
+            start = windows.base
+        return [int(token) for token in windows.tokens.read(start, min(start + length, stop))]
+
+    def describe(self) -> dict[str, Any]:
+        """For the display and run.json."""
+        facts: dict[str, Any] = {
+            "corpus": self.corpus,
+            "documents": self.documents,
+            "training_sequences": len(self.train),
+            "validation_sequences": len(self.validation),
+        }
+        if isinstance(self.train, Windows):
+            facts |= {
+                "tokens": self.tokens,
+                "sequence_length": self.train.sequence_length,
+                "tokenizer": self.tokenizer_directory,
+                "vocabulary_size": self.vocabulary_size,
+                "unigram_entropy": self.unigram_entropy,
+                "content": self.content,
+                "cache": self.directory,
+            }
+        return facts
+
+
+def prepare(job: Job, model_vocabulary: int | None = None, say: Say = lambda text: None) -> TokenData:
+    """The data of `job`, tokenized now unless the cache has it; `say` hears of the progress."""
+    if data_format(job.data) == "factory":
+        return _from_factory(job, model_vocabulary)
+    corpus = find_corpus(job.data)
+    source = find_tokenizer(job, corpus, model_vocabulary, say)
+    key = digest(VERSION, corpus.identity, source.identity if source else None)
+    directory = cache_root(job.data.cache_directory) / "tokens" / key
+    if (directory / COMPLETE).is_file():
+        say(f"tokens of {corpus.describe()} are cached in {directory}")
+    build_once(directory, lambda target: _build(target, corpus, source, model_vocabulary, say), say)
+    return open_tokens(directory, job, model_vocabulary, source)
+
+
+def open_tokens(
+    directory: Path, job: Job, model_vocabulary: int | None = None, source: TokenizerSource | None = None
+) -> TokenData:
+    """Token data from a complete cached directory; reads no corpus."""
+    try:
+        known = json.loads((directory / COMPLETE).read_text())
+    except (OSError, ValueError) as error:
+        raise DataError(f"cached data {directory} cannot be read ({error}); delete it") from error
+    tokenizer = TokenizerFacts(**known["tokenizer"]) if known["tokenizer"] else None
+    if tokenizer is not None:
+        check_vocabulary(tokenizer.vocabulary_size, model_vocabulary, source.directory if source else directory)
+    limit = tokenizer.vocabulary_size if tokenizer is not None else model_vocabulary
+    if limit is not None and known["largest_token"] >= limit:
+        raise DataError(
+            f"{known['corpus']}: input_ids hold {known['largest_token']}, the vocabulary has {limit} tokens "
+            f"(0 … {limit - 1}); use a model with a larger vocabulary"
+        )
+    train, validation = split_windows(
+        Column(directory / TOKENS),
+        Column(directory / DOCUMENTS),
+        job.data.sequence_length,
+        job.data.validation_fraction,
+        masking=_masking(job, tokenizer),
+        isolate_documents=job.data.isolate_documents,
+    )
+    return TokenData(
+        train=train,
+        validation=validation,
+        corpus=known["corpus"],
+        documents=len(train.documents),
+        tokens=len(train.tokens),
+        vocabulary_size=limit if limit is not None else known["largest_token"] + 1,
+        tokenizer_directory=str(source.directory) if source else None,
+        eos_id=tokenizer.eos_id if tokenizer else None,
+        content=known["content"],
+        directory=str(directory),
+    )
+
+
+def _from_factory(job: Job, model_vocabulary: int | None) -> TokenData:
+    if job.data.isolate_documents:
+        raise ConfigError("data.isolate_documents has no meaning with data.factory: its samples are not packed")
+    train, validation = open_samples(job.data)
+    return TokenData(
+        train=train,
+        validation=validation,
+        corpus=train.name,
+        documents=len(train) + len(validation),
+        tokens=0,
+        vocabulary_size=model_vocabulary or 0,
+        tokenizer_directory=job.data.tokenizer,
+    )
+
+
+def _masking(job: Job, tokenizer: TokenizerFacts | None) -> Masking | None:
+    if job.model.task != "masked_lm":
+        return None
+    if tokenizer is None or tokenizer.mask_id is None:
+        have = "data.format=tokens without data.tokenizer" if tokenizer is None else "this tokenizer"
+        raise DataError(
+            f"model.task=masked_lm needs a mask token, {have} has none; set data.tokenizer to one that does"
+        )
+    return Masking(job.data.mask_probability, tokenizer.mask_id, tokenizer.vocabulary_size, tokenizer.special_ids)
+
+
+def _build(
+    target: Path, corpus: Corpus, source: TokenizerSource | None, model_vocabulary: int | None, say: Say
+) -> None:
+    """Write tokens, document starts and their description into `target`."""
+    tokenizer = load_tokenizer(source) if source else None
+    facts = facts_of(tokenizer) if tokenizer else None
+    if facts and source:
+        check_vocabulary(facts.vocabulary_size, model_vocabulary, source.directory)
+    limit = facts.vocabulary_size if facts else model_vocabulary
+    say(f"tokenizing {corpus.describe()}")
+    documents: Iterator[tuple[np.ndarray, bool]]
+    if corpus.format == "tokens":
+        documents = ((ids, True) for ids in corpus.token_rows(limit))
+    else:
+        assert tokenizer is not None  # find_tokenizer trains one for text
+        documents = _encoded(corpus, tokenizer)
+    largest = -1
+    with ColumnWriter(target / TOKENS, np.int32) as tokens, ColumnWriter(target / DOCUMENTS, np.int64) as starts:
+        for ids in _stream(documents, facts.eos_id if facts else None, starts, tokens, say):
+            largest = max(largest, int(ids.max()))
+            tokens.extend(ids)
+    if not tokens.length:
+        raise DataError(f"{corpus.describe()} is empty: no document has any token")
+    say(f"{starts.length:,} documents, {tokens.length:,} tokens")
+    known = {
+        "corpus": corpus.describe(),
+        "tokenizer": asdict(facts) if facts else None,
+        "largest_token": largest,
+        "content": digest(tokens.digest, starts.digest),
+    }
+    (target / COMPLETE).write_text(json.dumps(known))
+
+
+def _stream(
+    documents: Iterator[tuple[np.ndarray, bool]], end: int | None, starts: ColumnWriter, tokens: ColumnWriter, say: Say
+) -> Iterator[np.ndarray]:
+    """Token ids to write; notes where documents start, and ends each that does not end so itself with `end`."""
+    at_start, next_report = True, time.monotonic() + SECONDS_BETWEEN_REPORTS
+    for ids, last in documents:
+        if at_start and len(ids):
+            starts.extend([tokens.length])
+            at_start = False
+        if len(ids):
+            yield ids
+        if last and not at_start:
+            if end is not None and not (len(ids) and ids[-1] == end):
+                yield np.array([end])
+            at_start = True
+        if time.monotonic() > next_report:
+            say(f"tokenizing: {starts.length:,} documents, {tokens.length:,} tokens")
+            next_report = time.monotonic() + SECONDS_BETWEEN_REPORTS
+
+
+def _encoded(corpus: Corpus, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[np.ndarray, bool]]:
+    """(token ids, is the document's last piece) of the corpus, many pieces in one call of the tokenizer."""
+    for group in _groups(corpus):
+        for ids, (_, last) in zip(encode(tokenizer, [text for text, _ in group]), group, strict=True):
+            yield np.asarray(ids, dtype=np.int64), last
+
+
+def _groups(corpus: Corpus) -> Iterator[list[tuple[str, bool]]]:
+    group: list[tuple[str, bool]] = []
+    size = 0
+    for text, last in corpus.texts():
+        group.append((text, last))
+        size += len(text)
+        if size >= GROUP_CHARACTERS:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group

@@ -1,0 +1,70 @@
+"""From a Job to running workers: what `shardwise train` and `shardwise.train` do.
+
+Everything a user can get wrong is checked here, in one process, before a worker starts or a file is written. Outside of
+a launcher the job's own local workers are started; under torchrun, Slurm or Open MPI this process is one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+
+import torch
+
+from shardwise.config import Job
+from shardwise.launch.environment import RankEnvironment, detect
+from shardwise.launch.local import run_local
+from shardwise.launch.session import session
+from shardwise.plan import Plan, World, resolve
+from shardwise.training.output import check_output, claim_output
+from shardwise.training.setup import survey
+from shardwise.training.trainer import TrainingResult, train_rank
+
+CPU_WORKERS = 2
+
+Say = Callable[[str], None]
+
+
+def plan_job(job: Job, say: Say = lambda text: None) -> Plan:
+    """The Plan of `job` on this machine, or in the world that a launcher has made."""
+    facts, _ = survey(job, say)
+    return resolve(job, _world(job, detect()), facts)
+
+
+def train(job: Job, notes: Iterable[str] = (), say: Say = print) -> TrainingResult:
+    """Train `job`; returns when it has finished.
+
+    Raises:
+        ShardwiseError: whatever a user can mend; before training starts nothing has been overwritten.
+    """
+    place = detect()
+    speaks = place is None or place.rank == 0
+    if speaks:
+        check_output(job)
+        for note in notes:
+            say(f"note: {note}")
+    plan = plan_job(job, say if speaks else lambda text: None)
+    if place is not None:
+        with claim_output(job) if place.rank == 0 else nullcontext():
+            return _worker(job, plan.backend)
+    with claim_output(job):
+        return run_local(_worker, (job, plan.backend), plan.world.size, device_type=plan.world.device_type)[0]
+
+
+def _worker(job: Job, backend: str) -> TrainingResult:
+    """One rank of a training."""
+    device_type = "cuda" if backend == "nccl" else "cpu"
+    with session(device_type, backend, job.parallel.timeout_seconds) as device:
+        return train_rank(job, device)
+
+
+def _world(job: Job, place: RankEnvironment | None) -> World:
+    device_type = job.parallel.device
+    if device_type == "auto":
+        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    name = torch.cuda.get_device_name() if device_type == "cuda" else ""
+    if place is not None:
+        hosts = -(-place.world_size // place.local_world_size)
+        return World(place.world_size, device_type, place.local_world_size, name, hosts)
+    workers = job.parallel.workers or (torch.cuda.device_count() if device_type == "cuda" else CPU_WORKERS)
+    return World(workers, device_type, workers, name)

@@ -1,0 +1,268 @@
+"""Learns from one forward what a model's structure does not show, without computing or allocating anything.
+
+The forward runs in train mode on fake tensors (shapes only), so a model of any size is probed in a second. Watched are:
+
+- the head: is the output of a plain `nn.Linear` returned as the logits, untouched? Only then can it run inside a
+  chunked loss. Gemma 2's soft cap or Granite's scale come after the head and are seen as operations on its output;
+- dropout: through `torch.nn.functional.dropout` outside of `nn.Dropout`, and on attention probabilities;
+- blocks: does each take its first argument from the one before, and do all get the same other arguments?
+- which parameters a matrix product reads, tied or not.
+
+What cannot be probed gets the cautious answer and a reason, never an exception.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from shardwise._torch_compat import FakeTensorMode, tree_leaves
+
+ROWS = 2
+POSITIONS = 11  # a prime, so that a [.., S, S] tensor is one of attention probabilities and not a width by chance
+# Where one refuses (a tensor that the constructor left on meta, a kernel for bf16 alone), the next is tried.
+ATTEMPTS = (("cpu", torch.float32), ("meta", torch.float32), ("cpu", torch.bfloat16))
+
+DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
+DROPOUT_FORWARDS = {
+    kind.forward
+    for kind in (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+}
+MATRIX_PRODUCTS = {
+    F.linear, F.bilinear, torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.einsum, torch.tensordot, torch.t,
+    torch.transpose, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, Tensor.mm, Tensor.t, Tensor.transpose,
+    Tensor.permute, Tensor.T.__get__, Tensor.mT.__get__,  # type: ignore[attr-defined]
+}  # fmt: skip
+# Leave a tensor as it is; whether `contiguous` returned the tensor itself shows in the logits' identity.
+LOOKS = {"__get__", "size", "dim", "numel", "stride", "is_floating_point", "element_size", "__len__", "contiguous"}
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What the forward showed. The defaults are the cautious answers for a model that could not be probed."""
+
+    head: str | None = None
+    head_has_bias: bool = False
+    has_functional_dropout: bool = True
+    has_attention_dropout: bool = True
+    blocks_share_arguments: bool = False
+    block_calls: int = 0  # more than there are blocks where weights are shared across depth
+    matrix_parameters: frozenset[str] = frozenset()
+    failure: str = ""
+
+
+def probe(
+    model: nn.Module,
+    block_lists: Sequence[Sequence[str]],
+    sequence_length: int,
+    example: Mapping[str, Tensor] | None = None,
+) -> Probe:
+    """Runs the forward on `example` (keyword arguments; only shapes and dtypes count) or, without one, on tokens.
+
+    `block_lists` are module names. The model stays as it is: a copy runs, for a forward may keep tensors it made.
+    """
+    if example is None and "input_ids" not in inspect.signature(model.forward).parameters:
+        return Probe(failure=f"{type(model).__name__}.forward has no input_ids, and there is no example batch")
+    inputs = example or {
+        "input_ids": torch.empty(ROWS, min(POSITIONS, sequence_length), dtype=torch.long, device="meta")
+    }
+    failure = ""
+    for device, dtype in ATTEMPTS:
+        try:
+            return _Observation(_copy(model), block_lists, _positions(inputs)).run(inputs, device, dtype)
+        except Exception as error:  # any code may run in a model's forward
+            failure = failure or f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+    return Probe(failure=f"the forward of {type(model).__name__} cannot run on fake tensors: {failure}")
+
+
+def _positions(inputs: Mapping[str, Tensor]) -> int:
+    """The sequence length S of the inputs: dim 1 of the first that has one."""
+    return next((tensor.shape[1] for tensor in inputs.values() if tensor.dim() > 1), 0)
+
+
+def _copy(model: nn.Module) -> nn.Module:
+    """A copy of the module tree that shares the buffers, which may be large; the probe never reads them."""
+    return copy.deepcopy(model, {id(buffer): buffer for buffer in model.buffers()})
+
+
+class _Observation:
+    """One run of the forward of `model` with watches on head, dropout modules and blocks; the model is used up."""
+
+    def __init__(self, model: nn.Module, block_lists: Sequence[Sequence[str]], positions: int) -> None:
+        self.model = model
+        self.blocks = [[_BlockWatch() for _ in blocks] for blocks in block_lists]
+        self.head_name, self.head = _plain_head(model)
+        self.functions = _FunctionWatch(positions)
+        for names, watches in zip(block_lists, self.blocks):
+            for name, watch in zip(names, watches):
+                model.get_submodule(name).register_forward_pre_hook(watch.before, with_kwargs=True)
+                model.get_submodule(name).register_forward_hook(watch.after)
+        for module in model.modules():
+            if type(module).forward in DROPOUT_FORWARDS:
+                module.register_forward_pre_hook(self.functions.enter_module)
+                module.register_forward_hook(self.functions.leave_module)
+        if self.head is not None:
+            self.head.register_forward_hook(self.functions.see_head)
+
+    def run(self, inputs: Mapping[str, Tensor], device: str, dtype: torch.dtype) -> Probe:
+        with ExitStack() as stack:
+            stack.enter_context(_quiet())
+            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            state = {name: _fake(tensor, device, dtype) for name, tensor in _tensors(self.model)}
+            fakes = {name: _fake(tensor, device, dtype) for name, tensor in inputs.items()}
+            self.functions.names = {id(tensor): name for name, tensor in state.items()}
+            stack.enter_context(torch.random.fork_rng(devices=[]))
+            stack.enter_context(self.functions)
+            output = torch.func.functional_call(self.model, state, (), fakes)
+        return self._result(output)
+
+    def _result(self, output: Any) -> Probe:
+        seen = self.functions
+        logits = getattr(output, "logits", None)
+        is_last = len(seen.logits) == 1 and logits is seen.logits[0] and not seen.logits_used
+        return Probe(
+            head=self.head_name if is_last else None,
+            head_has_bias=is_last and self.head is not None and self.head.bias is not None,
+            has_functional_dropout=seen.functional_dropout,
+            has_attention_dropout=seen.attention_dropout,
+            blocks_share_arguments=all(_is_chain(watches) for watches in self.blocks),
+            block_calls=sum(len(watch.calls) for watches in self.blocks for watch in watches),
+            matrix_parameters=frozenset(seen.matrix_parameters),
+        )
+
+
+class _FunctionWatch(TorchFunctionMode):
+    """Sees every torch function that the forward calls."""
+
+    def __init__(self, positions: int) -> None:
+        super().__init__()
+        self.positions = positions
+        self.names: dict[int, str] = {}
+        self.logits: list[Any] = []
+        self.logits_used = False
+        self.functional_dropout = False
+        self.attention_dropout = False
+        self.matrix_parameters: set[str] = set()
+        self._inside_module = 0
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in DROPOUTS:
+            self._see_dropout(*_dropout_arguments(*args, **kwargs))
+        elif func is F.scaled_dot_product_attention:
+            self.attention_dropout |= _attention_dropout(*args, **kwargs) > 0
+        elif func in MATRIX_PRODUCTS:
+            self.matrix_parameters |= {self.names[id(x)] for x in tree_leaves([args, kwargs]) if id(x) in self.names}
+        if self.logits and getattr(func, "__name__", "") not in LOOKS:
+            self.logits_used |= any(leaf is self.logits[-1] for leaf in tree_leaves([args, kwargs]))
+        return func(*args, **kwargs)
+
+    def _see_dropout(self, tensor: Tensor, probability: float, training: bool) -> None:
+        if not training or probability == 0:
+            return
+        self.functional_dropout |= self._inside_module == 0
+        square = tensor.shape[-2:] == (self.positions, self.positions)
+        self.attention_dropout |= square and (tensor.dim() == 4 or (tensor.dim() == 3 and tensor.shape[0] != ROWS))
+
+    def enter_module(self, module: nn.Module, args: Any) -> None:
+        self._inside_module += 1
+
+    def leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._inside_module -= 1
+
+    def see_head(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.logits.append(output)
+
+
+class _BlockWatch:
+    """The calls of one block: arguments beyond the hidden states, the hidden states, the output."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        self.output: Any = None
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.calls.append((args, dict(kwargs)))
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.output = output[0] if isinstance(output, (tuple, list)) and output else output
+
+
+def _is_chain(watches: Sequence[_BlockWatch]) -> bool:
+    """Whether each block ran once, on the output of the one before it, with the first block's other arguments."""
+    if any(len(watch.calls) != 1 or not watch.calls[0][0] for watch in watches):
+        return False
+    first_args, first_kwargs = watches[0].calls[0]
+    for previous, watch in pairwise(watches):
+        args, kwargs = watch.calls[0]
+        if args[0] is not previous.output or not _same([args[1:], kwargs], [first_args[1:], first_kwargs]):
+            return False
+    return True
+
+
+def _same(left: Any, right: Any) -> bool:
+    """The same object, or equal plain data; two tensors are the same only if they are one object."""
+    if left is right:
+        return True
+    if type(left) is not type(right) or isinstance(left, Tensor):
+        return False
+    if isinstance(left, (tuple, list)):
+        return len(left) == len(right) and all(_same(a, b) for a, b in zip(left, right))
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(_same(left[key], right[key]) for key in left)
+    return isinstance(left, (bool, int, float, str)) and left == right
+
+
+def _plain_head(model: nn.Module) -> tuple[str | None, nn.Linear | None]:
+    """Name and module of the output projection, if it is exactly an nn.Linear."""
+    getter = getattr(model, "get_output_embeddings", None)
+    head = getter() if callable(getter) else None
+    if type(head) is not nn.Linear:
+        return None, None
+    return next((name for name, module in model.named_modules() if module is head), None), head
+
+
+def _dropout_arguments(input: Tensor, p: float = 0.5, training: bool = True, *_: Any, **__: Any) -> Any:
+    return input, p, training
+
+
+def _attention_dropout(
+    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *_: Any, **__: Any
+) -> float:
+    return dropout_p
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _fake(tensor: Tensor, device: str, dtype: torch.dtype) -> Tensor:
+    """A tensor of the same shape without storage; called under FakeTensorMode."""
+    kind = dtype if tensor.is_floating_point() else tensor.dtype
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=kind, device=device)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Torch logs a traceback for each operation that has no fake version; the probe reports it in a sentence."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,194 @@
+"""The charts of the report as plotly figures, from the records of metrics.jsonl.
+
+Colours are names (`meta.colour`) that the page resolves for a light or a dark screen. Long runs are thinned to what a
+screen can show.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import plotly.graph_objects as go
+
+from shardwise.observe.metrics import Record
+
+MAX_POINTS = 1500
+SMOOTH_FROM = 100  # shorter runs are shown as they are
+MAX_RANKS = 8
+COLOURS = [f"c{number}" for number in range(1, 9)]
+Number = float | None
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One chart of the report: where it goes, what it says, and its figure."""
+
+    name: str
+    title: str
+    text: str
+    figure: go.Figure
+    wide: bool = False
+
+
+def make_charts(records: Sequence[Record], unigram_entropy: Number) -> list[Chart]:
+    """The charts that the records have numbers for."""
+    steps = [record for record in records if "loss" in record]
+    evaluations = [record for record in records if "validation_loss" in record]
+    makers: list[Callable[[], Chart | None]] = [
+        lambda: loss_chart(steps, evaluations, unigram_entropy),
+        lambda: throughput_chart(steps),
+        lambda: memory_chart(steps),
+        lambda: gradient_chart(steps),
+        lambda: rate_chart(steps),
+    ]
+    return [chart for make in makers if (chart := make()) is not None]
+
+
+def loss_chart(steps: Sequence[Record], evaluations: Sequence[Record], unigram_entropy: Number) -> Chart | None:
+    """Training loss, smoothed where it is long, validation points, and the entropy of single tokens to beat."""
+    if not steps and not evaluations:
+        return None
+    figure = _figure("nats per token")
+    x, loss = _series(steps, "loss")
+    long = len(x) >= SMOOTH_FROM
+    if x:
+        figure.add_scatter(
+            x=x, y=loss, name="training", mode="lines", opacity=0.35 if long else 1.0, meta={"colour": "c1"},
+            line={"width": 1.2 if long else 1.8}, showlegend=not long, hoverinfo="skip" if long else None,
+        )  # fmt: skip
+    if long:
+        smooth = _smoothed(loss)
+        figure.add_scatter(x=x, y=smooth, name="training, smoothed", mode="lines", meta={"colour": "c1"})
+    x_validation, validation = _series(evaluations, "validation_loss")
+    if x_validation:
+        figure.add_scatter(
+            x=x_validation, y=validation, name="validation", mode="lines+markers", marker={"size": 7},
+            line={"width": 1.2}, meta={"colour": "c2"},
+        )  # fmt: skip
+    if unigram_entropy is not None:
+        ends = sorted([*x, *x_validation])
+        figure.add_scatter(
+            x=[ends[0], ends[-1]], y=[unigram_entropy] * 2, name="unigram entropy", mode="lines", meta={"colour": "c8"},
+            line={"dash": "dash", "width": 1.2},
+        )  # fmt: skip
+    beat = "" if unigram_entropy is None else " The dashed line is what counting single tokens reaches."
+    return Chart("loss", "Loss", f"Cross-entropy per token.{beat}", figure, wide=True)
+
+
+def throughput_chart(steps: Sequence[Record]) -> Chart | None:
+    """Tokens a second on the left, the same line as TFLOP/s on the right: both scales start at zero."""
+    x, rate = _series(steps, "tokens_per_second")
+    if not x:
+        return None
+    figure = _line("tokens a second", "tokens/s", x, rate, "c3")
+    figure.update_yaxes(range=_from_zero(rate))
+    x_flops, tflops = _series(steps, "tflops_per_rank")
+    if x_flops:
+        # Drawn by the line above already; this one only gives its scale and its number under the pointer.
+        figure.add_scatter(
+            x=x_flops, y=tflops, name="TFLOP/s per rank", opacity=0, mode="lines", yaxis="y2", meta={"colour": "c3"}
+        )
+        _right_axis(figure, "TFLOP/s per rank", _from_zero(tflops))
+    return Chart("throughput", "Throughput", "Model FLOPs, 6P + 12Lsh a token; recomputation is not counted.", figure)
+
+
+def memory_chart(steps: Sequence[Record]) -> Chart | None:
+    """Peak memory of each rank, or lowest, median and highest of many."""
+    known = [record for record in steps if record.get("peak_memory_bytes")]
+    if not known:
+        return None
+    ranks = max(len(record["peak_memory_bytes"]) for record in known)
+    unit, name = (2**30, "GiB") if max(max(r["peak_memory_bytes"]) for r in known) >= 4 * 2**30 else (2**20, "MiB")
+    figure = _figure(name)
+    for index, (label, pick) in enumerate(_rank_lines(ranks)):
+        rows = [{"step": r["step"], "memory": pick(r["peak_memory_bytes"]) / unit} for r in known]
+        x, y = _series(rows, "memory")
+        figure.add_scatter(x=x, y=y, name=label, mode="lines", meta={"colour": COLOURS[index]}, line={"width": 1.6})
+    figure.update_yaxes(rangemode="tozero")
+    return Chart("memory", "Memory per rank", "Highest use of each rank.", figure)
+
+
+def gradient_chart(steps: Sequence[Record]) -> Chart | None:
+    """Global gradient norm before clipping."""
+    x, norm = _series(steps, "grad_norm")
+    if not x:
+        return None
+    figure = _line("L2 norm", "gradient norm", x, norm, "c4")
+    return Chart("gradient", "Gradient norm", "Over all parameters, before clipping.", figure)
+
+
+def rate_chart(steps: Sequence[Record]) -> Chart | None:
+    """Learning rate."""
+    x, rate = _series(steps, "learning_rate")
+    if not x:
+        return None
+    figure = _line("", "learning rate", x, rate, "c6")
+    figure.update_yaxes(exponentformat="power")
+    return Chart("rate", "Learning rate", "Warm-up and schedule.", figure)
+
+
+def _line(y_title: str, name: str, x: list[int], y: list[Number], colour: str) -> go.Figure:
+    figure = _figure(y_title)
+    figure.add_scatter(x=x, y=y, name=name, mode="lines", meta={"colour": colour}, line={"width": 1.5})
+    figure.update_layout(showlegend=False)
+    figure.update_yaxes(rangemode="tozero")
+    return figure
+
+
+def _from_zero(values: Sequence[Number]) -> list[float]:
+    return [0.0, 1.08 * max(value for value in values if value is not None)]
+
+
+def _figure(y_title: str) -> go.Figure:
+    return go.Figure(
+        layout={
+            "template": "none",
+            "margin": {"l": 56, "r": 16, "t": 12, "b": 40},
+            "hovermode": "x unified",
+            "showlegend": True,
+            "legend": {"orientation": "h", "x": 0, "xanchor": "left", "y": 1.0, "yanchor": "bottom"},
+            "xaxis": {"title": {"text": "step"}, "showgrid": False, "showline": True, "ticks": "outside", "ticklen": 4},
+            "yaxis": {"title": {"text": y_title}, "zeroline": False, "automargin": True},
+        }
+    )
+
+
+def _right_axis(figure: go.Figure, title: str, scale: list[float]) -> None:
+    axis = {"title": {"text": title}, "overlaying": "y", "side": "right", "tickmode": "auto", "nticks": 5}
+    figure.update_layout(yaxis2={**axis, "range": scale, "showgrid": False, "zeroline": False, "automargin": True})
+
+
+def _rank_lines(ranks: int) -> list[tuple[str, Callable[[list[int]], float]]]:
+    if ranks > MAX_RANKS:
+        return [("highest", max), ("median", median), ("lowest", min)]
+    return [(f"rank {rank}", lambda sizes, rank=rank: sizes[rank]) for rank in range(ranks)]
+
+
+def _series(records: Sequence[Record], key: str) -> tuple[list[int], list[Number]]:
+    """Steps and values of a key, thinned to MAX_POINTS; the last stays. Empty when no record has a number."""
+    rows = [(record["step"], record.get(key)) for record in records if "step" in record]
+    if not any(value is not None for _, value in rows):
+        return [], []
+    stride = math.ceil(len(rows) / MAX_POINTS)
+    kept = rows[::stride] if not rows or (len(rows) - 1) % stride == 0 else [*rows[::stride], rows[-1]]
+    return [step for step, _ in kept], [value for _, value in kept]
+
+
+def _smoothed(values: Sequence[Number]) -> list[Number]:
+    """Mean over a window of about 3 % of the run centred on each step, so that it does not lag; gaps stay gaps."""
+    half = max(3, len(values) // 60)
+    out: list[Number] = []
+    for index, value in enumerate(values):
+        reach = min(half, index, len(values) - 1 - index)
+        near = [v for v in values[index - reach : index + reach + 1] if v is not None]
+        out.append(sum(near) / len(near) if value is not None else None)
+    return out
+
+
+def figure_json(figure: go.Figure) -> dict[str, Any]:
+    """Data and layout as plain JSON values."""
+    return figure.to_plotly_json() | {"layout": figure.layout.to_plotly_json()}

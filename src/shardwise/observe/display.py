@@ -1,0 +1,175 @@
+"""What a running training shows: a live bar on a terminal, plain lines anywhere else.
+
+Only the process that owns the terminal (rank 0) makes one. The plain lines hold no control characters, one line every
+`observe.log_every` steps, so that they can be read in a log file and cut by column.
+"""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from rich.columns import Columns
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from shardwise.observe.metrics import Record
+
+if TYPE_CHECKING:
+    from shardwise.plan import Plan
+
+_RECENT = 0.2  # weight of the newest step in the time left; the first, slow step is soon forgotten
+_RANKS_SHOWN = 4
+_NUMBERS = {  # name shown: key of the record and format
+    "loss": ("loss", ".4f"),
+    "validation": ("validation_loss", ".4f"),
+    "norm": ("grad_norm", ".3g"),
+    "lr": ("learning_rate", ".2e"),
+    "tokens/s": ("tokens_per_second", ",.0f"),
+    "TFLOPs/rank": ("tflops_per_rank", ".3g"),
+    "MFU": ("mfu", ".1%"),
+    "scale": ("loss_scale", "g"),
+}
+_SHOWN = [*_NUMBERS, "memory/rank", "skipped"]
+
+
+class Display:
+    """Progress of one run. `start`, then `step` with each record, `say` for sentences, `finish` in any case."""
+
+    def __init__(self, plan: Plan, console: Console | None = None) -> None:
+        self._console = console or Console()
+        self._steps = plan.job.training.steps
+        self._log_every = plan.job.observe.log_every
+        self._title = _title(plan)
+        self._live: Live | None = None
+        self._step = 0
+        self._seen = 0
+        self._figures: dict[str, str] = {}
+        self._seconds_a_step: float | None = None
+        self._last_time = time.monotonic()
+
+    def start(self) -> None:
+        """Begin to show; on a terminal the bar stays at the bottom until `finish`."""
+        self._last_time = time.monotonic()
+        if self._console.is_terminal:
+            self._live = Live(self, console=self._console, refresh_per_second=4, redirect_stdout=True)
+            self._live.start()
+        else:
+            self._line(self._title)
+
+    def step(self, record: Record) -> None:
+        """Show a record of metrics.jsonl, of a step or of an evaluation."""
+        self._step = int(record.get("step", self._step))
+        figures = _figures(record)
+        self._figures.update(figures)
+        if "validation_loss" in record and "loss" not in record:
+            if self._live is None:
+                self._line(f"step {self._step}/{self._steps}  validation loss {figures['validation']}")
+            return
+        self._measure_pace()
+        due = self._step % self._log_every == 0 or self._step in (1, self._steps)
+        if self._live is None and due:
+            self._line(f"step {self._step}/{self._steps}  {_joined(figures)}  {self._time_left()}")
+
+    def say(self, text: str) -> None:
+        """A sentence above the bar, or a line of its own; markup in it is not interpreted."""
+        if self._live is None:
+            self._line(text)
+        else:
+            self._console.print(text, markup=False, highlight=False)
+
+    def finish(self) -> None:
+        """Leave the last state of the bar on the screen. May be called twice."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def __enter__(self) -> Display:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.finish()
+
+    def __rich__(self) -> RenderableType:
+        head = Table.grid(padding=(0, 2), expand=True)
+        head.add_column(ratio=1)
+        head.add_column(justify="right", no_wrap=True)
+        head.add_row(Text(self._title, style="dim", overflow="ellipsis", no_wrap=True), Text(self._time_left()))
+        bar = Table.grid(padding=(0, 2), expand=True)
+        bar.add_column(ratio=1)
+        bar.add_column(justify="right", no_wrap=True)
+        progress = ProgressBar(self._steps, self._step, complete_style="cyan", finished_style="green")
+        bar.add_row(progress, Text(f"step {self._step}/{self._steps}", style="bold"))
+        return Group(head, bar, _styled(self._figures))
+
+    def _measure_pace(self) -> None:
+        now = time.monotonic()
+        seconds, self._last_time = now - self._last_time, now
+        self._seen += 1
+        if self._seconds_a_step is None or self._seen == 2:  # the first step connects and allocates: no measure of more
+            self._seconds_a_step = seconds
+        else:
+            self._seconds_a_step += _RECENT * (seconds - self._seconds_a_step)
+
+    def _time_left(self) -> str:
+        if self._seconds_a_step is None:
+            return "starting"
+        return f"{duration((self._steps - self._step) * self._seconds_a_step)} left"
+
+    def _line(self, text: str) -> None:
+        """Print exactly these characters: no wrapping, no markup, no styles."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _title(plan: Plan) -> str:
+    degrees = " · ".join(f"{axis} {degree}" for axis, degree in plan.degrees.items() if degree > 1) or "one rank"
+    ranks = f"{plan.world.size} {plan.world.accelerator or plan.world.device_type} ranks"
+    return f"shardwise  {ranks} · {degrees} · {plan.dtypes.compute}"
+
+
+def _figures(record: Record) -> dict[str, str]:
+    """The record as short words and numbers, in the order in which they are shown; absent ones left out."""
+    figures = {name: format(record[key], form) for name, (key, form) in _NUMBERS.items() if record.get(key) is not None}
+    figures["memory/rank"] = _memory(record.get("peak_memory_bytes"))
+    if "loss" in record:
+        figures["skipped"] = "not finite" if record.get("skipped") else ""
+    return {name: value for name, value in figures.items() if value or name == "skipped"}
+
+
+def _joined(figures: dict[str, str]) -> str:
+    return "  ".join(f"{name} {value}" for name, value in figures.items() if value)
+
+
+def _styled(figures: dict[str, str]) -> Columns:
+    """The figures side by side; a narrow terminal breaks between two of them, never inside of one."""
+    styles = {"loss": "bold", "validation": "bold", "skipped": "bold red"}
+    ordered = sorted(figures, key=lambda name: _SHOWN.index(name))
+    texts = [
+        Text.assemble((f"{name} ", "dim"), (figures[name], styles.get(name, ""))) for name in ordered if figures[name]
+    ]
+    return Columns(texts, padding=(0, 3))
+
+
+def _memory(sizes: list[int] | None) -> str:
+    """`412 · 415 MiB` for a few ranks, `402 – 415 MiB` for many."""
+    if not sizes:
+        return ""
+    unit, name = (2**30, "GiB") if max(sizes) >= 10 * 2**30 else (2**20, "MiB")
+    form = "{:.1f}" if name == "GiB" else "{:.0f}"
+    shown = sizes if len(sizes) <= _RANKS_SHOWN else [min(sizes), max(sizes)]
+    dash = "·" if len(sizes) <= _RANKS_SHOWN else "–"
+    return f" {dash} ".join(form.format(size / unit) for size in shown) + f" {name}"
+
+
+def duration(seconds: float) -> str:
+    """`0:42`, `12:05` or `3:00:10`."""
+    minutes, rest = divmod(round(max(seconds, 0)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,56 @@
+"""What is known of torch's optimizer classes: which there are, which options they take, which can update a shard alone.
+
+The legality table and the training room's optimizer read it. torch is imported on first use, so that reading a job does
+not need it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import cache
+
+from shardwise.config import OptimizerSection
+
+# The update of an element reads that element's own history only, so that a shard can be updated alone. A class that is
+# not listed is taken to need whole tensors.
+ELEMENTWISE = (
+    *("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax"),
+    *("NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
+)
+UNUSABLE = {
+    "LBFGS": "calls the model again inside of its step (a closure)",
+    "Muon": "takes two-dimensional parameters only",
+    "SparseAdam": "takes sparse gradients only",
+}
+
+
+@cache
+def classes() -> dict[str, type]:
+    """The optimizers of the installed torch, by name."""
+    from torch import optim
+
+    found = inspect.getmembers(optim, lambda item: inspect.isclass(item) and issubclass(item, optim.Optimizer))
+    return {name: item for name, item in found if item is not optim.Optimizer}
+
+
+def options(name: str) -> list[str]:
+    """Arguments of an optimizer class that a job's `optimizer.options` may set."""
+    arguments = inspect.signature(classes()[name]).parameters
+    return [argument for argument in arguments if argument not in ("params", "lr", "weight_decay")]
+
+
+def unknown_options(section: OptimizerSection) -> list[str]:
+    """Options that the class does not take, or that have a key of their own."""
+    return sorted(set(section.options) - set(options(section.name)))
+
+
+def complaint(section: OptimizerSection) -> str:
+    """What the class itself says against the values of its arguments; empty when it takes them."""
+    from torch import nn, zeros
+
+    arguments = {"lr": section.learning_rate, "weight_decay": section.weight_decay, **section.options}
+    try:
+        classes()[section.name]([nn.Parameter(zeros(1))], **arguments)
+    except Exception as error:  # each class has its own way to refuse a value
+        return f"{section.name} says {str(error)!r}"
+    return ""

@@ -1,0 +1,94 @@
+"""The output directory: whose it is, what is in it, and that two runs never share it.
+
+`run.json` names the job that owns a directory. The same job may run again and replaces its own files; another job's
+directory, a directory of other files and one that cannot be written are refused before anything starts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from shardwise.config import Job
+from shardwise.errors import OutputError
+
+RUN_FILE = "run.json"
+METRICS_FILE = "metrics.jsonl"
+MODEL_DIRECTORY = "model"
+SAMPLE_FILE = "sample.txt"
+LOCK_FILE = ".lock"
+_OURS = (METRICS_FILE, SAMPLE_FILE, "report.html", "job.yaml", MODEL_DIRECTORY, "tensorboard", "profile")
+
+
+def job_fingerprint(job: Job) -> str:
+    """Equal for jobs that train the same model in the same way; where output goes and what is shown do not count."""
+    data = job.model_dump(mode="json", exclude={"output", "observe"})
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def check_output(job: Job) -> None:
+    """Refuse a directory that cannot be written or is somebody else's; changes nothing.
+
+    Raises:
+        OutputError: with the reason and another directory to use.
+    """
+    path = Path(job.output)
+    existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise OutputError(f"output={job.output!r} cannot be written: {existing} is not a writable directory")
+    if not path.exists():
+        return
+    owner = _owner(path)
+    if owner is None and any(entry.name != LOCK_FILE for entry in path.iterdir()):
+        raise OutputError(f"output={job.output!r} holds files that are not a run of shardwise; use --output NEW_DIRECTORY")
+    if owner is not None and owner != job_fingerprint(job):
+        raise OutputError(
+            f"output={job.output!r} holds the run of another job ({path / RUN_FILE}); nothing was overwritten; "
+            "use --output NEW_DIRECTORY"
+        )
+
+
+def claim_output(job: Job) -> FileLock:
+    """Make the directory this run's until the lock is released or the process ends; earlier files of the same job go.
+
+    Raises:
+        OutputError: as `check_output`, or another run is writing there now.
+    """
+    check_output(job)
+    path = Path(job.output)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(path / LOCK_FILE)
+        lock.acquire(blocking=False)
+    except Timeout:
+        raise OutputError(f"output={job.output!r}: another run is writing there now; use --output NEW_DIRECTORY") from None
+    except OSError as error:
+        raise OutputError(f"output={job.output!r} cannot be written: {error.strerror}") from error
+    for name in _OURS:
+        target = path / name
+        if target.is_dir():
+            shutil.rmtree(target)
+        else:
+            target.unlink(missing_ok=True)
+    write_run(path, {"job_fingerprint": job_fingerprint(job), "job": job.model_dump(mode="json")})
+    return lock
+
+
+def write_run(path: Path, content: dict[str, Any]) -> None:
+    """Replace run.json in one step."""
+    temporary = path / f"{RUN_FILE}.new"
+    temporary.write_text(json.dumps(content, indent=1, default=str))
+    temporary.replace(path / RUN_FILE)
+
+
+def _owner(path: Path) -> str | None:
+    try:
+        return str(json.loads((path / RUN_FILE).read_text())["job_fingerprint"])
+    except (OSError, ValueError, KeyError):
+        return None

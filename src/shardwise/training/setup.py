@@ -1,0 +1,108 @@
+"""From a Job to everything one rank needs for its steps; the trainer, verify and the benchmarks start here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.config import Job
+from shardwise.data.factory import Samples
+from shardwise.data.loader import Stream
+from shardwise.data.prepare import TokenData, prepare
+from shardwise.families.build import build_model
+from shardwise.families.discovery import discover
+from shardwise.families.facts import ModelFacts
+from shardwise.layout import Layout
+from shardwise.parallel.apply import parallelize
+from shardwise.parallel.model import ParallelModel, Program
+from shardwise.plan import Plan, World, resolve
+from shardwise.precision import LossScaler
+from shardwise.training.init import initialize
+from shardwise.training.optimizer import ShardedOptimizer
+from shardwise.training.program import make_program
+
+
+@dataclass
+class Run:
+    """One rank's side of a job, ready for its first step."""
+
+    plan: Plan
+    layout: Layout
+    facts: ModelFacts
+    data: TokenData
+    stream: Stream
+    model: ParallelModel
+    program: Program
+    optimizer: ShardedOptimizer
+    scaler: LossScaler
+
+
+def current_world(device: torch.device) -> World:
+    """The world of the process group that this process has joined."""
+    size = dist.get_world_size()
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return World(size, device.type, local_size, name, hosts=-(-size // local_size))
+
+
+def survey(job: Job, say: Callable[[str], None] = lambda text: None) -> tuple[ModelFacts, TokenData]:
+    """The model's structure and the prepared data: all that `resolve` and a preflight need, without a process group."""
+    model = build_model(job)
+    facts = discover(model, job)
+    data = prepare(job, facts.vocabulary_size or None, say)
+    if isinstance(data.train, Samples):
+        facts = discover(model, job, _example(data))
+    return facts, data
+
+
+def set_up(job: Job, device: torch.device) -> Run:
+    """Build, shard and initialize the model of `job` on this rank. Collective over the world."""
+    facts, data = survey(job)
+    return assemble(job, device, facts, data)
+
+
+def assemble(job: Job, device: torch.device, facts: ModelFacts, data: TokenData) -> Run:
+    """`set_up` for facts and data that are there already."""
+    world = current_world(device)
+    plan = resolve(job, world, facts)
+    layout = Layout.from_plan(plan, dist.get_rank())
+    seed = job.training.seed
+    torch.manual_seed(seed * world.size + layout.data_rank)  # read by fused attention dropout alone
+    model = parallelize(build_model(job), plan, layout, facts, device)
+    initialize(model, seed)
+    return Run(
+        plan,
+        layout,
+        facts,
+        data,
+        make_stream(plan, layout, data),
+        model,
+        make_program(model),
+        ShardedOptimizer(model.tensor_map, job.optimizer),
+        LossScaler.of(plan.dtypes.compute, job.precision.loss_scale),
+    )
+
+
+def make_stream(plan: Plan, layout: Layout, data: TokenData) -> Stream:
+    """This rank's batches of the training split."""
+    return Stream(
+        data.train,
+        plan.job.training.seed,
+        plan.sequences_per_step,
+        plan.microbatch,
+        plan.accumulation,
+        layout.data_ranks,
+        layout.data_rank,
+    )
+
+
+def _example(data: TokenData) -> dict[str, Tensor]:
+    """One sample of a user's data set, for probing a user's module."""
+    batch = data.train.batch([0], [0], 0)
+    labels = {} if batch.labels is None else {"labels": batch.labels}
+    return {**batch.inputs, **labels}

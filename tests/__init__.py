@@ -1,0 +1,1 @@
+"""Tests mirror src/shardwise: tests/<room>/test_<file>.py."""
