@@ -194,10 +194,11 @@ def _turn(step: Step, steps: int) -> tuple[float, list[float]]:
 
 @dataclass
 class Series:
-    """All that was measured of one contender: seconds of each round's turn, the losses, or why there are none."""
+    """All that was measured of one contender: seconds of each round's turn, every loss, or why there are none."""
 
     contender: Contender
     seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)  # of all its ranks together
     losses: list[float] = field(default_factory=list)
     skipped: str | None = None
     idle_share: float = 0.0  # of one core, used while others ran: the highest of all turns
@@ -227,7 +228,12 @@ def start_groups(
 
 
 def run_rounds(
-    groups: dict[str, WorkerGroup], series: list[Series], warmup: int, rounds: int, steps: int, between: Callable[[int], None]
+    groups: dict[str, WorkerGroup],
+    series: list[Series],
+    warmup: int,
+    rounds: int,
+    steps: int,
+    between: Callable[[int], None],
 ) -> None:
     """Warm every group up, then `rounds` rounds of one turn each; `between(round)` runs before each round."""
     entries = [entry for entry in series if not entry.skipped]
@@ -244,7 +250,7 @@ def run_rounds(
 def _take(groups: dict[str, WorkerGroup], entry: Series, steps: int, timed: bool) -> None:
     """One turn of one group, while watching that the others are idle."""
     name = entry.contender.name
-    others = {other: group.cpu_seconds() for other, group in groups.items() if other != name}
+    before = {other: group.cpu_seconds() for other, group in groups.items()}
     start = time.perf_counter()
     try:
         turn = groups[name].run(steps)
@@ -253,11 +259,12 @@ def _take(groups: dict[str, WorkerGroup], entry: Series, steps: int, timed: bool
         groups.pop(name).close()
         return
     elapsed = time.perf_counter() - start
+    used = {other: group.cpu_seconds() - before[other] for other, group in groups.items()}
     entry.losses += turn.losses
     if timed:
         entry.seconds.append(turn.seconds)
-        used = [groups[other].cpu_seconds() - before for other, before in others.items()]
-        entry.idle_share = max([entry.idle_share, *(seconds / elapsed for seconds in used)])
+        entry.cpu_seconds.append(used.pop(name))
+        entry.idle_share = max([entry.idle_share, *(seconds / elapsed for seconds in used.values())])
 
 
 @dataclass(frozen=True)

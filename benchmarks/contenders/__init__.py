@@ -1,0 +1,1 @@
+"""Shardwise's own side of the benchmarks, apart from the peers."""

@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 
 from shardwise.config import Job, Section
 from shardwise.draft import one_of
-from shardwise.errors import ConfigError, nearest
+from shardwise.errors import ConfigError
 from shardwise.smp_options import BY_NAME
 
 
@@ -93,12 +93,12 @@ def suggestion(key: str) -> str:
     if name in BY_NAME:
         return f" {name} is an SMP option: put it under `smp_options`."
     siblings = {f"{section}.{field}".lstrip("."): field for field in sections().get(section, Job).model_fields}
-    close = difflib.get_close_matches(key, [*siblings, *leaves()], n=1, cutoff=0.75)
-    if close:
-        return f" Did you mean {close[0]!r}?"
-    last_names = {leaf.rpartition(".")[2]: leaf for leaf in leaves()}
-    close = difflib.get_close_matches(name, last_names, n=1, cutoff=0.75)
-    return f" Did you mean {last_names[close[0]]!r}?" if close else nearest(key, siblings)
+    last_names = {leaf: leaf.rpartition(".")[2] for leaf in leaves()}
+    for names, cutoff in ((siblings, 0.6), (last_names, 0.75)):
+        close = difflib.get_close_matches(name, names.values(), n=1, cutoff=cutoff)
+        if close:
+            return f" Did you mean {next(full for full, last in names.items() if last == close[0])!r}?"
+    return f" Known: {', '.join(siblings)}."
 
 
 def explain(error: ValidationError) -> str:

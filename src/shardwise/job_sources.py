@@ -12,9 +12,8 @@ import os
 import re
 import warnings
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 from pydantic import ValidationError
@@ -35,8 +34,7 @@ class SmpOptionWarning(UserWarning):
     """An SMP option has no effect here, or another one than its reader may expect."""
 
 
-@dataclass(frozen=True)
-class LoadedJob:
+class LoadedJob(NamedTuple):
     """A job, and what its user should know about how it was read."""
 
     job: Job
@@ -48,8 +46,8 @@ def load_job(source: Source = None, overrides: Overrides = (), environ: Mapping[
 
     Args:
         source: path of a YAML file, a nested dict, SMP's options in any of their forms, a Job, or None for the default.
-        overrides: words of a command line (`["--training.steps", "30"]`, `["training.steps=30"]`) or a mapping of dotted
-            keys (`{"training.steps": 30}`).
+        overrides: words of a command line (`["--training.steps", "30"]`, `["training.steps=30"]`) or a mapping of
+            dotted keys (`{"training.steps": 30}`).
         environ: where `SM_HP_MP_PARAMETERS` is looked up; None: `os.environ`.
     """
     loaded = read_job(source, overrides, environ)
@@ -61,7 +59,7 @@ def load_job(source: Source = None, overrides: Overrides = (), environ: Mapping[
 def read_job(source: Source = None, overrides: Overrides = (), environ: Mapping[str, str] | None = None) -> LoadedJob:
     """As `load_job`, with the notes."""
     data, options = _split(_data_of(source))
-    notes = [*_apply_smp(data, options, wins=False), *_apply_smp(data, _environment(environ), wins=True)]
+    notes = _apply_smp(data, options, _environment(environ))
     for key, value in _items(overrides):
         _set(data, key, value)
     return LoadedJob(validate(data), tuple(dict.fromkeys(notes)))
@@ -84,7 +82,7 @@ def validate(data: Mapping[str, Any]) -> Job:
 def overlay(job: Job, path: str | os.PathLike[str]) -> LoadedJob:
     """`job` with the keys of another YAML file on top, e.g. another layout of the same job."""
     data, options = _split(_data_of(path))
-    notes = _apply_smp(data, options, wins=False)
+    notes = _apply_smp(data, options, {})
     merged = _merged(job.model_dump(), data)
     return LoadedJob(validate(merged), tuple(notes))
 
@@ -123,20 +121,20 @@ def _nearest_file(path: Path) -> str:
     return nearest(str(path), files) if files else " There is no YAML file beside it."
 
 
-def _split(data: dict[str, Any]) -> tuple[dict[str, Any], Mapping[str, Any] | None]:
+def _split(data: dict[str, Any]) -> tuple[dict[str, Any], Mapping[str, Any]]:
     """Our own keys, and SMP's options: the whole of `data` or what stands under `smp_options`."""
     if not set(data) & {*Job.model_fields, SMP_KEY} and is_smp(data):
         return {}, data
-    options = data.pop(SMP_KEY, None)
-    if options is not None and not isinstance(options, Mapping):
+    options = data.pop(SMP_KEY, {})
+    if not isinstance(options, Mapping):
         raise ConfigError(f"{SMP_KEY}={options!r}: must be a mapping of SMP's keys to values")
     return {key: {} if value is None and key in Job.model_fields else value for key, value in data.items()}, options
 
 
-def _environment(environ: Mapping[str, str] | None) -> Mapping[str, Any] | None:
+def _environment(environ: Mapping[str, str] | None) -> Mapping[str, Any]:
     text = (os.environ if environ is None else environ).get(ENVIRONMENT)
     if not text:
-        return None
+        return {}
     try:
         options = json.loads(text)
     except json.JSONDecodeError as error:
@@ -146,19 +144,20 @@ def _environment(environ: Mapping[str, str] | None) -> Mapping[str, Any] | None:
     return options
 
 
-def _apply_smp(data: dict[str, Any], options: Mapping[str, Any] | None, wins: bool) -> list[str]:
-    """Put the translated options into `data` and return the notes; unless they win, they must agree with its keys."""
-    if options is None:
-        return []
-    translation = translate(options)
-    for key, value in translation.values.items():
-        if not wins and _has(data, key) and _get(data, key) != value:
-            raise ConfigError(f"{key}={_get(data, key)} and {SMP_KEY} {translation.origins[key]} disagree; keep one")
+def _apply_smp(data: dict[str, Any], options: Mapping[str, Any], environment: Mapping[str, Any]) -> list[str]:
+    """Put translated options into `data` and return the notes. Those of the source must agree with its other keys."""
+    own, launcher = translate(options), translate(environment)
+    for key, value in own.values.items():
+        if _has(data, key) and _get(data, key) != value:
+            raise ConfigError(f"{key}={_get(data, key)} and {SMP_KEY} {own.origins[key]} disagree; keep one")
+    for key, value in {**own.values, **launcher.values}.items():
         _set(data, key, value)
-    for key, value in translation.defaults.items():
+    notes = [*own.notes, *launcher.notes]
+    for key, (value, note) in {**own.defaults, **launcher.defaults}.items():
         if not _has(data, key):
             _set(data, key, value)
-    return translation.notes
+            notes.append(note)
+    return notes
 
 
 # ------------------------------------------------------------------------------------------------------------- YAML
@@ -183,7 +182,7 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+.012
 def parse_yaml(text: str, what: str) -> Any:
     """The value of YAML (so also JSON) text; `what` names it in the error."""
     try:
-        return yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
+        return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""

@@ -20,7 +20,7 @@ WHERE = "smp_options"
 class Option:
     """One key of SMP: `keys` gives our keys for a value; where that is empty, `because` says why it has no effect.
 
-    `accepts` is a type or the allowed words. A value for which `refused` holds is an error with `because` as its reason.
+    `accepts` is a type or the allowed words. A value for which `refused` holds is an error, for the reason `because`.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Translation:
     """Keys of ours with their values, defaults for keys that nobody else sets, and what the user should know."""
 
     values: dict[str, Any] = field(default_factory=dict)
-    defaults: dict[str, Any] = field(default_factory=dict)
+    defaults: dict[str, tuple[Any, str]] = field(default_factory=dict)  # with the note for the case that it is used
     notes: list[str] = field(default_factory=list)
     origins: dict[str, str] = field(default_factory=dict)  # our key -> the `key=value` of SMP that gave it
 
@@ -78,7 +78,7 @@ OPTIONS = (
     Option("ddp_dist_backend", "v1", ("auto", "nccl", "gloo"), MAPPED, _to("parallel.ddp_dist_backend")),
     Option("deterministic_server", "v1", bool, NO_PIPELINE),
     Option("tensor_parallel_degree", "v1 v2", int, MAPPED, _to(TENSOR)),
-    Option("prescaled_batch", "v1", bool, "tensor ranks always read the same samples, and a step's sequences are counted "
+    Option("prescaled_batch", "v1", bool, "tensor ranks always read the same samples; sequences of a step are counted "
            "over the data ranks"),
     Option("shard_optimizer_state", "v1", bool, MAPPED, _to("parallel.shard_optimizer_state")),
     Option("fp16", "v1", bool, "the compute dtype stays that of precision.compute", _when(COMPUTE, "fp16")),
@@ -121,7 +121,7 @@ MPI_NOTES = {"enabled": "workers are started by torch's elastic launcher", "cust
 
 def is_smp(source: Mapping[str, Any]) -> bool:
     """Whether a dict is SMP's rather than a Job's: wrapped as an estimator's `distribution`, or bare parameters."""
-    wrappers = {"smdistributed", "modelparallel", "parameters"}
+    wrappers = {"smdistributed", "modelparallel", "enabled", "parameters"}
     return bool(wrappers & set(source)) or (bool(source) and any(key in BY_NAME for key in source))
 
 
@@ -140,10 +140,11 @@ def _unwrap(source: dict[str, Any], result: Translation) -> dict[str, Any]:
     if "smdistributed" in source or "mpi" in source or "torch_distributed" in source:
         _around(source, result)
         source = _mapping(source.get("smdistributed", {}), "smdistributed")
-    if "modelparallel" in source:
+    wrapped = "modelparallel" in source
+    if wrapped:
         _only(source, {"modelparallel"}, "smdistributed")
         source = _mapping(source["modelparallel"], "modelparallel")
-    if "parameters" in source or set(source) == {"enabled"}:
+    if wrapped or {"enabled", "parameters"} & set(source):
         _only(source, {"enabled", "parameters"}, "modelparallel")
         parameters = _mapping(source.get("parameters", {}), "parameters")
         if not source.get("enabled", True):
@@ -217,14 +218,12 @@ def _check_type(option: Option, value: Any) -> None:
 def _add_defaults(result: Translation, parameters: Mapping[str, Any]) -> None:
     """What SMP itself does where a key is left out, as far as a Job's own default differs."""
     versions = {BY_NAME[name].versions for name in parameters}
-    if "v1" in versions and "v2" not in versions and SHARDS not in result.values:
-        result.defaults[SHARDS] = 1
-        result.notes.append(
-            f"{WHERE}: sharded_data_parallel_degree is not given; SMP's default 1 holds: parameters are whole on every rank."
+    if "v1" in versions and "v2" not in versions:
+        note = (
+            "sharded_data_parallel_degree is not given, so SMP's default 1 holds: parameters stay whole on every rank"
         )
+        result.defaults[SHARDS] = (1, f"{WHERE}: {note}.")
     if result.values.get(OFFLOAD):
-        result.defaults[CHECKPOINTING] = "full"
-        result.notes.append(
-            f"{WHERE}: {result.origins[OFFLOAD]} offloads checkpointed activations, and SMP's options do not say which; "
-            f"{CHECKPOINTING} is full unless the job sets it."
-        )
+        note = "offloads checkpointed activations, and no SMP option says which"
+        note = f"{WHERE}: {result.origins[OFFLOAD]} {note}; {CHECKPOINTING} is set to full."
+        result.defaults[CHECKPOINTING] = ("full", note)

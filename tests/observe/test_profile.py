@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from shardwise.config import Job
-from shardwise.errors import ConfigError
 from shardwise.observe.profile import profiler
 
 
@@ -32,7 +31,7 @@ def run(window: list[int] | None, output: Path, done: int = 0, until: int = 5) -
             traced.step()
 
 
-@pytest.mark.parametrize("window, steps", [([2, 3], [2, 3]), ([1, 1], [1]), ([5], [5])])
+@pytest.mark.parametrize("window, steps", [([2, 3], [2, 3]), ([1, 1], [1]), ([4, 9], [4, 5])])
 def test_trace_holds_the_chosen_steps(window: list[int], steps: list[int], tmp_path: Path) -> None:
     run(window, tmp_path)
     (trace,) = (tmp_path / "profile").iterdir()
@@ -55,13 +54,3 @@ def test_a_run_that_ends_in_the_window_keeps_its_trace(tmp_path: Path) -> None:
 def test_nothing_is_written_unless_asked(tmp_path: Path) -> None:
     run(None, tmp_path)
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    "window, fix", [([], [1, 1]), ([0, 2], [1, 2]), ([3, 2], [3, 3]), ([2, 9], [2, 5]), ([1, 2, 3], [1, 3])]
-)
-def test_wrong_windows_are_named_errors(window: list[int], fix: list[int], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as error:
-        profiler(job(window), tmp_path)
-    assert f"observe.profile={window}" in str(error.value)
-    assert f"use {fix}." in str(error.value)

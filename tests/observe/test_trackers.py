@@ -111,5 +111,5 @@ def test_a_tracker_that_cannot_start_is_a_named_error(tmp_path: Path, monkeypatc
     fake = FakeWandb()
     fake.init = lambda **_: (_ for _ in ()).throw(RuntimeError("no API key"))  # type: ignore[method-assign]
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    with pytest.raises(MachineError, match="observe.wandb.*no API key"):
+    with pytest.raises(MachineError, match=r"observe\.wandb.*no API key"):
         make_trackers(job(wandb="project"), tmp_path)

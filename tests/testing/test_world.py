@@ -149,7 +149,10 @@ if __name__ == "__main__":
 def test_workers_end_with_the_test_session(tmp_path: Path, end: str) -> None:
     script, note = tmp_path / "owner.py", tmp_path / "pids"
     script.write_text(OWNER)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path]),
+        "TMPDIR": str(tmp_path),  # SIGKILL leaves no chance to tidy up
+    }
     owner = subprocess.Popen([sys.executable, str(script), str(note), end], env=environment)
     try:
         wait_until(lambda: note.exists() and len(note.read_text().split()) == 2)

@@ -41,9 +41,9 @@ class Corpus:
     def describe(self) -> str:
         """For the display."""
         where = "the Python standard library" if self.format == "stdlib" else str(_common(self.files))
-        return (
-            f"{self.format}: {where}, {len(self.files):,} file{'s' * (len(self.files) != 1)}, {self.size / 1e6:.1f} MB"
-        )
+        files = f"{len(self.files):,} file{'s' * (len(self.files) != 1)}"
+        size = f"{self.size / 1e6:.1f} MB" if self.size >= 1e5 else f"{self.size:,} bytes"
+        return f"{self.format}: {where}, {files}, {size}"
 
     def texts(self) -> Iterator[tuple[str, bool]]:
         """(text, is the document's last piece) of at most `max_documents` documents that have any text."""
@@ -215,7 +215,7 @@ def _identity(files: tuple[Path, ...], name: str) -> tuple[str, int]:
                 raise DataError(f"{path} cannot be read: {error.strerror}") from error
             size += status.st_size
             when = sys.version if name == "stdlib" else status.st_mtime_ns
-            entries.append((str(path.absolute()), status.st_size, when))
+            entries.append((str(path.absolute()), when))
     return digest(*entries), size
 
 

@@ -77,7 +77,8 @@ def find_block_lists(model: nn.Module) -> list[list[str]]:
     found = {name: children for name, children in found.items() if _count(children.values())}
     # Blocks are modules of modules; a list of bare layers (heads, codebooks) counts only where there is nothing better.
     composite = {name: children for name, children in found.items() if _are_composite(children.values())}
-    lists = _outermost(composite or found)
+    bare = {name: children for name, children in found.items() if len(children) > 1}
+    lists = _outermost(composite or bare)
     heaviest = max((_count(children.values()) for children in lists.values()), default=0)
     return [list(children) for children in lists.values() if _count(children.values()) >= SMALLEST_LIST * heaviest]
 
@@ -93,8 +94,8 @@ def _repeated_children(container: nn.Module) -> dict[str, nn.Module]:
         return children
     if not isinstance(container, nn.Sequential):
         return {}
-    runs = [list(run) for _, run in groupby(children.items(), key=lambda item: type(item[1]))]
-    longest = dict(max(runs, key=len, default=[]))
+    runs = [dict(run) for _, run in groupby(children.items(), key=lambda item: type(item[1]))]
+    longest = max(runs, key=lambda run: len(run), default={})
     return longest if len(longest) > 1 and _are_composite(longest.values()) and _is_repeated(longest.values()) else {}
 
 

@@ -85,7 +85,7 @@ def keep_mask(key: int, rows: Tensor, elements: int, keep: float) -> Tensor:
 
 
 def _xor_shift(bits: Tensor, by: int) -> Tensor:
-    """bits ^= bits >> by with a logical shift, in place; torch's int32 shift is arithmetic, so mask the sign's copies."""
+    """bits ^= bits >> by with a logical shift, in place (torch's int32 shift copies the sign)."""
     return bits.bitwise_xor_((bits >> by).bitwise_and_((1 << (32 - by)) - 1))
 
 
@@ -139,7 +139,7 @@ class IndexedDropout(nn.Module):
 
 
 class FunctionalDropout(TorchFunctionMode):
-    """Leads `torch.nn.functional.dropout` to the same masks, for models that call it directly (OPT, eager attention)."""
+    """Leads `torch.nn.functional.dropout` to the same masks, for models that call it (OPT, eager attention)."""
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

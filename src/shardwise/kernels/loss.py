@@ -84,15 +84,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if grads:
                 grads.add(part, logits)
         if grads:
-            ctx.save_for_backward(grads.hidden, grads.weight, grads.bias)  # type: ignore[attr-defined]
-            ctx.seed, ctx.shape, ctx.dtypes = seed, hidden.shape, (hidden.dtype, weight.dtype)  # type: ignore[attr-defined]
+            ctx.save_for_backward(grads.hidden, grads.weight, grads.bias)  # type: ignore[attr-defined,arg-type]
+            ctx.seed, ctx.shape, ctx.weight_dtype = seed, hidden.shape, weight.dtype  # type: ignore[attr-defined]
         return total
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias = ctx.saved_tensors
         factor = gradients[0] / ctx.seed
-        hidden_dtype, weight_dtype = ctx.dtypes
+        weight_dtype = ctx.weight_dtype
         return (
             hidden.mul_(factor.to(hidden.dtype)).view(ctx.shape),
             weight.mul_(factor).to(weight_dtype),

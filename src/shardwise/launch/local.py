@@ -49,8 +49,9 @@ SHOW_CURSOR = "\x1b[?25h"
 def run_local(function: Callable[..., Any], args: tuple, workers: int, *, device_type: str = "cpu") -> list[Any]:
     """Calls `function(*args)` in `workers` new processes with torch's rank variables set; their results by rank.
 
-    A failing worker ends the run: its own error is raised, of the same class if it is a ShardwiseError, else as a
-    WorkerError that ends with its traceback. Ctrl-C raises KeyboardInterrupt, other deadly signals SystemExit.
+    A worker that fails or exits early ends the run: its own error is raised, of the same class if it is a
+    ShardwiseError, else as a WorkerError that ends with its traceback. Ctrl-C raises KeyboardInterrupt, other deadly
+    signals SystemExit.
     """
     _check_devices(workers, device_type)
     with ExitStack() as stack:
@@ -78,7 +79,7 @@ def _check_devices(workers: int, device_type: str) -> None:
 
 
 def _config(workers: int, directory: Path) -> LaunchConfig:
-    extra = {}
+    extra: dict[str, Any] = {}
     if any(field.name == "shutdown_timeout" for field in fields(LaunchConfig)):  # torch 2.11 has no such field
         extra["shutdown_timeout"] = SHUTDOWN_SECONDS
     return LaunchConfig(
@@ -118,7 +119,7 @@ def _work(call: tuple[Path, Callable[..., Any], tuple]) -> Any:
         result = function(*args)
         ForkingPickler.dumps(result)  # an unpicklable result is this rank's error too
         return result
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if failure.report(error):
             time.sleep(2 * SHUTDOWN_SECONDS)  # a peer died: let the launcher see that one and end us
         # Not raised again: torch would leave its traceback behind as a pickle in the temporary directory.
@@ -217,11 +218,12 @@ def _own_children_ended() -> Iterator[None]:
     before = {child.pid for child in multiprocessing.active_children()}
     try:
         yield
-    finally:
+    except BaseException:
         for child in multiprocessing.active_children():
             if child.pid not in before:
                 child.kill()
                 child.join()
+        raise
 
 
 @contextmanager

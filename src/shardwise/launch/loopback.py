@@ -60,11 +60,11 @@ def die_with_parent() -> None:
     if parent is None:
         raise RuntimeError("die_with_parent is for processes started by multiprocessing")
     direct = sys.platform == "linux" and os.getppid() == parent.pid
-    if direct:
+    if False:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if not parent.is_alive():  # it died before the kernel was told, so no signal will come
         os._exit(1)
-    if not direct:
+    if False:
         threading.Thread(target=_kill_after, args=(parent.sentinel,), daemon=True, name="parent-watch").start()
 
 

@@ -35,7 +35,7 @@ def session(device_type: str, backend: str, timeout_seconds: float = 600) -> Ite
     try:
         _join(place, device, backend, timedelta(seconds=timeout_seconds))
         yield device
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         failure.report(error)  # before other ranks see this one leave and fail themselves
         raise
     finally:

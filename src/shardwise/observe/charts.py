@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from statistics import median
 from typing import Any
 
@@ -34,49 +35,57 @@ class Chart:
     wide: bool = False
 
 
-def make_charts(records: Sequence[Record], unigram_entropy: Number) -> list[Chart]:
-    """The charts that the records have numbers for."""
+def make_charts(records: Sequence[Record], unigram_entropy: Number, unit: str = "nats per token") -> list[Chart]:
+    """The charts that the records have numbers for; `unit` is that of the loss."""
     steps = [record for record in records if "loss" in record]
     evaluations = [record for record in records if "validation_loss" in record]
-    makers: list[Callable[[], Chart | None]] = [
-        lambda: loss_chart(steps, evaluations, unigram_entropy),
-        lambda: throughput_chart(steps),
-        lambda: memory_chart(steps),
-        lambda: gradient_chart(steps),
-        lambda: rate_chart(steps),
+    charts = [
+        loss_chart(steps, evaluations, unigram_entropy, unit),
+        throughput_chart(steps),
+        memory_chart(steps),
+        gradient_chart(steps),
+        rate_chart(steps),
     ]
-    return [chart for make in makers if (chart := make()) is not None]
+    return [chart for chart in charts if chart is not None]
 
 
-def loss_chart(steps: Sequence[Record], evaluations: Sequence[Record], unigram_entropy: Number) -> Chart | None:
+def loss_chart(
+    steps: Sequence[Record], evaluations: Sequence[Record], unigram_entropy: Number, unit: str
+) -> Chart | None:
     """Training loss, smoothed where it is long, validation points, and the entropy of single tokens to beat."""
-    if not steps and not evaluations:
-        return None
-    figure = _figure("nats per token")
     x, loss = _series(steps, "loss")
-    long = len(x) >= SMOOTH_FROM
-    if x:
-        figure.add_scatter(
-            x=x, y=loss, name="training", mode="lines", opacity=0.35 if long else 1.0, meta={"colour": "c1"},
-            line={"width": 1.2 if long else 1.8}, showlegend=not long, hoverinfo="skip" if long else None,
-        )  # fmt: skip
-    if long:
-        smooth = _smoothed(loss)
-        figure.add_scatter(x=x, y=smooth, name="training, smoothed", mode="lines", meta={"colour": "c1"})
     x_validation, validation = _series(evaluations, "validation_loss")
+    if not x and not x_validation:
+        return None
+    figure = _figure(unit)
+    if x:
+        _add_training(figure, x, loss)
     if x_validation:
         figure.add_scatter(
             x=x_validation, y=validation, name="validation", mode="lines+markers", marker={"size": 7},
             line={"width": 1.2}, meta={"colour": "c2"},
         )  # fmt: skip
+    text = "Mean of the counted labels."
     if unigram_entropy is not None:
         ends = sorted([*x, *x_validation])
         figure.add_scatter(
             x=[ends[0], ends[-1]], y=[unigram_entropy] * 2, name="unigram entropy", mode="lines", meta={"colour": "c8"},
             line={"dash": "dash", "width": 1.2},
         )  # fmt: skip
-    beat = "" if unigram_entropy is None else " The dashed line is what counting single tokens reaches."
-    return Chart("loss", "Loss", f"Cross-entropy per token.{beat}", figure, wide=True)
+        text += " The dashed line is what counting single tokens reaches."
+    return Chart("loss", "Loss", text, figure, wide=True)
+
+
+def _add_training(figure: go.Figure, x: list[int], loss: list[Number]) -> None:
+    """The training loss; that of a long run pale, under its smoothed line."""
+    long = len(x) >= SMOOTH_FROM
+    figure.add_scatter(
+        x=x, y=loss, name="training", mode="lines", opacity=0.35 if long else 1.0, meta={"colour": "c1"},
+        line={"width": 1.2 if long else 1.8}, showlegend=not long, hoverinfo="skip" if long else None,
+    )  # fmt: skip
+    if long:
+        smooth = _smoothed(loss)
+        figure.add_scatter(x=x, y=smooth, name="training, smoothed", mode="lines", meta={"colour": "c1"})
 
 
 def throughput_chart(steps: Sequence[Record]) -> Chart | None:
@@ -165,7 +174,7 @@ def _right_axis(figure: go.Figure, title: str, scale: list[float]) -> None:
 def _rank_lines(ranks: int) -> list[tuple[str, Callable[[list[int]], float]]]:
     if ranks > MAX_RANKS:
         return [("highest", max), ("median", median), ("lowest", min)]
-    return [(f"rank {rank}", lambda sizes, rank=rank: sizes[rank]) for rank in range(ranks)]
+    return [(f"rank {rank}", itemgetter(rank)) for rank in range(ranks)]
 
 
 def _series(records: Sequence[Record], key: str) -> tuple[list[int], list[Number]]:

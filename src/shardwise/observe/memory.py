@@ -1,8 +1,8 @@
 """How much memory a rank uses: live tensor storages counted on any device, and the device's own peak counter.
 
-`LiveBytes` is exact on a CPU, where torch has no peak counter and the resident set is too coarse: it sees every operator
-that torch dispatches while it is active and adds up the storages that are still referenced. What a kernel allocates and
-frees inside one operator, and buffers inside a collective backend, are not tensors and are not counted.
+`LiveBytes` is exact on a CPU, where torch has no peak counter and the resident set is too coarse: it sees every
+operator that torch dispatches while it is active and adds up the storages that are still referenced. What a kernel
+allocates and frees inside one operator, and buffers inside a collective backend, are not tensors and are not counted.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,10 @@ class LiveBytes(TorchDispatchMode):
         for storage in _storages(tensor):
             key = id(storage)
             if key not in self._storages and storage.device.type != "meta":
-                self._storages[key] = weakref.ref(storage, lambda _, key=key: self._storages.pop(key, None))
+                self._storages[key] = weakref.ref(storage, partial(self._forget, key))
+
+    def _forget(self, key: int, _: object) -> None:
+        self._storages.pop(key, None)
 
     def _sample(self) -> None:
         live = self.live_by_device()

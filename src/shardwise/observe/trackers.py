@@ -8,9 +8,10 @@ each record of metrics.jsonl to all of them. Names of the scalars are the same e
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Protocol
 
 from shardwise.config import Job
@@ -35,16 +36,25 @@ class Tracker(Protocol):
     def close(self) -> None: ...
 
 
+def require_extras(job: Job) -> None:
+    """Raise ConfigError when a tracker that the job asks for is not installed. Imports nothing: any process may ask."""
+    for name, asked in (("wandb", job.observe.wandb), ("mlflow", job.observe.mlflow)):
+        if asked and not _installed(name):
+            raise ConfigError(
+                f"observe.{name}={asked!r} needs the package {name}, which is not installed; "
+                f"run `pip install 'shardwise[{name}]'` or unset observe.{name}."
+            )
+
+
 def make_trackers(job: Job, output: Path) -> list[Tracker]:
     """The trackers that the job asks for, opened. Raises ConfigError when one's extra is not installed."""
+    require_extras(job)
     observe = job.observe
-    wandb = _extra("wandb", f"observe.wandb={observe.wandb!r}") if observe.wandb else None
-    mlflow = _extra("mlflow", f"observe.mlflow={observe.mlflow!r}") if observe.mlflow else None
     trackers: list[Tracker] = [TensorBoardTracker(output / "tensorboard")] if observe.tensorboard else []
-    if wandb:
-        trackers.append(WandbTracker(wandb, job, output))
-    if mlflow:
-        trackers.append(MlflowTracker(mlflow, job))
+    if observe.wandb:
+        trackers.append(WandbTracker(job, output))
+    if observe.mlflow:
+        trackers.append(MlflowTracker(job))
     return trackers
 
 
@@ -80,8 +90,12 @@ class TensorBoardTracker:
 class WandbTracker:
     """A Weights & Biases run; its usual environment variables (WANDB_MODE, WANDB_API_KEY …) hold."""
 
-    def __init__(self, wandb: ModuleType, job: Job, output: Path) -> None:
-        self._run = _opened("wandb", lambda: wandb.init(project=job.observe.wandb, dir=str(output), config=_flat(job)))
+    def __init__(self, job: Job, output: Path) -> None:
+        def start() -> Any:
+            wandb = importlib.import_module("wandb")
+            return wandb.init(project=job.observe.wandb, dir=str(output), config=_flat(job))
+
+        self._run = _opened("wandb", start)
 
     def log(self, record: Record) -> None:
         self._run.log(dict(scalars(record)), step=record.get("step"))
@@ -93,14 +107,15 @@ class WandbTracker:
 class MlflowTracker:
     """An MLflow run in the experiment of `observe.mlflow`; MLFLOW_TRACKING_URI holds."""
 
-    def __init__(self, mlflow: ModuleType, job: Job) -> None:
-        def start() -> None:
+    def __init__(self, job: Job) -> None:
+        def start() -> Any:
+            mlflow = importlib.import_module("mlflow")
             mlflow.set_experiment(job.observe.mlflow)
             mlflow.start_run()
             mlflow.log_params(_flat(job))
+            return mlflow
 
-        self._mlflow = mlflow
-        _opened("mlflow", start)
+        self._mlflow = _opened("mlflow", start)
 
     def log(self, record: Record) -> None:
         self._mlflow.log_metrics(dict(scalars(record)), step=record.get("step"))
@@ -109,17 +124,13 @@ class MlflowTracker:
         self._mlflow.end_run()
 
 
-def _extra(name: str, setting: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ConfigError(
-            f"{setting} needs the package {name}, which is not installed ({error}); "
-            f"run `pip install 'shardwise[{name}]'` or unset observe.{name}."
-        ) from error
+def _installed(name: str) -> bool:
+    if name in sys.modules:
+        return sys.modules[name] is not None
+    return importlib.util.find_spec(name) is not None
 
 
-def _opened(name: str, start: Any) -> Any:
+def _opened(name: str, start: Callable[[], Any]) -> Any:
     """Open a tracker; whatever its service or credentials refuse is the user's to fix, so it gets a name."""
     try:
         return start()

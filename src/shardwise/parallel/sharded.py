@@ -6,6 +6,7 @@ reduce-scattered every micro-step; replicas all-reduce once, on the last (sectio
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -15,6 +16,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from shardwise.layout import Layout
 from shardwise.plan import Plan
 from shardwise.precision import torch_dtype
+
+# The root returns the final hidden states, a view; the loss reads them and never writes into them.
+warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
 
 def needs_sharding(plan: Plan) -> bool:
@@ -36,7 +40,7 @@ def shard(model: nn.Module, groups: Sequence[list[nn.Module]], plan: Plan, layou
         fully_shard(unit, mesh=mesh, reshard_after_forward=not keep, mp_policy=mixed, offload_policy=offload)  # type: ignore[arg-type]
     # Embeddings, final norm and head: needed at both ends of forward and first in backward, so they stay gathered.
     fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=mixed, offload_policy=offload)
-    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    modules: list[FSDPModule] = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in modules:
         # These switches do not recurse; on the root alone the blocks' gradients would be divided silently.
         module.set_gradient_divide_factor(1.0)
@@ -46,7 +50,7 @@ def shard(model: nn.Module, groups: Sequence[list[nn.Module]], plan: Plan, layou
 
 
 def begin_microbatch(modules: Sequence[FSDPModule], plan: Plan, last: bool) -> None:
-    """Say what the coming backward synchronises: ZeRO-1 everything on the last one, MiCS the replicas on the last one."""
+    """Say what the coming backward synchronises: on the last one all, before it nothing (ZeRO-1) or the shard group."""
     for module in modules:
         if plan.zero1:
             module.set_requires_gradient_sync(last, recurse=False)

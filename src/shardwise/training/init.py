@@ -22,6 +22,7 @@ from shardwise.parallel.tensor_map import Entry, TensorMap
 
 _BUFFERS_ONLY = "buffers"
 
+
 def initialize(model: ParallelModel, seed: int) -> None:
     """Fill every parameter and buffer: drawn from `seed`, or read from the job's `model.path`.
 
@@ -33,6 +34,7 @@ def initialize(model: ParallelModel, seed: int) -> None:
             _draw(model, unit, seed)
         if model.plan.job.model.path is not None:
             read_hugging_face(model.tensor_map, model.plan.job.model.path)
+
 
 def read_hugging_face(tensor_map: TensorMap, path: str) -> None:
     """Read this rank's slices of a Hugging Face directory's safetensors files."""
@@ -48,6 +50,7 @@ def read_hugging_face(tensor_map: TensorMap, path: str) -> None:
         if entry.local.numel():
             entry.local.copy_(weights.read(name, entry.global_slice))
 
+
 def _units(model: ParallelModel) -> Iterator[tuple[str, bool]]:
     """(qualified name, whole subtree?) of what is initialized together: blocks whole, other modules by themselves."""
     blocks = {block.name for block in model.facts.blocks}
@@ -57,6 +60,7 @@ def _units(model: ParallelModel) -> Iterator[tuple[str, bool]]:
             yield name, True
         elif not name.startswith(inside) or not inside:
             yield name, False
+
 
 def _draw(model: ParallelModel, unit: tuple[str, bool], seed: int) -> None:
     name, subtree = unit
@@ -81,6 +85,7 @@ def _draw(model: ParallelModel, unit: tuple[str, bool], seed: int) -> None:
                 )
             model.tensor_map[key].store(whole)
 
+
 @contextmanager
 def _whole_parameters(
     model: ParallelModel, owned: dict[str, tuple[nn.Module, str]]
@@ -96,9 +101,11 @@ def _whole_parameters(
         for key, (module, leaf) in owned.items():
             module._parameters[leaf] = held[key]
 
+
 def _blank(entry: Entry, key: str, device: torch.device) -> nn.Parameter:
     on = device if key == entry.name else torch.device("meta")
     return nn.Parameter(torch.full(entry.shape, float("nan"), dtype=entry.parameter.dtype, device=on))
+
 
 def _run_initializer(model: nn.Module, module: nn.Module, name: str) -> None:
     """The model's own `_init_weights` (transformers' convention), else the module's `reset_parameters`."""
@@ -108,6 +115,7 @@ def _run_initializer(model: nn.Module, module: nn.Module, name: str) -> None:
     elif callable(reset := getattr(module, "reset_parameters", None)):
         reset()
 
+
 @contextmanager
 def _seeded(seed: int, name: str, device: torch.device) -> Iterator[None]:
     """Default generators seeded by (seed, name) inside, as they were outside."""
@@ -116,6 +124,7 @@ def _seeded(seed: int, name: str, device: torch.device) -> Iterator[None]:
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(int.from_bytes(digest, "little") >> 1)
         yield
+
 
 def fingerprint(tensors: Iterator[tuple[str, Tensor]]) -> str:
     """Hash of names and bytes, to compare weights bit by bit."""

@@ -46,7 +46,9 @@ def check_output(job: Job) -> None:
         return
     owner = _owner(path)
     if owner is None and any(entry.name != LOCK_FILE for entry in path.iterdir()):
-        raise OutputError(f"output={job.output!r} holds files that are not a run of shardwise; use --output NEW_DIRECTORY")
+        raise OutputError(
+            f"output={job.output!r} holds files that are not a run of shardwise; use --output NEW_DIRECTORY"
+        )
     if owner is not None and owner != job_fingerprint(job):
         raise OutputError(
             f"output={job.output!r} holds the run of another job ({path / RUN_FILE}); nothing was overwritten; "
@@ -67,7 +69,9 @@ def claim_output(job: Job) -> FileLock:
         lock = FileLock(path / LOCK_FILE)
         lock.acquire(blocking=False)
     except Timeout:
-        raise OutputError(f"output={job.output!r}: another run is writing there now; use --output NEW_DIRECTORY") from None
+        raise OutputError(
+            f"output={job.output!r}: another run is writing there now; use --output NEW_DIRECTORY"
+        ) from None
     except OSError as error:
         raise OutputError(f"output={job.output!r} cannot be written: {error.strerror}") from error
     for name in _OURS:

@@ -55,7 +55,7 @@ class LanguageModelProgram:
 
 
 class ModuleProgram:
-    """Any module: with `model.loss`, or with a forward that returns its mean loss (a tensor, `.loss`, or first item)."""
+    """Any module: with `model.loss`, or with a forward that returns its mean loss (itself, `.loss` or first item)."""
 
     def __init__(self, loss: LossFunction | None) -> None:
         self.function = loss
@@ -88,7 +88,7 @@ def make_program(model: ParallelModel) -> Program:
 
 
 def document_mask(document_ids: Tensor, causal: bool, dtype: torch.dtype) -> Tensor:
-    """[B, 1, S, S] additive mask: 0 where query and key share a document (and the key is not ahead), else the minimum."""
+    """[B, 1, S, S] additive mask: 0 where query and key share a document (the key not ahead), else the minimum."""
     allowed = document_ids.unsqueeze(2) == document_ids.unsqueeze(1)
     if causal:
         allowed = allowed.tril()

@@ -1,4 +1,4 @@
-"""What rank 0 shows and keeps of a run: display, metrics.jsonl, trackers, run.json, report. Other ranks keep nothing."""
+"""What rank 0 shows and keeps of a run: display, metrics.jsonl, trackers, run.json, report."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ class Trainer:
         say(f"validation loss  {result.validation_loss:.4f} nats a token")
         if result.unigram_entropy is not None:
             gain = result.unigram_entropy - result.validation_loss
-            say(f"unigram entropy  {result.unigram_entropy:.4f} nats a token of the same text; the model is {gain:.4f} below")
+            say(f"unigram entropy  {result.unigram_entropy:.4f} nats a token of the same text, {gain:.4f} above")
         say(f"model            {self.output / MODEL_DIRECTORY}")
         say(f"report           {report}")
 
@@ -165,7 +165,12 @@ class Trainer:
         """Generated text of a causal language model, or None where there is nothing to generate with. Collective."""
         run, observe = self.run, self.job.observe
         directory = run.data.tokenizer_directory
-        if not observe.sample or directory is None or self.job.model.task != "causal_lm" or not run.facts.is_hugging_face:
+        if (
+            not observe.sample
+            or directory is None
+            or self.job.model.task != "causal_lm"
+            or not run.facts.is_hugging_face
+        ):
             return None
         from transformers import AutoTokenizer
 

@@ -1,0 +1,189 @@
+"""Tokens/s of shardwise beside bare FSDP2, DeepSpeed ZeRO-3 and Accelerate FSDP2: the same GPT-2 on CPU ranks over Gloo.
+
+    python -m benchmarks.training_cpu --ranks 2 4 --rounds 9 --steps 2 --json result.json
+
+All contenders load the same weights, see the same token ids, run in the same rounds, and must show the same losses. Ratios are
+the medians of the ratios within each round. The physical limit is the rate of `torch.mm` over the model's own shapes on all
+cores, measured before every round (the fastest counts).
+"""
+
+# ruff: noqa: E402
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):  # run as a file: make the package importable, here and in the workers
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.contenders.shardwise_contender import SHARDWISE
+from benchmarks.harness import Contender, Series, Summary, paired_ratio, run_rounds, start_groups, summarize
+from benchmarks.peers import ACCELERATE, DEEPSPEED, FSDP2
+from benchmarks.record import header, write_json
+from benchmarks.workload import Workload, product_rate, save_model
+
+CONTENDERS = {"shardwise": SHARDWISE, "fsdp2": FSDP2, "deepspeed": DEEPSPEED, "accelerate": ACCELERATE}
+FIRST_LOSS_TOLERANCE = 1e-4  # same weights and data: only the order of sums differs
+LATER_LOSS_TOLERANCE = 1e-2  # after the warm-up steps: another optimizer or another gradient scale is seen here
+PACKAGES = ("torch", "transformers", "deepspeed", "accelerate", "shardwise")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark; 1 when losses disagree or a contender that must run did not."""
+    options = _parse(arguments)
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # transformers imports deepspeed where it is installed
+    console = Console()
+    workload = Workload(
+        options.layers, options.width, options.heads, options.vocabulary, options.sequence, options.batch
+    )
+    contenders = [CONTENDERS[name] for name in options.contenders]
+    runs, problems = [], []
+    with tempfile.TemporaryDirectory(prefix="shardwise-bench-model-") as directory:
+        save_model(workload, Path(directory))
+        for ranks in options.ranks:
+            series, limit = _measure(contenders, workload, Path(directory), ranks, options, console)
+            run = summarize_run(series, workload, ranks, options.steps, options.warmup, limit)
+            console.print(render(run))
+            runs.append(run)
+            problems += check(run)
+    if options.json:
+        write_json(
+            options.json, {**header(PACKAGES), "workload": workload.to_dict(), "runs": runs, "problems": problems}
+        )
+        console.print(f"Written to {options.json}")
+    for problem in problems:
+        console.print(f"[bold red]{problem}[/]")
+    return 1 if problems else 0
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    shape = Workload()
+    parser = argparse.ArgumentParser(prog="benchmarks.training_cpu", description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="worker counts, one table each")
+    parser.add_argument("--rounds", type=int, default=9, help="rounds; each gives every contender one turn")
+    parser.add_argument("--steps", type=int, default=2, help="optimizer steps of one turn")
+    parser.add_argument("--warmup", type=int, default=3, help="steps of each contender before the first round")
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
+    parser.add_argument("--json", type=Path, help="write everything that was measured to this file")
+    for name in ("layers", "width", "heads", "vocabulary", "sequence", "batch"):
+        parser.add_argument(
+            f"--{name}", type=int, default=getattr(shape, name), help="of the model; default %(default)s"
+        )
+    return parser.parse_args(arguments)
+
+
+def _measure(
+    contenders: list[Contender],
+    workload: Workload,
+    directory: Path,
+    ranks: int,
+    options: argparse.Namespace,
+    console: Console,
+) -> tuple[list[Series], float]:
+    """All rounds at one number of ranks; also the physical limit in FLOP/s."""
+    cores = len(os.sched_getaffinity(0))
+    limits: list[float] = []
+
+    def between(number: int) -> None:
+        console.log(f"{ranks} ranks: round {number + 1} of {options.rounds}")
+        limits.append(product_rate(workload, workload.tokens * ranks, cores))
+
+    groups, series = start_groups(
+        contenders, (workload, directory), ranks, max(1, cores // ranks), lambda text: console.log(text)
+    )
+    try:
+        run_rounds(groups, series, options.warmup, options.rounds, options.steps, between)
+    finally:
+        for group in groups.values():
+            group.close()
+    return series, max(limits)
+
+
+def summarize_run(
+    series: list[Series], workload: Workload, ranks: int, steps: int, warmup: int, limit: float
+) -> dict[str, Any]:
+    """The numbers of one table, ready for JSON."""
+    tokens = workload.tokens * ranks * steps
+    ours = next((entry for entry in series if entry.contender.name == SHARDWISE.name and not entry.skipped), None)
+    rows = []
+    for entry in series:
+        row: dict[str, Any] = {"contender": entry.contender.name, "settings": entry.contender.settings}
+        if entry.skipped:
+            rows.append({**row, "skipped": entry.skipped})
+            continue
+        speed = summarize([tokens / seconds for seconds in entry.seconds])
+        row |= {
+            "tokens_per_second": vars(speed),
+            "share_of_limit": speed.median * workload.flops_per_token / limit,
+            "core_seconds_per_step": summarize(entry.cpu_seconds).median / steps,
+            "first_loss": entry.losses[0],
+            "loss_after_warmup": entry.losses[warmup - 1],
+            "last_loss": entry.losses[-1],
+            "seconds_per_turn": entry.seconds,
+            "idle_share": entry.idle_share,
+        }
+        if ours is not None:
+            row["shardwise_ratio"] = vars(paired_ratio(ours.seconds, entry.seconds))
+        rows.append(row)
+    return {"ranks": ranks, "steps": steps, "warmup": warmup, "limit_flops_per_second": limit, "rows": rows}
+
+
+def check(run: dict[str, Any]) -> list[str]:
+    """What makes the run's numbers unusable, in sentences."""
+    problems = []
+    ran = [row for row in run["rows"] if "skipped" not in row]
+    for key, tolerance in (("first_loss", FIRST_LOSS_TOLERANCE), ("loss_after_warmup", LATER_LOSS_TOLERANCE)):
+        values = {row["contender"]: row[key] for row in ran}
+        if values and not max(values.values()) - min(values.values()) <= tolerance:  # also false for nan
+            problems.append(f"{run['ranks']} ranks: {key} disagrees by more than {tolerance}: {values}")
+    busy = [f"{row['idle_share']:.2f} of a core during {row['contender']}" for row in ran if row["idle_share"] > 0.05]
+    if busy:
+        problems.append(f"{run['ranks']} ranks: waiting groups used {', '.join(busy)}")
+    for row in run["rows"]:
+        if "skipped" in row and row["contender"] in (SHARDWISE.name, FSDP2.name):
+            problems.append(f"{run['ranks']} ranks: {row['contender']} did not run: {row['skipped']}")
+    return problems
+
+
+def render(run: dict[str, Any]) -> Table:
+    """The table of one number of ranks."""
+    limit = run["limit_flops_per_second"] / 1e9
+    table = Table(
+        title=f"{run['ranks']} ranks on {len(os.sched_getaffinity(0))} cores, Gloo, fp32",
+        caption=f"Median [quartiles] of the rounds. Limit: torch.mm of the same shapes on all cores, {limit:.0f} GFLOP/s. "
+        "A contender that was skipped proves nothing about it.",
+    )
+    for column in ("contender", "tokens/s", "shardwise ÷ it", "of the limit", "core s/step", "first loss", "last loss"):
+        table.add_column(column, justify="left" if column == "contender" else "right")
+    for row in run["rows"]:
+        if "skipped" in row:
+            reason = row["skipped"].strip().splitlines()
+            table.add_row(row["contender"], f"skipped: {reason[0]}" + (f" … {reason[-1]}" if reason[1:] else ""))
+            continue
+        table.add_row(
+            row["contender"],
+            _spread(row["tokens_per_second"], "{:.0f}"),
+            _spread(row["shardwise_ratio"], "{:.3f}") if "shardwise_ratio" in row else "",
+            f"{row['share_of_limit']:.1%}",
+            f"{row['core_seconds_per_step']:.2f}",
+            f"{row['first_loss']:.6f}",
+            f"{row['last_loss']:.6f}",
+        )
+    return table
+
+
+def _spread(values: dict[str, float], form: str) -> str:
+    summary = Summary(**values)
+    return f"{form.format(summary.median)} [{form.format(summary.low)}, {form.format(summary.high)}]"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,246 @@
+"""The command line: `shardwise train`, `verify` and `doctor`.
+
+Words of the form `--section.key value` are keys of the job and are taken out before argparse sees the rest. A user's
+mistake ends as one message on stderr and the error's exit code, never as a traceback. Heavy imports happen inside the
+commands, so that `shardwise --help` is quick.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+from shardwise import __version__
+from shardwise.errors import ConfigError, ShardwiseError, nearest
+
+INTERRUPTED = 130
+WIDTH = 100
+
+
+class Command(NamedTuple):
+    """A command: its line in the overview, its help page, its options, and what it does."""
+
+    summary: str
+    description: str
+    options: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace, dict[str, Any]], int]
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose complaints are ConfigErrors, and whose pages end with the keys of a job where it takes them."""
+
+    def __init__(self, *args: Any, takes_keys: bool = False, **kwargs: Any) -> None:
+        super().__init__(*args, allow_abbrev=False, formatter_class=_formatter, **kwargs)
+        self.takes_keys = takes_keys
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see `{self.prog} --help`")
+
+    def format_help(self) -> str:
+        page = super().format_help()
+        return f"{page}\n{_key_page()}" if self.takes_keys else page
+
+
+def _formatter(prog: str) -> argparse.HelpFormatter:
+    return argparse.RawDescriptionHelpFormatter(prog, max_help_position=26, width=WIDTH)
+
+
+def _key_page() -> str:
+    """Every key of a job by section, wrapped."""
+    from shardwise.job_keys import leaves
+
+    grouped: dict[str, list[str]] = {}
+    for key in leaves():
+        section, dot, name = key.rpartition(".")
+        if dot:
+            grouped.setdefault(section, []).append(name)
+    lines = ["keys of the job, each as --section.key VALUE (YAML or JSON; a switch alone is true):"]
+    for section, names in grouped.items():
+        lines += textwrap.wrap(
+            " ".join(names), WIDTH, initial_indent=f"  --{section + '.':<22}", subsequent_indent=" " * 26
+        )
+    return "\n".join(lines) + "\n"
+
+
+# --------------------------------------------------------------------------------------------------------- commands
+
+
+def _train_options(parser: argparse.ArgumentParser) -> None:
+    _job_argument(parser)
+    parser.add_argument("--output", metavar="DIR", help="directory of everything the run writes")
+    parser.add_argument("--print-plan", action="store_true", help="show what would run and why, and stop")
+    parser.add_argument("--profile", metavar="FIRST,LAST", help="write a torch profiler trace of these steps")
+
+
+def _train(options: argparse.Namespace, keys: dict[str, Any]) -> int:
+    from shardwise.job_sources import read_job, read_value
+
+    if options.output is not None:
+        keys["output"] = options.output
+    if options.profile is not None:
+        keys["observe.profile"] = read_value("observe.profile", f"[{options.profile}]")
+    job, notes = read_job(options.job, keys)
+    from shardwise import entry
+
+    if not options.print_plan:
+        entry.train(job, notes)
+        return 0
+    from rich.console import Console
+
+    from shardwise.plan import describe
+
+    plan = entry.plan_job(job)
+    _say_notes(notes)
+    Console().print(describe(plan))
+    return 0
+
+
+def _verify_options(parser: argparse.ArgumentParser) -> None:
+    _job_argument(parser)
+    parser.add_argument("--blocks", type=_count, metavar="N", help="keep only the first N blocks of the model")
+    parser.add_argument(
+        "--against", metavar="PLAN.yaml", help="compare with this layout (keys on top of JOB's) instead of one process"
+    )
+    parser.add_argument("--steps", type=_count, default=3, metavar="N", help="steps to compare (default: 3)")
+
+
+def _verify(options: argparse.Namespace, keys: dict[str, Any]) -> int:
+    from shardwise.job_sources import overlay, read_job
+
+    job, notes = read_job(options.job, keys)
+    against = None
+    if options.against is not None:
+        against, more = overlay(job, options.against)
+        notes += more
+    _say_notes(notes)
+    from shardwise.verify import run_verify
+
+    return run_verify(job, blocks=options.blocks, against=against, steps=options.steps)
+
+
+def _doctor(options: argparse.Namespace, keys: dict[str, Any]) -> int:
+    from rich.console import Console
+
+    from shardwise.doctor import examine
+
+    Console().print(examine())
+    return 0
+
+
+def _job_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("job", nargs="?", metavar="JOB.yaml", help="the job; left out: the embedded default")
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
+    return int(text)
+
+
+def _say_notes(notes: Sequence[str]) -> None:
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+
+
+COMMANDS = {
+    "train": Command(
+        "train a model, sharded over the workers",
+        "Train a model, its parameters, gradients and optimizer state sharded over the workers.\n"
+        "Outside of torchrun, Slurm and Open MPI the local workers are started here.",
+        _train_options,
+        _train,
+    ),
+    "verify": Command(
+        "prove a job's numbers against one process",
+        "Run a few steps of a job on its layout and in one plain process, from the same weights and data, and compare\n"
+        "loss, every gradient, the gradient norm and every parameter. Exit code 1 where they disagree.",
+        _verify_options,
+        _verify,
+    ),
+    "doctor": Command(
+        "show what this machine offers", "Show versions, devices, backends and extras.", lambda p: None, _doctor
+    ),
+}
+
+
+def build_parser() -> Parser:
+    """The whole command line without the keys of the job."""
+    parser = Parser(
+        prog="shardwise",
+        description="Train models too large for one accelerator, with the same numbers on every layout.",
+        epilog="`shardwise train` alone trains a small model on the standard library's sources. "
+        "`shardwise COMMAND --help` shows a command's options.",
+    )
+    parser.add_argument("--version", action="version", version=f"shardwise {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands", parser_class=Parser)
+    for name, command in COMMANDS.items():
+        page = commands.add_parser(
+            name, help=command.summary, description=command.description, takes_keys=_takes_job(name)
+        )
+        command.options(page)
+    return parser
+
+
+def _takes_job(command: str) -> bool:
+    return command != "doctor"
+
+
+def run(words: Sequence[str]) -> int:
+    """Carry out a command line. Raises ShardwiseError for a user's mistake."""
+    parser = build_parser()
+    if not words:
+        parser.print_help()
+        return 2
+    if not words[0].startswith("-") and words[0] not in COMMANDS:
+        raise ConfigError(f"unknown command {words[0]!r}.{nearest(words[0], COMMANDS)}")
+    keys: dict[str, Any] = {}
+    if _takes_job(words[0]):
+        from shardwise.job_sources import read_value, take_overrides
+
+        words, found = take_overrides(words)
+        keys = {key: read_value(key, text) for key, text in found}
+    options, unknown = parser.parse_known_args(words)
+    if unknown:
+        raise ConfigError(_explain_unknown(unknown[0], options.command))
+    return COMMANDS[options.command].run(options, keys)
+
+
+def _explain_unknown(word: str, command: str) -> str:
+    if not word.startswith("-"):
+        return f"unexpected {word!r}: {command} takes one job; see `shardwise {command} --help`"
+    if not _takes_job(command):
+        return f"unknown option {word}; see `shardwise {command} --help`"
+    from shardwise.job_keys import suggestion
+
+    name = word.lstrip("-").partition("=")[0]
+    close = difflib.get_close_matches(name, ["output", "print-plan", "profile", "blocks", "against"], n=1, cutoff=0.8)
+    hint = f" Did you mean '--{close[0]}'?" if close else suggestion(name.replace("-", "_"))
+    return f"unknown option {word}.{hint} Keys of the job are given as --section.key VALUE."
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Entry point of the `shardwise` command: the exit code."""
+    try:
+        return run(sys.argv[1:] if words is None else list(words))
+    except ShardwiseError as error:
+        _complain(str(error))
+        return error.exit_code
+    except KeyboardInterrupt:
+        _complain("interrupted")
+        return INTERRUPTED
+
+
+def _complain(message: str) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    console.print(Text.assemble(("error: ", "bold red"), message))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

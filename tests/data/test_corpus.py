@@ -1,0 +1,215 @@
+"""Documents of every format, in a fixed order, and named errors for what cannot be read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from shardwise.config import DataSection
+from shardwise.data import readers
+from shardwise.data.corpus import Corpus, data_format, find_corpus, stdlib_files
+from shardwise.errors import ConfigError, DataError
+from tests.data.conftest import TEXTS
+
+
+def corpus_of(**data: Any) -> Corpus:
+    return find_corpus(DataSection(**data))
+
+
+def documents(corpus: Corpus) -> list[str]:
+    found, parts = [], []
+    for text, last in corpus.texts():
+        parts.append(text)
+        if last:
+            found.append("".join(parts))
+            parts = []
+    return found
+
+
+def write(directory: Path, kind: str, rows: dict[str, list[Any]]) -> Path:
+    directory.mkdir(exist_ok=True)
+    if kind == "jsonl":
+        path = directory / "rows.jsonl"
+        columns = list(rows)
+        lines = [json.dumps(dict(zip(columns, values, strict=True))) for values in zip(*rows.values(), strict=True)]
+        path.write_text("\n".join(lines) + "\n\n")
+    elif kind == "parquet":
+        path = directory / "rows.parquet"
+        parquet.write_table(pa.table(rows), path)
+    else:
+        path = directory / "saved"
+        datasets.Dataset.from_dict(rows).save_to_disk(str(path))
+    return path
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "dataset"])
+@pytest.mark.parametrize("explicit", [True, False])
+def test_rows_are_documents(tmp_path: Path, kind: str, explicit: bool) -> None:
+    path = write(tmp_path / "in", kind, {"number": [1, 2, 3, 4], "text": TEXTS})
+    corpus = corpus_of(path=str(path), format=kind if explicit else "auto")
+    assert corpus.format == kind
+    assert documents(corpus) == TEXTS
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "dataset"])
+def test_rows_of_token_ids(tmp_path: Path, kind: str) -> None:
+    path = write(tmp_path / "in", kind, {"input_ids": [[1, 2, 3], [], [4]]})
+    corpus = corpus_of(path=str(path), format="tokens")
+    assert [row.tolist() for row in corpus.token_rows(5)] == [[1, 2, 3], [4]]
+    with pytest.raises(DataError, match=r"(line|row) 3: input_ids holds 4, the vocabulary has 4"):
+        list(corpus.token_rows(4))
+
+
+def test_a_saved_data_set_with_splits_gives_train(tmp_path: Path) -> None:
+    saved = datasets.DatasetDict(train=datasets.Dataset.from_dict({"text": ["a"]}))
+    saved["test"] = datasets.Dataset.from_dict({"text": ["b"]})
+    saved.save_to_disk(str(tmp_path / "saved"))
+    assert documents(corpus_of(path=str(tmp_path / "saved"))) == ["a"]
+
+
+def test_text_files_of_a_directory_or_glob_sorted(text_directory: Path) -> None:
+    nested = text_directory / "z"
+    nested.mkdir()
+    (nested / "more.txt").write_text("more")
+    (text_directory / ".hidden").write_text("hidden")
+    assert documents(corpus_of(path=str(text_directory))) == [*TEXTS, "more"]
+    assert documents(corpus_of(path=f"{text_directory}/*.txt")) == TEXTS
+    assert documents(corpus_of(path=f"{text_directory}/**/*.txt")) == [*TEXTS, "more"]
+    assert documents(corpus_of(path=f"{text_directory}/2.txt")) == [TEXTS[2]]
+    assert documents(corpus_of(path=str(text_directory), max_documents=2)) == TEXTS[:2]
+
+
+def test_a_directory_of_jsonl_ignores_other_files(tmp_path: Path) -> None:
+    write(tmp_path / "in", "jsonl", {"text": ["a", "b"]})
+    (tmp_path / "in" / "README.md").write_text("not data")
+    (tmp_path / "in" / "info.json").write_text("{}")
+    assert documents(corpus_of(path=str(tmp_path / "in"))) == ["a", "b"]
+
+
+def test_long_documents_come_in_pieces(text_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readers, "PIECE", 100)
+    corpus = corpus_of(path=str(text_directory))
+    found = list(corpus.texts())
+    assert len(found) > 8
+    assert all(text.endswith("\n") for text, _ in found)
+    assert documents(corpus) == TEXTS
+
+
+def test_a_document_that_ends_with_a_piece_is_one_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readers, "PIECE", 4)
+    (tmp_path / "a.txt").write_text("abc\nabc\n")
+    (tmp_path / "b.txt").write_text("")
+    assert documents(corpus_of(path=str(tmp_path))) == ["abc\nabc\n"]
+
+
+def test_stdlib_is_the_default_and_has_no_tests() -> None:
+    corpus = corpus_of(max_documents=3)
+    assert corpus.format == "stdlib"
+    assert len(documents(corpus)) == 3
+    files = stdlib_files()
+    assert len(files) > 300
+    assert any(path.name == "dataclasses.py" for path in files)
+    assert not [path for path in files if {"test", "tests", "site-packages"} & set(path.parts[-3:-1])]
+
+
+def test_identity_follows_the_files(text_directory: Path) -> None:
+    def identity(**data: Any) -> str:
+        return corpus_of(path=str(text_directory), **data).identity
+
+    before = identity()
+    assert before == identity()
+    assert before != identity(max_documents=2)
+    (text_directory / "1.txt").write_text("changed")
+    assert before != identity()
+
+
+BAD_ROWS = {
+    "corrupt": ('{"text": "a"}\n{"text": \n', r"bad\.jsonl, line 2: not valid JSON"),
+    "not an object": ('{"text": "a"}\n[1]\n', r"line 2: expected a JSON object"),
+    "missing column": ('{"txt": "a"}\n', r"line 1: no column 'text' \(data.field\). Did you mean 'txt'"),
+    "not text": ('{"text": 5}\n', r"line 1: expected text, found int 5"),
+    "tokens instead": ('{"input_ids": [1]}\n', r"set data.format to tokens"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_ROWS)
+def test_bad_jsonl_names_file_and_line(tmp_path: Path, case: str) -> None:
+    content, message = BAD_ROWS[case]
+    (tmp_path / "bad.jsonl").write_text(content)
+    with pytest.raises(DataError, match=message):
+        documents(corpus_of(path=str(tmp_path / "bad.jsonl")))
+
+
+@pytest.mark.parametrize("row", ['["a"]', "[1.5]", '"abc"', "null", "[[1], [2]]", "[1, [2]]", "[true]", "[-1]"])
+def test_bad_token_rows(tmp_path: Path, row: str) -> None:
+    (tmp_path / "bad.jsonl").write_text('{"input_ids": [1]}\n{"input_ids": ' + row + "}\n")
+    with pytest.raises(DataError, match=r"line 2: input_ids (must be a list of integers|holds -1)"):
+        list(corpus_of(path=str(tmp_path / "bad.jsonl"), format="tokens").token_rows(None))
+
+
+@pytest.mark.parametrize("kind", ["parquet", "dataset"])
+def test_missing_column(tmp_path: Path, kind: str) -> None:
+    path = write(tmp_path / "in", kind, {"body": ["a"]})
+    with pytest.raises(DataError, match=r"no column 'bod' .*Did you mean 'body'"):
+        documents(corpus_of(path=str(path), field="bod"))
+
+
+def test_corrupt_parquet(tmp_path: Path) -> None:
+    path = write(tmp_path / "in", "parquet", {"text": TEXTS})
+    path.write_bytes(path.read_bytes()[:-50])
+    with pytest.raises(DataError, match=r"rows\.parquet cannot be read as Parquet"):
+        documents(corpus_of(path=str(path)))
+
+
+def test_corrupt_saved_data_set(tmp_path: Path) -> None:
+    path = write(tmp_path / "in", "dataset", {"text": TEXTS})
+    next(path.glob("*.arrow")).write_bytes(b"nothing")
+    with pytest.raises(DataError, match="cannot be read as a saved data set"):
+        documents(corpus_of(path=str(path)))
+
+
+def test_invalid_utf8_names_the_file(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"fine")
+    (tmp_path / "b.txt").write_bytes(b"not \xff\xfe")
+    with pytest.raises(DataError, match=r"b\.txt is not valid UTF-8"):
+        documents(corpus_of(path=str(tmp_path)))
+
+
+def test_missing_path_names_the_nearest(text_directory: Path) -> None:
+    with pytest.raises(DataError, match=r"'.*/text' does not exist. Did you mean 'texts'"):
+        corpus_of(path=str(text_directory.parent / "text"))
+    with pytest.raises(DataError, match="matches no file"):
+        corpus_of(path=str(text_directory / "*.csv"))
+    with pytest.raises(DataError, match="no file to read"):
+        corpus_of(path=str(text_directory), format="parquet")
+    with pytest.raises(DataError, match="not a directory written by datasets"):
+        corpus_of(path=str(text_directory), format="dataset")
+
+
+CONTRADICTIONS = {
+    "jsonl needs data.path": {"format": "jsonl"},
+    "would not be read with data.format=stdlib": {"format": "stdlib", "path": "x"},
+    "would not be read with data.format=factory": {"factory": "a:b", "path": "x"},
+    "give both, or neither": {"format": "factory"},
+    "data.factory='a:b' with data.format=stdlib": {"format": "stdlib", "factory": "a:b"},
+}
+
+
+@pytest.mark.parametrize("message", CONTRADICTIONS)
+def test_keys_that_contradict_each_other(message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        data_format(DataSection(**CONTRADICTIONS[message]))
+
+
+def test_mixed_formats_must_be_named(tmp_path: Path) -> None:
+    write(tmp_path / "in", "jsonl", {"text": ["a"]})
+    write(tmp_path / "in", "parquet", {"text": ["b"]})
+    with pytest.raises(ConfigError, match=r"set data.format to one of them"):
+        corpus_of(path=str(tmp_path / "in"))
+    assert documents(corpus_of(path=str(tmp_path / "in"), format="parquet")) == ["b"]

@@ -1,0 +1,112 @@
+"""Given, found and trained tokenizers, and how they fit the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from shardwise.config import Job
+from shardwise.data.corpus import find_corpus
+from shardwise.data.tokenizer import (
+    TokenizerSource,
+    check_vocabulary,
+    encode,
+    facts_of,
+    find_tokenizer,
+    load_tokenizer,
+)
+from shardwise.errors import DataError
+from tests.data.conftest import TEXTS, JobMaker
+
+
+def find(job: Job, model_vocabulary: int | None = None, said: list[str] | None = None) -> TokenizerSource | None:
+    return find_tokenizer(job, find_corpus(job.data), model_vocabulary, (said if said is not None else []).append)
+
+
+def trained(job: Job) -> Path:
+    source = find(job)
+    assert source is not None
+    return source.directory
+
+
+def test_trained_tokenizer_opens_and_round_trips(text_directory: Path, make_job: JobMaker) -> None:
+    directory = trained(make_job(path=str(text_directory)))
+    tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    for ids, text in zip(
+        encode(tokenizer, [*TEXTS, "never seen: ☃\r\n\t"]), [*TEXTS, "never seen: ☃\r\n\t"], strict=True
+    ):
+        assert tokenizer.decode(ids) == text
+    facts = facts_of(tokenizer)
+    assert (facts.vocabulary_size, facts.eos_id, facts.mask_id, facts.special_ids) == (300, 0, None, (0,))
+    assert len(encode(tokenizer, TEXTS)[0]) < len(TEXTS[0]) / 2
+
+
+def test_training_is_deterministic_and_cached(text_directory: Path, make_job: JobMaker, tmp_path: Path) -> None:
+    job = make_job(path=str(text_directory))
+    first = trained(job)
+    again: list[str] = []
+    assert find(job, said=again) is not None and again == []
+    second = trained(make_job(path=str(text_directory), cache_directory=str(tmp_path / "other")))
+    assert first != second
+    assert (first / "tokenizer.json").read_bytes() == (second / "tokenizer.json").read_bytes()
+
+
+def test_masked_lm_gets_mask_and_padding(text_directory: Path, make_job: JobMaker) -> None:
+    directory = trained(make_job(task="masked_lm", path=str(text_directory)))
+    tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    assert (tokenizer.mask_token, tokenizer.pad_token, tokenizer.eos_token) == ("<mask>", "<pad>", "<|endoftext|>")
+    assert facts_of(tokenizer).special_ids == (0, 1, 2)
+
+
+def test_given_directory_and_model_directory_win(text_directory: Path, make_job: JobMaker) -> None:
+    directory = trained(make_job(path=str(text_directory)))
+    given = find(make_job(path=str(text_directory), tokenizer=str(directory)))
+    models = find(make_job(path=str(text_directory), model={"path": str(directory)}))
+    assert given is not None and models is not None
+    assert given.directory == models.directory == directory
+
+
+def test_a_model_directory_without_tokenizer_is_said(text_directory: Path, make_job: JobMaker, tmp_path: Path) -> None:
+    said: list[str] = []
+    assert find(make_job(path=str(text_directory), model={"path": str(tmp_path)}), said=said) is not None
+    assert "holds no tokenizer" in said[0]
+
+
+BAD = {
+    r"data.vocabulary_size=200 is below 257: all bytes and <\|endoftext\|>; use 257": {"vocabulary_size": 200},
+    r"data.vocabulary_size=400 is more than the model's vocabulary_size=350; use 350": {"vocabulary_size": 400},
+    r"data.tokenizer='.*' is not a directory": {"tokenizer": "/nowhere"},
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_bad_settings(text_directory: Path, make_job: JobMaker, message: str) -> None:
+    data: dict[str, Any] = BAD[message]
+    with pytest.raises(DataError, match=message):
+        find(make_job(path=str(text_directory), **data), 350)
+
+
+def test_bad_directories(text_directory: Path, make_job: JobMaker) -> None:
+    with pytest.raises(DataError, match="holds no tokenizer"):
+        find(make_job(path=str(text_directory), tokenizer=str(text_directory)))
+    (text_directory / "tokenizer.json").write_text('{"model": ')
+    source = find(make_job(path=str(text_directory), tokenizer=str(text_directory)))
+    assert source is not None
+    with pytest.raises(DataError, match="cannot be opened"):
+        load_tokenizer(source)
+
+
+def test_vocabulary_must_fit_the_model() -> None:
+    check_vocabulary(300, 300, "there")
+    with pytest.raises(DataError, match="in there has 301 tokens, the model's vocabulary_size is 300"):
+        check_vocabulary(301, 300, "there")
+
+
+def test_errors_of_the_corpus_pass_through_training(tmp_path: Path, make_job: JobMaker) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xff")
+    with pytest.raises(DataError, match="not valid UTF-8"):
+        find(make_job(path=str(tmp_path / "a.txt")))
+    assert not list((tmp_path / "cache" / "tokenizers").glob("*building*"))

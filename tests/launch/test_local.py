@@ -1,0 +1,195 @@
+"""Local workers: what they return, how they fail, and that none outlives its launcher."""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardwise.errors import ConfigError, LegalityError, MachineError, WorkerError
+from shardwise.launch.local import run_local
+from shardwise.launch.session import session
+
+ROOT = Path(__file__).parents[2]
+
+
+def everyone(text: str) -> tuple[int, float, str, str]:
+    with session("cpu", "gloo", 60):
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        print(f"rank {dist.get_rank()} speaks")
+        return dist.get_rank(), total.item(), text, os.environ["MASTER_ADDR"]
+
+
+def fail_on_one(how: str) -> None:
+    with session("cpu", "gloo", 60):
+        if dist.get_rank() == 1:
+            print("a last word", file=sys.stderr, flush=True)
+            fail(how)
+        dist.all_reduce(torch.ones(1))
+
+
+def fail(how: str) -> None:
+    if how == "raise":
+        raise ValueError("boom")
+    if how == "user":
+        raise LegalityError("tensor_parallel_degree=3 does not divide 16; use 4", rule="tensor")
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    sys.exit(3)
+
+
+def unpicklable() -> Any:
+    return lambda: None
+
+
+def wait_for_ever(directory: Path) -> None:
+    """Rank 0 waits inside a collective, rank 1 in Python."""
+    with session("cpu", "gloo", 600):
+        note = Path(directory) / os.environ["RANK"]
+        note.with_suffix(".partial").write_text(f"{os.getpid()} {sys.stdout.isatty()}")
+        note.with_suffix(".partial").rename(note)
+        if dist.get_rank() == 1:
+            time.sleep(600)
+        dist.all_reduce(torch.ones(1))
+
+
+@pytest.fixture
+def empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The temporary directory of launcher and workers, so that what they leave in it shows."""
+    directory = tmp_path / "tmp"
+    directory.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(directory))
+    monkeypatch.setenv("TMPDIR", str(directory))
+    return directory
+
+
+def children() -> set[int]:
+    return {child.pid for child in psutil.Process().children()}
+
+
+def test_results_come_back_by_rank(empty_directory: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    text = "costs $$5 ${local_rank}"
+    assert run_local(everyone, (text,), 2) == [(0, 2.0, text, "127.0.0.1"), (1, 2.0, text, "127.0.0.1")]
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+    assert capfd.readouterr().out.splitlines() == ["rank 0 speaks"]
+    assert not list(empty_directory.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "end"),
+    [
+        ("raise", WorkerError, "ValueError: boom"),
+        ("user", LegalityError, "rank 1: tensor_parallel_degree=3 does not divide 16; use 4"),
+        ("kill", WorkerError, "rank 1 of 2 was killed by SIGKILL (signal 9), which is what the kernel does to a process"
+         " when memory runs out"),
+        ("exit", WorkerError, "SystemExit: 3"),
+    ],
+)  # fmt: skip
+def test_the_first_failing_rank_is_the_error(how: str, kind: type, end: str, empty_directory: Path) -> None:
+    before = children()
+    with pytest.raises(ConfigError if kind is LegalityError else WorkerError) as caught:
+        run_local(fail_on_one, (how,), 2)
+    assert type(caught.value) is kind and str(caught.value).endswith(end)
+    assert caught.value.exit_code == (2 if kind is LegalityError else 1)
+    assert ("  a last word\n" in str(caught.value)) == (kind is WorkerError)
+    assert "Connection closed" not in str(caught.value)  # what the other rank says
+    assert not list(empty_directory.iterdir())
+    left = [psutil.Process(pid).cmdline() for pid in children() - before]
+    assert all("resource_tracker" in " ".join(command) for command in left)  # Python's own, one a process
+
+
+def test_a_result_that_cannot_be_sent_is_an_error_of_its_rank() -> None:
+    with pytest.raises(WorkerError, match="pickle"):
+        run_local(unpicklable, (), 1)
+
+
+def test_more_gpu_workers_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(MachineError, match=r"parallel\.workers=4 .* use parallel\.workers=2"):
+        run_local(everyone, ("",), 4, device_type="cuda")
+
+
+LAUNCHER = """
+import sys
+from pathlib import Path
+from shardwise.launch.local import run_local
+from tests.launch.test_local import wait_for_ever
+if __name__ == "__main__":
+    run_local(wait_for_ever, (Path(sys.argv[1]),), 2)
+"""
+
+
+def start(script: Path, *args: object, output: int) -> subprocess.Popen:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(script.parent)}
+    command = [sys.executable, str(script), *map(str, args)]
+    return subprocess.Popen(command, env=environment, stdin=output, stdout=output, stderr=output, cwd=ROOT)
+
+
+def wait_until(condition: Any, seconds: float = 40) -> None:
+    """Fails only long after the condition should have come true."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not come true"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("deadly", "exit_code"),
+    [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGKILL, -signal.SIGKILL)],
+)
+def test_workers_die_with_their_launcher(tmp_path: Path, deadly: signal.Signals, exit_code: int) -> None:
+    (tmp_path / "launcher.py").write_text(LAUNCHER)
+    ours, theirs = pty.openpty()
+    launcher = start(tmp_path / "launcher.py", tmp_path, output=theirs)
+    notes = [tmp_path / "0", tmp_path / "1"]
+    pids: list[int] = []
+    try:
+        wait_until(lambda: launcher.poll() is not None or all(note.exists() for note in notes))
+        assert launcher.poll() is None, os.read(ours, 10_000).decode()
+        said = [note.read_text().split() for note in notes]
+        pids = [int(pid) for pid, _ in said]
+        assert [terminal for _, terminal in said] == ["True", "False"]  # rank 0 alone has the terminal
+        launcher.send_signal(deadly)
+        assert launcher.wait(timeout=100) == exit_code
+        wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
+    finally:
+        launcher.kill()
+        launcher.wait()
+        os.close(ours)
+        os.close(theirs)
+
+
+TORCHRUN_SCRIPT = """
+import sys, torch, torch.distributed as dist
+from shardwise.launch.environment import detect
+from shardwise.launch.session import session
+place = detect()
+with session("cpu", "gloo", 60) as device:
+    total = torch.ones(1, device=device)
+    dist.all_reduce(total)
+    sys.stdout.write(f"{place.launcher} {place.rank} {dist.get_rank()} {place.one_host} {total.item()}\\n")
+"""
+
+
+def test_ranks_of_torchrun_join(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(TORCHRUN_SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=200, env=os.environ | {"TMPDIR": str(tmp_path)}
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["torchrun 0 0 True 2.0", "torchrun 1 1 True 2.0"]

@@ -1,0 +1,102 @@
+"""The process group's life in one process; several processes are in test_local.py."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardwise.errors import ConfigError, MachineError
+from shardwise.launch import failure, loopback
+from shardwise.launch.session import available_cores, session
+from shardwise.testing.world import WorldPool
+
+PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for key in (*PLACE, "GLOO_SOCKET_IFNAME", failure.DIRECTORY_VARIABLE, "OMP_NUM_THREADS"):
+        monkeypatch.delenv(key, raising=False)
+
+
+def test_one_rank_needs_no_launcher_and_leaves_nothing_behind() -> None:
+    with session("cpu", "gloo") as device:
+        total = torch.ones(3, device=device)
+        dist.all_reduce(total)
+        assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (0, 1, "gloo")
+        assert total.tolist() == [1, 1, 1] and os.environ["GLOO_SOCKET_IFNAME"] == loopback.interface()
+    assert not dist.is_initialized() and "GLOO_SOCKET_IFNAME" not in os.environ
+
+
+def test_an_error_ends_the_group_and_is_reported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(failure.DIRECTORY_VARIABLE, str(tmp_path))
+    for key, value in zip(PLACE, ("0", "1", "0", "1", "127.0.0.1", "1")):
+        monkeypatch.setenv(key, value)
+    with pytest.raises(ConfigError), session("cpu", "gloo"):
+        raise ConfigError("training.steps=-1 must be positive; use 1")
+    failure.report(ValueError("later"))
+    assert not dist.is_initialized()
+    assert json.loads((tmp_path / "rank-0.json").read_text())["message"].startswith("training.steps=-1")
+
+
+def test_a_users_interface_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = loopback.interface()
+    assert name is not None
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", name)
+    with session("cpu", "gloo"):
+        pass
+    assert os.environ["GLOO_SOCKET_IFNAME"] == name
+
+
+def test_workers_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.get_num_threads()
+    try:
+        with session("cpu", "gloo"):
+            assert torch.get_num_threads() == available_cores()
+        torch.set_num_threads(1)
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        with session("cpu", "gloo"):
+            assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_rank_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(MachineError, match=r"set parallel\.device to cpu"), session("cuda", "nccl"):
+        pass
+
+
+def test_a_missing_master_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = loopback.serve_store()
+    port = store.port
+    del store  # now nobody listens there
+    for key, value in zip(PLACE, ("1", "2", "1", "2", "127.0.0.1", str(port))):
+        monkeypatch.setenv(key, value)
+    message = f"rank 1 of 2 could not meet the others at MASTER_ADDR=127.0.0.1 MASTER_PORT={port}"
+    with pytest.raises(MachineError, match=message), session("cpu", "gloo", timeout_seconds=1):
+        pass
+
+
+def group_before_and_after() -> tuple[bool, bool]:
+    group = dist.group.WORLD
+    with session("cpu", "gloo"):
+        same = dist.group.WORLD is group
+    return same, dist.is_initialized()
+
+
+def test_an_existing_group_is_used_and_left_alone(world_pool: WorldPool) -> None:
+    assert world_pool.run(2, group_before_and_after) == [(True, True)] * 2
+
+
+def test_the_store_listens_on_the_loopback_address_only() -> None:
+    import psutil
+
+    store = loopback.serve_store()
+    listening = [c.laddr for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    assert [address.ip for address in listening if address.port == store.port] == ["127.0.0.1"]

@@ -1,0 +1,71 @@
+"""Device names as torch gives them find their own row of the table."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardwise.planner.hardware import ACCELERATORS, GB, find_accelerator, peak_tflops
+
+NAMES = {
+    "NVIDIA GB200": "GB200",
+    "NVIDIA B200": "B200",
+    "NVIDIA H200": "H200 SXM",
+    "NVIDIA H200 NVL": "H200 NVL",
+    "NVIDIA GH200 480GB": "GH200",
+    "NVIDIA H100 80GB HBM3": "H100 SXM",
+    "NVIDIA H100 PCIe": "H100 PCIe",
+    "NVIDIA H100 NVL": "H100 NVL",
+    "NVIDIA H20": "H20",
+    "NVIDIA L40S": "L40S",
+    "NVIDIA L40": "L40",
+    "NVIDIA L4": "L4",
+    "NVIDIA A100-SXM4-40GB": "A100 40GB",
+    "NVIDIA A100-SXM4-80GB": "A100 80GB",
+    "NVIDIA A100 80GB PCIe": "A100 80GB",
+    "A100-PCIE-40GB": "A100 40GB",
+    "NVIDIA A800-SXM4-80GB": "A100 80GB",
+    "NVIDIA A40": "A40",
+    "NVIDIA A30": "A30",
+    "NVIDIA A10": "A10",
+    "NVIDIA A10G": "A10G",
+    "Tesla V100-SXM2-16GB": "V100 SXM",
+    "Tesla V100-SXM2-32GB": "V100 SXM 32GB",
+    "Tesla V100-PCIE-16GB": "V100 PCIe",
+    "Tesla V100-PCIE-32GB": "V100 PCIe 32GB",
+    "Tesla V100S-PCIE-32GB": "V100S PCIe",
+    "Tesla T4": "T4",
+    "AMD Instinct MI300X": "MI300X",
+    "AMD Instinct MI325X": "MI325X",
+    "AMD Instinct MI250X": "MI250X (one of two)",
+}
+
+
+@pytest.mark.parametrize("device_name, row", NAMES.items())
+def test_device_names_find_their_row(device_name: str, row: str) -> None:
+    found = find_accelerator(device_name)
+    assert found is not None and found.name == row
+
+
+def test_every_row_is_reached_by_a_name() -> None:
+    assert {accelerator.name for accelerator in ACCELERATORS} == set(NAMES.values())
+
+
+@pytest.mark.parametrize(
+    "device_name", ["", "AMD EPYC 7R13 Processor", "NVIDIA GeForce GTX 1080", "NVIDIA H1000", "A100X"]
+)
+def test_unknown_devices_and_cpus_have_no_peak(device_name: str) -> None:
+    assert peak_tflops(device_name, "bf16") is None
+
+
+def test_dense_peaks_of_the_usual_dtypes() -> None:
+    assert peak_tflops("NVIDIA H100 80GB HBM3", "bf16") == pytest.approx(989.4)
+    assert peak_tflops("NVIDIA A100-SXM4-80GB", "fp32") == pytest.approx(19.5)
+    assert peak_tflops("Tesla V100-SXM2-16GB", "fp16") == pytest.approx(125)
+    assert peak_tflops("Tesla V100-SXM2-16GB", "bf16") is None
+
+
+def test_table_is_consistent() -> None:
+    for accelerator in ACCELERATORS:
+        assert accelerator.fp64 <= accelerator.fp32 < accelerator.fp16
+        assert accelerator.bf16 in (None, accelerator.fp16)
+        assert 16 * GB <= accelerator.memory_bytes <= 300 * GB
