@@ -17,7 +17,7 @@ from shardwise.launch.local import run_local
 from shardwise.launch.session import session
 from shardwise.plan import Plan, World, resolve
 from shardwise.training.output import check_output, claim_output
-from shardwise.training.setup import survey
+from shardwise.training.setup import prepare_data, study
 from shardwise.training.trainer import TrainingResult, train_rank
 
 CPU_WORKERS = 2
@@ -25,10 +25,9 @@ CPU_WORKERS = 2
 Say = Callable[[str], None]
 
 
-def plan_job(job: Job, say: Say = lambda text: None) -> Plan:
-    """The Plan of `job` on this machine, or in the world that a launcher has made."""
-    facts, _ = survey(job, say)
-    return resolve(job, _world(job, detect()), facts)
+def plan_job(job: Job) -> Plan:
+    """The Plan of `job` on this machine, or in the world that a launcher has made. Reads no corpus."""
+    return resolve(job, _world(job, detect()), study(job))
 
 
 def train(job: Job, notes: Iterable[str] = (), say: Say = print) -> TrainingResult:
@@ -43,7 +42,9 @@ def train(job: Job, notes: Iterable[str] = (), say: Say = print) -> TrainingResu
         check_output(job)
         for note in notes:
             say(f"note: {note}")
-    plan = plan_job(job, say if speaks else lambda text: None)
+    facts = study(job)
+    plan = resolve(job, _world(job, place), facts)
+    prepare_data(job, facts, say if speaks else lambda text: None)
     if place is not None:
         with claim_output(job) if place.rank == 0 else nullcontext():
             return _worker(job, plan.backend)

@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from shardwise.draft import placement_order
 from shardwise.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -39,8 +40,8 @@ def normalise_placement(placement: str) -> str:
     Raises:
         ConfigError: a letter is missing, doubled or unknown.
     """
-    letters = {"cluster": "DPT", "spread": "TPD"}.get(placement.lower(), placement.upper())
-    if sorted(letters) != ["D", "P", "T"]:
+    letters = placement_order(placement)
+    if letters is None:
         raise ConfigError(
             f"parallel.placement_strategy={placement!r} must be `cluster`, `spread` or hold each of D, P and T once; "
             "use one of cluster, spread, DPT, DTP, PDT, PTD, TDP, TPD"

@@ -59,7 +59,7 @@ def job(
     """A job whose model is the toy of `model_type`; `config` adds to its values, `model` to the model section."""
     values = {"model_type": model_type, **CONFIGS[model_type], **(config or {})}
     task = "masked_lm" if model_type in MASKED else "causal_lm"
-    return Job.model_validate({"model": {"config": values, "task": task, **model}, "data": data or {}})
+    return Job.model_validate({"model": {"config": values, "task": task, **model}})
 
 
 def factory_job(name: str, **model: Any) -> Job:

@@ -54,8 +54,10 @@ def unpicklable() -> Any:
     return lambda: None
 
 
-def wait_for_ever(directory: Path) -> None:
-    """Rank 0 waits inside a collective, rank 1 in Python."""
+def wait_for_ever(directory: Path, deaf: bool) -> None:
+    """Rank 0 waits inside a collective, rank 1 in Python; `deaf` to the SIGINT that torch's workers get by default."""
+    if deaf:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     with session("cpu", "gloo", 600):
         note = Path(directory) / os.environ["RANK"]
         note.with_suffix(".partial").write_text(f"{os.getpid()} {sys.stdout.isatty()}")
@@ -128,7 +130,7 @@ from pathlib import Path
 from shardwise.launch.local import run_local
 from tests.launch.test_local import wait_for_ever
 if __name__ == "__main__":
-    run_local(wait_for_ever, (Path(sys.argv[1]),), 2)
+    run_local(wait_for_ever, (Path(sys.argv[1]), sys.argv[2] == "deaf"), 2)
 """
 
 
@@ -153,7 +155,7 @@ def wait_until(condition: Any, seconds: float = 40) -> None:
 def test_workers_die_with_their_launcher(tmp_path: Path, deadly: signal.Signals, exit_code: int) -> None:
     (tmp_path / "launcher.py").write_text(LAUNCHER)
     ours, theirs = pty.openpty()
-    launcher = start(tmp_path / "launcher.py", tmp_path, output=theirs)
+    launcher = start(tmp_path / "launcher.py", tmp_path, "deaf" if deadly == signal.SIGKILL else "", output=theirs)
     notes = [tmp_path / "0", tmp_path / "1"]
     pids: list[int] = []
     try:

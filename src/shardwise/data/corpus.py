@@ -215,7 +215,7 @@ def _identity(files: tuple[Path, ...], name: str) -> tuple[str, int]:
                 raise DataError(f"{path} cannot be read: {error.strerror}") from error
             size += status.st_size
             when = sys.version if name == "stdlib" else status.st_mtime_ns
-            entries.append((str(path.absolute()), when))
+            entries.append((str(path.absolute()), status.st_size, when))
     return digest(*entries), size
 
 

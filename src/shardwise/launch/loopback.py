@@ -64,7 +64,7 @@ def die_with_parent() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if not parent.is_alive():  # it died before the kernel was told, so no signal will come
         os._exit(1)
-    if False:
+    if not direct:
         threading.Thread(target=_kill_after, args=(parent.sentinel,), daemon=True, name="parent-watch").start()
 
 

@@ -232,7 +232,7 @@ def _serve(connection: Connection, dump: str) -> None:
     while True:
         try:
             request = pickle.loads(connection.recv_bytes())
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             return
         connection.send_bytes(_handle(request))
 

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from shardwise.checkpoint.hugging_face import HuggingFaceWeights
 from shardwise.errors import ModelError
+from shardwise.families.facts import ModelFacts
 from shardwise.parallel.model import ParallelModel
-from shardwise.parallel.tensor_map import Entry, TensorMap
+from shardwise.parallel.tensor_map import Entry
 
 _BUFFERS_ONLY = "buffers"
 
@@ -32,23 +33,30 @@ def initialize(model: ParallelModel, seed: int) -> None:
     with torch.no_grad():
         for unit in _units(model):
             _draw(model, unit, seed)
-        if model.plan.job.model.path is not None:
-            read_hugging_face(model.tensor_map, model.plan.job.model.path)
+        path = model.plan.job.model.path
+        if path is not None:
+            read_hugging_face(model, path)
 
 
-def read_hugging_face(tensor_map: TensorMap, path: str) -> None:
-    """Read this rank's slices of a Hugging Face directory's safetensors files."""
+def match_weights(module: nn.Module, facts: ModelFacts, path: str) -> tuple[HuggingFaceWeights, dict[str, str]]:
+    """The files of a Hugging Face directory, and the name in them of every parameter. Reads no tensor.
+
+    Raises:
+        ModelError: the directory, one of its files, a tensor or a shape is missing or wrong.
+    """
     weights = HuggingFaceWeights(path)
-    files = weights.resolve({entry.name: entry.aliases for entry in tensor_map})
-    for entry in tensor_map:
-        name = files[entry.name]
-        if tuple(weights.shape(name)) != entry.shape:
-            raise ModelError(
-                f"model.path={path!r}: tensor {name!r} has shape {list(weights.shape(name))}, the model's "
-                f"{entry.name!r} has {list(entry.shape)}; use the config.json that belongs to these weights"
-            )
+    prefix = getattr(module, "base_model_prefix", "")
+    names = weights.resolve(facts.parameter_shapes, base_model_prefix=prefix, ties=facts.ties)
+    weights.check_shapes(names, facts.parameter_shapes)
+    return weights, names
+
+
+def read_hugging_face(model: ParallelModel, path: str) -> None:
+    """Read this rank's slices of a Hugging Face directory's safetensors files."""
+    weights, names = match_weights(model.module, model.facts, path)
+    for entry in model.tensor_map:
         if entry.local.numel():
-            entry.local.copy_(weights.read(name, entry.global_slice))
+            entry.local.copy_(weights.read(names[entry.name], entry.global_slice))
 
 
 def _units(model: ParallelModel) -> Iterator[tuple[str, bool]]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.config import Job
-from shardwise.data.factory import Samples
+from shardwise.data.corpus import data_format
 from shardwise.data.loader import Stream
 from shardwise.data.prepare import TokenData, prepare
 from shardwise.families.build import build_model
@@ -22,7 +22,7 @@ from shardwise.parallel.apply import parallelize
 from shardwise.parallel.model import ParallelModel, Program
 from shardwise.plan import Plan, World, resolve
 from shardwise.precision import LossScaler
-from shardwise.training.init import initialize
+from shardwise.training.init import initialize, match_weights
 from shardwise.training.optimizer import ShardedOptimizer
 from shardwise.training.program import make_program
 
@@ -50,20 +50,28 @@ def current_world(device: torch.device) -> World:
     return World(size, device.type, local_size, name, hosts=-(-size // local_size))
 
 
-def survey(job: Job, say: Callable[[str], None] = lambda text: None) -> tuple[ModelFacts, TokenData]:
-    """The model's structure and the prepared data: all that `resolve` and a preflight need, without a process group."""
+def study(job: Job) -> ModelFacts:
+    """The structure of the job's model, and that its weights, where it has some, are there and fit.
+
+    Reads no corpus. Any process may call it.
+    """
+    example = _example(prepare(job)) if data_format(job.data) == "factory" else None
     model = build_model(job)
-    facts = discover(model, job)
-    data = prepare(job, facts.vocabulary_size or None, say)
-    if isinstance(data.train, Samples):
-        facts = discover(model, job, _example(data))
-    return facts, data
+    facts = discover(model, job, example)
+    if job.model.path is not None:
+        match_weights(model, facts, job.model.path)
+    return facts
+
+
+def prepare_data(job: Job, facts: ModelFacts, say: Callable[[str], None] = lambda text: None) -> TokenData:
+    """The job's data for a model of these facts, tokenized where the cache does not hold it."""
+    return prepare(job, facts.vocabulary_size or None, say)
 
 
 def set_up(job: Job, device: torch.device) -> Run:
     """Build, shard and initialize the model of `job` on this rank. Collective over the world."""
-    facts, data = survey(job)
-    return assemble(job, device, facts, data)
+    facts = study(job)
+    return assemble(job, device, facts, prepare_data(job, facts))
 
 
 def assemble(job: Job, device: torch.device, facts: ModelFacts, data: TokenData) -> Run:

@@ -1,0 +1,269 @@
+"""The oracle: the same training in one process with nothing of ours in it, to which `shardwise verify` compares.
+
+The model is the untouched one of transformers (or the user's), built whole on the CPU; gradients are torch autograd's
+of cross-entropy on whole logits; the update is torch.optim's default implementation after torch's own clipping. Data,
+masking, dropout, weight-decay groups and schedule are written again from their definitions. Nothing is imported from
+parallel, kernels, collectives or training (a test looks), so that one mistake cannot stand on both sides.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
+
+from shardwise.config import Job, OptimizerSection
+from shardwise.data.batch import Batch
+from shardwise.families.build import load_config
+from shardwise.imports import load_object
+from shardwise.testing.oracle_data import NOT_COUNTED, Rows, Source
+from shardwise.testing.oracle_dropout import OracleDropout
+
+FORWARD_TOKENS = 4096  # of one forward; more would only cost memory
+
+
+@dataclass(frozen=True)
+class Twist:
+    """A deliberate departure from the right computation, for finding out which mistake the other side makes."""
+
+    shift_labels: int = 0
+    leak_documents: bool = False
+    dropout_step: int | None = None
+    no_dropout: bool = False
+
+
+@dataclass(frozen=True)
+class UpdateTwist:
+    """The same for the update: the clip factor's power, decay on all tensors or none, another learning rate."""
+
+    clips: int = 1
+    decay_all: bool = False
+    decay_none: bool = False
+    rate: float | None = None
+
+
+@dataclass
+class Oracle:
+    """One process that trains `job` from `weights`.
+
+    Args:
+        job: the job; its parallel, memory and observe sections play no part.
+        weights: logical name -> whole tensor; copied.
+        source: the training samples.
+        sequences_per_step: global.
+        blocks: names of the repeated blocks, by which functional dropout is keyed.
+        master, compute: dtypes of the weights that the optimizer updates and of forward and backward.
+    """
+
+    job: Job
+    weights: Mapping[str, Tensor]
+    source: Source
+    sequences_per_step: int
+    blocks: Sequence[str] = ()
+    master: torch.dtype = torch.float64
+    compute: torch.dtype = torch.float64
+    gradients: dict[str, Tensor] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self.model = _build(self.job).to(self.master)
+        self.dropout = OracleDropout(self.model, self.blocks, self.job.training.seed)
+        live = dict(self.model.named_parameters())
+        with torch.no_grad():
+            for name, parameter in live.items():
+                parameter.copy_(self.weights[name])
+        self.parameters = live
+        if self.compute != self.master:
+            self.parameters = {name: nn.Parameter(p.detach().clone()) for name, p in live.items()}
+            for parameter in live.values():
+                parameter.data = parameter.data.to(self.compute)
+        self.live = live
+        self.weights = {}
+        self.optimizer = _optimizer(self.job.optimizer, self.parameters)
+
+    # --- forward and backward
+
+    def rows_of(self, step: int) -> list[int]:
+        """Sample counters of a step."""
+        first = step * self.sequences_per_step
+        return list(range(first, first + self.sequences_per_step))
+
+    def backward(
+        self, step: int, counters: Sequence[int] | None = None, twist: Twist = Twist(), reverse: bool = False
+    ) -> float:
+        """Mean loss of the step; `gradients` hold that of the step's samples, or of only some (same normalisation)."""
+        everything = self.rows_of(step)
+        total = sum(_twisted(self.source.rows([c]), twist).count() for c in everything)
+        chosen = everything if counters is None else list(counters)
+        size = max(1, FORWARD_TOKENS // self.job.data.sequence_length)
+        if reverse:
+            chosen, size = chosen[::-1], max(1, -(-min(size, len(chosen)) // 2))
+        self._zero()
+        loss = 0.0
+        for start in range(0, len(chosen), size):
+            rows = _twisted(self.source.rows(chosen[start : start + size]), twist)
+            part = self._loss(rows, step, twist) / max(total, 1)
+            part.backward()
+            self._collect()
+            loss += float(part.detach())
+        return loss
+
+    def norm(self, gradients: Mapping[str, Tensor] | None = None) -> float:
+        """Global L2 norm, summed in fp64."""
+        values = (self.gradients if gradients is None else gradients).values()
+        return math.sqrt(sum(float(value.double().square().sum()) for value in values))
+
+    def _loss(self, rows: Rows, step: int, twist: Twist) -> Tensor:
+        """Summed loss of `rows`."""
+        mask_step = step if twist.dropout_step is None else twist.dropout_step
+        self.model.train(not twist.no_dropout)
+        with self.dropout.begin(mask_step, rows.counters) if not twist.no_dropout else nullcontext():
+            if self.job.model.factory is not None:
+                return self._module_loss(rows)
+            inputs: dict[str, Any] = dict(rows.inputs)
+            if rows.documents is not None:
+                inputs["attention_mask"] = self._document_mask(rows.documents)
+            logits = self.model(**inputs).logits
+        assert rows.labels is not None
+        wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+        return nn.functional.cross_entropy(
+            logits.reshape(-1, logits.shape[-1]).to(wide),
+            rows.labels.reshape(-1),
+            ignore_index=NOT_COUNTED,
+            reduction="sum",
+        )
+
+    def _module_loss(self, rows: Rows) -> Tensor:
+        """A user's module: its loss function's sum, or the mean that its forward returns times the count."""
+        if self.job.model.loss is not None:
+            batch = Batch(rows.inputs, rows.labels, torch.tensor(rows.counters))
+            total: Tensor = load_object(self.job.model.loss)(self.model(**rows.inputs), batch)[0]
+            return total
+        labels = {} if rows.labels is None else {"labels": rows.labels}
+        output = self.model(**rows.inputs, **labels)
+        if isinstance(output, (tuple, list)):
+            output = output[0]
+        elif isinstance(output, dict):
+            output = output["loss"]
+        mean: Tensor = getattr(output, "loss", output)
+        return mean * rows.count()
+
+    def _document_mask(self, documents: Tensor) -> Tensor:
+        """[B, 1, S, S]: 0 where attention is allowed, else the dtype's minimum."""
+        size = documents.shape[1]
+        allowed = documents[:, None, :, None] == documents[:, None, None, :]
+        if self.job.model.task == "causal_lm":
+            allowed = allowed & torch.ones(size, size, dtype=torch.bool).tril()
+        return torch.where(allowed, 0.0, torch.finfo(self.compute).min).to(self.compute)
+
+    def _zero(self) -> None:
+        self.gradients = {name: torch.zeros_like(p, requires_grad=False) for name, p in self.parameters.items()}
+
+    def _collect(self) -> None:
+        for name, parameter in self.live.items():
+            if parameter.grad is not None:
+                self.gradients[name] += parameter.grad.to(self.master)
+                parameter.grad = None
+
+    # --- update
+
+    def update(
+        self, step: int, gradients: Mapping[str, Tensor] | None = None, twist: UpdateTwist = UpdateTwist()
+    ) -> None:
+        """Clip and step with `gradients` (unset: the oracle's own)."""
+        settings = self.job.optimizer
+        given = self.gradients if gradients is None else gradients
+        for name, parameter in self.parameters.items():
+            parameter.grad = given[name].to(self.master, copy=True)
+        if settings.clip_norm is not None:
+            for _ in range(twist.clips):
+                torch.nn.utils.clip_grad_norm_(self.parameters.values(), settings.clip_norm, foreach=False)
+        rate = _rate(settings, step, self.job.training.steps) if twist.rate is None else twist.rate
+        decays = [group.get("weight_decay") for group in self.optimizer.param_groups]
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+            if twist.decay_all or twist.decay_none:
+                group["weight_decay"] = 0.0 if twist.decay_none else settings.weight_decay
+        self.optimizer.step()
+        for group, decay in zip(self.optimizer.param_groups, decays, strict=True):
+            if decay is not None:
+                group["weight_decay"] = decay
+        self._publish()
+
+    def snapshot(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Weights and optimizer state, to `restore` later."""
+        weights = {name: p.detach().clone() for name, p in self.parameters.items()}
+        return weights, copy.deepcopy(self.optimizer.state_dict())
+
+    def restore(self, snapshot: tuple[dict[str, Tensor], dict[str, Any]]) -> None:
+        weights, state = snapshot
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                parameter.copy_(weights[name])
+        self.optimizer.load_state_dict(copy.deepcopy(state))
+        self._publish()
+
+    def _publish(self) -> None:
+        """Cast the master weights to the live ones where these have a dtype of their own."""
+        for name, parameter in self.parameters.items():
+            parameter.grad = None
+            if parameter is not self.live[name]:
+                self.live[name].data.copy_(parameter.data)
+
+
+def _build(job: Job) -> nn.Module:
+    """The model, whole and on the CPU, in train mode."""
+    section = job.model
+    if section.factory is not None:
+        model: nn.Module = load_object(section.factory)(**copy.deepcopy(section.factory_arguments))
+        return model.train()
+    config = load_config(job)
+    config.use_cache = False
+    attention = {} if section.attention == "auto" else {"attn_implementation": section.attention}
+    auto = AutoModelForCausalLM if section.task == "causal_lm" else AutoModelForMaskedLM
+    model = auto.from_config(
+        config, trust_remote_code=section.trust_remote_code, dtype=torch.float32, **attention
+    )
+    return model.train()
+
+
+def _optimizer(settings: OptimizerSection, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+    """torch's class in its plain loop over tensors; weight decay for matrices only."""
+    made = getattr(torch.optim, settings.name)
+    accepted = inspect.signature(made).parameters
+    options = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.options.items()}
+    options |= {name: False for name in ("foreach", "fused") if name in accepted}
+    groups: list[dict[str, Any]] = [{"params": [p]} for p in parameters.values()]
+    if "weight_decay" in accepted:
+        for group in groups:
+            group["weight_decay"] = settings.weight_decay if group["params"][0].dim() > 1 else 0.0
+    optimizer: torch.optim.Optimizer = made(groups, lr=settings.learning_rate, **options)
+    return optimizer
+
+
+def _rate(settings: OptimizerSection, step: int, steps: int) -> float:
+    """Warm-up to the peak over `warmup_steps`, then straight or along half a cosine to the final ratio at the end."""
+    if step < settings.warmup_steps:
+        return settings.learning_rate * (step + 1) / settings.warmup_steps
+    if settings.schedule == "constant":
+        return settings.learning_rate
+    way = (step - settings.warmup_steps) / max(1, steps - settings.warmup_steps - 1)
+    left = 1 - way if settings.schedule == "linear" else (1 + math.cos(math.pi * way)) / 2
+    last = settings.learning_rate * settings.final_learning_rate_ratio
+    return last + (settings.learning_rate - last) * left
+
+
+def _twisted(rows: Rows, twist: Twist) -> Rows:
+    labels, documents = rows.labels, rows.documents
+    if twist.shift_labels and labels is not None:
+        labels = labels.roll(twist.shift_labels, dims=1)
+    if twist.leak_documents and documents is not None:
+        documents = torch.zeros_like(documents)
+    return Rows(rows.inputs, labels, rows.counters, documents)

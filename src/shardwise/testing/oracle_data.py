@@ -1,0 +1,129 @@
+"""The oracle's own reader: samples of a step straight from the token cache (or the user's data set).
+
+Written from the definitions in `data/packing.py` and `data/loader.py`, not with their code: it opens the Arrow files
+with pyarrow, cuts windows, restarts positions, masks and clears labels by itself. Only the sample order, itself a
+published function of (seed, counter), is shared.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from shardwise.config import Job
+from shardwise.data.order import order
+from shardwise.imports import load_object
+
+NOT_COUNTED = -100
+
+
+@dataclass
+class Rows:
+    """Samples of one step: model inputs, aligned labels, global sample counters, document numbers."""
+
+    inputs: dict[str, Tensor]
+    labels: Tensor | None
+    counters: list[int]
+    documents: Tensor | None = None
+
+    def count(self) -> int:
+        """Labels that count, or samples where there are no labels."""
+        return len(self.counters) if self.labels is None else int((self.labels != NOT_COUNTED).sum())
+
+
+class Source(Protocol):
+    """Training samples by global counter."""
+
+    def rows(self, counters: Sequence[int]) -> Rows: ...
+
+
+def open_source(job: Job, cache_directory: str | None) -> Source:
+    """The training samples of `job`: of its data factory, else of the token cache in `cache_directory`."""
+    if cache_directory is None:
+        return FactorySource(job)
+    return TokenSource(job, Path(cache_directory))
+
+
+class TokenSource:
+    """Windows of a cached token stream."""
+
+    def __init__(self, job: Job, directory: Path) -> None:
+        self.job, self.seed, self.length = job, job.training.seed, job.data.sequence_length
+        self.tokens = _column(directory / "tokens.arrow")
+        self.starts = _column(directory / "documents.arrow").to_numpy()
+        self.tokenizer = json.loads((directory / "shardwise.json").read_text())["tokenizer"]
+        self.causal = job.model.task == "causal_lm"
+        extra = 1 if self.causal else 0
+        windows = (len(self.tokens) - 2 * extra) // self.length
+        self.size = windows - max(1, int(windows * job.data.validation_fraction))
+
+    def rows(self, counters: Sequence[int]) -> Rows:
+        samples = [self._sample(counter) for counter in counters]
+        stacked = {key: torch.from_numpy(np.stack([sample[key] for sample in samples])) for key in samples[0]}
+        labels, documents = stacked.pop("labels"), stacked.pop("documents", None)
+        return Rows(stacked, labels, list(counters), documents)
+
+    def _sample(self, counter: int) -> dict[str, np.ndarray]:
+        start = order(self.seed, counter, self.size) * self.length
+        window = self.tokens.slice(start, self.length + self.causal).to_numpy().astype(np.int64)
+        if self.causal:
+            sample = {"input_ids": window[:-1], "labels": window[1:].copy()}
+        else:
+            sample = self._masked(window, counter)
+        if self.job.data.isolate_documents:
+            self._isolate(sample, start)
+        return sample
+
+    def _isolate(self, sample: dict[str, np.ndarray], start: int) -> None:
+        """Number of the document of each position; positions from 0 in each; no label from another document."""
+        place = np.arange(start, start + self.length + 1)
+        document = np.searchsorted(self.starts, place, side="right")
+        begins = np.maximum(self.starts[document[:-1] - 1], start)  # of the position's document, within this window
+        sample["position_ids"] = place[:-1] - begins
+        sample["documents"] = document[:-1] - document[0]
+        if self.causal:
+            sample["labels"][document[1:] != document[:-1]] = NOT_COUNTED
+
+    def _masked(self, window: np.ndarray, counter: int) -> dict[str, np.ndarray]:
+        """BERT's 80/10/10 masking with three rows of Philox draws keyed by (seed, counter), token by token."""
+        philox = np.random.Philox(key=np.array([self.seed, counter], dtype=np.uint64))
+        choose, kind, replacement = philox.random_raw(3 * self.length).reshape(3, self.length).tolist()
+        limit = int(self.job.data.mask_probability * 2**64)
+        inputs, labels = window.copy(), np.full(self.length, NOT_COUNTED, dtype=np.int64)
+        for t, token in enumerate(window.tolist()):
+            if token in self.tokenizer["special_ids"] or choose[t] >= limit:
+                continue
+            labels[t] = token
+            if kind[t] % 10 < 8:
+                inputs[t] = self.tokenizer["mask_id"]
+            elif kind[t] % 10 == 8:
+                inputs[t] = replacement[t] % self.tokenizer["vocabulary_size"]
+        return {"input_ids": inputs, "labels": labels}
+
+
+class FactorySource:
+    """Samples of `data.factory`: all but the last `validation_fraction`."""
+
+    def __init__(self, job: Job) -> None:
+        self.samples: Any = load_object(str(job.data.factory))(**job.data.factory_arguments)
+        size = min(len(self.samples), job.data.max_documents or len(self.samples))
+        self.seed, self.size = job.training.seed, size - max(1, int(size * job.data.validation_fraction))
+
+    def rows(self, counters: Sequence[int]) -> Rows:
+        chosen = [self.samples[order(self.seed, counter, self.size)] for counter in counters]
+        stacked = {key: torch.stack([sample[key] for sample in chosen]) for key in chosen[0]}
+        labels = stacked.pop("labels", None)
+        return Rows(stacked, labels, list(counters))
+
+
+def _column(path: Path) -> pa.ChunkedArray:
+    with pa.memory_map(str(path)) as file:
+        return pa.ipc.open_stream(file).read_all().column(0)
