@@ -1,9 +1,9 @@
 """Worker groups that stay alive while others run, interleaved rounds over them, and the statistics of the rounds.
 
-A contender is a group of processes, one a rank, built once. Between its turns a group waits on a pipe, which costs no CPU;
-how much the waiting groups did use is measured and reported. In a turn the ranks meet at a barrier, run n steps, meet again,
-and the slowest rank's time counts. Every round gives each contender one turn, so that a slow minute of the machine hits all
-of them; the order rotates from round to round.
+A contender is a group of processes, one a rank, built once. Between its turns a group waits on a pipe, which costs no
+CPU; how much the waiting groups did use is measured and reported. In a turn the ranks meet at a barrier, run n steps,
+meet again, and the slowest rank's time counts. Every round gives each contender one turn, so that a slow minute of the
+machine hits all of them; the order rotates from round to round.
 """
 
 from __future__ import annotations
@@ -126,8 +126,9 @@ class WorkerGroup:
             kind, value = self.pipes[rank].recv()
         except (EOFError, ConnectionResetError):
             self.processes[rank].join(5)
+            code = self.processes[rank].exitcode
             raise GroupFailed(
-                f"{self.contender.name}: rank {rank} died (exit code {self.processes[rank].exitcode})\n{self._log(rank)}"
+                f"{self.contender.name}: rank {rank} died (exit code {code})\n{self._log(rank)}"
             ) from None
         if kind == "error":
             raise GroupFailed(f"{self.contender.name}: rank {rank} raised\n{value}")

@@ -1,8 +1,9 @@
 """The peers of `training_cpu`, each written as its own documentation shows, with the settings that ran fastest here.
 
-A builder gets (workload, directory of the saved model, rank, world) inside a worker whose Gloo group already exists, and
-returns a function that runs one step and returns the rank's own loss. Every step is the same work: forward and backward over
-the rank's batch, clip by the global gradient norm, AdamW. Which settings were tried is in docs/benchmarks/training_cpu.md.
+A builder gets (workload, directory of the saved model, rank, world) inside a worker whose Gloo group already exists,
+and returns a function that runs one step and returns the rank's own loss. Every step is the same work: forward and
+backward over the rank's batch, clip by the global gradient norm, AdamW. Which settings were tried is in
+docs/benchmarks/training_cpu.md.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def fsdp2(workload: Workload, directory: Path, rank: int, world: int) -> Step:
 
     mesh = init_device_mesh("cpu", (world,))
     model = load_model(directory)
-    for block in model.transformer.h:
+    for block in model.get_submodule("transformer.h").children():
         fully_shard(block, mesh=mesh, reshard_after_forward=True)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(parameter_groups(model, workload), lr=workload.learning_rate, fused=True)
@@ -63,8 +64,8 @@ def fsdp2(workload: Workload, directory: Path, rank: int, world: int) -> Step:
 def accelerate_fsdp2(workload: Workload, directory: Path, rank: int, world: int) -> Step:
     """Accelerate with its FSDP2 plugin.
 
-    Accelerate switches its FSDP support on for accelerators only: with `cpu=True` it would ignore the plugin and train with
-    DDP. The two attributes set below are what it sets itself on a GPU; all else is its documented use.
+    Accelerate switches its FSDP support on for accelerators only: with `cpu=True` it would ignore the plugin and train
+    with DDP. The two attributes of its state set below are what it sets itself on a GPU; all else is documented use.
     """
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from accelerate.utils import DistributedType

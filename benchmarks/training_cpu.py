@@ -1,13 +1,12 @@
-"""Tokens/s of shardwise beside bare FSDP2, DeepSpeed ZeRO-3 and Accelerate FSDP2: the same GPT-2 on CPU ranks over Gloo.
+"""Tokens/s of shardwise, bare FSDP2, DeepSpeed ZeRO-3 and Accelerate FSDP2: the same GPT-2 on CPU ranks over Gloo.
 
     python -m benchmarks.training_cpu --ranks 2 4 --rounds 9 --steps 2 --json result.json
 
-All contenders load the same weights, see the same token ids, run in the same rounds, and must show the same losses. Ratios are
-the medians of the ratios within each round. The physical limit is the rate of `torch.mm` over the model's own shapes on all
-cores, measured before every round (the fastest counts).
+All contenders load the same weights, see the same token ids, run in the same rounds, and must show the same losses.
+Ratios are the medians of the ratios within each round. The physical limit is the rate of `torch.mm` over the model's
+own shapes on all cores, measured before every round (the fastest counts).
 """
 
-# ruff: noqa: E402
 from __future__ import annotations
 
 import argparse
@@ -40,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; 1 when losses disagree or a contender that must run did not."""
     options = _parse(arguments)
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # transformers imports deepspeed where it is installed
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 130)
     workload = Workload(
         options.layers, options.width, options.heads, options.vocabulary, options.sequence, options.batch
     )
@@ -158,8 +157,8 @@ def render(run: dict[str, Any]) -> Table:
     limit = run["limit_flops_per_second"] / 1e9
     table = Table(
         title=f"{run['ranks']} ranks on {len(os.sched_getaffinity(0))} cores, Gloo, fp32",
-        caption=f"Median [quartiles] of the rounds. Limit: torch.mm of the same shapes on all cores, {limit:.0f} GFLOP/s. "
-        "A contender that was skipped proves nothing about it.",
+        caption="Median (lower and upper quartile) of the rounds. Limit: torch.mm of the same shapes on all cores, "
+        f"{limit:.0f} GFLOP/s. A table with a skipped contender proves nothing about that one.",
     )
     for column in ("contender", "tokens/s", "shardwise ÷ it", "of the limit", "core s/step", "first loss", "last loss"):
         table.add_column(column, justify="left" if column == "contender" else "right")
@@ -182,7 +181,7 @@ def render(run: dict[str, Any]) -> Table:
 
 def _spread(values: dict[str, float], form: str) -> str:
     summary = Summary(**values)
-    return f"{form.format(summary.median)} [{form.format(summary.low)}, {form.format(summary.high)}]"
+    return f"{form.format(summary.median)} ({form.format(summary.low)} {form.format(summary.high)})"
 
 
 if __name__ == "__main__":

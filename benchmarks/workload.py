@@ -1,7 +1,7 @@
-"""The one training job that every contender of `training_cpu` runs: a GPT-2, its weights, its batch and its arithmetic.
+"""The one training job that every contender of `training_cpu` runs: a GPT-2, its weights, batch and arithmetic.
 
-All contenders load the same saved weights and see the same random token ids, fixed for each rank. Dropout is off, so that
-their losses can be compared number by number.
+All contenders load the same saved weights and see the same random token ids, fixed for each rank. Dropout is off, so
+that their losses can be compared number by number.
 """
 
 from __future__ import annotations

@@ -16,12 +16,33 @@ from shardwise.config import Job
 from shardwise.draft import even_cut
 from shardwise.errors import LegalityError
 from shardwise.families.facts import ModelFacts
-from shardwise.plan import Plan, World, describe, resolve
+from shardwise.plan import Plan, World, describe, precheck, resolve
 from tests.test_legality import CPU4, CUDA4, FACTS, FLAT, FULL
 
 
 def plan(job: dict[str, Any] | None = None, world: World = CPU4, facts: ModelFacts = FACTS) -> Plan:
     return resolve(Job.model_validate(job or {}), world, facts)
+
+
+@pytest.mark.parametrize(
+    ("job", "rule"),
+    [
+        ({"model": {"path": "m", "config": "c"}}, "one-model"),
+        ({"parallel": {"sharded_data_parallel_degree": 3}}, "shard-degree"),
+        ({"training": {"sequences_per_step": 3}}, "idle-ranks"),
+        ({"optimizer": {"name": "Adafactor"}}, "optimizer-elementwise"),
+        ({"data": {"sequence_length": 513}}, None),  # needs the model
+        ({"memory": {"loss_chunk_tokens": 8}}, None),
+        ({}, None),
+    ],
+)
+def test_precheck_judges_what_needs_no_model(job: dict[str, Any], rule: str | None) -> None:
+    if rule is None:
+        precheck(Job.model_validate(job), CPU4)
+        return
+    with pytest.raises(LegalityError) as raised:
+        precheck(Job.model_validate(job), CPU4)
+    assert raised.value.rule == rule
 
 
 @pytest.mark.parametrize(

@@ -33,8 +33,8 @@ class Command(NamedTuple):
 class Parser(argparse.ArgumentParser):
     """argparse whose complaints are ConfigErrors, and whose pages end with the keys of a job where it takes them."""
 
-    def __init__(self, *args: Any, takes_keys: bool = False, **kwargs: Any) -> None:
-        super().__init__(*args, allow_abbrev=False, formatter_class=_formatter, **kwargs)
+    def __init__(self, takes_keys: bool = False, **settings: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, "formatter_class": _formatter, **settings})
         self.takes_keys = takes_keys
 
     def error(self, message: str) -> NoReturn:
@@ -172,7 +172,7 @@ def build_parser() -> Parser:
     parser = Parser(
         prog="shardwise",
         description="Train models too large for one accelerator, with the same numbers on every layout.",
-        epilog="`shardwise train` alone trains a small model on the standard library's sources. "
+        epilog="`shardwise train` alone trains a small model on the standard library's sources.\n"
         "`shardwise COMMAND --help` shows a command's options.",
     )
     parser.add_argument("--version", action="version", version=f"shardwise {__version__}")
@@ -218,8 +218,11 @@ def _explain_unknown(word: str, command: str) -> str:
 
     name = word.lstrip("-").partition("=")[0]
     close = difflib.get_close_matches(name, ["output", "print-plan", "profile", "blocks", "against"], n=1, cutoff=0.8)
-    hint = f" Did you mean '--{close[0]}'?" if close else suggestion(name.replace("-", "_"))
-    return f"unknown option {word}.{hint} Keys of the job are given as --section.key VALUE."
+    if close:
+        return f"unknown option {word}. Did you mean '--{close[0]}'?"
+    return (
+        f"unknown option {word}.{suggestion(name.replace('-', '_'))} Keys of the job are given as --section.key VALUE."
+    )
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from importlib import metadata
 
 from rich.table import Table
+from rich.text import Text
 
 PACKAGES = ("shardwise", "torch", "transformers", "tokenizers", "datasets", "safetensors")
 GIB = 2**30
@@ -19,8 +20,8 @@ def examine() -> Table:
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="cyan", no_wrap=True)
     table.add_column()
-    for row in (*_versions(), *_host(), *_devices(), *_backends(), *_extras()):
-        table.add_row(*row)
+    for key, value in (*_versions(), *_host(), *_devices(), *_backends(), *_extras()):
+        table.add_row(key, Text(value))  # Text: brackets in it are no markup
     return table
 
 
@@ -69,10 +70,10 @@ def _extras() -> Iterator[tuple[str, str]]:
     wanted: dict[str, list[str]] = {}
     for requirement in metadata.requires("shardwise") or []:
         extra = re.search(r"extra == ['\"]([\w-]+)['\"]", requirement)
-        name = re.match(r"[\w.-]+", requirement)
-        if extra and name:
-            wanted.setdefault(extra[1], []).append(name[0])
-    for extra, names in sorted(wanted.items()):
-        missing = [name for name in names if _version(name) is None]
-        how = f"missing {', '.join(missing)}: pip install 'shardwise[{extra}]'"
-        yield f"extra {extra}", how if missing else "installed"
+        package = re.match(r"[\w.-]+", requirement)
+        if extra and package:
+            wanted.setdefault(extra[1], []).append(package[0])
+    for name, packages in sorted(wanted.items()):
+        missing = [package for package in packages if _version(package) is None]
+        how = f"missing {', '.join(missing)}: pip install 'shardwise[{name}]'"
+        yield f"extra {name}", how if missing else "installed"

@@ -86,13 +86,26 @@ def group_size(strategy: str) -> int | None:
     return int(count) if prefix == "group" and count.isdecimal() and int(count) > 0 else None
 
 
+class UnknownFacts(Exception):
+    """A number was asked for that needs the model, before the model was looked at."""
+
+
 @dataclass(frozen=True)
 class Draft:
-    """Job, world and model together, with the numbers that follow from them, not yet judged."""
+    """Job, world and model together, with the numbers that follow from them, not yet judged.
+
+    `model_facts` None is a model that is not known yet: what needs it raises UnknownFacts.
+    """
 
     job: Job
     world: World
-    facts: ModelFacts
+    model_facts: ModelFacts | None = None
+
+    @property
+    def facts(self) -> ModelFacts:
+        if self.model_facts is None:
+            raise UnknownFacts
+        return self.model_facts
 
     @property
     def model(self) -> ModelSection:

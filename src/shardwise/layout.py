@@ -8,6 +8,7 @@ ranks together, and shared whenever two sets of axes span the same ranks.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -93,18 +94,14 @@ class Layout:
 
     def rank_at(self, **indices: int) -> int:
         """The rank at these coordinates; axes left out are this rank's own."""
-        here = {**self.coordinates(), **indices}
-        rank = 0
-        for axis in self.axes:
-            rank = rank * self.degrees[axis] + here[axis]
-        return rank
+        return self._rank({**self.coordinates(), **indices})
 
     def ranks(self, *axes: str, of: int | None = None) -> tuple[int, ...]:
         """Ranks that differ from `of` (this rank) along `axes` only, ascending."""
         here = self.coordinates(of)
-        fixed = [axis for axis in self.axes if axis not in axes]
-        everyone = range(self.world_size)
-        return tuple(r for r in everyone if all(self.coordinates(r)[axis] == here[axis] for axis in fixed))
+        varying = [axis for axis in self.axes if axis in axes]
+        indices = itertools.product(*(range(self.degrees[axis]) for axis in varying))
+        return tuple(sorted(self._rank({**here, **dict(zip(varying, each, strict=True))}) for each in indices))
 
     def size(self, *axes: str) -> int:
         """Product of the degrees of `axes`."""
@@ -124,6 +121,12 @@ class Layout:
     def data_ranks(self) -> int:
         """Into how many shares the batch is cut."""
         return self.size("replica", "shard")
+
+    def _rank(self, coordinates: Mapping[str, int]) -> int:
+        rank = 0
+        for axis in self.axes:
+            rank = rank * self.degrees[axis] + coordinates[axis]
+        return rank
 
     def smp(self, notion: str) -> tuple[int, int, tuple[int, ...]]:
         """SMP's (rank, size, member ranks) of `world`, `tp`, `pp`, `rdp`, `dp`, `mp`, or of `local`."""

@@ -8,11 +8,12 @@ broken one is raised; a row may therefore rely on those above it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from shardwise.config import LossScaleSection
-from shardwise.draft import Draft, changed, divisors, group_size, lookup, one_of, placement_order
+from shardwise.draft import Draft, UnknownFacts, changed, divisors, group_size, lookup, one_of, placement_order
 from shardwise.errors import LegalityError, nearest
 from shardwise.optimizers import ELEMENTWISE, UNUSABLE, classes, complaint, options, unknown_options
 
@@ -49,10 +50,11 @@ class RuleDoc(NamedTuple):
 
 
 def check(draft: Draft) -> None:
-    """Raise LegalityError for the first broken row."""
+    """Raise LegalityError for the first broken row; rows that ask a model that is not known yet are left for later."""
     for rule in RULES:
-        if rule.when(draft):
-            raise LegalityError(rule.message(draft), rule.id)
+        with suppress(UnknownFacts):
+            if rule.when(draft):
+                raise LegalityError(rule.message(draft), rule.id)
 
 
 def rules() -> list[RuleDoc]:

@@ -22,7 +22,7 @@ from shardwise.draft import Draft, World, changed, lookup, placement_order
 from shardwise.families.facts import ModelFacts
 from shardwise.legality import check
 
-__all__ = ["Dtypes", "Plan", "World", "describe", "resolve"]
+__all__ = ["Dtypes", "Plan", "World", "describe", "precheck", "resolve"]
 
 NORMALISATION = "global_tokens"
 
@@ -76,6 +76,11 @@ class Plan:
         for key in ("output", "observe"):
             del data["job"][key]
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def precheck(job: Job, world: World) -> None:
+    """Raise LegalityError for what is wrong whatever the model is, before time goes into data and model."""
+    check(Draft(job, world))
 
 
 def resolve(job: Job, world: World, facts: ModelFacts) -> Plan:
@@ -239,7 +244,7 @@ def describe(plan: Plan) -> Group:
     world = plan.world
     machine = f", {world.accelerator}" if world.accelerator else ""
     table.add_row(
-        "world", f"{world.size} x {world.device_type}", f"{world.local_size} here, hosts: {world.hosts}{machine}"
+        "world", f"{world.size} x {world.device_type}", f"{world.local_size} on each of {world.hosts} host(s){machine}"
     )
     for key, value in _rows(plan):
         table.add_row(key, str(value), Text(plan.rules.get(key, "")))

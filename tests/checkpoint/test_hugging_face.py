@@ -44,7 +44,7 @@ def _message(path: Path) -> str:
 
 def _resolve(weights: HuggingFaceWeights, model: PreTrainedModel) -> dict[str, str]:
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    return weights.resolve(names, base_model_prefix=model.base_model_prefix, ties=find_ties(model))
+    return weights.resolve(names, base_model_prefix=model.base_model_prefix, ties=find_ties(model), model=model)
 
 
 def _assert_reads_all(path: Path, model: PreTrainedModel) -> None:
@@ -127,7 +127,7 @@ def test_missing_tensors_are_named(saved: tuple[Path, PreTrainedModel]) -> None:
     tensors = load_file(str(path / "model.safetensors"))
     tensors["transformer.h.1.ln_9.weight"] = tensors.pop("transformer.h.1.ln_1.weight")
     save_file(tensors, str(path / "model.safetensors"))
-    with pytest.raises(ModelError, match=r"lack 1 tensors .*h\.1\.ln_1\.weight.*unused in the files: .*ln_9"):
+    with pytest.raises(ModelError, match=r"lack 1 tensor .*h\.1\.ln_1\.weight.*unused in the files: .*ln_9"):
         _resolve(HuggingFaceWeights(path), model)
     with pytest.raises(ModelError, match="no tensor 'nothing'"):
         HuggingFaceWeights(path).read("nothing")
@@ -142,6 +142,30 @@ def test_shape_mismatch_shows_both_shapes(saved: tuple[Path, PreTrainedModel]) -
         ModelError, match=r"model\.safetensors.*'transformer\.wte\.weight' has shape \[97, 32\].*\[97, 64\]"
     ):
         weights.check_shapes(_resolve(weights, wider), shapes)
+
+
+def test_renamings_are_found_for_a_class_that_fsdp_renamed(tmp_path: Path) -> None:
+    model = _model("gpt_neox")
+    model.save_pretrained(tmp_path)
+    assert "embed_out.weight" in HuggingFaceWeights(tmp_path).names
+    model.__class__ = type("FSDPGPTNeoXForCausalLM", (type(model),), {})
+    _assert_reads_all(tmp_path, model)
+
+
+def test_experts_that_transformers_would_stack_are_refused(tmp_path: Path) -> None:
+    values = {**toys.GROUPED, "num_local_experts": 2, "bos_token_id": None, "eos_token_id": None}
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING["mixtral"](**values))
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"experts.*transformers converts tensors of this kind of model"):
+        _resolve(HuggingFaceWeights(tmp_path), model)
+
+
+def test_what_was_read_does_not_share_memory(saved: tuple[Path, PreTrainedModel]) -> None:
+    weights = HuggingFaceWeights(saved[0])
+    before = weights.read("transformer.wte.weight")
+    weights.read("transformer.wte.weight").add_(1)
+    weights.read("transformer.wte.weight", (slice(0, 2),)).add_(1)
+    torch.testing.assert_close(weights.read("transformer.wte.weight"), before, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("keep", [0, 5, 200, -40])
@@ -190,9 +214,9 @@ def test_directories_without_weights(tmp_path: Path) -> None:
 
 
 def _write(path: Path, model: PreTrainedModel, **options: Any) -> Path:
-    ties = find_ties(model)
+    generation = model.generation_config if model.can_generate() else None
     with HuggingFaceWriter(
-        path, model.config, ties=ties, generation_config=model.generation_config, **options
+        path, model.config, ties=find_ties(model), generation_config=generation, **options
     ) as writer:
         for name, parameter in model.named_parameters(remove_duplicate=False):
             writer.add(name, parameter)

@@ -31,6 +31,9 @@ def test_batches_equal_a_plain_reader(text_directory: Path, make_job: JobMaker) 
     stream: list[int] = []
     for text in TEXTS:
         stream += [*tokenizer(text).input_ids, tokenizer.eos_token_id]
+    assert isinstance(data.train, Windows)
+    starts = [data.train.documents[number] for number in range(4)]
+    assert starts == [0, *(index + 1 for index, token in enumerate(stream[:-1]) if token == tokenizer.eos_token_id)]
     count = (len(stream) - 2) // 16
     training = count - max(1, int(count * 0.2))
     assert (data.tokens, data.documents, data.eos_id) == (len(stream), 4, 0)

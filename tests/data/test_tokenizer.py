@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from shardwise.config import Job
 from shardwise.data.corpus import find_corpus
@@ -73,6 +74,20 @@ def test_a_model_directory_without_tokenizer_is_said(text_directory: Path, make_
     said: list[str] = []
     assert find(make_job(path=str(text_directory), model={"path": str(tmp_path)}), said=said) is not None
     assert "holds no tokenizer" in said[0]
+
+
+def test_a_bert_tokenizer_packs_without_its_own_template(tmp_path: Path) -> None:
+    words = {"[CLS]": 0, "[SEP]": 1, "[MASK]": 2, "[UNK]": 3, "cat": 4, "dog": 5}
+    inner = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    inner.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", special_tokens=[("[CLS]", 0), ("[SEP]", 1)])
+    names = {"cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]", "unk_token": "[UNK]"}
+    PreTrainedTokenizerFast(tokenizer_object=inner, **names).save_pretrained(str(tmp_path))
+    tokenizer = load_tokenizer(TokenizerSource(tmp_path, ""))
+    assert tokenizer("cat dog").input_ids == [0, 4, 5, 1]
+    assert encode(tokenizer, ["cat dog", "dog"]) == [[4, 5], [5]]
+    facts = facts_of(tokenizer)
+    assert (facts.vocabulary_size, facts.eos_id, facts.mask_id, facts.special_ids) == (6, 1, 2, (0, 1, 2, 3))
 
 
 BAD = {

@@ -140,7 +140,7 @@ def start(script: Path, *args: object, output: int) -> subprocess.Popen:
     return subprocess.Popen(command, env=environment, stdin=output, stdout=output, stderr=output, cwd=ROOT)
 
 
-def wait_until(condition: Any, seconds: float = 40) -> None:
+def wait_until(condition: Any, seconds: float = 200) -> None:
     """Fails only long after the condition should have come true."""
     end = time.monotonic() + seconds
     while not condition():
@@ -170,6 +170,8 @@ def test_workers_die_with_their_launcher(tmp_path: Path, deadly: signal.Signals,
     finally:
         launcher.kill()
         launcher.wait()
+        for pid in filter(psutil.pid_exists, pids):
+            os.kill(pid, signal.SIGKILL)
         os.close(ours)
         os.close(theirs)
 

@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,8 +20,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
-from transformers import GenerationConfig, PreTrainedConfig
+from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming
 
 from shardwise.errors import ModelError, OutputError
 
@@ -29,8 +31,6 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 DEFAULT_SHARD_BYTES = 1 << 30
-# BERT's first checkpoints, still on the Hub, name the parameters of a norm so.
-OLD_NAMES = (("LayerNorm.weight", "LayerNorm.gamma"), ("LayerNorm.bias", "LayerNorm.beta"))
 TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken",
     "chat_template*", "tokenization_*.py", "sentencepiece*",
@@ -59,30 +59,40 @@ class HuggingFaceWeights:
         """The tensor, or the part of it that `slices` (one for each leading dim) cut out; only that part is read."""
         tensor = self._slice(name)
         try:
-            return tensor[tuple(slices)] if slices else self._files[self._file_of[name]].get_tensor(name)
+            part = tensor[tuple(slices)] if slices else self._files[self._file_of[name]].get_tensor(name)
+            return part.clone(memory_format=torch.contiguous_format)  # it may be a view of the mapped file
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{self._file_of[name]}: {name!r} cannot be read ({error})") from error
 
     def resolve(
-        self, model_names: Iterable[str], *, base_model_prefix: str = "", ties: Iterable[Sequence[str]] = ()
+        self,
+        model_names: Iterable[str],
+        *,
+        base_model_prefix: str = "",
+        ties: Iterable[Sequence[str]] = (),
+        model: nn.Module | None = None,
     ) -> dict[str, str]:
         """The file's name of each of the model's parameters.
 
         Files leave out tied names, and hold the base model with or without its prefix (GPT-2's `transformer.`, absent
-        on the Hub). What the files hold beyond the model, such as old attention masks, is left alone.
+        on the Hub). `model` gives transformers' own renamings (GPT-NeoX's head is `embed_out` on the Hub, BERT's norms
+        have a `gamma`). What the files hold beyond the model, such as old attention masks, is left alone.
         """
         group_of = {name: group for group in ties for name in group}
+        rename, converts = _renamings(model)
+        renamed = {rename(name): name for name in sorted(self._file_of)}
+        known = renamed | {name: name for name in self._file_of}
         found, missing = {}, []
         for name in model_names:
             candidates = [name, *group_of.get(name, ())]
             spellings = [spelling for candidate in candidates for spelling in _spellings(candidate, base_model_prefix)]
-            match = next((spelling for spelling in spellings if spelling in self._file_of), None)
+            match = next((known[spelling] for spelling in spellings if spelling in known), None)
             if match is None:
                 missing.append(name)
             else:
                 found[name] = match
         if missing:
-            self._raise_missing(missing, set(self._file_of) - set(found.values()))
+            self._raise_missing(missing, set(self._file_of) - set(found.values()), converts)
         return found
 
     def check_shapes(self, resolved: Mapping[str, str], shapes: Mapping[str, Sequence[int]]) -> None:
@@ -99,20 +109,40 @@ class HuggingFaceWeights:
             raise ModelError(f"{self.path}: no tensor {name!r} in {_listed(file.name for file in self._files)}")
         return self._files[self._file_of[name]].get_slice(name)
 
-    def _raise_missing(self, missing: list[str], unused: set[str]) -> None:
+    def _raise_missing(self, missing: list[str], unused: set[str], converts: bool) -> None:
         rest = f"; unused in the files: {_listed(sorted(unused))}" if unused else ""
-        raise ModelError(
-            f"{self.path}: the weights lack {len(missing)} tensors of the model ({_listed(missing)}){rest}; the model "
-            "directory must hold all weights of the model that its config.json describes"
+        why = (
+            "transformers converts tensors of this kind of model while it loads them, which is not supported here"
+            if converts
+            else "the directory must hold all weights of the model that its config.json describes"
         )
+        count = f"{len(missing)} tensor{'s' if len(missing) > 1 else ''}"
+        raise ModelError(f"{self.path}: the weights lack {count} of the model ({_listed(missing)}){rest}; {why}")
 
 
 def _spellings(name: str, prefix: str) -> list[str]:
-    """`name`, with and without the base model's prefix, in today's and in BERT's old spelling."""
+    """`name`, with and without the base model's prefix."""
+    if not prefix:
+        return [name]
     dotted = f"{prefix}."
-    other = name.removeprefix(dotted) if name.startswith(dotted) else dotted + name
-    names = [name, other] if prefix else [name]
-    return names + [spelling.replace(new, old) for spelling in names for new, old in OLD_NAMES if new in spelling]
+    return [name, name.removeprefix(dotted) if name.startswith(dotted) else dotted + name]
+
+
+def _renamings(model: nn.Module | None) -> tuple[Callable[[str], str], bool]:
+    """The map from a name in the files to the model's, and whether transformers would also convert tensors."""
+    if not isinstance(model, PreTrainedModel):
+        return lambda name: name, False
+    transforms = get_model_conversion_mapping(model)
+    for architecture in model.config.architectures or ():  # FSDP2 renames the class, by which the rules are found
+        transforms += get_checkpoint_conversion_mapping(architecture) or []
+    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+
+    def rename(name: str) -> str:
+        for renaming in renamings:
+            name, _ = renaming.rename_source_key(name)
+        return name
+
+    return rename, len(renamings) < len(transforms)
 
 
 def _listed(names: Iterable[str], most: int = 4) -> str:

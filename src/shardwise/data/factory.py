@@ -45,7 +45,7 @@ class Samples:
         """One checked sample."""
         if not 0 <= index < self.count:
             raise IndexError(f"sample {index} of {self.count}")
-        sample = self.dataset[index]
+        sample = self.dataset[self.base + index]
         if not isinstance(sample, dict) or not all(isinstance(value, Tensor) for value in sample.values()):
             what = type(sample).__name__
             if isinstance(sample, dict):

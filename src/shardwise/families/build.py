@@ -206,7 +206,7 @@ def _build_hugging_face(job: Job, config: PreTrainedConfig) -> PreTrainedModel:
     model = _from_config(config, section, None if section.attention == "auto" else section.attention)
     model.config.architectures = [type(model).__name__]
     path = section.path
-    if path is not None and (Path(path) / "generation_config.json").exists():
+    if path is not None and model.can_generate() and (Path(path) / "generation_config.json").exists():
         model.generation_config = _guarded(
             f"model.path={path!r}: generation_config.json",
             lambda: GenerationConfig.from_pretrained(path, local_files_only=True),

@@ -60,7 +60,7 @@ def die_with_parent() -> None:
     if parent is None:
         raise RuntimeError("die_with_parent is for processes started by multiprocessing")
     direct = sys.platform == "linux" and os.getppid() == parent.pid
-    if False:
+    if direct:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if not parent.is_alive():  # it died before the kernel was told, so no signal will come
         os._exit(1)

@@ -131,7 +131,7 @@ class ParallelModel:
                 self.head.deferred = True
 
     def release_gathered(self) -> None:
-        """Drop parameters that ZeRO-1 or the root kept gathered; they are stale once the optimizer has stepped."""
+        """Free parameters that stay gathered after a forward that no backward follows."""
         for module in self.sharded:
             module.reshard()
 

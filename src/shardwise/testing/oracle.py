@@ -71,9 +71,14 @@ class Oracle:
     master: torch.dtype = torch.float64
     compute: torch.dtype = torch.float64
     gradients: dict[str, Tensor] = field(default_factory=dict, init=False)
+    used: set[str] = field(default_factory=set, init=False)  # parameters that the last backward reached
 
     def __post_init__(self) -> None:
         self.model = _build(self.job).to(self.master)
+        owners: dict[int, list[str]] = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            owners.setdefault(id(parameter), []).append(name)
+        self.ties = [names for names in owners.values() if len(names) > 1]
         self.dropout = OracleDropout(self.model, self.blocks, self.job.training.seed)
         live = dict(self.model.named_parameters())
         with torch.no_grad():
@@ -100,7 +105,7 @@ class Oracle:
     ) -> float:
         """Mean loss of the step; `gradients` hold that of the step's samples, or of only some (same normalisation)."""
         everything = self.rows_of(step)
-        total = sum(_twisted(self.source.rows([c]), twist).count() for c in everything)
+        total = self.source.rows(everything).count()
         chosen = everything if counters is None else list(counters)
         size = max(1, FORWARD_TOKENS // self.job.data.sequence_length)
         if reverse:
@@ -165,12 +170,14 @@ class Oracle:
 
     def _zero(self) -> None:
         self.gradients = {name: torch.zeros_like(p, requires_grad=False) for name, p in self.parameters.items()}
+        self.used = set[str]()
 
     def _collect(self) -> None:
         for name, parameter in self.live.items():
             if parameter.grad is not None:
                 self.gradients[name] += parameter.grad.to(self.master)
                 parameter.grad = None
+                self.used.add(name)
 
     # --- update
 
@@ -180,8 +187,8 @@ class Oracle:
         """Clip and step with `gradients` (unset: the oracle's own)."""
         settings = self.job.optimizer
         given = self.gradients if gradients is None else gradients
-        for name, parameter in self.parameters.items():
-            parameter.grad = given[name].to(self.master, copy=True)
+        for name in self.used:  # torch.optim leaves a parameter without a gradient alone
+            self.parameters[name].grad = given[name].to(self.master, copy=True)
         if settings.clip_norm is not None:
             for _ in range(twist.clips):
                 torch.nn.utils.clip_grad_norm_(self.parameters.values(), settings.clip_norm, foreach=False)

@@ -74,7 +74,6 @@ def train_step(
         optimizer.step()
     scaler.update(overflow=skipped)
     optimizer.zero_grad()
-    model.release_gathered()
     return StepResult(float(loss) / max(count, 1), float(norm), count, skipped, scale, stop)
 
 
@@ -85,6 +84,7 @@ def evaluate(model: ParallelModel, program: Program, batches: Sequence[Sequence[
     for microbatches in batches:
         on_device = [batch.to(model.device) for batch in microbatches]
         totals += model.run(program, on_device, step=0).to(totals.dtype)
+    model.release_gathered()
     dist.all_reduce(totals)
     model.module.train()
     return float(totals[0] / totals[1].clamp(min=1))

@@ -1,0 +1,136 @@
+"""One real training step with everything that `shardwise verify` compares gathered on rank 0.
+
+The step is `train_step` itself. Gradients are read when `ParallelModel.run` returns: after every reduction, before
+clipping. Whole tensors come through the TensorMap, one at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.parallel.tensor_map import Entry
+from shardwise.training.init import fingerprint
+from shardwise.training.optimizer import learning_rate
+from shardwise.training.setup import Run
+from shardwise.training.step import StepResult, train_step
+
+MOST_OVERFLOWS = 40  # fp16 steps repeated while the loss scale finds its place
+
+
+@dataclass
+class Captured:
+    """What one step of ours did. The dicts are empty on ranks other than 0.
+
+    Attributes:
+        gradients: whole, reduced, unclipped, without loss scale.
+        parameters: whole, after the update.
+        spread: for each tensor the largest relative difference between replicas, after the update.
+        moved: by rank, whether any element changed.
+        repeats: fp16 overflows before the step that counted.
+    """
+
+    loss: float
+    norm: float
+    skipped: bool
+    gradients: dict[str, Tensor]
+    parameters: dict[str, Tensor]
+    spread: dict[str, float]
+    moved: list[bool]
+    repeats: int
+
+
+def capture_step(run: Run, step: int) -> Captured:
+    """Run step `step` and gather what it did. Collective."""
+    settings = run.plan.job.optimizer
+    run.optimizer.set_learning_rate(learning_rate(settings, step, run.plan.job.training.steps))
+    before = _digest(run)
+    for repeats in range(MOST_OVERFLOWS):
+        result, gradients = _step(run, step)
+        if not result.skipped or run.plan.dtypes.compute != "fp16" or run.scaler.exhausted():
+            break
+    return Captured(
+        result.loss,
+        result.grad_norm,
+        result.skipped,
+        gradients,
+        gather(run),
+        _spread(run),
+        _flags(_digest(run) != before, run),
+        repeats,
+    )
+
+
+def gather(run: Run, gradients: bool = False, divisor: float = 1.0) -> dict[str, Tensor]:
+    """Whole parameters or gradients by logical name, on the CPU of rank 0; empty elsewhere. Collective."""
+    kept = {}
+    for entry in run.model.tensor_map:
+        whole = entry.whole(gradient=gradients)
+        if dist.get_rank() == 0:
+            kept[entry.name] = whole.detach().to("cpu", copy=True).div_(divisor)
+        del whole
+    return kept
+
+
+def _step(run: Run, step: int) -> tuple[StepResult, dict[str, Tensor]]:
+    with _gradients_seen(run) as gradients:
+        batches = run.stream.batches(step)
+        result = train_step(run.model, run.program, batches, run.optimizer, run.scaler, step)
+    return result, gradients
+
+
+@contextmanager
+def _gradients_seen(run: Run) -> Iterator[dict[str, Tensor]]:
+    """Gathers the gradients whenever the model's `run` has returned."""
+    gradients: dict[str, Tensor] = {}
+    original = run.model.run
+
+    def watched(*args: Any, **kwargs: Any) -> Tensor:
+        totals = original(*args, **kwargs)
+        gradients.update(gather(run, gradients=True, divisor=run.scaler.scale))
+        return totals
+
+    run.model.run = watched  # type: ignore[method-assign]
+    try:
+        yield gradients
+    finally:
+        del run.model.run
+
+
+def _spread(run: Run) -> dict[str, float]:
+    """How far the replicas of each tensor are apart, relative to its largest element; the worst of all shards."""
+    entries = list(run.model.tensor_map)
+    if run.layout.size("replica") == 1:
+        return {}
+    group = run.layout.group("replica")
+    apart = torch.tensor([_apart(entry, group) for entry in entries], dtype=torch.float64, device=run.model.device)
+    dist.all_reduce(apart, dist.ReduceOp.MAX)
+    return {entry.name: float(value) for entry, value in zip(entries, apart.tolist(), strict=True)}
+
+
+def _apart(entry: Entry, group: dist.ProcessGroup) -> float:
+    high, low = entry.local.clone(), entry.local.clone()
+    dist.all_reduce(high, dist.ReduceOp.MAX, group=group)
+    dist.all_reduce(low, dist.ReduceOp.MIN, group=group)
+    if not high.numel():
+        return 0.0
+    return float((high - low).abs().max() / high.abs().max().clamp(min=torch.finfo(high.dtype).tiny))
+
+
+def _digest(run: Run) -> str:
+    """Hash of what this rank holds."""
+    return fingerprint((entry.name, entry.local) for entry in run.model.tensor_map)
+
+
+def _flags(mine: bool, run: Run) -> list[bool]:
+    """Every rank's flag."""
+    flag = torch.tensor([int(mine)], device=run.model.device)
+    everyone = [torch.empty_like(flag) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, flag)
+    return [bool(value) for value in everyone]

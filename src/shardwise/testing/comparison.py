@@ -1,0 +1,156 @@
+"""How two sets of numbers are compared: errors, tolerances, and the table that `shardwise verify` prints.
+
+error = max|a - b| / max|b| for each tensor. A tensor that is nearly zero beside the largest one of its kind - the
+gradient of a key bias is zero but for rounding - has no relative error of its own; its denominator is never smaller
+than `Tolerance.floor` times that largest one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+
+SMALLEST = 1e-3  # of the largest tensor of a kind: below it a tensor is held to that tensor's absolute error
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """What an error may be, and below which share of the largest tensor denominators stay constant."""
+
+    error: float
+    floor: float = SMALLEST
+
+    @classmethod
+    def of(cls, error: float, rounding: float) -> Tolerance:
+        """With a floor at which one rounding unit of the largest tensor is just within the tolerance."""
+        return cls(error, max(SMALLEST, rounding / error))
+
+
+@dataclass(frozen=True)
+class Tolerances:
+    """Tolerances by quantity."""
+
+    loss: Tolerance
+    gradient: Tolerance
+    norm: Tolerance
+    parameter: Tolerance
+    replicas: Tolerance = Tolerance(0.0)
+
+    @classmethod
+    def of(cls, compute: str) -> Tolerances:
+        """For a compute dtype: fp64 1e-9, fp32 1e-5, bf16 and fp16 2e-2 with parameters (fp32 masters) 1e-5."""
+        forward = {"fp64": (1e-9, 2.3e-16), "fp32": (1e-5, 1.2e-7), "bf16": (2e-2, 7.9e-3), "fp16": (2e-2, 9.8e-4)}
+        master = forward["fp64" if compute == "fp64" else "fp32"]
+        error = Tolerance.of(*forward[compute])
+        return cls(error, error, error, Tolerance.of(*master))
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One compared number or tensor."""
+
+    step: int
+    quantity: str  # "loss", "gradient", "norm", "parameter", "replicas"
+    name: str
+    error: float
+    tolerance: float
+
+    @property
+    def agrees(self) -> bool:
+        return self.error <= self.tolerance  # False for NaN
+
+
+@dataclass
+class Report:
+    """What a verification found. `diagnosis` and `fault` name the mistake, where one was recognised."""
+
+    title: str
+    differences: list[Difference] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    fault: str = ""
+    diagnosis: str = ""
+
+    @property
+    def first(self) -> Difference | None:
+        """The first that disagrees: by step, then loss, gradients in module order, norm, parameters."""
+        return next((difference for difference in self.differences if not difference.agrees), None)
+
+    @property
+    def agrees(self) -> bool:
+        return bool(self.differences) and self.first is None
+
+    @property
+    def max_relative_error(self) -> float:
+        """Over everything compared; infinite where something is not a number."""
+        errors = [difference.error for difference in self.differences]
+        return max((math.inf if math.isnan(error) else error for error in errors), default=math.inf)
+
+    def render(self) -> RenderableType:
+        """For the terminal."""
+        lines: list[RenderableType] = [_table(self.title, self.differences)]
+        lines += [Text(f"note: {note}", style="yellow") for note in self.notes]
+        first = self.first
+        if first is not None:
+            lines += [
+                Text(f"first disagreement: step {first.step}, {first.quantity} {first.name}: {first.error:.3g}"),
+                Text(f"diagnosis: {self.diagnosis or 'none of the known mistakes explains it'}", style="bold"),
+            ]
+        verdict = "agrees" if self.agrees else "DISAGREES"
+        lines.append(Text(f"max_relative_error = {self.max_relative_error:.3e}  {verdict}", style="bold"))
+        return Group(*lines)
+
+
+def relative_error(ours: Tensor, reference: Tensor, least: float = 0.0) -> float:
+    """max|ours - reference| / max(max|reference|, least); NaN where something is."""
+    if not reference.numel():
+        return 0.0
+    a, b = ours.to(torch.float64), reference.to(torch.float64)
+    difference, scale = float((a - b).abs().max()), max(float(b.abs().max()), least)
+    if difference == 0.0:
+        return 0.0
+    return difference / scale if scale > 0 else math.inf
+
+
+def compare_numbers(step: int, quantity: str, ours: float, reference: float, tolerance: Tolerance) -> Difference:
+    """Loss or norm."""
+    error = relative_error(*(torch.tensor(value, dtype=torch.float64) for value in (ours, reference)))
+    return Difference(step, quantity, "", error, tolerance.error)
+
+
+def compare_tensors(
+    step: int, quantity: str, ours: Mapping[str, Tensor], reference: Mapping[str, Tensor], tolerance: Tolerance
+) -> list[Difference]:
+    """Every tensor of either side, in the reference's order; one that a side does not have disagrees."""
+    least = tolerance.floor * largest(reference.values())
+    found = []
+    for name in [*reference, *(name for name in ours if name not in reference)]:
+        there = name in ours and name in reference and ours[name].shape == reference[name].shape
+        error = relative_error(ours[name], reference[name], least) if there else math.inf
+        found.append(Difference(step, quantity, name, error, tolerance.error))
+    return found
+
+
+def largest(tensors: Iterable[Tensor]) -> float:
+    """Largest absolute value anywhere."""
+    return max((float(tensor.abs().max()) for tensor in tensors if tensor.numel()), default=0.0)
+
+
+def _table(title: str, differences: list[Difference]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for column in ("step", "quantity", "compared", "max relative error", "tolerance", "verdict", "worst tensor"):
+        table.add_column(column, overflow="fold")
+    for key in dict.fromkeys((difference.step, difference.quantity) for difference in differences):
+        group = [d for d in differences if (d.step, d.quantity) == key]
+        worst = max(group, key=lambda d: math.inf if math.isnan(d.error) else d.error)
+        bad = sum(not d.agrees for d in group)
+        verdict = Text("ok", style="green") if not bad else Text(f"{bad} disagree", style="bold red")
+        numbers = (f"{worst.error:.2e}", f"{worst.tolerance:.0e}")
+        table.add_row(str(key[0]), key[1], str(len(group)), *numbers, verdict, worst.name)
+    return table

@@ -1,0 +1,301 @@
+"""Names the mistake behind a disagreement: a table of signatures, each a question put to the oracle.
+
+A wrong gradient is written as a combination of what every microbatch of every rank should have brought: coefficients
+of 0, 2 or 1/n then say what was lost, doubled or averaged. Where no combination fits, the oracle is asked to make the
+suspected mistake itself (labels shifted, documents leaked, another step's dropout; no clipping, decay everywhere) and
+the mistake that reproduces our numbers is the diagnosis. The oracle stands before the update of the step in question.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardwise.plan import Plan
+from shardwise.testing.capture import Captured
+from shardwise.testing.comparison import Tolerances, compare_tensors
+from shardwise.testing.oracle import Oracle, Twist, UpdateTwist
+
+MOST_PARTS = 128  # microbatches of all ranks in one step; each costs a backward of the oracle
+ELEMENTS = 2000  # of each tensor that the fit looks at
+NEAR = 0.05  # coefficients are told apart by more than this
+
+
+class Diagnosis(NamedTuple):
+    """`fault` as in `testing.faults.FAULTS` (or a name of its own), and a sentence."""
+
+    fault: str
+    sentence: str
+
+
+@dataclass
+class Evidence:
+    """One disagreeing step. `update_with` are the gradients that the oracle's update used."""
+
+    plan: Plan
+    step: int
+    oracle: Oracle
+    ours: Captured
+    wrong: set[str]  # quantities that disagree
+    tolerances: Tolerances
+    loss: float  # the oracle's
+    norm: float
+    update_with: Mapping[str, Tensor]
+
+    @cached_property
+    def parts(self) -> list[tuple[int, int, list[int]]]:
+        """(data rank, microbatch, sample counters) of every microbatch that holds samples."""
+        plan, first = self.plan, self.step * self.plan.sequences_per_step
+        found = []
+        for rank in range(plan.data_ranks):
+            for number in range(plan.accumulation):
+                start = (number * plan.data_ranks + rank) * plan.microbatch
+                stop = min(start + plan.microbatch, plan.sequences_per_step)
+                if start < stop:
+                    found.append((rank, number, list(range(first + start, first + stop))))
+        return found
+
+    @cached_property
+    def coefficients(self) -> dict[tuple[int, int], float] | None:
+        """How often our gradient holds each part; None where it is no combination of them."""
+        if len(self.parts) > MOST_PARTS:
+            return None
+        target, columns, keys = _sample(self.ours.gradients), [], []
+        for rank, number, counters in self.parts:
+            self.oracle.backward(self.step, counters)
+            columns.append(_sample({name: self.oracle.gradients[name] for name in self.ours.gradients}))
+            keys.append((rank, number))
+        present = [i for i, column in enumerate(columns) if column.abs().max() > 0]
+        if not present:
+            return None
+        matrix = torch.stack([columns[i] for i in present], dim=1)
+        solution = torch.linalg.lstsq(matrix, target.unsqueeze(1)).solution.squeeze(1)
+        miss = (matrix @ solution - target).abs().max() / matrix.abs().max()
+        if float(miss) > 10 * self.tolerances.gradient.error:
+            return None
+        return {keys[i]: float(value) for i, value in zip(present, solution.tolist(), strict=True)}
+
+    def reproduces(self, twist: Twist) -> bool:
+        """Whether the oracle with this mistake brings our gradients."""
+        self.oracle.backward(self.step, twist=twist)
+        found = compare_tensors(self.step, "", self.ours.gradients, self.oracle.gradients, self.tolerances.gradient)
+        return all(difference.agrees for difference in found)
+
+    def updates_to_ours(self, twist: UpdateTwist) -> bool:
+        """Whether the oracle's update with this mistake ends at our parameters."""
+        found = compare_tensors(self.step, "", self.ours.parameters, self._updated(twist), self.tolerances.parameter)
+        return all(difference.agrees for difference in found)
+
+    @cached_property
+    def update_ratio(self) -> float | None:
+        """Our update as a multiple of the oracle's, if it is one."""
+        before, _ = self.oracle.snapshot()
+        after = self._updated(UpdateTwist())
+        ours = _sample({name: self.ours.parameters[name] - before[name] for name in before})
+        theirs = _sample({name: after[name] - before[name] for name in before})
+        ratio = float((ours @ theirs) / (theirs @ theirs))
+        miss = float((ours - ratio * theirs).abs().max() / theirs.abs().max())
+        return ratio if miss < 1e3 * self.tolerances.parameter.error else None
+
+    def _updated(self, twist: UpdateTwist) -> dict[str, Tensor]:
+        """The oracle's parameters after an update with `twist`, taken back afterwards."""
+        before = self.oracle.snapshot()
+        self.oracle.update(self.step, self.update_with, twist)
+        after = {name: parameter.detach().clone() for name, parameter in self.oracle.parameters.items()}
+        self.oracle.restore(before)
+        return after
+
+
+def diagnose(evidence: Evidence) -> Diagnosis | None:
+    """The first signature that fits."""
+    for quantities, signature in SIGNATURES:
+        if quantities & evidence.wrong and (found := signature(evidence)):
+            return found
+    return None
+
+
+def _ties(evidence: Evidence) -> Diagnosis | None:
+    extra = [name for name in evidence.ours.parameters if name not in evidence.oracle.parameters]
+    if not extra:
+        return None
+    return Diagnosis("broken_tie", f"a tie is broken: {', '.join(extra)} should share storage with an earlier tensor")
+
+
+def _not_finite(evidence: Evidence) -> Diagnosis | None:
+    if not evidence.ours.skipped:
+        return None
+    return Diagnosis("not_finite", "our gradients are not finite, so that nothing was updated")
+
+
+def _whole_scale(evidence: Evidence) -> Diagnosis | None:
+    """All parts with one coefficient."""
+    coefficients = evidence.coefficients or {}
+    mean = sum(coefficients.values()) / max(len(coefficients), 1)
+    if not coefficients or abs(mean - 1) < NEAR or any(abs(c - mean) > NEAR * mean for c in coefficients.values()):
+        return None
+    plan = evidence.plan
+    sizes = {"data ranks": plan.data_ranks, "microbatches": plan.accumulation, **plan.degrees}
+    for name, size in sizes.items():
+        if size > 1 and abs(mean * size - 1) < NEAR:
+            return Diagnosis("mean_for_sum", f"gradients are divided by {size} ({name}): a mean where a sum belongs")
+    return Diagnosis("scaled_gradient", f"every gradient is {mean:.4g} times what it should be")
+
+
+def _replicas(evidence: Evidence) -> Diagnosis | None:
+    """Only the parts of our own replica are there, and replicas have come apart."""
+    apart = max(evidence.ours.spread.values(), default=0.0)
+    if not apart:
+        return None
+    shard = evidence.plan.degrees["shard"]
+    coefficients = evidence.coefficients or {}
+    if coefficients and all((rank < shard) == (c > NEAR) for (rank, _), c in coefficients.items()):
+        return Diagnosis("missing_replica_reduction", "gradients are not summed over the replicas, which come apart")
+    return None
+
+
+def _odd_parts(evidence: Evidence) -> Diagnosis | None:
+    """Some parts are lost or doubled while the others count once."""
+    coefficients = evidence.coefficients or {}
+    odd = {key: c for key, c in coefficients.items() if abs(c - 1) > NEAR}
+    if not odd or len(odd) == len(coefficients):
+        return None
+    value = next(iter(odd.values()))
+    if any(abs(c - value) > NEAR for c in odd.values()):
+        return Diagnosis("uneven_gradient", f"gradient coefficients by (rank, microbatch): {_rounded(odd)}")
+    what, fault = {0: ("is lost", "lost"), 2: ("counts twice", "doubled")}.get(
+        round(value), (f"counts {value:.3g} times", "uneven")
+    )
+    ranks, numbers = {rank for rank, _ in odd}, {number for _, number in odd}
+    if len(ranks) == 1 and all(key in odd for key in coefficients if key[0] in ranks):
+        return Diagnosis(f"{fault}_rank", f"the gradient of data rank {ranks.pop()} {what}")
+    if len(numbers) == 1:
+        who = "every rank" if len(ranks) == evidence.plan.data_ranks > 1 else f"data ranks {sorted(ranks)}"
+        return Diagnosis(f"{fault}_microbatch", f"the gradient of microbatch {numbers.pop()} of {who} {what}")
+    return Diagnosis(f"{fault}_gradient", f"the gradient of (data rank, microbatch) {sorted(odd)} {what}")
+
+
+def _batch_mistake(evidence: Evidence) -> Diagnosis | None:
+    """The oracle makes the mistake itself."""
+    job, step = evidence.plan.job, evidence.step
+    hypotheses = [
+        (Twist(shift_labels=1), "shifted_label", "labels stand one position too late"),
+        (Twist(shift_labels=-1), "shifted_label", "labels stand one position too early"),
+    ]
+    if job.data.isolate_documents:
+        hypotheses.append((Twist(leak_documents=True), "leaked_document", "attention crosses documents"))
+    hypotheses += [
+        (Twist(dropout_step=other), "stale_dropout", f"dropout has the masks of step {other}")
+        for other in sorted({0, step - 1, step + 1} - {step, -1})
+    ]
+    hypotheses.append((Twist(no_dropout=True), "missing_dropout", "dropout is not applied"))
+    for twist, fault, sentence in hypotheses:
+        if evidence.reproduces(twist):
+            return Diagnosis(fault, sentence)
+    return None
+
+
+def _some_tensors(evidence: Evidence) -> Diagnosis | None:
+    """Only certain tensors have a wrong gradient."""
+    found = compare_tensors(
+        evidence.step, "", evidence.ours.gradients, _right(evidence), evidence.tolerances.gradient
+    )
+    bad = [difference.name for difference in found if not difference.agrees]
+    if len(bad) > max(1, len(found) // 4):
+        return None
+    ties = {name for group in (evidence.oracle.ties or ()) for name in group}
+    what = "tied tensors" if ties and set(bad) <= ties else "tensors"
+    return Diagnosis("some_gradients", f"only these {what} have a wrong gradient: {', '.join(bad)}")
+
+
+def _right(evidence: Evidence) -> dict[str, Tensor]:
+    evidence.oracle.backward(evidence.step)
+    return evidence.oracle.gradients
+
+
+def _loss(evidence: Evidence) -> Diagnosis | None:
+    if "gradient" in evidence.wrong:
+        return None
+    ratio = evidence.ours.loss / evidence.loss
+    return Diagnosis("wrong_loss", f"gradients are right but the reported loss is {ratio:.4g} times what it should be")
+
+
+def _norm(evidence: Evidence) -> Diagnosis | None:
+    """Gradients are right, their norm is not."""
+    if "gradient" in evidence.wrong:
+        return None
+    ratio = evidence.ours.norm / evidence.norm if evidence.norm else float("inf")
+    reason = "it is not the norm of the gradients"
+    for name, size in evidence.plan.degrees.items():
+        if size > 1 and abs(ratio**2 / size - 1) < NEAR:
+            reason = f"its square counts elements {size} times ({name}): replication is ignored"
+        elif size > 1 and abs(ratio**2 * size - 1) < NEAR:
+            reason = f"its square holds 1/{size} of the elements ({name})"
+    return Diagnosis("wrong_norm", f"the gradient norm is {ratio:.4g} times what it should be: {reason}")
+
+
+def _stale(evidence: Evidence) -> Diagnosis | None:
+    still = [rank for rank, moved in enumerate(evidence.ours.moved) if not moved]
+    if not still:
+        return None
+    if len(still) == len(evidence.ours.moved):
+        return Diagnosis("no_update", "nothing was updated")
+    return Diagnosis("stale_shard", f"the slices of rank {', '.join(map(str, still))} were not updated")
+
+
+def _update_mistake(evidence: Evidence) -> Diagnosis | None:
+    """Gradients and norm are right; the oracle's optimizer makes the mistake itself."""
+    if evidence.wrong & {"gradient", "norm"}:
+        return None
+    hypotheses = (
+        (UpdateTwist(clips=0), "clip_skipped", "gradients are not clipped"),
+        (UpdateTwist(clips=2), "clip_twice", "gradients are clipped twice"),
+        (UpdateTwist(decay_all=True), "decay_on_bias", "weight decay is applied to biases and norms"),
+        (UpdateTwist(decay_none=True), "no_decay", "weight decay is not applied"),
+    )
+    for twist, fault, sentence in hypotheses:
+        if evidence.updates_to_ours(twist):
+            return Diagnosis(fault, sentence)
+    ratio = evidence.update_ratio
+    if ratio is None:
+        return None
+    return Diagnosis("wrong_learning_rate", f"updates are {ratio:.4g} times what they should be: the learning rate")
+
+
+def _apart(evidence: Evidence) -> Diagnosis | None:
+    worst = max(evidence.ours.spread, key=lambda name: evidence.ours.spread[name], default="")
+    return Diagnosis("replicas_apart", f"replicas differ after the update, most in {worst}")
+
+
+# Judged in order; a signature is asked only where one of its quantities disagrees.
+SIGNATURES: tuple[tuple[set[str], Callable[[Evidence], Diagnosis | None]], ...] = (
+    ({"gradient", "parameter"}, _ties),
+    ({"gradient", "loss", "norm"}, _not_finite),
+    ({"gradient"}, _replicas),
+    ({"gradient"}, _whole_scale),
+    ({"gradient"}, _odd_parts),
+    ({"gradient"}, _batch_mistake),
+    ({"gradient"}, _some_tensors),
+    ({"loss"}, _loss),
+    ({"norm"}, _norm),
+    ({"parameter", "replicas"}, _stale),
+    ({"parameter"}, _update_mistake),
+    ({"replicas"}, _apart),
+)
+
+
+def _sample(tensors: Mapping[str, Tensor]) -> Tensor:
+    """Evenly spaced elements of every tensor, fp64."""
+    pieces = []
+    for tensor in tensors.values():
+        flat = tensor.reshape(-1).to(torch.float64)
+        pieces.append(flat[:: max(1, -(-flat.numel() // ELEMENTS))])
+    return torch.cat(pieces)
+
+
+def _rounded(values: Mapping[tuple[int, int], float]) -> dict[tuple[int, int], float]:
+    return {key: round(value, 3) for key, value in values.items()}
