@@ -151,7 +151,7 @@ class _WorkerJob:
 
 def _serve(pipe: Connection, job: _WorkerJob) -> None:
     """A rank's life: build the step, then run as many steps as the pipe asks for, until it says None or closes."""
-    _redirect_output(Path(job.scratch) / f"rank{job.rank}.log")
+    redirect_output(Path(job.scratch) / f"rank{job.rank}.log")
     try:
         step = _build(job)
         pipe.send(("ready", None))
@@ -290,7 +290,7 @@ def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Summary:
     return summarize([b / a for a, b in zip(ours, theirs, strict=True)])
 
 
-def _redirect_output(path: Path) -> None:
+def redirect_output(path: Path) -> None:
     """Everything a worker or its libraries print goes to its log; the table stays readable."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(descriptor, 1)

@@ -18,7 +18,6 @@ from shardwise.families.build import build_model
 from shardwise.families.discovery import discover
 from shardwise.layout import Layout
 from shardwise.parallel.apply import parallelize
-from shardwise.parallel.model import ParallelModel
 from shardwise.plan import resolve
 from shardwise.precision import LossScaler
 from shardwise.training.init import initialize
@@ -52,27 +51,30 @@ def shardwise(workload: Workload, directory: Path, rank: int, world: int) -> Ste
             },
         }
     )
-    step, _ = stepper(job, torch.device("cpu"), token_ids(workload, rank))
-    return step
+    trainable, ids = Trainable(job, torch.device("cpu")), token_ids(workload, rank)
+    return lambda: trainable.step(ids)
 
 
-def stepper(job: Job, device: torch.device, ids: Tensor) -> tuple[Callable[[], Tensor], ParallelModel]:
-    """A function that runs one `train_step` of `job` on the token ids [B, S] and returns the loss of all ranks."""
-    facts = discover(build_model(job), job)
-    plan = resolve(job, current_world(device), facts)
-    layout = Layout.from_plan(plan, dist.get_rank())
-    model = parallelize(build_model(job), plan, layout, facts, device)
-    initialize(model, job.training.seed)
-    optimizer = ShardedOptimizer(model.tensor_map, job.optimizer)
-    scaler = LossScaler.of(plan.dtypes.compute, job.precision.loss_scale)
-    program: Any = make_program(model)
-    batch = causal_batch(ids, layout.data_rank)
-    counter = iter(range(10**9))
+class Trainable:
+    """`train_step` of a job on token ids that the caller brings."""
 
-    def step() -> Tensor:
-        return torch.tensor(train_step(model, program, [batch], optimizer, scaler, next(counter)).loss)
+    def __init__(self, job: Job, device: torch.device) -> None:
+        facts = discover(build_model(job), job)
+        plan = resolve(job, current_world(device), facts)
+        self.layout = Layout.from_plan(plan, dist.get_rank())
+        self.model = parallelize(build_model(job), plan, self.layout, facts, device)
+        initialize(self.model, job.training.seed)
+        self.optimizer = ShardedOptimizer(self.model.tensor_map, job.optimizer)
+        self.scaler = LossScaler.of(plan.dtypes.compute, job.precision.loss_scale)
+        self.program: Any = make_program(self.model)
+        self.steps = 0
 
-    return step, model
+    def step(self, ids: Tensor) -> Tensor:
+        """One step on this rank's ids [B, S]; the loss of all ranks."""
+        batch = causal_batch(ids, self.layout.data_rank)
+        result = train_step(self.model, self.program, [batch], self.optimizer, self.scaler, self.steps)
+        self.steps += 1
+        return torch.tensor(result.loss)
 
 
 def causal_batch(ids: Tensor, data_rank: int) -> Batch:
@@ -81,3 +83,32 @@ def causal_batch(ids: Tensor, data_rank: int) -> Batch:
     labels[:, :-1] = ids[:, 1:]
     rows = torch.arange(len(ids), device=ids.device) + data_rank * len(ids)
     return Batch(inputs={"input_ids": ids}, labels=labels, rows=rows)
+
+
+def gpu_stepper(
+    config: Any, device: torch.device, compiled: bool, numbers: tuple[float, float, float]
+) -> Callable[[Tensor], Tensor]:
+    """`step(ids)` of the GPU benchmark: one rank, bf16 compute, the weights that `benchmarks.gpu_models.build` draws."""
+    from benchmarks.gpu_models import build
+
+    learning_rate, weight_decay, clip_norm = numbers
+    job = Job.model_validate(
+        {
+            "model": {"config": config.to_dict(), "attention": "sdpa", "compile": compiled},
+            "parallel": {"device": device.type, "workers": 1},
+            "precision": {"compute": "bf16"},
+            "data": {"sequence_length": config.max_position_embeddings},
+            "training": {"sequences_per_step": 1},
+            "optimizer": {
+                "learning_rate": learning_rate,
+                "weight_decay": weight_decay,
+                "clip_norm": clip_norm,
+                "schedule": "constant",
+            },
+        }
+    )
+    trainer = Trainable(job, device)
+    with torch.no_grad():
+        for name, value in build(config, device).named_parameters():
+            trainer.model.tensor_map[name].store(value)
+    return trainer.step

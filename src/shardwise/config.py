@@ -23,192 +23,220 @@ DataFormat = Literal["auto", "stdlib", "text", "jsonl", "parquet", "dataset", "t
 class Section(BaseModel):
     """A part of the Job: immutable, unknown keys refused."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
 
 class ModelSection(Section):
     """Which model is trained, and how its forward is executed."""
 
-    path: str | None = Field(None, description="Local Hugging Face model directory; its weights are the starting point.")
+    path: str | None = Field(
+        default=None, description="Local Hugging Face model directory; its weights are the starting point."
+    )
     config: str | dict[str, Any] | None = Field(
-        None,
+        default=None,
         description="Hugging Face config: a config.json, a directory that holds one, or the dict itself (with "
         "`model_type`). Weights are drawn anew.",
     )
     factory: str | None = Field(
-        None, description="`package.module:function` that returns any `nn.Module`; called with `factory_arguments`."
+        default=None,
+        description="`package.module:function` that returns any `nn.Module`; called with `factory_arguments`.",
     )
     factory_arguments: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of `factory`.")
     loss: str | None = Field(
-        None,
+        default=None,
         description="`package.module:function(output, batch) -> (sum, count)` for a module of `factory` that does not "
         "return its own loss.",
     )
-    task: Literal["causal_lm", "masked_lm"] = Field("causal_lm", description="Which head and which loss.")
+    task: Literal["causal_lm", "masked_lm"] = Field(default="causal_lm", description="Which head and which loss.")
     attention: Literal["auto", "sdpa", "eager"] = Field(
-        "auto", description="Attention kernel; `auto` is transformers' own choice for the model (SDPA where it has it)."
+        default="auto",
+        description="Attention kernel; `auto` is transformers' own choice for the model (SDPA where it has it).",
     )
     dropout: Fraction | None = Field(
-        None, description="Sets every dropout probability of a Hugging Face config; unset keeps the config's own."
+        default=None,
+        description="Sets every dropout probability of a Hugging Face config; unset keeps the config's own.",
     )
-    compile: bool = Field(False, description="`torch.compile` for every block.")
-    trust_remote_code: bool = Field(False, description="Allow a model directory to run its own Python code.")
+    compile: bool = Field(default=False, description="`torch.compile` for every block.")
+    trust_remote_code: bool = Field(default=False, description="Allow a model directory to run its own Python code.")
 
 
 class ParallelSection(Section):
     """How ranks are arranged. Names are SMP's where SMP has one."""
 
-    workers: Positive | None = Field(None, description="Local workers to start; unset: all GPUs, or 2 on a CPU.")
-    device: Device = Field("auto", description="Device type of the workers; `auto` takes CUDA where there is any.")
+    workers: Positive | None = Field(
+        default=None, description="Local workers to start; unset: all GPUs, or 2 on a CPU."
+    )
+    device: Device = Field(
+        default="auto", description="Device type of the workers; `auto` takes CUDA where there is any."
+    )
     sharded_data_parallel_degree: Positive | None = Field(
-        None,
+        default=None,
         description="Ranks over which parameters, gradients and optimizer state are sharded; the rest of the data "
         "ranks are replicas (MiCS, arXiv 2205.00119). Unset: all data ranks.",
     )
-    tensor_parallel_degree: Positive = Field(1, description="Ranks that split each layer's tensors.")
-    pipeline_parallel_degree: Positive = Field(1, description="Pipeline stages.")
-    context_parallel_degree: Positive = Field(1, description="Ranks that split the sequence.")
+    tensor_parallel_degree: Positive = Field(default=1, description="Ranks that split each layer's tensors.")
+    pipeline_parallel_degree: Positive = Field(default=1, description="Pipeline stages.")
+    context_parallel_degree: Positive = Field(default=1, description="Ranks that split the sequence.")
     placement_strategy: str = Field(
-        "cluster",
+        default="cluster",
         description="Order of the axes D (data), P (pipeline), T (tensor), right-most varying fastest; `cluster` is "
         "DPT, `spread` is TPD.",
     )
     shard_optimizer_state: bool = Field(
-        False,
+        default=False,
         description="Shard optimizer state and gradients' reduction over the data ranks while parameters stay whole "
         "(ZeRO-1); needs sharded_data_parallel_degree 1 or unset.",
     )
     reshard_after_forward: bool = Field(
-        True, description="Free a block's gathered parameters after its forward and gather them again in backward."
+        default=True,
+        description="Free a block's gathered parameters after its forward and gather them again in backward.",
     )
     prefetch_depth: NonNegative = Field(
-        1, description="Blocks whose parameters are gathered ahead of their use; 0 leaves the order to FSDP2."
+        default=1, description="Blocks whose parameters are gathered ahead of their use; 0 leaves the order to FSDP2."
     )
     ddp_dist_backend: Literal["auto", "gloo", "nccl"] = Field(
-        "auto", description="Collective backend; `auto` is NCCL on CUDA and Gloo on a CPU."
+        default="auto", description="Collective backend; `auto` is NCCL on CUDA and Gloo on a CPU."
     )
-    timeout_seconds: Positive = Field(600, description="After this long a collective is taken as hung and the run ends.")
+    timeout_seconds: Positive = Field(
+        default=600, description="After this long a collective is taken as hung and the run ends."
+    )
 
 
 class MemorySection(Section):
     """What is recomputed or kept elsewhere to save device memory."""
 
     activation_checkpointing: Checkpointing = Field(
-        "none",
+        default="none",
         description="`full`: keep each block's inputs only; `selective`: keep matrix products and attention too, "
         "recompute the rest.",
     )
-    checkpoint_every: Positive = Field(1, description="Checkpoint every n-th block only.")
+    checkpoint_every: Positive = Field(default=1, description="Checkpoint every n-th block only.")
     checkpoint_strategy: str = Field(
-        "each", description="SMP's grouping: `each`, `contiguous` (all blocks as one), or `group_N` (N as one)."
+        default="each", description="SMP's grouping: `each`, `contiguous` (all blocks as one), or `group_N` (N as one)."
     )
     offload_activations: bool = Field(
-        False, description="Keep checkpointed activations in host memory between forward and backward."
+        default=False, description="Keep checkpointed activations in host memory between forward and backward."
     )
     activation_loading_horizon: Positive = Field(
-        4, description="How many checkpoints ahead of backward are loaded back from the host."
+        default=4, description="How many checkpoints ahead of backward are loaded back from the host."
     )
     offload_parameters: bool = Field(
-        False, description="Keep sharded parameters, gradients and optimizer state in host memory."
+        default=False, description="Keep sharded parameters, gradients and optimizer state in host memory."
     )
     loss_chunk_tokens: Positive = Field(
-        1024, description="Rows of [tokens, vocabulary] logits that exist at once in the chunked loss."
+        default=1024, description="Rows of [tokens, vocabulary] logits that exist at once in the chunked loss."
     )
 
 
 class LossScaleSection(Section):
     """Dynamic loss scaling for fp16; names and defaults are SMP's `dynamic_loss_args`, initial scale 2**16."""
 
-    static: float | None = Field(None, gt=0, description="A fixed scale; unset: dynamic.")
-    init_scale: float = Field(2.0**16, gt=0, description="First dynamic scale.")
-    scale_factor: float = Field(2.0, gt=1, description="Factor by which the scale grows and shrinks.")
-    scale_window: Positive = Field(1000, description="Good steps in a row before the scale grows.")
-    min_scale: float = Field(1.0, gt=0, description="The scale never falls below this.")
-    delayed_shift: Positive = Field(1, description="Overflows tolerated before the scale shrinks (hysteresis).")
-    consecutive_hysteresis: bool = Field(False, description="A good step restores the full hysteresis.")
+    static: float | None = Field(default=None, gt=0, description="A fixed scale; unset: dynamic.")
+    init_scale: float = Field(default=2.0**16, gt=0, description="First dynamic scale.")
+    scale_factor: float = Field(default=2.0, gt=1, description="Factor by which the scale grows and shrinks.")
+    scale_window: Positive = Field(default=1000, description="Good steps in a row before the scale grows.")
+    min_scale: float = Field(default=1.0, gt=0, description="The scale never falls below this.")
+    delayed_shift: Positive = Field(default=1, description="Overflows tolerated before the scale shrinks (hysteresis).")
+    consecutive_hysteresis: bool = Field(default=False, description="A good step restores the full hysteresis.")
 
 
 class PrecisionSection(Section):
     """Dtypes. Master weights, reduction and optimizer state are fp32 (fp64 for a fp64 job)."""
 
-    compute: Precision = Field("auto", description="Dtype of forward and backward; `auto`: bf16 on CUDA, fp32 on a CPU.")
+    compute: Precision = Field(
+        default="auto", description="Dtype of forward and backward; `auto`: bf16 on CUDA, fp32 on a CPU."
+    )
     loss_scale: LossScaleSection = Field(default_factory=LossScaleSection, description="Loss scaling of fp16.")
 
 
 class OptimizerSection(Section):
     """The optimizer and its learning-rate schedule."""
 
-    name: str = Field("AdamW", description="Class in `torch.optim`.")
-    learning_rate: float = Field(3e-3, gt=0, description="Peak learning rate.")
-    weight_decay: float = Field(0.1, ge=0, description="Applied to tensors of two or more dims; 0 for the others.")
+    name: str = Field(default="AdamW", description="Class in `torch.optim`.")
+    learning_rate: float = Field(default=3e-3, gt=0, description="Peak learning rate.")
+    weight_decay: float = Field(
+        default=0.1, ge=0, description="Applied to tensors of two or more dims; 0 for the others."
+    )
     options: dict[str, Any] = Field(
         default_factory=dict, description="Further keyword arguments of the class, e.g. `betas: [0.9, 0.95]`."
     )
-    schedule: Literal["constant", "linear", "cosine"] = Field("cosine", description="Shape after warm-up.")
-    warmup_steps: NonNegative = Field(0, description="Steps of linear warm-up.")
-    final_learning_rate_ratio: Fraction = Field(0.1, description="Last learning rate as a share of the peak.")
-    clip_norm: float | None = Field(1.0, gt=0, description="Clip by the global gradient norm; null switches it off.")
+    schedule: Literal["constant", "linear", "cosine"] = Field(default="cosine", description="Shape after warm-up.")
+    warmup_steps: NonNegative = Field(default=0, description="Steps of linear warm-up.")
+    final_learning_rate_ratio: Fraction = Field(default=0.1, description="Last learning rate as a share of the peak.")
+    clip_norm: float | None = Field(
+        default=1.0, gt=0, description="Clip by the global gradient norm; null switches it off."
+    )
 
 
 class TrainingSection(Section):
     """How many steps of what size."""
 
-    steps: Positive = Field(100, description="Optimizer steps.")
-    tokens_per_step: Positive | None = Field(None, description="Global tokens a step; or give `sequences_per_step`.")
-    sequences_per_step: Positive | None = Field(None, description="Global sequences (samples) a step.")
-    microbatch_size: Positive | None = Field(None, description="Sequences in one forward of one rank; derived if unset.")
-    gradient_accumulation: Positive | None = Field(None, description="Microbatches a step; derived if unset.")
-    seed: NonNegative = Field(0, description="Seed of weights, sample order and dropout.")
-    evaluate_every: NonNegative = Field(0, description="Steps between evaluations; 0: at the end only.")
-    evaluate_batches: Positive = Field(8, description="Global batches of one evaluation.")
-    deterministic: bool = Field(False, description="`torch.use_deterministic_algorithms`.")
+    steps: Positive = Field(default=100, description="Optimizer steps.")
+    tokens_per_step: Positive | None = Field(
+        default=None, description="Global tokens a step; or give `sequences_per_step`."
+    )
+    sequences_per_step: Positive | None = Field(default=None, description="Global sequences (samples) a step.")
+    microbatch_size: Positive | None = Field(
+        default=None, description="Sequences in one forward of one rank; derived if unset."
+    )
+    gradient_accumulation: Positive | None = Field(default=None, description="Microbatches a step; derived if unset.")
+    seed: NonNegative = Field(default=0, description="Seed of weights, sample order and dropout.")
+    evaluate_every: NonNegative = Field(default=0, description="Steps between evaluations; 0: at the end only.")
+    evaluate_batches: Positive = Field(default=8, description="Global batches of one evaluation.")
+    deterministic: bool = Field(default=False, description="`torch.use_deterministic_algorithms`.")
 
 
 class DataSection(Section):
     """What the model is trained on."""
 
-    path: str | None = Field(None, description="File, directory or glob. Unset with `format: auto`: `stdlib`.")
+    path: str | None = Field(default=None, description="File, directory or glob. Unset with `format: auto`: `stdlib`.")
     format: DataFormat = Field(
-        "auto",
+        default="auto",
         description="`stdlib`: the Python standard library's sources; `text`, `jsonl`, `parquet`; `dataset`: a local "
         "directory of `datasets.save_to_disk`; `tokens`: rows with an `input_ids` list (jsonl, parquet or a saved "
         "dataset); `factory`: a map-style dataset of your own.",
     )
     factory: str | None = Field(
-        None, description="`package.module:function` returning a map-style dataset of dicts of equally shaped tensors."
+        default=None,
+        description="`package.module:function` returning a map-style dataset of dicts of equally shaped tensors.",
     )
     factory_arguments: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of `factory`.")
-    field: str = Field("text", description="Column that holds the text.")
+    field: str = Field(default="text", description="Column that holds the text.")
     tokenizer: str | None = Field(
-        None, description="Directory of a tokenizer; unset: the model directory's, or a byte-level BPE trained here."
+        default=None,
+        description="Directory of a tokenizer; unset: the model directory's, or a byte-level BPE trained here.",
     )
-    vocabulary_size: Positive = Field(4096, description="Vocabulary of a tokenizer trained here.")
-    sequence_length: Positive = Field(256, description="Tokens in one sequence.")
-    isolate_documents: bool = Field(False, description="No attention across the documents packed into one sequence.")
-    validation_fraction: float = Field(0.05, gt=0, lt=1, description="Share of sequences kept for validation.")
-    mask_probability: float = Field(0.15, gt=0, lt=1, description="Share of tokens masked for `masked_lm`.")
-    max_documents: Positive | None = Field(None, description="Read only the first so many documents.")
+    vocabulary_size: Positive = Field(default=4096, description="Vocabulary of a tokenizer trained here.")
+    sequence_length: Positive = Field(default=256, description="Tokens in one sequence.")
+    isolate_documents: bool = Field(
+        default=False, description="No attention across the documents packed into one sequence."
+    )
+    validation_fraction: float = Field(default=0.05, gt=0, lt=1, description="Share of sequences kept for validation.")
+    mask_probability: float = Field(default=0.15, gt=0, lt=1, description="Share of tokens masked for `masked_lm`.")
+    max_documents: Positive | None = Field(default=None, description="Read only the first so many documents.")
     cache_directory: str | None = Field(
-        None, description="Where tokenizers and tokens are cached; unset: `$XDG_CACHE_HOME/shardwise`."
+        default=None, description="Where tokenizers and tokens are cached; unset: `$XDG_CACHE_HOME/shardwise`."
     )
 
 
 class ObserveSection(Section):
     """What is shown and recorded."""
 
-    log_every: Positive = Field(1, description="Steps between lines of a display that is not a terminal.")
-    tensorboard: bool = Field(True, description="Write TensorBoard event files.")
-    wandb: str | None = Field(None, description="Weights & Biases project; needs the extra `wandb`.")
-    mlflow: str | None = Field(None, description="MLflow experiment; needs the extra `mlflow`.")
+    log_every: Positive = Field(default=1, description="Steps between lines of a display that is not a terminal.")
+    tensorboard: bool = Field(default=True, description="Write TensorBoard event files.")
+    wandb: str | None = Field(default=None, description="Weights & Biases project; needs the extra `wandb`.")
+    mlflow: str | None = Field(default=None, description="MLflow experiment; needs the extra `mlflow`.")
     profile: list[NonNegative] | None = Field(
-        None, description="Steps whose torch profiler trace is written, e.g. `[10, 12]`: first and last."
+        default=None, description="Steps whose torch profiler trace is written, e.g. `[10, 12]`: first and last."
     )
     peak_tflops: float | None = Field(
-        None, gt=0, description="Peak TFLOP/s of one device for MFU; unset: from a table of accelerators."
+        default=None, gt=0, description="Peak TFLOP/s of one device for MFU; unset: from a table of accelerators."
     )
-    sample: bool = Field(True, description="Generate a text sample at the end.")
-    sample_prompt: str | None = Field(None, description="Prompt of the sample; unset: the start of a validation text.")
-    sample_tokens: Positive = Field(64, description="Tokens generated.")
+    sample: bool = Field(default=True, description="Generate a text sample at the end.")
+    sample_prompt: str | None = Field(
+        default=None, description="Prompt of the sample; unset: the start of a validation text."
+    )
+    sample_tokens: Positive = Field(default=64, description="Tokens generated.")
 
 
 class Job(Section):
@@ -222,4 +250,4 @@ class Job(Section):
     optimizer: OptimizerSection = Field(default_factory=OptimizerSection, description="Optimizer and schedule.")
     data: DataSection = Field(default_factory=DataSection, description="The corpus.")
     observe: ObserveSection = Field(default_factory=ObserveSection, description="Display and records.")
-    output: str = Field("shardwise-run", description="Directory of everything a run writes.")
+    output: str = Field(default="shardwise-run", description="Directory of everything a run writes.")

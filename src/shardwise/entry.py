@@ -12,10 +12,11 @@ from contextlib import nullcontext
 import torch
 
 from shardwise.config import Job
+from shardwise.families.facts import ModelFacts
 from shardwise.launch.environment import RankEnvironment, detect
 from shardwise.launch.local import run_local
 from shardwise.launch.session import session
-from shardwise.plan import Plan, World, resolve
+from shardwise.plan import Plan, World, precheck, resolve
 from shardwise.training.output import check_output, claim_output
 from shardwise.training.setup import prepare_data, study
 from shardwise.training.trainer import TrainingResult, train_rank
@@ -27,7 +28,7 @@ Say = Callable[[str], None]
 
 def plan_job(job: Job) -> Plan:
     """The Plan of `job` on this machine, or in the world that a launcher has made. Reads no corpus."""
-    return resolve(job, _world(job, detect()), study(job))
+    return _plan(job, detect())[0]
 
 
 def train(job: Job, notes: Iterable[str] = (), say: Say = print) -> TrainingResult:
@@ -42,14 +43,20 @@ def train(job: Job, notes: Iterable[str] = (), say: Say = print) -> TrainingResu
         check_output(job)
         for note in notes:
             say(f"note: {note}")
-    facts = study(job)
-    plan = resolve(job, _world(job, place), facts)
+    plan, facts = _plan(job, place)
     prepare_data(job, facts, say if speaks else lambda text: None)
     if place is not None:
         with claim_output(job) if place.rank == 0 else nullcontext():
             return _worker(job, plan.backend)
     with claim_output(job):
         return run_local(_worker, (job, plan.backend), plan.world.size, device_type=plan.world.device_type)[0]
+
+
+def _plan(job: Job, place: RankEnvironment | None) -> tuple[Plan, ModelFacts]:
+    world = _world(job, place)
+    precheck(job, world)  # what can be refused without looking at the model
+    facts = study(job)
+    return resolve(job, world, facts), facts
 
 
 def _worker(job: Job, backend: str) -> TrainingResult:

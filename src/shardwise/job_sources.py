@@ -182,7 +182,7 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+.012
 def parse_yaml(text: str, what: str) -> Any:
     """The value of YAML (so also JSON) text; `what` names it in the error."""
     try:
-        return yaml.load(text, Loader=_Loader)
+        return _Loader(text).get_single_data()
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""

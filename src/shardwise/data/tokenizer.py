@@ -68,7 +68,10 @@ def find_tokenizer(
     if corpus.format == "tokens":
         return None
     if model is not None:
-        say(f"model.path={model} holds no tokenizer: a byte-level BPE is trained on the corpus")
+        raise DataError(
+            f"model.path={model} holds no tokenizer, and its weights mean nothing under a new one; set data.tokenizer "
+            "to the directory of the tokenizer that the model was trained with"
+        )
     return _trained(job, corpus, model_vocabulary, say)
 
 

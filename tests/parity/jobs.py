@@ -1,0 +1,156 @@
+"""Tiny jobs for the parity tests: 26 wide, 13 rows somewhere, 97 tokens, sequences of 16."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.config import Job
+from shardwise.testing.comparison import Report
+from shardwise.verify import verify_rank
+
+LENGTH = 16
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt2": {"model_type": "gpt2", "n_embd": 26, "n_head": 2, "n_layer": 3, "n_inner": 13, "n_positions": LENGTH},
+    "gpt_neox": {
+        "model_type": "gpt_neox", "hidden_size": 26, "num_attention_heads": 1, "num_hidden_layers": 2,
+        "intermediate_size": 13, "max_position_embeddings": LENGTH, "rope_parameters": {"rope_type": "default",
+        "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
+    },
+    "llama": {
+        "model_type": "llama", "hidden_size": 26, "num_attention_heads": 1, "num_key_value_heads": 1,
+        "num_hidden_layers": 2, "intermediate_size": 13, "max_position_embeddings": LENGTH,
+    },
+    "bert": {
+        "model_type": "bert", "hidden_size": 26, "num_attention_heads": 2, "num_hidden_layers": 3,
+        "intermediate_size": 13, "max_position_embeddings": LENGTH,
+    },
+}  # fmt: skip
+VOCABULARY = 97
+DROPOUT_FIELDS = {
+    "gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
+    "gpt_neox": ("hidden_dropout", "attention_dropout"),
+    "llama": (),
+    "bert": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
+}
+
+
+def write_tokens(directory: Path) -> str:
+    """A corpus of token documents of many lengths; returns its path."""
+    path = directory / "tokens.jsonl"
+    draw = random.Random(1)
+    with path.open("w") as file:
+        for _ in range(120):
+            ids = [draw.randrange(VOCABULARY) for _ in range(draw.randrange(3, 40))]
+            file.write(json.dumps({"input_ids": ids}) + "\n")
+    return str(path)
+
+
+def write_text(directory: Path) -> str:
+    """A corpus of text, for masked language models, which need a tokenizer's mask token."""
+    path = directory / "text.txt"
+    draw = random.Random(2)
+    path.write_text("\n".join("".join(chr(draw.randrange(97, 123)) for _ in range(60)) for _ in range(80)))
+    return str(path)
+
+
+def make_job(
+    directory: str | Path, family: str = "gpt2", *, tied: bool = True, dropout: float = 0.0, attention: str = "eager",
+    layers: int | None = None, **sections: dict[str, Any],
+) -> Job:
+    """A tiny job; `sections` add to those of the Job. The corpora are in `directory`."""
+    config = dict(MODELS[family], tie_word_embeddings=tied)
+    if layers is not None:
+        config["n_layer" if family == "gpt2" else "num_hidden_layers"] = layers
+    config |= dict.fromkeys(DROPOUT_FIELDS[family], dropout)
+    masked = family == "bert"
+    data: dict[str, Any] = {"sequence_length": LENGTH, "cache_directory": str(Path(directory) / "cache")}
+    if masked:
+        data |= {"path": str(Path(directory) / "text.txt"), "vocabulary_size": 262, "format": "text"}
+    else:
+        config["vocab_size"] = VOCABULARY
+        data |= {"path": str(Path(directory) / "tokens.jsonl"), "format": "tokens"}
+    base: dict[str, dict[str, Any]] = {
+        "model": {"config": config, "task": "masked_lm" if masked else "causal_lm", "attention": attention},
+        "parallel": {"device": "cpu"},
+        "precision": {"compute": "fp64"},
+        "training": {"steps": 4, "sequences_per_step": 8},
+        "data": data,
+    }
+    for name, values in sections.items():
+        base[name] = {**base.get(name, {}), **values}
+    return Job.model_validate(base)
+
+
+def verify_one(job: Job, steps: int = 3) -> Report | None:
+    """Run on every rank of a world."""
+    return verify_rank(job, torch.device("cpu"), steps)
+
+
+# --- a user's own module ---------------------------------------------------------------------------------------------
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.up, self.down, self.dropout = nn.Linear(width, inner), nn.Linear(inner, width), nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.down(torch.tanh(self.up(x))))
+
+
+class Regression(nn.Module):
+    """Blocks, a buffer, functional dropout, and a weight used twice."""
+
+    def __init__(self, width: int = 6, inner: int = 13, depth: int = 3) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Layer(width, inner) for _ in range(depth))
+        self.first, self.last = nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False)
+        self.last.weight = self.first.weight
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.dropout(self.first(x) * self.scale, 0.1, self.training)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def squared_error(output: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
+    """(sum over the counted samples, how many)."""
+    each = (output - batch.labels).square().mean(-1)
+    return (each * batch.counted).sum(), batch.counted.sum()
+
+
+class Points:
+    """A map-style data set."""
+
+    def __init__(self, size: int = 64, width: int = 6) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self.x = torch.randn(size, width, generator=generator, dtype=torch.float64)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"x": self.x[index], "labels": self.x[index].roll(1)}
+
+
+def make_module_job(directory: str | Path, **sections: dict[str, Any]) -> Job:
+    """A job of the user's own module and data."""
+    here = "tests.parity.jobs"
+    base: dict[str, dict[str, Any]] = {
+        "model": {"factory": f"{here}:Regression", "loss": f"{here}:squared_error"},
+        "parallel": {"device": "cpu"},
+        "precision": {"compute": "fp64"},
+        "training": {"steps": 4, "sequences_per_step": 8},
+        "data": {"factory": f"{here}:Points", "cache_directory": str(Path(directory) / "cache")},
+    }
+    for name, values in sections.items():
+        base[name] = {**base.get(name, {}), **values}
+    return Job.model_validate(base)
