@@ -1,13 +1,13 @@
 """One model at one sequence length on one device: the micro-batch ladder, then interleaved rounds.
 
-Runs in a process of its own, so that one case that fails leaves the others alone; everything measured is sent to the parent
-at once. Contenders do not fit into the device together: each is built anew for each of its turns and freed after it.
+Runs in a process of its own, so that one case that fails leaves the others alone; everything measured is sent to the
+parent at once. Contenders do not fit into the device together: each is built anew for each of its turns and freed
+after it.
 """
 
 from __future__ import annotations
 
 import gc
-import os
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -55,7 +55,6 @@ def run_case(case: Case, send: Send) -> None:
     """Measure `case` and send ("flops_per_token", x), ("limit", FLOP/s), ("ladder" | "turn" | "failed", {...})."""
     from shardwise.launch.session import session
 
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     with session(case.device, "nccl" if case.device == "cuda" else "gloo") as device:
         config = model_config(case.family, case.size, case.sequence)
         with torch.device("meta"):

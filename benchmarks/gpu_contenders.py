@@ -1,8 +1,8 @@
 """Who takes part in `training_gpu`: shardwise and bare PyTorch, each eager and compiled.
 
-All train in bf16 with fp32 master weights and clip by the global norm. A builder gets (config, device, blocks) and returns
-`step(ids) -> loss`. `torch` keeps the model in bf16 and updates fp32 copies of its parameters, which is the arithmetic of
-shardwise and the fastest that bare PyTorch does with it; `autocast` is what most scripts do.
+All train in bf16 with fp32 master weights and clip by the global norm. A builder gets (config, device, compile mode)
+and returns `step(ids) -> loss`. `torch` keeps the model in bf16 and updates fp32 copies of its parameters, which is the
+arithmetic of shardwise and the least work that bare PyTorch does it with; `autocast` is what most scripts do.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def bare(config: Any, device: torch.device, compiled: str | None) -> IdStep:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         with torch.no_grad():
-            torch._foreach_copy_(parameters, masters)
+            torch._foreach_copy_([*parameters], masters)
         return loss.detach()
 
     return step

@@ -71,7 +71,7 @@ class WorkerGroup:
             ours, theirs = context.Pipe()
             job = _WorkerJob(contender.build, arguments, rank, ranks, threads, self.scratch.name)
             process = context.Process(target=_serve, args=(theirs, job), daemon=True)
-            with _environment(OMP_NUM_THREADS=str(threads)):
+            with environment(OMP_NUM_THREADS=str(threads)):
                 process.start()
             theirs.close()
             self.pipes.append(ours)
@@ -298,7 +298,7 @@ def redirect_output(path: Path) -> None:
 
 
 @contextmanager
-def _environment(**values: str) -> Iterator[None]:
+def environment(**values: str) -> Iterator[None]:
     before = {key: os.environ.get(key) for key in values}
     os.environ.update(values)
     try:

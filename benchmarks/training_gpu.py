@@ -2,9 +2,9 @@
 
     python -m benchmarks.training_gpu --sizes 0.5B 1B 3B --sequences 2048 8192 --json result.json
 
-Each contender trains with the largest micro-batch of a ladder that fits it. Printed: tokens/s, model TFLOP/s (6P + 12Lsh),
-their share of a bf16 matrix product of 8192^3 measured in the same process (MFU), and peak memory. A configuration that
-fails is reported and does not end the run; without a GPU the exit code is 2.
+Each contender trains with the largest micro-batch of a ladder that fits it. Printed: tokens/s, model TFLOP/s
+(6P + 12Lsh), their share of a bf16 matrix product of 8192^3 measured in the same process (MFU), and peak memory. A
+configuration that fails is reported and does not end the run; without a GPU the exit code is 2.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rich.table import Table
 from benchmarks.gpu_case import Case, run_case
 from benchmarks.gpu_contenders import BUILDERS
 from benchmarks.gpu_models import FAMILIES, SIZES
-from benchmarks.harness import paired_ratio, redirect_output, summarize
+from benchmarks.harness import environment, paired_ratio, redirect_output, summarize
 from benchmarks.record import header, write_json
 
 FIRST_LOSS_TOLERANCE = 0.05  # bf16 forward of the same weights and ids through different kernels
@@ -123,7 +123,8 @@ def _run_child(case: Case, log: Path, deadline: float, messages: list[tuple[str,
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_child, args=(case, theirs, str(log)), daemon=True)
-    process.start()
+    with environment(PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True"):  # little fragmentation up the ladder
+        process.start()
     theirs.close()
     try:
         while True:
@@ -217,7 +218,7 @@ def render(result: dict[str, Any]) -> Table:
     """The table of one case."""
     limit = result["limit_flops_per_second"]
     side = result["case"]["product"]
-    peak = f"bf16 product of {side}^3: {limit / 1e12:.1f} TFLOP/s." if limit else "No peak measured."
+    peak = f"bf16 product of {side}^3: {limit / 1e12:.3g} TFLOP/s." if limit else "No peak measured."
     table = Table(title=result["name"], caption=f"{peak} {result['ended']}".strip())
     for column in ("contender", "micro-batch", "tokens/s", "TFLOP/s", "MFU", "peak GiB", "shardwise ÷ it"):
         table.add_column(column, justify="left" if column == "contender" else "right")

@@ -88,7 +88,7 @@ def causal_batch(ids: Tensor, data_rank: int) -> Batch:
 def gpu_stepper(
     config: Any, device: torch.device, compiled: bool, numbers: tuple[float, float, float]
 ) -> Callable[[Tensor], Tensor]:
-    """`step(ids)` of the GPU benchmark: one rank, bf16 compute, the weights that `benchmarks.gpu_models.build` draws."""
+    """`step(ids)` of the GPU benchmark: one rank, bf16 compute, weights as `benchmarks.gpu_models.build` draws them."""
     from benchmarks.gpu_models import build
 
     learning_rate, weight_decay, clip_norm = numbers

@@ -106,9 +106,7 @@ def _against_oracle(job: Job, device: torch.device, steps: int) -> Report | None
     return _compare(run, steps, lambda: OracleReference(run.plan, _oracle(run, weights), report), report)
 
 
-def _against_recording(
-    job: Job, device: torch.device, directory: str, steps: int, notes: list[str]
-) -> Report | None:
+def _against_recording(job: Job, device: torch.device, directory: str, steps: int, notes: list[str]) -> Report | None:
     facts = study(job)
     run = _assemble(job, device, facts)
     report = Report(_title(run, "another layout"), notes=[*notes, *_notes(run.plan, facts)])
@@ -148,7 +146,9 @@ def _oracle(run: Run, weights: dict[str, Tensor]) -> Oracle:
 
 def _title(run: Run, reference: str) -> str:
     degrees = " x ".join(f"{name} {size}" for name, size in run.plan.degrees.items() if size > 1) or "one rank"
-    return f"{run.facts.family}, {run.facts.parameters:,} parameters, {run.plan.dtypes.compute}: {degrees} | {reference}"
+    return (
+        f"{run.facts.family}, {run.facts.parameters:,} parameters, {run.plan.dtypes.compute}: {degrees} | {reference}"
+    )
 
 
 def _notes(plan: Plan, facts: ModelFacts) -> list[str]:
@@ -205,11 +205,18 @@ def cut_depth(job: Job, blocks: int) -> Job:
     if blocks > depth:
         raise ConfigError(f"--blocks {blocks} is more than the model's {depth}; use at most {depth}")
     values = {key: _cut(value, depth, blocks) for key, value in config.to_diff_dict().items()}
-    values |= {"model_type": config.model_type, config.attribute_map.get("num_hidden_layers", "num_hidden_layers"): blocks}
+    values |= {
+        "model_type": config.model_type,
+        config.attribute_map.get("num_hidden_layers", "num_hidden_layers"): blocks,
+    }
     for key in ("transformers_version", "architectures", "dtype"):
         values.pop(key, None)
     tokenizer = job.data.tokenizer
-    if tokenizer is None and job.model.path and any((Path(job.model.path) / name).is_file() for name in VOCABULARY_FILES):
+    if (
+        tokenizer is None
+        and job.model.path
+        and any((Path(job.model.path) / name).is_file() for name in VOCABULARY_FILES)
+    ):
         tokenizer = job.model.path
     model = job.model.model_copy(update={"path": None, "config": values})
     return job.model_copy(update={"model": model, "data": job.data.model_copy(update={"tokenizer": tokenizer})})

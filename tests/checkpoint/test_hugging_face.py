@@ -274,6 +274,16 @@ def test_tokenizer_is_copied_without_weights(tmp_path: Path, saved: tuple[Path, 
     assert not (path / "training_state.json").exists()
 
 
+def test_a_models_own_code_is_copied(tmp_path: Path) -> None:
+    model = _model("llama")
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "modeling_mine.py").write_text("x = 1\n")
+    model.config.name_or_path = str(tmp_path / "source")
+    assert not (_write(tmp_path / "plain", model) / "modeling_mine.py").exists()
+    model.config.auto_map = {"AutoModelForCausalLM": "modeling_mine.Mine"}
+    assert (_write(tmp_path / "own", model) / "modeling_mine.py").read_text() == "x = 1\n"
+
+
 def test_views_and_transposed_tensors(tmp_path: Path) -> None:
     base = torch.arange(24.0).reshape(4, 6)
     with HuggingFaceWriter(tmp_path / "out", _model("gpt2").config) as writer:

@@ -100,6 +100,10 @@ def test_dropout_is_refused_where_there_is_none() -> None:
     assert build_model(Job.model_validate(job)) is not None
 
 
+def test_layers_dropped_at_random_are_refused() -> None:
+    assert "layerdrop=0.1 in the config of 'opt'" in _message(toys.job("opt", config={"layerdrop": 0.1}))
+
+
 def test_attention_kernel() -> None:
     assert build_model(toys.job("llama", attention="eager")).config._attn_implementation == "eager"
     assert build_model(toys.job("llama", attention="sdpa")).config._attn_implementation == "sdpa"

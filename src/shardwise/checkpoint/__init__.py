@@ -1,0 +1,1 @@
+"""Weights on disk: Hugging Face directories read by slices and written tensor by tensor."""

@@ -5,7 +5,9 @@ Every rank takes part in gathering a tensor, rank 0 streams it to disk; the whol
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -14,17 +16,30 @@ from shardwise.parallel.model import ParallelModel
 
 
 def export_hugging_face(model: ParallelModel, path: Path, tokenizer_directory: str | None) -> None:
-    """Write `path` so that `from_pretrained` opens it. Collective; ties are stored once, under their first name.
+    """Write `path` so that `from_pretrained` opens it; a user's own module as safetensors alone. Collective.
+
+    Ties are stored once, under their first name.
 
     Raises:
-        OutputError: rank 0 cannot write.
+        OutputError: rank 0 cannot write; nothing is left behind.
     """
-    config = getattr(model.module, "config", None)
-    writer = HuggingFaceWriter(path, config, tokenizer_directory) if dist.get_rank() == 0 else None
-    for entry in model.tensor_map:
-        whole = entry.whole()
+    with _writer(model, path, tokenizer_directory) as writer:
+        for entry in model.tensor_map:
+            whole = entry.whole()
+            if writer is not None:
+                writer.add(entry.name, whole.cpu())
         if writer is not None:
-            writer.add(entry.name, whole.cpu())
-    if writer is not None:
-        writer.finish()
+            writer.finish()
     dist.barrier()
+
+
+def _writer(
+    model: ParallelModel, path: Path, tokenizer_directory: str | None
+) -> AbstractContextManager[HuggingFaceWriter | None]:
+    """The writer on rank 0, None elsewhere."""
+    if dist.get_rank() != 0:
+        return nullcontext()
+    module: Any = model.module
+    config = module.config if model.facts.is_hugging_face else None
+    generation = getattr(module, "generation_config", None)
+    return HuggingFaceWriter(path, config, tokenizer_directory, generation_config=generation)

@@ -202,13 +202,14 @@ class HuggingFaceWriter:
     """Writes a model directory that `from_pretrained` opens; a context manager that leaves nothing when it fails.
 
     `ties` are groups of names of one parameter: the first name that is added is stored, the others are skipped.
-    An existing directory is replaced only with `overwrite`.
+    An existing directory is replaced only with `overwrite`. A user's own module has no config; its weights are written
+    alone.
     """
 
     def __init__(
         self,
         path: str | Path,
-        config: PreTrainedConfig,
+        config: PreTrainedConfig | None,
         tokenizer_directory: str | Path | None = None,
         *,
         generation_config: GenerationConfig | None = None,
@@ -246,7 +247,7 @@ class HuggingFaceWriter:
         self._pending_bytes += size
         self._total_bytes += size
         self._file_of[name] = self._shards
-        if tensor.is_floating_point() and not self._has_dtype:
+        if self.config is not None and tensor.is_floating_point() and not self._has_dtype:
             self.config.dtype, self._has_dtype = tensor.dtype, True
 
     def finish(self) -> Path:
@@ -301,6 +302,8 @@ class HuggingFaceWriter:
             (self._temporary / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
     def _write_configs(self) -> None:
+        if self.config is None:
+            return
         if getattr(self.config, "use_cache", True) is False:
             self.config.use_cache = True  # off while training; whoever opens the model generates with it
         self.config.save_pretrained(self._temporary)

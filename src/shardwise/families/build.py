@@ -74,6 +74,7 @@ def load_config(job: Job) -> PreTrainedConfig:
     dropout = section.dropout
     if dropout is not None:
         _guarded(f"model.dropout={dropout}", lambda: _set_dropout(config, dropout))
+    _check_layer_drop(config)
     if section.task == "causal_lm" and type(config) in MODEL_FOR_MASKED_LM_MAPPING and hasattr(config, "is_decoder"):
         config.is_decoder = True  # an encoder such as BERT would see the labels: its attention is not causal otherwise
     return config
@@ -196,6 +197,15 @@ def _assign_dropout(config: PreTrainedConfig, probability: float) -> list[str]:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _check_layer_drop(config: PreTrainedConfig) -> None:
+    for name, value in vars(config).items():
+        if name.endswith("layerdrop") and _is_number(value) and value > 0:
+            raise ModelError(
+                f"{name}={value} in the config of {config.model_type!r} skips layers at random, and each rank would "
+                "skip others; set it to 0"
+            )
 
 
 def _build_hugging_face(job: Job, config: PreTrainedConfig) -> PreTrainedModel:

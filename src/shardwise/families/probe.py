@@ -168,6 +168,8 @@ class _FunctionWatch(TorchFunctionMode):
             self.matrix_parameters |= {self.names[id(x)] for x in tree_leaves([args, kwargs]) if id(x) in self.names}
         if self.logits and getattr(func, "__name__", "") not in LOOKS:
             self.logits_used |= any(leaf is self.logits[-1] for leaf in tree_leaves([args, kwargs]))
+        if func is torch.rand and args in (([],), ((),), ()) and not kwargs.get("size"):
+            return torch.tensor(0.5)  # OPT and its kind throw one die a layer, also where no layer is ever dropped
         return func(*args, **kwargs)
 
     def _see_dropout(self, tensor: Tensor, probability: float, training: bool) -> None:

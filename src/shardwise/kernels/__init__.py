@@ -1,0 +1,1 @@
+"""Numerical pieces that replace a model's own: the chunked loss and layout-independent dropout."""

@@ -1,0 +1,1 @@
+"""Processes and process groups: local workers, torchrun, Slurm and Open MPI."""

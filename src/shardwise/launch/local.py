@@ -124,6 +124,8 @@ def _work(call: tuple[Path, Callable[..., Any], tuple]) -> Any:
             time.sleep(2 * SHUTDOWN_SECONDS)  # a peer died: let the launcher see that one and end us
         # Not raised again: torch would leave its traceback behind as a pickle in the temporary directory.
         raise SystemExit(1) from None
+    except KeyboardInterrupt:  # torch would end this process as if all were well, and wait for its result for ever
+        raise SystemExit(128 + signal.SIGINT) from None
 
 
 # ---- rendezvous

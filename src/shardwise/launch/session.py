@@ -82,8 +82,9 @@ def _keep_on_host(place: RankEnvironment) -> list[str]:
 def _join(place: RankEnvironment, device: torch.device, backend: str, timeout: timedelta) -> None:
     options: dict[str, Any] = {"timeout": timeout}
     if device.type == "cuda" and backend == "nccl":
-        backend = "cpu:gloo,cuda:nccl"  # offloaded parameters and counters live on the CPU
-        options["device_id"] = device
+        # Offloaded parameters and counters live on the CPU. No `device_id`: with it every new group is split from the
+        # default one by all ranks together, and a layout makes its groups on their members alone.
+        backend = "cpu:gloo,cuda:nccl"
     if place.world_size == 1:
         options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     try:

@@ -1,0 +1,1 @@
+"""A model becomes one rank's part of it: tensor map, sharding, parallelize() and ParallelModel.run."""

@@ -1,0 +1,1 @@
+"""For proofs: worlds of ranks, the one-process oracle and planted faults."""

@@ -111,7 +111,7 @@ def relative_error(ours: Tensor, reference: Tensor, least: float = 0.0) -> float
     """max|ours - reference| / max(max|reference|, least); NaN where something is."""
     if not reference.numel():
         return 0.0
-    a, b = ours.to(torch.float64), reference.to(torch.float64)
+    a, b = ours.detach().to(torch.float64), reference.detach().to(torch.float64)
     difference, scale = float((a - b).abs().max()), max(float(b.abs().max()), least)
     if difference == 0.0:
         return 0.0
@@ -139,7 +139,7 @@ def compare_tensors(
 
 def largest(tensors: Iterable[Tensor]) -> float:
     """Largest absolute value anywhere."""
-    return max((float(tensor.abs().max()) for tensor in tensors if tensor.numel()), default=0.0)
+    return max((float(tensor.detach().abs().max()) for tensor in tensors if tensor.numel()), default=0.0)
 
 
 def _table(title: str, differences: list[Difference]) -> Table:

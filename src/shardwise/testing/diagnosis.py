@@ -201,9 +201,7 @@ def _batch_mistake(evidence: Evidence) -> Diagnosis | None:
 
 def _some_tensors(evidence: Evidence) -> Diagnosis | None:
     """Only certain tensors have a wrong gradient."""
-    found = compare_tensors(
-        evidence.step, "", evidence.ours.gradients, _right(evidence), evidence.tolerances.gradient
-    )
+    found = compare_tensors(evidence.step, "", evidence.ours.gradients, _right(evidence), evidence.tolerances.gradient)
     bad = [difference.name for difference in found if not difference.agrees]
     if len(bad) > max(1, len(found) // 4):
         return None

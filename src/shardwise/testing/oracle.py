@@ -166,7 +166,8 @@ class Oracle:
         allowed = documents[:, None, :, None] == documents[:, None, None, :]
         if self.job.model.task == "causal_lm":
             allowed = allowed & torch.ones(size, size, dtype=torch.bool).tril()
-        return torch.where(allowed, 0.0, torch.finfo(self.compute).min).to(self.compute)
+        lowest = torch.tensor(torch.finfo(self.compute).min, dtype=self.compute)
+        return torch.where(allowed, torch.zeros((), dtype=self.compute), lowest)
 
     def _zero(self) -> None:
         self.gradients = {name: torch.zeros_like(p, requires_grad=False) for name, p in self.parameters.items()}
@@ -189,9 +190,11 @@ class Oracle:
         given = self.gradients if gradients is None else gradients
         for name in self.used:  # torch.optim leaves a parameter without a gradient alone
             self.parameters[name].grad = given[name].to(self.master, copy=True)
-        if settings.clip_norm is not None:
-            for _ in range(twist.clips):
-                torch.nn.utils.clip_grad_norm_(self.parameters.values(), settings.clip_norm, foreach=False)
+        if settings.clip_norm is not None and twist.clips:
+            norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), settings.clip_norm, foreach=False)
+            for parameter in self.parameters.values():
+                if twist.clips > 1 and parameter.grad is not None:
+                    parameter.grad *= (settings.clip_norm / (norm + 1e-6)).clamp(max=1) ** (twist.clips - 1)
         rate = _rate(settings, step, self.job.training.steps) if twist.rate is None else twist.rate
         decays = [group.get("weight_decay") for group in self.optimizer.param_groups]
         for group in self.optimizer.param_groups:
@@ -235,9 +238,7 @@ def _build(job: Job) -> nn.Module:
     config.use_cache = False
     attention = {} if section.attention == "auto" else {"attn_implementation": section.attention}
     auto = AutoModelForCausalLM if section.task == "causal_lm" else AutoModelForMaskedLM
-    model = auto.from_config(
-        config, trust_remote_code=section.trust_remote_code, dtype=torch.float32, **attention
-    )
+    model = auto.from_config(config, trust_remote_code=section.trust_remote_code, dtype=torch.float32, **attention)
     return model.train()
 
 

@@ -108,9 +108,7 @@ class OracleReference:
         if floor <= FLOOR_EXPECTED:
             return
         self.led, wide = True, max(self.tolerances.gradient.error, 10 * floor)
-        self.tolerances = Tolerances(
-            Tolerance(wide), Tolerance(wide), Tolerance(wide), self.tolerances.parameter
-        )
+        self.tolerances = Tolerances(Tolerance(wide), Tolerance(wide), Tolerance(wide), self.tolerances.parameter)
         self.report.notes.append(
             f"The model itself computes in a smaller dtype than fp64: the oracle reproduces its own gradients to "
             f"{floor:.1e} only; gradients are held to {wide:.1e}."

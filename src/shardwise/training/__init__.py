@@ -1,0 +1,1 @@
+"""The run itself: initialization, optimizer, step, trainer and the output directory."""

@@ -46,7 +46,7 @@ def match_weights(module: nn.Module, facts: ModelFacts, path: str) -> tuple[Hugg
     """
     weights = HuggingFaceWeights(path)
     prefix = getattr(module, "base_model_prefix", "")
-    names = weights.resolve(facts.parameter_shapes, base_model_prefix=prefix, ties=facts.ties)
+    names = weights.resolve(facts.parameter_shapes, base_model_prefix=prefix, ties=facts.ties, model=module)
     weights.check_shapes(names, facts.parameter_shapes)
     return weights, names
 

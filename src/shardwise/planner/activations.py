@@ -1,0 +1,194 @@
+"""What autograd keeps of one transformer block between its forward and its backward, counted module by module.
+
+For T tokens of a microbatch, hidden size H, key and value width K, intermediate size I and c bytes a number, autograd
+saves, each tensor once however many operators need it:
+
+- norm: its input [T, H]. An RMS norm as transformers writes it computes in fp32, so it keeps the input in fp32 and the
+  normalised values besides; a layer norm keeps two statistics a token. The input of a pre-norm is the residual stream,
+  which two parallel branches (GPT-NeoX) share. A post-norm (BERT) saves the same amount, of sums instead of inputs.
+- linear: its input, [T, H] or [T, I]; linears that read the same tensor (query, key, value) share it. Outputs are not
+  saved by the linear itself.
+- attention (fused): query [T, H], key and value [T, K] each, its result [T, H] and one fp32 number a token and head.
+  Where query, key and value are slices of one projection, any one of them keeps the whole projection alive; with rotary
+  positions query and key are new tensors beside it. Where heads lie apart in the result, putting them together for the
+  output projection is a copy (GPT-NeoX concatenates rotated and unrotated parts head by head).
+- attention that is not fused: probabilities [B, heads, S, S] instead of the statistics; with dropout also what is left
+  of them, and the mask. With dropout SDPA on a CPU is not fused either and copies query, key and value besides.
+- activation function: GELU or SiLU its input [T, I]; ReLU nothing of its own, since its result is the next linear's
+  input; the tanh formula of GPT-2 (`gelu_new`) four intermediate results. A gated MLP keeps gate, its activation, and
+  the other factor.
+- dropout by mask: one byte an element.
+
+`working` is what the worst moment of a module's backward holds besides: gradients of its input and output, before they
+are added to the gradient of the residual stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from shardwise.families.facts import ModelFacts
+
+# Tensors of [T, I] that the activation function keeps, where transformers' default of the family is not GELU or SiLU.
+_ACTIVATION_KEEPS = {"gpt2": 4, "gpt_neo": 4, "gptj": 4, "codegen": 4, "phi": 4, "opt": 0}
+_PARALLEL_RESIDUAL = frozenset({"gpt_neox", "gptj", "phi", "falcon", "codegen", "cohere"})
+_HEADS_APART = frozenset({"gpt_neox", "phi", "gptj", "codegen", "stablelm"})
+
+
+@dataclass(frozen=True)
+class BlockKind:
+    """What decides how much a block keeps. `of` reads it off parameter shapes, and off the family what they hide."""
+
+    rms_norm: bool = False
+    fused_projection: bool = False
+    rotary: bool = False
+    gated: bool = False
+    activation_keeps: int = 1
+    parallel_residual: bool = False
+    heads_apart: bool = False
+
+    @classmethod
+    def of(cls, facts: ModelFacts) -> BlockKind:
+        """The kind of the model's first block."""
+        name = f"{facts.blocks[0].name}." if facts.blocks else ""
+        shapes = {key: shape for key, shape in facts.parameter_shapes.items() if name and key.startswith(name)}
+        matrices = [shape for shape in shapes.values() if len(shape) == 2]
+        hidden, wide = facts.hidden_size, facts.intermediate_size
+        projection = hidden + 2 * key_value_width(facts)
+        return cls(
+            rms_norm=bool(shapes) and not any("norm" in key and key.endswith("bias") for key in _norms(shapes)),
+            fused_projection=any(sorted(shape) == sorted((hidden, projection)) for shape in matrices),
+            rotary=any(buffer.endswith("inv_freq") for buffer in facts.buffers),
+            gated=sum(sorted(shape) == sorted((hidden, wide)) for shape in matrices) >= 3,
+            activation_keeps=_ACTIVATION_KEEPS.get(facts.family, 1),
+            parallel_residual=facts.family in _PARALLEL_RESIDUAL,
+            heads_apart=facts.family in _HEADS_APART,
+        )
+
+
+Attention = Literal["fused", "eager", "math"]  # math: SDPA that could not fuse
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One microbatch on one rank, in numbers."""
+
+    tokens: int
+    sequence: int
+    bytes: int  # of a number in the compute dtype
+    attention: Attention = "fused"
+    dropout: bool = False  # masks are kept
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A module of a block, in bytes and elements.
+
+    saved: kept from forward to backward. kept: what selective checkpointing keeps of its outputs. working: held besides
+    at the worst moment of its backward. parameters: elements whose gradients exist once its backward is done.
+    """
+
+    name: str
+    saved: float = 0.0
+    kept: float = 0.0
+    working: float = 0.0
+    parameters: float = 0.0
+
+
+def key_value_width(facts: ModelFacts) -> int:
+    """K: key-value heads times the size of a head."""
+    return facts.hidden_size * facts.key_value_heads // facts.attention_heads if facts.attention_heads else 0
+
+
+def block_pieces(facts: ModelFacts, kind: BlockKind, shape: Shape) -> list[Piece]:
+    """The modules of one block in the order of its forward."""
+    attention = _attention_pieces(facts, kind, shape)
+    mlp = _mlp_pieces(facts, kind, shape)
+    return [*attention, *mlp]
+
+
+def _attention_pieces(facts: ModelFacts, kind: BlockKind, shape: Shape) -> list[Piece]:
+    hidden = facts.hidden_size
+    row, narrow = shape.tokens * shape.bytes * hidden, shape.tokens * shape.bytes * key_value_width(facts)
+    qkv = row + 2 * narrow
+    rotated = row + narrow if kind.fused_projection and kind.rotary else 0
+    inside, working = _attention_matrices(facts, shape, qkv if kind.fused_projection else 0)
+    size = hidden * hidden + 2 * hidden * key_value_width(facts)
+    return [
+        _norm("attention norm", row, kind, shape),
+        Piece("query, key, value", row, qkv, row, size),
+        Piece("attention", qkv + rotated + row + inside, row, qkv + rotated + working),
+        Piece("attention output", row if kind.heads_apart else 0, row, row, hidden * hidden),
+        Piece("attention dropout", _mask(row, shape)),
+    ]
+
+
+def _attention_matrices(facts: ModelFacts, shape: Shape, copies: float) -> tuple[float, float]:
+    """(saved, working) bytes of attention beyond query, key, value and result."""
+    scores = shape.tokens * shape.sequence * facts.attention_heads
+    if shape.attention == "fused":
+        return 4 * shape.tokens * facts.attention_heads, 0.0
+    if shape.attention == "math":
+        return (3 if shape.dropout else 1) * scores * shape.bytes + copies, 2 * scores * shape.bytes
+    return scores * ((2 * shape.bytes + 1) if shape.dropout else shape.bytes), 2 * scores * shape.bytes
+
+
+def _mlp_pieces(facts: ModelFacts, kind: BlockKind, shape: Shape) -> list[Piece]:
+    hidden, wide = facts.hidden_size, facts.intermediate_size
+    row, inner = shape.tokens * shape.bytes * hidden, shape.tokens * shape.bytes * wide
+    keeps, ups = (3, 2) if kind.gated else (kind.activation_keeps, 1)
+    norm = _norm("MLP norm", row, kind, shape)
+    if kind.parallel_residual:  # the branches read the same residual stream
+        norm = Piece(norm.name, norm.saved - row, 0.0, norm.working, norm.parameters)
+    return [
+        norm,
+        Piece("MLP up", row, ups * inner, row, ups * hidden * wide),
+        Piece("activation", keeps * inner, 0.0, (1 + max(1, keeps - 1)) * inner),
+        Piece("MLP down", inner, row, inner, hidden * wide),
+        Piece("MLP dropout", _mask(row, shape)),
+    ]
+
+
+def _norm(name: str, row: float, kind: BlockKind, shape: Shape) -> Piece:
+    """Layer norm: input and two fp32 statistics. RMS norm: input in fp32, and the normalised values."""
+    if kind.rms_norm:
+        wide = row * 4 / min(shape.bytes, 4)
+        return Piece(name, wide + row + 4 * shape.tokens, 0.0, 3 * wide)
+    return Piece(name, row + 8 * shape.tokens, 0.0, row)
+
+
+def _mask(row: float, shape: Shape) -> float:
+    return row / shape.bytes if shape.dropout else 0.0
+
+
+def _norms(shapes: dict[str, tuple[int, ...]]) -> list[str]:
+    """Names of the parameters that belong to a module with a one-dim weight, that is, to a norm."""
+    owners = {key.rpartition(".")[0] for key, shape in shapes.items() if key.endswith("weight") and len(shape) == 1}
+    return [f"norm {key}" for key in shapes if key.rpartition(".")[0] in owners]
+
+
+def saved_bytes(pieces: Sequence[Piece]) -> float:
+    """All that a block keeps without checkpointing."""
+    return sum(piece.saved for piece in pieces)
+
+
+def kept_bytes(pieces: Sequence[Piece]) -> float:
+    """Outputs of matrix products and attention, which selective checkpointing keeps."""
+    return sum(piece.kept for piece in pieces)
+
+
+def backward_peak(pieces: Sequence[Piece], gradient_bytes: int) -> tuple[float, float]:
+    """(activations and temporaries, weight gradients) at the worst moment of a block's backward.
+
+    Modules run backwards; a module's saved tensors are freed behind it and its weight gradients stay.
+    """
+    worst, gradients = (0.0, 0.0), 0.0
+    saved = saved_bytes(pieces)
+    for piece in reversed(pieces):
+        gradients += piece.parameters * gradient_bytes
+        moment = (saved + piece.working, gradients)
+        worst = max(worst, moment, key=sum)
+        saved -= piece.saved
+    return worst

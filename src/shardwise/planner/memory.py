@@ -1,0 +1,326 @@
+"""Peak memory of a rank, by cause, as formulas of plan and model; no tensor is made.
+
+Training peaks at one of a few moments. For each there is a `MemoryEstimate`, and the estimate of a plan is the largest.
+Elements: N of the model, n_u of a unit (the blocks that FSDP2 gathers together), n_r of the root (embeddings, final
+norm, head), s shard ranks, T tokens of a microbatch. Bytes a number: p of the master parameters, c of the compute
+dtype, r of the reduction.
+
+Held all the time: parameters N/s·p (FSDP2 pads dim 0 of each tensor to a multiple of s), optimizer state, and with
+accumulation the gradients of earlier microbatches N/s·p. One rank without a compute dtype of its own has no FSDP2:
+s = 1, and nothing below is gathered or communicated.
+
+FSDP2 (torch/distributed/fsdp/_fully_shard) gathers a unit into a flat buffer of n_u·c and copies it out into
+parameters of n_u·c; in forward the flat buffer lives until the next unit's copy-out, in backward it is freed at once.
+Each unit that is prefetched holds a flat buffer. After a unit's backward its parameters are freed, its gradients n_u·c
+are copied into a reduce-scatter input of n_u·r and freed, and the output n_u/s·r becomes the gradient shard; the input
+lives until the next unit's. The root stays gathered from first use to the end of backward. With one shard rank there
+is no flat buffer, the rest is the same.
+
+Not in it: what a kernel allocates inside one operator, a backend's own buffers, the allocator's fragmentation, CUDA's
+context, and buffers of the model (rotary tables).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+
+from shardwise.draft import group_size
+from shardwise.families.facts import ModelFacts
+from shardwise.plan import Plan
+from shardwise.planner.activations import (
+    Attention,
+    BlockKind,
+    Piece,
+    Shape,
+    backward_peak,
+    block_pieces,
+    kept_bytes,
+    saved_bytes,
+)
+
+BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+# State tensors as large as the parameters, by class of torch.optim with its default options.
+_STATES = {
+    "Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adadelta": 2, "Rprop": 2, "ASGD": 1, "Adagrad": 1,
+    "RMSprop": 1, "SGD": 0,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes of one rank at one moment of a step, by cause.
+
+    parameters: master shards. gradients: gradient shards. optimizer: its state. gathered: whole parameters in the
+    compute dtype. communication: buffers of all-gather and reduce-scatter. unsharded_gradients: whole gradients that
+    have not been reduced yet. activations: what backward needs. working: temporaries of backward. logits: the logits
+    of one chunk (or all of them). host: bytes in host memory, which the device's total leaves out.
+    """
+
+    moment: str
+    parameters: float = 0.0
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    gathered: float = 0.0
+    communication: float = 0.0
+    unsharded_gradients: float = 0.0
+    activations: float = 0.0
+    working: float = 0.0
+    logits: float = 0.0
+    host: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Bytes on the device."""
+        return sum(self.causes().values())
+
+    def causes(self) -> dict[str, float]:
+        """Cause -> bytes on the device."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("moment", "host")}
+
+
+def estimate(plan: Plan, facts: ModelFacts, kind: BlockKind | None = None) -> MemoryEstimate:
+    """The largest moment of a training step after the first (which makes the optimizer state), on the fullest rank.
+
+    `kind` says what a block keeps; unset, it is read off the facts. For a model without attention heads (a user's own
+    module) the activations are not known and count as nothing.
+    """
+    return max(moments(plan, facts, kind), key=lambda moment: moment.total)
+
+
+def moments(plan: Plan, facts: ModelFacts, kind: BlockKind | None = None) -> list[MemoryEstimate]:
+    """The moments of a step that can be the peak, in their order."""
+    return list(_Step(plan, facts, kind or BlockKind.of(facts)).moments())
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """What is gathered together: elements whole (padded), and of one rank."""
+
+    whole: float
+    shard: float
+    blocks: int = 1
+
+
+class _Step:
+    """The formulas, for one plan and model."""
+
+    def __init__(self, plan: Plan, facts: ModelFacts, kind: BlockKind) -> None:
+        self.plan, self.facts, self.kind = plan, facts, kind
+        self.job = plan.job
+        self.master, self.compute = BYTES[plan.dtypes.parameters], BYTES[plan.dtypes.compute]
+        self.reduction, self.loss = BYTES[plan.dtypes.reduction], BYTES[plan.dtypes.loss]
+        self.ranks = plan.degrees["shard"] * plan.degrees["context"]
+        self.fsdp = uses_fsdp(plan)
+        self.keeps_gathered = plan.zero1 or not plan.job.parallel.reshard_after_forward
+        self.tokens = plan.microbatch * plan.sequence_length // plan.degrees["context"]
+        self.row = self.tokens * facts.hidden_size * self.compute  # one hidden state
+
+    # --- sizes
+
+    @cached_property
+    def units(self) -> list[_Unit]:
+        """The groups of blocks that are one unit of FSDP2, in forward order."""
+        names = [block.name for block in self.facts.blocks]
+        strategy = self.job.memory.checkpoint_strategy
+        size = len(names) if strategy == "contiguous" else group_size(strategy) or 1
+        return [self._unit(names[start : start + size]) for start in range(0, len(names), max(1, size))]
+
+    @cached_property
+    def root(self) -> _Unit:
+        """Everything outside of the blocks."""
+        inside = tuple(f"{block.name}." for block in self.facts.blocks)
+        return self._sized([shape for name, shape in self._shapes if not name.startswith(inside)], 0)
+
+    @property
+    def _shapes(self) -> list[tuple[str, tuple[int, ...]]]:
+        return list(self.facts.parameter_shapes.items())
+
+    def _unit(self, names: Sequence[str]) -> _Unit:
+        inside = tuple(f"{name}." for name in names)
+        return self._sized([shape for name, shape in self._shapes if name.startswith(inside)], len(names))
+
+    def _sized(self, shapes: Sequence[tuple[int, ...]], blocks: int) -> _Unit:
+        """Each tensor's dim 0 is padded to a multiple of the shard ranks."""
+        shard = sum(math.ceil(shape[0] / self.ranks) * math.prod(shape[1:]) if shape else 1 for shape in shapes)
+        return _Unit(shard * self.ranks, shard, blocks)
+
+    @cached_property
+    def head(self) -> float:
+        """Elements of the output projection, whose gradient is the first to exist."""
+        return self.facts.vocabulary_size * self.facts.hidden_size
+
+    @property
+    def shard(self) -> float:
+        """Elements of the whole model on this rank."""
+        return self.root.shard + sum(unit.shard for unit in self.units)
+
+    # --- what is held all the time
+
+    def base(self, moment: str, reduced: Sequence[_Unit] = ()) -> MemoryEstimate:
+        """Parameters, optimizer state, and the gradient shards of `reduced` (with accumulation, of everything)."""
+        done = self.shard if self.plan.accumulation > 1 and not self._waits else sum(unit.shard for unit in reduced)
+        state = MemoryEstimate(
+            moment,
+            parameters=self.shard * self.master,
+            gradients=done * self.master,
+            optimizer=self.shard * BYTES[self.plan.dtypes.optimizer] * optimizer_states(self.plan),
+            gathered=self.root.whole * self.compute if self.fsdp else 0.0,
+            unsharded_gradients=self._unreduced,
+            activations=self._always,
+        )
+        if not (self.job.memory.offload_parameters and self.plan.world.device_type == "cuda"):
+            return state
+        held = state.parameters + state.gradients + state.optimizer
+        return replace(state, parameters=0.0, gradients=0.0, optimizer=0.0, host=held)
+
+    @property
+    def _waits(self) -> bool:
+        """ZeRO-1 reduces gradients once a step, on the last microbatch."""
+        return self.plan.zero1 and self.plan.accumulation > 1
+
+    @property
+    def _unreduced(self) -> float:
+        whole = self.root.whole + sum(unit.whole for unit in self.units)
+        return whole * self.reduction if self._waits else 0.0
+
+    @property
+    def _always(self) -> float:
+        """The attention mask of isolated documents, shared by all blocks."""
+        return self.tokens * self.plan.sequence_length * self.compute if self.job.data.isolate_documents else 0.0
+
+    # --- activations
+
+    @cached_property
+    def pieces(self) -> list[Piece]:
+        """The modules of one block; none for a model that is not known."""
+        facts, job = self.facts, self.job
+        if not facts.attention_heads:
+            return []
+        dropout = facts.has_attention_dropout or bool(job.model.dropout)
+        unfused = facts.has_attention_dropout and self.plan.world.device_type == "cpu"
+        attention: Attention = "eager" if job.model.attention == "eager" else "math" if unfused else "fused"
+        shape = Shape(self.tokens, self.plan.sequence_length, self.compute, attention, dropout)
+        return block_pieces(facts, self.kind, shape)
+
+    def checkpointed(self, index: int) -> bool:
+        return self.job.memory.activation_checkpointing != "none" and index % self.job.memory.checkpoint_every == 0
+
+    def kept(self, index: int) -> float:
+        """What unit `index` keeps between forward and backward."""
+        blocks = self.units[index].blocks
+        if not self.checkpointed(index):
+            return blocks * saved_bytes(self.pieces)
+        selective = self.job.memory.activation_checkpointing == "selective"
+        return self.row + (blocks * kept_bytes(self.pieces) if selective else 0.0)
+
+    def kept_before(self, index: int) -> float:
+        return sum(self.kept(other) for other in range(index))
+
+    # --- moments
+
+    def moments(self) -> Iterator[MemoryEstimate]:
+        yield self.at_loss()
+        last = len(self.units) - 1
+        for index in sorted({last, last - 1, 0} & set(range(last + 1)), reverse=True):
+            yield self.in_backward(index)
+            yield self.in_reduction(index)
+        yield self.at_embedding()
+        yield self.in_root_reduction()
+        yield self.base("optimizer step", [*self.units, self.root])
+
+    def at_loss(self) -> MemoryEstimate:
+        """The last chunk of the loss: logits of R rows in the loss dtype (and first in the compute dtype), gradients of
+        hidden states and head; hidden states before and after the final norm. Whole logits: log-softmax, its gradient
+        and that of the logits."""
+        size, vocabulary = self.base("loss"), self.facts.vocabulary_size
+        cast = self.compute if self.compute != self.loss else 0
+        if self.plan.chunked_loss:
+            rows = min(self.tokens, self.job.memory.loss_chunk_tokens)
+            logits = float(rows * vocabulary * (self.loss + cast))
+            gradients = self.head * (self.loss + cast)
+        else:
+            logits, gradients = 3.0 * self.tokens * vocabulary * self.loss, 0.0
+        return replace(
+            size,
+            gathered=size.gathered + (self._gathered(self.units) if self.keeps_gathered else 0.0),
+            unsharded_gradients=size.unsharded_gradients + gradients,
+            activations=size.activations + self.kept_before(len(self.units)) + 2 * self.row,
+            working=self.row,
+            logits=logits,
+        )
+
+    def in_backward(self, index: int) -> MemoryEstimate:
+        """The worst moment inside the backward of a unit: its last block, everything before it still kept."""
+        size, unit = self.base(f"backward of unit {index}", self.units[index + 1 :]), self.units[index]
+        worst, gradients = backward_peak(self.pieces, self.compute) if self.pieces else (0.0, 0.0)
+        saved = saved_bytes(self.pieces)
+        own = self.row + unit.blocks * saved if self.checkpointed(index) else self.kept(index)
+        waiting = self.units[index + 1].whole * self.reduction if index + 1 < len(self.units) else 0.0
+        return replace(
+            size,
+            gathered=size.gathered + self._gathered(self.units[: index + 1] if self.keeps_gathered else [unit]),
+            communication=self._prefetched(index) + (waiting if self.fsdp else 0.0),
+            unsharded_gradients=size.unsharded_gradients + self.head * self.compute + gradients,
+            activations=size.activations + self.kept_before(index) + own,
+            working=worst - saved + self.row,
+        )
+
+    def in_reduction(self, index: int) -> MemoryEstimate:
+        """A unit's gradients beside the reduce-scatter input they are copied into; its parameters are freed."""
+        size, unit = self.base(f"reduction of unit {index}", self.units[index + 1 :]), self.units[index]
+        own = unit.whole * (0 if self._waits else self.compute)
+        return replace(
+            size,
+            gathered=size.gathered + (self._gathered(self.units[:index]) if self.keeps_gathered else 0.0),
+            communication=self._prefetched(index) + (unit.whole * self.reduction if self.fsdp else 0.0),
+            unsharded_gradients=size.unsharded_gradients + self.head * self.compute + own,
+            activations=size.activations + self.kept_before(index),
+            working=self.row,
+        )
+
+    def at_embedding(self) -> MemoryEstimate:
+        """The gradient of the embedding, made whole; where it is tied to the head a second one beside it."""
+        size = self.base("backward of the embedding", self.units)
+        tied = self.head * self.compute if self.facts.ties else 0.0
+        waiting = self.units[0].whole * self.reduction if self.units and self.fsdp else 0.0
+        return replace(
+            size,
+            communication=waiting,
+            unsharded_gradients=size.unsharded_gradients + self.root.whole * self.compute + tied,
+            working=self.row,
+        )
+
+    def in_root_reduction(self) -> MemoryEstimate:
+        """The root's gradients beside their reduce-scatter input; nothing is gathered any more."""
+        size = self.base("reduction of the root", self.units)
+        own = self.root.whole * (0 if self._waits else self.compute)
+        buffer = self.root.whole * self.reduction if self.fsdp else 0.0
+        return replace(size, gathered=0.0, communication=buffer, unsharded_gradients=size.unsharded_gradients + own)
+
+    def _gathered(self, units: Sequence[_Unit]) -> float:
+        return sum(unit.whole for unit in units) * self.compute if self.fsdp else 0.0
+
+    def _prefetched(self, index: int) -> float:
+        """Flat buffers of the units whose parameters are on their way; FSDP2 itself fetches one ahead in backward."""
+        if not self.fsdp or self.ranks == 1 or self.keeps_gathered:
+            return 0.0
+        depth = max(1, self.job.parallel.prefetch_depth)
+        return sum(unit.whole for unit in self.units[max(0, index - depth) : index]) * self.compute
+
+
+def uses_fsdp(plan: Plan) -> bool:
+    """Whether FSDP2 runs: several data ranks, a compute dtype of its own, or parameters on the host."""
+    ranks = plan.data_ranks * plan.degrees["context"]
+    return ranks > 1 or plan.dtypes.compute != plan.dtypes.parameters or plan.job.memory.offload_parameters
+
+
+def optimizer_states(plan: Plan) -> int:
+    """State tensors as large as the parameters. Unknown classes count as Adam's two."""
+    options = plan.job.optimizer.options
+    states = _STATES.get(plan.job.optimizer.name, 2)
+    if plan.job.optimizer.name in ("SGD", "RMSprop") and options.get("momentum"):
+        states += 1
+    return states + bool(options.get("amsgrad")) + bool(options.get("centered"))

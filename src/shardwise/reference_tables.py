@@ -1,0 +1,93 @@
+"""What the reference pages say that no other table of the code holds: metrics, files of a run, environment variables.
+
+Tests hold them to the code: the keys of METRICS to the records of a run, FILES to its output directory, the variables
+to the names in the sources. SUBJECTS is the index: where each part of the system is described.
+"""
+
+from __future__ import annotations
+
+METRICS = {
+    "step": "number of the step, from 1",
+    "loss": "mean over the step's counted labels of all ranks, nats",
+    "grad_norm": "global L2 norm before clipping; the one that clips",
+    "learning_rate": "of this step",
+    "tokens": "labels counted since the start, all ranks (rows for data without labels)",
+    "tokens_per_second": "counted labels of the step / its seconds, all ranks",
+    "tflops_per_rank": "model TFLOP/s of one rank, 6P + 12Lsh a token; no recomputation counted",
+    "smp_tflops_per_rank": "the same step in SMP's convention, 8P a token, which its published figures use",
+    "mfu": "tflops_per_rank / peak of the device; null where the peak is not known",
+    "peak_memory_bytes": "list by rank: CUDA's peak of allocated bytes, or the process's peak resident size on a CPU",
+    "skipped": "true: gradients were not finite on some rank, and no rank updated anything",
+    "seconds": "wall time of the step",
+    "loss_scale": "scale of this step's backward; fp16 only",
+    "validation_loss": "mean over the labels of `training.evaluate_batches` global batches, nats",
+}
+
+FILES = {
+    "run.json": "whose directory it is: job, plan and its rules, model facts, data, versions; at the end the result",
+    "job.yaml": "the whole job with every default written out; `shardwise train` reads it",
+    "metrics.jsonl": "one JSON object a step or evaluation, flushed as it is written",
+    "tensorboard": "TensorBoard event files (`observe.tensorboard`)",
+    "profile": "torch profiler traces of each rank (`observe.profile`, `--profile`); only where asked for",
+    "model": "the trained model with its tokenizer, as `from_pretrained` opens it",
+    "sample.txt": "generated text of a causal language model (`observe.sample`)",
+    "report.html": "charts of loss, throughput, memory, gradient norm and learning rate; needs no network",
+    ".lock": "held while a run writes here",
+}
+
+ENVIRONMENT_VARIABLES = {
+    "SM_HP_MP_PARAMETERS": "SMP's options as a JSON object; stronger than the job file, weaker than the command line",
+    "XDG_CACHE_HOME": "tokenizers and tokens are cached in its `shardwise/`; unset: `~/.cache`. `data.cache_directory` "
+    "wins",
+    "OMP_NUM_THREADS": "threads of a CPU worker; unset: the usable cores divided by the workers of the host",
+    "GLOO_SOCKET_IFNAME": "network interface of Gloo; unset and all ranks on one host: the loopback interface",
+    "SHARDWISE_DEBUG": "1 shows the output of every local worker, not of rank 0 alone",
+    "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT": "torchrun's; where RANK is set this "
+    "process joins as that rank, before any other launcher is looked for",
+    "OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE, OMPI_COMM_WORLD_LOCAL_RANK, OMPI_COMM_WORLD_LOCAL_SIZE": "Open MPI's; "
+    "over several hosts MASTER_ADDR has to be given too",
+    "PMIX_NAMESPACE, OMPI_MCA_ess_base_jobid": "Open MPI's; the port is chosen from them where MASTER_PORT is not set",
+    "SLURM_PROCID, SLURM_LOCALID, SLURM_NODEID, SLURM_STEP_NUM_TASKS, SLURM_STEP_TASKS_PER_NODE": "Slurm's, inside of "
+    "an `srun` step; the batch script itself and an interactive shell (SLURM_PTY_PORT) join nothing",
+    "SLURM_STEP_NODELIST, SLURM_JOB_NODELIST, SLURM_LAUNCH_NODE_IPADDR": "Slurm's; rank 0's host, the first of them, "
+    "where MASTER_ADDR is not set",
+    "SLURM_JOB_ID, SLURM_STEP_ID": "Slurm's; the port is chosen from them where MASTER_PORT is not set",
+    "WANDB_MODE, WANDB_API_KEY": "Weights & Biases' own, with `observe.wandb`",
+    "MLFLOW_TRACKING_URI": "MLflow's own, with `observe.mlflow`",
+}
+
+COMMON_OPTIONS = {
+    "--version": "the version",
+    "--help": "the commands; after a command its options and every key of a job",
+}
+
+SUBJECTS = (
+    ("1. The package: versions, extras", "[package.md](package.md)"),
+    ("2. The commands: `train`, `verify`, `doctor`", "[command-line.md](command-line.md), [run.md](run.md)"),
+    (
+        "3. The job: YAML, Python, `smp_options`, dotted keys",
+        "[job.md](job.md), [smp-options.md](smp-options.md), [legality.md](legality.md), [python.md](python.md)",
+    ),
+    ("4. Layout: `placement_strategy`, SMP's ranks and groups", "[layout.md](layout.md)"),
+    (
+        "5. Workers and launchers: `parallel.workers`, torchrun, Slurm, Open MPI",
+        "[job.md](job.md#parallel), [environment.md](environment.md), [errors.md](errors.md)",
+    ),
+    ("6. Models: `model.path`, `model.config`, `model.factory`", "[job.md](job.md#model)"),
+    (
+        "7. Sharded data parallelism: `sharded_data_parallel_degree`, `shard_optimizer_state`, `prefetch_depth`",
+        "[job.md](job.md#parallel), [smp-options.md](smp-options.md)",
+    ),
+    ("8. Memory: `activation_checkpointing`, `checkpoint_strategy`, `offload_activations`", "[job.md](job.md#memory)"),
+    ("9. Precision: `precision.compute`, `loss_scale`", "[precision.md](precision.md), [job.md](job.md#precision)"),
+    (
+        "10. The step: `tokens_per_step`, `optimizer.name`, `clip_norm`, `model.dropout`, `model.compile`",
+        "[job.md](job.md#training), [job.md](job.md#optimizer)",
+    ),
+    ("11. Data: `data.format`, `isolate_documents`, `mask_probability`", "[job.md](job.md#data)"),
+    (
+        "12. Seeing: `metrics.jsonl`, FLOPs, `observe.tensorboard`, `observe.wandb`, `observe.profile`",
+        "[run.md](run.md), [job.md](job.md#observe)",
+    ),
+    ("13. Verifying: `--blocks`, `--against`, `--steps`", "[command-line.md](command-line.md#shardwise-verify)"),
+)

@@ -1,0 +1,174 @@
+"""Mistakes that distributed training programs make, planted on purpose, to prove that `shardwise verify` names them.
+
+Each fault is a context manager that patches our side; the oracle stays whole. The key in `FAULTS` is the name that the
+diagnosis has to report.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardwise.families.discovery import find_ties
+from shardwise.parallel import apply
+from shardwise.parallel.model import ParallelModel
+from shardwise.parallel.tensor_map import TensorMap
+from shardwise.training import program, setup, step
+from shardwise.training.optimizer import ShardedOptimizer
+from shardwise.training.program import LanguageModelProgram
+
+RANK = 1  # the rank that goes wrong
+MICROBATCH = 1  # the microbatch that goes wrong
+
+
+@contextmanager
+def _wrapped(owner: Any, name: str, wrapper: Callable[..., Any]) -> Iterator[None]:
+    """`owner.name` becomes `wrapper(original, *args, **kwargs)`."""
+    original = getattr(owner, name)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
+    with mock.patch.object(owner, name, run):
+        yield
+
+
+def _gradient_times(factor: float, here: Callable[[int], bool]) -> AbstractContextManager[None]:
+    """Multiply the gradients of the microbatches for which `here(number)` holds; the reported loss stays."""
+    number = 0
+
+    def wrapper(original: Callable[..., Any], self: Any, microbatch: Any, output: Any, seed: Any) -> Any:
+        nonlocal number
+        loss, count = original(self, microbatch, output, seed)
+        chosen = here(number % self.model.plan.accumulation)
+        number += 1
+        return (loss.detach() + factor * (loss - loss.detach()) if chosen else loss), count
+
+    return _wrapped(LanguageModelProgram, "loss", wrapper)
+
+
+def _mean_for_sum() -> AbstractContextManager[None]:
+    def wrapper(original: Callable[..., Any], model: Any, groups: Any, plan: Any, layout: Any) -> Any:
+        modules = original(model, groups, plan, layout)
+        for module in modules:
+            module.set_gradient_divide_factor(float(plan.data_ranks))
+        return modules
+
+    return _wrapped(apply, "shard", wrapper)
+
+
+def _missing_replica_reduction() -> AbstractContextManager[None]:
+    def wrapper(original: Callable[..., Any], self: ParallelModel, *args: Any, **kwargs: Any) -> Any:
+        group, real = self.layout.group("replica"), dist.all_reduce
+
+        def all_reduce(tensor: Tensor, *rest: Any, **options: Any) -> Any:
+            return None if options.get("group") is group else real(tensor, *rest, **options)
+
+        with mock.patch.object(dist, "all_reduce", all_reduce):
+            return original(self, *args, **kwargs)
+
+    return _wrapped(ParallelModel, "run", wrapper)
+
+
+def _wrong_norm() -> AbstractContextManager[None]:
+    def wrapper(original: Callable[..., Any], *args: Any) -> Any:
+        return TensorMap([dataclasses.replace(entry, replication=1) for entry in original(*args)])
+
+    return _wrapped(TensorMap, "of", wrapper)
+
+
+def _broken_tie() -> AbstractContextManager[None]:
+    def wrapper(original: Callable[..., Any], job: Any) -> nn.Module:
+        model: nn.Module = original(job)
+        for _, *others in find_ties(model):
+            for name in others:
+                owner, _, leaf = name.rpartition(".")
+                fresh = nn.Parameter(torch.empty_like(model.get_parameter(name)))
+                model.get_submodule(owner).register_parameter(leaf, fresh)
+        return model
+
+    return _wrapped(setup, "build_model", wrapper)
+
+
+def _shifted_label() -> AbstractContextManager[None]:
+    def wrapper(original: Callable[..., Any], self: Any, microbatch: Any, output: Any, seed: Any) -> Any:
+        late = dataclasses.replace(microbatch, labels=microbatch.labels.roll(1, dims=1))
+        return original(self, late, output, seed)
+
+    return _wrapped(LanguageModelProgram, "loss", wrapper)
+
+
+def _leaked_document() -> AbstractContextManager[None]:
+    return _wrapped(program, "document_mask", lambda original, ids, *rest: original(torch.zeros_like(ids), *rest))
+
+
+def _stale_dropout() -> AbstractContextManager[None]:
+    return _wrapped(ParallelModel, "_scope", lambda original, self, microbatch, step: original(self, microbatch, 0))
+
+
+def _stale_shard() -> AbstractContextManager[None]:
+    return _wrapped(
+        ShardedOptimizer, "step", lambda original, self: None if dist.get_rank() == RANK else original(self)
+    )
+
+
+def _clip_skipped() -> AbstractContextManager[None]:
+    return _wrapped(
+        step, "_rescale", lambda original, optimizer, norm, scale, clip: original(optimizer, norm, scale, None)
+    )
+
+
+def _clip_twice() -> AbstractContextManager[None]:
+    def wrapper(original: Callable[..., Any], optimizer: Any, norm: Tensor, scale: float, clip: float) -> None:
+        original(optimizer, norm, scale, clip)
+        original(optimizer, norm, 1.0, clip)
+
+    return _wrapped(step, "_rescale", wrapper)
+
+
+def _decay_on_bias() -> AbstractContextManager[None]:
+    def wrapper(original: Callable[..., Any], self: Any, tensor_map: Any, settings: Any) -> None:
+        original(self, tensor_map, settings)
+        for group in self.inner.param_groups:
+            group["weight_decay"] = settings.weight_decay
+
+    return _wrapped(ShardedOptimizer, "__init__", wrapper)
+
+
+def _wrong_learning_rate() -> AbstractContextManager[None]:
+    return _wrapped(ShardedOptimizer, "set_learning_rate", lambda original, self, rate: original(self, 2 * rate))
+
+
+def _wrong_loss() -> AbstractContextManager[None]:
+    def wrapper(original: Callable[..., Any], model: Any, optimizer: Any, totals: Tensor, scale: float) -> Any:
+        return totals[0], original(model, optimizer, totals, scale)[1]  # this rank's share only
+
+    return _wrapped(step, "reduce_loss_and_norm", wrapper)
+
+
+FAULTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
+    "lost_rank": lambda: _gradient_times(0.0, lambda number: dist.get_rank() == RANK),
+    "lost_microbatch": lambda: _gradient_times(0.0, lambda number: number == MICROBATCH),
+    "doubled_rank": lambda: _gradient_times(2.0, lambda number: dist.get_rank() == RANK),
+    "doubled_microbatch": lambda: _gradient_times(2.0, lambda number: number == MICROBATCH),
+    "mean_for_sum": _mean_for_sum,
+    "missing_replica_reduction": _missing_replica_reduction,
+    "broken_tie": _broken_tie,
+    "shifted_label": _shifted_label,
+    "leaked_document": _leaked_document,
+    "stale_dropout": _stale_dropout,
+    "wrong_loss": _wrong_loss,
+    "wrong_norm": _wrong_norm,
+    "stale_shard": _stale_shard,
+    "clip_skipped": _clip_skipped,
+    "clip_twice": _clip_twice,
+    "decay_on_bias": _decay_on_bias,
+    "wrong_learning_rate": _wrong_learning_rate,
+}

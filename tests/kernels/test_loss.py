@@ -1,0 +1,96 @@
+"""The chunked loss against torch's own cross-entropy on whole logits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from shardwise.kernels.loss import IGNORED, count_labels, cross_entropy_sum, linear_cross_entropy
+from shardwise.observe.memory import LiveBytes
+
+ROWS, WIDTH, VOCABULARY = 30, 13, 17
+
+
+def problem(dtype: torch.dtype, bias: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(3, ROWS // 3, WIDTH, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    weight = torch.randn(VOCABULARY, WIDTH, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    offset = torch.randn(VOCABULARY, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    labels = torch.randint(VOCABULARY, (3, ROWS // 3), generator=generator)
+    labels[0, ::4] = IGNORED
+    return hidden, weight, offset if bias else None, labels
+
+
+def plain(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
+    logits = F.linear(hidden, weight, bias).flatten(0, 1)
+    return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("chunk", [1, 7, ROWS, 1000])
+def test_value_and_gradients_are_those_of_whole_logits(chunk: int, bias: bool) -> None:
+    inputs = problem(torch.float64, bias)
+    wanted = [value for value in inputs[:3] if value is not None]
+    expected = plain(*inputs)
+    loss = linear_cross_entropy(*inputs, chunk=chunk, seed=torch.tensor(0.25, dtype=torch.float64))
+    torch.testing.assert_close(loss, expected, rtol=1e-14, atol=0)
+    ours = torch.autograd.grad(loss, wanted, torch.tensor(0.25, dtype=torch.float64))
+    theirs = torch.autograd.grad(expected, wanted, torch.tensor(0.25, dtype=torch.float64))
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a - b).abs().max() <= 1e-12 * b.abs().max()
+
+
+def test_another_gradient_than_the_seed_is_still_right() -> None:
+    inputs = problem(torch.float64, True)
+    loss = linear_cross_entropy(*inputs, chunk=8, seed=2.0)
+    (ours,) = torch.autograd.grad(3.0 * loss, [inputs[0]])
+    (theirs,) = torch.autograd.grad(3.0 * plain(*inputs), [inputs[0]])
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_accumulates_in_fp32(dtype: torch.dtype) -> None:
+    inputs = problem(dtype, True)
+    loss = linear_cross_entropy(*inputs, chunk=4)
+    loss.backward()
+    assert loss.dtype == torch.float32 and inputs[1].grad is not None and inputs[1].grad.dtype == dtype
+    hidden, weight, bias, labels = problem(dtype, True)
+    expected = cross_entropy_sum(F.linear(hidden, weight, bias), labels)
+    expected.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+    assert weight.grad is not None
+    assert (inputs[1].grad - weight.grad).abs().max() <= 0.02 * weight.grad.abs().max()
+
+
+def test_no_counted_label_gives_zero_and_zero_gradients() -> None:
+    hidden, weight, bias, labels = problem(torch.float64, True)
+    loss = linear_cross_entropy(hidden, weight, bias, torch.full_like(labels, IGNORED), chunk=8)
+    loss.backward()
+    assert loss.item() == 0.0
+    assert all(float(value.grad.abs().max()) == 0.0 for value in (hidden, weight, bias))
+    assert int(count_labels(torch.full_like(labels, IGNORED))) == 0 and int(count_labels(labels)) == ROWS - 3
+
+
+def test_without_gradients_nothing_is_kept_for_backward() -> None:
+    inputs = problem(torch.float64, True)
+    with torch.no_grad():
+        loss = linear_cross_entropy(*inputs, chunk=8)
+    assert not loss.requires_grad and loss.grad_fn is None
+    torch.testing.assert_close(loss, plain(*inputs).detach(), rtol=1e-14, atol=0)
+
+
+def test_peak_memory_never_holds_whole_logits() -> None:
+    rows, width, vocabulary, chunk = 2048, 8, 512, 64
+    hidden = torch.randn(rows, width, requires_grad=True)
+    weight = torch.randn(vocabulary, width, requires_grad=True)
+    labels = torch.randint(vocabulary, (rows,))
+    whole = rows * vocabulary * 4
+    with LiveBytes(hidden, weight, labels) as memory:
+        linear_cross_entropy(hidden, weight, None, labels, chunk=chunk).backward()
+    small = 4 * (4 * hidden.numel() + 4 * weight.numel()) + 8 * rows + 6 * chunk * vocabulary * 4
+    assert memory.peak < small < whole / 2
+    with LiveBytes(hidden, weight, labels) as control:
+        plain(hidden.unsqueeze(0), weight, None, labels.unsqueeze(0)).backward()
+    assert control.peak > whole

@@ -1,0 +1,84 @@
+"""Every example, run as it stands with its sizes cut: two ranks, a few steps, its own output and cache directories.
+
+One is run as a user would, with workers of its own; the others on the ranks of the test session, as under torchrun.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from shardwise.cli import main
+from shardwise.reference_tables import FILES, METRICS
+from shardwise.testing.world import WorldPool
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
+MOST_LINES = 60
+STEPS = 3
+JOBS = ("train_text.yaml", "masked_lm.yaml", "smp_options.yaml")
+
+
+def toy_keys(tmp_path: Path) -> list[str]:
+    cache = f"data.cache_directory={tmp_path / 'cache'}"
+    return [f"training.steps={STEPS}", "optimizer.warmup_steps=0", f"output={tmp_path / 'run'}", cache]
+
+
+def check_run(output: Path) -> None:
+    """A whole run stands in the directory, and every key and file of it is in the reference."""
+    records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records if "loss" in record] == list(range(1, STEPS + 1))
+    assert "validation_loss" in records[-1]
+    assert {key for record in records for key in record} <= set(METRICS)
+    assert {path.name for path in output.iterdir()} <= set(FILES)
+    assert (output / "report.html").stat().st_size > 0
+    assert (output / "model" / "model.safetensors").is_file()
+
+
+def test_every_example_is_run_here_and_short() -> None:
+    files = [path for path in EXAMPLES.iterdir() if path.is_file()]
+    assert {path.name for path in files} == {*JOBS, "own_module.py", "library.py"}
+    for path in files:
+        assert len(path.read_text().splitlines()) <= MOST_LINES, path
+
+
+def run_job(file: str, words: list[str]) -> int:
+    os.chdir(ROOT)
+    return main(["train", file, *words])
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_jobs(world_pool: WorldPool, tmp_path: Path, name: str) -> None:
+    words = [f"--{word}" for word in toy_keys(tmp_path)]
+    assert world_pool.run(2, run_job, str(EXAMPLES / name), words) == [0, 0]
+    check_run(tmp_path / "run")
+    job = yaml.safe_load((tmp_path / "run" / "job.yaml").read_text())
+    if name == "smp_options.yaml":
+        assert job["memory"]["offload_activations"] and job["training"]["gradient_accumulation"] == 2
+
+
+def run_script(file: str, words: list[str]) -> None:
+    sys.argv = [file, *words]
+    runpy.run_path(file, run_name="__main__")
+
+
+def test_library(world_pool: WorldPool, tmp_path: Path) -> None:
+    world_pool.run(2, run_script, str(EXAMPLES / "library.py"), toy_keys(tmp_path))
+    check_run(tmp_path / "run")
+
+
+def test_own_module(tmp_path: Path) -> None:
+    words = [word for word in toy_keys(tmp_path) if not word.startswith("data.")]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "own_module.py", *words]
+    done = subprocess.run(command, cwd=EXAMPLES, env=environment, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr
+    assert "TrainingResult(validation_loss=" in done.stdout
+    check_run(tmp_path / "run")

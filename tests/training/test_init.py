@@ -1,0 +1,129 @@
+"""Initial weights: bit-equal on every layout, a function of seed and name, read by slices from a directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardwise.config import Job
+from shardwise.errors import ModelError
+from shardwise.testing.capture import gather
+from shardwise.testing.world import WorldPool
+from shardwise.training.setup import set_up
+from tests.parity.jobs import MODELS, VOCABULARY, make_job, make_module_job
+
+LAYOUTS: list[tuple[int, dict[str, Any]]] = [
+    (2, {}),
+    (2, {"sharded_data_parallel_degree": 1}),
+    (2, {"shard_optimizer_state": True}),
+    (3, {}),
+    (4, {"sharded_data_parallel_degree": 2}),
+    (8, {}),
+    (8, {"sharded_data_parallel_degree": 4, "placement_strategy": "spread"}),
+]
+
+
+def initial(job: Job) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Whole parameters (rank 0) and buffers after `set_up`."""
+    run = set_up(job, torch.device("cpu"))
+    return gather(run), {name: buffer.clone() for name, buffer in run.model.module.named_buffers()}
+
+
+def jobs(corpora: Path, **sections: Any) -> dict[str, Job]:
+    made = {family: make_job(corpora, family, **sections) for family in MODELS}
+    return made | {"module": make_module_job(corpora, **sections)}
+
+
+def all_initial(several: dict[str, Job]) -> dict[str, Any]:
+    return {name: initial(job) for name, job in several.items()}
+
+
+def assert_equal(one: Any, other: Any) -> None:
+    for a, b in zip(one, other, strict=True):
+        assert list(a) == list(b)
+        assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.fixture(scope="module")
+def alone(world_pool: WorldPool, corpora: Path) -> dict[str, Any]:
+    return world_pool.run(1, all_initial, jobs(corpora))[0]
+
+
+@pytest.mark.parametrize("ranks, parallel", LAYOUTS)
+def test_bit_equal_on_every_layout(
+    world_pool: WorldPool, corpora: Path, alone: dict[str, Any], ranks: int, parallel: dict[str, Any]
+) -> None:
+    found = world_pool.run(ranks, all_initial, jobs(corpora, parallel=parallel))[0]
+    for name, expected in alone.items():
+        assert_equal(found[name], expected)
+
+
+def test_memory_settings_do_not_touch_them(world_pool: WorldPool, corpora: Path, alone: dict[str, Any]) -> None:
+    memory = {"offload_parameters": True, "activation_checkpointing": "full", "checkpoint_strategy": "contiguous"}
+    assert_equal(world_pool.run(2, initial, make_job(corpora, memory=memory))[0], alone["gpt2"])
+
+
+def test_they_look_like_the_models_own_initialization(alone: dict[str, Any]) -> None:
+    """Norms are ones, biases zeros, GPT-2's residual projections narrower, rotary buffers filled."""
+    weights, _ = alone["gpt2"]
+    assert torch.equal(weights["transformer.ln_f.weight"], torch.ones(26, dtype=torch.float64))
+    assert float(weights["transformer.h.0.mlp.c_fc.bias"].abs().max()) == 0.0
+    assert float(weights["transformer.wte.weight"].std()) == pytest.approx(0.02, rel=0.1)
+    narrow = 0.02 / (2 * 3) ** 0.5
+    assert float(weights["transformer.h.1.attn.c_proj.weight"].std()) == pytest.approx(narrow, rel=0.2)
+    _, buffers = alone["llama"]
+    assert all(float(buffer.max()) == 1.0 for name, buffer in buffers.items() if "inv_freq" in name)
+    _, buffers = alone["module"]
+    assert torch.equal(buffers["scale"], torch.linspace(0.5, 1.5, 6).double())
+
+
+def test_another_seed_draws_other_weights_and_equal_modules_differ(
+    world_pool: WorldPool, corpora: Path, alone: dict[str, Any]
+) -> None:
+    other, _ = world_pool.run(1, initial, make_job(corpora, training={"seed": 1}))[0]
+    weights, _ = alone["gpt2"]
+    name = "transformer.h.{}.mlp.c_fc.weight"
+    assert not torch.equal(other[name.format(0)], weights[name.format(0)])
+    assert not torch.equal(weights[name.format(0)], weights[name.format(1)])
+
+
+def test_a_directorys_weights_are_read_on_every_layout(
+    world_pool: WorldPool, corpora: Path, tmp_path: Path
+) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(**{**MODELS["gpt2"], "vocab_size": VOCABULARY})
+    model = GPT2LMHeadModel(config)
+    model.save_pretrained(tmp_path)
+    job = make_job(corpora, model={"config": None, "path": str(tmp_path)})
+    for ranks in (1, 3):
+        weights, _ = world_pool.run(ranks, initial, job)[0]
+        expected = dict(model.named_parameters())
+        assert list(weights) == list(expected)
+        assert all(torch.equal(weights[name], expected[name].detach().double()) for name in expected)
+
+
+class Unset(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.scale = nn.Linear(6, 6), nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x) * self.scale
+
+
+def setting_up_fails(job: Job) -> str:
+    with pytest.raises(ModelError) as caught:
+        set_up(job, torch.device("cpu"))
+    return str(caught.value)
+
+
+def test_a_parameter_without_initializer_is_named(world_pool: WorldPool, corpora: Path) -> None:
+    job = make_module_job(corpora, model={"factory": f"{__name__}:Unset"})
+    (message,) = world_pool.run(1, setting_up_fails, job)
+    assert "'scale'" in message and "Unset" in message and "reset_parameters" in message

@@ -1,0 +1,108 @@
+"""Weight-decay groups, options and schedules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardwise.config import OptimizerSection
+from shardwise.layout import Layout
+from shardwise.parallel.tensor_map import TensorMap
+from shardwise.testing.oracle import _rate
+from shardwise.training.optimizer import ShardedOptimizer, learning_rate
+
+
+def made(model: nn.Module, **settings: Any) -> ShardedOptimizer:
+    return ShardedOptimizer(TensorMap.of(model, Layout({})), OptimizerSection(**settings))
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Embedding(5, 4))
+
+
+def test_only_matrices_decay() -> None:
+    net = model()
+    optimizer = made(net, weight_decay=0.25)
+    decay = {id(p): group["weight_decay"] for group in optimizer.inner.param_groups for p in group["params"]}
+    by_name = {entry.name: decay[id(local)] for entry, local in optimizer.locals}
+    assert by_name == {"0.weight": 0.25, "0.bias": 0.0, "1.weight": 0.0, "1.bias": 0.0, "2.weight": 0.25}
+
+
+def test_updates_the_models_own_storage_as_torch_would() -> None:
+    torch.manual_seed(0)
+    net, twin = model(), model()
+    twin.load_state_dict(net.state_dict())
+    ours = made(net, name="AdamW", weight_decay=0.1, learning_rate=0.01, options={"betas": [0.8, 0.9]})
+    groups = [
+        {"params": [p for p in twin.parameters() if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in twin.parameters() if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    theirs = torch.optim.AdamW(groups, lr=0.01, betas=(0.8, 0.9), foreach=False)
+    for _ in range(3):
+        for p, q in zip(net.parameters(), twin.parameters(), strict=True):
+            p.grad, q.grad = (torch.randn_like(p),) * 2
+        ours.step()
+        theirs.step()
+        ours.zero_grad()
+    for p, q in zip(net.parameters(), twin.parameters(), strict=True):
+        assert p.grad is None
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+    assert ours.state_bytes() >= 2 * 4 * sum(p.numel() for p in net.parameters())
+
+
+def test_frozen_and_unused_parameters_stay() -> None:
+    net = model()
+    net[0].weight.requires_grad_(False)
+    optimizer = made(net, weight_decay=0.5)
+    assert [entry.name for entry, _ in optimizer.locals] == ["0.bias", "1.weight", "1.bias", "2.weight"]
+    before = net[2].weight.detach().clone()
+    net[0].bias.grad = torch.ones(4)
+    optimizer.step()
+    assert torch.equal(net[2].weight, before)
+
+
+def test_a_rank_without_elements_can_step() -> None:
+    optimizer = made(nn.ParameterDict({"empty": nn.Parameter(torch.zeros(0, 4))}))
+    assert not optimizer.locals
+    optimizer.set_learning_rate(0.1)
+    optimizer.step()
+    optimizer.zero_grad()
+    assert optimizer.state_bytes() == 0
+
+
+@pytest.mark.parametrize("name", ["SGD", "Rprop", "Adagrad", "Adafactor"])
+def test_other_classes_and_their_options(name: str) -> None:
+    options = {"SGD": {"momentum": 0.9}, "Rprop": {"etas": [0.5, 1.2]}}.get(name, {})
+    optimizer = made(model(), name=name, options=options)
+    assert type(optimizer.inner) is getattr(torch.optim, name)
+    optimizer.set_learning_rate(0.5)
+    assert {group["lr"] for group in optimizer.inner.param_groups} == {0.5}
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+@pytest.mark.parametrize("warmup, steps", [(0, 10), (4, 10), (0, 1), (1, 2), (9, 10)])
+def test_schedules(schedule: Any, warmup: int, steps: int) -> None:
+    settings = OptimizerSection(
+        learning_rate=2.0, schedule=schedule, warmup_steps=warmup, final_learning_rate_ratio=0.25
+    )
+    rates = [learning_rate(settings, step, steps) for step in range(steps)]
+    assert rates[:warmup] == [2.0 * (step + 1) / warmup for step in range(warmup)]
+    assert rates[warmup] == 2.0
+    rest = rates[warmup:]
+    if schedule == "constant":
+        assert set(rest) == {2.0}
+    elif len(rest) > 1:
+        assert rest[-1] == pytest.approx(0.5)
+        assert all(a > b for a, b in zip(rest, rest[1:], strict=False))
+    assert rates == pytest.approx([_rate(settings, step, steps) for step in range(steps)], rel=1e-14)
+
+
+def test_known_points_of_the_schedules() -> None:
+    linear = OptimizerSection(learning_rate=1.0, schedule="linear", final_learning_rate_ratio=0.0)
+    assert [learning_rate(linear, step, 5) for step in range(5)] == [1.0, 0.75, 0.5, 0.25, 0.0]
+    cosine = OptimizerSection(learning_rate=1.0, schedule="cosine", final_learning_rate_ratio=0.0)
+    assert learning_rate(cosine, 2, 5) == pytest.approx(0.5)
+    assert learning_rate(cosine, 1, 4) == pytest.approx(0.75)

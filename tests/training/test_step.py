@@ -1,0 +1,138 @@
+"""What a step promises besides right numbers: agreement of ranks, skipped steps, ragged batches, empty shards."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardwise.config import Job
+from shardwise.testing.world import WorldPool
+from shardwise.training.init import fingerprint
+from shardwise.training.program import LanguageModelProgram
+from shardwise.training.setup import Run, set_up
+from shardwise.training.step import StepResult, evaluate, train_step
+from tests.parity.jobs import make_job, make_module_job
+
+CPU = torch.device("cpu")
+
+
+def one_step(run: Run, step: int = 0, stop: bool = False) -> StepResult:
+    return train_step(run.model, run.program, run.stream.batches(step), run.optimizer, run.scaler, step, stop)
+
+
+def weights(run: Run) -> str:
+    return fingerprint((entry.name, entry.whole()) for entry in run.model.tensor_map)
+
+
+def steps(job: Job, count: int) -> list[tuple[float, float, int]]:
+    run = set_up(job, CPU)
+    results = [one_step(run, step) for step in range(count)]
+    return [(result.loss, result.grad_norm, result.count) for result in results]
+
+
+def overflowing(job: Job, count: int) -> list[tuple[bool, float, bool]]:
+    """(skipped, loss scale of the step, did weights change) of each step."""
+    run = set_up(job, CPU)
+    found = []
+    for step in range(count):
+        before = weights(run)
+        result = one_step(run, step)
+        found.append((result.skipped, result.loss_scale, weights(run) != before))
+    return found
+
+
+def poisoned(job: Job, value: float) -> tuple[bool, bool, bool]:
+    """Gradients of rank 1 are not finite in the first step: (skipped, weights changed, next step skipped)."""
+    run = set_up(job, CPU)
+    before, original = weights(run), LanguageModelProgram.loss
+
+    def bad(self: Any, microbatch: Any, output: Any, seed: Any) -> Any:
+        loss, count = original(self, microbatch, output, seed)
+        return loss * (value if dist.get_rank() == 1 else 1.0), count
+
+    with mock.patch.object(LanguageModelProgram, "loss", bad):
+        first = one_step(run)
+    changed = weights(run) != before
+    return first.skipped, changed, one_step(run, 1).skipped
+
+
+def stopping(job: Job) -> list[bool]:
+    run = set_up(job, CPU)
+    return [one_step(run, 0).stop, one_step(run, 1, stop=dist.get_rank() == 1).stop]
+
+
+def validation(job: Job) -> tuple[float, float, bool]:
+    run = set_up(job, CPU)
+    losses = [evaluate(run.model, run.program, list(run.stream.evaluation(run.data.validation, 2))) for _ in range(2)]
+    return losses[0], losses[1], run.model.module.training
+
+
+def local_sizes(job: Job) -> tuple[list[int], float]:
+    run = set_up(job, CPU)
+    result = one_step(run)
+    return [entry.local.numel() for entry in run.model.tensor_map], result.loss
+
+
+def test_fp16_overflow_skips_the_step_and_halves_the_scale(world_pool: WorldPool, corpora: Path) -> None:
+    job = make_job(corpora, precision={"compute": "fp16", "loss_scale": {"init_scale": 2.0**31}})
+    everyone = world_pool.run(2, overflowing, job, 12)
+    assert everyone[0] == everyone[1]
+    skipped = [one[0] for one in everyone[0]]
+    first_good = skipped.index(False)
+    assert first_good >= 1 and all(skipped[:first_good])
+    assert [one[1] for one in everyone[0][: first_good + 1]] == [2.0 ** (31 - n) for n in range(first_good + 1)]
+    assert [one[2] for one in everyone[0]] == [not flag for flag in skipped]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_one_ranks_non_finite_gradient_skips_the_step_of_all(
+    world_pool: WorldPool, corpora: Path, value: float
+) -> None:
+    everyone = world_pool.run(2, poisoned, make_job(corpora), value)
+    assert everyone == [(True, False, False)] * 2
+
+
+@pytest.mark.parametrize("ranks, microbatch", [(2, 2), (4, 1), (3, 2)])
+def test_a_ragged_step_counts_each_sample_once(
+    world_pool: WorldPool, corpora: Path, ranks: int, microbatch: int
+) -> None:
+    """5 samples; padding rows count nowhere."""
+    training = {"sequences_per_step": 5, "microbatch_size": microbatch}
+    alone = world_pool.run(1, steps, make_job(corpora, dropout=0.1, training={"sequences_per_step": 5}), 2)[0]
+    ragged = world_pool.run(ranks, steps, make_job(corpora, dropout=0.1, training=training), 2)
+    for found in ragged:
+        assert [count for *_, count in found] == [5 * 16] * 2
+        assert [value for *pair, _ in found for value in pair] == pytest.approx(
+            [value for *pair, _ in alone for value in pair], rel=1e-11
+        )
+
+
+def test_ranks_without_any_row_take_part(world_pool: WorldPool, corpora: Path) -> None:
+    job = make_module_job(corpora)  # weights of 6 rows
+    alone = world_pool.run(1, local_sizes, job)[0]
+    everyone = world_pool.run(8, local_sizes, job)
+    assert 0 in everyone[7][0] and any(everyone[7][0])
+    assert [sum(sizes) for sizes in zip(*(sizes for sizes, _ in everyone))] == alone[0]
+    assert all(loss == pytest.approx(alone[1], rel=1e-12) for _, loss in everyone)
+
+
+def test_any_ranks_wish_to_stop_is_everyones(world_pool: WorldPool, corpora: Path) -> None:
+    assert world_pool.run(2, stopping, make_job(corpora)) == [[False, True]] * 2
+
+
+def test_evaluation_is_the_same_on_every_layout_and_without_dropout(world_pool: WorldPool, corpora: Path) -> None:
+    job = make_job(corpora, dropout=0.3, data={"validation_fraction": 0.2})
+    alone = world_pool.run(1, validation, job)[0]
+    for first, second, training in world_pool.run(3, validation, job):
+        assert first == second == pytest.approx(alone[0], rel=1e-12) and training
+
+
+def test_same_numbers_again(world_pool: WorldPool, corpora: Path) -> None:
+    job = make_job(corpora, dropout=0.1, parallel={"sharded_data_parallel_degree": 2})
+    assert world_pool.run(4, steps, job, 3) == world_pool.run(4, steps, job, 3)
