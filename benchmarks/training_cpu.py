@@ -22,6 +22,7 @@ if __package__ in (None, ""):  # run as a file: make the package importable, her
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from benchmarks.contenders.shardwise_contender import SHARDWISE
 from benchmarks.harness import Contender, Series, Summary, paired_ratio, run_rounds, start_groups, summarize
@@ -155,17 +156,19 @@ def check(run: dict[str, Any]) -> list[str]:
 def render(run: dict[str, Any]) -> Table:
     """The table of one number of ranks."""
     limit = run["limit_flops_per_second"] / 1e9
-    table = Table(
-        title=f"{run['ranks']} ranks on {len(os.sched_getaffinity(0))} cores, Gloo, fp32",
-        caption="Median (lower and upper quartile) of the rounds. Limit: torch.mm of the same shapes on all cores, "
-        f"{limit:.0f} GFLOP/s. A table with a skipped contender proves nothing about that one.",
+    caption = (
+        "Median (lower, upper quartile) of the rounds. Limit: torch.mm of the same shapes on all cores, "
+        f"{limit:.0f} GFLOP/s."
     )
-    for column in ("contender", "tokens/s", "shardwise ÷ it", "of the limit", "core s/step", "first loss", "last loss"):
-        table.add_column(column, justify="left" if column == "contender" else "right")
+    skipped: list[str] = []
+    table = Table(title=f"{run['ranks']} ranks on {len(os.sched_getaffinity(0))} cores, Gloo, fp32")
+    for column in ("contender", "tokens/s", "shardwise ÷ it", "of limit", "core s/step", "first loss", "last loss"):
+        table.add_column(column, justify="left" if column == "contender" else "right", no_wrap=True)
     for row in run["rows"]:
         if "skipped" in row:
+            table.add_row(row["contender"], "skipped")
             reason = row["skipped"].strip().splitlines()
-            table.add_row(row["contender"], f"skipped: {reason[0]}" + (f" … {reason[-1]}" if reason[1:] else ""))
+            skipped.append(f"{row['contender']} skipped: {reason[0]}" + (f" … {reason[-1]}" if reason[1:] else ""))
             continue
         table.add_row(
             row["contender"],
@@ -176,6 +179,9 @@ def render(run: dict[str, Any]) -> Table:
             f"{row['first_loss']:.6f}",
             f"{row['last_loss']:.6f}",
         )
+    if skipped:
+        skipped.append("A table proves nothing about a contender that was skipped.")
+    table.caption = Text("\n".join([caption, *skipped]))
     return table
 
 

@@ -72,7 +72,7 @@ def verify(job: Job, blocks: int | None = None, against: Job | None = None, step
     if blocks is not None:
         job = cut_depth(job, blocks)
     if against is None:
-        return _in_workers(job, _against_oracle, steps)
+        return _in_workers(job, verify_rank, steps)
     job, other, notes = _layouts(job, against)
     with tempfile.TemporaryDirectory(prefix="shardwise-verify-") as directory:
         _in_workers(other, _record, directory, steps)
@@ -92,13 +92,9 @@ sys.modules[__name__].__class__ = _Callable
 # --- on every rank ---------------------------------------------------------------------------------------------------
 
 
-def verify_rank(job: Job, device: torch.device, steps: int = 3) -> Report | None:
+def verify_rank(job: Job, device: torch.device, steps: int = 3, facts: ModelFacts | None = None) -> Report | None:
     """Verify against the oracle inside an existing process group; the report on rank 0. Collective."""
-    return _against_oracle(job, device, steps)
-
-
-def _against_oracle(job: Job, device: torch.device, steps: int) -> Report | None:
-    facts = study(job)
+    facts = facts or study(job)
     run = _assemble(job, device, facts)
     report = Report(_title(run, "one process"), notes=_notes(run.plan, facts))
     _check_memory(run)

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.config import Job
+from shardwise.families.facts import ModelFacts
 from shardwise.testing.comparison import Report
+from shardwise.training.setup import study
 from shardwise.verify import verify_rank
 
 LENGTH = 16
@@ -89,7 +91,13 @@ def make_job(
 
 def verify_one(job: Job, steps: int = 3) -> Report | None:
     """Run on every rank of a world."""
-    return verify_rank(job, torch.device("cpu"), steps)
+    model = job.model.model_dump_json()
+    if model not in _known:  # studied once in a process
+        _known[model] = study(job)
+    return verify_rank(job, torch.device("cpu"), steps, _known[model])
+
+
+_known: dict[str, ModelFacts] = {}
 
 
 # --- a user's own module ---------------------------------------------------------------------------------------------

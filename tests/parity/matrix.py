@@ -1,4 +1,4 @@
-"""The layout matrix: dimensions, which combinations are jobs, and a pairwise cover of them."""
+"""The layout matrix: dimensions, which combinations are jobs, and small sets of cases that cover it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from typing import Any
 from shardwise.config import Job
 from tests.parity.jobs import make_job
 
-# The first value of each is the simplest. (shard, replica) with "zero1" for shard_optimizer_state.
+# Layouts are (shard, replica), or "zero1" and the number of ranks. The last ones are for `-m slow` alone.
+LAYOUTS: list[Any] = [(1, 1), (2, 1), (1, 2), (4, 1), (2, 2), (8, 1), (2, 4), ("zero1", 2)]
+MORE_LAYOUTS: list[Any] = [(3, 1), (1, 4), (3, 2), (4, 2), (1, 8), ("zero1", 5), ("zero1", 8)]
 DIMENSIONS: dict[str, list[Any]] = {
-    "layout": [(1, 1), (2, 1), (1, 2), (4, 1), (2, 2), (1, 4), (8, 1), (4, 2), (2, 4), (1, 8), ("zero1", 2), ("zero1", 8)],
+    "layout": LAYOUTS,
     "accumulation": [1, 2, 3],
     "checkpointing": ["none", "full", "selective", "every 2", "group_2", "contiguous"],
     "offload": ["none", "activations", "parameters", "both"],
@@ -33,42 +35,40 @@ def is_job(case: Case) -> bool:
     return not (case["layout"][0] == "zero1" and case["offload"] in ("parameters", "both"))
 
 
-def whole() -> Iterator[Case]:
-    """The full cross product."""
-    for values in itertools.product(*DIMENSIONS.values()):
-        case = dict(zip(DIMENSIONS, values))
-        if is_job(case):
-            yield case
+def cover(seed: int, strength: int, dimensions: dict[str, list[Any]], tries: int = 30) -> list[Case]:
+    """Cases that together hold every combination of `strength` values that some job holds.
 
-
-def pairwise(seed: int, tries: int = 30) -> list[Case]:
-    """Cases that together hold every pair of values that some job holds; greedy (AETG, Cohen et al. 1997)."""
+    Greedy, as AETG (Cohen et al., IEEE Transactions on Software Engineering 23, 1997): of random cases around a missing
+    combination the one that covers most.
+    """
     draw = random.Random(seed)
-    missing = {pair for pair in _all_pairs() if _completed(dict(pair), draw) is not None}
-    cases = []
-    while missing:
-        first = draw.choice(sorted(missing, key=repr))
-        candidates = [case for _ in range(tries) if (case := _completed(dict(first), draw)) is not None]
-        best = max(candidates, key=lambda case: len(missing & _pairs(case)))
-        missing -= _pairs(best)
+    wanted = [c for c in _combinations(dimensions, strength) if _completed(dict(c), dimensions, draw) is not None]
+    draw.shuffle(wanted)
+    missing, cases = set(wanted), []
+    for combination in wanted:
+        if combination not in missing:
+            continue
+        candidates = [_completed(dict(combination), dimensions, draw) for _ in range(tries)]
+        best = max((case for case in candidates if case), key=lambda case: len(missing & _held(case, strength)))
+        missing -= _held(best, strength)
         cases.append(best)
     return cases
 
 
-def _all_pairs() -> Iterator[tuple[tuple[str, Any], ...]]:
-    for (a, many), (b, others) in itertools.combinations(DIMENSIONS.items(), 2):
-        for x, y in itertools.product(many, others):
-            yield ((a, x), (b, y))
+def _combinations(dimensions: dict[str, list[Any]], strength: int) -> Iterator[tuple[tuple[str, Any], ...]]:
+    for chosen in itertools.combinations(dimensions, strength):
+        for values in itertools.product(*(dimensions[name] for name in chosen)):
+            yield tuple(zip(chosen, values))
 
 
-def _pairs(case: Case) -> set[tuple[tuple[str, Any], ...]]:
-    return set(itertools.combinations([(name, case[name]) for name in DIMENSIONS], 2))
+def _held(case: Case, strength: int) -> set[tuple[tuple[str, Any], ...]]:
+    return set(itertools.combinations(case.items(), strength))
 
 
-def _completed(part: Case, draw: random.Random) -> Case | None:
+def _completed(part: Case, dimensions: dict[str, list[Any]], draw: random.Random) -> Case | None:
     """`part` with random values for the rest, or None where no legal case was found."""
     for _ in range(50):
-        case = {name: part.get(name, draw.choice(values)) for name, values in DIMENSIONS.items()}
+        case = {name: part.get(name, draw.choice(values)) for name, values in dimensions.items()}
         if is_job(case):
             return case
     return None
@@ -80,7 +80,7 @@ def world_size(case: Case) -> int:
 
 
 def job_of(case: Case, corpora: Path) -> Job:
-    """The job of a case. 13 samples a step where that divides nothing: the last microbatches hold padding."""
+    """The job of a case; with several ranks the last microbatches of the last ranks hold padding."""
     shard = case["layout"][0]
     ranks = world_size(case)
     memory: dict[str, Any] = {"loss_chunk_tokens": 24}
@@ -94,7 +94,7 @@ def job_of(case: Case, corpora: Path) -> Job:
     memory["offload_activations"] = case["offload"] in ("activations", "both")
     memory["offload_parameters"] = case["offload"] in ("parameters", "both")
     parallel = {"shard_optimizer_state": True} if shard == "zero1" else {"sharded_data_parallel_degree": shard}
-    size = ranks * case["accumulation"]
+    sequences = 2 * ranks * case["accumulation"] - (ranks - 1)
     fp64 = case["precision"] == "fp64"
     return make_job(
         corpora,
@@ -104,7 +104,7 @@ def job_of(case: Case, corpora: Path) -> Job:
         memory=memory,
         parallel=parallel,
         precision={"compute": case["precision"]},
-        training={"sequences_per_step": size + (size - 1) // 2, "gradient_accumulation": case["accumulation"]},
+        training={"sequences_per_step": sequences, "gradient_accumulation": case["accumulation"]},
         data={"isolate_documents": case["isolate"]},
         optimizer={"clip_norm": 0.5} if fp64 else {"name": "SGD", "learning_rate": 0.1, "clip_norm": 0.5},
     )

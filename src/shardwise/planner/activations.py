@@ -25,6 +25,7 @@ are added to the gradient of the residual stream.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -54,14 +55,16 @@ class BlockKind:
         """The kind of the model's first block."""
         name = f"{facts.blocks[0].name}." if facts.blocks else ""
         shapes = {key: shape for key, shape in facts.parameter_shapes.items() if name and key.startswith(name)}
-        matrices = [shape for shape in shapes.values() if len(shape) == 2]
-        hidden, wide = facts.hidden_size, facts.intermediate_size
-        projection = hidden + 2 * key_value_width(facts)
+        hidden = facts.hidden_size
+        matrices = Counter(tuple(sorted(shape)) for shape in shapes.values() if len(shape) == 2)
+        projection, mlp = (tuple(sorted((hidden, n))) for n in (_projection_width(facts), facts.intermediate_size))
+        # Separate projections are at least two square matrices, query and output; a fused one leaves the output alone.
+        fused = matrices[projection] > 0 and matrices[hidden, hidden] < 2
         return cls(
-            rms_norm=bool(shapes) and not any("norm" in key and key.endswith("bias") for key in _norms(shapes)),
-            fused_projection=any(sorted(shape) == sorted((hidden, projection)) for shape in matrices),
+            rms_norm=bool(shapes) and not _has_norm_bias(shapes),
+            fused_projection=fused,
             rotary=any(buffer.endswith("inv_freq") for buffer in facts.buffers),
-            gated=sum(sorted(shape) == sorted((hidden, wide)) for shape in matrices) >= 3,
+            gated=matrices[mlp] - (fused and projection == mlp) >= 3,
             activation_keeps=_ACTIVATION_KEEPS.get(facts.family, 1),
             parallel_residual=facts.family in _PARALLEL_RESIDUAL,
             heads_apart=facts.family in _HEADS_APART,
@@ -100,6 +103,10 @@ class Piece:
 def key_value_width(facts: ModelFacts) -> int:
     """K: key-value heads times the size of a head."""
     return facts.hidden_size * facts.key_value_heads // facts.attention_heads if facts.attention_heads else 0
+
+
+def _projection_width(facts: ModelFacts) -> int:
+    return facts.hidden_size + 2 * key_value_width(facts)
 
 
 def block_pieces(facts: ModelFacts, kind: BlockKind, shape: Shape) -> list[Piece]:
@@ -163,10 +170,10 @@ def _mask(row: float, shape: Shape) -> float:
     return row / shape.bytes if shape.dropout else 0.0
 
 
-def _norms(shapes: dict[str, tuple[int, ...]]) -> list[str]:
-    """Names of the parameters that belong to a module with a one-dim weight, that is, to a norm."""
-    owners = {key.rpartition(".")[0] for key, shape in shapes.items() if key.endswith("weight") and len(shape) == 1}
-    return [f"norm {key}" for key in shapes if key.rpartition(".")[0] in owners]
+def _has_norm_bias(shapes: dict[str, tuple[int, ...]]) -> bool:
+    """Whether a module with a one-dim weight, that is, a norm, has a bias as well."""
+    norms = {key.rpartition(".")[0] for key, shape in shapes.items() if key.endswith("weight") and len(shape) == 1}
+    return any(f"{norm}.bias" in shapes for norm in norms)
 
 
 def saved_bytes(pieces: Sequence[Piece]) -> float:

@@ -238,6 +238,8 @@ def _serve(connection: Connection, dump: str) -> None:
 
 
 def _handle(request: Request) -> bytes:
+    """Runs the request. Its group stays open until the next one: peers may still read what this rank sent last."""
+    _leave()
     try:
         _enter(request)
         _load_module(request)
@@ -247,7 +249,7 @@ def _handle(request: Request) -> bytes:
         text = "".join(traceback.format_exception(error)).rstrip()
         answer = pickle.dumps(("error", (f"raised {type(error).__name__}", text, time.time())))
         traceback.clear_frames(error.__traceback__)  # they hold the group, and peers wait for it to close
-    _leave()
+        _leave()
     return answer
 
 

@@ -14,6 +14,7 @@ from shardwise.config import Job
 from shardwise.data.corpus import data_format
 from shardwise.data.loader import Stream
 from shardwise.data.prepare import TokenData, prepare
+from shardwise.errors import DataError
 from shardwise.families.build import build_model
 from shardwise.families.discovery import discover
 from shardwise.families.facts import ModelFacts
@@ -76,6 +77,7 @@ def set_up(job: Job, device: torch.device) -> Run:
 
 def assemble(job: Job, device: torch.device, facts: ModelFacts, data: TokenData) -> Run:
     """`set_up` for facts and data that are there already."""
+    check_same_data(data, device)
     world = current_world(device)
     plan = resolve(job, world, facts)
     layout = Layout.from_plan(plan, dist.get_rank())
@@ -94,6 +96,23 @@ def assemble(job: Job, device: torch.device, facts: ModelFacts, data: TokenData)
         ShardedOptimizer(model.tensor_map, job.optimizer),
         LossScaler.of(plan.dtypes.compute, job.precision.loss_scale),
     )
+
+
+def check_same_data(data: TokenData, device: torch.device) -> None:
+    """Every host builds its own token cache; refuse to train where they differ. Collective.
+
+    Raises:
+        DataError: some rank has other tokens than the rest.
+    """
+    mine = torch.tensor([int(data.content[:15] or "0", 16)], dtype=torch.int64, device=device)
+    least, most = mine.clone(), mine.clone()
+    dist.all_reduce(least, dist.ReduceOp.MIN)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    if int(least) != int(most):
+        raise DataError(
+            f"ranks read different data: this one has {data.content} ({data.corpus}); the corpus and tokenizer must be "
+            "the same on every host"
+        )
 
 
 def make_stream(plan: Plan, layout: Layout, data: TokenData) -> Stream:

@@ -1,0 +1,116 @@
+"""What a block keeps: the formulas against autograd's own account of unmodified transformers blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from shardwise.config import Job
+from shardwise.families.build import build_model
+from shardwise.families.discovery import discover
+from shardwise.families.facts import ModelFacts
+from shardwise.planner.activations import BlockKind, Piece, Shape, backward_peak, block_pieces, kept_bytes, saved_bytes
+
+BATCH, SEQUENCE, VOCABULARY = 2, 48, 64
+SIZES = {"vocab_size": VOCABULARY, "max_position_embeddings": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "gpt_neox": {**SIZES, "hidden_size": 64, "intermediate_size": 192},
+    "gpt2": {"vocab_size": VOCABULARY, "n_positions": 64, "n_layer": 3, "n_head": 4, "n_embd": 64, **dict.fromkeys(
+        ("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)},
+    "llama": {**SIZES, "hidden_size": 64, "intermediate_size": 176, "num_key_value_heads": 2},
+    "mistral": {**SIZES, "hidden_size": 64, "intermediate_size": 176, "num_key_value_heads": 4},
+    "opt": {**SIZES, "hidden_size": 64, "word_embed_proj_dim": 64, "ffn_dim": 192, "dropout": 0.0},
+}  # fmt: skip
+
+
+def facts_of(family: str, **more: Any) -> ModelFacts:
+    config = {"model_type": family, **CONFIGS[family], **more}
+    job = Job.model_validate({"model": {"config": config}, "data": {"sequence_length": SEQUENCE}})
+    return discover(build_model(job), job)
+
+
+class SavedInBlock:
+    """Distinct storages that autograd saves while `block` runs, without the model's; held, so that none is reused."""
+
+    def __init__(self, model: nn.Module, block: nn.Module) -> None:
+        self.known = {tensor.untyped_storage().data_ptr() for tensor in [*model.parameters(), *model.buffers()]}
+        self.storages: dict[int, torch.UntypedStorage] = {}
+        self.inside = False
+        block.register_forward_pre_hook(lambda *_: setattr(self, "inside", True))
+        block.register_forward_hook(lambda *_: setattr(self, "inside", False))
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if self.inside and storage.data_ptr() not in self.known:
+            self.storages[storage.data_ptr()] = storage
+        return tensor
+
+    def bytes(self) -> int:
+        return sum(storage.nbytes() for storage in self.storages.values())
+
+
+def saved_by_autograd(family: str, facts: ModelFacts, dtype: torch.dtype = torch.float32, **more: Any) -> int:
+    """Bytes that autograd saves in the second block of the unmodified model."""
+    config = CONFIG_MAPPING[family](**CONFIGS[family], bos_token_id=None, eos_token_id=None, **more)
+    model = AutoModelForCausalLM.from_config(config).to(dtype).train()
+    saved = SavedInBlock(model, model.get_submodule(facts.blocks[1].name))
+    with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor):
+        model(input_ids=torch.randint(0, VOCABULARY, (BATCH, SEQUENCE)), use_cache=False)
+    return saved.bytes()
+
+
+def pieces_of(facts: ModelFacts, **more: Any) -> list[Piece]:
+    shape = {"tokens": BATCH * SEQUENCE, "sequence": SEQUENCE, "bytes": 4, **more}
+    return block_pieces(facts, BlockKind.of(facts), Shape(**shape))
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_saved_bytes_are_those_of_autograd(family: str) -> None:
+    facts = facts_of(family)
+    assert saved_bytes(pieces_of(facts)) == pytest.approx(saved_by_autograd(family, facts), rel=0.03)
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", "llama"])
+def test_saved_bytes_in_bf16(family: str) -> None:
+    facts = facts_of(family)
+    predicted = saved_bytes(pieces_of(facts, bytes=2))
+    assert predicted == pytest.approx(saved_by_autograd(family, facts, torch.bfloat16), rel=0.03)
+
+
+def test_saved_bytes_of_eager_attention() -> None:
+    facts = facts_of("gpt_neox")
+    predicted = saved_bytes(pieces_of(facts, attention="eager"))
+    assert predicted == pytest.approx(saved_by_autograd("gpt_neox", facts, attn_implementation="eager"), rel=0.03)
+
+
+def test_gpt_neox_by_hand() -> None:
+    """18 hidden states of 64 where the intermediate size is 4 times as large; statistics are small."""
+    facts = facts_of("gpt_neox", intermediate_size=256)
+    row = BATCH * SEQUENCE * 64 * 4
+    statistics = BATCH * SEQUENCE * (8 + 8 + 4 * 4)
+    assert saved_bytes(pieces_of(facts)) == 18 * row + statistics
+
+
+def test_kinds_are_read_off_the_shapes() -> None:
+    assert BlockKind.of(facts_of("llama")) == BlockKind(rms_norm=True, rotary=True, gated=True)
+    assert BlockKind.of(facts_of("gpt2")) == BlockKind(fused_projection=True, activation_keeps=4)
+    neox = BlockKind(fused_projection=True, rotary=True, parallel_residual=True, heads_apart=True)
+    assert BlockKind.of(facts_of("gpt_neox")) == neox
+    assert BlockKind.of(facts_of("opt")) == BlockKind(activation_keeps=0)
+
+
+def test_selective_keeps_outputs_of_matrix_products() -> None:
+    """GPT-NeoX: query-key-value 3H, attention H, its projection H, MLP up I, MLP down H."""
+    facts = facts_of("gpt_neox")
+    assert kept_bytes(pieces_of(facts)) == BATCH * SEQUENCE * 4 * (6 * 64 + 192)
+
+
+def test_backward_peak_trades_activations_for_gradients() -> None:
+    pieces = [Piece("first", saved=100, parameters=50), Piece("second", saved=10, working=5, parameters=1)]
+    assert backward_peak(pieces, 1) == (100, 51)
+    assert backward_peak(pieces[:1], 1) == (100, 50)
+    assert backward_peak([pieces[0], Piece("second", saved=10, working=200)], 1) == (310, 0)

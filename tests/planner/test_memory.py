@@ -1,0 +1,184 @@
+"""The memory formulas: their arithmetic, and that they agree with what training really holds."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from tests.planner.worlds import measured_and_predicted
+
+from shardwise.config import Job
+from shardwise.families.build import build_model
+from shardwise.families.discovery import discover
+from shardwise.families.facts import ModelFacts
+from shardwise.parallel.sharded import needs_sharding
+from shardwise.plan import Plan, World, resolve
+from shardwise.planner.memory import estimate, moments, uses_fsdp
+from shardwise.testing.world import WorldPool
+
+NEOX = {
+    "model_type": "gpt_neox",
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "intermediate_size": 1024,
+    "vocab_size": 2048,
+    "max_position_embeddings": 128,
+}
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "intermediate_size": 352,
+    "vocab_size": 1024,
+}
+GPT2 = {"model_type": "gpt2", "n_embd": 128, "n_layer": 3, "n_head": 4, "vocab_size": 1024, "n_positions": 128}
+
+
+def settings(ranks: int, config: dict[str, Any] = NEOX, **sections: dict[str, Any]) -> dict[str, Any]:
+    """A job of one microbatch of two sequences of 128 tokens a rank."""
+    job: dict[str, Any] = {
+        "model": {"config": config},
+        "data": {"sequence_length": 128},
+        "training": {"microbatch_size": 2, "gradient_accumulation": 1, "sequences_per_step": 2 * ranks},
+    }
+    for name, section in sections.items():
+        job[name] = {**job.get(name, {}), **section}
+    return job
+
+
+def planned(ranks: int, config: dict[str, Any] = NEOX, device: str = "cpu", **sections: Any) -> tuple[Plan, ModelFacts]:
+    job = Job.model_validate(settings(ranks, config, **sections))
+    facts = discover(build_model(job), job)
+    return resolve(job, World(ranks, device, ranks), facts), facts
+
+
+def total(ranks: int, **sections: Any) -> float:
+    return estimate(*planned(ranks, **sections)).total
+
+
+# --- arithmetic
+
+
+def test_total_is_the_sum_of_the_causes_and_the_largest_moment() -> None:
+    plan, facts = planned(4)
+    found = moments(plan, facts)
+    best = estimate(plan, facts)
+    assert best.total == max(moment.total for moment in found)
+    assert best.total == sum(best.causes().values())
+    assert "host" not in best.causes() and len(best.causes()) == 9
+
+
+def test_states_are_counted_by_hand() -> None:
+    plan, facts = planned(1)
+    step = moments(plan, facts)[-1]
+    assert step.moment == "optimizer step"
+    assert step.causes() == {
+        "parameters": 4 * facts.parameters,
+        "gradients": 4 * facts.parameters,
+        "optimizer": 8 * facts.parameters,
+        **dict.fromkeys(("gathered", "communication", "unsharded_gradients", "activations", "working", "logits"), 0.0),
+    }
+
+
+def test_uneven_rows_are_padded_like_fsdp2() -> None:
+    """13 rows over 4 ranks are 4 rows a rank; a vector of 5 is 2."""
+    config = {**NEOX, "hidden_size": 20, "num_attention_heads": 2, "intermediate_size": 26, "vocab_size": 13}
+    plan, facts = planned(4, config)
+    shapes = facts.parameter_shapes.values()
+    expected = 4 * sum(math.ceil(shape[0] / 4) * math.prod(shape[1:]) for shape in shapes)
+    assert moments(plan, facts)[-1].parameters == expected > 4 * facts.parameters / 4
+
+
+def test_sharding_divides_the_states() -> None:
+    one, eight = (moments(*planned(ranks))[-1] for ranks in (1, 8))
+    for cause in ("parameters", "gradients", "optimizer"):
+        assert one.causes()[cause] == 8 * eight.causes()[cause]
+
+
+def test_replicas_do_not_divide_the_states() -> None:
+    half = moments(*planned(4, parallel={"sharded_data_parallel_degree": 2}))[-1]
+    assert half.parameters == moments(*planned(2))[-1].parameters
+
+
+@pytest.mark.parametrize(
+    "less, more",
+    [
+        ({"memory": {"activation_checkpointing": "full"}}, {"memory": {"activation_checkpointing": "selective"}}),
+        ({"memory": {"activation_checkpointing": "selective"}}, {}),
+        ({"memory": {"activation_checkpointing": "full"}},
+         {"memory": {"activation_checkpointing": "full", "checkpoint_every": 2}}),
+        ({}, {"parallel": {"reshard_after_forward": False}}),
+        ({}, {"parallel": {"shard_optimizer_state": True}}),
+        ({"memory": {"loss_chunk_tokens": 64}, "training": {"microbatch_size": 8, "sequences_per_step": 32}},
+         {"training": {"microbatch_size": 8, "sequences_per_step": 32}}),
+        ({"optimizer": {"name": "SGD"}}, {"optimizer": {"name": "SGD", "options": {"momentum": 0.9}}}),
+        ({"parallel": {"prefetch_depth": 1}}, {"parallel": {"prefetch_depth": 3}}),
+        ({}, {"model": {"attention": "eager"}}),
+        ({}, {"data": {"isolate_documents": True}}),
+    ],
+)  # fmt: skip
+def test_settings_that_save_memory_save_it(less: dict[str, Any], more: dict[str, Any]) -> None:
+    assert total(4, **less) < total(4, **more)
+
+
+def test_offload_on_cuda_moves_the_states_to_the_host() -> None:
+    held = moments(*planned(2, device="cuda"))[-1]
+    away = moments(*planned(2, device="cuda", memory={"offload_parameters": True}))[-1]
+    assert away.host == held.total
+    assert away.parameters == away.gradients == away.optimizer == 0.0
+
+
+def test_fsdp_is_judged_as_parallelize_judges_it() -> None:
+    for ranks in (1, 2):
+        for extra in ({}, {"precision": {"compute": "bf16"}}, {"memory": {"offload_parameters": True}}):
+            plan, _ = planned(ranks, **extra)
+            assert uses_fsdp(plan) == needs_sharding(plan)
+
+
+def test_a_model_without_known_blocks_has_its_states() -> None:
+    facts = ModelFacts("Toy", False, 30, 0, (), parameter_shapes={"weight": (5, 6)})
+    plan, _ = planned(2)
+    found = estimate(plan, facts)
+    assert found.parameters == 4 * 3 * 6
+    assert found.activations == 0.0
+
+
+# --- against the real thing
+
+
+def check(pool: WorldPool, ranks: int, tolerance: float = 0.10, **sections: Any) -> None:
+    for rank, (measured, predicted) in enumerate(pool.run(ranks, measured_and_predicted, settings(ranks, **sections))):
+        message = (
+            f"rank {rank}: measured {measured / 1e6:.2f} MB, predicted {predicted.total / 1e6:.2f} MB: {predicted}"
+        )
+        assert abs(predicted.total / measured - 1) <= tolerance, message
+
+
+@pytest.mark.parametrize("policy", ["none", "full"])
+@pytest.mark.parametrize("ranks", [1, 2, 4, pytest.param(8, marks=pytest.mark.slow)])
+def test_peak_is_predicted_within_a_tenth(world_pool: WorldPool, ranks: int, policy: str) -> None:
+    check(world_pool, ranks, memory={"activation_checkpointing": policy})
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "llama": {"config": LLAMA},
+    "gpt2 full": {"config": GPT2, "model": {"dropout": 0.0}, "memory": {"activation_checkpointing": "full"}},
+    "selective": {"memory": {"activation_checkpointing": "selective"}},
+    "group_2": {"memory": {"activation_checkpointing": "full", "checkpoint_strategy": "group_2"}},
+    "every second": {"memory": {"activation_checkpointing": "full", "checkpoint_every": 2}},
+    "kept gathered": {"parallel": {"reshard_after_forward": False}},
+    "ZeRO-1": {"parallel": {"shard_optimizer_state": True}},
+    "accumulation": {"training": {"gradient_accumulation": 2, "sequences_per_step": 8}},
+    "bf16": {"precision": {"compute": "bf16"}},
+    "long": {"training": {"microbatch_size": 8, "sequences_per_step": 16}},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_peak_is_predicted_for_other_jobs(world_pool: WorldPool, name: str) -> None:
+    check(world_pool, 2, **CASES[name])

@@ -1,0 +1,184 @@
+"""The documents against the code: the reference is what the generator writes, and what pages show exists."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import yaml
+
+import shardwise
+from shardwise import errors
+from shardwise.cli import COMMANDS, build_parser
+from shardwise.errors import ConfigError
+from shardwise.job_keys import leaf_of, leaves, sections
+from shardwise.job_sources import load_job, read_value, take_overrides
+from shardwise.legality import rules
+from shardwise.reference import PAGES, pages, write
+from shardwise.reference_tables import SUBJECTS
+from shardwise.smp_options import OPTIONS
+
+ROOT = Path(__file__).parent.parent
+REFERENCE = ROOT / "docs" / "reference"
+WRITTEN = sorted([*ROOT.glob("*.md"), *(p for p in (ROOT / "docs").rglob("*.md") if p.parent != REFERENCE)])
+EVERY_PAGE = [*WRITTEN, *sorted(REFERENCE.glob("*.md"))]
+ITEMS = 13  # of the subject matter that the reference has to cover
+
+
+class Block(NamedTuple):
+    """A fenced block of a page."""
+
+    page: Path
+    language: str
+    text: str
+
+
+def blocks(*languages: str) -> Iterator[Block]:
+    for page in WRITTEN:
+        for language, text in re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
+            if language in languages:
+                yield Block(page, language, text)
+
+
+def commands() -> Iterator[tuple[Path, list[str], bool]]:
+    """(page, words after `shardwise`, does the page show that it is refused) of every command that a page shows."""
+    for page, language, text in blocks("bash", ""):
+        for line, after in pairwise([*text.splitlines(), ""]):
+            typed = line if language == "bash" else line.removeprefix("$ ") if line.startswith("$ ") else ""
+            if match := re.search(r"(?:^|\s)shardwise (.*)", typed):
+                yield page, shlex.split(match[1], comments=True), after.startswith("error:")
+
+
+def parses(words: list[str]) -> bool:
+    try:
+        rest, found = take_overrides(words)
+        for key, text in found:
+            load_job({}, {key: read_value(key, text)}, environ={})
+        options, unknown = build_parser().parse_known_args(rest)
+    except ConfigError:
+        return False
+    return options.command in COMMANDS and not unknown
+
+
+# --- the reference ---------------------------------------------------------------------------------------------------
+
+
+def test_the_reference_is_what_the_code_says(tmp_path: Path) -> None:
+    paths = write(tmp_path / "reference", ROOT)
+    assert {path.name for path in paths} == {path.name for path in REFERENCE.iterdir()} == {*PAGES, "package.md"}
+    for path in paths:
+        how = "run `python -m shardwise.reference docs/reference`"
+        assert (REFERENCE / path.name).read_text() == path.read_text(), how
+
+
+def test_every_item_has_its_place() -> None:
+    assert [int(name.partition(".")[0]) for name, _ in SUBJECTS] == list(range(1, ITEMS + 1))
+    found = pages(ROOT)
+    for name, where in SUBJECTS:
+        text = "".join(found[page] for page in re.findall(r"\(([\w-]+\.md)", where))
+        missing = [term for term in re.findall(r"`([^`]+)`", name) if term not in text]
+        assert not missing, f"{name}: {where} say nothing of {missing}"
+
+
+@pytest.mark.parametrize(
+    ("page", "names"),
+    [
+        ("job.md", list(leaves())),
+        ("legality.md", [rule.id for rule in rules()]),
+        ("smp-options.md", [option.name for option in OPTIONS]),
+        ("errors.md", [name for name in vars(errors) if name.endswith("Error")]),
+    ],
+)
+def test_every_row_is_there(page: str, names: list[str]) -> None:
+    rows = re.findall(r"^\| `([^`]+)` \|", pages(ROOT)[page], re.MULTILINE)
+    assert [name for name in names if name not in rows] == []
+    assert len(names) > 5
+
+
+def test_every_command_and_public_name_is_there() -> None:
+    found = pages(ROOT)
+    assert re.findall(r"^## shardwise (.*)", found["command-line.md"], re.MULTILINE) == list(COMMANDS)
+    named = re.findall(r"^## shardwise\.(.*)", found["python.md"], re.MULTILINE)
+    assert ["__version__", *named] == shardwise.__all__
+
+
+def test_every_environment_variable_is_there() -> None:
+    """Names in capitals that the sources of the launch and data rooms look up."""
+    page, private = pages(ROOT)["environment.md"], {"SHARDWISE_FAILURE_DIRECTORY"}
+    sources = Path(shardwise.__file__).parent.rglob("*.py")
+    pattern = r'"((?:[A-Z]+_)+[A-Za-z_]+|RANK)"'
+    names = {
+        n
+        for p in sources
+        if p.parent.name in ("launch", "data", "shardwise")
+        for n in re.findall(pattern, p.read_text())
+    }
+    names = {name for name in names if name not in private and name not in page}
+    assert names == set()
+
+
+# --- what people wrote -----------------------------------------------------------------------------------------------
+
+
+def test_there_are_pages() -> None:
+    names = {path.name for path in WRITTEN}
+    assert {"README.md", "tutorial.md", "architecture.md", "decisions.md", "sharding.md"} <= names
+
+
+def test_commands_parse() -> None:
+    found = list(commands())
+    assert len(found) > 15
+    wrong = [(page.name, words) for page, words, refused in found if not refused and not parses(words)]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("words", [["tarin"], ["train", "--training.stepz", "3"], ["train", "--outputs", "x"]])
+def test_a_wrong_command_would_be_found(words: list[str]) -> None:
+    assert not parses(words)
+
+
+def test_jobs_are_jobs() -> None:
+    found = list(blocks("yaml"))
+    assert len(found) > 5
+    for page, _, text in found:
+        try:
+            load_job(yaml.safe_load(text), environ={})
+        except ConfigError as error:
+            pytest.fail(f"{page}: {error}\n{text}")
+
+
+def test_python_compiles() -> None:
+    for page, _, text in blocks("python"):
+        compile(text, str(page), "exec")
+
+
+def test_keys_exist() -> None:
+    """Every `section.key` in backticks is a key of the job."""
+    first = "|".join({name.partition(".")[0] for name in sections()} - {""})
+    for page in WRITTEN:
+        for key in re.findall(rf"`((?:{first})\.[a-z_.]+[a-z])(?::[^`]*)?`", page.read_text()):
+            if not key.endswith((".md", ".py", ".yaml", ".safetensors")) and key not in sections():
+                leaf_of(key)
+
+
+def test_links_resolve() -> None:
+    broken = []
+    for page in EVERY_PAGE:
+        for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)", page.read_text()):
+            if "://" in target:
+                continue
+            path = (page.parent / target) if target else page
+            if not path.exists() or (anchor and anchor not in anchors(path)):
+                broken.append(f"{page.relative_to(ROOT)}: {target}#{anchor}")
+    assert broken == []
+
+
+def anchors(page: Path) -> set[str]:
+    """As GitHub makes them from headings."""
+    headings = re.findall(r"^#+ (.*)", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
