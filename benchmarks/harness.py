@@ -16,7 +16,7 @@ import statistics
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
@@ -202,7 +202,13 @@ class Series:
     cpu_seconds: list[float] = field(default_factory=list)  # of all its ranks together
     losses: list[float] = field(default_factory=list)
     skipped: str | None = None
-    idle_share: float = 0.0  # of one core, used while others ran: the highest of all turns
+    idle_cpu_seconds: float = 0.0  # used while others ran
+    idle_seconds: float = 0.0  # how long others ran
+
+    @property
+    def idle_share(self) -> float:
+        """Share of one core that its ranks used while they should have waited."""
+        return self.idle_cpu_seconds / self.idle_seconds if self.idle_seconds else 0.0
 
 
 def start_groups(
@@ -244,28 +250,37 @@ def run_rounds(
         between(number)
         shift = number % max(1, len(entries))
         for entry in entries[shift:] + entries[:shift]:
-            if not entry.skipped:
+            if entry.skipped:
+                continue
+            with _watched(groups, [other for other in entries if other is not entry and not other.skipped]):
                 _take(groups, entry, steps, timed=True)
 
 
 def _take(groups: dict[str, WorkerGroup], entry: Series, steps: int, timed: bool) -> None:
-    """One turn of one group, while watching that the others are idle."""
+    """One turn of one group."""
     name = entry.contender.name
-    before = {other: group.cpu_seconds() for other, group in groups.items()}
-    start = time.perf_counter()
+    before = groups[name].cpu_seconds()
     try:
         turn = groups[name].run(steps)
     except GroupFailed as error:
         entry.skipped = str(error)
         groups.pop(name).close()
         return
-    elapsed = time.perf_counter() - start
-    used = {other: group.cpu_seconds() - before[other] for other, group in groups.items()}
     entry.losses += turn.losses
     if timed:
         entry.seconds.append(turn.seconds)
-        entry.cpu_seconds.append(used.pop(name))
-        entry.idle_share = max([entry.idle_share, *(seconds / elapsed for seconds in used.values())])
+        entry.cpu_seconds.append(groups[name].cpu_seconds() - before)
+
+
+@contextmanager
+def _watched(groups: dict[str, WorkerGroup], waiting: list[Series]) -> Iterator[None]:
+    """Account to the waiting contenders what CPU time they use inside."""
+    before = {entry.contender.name: groups[entry.contender.name].cpu_seconds() for entry in waiting}
+    start = time.perf_counter()
+    yield
+    for entry in waiting:
+        entry.idle_cpu_seconds += groups[entry.contender.name].cpu_seconds() - before[entry.contender.name]
+        entry.idle_seconds += time.perf_counter() - start
 
 
 @dataclass(frozen=True)
@@ -288,6 +303,12 @@ def summarize(values: Sequence[float]) -> Summary:
 def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Summary:
     """Speed of ours over theirs, round by round (from seconds, so theirs over ours): noise of a round cancels."""
     return summarize([b / a for a, b in zip(ours, theirs, strict=True)])
+
+
+def agree(values: Iterable[float], tolerance: float) -> bool:
+    """Whether no two of `values` are further apart than `tolerance`; a nan agrees with nothing, not even itself."""
+    values = list(values)
+    return all(abs(a - b) <= tolerance for a in values for b in values)
 
 
 def redirect_output(path: Path) -> None:

@@ -25,7 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from benchmarks.contenders.shardwise_contender import SHARDWISE
-from benchmarks.harness import Contender, Series, Summary, paired_ratio, run_rounds, start_groups, summarize
+from benchmarks.harness import Contender, Series, Summary, agree, paired_ratio, run_rounds, start_groups, summarize
 from benchmarks.peers import ACCELERATE, DEEPSPEED, FSDP2
 from benchmarks.record import header, write_json
 from benchmarks.workload import Workload, product_rate, save_model
@@ -33,6 +33,7 @@ from benchmarks.workload import Workload, product_rate, save_model
 CONTENDERS = {"shardwise": SHARDWISE, "fsdp2": FSDP2, "deepspeed": DEEPSPEED, "accelerate": ACCELERATE}
 FIRST_LOSS_TOLERANCE = 1e-4  # same weights and data: only the order of sums differs
 LATER_LOSS_TOLERANCE = 1e-2  # after the warm-up steps: another optimizer or another gradient scale is seen here
+IDLE_SHARE, IDLE_SECONDS = 0.05, 1.0  # more of a core than this, for this long, is not waiting
 PACKAGES = ("torch", "transformers", "deepspeed", "accelerate", "shardwise")
 
 
@@ -129,6 +130,7 @@ def summarize_run(
             "last_loss": entry.losses[-1],
             "seconds_per_turn": entry.seconds,
             "idle_share": entry.idle_share,
+            "idle_cpu_seconds": entry.idle_cpu_seconds,
         }
         if ours is not None:
             row["shardwise_ratio"] = vars(paired_ratio(ours.seconds, entry.seconds))
@@ -142,11 +144,13 @@ def check(run: dict[str, Any]) -> list[str]:
     ran = [row for row in run["rows"] if "skipped" not in row]
     for key, tolerance in (("first_loss", FIRST_LOSS_TOLERANCE), ("loss_after_warmup", LATER_LOSS_TOLERANCE)):
         values = {row["contender"]: row[key] for row in ran}
-        if values and not max(values.values()) - min(values.values()) <= tolerance:  # also false for nan
+        if not agree(values.values(), tolerance):
             problems.append(f"{run['ranks']} ranks: {key} disagrees by more than {tolerance}: {values}")
-    busy = [f"{row['idle_share']:.2f} of a core during {row['contender']}" for row in ran if row["idle_share"] > 0.05]
-    if busy:
-        problems.append(f"{run['ranks']} ranks: waiting groups used {', '.join(busy)}")
+    for row in ran:
+        if row["idle_share"] > IDLE_SHARE and row["idle_cpu_seconds"] > IDLE_SECONDS:
+            problems.append(
+                f"{run['ranks']} ranks: {row['contender']} used {row['idle_share']:.2f} cores while waiting"
+            )
     for row in run["rows"]:
         if "skipped" in row and row["contender"] in (SHARDWISE.name, FSDP2.name):
             problems.append(f"{run['ranks']} ranks: {row['contender']} did not run: {row['skipped']}")

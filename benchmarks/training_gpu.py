@@ -31,7 +31,7 @@ from rich.table import Table
 from benchmarks.gpu_case import Case, run_case
 from benchmarks.gpu_contenders import BUILDERS
 from benchmarks.gpu_models import FAMILIES, SIZES
-from benchmarks.harness import environment, paired_ratio, redirect_output, summarize
+from benchmarks.harness import agree, environment, paired_ratio, redirect_output, summarize
 from benchmarks.record import header, write_json
 
 FIRST_LOSS_TOLERANCE = 0.05  # bf16 forward of the same weights and ids through different kernels
@@ -209,7 +209,7 @@ def check(result: dict[str, Any]) -> list[str]:
         if "failed" in row:
             problems.append(f"{result['name']}: {row['contender']} failed: {row['failed']}")
     losses = {row["contender"]: row["first_loss"] for row in result["rows"] if row.get("first_loss") is not None}
-    if losses and not max(losses.values()) - min(losses.values()) <= FIRST_LOSS_TOLERANCE:
+    if not agree(losses.values(), FIRST_LOSS_TOLERANCE):
         problems.append(f"{result['name']}: first losses disagree by more than {FIRST_LOSS_TOLERANCE}: {losses}")
     return problems
 

@@ -5,10 +5,20 @@ from __future__ import annotations
 # No public name: torch documents FakeTensorMode only under its private module (torch 2.11 to 2.13).
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+# No public name: DTensor's cache of output placements keeps the meshes of process groups that are gone.
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache as clear_placement_cache
+
 # No public name: torch documents TorchDispatchMode only under its private module (torch 2.11 to 2.13).
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 # Waits for torch.utils.pytree, which does not exist in torch 2.13.
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-__all__ = ["FakeTensorMode", "TorchDispatchMode", "is_traceable_wrapper_subclass", "tree_flatten", "tree_leaves"]
+__all__ = [
+    "FakeTensorMode",
+    "TorchDispatchMode",
+    "clear_placement_cache",
+    "is_traceable_wrapper_subclass",
+    "tree_flatten",
+    "tree_leaves",
+]

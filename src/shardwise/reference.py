@@ -22,6 +22,7 @@ import shardwise
 from shardwise import errors
 from shardwise.cli import COMMANDS, INTERRUPTED
 from shardwise.config import Job
+from shardwise.errors import ShardwiseError
 from shardwise.families.facts import BlockFacts, ModelFacts
 from shardwise.job_keys import leaves, sections
 from shardwise.job_sources import ENVIRONMENT, SMP_KEY
@@ -36,6 +37,7 @@ from shardwise.smp_options import ANY, MAPPED, MPI_NOTES, OPTIONS, Option, trans
 GENERATED = "<!-- Written by `python -m shardwise.reference docs/reference` from the code; do not edit. -->"
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 FACTS = ModelFacts("", True, 1, 0, (BlockFacts("block", 1),))  # a model of which nothing matters here
+SPLIT = ("shard", "pipeline", "tensor")
 PLACEMENTS = ("DPT", "DTP", "PDT", "PTD", "TDP", "TPD")
 
 
@@ -224,11 +226,9 @@ def layout_page() -> Iterator[str]:
     yield from table(("notion", "group"), rows)
 
 
-def _placement_row(rank: int) -> Iterator[str]:
-    yield str(rank)
-    for placement in PLACEMENTS:
-        layout = Layout({"shard": 2, "pipeline": 2, "tensor": 2}, placement, rank)
-        yield ", ".join(str(layout.coordinates()[axis]) for axis in ("shard", "pipeline", "tensor"))
+def _placement_row(rank: int) -> list[str]:
+    indices = [Layout(dict.fromkeys(SPLIT, 2), placement, rank).coordinates() for placement in PLACEMENTS]
+    return [str(rank), *(", ".join(str(index[axis]) for axis in SPLIT) for index in indices)]
 
 
 # --- the program -----------------------------------------------------------------------------------------------------
@@ -261,11 +261,10 @@ def command_page() -> Iterator[str]:
 def error_page() -> Iterator[str]:
     yield "# Errors and exit codes\n"
     yield "A mistake that a user can mend is one message on stderr, without a traceback. From Python it is raised.\n"
-    known = [item for _, item in inspect.getmembers(errors, inspect.isclass) if item.__module__ == errors.__name__]
-    head = ("error", "is a", "exit code", "when")
+    known = [item for item in vars(errors).values() if inspect.isclass(item) and issubclass(item, ShardwiseError)]
     bases = {item: item.__bases__[0].__name__ for item in known}
     rows = ((code(e.__name__), code(bases[e]), str(e.exit_code), first_paragraph(e.__doc__)) for e in known)
-    yield from table(head, rows)
+    yield from table(("error", "is a", "exit code", "when"), rows)
     codes = {0: "it worked", 1: "a worker failed, or numbers disagree", 2: "a mistake in job, data or machine"}
     codes[INTERRUPTED] = "interrupted by Ctrl-C"
     yield from table(("exit code", "meaning"), ((str(number), text) for number, text in codes.items()))

@@ -176,7 +176,7 @@ def fused_dropout_off() -> Iterator[None]:
         output: Tensor = original(query, key, value, attn_mask=attn_mask, dropout_p=0.0, **rest)
         return output
 
-    torch.nn.functional.scaled_dot_product_attention = without
+    torch.nn.functional.scaled_dot_product_attention = without  # type: ignore[assignment]
     try:
         yield
     finally:

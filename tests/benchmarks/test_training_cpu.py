@@ -77,7 +77,7 @@ def test_table_of_a_run() -> None:
         (series(FSDP2, [1.0], first=5.001), "first_loss disagrees"),
         (series(FSDP2, [1.0], first=float("nan")), "first_loss disagrees"),
         (series(FSDP2, [1.0], later=4.1), "loss_after_warmup disagrees"),
-        (series(FSDP2, [1.0], idle_share=0.5), "waiting groups used 0.50 of a core"),
+        (series(FSDP2, [1.0], idle_cpu_seconds=5.0, idle_seconds=10.0), "FSDP2 used 0.50 cores while waiting"),
         (Series(FSDP2, skipped="it broke"), "FSDP2 did not run: it broke"),
     ],
 )

@@ -62,8 +62,14 @@ def write_text(directory: Path) -> str:
 
 
 def make_job(
-    directory: str | Path, family: str = "gpt2", *, tied: bool = True, dropout: float = 0.0, attention: str = "eager",
-    layers: int | None = None, **sections: dict[str, Any],
+    directory: str | Path,
+    family: str = "gpt2",
+    *,
+    tied: bool = True,
+    dropout: float = 0.0,
+    attention: str = "eager",
+    layers: int | None = None,
+    **sections: dict[str, Any],
 ) -> Job:
     """A tiny job; `sections` add to those of the Job. The corpora are in `directory`."""
     config = dict(MODELS[family], tie_word_embeddings=tied)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.parity.jobs import MODELS, VOCABULARY, make_job, make_module_job
 from torch import Tensor, nn
 
 from shardwise.config import Job
@@ -14,7 +15,6 @@ from shardwise.errors import ModelError
 from shardwise.testing.capture import gather
 from shardwise.testing.world import WorldPool
 from shardwise.training.setup import set_up
-from tests.parity.jobs import MODELS, VOCABULARY, make_job, make_module_job
 
 LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (2, {}),
@@ -91,9 +91,7 @@ def test_another_seed_draws_other_weights_and_equal_modules_differ(
     assert not torch.equal(weights[name.format(0)], weights[name.format(1)])
 
 
-def test_a_directorys_weights_are_read_on_every_layout(
-    world_pool: WorldPool, corpora: Path, tmp_path: Path
-) -> None:
+def test_a_directorys_weights_are_read_on_every_layout(world_pool: WorldPool, corpora: Path, tmp_path: Path) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -96,7 +97,7 @@ def test_schedules(schedule: Any, warmup: int, steps: int) -> None:
         assert set(rest) == {2.0}
     elif len(rest) > 1:
         assert rest[-1] == pytest.approx(0.5)
-        assert all(a > b for a, b in zip(rest, rest[1:], strict=False))
+        assert all(a > b for a, b in itertools.pairwise(rest))
     assert rates == pytest.approx([_rate(settings, step, steps) for step in range(steps)], rel=1e-14)
 
 

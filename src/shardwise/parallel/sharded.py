@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from shardwise._torch_compat import clear_placement_cache
 from shardwise.layout import Layout
 from shardwise.plan import Plan
 from shardwise.precision import torch_dtype
@@ -32,6 +33,7 @@ def needs_sharding(plan: Plan) -> bool:
 
 def shard(model: nn.Module, groups: Sequence[list[nn.Module]], plan: Plan, layout: Layout) -> list[FSDPModule]:
     """Shard every group of blocks as one unit and the rest of `model` as the root; returns all FSDP modules."""
+    clear_placement_cache()  # or DTensor finds an equal mesh of an earlier process group, and its dead groups
     mesh = layout.shard_mesh()
     keep = plan.zero1 or not plan.job.parallel.reshard_after_forward
     mixed, offload = _mixed_precision(plan), _offload(plan)

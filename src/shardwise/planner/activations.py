@@ -12,8 +12,9 @@ saves, each tensor once however many operators need it:
   Where query, key and value are slices of one projection, any one of them keeps the whole projection alive; with rotary
   positions query and key are new tensors beside it. Where heads lie apart in the result, putting them together for the
   output projection is a copy (GPT-NeoX concatenates rotated and unrotated parts head by head).
-- attention that is not fused: probabilities [B, heads, S, S] instead of the statistics; with dropout also what is left
-  of them, and the mask. With dropout SDPA on a CPU is not fused either and copies query, key and value besides.
+- attention that is not fused: query, key and value each [T, H] laid out for batched products, and the probabilities
+  [B, heads, S, S]; with dropout also the mask and what is left of them. The result is not kept, but its copy with heads
+  side by side is, as the output projection's input. SDPA on a CPU does not fuse with dropout.
 - activation function: GELU or SiLU its input [T, I]; ReLU nothing of its own, since its result is the next linear's
   input; the tanh formula of GPT-2 (`gelu_new`) four intermediate results. A gated MLP keeps gate, its activation, and
   the other factor.
@@ -117,29 +118,31 @@ def block_pieces(facts: ModelFacts, kind: BlockKind, shape: Shape) -> list[Piece
 
 
 def _attention_pieces(facts: ModelFacts, kind: BlockKind, shape: Shape) -> list[Piece]:
-    hidden = facts.hidden_size
-    row, narrow = shape.tokens * shape.bytes * hidden, shape.tokens * shape.bytes * key_value_width(facts)
-    qkv = row + 2 * narrow
-    rotated = row + narrow if kind.fused_projection and kind.rotary else 0
-    inside, working = _attention_matrices(facts, shape, qkv if kind.fused_projection else 0)
-    size = hidden * hidden + 2 * hidden * key_value_width(facts)
+    row, qkv = (shape.tokens * shape.bytes * width for width in (facts.hidden_size, _projection_width(facts)))
+    fused = shape.attention == "fused"
+    size = facts.hidden_size**2 + 2 * facts.hidden_size * key_value_width(facts)
+    saved, working = _fused_attention(facts, kind, shape, row, qkv) if fused else _plain_attention(facts, shape, row)
     return [
         _norm("attention norm", row, kind, shape),
         Piece("query, key, value", row, qkv, row, size),
-        Piece("attention", qkv + rotated + row + inside, row, qkv + rotated + working),
-        Piece("attention output", row if kind.heads_apart else 0, row, row, hidden * hidden),
+        Piece("attention", saved, row if fused else 0.0, working),
+        Piece("attention output", row if kind.heads_apart or not fused else 0.0, row, row, facts.hidden_size**2),
         Piece("attention dropout", _mask(row, shape)),
     ]
 
 
-def _attention_matrices(facts: ModelFacts, shape: Shape, copies: float) -> tuple[float, float]:
-    """(saved, working) bytes of attention beyond query, key, value and result."""
+def _fused_attention(facts: ModelFacts, kind: BlockKind, shape: Shape, row: float, qkv: float) -> tuple[float, float]:
+    """(saved, working): query, key, value, result and statistics; working: the gradients of the first three."""
+    rotated = (row + qkv) / 2 if kind.fused_projection and kind.rotary else 0.0
+    return qkv + rotated + row + 4 * shape.tokens * facts.attention_heads, qkv + rotated
+
+
+def _plain_attention(facts: ModelFacts, shape: Shape, row: float) -> tuple[float, float]:
+    """(saved, working): copies of query, key and value, and matrices of all scores."""
     scores = shape.tokens * shape.sequence * facts.attention_heads
-    if shape.attention == "fused":
-        return 4 * shape.tokens * facts.attention_heads, 0.0
-    if shape.attention == "math":
-        return (3 if shape.dropout else 1) * scores * shape.bytes + copies, 2 * scores * shape.bytes
-    return scores * ((2 * shape.bytes + 1) if shape.dropout else shape.bytes), 2 * scores * shape.bytes
+    masked = scores * shape.bytes if shape.attention == "math" else scores  # as numbers, or one byte an element
+    saved = scores * shape.bytes + (scores * shape.bytes + masked if shape.dropout else 0)
+    return 3 * row + saved, 3 * row + 2 * scores * shape.bytes
 
 
 def _mlp_pieces(facts: ModelFacts, kind: BlockKind, shape: Shape) -> list[Piece]:

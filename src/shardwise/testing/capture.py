@@ -51,10 +51,9 @@ def capture_step(run: Run, step: int) -> Captured:
     settings = run.plan.job.optimizer
     run.optimizer.set_learning_rate(learning_rate(settings, step, run.plan.job.training.steps))
     before = _digest(run)
-    for repeats in range(MOST_OVERFLOWS):
-        result, gradients = _step(run, step)
-        if not result.skipped or run.plan.dtypes.compute != "fp16" or run.scaler.exhausted():
-            break
+    result, gradients, repeats = *_step(run, step), 0
+    while result.skipped and _scale_can_shrink(run) and repeats < MOST_OVERFLOWS:
+        result, gradients, repeats = *_step(run, step), repeats + 1
     return Captured(
         result.loss,
         result.grad_norm,
@@ -65,6 +64,10 @@ def capture_step(run: Run, step: int) -> Captured:
         _flags(_digest(run) != before, run),
         repeats,
     )
+
+
+def _scale_can_shrink(run: Run) -> bool:
+    return run.plan.dtypes.compute == "fp16" and run.scaler.settings.static is None and not run.scaler.exhausted()
 
 
 def gather(run: Run, gradients: bool = False, divisor: float = 1.0) -> dict[str, Tensor]:

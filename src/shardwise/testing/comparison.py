@@ -120,8 +120,8 @@ def relative_error(ours: Tensor, reference: Tensor, least: float = 0.0) -> float
 
 def compare_numbers(step: int, quantity: str, ours: float, reference: float, tolerance: Tolerance) -> Difference:
     """Loss or norm."""
-    error = relative_error(*(torch.tensor(value, dtype=torch.float64) for value in (ours, reference)))
-    return Difference(step, quantity, "", error, tolerance.error)
+    a, b = (torch.tensor(value, dtype=torch.float64) for value in (ours, reference))
+    return Difference(step, quantity, "", relative_error(a, b), tolerance.error)
 
 
 def compare_tensors(

@@ -60,7 +60,7 @@ class OracleDropout(TorchFunctionMode):
         self.seed, self.block = seed, ""
         for name, module in model.named_modules():
             if type(module) is nn.Dropout:
-                module.forward = self._module(module, name)  # type: ignore[method-assign]
+                module.forward = self._module(module, name)  # type: ignore[method-assign, assignment]
         for name in blocks:
             block = model.get_submodule(name)
             block.register_forward_pre_hook(lambda *_, name=name: self._enter(name))

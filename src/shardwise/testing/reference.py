@@ -50,12 +50,12 @@ class OracleReference:
     def __post_init__(self) -> None:
         compute, name = self.plan.dtypes.compute, self.plan.job.optimizer.name
         self.tolerances = Tolerances.of(compute)
-        self.led = not (compute == "fp64" and name in FREE or compute == "fp32" and name == "SGD")
+        self.led = not ((compute == "fp64" and name in FREE) or (compute == "fp32" and name == "SGD"))
         if compute == "fp64":
             self._measure_floor()
         if self.led:
             self.report.notes.append(
-                f"{name} in {compute}: the oracle updates with our gradients once they are compared, so that parameters "
+                f"{name} in {compute}: the oracle updates with our gradients once they are compared, so parameters "
                 f"are held to {self.tolerances.parameter.error:g} although the optimizer magnifies rounding."
             )
         if compute in ("bf16", "fp16"):
@@ -81,7 +81,7 @@ class OracleReference:
         return not wrong
 
     def _update_gradients(self, ours: Captured) -> dict[str, Tensor]:
-        """The oracle's own gradients, but ours where led, and ours for tensors whose gradient is nothing but rounding."""
+        """The oracle's own gradients, but ours where led, and for tensors whose gradient is nothing but rounding."""
         own = self.oracle.gradients
         noise = 1e3 * torch.finfo(self.oracle.compute).eps * largest(own.values())
         return {

@@ -1,0 +1,73 @@
+"""Masks of isolated documents, and what a user's module may return."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardwise.data.batch import Batch
+from shardwise.errors import ModelError
+from shardwise.training.program import ModuleProgram, document_mask
+
+
+def batch(counted: list[bool] | None = None, labels: bool = True) -> Batch:
+    return Batch(
+        inputs={"x": torch.ones(2, 3)},
+        labels=torch.tensor([[1, 2, -100], [3, -100, 4]]) if labels else None,
+        rows=torch.tensor([0, 1]),
+        counted=None if counted is None else torch.tensor(counted),  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_document_mask(dtype: torch.dtype) -> None:
+    ids = torch.tensor([[0, 0, 1], [0, 1, 2]])
+    mask = document_mask(ids, causal=True, dtype=dtype)
+    assert mask.shape == (2, 1, 3, 3) and mask.dtype == dtype
+    assert (mask == 0).int().tolist() == [[[[1, 0, 0], [1, 1, 0], [0, 0, 1]]], [[[1, 0, 0], [0, 1, 0], [0, 0, 1]]]]
+    assert float(mask.min()) == torch.finfo(dtype).min
+    both_ways = document_mask(ids, causal=False, dtype=dtype)
+    assert (both_ways[0, 0] == 0).int().tolist() == [[1, 1, 0], [1, 1, 0], [0, 0, 1]]
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda loss: loss,
+        lambda loss: (loss, "logits"),
+        lambda loss: {"loss": loss},
+        lambda loss: SimpleNamespace(loss=loss),
+    ],
+)
+def test_a_modules_own_mean_becomes_a_sum(wrap: Any) -> None:
+    total, count = ModuleProgram(None).loss(batch(), wrap(torch.tensor(2.0)), None)
+    assert (float(total), int(count)) == (8.0, 4)
+    total, count = ModuleProgram(None).loss(batch(labels=False), wrap(torch.tensor(2.0)), None)
+    assert (float(total), int(count)) == (4.0, 2)
+
+
+@pytest.mark.parametrize("output", [torch.ones(2), {"logits": torch.ones(2)}, ("a",), None])
+def test_anything_else_is_refused(output: Any) -> None:
+    with pytest.raises(ModelError, match=r"model\.loss"):
+        ModuleProgram(None).loss(batch(), output, None)
+
+
+def test_a_mean_cannot_leave_out_padding_rows() -> None:
+    with pytest.raises(ModelError, match="padding rows"):
+        ModuleProgram(None).loss(batch(counted=[True, False]), torch.tensor(2.0), None)
+
+
+def test_a_loss_function_gets_the_output_and_the_batch() -> None:
+    def loss(output: Tensor, given: Batch) -> tuple[Tensor, Tensor]:
+        return output.sum(), given.counted.sum()
+
+    program = ModuleProgram(loss)
+    given = batch(counted=[True, False])
+    total, count = program.loss(given, torch.ones(5), None)
+    assert (float(total), int(count)) == (5.0, 1)
+    assert list(program.inputs(given)) == ["x"]
+    assert list(ModuleProgram(None).inputs(given)) == ["x", "labels"]
