@@ -165,8 +165,8 @@ def test_blocks_refuses_what_it_cannot_cut(corpora: Path) -> None:
 def test_fused_dropout_is_off_inside_and_back_outside() -> None:
     attend = torch.nn.functional.scaled_dot_product_attention
     q = torch.randn(1, 2, 5, 4)
-    with fused_dropout_off():
+    with fused_dropout_off() as asked:
         assert torch.equal(
             torch.nn.functional.scaled_dot_product_attention(q, q, q, None, 0.9), attend(q, q, q, None, 0.0)
         )
-    assert torch.nn.functional.scaled_dot_product_attention is attend
+    assert torch.nn.functional.scaled_dot_product_attention is attend and asked == [0.9]

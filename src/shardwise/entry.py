@@ -67,12 +67,12 @@ def _worker(job: Job, backend: str) -> TrainingResult:
 
 
 def _world(job: Job, place: RankEnvironment | None) -> World:
+    """The world to come. The accelerator's name is left to the workers: asking would put a CUDA context here."""
     device_type = job.parallel.device
     if device_type == "auto":
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    name = torch.cuda.get_device_name() if device_type == "cuda" else ""
     if place is not None:
         hosts = -(-place.world_size // place.local_world_size)
-        return World(place.world_size, device_type, place.local_world_size, name, hosts)
+        return World(place.world_size, device_type, place.local_world_size, hosts=hosts)
     workers = job.parallel.workers or (torch.cuda.device_count() if device_type == "cuda" else CPU_WORKERS)
-    return World(workers, device_type, workers, name)
+    return World(workers, device_type, workers)

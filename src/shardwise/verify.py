@@ -31,7 +31,6 @@ from shardwise.families.facts import ModelFacts
 from shardwise.launch.environment import detect
 from shardwise.launch.local import run_local
 from shardwise.launch.session import session
-from shardwise.plan import Plan
 from shardwise.testing.capture import capture_step, gather
 from shardwise.testing.comparison import Report
 from shardwise.testing.oracle import Oracle
@@ -43,6 +42,7 @@ from shardwise.training.setup import Run, assemble, prepare_data, study
 # states, three of them once more to step back for a diagnosis, and our gradients and weights.
 COPIES = 9
 BYTES = {"fp64": 8, "fp32": 4}
+FUSED = "its random numbers depend on the layout. model.attention=eager is verified with dropout."
 
 
 def run_verify(job: Job, blocks: int | None = None, against: Job | None = None, steps: int = 3) -> int:
@@ -94,18 +94,16 @@ sys.modules[__name__].__class__ = _Callable
 
 def verify_rank(job: Job, device: torch.device, steps: int = 3, facts: ModelFacts | None = None) -> Report | None:
     """Verify against the oracle inside an existing process group; the report on rank 0. Collective."""
-    facts = facts or study(job)
-    run = _assemble(job, device, facts)
-    report = Report(_title(run, "one process"), notes=_notes(run.plan, facts))
+    run = _assemble(job, device, facts or study(job))
+    report = Report(_title(run, "one process"))
     _check_memory(run)
     weights = gather(run)
     return _compare(run, steps, lambda: OracleReference(run.plan, _oracle(run, weights), report), report)
 
 
 def _against_recording(job: Job, device: torch.device, directory: str, steps: int, notes: list[str]) -> Report | None:
-    facts = study(job)
-    run = _assemble(job, device, facts)
-    report = Report(_title(run, "another layout"), notes=[*notes, *_notes(run.plan, facts)])
+    run = _assemble(job, device, study(job))
+    report = Report(_title(run, "another layout"), notes=list(notes))
     return _compare(run, steps, lambda: RecordedReference(run.plan, Path(directory), report), report)
 
 
@@ -116,7 +114,7 @@ def _record(job: Job, device: torch.device, directory: str, steps: int) -> None:
 
 def _compare(run: Run, steps: int, make_reference: Callable[[], Any], report: Report) -> Report | None:
     """Step after step until one disagrees; rank 0 judges and tells the others."""
-    with fused_dropout_off():
+    with fused_dropout_off() as dropped:
         reference = make_reference() if dist.get_rank() == 0 else None
         for step in range(min(steps, run.plan.job.training.steps)):
             ours = capture_step(run, step)
@@ -126,6 +124,8 @@ def _compare(run: Run, steps: int, make_reference: Callable[[], Any], report: Re
             dist.broadcast(agrees, 0)
             if not agrees:
                 break
+    if dropped:
+        report.notes.append(f"Attention dropout of {dropped[0]:g} in the fused kernel is switched off: {FUSED}")
     return report if dist.get_rank() == 0 else None
 
 
@@ -147,12 +147,6 @@ def _title(run: Run, reference: str) -> str:
     )
 
 
-def _notes(plan: Plan, facts: ModelFacts) -> list[str]:
-    if not facts.has_attention_dropout or plan.job.model.attention == "eager" or facts.has_functional_dropout:
-        return []
-    return ["Attention dropout runs in a fused kernel with random numbers of its own; it is switched off here."]
-
-
 def _check_memory(run: Run) -> None:
     """Refuse a model that one process cannot hold."""
     needed = run.facts.parameters * BYTES[run.plan.dtypes.parameters] * COPIES
@@ -166,19 +160,25 @@ def _check_memory(run: Run) -> None:
 
 
 @contextmanager
-def fused_dropout_off() -> Iterator[None]:
-    """Inside, scaled_dot_product_attention drops nothing, in every thread (recomputation has its own)."""
+def fused_dropout_off() -> Iterator[list[float]]:
+    """Inside, scaled_dot_product_attention drops nothing, in every thread (recomputation has its own).
+
+    Yields a list that gets the probabilities that were asked for.
+    """
     original = torch.nn.functional.scaled_dot_product_attention
+    asked: list[float] = []
 
     def without(
         query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, **rest: Any
     ) -> Tensor:
+        if dropout_p > 0 and dropout_p not in asked:
+            asked.append(dropout_p)
         output: Tensor = original(query, key, value, attn_mask=attn_mask, dropout_p=0.0, **rest)
         return output
 
     torch.nn.functional.scaled_dot_product_attention = without  # type: ignore[assignment]
     try:
-        yield
+        yield asked
     finally:
         torch.nn.functional.scaled_dot_product_attention = original
 

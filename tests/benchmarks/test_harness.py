@@ -39,7 +39,7 @@ def test_rounds_interleave_and_failures_stay_with_their_contender() -> None:
     assert series[0].losses == [1.5, 3.5, 5.5, 7.5, 9.5, 11.5, 13.5]  # 1 + 3 x 2 steps, each the mean of both ranks
     assert "exit code 7" in (series[2].skipped or "") and "planted: last words" in (series[2].skipped or "")
     assert not series[2].seconds
-    assert series[0].idle_seconds == 0.0  # the only one left never waits
+    assert series[0].idle_seconds > 0  # while the one that died took its turn
     assert not [pid for pid in started if psutil.pid_exists(pid)]
 
 

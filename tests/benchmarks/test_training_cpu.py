@@ -95,6 +95,7 @@ def run(tmp_path: Path, *contenders: str) -> dict[str, Any]:
     return content
 
 
+@pytest.mark.timeout(600)
 def test_shardwise_beside_fsdp2(tmp_path: Path) -> None:
     rows = run(tmp_path, "shardwise", "fsdp2")["runs"][0]["rows"]
     assert [row["contender"] for row in rows] == ["shardwise", "FSDP2"]

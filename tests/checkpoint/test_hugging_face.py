@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.families import toys
 from torch import nn
 from transformers import (
     CONFIG_MAPPING,
@@ -27,6 +26,7 @@ from transformers import (
 from shardwise.checkpoint.hugging_face import HuggingFaceWeights, HuggingFaceWriter
 from shardwise.errors import ModelError, OutputError
 from shardwise.families.discovery import find_ties
+from tests.families import toys
 
 
 def _model(model_type: str, **config: Any) -> PreTrainedModel:

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.families import toys
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from shardwise.config import Job
 from shardwise.errors import ConfigError, ModelError
 from shardwise.families.build import build_model, load_config, parameters_on_meta
+from tests.families import toys
 
 
 @pytest.fixture(autouse=True)

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.families import toys
 from torch import nn
 
 from shardwise.config import Job
 from shardwise.families.build import build_model
 from shardwise.families.discovery import discover, find_block_lists, find_ties
 from shardwise.families.facts import ModelFacts
+from tests.families import toys
 
 BLOCKS = {
     "gpt2": "transformer.h",

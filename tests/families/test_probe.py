@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.families import toys
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
 
 from shardwise.families.build import build_model, parameters_on_meta
 from shardwise.families.discovery import find_block_lists
 from shardwise.families.probe import Probe, probe
+from tests.families import toys
 
 HEADS = {"bert": "cls.predictions.decoder", "roberta": "lm_head.decoder", "gemma2": None}  # gemma2: soft cap after it
 HEAD_BIAS = {"bert", "roberta", "gptj"}

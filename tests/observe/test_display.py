@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from tests.observe.plans import make_plan, step_record
 
 from shardwise.observe import display as display_module
 from shardwise.observe.display import Display, duration
+from tests.observe.plans import make_plan, step_record
 
 
 class Clock:

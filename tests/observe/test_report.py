@@ -11,11 +11,11 @@ from typing import Any
 
 import plotly.graph_objects as go
 import pytest
-from tests.observe.plans import FACTS, make_plan, step_record
 
 from shardwise.observe.charts import MAX_POINTS, make_charts
 from shardwise.observe.metrics import MetricsWriter
 from shardwise.observe.report import write_report
+from tests.observe.plans import FACTS, make_plan, step_record
 
 HOSTILE = "</script><script>alert(1)</script> & <b>bold</b>"
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from tests.parity.jobs import make_job, make_module_job
-from tests.training.conftest import corpora
 from torch import nn
 
 from shardwise.layout import Layout
 from shardwise.parallel.tensor_map import TensorMap
 from shardwise.testing.world import WorldPool
 from shardwise.training.setup import set_up
+from tests.parity.jobs import make_job, make_module_job
+from tests.training.conftest import corpora
 
 __all__ = ["corpora"]
 

@@ -145,8 +145,7 @@ class Points:
     """A map-style data set."""
 
     def __init__(self, size: int = 64, width: int = 6) -> None:
-        generator = torch.Generator().manual_seed(3)
-        self.x = torch.randn(size, width, generator=generator, dtype=torch.float64)
+        self.x = torch.randn(size, width, generator=torch.Generator().manual_seed(3))
 
     def __len__(self) -> int:
         return len(self.x)

@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.parity.jobs import make_job
-
 from shardwise.config import Job
+from tests.parity.jobs import make_job
 
 # Layouts are (shard, replica), or "zero1" and the number of ranks. The last ones are for `-m slow` alone.
 LAYOUTS: list[Any] = [(1, 1), (2, 1), (1, 2), (4, 1), (2, 2), (8, 1), (2, 4), ("zero1", 2)]

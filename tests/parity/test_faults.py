@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.parity.jobs import make_job, verify_one
 
 from shardwise.config import Job
 from shardwise.testing.comparison import Report
 from shardwise.testing.faults import FAULTS
 from shardwise.testing.world import WorldPool
+from tests.parity.jobs import make_job, verify_one
 
 
 def with_fault(job: Job, fault: str) -> Report | None:

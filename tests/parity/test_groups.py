@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.parity.jobs import make_job, verify_one
-
 from shardwise.config import Job
 from shardwise.testing.world import WorldPool
+from tests.parity.jobs import make_job, verify_one
 
 
 def verify_times(job: Job, times: int) -> list[bool]:

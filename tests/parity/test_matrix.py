@@ -13,12 +13,12 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
-from tests.parity.jobs import verify_one
-from tests.parity.matrix import DIMENSIONS, LAYOUTS, MORE_LAYOUTS, Case, cover, job_of, world_size
 
 from shardwise.config import Job
 from shardwise.testing.comparison import Report
 from shardwise.testing.world import WorldPool
+from tests.parity.jobs import verify_one
+from tests.parity.matrix import DIMENSIONS, LAYOUTS, MORE_LAYOUTS, Case, cover, job_of, world_size
 
 SEED = int(os.environ.get("SHARDWISE_TEST_SEED", "0"))
 COVER = cover(SEED, 2, DIMENSIONS)

@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 import pytest
-from tests.planner.worlds import measured_and_predicted
 
 from shardwise.config import Job
 from shardwise.families.build import build_model
@@ -16,6 +15,7 @@ from shardwise.parallel.sharded import needs_sharding
 from shardwise.plan import Plan, World, resolve
 from shardwise.planner.memory import estimate, moments, uses_fsdp
 from shardwise.testing.world import WorldPool
+from tests.planner.worlds import measured_and_predicted
 
 NEOX = {
     "model_type": "gpt_neox",

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.parity.jobs import MODELS, VOCABULARY, make_job, make_module_job
 from torch import Tensor, nn
 
 from shardwise.config import Job
@@ -15,6 +14,7 @@ from shardwise.errors import ModelError
 from shardwise.testing.capture import gather
 from shardwise.testing.world import WorldPool
 from shardwise.training.setup import set_up
+from tests.parity.jobs import MODELS, VOCABULARY, make_job, make_module_job
 
 LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (2, {}),

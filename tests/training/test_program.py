@@ -44,30 +44,43 @@ def test_document_mask(dtype: torch.dtype) -> None:
     ],
 )
 def test_a_modules_own_mean_becomes_a_sum(wrap: Any) -> None:
-    total, count = ModuleProgram(None).loss(batch(), wrap(torch.tensor(2.0)), None)
+    total, count = ModuleProgram(None, torch.float32).loss(batch(), wrap(torch.tensor(2.0)), None)
     assert (float(total), int(count)) == (8.0, 4)
-    total, count = ModuleProgram(None).loss(batch(labels=False), wrap(torch.tensor(2.0)), None)
+    total, count = ModuleProgram(None, torch.float32).loss(batch(labels=False), wrap(torch.tensor(2.0)), None)
     assert (float(total), int(count)) == (4.0, 2)
 
 
 @pytest.mark.parametrize("output", [torch.ones(2), {"logits": torch.ones(2)}, ("a",), None])
 def test_anything_else_is_refused(output: Any) -> None:
     with pytest.raises(ModelError, match=r"model\.loss"):
-        ModuleProgram(None).loss(batch(), output, None)
+        ModuleProgram(None, torch.float32).loss(batch(), output, None)
 
 
 def test_a_mean_cannot_leave_out_padding_rows() -> None:
     with pytest.raises(ModelError, match="padding rows"):
-        ModuleProgram(None).loss(batch(counted=[True, False]), torch.tensor(2.0), None)
+        ModuleProgram(None, torch.float32).loss(batch(counted=[True, False]), torch.tensor(2.0), None)
 
 
 def test_a_loss_function_gets_the_output_and_the_batch() -> None:
     def loss(output: Tensor, given: Batch) -> tuple[Tensor, Tensor]:
         return output.sum(), given.counted.sum()
 
-    program = ModuleProgram(loss)
+    program = ModuleProgram(loss, torch.float32)
     given = batch(counted=[True, False])
     total, count = program.loss(given, torch.ones(5), None)
     assert (float(total), int(count)) == (5.0, 1)
     assert list(program.inputs(given)) == ["x"]
-    assert list(ModuleProgram(None).inputs(given)) == ["x", "labels"]
+    assert list(ModuleProgram(None, torch.float32).inputs(given)) == ["x", "labels"]
+
+
+def test_a_modules_floats_come_in_the_compute_dtype() -> None:
+    given = Batch(
+        {"x": torch.ones(2, 3, dtype=torch.float64), "n": torch.ones(2, dtype=torch.int64)}, None, torch.arange(2)
+    )
+    inputs = ModuleProgram(None, torch.bfloat16).inputs(given)
+    assert (inputs["x"].dtype, inputs["n"].dtype) == (torch.bfloat16, torch.int64)
+
+
+def test_floating_inputs_come_in_the_compute_dtype() -> None:
+    inputs = ModuleProgram(None, torch.float64).inputs(batch())
+    assert inputs["x"].dtype == torch.float64 and inputs["labels"].dtype == torch.int64

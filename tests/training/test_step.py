@@ -10,7 +10,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from tests.parity.jobs import make_job, make_module_job
 
 from shardwise.config import Job
 from shardwise.testing.world import WorldPool
@@ -18,6 +17,7 @@ from shardwise.training.init import fingerprint
 from shardwise.training.program import LanguageModelProgram
 from shardwise.training.setup import Run, set_up
 from shardwise.training.step import StepResult, evaluate, train_step
+from tests.parity.jobs import make_job, make_module_job
 
 CPU = torch.device("cpu")
 

@@ -6,6 +6,7 @@ saves, each tensor once however many operators need it:
 - norm: its input [T, H]. An RMS norm as transformers writes it computes in fp32, so it keeps the input in fp32 and the
   normalised values besides; a layer norm keeps two statistics a token. The input of a pre-norm is the residual stream,
   which two parallel branches (GPT-NeoX) share. A post-norm (BERT) saves the same amount, of sums instead of inputs.
+  Norms of query and key (Qwen3) are two more.
 - linear: its input, [T, H] or [T, I]; linears that read the same tensor (query, key, value) share it. Outputs are not
   saved by the linear itself.
 - attention (fused): query [T, H], key and value [T, K] each, its result [T, H] and one fp32 number a token and head.
@@ -45,6 +46,7 @@ class BlockKind:
 
     rms_norm: bool = False
     fused_projection: bool = False
+    head_norms: bool = False  # query and key pass a norm of their own
     rotary: bool = False
     gated: bool = False
     activation_keeps: int = 1
@@ -64,6 +66,7 @@ class BlockKind:
         return cls(
             rms_norm=bool(shapes) and not _has_norm_bias(shapes),
             fused_projection=fused,
+            head_norms=_norm_sizes(shapes).count((key_value_width(facts) // max(1, facts.key_value_heads),)) >= 2,
             rotary=any(buffer.endswith("inv_freq") for buffer in facts.buffers),
             gated=matrices[mlp] - (fused and projection == mlp) >= 3,
             activation_keeps=_ACTIVATION_KEEPS.get(facts.family, 1),
@@ -125,6 +128,7 @@ def _attention_pieces(facts: ModelFacts, kind: BlockKind, shape: Shape) -> list[
     return [
         _norm("attention norm", row, kind, shape),
         Piece("query, key, value", row, qkv, row, size),
+        Piece("query and key norm", _norm("", (row + qkv) / 2, kind, shape).saved if kind.head_norms else 0.0),
         Piece("attention", saved, row if fused else 0.0, working),
         Piece("attention output", row if kind.heads_apart or not fused else 0.0, row, row, facts.hidden_size**2),
         Piece("attention dropout", _mask(row, shape)),
@@ -155,7 +159,7 @@ def _mlp_pieces(facts: ModelFacts, kind: BlockKind, shape: Shape) -> list[Piece]
     return [
         norm,
         Piece("MLP up", row, ups * inner, row, ups * hidden * wide),
-        Piece("activation", keeps * inner, 0.0, (1 + max(1, keeps - 1)) * inner),
+        Piece("activation", keeps * inner, 0.0, (2 + (keeps > 1)) * inner),
         Piece("MLP down", inner, row, inner, hidden * wide),
         Piece("MLP dropout", _mask(row, shape)),
     ]
@@ -173,10 +177,17 @@ def _mask(row: float, shape: Shape) -> float:
     return row / shape.bytes if shape.dropout else 0.0
 
 
+def _norms(shapes: dict[str, tuple[int, ...]]) -> list[str]:
+    """Modules with a one-dim weight."""
+    return [key.rpartition(".")[0] for key, shape in shapes.items() if key.endswith("weight") and len(shape) == 1]
+
+
 def _has_norm_bias(shapes: dict[str, tuple[int, ...]]) -> bool:
-    """Whether a module with a one-dim weight, that is, a norm, has a bias as well."""
-    norms = {key.rpartition(".")[0] for key, shape in shapes.items() if key.endswith("weight") and len(shape) == 1}
-    return any(f"{norm}.bias" in shapes for norm in norms)
+    return any(f"{norm}.bias" in shapes for norm in _norms(shapes))
+
+
+def _norm_sizes(shapes: dict[str, tuple[int, ...]]) -> list[tuple[int, ...]]:
+    return [shapes[f"{norm}.weight"] for norm in _norms(shapes)]
 
 
 def saved_bytes(pieces: Sequence[Piece]) -> float:

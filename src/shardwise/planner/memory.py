@@ -14,7 +14,7 @@ parameters of n_u·c; in forward the flat buffer lives until the next unit's cop
 Each unit that is prefetched holds a flat buffer. After a unit's backward its parameters are freed, its gradients n_u·c
 are copied into a reduce-scatter input of n_u·r and freed, and the output n_u/s·r becomes the gradient shard; the input
 lives until the next unit's. The root stays gathered from first use to the end of backward. With one shard rank there
-is no flat buffer, the rest is the same.
+is no flat buffer. Gloo reduces a copy of its input; with one shard rank FSDP2 makes that copy.
 
 Not in it: what a kernel allocates inside one operator, a backend's own buffers, the allocator's fragmentation, CUDA's
 context, and buffers of the model (rotary tables).
@@ -115,6 +115,7 @@ class _Step:
         self.ranks = plan.degrees["shard"] * plan.degrees["context"]
         self.fsdp = uses_fsdp(plan)
         self.keeps_gathered = plan.zero1 or not plan.job.parallel.reshard_after_forward
+        self.on_cuda = plan.world.device_type == "cuda"
         self.tokens = plan.microbatch * plan.sequence_length // plan.degrees["context"]
         self.row = self.tokens * facts.hidden_size * self.compute  # one hidden state
 
@@ -171,10 +172,13 @@ class _Step:
             unsharded_gradients=self._unreduced,
             activations=self._always,
         )
-        if not (self.job.memory.offload_parameters and self.plan.world.device_type == "cuda"):
+        if not self.on_cuda:
+            return state
+        state = replace(state, host=self._pool)
+        if not self.job.memory.offload_parameters:
             return state
         held = state.parameters + state.gradients + state.optimizer
-        return replace(state, parameters=0.0, gradients=0.0, optimizer=0.0, host=held)
+        return replace(state, parameters=0.0, gradients=0.0, optimizer=0.0, host=state.host + held)
 
     @property
     def _waits(self) -> bool:
@@ -188,8 +192,14 @@ class _Step:
 
     @property
     def _always(self) -> float:
-        """The attention mask of isolated documents, shared by all blocks."""
-        return self.tokens * self.plan.sequence_length * self.compute if self.job.data.isolate_documents else 0.0
+        """The attention mask of isolated documents, which all blocks share; on a CPU the pool of offloaded inputs."""
+        mask = self.tokens * self.plan.sequence_length * self.compute if self.job.data.isolate_documents else 0.0
+        return mask + (0.0 if self.on_cuda else self._pool)
+
+    @property
+    def _pool(self) -> float:
+        """Host buffers of offloaded activations: one hidden state a checkpoint, kept from step to step."""
+        return self.row * sum(map(self.offloaded, range(len(self.units))))
 
     # --- activations
 
@@ -200,7 +210,7 @@ class _Step:
         if not facts.attention_heads:
             return []
         dropout = facts.has_attention_dropout or bool(job.model.dropout)
-        unfused = facts.has_attention_dropout and self.plan.world.device_type == "cpu"
+        unfused = facts.has_attention_dropout and not self.on_cuda
         attention: Attention = "eager" if job.model.attention == "eager" else "math" if unfused else "fused"
         shape = Shape(self.tokens, self.plan.sequence_length, self.compute, attention, dropout)
         return block_pieces(facts, self.kind, shape)
@@ -208,13 +218,24 @@ class _Step:
     def checkpointed(self, index: int) -> bool:
         return self.job.memory.activation_checkpointing != "none" and index % self.job.memory.checkpoint_every == 0
 
+    def offloaded(self, index: int) -> bool:
+        return self.checkpointed(index) and self.job.memory.offload_activations
+
     def kept(self, index: int) -> float:
-        """What unit `index` keeps between forward and backward."""
+        """What unit `index` keeps on the device between forward and backward."""
         blocks = self.units[index].blocks
         if not self.checkpointed(index):
             return blocks * saved_bytes(self.pieces)
         selective = self.job.memory.activation_checkpointing == "selective"
-        return self.row + (blocks * kept_bytes(self.pieces) if selective else 0.0)
+        kept = blocks * kept_bytes(self.pieces) if selective else 0.0
+        return kept + (0.0 if self.offloaded(index) else self.row)
+
+    def recomputed(self, index: int) -> float:
+        """What unit `index` holds when its backward begins: of a checkpoint its input, loaded back ahead, and all."""
+        if not self.checkpointed(index):
+            return self.kept(index)
+        ahead = min(index, self.job.memory.activation_loading_horizon) if self.offloaded(index) else 0
+        return self.row * (1 + ahead) + self.units[index].blocks * saved_bytes(self.pieces)
 
     def kept_before(self, index: int) -> float:
         return sum(self.kept(other) for other in range(index))
@@ -223,8 +244,7 @@ class _Step:
 
     def moments(self) -> Iterator[MemoryEstimate]:
         yield self.at_loss()
-        last = len(self.units) - 1
-        for index in sorted({last, last - 1, 0} & set(range(last + 1)), reverse=True):
+        for index in reversed(range(len(self.units))):
             yield self.in_backward(index)
             yield self.in_reduction(index)
         yield self.at_embedding()
@@ -256,35 +276,33 @@ class _Step:
         """The worst moment inside the backward of a unit: its last block, everything before it still kept."""
         size, unit = self.base(f"backward of unit {index}", self.units[index + 1 :]), self.units[index]
         worst, gradients = backward_peak(self.pieces, self.compute) if self.pieces else (0.0, 0.0)
-        saved = saved_bytes(self.pieces)
-        own = self.row + unit.blocks * saved if self.checkpointed(index) else self.kept(index)
         waiting = self.units[index + 1].whole * self.reduction if index + 1 < len(self.units) else 0.0
         return replace(
             size,
             gathered=size.gathered + self._gathered(self.units[: index + 1] if self.keeps_gathered else [unit]),
             communication=self._prefetched(index) + (waiting if self.fsdp else 0.0),
             unsharded_gradients=size.unsharded_gradients + self.head * self.compute + gradients,
-            activations=size.activations + self.kept_before(index) + own,
-            working=worst - saved + self.row,
+            activations=size.activations + self.kept_before(index) + self.recomputed(index),
+            working=worst - saved_bytes(self.pieces) + self.row,
         )
 
     def in_reduction(self, index: int) -> MemoryEstimate:
         """A unit's gradients beside the reduce-scatter input they are copied into; its parameters are freed."""
         size, unit = self.base(f"reduction of unit {index}", self.units[index + 1 :]), self.units[index]
-        own = unit.whole * (0 if self._waits else self.compute)
+        own, buffers = self._reduced(unit)
         return replace(
             size,
             gathered=size.gathered + (self._gathered(self.units[:index]) if self.keeps_gathered else 0.0),
-            communication=self._prefetched(index) + (unit.whole * self.reduction if self.fsdp else 0.0),
+            communication=self._prefetched(index) + buffers,
             unsharded_gradients=size.unsharded_gradients + self.head * self.compute + own,
             activations=size.activations + self.kept_before(index),
             working=self.row,
         )
 
     def at_embedding(self) -> MemoryEstimate:
-        """The gradient of the embedding, made whole; where it is tied to the head a second one beside it."""
+        """The gradient of the embedding, made whole; where it is tied to the head, that of each and their sum."""
         size = self.base("backward of the embedding", self.units)
-        tied = self.head * self.compute if self.facts.ties else 0.0
+        tied = 2 * self.head * self.compute if self.facts.ties else 0.0
         waiting = self.units[0].whole * self.reduction if self.units and self.fsdp else 0.0
         return replace(
             size,
@@ -296,9 +314,17 @@ class _Step:
     def in_root_reduction(self) -> MemoryEstimate:
         """The root's gradients beside their reduce-scatter input; nothing is gathered any more."""
         size = self.base("reduction of the root", self.units)
-        own = self.root.whole * (0 if self._waits else self.compute)
-        buffer = self.root.whole * self.reduction if self.fsdp else 0.0
-        return replace(size, gathered=0.0, communication=buffer, unsharded_gradients=size.unsharded_gradients + own)
+        own, buffers = self._reduced(self.root)
+        return replace(size, gathered=0.0, communication=buffers, unsharded_gradients=size.unsharded_gradients + own)
+
+    def _reduced(self, unit: _Unit) -> tuple[float, float]:
+        """(gradients, buffers) at the larger moment of a reduction: filling its input, or its output beside it."""
+        if not self.fsdp:
+            return unit.whole * self.compute, 0.0
+        filling = (0.0 if self._waits else unit.whole * self.compute, unit.whole * self.reduction)
+        copies = 1 if self.ranks == 1 or self.plan.backend == "gloo" else 0
+        output = (0.0, ((1 + copies) * unit.whole + unit.shard) * self.reduction)
+        return max(filling, output, key=sum)
 
     def _gathered(self, units: Sequence[_Unit]) -> float:
         return sum(unit.whole for unit in units) * self.compute if self.fsdp else 0.0

@@ -149,16 +149,20 @@ class Oracle:
         """A user's module: its loss function's sum, or the mean that its forward returns times the count."""
         if self.job.model.loss is not None:
             batch = Batch(rows.inputs, rows.labels, torch.tensor(rows.counters))
-            total: Tensor = load_object(self.job.model.loss)(self.model(**rows.inputs), batch)[0]
+            total: Tensor = load_object(self.job.model.loss)(self.model(**self._cast(rows.inputs)), batch)[0]
             return total
         labels = {} if rows.labels is None else {"labels": rows.labels}
-        output = self.model(**rows.inputs, **labels)
+        output = self.model(**self._cast({**rows.inputs, **labels}))
         if isinstance(output, (tuple, list)):
             output = output[0]
         elif isinstance(output, dict):
             output = output["loss"]
         mean: Tensor = getattr(output, "loss", output)
         return mean * rows.count()
+
+    def _cast(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Floating-point inputs of a user's module in the compute dtype."""
+        return {name: x.to(self.compute) if x.is_floating_point() else x for name, x in inputs.items()}
 
     def _document_mask(self, documents: Tensor) -> Tensor:
         """[B, 1, S, S]: 0 where attention is allowed, else the dtype's minimum."""

@@ -167,8 +167,12 @@ class Recording:
 
 
 def oracle_dtype(plan: Plan) -> str:
-    """What the oracle computes in: the job's own dtype, but fp32 for fp16, so that it needs no loss scale."""
-    return "fp32" if plan.dtypes.compute == "fp16" else plan.dtypes.compute
+    """What the oracle computes in: the job's own dtype where one plain process can.
+
+    fp32 for fp16, so that it needs no loss scale, and for a user's module in bf16, whose fp32 buffers nothing casts.
+    """
+    own = plan.dtypes.compute
+    return "fp32" if own == "fp16" or (own == "bf16" and plan.job.model.factory is not None) else own
 
 
 def oracle_dtypes(plan: Plan) -> dict[str, torch.dtype]:

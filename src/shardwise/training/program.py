@@ -57,13 +57,15 @@ class LanguageModelProgram:
 class ModuleProgram:
     """Any module: with `model.loss`, or with a forward that returns its mean loss (itself, `.loss` or first item)."""
 
-    def __init__(self, loss: LossFunction | None) -> None:
-        self.function = loss
+    def __init__(self, loss: LossFunction | None, compute: torch.dtype) -> None:
+        self.function, self.compute = loss, compute
 
     def inputs(self, microbatch: Batch) -> dict[str, Any]:
-        """The batch's inputs, and its labels for a module that computes its own loss."""
-        own = self.function is None and microbatch.labels is not None
-        return {**microbatch.inputs, **({"labels": microbatch.labels} if own else {})}
+        """The batch's inputs, and its labels for a module that computes its own loss; floats in the compute dtype."""
+        inputs = dict(microbatch.inputs)
+        if self.function is None and microbatch.labels is not None:
+            inputs["labels"] = microbatch.labels
+        return {name: value.to(self.compute) if value.is_floating_point() else value for name, value in inputs.items()}
 
     def loss(self, microbatch: Batch, output: Any, seed: Tensor | None) -> tuple[Tensor, Tensor]:
         """The user's (sum, count), or mean times count."""
@@ -83,8 +85,8 @@ def make_program(model: ParallelModel) -> Program:
     """The program of a job's own model."""
     settings = model.plan.job.model
     if settings.loss is not None:
-        return ModuleProgram(load_object(settings.loss))
-    return LanguageModelProgram(model) if model.facts.is_hugging_face else ModuleProgram(None)
+        return ModuleProgram(load_object(settings.loss), model.compute_dtype)
+    return LanguageModelProgram(model) if model.facts.is_hugging_face else ModuleProgram(None, model.compute_dtype)
 
 
 def document_mask(document_ids: Tensor, causal: bool, dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,25 @@
+"""Parity of a user's own module: buffers, functional dropout, a tie, uneven rows, its own loss."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise.testing.world import WorldPool
+from tests.parity.jobs import make_module_job, verify_one
+
+
+@pytest.mark.parametrize(
+    "ranks, sections",
+    [
+        (1, {}),
+        (4, {"parallel": {"sharded_data_parallel_degree": 2}, "training": {"sequences_per_step": 11}}),
+        (8, {"memory": {"activation_checkpointing": "full"}}),
+        (2, {"precision": {"compute": "bf16"}}),
+    ],
+)
+def test_a_users_module_agrees(world_pool: WorldPool, corpora: Path, ranks: int, sections: dict[str, Any]) -> None:
+    report = world_pool.run(ranks, verify_one, make_module_job(corpora, **sections))[0]
+    assert report.agrees, (report.first, report.diagnosis)
