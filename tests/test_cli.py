@@ -14,7 +14,7 @@ import pytest
 from shardwise import __version__
 from shardwise.cli import COMMANDS, main
 from shardwise.config import Job
-from shardwise.errors import VerifyError, WorkerError
+from shardwise.errors import DataError, WorkerError
 from shardwise.job_keys import leaves
 from shardwise.plan import resolve
 from tests.test_legality import CPU4, FACTS
@@ -131,7 +131,7 @@ def test_a_mistake_is_one_message_and_exit_code_2(
     ("raised", "code", "says"),
     [
         (WorkerError("rank 1 failed\n\n[rank 1] disk [full]"), 1, "error: rank 1 failed\n\n[rank 1] disk [full]\n"),
-        (VerifyError("loss disagrees " + "x" * 200), 1, "error: loss disagrees " + "x" * 200 + "\n"),
+        (DataError("no such file " + "x" * 200), 2, "error: no such file " + "x" * 200 + "\n"),
         (KeyboardInterrupt(), 130, "error: interrupted\n"),
     ],
 )

@@ -211,7 +211,9 @@ CASES = {
         "linear or cosine",
     ),
     "profile": case(
-        {"observe": {"profile": [90, 100]}, "training": {"steps": 100}}, {"observe": {"profile": [98, 99]}}, "[98, 99]"
+        {"observe": {"profile": [90, 101]}, "training": {"steps": 100}},
+        {"observe": {"profile": [99, 100]}},
+        "[99, 100]",
     ),
     "tokens-per-step": case(
         {"training": {"tokens_per_step": 1000}}, {"training": {"tokens_per_step": 1024}}, "use 768 or 1024"
@@ -251,6 +253,7 @@ MORE = [
         FACTS,
     ),
     ("profile", {"observe": {"profile": [1]}}, CPU4, FACTS),
+    ("profile", {"observe": {"profile": [0, 1]}}, CPU4, FACTS),
     ("profile", {"observe": {"profile": [3, 2]}}, CPU4, FACTS),
     ("accumulation", {"training": {"gradient_accumulation": 3}}, CPU4, FACTS),  # 4 a rank in 3: 2 + 2 + nothing
     ("idle-ranks", {}, World(32, "cpu", 32), FACTS),

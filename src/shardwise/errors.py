@@ -44,12 +44,6 @@ class MachineError(ShardwiseError):
     """The machine or the launcher's variables do not allow what the job asks for."""
 
 
-class VerifyError(ShardwiseError):
-    """`shardwise verify` found numbers that disagree."""
-
-    exit_code = 1
-
-
 class WorkerError(ShardwiseError):
     """A worker failed. The message ends with the first failing rank's own error."""
 

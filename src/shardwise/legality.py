@@ -295,7 +295,7 @@ def _option_fix(d: Draft) -> str:
 
 def _bad_range(d: Draft) -> bool:
     steps = d.job.observe.profile
-    return steps is not None and not (len(steps) == 2 and steps[0] <= steps[1] < d.training.steps)
+    return steps is not None and not (len(steps) == 2 and 1 <= steps[0] <= steps[1] <= d.training.steps)
 
 
 # fmt: off
@@ -328,10 +328,10 @@ OPTIMIZER_RULES = (
          use=lambda d: f"use at most {d.training.steps - 1} warmup_steps"),
     _idle("final-learning-rate", "optimizer.final_learning_rate_ratio", "a constant schedule stays at the peak",
           lambda d: d.optimizer.schedule == "constant", "use schedule linear or cosine, or leave it out"),
-    Rule("profile", ("observe.profile", "training.steps"), "profile is [first, last]: two steps below training.steps",
+    Rule("profile", ("observe.profile", "training.steps"), "profile is [first, last], counted from 1 to training.steps",
          _bad_range,
-         fix="use two steps below training.steps",
-         use=lambda d: f"use e.g. [{max(0, d.training.steps - 2)}, {d.training.steps - 1}]"),
+         fix="use two steps from 1 to training.steps",
+         use=lambda d: f"use e.g. [{max(1, d.training.steps - 1)}, {d.training.steps}]"),
 )
 # fmt: on
 

@@ -27,7 +27,12 @@ class Microbatch(Protocol):
 
 
 class Program(Protocol):
-    """What is done with a microbatch before and after the model."""
+    """What is done with a microbatch before and after the model.
+
+    `needs_whole_batches`: its loss cannot leave padding rows out, so there must be none.
+    """
+
+    needs_whole_batches: bool
 
     def inputs(self, microbatch: Any) -> dict[str, Any]:
         """Keyword arguments of the model's forward."""

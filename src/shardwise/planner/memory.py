@@ -97,11 +97,12 @@ def moments(plan: Plan, facts: ModelFacts, kind: BlockKind | None = None) -> lis
 
 @dataclass(frozen=True)
 class _Unit:
-    """What is gathered together: elements whole (padded), and of one rank."""
+    """What is gathered together: elements whole (padded), of one rank, and of the last tensor."""
 
     whole: float
     shard: float
-    blocks: int = 1
+    blocks: int
+    last: float
 
 
 class _Step:
@@ -146,7 +147,7 @@ class _Step:
     def _sized(self, shapes: Sequence[tuple[int, ...]], blocks: int) -> _Unit:
         """Each tensor's dim 0 is padded to a multiple of the shard ranks."""
         shard = sum(math.ceil(shape[0] / self.ranks) * math.prod(shape[1:]) if shape else 1 for shape in shapes)
-        return _Unit(shard * self.ranks, shard, blocks)
+        return _Unit(shard * self.ranks, shard, blocks, math.prod(shapes[-1]) if shapes else 0)
 
     @cached_property
     def head(self) -> float:
@@ -323,7 +324,8 @@ class _Step:
             return unit.whole * self.compute, 0.0
         filling = (0.0 if self._waits else unit.whole * self.compute, unit.whole * self.reduction)
         copies = 1 if self.ranks == 1 or self.plan.backend == "gloo" else 0
-        output = (0.0, ((1 + copies) * unit.whole + unit.shard) * self.reduction)
+        # The loop that filled the input still refers to the last gradient.
+        output = (unit.last * self.compute, ((1 + copies) * unit.whole + unit.shard) * self.reduction)
         return max(filling, output, key=sum)
 
     def _gathered(self, units: Sequence[_Unit]) -> float:

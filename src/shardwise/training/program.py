@@ -24,6 +24,8 @@ LossFunction = Callable[[Any, Batch], tuple[Tensor, Tensor]]
 class LanguageModelProgram:
     """Causal and masked language models of transformers."""
 
+    needs_whole_batches = False
+
     def __init__(self, model: ParallelModel) -> None:
         self.model = model
         self.chunk = model.plan.job.memory.loss_chunk_tokens
@@ -59,6 +61,7 @@ class ModuleProgram:
 
     def __init__(self, loss: LossFunction | None, compute: torch.dtype) -> None:
         self.function, self.compute = loss, compute
+        self.needs_whole_batches = loss is None  # a mean over real and padding rows cannot be taken apart again
 
     def inputs(self, microbatch: Batch) -> dict[str, Any]:
         """The batch's inputs, and its labels for a module that computes its own loss; floats in the compute dtype."""
@@ -71,14 +74,8 @@ class ModuleProgram:
         """The user's (sum, count), or mean times count."""
         if self.function is not None:
             return self.function(output, microbatch)
-        mean = _own_loss(output)
         count = microbatch.count()
-        if not bool(microbatch.counted.all()):
-            raise ModelError(
-                "the module returns a mean loss, which cannot leave out the padding rows of an uneven batch; give "
-                "model.loss, or choose sequences_per_step as a multiple of data ranks x microbatch"
-            )
-        return mean * count, count
+        return _own_loss(output) * count, count
 
 
 def make_program(model: ParallelModel) -> Program:

@@ -14,7 +14,7 @@ from shardwise.config import Job
 from shardwise.data.corpus import data_format
 from shardwise.data.loader import Stream
 from shardwise.data.prepare import TokenData, prepare
-from shardwise.errors import DataError
+from shardwise.errors import DataError, ModelError
 from shardwise.families.build import build_model
 from shardwise.families.discovery import discover
 from shardwise.families.facts import ModelFacts
@@ -41,6 +41,13 @@ class Run:
     program: Program
     optimizer: ShardedOptimizer
     scaler: LossScaler
+
+    @property
+    def evaluation_batches(self) -> int:
+        """Global batches of one evaluation; the ragged last one is left out where the loss cannot count its rows."""
+        size, wanted = len(self.data.validation), self.plan.job.training.evaluate_batches
+        step = self.plan.sequences_per_step
+        return min(wanted, size // step if self.program.needs_whole_batches else -(-size // step))
 
 
 def current_world(device: torch.device) -> World:
@@ -82,9 +89,13 @@ def assemble(job: Job, device: torch.device, facts: ModelFacts, data: TokenData)
     plan = resolve(job, world, facts)
     layout = Layout.from_plan(plan, dist.get_rank())
     seed = job.training.seed
+    torch.use_deterministic_algorithms(job.training.deterministic)
     torch.manual_seed(seed * world.size + layout.data_rank)  # read by fused attention dropout alone
     model = parallelize(build_model(job), plan, layout, facts, device)
     initialize(model, seed)
+    program = make_program(model)
+    if program.needs_whole_batches:
+        check_whole_batches(plan, data)
     return Run(
         plan,
         layout,
@@ -92,7 +103,7 @@ def assemble(job: Job, device: torch.device, facts: ModelFacts, data: TokenData)
         data,
         make_stream(plan, layout, data),
         model,
-        make_program(model),
+        program,
         ShardedOptimizer(model.tensor_map, job.optimizer),
         LossScaler.of(plan.dtypes.compute, job.precision.loss_scale),
     )
@@ -112,6 +123,27 @@ def check_same_data(data: TokenData, device: torch.device) -> None:
         raise DataError(
             f"ranks read different data: this one has {data.content} ({data.corpus}); the corpus and tokenizer must be "
             "the same on every host"
+        )
+
+
+def check_whole_batches(plan: Plan, data: TokenData) -> None:
+    """Refuse padding rows for a module that returns its own mean loss.
+
+    Raises:
+        ModelError: a step's samples do not divide, or the validation set is smaller than one step.
+    """
+    rows = plan.data_ranks * plan.microbatch * plan.accumulation
+    remedy = "give model.loss=package.module:function(output, batch) -> (sum, count)"
+    if rows != plan.sequences_per_step:
+        raise ModelError(
+            f"the module returns a mean loss, which cannot leave out {rows - plan.sequences_per_step} padding rows of "
+            f"training.sequences_per_step={plan.sequences_per_step}; use {rows}, or {remedy}"
+        )
+    if len(data.validation) < plan.sequences_per_step:
+        raise ModelError(
+            f"the validation set has {len(data.validation)} samples, fewer than training.sequences_per_step="
+            f"{plan.sequences_per_step}, and a mean loss cannot leave out padding; raise data.validation_fraction, "
+            f"or {remedy}"
         )
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.data.batch import Batch
+from shardwise.errors import ModelError
 from shardwise.parallel.model import ParallelModel, Program
 from shardwise.precision import LossScaler
 from shardwise.training.optimizer import ShardedOptimizer
@@ -65,6 +66,8 @@ def train_step(
     seed = torch.tensor(scaler.scale / max(count, 1), dtype=model.accumulation_dtype, device=model.device)
 
     totals = model.run(program, batches, step, seed)
+    if step == 0:
+        _check_count(totals, sum(int(batch.count()) for batch in batches))
     loss, norm = reduce_loss_and_norm(model, optimizer, totals, scaler.scale)
 
     skipped = count == 0 or not bool(torch.isfinite(norm))
@@ -112,6 +115,15 @@ def reduce_loss_and_norm(
     both = torch.stack([totals[0].to(squares.dtype), squares])
     dist.all_reduce(both)
     return both[0], both[1].sqrt() / scale
+
+
+def _check_count(totals: Tensor, counted: int) -> None:
+    """Backward was seeded by the batch's count; a `model.loss` that counts otherwise would scale every gradient."""
+    if int(totals[1]) != counted:
+        raise ModelError(
+            f"model.loss counts {int(totals[1])}, the batch has {counted} counted labels (or rows, without labels); "
+            "return batch.count() as the count, and the sum over what it counts"
+        )
 
 
 def _rescale(optimizer: ShardedOptimizer, norm: Tensor, scale: float, clip_norm: float | None) -> None:

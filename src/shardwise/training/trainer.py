@@ -136,14 +136,14 @@ class Trainer:
     def evaluate(self, step: int) -> float:
         """Validation loss after `step` steps, recorded."""
         run = self.run
-        batches = list(run.stream.evaluation(run.data.validation, self.job.training.evaluate_batches))
+        batches = list(run.stream.evaluation(run.data.validation, run.evaluation_batches))
         loss = evaluate(run.model, run.program, batches)
         self.recorder.record({"step": step, "validation_loss": loss})
         return loss
 
     def evaluated_sequences(self) -> int:
         """Validation sequences that one evaluation covers."""
-        return min(len(self.run.data.validation), self.job.training.evaluate_batches * self.plan.sequences_per_step)
+        return min(len(self.run.data.validation), self.run.evaluation_batches * self.plan.sequences_per_step)
 
     def finish(self, result: TrainingResult) -> None:
         """Export, sample, report and the last words."""
@@ -157,7 +157,9 @@ class Trainer:
         say(f"validation loss  {result.validation_loss:.4f} nats a token")
         if result.unigram_entropy is not None:
             gain = result.unigram_entropy - result.validation_loss
-            say(f"unigram entropy  {result.unigram_entropy:.4f} nats a token of the same text, {gain:.4f} above")
+            where = "below" if gain >= 0 else "above"
+            say(f"unigram entropy  {result.unigram_entropy:.4f} nats a token of the same text")
+            say(f"                 the model is {abs(gain):.4f} nats {where} it")
         say(f"model            {self.output / MODEL_DIRECTORY}")
         say(f"report           {report}")
 
