@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.memory_cpu import measure
 from shardwise.config import Job
 from shardwise.families.build import build_model
 from shardwise.families.discovery import discover
@@ -15,7 +16,6 @@ from shardwise.parallel.sharded import needs_sharding
 from shardwise.plan import Plan, World, resolve
 from shardwise.planner.memory import estimate, moments, uses_fsdp
 from shardwise.testing.world import WorldPool
-from tests.planner.worlds import measured_and_predicted
 
 NEOX = {
     "model_type": "gpt_neox",
@@ -113,8 +113,6 @@ def test_replicas_do_not_divide_the_states() -> None:
          {"memory": {"activation_checkpointing": "full", "checkpoint_every": 2}}),
         ({}, {"parallel": {"reshard_after_forward": False}}),
         ({}, {"parallel": {"shard_optimizer_state": True}}),
-        ({"memory": {"loss_chunk_tokens": 64}, "training": {"microbatch_size": 8, "sequences_per_step": 32}},
-         {"training": {"microbatch_size": 8, "sequences_per_step": 32}}),
         ({"optimizer": {"name": "SGD"}}, {"optimizer": {"name": "SGD", "options": {"momentum": 0.9}}}),
         ({"parallel": {"prefetch_depth": 1}}, {"parallel": {"prefetch_depth": 3}}),
         ({}, {"model": {"attention": "eager"}}),
@@ -123,6 +121,13 @@ def test_replicas_do_not_divide_the_states() -> None:
 )  # fmt: skip
 def test_settings_that_save_memory_save_it(less: dict[str, Any], more: dict[str, Any]) -> None:
     assert total(4, **less) < total(4, **more)
+
+
+def test_chunks_bound_the_logits() -> None:
+    """256 tokens, vocabulary 2048, fp32 (the compute dtype's copy besides in bf16)."""
+    loss = {chunk: moments(*planned(2, memory={"loss_chunk_tokens": chunk}))[0] for chunk in (64, 256, 1024)}
+    assert [loss[chunk].logits for chunk in (64, 256, 1024)] == [64 * 2048 * 4, 256 * 2048 * 4, 256 * 2048 * 4]
+    assert moments(*planned(2, precision={"compute": "bf16"}))[0].logits == 256 * 2048 * 6
 
 
 def test_offload_on_cuda_moves_the_states_to_the_host() -> None:
@@ -151,15 +156,18 @@ def test_a_model_without_known_blocks_has_its_states() -> None:
 
 
 def check(pool: WorldPool, ranks: int, tolerance: float = 0.10, **sections: Any) -> None:
-    for rank, (measured, predicted) in enumerate(pool.run(ranks, measured_and_predicted, settings(ranks, **sections))):
+    for rank, (measured, predicted) in enumerate(pool.run(ranks, measure, settings(ranks, **sections))):
         message = (
             f"rank {rank}: measured {measured / 1e6:.2f} MB, predicted {predicted.total / 1e6:.2f} MB: {predicted}"
         )
         assert abs(predicted.total / measured - 1) <= tolerance, message
 
 
-@pytest.mark.parametrize("policy", ["none", "full"])
-@pytest.mark.parametrize("ranks", [1, 2, 4, pytest.param(8, marks=pytest.mark.slow)])
+RUNS = [(1, "none"), (1, "full"), (2, "none"), (2, "full"), (4, "full")]
+SLOW_RUNS = [(4, "none"), (8, "none"), (8, "full")]
+
+
+@pytest.mark.parametrize("ranks, policy", [*RUNS, *(pytest.param(*run, marks=pytest.mark.slow) for run in SLOW_RUNS)])
 def test_peak_is_predicted_within_a_tenth(world_pool: WorldPool, ranks: int, policy: str) -> None:
     check(world_pool, ranks, memory={"activation_checkpointing": policy})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,11 +13,12 @@ import torch
 import torch.distributed as dist
 
 from shardwise.config import Job
+from shardwise.errors import ModelError
 from shardwise.testing.world import WorldPool
 from shardwise.training.init import fingerprint
 from shardwise.training.program import LanguageModelProgram
-from shardwise.training.setup import Run, set_up
-from shardwise.training.step import StepResult, evaluate, train_step
+from shardwise.training.setup import Run, check_whole_batches, set_up
+from shardwise.training.step import StepResult, _check_count, evaluate, train_step
 from tests.parity.jobs import make_job, make_module_job
 
 CPU = torch.device("cpu")
@@ -136,3 +138,21 @@ def test_evaluation_is_the_same_on_every_layout_and_without_dropout(world_pool: 
 def test_same_numbers_again(world_pool: WorldPool, corpora: Path) -> None:
     job = make_job(corpora, dropout=0.1, parallel={"sharded_data_parallel_degree": 2})
     assert world_pool.run(4, steps, job, 3) == world_pool.run(4, steps, job, 3)
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_a_loss_function_that_counts_otherwise_is_refused(counted: bool) -> None:
+    totals = torch.tensor([3.0, 7.0 if counted else 8.0])
+    with nullcontext() if counted else pytest.raises(ModelError, match=r"model\.loss counts 8, the batch has 7"):
+        _check_count(totals, 7)
+
+
+@pytest.mark.parametrize(
+    ("step", "validation", "says"),
+    [(8, 8, None), (7, 8, "1 padding rows of training.sequences_per_step=7; use 8"), (8, 7, "7 samples, fewer than")],
+)
+def test_a_modules_own_mean_needs_whole_batches(step: int, validation: int, says: str | None) -> None:
+    plan = mock.Mock(data_ranks=2, microbatch=2, accumulation=2, sequences_per_step=step)
+    data = mock.Mock(validation=range(validation))
+    with nullcontext() if says is None else pytest.raises(ModelError, match=says):
+        check_whole_batches(plan, data)

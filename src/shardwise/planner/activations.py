@@ -153,14 +153,15 @@ def _mlp_pieces(facts: ModelFacts, kind: BlockKind, shape: Shape) -> list[Piece]
     hidden, wide = facts.hidden_size, facts.intermediate_size
     row, inner = shape.tokens * shape.bytes * hidden, shape.tokens * shape.bytes * wide
     keeps, ups = (3, 2) if kind.gated else (kind.activation_keeps, 1)
+    shares = keeps == 0  # ReLU holds on to its result, which is the next linear's input
     norm = _norm("MLP norm", row, kind, shape)
     if kind.parallel_residual:  # the branches read the same residual stream
         norm = Piece(norm.name, norm.saved - row, 0.0, norm.working, norm.parameters)
     return [
         norm,
         Piece("MLP up", row, ups * inner, row, ups * hidden * wide),
-        Piece("activation", keeps * inner, 0.0, (2 + (keeps > 1)) * inner),
-        Piece("MLP down", inner, row, inner, hidden * wide),
+        Piece("activation", (keeps + shares) * inner, 0.0, (2 + (keeps > 1)) * inner),
+        Piece("MLP down", (1 - shares) * inner, row, inner, hidden * wide),
         Piece("MLP dropout", _mask(row, shape)),
     ]
 

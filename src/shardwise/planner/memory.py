@@ -250,7 +250,7 @@ class _Step:
             yield self.in_reduction(index)
         yield self.at_embedding()
         yield self.in_root_reduction()
-        yield self.base("optimizer step", [*self.units, self.root])
+        yield replace(self.base("optimizer step", [*self.units, self.root]), gathered=0.0)
 
     def at_loss(self) -> MemoryEstimate:
         """The last chunk of the loss: logits of R rows in the loss dtype (and first in the compute dtype), gradients of
