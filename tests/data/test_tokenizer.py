@@ -70,10 +70,9 @@ def test_given_directory_and_model_directory_win(text_directory: Path, make_job:
     assert given.directory == models.directory == directory
 
 
-def test_a_model_directory_without_tokenizer_is_said(text_directory: Path, make_job: JobMaker, tmp_path: Path) -> None:
-    said: list[str] = []
-    assert find(make_job(path=str(text_directory), model={"path": str(tmp_path)}), said=said) is not None
-    assert "holds no tokenizer" in said[0]
+def test_pretrained_weights_get_no_new_tokenizer(text_directory: Path, make_job: JobMaker, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"holds no tokenizer.*set data\.tokenizer"):
+        find(make_job(path=str(text_directory), model={"path": str(tmp_path)}))
 
 
 def test_a_bert_tokenizer_packs_without_its_own_template(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ class Batch:
     inputs: keyword arguments of the model; `input_ids` [B, S] int64 for a language model, `position_ids` [B, S] where
     documents are isolated.
     labels: [B, S] int64, aligned with the output position (causal: label t is token t + 1); -100 is not counted.
+    Floats (a user's regression) are counted by rows.
     rows: [B] int64, the global sample counter of each row: a pure function of step and row, the same on every layout.
     document_ids: [B, S] int64, number of the document within its row, from 0; only where documents are isolated.
     counted: [B] bool, False for padding rows: they repeat a real row, and no loss may count them.
@@ -50,7 +51,7 @@ class Batch:
         )
 
     def count(self) -> Tensor:
-        """Scalar int64: labels that are counted, or real rows where there are no labels."""
-        if self.labels is None:
+        """Scalar int64: labels that are counted, or real rows where there are no labels or they are not class ids."""
+        if self.labels is None or self.labels.is_floating_point():
             return self.counted.sum()
         return (self.labels != IGNORED).sum()

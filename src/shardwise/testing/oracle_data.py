@@ -35,8 +35,10 @@ class Rows:
     documents: Tensor | None = None
 
     def count(self) -> int:
-        """Labels that count, or samples where there are no labels."""
-        return len(self.counters) if self.labels is None else int((self.labels != NOT_COUNTED).sum())
+        """Labels that count, or samples where there are no labels or they are floats."""
+        if self.labels is None or self.labels.is_floating_point():
+            return len(self.counters)
+        return int((self.labels != NOT_COUNTED).sum())
 
 
 class Source(Protocol):
