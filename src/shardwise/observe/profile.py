@@ -48,7 +48,7 @@ class Profiler:
         if self._profile is None and first <= self._done + 1 <= last:
             known = supported_activities()
             activities = [a for a in (ProfilerActivity.CPU, ProfilerActivity.CUDA) if a in known]
-            self._profile = profile(activities=activities, record_shapes=True, profile_memory=True)
+            self._profile = profile(activities=activities, record_shapes=True, profile_memory=True, acc_events=True)
             self._profile.start()
         elif self._profile is not None and self._done >= last:
             self._write()

@@ -121,7 +121,7 @@ def _check_count(totals: Tensor, counted: int) -> None:
     """Backward was seeded by the batch's count; a `model.loss` that counts otherwise would scale every gradient."""
     if int(totals[1]) != counted:
         raise ModelError(
-            f"model.loss counts {int(totals[1])}, the batch has {counted} counted labels (rows, where they are no class "
+            f"model.loss counts {int(totals[1])}, the batch has {counted} counted labels (rows, if they are no class "
             "ids); return batch.count() as the count, and the sum over what it counts"
         )
 
