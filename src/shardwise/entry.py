@@ -16,6 +16,7 @@ from shardwise.families.facts import ModelFacts
 from shardwise.launch.environment import RankEnvironment, detect
 from shardwise.launch.local import run_local
 from shardwise.launch.session import session
+from shardwise.observe.trackers import require_extras
 from shardwise.plan import Plan, World, precheck, resolve
 from shardwise.training.output import check_output, claim_output
 from shardwise.training.setup import prepare_data, study
@@ -41,6 +42,7 @@ def train(job: Job, notes: Iterable[str] = (), say: Say = print) -> TrainingResu
     speaks = place is None or place.rank == 0
     if speaks:
         check_output(job)
+        require_extras(job)
         for note in notes:
             say(f"note: {note}")
     plan, facts = _plan(job, place)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -54,3 +55,10 @@ def test_a_run_that_ends_in_the_window_keeps_its_trace(tmp_path: Path) -> None:
 def test_nothing_is_written_unless_asked(tmp_path: Path) -> None:
     run(None, tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_profiler_itself_says_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Its own log lines go past Python to the terminal and would break up the live display."""
+    run([2, 3], tmp_path)
+    print("still here", file=sys.stderr)
+    assert capfd.readouterr().err == "still here\n"

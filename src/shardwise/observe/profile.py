@@ -7,6 +7,10 @@ device, kernels besides on CUDA.
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
@@ -49,13 +53,15 @@ class Profiler:
             known = supported_activities()
             activities = [a for a in (ProfilerActivity.CPU, ProfilerActivity.CUDA) if a in known]
             self._profile = profile(activities=activities, record_shapes=True, profile_memory=True, acc_events=True)
-            self._profile.start()
+            with _quiet():
+                self._profile.start()
         elif self._profile is not None and self._done >= last:
             self._write()
 
     def _write(self) -> None:
         assert self._profile is not None and self._window is not None
-        self._profile.stop()
+        with _quiet():
+            self._profile.stop()
         self._directory.mkdir(parents=True, exist_ok=True)
         first, last = self._window
         self._profile.export_chrome_trace(str(self._directory / f"rank{_rank()}-steps-{first}-{last}.json.gz"))
@@ -66,6 +72,20 @@ def profiler(job: Job, output: Path, done: int = 0) -> Profiler:
     """The profiler that the job asks for; `done` steps came before this run, when it resumes another."""
     asked = job.observe.profile
     return Profiler(output / "profile", (asked[0], asked[-1]) if asked else None, done)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without standard error, to which Kineto reports its start and stop past Python and breaks up the live display."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    try:
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 def _rank() -> int:
