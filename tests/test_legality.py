@@ -212,7 +212,7 @@ CASES = {
     ),
     "profile": case(
         {"observe": {"profile": [90, 101]}, "training": {"steps": 100}},
-        {"observe": {"profile": [99, 100]}},
+        {"observe": {"profile": [99, 100]}, "training": {"steps": 100}},
         "[99, 100]",
     ),
     "tokens-per-step": case(

@@ -201,7 +201,7 @@ def test_every_derived_value_has_its_rule_and_is_shown() -> None:
 
 def test_to_dict_is_plain_and_the_fingerprint_ignores_what_is_only_shown() -> None:
     base = plan()
-    assert json.loads(json.dumps(base.to_dict()))["job"]["training"]["steps"] == 100
+    assert json.loads(json.dumps(base.to_dict()))["job"]["training"]["steps"] == 64
     assert plan({"output": "elsewhere", "observe": {"log_every": 5}}).fingerprint == base.fingerprint
     assert plan({"training": {"seed": 1}}).fingerprint != base.fingerprint
     assert plan(world=World(2, "cpu", 2)).fingerprint != base.fingerprint

@@ -171,7 +171,7 @@ class OptimizerSection(Section):
 class TrainingSection(Section):
     """How many steps of what size."""
 
-    steps: Positive = Field(default=100, description="Optimizer steps.")
+    steps: Positive = Field(default=64, description="Optimizer steps.")
     tokens_per_step: Positive | None = Field(
         default=None, description="Global tokens a step; or give `sequences_per_step`."
     )
