@@ -105,12 +105,13 @@ def reduce_loss_and_norm(
     model: ParallelModel, optimizer: ShardedOptimizer, totals: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     """(summed loss, gradient norm) over all ranks; each gradient element counts once, by its replication count."""
-    squares = torch.zeros((), dtype=model.accumulation_dtype, device=model.device)
+    # fp64: a CPU's fp32 reduction over a few million elements is off by 5e-5, which would show in verify.
+    squares = torch.zeros((), dtype=torch.float64, device=model.device)
     by_replication: dict[int, list[Tensor]] = {}
     for entry, gradient in optimizer.gradients():
         by_replication.setdefault(entry.replication, []).append(gradient)
     for replication, gradients in by_replication.items():
-        norms = torch._foreach_norm(gradients, 2, dtype=model.accumulation_dtype)
+        norms = torch._foreach_norm(gradients, 2, dtype=torch.float64)
         squares += torch.stack([norm.to(model.device) for norm in norms]).square().sum() / replication
     both = torch.stack([totals[0].to(squares.dtype), squares])
     dist.all_reduce(both)
@@ -133,5 +134,5 @@ def _rescale(optimizer: ShardedOptimizer, norm: Tensor, scale: float, clip_norm:
     factor = torch.ones_like(norm) if clip_norm is None else (clip_norm / (norm + 1e-6)).clamp(max=1.0)
     gradients = [gradient for _, gradient in optimizer.gradients()]
     if gradients:
-        factor = (factor / scale).to(gradients[0].device)
+        factor = (factor / scale).to(gradients[0])
         torch._foreach_mul_(gradients, factor)
