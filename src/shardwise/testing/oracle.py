@@ -197,8 +197,9 @@ class Oracle:
         if settings.clip_norm is not None and twist.clips:
             # By hand: clip_grad_norm_ sums a million fp32 squares on a CPU in fp32, off by 5e-5.
             norm = self.norm({name: given[name] for name in self.used})
+            factor = min(1.0, settings.clip_norm / (norm + 1e-6)) ** twist.clips
             for name in self.used:
-                self.parameters[name].grad *= min(1.0, settings.clip_norm / (norm + 1e-6)) ** twist.clips
+                self.parameters[name].grad = given[name].to(self.master, copy=True).mul_(factor)
         rate = _rate(settings, step, self.job.training.steps) if twist.rate is None else twist.rate
         decays = [group.get("weight_decay") for group in self.optimizer.param_groups]
         for group in self.optimizer.param_groups:
