@@ -63,6 +63,12 @@ class Plan:
         """Ranks that read different samples."""
         return self.degrees["replica"] * self.degrees["shard"]
 
+    @property
+    def needs_fsdp(self) -> bool:
+        """Whether FSDP2 has work to do: several data ranks, a compute dtype of its own, or parameters on the host."""
+        ranks = self.data_ranks * self.degrees["context"]
+        return ranks > 1 or self.dtypes.compute != self.dtypes.parameters or self.job.memory.offload_parameters
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON or YAML."""
         return asdict(self) | {"job": self.job.model_dump(mode="json"), "notes": list(self.notes)}

@@ -12,9 +12,8 @@ from shardwise.config import Job
 from shardwise.families.build import build_model
 from shardwise.families.discovery import discover
 from shardwise.families.facts import ModelFacts
-from shardwise.parallel.sharded import needs_sharding
 from shardwise.plan import Plan, World, resolve
-from shardwise.planner.memory import estimate, moments, uses_fsdp
+from shardwise.planner.memory import estimate, moments
 from shardwise.testing.world import WorldPool
 
 NEOX = {
@@ -137,11 +136,11 @@ def test_offload_on_cuda_moves_the_states_to_the_host() -> None:
     assert away.parameters == away.gradients == away.optimizer == 0.0
 
 
-def test_fsdp_is_judged_as_parallelize_judges_it() -> None:
-    for ranks in (1, 2):
-        for extra in ({}, {"precision": {"compute": "bf16"}}, {"memory": {"offload_parameters": True}}):
-            plan, _ = planned(ranks, **extra)
-            assert uses_fsdp(plan) == needs_sharding(plan)
+def test_one_rank_with_one_dtype_needs_no_fsdp() -> None:
+    assert not planned(1)[0].needs_fsdp
+    assert planned(2)[0].needs_fsdp
+    assert planned(1, precision={"compute": "bf16"})[0].needs_fsdp
+    assert planned(1, memory={"offload_parameters": True})[0].needs_fsdp
 
 
 def test_a_model_without_known_blocks_has_its_states() -> None:

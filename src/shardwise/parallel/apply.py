@@ -16,7 +16,7 @@ from shardwise.layout import Layout
 from shardwise.memory.activation_checkpointing import apply_activation_checkpointing, group_blocks
 from shardwise.memory.offload import ActivationOffload
 from shardwise.parallel.model import DeferredHead, ParallelModel
-from shardwise.parallel.sharded import materialize, needs_sharding, shard
+from shardwise.parallel.sharded import materialize, shard
 from shardwise.parallel.tensor_map import TensorMap
 from shardwise.plan import Plan
 from shardwise.precision import torch_dtype
@@ -50,7 +50,7 @@ def parallelize(
         horizon = memory.activation_loading_horizon
         offload = ActivationOffload(device, horizon) if memory.offload_activations else None
         apply_activation_checkpointing(groups, memory, offload)
-    sharded = shard(model, groups, plan, layout) if needs_sharding(plan) else []
+    sharded = shard(model, groups, plan, layout) if plan.needs_fsdp else []
     materialize(model, device, torch.device("cpu") if memory.offload_parameters else device)
     return ParallelModel(model, plan, layout, facts, TensorMap.of(model, layout), device, head, sharded)
 

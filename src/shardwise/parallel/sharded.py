@@ -22,15 +22,6 @@ from shardwise.precision import torch_dtype
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
 
-def needs_sharding(plan: Plan) -> bool:
-    """Whether FSDP2 has work to do: several data ranks, a compute dtype of its own, or parameters on the host."""
-    return (
-        plan.data_ranks * plan.degrees["context"] > 1
-        or plan.dtypes.compute != plan.dtypes.parameters
-        or plan.job.memory.offload_parameters
-    )
-
-
 def shard(model: nn.Module, groups: Sequence[list[nn.Module]], plan: Plan, layout: Layout) -> list[FSDPModule]:
     """Shard every group of blocks as one unit and the rest of `model` as the root; returns all FSDP modules."""
     clear_placement_cache()  # or DTensor finds an equal mesh of an earlier process group, and its dead groups

@@ -114,7 +114,7 @@ class _Step:
         self.master, self.compute = BYTES[plan.dtypes.parameters], BYTES[plan.dtypes.compute]
         self.reduction, self.loss = BYTES[plan.dtypes.reduction], BYTES[plan.dtypes.loss]
         self.ranks = plan.degrees["shard"] * plan.degrees["context"]
-        self.fsdp = uses_fsdp(plan)
+        self.fsdp = plan.needs_fsdp
         self.keeps_gathered = plan.zero1 or not plan.job.parallel.reshard_after_forward
         self.on_cuda = plan.world.device_type == "cuda"
         self.tokens = plan.microbatch * plan.sequence_length // plan.degrees["context"]
@@ -337,12 +337,6 @@ class _Step:
             return 0.0
         depth = max(1, self.job.parallel.prefetch_depth)
         return sum(unit.whole for unit in self.units[max(0, index - depth) : index]) * self.compute
-
-
-def uses_fsdp(plan: Plan) -> bool:
-    """Whether FSDP2 runs: several data ranks, a compute dtype of its own, or parameters on the host."""
-    ranks = plan.data_ranks * plan.degrees["context"]
-    return ranks > 1 or plan.dtypes.compute != plan.dtypes.parameters or plan.job.memory.offload_parameters
 
 
 def optimizer_states(plan: Plan) -> int:
