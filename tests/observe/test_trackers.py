@@ -78,10 +78,11 @@ class FakeWandb(ModuleType):
 def test_wandb_gets_job_records_and_finish(tmp_path: Path, monkeypatch: Any) -> None:
     fake = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    (tracker,) = make_trackers(job(wandb="project"), tmp_path)
+    tracked = job(wandb="project")
+    (tracker,) = make_trackers(tracked, tmp_path)
     tracker.log(RECORD)
     tracker.close()
-    assert fake.calls == [("init", "project", 100), (3, NAMED), "finish"]
+    assert fake.calls == [("init", "project", tracked.training.steps), (3, NAMED), "finish"]
 
 
 class FakeMlflow(ModuleType):
