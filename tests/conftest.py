@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub
 
@@ -17,3 +18,14 @@ def world_pool() -> Iterator[WorldPool]:
     """Worker processes for the whole session: `world_pool.run(4, function, argument)`."""
     with WorldPool() as pool:
         yield pool
+
+
+@pytest.fixture(scope="session")
+def corpora(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with tokens.jsonl and text.txt, for the tiny jobs of tests.parity.jobs."""
+    from tests.parity.jobs import write_text, write_tokens  # torch and transformers, only where they are needed
+
+    directory = tmp_path_factory.mktemp("corpora")
+    write_tokens(directory)
+    write_text(directory)
+    return directory

@@ -20,7 +20,6 @@ from shardwise.families.build import load_config
 from shardwise.testing.comparison import Difference, Report, Tolerance, compare_tensors, relative_error
 from shardwise.training.setup import study
 from shardwise.verify import cut_depth, fused_dropout_off, run_verify
-from tests.parity.conftest import corpora  # noqa: F401
 from tests.parity.jobs import make_job, make_module_job
 
 FORBIDDEN = ("parallel", "kernels", "collectives", "training", "memory", "precision")

@@ -100,6 +100,11 @@ class ParallelSection(Section):
     timeout_seconds: Positive = Field(
         default=600, description="After this long a collective is taken as hung and the run ends."
     )
+    max_restarts: NonNegative = Field(
+        default=0,
+        description="How often local workers are started again after one has died or failed; the run goes on from its "
+        "newest complete checkpoint. A user's mistake is not retried.",
+    )
 
 
 class MemorySection(Section):
@@ -219,6 +224,35 @@ class DataSection(Section):
     )
 
 
+class CheckpointSection(Section):
+    """When the run's state is kept, where, and from what a run starts."""
+
+    every: NonNegative = Field(
+        default=0, description="Steps between checkpoints, the last step included; 0: only where a signal ends the run."
+    )
+    resume: str = Field(
+        default="none",
+        description="`none`; `auto`: go on from the newest complete checkpoint, or start where there is none; or the "
+        "path of one checkpoint.",
+    )
+    directory: str | None = Field(
+        default=None,
+        description="Directory or URL (`s3://bucket/run`, `gs://...`; needs fsspec's package for its scheme); unset: "
+        "`checkpoints` in `output`.",
+    )
+    keep_last: Positive = Field(default=2, description="How many of the newest checkpoints are kept.")
+    keep_every: NonNegative = Field(
+        default=0, description="Checkpoints at multiples of this step are never removed; 0: none of them."
+    )
+    keep_best: bool = Field(default=False, description="Keep the checkpoint of the lowest validation loss too.")
+    asynchronous: bool = Field(default=True, description="Training goes on while a checkpoint is written.")
+    staging_bytes: Annotated[int, Field(ge=1 << 23)] | None = Field(
+        default=None,
+        description="Host memory of each rank for the copy that is being written, in bytes; a state that is larger "
+        "makes the save wait for the disk. Unset: as large as the state.",
+    )
+
+
 class ObserveSection(Section):
     """What is shown and recorded."""
 
@@ -249,5 +283,8 @@ class Job(Section):
     training: TrainingSection = Field(default_factory=TrainingSection, description="Steps and batch.")
     optimizer: OptimizerSection = Field(default_factory=OptimizerSection, description="Optimizer and schedule.")
     data: DataSection = Field(default_factory=DataSection, description="The corpus.")
+    checkpoint: CheckpointSection = Field(
+        default_factory=CheckpointSection, description="Keeping and resuming the run's state."
+    )
     observe: ObserveSection = Field(default_factory=ObserveSection, description="Display and records.")
     output: str = Field(default="shardwise-run", description="Directory of everything a run writes.")

@@ -6,8 +6,9 @@ a launcher the job's own local workers are started; under torchrun, Slurm or Ope
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 
@@ -18,6 +19,7 @@ from shardwise.launch.local import run_local
 from shardwise.launch.session import session
 from shardwise.observe.trackers import require_extras
 from shardwise.plan import Plan, World, precheck, resolve
+from shardwise.training.keeper import after_restart
 from shardwise.training.output import check_output, claim_output
 from shardwise.training.setup import prepare_data, study
 from shardwise.training.trainer import TrainingResult, train_rank
@@ -29,7 +31,9 @@ Say = Callable[[str], None]
 
 def plan_job(job: Job) -> Plan:
     """The Plan of `job` on this machine, or in the world that a launcher has made. Reads no corpus."""
-    return _plan(job, detect())[0]
+    place = detect()
+    plan = _plan(job, place)[0]
+    return replace(plan, notes=(*plan.notes, *_launcher_notes(job, place)))
 
 
 def train(job: Job, notes: Iterable[str] = (), say: Say = print) -> TrainingResult:
@@ -38,12 +42,12 @@ def train(job: Job, notes: Iterable[str] = (), say: Say = print) -> TrainingResu
     Raises:
         ShardwiseError: whatever a user can mend; before training starts nothing has been overwritten.
     """
-    place = detect()
+    place, job = detect(), after_restart(job)
     speaks = place is None or place.rank == 0
     if speaks:
         check_output(job)
         require_extras(job)
-        for note in notes:
+        for note in (*notes, *_launcher_notes(job, place)):
             say(f"note: {note}")
     plan, facts = _plan(job, place)
     prepare_data(job, facts, say if speaks else lambda text: None)
@@ -51,7 +55,14 @@ def train(job: Job, notes: Iterable[str] = (), say: Say = print) -> TrainingResu
         with claim_output(job) if place.rank == 0 else nullcontext():
             return _worker(job, plan.backend)
     with claim_output(job):
-        return run_local(_worker, (job, plan.backend), plan.world.size, device_type=plan.world.device_type)[0]
+        return run_local(
+            _worker,
+            (job, plan.backend),
+            plan.world.size,
+            device_type=plan.world.device_type,
+            forward_signals=True,
+            max_restarts=job.parallel.max_restarts,
+        )[0]
 
 
 def _plan(job: Job, place: RankEnvironment | None) -> tuple[Plan, ModelFacts]:
@@ -61,11 +72,22 @@ def _plan(job: Job, place: RankEnvironment | None) -> tuple[Plan, ModelFacts]:
     return resolve(job, world, facts), facts
 
 
+def _launcher_notes(job: Job, place: RankEnvironment | None) -> Iterator[str]:
+    """Which keys of the job are another launcher's to decide. The plan cannot tell: in a worker all launchers are one.
+
+    `parallel.workers` is not among them, since the plan sees how many there are.
+    """
+    restarts = job.parallel.max_restarts
+    if place is not None and restarts:
+        how = "torchrun --max-restarts" if place.launcher == "torchrun" else "its own options"
+        yield f"parallel.max_restarts={restarts} is not used: {place.launcher} started the ranks; see {how}."
+
+
 def _worker(job: Job, backend: str) -> TrainingResult:
     """One rank of a training."""
     device_type = "cuda" if backend == "nccl" else "cpu"
     with session(device_type, backend, job.parallel.timeout_seconds) as device:
-        return train_rank(job, device)
+        return train_rank(after_restart(job), device)
 
 
 def _world(job: Job, place: RankEnvironment | None) -> World:

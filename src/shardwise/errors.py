@@ -40,6 +40,10 @@ class OutputError(ShardwiseError):
     """An output directory that cannot be written or that belongs to another job."""
 
 
+class CheckpointError(ShardwiseError):
+    """A checkpoint that is damaged, belongs to another model, or cannot be written."""
+
+
 class MachineError(ShardwiseError):
     """The machine or the launcher's variables do not allow what the job asks for."""
 

@@ -79,7 +79,7 @@ class Plan:
         data = self.to_dict()
         for key in ("rules", "notes"):
             del data[key]
-        for key in ("output", "observe"):
+        for key in ("output", "observe", "checkpoint"):
             del data["job"][key]
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
 

@@ -14,9 +14,7 @@ from shardwise.parallel.tensor_map import TensorMap
 from shardwise.testing.world import WorldPool
 from shardwise.training.setup import set_up
 from tests.parity.jobs import make_job, make_module_job
-from tests.training.conftest import corpora
 
-__all__ = ["corpora"]
 
 Seen = tuple[str, tuple[str, ...], tuple[int, ...], tuple[tuple[int, int], ...], tuple[int, ...], int]
 

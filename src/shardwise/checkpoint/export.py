@@ -1,18 +1,37 @@
-"""Export of a trained model as a Hugging Face directory, one logical tensor at a time.
+"""Export of a model as a Hugging Face directory, one logical tensor at a time: from a run, or from a checkpoint.
 
-Every rank takes part in gathering a tensor, rank 0 streams it to disk; the whole model never exists in memory.
+From a run every rank takes part in gathering a tensor and rank 0 streams it to disk. From a checkpoint one process
+assembles it from its slices and needs no process group. The whole model never exists in memory, and what is written
+is the same.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
+from transformers import CONFIG_MAPPING, GenerationConfig, PreTrainedConfig
 
-from shardwise.checkpoint.hugging_face import HuggingFaceWriter
+from shardwise.checkpoint.bar import byte_bar
+from shardwise.checkpoint.catalog import find, read_manifest
+from shardwise.checkpoint.manifest import Manifest
+from shardwise.checkpoint.state import persistent_buffers
+from shardwise.checkpoint.whole import WholeTensors
+from shardwise.checkpoint.writing import DEFAULT_SHARD_BYTES, HuggingFaceWriter
+from shardwise.errors import CheckpointError, OutputError
 from shardwise.parallel.model import ParallelModel
+
+EXPORT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+Say = Callable[[str], None]
+
+
+# --- from a run ------------------------------------------------------------------------------------------------------
 
 
 def export_hugging_face(model: ParallelModel, path: Path, tokenizer_directory: str | None) -> None:
@@ -24,13 +43,18 @@ def export_hugging_face(model: ParallelModel, path: Path, tokenizer_directory: s
         OutputError: rank 0 cannot write; nothing is left behind.
     """
     with _writer(model, path, tokenizer_directory) as writer:
-        for entry in model.tensor_map:
-            whole = entry.whole()
+        for name, tensor in _gathered(model):
             if writer is not None:
-                writer.add(entry.name, whole.cpu())
+                writer.add(name, tensor)
         if writer is not None:
             writer.finish()
     dist.barrier()
+
+
+def _gathered(model: ParallelModel) -> Iterator[tuple[str, Tensor]]:
+    for entry in model.tensor_map:
+        yield entry.name, entry.whole().cpu()
+    yield from persistent_buffers(model.module)  # from_pretrained and load_state_dict ask for them
 
 
 def _writer(
@@ -43,3 +67,92 @@ def _writer(
     config = module.config if model.facts.is_hugging_face else None
     generation = getattr(module, "generation_config", None)
     return HuggingFaceWriter(path, config, tokenizer_directory, generation_config=generation)
+
+
+# --- from a checkpoint -----------------------------------------------------------------------------------------------
+
+
+def export_checkpoint(
+    source: str,
+    path: str | Path,
+    dtype: str | None = None,
+    say: Say = lambda text: None,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+) -> Path:
+    """Write the model of the checkpoint at `source` (see `find`) to the new directory `path`, in one process.
+
+    Args:
+        dtype: of the parameters in the files, a key of EXPORT_DTYPES; None: as they are stored.
+        say: told which checkpoint is taken, and what the directory lacks.
+
+    Raises:
+        CheckpointError: there is no complete checkpoint, or it is damaged; nothing is left of `path`.
+        OutputError: `path` is there already or cannot be written.
+    """
+    if "://" in str(path):
+        raise OutputError(f"{path} is not a local directory; export to one and copy it")
+    store, name = find(source, say)
+    manifest = read_manifest(store, name)
+    keys = [*_of_kind("model/", manifest), *_of_kind("buffer/", manifest)]
+    config = None if manifest.config is None else restore_config(manifest)
+    generation = None if manifest.generation is None else GenerationConfig.from_dict(manifest.generation)
+    with (
+        HuggingFaceWriter(
+            path, config, _tokenizer(manifest, say), generation_config=generation, max_shard_bytes=max_shard_bytes
+        ) as writer,
+        WholeTensors(store, name, manifest) as tensors,
+        byte_bar(f"exporting {name}", sum(manifest.tensor_bytes(key) for key in keys)) as advance,
+    ):
+        for key in keys:
+            tensor = tensors.read(key)
+            writer.add(key.partition("/")[2], _converted(key, tensor, dtype))
+            advance(manifest.tensor_bytes(key))
+        return writer.finish()
+
+
+def restore_config(manifest: Manifest) -> PreTrainedConfig:
+    """The Hugging Face config that a manifest holds. A model's own code is not run for it.
+
+    Raises:
+        CheckpointError: transformers cannot make it.
+    """
+    content = dict(manifest.config or {})
+    model_type = str(content.get("model_type", ""))
+    if model_type in CONFIG_MAPPING:
+        kind = CONFIG_MAPPING[model_type]
+    else:  # of a model with code of its own: the content is enough to write it
+        kind = type("OwnConfig", (PreTrainedConfig,), {"model_type": model_type})
+    try:
+        config: PreTrainedConfig = kind.from_dict(content)
+    except Exception as error:
+        raise CheckpointError(
+            f"the config of the checkpoint (model_type={model_type!r}, written with transformers "
+            f"{manifest.versions.get('transformers')}) cannot be read: {type(error).__name__}: {error}; export with that "
+            "version"
+        ) from error
+    return config
+
+
+def _of_kind(prefix: str, manifest: Manifest) -> Iterable[str]:
+    return (key for key in manifest.tensors if key.startswith(prefix))
+
+
+def _tokenizer(manifest: Manifest, say: Say) -> str | None:
+    """The tokenizer's directory, if it is still there."""
+    directory = manifest.data.get("tokenizer")
+    if directory is None:
+        return None
+    if not Path(directory).is_dir():
+        say(f"the tokenizer is not exported: its directory {directory} is not there any more")
+        return None
+    return str(directory)
+
+
+def _converted(key: str, tensor: Tensor, dtype: str | None) -> Tensor:
+    if dtype is None or not tensor.is_floating_point() or not key.startswith("model/"):
+        return tensor
+    converted = tensor.to(EXPORT_DTYPES[dtype])
+    if dtype == "fp16" and bool((converted.isinf() & tensor.isfinite()).any()):
+        name, most = key.partition("/")[2], tensor.abs().max()
+        raise OutputError(f"--dtype fp16 cannot hold {name}, which reaches {most:.3g}; use bf16 or fp32")
+    return converted

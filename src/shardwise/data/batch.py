@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
+import xxhash
 from torch import Tensor
 
 IGNORED = -100  # label of a position that no loss counts; torch's and transformers' own ignore_index
@@ -24,6 +25,7 @@ class Batch:
     rows: [B] int64, the global sample counter of each row: a pure function of step and row, the same on every layout.
     document_ids: [B, S] int64, number of the document within its row, from 0; only where documents are isolated.
     counted: [B] bool, False for padding rows: they repeat a real row, and no loss may count them.
+    digest: hash of the real samples (`digest`), signed 64 bits.
     """
 
     inputs: dict[str, Tensor]
@@ -31,6 +33,7 @@ class Batch:
     rows: Tensor
     document_ids: Tensor | None = None
     counted: Tensor = field(default=None)  # type: ignore[assignment]  # a tensor always, once constructed
+    digest: int = 0
 
     def __post_init__(self) -> None:
         if self.counted is None:
@@ -48,6 +51,7 @@ class Batch:
             rows=move(self.rows),
             document_ids=None if self.document_ids is None else move(self.document_ids),
             counted=move(self.counted),
+            digest=self.digest,
         )
 
     def count(self) -> Tensor:
@@ -55,3 +59,20 @@ class Batch:
         if self.labels is None or self.labels.is_floating_point():
             return self.counted.sum()
         return (self.labels != IGNORED).sum()
+
+
+def digest(batch: Batch) -> int:
+    """Hash of the real samples of a batch: the wrapping sum of each one's XXH3-64 over its counter, inputs and labels.
+
+    A sum, so that the hash of a step does not depend on which rank or microbatch holds a sample.
+    """
+    columns = [batch.rows, *(value for _, value in sorted(batch.inputs.items()))]
+    columns += [] if batch.labels is None else [batch.labels]
+    arrays = [column.contiguous().view(len(batch.rows), -1).view(torch.uint8).numpy() for column in columns]
+    rows = batch.counted.nonzero().flatten().tolist()
+    return wrap(sum(xxhash.xxh3_64_intdigest(b"".join(array[row].tobytes() for array in arrays)) for row in rows))
+
+
+def wrap(value: int) -> int:
+    """`value` as a signed 64-bit integer, as int64 tensors wrap around."""
+    return (value + (1 << 63)) % (1 << 64) - (1 << 63)

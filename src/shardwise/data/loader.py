@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from shardwise.data.batch import IGNORED, Batch
+from shardwise.data.batch import IGNORED, Batch, digest
 from shardwise.data.order import order
 
 Locate = Callable[[int], tuple[int, int]]  # row of a step -> (index in the split, sample counter)
@@ -102,4 +102,5 @@ class Stream:
         batch.counted = torch.tensor([row < real for row in rows])
         if batch.labels is not None and rows.stop > real:
             batch.labels[~batch.counted] = IGNORED
+        batch.digest = digest(batch)
         return batch if torch.device(self.device).type == "cpu" else batch.to(self.device)

@@ -52,6 +52,7 @@ class Failure:
 
 def announce(directory: Path) -> None:
     """Called by each worker at its start; `report` looks here for peers that are gone."""
+    directory.mkdir(exist_ok=True)
     os.environ[DIRECTORY_VARIABLE] = str(directory)
     (directory / f"rank-{os.environ['RANK']}.pid").write_text(str(os.getpid()))
 

@@ -1,9 +1,9 @@
-"""Starts the workers of one host through torch's elastic launch API and answers for them.
+"""Starts the workers of one host through torch's elastic agent and answers for them.
 
 The entry point is a function, so that workers are children of this process and can be bound to its life. What elastic
 would leave open is settled here: rendezvous on the loopback interface (`_LoopbackRendezvous`; torch's own unpickles
-what any peer writes into it), the first failing rank's own error as the run's error, the terminal to rank 0 alone, and
-signal handlers put back afterwards. SHARDWISE_DEBUG=1 shows elastic's log and every rank's output.
+what any peer writes into it), the terminal to rank 0 alone, and signal handlers put back afterwards. When to restart
+and what a failure was is in `shardwise.launch.agent`. SHARDWISE_DEBUG=1 shows elastic's log and every rank's output.
 """
 
 from __future__ import annotations
@@ -12,60 +12,76 @@ import logging
 import multiprocessing
 import os
 import signal
-import sys
 import tempfile
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields
+from inspect import signature
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.agent.server import WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.elastic.rendezvous import (
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousParameters,
-    RendezvousStoreInfo,
-    rendezvous_handler_registry,
-)
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from shardwise.errors import MachineError, ShardwiseError, WorkerError
+from shardwise.errors import MachineError
 from shardwise.launch import failure, loopback
+from shardwise.launch.agent import Agent, restore_cursor
+from shardwise.launch.diagnosis import logs_of, reports_of
+from shardwise.launch.signals import forwarding
+from shardwise.training.interrupt import SIGNALS as FORWARDED
 
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+SIGNALS_OF_TORCH = "TORCHELASTIC_SIGNALS_TO_HANDLE"  # where its agent looks for them
 SHUTDOWN_SECONDS = 10  # from a polite signal to SIGKILL
-OUTPUT_LINES = 30  # of a failed rank's stderr
-SHOW_CURSOR = "\x1b[?25h"
+
+Call = tuple[Path, bool, Callable[..., Any], tuple]  # of a worker: run's directory, are signals forwarded, function
 
 
-def run_local(function: Callable[..., Any], args: tuple, workers: int, *, device_type: str = "cpu") -> list[Any]:
+def run_local(
+    function: Callable[..., Any],
+    args: tuple,
+    workers: int,
+    *,
+    device_type: str = "cpu",
+    forward_signals: bool = False,
+    max_restarts: int = 0,
+) -> list[Any]:
     """Calls `function(*args)` in `workers` new processes with torch's rank variables set; their results by rank.
 
-    A worker that fails or exits early ends the run: its own error is raised, of the same class if it is a
-    ShardwiseError, else as a WorkerError that ends with its traceback. Ctrl-C raises KeyboardInterrupt, other deadly
-    signals SystemExit.
+    A worker that fails or exits early ends the others; all are started again, with TORCHELASTIC_RESTART_COUNT one
+    higher, up to `max_restarts` times, unless its error is a user's mistake, which would repeat itself.
+
+    Ctrl-C and deadly signals end the run. With `forward_signals` SIGTERM and SIGUSR1 are passed on to the workers
+    instead, which may heed them and return as usual; a SIGTERM that comes later than two seconds after the first ends
+    the run.
+
+    Raises:
+        ShardwiseError: the failing rank's own error of the last attempt, if it is a ShardwiseError.
+        WorkerError: any other failure of a worker; ends with its traceback.
+        KeyboardInterrupt: Ctrl-C.
+        SystemExit: another deadly signal, here or (if it was passed on) in a worker.
     """
     _check_devices(workers, device_type)
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shardwise-run-")))  # mode 0700
-        for surrounding in (_own_children_ended(), _signals_restored(), _elastic_log_hidden()):
+        for surrounding in (_own_children_ended(), _signals_handled(forward_signals), _elastic_log_hidden()):
             stack.enter_context(surrounding)
+        signals = stack.enter_context(forwarding()) if forward_signals else None
+        spec = _spec((directory, forward_signals, function, args), workers, max_restarts)
         try:
-            results = elastic_launch(_config(workers, directory), _work)((directory, function, args))
-        except ChildFailedError as error:
-            _restore_cursor()
-            raise _diagnose(directory, workers, *error.get_first_failure()) from None
+            results = Agent(spec, _logs(directory, workers), directory, signals, **_patience()).run().return_values
         except SignalException as error:
-            _restore_cursor()
+            restore_cursor()
             _end(error.sigval)
+        finally:
+            spec.rdzv_handler.shutdown()
     return [results[rank] for rank in range(workers)]
 
 
@@ -78,24 +94,27 @@ def _check_devices(workers: int, device_type: str) -> None:
         raise MachineError(f"parallel.workers={workers} needs as many GPUs, this host shows {count}; {fix}")
 
 
-def _config(workers: int, directory: Path) -> LaunchConfig:
-    extra: dict[str, Any] = {}
-    if any(field.name == "shutdown_timeout" for field in fields(LaunchConfig)):  # torch 2.11 has no such field
-        extra["shutdown_timeout"] = SHUTDOWN_SECONDS
-    return LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=workers,
-        run_id=uuid.uuid4().hex,
+def _spec(call: Call, workers: int, max_restarts: int) -> WorkerSpec:
+    return WorkerSpec(
         role="shardwise",
-        rdzv_backend=_LoopbackRendezvous.NAME,
+        local_world_size=workers,
+        entrypoint=_work,
+        args=(call,),
+        rdzv_handler=_LoopbackRendezvous(uuid.uuid4().hex),
+        max_restarts=max_restarts,
+        monitor_interval=0.1,
         local_addr=loopback.ADDRESS,
-        max_restarts=0,
-        start_method="spawn",
-        signals_to_handle=",".join(SIGNALS),
-        logs_specs=DefaultLogsSpecs(str(directory / "output"), redirects=_redirects(workers)),
-        **extra,
     )
+
+
+def _patience() -> dict[str, Any]:
+    """torch 2.11 has no such argument and waits for 30 seconds."""
+    known = signature(LocalElasticAgent.__init__).parameters
+    return {"shutdown_timeout": SHUTDOWN_SECONDS} if "shutdown_timeout" in known else {}
+
+
+def _logs(directory: Path, workers: int) -> DefaultLogsSpecs:
+    return DefaultLogsSpecs(str(logs_of(directory)), redirects=_redirects(workers))
 
 
 def _debug() -> bool:
@@ -110,14 +129,17 @@ def _redirects(workers: int) -> dict[int, Std]:
 # ---- in the worker
 
 
-def _work(call: tuple[Path, Callable[..., Any], tuple]) -> Any:
+def _work(call: Call) -> Any:
     """A worker's body. `call` is one argument because elastic substitutes `$` in arguments that are strings."""
     loopback.die_with_parent()
-    directory, function, args = call
-    failure.announce(directory)
+    directory, forward_signals, function, args = call
+    failure.announce(reports_of(directory, int(os.environ["TORCHELASTIC_RESTART_COUNT"])))
     try:
         result = function(*args)
         ForkingPickler.dumps(result)  # an unpicklable result is this rank's error too
+        if forward_signals:  # torch's launcher hangs if a worker dies while it waits for its result to be read
+            for number in FORWARDED:
+                signal.signal(number, signal.SIG_IGN)
         return result
     except (Exception, SystemExit) as error:
         if failure.report(error):
@@ -136,8 +158,8 @@ class _LoopbackRendezvous(RendezvousHandler):
 
     NAME = "shardwise-loopback"
 
-    def __init__(self, parameters: RendezvousParameters) -> None:
-        self._run_id = parameters.run_id
+    def __init__(self, run_id: str) -> None:
+        self._run_id = run_id
         self._store: dist.Store | None = None
 
     def get_backend(self) -> str:
@@ -169,46 +191,10 @@ class _LoopbackRendezvous(RendezvousHandler):
         return True
 
 
-rendezvous_handler_registry.register(_LoopbackRendezvous.NAME, _LoopbackRendezvous)
-
-
-# ---- what a failure was
-
-
-def _diagnose(directory: Path, workers: int, rank: int, seen: ProcessFailure) -> ShardwiseError:
-    """The first failing rank's own error; elastic saw rank `rank` end first, which need not be the one."""
-    reports = failure.collect(directory)
-    if reports and (not reports[0].dead_before or rank in {report.rank for report in reports}):
-        return reports[0].to_error(_last_output(directory, reports[0].rank))
-    how = f"was killed by {seen.signal_name()} (signal {-seen.exitcode})"
-    if seen.exitcode >= 0:
-        how = f"ended with exit code {seen.exitcode} and no error of its own"
-    elif seen.exitcode == -signal.SIGKILL:
-        how += ", which is what the kernel does to a process when memory runs out"
-    return WorkerError(f"{_last_output(directory, rank)}rank {rank} of {workers} {how}")
-
-
-def _last_output(directory: Path, rank: int) -> str:
-    """What the rank wrote to stderr, if that did not go to the terminal."""
-    lines: list[str] = []
-    for path in (directory / "output").glob(f"*/attempt_*/{rank}/stderr.log"):
-        lines += path.read_text(errors="replace").splitlines()
-    if not lines:
-        return ""
-    return f"last lines that rank {rank} wrote to stderr:\n" + "".join(f"  {line}\n" for line in lines[-OUTPUT_LINES:])
-
-
 def _end(received: signal.Signals) -> NoReturn:
     if received == signal.SIGINT:
         raise KeyboardInterrupt from None
     raise SystemExit(128 + received) from None  # as a shell reports a process that died of it
-
-
-def _restore_cursor() -> None:
-    """A live display that was killed leaves the terminal without a cursor."""
-    if sys.stdout.isatty():
-        sys.stdout.write(SHOW_CURSOR)
-        sys.stdout.flush()
 
 
 # ---- this process, while it waits
@@ -229,15 +215,20 @@ def _own_children_ended() -> Iterator[None]:
 
 
 @contextmanager
-def _signals_restored() -> Iterator[None]:
+def _signals_handled(except_termination: bool) -> Iterator[None]:
     """Elastic installs handlers and leaves them; a Python session that goes on wants its own back."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = {name: signal.getsignal(getattr(signal, name)) for name in SIGNALS}
+    variable = os.environ.get(SIGNALS_OF_TORCH)
+    os.environ[SIGNALS_OF_TORCH] = ",".join(SIGNALS[1:] if except_termination else SIGNALS)
     try:
         yield
     finally:
+        os.environ.pop(SIGNALS_OF_TORCH)
+        if variable is not None:
+            os.environ[SIGNALS_OF_TORCH] = variable
         for name, handler in before.items():
             signal.signal(getattr(signal, name), handler)
 

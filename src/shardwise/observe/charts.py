@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -114,7 +114,8 @@ def memory_chart(steps: Sequence[Record]) -> Chart | None:
     unit, name = (2**30, "GiB") if max(max(r["peak_memory_bytes"]) for r in known) >= 4 * 2**30 else (2**20, "MiB")
     figure = _figure(name)
     for index, (label, pick) in enumerate(_rank_lines(ranks)):
-        rows = [{"step": r["step"], "memory": pick(r["peak_memory_bytes"]) / unit} for r in known]
+        peaks = [(r["step"], pick(r["peak_memory_bytes"])) for r in known]
+        rows = [{"step": step, "memory": None if peak is None else peak / unit} for step, peak in peaks]
         x, y = _series(rows, "memory")
         figure.add_scatter(x=x, y=y, name=label, mode="lines", meta={"colour": COLOURS[index]}, line={"width": 1.6})
     figure.update_yaxes(rangemode="tozero")
@@ -171,10 +172,15 @@ def _right_axis(figure: go.Figure, title: str, scale: list[float]) -> None:
     figure.update_layout(yaxis2={**axis, "range": scale, "showgrid": False, "zeroline": False, "automargin": True})
 
 
-def _rank_lines(ranks: int) -> list[tuple[str, Callable[[list[int]], float]]]:
+def _rank_lines(ranks: int) -> list[tuple[str, Callable[[list[int]], float | None]]]:
     if ranks > MAX_RANKS:
         return [("highest", max), ("median", median), ("lowest", min)]
-    return [(f"rank {rank}", itemgetter(rank)) for rank in range(ranks)]
+    return [(f"rank {rank}", partial(_of_rank, rank)) for rank in range(ranks)]
+
+
+def _of_rank(rank: int, peaks: list[int]) -> int | None:
+    """A run that was resumed on fewer ranks has fewer peaks from there on."""
+    return peaks[rank] if rank < len(peaks) else None
 
 
 def _series(records: Sequence[Record], key: str) -> tuple[list[int], list[Number]]:

@@ -36,6 +36,7 @@ class Entry:
         parameter: the object the module holds (a DTensor once sharded).
         global_slice: region of the logical tensor that lives here; one slice a dim, steps of 1.
         replication: how many ranks hold the same elements.
+        replica: number of this rank among those, from 0.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Entry:
     parameter: nn.Parameter
     global_slice: Slices
     replication: int
+    replica: int
 
     @property
     def local(self) -> Tensor:
@@ -97,12 +99,13 @@ class TensorMap:
 def _entry(names: list[str], parameter: nn.Parameter, layout: Coordinates) -> Entry:
     shape = tuple(parameter.shape)
     region = tuple(slice(0, size) for size in shape)
-    replication = layout.size("replica", "shard", "context")
+    copies: tuple[str, ...] = ("replica", "shard", "context")
     if isinstance(parameter, DTensor):
         region = (_rows(shape[0], layout), *region[1:])
-        replication = layout.size("replica")
+        copies = ("replica",)
         assert parameter.placements[-1] == Shard(0)
-    return Entry(names[0], tuple(names[1:]), shape, parameter, region, replication)
+    name, *aliases = names
+    return Entry(name, tuple(aliases), shape, parameter, region, layout.size(*copies), layout.index(*copies))
 
 
 def _rows(size: int, layout: Coordinates) -> slice:

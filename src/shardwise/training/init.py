@@ -15,7 +15,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from shardwise.checkpoint.hugging_face import HuggingFaceWeights
+from shardwise.checkpoint.reading import HuggingFaceWeights
+from shardwise.checkpoint.state import persistent_buffers
 from shardwise.errors import ModelError
 from shardwise.families.facts import ModelFacts
 from shardwise.parallel.model import ParallelModel
@@ -39,24 +40,32 @@ def initialize(model: ParallelModel, seed: int) -> None:
 
 
 def match_weights(module: nn.Module, facts: ModelFacts, path: str) -> tuple[HuggingFaceWeights, dict[str, str]]:
-    """The files of a Hugging Face directory, and the name in them of every parameter. Reads no tensor.
+    """The files of a Hugging Face directory, and the name in them of every parameter and of the buffers they hold.
+
+    Reads no tensor, but for names of one parameter that are stored several times.
 
     Raises:
         ModelError: the directory, one of its files, a tensor or a shape is missing or wrong.
     """
     weights = HuggingFaceWeights(path)
     prefix = getattr(module, "base_model_prefix", "")
-    names = weights.resolve(facts.parameter_shapes, base_model_prefix=prefix, ties=facts.ties, model=module)
-    weights.check_shapes(names, facts.parameter_shapes)
+    buffers = {name: tuple(buffer.shape) for name, buffer in persistent_buffers(module)}
+    names = weights.resolve(
+        facts.parameter_shapes, optional=buffers, base_model_prefix=prefix, ties=facts.ties, model=module
+    )
+    weights.check_shapes(names, facts.parameter_shapes | buffers)
     return weights, names
 
 
 def read_hugging_face(model: ParallelModel, path: str) -> None:
-    """Read this rank's slices of a Hugging Face directory's safetensors files."""
+    """Read this rank's slices of a Hugging Face directory's weights, and the buffers whole."""
     weights, names = match_weights(model.module, model.facts, path)
     for entry in model.tensor_map:
         if entry.local.numel():
             entry.local.copy_(weights.read(names[entry.name], entry.global_slice))
+    for name, buffer in persistent_buffers(model.module):  # such as DeepSeek's routing bias
+        if name in names:
+            buffer.copy_(weights.read(names[name]))
 
 
 def _units(model: ParallelModel) -> Iterator[tuple[str, bool]]:

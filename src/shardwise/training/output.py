@@ -1,7 +1,8 @@
 """The output directory: whose it is, what is in it, and that two runs never share it.
 
-`run.json` names the job that owns a directory. The same job may run again and replaces its own files; another job's
-directory, a directory of other files and one that cannot be written are refused before anything starts.
+`run.json` names the job that owns a directory. The same job may run again and replaces its own files, but never
+checkpoints: it goes on from them, or takes another directory. Another job's directory, a directory of other files and
+one that cannot be written are refused before anything starts.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from shardwise.checkpoint.catalog import checkpoints, complete
+from shardwise.checkpoint.stores import checkpoint_store
 from shardwise.config import Job
 from shardwise.errors import OutputError
 
@@ -23,17 +26,18 @@ METRICS_FILE = "metrics.jsonl"
 MODEL_DIRECTORY = "model"
 SAMPLE_FILE = "sample.txt"
 LOCK_FILE = ".lock"
-_OURS = (METRICS_FILE, SAMPLE_FILE, "report.html", "job.yaml", MODEL_DIRECTORY, "tensorboard", "profile")
+_RESULTS = (SAMPLE_FILE, "report.html", "job.yaml", MODEL_DIRECTORY, "profile")
+_RECORDS = (METRICS_FILE, "tensorboard")  # a run that is resumed goes on with them
 
 
 def job_fingerprint(job: Job) -> str:
-    """Equal for jobs that train the same model in the same way; where output goes and what is shown do not count."""
-    data = job.model_dump(mode="json", exclude={"output", "observe"})
+    """Equal for jobs that train the same model in the same way; what is shown and kept, and where, does not count."""
+    data = job.model_dump(mode="json", exclude={"output", "observe", "checkpoint"})
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def check_output(job: Job) -> None:
-    """Refuse a directory that cannot be written or is somebody else's; changes nothing.
+    """Refuse directories that cannot be written or are somebody else's; changes nothing.
 
     Raises:
         OutputError: with the reason and another directory to use.
@@ -43,17 +47,37 @@ def check_output(job: Job) -> None:
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise OutputError(f"output={job.output!r} cannot be written: {existing} is not a writable directory")
     if not path.exists():
-        return
+        return _check_checkpoints(job)
     owner = _owner(path)
     if owner is None and any(entry.name != LOCK_FILE for entry in path.iterdir()):
         raise OutputError(
             f"output={job.output!r} holds files that are not a run of shardwise; use --output NEW_DIRECTORY"
         )
-    if owner is not None and owner != job_fingerprint(job):
+    _check_checkpoints(job)
+    if owner not in (None, job_fingerprint(job)) and not _goes_on(job):
         raise OutputError(
             f"output={job.output!r} holds the run of another job ({path / RUN_FILE}); nothing was overwritten; "
             "use --output NEW_DIRECTORY"
         )
+
+
+def _check_checkpoints(job: Job) -> None:
+    """A run that does not go on from the checkpoints that are there may not write among them."""
+    names = checkpoints(checkpoint_store(job))
+    if names and job.checkpoint.resume != "auto":
+        raise OutputError(
+            f"{checkpoint_store(job).root} holds checkpoints of an earlier run, the newest {names[0]}; nothing was "
+            "overwritten; use --checkpoint.resume auto to go on from it, or --output NEW_DIRECTORY"
+        )
+
+
+def _goes_on(job: Job) -> bool:
+    """Whether the checkpoints there are of this model and data; layout, precision and schedule may have changed."""
+    if job.checkpoint.resume != "auto":
+        return False
+    newest = next(complete(checkpoint_store(job)), None)
+    wanted = job.model_dump(mode="json", include={"model", "data"})
+    return newest is not None and all(newest[1].job[section] == wanted[section] for section in wanted)
 
 
 def claim_output(job: Job) -> FileLock:
@@ -74,7 +98,7 @@ def claim_output(job: Job) -> FileLock:
         ) from None
     except OSError as error:
         raise OutputError(f"output={job.output!r} cannot be written: {error.strerror}") from error
-    for name in _OURS:
+    for name in _RESULTS if checkpoints(checkpoint_store(job)) else _RESULTS + _RECORDS:
         target = path / name
         if target.is_dir():
             shutil.rmtree(target)

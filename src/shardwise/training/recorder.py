@@ -24,12 +24,12 @@ from shardwise.training.setup import Run
 
 
 class Recorder:
-    """Observers of one run, on rank 0; `enabled=False` makes every call do nothing.
+    """Observers of one run that goes on from `step`, on rank 0; `enabled=False` makes every call do nothing.
 
     Use as a context manager: the display and files are closed whatever happens.
     """
 
-    def __init__(self, run: Run, enabled: bool) -> None:
+    def __init__(self, run: Run, step: int, enabled: bool) -> None:
         self.enabled, self.run = enabled, run
         if not enabled:
             return
@@ -37,7 +37,7 @@ class Recorder:
         self.output = Path(job.output)
         self.display = Display(run.plan)
         self.trackers = make_trackers(job, self.output)
-        self.metrics = MetricsWriter(self.output / METRICS_FILE)
+        self.metrics = MetricsWriter(self.output / METRICS_FILE, resume_step=step)
         self.description = _describe(run)
         (self.output / "job.yaml").write_text(job_to_yaml(job))
         write_run(self.output, self.description)

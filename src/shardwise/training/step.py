@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.data.batch import Batch
+from shardwise.data.batch import Batch, wrap
 from shardwise.errors import ModelError
 from shardwise.parallel.model import ParallelModel, Program
 from shardwise.precision import LossScaler
@@ -31,6 +32,8 @@ class StepResult:
         skipped: the gradients were not finite and nothing was updated.
         loss_scale: scale of this step's backward.
         stop: some rank asked to stop after this step.
+        failed: some rank's last checkpoint failed.
+        data_hash: of the step's samples, equal on every layout.
     """
 
     loss: float
@@ -39,6 +42,8 @@ class StepResult:
     skipped: bool
     loss_scale: float
     stop: bool = False
+    failed: bool = False
+    data_hash: int = 0
 
 
 def train_step(
@@ -49,6 +54,7 @@ def train_step(
     scaler: LossScaler,
     step: int,
     stop: bool = False,
+    failed: bool = False,
 ) -> StepResult:
     """One optimizer step from this rank's microbatches. Collective: every rank calls it with equally many.
 
@@ -60,14 +66,17 @@ def train_step(
         scaler: the loss scale, updated here.
         step: number of the step from 0.
         stop: this rank's wish to end the run after the step.
+        failed: this rank's last checkpoint could not be written.
     """
+    counted = sum(int(batch.count()) for batch in batches)
+    agreed = exchange(model, Control(counted, int(stop), int(failed), wrap(sum(batch.digest for batch in batches))))
+    count = agreed.labels
     batches = [batch.to(model.device) for batch in batches]
-    count, stop = exchange(model, sum(int(batch.count()) for batch in batches), stop)
     seed = torch.tensor(scaler.scale / max(count, 1), dtype=model.accumulation_dtype, device=model.device)
 
     totals = model.run(program, batches, step, seed)
     if step == 0:
-        _check_count(totals, sum(int(batch.count()) for batch in batches))
+        _check_count(totals, counted)
     loss, norm = reduce_loss_and_norm(model, optimizer, totals, scaler.scale)
 
     skipped = count == 0 or not bool(torch.isfinite(norm))
@@ -77,7 +86,10 @@ def train_step(
         optimizer.step()
     scaler.update(overflow=skipped)
     optimizer.zero_grad()
-    return StepResult(float(loss) / max(count, 1), float(norm), count, skipped, scale, stop)
+    loss_mean = float(loss) / max(count, 1)
+    return StepResult(
+        loss_mean, float(norm), count, skipped, scale, bool(agreed.stop), bool(agreed.failed), agreed.data_hash
+    )
 
 
 def evaluate(model: ParallelModel, program: Program, batches: Sequence[Sequence[Batch]]) -> float:
@@ -93,12 +105,24 @@ def evaluate(model: ParallelModel, program: Program, batches: Sequence[Sequence[
     return float(totals[0] / totals[1].clamp(min=1))
 
 
-def exchange(model: ParallelModel, count: int, stop: bool) -> tuple[int, bool]:
-    """The control all-reduce: (labels counted on all ranks, does any rank want to stop)."""
-    control = torch.tensor([count, int(stop)], dtype=torch.int64, device=model.device)
+class Control(NamedTuple):
+    """What ranks tell each other before a step; each is summed over the ranks that read different rows."""
+
+    labels: int
+    stop: int
+    failed: int
+    data_hash: int
+
+
+def exchange(model: ParallelModel, mine: Control) -> Control:
+    """The control all-reduce, in int64, whose sums wrap around."""
+    speaks = model.layout.index("context", "tensor", "pipeline") == 0  # of the ranks that read the same rows
+    labels, stop, failed, data_hash = mine
+    # A wish to stop or a failure may come from any rank.
+    values = [labels if speaks else 0, stop, failed, data_hash if speaks else 0]
+    control = torch.tensor(values, dtype=torch.int64, device=model.device)
     dist.all_reduce(control)
-    replicas = model.layout.size("context", "tensor", "pipeline")  # ranks that read the same rows
-    return int(control[0]) // replicas, bool(control[1])
+    return Control(*control.tolist())
 
 
 def reduce_loss_and_norm(

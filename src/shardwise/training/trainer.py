@@ -12,11 +12,14 @@ import torch.distributed as dist
 from rich.console import Console
 
 from shardwise.checkpoint.export import export_hugging_face
+from shardwise.checkpoint.manifest import Progress
 from shardwise.config import Job
 from shardwise.errors import ShardwiseError
 from shardwise.observe.memory import peak_memory_bytes, reset_peak
 from shardwise.observe.profile import profiler
 from shardwise.planner.hardware import peak_tflops
+from shardwise.training.interrupt import Interrupt
+from shardwise.training.keeper import Keeper
 from shardwise.training.optimizer import learning_rate
 from shardwise.training.output import MODEL_DIRECTORY
 from shardwise.training.recorder import Recorder, state_table
@@ -30,78 +33,116 @@ PROMPT_TOKENS = 24
 
 @dataclass
 class TrainingResult:
-    """What a finished run says, equal on every rank."""
+    """What a finished run says, equal on every rank. `stopped` is why it ended before its last step, if it did."""
 
-    validation_loss: float
+    validation_loss: float | None
     unigram_entropy: float | None
-    training_loss: float
+    training_loss: float | None
     steps: int
     tokens: int
     seconds: float
     skipped: int
+    stopped: str | None = None
 
 
 def train_rank(job: Job, device: torch.device) -> TrainingResult:
     """Train `job` on this rank; the process group exists and the output directory is claimed. Collective."""
     reset_peak(device)
     run = set_up(job, device)
-    with Recorder(run, enabled=dist.get_rank() == 0) as recorder:
-        return Trainer(run, recorder).run_all()
+    keeper = Keeper(run)
+    progress, notes = keeper.restore()
+    with (
+        Recorder(run, progress.step, enabled=dist.get_rank() == 0) as recorder,
+        Interrupt(dist.get_rank()) as interrupt,
+    ):
+        for note in notes:
+            recorder.say(note)
+        try:
+            return Trainer(run, recorder, keeper, interrupt, progress).run_all()
+        finally:
+            keeper.close()
 
 
 class Trainer:
     """One rank's training loop."""
 
-    def __init__(self, run: Run, recorder: Recorder) -> None:
-        self.run, self.recorder = run, recorder
+    def __init__(self, run: Run, recorder: Recorder, keeper: Keeper, interrupt: Interrupt, progress: Progress) -> None:
+        self.run, self.recorder, self.keeper, self.interrupt = run, recorder, keeper, interrupt
+        self.progress = progress
         self.plan, self.job = run.plan, run.plan.job
         self.output = Path(self.job.output)
-        self.tokens = self.skipped = self.skipped_in_a_row = 0
         self.peak = self.job.observe.peak_tflops or peak_tflops(self.plan.world.accelerator, self.plan.dtypes.compute)
 
     def run_all(self) -> TrainingResult:
-        """Steps, evaluations, export, sample and report."""
-        started, result = time.perf_counter(), None
+        """Steps, evaluations, checkpoints; at the end export, sample and report."""
+        started, steps, result, validation = time.perf_counter(), self.job.training.steps, None, None
         with profiler(self.job, self.output) as profile:
-            for step in range(self.job.training.steps):
+            for step in range(self.progress.step, steps):
                 result = self.one_step(step)
                 profile.step()
-                every = self.job.training.evaluate_every
-                if every and (step + 1) % every == 0 and step + 1 < self.job.training.steps:
-                    self.evaluate(step + 1)
-        assert result is not None
-        validation = self.evaluate(self.job.training.steps)
+                validation = self.evaluate() if self.evaluation_due() else None
+                stopped = self.keeper.after_step(self.progress_with(validation), result, self.interrupt.reason)
+                if stopped and self.progress.step < steps:
+                    return self.end(started, result, None, stopped)
+        return self.end(started, result, self.evaluate() if validation is None else validation)
+
+    def end(
+        self, started: float, result: StepResult | None, validation: float | None, stopped: str | None = None
+    ) -> TrainingResult:
+        """The last words of a run, and its model where it has come to its end."""
         final = TrainingResult(
             validation_loss=validation,
             unigram_entropy=self.run.data.entropy_of(self.evaluated_sequences()),
-            training_loss=result.loss,
-            steps=self.job.training.steps,
-            tokens=self.tokens,
+            training_loss=None if result is None else result.loss,
+            steps=self.progress.step,
+            tokens=self.progress.tokens,
             seconds=time.perf_counter() - started,
-            skipped=self.skipped,
+            skipped=self.progress.skipped,
+            stopped=stopped,
         )
-        self.finish(final)
+        if stopped:
+            self.recorder.finish(vars(final))
+            self.recorder.say(f"stopped after step {final.steps}: {stopped}")
+        else:
+            self.finish(final)
         return final
 
     def one_step(self, step: int) -> StepResult:
         """Train one step and record it."""
-        run, began = self.run, time.perf_counter()
+        run, began, before = self.run, time.perf_counter(), self.progress
         rate = learning_rate(self.job.optimizer, step, self.job.training.steps)
         run.optimizer.set_learning_rate(rate)
-        batches = run.stream.batches(step)
-        result = train_step(run.model, run.program, batches, run.optimizer, run.scaler, step)
-        self.tokens += result.count
-        self.skipped += result.skipped
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.skipped else 0
+        batches = run.stream.batches_from(before.samples)
+        result = train_step(
+            run.model, run.program, batches, run.optimizer, run.scaler, step,
+            stop=self.interrupt.reason is not None, failed=self.keeper.failed,
+        )  # fmt: skip
+        self.progress = Progress(
+            step=step + 1,
+            samples=before.samples + self.plan.sequences_per_step,
+            tokens=before.tokens + result.count,
+            skipped=before.skipped + result.skipped,
+            skipped_in_a_row=before.skipped_in_a_row + 1 if result.skipped else 0,
+            data_hash=f"{(int(before.data_hash, 16) + result.data_hash) % (1 << 64):016x}",
+        )
         self.recorder.record(self.describe(step + 1, result, rate, time.perf_counter() - began))
         if step == 0 and self.recorder.enabled:
             self.recorder.say(_rendered(state_table(run)))
-        if self.skipped_in_a_row == MOST_SKIPPED:
+        if self.progress.skipped_in_a_row == MOST_SKIPPED:
             raise ShardwiseError(
                 f"gradients were not finite for {MOST_SKIPPED} steps in a row (loss {result.loss}, loss scale "
                 f"{result.loss_scale:g}); lower optimizer.learning_rate or use precision.compute: bf16"
             )
         return result
+
+    def evaluation_due(self) -> bool:
+        """Whether the validation loss belongs to the step that has just ended; the last one's always does."""
+        every, step = self.job.training.evaluate_every, self.progress.step
+        return step == self.job.training.steps or bool(every and step % every == 0)
+
+    def progress_with(self, validation: float | None) -> Progress:
+        """The progress as a checkpoint keeps it."""
+        return self.progress.model_copy(update={"validation_loss": validation})
 
     def describe(self, step: int, result: StepResult, rate: float, seconds: float) -> dict[str, Any]:
         """The record of a step. Collective: peak memory is gathered from every rank."""
@@ -114,13 +155,14 @@ class Trainer:
             "loss": result.loss,
             "grad_norm": result.grad_norm,
             "learning_rate": rate,
-            "tokens": self.tokens,
+            "tokens": self.progress.tokens,
             "tokens_per_second": per_second,
             "tflops_per_rank": tflops,
             "smp_tflops_per_rank": per_second * facts.smp_flops_per_token() / plan.world.size / 1e12,
             "mfu": tflops / self.peak if self.peak else None,
             "peak_memory_bytes": self.peak_memory(),
             "skipped": result.skipped,
+            "data_hash": self.progress.data_hash,
             "seconds": seconds,
         }
         return record | ({"loss_scale": result.loss_scale} if plan.dtypes.compute == "fp16" else {})
@@ -133,12 +175,12 @@ class Trainer:
         dist.all_gather(everyone, mine)
         return [int(value) for value in everyone]
 
-    def evaluate(self, step: int) -> float:
-        """Validation loss after `step` steps, recorded."""
+    def evaluate(self) -> float:
+        """Validation loss after the steps so far, recorded."""
         run = self.run
         batches = list(run.stream.evaluation(run.data.validation, run.evaluation_batches))
         loss = evaluate(run.model, run.program, batches)
-        self.recorder.record({"step": step, "validation_loss": loss})
+        self.recorder.record({"step": self.progress.step, "validation_loss": loss})
         return loss
 
     def evaluated_sequences(self) -> int:
@@ -154,6 +196,7 @@ class Trainer:
             self.recorder.sample(text)
             say(f"sample:\n{text}")
         report = self.recorder.finish(vars(result))
+        assert result.validation_loss is not None
         say(f"validation loss  {result.validation_loss:.4f} nats a token")
         if result.unigram_entropy is not None:
             gain = result.unigram_entropy - result.validation_loss

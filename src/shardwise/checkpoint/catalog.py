@@ -1,0 +1,171 @@
+"""The checkpoints of one store: which are there, which are complete, which may go."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from shardwise.checkpoint.manifest import FILE, Manifest, parse
+from shardwise.checkpoint.stores import DIRECTORY, Store, open_store, split
+from shardwise.config import CheckpointSection
+from shardwise.errors import CheckpointError
+
+PREFIX = "step-"
+RUN_FILE = "run.json"  # in the output directory of a run; training/output.py writes it
+
+
+def name_of(step: int) -> str:
+    """Directory of the checkpoint after `step` steps."""
+    return f"{PREFIX}{step:08d}"
+
+
+def checkpoints(store: Store) -> list[str]:
+    """Names with the form of a checkpoint, newest first; complete or not.
+
+    Raises:
+        CheckpointError: the store cannot be read.
+    """
+    try:
+        names = store.names()
+    except OSError as error:
+        raise CheckpointError(f"{store.root} cannot be read: {error}") from error
+    steps = {name: name.removeprefix(PREFIX) for name in names if name.startswith(PREFIX)}
+    return sorted((name for name, step in steps.items() if step.isdecimal()), key=lambda n: int(steps[n]), reverse=True)
+
+
+def manifest_alone(store: Store, name: str) -> Manifest:
+    """The manifest of a checkpoint, whatever has become of its files.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged or unreadable, and why.
+    """
+    where = f"{store.root}/{name}"
+    try:
+        return parse(store.read(name, FILE), f"{where}/{FILE}")
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{where} is not a complete checkpoint: it has no {FILE}, which is written last"
+        ) from None
+    except OSError as error:
+        raise CheckpointError(f"{where} cannot be read: {error}") from error
+
+
+def read_manifest(store: Store, name: str) -> Manifest:
+    """The manifest of a checkpoint whose files are all there, in their right sizes; their bytes are not read.
+
+    Raises:
+        CheckpointError: it is incomplete, damaged or unreadable, and why.
+    """
+    where, manifest = f"{store.root}/{name}", manifest_alone(store, name)
+    try:
+        sizes = store.sizes(name)
+    except OSError as error:
+        raise CheckpointError(f"{where} cannot be read: {error}") from error
+    for file, record in manifest.files.items():
+        if sizes.get(file) != record.bytes:
+            there = "is missing" if file not in sizes else f"has {sizes[file]} of {record.bytes} bytes"
+            names = manifest.tensors_at(file, 0, record.bytes)
+            listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+            raise CheckpointError(f"{where}: {file} {there}; it holds {listed}; resume from an older checkpoint")
+    return manifest
+
+
+def complete(store: Store, say: Callable[[str], None] = lambda text: None) -> Iterator[tuple[str, Manifest]]:
+    """Complete checkpoints, newest first; says which are passed over and why."""
+    for name in checkpoints(store):
+        try:
+            yield name, read_manifest(store, name)
+        except CheckpointError as error:
+            say(f"checkpoint {name} is passed over: {error}")
+
+
+def find(path: str, say: Callable[[str], None] = lambda text: None) -> tuple[Store, str]:
+    """The checkpoint at `path`, a directory or URL: it, or the newest complete one of a directory of them or of a run.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if is_checkpoint(path):
+        root, name = split(path)
+        return open_store(root), name
+    store = find_store(path)
+    newest = next(complete(store, say), None)
+    if newest is None:
+        raise CheckpointError(f"{store.root} holds no complete checkpoint; `shardwise checkpoint ls` says what is there")
+    say(f"the newest complete checkpoint of {store.root} is {newest[0]}")
+    return store, newest[0]
+
+
+def is_checkpoint(path: str) -> bool:
+    """Whether `path` is the place of one checkpoint: by its name, or because it holds a manifest."""
+    root, name = split(path)
+    if not name or name in (".", ".."):
+        return False
+    if name.startswith(PREFIX) and name.removeprefix(PREFIX).isdecimal():
+        return True
+    try:
+        return bool(open_store(root).read(name, FILE))
+    except OSError:
+        return False
+
+
+def find_store(path: str) -> Store:
+    """The checkpoints in `path`: a directory of them or the output directory of a run.
+
+    Raises:
+        CheckpointError: there are none.
+    """
+    places = [path.rstrip("/") or "/", f"{path.rstrip('/')}/{DIRECTORY}", *_elsewhere(path)]
+    if path.endswith("://"):
+        places[0] = path
+    for store in map(open_store, places):
+        try:
+            if checkpoints(store) or store.unfinished():
+                return store
+        except OSError as error:
+            raise CheckpointError(f"{store.root} cannot be read: {error}") from error
+    raise CheckpointError(
+        f"{path} holds no checkpoints; give a checkpoint, the directory that holds them, or a run's output directory"
+    )
+
+
+def _elsewhere(path: str) -> list[str]:
+    """Where the run of an output directory keeps its checkpoints, if it says another place."""
+    try:
+        written = json.loads((Path(path) / RUN_FILE).read_text(encoding="utf-8"))["job"]["checkpoint"]["directory"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    return [written] if isinstance(written, str) else []
+
+
+class Retention:
+    """Which checkpoints stay: the newest, the multiples of `keep_every`, the one of the lowest validation loss.
+
+    What was resumed from and what others wrote is judged by the same rule. Incomplete ones are left alone: they are
+    evidence, and never the one that a run resumes from.
+    """
+
+    def __init__(self, settings: CheckpointSection) -> None:
+        self.settings = settings
+        self._losses: dict[str, float | None] = {}
+
+    def surplus(self, store: Store) -> list[str]:
+        """Names that may be removed now."""
+        names = [name for name in checkpoints(store) if self._known(store, name)]
+        kept = set(names[: self.settings.keep_last])
+        if self.settings.keep_every:
+            kept |= {name for name in names if int(name.removeprefix(PREFIX)) % self.settings.keep_every == 0}
+        scored = [(loss, name) for name in names if (loss := self._losses[name]) is not None and math.isfinite(loss)]
+        if self.settings.keep_best and scored:
+            kept.add(min(scored)[1])
+        return [name for name in names if name not in kept]
+
+    def _known(self, store: Store, name: str) -> bool:
+        if name not in self._losses:
+            try:
+                self._losses[name] = read_manifest(store, name).progress.validation_loss
+            except CheckpointError:
+                return False
+        return True

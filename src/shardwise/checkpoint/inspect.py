@@ -1,0 +1,325 @@
+"""`shardwise checkpoint`: which checkpoints there are, what is in one, and whether its bytes are those that were written.
+
+Each question is answered as plain data, which is also what `--json` prints, and shown as a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from shardwise.checkpoint.bar import byte_bar
+from shardwise.checkpoint.catalog import checkpoints, find_store, manifest_alone, read_manifest
+from shardwise.checkpoint.checked_file import CheckedFile
+from shardwise.checkpoint.manifest import BLOCK_BYTES, Manifest
+from shardwise.checkpoint.stores import Store
+from shardwise.errors import CheckpointError
+
+LARGEST = 10  # tensors that `show` lists unasked
+NAMED = 4  # tensors that a damaged place names
+
+Advance = Callable[[int], None]
+
+# --- ls --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Listed:
+    """One checkpoint of a directory; `problem` says why it is not complete, and the rest is of complete ones."""
+
+    name: str
+    bytes: int
+    problem: str | None = None
+    step: int | None = None
+    samples: int | None = None
+    tokens: int | None = None
+    validation_loss: float | None = None
+    ranks: int | None = None
+    written: str | None = None
+
+
+def list_checkpoints(path: str) -> tuple[str, list[Listed]]:
+    """The directory that holds the checkpoints of `path`, itself or a run's, and what is in it, oldest first.
+
+    Raises:
+        CheckpointError: there are none.
+    """
+    store = find_store(path)
+    found = [_listed(store, name) for name in reversed(checkpoints(store))]
+    problem = "it is being written, or was when its run was killed"
+    return store.root, found + [Listed(name, _bytes_of(store, name), problem) for name in store.unfinished()]
+
+
+def _listed(store: Store, name: str) -> Listed:
+    try:
+        manifest = read_manifest(store, name)
+    except CheckpointError as error:
+        place = f"{store.root}/{name}"
+        return Listed(name, _bytes_of(store, name), str(error).removeprefix(place).lstrip(" :/"))
+    progress = manifest.progress
+    return Listed(
+        name,
+        manifest.total_bytes,
+        step=progress.step,
+        samples=progress.samples,
+        tokens=progress.tokens,
+        validation_loss=progress.validation_loss,
+        ranks=ranks_of(manifest),
+        written=manifest.written,
+    )
+
+
+def _bytes_of(store: Store, name: str) -> int:
+    try:
+        return sum(store.sizes(name).values())
+    except OSError:
+        return 0
+
+
+def ranks_of(manifest: Manifest) -> int | None:
+    """How many ranks wrote a checkpoint."""
+    size = manifest.plan.get("world", {}).get("size")
+    return size if isinstance(size, int) else None
+
+
+def listing_table(root: str, found: Sequence[Listed]) -> RenderableType:
+    """The table of `ls`, with the reasons of incomplete ones under it."""
+    table = Table(title=Text(root), title_justify="left", title_style="bold")
+    table.add_column("checkpoint", no_wrap=True)
+    for heading in ("step", "samples", "tokens", "validation loss", "size", "ranks"):
+        table.add_column(heading, justify="right")
+    table.add_column("written", no_wrap=True)
+    for each in found:
+        if each.problem is not None:
+            table.add_row(Text(each.name), *[""] * 4, size_text(each.bytes), "", "incomplete", style="yellow")
+            continue
+        loss = "" if each.validation_loss is None else f"{each.validation_loss:.4f}"
+        counts = (f"{number:,}" for number in (each.step, each.samples, each.tokens))
+        table.add_row(Text(each.name), *counts, loss, size_text(each.bytes), str(each.ranks or ""), when(each.written))
+    reasons = [Text(f"{each.name}: {each.problem}") for each in found if each.problem is not None]
+    return Group(table, *reasons)
+
+
+# --- show ------------------------------------------------------------------------------------------------------------
+
+
+def header(manifest: Manifest) -> dict[str, Any]:
+    """What a checkpoint says of itself, apart from its tensors."""
+    progress, plan = manifest.progress, manifest.plan
+    return {
+        "written": manifest.written,
+        **progress.model_dump(exclude={"skipped_in_a_row"}),
+        "model": _model_name(manifest),
+        "ranks": ranks_of(manifest),
+        "degrees": plan.get("degrees", {}),
+        "dtypes": plan.get("dtypes", {}),
+        "optimizer": manifest.optimizer,
+        "loss_scale": manifest.scaler.scale,
+        "data": manifest.data,
+        "ties": manifest.ties,
+        "versions": manifest.versions,
+        "files": {name: record.bytes for name, record in manifest.files.items()},
+        "bytes": manifest.total_bytes,
+    }
+
+
+def _model_name(manifest: Manifest) -> str:
+    if manifest.config is None:
+        return str(manifest.job.get("model", {}).get("factory") or "a module of the user's own")
+    return ", ".join(manifest.config.get("architectures") or [str(manifest.config.get("model_type"))])
+
+
+def tensor_rows(manifest: Manifest) -> list[dict[str, Any]]:
+    """One row a tensor: name, dtype, shape, bytes, and its slices with their file, offset and shape."""
+    return [
+        {
+            "name": name,
+            "dtype": tensor.dtype,
+            "shape": tensor.shape,
+            "bytes": manifest.tensor_bytes(name),
+            "slices": [{"file": part.file, "offset": part.offset, "shape": part.shape} for part in tensor.slices],
+        }
+        for name, tensor in manifest.tensors.items()
+    ]
+
+
+def kind_of(name: str) -> str:
+    """`model`, `buffer`, `optimizer/KEY` or `random`."""
+    kind, _, rest = name.partition("/")
+    return f"{kind}/{rest.partition('/')[0]}" if kind == "optimizer" else kind
+
+
+def contents(place: str, manifest: Manifest, every_tensor: bool) -> RenderableType:
+    """The page of `show`: header, sums by kind, and all tensors or the largest."""
+    facts = Table(show_header=False, box=None, pad_edge=False, title=Text(place), title_justify="left")
+    facts.title_style = "bold"
+    facts.add_column(style="cyan", no_wrap=True)
+    facts.add_column(overflow="fold")
+    for key, text in _facts(header(manifest)):
+        facts.add_row(key, Text(text))
+    rows = tensor_rows(manifest)
+    largest = rows if every_tensor else sorted(rows, key=lambda row: -row["bytes"])[:LARGEST]
+    title = None if every_tensor else f"the {len(largest)} largest of {len(rows)} tensors (--tensors: all)"
+    return Group(facts, Text(), _kinds_table(rows), Text(), _tensors_table(largest, title))
+
+
+def _facts(known: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "written", f"{when(known['written'])} by {known['ranks']} ranks ({_pairs(known['degrees'])})"
+    yield (
+        "step",
+        f"{known['step']:,}: {known['samples']:,} samples, {known['tokens']:,} tokens"
+        + (f", {known['skipped']} steps skipped" if known["skipped"] else ""),
+    )
+    if known["validation_loss"] is not None:
+        yield "validation loss", f"{known['validation_loss']:.4f}"
+    yield "model", known["model"]
+    yield "dtypes", _pairs(known["dtypes"])
+    yield (
+        "optimizer",
+        known["optimizer"] + (f", loss scale {known['loss_scale']:g}" if known["loss_scale"] != 1 else ""),
+    )
+    for key, value in known["data"].items():
+        yield f"data: {key}", str(value)
+    yield "data: hash", known["data_hash"]
+    for name, others in known["ties"].items():
+        yield "tied", f"{name} = {' = '.join(others)}"
+    yield "versions", _pairs(known["versions"])
+    yield "files", f"{len(known['files'])}, {size_text(known['bytes'])}"
+
+
+def _pairs(values: dict[str, Any]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in values.items())
+
+
+def _kinds_table(rows: Sequence[dict[str, Any]]) -> Table:
+    table = Table()
+    table.add_column("kind", no_wrap=True)
+    for heading in ("tensors", "size", "slices"):
+        table.add_column(heading, justify="right")
+    table.add_column("dtypes")
+    for kind in dict.fromkeys(kind_of(row["name"]) for row in rows):
+        mine = [row for row in rows if kind_of(row["name"]) == kind]
+        total, slices = sum(row["bytes"] for row in mine), sum(len(row["slices"]) for row in mine)
+        dtypes = ", ".join(sorted({row["dtype"] for row in mine}))
+        table.add_row(kind, f"{len(mine):,}", size_text(total), f"{slices:,}", dtypes)
+    return table
+
+
+def _tensors_table(rows: Sequence[dict[str, Any]], title: str | None) -> Table:
+    table = Table(title=title, title_justify="left")
+    table.add_column("tensor", overflow="fold")
+    table.add_column("dtype")
+    for heading in ("shape", "size", "slices"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        shape = " x ".join(map(str, row["shape"])) or "number"
+        table.add_row(Text(row["name"]), row["dtype"], shape, size_text(row["bytes"]), str(len(row["slices"])))
+    return table
+
+
+# --- verify ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class FileReport:
+    """What became of one file: each damage as a sentence, and the tensors with bytes in any of them."""
+
+    name: str
+    bytes: int
+    damages: list[str] = field(default_factory=list)
+    tensors: list[str] = field(default_factory=list)
+
+
+def verify_files(store: Store, name: str) -> list[FileReport]:
+    """Hash every block of every file of a checkpoint and compare with its manifest; nothing ends it early.
+
+    Raises:
+        CheckpointError: it has no manifest, or that is damaged itself.
+    """
+    manifest = manifest_alone(store, name)
+    try:
+        sizes = store.sizes(name)
+    except OSError as error:
+        raise CheckpointError(f"{store.root}/{name} cannot be read: {error}") from error
+    with byte_bar(f"verifying {name}", manifest.total_bytes) as advance:
+        return [_verified(store, name, file, manifest, sizes.get(file), advance) for file in manifest.files]
+
+
+def _verified(store: Store, name: str, file: str, manifest: Manifest, size: int | None, advance: Advance) -> FileReport:
+    record = manifest.files[file]
+    report = FileReport(file, record.bytes)
+    if size != record.bytes:
+        report.damages.append("is missing" if size is None else f"has {size} of {record.bytes} bytes")
+        first = 0 if size is None else min(size, record.bytes)
+        report.tensors += manifest.tensors_at(file, first, record.bytes)
+    readable = 0 if size is None else -(-min(size, record.bytes) // BLOCK_BYTES)
+    with CheckedFile(store, name, file, manifest) as source:
+        for number in range(readable):
+            start, stop = number * BLOCK_BYTES, min((number + 1) * BLOCK_BYTES, record.bytes)
+            if size is not None and stop <= size:  # else it is cut off, which was said
+                _check_block(source, number, start, stop, report)
+            advance(stop - start)
+    report.tensors = list(dict.fromkeys(report.tensors))
+    return report
+
+
+def _check_block(source: CheckedFile, number: int, start: int, stop: int, report: FileReport) -> None:
+    try:
+        source.block(number)
+    except CheckpointError as error:
+        why = "cannot be read" if isinstance(error.__cause__, OSError) else "other bytes than were written"
+        report.damages.append(f"{why} at {start} to {stop}")
+        report.tensors += source.manifest.tensors_at(source.file, start, stop)
+
+
+def verification_table(place: str, reports: Sequence[FileReport]) -> RenderableType:
+    """The table of `verify`, with each damaged file's tensors under it."""
+    table = Table(title=Text(place), title_justify="left", title_style="bold")
+    table.add_column("file", no_wrap=True)
+    table.add_column("size", justify="right")
+    table.add_column("blocks", justify="right")
+    table.add_column("verdict")
+    for each in reports:
+        verdict = Text("; ".join(each.damages), "bold red") if each.damages else Text("ok")
+        table.add_row(Text(each.name), size_text(each.bytes), f"{-(-each.bytes // BLOCK_BYTES):,}", verdict)
+    return Group(table, *(Text(_sentence(each)) for each in reports if each.damages), Text(_verdict(reports)))
+
+
+def _sentence(report: FileReport) -> str:
+    more = f" and {len(report.tensors) - NAMED} more" if len(report.tensors) > NAMED else ""
+    held = ", ".join(report.tensors[:NAMED]) + more if report.tensors else "no tensor, but its header"
+    return f"{report.name} is damaged there; it holds {held}"
+
+
+def _verdict(reports: Sequence[FileReport]) -> str:
+    bad = sum(bool(each.damages) for each in reports)
+    total = size_text(sum(each.bytes for each in reports))
+    if bad:
+        return f"{bad} of {len(reports)} files damaged; resume from an older checkpoint"
+    return f"{len(reports)} files, {total}: every block is as it was written"
+
+
+# --- words -----------------------------------------------------------------------------------------------------------
+
+
+def size_text(count: int) -> str:
+    """Bytes in binary units."""
+    size, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1024 and len(units) > 1:
+        size, units = size / 1024, units[1:]
+    return f"{size:.0f} B" if units[0] == "B" else f"{size:.1f} {units[0]}"
+
+
+def when(written: str | None) -> str:
+    """ISO time in UTC, short."""
+    return (written or "").replace("T", " ").replace("+00:00", " UTC")
+
+
+def as_json(found: Sequence[Listed]) -> list[dict[str, Any]]:
+    """`ls --json`."""
+    return [asdict(each) | {"complete": each.problem is None} for each in found]

@@ -1,0 +1,179 @@
+"""Going on from a checkpoint: which one, whether it fits this run, and its values into their places on any layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from shardwise.checkpoint.catalog import complete, read_manifest
+from shardwise.checkpoint.manifest import Manifest, Progress
+from shardwise.checkpoint.save import named
+from shardwise.checkpoint.state import (
+    Optimizer,
+    load_optimizer,
+    model_pieces,
+    optimizer_pieces,
+    persistent_buffers,
+    random_pieces,
+    set_random,
+)
+from shardwise.checkpoint.storage import PieceLoadPlanner, SafetensorsReader
+from shardwise.checkpoint.stores import Store, open_store, split
+from shardwise.errors import CheckpointError
+from shardwise.parallel.model import ParallelModel
+from shardwise.precision import LossScaler
+
+Say = Callable[[str], None]
+LISTED = 4
+
+
+@dataclass
+class Restored:
+    """What a run goes on from: the checkpoint's place, and how far it had come."""
+
+    path: str
+    progress: Progress
+
+
+def restore(
+    model: ParallelModel,
+    optimizer: Optimizer,
+    scaler: LossScaler,
+    store: Store,
+    data: Mapping[str, Any],
+    say: Say = lambda text: None,
+) -> Restored | None:
+    """Bring a run to where the checkpoint that its job asks for had come; None where there is none. Collective.
+
+    With `checkpoint.resume: auto` a checkpoint that turns out damaged while it is read is passed over for an older one.
+
+    Raises:
+        CheckpointError: the named checkpoint is not complete or damaged, or the newest is of another model or data.
+    """
+    wanted = model.plan.job.checkpoint.resume
+    if wanted == "none":
+        return None
+    if wanted != "auto":
+        root, name = split(wanted)
+        place = open_store(root)
+        return _read(model, optimizer, scaler, place, name, read_manifest(place, name), data, say)
+    candidates = list(complete(store, say))
+    for number, (name, manifest) in enumerate(candidates):
+        try:
+            return _read(model, optimizer, scaler, store, name, manifest, data, say)
+        except Damaged as error:
+            if number + 1 == len(candidates):
+                raise CheckpointError(f"{error}; no older checkpoint is complete") from error
+            say(f"checkpoint {name} is passed over: {error}")
+    return None
+
+
+class Damaged(CheckpointError):
+    """The bytes of a checkpoint are not those that were written."""
+
+
+def _read(
+    model: ParallelModel,
+    optimizer: Optimizer,
+    scaler: LossScaler,
+    store: Store,
+    name: str,
+    manifest: Manifest,
+    data: Mapping[str, Any],
+    say: Say,
+) -> Restored:
+    path = f"{store.root}/{name}"
+    check_fits(model, manifest, data, path)
+    for note in differences(model, manifest):
+        say(f"note: {note}")
+    state, states = optimizer_pieces(optimizer, manifest.tensors, optimizer_keys(manifest))
+    generators = random_pieces(model.device, dist.get_rank()) if _same_world(model, manifest) else []
+    pieces = [*model_pieces(model), *state, *generators]
+    try:
+        with torch.no_grad():
+            reader = SafetensorsReader(store, name, manifest)
+            dcp.load({}, storage_reader=reader, planner=PieceLoadPlanner(pieces))
+    except CheckpointException as error:
+        found = named(error, store.root)
+        raise (Damaged if isinstance(found, CheckpointError) else type(found))(str(found)) from error
+    load_optimizer(optimizer, states, manifest.optimizer_scalars)
+    set_random(model.device, generators)
+    if scaler.settings.static is None:
+        for field in fields(scaler):
+            if field.name != "settings":
+                setattr(scaler, field.name, getattr(manifest.scaler, field.name))
+    return Restored(path, manifest.progress)
+
+
+def optimizer_keys(manifest: Manifest) -> list[str]:
+    """Names of the optimizer's state tensors, such as `exp_avg`."""
+    return sorted({name.split("/", 2)[1] for name in manifest.tensors if name.startswith("optimizer/")})
+
+
+def check_fits(model: ParallelModel, manifest: Manifest, data: Mapping[str, Any], path: str) -> None:
+    """Refuse a checkpoint of another model, optimizer or data.
+
+    Raises:
+        CheckpointError: with what differs.
+    """
+    wrong = sorted(_misfits(model, manifest))
+    if wrong:
+        more = f" and {len(wrong) - LISTED} more" if len(wrong) > LISTED else ""
+        raise CheckpointError(
+            f"{path} is a checkpoint of another model: {'; '.join(wrong[:LISTED])}{more}; use the job that wrote it"
+        )
+    name = model.plan.job.optimizer.name
+    if manifest.optimizer != name:
+        raise CheckpointError(
+            f"{path} holds the state of {manifest.optimizer}, the job has optimizer.name={name!r}; set it to "
+            f"{manifest.optimizer}, or start from exported weights with model.path"
+        )
+    for key in ("content", "order"):
+        if manifest.data.get(key) != data.get(key):
+            raise CheckpointError(
+                f"{path} was trained on other data ({manifest.data.get('corpus')}: {manifest.data.get(key)}; now "
+                f"{data.get('corpus')}: {data.get(key)}); restore the corpus and the data section, or start from "
+                "exported weights with model.path"
+            )
+
+
+def _misfits(model: ParallelModel, manifest: Manifest) -> Iterator[str]:
+    own = {f"model/{entry.name}": list(entry.shape) for entry in model.tensor_map}
+    own |= {f"buffer/{name}": list(buffer.shape) for name, buffer in persistent_buffers(model.module)}
+    stored = {name: t.shape for name, t in manifest.tensors.items() if name.startswith(("model/", "buffer/"))}
+    for name in own.keys() | stored.keys():
+        plain = name.partition("/")[2]
+        if name not in stored:
+            yield f"{plain} is missing"
+        elif name not in own:
+            yield f"{plain} is not in the model"
+        elif stored[name] != own[name]:
+            yield f"{plain} has shape {stored[name]}, not {own[name]}"
+
+
+def differences(model: ParallelModel, manifest: Manifest) -> list[str]:
+    """What has changed since the checkpoint was written and may change the numbers that follow."""
+    job = model.plan.job.model_dump(mode="json")
+    notes = []
+    for section in ("model", "parallel", "memory", "precision", "optimizer", "training"):
+        for key, value in job[section].items():
+            old = manifest.job.get(section, {}).get(key, value)
+            if old != value:
+                notes.append(f"{section}.{key} was {old!r} in the checkpoint, is {value!r} now")
+    size = manifest.plan.get("world", {}).get("size")
+    if size != model.plan.world.size:
+        notes.append(f"the checkpoint was written by {size} ranks, {model.plan.world.size} go on from it")
+    return notes
+
+
+def _same_world(model: ParallelModel, manifest: Manifest) -> bool:
+    """Whether every rank finds its own generator state."""
+    names = [piece.name for piece in random_pieces(model.device, dist.get_rank())]
+    same = manifest.plan.get("world", {}).get("size") == model.plan.world.size
+    return same and all(name in manifest.tensors for name in names)

@@ -1,0 +1,225 @@
+"""Saving: when it may begin, on which thread it runs, and what becomes of a failure.
+
+`Checkpointer.save` copies the state into the staging ring on the training thread; a second thread plans with the other
+ranks through DCP, writes, and commits. One save at a time: the next waits for the last. A failure is kept until the
+training thread asks, at a step boundary, where the ranks agree on it.
+"""
+
+from __future__ import annotations
+
+import platform
+import threading
+import uuid
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import transformers
+from torch.distributed.checkpoint import Metadata
+from torch.distributed.checkpoint.api import CheckpointException
+
+import shardwise
+from shardwise.checkpoint.catalog import Retention, name_of
+from shardwise.checkpoint.manifest import BLOCK_BYTES, FileRecord, Manifest, Progress, Scaler, TensorRecord
+from shardwise.checkpoint.staging import Staging
+from shardwise.checkpoint.state import Optimizer, Snapshot, snapshot
+from shardwise.checkpoint.storage import PieceSavePlanner, SafetensorsWriter, header, in_file_order
+from shardwise.checkpoint.stores import Store
+from shardwise.errors import CheckpointError, ShardwiseError
+from shardwise.parallel.model import ParallelModel
+from shardwise.precision import LossScaler
+
+SYNCHRONOUS_BYTES = 1 << 26  # of staging, where nothing but the writing waits for it
+PATIENCE = timedelta(days=1)  # ranks write at different speeds; one that dies closes its connection at once
+
+
+class Checkpointer:
+    """Saves one run's state. Every method but `failed` is collective.
+
+    Args:
+        data: what the manifest says of the data.
+    """
+
+    def __init__(self, model: ParallelModel, optimizer: Optimizer, store: Store, data: dict[str, Any]) -> None:
+        self.model, self.optimizer, self.store, self.data = model, optimizer, store, data
+        self.settings = model.plan.job.checkpoint
+        self.group = dist.new_group(backend="gloo", timeout=PATIENCE)  # the writing thread's own: nothing may overtake
+        self.retention = Retention(self.settings)
+        self.failure: Exception | None = None
+        self.saved: str | None = None
+        self._staging: Staging | None = None
+        self._thread: threading.Thread | None = None
+        self._run = claim(store)
+
+    @property
+    def failed(self) -> bool:
+        """Whether the last save has failed on this rank; `wait` raises it."""
+        return self.failure is not None
+
+    def save(self, progress: Progress, scaler: LossScaler, wait: bool = False) -> None:
+        """Write the state after `progress.step` steps; returns when training may go on.
+
+        Raises:
+            CheckpointError: this save where it is waited for, or the last one, failed on some rank.
+        """
+        self.wait()
+        name = name_of(progress.step)
+        taken = snapshot(self.model, self.optimizer)
+        taken.pieces = in_file_order(taken.pieces)
+        staging = self._ring(taken)
+        staging.begin()
+        describe = self._describer(progress, scaler)
+        self._thread = threading.Thread(
+            target=self._write, args=(name, taken, staging, describe), name=f"shardwise-{name}", daemon=True
+        )
+        self._thread.start()
+        lead = torch.frombuffer(bytearray(header(taken.pieces)), dtype=torch.uint8)
+        staging.fill([lead, *(piece.tensor for piece in taken.pieces)])
+        if wait or not self.settings.asynchronous:
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait for the save that is under way.
+
+        Raises:
+            CheckpointError: it failed; named is the first rank whose own error it was.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        failure, self.failure = self.failure, None
+        if failure is not None:
+            raise named(failure, self.store.root) from failure
+
+    def close(self) -> None:
+        """Wait for what is under way, whatever comes of it; used where another error is on its way."""
+        if self._thread is not None:
+            self._thread.join(timeout=60)
+
+    def _write(self, name: str, taken: Snapshot, staging: Staging, describe: Callable[..., Manifest]) -> None:
+        """The writing thread."""
+        rank = dist.get_rank()
+        writer = SafetensorsWriter(self.store, name, f"rank-{rank:05d}.safetensors", taken.pieces, staging, describe)
+        planner = PieceSavePlanner(taken.pieces, taken.scalars)
+        try:
+            dcp.save({}, storage_writer=writer, planner=planner, process_group=self.group)
+            self.saved = name
+            if rank == 0:
+                self._prune()
+        except Exception as error:
+            if rank == 0:
+                with suppress(Exception):
+                    self.store.abandon(name)
+            self.failure = error
+            staging.cancel()
+
+    def _prune(self) -> None:
+        """Remove what need not stay. That it cannot be removed is no reason to end a run."""
+        try:
+            for old in self.retention.surplus(self.store):
+                self.store.remove(old)
+        except Exception as error:
+            warnings.warn(f"an old checkpoint in {self.store.root} could not be removed: {error}", stacklevel=1)
+
+    def _ring(self, taken: Snapshot) -> Staging:
+        """The staging ring, made at the first save; an unlimited one grows with the state."""
+        wanted = self.settings.staging_bytes or taken.bytes + 2 * BLOCK_BYTES
+        if not self.settings.asynchronous:
+            wanted = SYNCHRONOUS_BYTES
+        if self._staging is None:
+            self._staging = Staging(wanted, pinned=self.model.device.type == "cuda")
+        self._staging.allow(wanted)
+        return self._staging
+
+    def _describer(self, progress: Progress, scaler: LossScaler) -> Callable[..., Manifest]:
+        """The manifest's maker, with everything that changes as training goes on read now."""
+        plan, module = self.model.plan, self.model.module
+        state = Scaler(scale=scaler.scale, good_steps=scaler.good_steps, hysteresis=scaler.hysteresis)
+        ties = {entry.name: list(entry.aliases) for entry in self.model.tensor_map if entry.aliases}
+        config: Any = module.config.to_dict() if self.model.facts.is_hugging_face else None  # type: ignore[operator, union-attr]
+        generation: Any = getattr(module, "generation_config", None) if config is not None else None
+
+        def describe(metadata: Metadata, tensors: dict[str, TensorRecord], files: dict[str, FileRecord]) -> Manifest:
+            if _owner(self.store) != self._run:
+                raise CheckpointError(f"another run writes into {self.store.root} now; give each its own directory")
+            return Manifest(
+                progress=progress,
+                scaler=state,
+                optimizer=plan.job.optimizer.name,
+                optimizer_scalars=metadata.planner_data,
+                tensors=tensors,
+                ties=ties,
+                files=files,
+                job=plan.job.model_dump(mode="json"),
+                plan=plan.to_dict(),
+                data=self.data,
+                config=config,
+                generation=None if generation is None else generation.to_diff_dict(),
+                versions=versions(),
+                written=datetime.now(UTC).isoformat(timespec="seconds"),
+            )
+
+        return describe
+
+
+def versions() -> dict[str, str]:
+    """Of everything that decides what a run computes."""
+    return {
+        "shardwise": shardwise.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+    }
+
+
+def named(failure: BaseException, where: str) -> ShardwiseError:
+    """The user's error in what DCP raised: that of the lowest rank that has one of its own."""
+    if isinstance(failure, CheckpointException):
+        rank, (own, _) = min(failure.failures.items())
+        found = named(own, where)
+        return type(found)(f"rank {rank}: {found}")
+    if isinstance(failure, ShardwiseError):
+        return failure
+    reason = f"{type(failure).__name__}: {failure}"
+    if isinstance(failure, OSError) and failure.strerror:
+        reason = failure.strerror
+    return CheckpointError(f"a checkpoint in {where} could not be written or read: {reason}; earlier ones are intact")
+
+
+def claim(store: Store) -> str:
+    """Make the store this run's, and see that every rank sees it. Collective; returns the run's name in it.
+
+    Raises:
+        CheckpointError: the directory cannot be written, or some rank's host has another one under this path.
+    """
+    said: list[str] = [uuid.uuid4().hex, ""]
+    if dist.get_rank() == 0:
+        try:
+            store.claim(said[0])
+        except Exception as error:  # an object store has errors of its own
+            said[1] = f"{type(error).__name__}: {error}"
+    dist.broadcast_object_list(said)
+    run, problem = said
+    if problem:
+        raise CheckpointError(f"checkpoint.directory={store.root!r} cannot be written: {problem}")
+    unseen = torch.tensor(int(_owner(store) != run), device="cuda" if dist.get_backend() == "nccl" else "cpu")
+    dist.all_reduce(unseen)
+    if int(unseen):
+        raise CheckpointError(
+            f"checkpoint.directory={store.root!r} is not shared: {int(unseen)} ranks do not see what rank 0 writes "
+            "there; use a directory that all hosts share, or a URL such as s3://bucket/run"
+        )
+    return run
+
+
+def _owner(store: Store) -> str:
+    try:
+        return store.owner()
+    except OSError:
+        return ""

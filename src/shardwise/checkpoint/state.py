@@ -1,0 +1,170 @@
+"""A run's state as pieces of logical tensors: parameters, buffers, optimizer state and random generators.
+
+Which slice of which tensor a rank holds is read off the TensorMap. Optimizer state with the shape of its parameter is
+sliced as the parameter is; state that is one number a parameter goes into the manifest. When writing, each element has
+one owner: of ranks that hold the same slice, the one that has least to write so far.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardwise.checkpoint.storage import DTYPES, TORCH_DTYPES, Piece
+from shardwise.errors import CheckpointError
+from shardwise.parallel.model import ParallelModel
+from shardwise.parallel.tensor_map import Entry
+
+Scalars = dict[str, dict[str, tuple[float, str]]]  # parameter -> key -> (value, dtype in the manifest's words)
+NUMBER = "number"  # dtype of a plain Python number
+
+
+class Optimizer(Protocol):
+    """What is read of a ShardedOptimizer."""
+
+    locals: list[tuple[Entry, nn.Parameter]]
+    inner: torch.optim.Optimizer
+
+
+@dataclass
+class Snapshot:
+    """What one rank writes: its pieces, and the optimizer's scalars of them."""
+
+    pieces: list[Piece]
+    scalars: Scalars
+
+    @property
+    def bytes(self) -> int:
+        return sum(piece.bytes for piece in self.pieces)
+
+
+def snapshot(model: ParallelModel, optimizer: Optimizer) -> Snapshot:
+    """What this rank owns of the run's state, as it is now; tensors are not copied."""
+    pieces: list[Piece] = []
+    scalars: Scalars = {}
+    states = {entry.name: optimizer.inner.state.get(local, {}) for entry, local in optimizer.locals}
+    for entry in _owned(model):
+        pieces.append(_piece("model", entry, entry.local))
+        for key, value in states.get(entry.name, {}).items():
+            if is_scalar(value):
+                dtype = DTYPES[value.dtype] if isinstance(value, Tensor) else NUMBER
+                scalars.setdefault(entry.name, {})[key] = (float(value), dtype)
+            elif value is not None:
+                pieces.append(_piece(f"optimizer/{key}", entry, _like_parameter(entry, key, value)))
+    if dist.get_rank() == 0:
+        pieces += [_whole(f"buffer/{name}", buffer) for name, buffer in persistent_buffers(model.module)]
+    return Snapshot([*pieces, *random_pieces(model.device, dist.get_rank())], scalars)
+
+
+def model_pieces(model: ParallelModel) -> list[Piece]:
+    """Every slice of parameters and buffers on this rank, to be filled in place."""
+    parameters = [_piece("model", entry, entry.local) for entry in model.tensor_map]
+    return parameters + [_whole(f"buffer/{name}", buffer) for name, buffer in persistent_buffers(model.module)]
+
+
+def optimizer_pieces(
+    optimizer: Optimizer, stored: Container[str], keys: Sequence[str]
+) -> tuple[list[Piece], dict[str, dict[str, Tensor]]]:
+    """Empty tensors for the state `keys` of every local parameter that has it `stored`: as pieces, by name and key."""
+    pieces: list[Piece] = []
+    states: dict[str, dict[str, Tensor]] = {}
+    for entry, local in optimizer.locals:
+        for key in keys:
+            piece = _piece(f"optimizer/{key}", entry, torch.empty_like(local.detach()))
+            if piece.name in stored:
+                states.setdefault(entry.name, {})[key] = piece.tensor
+                pieces.append(piece)
+    return pieces, states
+
+
+def load_optimizer(optimizer: Optimizer, states: dict[str, dict[str, Tensor]], scalars: Scalars) -> None:
+    """Give the torch optimizer its state.
+
+    Not through its `load_state_dict`, which casts numbers to the parameter's dtype: NAdam's running product is fp32.
+    """
+    names = {id(local): entry.name for entry, local in optimizer.locals}
+    for group in optimizer.inner.param_groups:
+        on_device = group.get("fused") or group.get("capturable")  # where such kernels read their step counter
+        for local in group["params"]:
+            name = names.get(id(local), "")
+            numbers = {key: _scalar(*value) for key, value in scalars.get(name, {}).items()}
+            if on_device:
+                numbers = {k: v.to(local.device) if isinstance(v, Tensor) else v for k, v in numbers.items()}
+            if name in states or numbers:
+                optimizer.inner.state[local] = {**numbers, **states.get(name, {})}
+
+
+def random_pieces(device: torch.device, rank: int) -> list[Piece]:
+    """This rank's generator states: fused attention dropout draws from them, nothing else does."""
+    pieces = [_whole(f"random/cpu/{rank}", torch.get_rng_state())]
+    if device.type == "cuda":
+        pieces.append(_whole(f"random/cuda/{rank}", torch.cuda.get_rng_state(device)))
+    return pieces
+
+
+def set_random(device: torch.device, pieces: Sequence[Piece]) -> None:
+    """Put generator states that were read back in their place."""
+    for piece in pieces:
+        if piece.name.startswith("random/cuda/"):
+            torch.cuda.set_rng_state(piece.tensor, device)
+        elif piece.name.startswith("random/cpu/"):
+            torch.set_rng_state(piece.tensor)
+
+
+def is_scalar(value: Any) -> bool:
+    """Whether optimizer state is one number: a step counter, as a number or a tensor without dims."""
+    return isinstance(value, int | float) or (isinstance(value, Tensor) and value.dim() == 0)
+
+
+def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Buffers that belong to a state dict, once each."""
+    seen: set[int] = set()
+    for prefix, part in module.named_modules():
+        for name, buffer in part._buffers.items():
+            if buffer is None or name in part._non_persistent_buffers_set or id(buffer) in seen:
+                continue
+            seen.add(id(buffer))
+            yield f"{prefix}.{name}".lstrip("."), buffer
+
+
+def _scalar(value: float, dtype: str) -> float | Tensor:
+    return value if dtype == NUMBER else torch.tensor(value, dtype=TORCH_DTYPES[dtype])
+
+
+def _owned(model: ParallelModel) -> list[Entry]:
+    """Entries that this rank writes. Ranks that hold the same slices share them out alike, so each has one writer."""
+    mine: list[Entry] = []
+    load: dict[int, list[int]] = {}  # replication -> bytes given to each of the ranks that hold the same
+    for entry in model.tensor_map:
+        if not entry.local.numel():
+            continue
+        shares = load.setdefault(entry.replication, [0] * entry.replication)
+        writer = shares.index(min(shares))
+        shares[writer] += math.prod(entry.shape)
+        if writer == entry.replica:
+            mine.append(entry)
+    return mine
+
+
+def _piece(kind: str, entry: Entry, tensor: Tensor) -> Piece:
+    offset = tuple(part.start for part in entry.global_slice)
+    return Piece(f"{kind}/{entry.name}", entry.shape, offset, tensor)
+
+
+def _whole(name: str, tensor: Tensor) -> Piece:
+    return Piece(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor)
+
+
+def _like_parameter(entry: Entry, key: str, value: Any) -> Tensor:
+    if not isinstance(value, Tensor) or value.shape != entry.local.shape:
+        raise CheckpointError(
+            f"optimizer state {key!r} of {entry.name!r} is neither a number nor shaped as its parameter; use an "
+            "elementwise optimizer such as AdamW"
+        )
+    return value

@@ -1,0 +1,174 @@
+"""Where checkpoints lie: a local directory, or anything that fsspec reaches. The only code that names their files.
+
+A store holds checkpoints by name. One that is being written is committed by its manifest, which comes last; on a local
+disk it also has another name until then (`.NAME.partial`), and files and directories are synced before the rename.
+remote.py has the store for everything that is not a local disk.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+from shardwise.checkpoint.manifest import FILE
+from shardwise.config import Job
+
+DIRECTORY = "checkpoints"  # in the output directory, where the job names no other
+OWNER = "owner"  # beside the checkpoints: who writes here
+
+
+class Store(Protocol):
+    """Checkpoints under one root, by name."""
+
+    root: str
+
+    def claim(self, run: str) -> None:
+        """Note that `run` writes here from now on."""
+        ...
+
+    def owner(self) -> str:
+        """The run that writes here."""
+        ...
+
+    def names(self) -> list[str]:
+        """Everything that has the place of a checkpoint, complete or not, sorted."""
+        ...
+
+    def unfinished(self) -> list[str]:
+        """Other names of checkpoints that are being written, or were when their run was killed; sorted."""
+        ...
+
+    def begin(self, name: str) -> None:
+        """Make the place of a new checkpoint; what a killed run left there goes."""
+        ...
+
+    def create(self, name: str, file: str) -> Any:
+        """Context manager: a new binary file of a checkpoint that has begun, durable once it is closed."""
+        ...
+
+    def commit(self, name: str, manifest: bytes) -> None:
+        """Write the manifest, which makes the checkpoint complete."""
+        ...
+
+    def read(self, name: str, file: str) -> bytes:
+        """A whole file. Raises OSError."""
+        ...
+
+    def open(self, name: str, file: str) -> BinaryIO:
+        """A file for reading, seekable. Raises OSError."""
+        ...
+
+    def sizes(self, name: str) -> dict[str, int]:
+        """Bytes of each file of a checkpoint."""
+        ...
+
+    def remove(self, name: str) -> None:
+        """Remove a checkpoint, its manifest first."""
+        ...
+
+    def abandon(self, name: str) -> None:
+        """Remove what a failed write left of a checkpoint that was never committed."""
+        ...
+
+
+def open_store(root: str) -> Store:
+    """The store at a directory or URL; makes nothing.
+
+    Raises:
+        CheckpointError: the URL holds a password, its scheme is unknown or its package is not installed.
+    """
+    if "://" not in root:
+        return LocalStore(root)
+    from shardwise.checkpoint.remote import open_remote
+
+    return open_remote(root)
+
+
+def checkpoint_store(job: Job) -> Store:
+    """Where the checkpoints of `job` lie."""
+    return open_store(job.checkpoint.directory or f"{job.output}/{DIRECTORY}")
+
+
+def split(path: str) -> tuple[str, str]:
+    """Root and name of the checkpoint at `path`, a directory or URL."""
+    scheme, separator, rest = path.rpartition("://")
+    parent, _, name = rest.rstrip("/").rpartition("/")
+    if separator:
+        return f"{scheme}://{parent}", name
+    return (parent or ("/" if path.startswith("/") else ".")), name
+
+
+class LocalStore:
+    """Checkpoints as directories of a local or shared file system."""
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+        self._path = Path(root)
+
+    def claim(self, run: str) -> None:
+        self._path.mkdir(parents=True, exist_ok=True)
+        (self._path / OWNER).write_text(run)
+
+    def owner(self) -> str:
+        return (self._path / OWNER).read_text()
+
+    def names(self) -> list[str]:
+        if not self._path.is_dir():
+            return []
+        return sorted(entry.name for entry in self._path.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+
+    def unfinished(self) -> list[str]:
+        return sorted(entry.name for entry in self._path.glob(".*.partial"))
+
+    def begin(self, name: str) -> None:
+        partial = self._partial(name)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+
+    @contextmanager
+    def create(self, name: str, file: str) -> Iterator[BinaryIO]:
+        with (self._partial(name) / file).open("xb", buffering=0) as handle:
+            yield handle  # type: ignore[misc]
+            os.fsync(handle.fileno())
+
+    def commit(self, name: str, manifest: bytes) -> None:
+        partial = self._partial(name)
+        with self.create(name, FILE) as handle:
+            handle.write(manifest)
+        _sync_directory(partial)
+        if (self._path / name).exists():  # damaged, or this run would have gone on from it
+            self.remove(name)
+        partial.rename(self._path / name)
+        _sync_directory(self._path)
+
+    def read(self, name: str, file: str) -> bytes:
+        return (self._path / name / file).read_bytes()
+
+    def open(self, name: str, file: str) -> BinaryIO:
+        return (self._path / name / file).open("rb", buffering=0)  # type: ignore[return-value]
+
+    def sizes(self, name: str) -> dict[str, int]:
+        return {entry.name: entry.stat().st_size for entry in (self._path / name).iterdir() if entry.is_file()}
+
+    def remove(self, name: str) -> None:
+        with suppress(OSError):
+            (self._path / name / FILE).unlink()
+        shutil.rmtree(self._path / name, ignore_errors=True)
+
+    def abandon(self, name: str) -> None:
+        shutil.rmtree(self._partial(name), ignore_errors=True)
+
+    def _partial(self, name: str) -> Path:
+        return self._path / f".{name}.partial"
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,65 @@
+"""Whole tensors of a checkpoint, one at a time, in one process and without a process group."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from shardwise.checkpoint.checked_file import CheckedFile
+from shardwise.checkpoint.manifest import Manifest
+from shardwise.checkpoint.storage import TORCH_DTYPES, Piece, metadata_of, read_box, read_items
+from shardwise.checkpoint.stores import Store
+
+OPEN_FILES = 32  # each holds a block; tensors lie in their files in one order, so a block is read about once
+
+
+class WholeTensors:
+    """Assembles logical tensors from their slices; a context manager.
+
+    Reads are planned as a loading rank plans them, with the whole tensor as its one piece.
+    """
+
+    def __init__(self, store: Store, name: str, manifest: Manifest) -> None:
+        self.store, self.name, self.manifest = store, name, manifest
+        self._metadata = metadata_of(manifest)
+        self._open: OrderedDict[str, CheckedFile] = OrderedDict()
+
+    def read(self, key: str) -> Tensor:
+        """The tensor `key`, such as `model/lm_head.weight`, checked block by block.
+
+        Raises:
+            CheckpointError: a file is missing, cut short or damaged; it is named with the tensors it holds.
+        """
+        record = self.manifest.tensors[key]
+        dtype = TORCH_DTYPES[record.dtype]
+        whole = torch.empty(record.shape, dtype=dtype)
+        piece = Piece(key, tuple(record.shape), (0,) * len(record.shape), whole)
+        for item in read_items(piece, self._metadata):
+            number = item.storage_index.index
+            assert number is not None
+            target = whole
+            for dim, (offset, length) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
+                target = target.narrow(dim, offset, length)
+            part = record.slices[number]
+            read_box(self._file(part.file), part, dtype, item, target)
+        return whole
+
+    def _file(self, file: str) -> CheckedFile:
+        if file not in self._open:
+            if len(self._open) == OPEN_FILES:
+                self._open.popitem(last=False)[1].close()
+            self._open[file] = CheckedFile(self.store, self.name, file, self.manifest)
+        self._open.move_to_end(file)
+        return self._open[file]
+
+    def __enter__(self) -> WholeTensors:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for file in self._open.values():
+            file.close()

@@ -1,0 +1,100 @@
+"""Torch's elastic agent for the workers of one host, with a judgement of its own on what a failure means.
+
+Elastic restarts after any failure. Here a restart is made only where it can help: not for a user's mistake, which would
+repeat itself, and not after somebody asked the run to stop. Workers that take SIGTERM as a request (see
+`shardwise.training.interrupt`) would keep elastic waiting for half a minute when it ends them with that signal, so they
+are ended with SIGKILL as soon as one of them is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.agent.server import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
+
+from shardwise.launch.diagnosis import diagnose
+from shardwise.launch.signals import Forwarding
+from shardwise.training.interrupt import SIGNALS
+
+SHOW_CURSOR = "\x1b[?25h"
+
+
+class Agent(LocalElasticAgent):
+    """Overrides what torch documents as an agent's own: how workers are watched and how they are stopped.
+
+    Args:
+        spec: of the workers; `max_restarts` counts attempts after the first.
+        logs: where output goes.
+        directory: of this run, private; holds the workers' reports by attempt.
+        signals: what to pass on to the workers; None: they are ended by SIGTERM, as torch does it.
+    """
+
+    def __init__(
+        self, spec: WorkerSpec, logs: LogsSpecs, directory: Path, signals: Forwarding | None, **settings: Any
+    ) -> None:
+        super().__init__(spec, logs, start_method="spawn", **settings)
+        self._directory, self._signals = directory, signals
+        self._restarts = 0
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        """Raises the run's error, or SignalException, where there is to be no other attempt."""
+        if self._signals is not None:
+            self._signals.send([worker.id for worker in worker_group.workers])
+        codes = {worker.global_rank: exit_code(worker.id) for worker in worker_group.workers}
+        ended = {rank: code for rank, code in codes.items() if code is not None}
+        if not ended:
+            result = super()._monitor_workers(worker_group)
+            if not result.is_failed():
+                return result
+            ended = {rank: failure.exitcode for rank, failure in result.failures.items()}
+        else:
+            for worker in worker_group.workers:
+                if worker.global_rank not in ended:
+                    os.kill(worker.id, signal.SIGKILL)
+        self._judge(ended)
+        return RunResult(state=WorkerState.FAILED)  # elastic restarts all
+
+    def _judge(self, ended: dict[int, int]) -> None:
+        restore_cursor()
+        asked_to_stop = self._signals is not None and bool(self._signals.received)
+        if asked_to_stop:
+            for number in SIGNALS:
+                if -number in ended.values():  # no handler: the worker was not, or no longer, at its steps
+                    raise SignalException(f"a worker died of {number.name}", number)
+        spec = self._worker_group.spec
+        found = diagnose(self._directory, self._restarts, spec.local_world_size, ended)
+        if asked_to_stop or found.repeats or self._restarts == spec.max_restarts:
+            raise found.after(self._restarts)
+        self._restarts += 1
+        print(f"restart {self._restarts} of {spec.max_restarts}: {found.summary}", file=sys.stderr, flush=True)
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *rest: Any, **settings: Any) -> None:
+        if death_sig == signal.SIGTERM and self._signals is not None:
+            death_sig = signal.SIGKILL
+        super()._shutdown(death_sig, *rest, **settings)
+
+
+def exit_code(pid: int) -> int | None:
+    """How this child ended (minus the signal that killed it), or None while it runs; torch can still wait for it.
+
+    Where there is no `waitid` (macOS before Python 3.13), None: torch then finds it.
+    """
+    if not hasattr(os, "waitid"):
+        return None
+    state = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if state is None:
+        return None
+    return state.si_status if state.si_code == os.CLD_EXITED else -state.si_status
+
+
+def restore_cursor() -> None:
+    """A live display that was killed leaves the terminal without a cursor."""
+    if sys.stdout.isatty():
+        sys.stdout.write(SHOW_CURSOR)
+        sys.stdout.flush()

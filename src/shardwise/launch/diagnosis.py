@@ -1,0 +1,83 @@
+"""What ended an attempt: which of the ranks that failed is the cause, and what error that is in the launcher.
+
+Each attempt has a directory of its own for the reports of its workers (`shardwise.launch.failure`), so that a later
+attempt is never explained by an earlier one's.
+"""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwise.errors import ShardwiseError, WorkerError
+from shardwise.launch import failure
+
+OUTPUT_LINES = 30  # of a failed rank's stderr
+USERS_MISTAKE = ShardwiseError.exit_code
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The first failing rank's own error. `summary` says it in one line; `repeats` is whether a restart is useless."""
+
+    error: ShardwiseError
+    summary: str
+    repeats: bool
+
+    def after(self, restarts: int) -> ShardwiseError:
+        """`error`, which says how many restarts were made before."""
+        if restarts:
+            self.error.args = (f"after {restarts} restart{'s' * (restarts > 1)}: {self.error}",)
+        return self.error
+
+
+def reports_of(directory: Path, attempt: int) -> Path:
+    """Where the workers of attempt 0, 1, ... of a run leave their reports."""
+    return directory / f"attempt-{attempt}"
+
+
+def logs_of(directory: Path) -> Path:
+    """Where torch keeps what the workers write."""
+    return directory / "output"
+
+
+def diagnose(directory: Path, attempt: int, workers: int, ended: dict[int, int]) -> Diagnosis:
+    """The cause of a failure in which the ranks `ended` (with their exit codes, minus the signal) ended early."""
+    reports = failure.collect(reports_of(directory, attempt))
+    silent = sorted(ended.keys() - {report.rank for report in reports})
+    if reports and (not reports[0].dead_before or not silent):
+        cause = reports[0]
+        error = cause.to_error(_last_output(directory, attempt, cause.rank))
+        return Diagnosis(error, _summary(cause), cause.is_users and error.exit_code == USERS_MISTAKE)
+    rank = silent[0] if silent else min(ended)
+    what = f"rank {rank} of {workers} {_end_of(ended[rank])}"
+    return Diagnosis(WorkerError(_last_output(directory, attempt, rank) + what), what, repeats=False)
+
+
+def _summary(cause: failure.Failure) -> str:
+    first = (cause.message.splitlines() or [""])[0]
+    return f"rank {cause.rank}: {first}" if cause.is_users else f"rank {cause.rank}: {cause.classes[0]}: {first}"
+
+
+def _end_of(exit_code: int) -> str:
+    if exit_code >= 0:
+        return f"ended with exit code {exit_code} and no error of its own"
+    try:
+        name = signal.Signals(-exit_code).name
+    except ValueError:  # a real-time signal has no name
+        name = "a signal"
+    how = f"was killed by {name} (signal {-exit_code})"
+    if exit_code == -signal.SIGKILL:
+        how += ", which is what the kernel does to a process when memory runs out"
+    return how
+
+
+def _last_output(directory: Path, attempt: int, rank: int) -> str:
+    """What the rank wrote to stderr, if that did not go to the terminal."""
+    lines: list[str] = []
+    for path in logs_of(directory).glob(f"*/attempt_{attempt}/{rank}/stderr.log"):
+        lines += path.read_text(errors="replace").splitlines()
+    if not lines:
+        return ""
+    return f"last lines that rank {rank} wrote to stderr:\n" + "".join(f"  {line}\n" for line in lines[-OUTPUT_LINES:])

@@ -1,0 +1,60 @@
+"""What a launcher does with SIGTERM and SIGUSR1: it passes them on to its workers, who write a checkpoint and end.
+
+Torch's elastic agent would end the workers instead. A second SIGTERM does that, if it comes late enough not to be the
+first one on another way (see `shardwise.training.interrupt`).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from torch.distributed.elastic.multiprocessing import SignalException
+
+from shardwise.training.interrupt import SAME_REQUEST_SECONDS, SIGNALS
+
+
+class Forwarding:
+    """The signals that this process got and its workers are to have. `received` holds each of them once."""
+
+    def __init__(self) -> None:
+        self.received: list[signal.Signals] = []
+        self._sent = 0  # how many of `received` the workers have
+        self._terminated: float | None = None  # when the first SIGTERM came
+
+    def send(self, pids: list[int]) -> None:
+        """Pass on what came since the last call. `pids` are children that nobody has waited for, so they are there."""
+        while self._sent < len(self.received):
+            for pid in pids:
+                os.kill(pid, self.received[self._sent])
+            self._sent += 1
+
+    def note(self, number: int, frame: FrameType | None) -> None:
+        """The handler. It does not send: the workers of this moment may not have been started."""
+        if number == signal.SIGTERM:
+            if self._terminated is None:
+                self._terminated = time.monotonic()
+            elif time.monotonic() - self._terminated >= SAME_REQUEST_SECONDS:
+                raise SignalException("second SIGTERM", signal.SIGTERM)  # as torch's own handler does at the first
+        if number not in self.received:
+            self.received.append(signal.Signals(number))
+
+
+@contextmanager
+def forwarding() -> Iterator[Forwarding]:
+    """Takes both signals meanwhile. Outside of the main thread, where Python takes no handlers, nothing changes."""
+    signals = Forwarding()
+    if threading.current_thread() is not threading.main_thread():
+        yield signals
+        return
+    before = {number: signal.signal(number, signals.note) for number in SIGNALS}
+    try:
+        yield signals
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: a handler not of Python's

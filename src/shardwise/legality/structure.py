@@ -1,0 +1,193 @@
+"""Rows about what is trained and how it is laid out: model, data, parallel, memory."""
+
+from __future__ import annotations
+
+from shardwise.draft import Draft, changed, divisors, group_size, one_of, placement_order
+from shardwise.legality.rule import Rule, idle, not_built
+
+SOURCES = ("model.path", "model.config", "model.factory")
+
+
+def _factory_model(d: Draft) -> bool:
+    return d.model.factory is not None
+
+
+# fmt: off
+MODEL_RULES = (
+    Rule("one-model", SOURCES, "a model comes from at most one of them (none: the embedded default)",
+         lambda d: len(changed(d.job, *SOURCES)) > 1,
+         fix="keep one"),
+    idle("model-loss", "model.loss", "only a module of model.factory takes its loss from the job",
+          lambda d: not _factory_model(d), "set model.factory or leave it out"),
+    idle("model-factory-arguments", "model.factory_arguments", "there is no model.factory to take them",
+          lambda d: not _factory_model(d), "set model.factory or leave it out"),
+    idle("factory-attention", "model.attention", "a module of model.factory has no config in which to set it",
+          _factory_model, "use auto and set it in the factory"),
+    idle("factory-dropout", "model.dropout", "a module of model.factory has no config in which to set it",
+          _factory_model, "leave it out and set it in the factory"),
+    idle("factory-task", "model.task", "a module of model.factory brings its own head and loss",
+          _factory_model, "use causal_lm (which a factory ignores), or model.config"),
+    idle("remote-code", "model.trust_remote_code", "only a model.path or model.config can bring code of its own",
+          lambda d: d.model.path is None and d.model.config is None),
+    Rule("compile-blocks", ("model.compile",), "blocks are compiled one by one, and this model has no repeated blocks",
+         lambda d: d.model.compile and not d.facts.blocks,
+         fix="use false"),
+)
+# fmt: on
+
+DATA_FILES = ("text", "jsonl", "parquet", "dataset", "tokens")
+TEXT_KEYS = ("data.tokenizer", "data.vocabulary_size", "data.isolate_documents", "data.max_documents")
+
+
+def _factory_data(d: Draft) -> bool:
+    return d.data.factory is not None
+
+
+# fmt: off
+DATA_RULES = (
+    Rule("one-corpus", ("data.path", "data.factory"), "data comes from one of them",
+         lambda d: d.data.path is not None and _factory_data(d),
+         fix="keep one"),
+    Rule("data-factory-format", ("data.format", "data.factory"), "a data.factory has no other format",
+         lambda d: _factory_data(d) and d.data.format not in ("auto", "factory"),
+         fix="use format factory"),
+    Rule("data-format-factory", ("data.format", "data.factory"), "format factory needs a data.factory",
+         lambda d: d.data.format == "factory" and not _factory_data(d),
+         fix="set data.factory"),
+    idle("data-factory-arguments", "data.factory_arguments", "there is no data.factory to take them",
+          lambda d: not _factory_data(d), "set data.factory or leave it out"),
+    Rule("data-path", ("data.format", "data.path"), "this format is read from a path",
+         lambda d: d.data.format in DATA_FILES and d.data.path is None,
+         fix="set data.path"),
+    Rule("stdlib-path", ("data.format", "data.path"), "format stdlib reads Python's own sources and no path",
+         lambda d: d.data.format == "stdlib" and d.data.path is not None,
+         fix="use format auto, or leave data.path out"),
+    Rule("data-factory-text", ("data.factory", *TEXT_KEYS), "a data.factory returns tensors, there is no text to read",
+         lambda d: _factory_data(d) and changed(d.job, *TEXT_KEYS),
+         fix="leave the keys of text out",
+         use=lambda d: f"leave {' and '.join(changed(d.job, *TEXT_KEYS))} out"),
+    Rule("data-factory-tokens", ("training.tokens_per_step", "data.factory"), "its samples have no tokens",
+         lambda d: _factory_data(d) and d.training.tokens_per_step is not None,
+         fix="give training.sequences_per_step, the samples of a step"),
+    idle("vocabulary-size", "data.vocabulary_size", "no tokenizer is trained, since data.tokenizer is given",
+          lambda d: d.data.tokenizer is not None, "leave one of them out"),
+    idle("mask-probability", "data.mask_probability", "only model.task masked_lm masks tokens",
+          lambda d: d.model.task != "masked_lm", "use model.task masked_lm, or leave it out"),
+    Rule("positions", ("data.sequence_length",), "a sequence has to fit the model's positions",
+         lambda d: d.facts.max_positions is not None and d.data.sequence_length > d.facts.max_positions,
+         fix="use a shorter sequence",
+         because=lambda d: f"longer than the model's {d.facts.max_positions} positions",
+         use=lambda d: f"use at most {d.facts.max_positions}"),
+)
+# fmt: on
+
+SPLIT_KEYS = tuple(f"parallel.{axis}_parallel_degree" for axis in ("tensor", "pipeline", "context"))
+
+
+def _split(d: Draft) -> int:
+    return d.split_degree * d.parallel.context_parallel_degree
+
+
+# fmt: off
+PARALLEL_RULES = (
+    Rule("device", ("parallel.device",), "the ranks have to run on the device that the job names",
+         lambda d: d.parallel.device not in ("auto", d.world.device_type),
+         fix="use auto",
+         because=lambda d: f"the ranks run on {d.world.device_type}"),
+    Rule("backend", ("parallel.ddp_dist_backend",), "NCCL moves CUDA tensors and Gloo moves CPU tensors",
+         lambda d: d.parallel.ddp_dist_backend == {"cpu": "nccl", "cuda": "gloo"}.get(d.world.device_type),
+         fix="use auto",
+         because=lambda d: f"NCCL is for CUDA and Gloo for a CPU, and the ranks run on {d.world.device_type}"),
+    Rule("world", SPLIT_KEYS, "the product of the degrees has to divide the number of ranks",
+         lambda d: d.world.size % _split(d),
+         fix="use degrees whose product divides the number of ranks",
+         because=lambda d: f"their product {_split(d)} does not divide the {d.world.size} ranks",
+         use=lambda d: f"use a product of {one_of(divisors(d.world.size))}"),
+    not_built("tensor"),
+    not_built("pipeline"),
+    not_built("context"),
+    Rule("placement", ("parallel.placement_strategy",), "has to hold D, P and T once each",
+         lambda d: placement_order(d.parallel.placement_strategy) is None,
+         fix="use cluster (DPT), spread (TPD) or another permutation of D, P and T"),
+    Rule("optimizer-state", ("parallel.shard_optimizer_state", "parallel.sharded_data_parallel_degree"),
+         "sharded parameters have sharded optimizer state already",
+         lambda d: d.parallel.shard_optimizer_state and (d.parallel.sharded_data_parallel_degree or 1) > 1,
+         fix="use shard_optimizer_state false, or sharded_data_parallel_degree 1"),
+    Rule("shard-degree", ("parallel.sharded_data_parallel_degree",), "has to divide the number of data ranks",
+         lambda d: d.data_axis % d.sharded,
+         fix="use a divisor of the number of data ranks",
+         because=lambda d: f"does not divide the {d.data_axis} data ranks",
+         use=lambda d: f"use {one_of(divisors(d.data_axis))}"),
+    Rule("offload-parameters", ("memory.offload_parameters", "parallel.shard_optimizer_state"),
+         "offload keeps shards of parameters on the host, and shard_optimizer_state leaves parameters whole",
+         lambda d: d.memory.offload_parameters and d.parallel.shard_optimizer_state,
+         fix="use sharded_data_parallel_degree instead of shard_optimizer_state"),
+)
+# fmt: on
+
+CHECKPOINTING = "memory.activation_checkpointing"
+STRATEGY = "memory.checkpoint_strategy"
+
+
+def _no_checkpointing(d: Draft) -> bool:
+    return d.memory.activation_checkpointing == "none"
+
+
+def _grouped(d: Draft) -> bool:
+    return d.memory.checkpoint_strategy != "each"
+
+
+def _nameless_strategy(d: Draft) -> bool:
+    name = d.memory.checkpoint_strategy
+    return name not in ("each", "contiguous") and group_size(name) is None
+
+
+def _not_compilable(d: Draft) -> bool:
+    return d.memory.activation_checkpointing == "selective" or _grouped(d) or d.memory.offload_activations
+
+
+def _blocks(d: Draft) -> int:
+    return max(1, len(d.facts.blocks))
+
+
+# fmt: off
+MEMORY_RULES = (
+    Rule("checkpointing-blocks", (CHECKPOINTING,), "repeated blocks are checkpointed, and this model has none",
+         lambda d: not _no_checkpointing(d) and not d.facts.blocks,
+         fix="use none"),
+    idle("checkpoint-every", "memory.checkpoint_every", "no activation is checkpointed", _no_checkpointing,
+          f"set {CHECKPOINTING} to full or selective"),
+    idle("checkpoint-strategy", STRATEGY, "no activation is checkpointed", _no_checkpointing,
+          f"set {CHECKPOINTING} to full or selective"),
+    Rule("checkpoint-strategy-name", (STRATEGY,), "has to be each, contiguous or group_N", _nameless_strategy,
+         fix="use each, contiguous or group_N with N from 1, e.g. group_2"),
+    Rule("checkpoint-grouping", ("memory.checkpoint_every", STRATEGY),
+         "either every n-th block is checkpointed or groups of blocks are",
+         lambda d: d.memory.checkpoint_every > 1 and _grouped(d),
+         fix="use checkpoint_every 1 or checkpoint_strategy each"),
+    Rule("checkpoint-every-blocks", ("memory.checkpoint_every",), "n is at most the number of blocks",
+         lambda d: d.memory.checkpoint_every > _blocks(d),
+         fix="use a smaller n",
+         because=lambda d: f"more than the model's {_blocks(d)} blocks",
+         use=lambda d: f"use at most {_blocks(d)}"),
+    Rule("checkpoint-group-blocks", (STRATEGY,), "N is at most the number of blocks",
+         lambda d: (group_size(d.memory.checkpoint_strategy) or 1) > _blocks(d),
+         fix="use a smaller N",
+         because=lambda d: f"N is more than the model's {_blocks(d)} blocks",
+         use=lambda d: f"use contiguous, or group_N with N of at most {_blocks(d)}"),
+    Rule("checkpoint-arguments", (STRATEGY,),
+         "blocks checkpointed together have to be called with the same arguments, and this model's are not",
+         lambda d: _grouped(d) and not d.facts.blocks_share_arguments,
+         fix="use each"),
+    Rule("offload-activations", ("memory.offload_activations", CHECKPOINTING),
+         "what is offloaded are the kept activations of checkpointed blocks",
+         lambda d: d.memory.offload_activations and _no_checkpointing(d),
+         fix=f"set {CHECKPOINTING} to full"),
+    Rule("compile-memory", ("model.compile", CHECKPOINTING, STRATEGY, "memory.offload_activations"),
+         "a compiled block can be checkpointed in full and by itself, without offload",
+         lambda d: d.model.compile and _not_compilable(d),
+         fix="use model.compile false, or checkpointing none or full, strategy each and offload_activations false"),
+    idle("loss-chunk", "memory.loss_chunk_tokens", "this model's head does not run inside the loss",
+          lambda d: not d.chunked_loss),
+)
+# fmt: on

@@ -1,0 +1,61 @@
+"""A request to stop, as the operating system sends it: SIGTERM and SIGUSR1 are remembered until the step is done.
+
+Schedulers announce the end of an allocation with a signal to one process or to all of them, which may be in the midst
+of a collective. So a handler only notes the reason; the training loop reads it at the next step boundary, where all
+ranks agree to write a checkpoint and to end.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from types import FrameType, TracebackType
+from typing import Any
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+# `scancel --full`, `kill -- -GROUP` and `timeout` reach a launcher and its workers alike, and the launcher passes on
+# what it got: one request arrives twice, a moment apart. Only a SIGTERM later than this is a second one.
+SAME_REQUEST_SECONDS = 2.0
+
+
+class Interrupt:
+    """While entered, `reason` says which signal asked this rank to stop, or is None.
+
+    A second SIGTERM ends the process as if there were no handler: whoever sends it does not want to wait for the
+    checkpoint. Outside of the main thread, where Python takes no handlers, nothing is installed.
+
+    The former handlers come back at the end, with one exception: after a request, the default action does not, since
+    the same request arriving once more would end a process that is about to end well.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.reason: str | None = None
+        self._rank = rank
+        self._terminated: float | None = None  # when the first SIGTERM came
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Interrupt:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            if self.reason is None or handler not in (signal.SIG_DFL, None):  # None: a handler not of Python's
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._before = {}
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGTERM:
+            if self._terminated is None:
+                self._terminated = time.monotonic()
+            elif time.monotonic() - self._terminated >= SAME_REQUEST_SECONDS:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                os.kill(os.getpid(), signal.SIGTERM)
+        if self.reason is None:
+            self.reason = f"{signal.Signals(number).name} received by rank {self._rank}"

@@ -1,0 +1,35 @@
+"""Toy models, and the comparison of what is read with what they hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedModel
+
+from shardwise.checkpoint.reading import HuggingFaceWeights
+from shardwise.families.discovery import find_ties
+from tests.families import toys
+
+
+def make_model(model_type: str, **config: Any) -> PreTrainedModel:
+    kind = AutoModelForMaskedLM if model_type in toys.MASKED else AutoModelForCausalLM
+    torch.manual_seed(1)
+    values = {**toys.CONFIGS[model_type], "bos_token_id": None, "eos_token_id": None, **config}
+    return kind.from_config(CONFIG_MAPPING[model_type](**values)).eval()
+
+
+def resolve(weights: HuggingFaceWeights, model: PreTrainedModel) -> dict[str, str]:
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    return weights.resolve(names, base_model_prefix=model.base_model_prefix, ties=find_ties(model), model=model)
+
+
+def assert_reads_all(path: Path, model: PreTrainedModel) -> None:
+    weights = HuggingFaceWeights(path)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    resolved = resolve(weights, model)
+    assert list(resolved) == list(parameters)
+    weights.check_shapes(resolved, {name: parameter.shape for name, parameter in parameters.items()})
+    for name, parameter in parameters.items():
+        torch.testing.assert_close(weights.read(resolved[name]), parameter.detach(), rtol=0, atol=0)

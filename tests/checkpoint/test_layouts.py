@@ -1,0 +1,117 @@
+"""Written on any layout, read on any other: values, optimizer state and scaler bit-equal, each element stored once.
+
+A new axis joins the matrix by its line in LAYOUTS.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.checkpoint.load import restore
+from shardwise.checkpoint.manifest import Progress
+from shardwise.checkpoint.save import Checkpointer
+from shardwise.checkpoint.stores import LocalStore
+from shardwise.config import Job
+from shardwise.testing.world import WorldPool
+from shardwise.training.keeper import data_facts
+from shardwise.training.setup import Run, set_up
+from shardwise.training.step import train_step
+from tests.checkpoint.stored import scalars, stored
+from tests.parity.jobs import make_job, make_module_job
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one rank": (1, {}),
+    "shard 2": (2, {}),
+    "replica 2": (2, {"sharded_data_parallel_degree": 1}),
+    "zero-1": (2, {"shard_optimizer_state": True}),
+    "shard 3, uneven": (3, {}),
+    "shard 2, replica 2, spread": (4, {"sharded_data_parallel_degree": 2, "placement_strategy": "spread"}),
+    "shard 5, empty ranks": (5, {}),
+    "shard 4, replica 2": (8, {"sharded_data_parallel_degree": 4}),
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt2, tied, fp16": {"tied": True, "precision": {"compute": "fp16"}},
+    "llama, untied, NAdam": {"tied": False, "optimizer": {"name": "NAdam"}, "precision": {"compute": "fp64"}},
+    "module with buffers": {"optimizer": {"name": "SGD", "options": {"momentum": 0.9}}},
+}
+
+
+def a_job(corpora: Path, model: str, parallel: dict[str, Any]) -> Job:
+    settings = {**MODELS[model], "parallel": parallel}
+    if model.startswith("module"):
+        return make_module_job(corpora, **settings)
+    return make_job(corpora, model.split(",")[0], **settings)
+
+
+def save(run: Run, path: Path, progress: Progress) -> None:
+    Checkpointer(run.model, run.optimizer, LocalStore(str(path)), data_facts(run)).save(progress, run.scaler, wait=True)
+
+
+def write(job: Job, path: Path) -> None:
+    """Two steps, then a checkpoint."""
+    run = set_up(job, torch.device("cpu"))
+    for step in range(2):
+        train_step(run.model, run.program, run.stream.batches(step), run.optimizer, run.scaler, step)
+    save(run, path, Progress(step=2, samples=16))
+
+
+def read_and_write(job: Job, sources: list[Path], targets: list[Path]) -> list[Progress]:
+    """Restore each of `sources` in turn and write it again from this layout."""
+    run = set_up(job, torch.device("cpu"))
+    found = []
+    for source, target in zip(sources, targets, strict=True):
+        wanted = job.model_copy(update={"checkpoint": job.checkpoint.model_copy(update={"resume": str(source)})})
+        run.model.plan = replace(run.model.plan, job=wanted)
+        restored = restore(run.model, run.optimizer, run.scaler, LocalStore("unused"), data_facts(run))
+        assert restored is not None
+        found.append(restored.progress)
+        save(run, target, restored.progress)
+    return found
+
+
+def assert_same(one: Path, other: Path) -> None:
+    first, second = stored(one), stored(other)
+    names = {name for name in first if not name.startswith("random/")}
+    assert names == {name for name in second if not name.startswith("random/")}
+    assert any(name.startswith("optimizer/") for name in names)
+    for name in names:
+        assert torch.equal(first[name], second[name]), name
+    assert scalars(one) == scalars(other)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def written(
+    request: pytest.FixtureRequest, world_pool: WorldPool, corpora: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, list[Path]]:
+    """A checkpoint of every layout."""
+    paths = []
+    for number, (ranks, parallel) in enumerate(LAYOUTS.values()):
+        path = tmp_path_factory.mktemp("written") / str(number)
+        world_pool.run(ranks, write, a_job(corpora, request.param, parallel), path)
+        paths.append(path / "step-00000002")
+    return request.param, paths
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_layout_reads_every_other(
+    world_pool: WorldPool, corpora: Path, tmp_path: Path, written: tuple[str, list[Path]], layout: str
+) -> None:
+    model, sources = written
+    ranks, parallel = LAYOUTS[layout]
+    targets = [tmp_path / str(number) for number in range(len(sources))]
+    found = world_pool.run(ranks, read_and_write, a_job(corpora, model, parallel), sources, targets)
+    assert found == [[Progress(step=2, samples=16)] * len(sources)] * ranks
+    for source, target in zip(sources, targets, strict=True):
+        assert_same(source, target / "step-00000002")
+
+
+def test_ties_and_copies_are_stored_once(written: tuple[str, list[Path]]) -> None:
+    model, paths = written
+    sizes = [sum(t.numel() * t.element_size() for n, t in stored(path).items() if n[:6] != "random") for path in paths]
+    assert len(set(sizes)) == 1
+    assert ("model/lm_head.weight" in stored(paths[0])) == model.startswith("llama")

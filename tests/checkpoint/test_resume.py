@@ -1,0 +1,189 @@
+"""A run that is interrupted and resumed has the losses of one that is not; on another layout the same to rounding."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.config import Job
+from shardwise.errors import OutputError
+from shardwise.observe.metrics import read_metrics
+from shardwise.testing.world import WorldPool
+from shardwise.training.output import check_output, claim_output
+from shardwise.training.setup import set_up
+from shardwise.training.trainer import TrainingResult, train_rank
+from tests.parity.jobs import make_job
+
+STEPS = 6
+QUIET = {"tensorboard": False, "sample": False}
+
+
+def a_job(corpora: Path, output: Path, **sections: Any) -> Job:
+    """Six steps, a checkpoint after every second one."""
+    base: dict[str, Any] = {"training": {"steps": STEPS, "sequences_per_step": 8}, "checkpoint": {"every": 2}}
+    for name, values in sections.items():
+        base[name] = {**base.get(name, {}), **values} if isinstance(values, dict) else values
+    job = make_job(corpora, observe=QUIET, **base)
+    return job.model_copy(update={"output": str(output)})
+
+
+def resumed(job: Job, **more: Any) -> Job:
+    return job.model_copy(update={"checkpoint": job.checkpoint.model_copy(update={"resume": "auto", **more})})
+
+
+def train(job: Job) -> TrainingResult:
+    Path(job.output).mkdir(parents=True, exist_ok=True)
+    return train_rank(job, torch.device("cpu"))
+
+
+def losses(job: Job) -> list[float]:
+    records = [record for record in read_metrics(Path(job.output) / "metrics.jsonl") if "loss" in record]
+    assert [record["step"] for record in records] == list(range(1, len(records) + 1))
+    return [record["loss"] for record in records]
+
+
+def cut(job: Job, step: int) -> None:
+    """As if the run had been killed after `step`: later checkpoints are gone, its results were never written."""
+    from shutil import rmtree
+
+    for path in (Path(job.output) / "checkpoints").iterdir():
+        if path.is_dir() and int(path.name.removeprefix("step-")) > step:
+            rmtree(path)
+    rmtree(Path(job.output) / "model")
+
+
+EXACT: dict[str, dict[str, Any]] = {
+    "fp32, dropout, fused attention": {
+        "precision": {"compute": "fp32"}, "dropout": 0.1, "attention": "sdpa",
+        "training": {"sequences_per_step": 7, "microbatch_size": 2},
+    },
+    "fp16, loss scale": {"precision": {"compute": "fp16", "loss_scale": {"scale_window": 2, "init_scale": 2.0**40}}},
+    "zero-1, schedule": {
+        "parallel": {"shard_optimizer_state": True},
+        "optimizer": {"schedule": "linear", "warmup_steps": 3, "name": "RAdam"},
+    },
+    "synchronous": {"checkpoint": {"asynchronous": False}, "memory": {"offload_parameters": True}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", EXACT)
+def test_same_layout_bit_for_bit(world_pool: WorldPool, corpora: Path, tmp_path: Path, case: str) -> None:
+    job = a_job(corpora, tmp_path / "run", **{"checkpoint": {"keep_last": 3}, **EXACT[case]})
+    job = resumed(job, resume="none", keep_last=3)
+    whole = world_pool.run(2, train, job)[0]
+    undisturbed, weights = losses(job), (tmp_path / "run/model/model.safetensors").read_bytes()
+    cut(job, 4)
+    again = world_pool.run(2, train, resumed(job))[0]
+    assert losses(job) == undisturbed
+    assert (again.validation_loss, again.tokens, again.skipped) == (whole.validation_loss, whole.tokens, whole.skipped)
+    assert (tmp_path / "run/model/model.safetensors").read_bytes() == weights
+
+
+@pytest.mark.parametrize("ranks, parallel", [(1, {}), (3, {}), (4, {"sharded_data_parallel_degree": 2})])
+def test_another_layout_to_rounding(
+    world_pool: WorldPool, corpora: Path, tmp_path: Path, ranks: int, parallel: dict[str, Any]
+) -> None:
+    job = resumed(a_job(corpora, tmp_path / "run", dropout=0.1), resume="none", keep_last=3)
+    world_pool.run(2, train, job)
+    undisturbed, hashes = losses(job), data_hashes(job)
+    cut(job, 2)
+    other = resumed(a_job(corpora, tmp_path / "run", dropout=0.1, parallel=parallel))
+    world_pool.run(ranks, train, other)
+    assert losses(job) == pytest.approx(undisturbed, rel=1e-6)
+    assert losses(job)[:2] == undisturbed[:2]
+    assert data_hashes(job) == hashes  # the same tokens in the same order
+
+
+def data_hashes(job: Job) -> list[str]:
+    return [r["data_hash"] for r in read_metrics(Path(job.output) / "metrics.jsonl") if "data_hash" in r]
+
+
+def test_the_token_stream_depends_on_the_seed_and_nothing_else(
+    world_pool: WorldPool, corpora: Path, tmp_path: Path
+) -> None:
+    found = {}
+    for name, ranks, training in (
+        ("two", 2, {}),
+        ("three, accumulation", 3, {"microbatch_size": 1}),
+        ("seed", 2, {"seed": 1}),
+    ):
+        job = a_job(corpora, tmp_path / name, training={"steps": 2, **training})
+        world_pool.run(ranks, train, job)
+        found[name] = data_hashes(job)
+    assert found["two"] == found["three, accumulation"] != found["seed"]
+    assert len(set(found["two"])) == 2
+
+
+def test_more_steps_and_a_finished_run(world_pool: WorldPool, corpora: Path, tmp_path: Path) -> None:
+    job = a_job(corpora, tmp_path / "run", optimizer={"schedule": "constant"})
+    first = world_pool.run(2, train, job)[0]
+    _forget_model(job)
+    same = world_pool.run(2, train, resumed(job))[0]
+    assert (same.validation_loss, same.training_loss) == (first.validation_loss, None)
+    _forget_model(job)
+    longer = resumed(a_job(corpora, tmp_path / "run", optimizer={"schedule": "constant"}, training={"steps": 8}))
+    assert world_pool.run(2, train, longer)[0].steps == 8
+    whole = a_job(corpora, tmp_path / "whole", optimizer={"schedule": "constant"}, training={"steps": 8})
+    world_pool.run(2, train, whole)
+    assert losses(longer) == losses(whole)
+
+
+def _forget_model(job: Job) -> None:
+    """What `claim_output` does before a run."""
+    from shutil import rmtree
+
+    rmtree(Path(job.output) / "model")
+
+
+def claimed(job: Job) -> None:
+    claim_output(job).release()
+
+
+def test_what_an_output_directory_with_checkpoints_takes(world_pool: WorldPool, corpora: Path, tmp_path: Path) -> None:
+    job = a_job(corpora, tmp_path / "run")
+    claimed(job)
+    world_pool.run(2, train, job)
+    (tmp_path / "run" / "sample.txt").write_text("old")
+    before = losses(job)
+    with pytest.raises(OutputError, match=r"step-00000006.*--checkpoint.resume auto"):
+        check_output(job)
+    claimed(resumed(job))
+    assert losses(job) == before  # records stay, results go
+    assert not (tmp_path / "run" / "sample.txt").exists()
+    claimed(resumed(a_job(corpora, tmp_path / "run", parallel={"sharded_data_parallel_degree": 1})))  # another layout
+    with pytest.raises(OutputError, match="another job"):
+        check_output(resumed(a_job(corpora, tmp_path / "run", layers=2)))
+
+
+def test_a_named_checkpoint_of_another_run(world_pool: WorldPool, corpora: Path, tmp_path: Path) -> None:
+    job = a_job(corpora, tmp_path / "run")
+    world_pool.run(2, train, job)
+    start = str(tmp_path / "run" / "checkpoints" / "step-00000004")
+    other = a_job(corpora, tmp_path / "other", checkpoint={"resume": start})
+    world_pool.run(2, train, other)
+    records = read_metrics(tmp_path / "other" / "metrics.jsonl")
+    assert [r["loss"] for r in records if "loss" in r] == losses(job)[4:]
+
+
+def generators(job: Job) -> list[float]:
+    run = set_up(job, torch.device("cpu"))
+    from shardwise.training.keeper import Keeper
+
+    Keeper(run).restore()
+    return torch.rand(2).tolist()
+
+
+def test_random_state_returns_to_the_same_ranks(world_pool: WorldPool, corpora: Path, tmp_path: Path) -> None:
+    """Fused attention dropout draws from it, so an exact resume needs it."""
+    job = a_job(corpora, tmp_path / "run", dropout=0.1, attention="sdpa", precision={"compute": "fp32"})
+    world_pool.run(2, train, job)
+    first, second = world_pool.run(2, generators, resumed(job))
+    fresh = world_pool.run(2, generators, job)
+    assert first != second
+    assert [first, second] != fresh
+    manifest = json.loads((tmp_path / "run/checkpoints/step-00000006/manifest.json").read_text())
+    assert {"random/cpu/0", "random/cpu/1"} <= manifest["tensors"].keys()
