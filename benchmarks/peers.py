@@ -21,7 +21,7 @@ FSDP2 = Contender(
     "FSDP2",
     "benchmarks.peers:fsdp2",
     "torch",
-    "fully_shard on every block and the root, reshard after forward, fused AdamW",
+    "fully_shard on every block and the root, fused AdamW",
 )
 DEEPSPEED = Contender(
     "DeepSpeed ZeRO-3",
@@ -33,7 +33,7 @@ ACCELERATE = Contender(
     "Accelerate FSDP2",
     "benchmarks.peers:accelerate_fsdp2",
     "accelerate",
-    "fsdp_version=2, transformer based wrap, reshard after forward, fused AdamW",
+    "fsdp_version=2, transformer based wrap, fused AdamW",
 )
 
 
@@ -45,7 +45,7 @@ def fsdp2(workload: Workload, directory: Path, rank: int, world: int) -> Step:
     mesh = init_device_mesh("cpu", (world,))
     model = load_model(directory)
     for block in model.get_submodule("transformer.h").children():
-        fully_shard(block, mesh=mesh, reshard_after_forward=True)
+        fully_shard(block, mesh=mesh, reshard_after_forward=workload.reshard)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(parameter_groups(model, workload), lr=workload.learning_rate, fused=True)
     ids = token_ids(workload, rank)
@@ -74,7 +74,7 @@ def accelerate_fsdp2(workload: Workload, directory: Path, rank: int, world: int)
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",
         transformer_cls_names_to_wrap=["GPT2Block"],
-        reshard_after_forward=True,
+        reshard_after_forward=workload.reshard,
         cpu_ram_efficient_loading=False,
     )
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
@@ -119,6 +119,8 @@ def deepspeed_zero3(workload: Workload, directory: Path, rank: int, world: int) 
             "reduce_bucket_size": 12 * width**2,
             "stage3_prefetch_bucket_size": int(0.9 * width**2),
             "stage3_param_persistence_threshold": 10 * width,
+            # its default, 1e9, keeps every parameter of a model of this size gathered from forward to backward
+            "stage3_max_reuse_distance": 0 if workload.reshard else 10**9,
         },
     }
     engine, *_ = deepspeed.initialize(

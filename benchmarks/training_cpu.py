@@ -43,8 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # transformers imports deepspeed where it is installed
     console = Console(width=None if sys.stdout.isatty() else 130)
     workload = Workload(
-        options.layers, options.width, options.heads, options.vocabulary, options.sequence, options.batch
-    )
+        options.layers, options.width, options.heads, options.vocabulary, options.sequence, options.batch,
+        reshard=options.reshard,
+    )  # fmt: skip
     contenders = [CONTENDERS[name] for name in options.contenders]
     runs, problems = [], []
     with tempfile.TemporaryDirectory(prefix="shardwise-bench-model-") as directory:
@@ -73,6 +74,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=2, help="optimizer steps of one turn")
     parser.add_argument("--warmup", type=int, default=3, help="steps of each contender before the first round")
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
+    parser.add_argument(
+        "--reshard",
+        action="store_true",
+        help="all free gathered parameters between forward and backward; default: none",
+    )
     parser.add_argument("--json", type=Path, help="write everything that was measured to this file")
     for name in ("layers", "width", "heads", "vocabulary", "sequence", "batch"):
         parser.add_argument(

@@ -29,6 +29,7 @@ class Workload:
     weight_decay: float = 0.1  # on tensors of two or more dims
     clip_norm: float = 1.0
     seed: int = 0
+    reshard: bool = False  # free a block's gathered parameters between forward and backward
 
     @property
     def tokens(self) -> int:

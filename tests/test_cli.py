@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -113,6 +113,14 @@ def test_verify_hands_on_its_options(calls: Calls, tmp_path: Path) -> None:
         (["train", "--print-plan", "--parallel.sharded_data_parallel_degree", "3"], "4 data ranks; use 1, 2 or 4"),
         (["verify", "--blocks", "0"], "'0' is not a whole number from 1"),
         (["doctor", "--training.steps", "3"], "unknown option --training.steps"),
+        (["export", "run"], "the following arguments are required: OUT; see `shardwise export --help`"),
+        (["export", "run", "out", "--dtype", "fp8"], "argument --dtype: invalid choice: 'fp8'"),
+        (["export", "run", "out", "more"], "unexpected 'more': export does not take so many words"),
+        (["export", "run", "out", "--training.steps", "3"], "unknown option --training.steps"),
+        (["checkpoint", "list", "run"], "invalid choice: 'list' (choose from 'ls', 'show', 'verify')"),
+        (["checkpoint", "ls", "run", "--tensors"], "--tensors is an option of show, not of ls"),
+        (["checkpoint", "verify", "run", "--json"], "--json is an option of ls and show, not of verify"),
+        (["checkpoint", "ls", "no/where"], "no/where holds no checkpoints; give a checkpoint, the directory"),
     ],
 )
 def test_a_mistake_is_one_message_and_exit_code_2(
@@ -151,6 +159,48 @@ def test_errors_of_a_run(
     assert capsys.readouterr().err == says
 
 
+def test_export_reaches_its_function(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from shardwise.checkpoint import export
+
+    made: list[tuple[object, ...]] = []
+
+    def fake(*words: object, say: Callable[[str], None]) -> Path:
+        made.append(words)
+        say("something of note")
+        return Path("out")
+
+    monkeypatch.setattr(export, "export_checkpoint", fake)
+    assert main(["export", "s3://bucket/run", "out", "--dtype", "bf16"]) == 0
+    assert main(["export", "run", "out"]) == 0
+    assert made == [("s3://bucket/run", "out", "bf16"), ("run", "out", None)]
+    shown = capsys.readouterr()
+    assert shown.out == "exported to out\n" * 2 and shown.err == "note: something of note\n" * 2
+
+
+@pytest.mark.parametrize(
+    ("words", "function", "expected"),
+    [
+        (["ls", "run", "--json"], "run_ls", ("run", True)),
+        (["show", "run", "--tensors"], "run_show", ("run", True, False)),
+        (["verify", "memory://x"], "run_verify", ("memory://x",)),
+    ],
+)
+def test_checkpoint_reaches_its_functions(
+    monkeypatch: pytest.MonkeyPatch, words: list[str], function: str, expected: tuple[object, ...]
+) -> None:
+    from shardwise.checkpoint import inspect
+
+    made: list[tuple[object, ...]] = []
+
+    def fake(*given: object, **_: object) -> int:
+        made.append(given)
+        return 1
+
+    monkeypatch.setattr(inspect, function, fake)
+    assert main(["checkpoint", *words]) == 1
+    assert made == [expected]
+
+
 def test_a_bug_is_not_hidden(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(job: Job, notes: tuple[str, ...]) -> None:
         raise ZeroDivisionError
@@ -173,6 +223,9 @@ def test_help_pages(capsys: pytest.CaptureFixture[str]) -> None:
     train = _page(capsys, "train", "--help")
     assert all(key.rpartition(".")[2] in train for key in leaves())
     assert "--against" in _page(capsys, "verify", "--help")
+    for name in ("export", "checkpoint", "doctor"):
+        page = _page(capsys, name, "--help")
+        assert "keys of the job" not in page and max(map(len, page.splitlines())) <= 102
     assert max(len(line) for line in train.splitlines()) <= 100
     assert _page(capsys, "--version") == f"shardwise {__version__}\n"
     assert main([]) == 2

@@ -1,6 +1,6 @@
 """`shardwise verify`: its own workers, its two references, what it refuses, and the oracle's independence."""
 
-# ruff: noqa: F811 - a fixture is imported by the name of the argument
+
 from __future__ import annotations
 
 import ast

@@ -39,7 +39,7 @@ def shardwise(workload: Workload, directory: Path, rank: int, world: int) -> Ste
     job = Job.model_validate(
         {
             "model": {"path": str(directory), "attention": "sdpa"},
-            "parallel": {"device": "cpu", "workers": world},
+            "parallel": {"device": "cpu", "workers": world, "reshard_after_forward": workload.reshard},
             "precision": {"compute": "fp32"},
             "data": {"sequence_length": workload.sequence},
             "training": {"sequences_per_step": workload.batch * world, "microbatch_size": workload.batch},

@@ -1,4 +1,4 @@
-"""The command line: `shardwise train`, `verify` and `doctor`.
+"""The command line: `shardwise train`, `verify`, `export`, `checkpoint` and `doctor`.
 
 Words of the form `--section.key value` are keys of the job and are taken out before argparse sees the rest. A user's
 mistake ends as one message on stderr and the error's exit code, never as a traceback. Heavy imports happen inside the
@@ -19,15 +19,18 @@ from shardwise.errors import ConfigError, ShardwiseError, nearest
 
 INTERRUPTED = 130
 WIDTH = 100
+PLACE = "a checkpoint, a directory of them, or a run's output directory; a path or URL"
+NEWEST = "; of several, the newest complete one"
 
 
 class Command(NamedTuple):
-    """A command: its line in the overview, its help page, its options, and what it does."""
+    """A command: its line in the overview, its help page, options and work, and whether it takes keys of a job."""
 
     summary: str
     description: str
     options: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace, dict[str, Any]], int]
+    takes_job: bool = True
 
 
 class Parser(argparse.ArgumentParser):
@@ -122,6 +125,51 @@ def _verify(options: argparse.Namespace, keys: dict[str, Any]) -> int:
     return run_verify(job, blocks=options.blocks, against=against, steps=options.steps)
 
 
+def _export_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "checkpoint", metavar="CHECKPOINT", help=f"{PLACE}; of several, the newest complete one is taken"
+    )
+    parser.add_argument("out", metavar="OUT", help="the model directory to make; it must not be there yet")
+    parser.add_argument(
+        "--dtype", choices=("bf16", "fp16", "fp32"), metavar="DTYPE", help="bf16, fp16 or fp32; unset: as stored"
+    )
+
+
+def _export(options: argparse.Namespace, keys: dict[str, Any]) -> int:
+    from shardwise.checkpoint.export import export_checkpoint
+
+    path = export_checkpoint(options.checkpoint, options.out, options.dtype, say=_say_note)
+    print(f"exported to {path}")
+    return 0
+
+
+def _checkpoint_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "action",
+        choices=("ls", "show", "verify"),
+        metavar="ls|show|verify",
+        help="list the checkpoints, show what is in one, or compare every byte with its hash (exit code 1: damaged)",
+    )
+    parser.add_argument(
+        "path", metavar="PATH", help=f"{PLACE}; of several, show and verify take the newest complete one"
+    )
+    parser.add_argument("--tensors", action="store_true", help="show: every tensor, not the largest alone")
+    parser.add_argument("--json", action="store_true", help="ls, show: print JSON")
+
+
+def _checkpoint(options: argparse.Namespace, keys: dict[str, Any]) -> int:
+    for name, actions in (("tensors", ("show",)), ("json", ("ls", "show"))):
+        if getattr(options, name) and options.action not in actions:
+            raise ConfigError(f"--{name} is an option of {' and '.join(actions)}, not of {options.action}")
+    from shardwise.checkpoint import inspect
+
+    if options.action == "ls":
+        return inspect.run_ls(options.path, options.json)
+    if options.action == "show":
+        return inspect.run_show(options.path, options.tensors, options.json, say=_say_note)
+    return inspect.run_verify(options.path, say=_say_note)
+
+
 def _doctor(options: argparse.Namespace, keys: dict[str, Any]) -> int:
     from rich.console import Console
 
@@ -143,7 +191,11 @@ def _count(text: str) -> int:
 
 def _say_notes(notes: Sequence[str]) -> None:
     for note in notes:
-        print(f"note: {note}", file=sys.stderr)
+        _say_note(note)
+
+
+def _say_note(note: str) -> None:
+    print(f"note: {note}", file=sys.stderr)
 
 
 COMMANDS = {
@@ -161,8 +213,27 @@ COMMANDS = {
         _verify_options,
         _verify,
     ),
+    "export": Command(
+        "write a checkpoint's model for Hugging Face",
+        "Write the model of a checkpoint as a directory of safetensors files that `from_pretrained` opens, with\n"
+        "config and tokenizer; a module of your own as safetensors alone. One process, one tensor at a time.",
+        _export_options,
+        _export,
+        takes_job=False,
+    ),
+    "checkpoint": Command(
+        "list, show or verify checkpoints",
+        "List the checkpoints of a directory, show what is in one, or verify the hash of each of its bytes.",
+        _checkpoint_options,
+        _checkpoint,
+        takes_job=False,
+    ),
     "doctor": Command(
-        "show what this machine offers", "Show versions, devices, backends and extras.", lambda p: None, _doctor
+        "show what this machine offers",
+        "Show versions, devices, backends and extras.",
+        lambda p: None,
+        _doctor,
+        takes_job=False,
     ),
 }
 
@@ -179,14 +250,10 @@ def build_parser() -> Parser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands", parser_class=Parser)
     for name, command in COMMANDS.items():
         page = commands.add_parser(
-            name, help=command.summary, description=command.description, takes_keys=_takes_job(name)
+            name, help=command.summary, description=command.description, takes_keys=command.takes_job
         )
         command.options(page)
     return parser
-
-
-def _takes_job(command: str) -> bool:
-    return command != "doctor"
 
 
 def run(words: Sequence[str]) -> int:
@@ -198,7 +265,7 @@ def run(words: Sequence[str]) -> int:
     if not words[0].startswith("-") and words[0] not in COMMANDS:
         raise ConfigError(f"unknown command {words[0]!r}.{nearest(words[0], COMMANDS)}")
     keys: dict[str, Any] = {}
-    if _takes_job(words[0]):
+    if words[0] in COMMANDS and COMMANDS[words[0]].takes_job:
         from shardwise.job_sources import read_value, take_overrides
 
         words, found = take_overrides(words)
@@ -211,8 +278,9 @@ def run(words: Sequence[str]) -> int:
 
 def _explain_unknown(word: str, command: str) -> str:
     if not word.startswith("-"):
-        return f"unexpected {word!r}: {command} takes one job; see `shardwise {command} --help`"
-    if not _takes_job(command):
+        takes = "takes one job" if COMMANDS[command].takes_job else "does not take so many words"
+        return f"unexpected {word!r}: {command} {takes}; see `shardwise {command} --help`"
+    if not COMMANDS[command].takes_job:
         return f"unknown option {word}; see `shardwise {command} --help`"
     from shardwise.job_keys import suggestion
 

@@ -81,6 +81,8 @@ class Plan:
             del data[key]
         for key in ("output", "observe", "checkpoint"):
             del data["job"][key]
+        for key in ("timeout_seconds", "max_restarts"):
+            del data["job"]["parallel"][key]
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
 
 

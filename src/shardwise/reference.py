@@ -242,7 +242,7 @@ class _Arguments:
 
     def add_argument(self, *names: str, **settings: Any) -> None:
         shown = f"{names[0]} {settings.get('metavar', '')}".strip()
-        self.rows.append((code(settings["metavar"] if names[0] == "job" else shown), settings.get("help", "")))
+        self.rows.append((code(shown if names[0].startswith("-") else settings["metavar"]), settings.get("help", "")))
 
 
 def command_page() -> Iterator[str]:
@@ -254,7 +254,8 @@ def command_page() -> Iterator[str]:
         yield f"## shardwise {name}\n"
         yield f"{' '.join(command.description.split())}\n"
         if arguments.rows:
-            rows = [*arguments.rows, (code("--SECTION.KEY VALUE"), "any [key of the job](job.md); a switch is true")]
+            keys = [(code("--SECTION.KEY VALUE"), "any [key of the job](job.md); a switch is true")]
+            rows = arguments.rows + (keys if command.takes_job else [])
             yield from table(("argument", "meaning"), rows)
 
 

@@ -30,6 +30,7 @@ FILES = {
     "tensorboard": "TensorBoard event files (`observe.tensorboard`)",
     "profile": "torch profiler traces of each rank (`observe.profile`, `--profile`); only where asked for",
     "model": "the trained model with its tokenizer, as `from_pretrained` opens it",
+    "checkpoints": "a directory a checkpoint (`checkpoint.every`): safetensors files, one a rank, and `manifest.json`",
     "sample.txt": "generated text of a causal language model (`observe.sample`)",
     "report.html": "charts of loss, throughput, memory, gradient norm and learning rate; needs no network",
     ".lock": "held while a run writes here",
@@ -44,6 +45,8 @@ ENVIRONMENT_VARIABLES = {
     "SHARDWISE_DEBUG": "1 shows the output of every local worker, not of rank 0 alone",
     "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT": "torchrun's; where RANK is set this "
     "process joins as that rank, before any other launcher is looked for",
+    "TORCHELASTIC_RESTART_COUNT": "torchrun's; above 0 the ranks were started again, and the run goes on from its "
+    "newest complete checkpoint",
     "OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE, OMPI_COMM_WORLD_LOCAL_RANK, OMPI_COMM_WORLD_LOCAL_SIZE": "Open MPI's; "
     "over several hosts MASTER_ADDR has to be given too",
     "PMIX_NAMESPACE, OMPI_MCA_ess_base_jobid": "Open MPI's; the port is chosen from them where MASTER_PORT is not set",
@@ -54,6 +57,8 @@ ENVIRONMENT_VARIABLES = {
     "SLURM_JOB_ID, SLURM_STEP_ID": "Slurm's; the port is chosen from them where MASTER_PORT is not set",
     "WANDB_MODE, WANDB_API_KEY": "Weights & Biases' own, with `observe.wandb`",
     "MLFLOW_TRACKING_URI": "MLflow's own, with `observe.mlflow`",
+    "AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY": "botocore's own, with `checkpoint.directory: s3://...`; "
+    "nothing of them is written down or shown",
 }
 
 COMMON_OPTIONS = {
@@ -63,7 +68,10 @@ COMMON_OPTIONS = {
 
 SUBJECTS = (
     ("1. The package: versions, extras", "[package.md](package.md)"),
-    ("2. The commands: `train`, `verify`, `doctor`", "[command-line.md](command-line.md), [run.md](run.md)"),
+    (
+        "2. The commands: `train`, `verify`, `export`, `checkpoint`, `doctor`",
+        "[command-line.md](command-line.md), [run.md](run.md)",
+    ),
     (
         "3. The job: YAML, Python, `smp_options`, dotted keys",
         "[job.md](job.md), [smp-options.md](smp-options.md), [legality.md](legality.md), [python.md](python.md)",
@@ -90,4 +98,8 @@ SUBJECTS = (
         "[run.md](run.md), [job.md](job.md#observe)",
     ),
     ("13. Verifying: `--blocks`, `--against`, `--steps`", "[command-line.md](command-line.md#shardwise-verify)"),
+    (
+        "14. Checkpoints: `checkpoint.every`, `checkpoint.resume`, `keep_last`, `staging_bytes`, `--dtype`, `--tensors`",
+        "[job.md](job.md#checkpoint), [command-line.md](command-line.md#shardwise-checkpoint)",
+    ),
 )

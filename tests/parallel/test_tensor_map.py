@@ -15,7 +15,6 @@ from shardwise.testing.world import WorldPool
 from shardwise.training.setup import set_up
 from tests.parity.jobs import make_job, make_module_job
 
-
 Seen = tuple[str, tuple[str, ...], tuple[int, ...], tuple[tuple[int, int], ...], tuple[int, ...], int]
 
 

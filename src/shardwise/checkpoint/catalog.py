@@ -93,7 +93,9 @@ def find(path: str, say: Callable[[str], None] = lambda text: None) -> tuple[Sto
     store = find_store(path)
     newest = next(complete(store, say), None)
     if newest is None:
-        raise CheckpointError(f"{store.root} holds no complete checkpoint; `shardwise checkpoint ls` says what is there")
+        raise CheckpointError(
+            f"{store.root} holds no complete checkpoint; `shardwise checkpoint ls` says what there is"
+        )
     say(f"the newest complete checkpoint of {store.root} is {newest[0]}")
     return store, newest[0]
 

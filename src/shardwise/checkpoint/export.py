@@ -127,8 +127,8 @@ def restore_config(manifest: Manifest) -> PreTrainedConfig:
     except Exception as error:
         raise CheckpointError(
             f"the config of the checkpoint (model_type={model_type!r}, written with transformers "
-            f"{manifest.versions.get('transformers')}) cannot be read: {type(error).__name__}: {error}; export with that "
-            "version"
+            f"{manifest.versions.get('transformers')}) cannot be read: {type(error).__name__}: {error}; export with "
+            "that version"
         ) from error
     return config
 

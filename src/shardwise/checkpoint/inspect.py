@@ -1,20 +1,22 @@
-"""`shardwise checkpoint`: which checkpoints there are, what is in one, and whether its bytes are those that were written.
+"""`shardwise checkpoint`: which ones there are, what is in one, and whether its bytes are those that were written.
 
 Each question is answered as plain data, which is also what `--json` prints, and shown as a table.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich import box
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from shardwise.checkpoint.bar import byte_bar
-from shardwise.checkpoint.catalog import checkpoints, find_store, manifest_alone, read_manifest
+from shardwise.checkpoint.catalog import checkpoints, find, find_store, is_checkpoint, manifest_alone, read_manifest
 from shardwise.checkpoint.checked_file import CheckedFile
 from shardwise.checkpoint.manifest import BLOCK_BYTES, Manifest
 from shardwise.checkpoint.stores import Store
@@ -22,8 +24,11 @@ from shardwise.errors import CheckpointError
 
 LARGEST = 10  # tensors that `show` lists unasked
 NAMED = 4  # tensors that a damaged place names
+PIPED_WIDTH = 120
 
 Advance = Callable[[int], None]
+Say = Callable[[str], None]
+Page = Iterable[RenderableType]
 
 # --- ls --------------------------------------------------------------------------------------------------------------
 
@@ -46,9 +51,14 @@ class Listed:
 def list_checkpoints(path: str) -> tuple[str, list[Listed]]:
     """The directory that holds the checkpoints of `path`, itself or a run's, and what is in it, oldest first.
 
+    A `path` that is a checkpoint is listed alone.
+
     Raises:
         CheckpointError: there are none.
     """
+    if is_checkpoint(path):
+        store, name = find(path)
+        return store.root, [_listed(store, name)]
     store = find_store(path)
     found = [_listed(store, name) for name in reversed(checkpoints(store))]
     problem = "it is being written, or was when its run was killed"
@@ -87,22 +97,24 @@ def ranks_of(manifest: Manifest) -> int | None:
     return size if isinstance(size, int) else None
 
 
-def listing_table(root: str, found: Sequence[Listed]) -> RenderableType:
-    """The table of `ls`, with the reasons of incomplete ones under it."""
-    table = Table(title=Text(root), title_justify="left", title_style="bold")
+def listing(root: str, found: Sequence[Listed]) -> Page:
+    """The page of `ls`: the table, and under it why checkpoints are not complete."""
+    yield Text(root, "bold")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("checkpoint", no_wrap=True)
-    for heading in ("step", "samples", "tokens", "validation loss", "size", "ranks"):
-        table.add_column(heading, justify="right")
-    table.add_column("written", no_wrap=True)
+    for heading in ("step", "samples", "tokens", "validation", "size", "ranks"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("written (UTC)", no_wrap=True)
     for each in found:
         if each.problem is not None:
-            table.add_row(Text(each.name), *[""] * 4, size_text(each.bytes), "", "incomplete", style="yellow")
+            shown = Text(each.name.removeprefix(".").removesuffix(".partial"))
+            table.add_row(shown, *[""] * 4, size_text(each.bytes), "", "incomplete", style="yellow")
             continue
         loss = "" if each.validation_loss is None else f"{each.validation_loss:.4f}"
         counts = (f"{number:,}" for number in (each.step, each.samples, each.tokens))
         table.add_row(Text(each.name), *counts, loss, size_text(each.bytes), str(each.ranks or ""), when(each.written))
-    reasons = [Text(f"{each.name}: {each.problem}") for each in found if each.problem is not None]
-    return Group(table, *reasons)
+    yield table
+    yield from (Text(f"{each.name}: {each.problem}") for each in found if each.problem is not None)
 
 
 # --- show ------------------------------------------------------------------------------------------------------------
@@ -154,22 +166,25 @@ def kind_of(name: str) -> str:
     return f"{kind}/{rest.partition('/')[0]}" if kind == "optimizer" else kind
 
 
-def contents(place: str, manifest: Manifest, every_tensor: bool) -> RenderableType:
+def contents(place: str, manifest: Manifest, every_tensor: bool) -> Page:
     """The page of `show`: header, sums by kind, and all tensors or the largest."""
-    facts = Table(show_header=False, box=None, pad_edge=False, title=Text(place), title_justify="left")
-    facts.title_style = "bold"
+    yield Text(place, "bold")
+    facts = Table(show_header=False, box=None, pad_edge=False)
     facts.add_column(style="cyan", no_wrap=True)
     facts.add_column(overflow="fold")
     for key, text in _facts(header(manifest)):
         facts.add_row(key, Text(text))
+    yield from (facts, Text())
     rows = tensor_rows(manifest)
+    yield from (_kinds_table(rows), Text())
     largest = rows if every_tensor else sorted(rows, key=lambda row: -row["bytes"])[:LARGEST]
-    title = None if every_tensor else f"the {len(largest)} largest of {len(rows)} tensors (--tensors: all)"
-    return Group(facts, Text(), _kinds_table(rows), Text(), _tensors_table(largest, title))
+    if len(largest) < len(rows):
+        yield Text(f"the {len(largest)} largest of {len(rows)} tensors (--tensors shows all)")
+    yield _tensors_table(largest)
 
 
 def _facts(known: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    yield "written", f"{when(known['written'])} by {known['ranks']} ranks ({_pairs(known['degrees'])})"
+    yield "written", f"{when(known['written'])} UTC, ranks {known['ranks']} ({_pairs(known['degrees'])})"
     yield (
         "step",
         f"{known['step']:,}: {known['samples']:,} samples, {known['tokens']:,} tokens"
@@ -210,8 +225,8 @@ def _kinds_table(rows: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
-def _tensors_table(rows: Sequence[dict[str, Any]], title: str | None) -> Table:
-    table = Table(title=title, title_justify="left")
+def _tensors_table(rows: Sequence[dict[str, Any]]) -> Table:
+    table = Table()
     table.add_column("tensor", overflow="fold")
     table.add_column("dtype")
     for heading in ("shape", "size", "slices"):
@@ -277,9 +292,10 @@ def _check_block(source: CheckedFile, number: int, start: int, stop: int, report
         report.tensors += source.manifest.tensors_at(source.file, start, stop)
 
 
-def verification_table(place: str, reports: Sequence[FileReport]) -> RenderableType:
-    """The table of `verify`, with each damaged file's tensors under it."""
-    table = Table(title=Text(place), title_justify="left", title_style="bold")
+def verification(place: str, reports: Sequence[FileReport]) -> Page:
+    """The page of `verify`: the table, and under it the tensors of each damaged file."""
+    yield Text(place, "bold")
+    table = Table()
     table.add_column("file", no_wrap=True)
     table.add_column("size", justify="right")
     table.add_column("blocks", justify="right")
@@ -287,7 +303,9 @@ def verification_table(place: str, reports: Sequence[FileReport]) -> RenderableT
     for each in reports:
         verdict = Text("; ".join(each.damages), "bold red") if each.damages else Text("ok")
         table.add_row(Text(each.name), size_text(each.bytes), f"{-(-each.bytes // BLOCK_BYTES):,}", verdict)
-    return Group(table, *(Text(_sentence(each)) for each in reports if each.damages), Text(_verdict(reports)))
+    yield table
+    yield from (Text(_sentence(each)) for each in reports if each.damages)
+    yield Text(_verdict(reports))
 
 
 def _sentence(report: FileReport) -> str:
@@ -304,6 +322,48 @@ def _verdict(reports: Sequence[FileReport]) -> str:
     return f"{len(reports)} files, {total}: every block is as it was written"
 
 
+# --- the commands ----------------------------------------------------------------------------------------------------
+
+
+def run_ls(path: str, as_json: bool) -> int:
+    """`shardwise checkpoint ls`."""
+    root, found = list_checkpoints(path)
+    if as_json:
+        return _print_json([asdict(each) | {"complete": each.problem is None} for each in found])
+    return _print(listing(root, found))
+
+
+def run_show(path: str, every_tensor: bool, as_json: bool, say: Say) -> int:
+    """`shardwise checkpoint show`."""
+    store, name = find(path, say)
+    manifest = read_manifest(store, name)
+    if as_json:
+        return _print_json({"path": f"{store.root}/{name}", **header(manifest), "tensors": tensor_rows(manifest)})
+    return _print(contents(f"{store.root}/{name}", manifest, every_tensor))
+
+
+def run_verify(path: str, say: Say) -> int:
+    """`shardwise checkpoint verify`: 1 where anything is damaged."""
+    store, name = find(path, say)
+    reports = verify_files(store, name)
+    _print(verification(f"{store.root}/{name}", reports))
+    return int(any(each.damages for each in reports))
+
+
+def _print(page: Page) -> int:
+    console = Console()
+    if not console.is_terminal:
+        console.width = max(console.width, PIPED_WIDTH)  # a table that is cut short is of no use in a file
+    for part in page:
+        console.print(part, soft_wrap=isinstance(part, Text))
+    return 0
+
+
+def _print_json(content: Any) -> int:
+    print(json.dumps(content, indent=1))
+    return 0
+
+
 # --- words -----------------------------------------------------------------------------------------------------------
 
 
@@ -316,10 +376,5 @@ def size_text(count: int) -> str:
 
 
 def when(written: str | None) -> str:
-    """ISO time in UTC, short."""
-    return (written or "").replace("T", " ").replace("+00:00", " UTC")
-
-
-def as_json(found: Sequence[Listed]) -> list[dict[str, Any]]:
-    """`ls --json`."""
-    return [asdict(each) | {"complete": each.problem is None} for each in found]
+    """ISO time in UTC to the minute."""
+    return (written or "")[:16].replace("T", " ")

@@ -41,10 +41,10 @@ def open_remote(root: str) -> RemoteStore:
         return RemoteStore(root, *fsspec.core.url_to_fs(root))
     except ImportError as error:
         extra = EXTRAS.get(scheme)
-        how = f"`pip install 'shardwise[{extra}]'`" if extra else str(error)
+        how = f"`pip install 'shardwise[{extra}]'`" if extra else "install it"
         raise CheckpointError(
-            f"checkpoint path {root!r}: the package for the scheme {scheme!r} is not installed ({error}); {how}, or "
-            "use a local directory"
+            f"checkpoint path {root!r}: the package for the scheme {scheme!r} is missing ({error}); {how}, or use a "
+            "local directory"
         ) from None
     except Exception as error:
         raise CheckpointError(f"checkpoint path {root!r} cannot be opened: {type(error).__name__}: {error}") from error

@@ -50,7 +50,7 @@ class Checkpointer:
         self.settings = model.plan.job.checkpoint
         self.group = dist.new_group(backend="gloo", timeout=PATIENCE)  # the writing thread's own: nothing may overtake
         self.retention = Retention(self.settings)
-        self.failure: Exception | None = None
+        self.failure: BaseException | None = None
         self.saved: str | None = None
         self._staging: Staging | None = None
         self._thread: threading.Thread | None = None
@@ -111,7 +111,7 @@ class Checkpointer:
             self.saved = name
             if rank == 0:
                 self._prune()
-        except Exception as error:
+        except BaseException as error:  # DCP's CheckpointException is no Exception
             if rank == 0:
                 with suppress(Exception):
                     self.store.abandon(name)

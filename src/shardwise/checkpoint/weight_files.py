@@ -7,7 +7,6 @@ runs no code. Which files a directory consists of is decided above, in reading.p
 
 from __future__ import annotations
 
-import pickle
 import re
 import warnings
 from collections.abc import Iterable, Sequence
@@ -129,7 +128,7 @@ def _load(file: Path, mapped: bool) -> object:
             warnings.simplefilter("ignore")  # about TorchScript, which is refused below
             return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:  # broken bytes make the unpickler raise anything: EOFError, KeyError, struct.error, ...
-        unknown = re.search(r"GLOBAL (\S+)", str(error)) if isinstance(error, pickle.UnpicklingError) else None
+        unknown = re.search(r"GLOBAL (\S+)", str(error))
         if unknown:
             raise ModelError(
                 f"{file} asks for {unknown[1]!r}, which no tensor needs; code out of weight files is never run. Use "

@@ -116,6 +116,7 @@ class HuggingFaceWriter:
         file = self._temporary / _shard_name(self._shards, 0)
         try:
             save_file(self._pending, str(file), metadata={"format": "pt"})
+            file.chmod(0o666 & ~_umask())  # safetensors makes files that only their owner can read
         except (OSError, SafetensorError) as error:
             self.abort()
             raise OutputError(f"{self.path} cannot be written: {error}") from error

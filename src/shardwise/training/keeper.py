@@ -21,7 +21,8 @@ from shardwise.training.step import StepResult
 def after_restart(job: Job) -> Job:
     """The job as an elastic agent's restarted ranks run it: from the newest checkpoint, where there is one."""
     again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-    if not again or next(complete(checkpoint_store(job)), None) is None:
+    named = job.checkpoint.resume != "none"  # a run that started from a named checkpoint does so until it has its own
+    if not again or (named and next(complete(checkpoint_store(job)), None) is None):
         return job
     return job.model_copy(update={"checkpoint": job.checkpoint.model_copy(update={"resume": "auto"})})
 

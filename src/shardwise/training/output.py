@@ -29,10 +29,13 @@ LOCK_FILE = ".lock"
 _RESULTS = (SAMPLE_FILE, "report.html", "job.yaml", MODEL_DIRECTORY, "profile")
 _RECORDS = (METRICS_FILE, "tensorboard")  # a run that is resumed goes on with them
 
+# Which keys of a job may differ in two runs of the same training.
+UNLIKE: Any = {"output": True, "observe": True, "checkpoint": True, "parallel": {"timeout_seconds", "max_restarts"}}
+
 
 def job_fingerprint(job: Job) -> str:
     """Equal for jobs that train the same model in the same way; what is shown and kept, and where, does not count."""
-    data = job.model_dump(mode="json", exclude={"output", "observe", "checkpoint"})
+    data = job.model_dump(mode="json", exclude=UNLIKE)
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
 
 

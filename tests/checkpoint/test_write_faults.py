@@ -1,0 +1,387 @@
+"""Writing that fails or is slow: nothing is lost, nothing is overtaken, and every rank hears of it."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.checkpoint import save as saving
+from shardwise.checkpoint.catalog import Retention, checkpoints, name_of, read_manifest
+from shardwise.checkpoint.manifest import BLOCK_BYTES, FILE, Manifest, Progress
+from shardwise.checkpoint.save import Checkpointer
+from shardwise.checkpoint.staging import Broken, Staging
+from shardwise.checkpoint.stores import OWNER, LocalStore
+from shardwise.config import CheckpointSection, Job
+from shardwise.errors import CheckpointError
+from shardwise.testing.world import WorldPool
+from shardwise.training.keeper import data_facts
+from shardwise.training.setup import set_up
+from shardwise.training.trainer import Trainer, train_rank
+from tests.checkpoint.stored import stored
+from tests.parity.jobs import make_job, make_module_job
+
+ROOT = Path(__file__).parents[2]
+
+# --- the staging ring ------------------------------------------------------------------------------------------------
+
+HALF = BLOCK_BYTES // 2
+
+
+def numbers(*sizes: int) -> list[Tensor]:
+    """Tensors of that many bytes each, all bytes different from their neighbours in other tensors."""
+    return [(torch.arange(size) * 7 + number).to(torch.uint8) for number, size in enumerate(sizes)]
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 100) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not come true"
+        time.sleep(0.01)
+
+
+@contextmanager
+def filling(staging: Staging, parts: list[Tensor]) -> Iterator[threading.Thread]:
+    """The training thread."""
+    staging.begin()
+    thread = threading.Thread(target=staging.fill, args=(parts,), daemon=True)
+    thread.start()
+    yield thread
+    thread.join(100)
+    assert not thread.is_alive()
+
+
+STATES: list[tuple[str, list[Tensor]]] = [
+    ("nothing", []),
+    ("empty tensors", numbers(0, 0)),
+    ("empty among others", numbers(3, 0, BLOCK_BYTES, 0, 1)),
+    ("one block", numbers(BLOCK_BYTES)),
+    ("a byte more", numbers(BLOCK_BYTES, 1)),
+    ("the ring", numbers(*[HALF] * 6)),
+    ("more than the ring", numbers(*[HALF + 1] * 9)),
+    ("one tensor larger than the ring", numbers(5 * BLOCK_BYTES + 17)),
+    ("numbers and strides", [torch.tensor(3.5), torch.arange(24.0).view(4, 6).t()]),
+]
+
+
+@pytest.mark.parametrize("parts", [pytest.param(parts, id=name) for name, parts in STATES])
+def test_the_stream_arrives_whole_through_a_ring_of_three_blocks(parts: list[Tensor]) -> None:
+    staging = Staging(3 * BLOCK_BYTES + 5)
+    expected = b"".join(part.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for part in parts)
+    for _ in range(2):  # it is used again
+        with filling(staging, parts):
+            blocks = [(bytes(block), staging.bytes) for block in staging.drain()]
+        assert b"".join(block for block, _ in blocks) == expected
+        assert all(len(block) == BLOCK_BYTES for block, _ in blocks[:-1])
+        assert max(held for _, held in blocks) <= 3 * BLOCK_BYTES
+
+
+def test_training_is_held_up_while_the_ring_is_full() -> None:
+    staging = Staging(2 * BLOCK_BYTES)
+    with filling(staging, numbers(4 * BLOCK_BYTES)) as thread:
+        eventually(lambda: staging._full.qsize() == 2)
+        assert thread.is_alive() and staging.bytes == 2 * BLOCK_BYTES
+        stream = staging.drain()
+        next(stream)
+        next(stream)  # the first is free again
+        eventually(lambda: staging._full.qsize() == 1)
+        assert thread.is_alive() and staging.bytes == 2 * BLOCK_BYTES
+        assert len(list(stream)) == 2
+
+
+def test_training_goes_on_at_once_where_the_ring_holds_the_state() -> None:
+    staging = Staging(3 * BLOCK_BYTES)
+    staging.begin()
+    staging.fill(numbers(3 * BLOCK_BYTES))  # nobody takes a block
+    assert staging.bytes == 3 * BLOCK_BYTES
+    assert sum(len(block) for block in staging.drain()) == 3 * BLOCK_BYTES
+
+
+def test_a_writer_that_fails_sets_the_waiting_training_free_and_the_ring_is_used_again() -> None:
+    staging = Staging(2 * BLOCK_BYTES)
+    with filling(staging, numbers(5 * BLOCK_BYTES)) as thread:
+        stream = staging.drain()
+        next(stream)
+        eventually(lambda: staging._full.qsize() == 1)
+        assert thread.is_alive()
+        staging.cancel()
+    with pytest.raises(Broken):
+        next(stream)
+    with filling(staging, numbers(3 * BLOCK_BYTES)):
+        assert sum(len(block) for block in staging.drain()) == 3 * BLOCK_BYTES
+    assert staging.bytes <= 2 * BLOCK_BYTES
+
+
+def test_a_writer_that_failed_before_the_first_block() -> None:
+    staging = Staging(2 * BLOCK_BYTES)
+    staging.begin()
+    staging.cancel()
+    staging.fill(numbers(5 * BLOCK_BYTES))
+    assert staging.bytes == 0
+
+
+# --- saves of two ranks ----------------------------------------------------------------------------------------------
+
+
+class SlowStore(LocalStore):
+    """Every file waits for the gate. Notes what is done."""
+
+    def __init__(self, root: str) -> None:
+        super().__init__(root)
+        self.gate, self.log = threading.Event(), list[tuple[str, str]]()
+
+    def begin(self, name: str) -> None:
+        self.log.append(("begin", name))
+        super().begin(name)
+
+    def create(self, name: str, file: str) -> Any:
+        assert self.gate.wait(100)
+        return super().create(name, file)
+
+    def commit(self, name: str, manifest: bytes) -> None:
+        super().commit(name, manifest)
+        self.log.append(("commit", name))
+
+
+def save_twice(job: Job, path: Path) -> list[tuple[str, str]]:
+    """The second save comes while the first is held up; the weights change as soon as each save returns."""
+    run, store = set_up(job, torch.device("cpu")), SlowStore(str(path))
+    checkpointer = Checkpointer(run.model, run.optimizer, store, data_facts(run))
+    taken = saving.snapshot
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saving, "snapshot", lambda *a: (store.log.append(("snapshot", "")), taken(*a))[1])
+        for step in (1, 2):
+            with torch.no_grad():
+                for entry in run.model.tensor_map:
+                    entry.local.fill_(step)
+            if step == 2:
+                assert checkpoints(store) == []
+                threading.Timer(0.5, store.gate.set).start()
+            checkpointer.save(Progress(step=step), run.scaler)
+        with torch.no_grad():
+            for entry in run.model.tensor_map:
+                entry.local.fill_(3.0)
+        checkpointer.wait()
+    return store.log
+
+
+def test_a_save_waits_for_the_last_and_holds_what_was_there_when_it_began(
+    world_pool: WorldPool, corpora: Path, tmp_path: Path
+) -> None:
+    coordinator, other = world_pool.run(2, save_twice, make_module_job(corpora), tmp_path)
+    expected = [(what, name_of(step)) for step in (1, 2) for what in ("snapshot", "begin", "commit")]
+    assert coordinator == [(what, "" if what == "snapshot" else name) for what, name in expected]
+    assert other == [("snapshot", "")] * 2
+    for step in (1, 2):
+        weights = {n: t for n, t in stored(tmp_path / name_of(step)).items() if n.startswith("model/")}
+        assert weights and all(bool((tensor == step).all()) for tensor in weights.values())
+
+
+def save_among_others(job: Job, path: Path) -> list[str]:
+    """Another run claims the directory between two saves."""
+    run, store = set_up(job, torch.device("cpu")), LocalStore(str(path))
+    checkpointer = Checkpointer(run.model, run.optimizer, store, data_facts(run))
+    checkpointer.save(Progress(step=1), run.scaler, wait=True)
+    dist.barrier()
+    (path / OWNER).write_text("somebody else")
+    dist.barrier()
+    with pytest.raises(CheckpointError) as caught:
+        checkpointer.save(Progress(step=2), run.scaler, wait=True)
+    return [str(caught.value), *checkpoints(store)]
+
+
+def test_a_run_that_finds_another_ones_owner_does_not_commit(
+    world_pool: WorldPool, corpora: Path, tmp_path: Path
+) -> None:
+    for said, *names in world_pool.run(2, save_among_others, make_module_job(corpora), tmp_path):
+        assert f"another run writes into {tmp_path} now" in said
+        assert names == [name_of(1)]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [OWNER, name_of(1)]
+
+
+def claim_apart(path: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        saving.claim(LocalStore(str(path / str(dist.get_rank()))))
+    return str(caught.value)
+
+
+def test_directories_that_are_not_shared_are_refused_before_training(world_pool: WorldPool, tmp_path: Path) -> None:
+    for rank, said in enumerate(world_pool.run(3, claim_apart, tmp_path)):
+        assert f"{tmp_path}/{rank}' is not shared: 2 ranks do not see" in said
+
+
+# --- a run whose second checkpoint fails -----------------------------------------------------------------------------
+
+
+def a_job(corpora: Path, output: Path, resume: str = "none", **checkpoint: Any) -> Job:
+    """Saves after steps 2, 4 and 6."""
+    training = {"steps": 6, "sequences_per_step": 4, "evaluate_batches": 1}
+    settings = {"every": 2, "resume": resume, **checkpoint}
+    job = make_job(corpora, layers=1, checkpoint=settings, training=training, observe={"tensorboard": False})
+    return job.model_copy(update={"output": str(output)})
+
+
+def train_with_a_fault(job: Job, rank: int, point: str) -> str:
+    """Trains; `point` of the store fails on `rank` as the checkpoint of step 4 is written. The error, or ""."""
+    original, one_step = getattr(LocalStore, point), Trainer.one_step
+
+    def failing(self: LocalStore, name: str, *arguments: Any) -> Any:
+        if name == name_of(4):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return original(self, name, *arguments)
+
+    def after_the_writing(self: Trainer, step: int) -> Any:
+        """Steps long enough that a save has ended, well or not, when the next begins."""
+        for thread in threading.enumerate():
+            if thread.name.startswith("shardwise-step"):
+                thread.join()
+        return one_step(self, step)
+
+    Path(job.output).mkdir(parents=True, exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "one_step", after_the_writing)
+        if dist.get_rank() == rank:
+            patch.setattr(LocalStore, point, failing)
+        try:
+            train_rank(job, torch.device("cpu"))
+        except CheckpointError as error:
+            return str(error)
+    return ""
+
+
+def losses(output: Path) -> list[tuple[int, float]]:
+    records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [(record["step"], record["loss"]) for record in records if "loss" in record]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(world_pool: WorldPool, corpora: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("undisturbed") / "run"
+    assert world_pool.run(2, train_with_a_fault, a_job(corpora, output), -1, "create") == ["", ""]
+    return output
+
+
+@pytest.mark.parametrize(("rank", "point"), [(1, "create"), (0, "create"), (0, "begin"), (0, "commit")])
+def test_a_failed_save_is_everyones_at_the_next_step_and_the_last_one_stays(
+    world_pool: WorldPool, corpora: Path, tmp_path: Path, undisturbed: Path, rank: int, point: str
+) -> None:
+    output = tmp_path / "run"
+    for said in world_pool.run(2, train_with_a_fault, a_job(corpora, output), rank, point):
+        assert said.startswith(f"rank {rank}: ") and "No space left on device; earlier ones are intact" in said
+    expected = losses(undisturbed)
+    assert losses(output) == expected[:5]  # the step after the save, and no further
+    assert sorted(entry.name for entry in (output / "checkpoints").iterdir()) == [OWNER, name_of(2)]
+    assert world_pool.run(2, train_with_a_fault, a_job(corpora, output, "auto"), -1, point) == ["", ""]
+    assert losses(output) == expected
+    assert checkpoints(LocalStore(str(output / "checkpoints"))) == [name_of(6), name_of(4)]
+
+
+# --- a disk that is full ---------------------------------------------------------------------------------------------
+
+# In a mount namespace of its own: two runs of the command line on a small tmpfs, which is larger for the second.
+FULL = """
+import ctypes, json, os, sys
+from shardwise.cli import main
+disk, job = sys.argv[1:]
+
+def mount(flags, size):
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mount(b"tmpfs", disk.encode(), b"tmpfs", flags, f"size={size}".encode()):
+        raise OSError(ctypes.get_errno(), "mount")
+
+def train(*options):
+    code = main(["train", job, *options])
+    print(json.dumps({"code": code, "left": sorted(os.listdir(disk))}), flush=True)
+
+if __name__ == "__main__":
+    mount(0, 5 << 19)
+    train()
+    mount(32, 1 << 26)  # MS_REMOUNT
+    train("--checkpoint.resume", "auto")
+"""
+NAMESPACE = ["unshare", "--map-root-user", "--mount"]
+
+
+def can_mount() -> bool:
+    return shutil.which("unshare") is not None and subprocess.run([*NAMESPACE, "true"], capture_output=True).returncode == 0
+
+
+@pytest.mark.skipif(not can_mount(), reason="mount namespaces are not permitted here")
+def test_a_full_disk(corpora: Path, tmp_path: Path) -> None:
+    disk, file = tmp_path / "disk", tmp_path / "job.yaml"
+    disk.mkdir()
+    job = a_job(corpora, tmp_path / "run", directory=str(disk))
+    config = (job.model.config or {}) | {"vocab_size": 2_500}  # 1.6 MB of state in fp64: one checkpoint fits, two do not
+    job = job.model_copy(update={"model": job.model.model_copy(update={"config": config})})
+    file.write_text(job.model_dump_json(exclude_unset=True))
+    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
+    (tmp_path / "full.py").write_text(FULL)
+    done = subprocess.run(
+        [*NAMESPACE, sys.executable, str(tmp_path / "full.py"), str(disk), str(file)],
+        env=environment, capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    first, second = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"code"')]
+    assert first == {"code": 2, "left": [OWNER, name_of(2)]}, done.stderr
+    assert "No space left on device; earlier ones are intact" in done.stderr and "Traceback" not in done.stderr
+    assert second["code"] == 0, done.stderr
+    assert f"resumed from {disk}/{name_of(2)}" in done.stdout.replace("\n", "")
+    assert [step for step, _ in losses(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
+
+
+# --- which checkpoints stay ------------------------------------------------------------------------------------------
+
+LOSSES: dict[int, float | None] = {1: 5.0, 2: None, 3: 3.0, 4: None, 5: 4.0, 6: None, 7: 4.5}
+KEPT: list[tuple[dict[str, Any], list[int]]] = [
+    ({}, [6, 7]),
+    ({"keep_last": 1}, [7]),
+    ({"keep_last": 9}, [1, 2, 3, 4, 5, 6, 7]),
+    ({"keep_last": 1, "keep_every": 3}, [3, 6, 7]),
+    ({"keep_last": 1, "keep_best": True}, [3, 7]),
+    ({"keep_last": 2, "keep_best": True, "keep_every": 5}, [3, 5, 6, 7]),
+]
+
+
+def empty_manifest(step: int) -> bytes:
+    return Manifest(
+        progress=Progress(step=step, validation_loss=LOSSES[step]), optimizer="AdamW", tensors={}, files={}, job={},
+        plan={}, data={}, versions={}, written="",
+    ).to_json()  # fmt: skip
+
+
+@pytest.mark.parametrize(("settings", "kept"), KEPT)
+def test_retention(tmp_path: Path, settings: dict[str, Any], kept: list[int]) -> None:
+    store = LocalStore(str(tmp_path))
+    for step in LOSSES:
+        store.begin(name_of(step))
+        store.commit(name_of(step), empty_manifest(step))
+    for other in (tmp_path / name_of(0), tmp_path / "step-mine", tmp_path / "my notes"):  # no manifest, no checkpoint
+        other.mkdir()
+    surplus = Retention(CheckpointSection(**settings)).surplus(store)
+    for name in surplus:
+        store.remove(name)
+    left = [int(path.name[5:]) for path in sorted(tmp_path.glob("step-*")) if (path / FILE).exists()]
+    assert left == kept
+    assert {"step-mine", "my notes", name_of(0)} <= {entry.name for entry in tmp_path.iterdir()}
+
+
+def test_retention_removes_as_the_run_goes(world_pool: WorldPool, corpora: Path, tmp_path: Path) -> None:
+    job = a_job(corpora, tmp_path / "run", keep_last=1, keep_every=4)
+    assert world_pool.run(2, train_with_a_fault, job, -1, "create") == ["", ""]
+    store = LocalStore(str(tmp_path / "run" / "checkpoints"))
+    assert checkpoints(store) == [name_of(6), name_of(4)]
+    assert read_manifest(store, name_of(6)).progress.validation_loss is not None

@@ -1,0 +1,32 @@
+"""torch.compile per block changes no number: the compiled model against the untouched one in one process.
+
+Llama's norms and softmax compute in fp32 even in an fp64 model, and the compiler rounds those otherwise: it is compared
+in fp32.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise.testing.world import WorldPool
+from tests.parity.jobs import make_job, verify_one
+
+FP32: dict[str, Any] = {"precision": {"compute": "fp32"}, "optimizer": {"name": "SGD", "learning_rate": 0.1}}
+
+
+@pytest.mark.timeout(900)  # the compiler is slow on a busy machine
+@pytest.mark.parametrize(
+    "family, sections",
+    [
+        ("gpt2", {"dropout": 0.1, "parallel": {"sharded_data_parallel_degree": 2}}),
+        ("llama", {**FP32, "memory": {"activation_checkpointing": "full"}, "tied": False}),
+    ],
+)
+def test_a_compiled_model_agrees(world_pool: WorldPool, corpora: Path, family: str, sections: dict[str, Any]) -> None:
+    job = make_job(corpora, family, layers=1, model={"compile": True}, **sections)
+    report = world_pool.run(2, verify_one, job, 2, timeout=800)[0]
+    assert report is not None
+    assert report.agrees, (report.first, report.diagnosis)
