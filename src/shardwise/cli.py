@@ -49,7 +49,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def _formatter(prog: str) -> argparse.HelpFormatter:
-    return argparse.RawDescriptionHelpFormatter(prog, max_help_position=26, width=WIDTH)
+    made = argparse.RawDescriptionHelpFormatter(prog, max_help_position=26, width=WIDTH)
+    made._action_max_length = 14  # argparse forgets the indent of commands, and puts the longest one's line below it
+    return made
 
 
 def _key_page() -> str:

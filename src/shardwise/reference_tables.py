@@ -57,8 +57,8 @@ ENVIRONMENT_VARIABLES = {
     "SLURM_JOB_ID, SLURM_STEP_ID": "Slurm's; the port is chosen from them where MASTER_PORT is not set",
     "WANDB_MODE, WANDB_API_KEY": "Weights & Biases' own, with `observe.wandb`",
     "MLFLOW_TRACKING_URI": "MLflow's own, with `observe.mlflow`",
-    "AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY": "botocore's own, with `checkpoint.directory: s3://...`; "
-    "nothing of them is written down or shown",
+    "AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY": "botocore's own, with "
+    "`checkpoint.directory: s3://...`; nothing of them is written down or shown",
 }
 
 COMMON_OPTIONS = {
@@ -99,7 +99,7 @@ SUBJECTS = (
     ),
     ("13. Verifying: `--blocks`, `--against`, `--steps`", "[command-line.md](command-line.md#shardwise-verify)"),
     (
-        "14. Checkpoints: `checkpoint.every`, `checkpoint.resume`, `keep_last`, `staging_bytes`, `--dtype`, `--tensors`",
+        "14. Checkpoints: `checkpoint.every`, `checkpoint.resume`, `keep_last`, `staging_bytes`, `--dtype`",
         "[job.md](job.md#checkpoint), [command-line.md](command-line.md#shardwise-checkpoint)",
     ),
 )

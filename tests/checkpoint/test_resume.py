@@ -16,6 +16,7 @@ from shardwise.testing.world import WorldPool
 from shardwise.training.output import check_output, claim_output
 from shardwise.training.setup import set_up
 from shardwise.training.trainer import TrainingResult, train_rank
+from tests.checkpoint.stored import stored
 from tests.parity.jobs import make_job
 
 STEPS = 6
@@ -157,6 +158,27 @@ def test_what_an_output_directory_with_checkpoints_takes(world_pool: WorldPool, 
     claimed(resumed(a_job(corpora, tmp_path / "run", parallel={"sharded_data_parallel_degree": 1})))  # another layout
     with pytest.raises(OutputError, match="another job"):
         check_output(resumed(a_job(corpora, tmp_path / "run", layers=2)))
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_replaced(
+    world_pool: WorldPool, corpora: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    job = a_job(corpora, tmp_path / "run")
+    world_pool.run(2, train, job)
+    undisturbed = losses(job)
+    _forget_model(job)
+    newest = tmp_path / "run/checkpoints/step-00000006"
+    content = bytearray((newest / "rank-00001.safetensors").read_bytes())
+    content[-9000] ^= 1
+    (newest / "rank-00001.safetensors").write_bytes(content)
+    world_pool.run(2, train, resumed(job))
+    assert losses(job) == undisturbed
+    said = capfd.readouterr().out
+    assert "step-00000006 is passed over" in said
+    assert "rank-00001.safetensors" in said
+    assert (newest / "rank-00001.safetensors").read_bytes() != content
+    assert stored(newest)
+    assert sorted(path.name for path in newest.parent.iterdir()) == ["owner", "step-00000004", "step-00000006"]
 
 
 def test_a_named_checkpoint_of_another_run(world_pool: WorldPool, corpora: Path, tmp_path: Path) -> None:

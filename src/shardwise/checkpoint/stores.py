@@ -142,7 +142,11 @@ class LocalStore:
         _sync_directory(partial)
         if (self._path / name).exists():  # damaged, or this run would have gone on from it
             self.remove(name)
+        old = self._path / f".{name}.old"
+        with suppress(FileNotFoundError):
+            (self._path / name).rename(old)  # one of the same step that was passed over because it is damaged
         partial.rename(self._path / name)
+        shutil.rmtree(old, ignore_errors=True)
         _sync_directory(self._path)
 
     def read(self, name: str, file: str) -> bytes:
