@@ -30,9 +30,10 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.checkpoint_contenders import Contender, Size, State, Wait, dtensors, make_state, remove
+from benchmarks.checkpoint_contenders import Contender, Shardwise, Size, State, Wait, make_state, remove
 from benchmarks.harness import Summary, paired_ratio, summarize
 from benchmarks.record import header, write_json
+from shardwise.checkpoint.manifest import BLOCK_BYTES
 from shardwise.checkpoint.staging import Staging
 from shardwise.testing.world import WorldPool
 
@@ -46,12 +47,13 @@ CONTENDERS = {
     "torch.save": f"{HERE}:TorchSave",
     LIMIT: f"{HERE}:Raw",
 }
-ONLY_ASYNCHRONOUS = {HALF}  # its other saves are those of OURS
-ONLY_SYNCHRONOUS = {"torch.save", LIMIT, "DCP, threads"}
+ALONE, AMID, ASYNCHRONOUS = "save and load", "save amid steps", "asynchronous save amid steps"
+PARTS = {OURS: {ALONE, AMID, ASYNCHRONOUS}, HALF: {ASYNCHRONOUS}, "DCP": {ALONE, AMID, ASYNCHRONOUS}}
 PACKAGES = ("torch", "shardwise")
 MB = 1e6
 
-Times = dict[str, dict[str, list[float]]]  # measure -> contender -> seconds of each round
+Times = dict[str, dict[str, list[float]]]  # contender -> measure -> seconds of each round
+PLAIN = "steps"  # the contender that saves nothing
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -92,27 +94,23 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def measure(size: Size, directory: Path, contenders: dict[str, str], rounds: int, steps: int) -> dict[str, Any]:
-    """Everything of one rank; times are equal on all. Collective."""
+    """Everything of one rank. Collective."""
     torch.set_num_threads(1)
-    state = make_state(size)
-    expected = {name: local.clone() for name, local in state.locals.items()}
-    step = Step()
-    made = {name: load_class(where)(state) for name, where in contenders.items()}
-    memory = {name: extra_memory(one, directory / "memory") for name, one in made.items()}
-    problems: list[str] = []
-    times: Times = {measure: {} for measure in ("save", "load", "steps", "held")}
+    bench = Bench(make_state(size), directory / "turn", steps)
+    made = {name: load_class(where)(bench.state) for name, where in contenders.items()}
+    memory = {name: bench.extra_memory(one, PARTS.get(name, {ALONE})) for name, one in made.items()}
+    times: Times = {}
     for number in range(-1, rounds):  # the first one warms up
-        names = list(made)
-        for name in names[max(number, 0) % len(names) :] + names[: max(number, 0) % len(names)]:
-            found = one_turn(made[name], name, state, expected, directory / "turn", step, steps, problems)
-            for kind, seconds in found.items():
-                times[kind].setdefault(name, []).extend([seconds] if number >= 0 else [])
-        plain = timed(lambda: [step() for _ in range(steps)])
-        times["steps"].setdefault("none", []).extend([plain] if number >= 0 else [])
-    staged = {name: getattr(one, "staged", None) for name, one in made.items()}
-    budgets = {name: getattr(one, "budget", None) for name, one in made.items()}
-    return {"bytes": state.bytes, "copy": copy_seconds(state), "times": times, "memory": memory, "staged": staged,
-            "budgets": budgets, "problems": sorted(set(problems))}  # fmt: skip
+        shift = max(number, 0) % len(made)
+        names = [*made][shift:] + [*made][:shift]
+        found = {name: bench.turn(name, made[name]) for name in names}
+        found[PLAIN] = {AMID: timed(lambda: bench.train(lambda: None))}
+        for name, seconds in found.items() if number >= 0 else ():
+            for kind, value in seconds.items():
+                times.setdefault(name, {}).setdefault(kind, []).append(value)
+    rings = {name: (one.budget, one.staged) for name, one in made.items() if isinstance(one, Shardwise)}
+    return {"bytes": bench.state.bytes, "copy": bench.copy_seconds(), "times": times, "memory": memory,
+            "rings": rings, "problems": sorted(set(bench.problems))}  # fmt: skip
 
 
 def load_class(where: str) -> Callable[[State], Contender]:
@@ -121,40 +119,195 @@ def load_class(where: str) -> Callable[[State], Contender]:
     return found
 
 
-def one_turn(
-    one: Contender,
-    name: str,
-    state: State,
-    expected: dict[str, torch.Tensor],
-    path: Path,
-    step: Step,
-    steps: int,
-    problems: list[str],
-) -> dict[str, float]:
-    """A save and a load, then a save amid steps; seconds of each. What was written is gone afterwards."""
-    found: dict[str, float] = {}
-    if name not in ONLY_ASYNCHRONOUS:
-        found["save"] = timed(lambda: one.save(path))
-        overwrite(state)
-        found["load"] = timed(lambda: one.load(path))
-        problems += check(state, expected, f"{name}: a save and a load")
-        remove(path)
-        found["steps" if name in ONLY_SYNCHRONOUS else "held"] = 0.0
-    if name in ONLY_SYNCHRONOUS or name == OURS or name == "DCP":
-        found.pop("held", None)
-        found[f"steps"] = timed(lambda: amid(step, steps, lambda: one.save(path)))
-        remove(path)
-    return found
+def timed(work: Callable[[], Any]) -> float:
+    """Seconds between two barriers."""
+    dist.barrier()
+    start = time.perf_counter()
+    work()
+    dist.barrier()
+    return time.perf_counter() - start
 
 
-class Step:
-    """Training-like: products on this rank's core, and a small message to all."""
+class Bench:
+    """One rank's state, the steps around a save, and what went wrong."""
 
-    def __init__(self, width: int = 512, products: int = 8) -> None:
-        self.left, self.products = torch.randn(width, width), products
-        self.message = torch.zeros(4)
+    def __init__(self, state: State, path: Path, steps: int, width: int = 512, products: int = 8) -> None:
+        self.state, self.path, self.steps, self.products = state, path, steps, products
+        self.expected = {name: local.clone() for name, local in state.locals.items()}
+        self.matrix, self.message = torch.randn(width, width), torch.zeros(4)
+        self.problems: list[str] = []
+        self.held = 0.0  # how long the last save in `train` took to return
 
-    def __call__(self) -> None:
-        for _ in range(self.products):
-            torch.mm(self.left, self.left)
-        dist.all_reduce(self.message)
+    def turn(self, name: str, one: Contender) -> dict[str, float]:
+        """One round of one contender. What was written is gone afterwards."""
+        found: dict[str, float] = {}
+        parts = PARTS.get(name, {ALONE})
+        if ALONE in parts:
+            found["save"] = timed(lambda: one.save(self.path))
+            self.overwrite()
+            found["load"] = timed(lambda: one.load(self.path))
+            self.state.refresh()
+            self.check(f"{name}: what was saved is not what was loaded")
+            remove(self.path)
+        if AMID in parts:
+            found[AMID] = timed(lambda: self.train(lambda: one.save(self.path)))
+            remove(self.path)
+        if ASYNCHRONOUS in parts:
+            waits: list[Wait] = []
+            found[ASYNCHRONOUS] = timed(lambda: self.train(lambda: waits.append(one.begin(self.path))))
+            found["held"] = self.held
+            waits[0]()
+            remove(self.path)
+        return found
+
+    def train(self, save: Callable[[], Any]) -> None:
+        """Training-like steps, products on this rank's core and a small message to all, with a save amid them."""
+        for number in range(self.steps):
+            if number == self.steps // 4:
+                start = time.perf_counter()
+                save()
+                self.held = time.perf_counter() - start
+            for _ in range(self.products):
+                torch.mm(self.matrix, self.matrix)
+            dist.all_reduce(self.message)
+
+    def overwrite(self) -> None:
+        for local in self.state.locals.values():
+            local.fill_(-1.0)
+
+    def check(self, problem: str) -> None:
+        """Note what is not bit-equal to the state at the start, and put that back."""
+        for name, local in self.state.locals.items():
+            if not torch.equal(local, self.expected[name]):
+                self.problems.append(f"rank {dist.get_rank()}: {problem} ({name})")
+                local.copy_(self.expected[name])
+
+    def extra_memory(self, one: Contender, parts: set[str]) -> dict[str, int]:
+        """Resident bytes that a first save of each kind adds at its peak, sampled every 2 ms."""
+        found: dict[str, int] = {}
+        if ALONE in parts:
+            with peak_resident() as peak:
+                one.save(self.path)
+            found["save"] = peak()
+            remove(self.path)
+        if ASYNCHRONOUS in parts:
+            with peak_resident() as peak:
+                one.begin(self.path)()
+            found["asynchronous"] = peak()
+            remove(self.path)
+        return found
+
+    def copy_seconds(self) -> float:
+        """What the training thread does where the ring holds the state: a copy into memory that is there already."""
+        staging, parts = Staging(self.state.bytes + BLOCK_BYTES), list(self.state.locals.values())
+        seconds = 0.0
+        for _ in range(3):
+            staging.begin()
+            seconds = timed(lambda: staging.fill(parts))
+            for _ in staging.drain():
+                pass
+        return seconds
+
+
+@contextmanager
+def peak_resident() -> Iterator[Callable[[], int]]:
+    """Gives a function for the most bytes by which this process grew inside."""
+    process, done = psutil.Process(), threading.Event()
+    before = most = process.memory_info().rss
+
+    def watch() -> None:
+        nonlocal most
+        while not done.wait(0.002):
+            most = max(most, process.memory_info().rss)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield lambda: most - before
+    finally:
+        done.set()
+        thread.join()
+
+
+# --- the tables ------------------------------------------------------------------------------------------------------
+
+
+def summarize_run(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The numbers of the tables from those of each rank; of times the slowest rank's."""
+    times: Times = {
+        name: {kind: [max(each) for each in zip(*(r["times"][name][kind] for r in results))] for kind in kinds}
+        for name, kinds in results[0]["times"].items()
+    }
+    size, plain = results[0]["bytes"], times[PLAIN][AMID]
+    rows = []
+    for name, found in times.items():
+        row: dict[str, Any] = {"contender": name, "seconds": found}
+        for kind in ("save", "load"):
+            if kind in found and OURS in times:
+                row[kind] = vars(summarize([len(results) * size / MB / seconds for seconds in found[kind]]))
+                row[f"{kind}_ratio"] = vars(paired_ratio(times[OURS][kind], found[kind]))
+        for kind in (AMID, ASYNCHRONOUS):
+            if kind in found and name != PLAIN:
+                row[kind] = vars(summarize([a - b for a, b in zip(found[kind], plain)]))
+        row["held"] = vars(summarize(found["held"])) if "held" in found else None
+        row["memory"] = {k: max(r["memory"][name][k] for r in results) for k in results[0]["memory"].get(name, {})}
+        rows.append(row)
+    predict(rows, results)
+    return {"bytes_of_a_rank": size, "copy_seconds": max(r["copy"] for r in results), "rows": rows,
+            "plain_steps": vars(summarize(plain)), "problems": [p for r in results for p in r["problems"]]}  # fmt: skip
+
+
+def predict(rows: list[dict[str, Any]], results: Sequence[dict[str, Any]]) -> None:
+    """The closed form of `shardwise.checkpoint.staging` for the asynchronous saves, and the stall next to it."""
+    by_name = {row["contender"]: row for row in rows}
+    size, copy = results[0]["bytes"], max(result["copy"] for result in results)
+    for name, (budget, staged) in results[0]["rings"].items():
+        speed = size / summarize(by_name[OURS]["seconds"]["save"]).median
+        by_name[name]["budget"], by_name[name]["staged"] = budget, staged
+        by_name[name]["predicted"] = copy + max(0, size - staged) / speed
+
+
+def render_speed(result: dict[str, Any]) -> Table:
+    """Saves and loads, one after the other."""
+    size = result["bytes_of_a_rank"] / MB
+    table = Table(title=f"{size:.0f} MB of parameters and AdamW state a rank; MB/s of all ranks, median (quartiles)")
+    for column in ("contender", "save", "shardwise ÷ it", "load", "shardwise ÷ it", "of raw write", "extra MB, peak"):
+        table.add_column(column, justify="left" if column == "contender" else "right")
+    raw = next((row["save"]["median"] for row in result["rows"] if row["contender"] == LIMIT), None)
+    for row in result["rows"]:
+        if "save" not in row:
+            continue
+        cells = [
+            spread(row[kind], form) for k in ("save", "load") for kind, form in ((k, ".0f"), (f"{k}_ratio", ".2f"))
+        ]
+        of_limit = f"{row['save']['median'] / raw:.0%}" if raw else ""
+        table.add_row(row["contender"], *cells, of_limit, f"{row['memory'].get('save', 0) / MB:.0f}")
+    return table
+
+
+def render_stall(result: dict[str, Any]) -> Table:
+    """What a save adds to the steps around it."""
+    plain = result["plain_steps"]["median"]
+    table = Table(title=f"Seconds that a save adds to steps of {plain:.2f} s; {result['copy_seconds']:.3f} s is a copy")
+    columns = ("contender", "synchronous", "asynchronous", "in the call", "predicted", "budget MB", "extra MB, peak")
+    for column in columns:
+        table.add_column(column, justify="left" if column == "contender" else "right")
+    for row in result["rows"]:
+        if ASYNCHRONOUS not in row:
+            continue
+        cells = [spread(row.get(kind), ".3f") for kind in (AMID, ASYNCHRONOUS, "held")]
+        predicted = f"{row['predicted']:.3f}" if "predicted" in row else ""
+        budget = f"{row['budget'] / MB:.0f}" if "budget" in row else ""
+        table.add_row(row["contender"], *cells, predicted, budget, f"{row['memory']['asynchronous'] / MB:.0f}")
+    return table
+
+
+def spread(values: dict[str, float] | None, form: str) -> str:
+    if values is None:
+        return ""
+    summary = Summary(**values)
+    return f"{summary.median:{form}} ({summary.low:{form}}-{summary.high:{form}})"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -64,6 +64,10 @@ class State:
     optimizer: ShardedOptimizer
     tensors: dict[str, DTensor]
 
+    def refresh(self) -> None:
+        """After a load that gave the optimizer new tensors."""
+        self.tensors = dtensors(self.optimizer)
+
     @property
     def locals(self) -> dict[str, Tensor]:
         return {name: tensor.to_local() for name, tensor in self.tensors.items()}
@@ -126,7 +130,7 @@ class Shardwise:
     share = 1.0
 
     def __init__(self, state: State) -> None:
-        self.state, self.scaler = state, LossScaler.of("fp32", None)
+        self.state, self.scaler = state, LossScaler.of("fp32", state.model.plan.job.precision.loss_scale)
         self.data = {"content": "benchmark", "order": "none"}
         self._writers: dict[bool, Checkpointer] = {}
 
@@ -155,7 +159,6 @@ class Shardwise:
         model.plan = replace(model.plan, job=model.plan.job.model_copy(update={"checkpoint": checkpoint}))
         found = restore(model, self.state.optimizer, self.scaler, LocalStore(str(path)), self.data)
         assert found is not None and found.progress.step == 1
-        self.state.tensors = dtensors(self.state.optimizer)  # the optimizer has new tensors now
 
     def _writer(self, path: Path, asynchronous: bool) -> Checkpointer:
         """The one of the whole run, on another directory: a run has one, and its staging ring lives as long."""
@@ -201,7 +204,7 @@ class Dcp:
 
 
 class DcpThreads(Dcp):
-    """With as many writing threads as cores, and files that are not checked for being there."""
+    """With as many writing threads as cores."""
 
     settings = {"thread_count": os.cpu_count() or 1}  # noqa: RUF012
 
@@ -230,7 +233,7 @@ class TorchSave:
 
 
 class Raw:
-    """The bytes of the tensors written to one file a rank, synced, and read back to their places: the physical limit."""
+    """The physical limit: the tensors' bytes written to one file a rank, synced, and read back to their places."""
 
     def __init__(self, state: State) -> None:
         self.state = state

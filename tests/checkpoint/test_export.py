@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,8 @@ def test_a_module_of_the_users_own(world_pool: WorldPool, corpora: Path, tmp_pat
     weights = world_pool.run(2, save_steps, job, [3])[0]
     path = export_checkpoint(f"{job.output}/checkpoints/step-00000003", tmp_path / "out")
     assert [file.name for file in path.iterdir()] == ["model.safetensors"]
+    os.umask(mask := os.umask(0))
+    assert (path / "model.safetensors").stat().st_mode & 0o777 == 0o666 & ~mask  # others may read it
     found = load_file(path / "model.safetensors")
     assert torch.equal(found.pop("scale"), torch.linspace(0.5, 1.5, 6))
     assert found.keys() == weights.keys() and all(torch.equal(found[name], weights[name]) for name in found)

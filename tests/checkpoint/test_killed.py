@@ -59,20 +59,23 @@ class Fault:
         return f"{self.point}-{self.call}-{'launcher' if self.launcher else f'rank{self.rank}'}"
 
 
-# How often a rank comes to each point in a run. Forward: each block. Backward: each block, and the rest. Optimizer: before and after its update. Staging: as a block is taken and as it is handed over. Between manifest and
-# commit: before the rename; only rank 0 is there.
+# How often a rank comes to each point in a run. Forward: each block. Backward: each block, and the rest. Optimizer:
+# before and after its update. Staging: as a block is taken and as it is handed over. Commit: the manifest is written,
+# the directory not yet renamed; only rank 0 is there.
 POINTS = {"forward": LAYERS * STEPS, "backward": (LAYERS + 1) * STEPS, "optimizer": 2 * STEPS, "staging": 2 * SAVES,
           "write": SAVES, "commit": SAVES}  # fmt: skip
 
 
 def draw_faults(seed: int) -> list[Fault]:
-    """Thirty: four ranks killed at each point, and the launcher once."""
-    draw = random.Random(seed)
-    found = []
+    """Thirty, all different: at each point four times one rank, and once the launcher."""
+    draw, found = random.Random(seed), list[Fault]()
     for point, calls in POINTS.items():
-        for number in range(5):
-            rank = 0 if point == "commit" else draw.randrange(2)
-            found.append(Fault(point, draw.randint(1, calls), rank, launcher=number == 4))
+        ranks = [0] if point == "commit" else [0, 1]
+        places = [(call, rank) for call in range(1, calls + 1) for rank in ranks]
+        # The commit has three places; the fourth time is one of them on a directory of its own.
+        drawn = draw.sample(places, min(4, len(places)))
+        found += [Fault(point, *place) for place in drawn]
+        found += [Fault(point, *draw.choice(places), launcher=True) for _ in range(5 - len(drawn))]
     return found
 
 

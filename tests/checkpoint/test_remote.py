@@ -17,6 +17,7 @@ from shardwise.checkpoint.catalog import checkpoints, complete, read_manifest
 from shardwise.checkpoint.export import export_checkpoint
 from shardwise.checkpoint.inspect import list_checkpoints, verify_files
 from shardwise.checkpoint.manifest import FILE
+from shardwise.checkpoint.remote import RemoteStore
 from shardwise.checkpoint.save import claim
 from shardwise.checkpoint.stores import OWNER, Store, open_store, split
 from shardwise.config import Job
@@ -24,6 +25,7 @@ from shardwise.errors import CheckpointError
 from shardwise.observe.metrics import read_metrics
 from shardwise.testing.world import WorldError, WorldPool
 from shardwise.training.trainer import train_rank
+from tests.checkpoint.made import save_steps
 from tests.parity.jobs import make_job
 
 SECRET = "not-to-be-found-anywhere"
@@ -34,6 +36,7 @@ NEWEST = "step-00000004"
 @pytest.fixture(scope="module")
 def s3_server() -> Iterator[str]:
     """Address of an S3 server of this process, with one bucket."""
+    pytest.importorskip("s3fs")
     server = pytest.importorskip("moto.server").ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
@@ -137,6 +140,31 @@ def test_s3(world_pool: WorldPool, corpora: Path, tmp_path: Path, s3: str) -> No
     ]
     store.remove(NEWEST)
     assert checkpoints(store) == ["step-00000002"]
+
+
+def save_while_the_owner_is_out_of_reach(job: Job) -> str:
+    """Run on every rank: what is said when the fence cannot be looked at."""
+    calls, real = iter([True]), RemoteStore.owner
+
+    def owner(store: RemoteStore) -> str:
+        if next(calls, False):  # at the claim
+            return real(store)
+        raise PermissionError("access denied")
+
+    RemoteStore.owner = owner  # type: ignore[method-assign]
+    try:
+        save_steps(job, [1])
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        RemoteStore.owner = real  # type: ignore[method-assign]
+    return ""
+
+
+def test_a_store_out_of_reach_is_not_called_another_run(world_pool: WorldPool, corpora: Path, tmp_path: Path) -> None:
+    job = a_job(corpora, tmp_path / "run", f"memory://{tmp_path.name}")
+    said = world_pool.run(1, save_while_the_owner_is_out_of_reach, job)[0]
+    assert "access denied" in said and "another run" not in said
 
 
 # --- the store alone -------------------------------------------------------------------------------------------------

@@ -317,7 +317,10 @@ NAMESPACE = ["unshare", "--map-root-user", "--mount"]
 
 
 def can_mount() -> bool:
-    return shutil.which("unshare") is not None and subprocess.run([*NAMESPACE, "true"], capture_output=True).returncode == 0
+    return (
+        shutil.which("unshare") is not None
+        and subprocess.run([*NAMESPACE, "true"], capture_output=True).returncode == 0
+    )
 
 
 @pytest.mark.skipif(not can_mount(), reason="mount namespaces are not permitted here")
@@ -325,7 +328,9 @@ def test_a_full_disk(corpora: Path, tmp_path: Path) -> None:
     disk, file = tmp_path / "disk", tmp_path / "job.yaml"
     disk.mkdir()
     job = a_job(corpora, tmp_path / "run", directory=str(disk))
-    config = (job.model.config or {}) | {"vocab_size": 2_500}  # 1.6 MB of state in fp64: one checkpoint fits, two do not
+    config = (job.model.config or {}) | {
+        "vocab_size": 2_500
+    }  # 1.6 MB of state in fp64: one checkpoint fits, two do not
     job = job.model_copy(update={"model": job.model.model_copy(update={"config": config})})
     file.write_text(job.model_dump_json(exclude_unset=True))
     environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}

@@ -123,11 +123,8 @@ def find_store(path: str) -> Store:
     if path.endswith("://"):
         places[0] = path
     for store in map(open_store, places):
-        try:
-            if checkpoints(store) or store.unfinished():
-                return store
-        except OSError as error:
-            raise CheckpointError(f"{store.root} cannot be read: {error}") from error
+        if checkpoints(store) or store.unfinished():
+            return store
     raise CheckpointError(
         f"{path} holds no checkpoints; give a checkpoint, the directory that holds them, or a run's output directory"
     )

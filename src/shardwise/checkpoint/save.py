@@ -34,7 +34,7 @@ from shardwise.errors import CheckpointError, ShardwiseError
 from shardwise.parallel.model import ParallelModel
 from shardwise.precision import LossScaler
 
-SYNCHRONOUS_BYTES = 1 << 26  # of staging, where nothing but the writing waits for it
+SYNCHRONOUS_BYTES = 1 << 24  # of staging, where nothing but the writing waits for it
 PATIENCE = timedelta(days=1)  # ranks write at different speeds; one that dies closes its connection at once
 
 
@@ -74,12 +74,18 @@ class Checkpointer:
         staging = self._ring(taken)
         staging.begin()
         describe = self._describer(progress, scaler)
-        self._thread = threading.Thread(
+        thread = threading.Thread(
             target=self._write, args=(name, taken, staging, describe), name=f"shardwise-{name}", daemon=True
         )
-        self._thread.start()
         lead = torch.frombuffer(bytearray(header(taken.pieces)), dtype=torch.uint8)
-        staging.fill([lead, *(piece.tensor for piece in taken.pieces)])
+        parts = [lead, *(piece.tensor for piece in taken.pieces)]
+        if staging.holds(sum(part.nbytes for part in parts)):  # then the copy need not share the interpreter
+            staging.fill(parts)
+            thread.start()
+        else:
+            thread.start()
+            staging.fill(parts)
+        self._thread = thread
         if wait or not self.settings.asynchronous:
             self.wait()
 
@@ -144,8 +150,14 @@ class Checkpointer:
         config: Any = module.config.to_dict() if self.model.facts.is_hugging_face else None  # type: ignore[operator, union-attr]
         generation: Any = getattr(module, "generation_config", None) if config is not None else None
 
+        def owner() -> str:
+            try:
+                return self.store.owner()
+            except FileNotFoundError:  # any other error is not another run's doing
+                return ""
+
         def describe(metadata: Metadata, tensors: dict[str, TensorRecord], files: dict[str, FileRecord]) -> Manifest:
-            if _owner(self.store) != self._run:
+            if owner() != self._run:
                 raise CheckpointError(f"another run writes into {self.store.root} now; give each its own directory")
             return Manifest(
                 progress=progress,

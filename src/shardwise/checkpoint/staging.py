@@ -64,6 +64,10 @@ class Staging:
         """Set how many bytes it may hold; what it holds already stays."""
         self.blocks = max(FEWEST_BLOCKS, budget // BLOCK_BYTES)
 
+    def holds(self, size: int) -> bool:
+        """Whether a stream of `size` bytes can be filled in before anything is taken out."""
+        return size <= self.blocks * BLOCK_BYTES
+
     def begin(self) -> None:
         """Ready for a new stream; the last one has ended."""
         if self._broken.is_set():  # blocks were lost on the way

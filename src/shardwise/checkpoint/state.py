@@ -49,14 +49,14 @@ def snapshot(model: ParallelModel, optimizer: Optimizer) -> Snapshot:
     pieces: list[Piece] = []
     scalars: Scalars = {}
     states = {entry.name: optimizer.inner.state.get(local, {}) for entry, local in optimizer.locals}
-    for entry in _owned(model):
-        pieces.append(_piece("model", entry, entry.local))
+    for entry, local in _owned(model):
+        pieces.append(_piece("model", entry, local))
         for key, value in states.get(entry.name, {}).items():
             if is_scalar(value):
                 dtype = DTYPES[value.dtype] if isinstance(value, Tensor) else NUMBER
                 scalars.setdefault(entry.name, {})[key] = (float(value), dtype)
             elif value is not None:
-                pieces.append(_piece(f"optimizer/{key}", entry, _like_parameter(entry, key, value)))
+                pieces.append(_piece(f"optimizer/{key}", entry, _like_parameter(entry, local, key, value)))
     if dist.get_rank() == 0:
         pieces += [_whole(f"buffer/{name}", buffer) for name, buffer in persistent_buffers(model.module)]
     return Snapshot([*pieces, *random_pieces(model.device, dist.get_rank())], scalars)
@@ -137,18 +137,19 @@ def _scalar(value: float, dtype: str) -> float | Tensor:
     return value if dtype == NUMBER else torch.tensor(value, dtype=TORCH_DTYPES[dtype])
 
 
-def _owned(model: ParallelModel) -> list[Entry]:
+def _owned(model: ParallelModel) -> list[tuple[Entry, Tensor]]:
     """Entries that this rank writes. Ranks that hold the same slices share them out alike, so each has one writer."""
-    mine: list[Entry] = []
+    mine: list[tuple[Entry, Tensor]] = []
     load: dict[int, list[int]] = {}  # replication -> bytes given to each of the ranks that hold the same
     for entry in model.tensor_map:
-        if not entry.local.numel():
+        local = entry.local
+        if not local.numel():
             continue
         shares = load.setdefault(entry.replication, [0] * entry.replication)
         writer = shares.index(min(shares))
         shares[writer] += math.prod(entry.shape)
         if writer == entry.replica:
-            mine.append(entry)
+            mine.append((entry, local))
     return mine
 
 
@@ -161,8 +162,8 @@ def _whole(name: str, tensor: Tensor) -> Piece:
     return Piece(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor)
 
 
-def _like_parameter(entry: Entry, key: str, value: Any) -> Tensor:
-    if not isinstance(value, Tensor) or value.shape != entry.local.shape:
+def _like_parameter(entry: Entry, local: Tensor, key: str, value: Any) -> Tensor:
+    if not isinstance(value, Tensor) or value.shape != local.shape:
         raise CheckpointError(
             f"optimizer state {key!r} of {entry.name!r} is neither a number nor shaped as its parameter; use an "
             "elementwise optimizer such as AdamW"

@@ -79,7 +79,7 @@ class Piece:
 class Stored:
     """Where a slice went. All slices of a file share its record, and pickle keeps it so."""
 
-    place: Slice
+    place: dict[str, Any]  # of a `Slice`, which is slow to pickle
     record: dict[str, Any]
 
 
@@ -198,9 +198,10 @@ class SafetensorsWriter(StorageWriter):
         files: dict[str, FileRecord] = {}
         for result in (result for rank in results for result in rank):
             stored: Stored = result.storage_data
-            slices.setdefault(result.index.fqn, []).append(stored.place)
-            if stored.place.file not in files:
-                files[stored.place.file] = FileRecord(**stored.record)
+            place = Slice(**stored.place)
+            slices.setdefault(result.index.fqn, []).append(place)
+            if place.file not in files:
+                files[place.file] = FileRecord(**stored.record)
         tensors: dict[str, TensorRecord] = {}
         for name, parts in sorted(slices.items()):
             known = metadata.state_dict_metadata[name]
@@ -213,8 +214,8 @@ class SafetensorsWriter(StorageWriter):
         return False  # the store says where a checkpoint lies
 
 
-def _place(piece: Piece, file: str, start: int) -> Slice:
-    return Slice(offset=list(piece.offset), shape=list(piece.tensor.shape), file=file, start=start)
+def _place(piece: Piece, file: str, start: int) -> dict[str, Any]:
+    return {"offset": list(piece.offset), "shape": list(piece.tensor.shape), "file": file, "start": start}
 
 
 def header(pieces: Sequence[Piece]) -> bytes:

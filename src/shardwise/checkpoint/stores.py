@@ -11,6 +11,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -131,7 +132,7 @@ class LocalStore:
 
     @contextmanager
     def create(self, name: str, file: str) -> Iterator[BinaryIO]:
-        with (self._partial(name) / file).open("xb", buffering=0) as handle:
+        with _Eager(self._partial(name) / file, "xb") as handle:
             yield handle  # type: ignore[misc]
             os.fsync(handle.fileno())
 
@@ -140,8 +141,6 @@ class LocalStore:
         with self.create(name, FILE) as handle:
             handle.write(manifest)
         _sync_directory(partial)
-        if (self._path / name).exists():  # damaged, or this run would have gone on from it
-            self.remove(name)
         old = self._path / f".{name}.old"
         with suppress(FileNotFoundError):
             (self._path / name).rename(old)  # one of the same step that was passed over because it is damaged
@@ -168,6 +167,17 @@ class LocalStore:
 
     def _partial(self, name: str) -> Path:
         return self._path / f".{name}.partial"
+
+
+class _Eager(FileIO):
+    """A file whose bytes set out for the disk as they are written, so that little is left for the sync at the end."""
+
+    def write(self, data: Any) -> int:
+        at = self.tell()
+        count = super().write(data)
+        if hasattr(os, "posix_fadvise"):  # begins to write back; what is not there yet stays in the page cache
+            os.posix_fadvise(self.fileno(), at, count, os.POSIX_FADV_DONTNEED)
+        return count
 
 
 def _sync_directory(path: Path) -> None:
