@@ -22,13 +22,17 @@ FACTS = ModelFacts(
     blocks=tuple(BlockFacts(f"layers.{i}", 100) for i in range(4)),
     max_positions=512,
     head="embed_out",
+    attention_heads=12,
+    key_value_heads=6,
 )
+NO_PLAN = replace(FACTS, tensor_refusal="there is no plan for xlm yet")
 OTHER_ARGUMENTS = replace(FACTS, blocks_share_arguments=False)
 FLAT = replace(FACTS, is_hugging_face=False, blocks=(), head=None, max_positions=None, family="Net")
 CPU4 = World(4, "cpu", 4)
 CUDA4 = World(4, "cuda", 4)
 FACTORY = {"model": {"factory": "a:b"}}
 FULL = {"activation_checkpointing": "full"}
+TWO = {"tensor_parallel_degree": 2}
 
 
 def resolve_case(job: dict[str, Any], world: World = CPU4, facts: ModelFacts = FACTS) -> None:
@@ -99,7 +103,13 @@ CASES = {
     "world": case(
         {"parallel": {"tensor_parallel_degree": 3}}, {}, "3 does not divide the 4 ranks; use a product of 1, 2"
     ),
-    "tensor-not-built": case({"parallel": {"tensor_parallel_degree": 2}}, {}, "tensor_parallel_degree=2: not built"),
+    "tensor-model": case({"parallel": TWO}, {"parallel": TWO}, "no plan for xlm", CPU4, NO_PLAN, FACTS),
+    "tensor-heads": case(
+        {"parallel": {"tensor_parallel_degree": 4}},
+        {"parallel": TWO},
+        "does not divide the 12 attention heads and 6 key-value heads; use 1, 2, 3 or 6",
+    ),
+    "tensor-compile": case({"parallel": TWO, "model": {"compile": True}}, {"parallel": TWO}, "use model.compile false"),
     "pipeline-not-built": case({"parallel": {"pipeline_parallel_degree": 2}}, {}, "use 1"),
     "context-not-built": case({"parallel": {"context_parallel_degree": 2}}, {}, "use 1"),
     "placement": case(
@@ -188,7 +198,7 @@ CASES = {
     "optimizer-elementwise": case(
         {"optimizer": {"name": "Adafactor"}},
         {"optimizer": {"name": "Adafactor"}, "parallel": {"sharded_data_parallel_degree": 1}},
-        "sharded over 4 ranks",
+        "cut over 4 ranks",
     ),
     "optimizer-options": case(
         {"optimizer": {"options": {"beta": [0.9, 0.95]}}},
@@ -235,6 +245,25 @@ CASES = {
         {"training": {"microbatch_size": 2, "gradient_accumulation": 3, "sequences_per_step": 16}},
         {"training": {"microbatch_size": 2, "gradient_accumulation": 2, "sequences_per_step": 16}},
         "use gradient_accumulation 2",
+    ),
+    "checkpoint-keep-last": case(
+        {"checkpoint": {"keep_last": 3}}, {"checkpoint": {"keep_last": 3, "every": 5}}, "set checkpoint.every"
+    ),
+    "checkpoint-keep-every": case(
+        {"checkpoint": {"keep_every": 10}}, {"checkpoint": {"keep_every": 10, "every": 5}}, "keep_every=10"
+    ),
+    "checkpoint-asynchronous": case(
+        {"checkpoint": {"asynchronous": False}}, {"checkpoint": {"asynchronous": False, "every": 5}}, "at intervals"
+    ),
+    "checkpoint-keep-best": case(
+        {"checkpoint": {"keep_best": True, "every": 5}, "training": {"evaluate_every": 2}},
+        {"checkpoint": {"keep_best": True, "every": 4}, "training": {"evaluate_every": 2}},
+        "training.evaluate_every to a divisor of checkpoint.every",
+    ),
+    "checkpoint-staging": case(
+        {"checkpoint": {"staging_bytes": 1 << 24, "asynchronous": False, "every": 5}},
+        {"checkpoint": {"staging_bytes": 1 << 24, "every": 5}},
+        "staging_bytes=16777216",
     ),
 }
 MORE = [

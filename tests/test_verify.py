@@ -1,6 +1,5 @@
 """`shardwise verify`: its own workers, its two references, what it refuses, and the oracle's independence."""
 
-
 from __future__ import annotations
 
 import ast

@@ -22,7 +22,7 @@ from shardwise.training.keeper import data_facts
 from shardwise.training.setup import Run, set_up
 from shardwise.training.step import train_step
 from tests.checkpoint.stored import scalars, stored
-from tests.parity.jobs import make_job, make_module_job
+from tests.parity.jobs import make_module_job, tensor_job
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one rank": (1, {}),
@@ -33,6 +33,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "shard 2, replica 2, spread": (4, {"sharded_data_parallel_degree": 2, "placement_strategy": "spread"}),
     "shard 5, empty ranks": (5, {}),
     "shard 4, replica 2": (8, {"sharded_data_parallel_degree": 4}),
+    "tensor 2, shard 3, uneven": (6, {"tensor_parallel_degree": 2}),
 }
 MODELS: dict[str, dict[str, Any]] = {
     "gpt2, tied, fp16": {"tied": True, "precision": {"compute": "fp16"}},
@@ -43,9 +44,10 @@ MODELS: dict[str, dict[str, Any]] = {
 
 def a_job(corpora: Path, model: str, parallel: dict[str, Any]) -> Job:
     settings = {**MODELS[model], "parallel": parallel}
-    if model.startswith("module"):
+    if model.startswith("module"):  # it has no plan for tensor parallelism
+        settings["parallel"] = {key: value for key, value in parallel.items() if key != "tensor_parallel_degree"}
         return make_module_job(corpora, **settings)
-    return make_job(corpora, model.split(",")[0], **settings)
+    return tensor_job(corpora, model.split(",")[0], **settings)
 
 
 def save(run: Run, path: Path, progress: Progress) -> None:

@@ -13,9 +13,14 @@ from shardwise.layout import Layout
 from shardwise.parallel.tensor_map import TensorMap
 from shardwise.testing.world import WorldPool
 from shardwise.training.setup import set_up
-from tests.parity.jobs import make_job, make_module_job
+from tests.parity.jobs import make_job, make_module_job, tensor_job
 
-Seen = tuple[str, tuple[str, ...], tuple[int, ...], tuple[tuple[int, int], ...], tuple[int, ...], int]
+Box = tuple[tuple[int, int], ...]
+Seen = tuple[str, tuple[str, ...], tuple[int, ...], list[tuple[Box, Box]], tuple[int, ...], int]
+
+
+def box(slices: tuple[slice, ...]) -> Box:
+    return tuple((part.start, part.stop) for part in slices)
 
 
 def seen(job: Any) -> list[Seen]:
@@ -25,7 +30,7 @@ def seen(job: Any) -> list[Seen]:
             entry.name,
             entry.aliases,
             entry.shape,
-            tuple((part.start, part.stop) for part in entry.global_slice),
+            [(box(region.logical), box(region.local)) for region in entry.regions],
             tuple(entry.local.shape),
             entry.replication,
         )
@@ -40,7 +45,8 @@ def stored_and_gathered(job: Any) -> bool:
     for entry in run.model.tensor_map:
         whole = torch.arange(float(torch.Size(entry.shape).numel()), dtype=torch.float64).view(entry.shape)
         entry.store(whole)
-        equal &= torch.equal(entry.whole(), whole) and torch.equal(entry.local, whole[entry.global_slice])
+        equal &= torch.equal(entry.whole(), whole)
+        equal &= all(torch.equal(entry.local[part.local], whole[part.logical]) for part in entry.regions)
         equal &= torch.equal(entry.whole(gradient=True), torch.zeros_like(whole))
     return equal
 
@@ -55,6 +61,9 @@ def stored_and_gathered(job: Any) -> bool:
         (4, {"sharded_data_parallel_degree": 1}),
         (4, {"shard_optimizer_state": True}),
         (6, {"sharded_data_parallel_degree": 3, "placement_strategy": "spread"}),
+        (2, {"tensor_parallel_degree": 2}),
+        (8, {"tensor_parallel_degree": 2, "sharded_data_parallel_degree": 2}),
+        (6, {"tensor_parallel_degree": 2, "placement_strategy": "spread"}),
     ],
 )
 def test_every_element_lives_as_often_as_it_is_replicated(
@@ -63,21 +72,28 @@ def test_every_element_lives_as_often_as_it_is_replicated(
     ranks: int,
     parallel: dict[str, Any],
 ) -> None:
-    for job in (make_job(corpora, layers=1, parallel=parallel), make_module_job(corpora, parallel=parallel)):
+    jobs = [make_job(corpora, layers=1, parallel=parallel), tensor_job(corpora, "llama", parallel=parallel)]
+    if "tensor_parallel_degree" not in parallel:
+        jobs.append(make_module_job(corpora, parallel=parallel))
+    for job in jobs:
         everyone = world_pool.run(ranks, seen, job)
         for entries in zip(*everyone, strict=True):
             name, aliases, shape, _, _, replication = entries[0]
             assert {(e[0], e[1], e[2], e[5]) for e in entries} == {(name, aliases, shape, replication)}
             count = torch.zeros(shape, dtype=torch.int64)
-            for *_, region, local, _ in entries:
-                assert local == tuple(stop - start for start, stop in region)
-                count[tuple(slice(*part) for part in region)] += 1
+            for *_, regions, local, _ in entries:
+                filled = torch.zeros(local, dtype=torch.int64)
+                for logical, place in regions:
+                    count[tuple(slice(*part) for part in logical)] += 1
+                    filled[tuple(slice(*part) for part in place)] += 1
+                assert bool((filled == 1).all())
             assert torch.equal(count, torch.full(shape, replication))
 
 
-@pytest.mark.parametrize("ranks", [1, 5])
-def test_store_and_whole_are_inverse(world_pool: WorldPool, corpora: Path, ranks: int) -> None:
-    assert all(world_pool.run(ranks, stored_and_gathered, make_job(corpora, layers=1)))
+@pytest.mark.parametrize("ranks, tensor", [(1, 1), (5, 1), (2, 2), (6, 2)])
+def test_store_and_whole_are_inverse(world_pool: WorldPool, corpora: Path, ranks: int, tensor: int) -> None:
+    job = make_job(corpora, layers=1, parallel={"tensor_parallel_degree": tensor})
+    assert all(world_pool.run(ranks, stored_and_gathered, job))
 
 
 def test_ties_are_one_entry_under_every_name() -> None:

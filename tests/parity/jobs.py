@@ -95,6 +95,37 @@ def make_job(
     return Job.model_validate(base)
 
 
+ROTARY = {"rope_type": "default", "rope_theta": 10000.0}
+TENSOR_CONFIGS: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_embd": 24, "n_head": 4, "n_layer": 2, "n_inner": 13, "n_positions": LENGTH},
+    "gpt_neox": {
+        "hidden_size": 24, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 13,
+        "max_position_embeddings": LENGTH, "rope_parameters": {**ROTARY, "partial_rotary_factor": 1.0},
+    },
+    "llama": {
+        "hidden_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2,
+        "intermediate_size": 13, "max_position_embeddings": LENGTH, "attention_bias": True,
+    },
+    "mistral": {
+        "hidden_size": 24, "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 2,
+        "intermediate_size": 14, "max_position_embeddings": LENGTH, "head_dim": 6,
+    },
+    "gemma": {
+        "hidden_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2,
+        "intermediate_size": 13, "max_position_embeddings": LENGTH, "head_dim": 8,
+    },
+}  # fmt: skip
+
+
+def tensor_job(
+    directory: str | Path, family: str, *, tied: bool = True, dropout: float = 0.0, **sections: dict[str, Any]
+) -> Job:
+    """A tiny job of a model whose heads 2 or 4 tensor ranks can share; its MLP is 13 wide."""
+    config = {"model_type": family, "vocab_size": VOCABULARY, "tie_word_embeddings": tied, **TENSOR_CONFIGS[family]}
+    config |= dict.fromkeys(DROPOUT_FIELDS.get(family, ()), dropout)
+    return make_job(directory, model={"config": config, "attention": "eager"}, **sections)
+
+
 def verify_one(job: Job, steps: int = 3) -> Report | None:
     """Run on every rank of a world."""
     model = job.model.model_dump_json()

@@ -50,13 +50,13 @@ def snapshot(model: ParallelModel, optimizer: Optimizer) -> Snapshot:
     scalars: Scalars = {}
     states = {entry.name: optimizer.inner.state.get(local, {}) for entry, local in optimizer.locals}
     for entry, local in _owned(model):
-        pieces.append(_piece("model", entry, local))
+        pieces += _pieces("model", entry, local)
         for key, value in states.get(entry.name, {}).items():
             if is_scalar(value):
                 dtype = DTYPES[value.dtype] if isinstance(value, Tensor) else NUMBER
                 scalars.setdefault(entry.name, {})[key] = (float(value), dtype)
             elif value is not None:
-                pieces.append(_piece(f"optimizer/{key}", entry, _like_parameter(entry, local, key, value)))
+                pieces += _pieces(f"optimizer/{key}", entry, _like_parameter(entry, local, key, value))
     if dist.get_rank() == 0:
         pieces += [_whole(f"buffer/{name}", buffer) for name, buffer in persistent_buffers(model.module)]
     return Snapshot([*pieces, *random_pieces(model.device, dist.get_rank())], scalars)
@@ -64,7 +64,7 @@ def snapshot(model: ParallelModel, optimizer: Optimizer) -> Snapshot:
 
 def model_pieces(model: ParallelModel) -> list[Piece]:
     """Every slice of parameters and buffers on this rank, to be filled in place."""
-    parameters = [_piece("model", entry, entry.local) for entry in model.tensor_map]
+    parameters = [piece for entry in model.tensor_map for piece in _pieces("model", entry, entry.local)]
     return parameters + [_whole(f"buffer/{name}", buffer) for name, buffer in persistent_buffers(model.module)]
 
 
@@ -76,10 +76,9 @@ def optimizer_pieces(
     states: dict[str, dict[str, Tensor]] = {}
     for entry, local in optimizer.locals:
         for key in keys:
-            piece = _piece(f"optimizer/{key}", entry, torch.empty_like(local.detach()))
-            if piece.name in stored:
-                states.setdefault(entry.name, {})[key] = piece.tensor
-                pieces.append(piece)
+            if f"optimizer/{key}/{entry.name}" in stored:
+                states.setdefault(entry.name, {})[key] = torch.empty_like(local.detach())
+                pieces += _pieces(f"optimizer/{key}", entry, states[entry.name][key])
     return pieces, states
 
 
@@ -153,9 +152,13 @@ def _owned(model: ParallelModel) -> list[tuple[Entry, Tensor]]:
     return mine
 
 
-def _piece(kind: str, entry: Entry, tensor: Tensor) -> Piece:
-    offset = tuple(part.start for part in entry.global_slice)
-    return Piece(f"{kind}/{entry.name}", entry.shape, offset, tensor)
+def _pieces(kind: str, entry: Entry, tensor: Tensor) -> list[Piece]:
+    """The slices of `tensor`, which is laid out as the entry's local one."""
+    return [
+        Piece(f"{kind}/{entry.name}", entry.shape, tuple(p.start for p in region.logical), tensor[region.local])
+        for region in entry.regions
+        if tensor[region.local].numel()
+    ]
 
 
 def _whole(name: str, tensor: Tensor) -> Piece:

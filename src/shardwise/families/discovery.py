@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from shardwise.config import Job
 from shardwise.families.facts import BlockFacts, ModelFacts
 from shardwise.families.probe import Probe, probe
+from shardwise.families.tensor_plan import tensor_plan
 
 SIMILAR_NAMES = 0.5  # share of parameter names that the children of a list of blocks have in common
 SMALLEST_LIST = 0.1  # a further list of blocks has at least this share of the heaviest one's parameters
@@ -44,6 +45,7 @@ def discover(model: nn.Module, job: Job, example: Mapping[str, Tensor] | None = 
     seen = probe(model, lists, job.data.sequence_length, example)
     ties = find_ties(model)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    splits, refusal = tensor_plan(model)
     return ModelFacts(
         family=getattr(config, "model_type", None) or type(model).__name__,
         is_hugging_face=isinstance(model, PreTrainedModel),
@@ -60,6 +62,8 @@ def discover(model: nn.Module, job: Job, example: Mapping[str, Tensor] | None = 
         blocks_share_arguments=seen.blocks_share_arguments,
         buffers=tuple(name for name, _ in model.named_buffers()),
         parameter_shapes=shapes,
+        tensor_splits=splits,
+        tensor_refusal=refusal,
         probe_failure=seen.failure,
     )
 

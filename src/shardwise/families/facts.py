@@ -20,6 +20,21 @@ class BlockFacts:
 
 
 @dataclass(frozen=True)
+class TensorSplit:
+    """How tensor parallelism splits a linear module.
+
+    Attributes:
+        kind: `column` (output features) or `row` (input features).
+        dim: of the weight.
+        sections: fused projections that lie side by side along `dim`, each of which is split.
+    """
+
+    kind: str
+    dim: int
+    sections: int = 1
+
+
+@dataclass(frozen=True)
 class ModelFacts:
     """Structure and sizes of one model.
 
@@ -46,6 +61,8 @@ class ModelFacts:
     has_functional_dropout: bool = False  # calls torch.nn.functional.dropout outside of nn.Dropout
     blocks_share_arguments: bool = True  # every block is called with the same keyword arguments
     buffers: tuple[str, ...] = ()
+    tensor_splits: dict[str, TensorSplit] = field(default_factory=dict)  # module name -> how it can be split
+    tensor_refusal: str = ""  # why tensor parallelism cannot be had, where it cannot
     parameter_shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # in order; ties once, first name
     probe_failure: str = (
         ""  # why the forward could not be probed; head, dropout and arguments are then assumed the worst

@@ -26,7 +26,10 @@ _GOLDEN = 0x9E3779B1 - (1 << 32)  # 2**32 / golden ratio, as a signed 32-bit int
 
 @dataclass
 class DropoutScope:
-    """What a microbatch's masks depend on. `calls` counts the uses of each name, `block` prefixes functional calls."""
+    """What a microbatch's masks depend on. `calls` counts the uses of each name, `block` prefixes functional calls.
+
+    `part` is this rank's number in its tensor group: of attention probabilities it holds that part of the heads.
+    """
 
     seed: int
     step: int
@@ -34,10 +37,13 @@ class DropoutScope:
     calls: Counter[str] = field(default_factory=Counter)
     block: str = ""
     functional: bool = False  # also lead torch.nn.functional.dropout here
+    part: int = 0
 
     def snapshot(self) -> DropoutScope:
         """A copy to recompute under: same masks again, whatever ran in between."""
-        return DropoutScope(self.seed, self.step, self.rows, Counter(self.calls), self.block, self.functional)
+        return DropoutScope(
+            self.seed, self.step, self.rows, Counter(self.calls), self.block, self.functional, self.part
+        )
 
     def key(self, name: str) -> int:
         """64 bits that identify the next use of `name` in this step."""
@@ -67,7 +73,7 @@ def dropout_scope(scope: DropoutScope | None) -> Iterator[None]:
         _active = outer
 
 
-def keep_mask(key: int, rows: Tensor, elements: int, keep: float) -> Tensor:
+def keep_mask(key: int, rows: Tensor, elements: int, keep: float, first: int = 0) -> Tensor:
     """[len(rows), elements] bool, True with probability `keep`: a function of (key, row value, element index) only.
 
     Args:
@@ -75,9 +81,10 @@ def keep_mask(key: int, rows: Tensor, elements: int, keep: float) -> Tensor:
         rows: [B] int64 global sample counters.
         elements: elements of one row; fewer than 2**31.
         keep: probability in (0, 1].
+        first: index of the first of them.
     """
     low, high = _row_keys(key, rows)
-    bits = torch.arange(elements, dtype=torch.int32, device=rows.device).mul_(_GOLDEN) + low.unsqueeze(1)
+    bits = torch.arange(first, first + elements, dtype=torch.int32, device=rows.device).mul_(_GOLDEN) + low.unsqueeze(1)
     _xor_shift(bits, 16).mul_(_FIRST).bitwise_xor_(high.unsqueeze(1))
     _xor_shift(_xor_shift(bits, 15).mul_(_SECOND), 16)
     threshold = round(keep * 2**32) - 2**31
@@ -105,7 +112,8 @@ def dropout(values: Tensor, probability: float, name: str) -> Tensor:
     """`values` with elements zeroed with `probability` and the rest scaled by 1/(1-probability).
 
     `values` is [B, ...], or [B*k, ...] with the batch outermost, for the scope's B rows; a leading dim that B does not
-    divide (a table shared by all rows) gets one mask for the whole step.
+    divide (a table shared by all rows) gets one mask for the whole step. Values of four dims are attention
+    probabilities [B, heads, S, S] of this rank's part of the heads.
 
     Raises:
         RuntimeError: called in training without a `dropout_scope`.
@@ -117,7 +125,9 @@ def dropout(values: Tensor, probability: float, name: str) -> Tensor:
     rows = _active.rows
     if values.shape[0] % len(rows):
         rows = rows.new_full((1,), -1)
-    mask = keep_mask(_active.key(name), rows, values.numel() // len(rows), 1 - probability)
+    elements = values.numel() // len(rows)
+    first = _active.part * elements if values.dim() == 4 else 0
+    mask = keep_mask(_active.key(name), rows, elements, 1 - probability, first)
     return values * mask.view(values.shape) * (1 / (1 - probability))
 
 

@@ -41,6 +41,11 @@ def _bad_range(d: Draft) -> bool:
     return steps is not None and not (len(steps) == 2 and 1 <= steps[0] <= steps[1] <= d.training.steps)
 
 
+def _pieces(d: Draft) -> int:
+    """Ranks over which a parameter is cut."""
+    return d.sharded * d.parallel.tensor_parallel_degree
+
+
 # fmt: off
 OPTIMIZER_RULES = (
     Rule("optimizer-name", ("optimizer.name",), "has to be a class in torch.optim",
@@ -52,10 +57,11 @@ OPTIMIZER_RULES = (
          fix="use AdamW",
          because=lambda d: UNUSABLE[d.optimizer.name]),
     Rule("optimizer-elementwise", ("optimizer.name",), "has to be elementwise when its state is sharded",
-         lambda d: d.sharded > 1 and d.optimizer.name not in ELEMENTWISE,
-         fix="use an elementwise optimizer, or sharded_data_parallel_degree 1 without shard_optimizer_state",
-         because=lambda d: f"needs whole tensors, and they are sharded over {d.sharded} ranks",
-         use=lambda d: f"use parallel.sharded_data_parallel_degree 1, or {one_of(ELEMENTWISE)}"),
+         lambda d: _pieces(d) > 1 and d.optimizer.name not in ELEMENTWISE,
+         fix="use an elementwise optimizer, or degree 1 for sharding and tensors, without shard_optimizer_state",
+         because=lambda d: f"needs whole tensors, and they are cut over {_pieces(d)} ranks",
+         use=lambda d: "use degree 1 for parallel.sharded_data_parallel_degree and tensor_parallel_degree, or "
+         f"{one_of(ELEMENTWISE)}"),
     Rule("optimizer-options", ("optimizer.name", "optimizer.options"), "options are arguments of the class",
          lambda d: unknown_options(d.optimizer),
          fix="leave the option out",

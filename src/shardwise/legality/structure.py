@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import gcd
+
 from shardwise.draft import Draft, changed, divisors, group_size, one_of, placement_order
 from shardwise.legality.rule import Rule, idle, not_built
 
@@ -84,6 +86,11 @@ DATA_RULES = (
 SPLIT_KEYS = tuple(f"parallel.{axis}_parallel_degree" for axis in ("tensor", "pipeline", "context"))
 
 
+def _heads(d: Draft) -> int:
+    """What divides this divides attention and key-value heads."""
+    return 0 if d.parallel.tensor_parallel_degree == 1 else gcd(d.facts.attention_heads, d.facts.key_value_heads)
+
+
 def _split(d: Draft) -> int:
     return d.split_degree * d.parallel.context_parallel_degree
 
@@ -103,7 +110,19 @@ PARALLEL_RULES = (
          fix="use degrees whose product divides the number of ranks",
          because=lambda d: f"their product {_split(d)} does not divide the {d.world.size} ranks",
          use=lambda d: f"use a product of {one_of(divisors(d.world.size))}"),
-    not_built("tensor"),
+    Rule("tensor-model", ("parallel.tensor_parallel_degree",), "the model has to have a plan of what is split",
+         lambda d: d.parallel.tensor_parallel_degree > 1 and d.facts.tensor_refusal,
+         fix="use 1",
+         because=lambda d: d.facts.tensor_refusal),
+    Rule("tensor-heads", ("parallel.tensor_parallel_degree",), "has to divide the attention and key-value heads",
+         lambda d: _heads(d) % d.parallel.tensor_parallel_degree,
+         fix="use a divisor of both",
+         because=lambda d: f"does not divide the {d.facts.attention_heads} attention heads and "
+         f"{d.facts.key_value_heads} key-value heads",
+         use=lambda d: f"use {one_of(divisors(_heads(d)))}"),
+    Rule("tensor-compile", ("parallel.tensor_parallel_degree", "model.compile"),
+         "compiled blocks hold no collectives", lambda d: d.parallel.tensor_parallel_degree > 1 and d.model.compile,
+         fix="use model.compile false"),
     not_built("pipeline"),
     not_built("context"),
     Rule("placement", ("parallel.placement_strategy",), "has to hold D, P and T once each",

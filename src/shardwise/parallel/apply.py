@@ -17,6 +17,7 @@ from shardwise.memory.activation_checkpointing import apply_activation_checkpoin
 from shardwise.memory.offload import ActivationOffload
 from shardwise.parallel.model import DeferredHead, ParallelModel
 from shardwise.parallel.sharded import materialize, shard
+from shardwise.parallel.tensor import split_tensors
 from shardwise.parallel.tensor_map import TensorMap
 from shardwise.plan import Plan
 from shardwise.precision import torch_dtype
@@ -40,6 +41,7 @@ def parallelize(
     groups = group_blocks(blocks, memory.checkpoint_strategy)
 
     model.to(torch_dtype(plan.dtypes.parameters))
+    cuts = split_tensors(model, facts.tensor_splits, layout) if layout.size("tensor") > 1 else {}
     replace_dropout(model)
     if facts.has_functional_dropout:
         name_functional_dropout(blocks, [block.name for block in facts.blocks])
@@ -52,7 +54,7 @@ def parallelize(
         apply_activation_checkpointing(groups, memory, offload)
     sharded = shard(model, groups, plan, layout) if plan.needs_fsdp else []
     materialize(model, device, torch.device("cpu") if memory.offload_parameters else device)
-    return ParallelModel(model, plan, layout, facts, TensorMap.of(model, layout), device, head, sharded)
+    return ParallelModel(model, plan, layout, facts, TensorMap.of(model, layout, cuts), device, head, sharded)
 
 
 def _compile(blocks: Sequence[nn.Module]) -> None:

@@ -97,6 +97,11 @@ class ParallelModel:
         return torch_dtype(self.plan.dtypes.compute)
 
     @property
+    def speaks(self) -> bool:
+        """Whether this rank's loss and labels count: one of the ranks that read the same rows."""
+        return self.layout.index("context", "tensor", "pipeline") == 0
+
+    @property
     def accumulation_dtype(self) -> torch.dtype:
         """Dtype of losses and norms: fp32, or fp64 for an fp64 job."""
         return torch_dtype(self.plan.dtypes.loss)
@@ -143,4 +148,5 @@ class ParallelModel:
     def _scope(self, microbatch: Microbatch, step: int) -> Any:
         seed = self.plan.job.training.seed
         functional = self.facts.has_functional_dropout
-        return dropout_scope(DropoutScope(seed, step, microbatch.rows, functional=functional))
+        part = self.layout.index("tensor")
+        return dropout_scope(DropoutScope(seed, step, microbatch.rows, functional=functional, part=part))

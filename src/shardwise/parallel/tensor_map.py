@@ -6,11 +6,12 @@ norm, memory figures and verify read placements here and nowhere else.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
@@ -24,6 +25,52 @@ class Coordinates(Protocol):
 
     def index(self, *axes: str) -> int: ...
 
+    def group(self, *axes: str) -> dist.ProcessGroup: ...
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How tensor parallelism cut a parameter: `sections` equal runs along `dim`, each in chunks (torch.chunk's rule).
+
+    Attributes:
+        shape: of the whole parameter.
+        degree, index: ranks that hold the parts, and which of them this is.
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+    sections: int
+    degree: int
+    index: int
+
+    def local_shape(self, index: int | None = None) -> tuple[int, ...]:
+        """Shape of a rank's part; this rank's if unset."""
+        part = self._chunk(index)
+        return (*self.shape[: self.dim], (part.stop - part.start) * self.sections, *self.shape[self.dim + 1 :])
+
+    def regions(self, index: int | None = None) -> tuple[Region, ...]:
+        """Where a rank's part belongs in the whole parameter, section by section."""
+        part, whole = self._chunk(index), self.shape[self.dim] // self.sections
+        size = part.stop - part.start
+        boxes = []
+        for section in range(self.sections):
+            logical, local = _everything(self.shape), _everything(self.local_shape(index))
+            logical[self.dim] = slice(section * whole + part.start, section * whole + part.stop)
+            local[self.dim] = slice(section * size, (section + 1) * size)
+            boxes.append(Region(tuple(logical), tuple(local)))
+        return tuple(boxes)
+
+    def _chunk(self, index: int | None) -> slice:
+        return chunk(self.shape[self.dim] // self.sections, self.degree, self.index if index is None else index)
+
+
+@dataclass(frozen=True)
+class Region:
+    """A box of a logical tensor that lives here, and the box of the local tensor that holds it."""
+
+    logical: Slices
+    local: Slices
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -34,18 +81,22 @@ class Entry:
         aliases: the other names of a tied parameter.
         shape: global shape.
         parameter: the object the module holds (a DTensor once sharded).
-        global_slice: region of the logical tensor that lives here; one slice a dim, steps of 1.
+        regions: what of the logical tensor lives here; together they make up `local`.
         replication: how many ranks hold the same elements.
         replica: number of this rank among those, from 0.
+        cut: how tensor parallelism cut it; None where every tensor rank holds it.
+        tensor_group: the ranks that hold the parts of `cut`.
     """
 
     name: str
     aliases: tuple[str, ...]
     shape: tuple[int, ...]
     parameter: nn.Parameter
-    global_slice: Slices
+    regions: tuple[Region, ...]
     replication: int
     replica: int
+    cut: Cut | None = None
+    tensor_group: dist.ProcessGroup | None = None
 
     @property
     def local(self) -> Tensor:
@@ -59,16 +110,29 @@ class Entry:
         return None if gradient is None else _plain(gradient)
 
     def whole(self, gradient: bool = False) -> Tensor:
-        """The logical tensor, or its gradient, on every rank. Collective over the shard group."""
+        """The logical tensor, or its gradient, on every rank. Collective over shard and tensor groups."""
         value = self.parameter.grad if gradient else self.parameter.detach()
         if value is None:
             return torch.zeros(self.shape, dtype=self.parameter.dtype)
-        return value.full_tensor() if isinstance(value, DTensor) else value
+        part = value.full_tensor() if isinstance(value, DTensor) else value
+        return part if self.cut is None else self._joined(part, self.cut)
+
+    def _joined(self, part: Tensor, cut: Cut) -> Tensor:
+        """The parts of all tensor ranks, which may differ in size, so each is sent by itself."""
+        assert self.tensor_group is not None
+        whole = part.new_empty(self.shape)
+        for index, rank in enumerate(dist.get_process_group_ranks(self.tensor_group)):
+            other = part.contiguous() if index == cut.index else part.new_empty(cut.local_shape(index))
+            dist.broadcast(other, rank, group=self.tensor_group)
+            for region in cut.regions(index):
+                whole[region.logical] = other[region.local]
+        return whole
 
     def store(self, whole: Tensor) -> None:
-        """Keep this rank's slice of the logical tensor `whole`."""
+        """Keep this rank's slices of the logical tensor `whole`."""
         with torch.no_grad():
-            self.local.copy_(whole[self.global_slice])
+            for region in self.regions:
+                self.local[region.local].copy_(whole[region.logical])
 
 
 class TensorMap:
@@ -86,33 +150,62 @@ class TensorMap:
         return self.entries[self.names[name]]
 
     @classmethod
-    def of(cls, model: nn.Module, layout: Coordinates) -> TensorMap:
-        """Read the map off a model whose parameters are plain or sharded by FSDP2 on dim 0."""
+    def of(cls, model: nn.Module, layout: Coordinates, cuts: Mapping[str, Cut] | None = None) -> TensorMap:
+        """Read the map off a model whose parameters are plain or sharded by FSDP2 on dim 0.
+
+        Args:
+            cuts: parameters that tensor parallelism has cut before, by name.
+        """
         names: dict[int, list[str]] = {}
         parameters: dict[int, nn.Parameter] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), []).append(name)
             parameters[id(parameter)] = parameter
-        return cls([_entry(own, parameters[key], layout) for key, own in names.items()])
+        cuts = cuts or {}
+        return cls([_entry(own, parameters[key], layout, cuts.get(own[0])) for key, own in names.items()])
 
 
-def _entry(names: list[str], parameter: nn.Parameter, layout: Coordinates) -> Entry:
+def chunk(size: int, degree: int, index: int) -> slice:
+    """Part `index` of `size` in chunks of ceil(size / degree), the last ones short or empty (torch.chunk's rule)."""
+    most = -(-size // degree)
+    return slice(min(index * most, size), min((index + 1) * most, size))
+
+
+def _entry(names: list[str], parameter: nn.Parameter, layout: Coordinates, cut: Cut | None) -> Entry:
     shape = tuple(parameter.shape)
-    region = tuple(slice(0, size) for size in shape)
+    rows = slice(0, shape[0]) if shape else None
     copies: tuple[str, ...] = ("replica", "shard", "context")
     if isinstance(parameter, DTensor):
-        region = (_rows(shape[0], layout), *region[1:])
+        rows = chunk(shape[0], layout.size("shard", "context"), layout.index("shard", "context"))
         copies = ("replica",)
         assert parameter.placements[-1] == Shard(0)
+    everything = tuple(_everything(shape))
+    regions = (Region(everything, everything),) if cut is None else cut.regions()
     name, *aliases = names
-    return Entry(name, tuple(aliases), shape, parameter, region, layout.size(*copies), layout.index(*copies))
+    return Entry(
+        name,
+        tuple(aliases),
+        shape if cut is None else cut.shape,
+        parameter,
+        regions if rows is None else tuple(_within(region, rows) for region in regions),
+        layout.size(*copies) if cut else layout.size(*copies, "tensor"),
+        layout.index(*copies) if cut else layout.index(*copies, "tensor"),
+        cut,
+        layout.group("tensor") if cut else None,
+    )
 
 
-def _rows(size: int, layout: Coordinates) -> slice:
-    """Rows of dim 0 on this rank: chunks of ceil(size / degree), the last ones short or empty (torch.chunk's rule)."""
-    degree, index = layout.size("shard", "context"), layout.index("shard", "context")
-    chunk = -(-size // degree)
-    return slice(min(index * chunk, size), min((index + 1) * chunk, size))
+def _within(region: Region, rows: slice) -> Region:
+    """What is left of `region` where only `rows` of the local tensor's dim 0 are kept; it may be empty."""
+    start = min(max(region.local[0].start, rows.start), rows.stop)
+    stop = max(min(region.local[0].stop, rows.stop), start)
+    shift = region.logical[0].start - region.local[0].start
+    logical, local = slice(start + shift, stop + shift), slice(start - rows.start, stop - rows.start)
+    return Region((logical, *region.logical[1:]), (local, *region.local[1:]))
+
+
+def _everything(shape: Sequence[int]) -> list[slice]:
+    return [slice(0, size) for size in shape]
 
 
 def _plain(value: Tensor) -> Tensor:

@@ -61,8 +61,9 @@ def read_hugging_face(model: ParallelModel, path: str) -> None:
     """Read this rank's slices of a Hugging Face directory's weights, and the buffers whole."""
     weights, names = match_weights(model.module, model.facts, path)
     for entry in model.tensor_map:
-        if entry.local.numel():
-            entry.local.copy_(weights.read(names[entry.name], entry.global_slice))
+        for region in entry.regions:
+            if entry.local[region.local].numel():
+                entry.local[region.local].copy_(weights.read(names[entry.name], region.logical))
     for name, buffer in persistent_buffers(model.module):  # such as DeepSeek's routing bias
         if name in names:
             buffer.copy_(weights.read(names[name]))

@@ -90,7 +90,7 @@ def assemble(job: Job, device: torch.device, facts: ModelFacts, data: TokenData)
     layout = Layout.from_plan(plan, dist.get_rank())
     seed = job.training.seed
     torch.use_deterministic_algorithms(job.training.deterministic)
-    torch.manual_seed(seed * world.size + layout.data_rank)  # read by fused attention dropout alone
+    torch.manual_seed(seed * world.size + dist.get_rank())  # read by fused attention dropout alone
     model = parallelize(build_model(job), plan, layout, facts, device)
     initialize(model, seed)
     program = make_program(model)

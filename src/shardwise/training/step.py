@@ -102,6 +102,7 @@ def evaluate(model: ParallelModel, program: Program, batches: Sequence[Sequence[
         on_device = [batch.to(model.device) for batch in microbatches]
         totals += model.run(program, on_device, step=0).to(totals.dtype)
     model.release_gathered()
+    totals *= model.speaks
     dist.all_reduce(totals)
     model.module.train()
     return float(totals[0] / totals[1].clamp(min=1))
@@ -118,7 +119,7 @@ class Control(NamedTuple):
 
 def exchange(model: ParallelModel, mine: Control) -> Control:
     """The control all-reduce, in int64, whose sums wrap around."""
-    speaks = model.layout.index("context", "tensor", "pipeline") == 0  # of the ranks that read the same rows
+    speaks = model.speaks
     labels, stop, failed, data_hash = mine
     # A wish to stop or a failure may come from any rank.
     values = [labels if speaks else 0, stop, failed, data_hash if speaks else 0]
@@ -137,7 +138,7 @@ def reduce_loss_and_norm(
         by_replication.setdefault(entry.replication, []).append(gradient)
     for replication, gradients in by_replication.items():
         squares += _sum_of_squares(gradients).to(model.device) / replication
-    both = torch.stack([totals[0].to(squares.dtype), squares])
+    both = torch.stack([totals[0].to(squares.dtype) * model.speaks, squares])
     dist.all_reduce(both)
     return both[0], both[1].sqrt() / scale
 

@@ -1,0 +1,91 @@
+"""Tensor parallelism against one process: fused projections, grouped heads, uneven MLPs, with sharding and replicas."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardwise.config import Job
+from shardwise.testing.capture import gather
+from shardwise.testing.world import WorldPool
+from shardwise.training.setup import set_up
+from tests.parity.jobs import tensor_job, verify_one
+
+TWO = {"tensor_parallel_degree": 2}
+FOUR = {"tensor_parallel_degree": 4}
+CASES: list[tuple[str, int, dict[str, Any]]] = [
+    ("gpt2", 2, {"parallel": TWO, "dropout": 0.1}),
+    ("gpt2", 4, {"parallel": FOUR}),
+    ("gpt2", 8, {"parallel": {**TWO, "sharded_data_parallel_degree": 2}, "dropout": 0.1}),
+    ("gpt2", 4, {"parallel": {**TWO, "shard_optimizer_state": True}, "tied": False}),
+    ("gpt2", 6, {"parallel": TWO, "memory": {"activation_checkpointing": "full"}}),
+    ("gpt_neox", 2, {"parallel": TWO, "dropout": 0.1}),
+    ("gpt_neox", 8, {"parallel": {**FOUR, "placement_strategy": "spread"}}),
+    ("gpt_neox", 4, {"parallel": TWO, "precision": {"compute": "bf16"}}),
+    ("llama", 2, {"parallel": TWO, "tied": False}),
+    ("llama", 4, {"parallel": TWO, "memory": {"activation_checkpointing": "selective"}}),
+    ("llama", 4, {"parallel": TWO, "precision": {"compute": "fp16"}}),
+    ("llama", 4, {"parallel": TWO, "training": {"sequences_per_step": 7, "microbatch_size": 1}}),
+    ("mistral", 4, {"parallel": FOUR}),
+    ("gemma", 2, {"parallel": TWO, "memory": {"activation_checkpointing": "full", "offload_activations": True}}),
+]
+
+
+@pytest.mark.parametrize("family, ranks, settings", CASES)
+def test_agrees_with_one_process(
+    world_pool: WorldPool, corpora: Path, family: str, ranks: int, settings: dict[str, Any]
+) -> None:
+    report = world_pool.run(ranks, verify_one, tensor_job(corpora, family, **settings))[0]
+    assert report is not None
+    assert report.agrees, (report.first, report.diagnosis)
+
+
+def initial(job: Job) -> dict[str, Tensor]:
+    return gather(set_up(job, torch.device("cpu")))
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "llama"])
+def test_initial_weights_are_bit_equal(world_pool: WorldPool, corpora: Path, family: str) -> None:
+    alone = world_pool.run(1, initial, tensor_job(corpora, family))[0]
+    for ranks, parallel in ((2, TWO), (4, TWO), (4, TWO if family == "llama" else FOUR)):
+        found = world_pool.run(ranks, initial, tensor_job(corpora, family, parallel=parallel))[0]
+        assert list(found) == list(alone)
+        assert all(torch.equal(found[name], alone[name]) for name in alone)
+
+
+def kept(job: Job) -> tuple[int, int]:
+    """Elements on this rank, and of the whole model."""
+    run = set_up(job, torch.device("cpu"))
+    return sum(entry.local.numel() for entry in run.model.tensor_map), run.facts.parameters
+
+
+def test_a_rank_keeps_its_part(world_pool: WorldPool, corpora: Path) -> None:
+    """Embeddings, norms and the biases of sums are everywhere; the rest of a block is split."""
+    for here, whole in world_pool.run(4, kept, tensor_job(corpora, "gpt2", parallel=FOUR)):
+        everywhere = (97 + 16) * 24 + 24 * 2 + 2 * (4 * 24 + 2 * 24)
+        assert whole > 2 * everywhere
+        assert here == pytest.approx(everywhere + (whole - everywhere) / 4, rel=0.05)
+
+
+def from_directory(job: Job) -> dict[str, Tensor]:
+    return gather(set_up(job, torch.device("cpu")))
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_directory_is_read_by_slices(world_pool: WorldPool, corpora: Path, tmp_path: Path, family: str) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    settings = tensor_job(corpora, family).model.config
+    assert isinstance(settings, dict)
+    torch.manual_seed(5)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings))
+    model.save_pretrained(tmp_path)
+    job = tensor_job(corpora, family, parallel=TWO)
+    job = job.model_copy(update={"model": job.model.model_copy(update={"config": None, "path": str(tmp_path)})})
+    found = world_pool.run(4, from_directory, job)[0]
+    expected = dict(model.named_parameters())
+    assert all(torch.equal(value, expected[name].double()) for name, value in found.items())
