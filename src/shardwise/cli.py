@@ -18,6 +18,7 @@ from shardwise import __version__
 from shardwise.errors import ConfigError, ShardwiseError, nearest
 
 INTERRUPTED = 130
+SPECIAL = ("output", "print-plan", "profile", "blocks", "against")  # options of some commands that are no keys
 WIDTH = 100
 PLACE = "a checkpoint, a directory of them, or a run's output directory; a path or URL"
 NEWEST = "; of several, the newest complete one"
@@ -287,7 +288,9 @@ def _explain_unknown(word: str, command: str) -> str:
     from shardwise.job_keys import suggestion
 
     name = word.lstrip("-").partition("=")[0]
-    close = difflib.get_close_matches(name, ["output", "print-plan", "profile", "blocks", "against"], n=1, cutoff=0.8)
+    if name in SPECIAL:
+        return f"{command} has no option {word}; see `shardwise {command} --help`"
+    close = difflib.get_close_matches(name, SPECIAL, n=1, cutoff=0.8)
     if close:
         return f"unknown option {word}. Did you mean '--{close[0]}'?"
     return (

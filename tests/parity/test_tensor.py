@@ -12,6 +12,7 @@ from torch import Tensor
 from shardwise.config import Job
 from shardwise.testing.capture import gather
 from shardwise.testing.world import WorldPool
+from shardwise.training.sample import generate
 from shardwise.training.setup import set_up
 from tests.parity.jobs import tensor_job, verify_one
 
@@ -64,11 +65,10 @@ def kept(job: Job) -> tuple[int, int]:
 
 
 def test_a_rank_keeps_its_part(world_pool: WorldPool, corpora: Path) -> None:
-    """Embeddings, norms and the biases of sums are everywhere; the rest of a block is split."""
-    for here, whole in world_pool.run(4, kept, tensor_job(corpora, "gpt2", parallel=FOUR)):
-        everywhere = (97 + 16) * 24 + 24 * 2 + 2 * (4 * 24 + 2 * 24)
-        assert whole > 2 * everywhere
-        assert here == pytest.approx(everywhere + (whole - everywhere) / 4, rel=0.05)
+    """Positions, norms and the biases of sums are everywhere; the rest is split."""
+    everywhere = 16 * 24 + 24 * 2 + 2 * (4 * 24 + 2 * 24)
+    parts = world_pool.run(4, kept, tensor_job(corpora, "gpt2", parallel=FOUR))
+    assert sum(here for here, _ in parts) == parts[0][1] + 3 * everywhere
 
 
 def from_directory(job: Job) -> dict[str, Tensor]:
@@ -89,3 +89,13 @@ def test_a_directory_is_read_by_slices(world_pool: WorldPool, corpora: Path, tmp
     found = world_pool.run(4, from_directory, job)[0]
     expected = dict(model.named_parameters())
     assert all(torch.equal(value, expected[name].double()) for name, value in found.items())
+
+
+def generated(job: Job) -> list[int]:
+    run = set_up(job, torch.device("cpu"))
+    return generate(run.model, [1, 2, 3], 8, seed=3)
+
+
+def test_generation_sees_whole_logits(world_pool: WorldPool, corpora: Path) -> None:
+    alone = world_pool.run(1, generated, tensor_job(corpora, "gpt2"))[0]
+    assert world_pool.run(4, generated, tensor_job(corpora, "gpt2", parallel=TWO)) == [alone] * 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -144,7 +145,7 @@ def check_fits(model: ParallelModel, manifest: Manifest, data: Mapping[str, Any]
 
 
 def _misfits(model: ParallelModel, manifest: Manifest) -> Iterator[str]:
-    own = {f"model/{entry.name}": list(entry.shape) for entry in model.tensor_map}
+    own = {f"model/{entry.name}": list(entry.shape) for entry in model.tensor_map if math.prod(entry.shape)}
     own |= {f"buffer/{name}": list(buffer.shape) for name, buffer in persistent_buffers(model.module)}
     stored = {name: t.shape for name, t in manifest.tensors.items() if name.startswith(("model/", "buffer/"))}
     for name in own.keys() | stored.keys():

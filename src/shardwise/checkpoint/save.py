@@ -99,8 +99,10 @@ class Checkpointer:
             self._thread.join()
             self._thread = None
         failure, self.failure = self.failure, None
-        if failure is not None:
+        if isinstance(failure, CheckpointException):
             raise named(failure, self.store.root) from failure
+        if failure is not None:
+            raise failure  # it is not about files: a rank was lost, which the launcher explains
 
     def close(self) -> None:
         """Wait for what is under way, whatever comes of it; used where another error is on its way."""

@@ -11,7 +11,6 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -132,7 +131,7 @@ class LocalStore:
 
     @contextmanager
     def create(self, name: str, file: str) -> Iterator[BinaryIO]:
-        with _Eager(self._partial(name) / file, "xb") as handle:
+        with (self._partial(name) / file).open("xb", buffering=0) as handle:
             yield handle  # type: ignore[misc]
             os.fsync(handle.fileno())
 
@@ -167,17 +166,6 @@ class LocalStore:
 
     def _partial(self, name: str) -> Path:
         return self._path / f".{name}.partial"
-
-
-class _Eager(FileIO):
-    """A file whose bytes set out for the disk as they are written, so that little is left for the sync at the end."""
-
-    def write(self, data: Any) -> int:
-        at = self.tell()
-        count = super().write(data)
-        if hasattr(os, "posix_fadvise"):  # begins to write back; what is not there yet stays in the page cache
-            os.posix_fadvise(self.fileno(), at, count, os.POSIX_FADV_DONTNEED)
-        return count
 
 
 def _sync_directory(path: Path) -> None:

@@ -12,13 +12,14 @@ from torch import nn
 
 from shardwise.families.facts import ModelFacts
 from shardwise.kernels.dropout import name_functional_dropout, replace_dropout
+from shardwise.kernels.loss import Vocabulary
 from shardwise.layout import Layout
 from shardwise.memory.activation_checkpointing import apply_activation_checkpointing, group_blocks
 from shardwise.memory.offload import ActivationOffload
 from shardwise.parallel.model import DeferredHead, ParallelModel
 from shardwise.parallel.sharded import materialize, shard
-from shardwise.parallel.tensor import split_tensors
-from shardwise.parallel.tensor_map import TensorMap
+from shardwise.parallel.tensor import split_tensors, split_vocabulary
+from shardwise.parallel.tensor_map import Cut, TensorMap
 from shardwise.plan import Plan
 from shardwise.precision import torch_dtype
 
@@ -41,11 +42,11 @@ def parallelize(
     groups = group_blocks(blocks, memory.checkpoint_strategy)
 
     model.to(torch_dtype(plan.dtypes.parameters))
-    cuts = split_tensors(model, facts.tensor_splits, layout) if layout.size("tensor") > 1 else {}
+    vocabulary, cuts = _split(model, plan, layout, facts) if layout.size("tensor") > 1 else (None, {})
     replace_dropout(model)
     if facts.has_functional_dropout:
         name_functional_dropout(blocks, [block.name for block in facts.blocks])
-    head = DeferredHead(model.get_submodule(facts.head)) if plan.chunked_loss and facts.head else None
+    head = DeferredHead(model.get_submodule(facts.head), vocabulary) if plan.chunked_loss and facts.head else None
     if plan.job.model.compile:
         _compile(blocks)
     if memory.activation_checkpointing != "none":
@@ -55,6 +56,13 @@ def parallelize(
     sharded = shard(model, groups, plan, layout) if plan.needs_fsdp else []
     materialize(model, device, torch.device("cpu") if memory.offload_parameters else device)
     return ParallelModel(model, plan, layout, facts, TensorMap.of(model, layout, cuts), device, head, sharded)
+
+
+def _split(model: nn.Module, plan: Plan, layout: Layout, facts: ModelFacts) -> tuple[Vocabulary | None, dict[str, Cut]]:
+    """Tensor parallelism: blocks by heads and inner features, embeddings and head by vocabulary."""
+    cuts = split_tensors(model, facts.tensor_splits, layout)
+    by_rows = split_vocabulary(model, facts, layout) if plan.chunked_loss else None
+    return (None, cuts) if by_rows is None else (by_rows[0], cuts | by_rows[1])
 
 
 def _compile(blocks: Sequence[nn.Module]) -> None:

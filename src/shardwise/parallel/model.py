@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from shardwise.families.facts import ModelFacts
 from shardwise.kernels.dropout import DropoutScope, dropout_scope
+from shardwise.kernels.loss import Vocabulary
 from shardwise.layout import Layout
 from shardwise.parallel.sharded import begin_microbatch
 from shardwise.parallel.tensor_map import TensorMap
@@ -47,11 +48,11 @@ class DeferredHead:
     """The output projection, taken out of the model's forward so that the loss can run it in chunks.
 
     While deferred, the head's forward returns its input; `weight` and `bias` are read when the loss runs, when FSDP2
-    holds them gathered in the compute dtype.
+    holds them gathered in the compute dtype. `vocabulary` says which rows of them this rank holds, if not all.
     """
 
-    def __init__(self, head: nn.Module) -> None:
-        self.head, self.deferred = head, True
+    def __init__(self, head: nn.Module, vocabulary: Vocabulary | None = None) -> None:
+        self.head, self.vocabulary, self.deferred = head, vocabulary, True
         self._forward = head.forward
         head.forward = self._tap  # type: ignore[method-assign]
 

@@ -3,7 +3,8 @@
 A split module keeps its part of the weight. Two autograd collectives stand at the borders of a region: a column module
 needs the whole input, so its input's gradient is summed in backward; a row module makes a partial output, so that is
 summed in forward, and its bias is added once, after the sum. Nothing else of the model's code changes: attention sees
-fewer heads, and views with -1 adapt to them.
+fewer heads, and views with -1 adapt to them. Input embeddings and head are split by vocabulary where the head runs
+inside the loss, which then never gathers logits.
 """
 
 from __future__ import annotations
@@ -16,38 +17,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardwise.families.facts import TensorSplit
+from shardwise.collectives.tensor import enter, leave
+from shardwise.families.facts import ModelFacts, TensorSplit
+from shardwise.kernels.loss import Vocabulary
 from shardwise.layout import Layout
-from shardwise.parallel.tensor_map import Cut
+from shardwise.parallel.tensor_map import Cut, chunk
 
 # Attributes that say how wide a part is: of attention modules that cut a fused projection, and of Conv1D's output.
 WIDTHS = ("split_size",)
 OUTPUTS = ("out_features", "nf")
-
-
-class _Enter(torch.autograd.Function):
-    """The identity whose gradient is summed over the tensor group."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return values.view_as(values)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _summed(gradients[0], ctx.group), None
-
-
-class _Leave(torch.autograd.Function):
-    """The sum over the tensor group, whose gradient is each part's."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return _summed(values, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0], None
 
 
 def split_tensors(model: nn.Module, splits: Mapping[str, TensorSplit], layout: Layout) -> dict[str, Cut]:
@@ -84,7 +62,7 @@ def _sum_output(module: Any, split: TensorSplit, group: dist.ProcessGroup) -> No
 
     def forward(values: Tensor) -> Tensor:
         weight = module.weight.T if split.dim == 0 else module.weight
-        total: Tensor = _Leave.apply(F.linear(values, weight), group)
+        total = leave(F.linear(values, weight), group)
         return total if module.bias is None else total + module.bias
 
     module.forward = forward
@@ -97,14 +75,14 @@ def _narrow(module: Any, names: Sequence[str], cut: Cut) -> None:
 
 
 def _enter(region: Any, degree: int, group: dist.ProcessGroup) -> None:
-    """Lead the region's first input, positional or `hidden_states`, through `_Enter`; tell it how wide its part is."""
+    """Lead the region's first input, positional or `hidden_states`, through `enter`; tell it how wide its part is."""
     inner: Callable[..., Any] = region.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if args:
-            args = (_Enter.apply(args[0], group), *args[1:])
+            args = (enter(args[0], group), *args[1:])
         else:
-            kwargs["hidden_states"] = _Enter.apply(kwargs["hidden_states"], group)
+            kwargs["hidden_states"] = enter(kwargs["hidden_states"], group)
         return inner(*args, **kwargs)
 
     region.forward = forward
@@ -113,7 +91,56 @@ def _enter(region: Any, degree: int, group: dist.ProcessGroup) -> None:
             setattr(region, name, getattr(region, name) // degree)
 
 
-def _summed(values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    total = values.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
-    return total
+def split_vocabulary(model: Any, facts: ModelFacts, layout: Layout) -> tuple[Vocabulary, dict[str, Cut]] | None:
+    """Cut input embeddings and head (on the meta device) by rows of the vocabulary; None where they are not plain."""
+    embedding, head = model.get_input_embeddings(), model.get_submodule(facts.head)
+    plain = type(embedding) is nn.Embedding and type(head) is nn.Linear and embedding.max_norm is None
+    if not plain or embedding.weight.shape != head.weight.shape:
+        return None
+    degree, index = layout.size("tensor"), layout.index("tensor")
+    cuts: dict[str, Cut] = {}
+    made: dict[int, nn.Parameter] = {}  # a tie stays one parameter
+    for module in (embedding, head):
+        for leaf, parameter in list(module._parameters.items()):
+            if parameter is None:
+                continue
+            cut = Cut(tuple(parameter.shape), 0, 1, degree, index)
+            if id(parameter) not in made:
+                local = parameter.new_empty(cut.local_shape())
+                made[id(parameter)] = nn.Parameter(local, requires_grad=parameter.requires_grad)
+            module._parameters[leaf] = made[id(parameter)]
+            name = next(name for name, each in model.named_modules() if each is module)
+            cuts[f"{name}.{leaf}"] = cut
+    rows = chunk(facts.vocabulary_size, degree, index)
+    vocabulary = Vocabulary(layout.group("tensor"), rows.start, rows.stop)
+    _look_up_part(embedding, vocabulary)
+    _gather_logits(head, cuts[f"{facts.head}.weight"], vocabulary.group)
+    return vocabulary, cuts
+
+
+def _look_up_part(embedding: Any, vocabulary: Vocabulary) -> None:
+    """Each rank looks up the ids that it holds; the sum over the ranks has each once."""
+    pad = embedding.padding_idx
+    pad = pad - vocabulary.first if pad is not None and vocabulary.first <= pad < vocabulary.end else None
+
+    def forward(ids: Tensor) -> Tensor:
+        elsewhere = (ids < vocabulary.first) | (ids >= vocabulary.end)
+        found = F.embedding((ids - vocabulary.first).masked_fill(elsewhere, 0), embedding.weight, pad)
+        return leave(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), vocabulary.group)
+
+    embedding.forward = forward
+
+
+def _gather_logits(head: Any, cut: Cut, group: dist.ProcessGroup) -> None:
+    """Whole logits, for generation alone: training takes the loss of the parts."""
+
+    def forward(hidden: Tensor) -> Tensor:
+        part = F.linear(hidden, head.weight, head.bias)
+        parts = []
+        for index, rank in enumerate(dist.get_process_group_ranks(group)):
+            rows = cut.local_shape(index)[0]
+            parts.append(part.contiguous() if index == cut.index else part.new_empty(*part.shape[:-1], rows))
+            dist.broadcast(parts[-1], rank, group=group)
+        return torch.cat(parts, -1)
+
+    head.forward = forward

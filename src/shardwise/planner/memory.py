@@ -86,7 +86,12 @@ def estimate(plan: Plan, facts: ModelFacts, kind: BlockKind | None = None) -> Me
 
     `kind` says what a block keeps; unset, it is read off the facts. For a model without attention heads (a user's own
     module) the activations are not known and count as nothing.
+
+    Raises:
+        ValueError: the plan splits tensors; the formulas do not know that yet.
     """
+    if plan.degrees["tensor"] > 1:
+        raise ValueError("the memory formulas do not know tensor parallelism yet")
     return max(moments(plan, facts, kind), key=lambda moment: moment.total)
 
 

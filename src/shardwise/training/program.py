@@ -52,6 +52,7 @@ class LanguageModelProgram:
             microbatch.labels,
             chunk=self.chunk,
             seed=1.0 if seed is None else seed,
+            vocabulary=head.vocabulary,
         )
         return loss, microbatch.count()
 
