@@ -24,7 +24,7 @@ from shardwise.checkpoint import save as saving
 from shardwise.checkpoint.catalog import Retention, checkpoints, name_of, read_manifest
 from shardwise.checkpoint.manifest import BLOCK_BYTES, FILE, Manifest, Progress
 from shardwise.checkpoint.save import Checkpointer
-from shardwise.checkpoint.staging import Broken, Staging
+from shardwise.checkpoint.staging import Broken, Staging, Straight
 from shardwise.checkpoint.stores import OWNER, LocalStore
 from shardwise.config import CheckpointSection, Job
 from shardwise.errors import CheckpointError
@@ -88,6 +88,14 @@ def test_the_stream_arrives_whole_through_a_ring_of_three_blocks(parts: list[Ten
         assert b"".join(block for block, _ in blocks) == expected
         assert all(len(block) == BLOCK_BYTES for block, _ in blocks[:-1])
         assert max(held for _, held in blocks) <= 3 * BLOCK_BYTES
+
+
+@pytest.mark.parametrize("parts", [pytest.param(parts, id=name) for name, parts in STATES])
+def test_the_same_stream_without_a_ring(parts: list[Tensor]) -> None:
+    expected = b"".join(part.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for part in parts)
+    blocks = [bytes(block) for block in Straight(parts).drain()]
+    assert b"".join(blocks) == expected
+    assert all(len(block) == BLOCK_BYTES for block in blocks[:-1])
 
 
 def test_training_is_held_up_while_the_ring_is_full() -> None:

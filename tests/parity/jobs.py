@@ -39,6 +39,10 @@ DROPOUT_FIELDS = {
     "gpt_neox": ("hidden_dropout", "attention_dropout"),
     "llama": (),
     "bert": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
+    "roberta": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
+    "gptj": ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
+    "gpt_neo": ("resid_dropout", "embed_dropout", "attention_dropout"),
+    "opt": ("dropout", "attention_dropout"),
 }
 
 
@@ -114,6 +118,27 @@ TENSOR_CONFIGS: dict[str, dict[str, Any]] = {
         "hidden_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2,
         "intermediate_size": 13, "max_position_embeddings": LENGTH, "head_dim": 8,
     },
+    "qwen3": {
+        "hidden_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2,
+        "intermediate_size": 13, "max_position_embeddings": LENGTH, "head_dim": 6,
+    },
+    "gptj": {"n_embd": 24, "n_head": 4, "n_layer": 2, "n_inner": 13, "n_positions": LENGTH, "rotary_dim": 4},
+    "gpt_neo": {
+        "hidden_size": 24, "num_heads": 4, "num_layers": 2, "attention_types": [[["global", "local"], 1]],
+        "intermediate_size": 13, "max_position_embeddings": LENGTH, "window_size": 4,
+    },
+    "opt": {
+        "hidden_size": 24, "num_attention_heads": 4, "num_hidden_layers": 2, "ffn_dim": 13, "word_embed_proj_dim": 24,
+        "max_position_embeddings": LENGTH,
+    },
+    "bert": {
+        "hidden_size": 24, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 13,
+        "max_position_embeddings": LENGTH,
+    },
+    "roberta": {
+        "hidden_size": 24, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 13,
+        "max_position_embeddings": LENGTH + 2,
+    },
 }  # fmt: skip
 
 
@@ -123,6 +148,10 @@ def tensor_job(
     """A tiny job of a model whose heads 2 or 4 tensor ranks can share; its MLP is 13 wide."""
     config = {"model_type": family, "vocab_size": VOCABULARY, "tie_word_embeddings": tied, **TENSOR_CONFIGS[family]}
     config |= dict.fromkeys(DROPOUT_FIELDS.get(family, ()), dropout)
+    if family in ("bert", "roberta"):  # a masked model has the vocabulary of a tokenizer
+        del config["vocab_size"]
+        model = {"config": config, "attention": "eager", "task": "masked_lm"}
+        return make_job(directory, "bert", model=model, **sections)
     return make_job(directory, model={"config": config, "attention": "eager"}, **sections)
 
 

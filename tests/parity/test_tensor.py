@@ -18,6 +18,7 @@ from tests.parity.jobs import tensor_job, verify_one
 
 TWO = {"tensor_parallel_degree": 2}
 FOUR = {"tensor_parallel_degree": 4}
+FP32: dict[str, Any] = {"precision": {"compute": "fp32"}, "optimizer": {"name": "SGD", "learning_rate": 0.1}}
 CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("gpt2", 2, {"parallel": TWO, "dropout": 0.1}),
     ("gpt2", 4, {"parallel": FOUR}),
@@ -32,6 +33,13 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("llama", 4, {"parallel": TWO, "precision": {"compute": "fp16"}}),
     ("llama", 4, {"parallel": TWO, "training": {"sequences_per_step": 7, "microbatch_size": 1}}),
     ("mistral", 4, {"parallel": FOUR}),
+    ("qwen3", 4, {"parallel": TWO}),
+    ("qwen3", 2, {"parallel": TWO, "training": {"sequences_per_step": 6, "microbatch_size": 2}}),
+    ("gptj", 4, {"parallel": FOUR, "dropout": 0.1, **FP32}),  # its attention computes in fp32 whatever the model's dtype
+    ("gpt_neo", 2, {"parallel": TWO, "dropout": 0.1}),
+    ("opt", 4, {"parallel": TWO, "dropout": 0.1}),
+    ("bert", 4, {"parallel": FOUR, "dropout": 0.1}),
+    ("roberta", 4, {"parallel": TWO}),
     ("gemma", 2, {"parallel": TWO, "memory": {"activation_checkpointing": "full", "offload_activations": True}}),
 ]
 

@@ -11,7 +11,7 @@ import platform
 import threading
 import uuid
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 import shardwise
 from shardwise.checkpoint.catalog import Retention, name_of
 from shardwise.checkpoint.manifest import BLOCK_BYTES, FileRecord, Manifest, Progress, Scaler, TensorRecord
-from shardwise.checkpoint.staging import Staging
+from shardwise.checkpoint.staging import Source, Staging, Straight
 from shardwise.checkpoint.state import Optimizer, Snapshot, snapshot
 from shardwise.checkpoint.storage import PieceSavePlanner, SafetensorsWriter, header, in_file_order
 from shardwise.checkpoint.stores import Store
@@ -34,7 +34,7 @@ from shardwise.errors import CheckpointError, ShardwiseError
 from shardwise.parallel.model import ParallelModel
 from shardwise.precision import LossScaler
 
-SYNCHRONOUS_BYTES = 1 << 24  # of staging, where nothing but the writing waits for it
+SYNCHRONOUS_BYTES = 1 << 24  # of staging from a GPU, where training waits anyway
 PATIENCE = timedelta(days=1)  # ranks write at different speeds; one that dies closes its connection at once
 
 
@@ -71,21 +71,13 @@ class Checkpointer:
         name = name_of(progress.step)
         taken = snapshot(self.model, self.optimizer)
         taken.pieces = in_file_order(taken.pieces)
-        staging = self._ring(taken)
-        staging.begin()
-        describe = self._describer(progress, scaler)
-        thread = threading.Thread(
-            target=self._write, args=(name, taken, staging, describe), name=f"shardwise-{name}", daemon=True
-        )
         lead = torch.frombuffer(bytearray(header(taken.pieces)), dtype=torch.uint8)
         parts = [lead, *(piece.tensor for piece in taken.pieces)]
-        if staging.holds(sum(part.nbytes for part in parts)):  # then the copy need not share the interpreter
-            staging.fill(parts)
-            thread.start()
+        describe = self._describer(progress, scaler)
+        if not self.settings.asynchronous and self.model.device.type == "cpu":
+            self._write(name, taken, Straight(parts), describe)
         else:
-            thread.start()
-            staging.fill(parts)
-        self._thread = thread
+            self._write_beside(name, taken, parts, describe)
         if wait or not self.settings.asynchronous:
             self.wait()
 
@@ -109,8 +101,25 @@ class Checkpointer:
         if self._thread is not None:
             self._thread.join(timeout=60)
 
-    def _write(self, name: str, taken: Snapshot, staging: Staging, describe: Callable[..., Manifest]) -> None:
-        """The writing thread."""
+    def _write_beside(
+        self, name: str, taken: Snapshot, parts: Sequence[torch.Tensor], describe: Callable[..., Manifest]
+    ) -> None:
+        """Start the writing thread and give it the state, as it is now."""
+        staging = self._ring(taken)
+        staging.begin()
+        thread = threading.Thread(
+            target=self._write, args=(name, taken, staging, describe), name=f"shardwise-{name}", daemon=True
+        )
+        if staging.holds(sum(part.nbytes for part in parts)):  # then the copy need not share the interpreter
+            staging.fill(parts)
+            thread.start()
+        else:
+            thread.start()
+            staging.fill(parts)
+        self._thread = thread
+
+    def _write(self, name: str, taken: Snapshot, staging: Source, describe: Callable[..., Manifest]) -> None:
+        """Plan, write and commit; the writing thread's work."""
         rank = dist.get_rank()
         writer = SafetensorsWriter(self.store, name, f"rank-{rank:05d}.safetensors", taken.pieces, staging, describe)
         planner = PieceSavePlanner(taken.pieces, taken.scalars)

@@ -83,18 +83,12 @@ class Staging:
         """Copy the bytes of `parts`, in order, into blocks. Returns when all are copied, or when the writer failed."""
         try:
             block = self._take()
-            for part in parts:
-                flat = part.detach().contiguous().view(-1).view(torch.uint8)
-                start = 0
-                while start < flat.numel():
-                    if block.size == BLOCK_BYTES:
-                        self._hand_over(block)
-                        block = self._take()
-                    count = min(BLOCK_BYTES - block.size, flat.numel() - start)
-                    place = block.memory[block.size : block.size + count]
-                    place.copy_(flat[start : start + count], non_blocking=self._pinned)
-                    block.size += count
-                    start += count
+            for at, run in _runs(parts):
+                if at == 0 and block.size:
+                    self._hand_over(block)
+                    block = self._take()
+                block.size = at + run.numel()
+                block.memory[at : block.size].copy_(run, non_blocking=self._pinned)
             self._hand_over(block)
             self._full.put(None)
             if self._pinned:
@@ -134,3 +128,42 @@ class Staging:
             block.ready = torch.cuda.Event()
             block.ready.record()
         self._full.put(block)
+
+
+class Straight:
+    """The same stream where training waits for the writing: one block that is filled and written in turn.
+
+    A second thread would gain little there, and loses much where other processes want the cores too.
+    """
+
+    def __init__(self, parts: Sequence[Tensor]) -> None:
+        self._parts = parts
+
+    def drain(self) -> Iterator[memoryview]:
+        """The blocks of the stream, each valid until the next is asked for."""
+        memory, size = torch.empty(BLOCK_BYTES, dtype=torch.uint8), 0
+        content = memoryview(memory.numpy())  # type: ignore[arg-type]
+        for at, run in _runs(self._parts):
+            if at == 0 and size:
+                yield content[:size]
+            size = at + run.numel()
+            memory[at:size].copy_(run)
+        yield content[:size]
+
+    def cancel(self) -> None:
+        """Nobody waits at the other end."""
+
+
+Source = Staging | Straight
+
+
+def _runs(parts: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
+    """The bytes of `parts`, cut where a block ends; each with its place in its block."""
+    at = 0
+    for part in parts:
+        flat = part.detach().contiguous().view(-1).view(torch.uint8)
+        start = 0
+        while start < flat.numel():
+            count = min(BLOCK_BYTES - at, flat.numel() - start)
+            yield at, flat[start : start + count]
+            start, at = start + count, (at + count) % BLOCK_BYTES

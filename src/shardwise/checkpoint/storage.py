@@ -38,7 +38,7 @@ from torch.futures import Future
 
 from shardwise.checkpoint.checked_file import CheckedFile
 from shardwise.checkpoint.manifest import FileRecord, Manifest, Slice, TensorRecord
-from shardwise.checkpoint.staging import Staging
+from shardwise.checkpoint.staging import Source
 from shardwise.checkpoint.stores import Store
 from shardwise.errors import CheckpointError
 
@@ -151,7 +151,7 @@ class SafetensorsWriter(StorageWriter):
         name: str,
         file: str,
         pieces: Sequence[Piece],
-        staging: Staging,
+        staging: Source,
         describe: Callable[[Metadata, dict[str, TensorRecord], dict[str, FileRecord]], Manifest],
     ) -> None:
         self.store, self.name, self.file = store, name, file

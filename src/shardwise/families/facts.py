@@ -21,17 +21,20 @@ class BlockFacts:
 
 @dataclass(frozen=True)
 class TensorSplit:
-    """How tensor parallelism splits a linear module.
+    """How tensor parallelism treats a module.
 
     Attributes:
-        kind: `column` (output features) or `row` (input features).
+        kind: a linear module is split by `column` (output features) or `row` (input features); a `partial` one is whole
+            but sees only a part of the activations, so the gradients of its parameters are summed.
         dim: of the weight.
         sections: fused projections that lie side by side along `dim`, each of which is split.
+        alone: a column module whose parent also works on whole activations.
     """
 
     kind: str
-    dim: int
+    dim: int = 0
     sections: int = 1
+    alone: bool = False
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -17,15 +18,34 @@ from transformers.pytorch_utils import Conv1D
 
 from shardwise.families.facts import TensorSplit
 
-PUBLISHED = {"colwise": "column", "rowwise": "row"}  # kinds of `base_model_tp_plan` that are understood here
-# Of models for which transformers has no plan: module -> kind, and how many fused projections lie side by side.
-OWN: dict[str, dict[str, tuple[str, int]]] = {
-    "gpt2": {
-        "h.*.attn.c_attn": ("column", 3),
-        "h.*.attn.c_proj": ("row", 1),
-        "h.*.mlp.c_fc": ("column", 1),
-        "h.*.mlp.c_proj": ("row", 1),
-    },
+# Kinds of `base_model_tp_plan` that are understood here.
+PUBLISHED = {
+    "colwise": TensorSplit("column"),
+    "rowwise": TensorSplit("row"),
+    "replicated_with_grad_allreduce": TensorSplit("partial"),
+}
+COLUMN, ROW = PUBLISHED["colwise"], PUBLISHED["rowwise"]
+SEPARATE = {"q_proj": COLUMN, "k_proj": COLUMN, "v_proj": COLUMN, "out_proj": ROW}
+
+
+def _in(parent: str, rules: Mapping[str, TensorSplit]) -> dict[str, TensorSplit]:
+    return {f"{parent}.{name}": split for name, split in rules.items()}
+
+
+ENCODER = (
+    _in("encoder.layer.*.attention.self", {"query": COLUMN, "key": COLUMN, "value": COLUMN})
+    | _in("encoder.layer.*", {"attention.output.dense": ROW, "intermediate.dense": COLUMN, "output.dense": ROW})
+)  # fmt: skip
+# Of models for which transformers has no plan.
+OWN: dict[str, dict[str, TensorSplit]] = {
+    "gpt2": _in("h.*.attn", {"c_attn": TensorSplit("column", sections=3), "c_proj": ROW})
+    | _in("h.*.mlp", {"c_fc": COLUMN, "c_proj": ROW}),
+    "gptj": _in("h.*.attn", SEPARATE) | _in("h.*.mlp", {"fc_in": COLUMN, "fc_out": ROW}),
+    "gpt_neo": _in("h.*.attn.attention", SEPARATE) | _in("h.*.mlp", {"c_fc": COLUMN, "c_proj": ROW}),
+    "opt": _in("decoder.layers.*.self_attn", SEPARATE)
+    | _in("decoder.layers.*", {"fc1": TensorSplit("column", alone=True), "fc2": ROW}),
+    "bert": ENCODER,
+    "roberta": ENCODER,
 }
 
 
@@ -35,33 +55,28 @@ def tensor_plan(model: nn.Module) -> tuple[dict[str, TensorSplit], str]:
         return {}, "a module of model.factory says nothing about which of its layers belong together"
     family = str(model.config.model_type)
     published: Mapping[str, str] = getattr(model.config, "base_model_tp_plan", None) or {}
-    rules = OWN.get(family) or {name: (PUBLISHED.get(kind, kind), 1) for name, kind in published.items()}
-    if not rules:
+    if not published and family not in OWN:
         return {}, f"there is no plan for {family} yet"
-    strange = sorted({kind for kind, _ in rules.values()} - {"column", "row"})
-    if strange:
+    strange = sorted(set(published.values()) - PUBLISHED.keys())
+    if strange and family not in OWN:
         return {}, f"transformers' plan for {family} asks for {', '.join(strange)}, which is not built yet"
+    rules = OWN.get(family) or {name: PUBLISHED[kind] for name, kind in published.items()}
     splits = _matched(model, rules)
     if not splits:
         return {}, f"transformers' plan for {family} names no module of this model"
     return splits, ""
 
 
-def _matched(model: PreTrainedModel, rules: Mapping[str, tuple[str, int]]) -> dict[str, TensorSplit]:
+def _matched(model: PreTrainedModel, rules: Mapping[str, TensorSplit]) -> dict[str, TensorSplit]:
     base = f"{model.base_model_prefix}." if hasattr(model, model.base_model_prefix) else ""
-    patterns = [
-        (re.compile(re.escape(base + name).replace(r"\*", r"\d+")), kind, fused)
-        for name, (kind, fused) in rules.items()
-    ]
-    splits = {}
-    for name, module in model.named_modules():
-        for pattern, kind, fused in patterns:
-            if pattern.fullmatch(name):
-                splits[name] = _split(module, kind, fused)
+    splits: dict[str, TensorSplit] = {}
+    for rule, split in rules.items():
+        pattern = re.compile(re.escape(base + rule).replace(r"\*", r"\d+"))
+        splits |= {name: _of(part, split) for name, part in model.named_modules() if pattern.fullmatch(name)}
     return splits
 
 
-def _split(module: Any, kind: str, fused: int) -> TensorSplit:
-    """`dim` is that of the weight; a Conv1D holds it transposed."""
+def _of(module: Any, split: TensorSplit) -> TensorSplit:
+    """With the `dim` of the module's weight; a Conv1D holds it transposed."""
     outputs = 1 if isinstance(module, Conv1D) else 0
-    return TensorSplit(kind, outputs if kind == "column" else 1 - outputs, fused)
+    return replace(split, dim=1 - outputs if split.kind == "row" else outputs)

@@ -18,7 +18,7 @@ from shardwise.memory.activation_checkpointing import apply_activation_checkpoin
 from shardwise.memory.offload import ActivationOffload
 from shardwise.parallel.model import DeferredHead, ParallelModel
 from shardwise.parallel.sharded import materialize, shard
-from shardwise.parallel.tensor import split_tensors, split_vocabulary
+from shardwise.parallel.tensor import partial_parameters, split_tensors, split_vocabulary
 from shardwise.parallel.tensor_map import Cut, TensorMap
 from shardwise.plan import Plan
 from shardwise.precision import torch_dtype
@@ -55,7 +55,9 @@ def parallelize(
         apply_activation_checkpointing(groups, memory, offload)
     sharded = shard(model, groups, plan, layout) if plan.needs_fsdp else []
     materialize(model, device, torch.device("cpu") if memory.offload_parameters else device)
-    return ParallelModel(model, plan, layout, facts, TensorMap.of(model, layout, cuts), device, head, sharded)
+    tensor_map = TensorMap.of(model, layout, cuts)
+    partial = partial_parameters(model, facts.tensor_splits) if cuts else ()
+    return ParallelModel(model, plan, layout, facts, tensor_map, device, head, sharded, partial)
 
 
 def _split(model: nn.Module, plan: Plan, layout: Layout, facts: ModelFacts) -> tuple[Vocabulary | None, dict[str, Cut]]:

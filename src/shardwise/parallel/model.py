@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -80,6 +81,7 @@ class ParallelModel:
         head: set when logits are never whole.
         tensor_map: what lives here.
         sharded: FSDP2's modules, empty when nothing is sharded.
+        partial: names of parameters whose gradients are summed over the tensor group.
         device: where forward and backward run.
     """
 
@@ -91,6 +93,7 @@ class ParallelModel:
     device: torch.device
     head: DeferredHead | None = None
     sharded: list[FSDPModule] = field(default_factory=list)
+    partial: tuple[str, ...] = ()
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -125,7 +128,16 @@ class ParallelModel:
             if seed is not None:
                 loss.backward(seed.to(loss.dtype))
             totals.append(torch.stack([loss.detach(), count.to(loss.dtype)]))
+        if seed is not None:
+            self._sum_partial_gradients()
         return torch.stack(totals).sum(0)
+
+    def _sum_partial_gradients(self) -> None:
+        """Whole parameters that see only this rank's part of the activations, such as norms of single heads."""
+        for name in self.partial:
+            gradient = self.tensor_map[name].local_gradient
+            if gradient is not None:
+                dist.all_reduce(gradient, group=self.layout.group("tensor"))
 
     @contextmanager
     def whole_logits(self) -> Iterator[nn.Module]:

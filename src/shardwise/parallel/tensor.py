@@ -24,7 +24,7 @@ from shardwise.layout import Layout
 from shardwise.parallel.tensor_map import Cut, chunk
 
 # Attributes that say how wide a part is: of attention modules that cut a fused projection, and of Conv1D's output.
-WIDTHS = ("split_size",)
+WIDTHS = ("split_size", "num_heads", "num_attention_heads", "all_head_size")
 OUTPUTS = ("out_features", "nf")
 
 
@@ -34,6 +34,8 @@ def split_tensors(model: nn.Module, splits: Mapping[str, TensorSplit], layout: L
     degree, index = layout.size("tensor"), layout.index("tensor")
     cuts: dict[str, Cut] = {}
     for name, split in splits.items():
+        if split.kind == "partial":
+            continue
         module = model.get_submodule(name)
         for leaf, dim in _cut_parameters(module, split).items():
             parameter = module._parameters[leaf]
@@ -46,9 +48,20 @@ def split_tensors(model: nn.Module, splits: Mapping[str, TensorSplit], layout: L
             _sum_output(module, split, group)
         else:
             _narrow(module, OUTPUTS, cuts[f"{name}.weight"])
-    for region in sorted({name.rpartition(".")[0] for name in splits}):
+    columns = {name: split for name, split in splits.items() if split.kind == "column"}
+    for region in sorted({name if split.alone else name.rpartition(".")[0] for name, split in columns.items()}):
         _enter(model.get_submodule(region), degree, group)
     return cuts
+
+
+def partial_parameters(model: nn.Module, splits: Mapping[str, TensorSplit]) -> tuple[str, ...]:
+    """Names of the whole parameters that see a part of the activations."""
+    return tuple(
+        f"{name}.{leaf}"
+        for name, split in splits.items()
+        if split.kind == "partial"
+        for leaf, _ in model.get_submodule(name).named_parameters()
+    )
 
 
 def _cut_parameters(module: nn.Module, split: TensorSplit) -> dict[str, int]:
@@ -99,18 +112,13 @@ def split_vocabulary(model: Any, facts: ModelFacts, layout: Layout) -> tuple[Voc
         return None
     degree, index = layout.size("tensor"), layout.index("tensor")
     cuts: dict[str, Cut] = {}
-    made: dict[int, nn.Parameter] = {}  # a tie stays one parameter
-    for module in (embedding, head):
-        for leaf, parameter in list(module._parameters.items()):
-            if parameter is None:
-                continue
-            cut = Cut(tuple(parameter.shape), 0, 1, degree, index)
-            if id(parameter) not in made:
-                local = parameter.new_empty(cut.local_shape())
-                made[id(parameter)] = nn.Parameter(local, requires_grad=parameter.requires_grad)
-            module._parameters[leaf] = made[id(parameter)]
-            name = next(name for name, each in model.named_modules() if each is module)
-            cuts[f"{name}.{leaf}"] = cut
+    for parameter in {id(p): p for p in (*embedding.parameters(), *head.parameters())}.values():
+        cut = Cut(tuple(parameter.shape), 0, 1, degree, index)
+        local = nn.Parameter(parameter.new_empty(cut.local_shape()), requires_grad=parameter.requires_grad)
+        for name, owner in model.named_modules():
+            for leaf in [leaf for leaf, held in owner._parameters.items() if held is parameter]:
+                owner._parameters[leaf] = local  # under all its names: a tie stays one parameter
+                cuts[f"{name}.{leaf}"] = cut
     rows = chunk(facts.vocabulary_size, degree, index)
     vocabulary = Vocabulary(layout.group("tensor"), rows.start, rows.stop)
     _look_up_part(embedding, vocabulary)
