@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import random
 import sys
 import tempfile
 import threading
@@ -30,7 +31,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.checkpoint_contenders import Contender, Shardwise, Size, State, Wait, make_state, remove
+from benchmarks.checkpoint_contenders import Contender, Raw, Shardwise, Size, State, Wait, make_state, remove
 from benchmarks.harness import Summary, paired_ratio, summarize
 from benchmarks.record import header, write_json
 from shardwise.checkpoint.manifest import BLOCK_BYTES
@@ -101,8 +102,7 @@ def measure(size: Size, directory: Path, contenders: dict[str, str], rounds: int
     memory = {name: bench.extra_memory(one, PARTS.get(name, {ALONE})) for name, one in made.items()}
     times: Times = {}
     for number in range(-1, rounds):  # the first one warms up
-        shift = max(number, 0) % len(made)
-        names = [*made][shift:] + [*made][:shift]
+        names = random.Random(number).sample([*made], len(made))  # nobody follows the same one every time
         found = {name: bench.turn(name, made[name]) for name in names}
         found[PLAIN] = {AMID: timed(lambda: bench.train(lambda: None))}
         for name, seconds in found.items() if number >= 0 else ():
@@ -143,6 +143,7 @@ class Bench:
         found: dict[str, float] = {}
         parts = PARTS.get(name, {ALONE})
         if ALONE in parts:
+            self.level()
             found["save"] = timed(lambda: one.save(self.path))
             self.overwrite()
             found["load"] = timed(lambda: one.load(self.path))
@@ -150,15 +151,22 @@ class Bench:
             self.check(f"{name}: what was saved is not what was loaded")
             remove(self.path)
         if AMID in parts:
+            self.level()
             found[AMID] = timed(lambda: self.train(lambda: one.save(self.path)))
             remove(self.path)
         if ASYNCHRONOUS in parts:
             waits: list[Wait] = []
+            self.level()
             found[ASYNCHRONOUS] = timed(lambda: self.train(lambda: waits.append(one.begin(self.path))))
             found["held"] = self.held
             waits[0]()
             remove(self.path)
         return found
+
+    def level(self) -> None:
+        """Write as much as a save does and remove it: what a page of the page cache costs hangs on who had it last."""
+        Raw(self.state).save(self.path)
+        remove(self.path)
 
     def train(self, save: Callable[[], Any]) -> None:
         """Training-like steps, products on this rank's core and a small message to all, with a save amid them."""

@@ -18,6 +18,7 @@ METRICS = {
     "mfu": "tflops_per_rank / peak of the device; null where the peak is not known",
     "peak_memory_bytes": "list by rank: CUDA's peak of allocated bytes, or the process's peak resident size on a CPU",
     "skipped": "true: gradients were not finite on some rank, and no rank updated anything",
+    "data_hash": "hash of all samples so far, equal on any layout: two runs that differ in it have read other data",
     "seconds": "wall time of the step",
     "loss_scale": "scale of this step's backward; fp16 only",
     "validation_loss": "mean over the labels of `training.evaluate_batches` global batches, nats",

@@ -67,15 +67,15 @@ POINTS = {"forward": LAYERS * STEPS, "backward": (LAYERS + 1) * STEPS, "optimize
 
 
 def draw_faults(seed: int) -> list[Fault]:
-    """Thirty, all different: at each point four times one rank, and once the launcher."""
+    """Thirty: at each point four times one rank, and once the launcher."""
     draw, found = random.Random(seed), list[Fault]()
     for point, calls in POINTS.items():
         ranks = [0] if point == "commit" else [0, 1]
         places = [(call, rank) for call in range(1, calls + 1) for rank in ranks]
-        # The commit has three places; the fourth time is one of them on a directory of its own.
         drawn = draw.sample(places, min(4, len(places)))
+        drawn += [draw.choice(places) for _ in range(4 - len(drawn))]  # the commit has three places
         found += [Fault(point, *place) for place in drawn]
-        found += [Fault(point, *draw.choice(places), launcher=True) for _ in range(5 - len(drawn))]
+        found.append(Fault(point, *draw.choice(places), launcher=True))
     return found
 
 

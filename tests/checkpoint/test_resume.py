@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from shardwise.config import Job
 from shardwise.errors import OutputError
 from shardwise.observe.metrics import read_metrics
 from shardwise.testing.world import WorldPool
+from shardwise.training.keeper import Keeper
 from shardwise.training.output import check_output, claim_output
 from shardwise.training.setup import set_up
 from shardwise.training.trainer import TrainingResult, train_rank
@@ -49,8 +51,6 @@ def losses(job: Job) -> list[float]:
 
 def cut(job: Job, step: int) -> None:
     """As if the run had been killed after `step`: later checkpoints are gone, its results were never written."""
-    from shutil import rmtree
-
     for path in (Path(job.output) / "checkpoints").iterdir():
         if path.is_dir() and int(path.name.removeprefix("step-")) > step:
             rmtree(path)
@@ -135,8 +135,6 @@ def test_more_steps_and_a_finished_run(world_pool: WorldPool, corpora: Path, tmp
 
 def _forget_model(job: Job) -> None:
     """What `claim_output` does before a run."""
-    from shutil import rmtree
-
     rmtree(Path(job.output) / "model")
 
 
@@ -160,9 +158,12 @@ def test_what_an_output_directory_with_checkpoints_takes(world_pool: WorldPool, 
         check_output(resumed(a_job(corpora, tmp_path / "run", layers=2)))
 
 
-def test_a_damaged_checkpoint_is_passed_over_and_replaced(
-    world_pool: WorldPool, corpora: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def notes(job: Job) -> str:
+    """What resuming says."""
+    return "\n".join(Keeper(set_up(job, torch.device("cpu"))).restore()[1])
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_replaced(world_pool: WorldPool, corpora: Path, tmp_path: Path) -> None:
     job = a_job(corpora, tmp_path / "run")
     world_pool.run(2, train, job)
     undisturbed = losses(job)
@@ -171,11 +172,11 @@ def test_a_damaged_checkpoint_is_passed_over_and_replaced(
     content = bytearray((newest / "rank-00001.safetensors").read_bytes())
     content[-9000] ^= 1
     (newest / "rank-00001.safetensors").write_bytes(content)
+    said = world_pool.run(2, notes, resumed(job))[0]
+    assert "step-00000006 is passed over" in said
+    assert "rank-00001.safetensors is damaged" in said
     world_pool.run(2, train, resumed(job))
     assert losses(job) == undisturbed
-    said = capfd.readouterr().out
-    assert "step-00000006 is passed over" in said
-    assert "rank-00001.safetensors" in said
     assert (newest / "rank-00001.safetensors").read_bytes() != content
     assert stored(newest)
     assert sorted(path.name for path in newest.parent.iterdir()) == ["owner", "step-00000004", "step-00000006"]
@@ -192,10 +193,7 @@ def test_a_named_checkpoint_of_another_run(world_pool: WorldPool, corpora: Path,
 
 
 def generators(job: Job) -> list[float]:
-    run = set_up(job, torch.device("cpu"))
-    from shardwise.training.keeper import Keeper
-
-    Keeper(run).restore()
+    Keeper(set_up(job, torch.device("cpu"))).restore()
     return torch.rand(2).tolist()
 
 

@@ -19,12 +19,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from xxhash import xxh3_128_hexdigest
 
 from shardwise.checkpoint import save as saving
 from shardwise.checkpoint.catalog import Retention, checkpoints, name_of, read_manifest
 from shardwise.checkpoint.manifest import BLOCK_BYTES, FILE, Manifest, Progress
 from shardwise.checkpoint.save import Checkpointer
 from shardwise.checkpoint.staging import Broken, Staging, Straight
+from shardwise.checkpoint.storage import hashed
 from shardwise.checkpoint.stores import OWNER, LocalStore
 from shardwise.config import CheckpointSection, Job
 from shardwise.errors import CheckpointError
@@ -93,9 +95,10 @@ def test_the_stream_arrives_whole_through_a_ring_of_three_blocks(parts: list[Ten
 @pytest.mark.parametrize("parts", [pytest.param(parts, id=name) for name, parts in STATES])
 def test_the_same_stream_without_a_ring(parts: list[Tensor]) -> None:
     expected = b"".join(part.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for part in parts)
-    blocks = [bytes(block) for block in Straight(parts).drain()]
-    assert b"".join(blocks) == expected
-    assert all(len(block) == BLOCK_BYTES for block in blocks[:-1])
+    hashes: list[str] = []
+    assert b"".join(bytes(run) for run in hashed(Straight(parts).drain(), hashes)) == expected
+    starts = range(0, len(expected), BLOCK_BYTES)
+    assert hashes == [xxh3_128_hexdigest(expected[start : start + BLOCK_BYTES]) for start in starts]
 
 
 def test_training_is_held_up_while_the_ring_is_full() -> None:

@@ -35,7 +35,7 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("mistral", 4, {"parallel": FOUR}),
     ("qwen3", 4, {"parallel": TWO}),
     ("qwen3", 2, {"parallel": TWO, "training": {"sequences_per_step": 6, "microbatch_size": 2}}),
-    ("gptj", 4, {"parallel": FOUR, "dropout": 0.1, **FP32}),  # its attention computes in fp32 whatever the model's dtype
+    ("gptj", 4, {"parallel": FOUR, "dropout": 0.1, **FP32}),  # its attention computes in fp32
     ("gpt_neo", 2, {"parallel": TWO, "dropout": 0.1}),
     ("opt", 4, {"parallel": TWO, "dropout": 0.1}),
     ("bert", 4, {"parallel": FOUR, "dropout": 0.1}),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from shardwise.checkpoint.checked_file import CheckedFile
-from shardwise.checkpoint.manifest import FileRecord, Manifest, Slice, TensorRecord
+from shardwise.checkpoint.manifest import BLOCK_BYTES, FileRecord, Manifest, Slice, TensorRecord
 from shardwise.checkpoint.staging import Source
 from shardwise.checkpoint.stores import Store
 from shardwise.errors import CheckpointError
@@ -176,10 +176,9 @@ class SafetensorsWriter(StorageWriter):
         record: dict[str, Any] = {"bytes": 0, "hashes": []}
         if self.pieces:
             with self.store.create(self.name, self.file) as handle:
-                for block in self.staging.drain():
-                    record["hashes"].append(xxhash.xxh3_128_hexdigest(block))
-                    record["bytes"] += len(block)
-                    _write_all(handle, block)
+                for run in hashed(self.staging.drain(), record["hashes"]):
+                    record["bytes"] += len(run)
+                    _write_all(handle, run)
         else:
             for _ in self.staging.drain():
                 pass
@@ -243,6 +242,20 @@ def _positions(pieces: Sequence[Piece], first: int) -> list[int]:
     for piece in pieces:
         starts.append(starts[-1] + piece.bytes)
     return starts[:-1]
+
+
+def hashed(stream: Iterable[memoryview], hashes: list[str]) -> Iterator[memoryview]:
+    """The runs of `stream`, none of them across the end of a block; each block's hash is added to `hashes`."""
+    block, filled = xxhash.xxh3_128(), 0
+    for run in stream:
+        block.update(run)
+        filled += len(run)
+        if filled == BLOCK_BYTES:
+            hashes.append(block.hexdigest())
+            block, filled = xxhash.xxh3_128(), 0
+        yield run
+    if filled:
+        hashes.append(block.hexdigest())
 
 
 def _write_all(handle: BinaryIO, block: memoryview) -> None:

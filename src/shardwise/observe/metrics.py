@@ -1,8 +1,8 @@
 """metrics.jsonl: one JSON object a line, one line a step or evaluation, flushed as it is written.
 
 A record of a step has the keys step, loss, grad_norm, learning_rate, tokens, tokens_per_second, tflops_per_rank,
-smp_tflops_per_rank, mfu, peak_memory_bytes (a list by rank), skipped, seconds and, for fp16, loss_scale; an evaluation
-has step and validation_loss. JSON has no NaN or infinity: such a number is written as null.
+smp_tflops_per_rank, mfu, peak_memory_bytes (a list by rank), skipped, data_hash, seconds and, for fp16, loss_scale; an
+evaluation has step and validation_loss. JSON has no NaN or infinity: such a number is written as null.
 """
 
 from __future__ import annotations
