@@ -158,6 +158,16 @@ def test_what_an_output_directory_with_checkpoints_takes(world_pool: WorldPool, 
         check_output(resumed(a_job(corpora, tmp_path / "run", layers=2)))
 
 
+def test_two_runs_never_write_into_one_directory(corpora: Path, tmp_path: Path) -> None:
+    job = a_job(corpora, tmp_path / "run")
+    first = claim_output(job)
+    for second in (job, resumed(job)):
+        with pytest.raises(OutputError, match="another run is writing there now"):
+            claim_output(second)
+    first.release()
+    claim_output(job).release()
+
+
 def notes(job: Job) -> str:
     """What resuming says."""
     return "\n".join(Keeper(set_up(job, torch.device("cpu"))).restore()[1])
