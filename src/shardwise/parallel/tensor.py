@@ -119,10 +119,11 @@ def split_vocabulary(model: Any, facts: ModelFacts, layout: Layout) -> tuple[Voc
             for leaf in [leaf for leaf, held in owner._parameters.items() if held is parameter]:
                 owner._parameters[leaf] = local  # under all its names: a tie stays one parameter
                 cuts[f"{name}.{leaf}"] = cut
-    rows = chunk(facts.vocabulary_size, degree, index)
+    cut = cuts[f"{facts.head}.weight"]
+    rows = chunk(cut.shape[0], degree, index)
     vocabulary = Vocabulary(layout.group("tensor"), rows.start, rows.stop)
     _look_up_part(embedding, vocabulary)
-    _gather_logits(head, cuts[f"{facts.head}.weight"], vocabulary.group)
+    _gather_logits(head, cut, vocabulary.group)
     return vocabulary, cuts
 
 
