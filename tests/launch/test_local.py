@@ -7,7 +7,6 @@ import pty
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -65,16 +64,6 @@ def wait_for_ever(directory: Path, deaf: bool) -> None:
         if dist.get_rank() == 1:
             time.sleep(600)
         dist.all_reduce(torch.ones(1))
-
-
-@pytest.fixture
-def empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The temporary directory of launcher and workers, so that what they leave in it shows."""
-    directory = tmp_path / "tmp"
-    directory.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(directory))
-    monkeypatch.setenv("TMPDIR", str(directory))
-    return directory
 
 
 def children() -> set[int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import tempfile
 import time
 from pathlib import Path
 
@@ -16,16 +15,6 @@ from shardwise.launch import failure
 from shardwise.launch.diagnosis import diagnose, reports_of
 from shardwise.launch.local import run_local
 from shardwise.training.interrupt import Interrupt
-
-
-@pytest.fixture
-def empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The temporary directory of launcher and workers, so that what they leave in it shows."""
-    directory = tmp_path / "tmp"
-    directory.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(directory))
-    monkeypatch.setenv("TMPDIR", str(directory))
-    return directory
 
 
 def attempt(directory: Path) -> int:

@@ -64,7 +64,23 @@ def tensor_plan(model: nn.Module) -> tuple[dict[str, TensorSplit], str]:
     splits = _matched(model, rules)
     if not splits:
         return {}, f"transformers' plan for {family} names no module of this model"
+    beside = _beside(model, splits)
+    if beside:
+        return {}, f"{beside[0]!r} of {family} sees parts of activations, and its plan does not name it"
     return splits, ""
+
+
+def region_of(name: str, split: TensorSplit) -> str:
+    """The module at which a column module's region begins: its parent, or itself where the parent is whole."""
+    return name if split.alone else name.rpartition(".")[0]
+
+
+def _beside(model: nn.Module, splits: Mapping[str, TensorSplit]) -> list[str]:
+    """Parameters inside of a region that no split accounts for: their gradients would be wrong without a word."""
+    regions = tuple({f"{region_of(name, split)}." for name, split in splits.items() if split.kind == "column"})
+    known = tuple(f"{name}." for name in splits)
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    return [name for name in names if name.startswith(regions) and not name.startswith(known)]
 
 
 def _matched(model: PreTrainedModel, rules: Mapping[str, TensorSplit]) -> dict[str, TensorSplit]:

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from shardwise.collectives.tensor import enter, leave
 from shardwise.families.facts import ModelFacts, TensorSplit
+from shardwise.families.tensor_plan import region_of
 from shardwise.kernels.loss import Vocabulary
 from shardwise.layout import Layout
 from shardwise.parallel.tensor_map import Cut, chunk
@@ -48,8 +49,7 @@ def split_tensors(model: nn.Module, splits: Mapping[str, TensorSplit], layout: L
             _sum_output(module, split, group)
         else:
             _narrow(module, OUTPUTS, cuts[f"{name}.weight"])
-    columns = {name: split for name, split in splits.items() if split.kind == "column"}
-    for region in sorted({name if split.alone else name.rpartition(".")[0] for name, split in columns.items()}):
+    for region in sorted({region_of(name, split) for name, split in splits.items() if split.kind == "column"}):
         _enter(model.get_submodule(region), degree, group)
     return cuts
 

@@ -16,12 +16,11 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from shardwise.checkpoint.catalog import checkpoints, complete
+from shardwise.checkpoint.catalog import RUN_FILE, checkpoints, complete
 from shardwise.checkpoint.stores import checkpoint_store
 from shardwise.config import Job
 from shardwise.errors import OutputError
 
-RUN_FILE = "run.json"
 METRICS_FILE = "metrics.jsonl"
 MODEL_DIRECTORY = "model"
 SAMPLE_FILE = "sample.txt"

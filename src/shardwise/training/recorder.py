@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import platform
-import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
 from rich.table import Table
 
-import shardwise
+from shardwise.checkpoint.save import versions
 from shardwise.config import Job
 from shardwise.job_sources import job_to_yaml
 from shardwise.observe.display import Display
@@ -117,12 +113,6 @@ def _describe(run: Run) -> dict[str, Any]:
             "smp_flops_per_token (8P)": facts.smp_flops_per_token(),
         },
         "data": run.data.describe(),
-        "versions": {
-            "shardwise": shardwise.__version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": sys.version.split()[0],
-            "platform": platform.platform(),
-        },
+        "versions": versions(),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
     }
