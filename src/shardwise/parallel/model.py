@@ -102,8 +102,13 @@ class ParallelModel:
 
     @property
     def speaks(self) -> bool:
-        """Whether this rank's loss and labels count: one of the ranks that read the same rows."""
+        """Whether this rank speaks for its rows: one of the ranks that read them."""
         return self.layout.index("context", "tensor", "pipeline") == 0
+
+    @property
+    def contributes(self) -> bool:
+        """Whether the loss that this rank computed is part of the sum: of equal ones, one alone is."""
+        return self.layout.index("tensor") == 0
 
     @property
     def accumulation_dtype(self) -> torch.dtype:

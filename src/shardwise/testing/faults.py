@@ -148,7 +148,7 @@ def _wrong_learning_rate() -> AbstractContextManager[None]:
 
 def _wrong_loss() -> AbstractContextManager[None]:
     def wrapper(original: Callable[..., Any], model: Any, optimizer: Any, totals: Tensor, scale: float) -> Any:
-        return totals[0], original(model, optimizer, totals, scale)[1]  # this rank's share only
+        return totals[0], *original(model, optimizer, totals, scale)[1:]  # this rank's share only
 
     return _wrapped(step, "reduce_loss_and_norm", wrapper)
 

@@ -77,9 +77,9 @@ def train_step(
     seed = torch.tensor(scaler.scale / max(count, 1), dtype=model.accumulation_dtype, device=model.device)
 
     totals = model.run(program, batches, step, seed)
+    loss, seen, norm = reduce_loss_and_norm(model, optimizer, totals, scaler.scale)
     if step == 0:
-        _check_count(totals, counted)
-    loss, norm = reduce_loss_and_norm(model, optimizer, totals, scaler.scale)
+        _check_count(int(seen), count)
 
     skipped = count == 0 or not bool(torch.isfinite(norm))
     scale = scaler.scale
@@ -102,7 +102,7 @@ def evaluate(model: ParallelModel, program: Program, batches: Sequence[Sequence[
         on_device = [batch.to(model.device) for batch in microbatches]
         totals += model.run(program, on_device, step=0).to(totals.dtype)
     model.release_gathered()
-    totals *= model.speaks
+    totals *= model.contributes
     dist.all_reduce(totals)
     model.module.train()
     return float(totals[0] / totals[1].clamp(min=1))
@@ -130,17 +130,17 @@ def exchange(model: ParallelModel, mine: Control) -> Control:
 
 def reduce_loss_and_norm(
     model: ParallelModel, optimizer: ShardedOptimizer, totals: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
-    """(summed loss, gradient norm) over all ranks; each gradient element counts once, by its replication count."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(summed loss, counted labels, gradient norm) of all ranks; a gradient element counts once, by its replication."""
     squares = torch.zeros((), dtype=torch.float64, device=model.device)
     by_replication: dict[int, list[Tensor]] = {}
     for entry, gradient in optimizer.gradients():
         by_replication.setdefault(entry.replication, []).append(gradient)
     for replication, gradients in by_replication.items():
         squares += _sum_of_squares(gradients).to(model.device) / replication
-    both = torch.stack([totals[0].to(squares.dtype) * model.speaks, squares])
-    dist.all_reduce(both)
-    return both[0], both[1].sqrt() / scale
+    sums = torch.cat([totals.to(squares.dtype) * model.contributes, squares.view(1)])
+    dist.all_reduce(sums)
+    return sums[0], sums[1], sums[2].sqrt() / scale
 
 
 def _sum_of_squares(gradients: list[Tensor]) -> Tensor:
@@ -151,12 +151,12 @@ def _sum_of_squares(gradients: list[Tensor]) -> Tensor:
     return torch.stack([torch.dot(chunk, chunk) for chunk in chunks]).sum(dtype=torch.float64)
 
 
-def _check_count(totals: Tensor, counted: int) -> None:
-    """Backward was seeded by the batch's count; a `model.loss` that counts otherwise would scale every gradient."""
-    if int(totals[1]) != counted:
+def _check_count(seen: int, count: int) -> None:
+    """Backward was seeded by the batches' count; a `model.loss` that counts otherwise would scale every gradient."""
+    if seen != count:
         raise ModelError(
-            f"model.loss counts {int(totals[1])}, the batch has {counted} counted labels (rows, if they are no class "
-            "ids); return batch.count() as the count, and the sum over what it counts"
+            f"model.loss counts {seen}, the batches of all ranks have {count} counted labels (rows, if they are no "
+            "class ids); return batch.count() as the count, and the sum over what it counts"
         )
 
 
