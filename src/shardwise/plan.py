@@ -44,6 +44,7 @@ class Plan:
 
     job: Job
     world: World
+    stages: tuple[tuple[str, ...], ...]  # names of the blocks of each pipeline stage; none without a pipeline
     degrees: dict[str, int]  # replica, shard, context, tensor, pipeline; their product is world.size
     placement: str  # D, P and T in order, right-most varying fastest
     dtypes: Dtypes
@@ -99,6 +100,7 @@ def resolve(job: Job, world: World, facts: ModelFacts) -> Plan:
     return Plan(
         job=job,
         world=world,
+        stages=_stages(draft, rules),
         degrees=_degrees(draft, rules),
         placement=_placement(draft, rules),
         dtypes=_dtypes(draft, rules),
@@ -136,6 +138,19 @@ def _degrees(draft: Draft, rules: dict[str, str]) -> dict[str, int]:
         "tensor": parallel.tensor_parallel_degree,
         "pipeline": parallel.pipeline_parallel_degree,
     }
+
+
+def _stages(draft: Draft, rules: dict[str, str]) -> tuple[tuple[str, ...], ...]:
+    if draft.parallel.pipeline_parallel_degree == 1:
+        return ()
+    weight = draft.parallel.memory_weight
+    rules["stages"] = (
+        f"auto_partition: the costliest stage costs least, {weight:g} memory and {1 - weight:g} compute"
+        if draft.parallel.auto_partition
+        else "partition and default_partition given"
+    )
+    placed = list(zip(draft.facts.blocks, draft.partition, strict=True))
+    return tuple(tuple(block.name for block, at in placed if at == stage) for stage in range(draft.stages))
 
 
 def _placement(draft: Draft, rules: dict[str, str]) -> str:
@@ -261,6 +276,8 @@ def describe(plan: Plan) -> Group:
 
 def _rows(plan: Plan) -> Iterator[tuple[str, object]]:
     yield from plan.degrees.items()
+    if plan.stages:
+        yield "stages", " + ".join(str(len(blocks)) for blocks in plan.stages) + " blocks"
     yield "placement", plan.placement
     yield "backend", plan.backend
     for key in ("sequence_length", "sequences_per_step", "microbatch", "accumulation"):

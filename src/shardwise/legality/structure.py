@@ -123,7 +123,6 @@ PARALLEL_RULES = (
     Rule("tensor-compile", ("parallel.tensor_parallel_degree", "model.compile"),
          "compiled blocks hold no collectives", lambda d: d.parallel.tensor_parallel_degree > 1 and d.model.compile,
          fix="use model.compile false"),
-    not_built("pipeline"),
     not_built("context"),
     Rule("placement", ("parallel.placement_strategy",), "has to hold D, P and T once each",
          lambda d: placement_order(d.parallel.placement_strategy) is None,
