@@ -74,8 +74,9 @@ PIPELINE_RULES = (
     Rule("partition-auto", (AUTO, MAP, DEFAULT), "stages are cut automatically or as given",
          lambda d: d.parallel.auto_partition and (d.parallel.partition or d.parallel.default_partition is not None),
          fix="use auto_partition false, or leave partition and default_partition out"),
-    Rule("partition-names", (MAP,), "its keys are names of blocks",
-         lambda d: _unknown(d),
+    idle("memory-weight-given-stages", "parallel.memory_weight", "stages are cut as given",
+         lambda d: not d.parallel.auto_partition),
+    Rule("partition-names", (MAP,), "its keys are names of blocks", _unknown,
          fix="use names of blocks",
          because=lambda d: f"the model has no block {_unknown(d)[0]!r}",
          use=lambda d: f"use names such as {d.facts.blocks[0].name if d.facts.blocks else ''!r}."
