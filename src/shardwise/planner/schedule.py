@@ -9,7 +9,7 @@ from rich.table import Table
 from shardwise.families.facts import ModelFacts
 from shardwise.plan import Plan
 
-BAR = 24  # characters of the longest bar
+BAR = 16  # characters of the longest bar
 
 
 @dataclass(frozen=True)
