@@ -57,6 +57,7 @@ class Plan:
     chunked_loss: bool  # the head runs inside the loss
     rules: dict[str, str]  # the rule behind each derived value
     notes: tuple[str, ...]  # sentences a user should read before the run
+    context_method: str = ""  # how attention reaches the other parts of a sequence; empty where it is whole
 
     @property
     def data_ranks(self) -> int:
@@ -108,6 +109,7 @@ def resolve(job: Job, world: World, facts: ModelFacts) -> Plan:
         zero1=draft.zero1,
         chunked_loss=draft.chunked_loss,
         notes=tuple(_notes(draft)),
+        context_method=_context_method(draft, rules),
         **_batch(draft, rules),
         rules=rules | _switch_rules(draft),
     )
@@ -136,6 +138,20 @@ def _degrees(draft: Draft, rules: dict[str, str]) -> dict[str, int]:
         "tensor": parallel.tensor_parallel_degree,
         "pipeline": parallel.pipeline_parallel_degree,
     }
+
+
+def _context_method(draft: Draft, rules: dict[str, str]) -> str:
+    if draft.parallel.context_parallel_degree == 1:
+        return ""
+    asked = draft.parallel.context_parallel_method
+    if asked != "auto":
+        rules["context_method"] = "context_parallel_method given"
+        return asked
+    if draft.heads_divide and not draft.facts.attention_arguments:
+        rules["context_method"] = "context_parallel_method auto: the heads divide"
+        return "ulysses"
+    rules["context_method"] = "context_parallel_method auto: ulysses cannot share these heads"
+    return "all_gather"
 
 
 def _placement(draft: Draft, rules: dict[str, str]) -> str:
@@ -261,6 +277,8 @@ def describe(plan: Plan) -> Group:
 
 def _rows(plan: Plan) -> Iterator[tuple[str, object]]:
     yield from plan.degrees.items()
+    if plan.context_method:
+        yield "context_method", plan.context_method
     yield "placement", plan.placement
     yield "backend", plan.backend
     for key in ("sequence_length", "sequences_per_step", "microbatch", "accumulation"):

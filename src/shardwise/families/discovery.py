@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from shardwise.config import Job
+from shardwise.families.attention import context_refusal
 from shardwise.families.facts import BlockFacts, ModelFacts
 from shardwise.families.probe import Probe, probe
 from shardwise.families.tensor_plan import tensor_plan
@@ -64,6 +65,8 @@ def discover(model: nn.Module, job: Job, example: Mapping[str, Tensor] | None = 
         parameter_shapes=shapes,
         tensor_splits=splits,
         tensor_refusal=refusal,
+        context_refusal=seen.failure or context_refusal(model, blocks, seen.attention, seen.mixes_positions),
+        attention_arguments=seen.attention_arguments,
         probe_failure=seen.failure,
     )
 

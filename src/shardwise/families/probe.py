@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from shardwise._torch_compat import FakeTensorMode, tree_leaves
+from shardwise.families.attention import MIXERS, AttentionCalls
 
 ROWS = 2
 POSITIONS = 11  # a prime, so that a [.., S, S] tensor is one of attention probabilities and not a width by chance
@@ -59,6 +60,9 @@ class Probe:
     blocks_share_arguments: bool = False
     block_calls: int = 0  # more than there are blocks where weights are shared across depth
     matrix_parameters: frozenset[str] = frozenset()
+    attention: tuple[str, ...] = ()  # modules that called transformers' AttentionInterface, one for each call
+    attention_arguments: tuple[str, ...] = ()
+    mixes_positions: bool = False  # by a convolution or a scan
     failure: str = ""
 
 
@@ -104,6 +108,7 @@ class _Observation:
         self.blocks = [[_BlockWatch() for _ in blocks] for blocks in block_lists]
         self.head_name, self.head = _plain_head(model)
         self.functions = _FunctionWatch(positions)
+        self.attention = AttentionCalls()
         for names, watches in zip(block_lists, self.blocks):
             for name, watch in zip(names, watches):
                 model.get_submodule(name).register_forward_pre_hook(watch.before, with_kwargs=True)
@@ -124,12 +129,14 @@ class _Observation:
             self.functions.names = {id(tensor): name for name, tensor in state.items()}
             stack.enter_context(torch.random.fork_rng(devices=[]))
             stack.enter_context(self.functions)
+            stack.enter_context(self.attention.watched())
             output = torch.func.functional_call(self.model, state, (), fakes)
         return self._result(output)
 
     def _result(self, output: Any) -> Probe:
         seen = self.functions
         logits = getattr(output, "logits", None)
+        names = {id(module): name for name, module in self.model.named_modules()}
         is_last = len(seen.logits) == 1 and logits is seen.logits[0] and not seen.logits_used
         return Probe(
             head=self.head_name if is_last else None,
@@ -139,6 +146,9 @@ class _Observation:
             blocks_share_arguments=all(_is_chain(watches) for watches in self.blocks),
             block_calls=sum(len(watch.calls) for watches in self.blocks for watch in watches),
             matrix_parameters=frozenset(seen.matrix_parameters),
+            attention=tuple(names.get(id(module), "") for module in self.attention.modules),
+            attention_arguments=tuple(sorted(self.attention.arguments)),
+            mixes_positions=seen.mixes_positions,
         )
 
 
@@ -153,6 +163,7 @@ class _FunctionWatch(TorchFunctionMode):
         self.logits_used = False
         self.functional_dropout = False
         self.attention_dropout = False
+        self.mixes_positions = False
         self.matrix_parameters: set[str] = set()
         self._inside_module = 0
 
@@ -166,6 +177,8 @@ class _FunctionWatch(TorchFunctionMode):
             self.attention_dropout |= _attention_dropout(*args, **kwargs) > 0
         elif func in MATRIX_PRODUCTS:
             self.matrix_parameters |= {self.names[id(x)] for x in tree_leaves([args, kwargs]) if id(x) in self.names}
+        elif func in MIXERS:
+            self.mixes_positions |= any(isinstance(x, Tensor) and x.is_floating_point() for x in args[:1])
         if self.logits and getattr(func, "__name__", "") not in LOOKS:
             self.logits_used |= any(leaf is self.logits[-1] for leaf in tree_leaves([args, kwargs]))
         if func is torch.rand and args in (([],), ((),), ()) and not kwargs.get("size"):

@@ -16,6 +16,7 @@ from shardwise.kernels.loss import Vocabulary
 from shardwise.layout import Layout
 from shardwise.memory.activation_checkpointing import apply_activation_checkpointing, group_blocks
 from shardwise.memory.offload import ActivationOffload
+from shardwise.parallel.context import Context
 from shardwise.parallel.model import DeferredHead, ParallelModel
 from shardwise.parallel.sharded import materialize, shard
 from shardwise.parallel.tensor import partial_parameters, split_tensors, split_vocabulary
@@ -42,6 +43,7 @@ def parallelize(
     groups = group_blocks(blocks, memory.checkpoint_strategy)
 
     model.to(torch_dtype(plan.dtypes.parameters))
+    context = Context(model, plan, layout) if layout.size("context") > 1 else None
     vocabulary, cuts = _split(model, plan, layout, facts) if layout.size("tensor") > 1 else (None, {})
     replace_dropout(model)
     if facts.has_functional_dropout:
@@ -57,7 +59,7 @@ def parallelize(
     materialize(model, device, torch.device("cpu") if memory.offload_parameters else device)
     tensor_map = TensorMap.of(model, layout, cuts)
     partial = partial_parameters(model, facts.tensor_splits) if cuts else ()
-    return ParallelModel(model, plan, layout, facts, tensor_map, device, head, sharded, partial)
+    return ParallelModel(model, plan, layout, facts, tensor_map, device, head, sharded, partial, context)
 
 
 def _split(model: nn.Module, plan: Plan, layout: Layout, facts: ModelFacts) -> tuple[Vocabulary | None, dict[str, Cut]]:

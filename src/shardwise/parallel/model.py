@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ from shardwise.families.facts import ModelFacts
 from shardwise.kernels.dropout import DropoutScope, dropout_scope
 from shardwise.kernels.loss import Vocabulary
 from shardwise.layout import Layout
+from shardwise.parallel.context import Context, active_positions
 from shardwise.parallel.sharded import begin_microbatch
 from shardwise.parallel.tensor_map import TensorMap
 from shardwise.plan import Plan
@@ -83,6 +84,7 @@ class ParallelModel:
         sharded: FSDP2's modules, empty when nothing is sharded.
         partial: names of parameters whose gradients are summed over the tensor group.
         device: where forward and backward run.
+        context: set when ranks split sequences.
     """
 
     module: nn.Module
@@ -94,6 +96,7 @@ class ParallelModel:
     head: DeferredHead | None = None
     sharded: list[FSDPModule] = field(default_factory=list)
     partial: tuple[str, ...] = ()
+    context: Context | None = None
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -126,12 +129,13 @@ class ParallelModel:
         totals = []
         for index, microbatch in enumerate(microbatches):
             begin_microbatch(self.sharded, self.plan, last=index == len(microbatches) - 1)
-            with self._scope(microbatch, step), torch.set_grad_enabled(seed is not None):
-                output = self.module(**program.inputs(microbatch))
-                loss, count = program.loss(microbatch, output, seed)
-            del output
-            if seed is not None:
-                loss.backward(seed.to(loss.dtype))
+            with self.context.part(microbatch) if self.context else nullcontext(microbatch) as part:
+                with self._scope(part, step), torch.set_grad_enabled(seed is not None):
+                    output = self.module(**program.inputs(part))
+                    loss, count = program.loss(part, output, seed)
+                del output
+                if seed is not None:
+                    loss.backward(seed.to(loss.dtype))
             totals.append(torch.stack([loss.detach(), count.to(loss.dtype)]))
         if seed is not None:
             self._sum_partial_gradients()
@@ -167,4 +171,6 @@ class ParallelModel:
         seed = self.plan.job.training.seed
         functional = self.facts.has_functional_dropout
         part = self.layout.index("tensor")
-        return dropout_scope(DropoutScope(seed, step, microbatch.rows, functional=functional, part=part))
+        scope = DropoutScope(seed, step, microbatch.rows, functional=functional, part=part)
+        scope.positions = active_positions()
+        return dropout_scope(scope)
