@@ -178,7 +178,7 @@ class _FunctionWatch(TorchFunctionMode):
         elif func in MATRIX_PRODUCTS:
             self.matrix_parameters |= {self.names[id(x)] for x in tree_leaves([args, kwargs]) if id(x) in self.names}
         elif func in MIXERS:
-            self.mixes_positions |= any(isinstance(x, Tensor) and x.is_floating_point() for x in args[:1])
+            self.mixes_positions |= any(isinstance(x, Tensor) and x.dim() > 2 for x in args[:1])
         if self.logits and getattr(func, "__name__", "") not in LOOKS:
             self.logits_used |= any(leaf is self.logits[-1] for leaf in tree_leaves([args, kwargs]))
         if func is torch.rand and args in (([],), ((),), ()) and not kwargs.get("size"):

@@ -26,7 +26,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from shardwise.collectives.context import dealt, gather_sequence, heads_for_rows, rows_for_heads
 from shardwise.kernels.attention import Ring, additive, document_mask, ring_attention
 from shardwise.kernels.dropout import Square, active_scope, keep_mask
-from shardwise.kernels.loss import IGNORED
+from shardwise.kernels.loss import IGNORED, loss_dtype
 from shardwise.layout import Layout
 from shardwise.plan import Plan
 from shardwise.precision import torch_dtype
@@ -199,7 +199,7 @@ def _ring_dropout(here: Part, query: Tensor, probability: float) -> Callable[[in
         square = Square(first, here.positions, here.positions_of(rank), here.length)
         kept = keep_mask(key, rows, square.index(heads), 1 - probability)
         size = len(here.positions)
-        return kept.view(-1, heads, size, size) * (1 / (1 - probability))
+        return kept.view(-1, heads, size, size).to(loss_dtype(query.dtype)) * (1 / (1 - probability))
 
     return factors
 
