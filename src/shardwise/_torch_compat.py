@@ -35,9 +35,7 @@ def has_flash_attention(query: Tensor) -> bool:
 
 
 # No public name: scaled_dot_product_attention keeps the log-sum-exp to itself (torch 2.11 to 2.13).
-def flash_attention(
-    query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
+def flash_attention(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """(output [B, h, Q, d], log-sum-exp [B, h, Q]) of torch's fused attention on a CPU."""
     output, logs = _ATEN._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scale)
     return output, logs

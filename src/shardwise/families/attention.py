@@ -18,7 +18,7 @@ from transformers import AttentionInterface, PreTrainedModel
 # Keyword arguments that say nothing about the result, or nothing that masks, scale and dropout do not say.
 KNOWN = {
     "attention_mask", "scaling", "dropout", "is_causal", "sliding_window", "position_ids", "use_cache",
-    "past_key_values", "output_attentions", "output_hidden_states", "return_dict", "cache_position",
+    "past_key_values", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "cache_position",
 }  # fmt: skip
 # What mixes positions without attention: convolutions and scans of state-space models.
 MIXERS = {

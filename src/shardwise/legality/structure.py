@@ -154,7 +154,7 @@ PARALLEL_RULES = (
          lambda d: _method(d) in ("ulysses", "ring") and d.facts.attention_arguments,
          fix="use all_gather",
          because=lambda d: f"this model's attention also takes {', '.join(d.facts.attention_arguments)}"),
-    Rule("context-dropout", (CONTEXT_METHOD, "model.attention"), "fused kernels drop nothing of a ring's blocks",
+    Rule("context-dropout", (CONTEXT_METHOD, "model.attention"), "a ring's blocks drop attention in eager arithmetic only",
          lambda d: _method(d) == "ring" and d.facts.has_attention_dropout and d.model.attention != "eager",
          fix="use model.attention eager, or all_gather"),
     Rule("context-compile", (CONTEXT_DEGREE, "model.compile"), "compiled blocks hold no collectives",

@@ -144,7 +144,13 @@ def _own_attention(name: str, module: nn.Module) -> Callable[..., Any]:
 
 
 def _attend(
-    name: str, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    name: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention as transformers calls it: [B, h, S/c, d] tensors -> ([B, S/c, h, d], weights or None)."""
     own = _own_attention(name, module)
@@ -252,6 +258,8 @@ def _masked(
     return additive(allowed, rest["dtype"]) if name == "eager" else allowed
 
 
-def _among_real(mask_function: Callable[..., Tensor], length: int, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+def _among_real(
+    mask_function: Callable[..., Tensor], length: int, b: Tensor, h: Tensor, q: Tensor, k: Tensor
+) -> Tensor:
     """No row sees padding; rows of padding see everything, since a row that sees nothing has no softmax."""
     return (mask_function(b, h, q, k) & (k < length)) | (q >= length)
