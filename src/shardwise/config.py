@@ -80,7 +80,7 @@ class ParallelSection(Section):
     context_parallel_method: Literal["auto", "all_gather", "ulysses", "ring"] = Field(
         default="auto",
         description="How attention reaches the other ranks' parts of a sequence: keys and values gathered, heads "
-        "exchanged for rows, or keys and values passed round. `auto` is ulysses where the heads divide, else all_gather.",
+        "exchanged for rows, or keys and values passed round. `auto`: ulysses where the heads divide, else all_gather.",
     )
     placement_strategy: str = Field(
         default="cluster",

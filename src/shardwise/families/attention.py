@@ -18,7 +18,8 @@ from transformers import AttentionInterface, PreTrainedModel
 # Keyword arguments that say nothing about the result, or nothing that masks, scale and dropout do not say.
 KNOWN = {
     "attention_mask", "scaling", "dropout", "is_causal", "sliding_window", "position_ids", "use_cache",
-    "past_key_values", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "cache_position",
+    "past_key_values", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict",
+    "cache_position",
 }  # fmt: skip
 # What mixes positions without attention: convolutions and scans of state-space models.
 MIXERS = {
@@ -58,7 +59,9 @@ class AttentionCalls:
             AttentionInterface.get_interface = original  # type: ignore[method-assign]
 
 
-def context_refusal(model: nn.Module, blocks: Sequence[str], attention: Sequence[str], mixes: bool) -> str:
+def context_refusal(
+    model: nn.Module, blocks: Sequence[str], attention: Sequence[str], mixes: bool, failure: str = ""
+) -> str:
     """Why the sequences of `model` cannot be split over ranks; empty where they can.
 
     Args:
@@ -66,20 +69,23 @@ def context_refusal(model: nn.Module, blocks: Sequence[str], attention: Sequence
         blocks: names of the repeated blocks.
         attention: names of the modules that called the AttentionInterface, a name for each call.
         mixes: whether the forward mixes positions in another way.
+        failure: why the forward could not be looked at, where it could not.
     """
     if not isinstance(model, PreTrainedModel):
         return "a module of model.factory says nothing about where it looks at other positions"
     family = str(model.config.model_type)
     if "position_ids" not in inspect.signature(model.forward).parameters:
         return f"{family} takes no position_ids, and counts positions from its own inputs"
+    kinds = _rotary_kinds(model.config.get_text_config())
+    if kinds & set(BY_LENGTH):
+        return f"the rotary embedding of this {family} ({', '.join(sorted(kinds))}) depends on the longest position"
+    if failure:
+        return failure
     inside = [sum(name.startswith(f"{block}.") for name in attention) for block in blocks]
     if len(attention) != len(blocks) or set(inside) != {1}:
         return f"the attention of {family} does not go through transformers' AttentionInterface once in each block"
     if mixes:
         return f"{family} mixes positions outside of attention, by a convolution or a scan"
-    kinds = _rotary_kinds(model.config.get_text_config())
-    if kinds & set(BY_LENGTH):
-        return f"the rotary embedding of this {family} ({', '.join(sorted(kinds))}) depends on the longest position"
     return ""
 
 

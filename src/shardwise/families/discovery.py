@@ -65,7 +65,7 @@ def discover(model: nn.Module, job: Job, example: Mapping[str, Tensor] | None = 
         parameter_shapes=shapes,
         tensor_splits=splits,
         tensor_refusal=refusal,
-        context_refusal=seen.failure or context_refusal(model, blocks, seen.attention, seen.mixes_positions),
+        context_refusal=context_refusal(model, blocks, seen.attention, seen.mixes_positions, seen.failure),
         attention_arguments=seen.attention_arguments,
         probe_failure=seen.failure,
     )
