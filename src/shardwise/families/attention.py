@@ -52,7 +52,7 @@ class AttentionCalls:
 
             return call
 
-        AttentionInterface.get_interface = get_interface  # type: ignore[method-assign]
+        AttentionInterface.get_interface = get_interface  # type: ignore[method-assign,assignment]
         try:
             yield
         finally:

@@ -107,9 +107,9 @@ def keep_mask(key: int, rows: Tensor, elements: int | Tensor, keep: float) -> Te
         keep: probability in (0, 1].
     """
     low, high = _row_keys(key, rows)
-    whole = isinstance(elements, int)
-    index = torch.arange(elements, dtype=torch.int32, device=rows.device) if whole else elements.to(torch.int32)
-    bits = index * _GOLDEN + low.unsqueeze(1)
+    if isinstance(elements, int):
+        elements = torch.arange(elements, dtype=torch.int32, device=rows.device)
+    bits = elements.to(torch.int32) * _GOLDEN + low.unsqueeze(1)
     _xor_shift(bits, 16).mul_(_FIRST).bitwise_xor_(high.unsqueeze(1))
     _xor_shift(_xor_shift(bits, 15).mul_(_SECOND), 16)
     threshold = round(keep * 2**32) - 2**31
