@@ -40,6 +40,7 @@ def context_job(
     return job.model_copy(update={"model": job.model.model_copy(update=update)})
 
 
+GEMMA2 = {"model_type": "gemma2", "sliding_window": 4, "query_pre_attn_scalar": 8}  # and a soft cap, by default
 CASES: list[tuple[str, int, str, int, dict[str, Any]]] = [  # family, ranks, method, degree, settings
     ("gpt2", 2, "all_gather", 2, {"dropout": 0.1, **UNEVEN}),
     ("gpt2", 2, "ulysses", 2, {"dropout": 0.1, **DOCUMENTS}),
@@ -48,7 +49,8 @@ CASES: list[tuple[str, int, str, int, dict[str, Any]]] = [  # family, ranks, met
     ("gpt2", 4, "ring", 4, {"attention": "sdpa"}),
     ("gpt2", 4, "all_gather", 4, {"dropout": 0.1}),
     ("gpt2", 4, "ulysses", 4, {"attention": "sdpa"}),
-    ("gpt2", 4, "ulysses", 2, {"parallel": {"sharded_data_parallel_degree": 2}, "dropout": 0.1}),
+    ("gpt2", 4, "all_gather", 2, {"training": {"sequences_per_step": 7}, **UNEVEN}),  # shard 2 as well
+    ("gpt2", 4, "ulysses", 2, {"parallel": {"sharded_data_parallel_degree": 2}, "dropout": 0.1}),  # replica 2
     ("gpt2", 4, "ring", 2, {"parallel": {"shard_optimizer_state": True}, "dropout": 0.1}),
     ("gpt_neox", 2, "all_gather", 2, {"dropout": 0.1, **DOCUMENTS, **FP32, "attention": "eager"}),
     ("gpt_neox", 2, "ulysses", 2, UNEVEN),
@@ -69,6 +71,7 @@ CASES: list[tuple[str, int, str, int, dict[str, Any]]] = [  # family, ranks, met
     ("bert", 2, "ring", 2, {"dropout": 0.1, **DOCUMENTS}),
     ("roberta", 2, "all_gather", 2, UNEVEN),
     ("roberta", 2, "ring", 2, {"attention": "sdpa"}),
+    ("gemma", 2, "all_gather", 2, {"config": GEMMA2, "attention": "eager", **UNEVEN, **FP32}),
 ]  # fmt: skip
 TOGETHER: list[tuple[str, int, str, int, dict[str, Any]]] = [
     ("gpt2", 4, "ulysses", 2, {"parallel": {"tensor_parallel_degree": 2}, "dropout": 0.1, **UNEVEN}),
@@ -86,6 +89,20 @@ def test_agrees_with_one_process(
     report = world_pool.run(ranks, verify_one, context_job(corpora, family, method, degree, **settings))[0]
     assert report is not None
     assert report.agrees, (report.first, report.diagnosis)
+
+
+FAMILIES = ("gpt_neox", "llama", "mistral", "qwen3", "gemma", "opt", "bert", "roberta")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_context_tensor_and_shard(world_pool: WorldPool, corpora: Path, family: str) -> None:
+    """Context 2 x tensor 2 x shard 2, where two key-value heads leave one to a rank: all_gather or ring."""
+    settings: dict[str, Any] = {"parallel": {"tensor_parallel_degree": 2}, "attention": "sdpa", **UNEVEN}
+    for method in ("all_gather", "ring"):
+        report = world_pool.run(8, verify_one, context_job(corpora, family, method, **settings))[0]
+        assert report is not None
+        assert report.agrees, (report.first, report.diagnosis)
 
 
 def outputs(run: Run, batch: Batch) -> Tensor:
