@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,22 +20,31 @@ from shardwise._torch_compat import flash_attention, flash_attention_backward, h
 from shardwise.collectives.context import pass_on
 from shardwise.kernels.loss import loss_dtype
 
-Dropped = Callable[[int], Tensor]  # rank whose keys they are -> [B, h, S/c, S/c] factors, 0 or 1 / (1 - probability)
+# (rank whose keys they are, its rows of queries, columns of keys) -> something of that block.
+OfBlock = Callable[[int, slice, slice], Tensor]
+SCORE_ROWS = 512  # queries of a block that is not fused: its scores are [B, h, SCORE_ROWS, keys]
 EVERY = slice(None)
 
 
-def document_mask(document_ids: Tensor, causal: bool, dtype: torch.dtype, rows: Tensor | None = None) -> Tensor:
+def document_mask(
+    document_ids: Tensor,
+    causal: bool,
+    dtype: torch.dtype,
+    rows: Tensor | None = None,
+    columns: Tensor | None = None,
+) -> Tensor:
     """[B, 1, S, S] additive mask: 0 where query and key share a document (the key not ahead), else the minimum.
 
     Args:
         document_ids: [B, S].
         causal: whether later keys are hidden.
         dtype: of the mask.
-        rows: [Q] the queries' positions, for a mask [B, 1, Q, S] of some rows; unset: all.
+        rows, columns: [Q] and [K] positions of the queries and keys of a part [B, 1, Q, K]; unset: all.
     """
-    columns = torch.arange(document_ids.shape[1], device=document_ids.device)
-    rows = columns if rows is None else rows
-    allowed = document_ids[:, rows].unsqueeze(2) == document_ids.unsqueeze(1)
+    everything = torch.arange(document_ids.shape[1], device=document_ids.device)
+    rows = everything if rows is None else rows
+    columns = everything if columns is None else columns
+    allowed = document_ids[:, rows].unsqueeze(2) == document_ids[:, columns].unsqueeze(1)
     if causal:
         allowed = allowed & (columns <= rows.unsqueeze(1))
     return additive(allowed, dtype).unsqueeze(1)
@@ -54,33 +64,32 @@ class Ring:
         group: the ranks among which keys and values go round.
         scale: of the scores.
         causal: whether later keys are hidden; only without a mask, which says it itself.
-        columns: rank -> positions of its keys in the mask's columns.
-        dropped: dropout factors of the block of a rank's keys; None drops nothing.
+        mask: [1 or B, 1, Q, K] of a block, bool (True: attend) or additive; None hides nothing.
+        dropped: [B, h, Q, K] dropout factors of a block, 0 or 1 / (1 - probability); None drops nothing.
     """
 
     group: dist.ProcessGroup
     scale: float
     causal: bool
-    columns: Callable[[int], Tensor]
-    dropped: Dropped | None = None
+    mask: OfBlock | None = None
+    dropped: OfBlock | None = None
 
 
-def ring_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, ring: Ring) -> Tensor:
+def ring_attention(query: Tensor, key: Tensor, value: Tensor, ring: Ring) -> Tensor:
     """[B, h, S/c, d] attention output of this rank's queries over the keys of all ranks of the ring.
 
     Args:
         query: [B, h, S/c, d].
         key, value: [B, k, S/c, d], k a divisor of h (grouped-query attention).
-        mask: [1 or B, 1, S/c, S] bool (True: attend) or additive, or None.
         ring: the rest.
     """
-    output: Tensor = _RingAttention.apply(query, key, value, mask, ring)
+    output: Tensor = _RingAttention.apply(query, key, value, ring)
     return output
 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, ring: Ring) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, ring: Ring) -> Tensor:
         wide = loss_dtype(query.dtype)
         output = torch.zeros(*query.shape[:-1], value.shape[-1], dtype=wide, device=query.device)
         normaliser = torch.full(query.shape[:-1], -torch.inf, dtype=wide, device=query.device)
@@ -88,19 +97,19 @@ class _RingAttention(torch.autograd.Function):
         moving = [key, value]
         for step in range(degree):
             keys, values = (_widened(each, query) for each in moving)
-            for block in _blocks(query, mask, ring, (here - step) % degree):
+            for block in _blocks(query, value, ring, (here - step) % degree):
                 part, logs = block.forward(query[block.rows], keys[block.columns], values[block.columns])
-                _merge(output[block.rows], normaliser[block.rows[:-1]], part, logs)
+                _merge(output[block.rows], normaliser[block.rows], part, logs)
             if step < degree - 1:
                 moving = pass_on(moving, ring.group)
         result = output.to(query.dtype)
-        ctx.save_for_backward(query, key, value, mask, result, normaliser)
+        ctx.save_for_backward(query, key, value, result, normaliser)
         ctx.ring = ring
         return result
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, mask, output, normaliser = ctx.saved_tensors
+        query, key, value, output, normaliser = ctx.saved_tensors
         ring: Ring = ctx.ring
         wide, here, degree = normaliser.dtype, ring.group.rank(), ring.group.size()
         moving, gradient = [key, value], gradients[0].contiguous()
@@ -108,8 +117,8 @@ class _RingAttention(torch.autograd.Function):
         carried = [torch.zeros(each.shape, dtype=wide, device=each.device) for each in moving]
         for step in range(degree):
             keys, values = (_widened(each, query) for each in moving)
-            for block in _blocks(query, mask, ring, (here - step) % degree):
-                saved = Saved(gradient[block.rows], output[block.rows], normaliser[block.rows[:-1]])
+            for block in _blocks(query, value, ring, (here - step) % degree):
+                saved = Saved(gradient[block.rows], output[block.rows], normaliser[block.rows])
                 parts = block.backward(query[block.rows], keys[block.columns], values[block.columns], saved)
                 for_query[block.rows] += parts[0]
                 for total, part in zip(carried, parts[1:], strict=True):
@@ -117,8 +126,8 @@ class _RingAttention(torch.autograd.Function):
             carried = pass_on(carried, ring.group)  # after the last step the gradients are at home
             if step < degree - 1:
                 moving = pass_on(moving, ring.group)
-        low = (for_query, *carried)
-        return *(part.to(like.dtype) for part, like in zip(low, (query, key, value), strict=True)), None, None
+        found = zip((for_query, *carried), (query, key, value), strict=True)
+        return *(part.to(like.dtype) for part, like in found), None
 
 
 def _widened(keys: Tensor, query: Tensor) -> Tensor:
@@ -151,25 +160,25 @@ class Saved(NamedTuple):
 
 @dataclass(frozen=True)
 class _Block:
-    """One product of queries and keys: `rows` and `columns` index [B, h, S/c, d] tensors of this rank and of the other.
+    """One product of queries and keys: `rows` and `columns` index [B, h, S/c, ...] tensors of this rank and of another.
 
-    `plain`: no mask and no dropout, so that a fused kernel may run it, `causal` with the diagonal.
+    fused: torch's kernel runs it; it knows no mask and no dropout. diagonal: keys ahead of the query are hidden, where
+    the first query is `offset` behind the first key.
     """
 
     rows: tuple[slice, ...]
     columns: tuple[slice, ...]
     scale: float
-    causal: bool = False
-    mask: Tensor | None = None
-    factors: Callable[[], Tensor] | None = None
-
-    def _fused(self, query: Tensor) -> bool:
-        return self.mask is None and self.factors is None and has_flash_attention(query)
+    fused: bool
+    diagonal: bool
+    offset: int
+    mask: Callable[[], Tensor] | None
+    factors: Callable[[], Tensor] | None
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """(output [B, h, Q, d], log-sum-exp [B, h, Q])."""
-        if self._fused(query):
-            return flash_attention(query, key, value, self.causal, self.scale)
+        if self.fused:
+            return flash_attention(query, key, value, self.diagonal, self.scale)
         scores = self._scores(query, key)
         logs = scores.logsumexp(-1)
         weights = self._weights(scores, logs)
@@ -178,8 +187,8 @@ class _Block:
 
     def backward(self, query: Tensor, key: Tensor, value: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of query, key and value."""
-        if self._fused(query):
-            return flash_attention_backward(query, key, value, self.causal, self.scale, *saved)
+        if self.fused:
+            return flash_attention_backward(query, key, value, self.diagonal, self.scale, *saved)
         weights = self._weights(self._scores(query, key), saved.normaliser)
         for_weights = (saved.gradient @ value.mT).to(weights.dtype)
         kept = weights
@@ -192,12 +201,13 @@ class _Block:
 
     def _scores(self, query: Tensor, key: Tensor) -> Tensor:
         scores = (query @ key.mT).to(loss_dtype(query.dtype)) * self.scale
-        if self.causal:
-            ahead = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1)
+        if self.diagonal:
+            ahead = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1 + self.offset)
             return scores.masked_fill_(ahead, -torch.inf)
         if self.mask is None:
             return scores
-        return scores.masked_fill_(~self.mask, -torch.inf) if self.mask.dtype == torch.bool else scores + self.mask
+        mask = self.mask()
+        return scores.masked_fill_(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
 
     def _weights(self, scores: Tensor, normaliser: Tensor) -> Tensor:
         """Of a row that sees no key here the scores are -inf and the weights zero."""
@@ -205,30 +215,37 @@ class _Block:
         return (scores - normaliser.clamp(min=lowest).unsqueeze(-1)).exp_()
 
 
-def _blocks(query: Tensor, mask: Tensor | None, ring: Ring, source: int) -> Iterator[_Block]:
-    """The products of this rank's queries with the keys of rank `source`.
+def _blocks(query: Tensor, value: Tensor, ring: Ring, source: int) -> Iterator[_Block]:
+    """The products of this rank's queries with the keys of rank `source`, in pieces of few rows where not fused."""
+    plain = ring.mask is None and ring.dropped is None
+    fused = plain and query.shape[-1] == value.shape[-1] and has_flash_attention(query)
+    for rows, columns, diagonal in _products(query.shape[2], ring, source):
+        size = rows.stop - rows.start if fused else SCORE_ROWS
+        for start in range(rows.start, rows.stop, size):
+            piece = slice(start, min(start + size, rows.stop))
+            yield _Block(
+                (EVERY, EVERY, piece),
+                (EVERY, EVERY, columns),
+                ring.scale,
+                fused,
+                diagonal,
+                start - rows.start,
+                ring.mask and partial(ring.mask, source, piece, columns),
+                ring.dropped and partial(ring.dropped, source, piece, columns),
+            )
 
-    Under a plain causal mask these are the chunks that are not ahead, those on the diagonal masked inside; every rank
-    then has two whole products of chunks and a triangle or two at each step.
+
+def _products(length: int, ring: Ring, source: int) -> Iterator[tuple[slice, slice, bool]]:
+    """(rows, columns, on the diagonal): all with all, or under a plain causal mask the chunks that are not ahead.
+
+    Every rank then has two whole products of chunks at each step, or one and two triangles.
     """
-    if mask is not None or not ring.causal:
-        part = None if mask is None else mask[..., ring.columns(source)]
-        factors = None if ring.dropped is None else _once(ring.dropped, source)
-        yield _Block((EVERY,) * 4, (EVERY,) * 4, ring.scale, mask=part, factors=factors)
+    if not ring.causal:
+        yield slice(0, length), slice(0, length), False
         return
-    here, last, length = ring.group.rank(), 2 * ring.group.size() - 1, query.shape[2] // 2
-    for half, chunk in enumerate((here, last - here)):
-        for other_half, other in enumerate((source, last - source)):
-            if other > chunk:
-                continue
-            rows, columns = _half(half, length), _half(other_half, length)
-            factors = None if ring.dropped is None else _once(ring.dropped, source, rows[2], columns[2])
-            yield _Block((*rows, EVERY), (*columns, EVERY), ring.scale, other == chunk, factors=factors)
-
-
-def _half(number: int, length: int) -> tuple[slice, slice, slice]:
-    return EVERY, EVERY, slice(number * length, (number + 1) * length)
-
-
-def _once(dropped: Dropped, source: int, rows: slice = EVERY, columns: slice = EVERY) -> Callable[[], Tensor]:
-    return lambda: dropped(source)[:, :, rows, columns]
+    here, last, half = ring.group.rank(), 2 * ring.group.size() - 1, length // 2
+    halves = (slice(0, half), slice(half, length))
+    for rows, chunk in zip(halves, (here, last - here), strict=True):
+        for columns, other in zip(halves, (source, last - source), strict=True):
+            if other <= chunk:
+                yield rows, columns, other == chunk

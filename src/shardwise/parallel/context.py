@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from shardwise.collectives.context import dealt, gather_sequence, heads_for_rows, rows_for_heads
-from shardwise.kernels.attention import Ring, additive, document_mask, ring_attention
+from shardwise.kernels.attention import OfBlock, Ring, additive, document_mask, ring_attention
 from shardwise.kernels.dropout import Square, active_scope, keep_mask
 from shardwise.kernels.loss import IGNORED, loss_dtype
 from shardwise.layout import Layout
@@ -42,12 +42,14 @@ class Part:
         length: of the whole sequence, without the padding that makes it divisible.
         padded: with it.
         positions: [padded / c] of this rank's rows; those from `length` on are padding.
+        documents: [B, padded] number of each position's document, where documents are isolated.
     """
 
     context: Context
     length: int
     padded: int
     positions: Tensor
+    documents: Tensor | None
 
     def take(self, values: Tensor) -> Tensor:
         """This rank's rows of [B, S, ...]; padding repeats the last one."""
@@ -61,6 +63,14 @@ class Part:
     def positions_of(self, rank: int) -> Tensor:
         """Positions of the rows of another rank of the context group."""
         return dealt(self.whole, 0, self.context.degree)[rank]
+
+    def document_mask(self, rows: Tensor, columns: Tensor) -> Tensor:
+        """[B, 1, Q, K] additive mask of documents for queries and keys at these positions, which hides padding."""
+        context = self.context
+        assert self.documents is not None
+        mask = document_mask(self.documents, context.causal, context.dtype, rows, columns)
+        hidden = (columns >= self.length) & (rows < self.length).unsqueeze(1)
+        return mask.masked_fill_(hidden, torch.finfo(context.dtype).min)
 
 
 # Process-wide like the dropout scope: autograd recomputes checkpoints on threads of its own.
@@ -88,10 +98,10 @@ class Context:
         """This rank's part of a whole microbatch, for forward and backward."""
         global _active
         ids = microbatch.inputs["input_ids"]
-        here = self._rows(ids.shape[1], ids.device)
+        here = self._rows(ids.shape[1], ids.device, microbatch.document_ids)
         inputs = {"position_ids": self.count_positions(ids), **microbatch.inputs}
         inputs = {name: here.take(value) for name, value in inputs.items()}
-        inputs["attention_mask"] = self._mask(here, microbatch.document_ids, inputs["input_ids"])
+        inputs["attention_mask"] = self._mask(here, inputs["input_ids"])
         labels = here.take(microbatch.labels).masked_fill(here.positions >= here.length, IGNORED)
         _active = here
         try:
@@ -99,24 +109,22 @@ class Context:
         finally:
             _active = None
 
-    def _rows(self, length: int, device: torch.device) -> Part:
+    def _rows(self, length: int, device: torch.device, documents: Tensor | None) -> Part:
         padded = length + -length % (2 * self.degree)
         everything = torch.arange(padded, device=device)
-        return Part(self, length, padded, dealt(everything, 0, self.degree)[self.index])
+        if documents is not None:
+            documents = documents[:, everything.clamp(max=length - 1)]
+        return Part(self, length, padded, dealt(everything, 0, self.degree)[self.index], documents)
 
-    def _mask(self, here: Part, documents: Tensor | None, ids: Tensor) -> Tensor:
-        """Of isolated documents the mask itself, four-dimensional, which models take as it is.
+    def _mask(self, here: Part, ids: Tensor) -> Tensor:
+        """Of isolated documents the mask itself, four-dimensional, which models take as it is; a ring makes its blocks.
 
         Otherwise ones: a model that is told that nothing is padding does not take the jumps of the positions for
         borders of documents, and asks `_masked` for its own kind of mask.
         """
-        if documents is None:
+        if here.documents is None or self.method == "ring":
             return torch.ones_like(ids)
-        whole = documents[:, here.whole.clamp(max=here.length - 1)]
-        rows = here.whole if self.method == "ulysses" else here.positions
-        mask = document_mask(whole, self.causal, self.dtype, rows)
-        hidden = (here.whole >= here.length) & (rows < here.length).unsqueeze(1)
-        return mask.masked_fill_(hidden, torch.finfo(self.dtype).min)
+        return here.document_mask(here.whole if self.method == "ulysses" else here.positions, here.whole)
 
 
 def _position_counter(model: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -184,28 +192,34 @@ def _ring(
     scaling: float | None = None, dropout: float = 0.0, is_causal: bool | None = None, **rest: Any,
 ) -> Tensor:  # fmt: skip
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    ring = Ring(
-        here.context.group,
-        query.shape[-1] ** -0.5 if scaling is None else scaling,
-        causal and attention_mask is None,
-        here.positions_of,
-        _ring_dropout(here, query, dropout) if dropout > 0 else None,
-    )
-    return ring_attention(query, key, value, attention_mask, ring).transpose(1, 2)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    mask = _ring_mask(here, attention_mask)
+    dropped = _ring_dropout(here, query, dropout) if dropout > 0 else None
+    ring = Ring(here.context.group, scale, causal and mask is None, mask, dropped)
+    return ring_attention(query, key, value, ring).transpose(1, 2)
 
 
-def _ring_dropout(here: Part, query: Tensor, probability: float) -> Callable[[int], Tensor]:
+def _ring_mask(here: Part, mask: Tensor | None) -> OfBlock | None:
+    """Blocks of documents, or of the mask [1 or B, 1, S/c, S] that `_masked` made."""
+    if here.documents is not None:
+        return lambda rank, rows, columns: here.document_mask(here.positions[rows], here.positions_of(rank)[columns])
+    if mask is None:
+        return None
+    return lambda rank, rows, columns: mask[:, :, rows, here.positions_of(rank)[columns]]
+
+
+def _ring_dropout(here: Part, query: Tensor, probability: float) -> OfBlock:
     """The factors that `nn.functional.dropout` of a whole eager attention would multiply each block by."""
     scope = active_scope()
     assert scope is not None
     rows, key = scope.rows, scope.key(f"{scope.block}/functional")
     heads, first = query.shape[1], here.context.tensor_index * query.shape[1]
 
-    def factors(rank: int) -> Tensor:
-        square = Square(first, here.positions, here.positions_of(rank), here.length)
+    def factors(rank: int, queries: slice, keys: slice) -> Tensor:
+        square = Square(first, here.positions[queries], here.positions_of(rank)[keys], here.length)
         kept = keep_mask(key, rows, square.index(heads), 1 - probability)
-        size = len(here.positions)
-        return kept.view(-1, heads, size, size).to(loss_dtype(query.dtype)) * (1 / (1 - probability))
+        shape = (len(rows), heads, len(square.queries), len(square.keys))
+        return kept.view(shape).to(loss_dtype(query.dtype)) * (1 / (1 - probability))
 
     return factors
 
@@ -231,7 +245,8 @@ def _masked(
 ) -> Tensor | None:  # fmt: skip
     """The model's kind of mask for this part: this rank's rows of it, or all for Ulysses.
 
-    None says that the kernel needs none: all keys count, or (in a ring, or on whole sequences) all that are not ahead.
+    None says that the kernel needs none: all keys count, or (in a ring, or on whole sequences) all that are not ahead;
+    or that a ring makes the masks of documents itself.
     """
     own = partial(
         AttentionMaskInterface()[name],
@@ -243,6 +258,8 @@ def _masked(
             q_length=q_length, kv_length=kv_length, mask_function=mask_function, attention_mask=attention_mask,
             allow_is_bidirectional_skip=allow_is_bidirectional_skip,
         )  # fmt: skip
+    if here.documents is not None:
+        return None
     skip = allow_is_bidirectional_skip and here.padded == here.length
     among = partial(_among_real, mask_function, here.length)
     if here.context.method == "ulysses":
