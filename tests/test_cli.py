@@ -29,7 +29,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
     made: Calls = []
     entry: Any = ModuleType("shardwise.entry")
     entry.train = lambda job, notes=(): made.append(("train", job, {"notes": notes}))
-    entry.plan_job = lambda job: resolve(job, CPU4, FACTS)
+    entry.plan_job = lambda job: (resolve(job, CPU4, FACTS), FACTS)
     verify: Any = ModuleType("shardwise.verify")
 
     def run_verify(job: Job, **options: Any) -> int:

@@ -10,7 +10,7 @@ import pytest
 from shardwise.config import Job
 from shardwise.draft import Draft, World, divisors, one_of
 from shardwise.errors import LegalityError
-from shardwise.families.facts import BlockFacts, ModelFacts
+from shardwise.families.facts import BlockFacts, ModelFacts, StageFacts
 from shardwise.legality import RULES, check, rules
 from shardwise.optimizers import ELEMENTWISE, UNUSABLE, classes
 
@@ -24,8 +24,10 @@ FACTS = ModelFacts(
     head="embed_out",
     attention_heads=12,
     key_value_heads=6,
+    stages=StageFacts(before={"embed_in": 100}, after={"embed_out": 100}),
 )
 NO_PLAN = replace(FACTS, tensor_refusal="there is no plan for xlm yet")
+LISTS = replace(FACTS, stages=StageFacts(refusal="it has two lists of blocks"))
 OTHER_ARGUMENTS = replace(FACTS, blocks_share_arguments=False)
 FLAT = replace(FACTS, is_hugging_face=False, blocks=(), head=None, max_positions=None, family="Net")
 CPU4 = World(4, "cpu", 4)
@@ -46,6 +48,62 @@ def case(
 ) -> tuple:
     return broken, legal, says, world, facts, legal_facts or facts
 
+
+def staged(**parallel: Any) -> dict[str, Any]:
+    return {"parallel": {"pipeline_parallel_degree": 2, **parallel}}
+
+
+def mapped(*stages: int) -> dict[str, Any]:
+    return staged(auto_partition=False, partition={f"layers.{i}": stage for i, stage in enumerate(stages)})
+
+
+PIPELINE_CASES = {
+    **{
+        f"{key.replace('_', '-')}-without-stages": case(
+            {"parallel": {key: value}}, staged(**beside, **{key: value}), key
+        )
+        for key, value, beside in (
+            ("pipeline", "simple", {}),
+            ("virtual_pipeline_degree", 2, {}),
+            ("active_microbatches", 8, {}),
+            ("auto_partition", False, {"default_partition": 0, "partition": {"layers.3": 1}}),
+            ("memory_weight", 0.5, {}),
+            ("default_partition", 0, {"auto_partition": False, "partition": {"layers.3": 1}}),
+            ("partition", {"layers.3": 1}, {"auto_partition": False, "default_partition": 0}),
+        )
+    },
+    "pipeline-model": case(staged(), staged(), "two lists", CPU4, LISTS, FACTS),
+    "pipeline-blocks": case(
+        staged(virtual_pipeline_degree=3), staged(virtual_pipeline_degree=2), "6 stages, and the model has 4 blocks"
+    ),
+    "virtual-simple": case(
+        staged(virtual_pipeline_degree=2, pipeline="simple"),
+        staged(virtual_pipeline_degree=2),
+        "virtual_pipeline_degree 1",
+    ),
+    "pipeline-microbatches": case(
+        {**staged(), "training": {"gradient_accumulation": 1}},
+        {**staged(pipeline="simple"), "training": {"gradient_accumulation": 1}},
+        "use at least 2",
+    ),
+    "virtual-microbatches": case(
+        {**staged(virtual_pipeline_degree=2), "training": {"gradient_accumulation": 5, "microbatch_size": 1}},
+        {**staged(virtual_pipeline_degree=2), "training": {"gradient_accumulation": 6, "microbatch_size": 1}},
+        "5 microbatches do not divide into 2 turns",
+    ),
+    "active-microbatches": case(staged(active_microbatches=1), staged(active_microbatches=2), "use at least 2"),
+    "partition-auto": case(staged(default_partition=0), staged(), "auto_partition false"),
+    "memory-weight-given-stages": case(
+        {"parallel": {**mapped(0, 0, 1, 1)["parallel"], "memory_weight": 0.5}}, mapped(0, 0, 1, 1), "as given"
+    ),
+    "partition-names": case(
+        staged(auto_partition=False, partition={"layer.0": 0}),
+        mapped(0, 0, 1, 1),
+        "no block 'layer.0'; use names such as",
+    ),
+    "partition-stages": case(mapped(0, 0, 1), mapped(0, 0, 1, 1), "layers.3 is on none of the stages 0 to 1"),
+    "partition-order": case(mapped(0, 1, 0, 1), mapped(0, 0, 0, 1), "stages [0, 1, 0, 1]"),
+}
 
 # rule id -> (a job that breaks it, the nearest one that does not, what the message holds, world, facts)
 CASES = {
@@ -112,7 +170,7 @@ CASES = {
         "does not divide the 12 attention heads and 6 key-value heads; use 1, 2, 3 or 6",
     ),
     "tensor-compile": case({"parallel": TWO, "model": {"compile": True}}, {"parallel": TWO}, "use model.compile false"),
-    "pipeline-not-built": case({"parallel": {"pipeline_parallel_degree": 2}}, {}, "use 1"),
+    **PIPELINE_CASES,
     "context-model": case(
         {"parallel": CONTEXT}, {"parallel": CONTEXT}, "does not go through", CPU4, NO_INTERFACE, FACTS
     ),

@@ -49,7 +49,7 @@ def draw_sections(draw: random.Random, size: int) -> dict[str, dict[str, Any]]:
         }) | draw.choice([{}, {}, {
             "context_parallel_degree": draw.choice([2, 2, 3, 4]),
             "context_parallel_method": draw.choice(["auto", "all_gather", "ulysses", "ring"]),
-        }]),
+        }]) | (draw_stages(draw) if draw.random() < 0.3 else {}),
         "memory": maybe(draw, {
             "activation_checkpointing": ["full", "selective"], "checkpoint_every": [2, 3],
             "checkpoint_strategy": ["contiguous", "group_2", "group_3"], "offload_activations": [True],
@@ -73,6 +73,13 @@ def draw_sections(draw: random.Random, size: int) -> dict[str, dict[str, Any]]:
             "validation_fraction": [0.3],
         }, 0.2),
     }  # fmt: skip
+
+
+def draw_stages(draw: random.Random) -> dict[str, Any]:
+    return {"pipeline_parallel_degree": draw.choice([2, 2, 3])} | maybe(draw, {
+        "pipeline": ["simple"], "virtual_pipeline_degree": [2], "active_microbatches": [2, 8], "memory_weight": [0.8],
+        "partition": [{}, {"transformer.h.0": 0}],
+    }) | (draw.choice([{}, {}, {"auto_partition": False, "default_partition": 1}]))  # fmt: skip
 
 
 def draw_job(draw: random.Random, size: int, corpora: Path) -> Job:

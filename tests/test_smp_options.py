@@ -47,13 +47,15 @@ MAPPED = [
     ("context_parallel_degree", 2, "parallel.context_parallel_degree", 2),
     ("random_seed", 7, "training.seed", 7),
 ]
+STAGED = [  # mean something with more than one stage
+    ("active_microbatches", 4, "parallel.active_microbatches", 4),
+    ("pipeline", "simple", "parallel.pipeline", "simple"),
+    ("auto_partition", False, "parallel.auto_partition", False),
+    ("default_partition", 0, "parallel.default_partition", 0),
+    ("memory_weight", 0.5, "parallel.memory_weight", 0.5),
+]
 IGNORED = [
-    ("active_microbatches", 4),
-    ("pipeline", "simple"),
     ("optimize", "speed"),
-    ("auto_partition", True),
-    ("default_partition", 0),
-    ("memory_weight", 0.5),
     ("ddp", True),
     ("deterministic_server", True),
     ("prescaled_batch", True),
@@ -78,8 +80,7 @@ REFUSED = [("contiguous", True), ("horovod", False), ("expert_parallel_degree", 
 
 def test_the_table_holds_every_documented_key_and_this_file_tries_each() -> None:
     assert sorted(option.name for option in OPTIONS) == sorted(DOCUMENTED.split())
-    tried = {name for name, *_ in MAPPED} | {name for name, _ in IGNORED} | {name for name, _ in REFUSED}
-    assert tried == set(BY_NAME)
+    assert {name for name, *_ in (*MAPPED, *STAGED, *IGNORED, *REFUSED)} == set(BY_NAME)
 
 
 @pytest.mark.parametrize(("name", "value", "key", "ours"), MAPPED)
@@ -88,6 +89,21 @@ def test_mapped(name: str, value: Any, key: str, ours: Any) -> None:
     assert result.values == {key: ours}
     section, field = key.split(".")
     validate({section: {field: ours}})  # the key exists and takes the value
+
+
+@pytest.mark.parametrize(("name", "value", "key", "ours"), STAGED)
+def test_keys_of_stages_are_mapped_where_there_are_stages(name: str, value: Any, key: str, ours: Any) -> None:
+    parameters = {"auto_partition": False, "pipeline_parallel_degree": 2, name: value}
+    assert translate(parameters).values[key] == ours
+    alone = translate({name: value})
+    assert alone.values == {}
+    assert any(f"{name}={value!r} has no effect here: there is one pipeline stage" in note for note in alone.notes)
+
+
+def test_the_default_partition_of_automatic_stages_is_ignored_as_in_smp() -> None:
+    result = translate({"pipeline_parallel_degree": 2, "auto_partition": True, "default_partition": 0})
+    assert "parallel.default_partition" not in result.values
+    assert any("default_partition=0 has no effect here: stages are cut automatically" in note for note in result.notes)
 
 
 @pytest.mark.parametrize(("name", "value"), IGNORED)

@@ -98,10 +98,14 @@ def _train(options: argparse.Namespace, keys: dict[str, Any]) -> int:
     from rich.console import Console
 
     from shardwise.plan import describe
+    from shardwise.planner.schedule import stage_table
 
-    plan = entry.plan_job(job)
+    plan, facts = entry.plan_job(job)
     _say_notes(notes)
-    Console().print(describe(plan))
+    console = Console()
+    console.print(describe(plan))
+    if plan.stages:
+        console.print(stage_table(plan, facts))
     return 0
 
 

@@ -76,6 +76,31 @@ class ParallelSection(Section):
     )
     tensor_parallel_degree: Positive = Field(default=1, description="Ranks that split each layer's tensors.")
     pipeline_parallel_degree: Positive = Field(default=1, description="Pipeline stages.")
+    pipeline: Literal["interleaved", "simple"] = Field(
+        default="interleaved",
+        description="Schedule of the stages: `interleaved` runs forward and backward in turn (1F1B, arXiv 2104.04473, "
+        "section 2.2), `simple` all forwards first (GPipe, arXiv 1811.06965).",
+    )
+    virtual_pipeline_degree: Positive = Field(
+        default=1,
+        description="Stages on each pipeline rank, in turns around the ranks; more make the bubble smaller and the "
+        "traffic larger.",
+    )
+    active_microbatches: Positive | None = Field(
+        default=None, description="Most forwards in flight on a pipeline rank; unset: as many as the schedule needs."
+    )
+    auto_partition: bool = Field(
+        default=True, description="Cut the blocks into stages so that the costliest stage costs least."
+    )
+    memory_weight: float = Field(
+        default=0.2, ge=0, le=1, description="Weight of memory against compute in `auto_partition`."
+    )
+    default_partition: NonNegative | None = Field(
+        default=None, description="Stage of the blocks that `partition` does not name, without `auto_partition`."
+    )
+    partition: dict[str, int] = Field(
+        default={}, description="Block's name -> its stage, from 0, without `auto_partition`."
+    )
     context_parallel_degree: Positive = Field(default=1, description="Ranks that split the sequence.")
     context_parallel_method: Literal["auto", "all_gather", "ulysses", "ring"] = Field(
         default="auto",

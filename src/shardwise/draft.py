@@ -21,10 +21,12 @@ from shardwise.config import (
     PrecisionSection,
     TrainingSection,
 )
+from shardwise.families.balance import balance, block_costs
 from shardwise.families.facts import ModelFacts
 
 DEFAULT_SEQUENCES = 16
 MICROBATCH_TOKENS = {"cpu": 4096, "cuda": 16384}  # a forward of this size keeps the device busy without filling it
+FILLING = 4  # microbatches for each pipeline rank; the bubble is then below a fifth of a step
 PLACEMENTS = {"CLUSTER": "DPT", "SPREAD": "TPD"}
 
 
@@ -168,6 +170,34 @@ class Draft:
         return self.facts.attention_heads % degree == 0 and self.facts.key_value_heads % degree == 0
 
     @cached_property
+    def stages(self) -> int:
+        """Pipeline stages of all ranks."""
+        return self.parallel.pipeline_parallel_degree * self.parallel.virtual_pipeline_degree
+
+    @cached_property
+    def partition(self) -> list[int]:
+        """The stage of every block, not yet judged; of an automatic cut never decreasing, and no stage empty."""
+        parallel, blocks = self.parallel, self.facts.blocks
+        if not parallel.auto_partition:
+            rest = -1 if parallel.default_partition is None else parallel.default_partition
+            return [parallel.partition.get(block.name, rest) for block in blocks]
+        costs, first, last = block_costs(self.facts, self.data.sequence_length, parallel.memory_weight)
+        sizes = balance(costs, self.stages, first, last)
+        return [stage for stage, size in enumerate(sizes) for _ in range(size)]
+
+    @cached_property
+    def in_flight(self) -> int:
+        """Most microbatches between their forward and their backward on one pipeline rank."""
+        parallel, count = self.parallel, self.accumulation.value
+        degree, virtual = parallel.pipeline_parallel_degree, parallel.virtual_pipeline_degree
+        if parallel.pipeline == "simple":
+            return count
+        if virtual == 1:
+            return min(count, degree)
+        each = count // max(1, count // degree)  # Megatron-LM's warm-up (arXiv 2104.04473, section 2.2.2), counted
+        return min(count * virtual, (virtual - 1) * each + 2 * (degree - 1) + 1)  # in chunks, as torch builds it
+
+    @cached_property
     def compute(self) -> str:
         """Dtype of forward and backward."""
         asked = self.precision.compute
@@ -208,9 +238,11 @@ class Draft:
             count = training.gradient_accumulation
             return Derived(-(-rows // count), f"{share}, cut into gradient_accumulation {count}")
         limit = MICROBATCH_TOKENS.get(self.world.device_type, MICROBATCH_TOKENS["cuda"])
-        length = self.data.sequence_length
-        size = even_cut(rows, max(1, limit // length))
-        return Derived(size, f"{share}, in pieces of at most {limit} tokens (or one sequence)")
+        most, rule = max(1, limit // self.data.sequence_length), f"of at most {limit} tokens (or one sequence)"
+        if (degree := self.parallel.pipeline_parallel_degree) > 1:
+            pieces = FILLING * degree
+            most, rule = min(most, max(1, rows // pieces)), f"{rule}, {pieces} or more to fill {degree} pipeline ranks"
+        return Derived(even_cut(rows, most), f"{share}, in pieces {rule}")
 
     @cached_property
     def accumulation(self) -> Derived:

@@ -29,11 +29,11 @@ CPU_WORKERS = 2
 Say = Callable[[str], None]
 
 
-def plan_job(job: Job) -> Plan:
-    """The Plan of `job` on this machine, or in the world that a launcher has made. Reads no corpus."""
+def plan_job(job: Job) -> tuple[Plan, ModelFacts]:
+    """The Plan of `job` on this machine, or in the world that a launcher has made; its model. Reads no corpus."""
     place = detect()
-    plan = _plan(job, place)[0]
-    return replace(plan, notes=(*plan.notes, *_launcher_notes(job, place)))
+    plan, facts = _plan(job, place)
+    return replace(plan, notes=(*plan.notes, *_launcher_notes(job, place))), facts
 
 
 def train(job: Job, notes: Iterable[str] = (), say: Say = print) -> TrainingResult:

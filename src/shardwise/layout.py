@@ -150,6 +150,22 @@ class Layout:
                 self._groups[members], _ = dist.new_subgroups_by_enumeration([list(part) for part in partition])
         return self._groups[members]
 
+    def ends_group(self) -> ProcessGroup | None:
+        """The first and the last stage of this rank's pipeline; None on stages between. Collective, as `group`."""
+        import torch.distributed as dist
+
+        stages = self.degrees["pipeline"]
+        if stages == 2:
+            return self.group("pipeline")
+        columns = sorted({self.ranks("pipeline", of=rank) for rank in range(self.world_size)})
+        ends = [[column[0], column[-1]] for column in columns]
+        mine = self.ranks("pipeline")
+        key = (mine[0], mine[-1])
+        if key not in self._groups:
+            made, _ = dist.new_subgroups_by_enumeration(ends)
+            self._groups[key] = made
+        return self._groups[key] if self.rank in key else None
+
     def shard_mesh(self) -> DeviceMesh:
         """FSDP2's mesh: one-dimensional over shard x context, or (replica, shard x context) when there are replicas."""
         import torch

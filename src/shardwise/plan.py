@@ -44,6 +44,7 @@ class Plan:
 
     job: Job
     world: World
+    stages: tuple[tuple[str, ...], ...]  # names of the blocks of each pipeline stage; none without a pipeline
     degrees: dict[str, int]  # replica, shard, context, tensor, pipeline; their product is world.size
     placement: str  # D, P and T in order, right-most varying fastest
     dtypes: Dtypes
@@ -63,6 +64,12 @@ class Plan:
     def data_ranks(self) -> int:
         """Ranks that read different samples."""
         return self.degrees["replica"] * self.degrees["shard"]
+
+    @property
+    def positions(self) -> int:
+        """Of a sequence on one rank; what is split is padded to two chunks a rank."""
+        context = self.degrees["context"]
+        return self.sequence_length if context == 1 else 2 * -(-self.sequence_length // (2 * context))
 
     @property
     def needs_fsdp(self) -> bool:
@@ -100,6 +107,7 @@ def resolve(job: Job, world: World, facts: ModelFacts) -> Plan:
     return Plan(
         job=job,
         world=world,
+        stages=_stages(draft, rules),
         degrees=_degrees(draft, rules),
         placement=_placement(draft, rules),
         dtypes=_dtypes(draft, rules),
@@ -152,6 +160,19 @@ def _context_method(draft: Draft, rules: dict[str, str]) -> str:
         return "ulysses"
     rules["context_method"] = "context_parallel_method auto: ulysses cannot share these heads"
     return "all_gather"
+
+
+def _stages(draft: Draft, rules: dict[str, str]) -> tuple[tuple[str, ...], ...]:
+    if draft.parallel.pipeline_parallel_degree == 1:
+        return ()
+    weight = draft.parallel.memory_weight
+    rules["stages"] = (
+        f"auto_partition: the costliest stage costs least, {weight:g} memory and {1 - weight:g} compute"
+        if draft.parallel.auto_partition
+        else "partition and default_partition given"
+    )
+    placed = list(zip(draft.facts.blocks, draft.partition, strict=True))
+    return tuple(tuple(block.name for block, at in placed if at == stage) for stage in range(draft.stages))
 
 
 def _placement(draft: Draft, rules: dict[str, str]) -> str:
@@ -279,6 +300,8 @@ def _rows(plan: Plan) -> Iterator[tuple[str, object]]:
     yield from plan.degrees.items()
     if plan.context_method:
         yield "context_method", plan.context_method
+    if plan.stages:
+        yield "stages", " + ".join(str(len(blocks)) for blocks in plan.stages) + " blocks"
     yield "placement", plan.placement
     yield "backend", plan.backend
     for key in ("sequence_length", "sequences_per_step", "microbatch", "accumulation"):

@@ -56,7 +56,10 @@ OFFLOAD, HORIZON = "memory.offload_activations", "memory.activation_loading_hori
 CHECKPOINTING, COMPUTE, CLIP = "memory.activation_checkpointing", "precision.compute", "optimizer.clip_norm"
 ANY = object
 MAPPED = "means the same here"
-NO_PIPELINE = "it steers pipeline stages, and this version builds none"
+STAGES = {
+    f"parallel.{name}"
+    for name in ("active_microbatches", "pipeline", "auto_partition", "default_partition", "memory_weight")
+}  # keys that only mean something with more than one stage; scripts send them all the same
 BLOCKWISE = "parameters are gathered and gradients reduced block by block; parallel.prefetch_depth says how far ahead"
 TENSORFLOW = "it belongs to SMP for TensorFlow; leave it out"
 
@@ -66,17 +69,18 @@ OPTIONS = (
     Option("pipeline_parallel_degree", "v1", int, MAPPED, _to(PIPELINE)),
     Option("partitions", "v1", int, "an older name of pipeline_parallel_degree", _to(PIPELINE)),
     Option("microbatches", "v1", int, "the pieces of a batch: accumulation", _to("training.gradient_accumulation")),
-    Option("active_microbatches", "v1", int, NO_PIPELINE),
-    Option("pipeline", "v1", ("interleaved", "simple"), NO_PIPELINE),
+    Option("active_microbatches", "v1", int, MAPPED, _to("parallel.active_microbatches")),
+    Option("pipeline", "v1", ("interleaved", "simple"), MAPPED, _to("parallel.pipeline")),
     Option("optimize", "v1", ("memory", "speed"), "it chooses how tensor-parallel activations and pipeline stages are "
            "laid out, and this version builds neither"),
     Option("placement_strategy", "v1", str, MAPPED, _to("parallel.placement_strategy")),
-    Option("auto_partition", "v1", bool, NO_PIPELINE),
-    Option("default_partition", "v1", int, NO_PIPELINE),
-    Option("memory_weight", "v1", float, NO_PIPELINE),
+    Option("auto_partition", "v1", bool, MAPPED, _to("parallel.auto_partition")),
+    Option("default_partition", "v1", int, "without auto_partition it means the same here",
+           _to("parallel.default_partition")),
+    Option("memory_weight", "v1", float, MAPPED, _to("parallel.memory_weight")),
     Option("ddp", "v1", bool, "gradients are always reduced over the data ranks"),
     Option("ddp_dist_backend", "v1", ("auto", "nccl", "gloo"), MAPPED, _to("parallel.ddp_dist_backend")),
-    Option("deterministic_server", "v1", bool, NO_PIPELINE),
+    Option("deterministic_server", "v1", bool, "schedules are fixed, and there is no server"),
     Option("tensor_parallel_degree", "v1 v2", int, MAPPED, _to(TENSOR)),
     Option("prescaled_batch", "v1", bool, "tensor ranks always read the same samples; sequences of a step are counted "
            "over the data ranks"),
@@ -131,6 +135,7 @@ def translate(source: Mapping[str, Any]) -> Translation:
     parameters = _unwrap(dict(source), result)
     for name, value in parameters.items():
         _add(result, _known(name), value)
+    _settle_stages(result)
     _add_defaults(result, parameters)
     return result
 
@@ -201,6 +206,17 @@ def _add(result: Translation, option: Option, value: Any) -> None:
         if key in result.values and result.values[key] != converted:
             raise ConfigError(f"{WHERE}: {result.origins[key]} and {given} disagree about {key}; keep one")
         result.values[key], result.origins[key] = converted, given
+
+
+def _settle_stages(result: Translation) -> None:
+    """Drop, with a note, what SMP ignores: keys of stages where there is one, `default_partition` of automatic ones."""
+    unused = STAGES if result.values.get(PIPELINE, 1) == 1 else set()
+    reasons = dict.fromkeys(unused, "there is one pipeline stage")
+    if result.values.get("parallel.auto_partition", True):
+        reasons.setdefault("parallel.default_partition", "stages are cut automatically")
+    for key in sorted(reasons.keys() & result.values.keys()):
+        del result.values[key]
+        result.notes.append(f"{WHERE}: {result.origins.pop(key)} has no effect here: {reasons[key]}.")
 
 
 def _check_type(option: Option, value: Any) -> None:

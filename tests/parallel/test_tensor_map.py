@@ -99,7 +99,7 @@ def test_store_and_whole_are_inverse(world_pool: WorldPool, corpora: Path, ranks
 def test_ties_are_one_entry_under_every_name() -> None:
     model = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3), "c": nn.Linear(3, 2)})
     model["b"].weight = model["a"].weight
-    tensor_map = TensorMap.of(model, Layout({}))
+    tensor_map = TensorMap.of([model], Layout({}))
     assert [entry.name for entry in tensor_map] == ["a.weight", "a.bias", "b.bias", "c.weight", "c.bias"]
     assert tensor_map["b.weight"] is tensor_map["a.weight"] and tensor_map["a.weight"].aliases == ("b.weight",)
     with pytest.raises(KeyError):
@@ -108,7 +108,7 @@ def test_ties_are_one_entry_under_every_name() -> None:
 
 def test_local_shares_storage_with_the_parameter() -> None:
     model = nn.Linear(3, 3)
-    entry = TensorMap.of(model, Layout({}))["weight"]
+    entry = TensorMap.of([model], Layout({}))["weight"]
     entry.local.fill_(7.0)
     assert float(model.weight.detach().min()) == 7.0 and entry.local_gradient is None
     model(torch.ones(1, 3)).sum().backward()

@@ -142,12 +142,25 @@ TENSOR_CONFIGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+LAYERS = ("n_layer", "num_hidden_layers", "num_layers")
+
+
 def tensor_job(
-    directory: str | Path, family: str, *, tied: bool = True, dropout: float = 0.0, **sections: dict[str, Any]
+    directory: str | Path,
+    family: str,
+    *,
+    tied: bool = True,
+    dropout: float = 0.0,
+    layers: int | None = None,
+    **sections: dict[str, Any],
 ) -> Job:
-    """A tiny job of a model whose heads 2 or 4 tensor ranks can share; its MLP is 13 wide."""
+    """A tiny job of a model whose heads 2 or 4 tensor ranks can share; its MLP is 13 wide, and it has 2 blocks."""
     config = {"model_type": family, "vocab_size": VOCABULARY, "tie_word_embeddings": tied, **TENSOR_CONFIGS[family]}
     config |= dict.fromkeys(DROPOUT_FIELDS.get(family, ()), dropout)
+    if layers is not None:
+        config[next(key for key in LAYERS if key in config)] = layers
+        if family == "gpt_neo":
+            config["attention_types"] = [[["global", "local"], layers // 2], [["global"], layers % 2]]
     if family in ("bert", "roberta"):  # a masked model has the vocabulary of a tokenizer
         del config["vocab_size"]
         model = {"config": config, "attention": "eager", "task": "masked_lm"}

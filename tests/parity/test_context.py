@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardwise.config import Job
 from shardwise.data.batch import Batch
-from shardwise.parallel.context import active_positions
+from shardwise.kernels.dropout import DropoutScope, dropout_scope
 from shardwise.testing.world import WorldPool
 from shardwise.training.sample import generate
 from shardwise.training.setup import Run, set_up
@@ -73,11 +73,16 @@ CASES: list[tuple[str, int, str, int, dict[str, Any]]] = [  # family, ranks, met
     ("roberta", 2, "ring", 2, {"attention": "sdpa"}),
     ("gemma", 2, "all_gather", 2, {"config": GEMMA2, "attention": "eager", **UNEVEN, **FP32}),
 ]  # fmt: skip
+STAGES = {"pipeline_parallel_degree": 2}
+FOUR: dict[str, Any] = {"training": {"sequences_per_step": 8, "microbatch_size": 2}}
 TOGETHER: list[tuple[str, int, str, int, dict[str, Any]]] = [
     ("gpt2", 4, "ulysses", 2, {"parallel": {"tensor_parallel_degree": 2}, "dropout": 0.1, **UNEVEN}),
     ("gpt2", 4, "ring", 2, {"parallel": {"tensor_parallel_degree": 2}, "dropout": 0.1}),
     ("llama", 4, "all_gather", 2, {"parallel": {"tensor_parallel_degree": 2}, **UNEVEN}),
     ("bert", 4, "all_gather", 2, {"parallel": {"tensor_parallel_degree": 2}, "dropout": 0.1}),
+    ("gpt2", 4, "ring", 2, {"parallel": STAGES, "dropout": 0.1, **DOCUMENTS, **FOUR}),
+    ("llama", 4, "ulysses", 2, {"parallel": STAGES, "memory": {"activation_checkpointing": "full"}, **UNEVEN, **FOUR}),
+    ("bert", 4, "auto", 2, {"parallel": STAGES, "dropout": 0.1, **DOCUMENTS, **FOUR}),
     ("gpt2", 8, "ring", 2, {"parallel": {"tensor_parallel_degree": 2, "placement_strategy": "spread"}, "dropout": 0.1}),
 ]
 
@@ -108,7 +113,8 @@ def test_context_tensor_and_shard(world_pool: WorldPool, corpora: Path, family: 
 def outputs(run: Run, batch: Batch) -> Tensor:
     """[B, S/c, H] hidden states of this rank's rows."""
     assert run.model.context is not None
-    with torch.no_grad(), run.model.context.part(batch) as part:
+    part, here = run.model.context.part(batch)
+    with torch.no_grad(), dropout_scope(DropoutScope(0, 0, part.rows, sequences=here)):
         hidden: Tensor = run.model.module(**run.program.inputs(part)).logits
     return hidden
 
@@ -126,9 +132,7 @@ def perturbed(job: Job) -> tuple[bool, bool]:
     ids[row, place] = (ids[row, place] + 1) % VOCABULARY
     before, after = outputs(run, batch), outputs(run, replace(batch, inputs={**batch.inputs, "input_ids": ids}))
     assert run.model.context is not None
-    with run.model.context.part(batch):
-        positions = active_positions()
-    assert positions is not None
+    positions = run.model.context.part(batch)[1].positions
     real = positions < documents.shape[1]
     own = documents[:, positions.clamp(max=documents.shape[1] - 1)] == 1
     own &= torch.arange(len(ids)).unsqueeze(1) == row

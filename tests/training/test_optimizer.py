@@ -17,7 +17,7 @@ from shardwise.training.optimizer import ShardedOptimizer, learning_rate
 
 
 def made(model: nn.Module, **settings: Any) -> ShardedOptimizer:
-    return ShardedOptimizer(TensorMap.of(model, Layout({})), OptimizerSection(**settings))
+    return ShardedOptimizer(TensorMap.of([model], Layout({})), OptimizerSection(**settings))
 
 
 def model() -> nn.Module:

@@ -52,8 +52,8 @@ def export_hugging_face(model: ParallelModel, path: Path, tokenizer_directory: s
 
 
 def _gathered(model: ParallelModel) -> Iterator[tuple[str, Tensor]]:
-    for entry in model.tensor_map:
-        yield entry.name, entry.whole().cpu()
+    for name, whole in model.wholes():
+        yield name, whole.cpu()
     yield from persistent_buffers(model.module)  # from_pretrained and load_state_dict ask for them
 
 

@@ -145,7 +145,7 @@ def check_fits(model: ParallelModel, manifest: Manifest, data: Mapping[str, Any]
 
 
 def _misfits(model: ParallelModel, manifest: Manifest) -> Iterator[str]:
-    own = {f"model/{entry.name}": list(entry.shape) for entry in model.tensor_map if math.prod(entry.shape)}
+    own = {f"model/{name}": list(shape) for name, shape in model.facts.parameter_shapes.items() if math.prod(shape)}
     own |= {f"buffer/{name}": list(buffer.shape) for name, buffer in persistent_buffers(model.module)}
     stored = {name: t.shape for name, t in manifest.tensors.items() if name.startswith(("model/", "buffer/"))}
     for name in own.keys() | stored.keys():

@@ -157,7 +157,7 @@ class Checkpointer:
         """The manifest's maker, with everything that changes as training goes on read now."""
         plan, module = self.model.plan, self.model.module
         state = Scaler(scale=scaler.scale, good_steps=scaler.good_steps, hysteresis=scaler.hysteresis)
-        ties = {entry.name: list(entry.aliases) for entry in self.model.tensor_map if entry.aliases}
+        ties = {first: list(others) for first, *others in self.model.facts.ties}
         config: Any = module.config.to_dict() if self.model.facts.is_hugging_face else None  # type: ignore[operator, union-attr]
         generation: Any = getattr(module, "generation_config", None) if config is not None else None
 

@@ -20,6 +20,7 @@ from shardwise.config import Job
 from shardwise.families.attention import context_refusal
 from shardwise.families.facts import BlockFacts, ModelFacts
 from shardwise.families.probe import Probe, probe
+from shardwise.families.stage_cut import stage_facts
 from shardwise.families.tensor_plan import tensor_plan
 
 SIMILAR_NAMES = 0.5  # share of parameter names that the children of a list of blocks have in common
@@ -62,6 +63,7 @@ def discover(model: nn.Module, job: Job, example: Mapping[str, Tensor] | None = 
         has_functional_dropout=seen.has_functional_dropout,
         blocks_share_arguments=seen.blocks_share_arguments,
         buffers=tuple(name for name, _ in model.named_buffers()),
+        stages=stage_facts(model, lists, ties, seen.order, seen.blocks_are_chain),
         parameter_shapes=shapes,
         tensor_splits=splits,
         tensor_refusal=refusal,

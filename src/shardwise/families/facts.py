@@ -38,6 +38,36 @@ class TensorSplit:
 
 
 @dataclass(frozen=True)
+class StandIn:
+    """What takes a module's place on a stage that does not hold it: only the shape of its output counts.
+
+    `kind`: the `same` shape as the first argument; that shape with `width` `appended`, or with its last dim `replaced`.
+    """
+
+    kind: str
+    width: int = 0
+
+
+@dataclass(frozen=True)
+class StageFacts:
+    """How a model is cut into pipeline stages: between blocks, which are a chain.
+
+    Attributes:
+        before: modules outside of the blocks that run before them -> elements of their own parameters.
+        after: those that run after them, or never.
+        stand_ins: of the modules before.
+        outputs: 0 where a block returns its hidden states; n where they are the first of a tuple of n.
+        refusal: why the model cannot be cut, where it cannot.
+    """
+
+    before: dict[str, int] = field(default_factory=dict)
+    after: dict[str, int] = field(default_factory=dict)
+    stand_ins: dict[str, StandIn] = field(default_factory=dict)
+    outputs: int = 0
+    refusal: str = ""
+
+
+@dataclass(frozen=True)
 class ModelFacts:
     """Structure and sizes of one model.
 
@@ -68,6 +98,7 @@ class ModelFacts:
     tensor_refusal: str = ""  # why tensor parallelism cannot be had, where it cannot
     context_refusal: str = ""  # why sequences cannot be split over ranks, where they cannot
     attention_arguments: tuple[str, ...] = ()  # what attention is given beside tensors, scale and dropout
+    stages: StageFacts = field(default_factory=lambda: StageFacts(refusal="it was not looked at"))
     parameter_shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # in order; ties once, first name
     probe_failure: str = (
         ""  # why the forward could not be probed; head, dropout and arguments are then assumed the worst

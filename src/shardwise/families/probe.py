@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise._torch_compat import FakeTensorMode, tree_leaves
 from shardwise.families.attention import MIXERS, AttentionCalls
+from shardwise.families.stage_cut import OrderWatch
 
 ROWS = 2
 POSITIONS = 11  # a prime, so that a [.., S, S] tensor is one of attention probabilities and not a width by chance
@@ -58,6 +59,8 @@ class Probe:
     has_functional_dropout: bool = True
     has_attention_dropout: bool = True
     blocks_share_arguments: bool = False
+    order: OrderWatch | None = None  # what ran when
+    blocks_are_chain: bool = False  # each ran once, on the output of the one before
     block_calls: int = 0  # more than there are blocks where weights are shared across depth
     matrix_parameters: frozenset[str] = frozenset()
     attention: tuple[str, ...] = ()  # modules that called transformers' AttentionInterface, one for each call
@@ -109,6 +112,7 @@ class _Observation:
         self.head_name, self.head = _plain_head(model)
         self.functions = _FunctionWatch(positions)
         self.attention = AttentionCalls()
+        self.order = OrderWatch(model, [name for names in block_lists for name in names])
         for names, watches in zip(block_lists, self.blocks):
             for name, watch in zip(names, watches):
                 model.get_submodule(name).register_forward_pre_hook(watch.before, with_kwargs=True)
@@ -143,7 +147,9 @@ class _Observation:
             head_has_bias=is_last and self.head is not None and self.head.bias is not None,
             has_functional_dropout=seen.functional_dropout,
             has_attention_dropout=seen.attention_dropout,
-            blocks_share_arguments=all(_is_chain(watches) for watches in self.blocks),
+            blocks_share_arguments=all(_is_chain(w) and _share_arguments(w) for w in self.blocks),
+            order=self.order,
+            blocks_are_chain=all(_is_chain(watches) for watches in self.blocks),
             block_calls=sum(len(watch.calls) for watches in self.blocks for watch in watches),
             matrix_parameters=frozenset(seen.matrix_parameters),
             attention=tuple(names.get(id(module), "") for module in self.attention.modules),
@@ -217,15 +223,17 @@ class _BlockWatch:
 
 
 def _is_chain(watches: Sequence[_BlockWatch]) -> bool:
-    """Whether each block ran once, on the output of the one before it, with the first block's other arguments."""
+    """Whether each block ran once, on the output of the one before it as its first positional argument."""
     if any(len(watch.calls) != 1 or not watch.calls[0][0] for watch in watches):
         return False
-    first_args, first_kwargs = watches[0].calls[0]
-    for previous, watch in pairwise(watches):
-        args, kwargs = watch.calls[0]
-        if args[0] is not previous.output or not _same([args[1:], kwargs], [first_args[1:], first_kwargs]):
-            return False
-    return True
+    return all(watch.calls[0][0][0] is previous.output for previous, watch in pairwise(watches))
+
+
+def _share_arguments(watches: Sequence[_BlockWatch]) -> bool:
+    """Whether the blocks of a chain got the same arguments beyond the hidden states."""
+    (_, *first_args), first_kwargs = watches[0].calls[0]
+    others = ((args[1:], kwargs) for args, kwargs in (watch.calls[0] for watch in watches[1:]))
+    return all(_same([args, kwargs], [tuple(first_args), first_kwargs]) for args, kwargs in others)
 
 
 def _same(left: Any, right: Any) -> bool:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -47,12 +47,21 @@ def _flat(outer: Tensor, inner: Tensor, size: int) -> Tensor:
     return (outer.unsqueeze(1) * size + inner).flatten()
 
 
+class SplitSequences(Protocol):
+    """What dropout asks of a rank's part of the sequences."""
+
+    @property
+    def positions(self) -> Tensor:
+        """[S/c] of the rows that are here."""
+        ...
+
+
 @dataclass
 class DropoutScope:
     """What a microbatch's masks depend on. `calls` counts the uses of each name, `block` prefixes functional calls.
 
     `part` is this rank's number in its tensor group: of attention probabilities it holds that part of the heads.
-    `positions` are those of the rows [B, S/c, ...] of a split sequence, `square` the attention that runs now on one.
+    `sequences` says which rows [B, S/c, ...] of split sequences are here, `square` which attention runs on them now.
     """
 
     seed: int
@@ -62,7 +71,7 @@ class DropoutScope:
     block: str = ""
     functional: bool = False  # also lead torch.nn.functional.dropout here
     part: int = 0
-    positions: Tensor | None = None
+    sequences: SplitSequences | None = None
     square: Square | None = None
 
     def snapshot(self) -> DropoutScope:
@@ -162,10 +171,11 @@ def _elements(values: Tensor, rows: int, scope: DropoutScope) -> int | Tensor:
             return scope.square.index(values.shape[1])
         first = scope.part * elements
         return torch.arange(first, first + elements, device=values.device) if first else elements
-    if scope.positions is None or elements % len(scope.positions):
+    if scope.sequences is None or elements % len(scope.sequences.positions):
         return elements
-    width = elements // len(scope.positions)
-    return _flat(scope.positions, torch.arange(width, device=values.device), width)
+    positions = scope.sequences.positions
+    width = elements // len(positions)
+    return _flat(positions, torch.arange(width, device=values.device), width)
 
 
 class IndexedDropout(nn.Module):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from shardwise.draft import Draft, UnknownFacts
 from shardwise.errors import LegalityError
-from shardwise.legality import running, structure
+from shardwise.legality import pipeline, running, structure
 from shardwise.legality.rule import Rule
 
 RULES: tuple[Rule, ...] = (
@@ -23,6 +23,7 @@ RULES: tuple[Rule, ...] = (
     *running.PRECISION_RULES,
     *running.OPTIMIZER_RULES,
     *running.BATCH_RULES,
+    *pipeline.PIPELINE_RULES,
     *running.CHECKPOINT_RULES,
 )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import gcd
 
 from shardwise.draft import Draft, changed, divisors, group_size, one_of, placement_order
-from shardwise.legality.rule import Rule, idle, not_built
+from shardwise.legality.rule import Rule, idle
 
 SOURCES = ("model.path", "model.config", "model.factory")
 
@@ -134,7 +134,6 @@ PARALLEL_RULES = (
     Rule("tensor-compile", ("parallel.tensor_parallel_degree", "model.compile"),
          "compiled blocks hold no collectives", lambda d: d.parallel.tensor_parallel_degree > 1 and d.model.compile,
          fix="use model.compile false"),
-    not_built("pipeline"),
     Rule("context-model", (CONTEXT_DEGREE,),
          "every look at another position has to go through transformers' AttentionInterface",
          lambda d: d.parallel.context_parallel_degree > 1 and d.facts.context_refusal,

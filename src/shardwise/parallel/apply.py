@@ -5,7 +5,9 @@ Read this file and training/step.py and you have seen the whole of distributed t
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
+from itertools import zip_longest
 
 import torch
 from torch import nn
@@ -17,7 +19,8 @@ from shardwise.layout import Layout
 from shardwise.memory.activation_checkpointing import apply_activation_checkpointing, group_blocks
 from shardwise.memory.offload import ActivationOffload
 from shardwise.parallel.context import Context
-from shardwise.parallel.model import DeferredHead, ParallelModel
+from shardwise.parallel.model import DeferredHead, ParallelModel, Part
+from shardwise.parallel.pipeline import Passage, Pipeline, cut_stage, tied_across
 from shardwise.parallel.sharded import materialize, shard
 from shardwise.parallel.tensor import partial_parameters, split_tensors, split_vocabulary
 from shardwise.parallel.tensor_map import Cut, TensorMap
@@ -37,18 +40,49 @@ def parallelize(
         facts: the model's structure.
         device: where this rank computes; unset: the CPU or the current CUDA device.
     """
-    memory = plan.job.memory
     device = device or torch.device(plan.world.device_type)
-    blocks = [model.get_submodule(block.name) for block in facts.blocks]
-    groups = group_blocks(blocks, memory.checkpoint_strategy)
-
     model.to(torch_dtype(plan.dtypes.parameters))
     context = Context(model, plan, layout) if layout.size("context") > 1 else None
-    vocabulary, cuts = _split(model, plan, layout, facts) if layout.size("tensor") > 1 else (None, {})
+    stages = range(layout.index("pipeline"), len(plan.stages), layout.size("pipeline"))
+    models = [model, *(copy.deepcopy(model) for _ in stages[1:])]
+    splits = [_split(each, plan, layout, facts) if layout.size("tensor") > 1 else (None, {}) for each in models]
+    passages = [cut_stage(each, facts, plan, stage) for each, stage in zip(models, stages)]
+    vocabularies, (cuts, *_) = zip(*splits, strict=True)
+    parts = [
+        _part(each, plan, layout, facts, device, vocabulary, passage)
+        for each, vocabulary, passage in zip_longest(models, vocabularies, passages)
+    ]
+    tied = tied_across(facts) if passages else ()
+    if tied:
+        layout.ends_group()  # here, where every rank is, for a group is made by all
+    tensor_map = TensorMap.of(models, layout, cuts, tied)
+    partial = partial_parameters(facts.tensor_splits, tensor_map.names) if cuts else ()
+    pipeline = Pipeline(plan, layout, passages, facts.hidden_size, device) if passages else None
+    tied = tuple(name for name in tied if name in tensor_map.names)
+    return ParallelModel(parts, plan, layout, facts, tensor_map, device, partial, tied, pipeline, context)
+
+
+def _part(
+    model: nn.Module,
+    plan: Plan,
+    layout: Layout,
+    facts: ModelFacts,
+    device: torch.device,
+    vocabulary: Vocabulary | None,
+    passage: Passage | None,
+) -> Part:
+    """The order below tensors and stages."""
+    memory = plan.job.memory
+    names = [block.name for block in facts.blocks if passage is None or block.name not in passage.absent]
+    blocks = [model.get_submodule(name) for name in names]
+    groups = group_blocks(blocks, memory.checkpoint_strategy)
     replace_dropout(model)
     if facts.has_functional_dropout:
-        name_functional_dropout(blocks, [block.name for block in facts.blocks])
-    head = DeferredHead(model.get_submodule(facts.head), vocabulary) if plan.chunked_loss and facts.head else None
+        name_functional_dropout(blocks, names)
+    has_head = passage is None or passage.is_last
+    head = None
+    if plan.chunked_loss and facts.head and has_head:
+        head = DeferredHead(model.get_submodule(facts.head), vocabulary)
     if plan.job.model.compile:
         _compile(blocks)
     if memory.activation_checkpointing != "none":
@@ -57,9 +91,7 @@ def parallelize(
         apply_activation_checkpointing(groups, memory, offload)
     sharded = shard(model, groups, plan, layout) if plan.needs_fsdp else []
     materialize(model, device, torch.device("cpu") if memory.offload_parameters else device)
-    tensor_map = TensorMap.of(model, layout, cuts)
-    partial = partial_parameters(model, facts.tensor_splits) if cuts else ()
-    return ParallelModel(model, plan, layout, facts, tensor_map, device, head, sharded, partial, context)
+    return Part(model, head, sharded, passage)
 
 
 def _split(model: nn.Module, plan: Plan, layout: Layout, facts: ModelFacts) -> tuple[Vocabulary | None, dict[str, Cut]]:

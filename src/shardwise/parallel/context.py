@@ -2,8 +2,8 @@
 
 `Context.part` turns a whole microbatch into this rank's rows, in the zig-zag order of collectives/context.py, with
 positions and labels taken along; everything between token embedding and loss then works row by row. Only attention
-looks across: the model's calls through transformers' AttentionInterface and AttentionMaskInterface come here, and for
-as long as a part is active the exchange happens in one of three ways. Without one (generation) they pass through.
+looks across: the calls through transformers' AttentionInterface and AttentionMaskInterface come here, and while a split
+microbatch runs the exchange happens in one of three ways. Where sequences are whole (generation) they pass through.
 
 - all_gather: keys and values are gathered, the model's own attention runs on some rows (arXiv 2407.21783, 3.3.2);
 - ulysses: all-to-all, the model's own attention runs on whole sequences of some heads (arXiv 2309.14509);
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,7 @@ NAME = "shardwise_{}"  # of the attention registered in the place of transformer
 
 
 @dataclass(frozen=True)
-class Part:
+class Sequences:
     """This rank's rows of the sequences of one microbatch.
 
     Attributes:
@@ -73,13 +73,10 @@ class Part:
         return mask.masked_fill_(hidden, torch.finfo(context.dtype).min)
 
 
-# Process-wide like the dropout scope: autograd recomputes checkpoints on threads of its own.
-_active: Part | None = None
-
-
-def active_positions() -> Tensor | None:
-    """[S/c] positions of this rank's rows in the sequences that run now; None where they are whole."""
-    return None if _active is None else _active.positions
+def _running() -> Sequences | None:
+    """The split sequences of the microbatch that runs now, also in a recomputation; None where they are whole."""
+    scope = active_scope()
+    return None if scope is None else cast("Sequences | None", scope.sequences)
 
 
 class Context:
@@ -93,30 +90,24 @@ class Context:
         self.count_positions = _position_counter(model)
         _reroute(model)
 
-    @contextmanager
-    def part(self, microbatch: Any) -> Iterator[Any]:
-        """This rank's part of a whole microbatch, for forward and backward."""
-        global _active
+    def part(self, microbatch: Any) -> tuple[Any, Sequences]:
+        """This rank's part of a whole microbatch, and which part that is."""
         ids = microbatch.inputs["input_ids"]
         here = self._rows(ids.shape[1], ids.device, microbatch.document_ids)
         inputs = {"position_ids": self.count_positions(ids), **microbatch.inputs}
         inputs = {name: here.take(value) for name, value in inputs.items()}
         inputs["attention_mask"] = self._mask(here, inputs["input_ids"])
         labels = here.take(microbatch.labels).masked_fill(here.positions >= here.length, IGNORED)
-        _active = here
-        try:
-            yield replace(microbatch, inputs=inputs, labels=labels, document_ids=None)
-        finally:
-            _active = None
+        return replace(microbatch, inputs=inputs, labels=labels, document_ids=None), here
 
-    def _rows(self, length: int, device: torch.device, documents: Tensor | None) -> Part:
+    def _rows(self, length: int, device: torch.device, documents: Tensor | None) -> Sequences:
         padded = length + -length % (2 * self.degree)
         everything = torch.arange(padded, device=device)
         if documents is not None:
             documents = documents[:, everything.clamp(max=length - 1)]
-        return Part(self, length, padded, dealt(everything, 0, self.degree)[self.index], documents)
+        return Sequences(self, length, padded, dealt(everything, 0, self.degree)[self.index], documents)
 
-    def _mask(self, here: Part, ids: Tensor) -> Tensor:
+    def _mask(self, here: Sequences, ids: Tensor) -> Tensor:
         """Of isolated documents the mask itself, four-dimensional, which models take as it is; a ring makes its blocks.
 
         Otherwise ones: a model that is told that nothing is padding does not take the jumps of the positions for
@@ -162,15 +153,16 @@ def _attend(
 ) -> tuple[Tensor, Tensor | None]:
     """Attention as transformers calls it: [B, h, S/c, d] tensors -> ([B, S/c, h, d], weights or None)."""
     own = _own_attention(name, module)
-    if _active is None:
+    here = _running()
+    if here is None:
         return own(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
-    if _active.context.method == "ring":
-        return _ring(_active, module, query, key, value, attention_mask, **kwargs), None
+    if here.context.method == "ring":
+        return _ring(here, module, query, key, value, attention_mask, **kwargs), None
     run = partial(own, module, attention_mask=attention_mask, **kwargs)
-    return (_ulysses if _active.context.method == "ulysses" else _all_gather)(_active, run, query, key, value), None
+    return (_ulysses if here.context.method == "ulysses" else _all_gather)(here, run, query, key, value), None
 
 
-def _all_gather(here: Part, run: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def _all_gather(here: Sequences, run: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     group = here.context.group
     first = here.context.tensor_index * query.shape[1]
     with _square(first, here.positions, here.whole, here.length):
@@ -178,7 +170,7 @@ def _all_gather(here: Part, run: Callable[..., Any], query: Tensor, key: Tensor,
     return output
 
 
-def _ulysses(here: Part, run: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def _ulysses(here: Sequences, run: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     context = here.context
     query, key, value = (heads_for_rows(each, context.group) for each in (query, key, value))
     first = (context.tensor_index * context.degree + context.index) * query.shape[1]
@@ -188,7 +180,7 @@ def _ulysses(here: Part, run: Callable[..., Any], query: Tensor, key: Tensor, va
 
 
 def _ring(
-    here: Part, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    here: Sequences, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
     scaling: float | None = None, dropout: float = 0.0, is_causal: bool | None = None, **rest: Any,
 ) -> Tensor:  # fmt: skip
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -199,7 +191,7 @@ def _ring(
     return ring_attention(query, key, value, ring).transpose(1, 2)
 
 
-def _ring_mask(here: Part, mask: Tensor | None) -> OfBlock | None:
+def _ring_mask(here: Sequences, mask: Tensor | None) -> OfBlock | None:
     """Blocks of documents, or of the mask [1 or B, 1, S/c, S] that `_masked` made."""
     if here.documents is not None:
         return lambda rank, rows, columns: here.document_mask(here.positions[rows], here.positions_of(rank)[columns])
@@ -208,7 +200,7 @@ def _ring_mask(here: Part, mask: Tensor | None) -> OfBlock | None:
     return lambda rank, rows, columns: mask[:, :, rows, here.positions_of(rank)[columns]]
 
 
-def _ring_dropout(here: Part, query: Tensor, probability: float) -> OfBlock:
+def _ring_dropout(here: Sequences, query: Tensor, probability: float) -> OfBlock:
     """The factors that `nn.functional.dropout` of a whole eager attention would multiply each block by."""
     scope = active_scope()
     assert scope is not None
@@ -228,9 +220,7 @@ def _ring_dropout(here: Part, query: Tensor, probability: float) -> OfBlock:
 def _square(first: int, queries: Tensor, keys: Tensor, length: int) -> Iterator[None]:
     """Tell dropout which attention probabilities run."""
     scope = active_scope()
-    if scope is None:
-        yield
-        return
+    assert scope is not None
     scope.square = Square(first, queries, keys, length)
     try:
         yield
@@ -252,7 +242,7 @@ def _masked(
         AttentionMaskInterface()[name],
         batch_size=batch_size, local_size=local_size, allow_is_causal_skip=allow_is_causal_skip, **rest,
     )  # fmt: skip
-    here = _active
+    here = _running()
     if here is None:
         return own(  # type: ignore[no-any-return]
             q_length=q_length, kv_length=kv_length, mask_function=mask_function, attention_mask=attention_mask,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -16,7 +16,8 @@ from shardwise.families.facts import ModelFacts
 from shardwise.kernels.dropout import DropoutScope, dropout_scope
 from shardwise.kernels.loss import Vocabulary
 from shardwise.layout import Layout
-from shardwise.parallel.context import Context, active_positions
+from shardwise.parallel.context import Context, Sequences
+from shardwise.parallel.pipeline import Passage, Pipeline, stage_of
 from shardwise.parallel.sharded import begin_microbatch
 from shardwise.parallel.tensor_map import TensorMap
 from shardwise.plan import Plan
@@ -74,29 +75,77 @@ class DeferredHead:
 
 
 @dataclass
+class Part:
+    """One stage of a model on this rank; the whole model where there is no pipeline.
+
+    Attributes:
+        module: the user's model, sharded in place, less what belongs to other stages.
+        head: set when logits are never whole and the head is here.
+        sharded: FSDP2's modules, empty when nothing is sharded.
+        passage: where hidden states enter and leave; None without a pipeline.
+    """
+
+    module: nn.Module
+    head: DeferredHead | None = None
+    sharded: list[FSDPModule] = field(default_factory=list)
+    passage: Passage | None = None
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the model's output is made here."""
+        return self.passage is None or self.passage.is_last
+
+    def forward(self, inputs: dict[str, Any], arrived: Tensor | None) -> Any:
+        """The model's forward, with the hidden states [B, S, H] that `arrived` from the stage before."""
+        if self.passage is not None:
+            self.passage.arrived = arrived
+        return self.module(**inputs)
+
+    def leave(self) -> Tensor:
+        """The hidden states [B, S, H] for the next stage."""
+        assert self.passage is not None
+        return self.passage.take()
+
+
+@dataclass
 class ParallelModel:
     """One rank's part of a model.
 
     Attributes:
-        module: the user's model, sharded in place.
-        head: set when logits are never whole.
+        parts: one a pipeline stage on this rank.
         tensor_map: what lives here.
-        sharded: FSDP2's modules, empty when nothing is sharded.
-        partial: names of parameters whose gradients are summed over the tensor group.
         device: where forward and backward run.
-        context: set when ranks split sequences.
+        partial: names of parameters whose gradients are summed over the tensor group.
+        tied: names of parameters whose gradients are summed over the first and the last stage.
+        pipeline: what drives the parts, if they are stages.
+        context: what splits sequences, if ranks share them.
     """
 
-    module: nn.Module
+    parts: list[Part]
     plan: Plan
     layout: Layout
     facts: ModelFacts
     tensor_map: TensorMap
     device: torch.device
-    head: DeferredHead | None = None
-    sharded: list[FSDPModule] = field(default_factory=list)
     partial: tuple[str, ...] = ()
+    tied: tuple[str, ...] = ()
+    pipeline: Pipeline | None = None
     context: Context | None = None
+
+    @property
+    def module(self) -> nn.Module:
+        """The user's model as far as the first part has it: its config, its class, its buffers outside of blocks."""
+        return self.parts[0].module
+
+    @property
+    def head(self) -> DeferredHead | None:
+        """The deferred head, where this rank has it."""
+        return self.parts[-1].head
+
+    @property
+    def sharded(self) -> list[FSDPModule]:
+        """FSDP2's modules of all parts."""
+        return [module for part in self.parts for module in part.sharded]
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -111,7 +160,8 @@ class ParallelModel:
     @property
     def contributes(self) -> bool:
         """Whether the loss that this rank computed is part of the sum: of equal ones, one alone is."""
-        return self.layout.index("tensor") == 0
+        is_last = self.pipeline is None or self.pipeline.passages[-1].is_last
+        return is_last and self.layout.index("tensor") == 0
 
     @property
     def accumulation_dtype(self) -> torch.dtype:
@@ -126,39 +176,97 @@ class ParallelModel:
             step: number of the step; dropout depends on it.
             seed: 0-dim gradient of each microbatch's summed loss; None for evaluation.
         """
-        totals = []
-        for index, microbatch in enumerate(microbatches):
-            begin_microbatch(self.sharded, self.plan, last=index == len(microbatches) - 1)
-            with self.context.part(microbatch) if self.context else nullcontext(microbatch) as part:
-                with self._scope(part, step), torch.set_grad_enabled(seed is not None):
-                    output = self.module(**program.inputs(part))
-                    loss, count = program.loss(part, output, seed)
-                del output
+        totals = [torch.zeros(2, dtype=self.accumulation_dtype, device=self.device)]
+
+        def work(number: int, index: int, arrived: Tensor | None) -> Tensor:
+            """Forward of one microbatch through one part: what leaves it, or the loss times `seed`."""
+            part, microbatch, sequences = self.parts[number], microbatches[index], None
+            if self.context:
+                microbatch, sequences = self.context.part(microbatch)
+            with self._scope(microbatch, step, sequences), torch.set_grad_enabled(seed is not None):
+                output = part.forward(program.inputs(microbatch), arrived)
+                if not part.is_last:
+                    return part.leave()
+                loss, count = program.loss(microbatch, output, seed)
+            totals.append(torch.stack([loss.detach(), count.to(loss.dtype)]).to(self.accumulation_dtype))
+            return loss if seed is None else loss * seed.to(loss.dtype)
+
+        def begin(number: int, last: bool) -> None:
+            begin_microbatch(self.parts[number].sharded, self.plan, last)
+
+        count = len(microbatches)
+        if self.pipeline is None:
+            for index in range(count):
+                begin(0, last=index == count - 1)
+                loss = work(0, index, None)
                 if seed is not None:
-                    loss.backward(seed.to(loss.dtype))
-            totals.append(torch.stack([loss.detach(), count.to(loss.dtype)]))
+                    loss.backward()
+        elif seed is None:
+            self.pipeline.evaluate(work, count)
+        else:
+            self.pipeline.train(work, begin, count)
         if seed is not None:
-            self._sum_partial_gradients()
+            self._sum_shared_gradients()
         return torch.stack(totals).sum(0)
 
-    def _sum_partial_gradients(self) -> None:
-        """Whole parameters that see only this rank's part of the activations, such as norms of single heads."""
+    def _sum_shared_gradients(self) -> None:
+        """Of whole parameters that see only this rank's part of the activations, such as norms of single heads, and of
+        embeddings that are tied across the ends of the pipeline."""
         for name in self.partial:
             gradient = self.tensor_map[name].local_gradient
             if gradient is not None:
                 dist.all_reduce(gradient, group=self.layout.group("tensor"))
+        for name in self.tied:
+            gradient = self.tensor_map[name].local_gradient
+            if gradient is not None:
+                dist.all_reduce(gradient, group=self.layout.ends_group())
+
+    def wholes(self, gradients: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """(logical name, whole tensor or gradient) of every parameter of the model, on every rank. Collective."""
+        dtype = torch_dtype(self.plan.dtypes.parameters)
+        for name, shape in self.facts.parameter_shapes.items():
+            whole = self.tensor_map[name].whole(gradients) if name in self.tensor_map.names else None
+            if self.pipeline is not None:
+                stage = stage_of(name, self.facts, self.plan)
+                owner = self.layout.rank_at(pipeline=stage % self.layout.size("pipeline"))
+                mine = whole if whole is not None else torch.empty(shape, dtype=dtype, device=self.device)
+                whole = mine.to(self.device).contiguous()
+                dist.broadcast(whole, owner, group=self.layout.group("pipeline"))
+            assert whole is not None
+            yield name, whole
+
+    def last_logits(self, ids: Tensor) -> Tensor:
+        """[B, V] fp32 logits of the last of [B, S] token ids, on every rank. Collective; under `whole_logits`."""
+
+        def work(number: int, index: int, arrived: Tensor | None) -> Tensor:
+            part = self.parts[number]
+            output = part.forward({"input_ids": ids, "use_cache": False}, arrived)
+            last: Tensor = output.logits[:, -1].float() if part.is_last else part.leave()
+            return last
+
+        if self.pipeline is None:
+            return work(0, 0, None)
+        found = self.pipeline.evaluate(work, 1, (*ids.shape, self.facts.hidden_size))
+        logits = found[0] if found else torch.empty(len(ids), self.facts.vocabulary_size, device=self.device)
+        dist.broadcast(logits, self.pipeline.last_rank, group=self.layout.group("pipeline"))
+        return logits
+
+    def train(self, mode: bool = True) -> None:
+        """Training or evaluation mode of all parts."""
+        for part in self.parts:
+            part.module.train(mode)
 
     @contextmanager
-    def whole_logits(self) -> Iterator[nn.Module]:
-        """The module in evaluation mode with its own head, for generation."""
+    def whole_logits(self) -> Iterator[None]:
+        """Evaluation mode with the model's own head, for generation."""
         training = self.module.training
-        self.module.eval()
+        self.train(False)
         if self.head:
             self.head.deferred = False
         try:
-            yield self.module
+            yield
         finally:
-            self.module.train(training)
+            self.train(training)
             if self.head:
                 self.head.deferred = True
 
@@ -167,10 +275,9 @@ class ParallelModel:
         for module in self.sharded:
             module.reshard()
 
-    def _scope(self, microbatch: Microbatch, step: int) -> Any:
+    def _scope(self, microbatch: Microbatch, step: int, sequences: Sequences | None) -> Any:
         seed = self.plan.job.training.seed
         functional = self.facts.has_functional_dropout
         part = self.layout.index("tensor")
-        scope = DropoutScope(seed, step, microbatch.rows, functional=functional, part=part)
-        scope.positions = active_positions()
+        scope = DropoutScope(seed, step, microbatch.rows, functional=functional, part=part, sequences=sequences)
         return dropout_scope(scope)

@@ -9,7 +9,7 @@ inside the loss, which then never gathers logits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -54,14 +54,10 @@ def split_tensors(model: nn.Module, splits: Mapping[str, TensorSplit], layout: L
     return cuts
 
 
-def partial_parameters(model: nn.Module, splits: Mapping[str, TensorSplit]) -> tuple[str, ...]:
-    """Names of the whole parameters that see a part of the activations."""
-    return tuple(
-        f"{name}.{leaf}"
-        for name, split in splits.items()
-        if split.kind == "partial"
-        for leaf, _ in model.get_submodule(name).named_parameters()
-    )
+def partial_parameters(splits: Mapping[str, TensorSplit], names: Iterable[str]) -> tuple[str, ...]:
+    """Of the parameters `names` the whole ones that see a part of the activations."""
+    partial = {name for name, split in splits.items() if split.kind == "partial"}
+    return tuple(name for name in names if name.rpartition(".")[0] in partial)
 
 
 def _cut_parameters(module: nn.Module, split: TensorSplit) -> dict[str, int]:

@@ -6,7 +6,7 @@ norm, memory figures and verify read placements here and nowhere else.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -150,19 +150,29 @@ class TensorMap:
         return self.entries[self.names[name]]
 
     @classmethod
-    def of(cls, model: nn.Module, layout: Coordinates, cuts: Mapping[str, Cut] | None = None) -> TensorMap:
-        """Read the map off a model whose parameters are plain or sharded by FSDP2 on dim 0.
+    def of(
+        cls,
+        parts: Sequence[nn.Module],
+        layout: Coordinates,
+        cuts: Mapping[str, Cut] | None = None,
+        tied: Collection[str] = (),
+    ) -> TensorMap:
+        """Read the map off this rank's parts of a model, whose parameters are plain or sharded by FSDP2 on dim 0.
 
         Args:
             cuts: parameters that tensor parallelism has cut before, by name.
+            tied: names of the parameters that the first and the last pipeline stage both hold.
         """
         names: dict[int, list[str]] = {}
         parameters: dict[int, nn.Parameter] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            names.setdefault(id(parameter), []).append(name)
-            parameters[id(parameter)] = parameter
+        for part in parts:
+            for name, parameter in part.named_parameters(remove_duplicate=False):
+                names.setdefault(id(parameter), []).append(name)
+                parameters[id(parameter)] = parameter
         cuts = cuts or {}
-        return cls([_entry(own, parameters[key], layout, cuts.get(own[0])) for key, own in names.items()])
+        return cls(
+            [_entry(own, parameters[key], layout, cuts.get(own[0]), own[0] in tied) for key, own in names.items()]
+        )
 
 
 def chunk(size: int, degree: int, index: int) -> slice:
@@ -171,7 +181,7 @@ def chunk(size: int, degree: int, index: int) -> slice:
     return slice(min(index * most, size), min((index + 1) * most, size))
 
 
-def _entry(names: list[str], parameter: nn.Parameter, layout: Coordinates, cut: Cut | None) -> Entry:
+def _entry(names: list[str], parameter: nn.Parameter, layout: Coordinates, cut: Cut | None, tied: bool) -> Entry:
     shape = tuple(parameter.shape)
     rows = slice(0, shape[0]) if shape else None
     copies: tuple[str, ...] = ("replica", "shard", "context")
@@ -179,6 +189,9 @@ def _entry(names: list[str], parameter: nn.Parameter, layout: Coordinates, cut: 
         rows = chunk(shape[0], layout.size("shard", "context"), layout.index("shard", "context"))
         copies = ("replica",)
         assert parameter.placements[-1] == Shard(0)
+    if cut is None:
+        copies = (*copies, "tensor")
+    ends, end = (2, int(layout.index("pipeline") > 0)) if tied else (1, 0)
     everything = tuple(_everything(shape))
     regions = (Region(everything, everything),) if cut is None else cut.regions()
     name, *aliases = names
@@ -188,8 +201,8 @@ def _entry(names: list[str], parameter: nn.Parameter, layout: Coordinates, cut: 
         shape if cut is None else cut.shape,
         parameter,
         regions if rows is None else tuple(_within(region, rows) for region in regions),
-        layout.size(*copies) if cut else layout.size(*copies, "tensor"),
-        layout.index(*copies) if cut else layout.index(*copies, "tensor"),
+        layout.size(*copies) * ends,
+        layout.index(*copies) * ends + end,
         cut,
         layout.group("tensor") if cut else None,
     )

@@ -124,10 +124,7 @@ class _Step:
         self.keeps_gathered = plan.zero1 or not plan.job.parallel.reshard_after_forward
         self.on_cuda = plan.world.device_type == "cuda"
         self.context = plan.degrees["context"]
-        self.positions = plan.sequence_length  # of a sequence here; split, it is padded to two chunks a rank
-        if self.context > 1:
-            self.positions = 2 * math.ceil(plan.sequence_length / (2 * self.context))
-        self.tokens = plan.microbatch * self.positions
+        self.tokens = plan.microbatch * plan.positions
         self.row = self.tokens * facts.hidden_size * self.compute  # one hidden state
 
     # --- sizes
@@ -232,7 +229,7 @@ class _Step:
         if self.plan.context_method != "all_gather":
             return 0.0
         others = 2 * key_value_width(self.facts) * self.tokens * (self.context - 1)
-        return (others + self.positions * self.positions * self.context) * self.compute
+        return (others + self.plan.positions**2 * self.context) * self.compute
 
     def checkpointed(self, index: int) -> bool:
         return self.job.memory.activation_checkpointing != "none" and index % self.job.memory.checkpoint_every == 0

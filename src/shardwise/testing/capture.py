@@ -73,11 +73,9 @@ def _scale_can_shrink(run: Run) -> bool:
 def gather(run: Run, gradients: bool = False, divisor: float = 1.0) -> dict[str, Tensor]:
     """Whole parameters or gradients by logical name, on the CPU of rank 0; empty elsewhere. Collective."""
     kept = {}
-    for entry in run.model.tensor_map:
-        whole = entry.whole(gradient=gradients)
+    for name, whole in run.model.wholes(gradients):
         if dist.get_rank() == 0:
-            kept[entry.name] = whole.detach().to("cpu", copy=True).div_(divisor)
-        del whole
+            kept[name] = whole.detach().to("cpu", copy=True).div_(divisor)
     return kept
 
 
@@ -108,13 +106,13 @@ def _gradients_seen(run: Run) -> Iterator[dict[str, Tensor]]:
 
 def _spread(run: Run) -> dict[str, float]:
     """How far the replicas of each tensor are apart, relative to its largest element; the worst of all shards."""
-    entries = list(run.model.tensor_map)
     if run.layout.size("replica") == 1:
         return {}
-    group = run.layout.group("replica")
-    apart = torch.tensor([_apart(entry, group) for entry in entries], dtype=torch.float64, device=run.model.device)
+    group, names = run.layout.group("replica"), list(run.facts.parameter_shapes)
+    mine = {entry.name: _apart(entry, group) for entry in run.model.tensor_map}
+    apart = torch.tensor([mine.get(name, 0.0) for name in names], dtype=torch.float64, device=run.model.device)
     dist.all_reduce(apart, dist.ReduceOp.MAX)
-    return {entry.name: float(value) for entry, value in zip(entries, apart.tolist(), strict=True)}
+    return dict(zip(names, apart.tolist(), strict=True))
 
 
 def _apart(entry: Entry, group: dist.ProcessGroup) -> float:

@@ -19,7 +19,7 @@ from shardwise.checkpoint.reading import HuggingFaceWeights
 from shardwise.checkpoint.state import persistent_buffers
 from shardwise.errors import ModelError
 from shardwise.families.facts import ModelFacts
-from shardwise.parallel.model import ParallelModel
+from shardwise.parallel.model import ParallelModel, Part
 from shardwise.parallel.tensor_map import Entry
 
 _BUFFERS_ONLY = "buffers"
@@ -32,8 +32,9 @@ def initialize(model: ParallelModel, seed: int) -> None:
         ModelError: a parameter has no initializer, or the directory's weights do not fit the model.
     """
     with torch.no_grad():
-        for unit in _units(model):
-            _draw(model, unit, seed)
+        for part in model.parts:
+            for unit in _units(part, model.facts):
+                _draw(model, part.module, unit, seed)
         path = model.plan.job.model.path
         if path is not None:
             read_hugging_face(model, path)
@@ -69,20 +70,23 @@ def read_hugging_face(model: ParallelModel, path: str) -> None:
             buffer.copy_(weights.read(names[name]))
 
 
-def _units(model: ParallelModel) -> Iterator[tuple[str, bool]]:
+def _units(part: Part, facts: ModelFacts) -> Iterator[tuple[str, bool]]:
     """(qualified name, whole subtree?) of what is initialized together: blocks whole, other modules by themselves."""
-    blocks = {block.name for block in model.facts.blocks}
+    blocks = {block.name for block in facts.blocks}
     inside = tuple(f"{name}." for name in blocks)
-    for name, _ in model.module.named_modules():
+    absent = part.passage.absent if part.passage is not None else ()
+    for name, _ in part.module.named_modules():
+        if name in absent:
+            continue
         if name in blocks:
             yield name, True
         elif not name.startswith(inside) or not inside:
             yield name, False
 
 
-def _draw(model: ParallelModel, unit: tuple[str, bool], seed: int) -> None:
+def _draw(model: ParallelModel, root: nn.Module, unit: tuple[str, bool], seed: int) -> None:
     name, subtree = unit
-    module = model.module.get_submodule(name)
+    module = root.get_submodule(name)
     owners = list(module.named_modules(prefix=name)) if subtree else [(name, module)]
     owned = {
         f"{owner}.{leaf}".lstrip("."): (part, leaf)
@@ -94,7 +98,7 @@ def _draw(model: ParallelModel, unit: tuple[str, bool], seed: int) -> None:
         unset = {key: whole for key, whole in wholes.items() if not whole.is_meta}
         for owner, part in reversed(owners):  # children first: a parent's initializer overrides theirs
             with _seeded(seed, owner, model.device):
-                _run_initializer(model.module, part, owner)
+                _run_initializer(root, part, owner)
         for key, whole in unset.items():
             if torch.isnan(whole).any():
                 raise ModelError(

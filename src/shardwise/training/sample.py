@@ -19,9 +19,9 @@ def generate(model: ParallelModel, prompt: list[int], tokens: int, seed: int) ->
     ids = torch.tensor([prompt], dtype=torch.int64, device=model.device)
     limit = model.facts.max_positions or len(prompt) + tokens
     generator = torch.Generator(model.device).manual_seed(seed)
-    with torch.no_grad(), model.whole_logits() as module:
+    with torch.no_grad(), model.whole_logits():
         for _ in range(tokens):
-            logits = module(input_ids=ids[:, -limit:], use_cache=False).logits[:, -1].float()
+            logits = model.last_logits(ids[:, -limit:])
             drawn = torch.multinomial((logits / TEMPERATURE).softmax(-1), 1, generator=generator)
             dist.broadcast(drawn, src=0)  # ranks could round differently; one of them decides
             ids = torch.cat([ids, drawn], dim=1)

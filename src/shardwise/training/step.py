@@ -96,7 +96,7 @@ def train_step(
 
 def evaluate(model: ParallelModel, program: Program, batches: Sequence[Sequence[Batch]]) -> float:
     """Mean loss (nats a label) over global batches, each given as this rank's microbatches."""
-    model.module.eval()
+    model.train(False)
     totals = torch.zeros(2, dtype=model.accumulation_dtype, device=model.device)
     for microbatches in batches:
         on_device = [batch.to(model.device) for batch in microbatches]
@@ -104,7 +104,7 @@ def evaluate(model: ParallelModel, program: Program, batches: Sequence[Sequence[
     model.release_gathered()
     totals *= model.contributes
     dist.all_reduce(totals)
-    model.module.train()
+    model.train()
     return float(totals[0] / totals[1].clamp(min=1))
 
 

@@ -1,0 +1,94 @@
+"""Rows about pipeline stages: whether the model can be cut, where it is cut, and what the schedule needs."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from shardwise.draft import Draft
+from shardwise.errors import nearest
+from shardwise.legality.rule import Rule, idle
+
+DEGREE, VIRTUAL = "parallel.pipeline_parallel_degree", "parallel.virtual_pipeline_degree"
+MAP, DEFAULT, AUTO = "parallel.partition", "parallel.default_partition", "parallel.auto_partition"
+COUNT = "training.gradient_accumulation"
+
+
+def _one_stage(d: Draft) -> bool:
+    return d.parallel.pipeline_parallel_degree == 1
+
+
+def _unknown(d: Draft) -> list[str]:
+    names = {block.name for block in d.facts.blocks}
+    return [name for name in d.parallel.partition if name not in names]
+
+
+def _unplaced(d: Draft) -> list[str]:
+    return [block.name for block, stage in zip(d.facts.blocks, d.partition) if not 0 <= stage < d.stages]
+
+
+def _too_few(d: Draft) -> bool:
+    piped = not _one_stage(d) and d.parallel.pipeline == "interleaved"
+    return piped and d.accumulation.value < d.parallel.pipeline_parallel_degree
+
+
+def _rounds(d: Draft) -> int:
+    """Turns in which a schedule of virtual stages takes the microbatches."""
+    return max(1, d.accumulation.value // d.parallel.pipeline_parallel_degree)
+
+
+# fmt: off
+PIPELINE_RULES = (
+    *(idle(f"{key.rpartition('.')[2].replace('_', '-')}-without-stages", key, "there is one pipeline stage", _one_stage)
+      for key in ("parallel.pipeline", VIRTUAL, "parallel.active_microbatches", AUTO, "parallel.memory_weight", DEFAULT,
+                  MAP)),
+    Rule("pipeline-model", (DEGREE,), "the model has to be a chain of blocks",
+         lambda d: not _one_stage(d) and (d.facts.stages.refusal or not d.facts.is_hugging_face),
+         fix="use 1",
+         because=lambda d: d.facts.stages.refusal if d.facts.is_hugging_face else "a module of model.factory is not "
+         "cut into stages"),
+    Rule("pipeline-blocks", (DEGREE, VIRTUAL), "every stage has a block",
+         lambda d: not _one_stage(d) and d.stages > len(d.facts.blocks),
+         fix="use fewer stages",
+         because=lambda d: f"{d.stages} stages, and the model has {len(d.facts.blocks)} blocks",
+         use=lambda d: f"use a product of at most {len(d.facts.blocks)}"),
+    Rule("virtual-simple", ("parallel.pipeline", VIRTUAL), "only the interleaved schedule takes turns",
+         lambda d: d.parallel.pipeline == "simple" and d.parallel.virtual_pipeline_degree > 1,
+         fix="use pipeline interleaved, or virtual_pipeline_degree 1"),
+    Rule("pipeline-microbatches", (DEGREE, COUNT), "interleaved stages need a microbatch for every rank",
+         _too_few,
+         fix="use as many microbatches as pipeline ranks or more, or pipeline simple",
+         because=lambda d: f"a step has {d.accumulation.value} microbatches on each rank, fewer than pipeline ranks",
+         use=lambda d: f"use at least {d.parallel.pipeline_parallel_degree} (and training.sequences_per_step to hold "
+         "them), or parallel.pipeline simple"),
+    Rule("virtual-microbatches", (VIRTUAL, COUNT), "virtual stages take the microbatches in equal turns",
+         lambda d: d.parallel.virtual_pipeline_degree > 1 and d.accumulation.value % _rounds(d),
+         fix="use a multiple of parallel.pipeline_parallel_degree",
+         because=lambda d: f"{d.accumulation.value} microbatches do not divide into {_rounds(d)} turns",
+         use=lambda d: f"use a multiple of {d.parallel.pipeline_parallel_degree}"),
+    Rule("active-microbatches", ("parallel.active_microbatches", "parallel.pipeline"),
+         "the schedule has to be able to keep within it",
+         lambda d: not _one_stage(d) and (d.parallel.active_microbatches or d.in_flight) < d.in_flight,
+         fix="use a larger number, or pipeline interleaved",
+         because=lambda d: f"the schedule keeps {d.in_flight} forwards in flight",
+         use=lambda d: f"use at least {d.in_flight}"),
+    Rule("partition-auto", (AUTO, MAP, DEFAULT), "stages are cut automatically or as given",
+         lambda d: d.parallel.auto_partition and (d.parallel.partition or d.parallel.default_partition is not None),
+         fix="use auto_partition false, or leave partition and default_partition out"),
+    idle("memory-weight-given-stages", "parallel.memory_weight", "stages are cut as given",
+         lambda d: not d.parallel.auto_partition),
+    Rule("partition-names", (MAP,), "its keys are names of blocks", _unknown,
+         fix="use names of blocks",
+         because=lambda d: f"the model has no block {_unknown(d)[0]!r}",
+         use=lambda d: f"use names such as {d.facts.blocks[0].name if d.facts.blocks else ''!r}."
+         + nearest(_unknown(d)[0], [block.name for block in d.facts.blocks])),
+    Rule("partition-stages", (AUTO, MAP, DEFAULT), "every block is on one of the stages",
+         lambda d: not _one_stage(d) and _unplaced(d),
+         fix="give every block a stage, or a default_partition",
+         because=lambda d: f"{_unplaced(d)[0]} is on none of the stages 0 to {d.stages - 1}"),
+    Rule("partition-order", (AUTO, MAP, DEFAULT), "stages follow each other as the blocks do, and none is empty",
+         lambda d: not _one_stage(d) and (any(later < earlier for earlier, later in pairwise(d.partition))
+                                          or len(set(d.partition)) < d.stages),
+         fix="use a map whose stages never decrease and that leaves none out",
+         because=lambda d: f"the blocks are on the stages {d.partition}"),
+)
+# fmt: on

@@ -1,0 +1,278 @@
+"""Pipeline parallelism: a stage cut from the unmodified model, and the schedule that drives this rank's stages.
+
+The model's own forward runs on every stage, on the whole microbatch's ids, so masks, positions and rotary tables are
+the model's own. Blocks of other stages are passages: the ones before hand in the hidden states that arrived, the ones
+after keep what leaves. Embeddings and head stand on the first and the last stage; elsewhere stand-ins give tensors of
+the right shape, which nobody reads. Only hidden states [B, S, H] and their gradients travel.
+
+Schedules are torch's: fill-drain (GPipe, arXiv 1811.06965), 1F1B and its interleaved form (arXiv 2104.04473, sections
+2.2.1 and 2.2.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+
+from shardwise.errors import ModelError, ShardwiseError
+from shardwise.families.facts import ModelFacts, StandIn
+from shardwise.layout import Layout
+from shardwise.plan import Plan
+from shardwise.precision import torch_dtype
+
+# Runs one microbatch of one part: (part, microbatch, arrived hidden states) -> what leaves, or the seeded loss.
+Work = Callable[[int, int, Tensor | None], Tensor]
+
+
+@dataclass
+class Passage:
+    """Where hidden states enter and leave one stage; blocks of other stages lead here.
+
+    Attributes:
+        stage: number of the stage, of `stages`.
+        absent: modules of which the stage holds nothing.
+        arrived: [B, S, H] from the stage before, for the forward that runs now.
+        leaving: [B, S, H] for the stage behind.
+    """
+
+    stage: int
+    stages: int
+    absent: frozenset[str] = frozenset()
+    arrived: Tensor | None = None
+    leaving: Tensor | None = None
+
+    @property
+    def is_first(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage == self.stages - 1
+
+    def take(self) -> Tensor:
+        """What leaves; it is given out once."""
+        leaving, self.arrived, self.leaving = self.leaving, None, None
+        assert leaving is not None
+        return leaving.contiguous()
+
+
+def cut_stage(model: nn.Module, facts: ModelFacts, plan: Plan, stage: int) -> Passage:
+    """Leave of `model` (on the meta device) what belongs to `stage`.
+
+    A parameter that is tied across the ends stays under all its names on both.
+    """
+    passage = Passage(stage, len(plan.stages))
+    own = plan.stages[stage]
+    names = [block.name for block in facts.blocks]
+    before, after = names[: names.index(own[0])], names[names.index(own[-1]) + 1 :]
+    for name in (*before, *after):
+        _empty(model.get_submodule(name), _passing(passage, name in before, facts.stages.outputs))
+
+    elsewhere: list[tuple[str, Callable[..., Tensor]]] = []
+    if not passage.is_first:
+        dtype = torch_dtype(plan.dtypes.compute)
+        elsewhere += [(name, _standing_in(facts.stages.stand_ins[name], dtype)) for name in facts.stages.before]
+    if not passage.is_last:
+        elsewhere += [(name, _identity) for name in facts.stages.after]
+    foreign = {name for name, _ in elsewhere}
+    here = [name for name in (*own, *facts.stages.before, *facts.stages.after) if name not in foreign]
+    kept = {id(parameter) for name in here for parameter in model.get_submodule(name).parameters(recurse=name in own)}
+    absent = {*before, *after}
+    for name, forward in elsewhere:
+        if not _leave_out(model.get_submodule(name), forward, kept):
+            absent.add(name)
+    passage.absent = frozenset(absent)
+    return passage
+
+
+def _empty(block: Any, forward: Callable[..., Any]) -> None:
+    """A block keeps its attributes, which the model's loop may read, and nothing that takes memory."""
+    for held in (block._modules, block._parameters, block._buffers):
+        held.clear()
+    block.forward = forward
+
+
+def _leave_out(module: Any, forward: Callable[..., Tensor], kept: set[int]) -> bool:
+    """Take away the module's own parameters but those in `kept`; whether any stays."""
+    module.forward = forward
+    for leaf, parameter in module._parameters.items():
+        if parameter is not None and id(parameter) not in kept:
+            module._parameters[leaf] = None
+    return any(parameter is not None for parameter in module._parameters.values())
+
+
+def _passing(passage: Passage, before: bool, outputs: int) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        hidden = args[0]
+        if before:
+            hidden = passage.arrived
+        elif passage.leaving is None:
+            passage.leaving = hidden
+        return (hidden, *(None,) * (outputs - 1)) if outputs else hidden
+
+    return forward
+
+
+def _standing_in(stand_in: StandIn, dtype: torch.dtype) -> Callable[..., Tensor]:
+    """A forward whose output has the right shape and costs nothing."""
+
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
+        first: Tensor = args[0] if args else next(iter(kwargs.values()))
+        shape = first.shape[:-1] if stand_in.kind == "replaced" else first.shape
+        width = () if stand_in.kind == "same" else (stand_in.width,)
+        return torch.zeros((), dtype=dtype, device=first.device).expand(*shape, *width)
+
+    return forward
+
+
+def _identity(*args: Any, **kwargs: Any) -> Tensor:
+    value: Tensor = args[0] if args else next(iter(kwargs.values()))
+    return value
+
+
+class Pipeline:
+    """This rank's stages and their traffic.
+
+    Args:
+        passages: of this rank's parts, in order.
+        hidden_size: H of the hidden states between stages.
+    """
+
+    def __init__(self, plan: Plan, layout: Layout, passages: Sequence[Passage], hidden_size: int, device: torch.device):
+        self.plan, self.passages, self.device = plan, passages, device
+        self.group = layout.group("pipeline")
+        self.ranks = dist.get_process_group_ranks(self.group)
+        self.shape = (plan.microbatch, plan.positions, hidden_size)
+        self.dtype = torch_dtype(plan.dtypes.compute)
+        self.work: Work | None = None
+        self.begin: Callable[[int, bool], None] | None = None
+        self._schedule: Any = None
+
+    @property
+    def last_rank(self) -> int:
+        """The global rank that holds the last stage."""
+        return self.ranks[-1]
+
+    def train(self, work: Work, begin: Callable[[int, bool], None], count: int) -> None:
+        """Forward and backward of `count` microbatches in the plan's schedule. Collective over the pipeline group.
+
+        Args:
+            work: runs a microbatch of a part; of the last stage it returns the loss times the seed of backward.
+            begin: told (part, whether it is the part's last) before each backward.
+        """
+        self.work, self.begin = work, begin
+        self._schedule = self._schedule or self._make_schedule(count)
+        numbers = torch.arange(count)
+        first = (torch.zeros(count),) if self.passages[0].is_first else ()
+        target = {"target": numbers} if self.passages[-1].is_last else {}
+        try:
+            self._schedule.step(*first, **target, number=numbers)
+        except RuntimeError as error:  # torch wraps what a stage raises
+            if isinstance(error.__cause__, ShardwiseError):
+                raise error.__cause__ from None
+            raise
+        finally:
+            self.work = self.begin = None
+
+    def evaluate(self, work: Work, count: int, shape: tuple[int, ...] | None = None) -> list[Tensor]:
+        """Forward alone, part by part; what the last stage's `work` returned, nothing on other ranks. Collective.
+
+        Args:
+            shape: of the hidden states, if it is not that of training.
+        """
+        results: list[Tensor] = []
+        sending: list[tuple[Any, Tensor]] = []
+        for part, passage in enumerate(self.passages):
+            for index in range(count):
+                value = work(part, index, self._receive(passage, shape or self.shape))
+                if passage.is_last:
+                    results.append(value)
+                else:
+                    target = self.ranks[(passage.stage + 1) % len(self.ranks)]
+                    sending.append((dist.isend(value, target, group=self.group), value))
+        for handle, _ in sending:
+            handle.wait()
+        return results
+
+    def _receive(self, passage: Passage, shape: tuple[int, ...]) -> Tensor | None:
+        if passage.is_first:
+            return None
+        arrived = torch.empty(shape, dtype=self.dtype, device=self.device)
+        dist.recv(arrived, self.ranks[(passage.stage - 1) % len(self.ranks)], group=self.group)
+        return arrived
+
+    def _make_schedule(self, count: int) -> Any:
+        stages = [_Stage(self, part, passage) for part, passage in enumerate(self.passages)]
+        arguments: Any = {"loss_fn": lambda output, target: output, "scale_grads": False}
+        if self.plan.job.parallel.virtual_pipeline_degree > 1:
+            return ScheduleInterleaved1F1B(stages, count, **arguments)  # type: ignore[arg-type]
+        schedule = ScheduleGPipe if self.plan.job.parallel.pipeline == "simple" else Schedule1F1B
+        return schedule(stages[0], count, **arguments)
+
+
+class _Stage(PipelineStage):
+    """torch's stage over a part that is no child of it.
+
+    Torch would see FSDP2's modules in a child and keep whole gradients until the last backward; here FSDP2's own hooks
+    reduce-scatter after every one.
+    """
+
+    def __init__(self, pipeline: Pipeline, part: int, passage: Passage) -> None:
+        hidden = torch.empty(pipeline.shape, dtype=pipeline.dtype, device="meta", requires_grad=True)
+        loss = torch.empty(1, dtype=torch_dtype(pipeline.plan.dtypes.loss), device="meta", requires_grad=True)
+        super().__init__(
+            _Runner(pipeline, part, passage),
+            passage.stage,
+            passage.stages,
+            pipeline.device,
+            input_args=(torch.empty(1, device="meta") if passage.is_first else hidden,),
+            output_args=(loss if passage.is_last else hidden,),
+            group=pipeline.group,
+        )
+        self._pipeline, self._part = pipeline, part
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, last_backward: bool = False, **kwargs: Any) -> None:
+        assert self._pipeline.begin is not None
+        self._pipeline.begin(self._part, last_backward)
+        super().backward_one_chunk(bwd_chunk_id, *args, last_backward=last_backward, **kwargs)
+
+
+class _Runner(nn.Module):
+    """What a stage calls: (hidden states, number of the microbatch) -> hidden states, or [1] the seeded loss."""
+
+    def __init__(self, pipeline: Pipeline, part: int, passage: Passage) -> None:
+        super().__init__()
+        self.pipeline, self.part, self.passage = pipeline, part, passage
+
+    def forward(self, arrived: Tensor, number: Tensor) -> Tensor:
+        assert self.pipeline.work is not None
+        value = self.pipeline.work(self.part, int(number), None if self.passage.is_first else arrived)
+        if self.passage.is_last:
+            return value.view(1)
+        if value.shape != self.pipeline.shape or value.dtype != self.pipeline.dtype:
+            raise ModelError(
+                f"stage {self.passage.stage} makes hidden states {list(value.shape)} of {value.dtype}, and the next "
+                f"one waits for {list(self.pipeline.shape)} of {self.pipeline.dtype}; use pipeline_parallel_degree 1"
+            )
+        return value
+
+
+def stage_of(name: str, facts: ModelFacts, plan: Plan) -> int:
+    """The (first) stage that holds the parameter `name`."""
+    for stage, blocks in enumerate(plan.stages):
+        if name.startswith(tuple(f"{block}." for block in blocks)):
+            return stage
+    owner = name.rpartition(".")[0]
+    return 0 if owner in facts.stages.before else len(plan.stages) - 1
+
+
+def tied_across(facts: ModelFacts) -> tuple[str, ...]:
+    """Parameters that the first and the last stage both hold: tied embeddings."""
+    owners = [(group[0], {name.rpartition(".")[0] for name in group}) for group in facts.ties]
+    return tuple(name for name, own in owners if own & facts.stages.before.keys() and own & facts.stages.after.keys())

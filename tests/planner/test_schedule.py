@@ -1,0 +1,61 @@
+"""Stages and bubble: shares add up to the model, and the formula is what torch's schedules idle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from shardwise.config import Job
+from shardwise.draft import World
+from shardwise.families.facts import BlockFacts, ModelFacts, StageFacts
+from shardwise.plan import Plan, resolve
+from shardwise.planner.schedule import bubble, stage_table, stages
+
+FACTS = ModelFacts(
+    family="gpt_neox",
+    is_hugging_face=True,
+    parameters=8 * 100 + 500 + 520,
+    embedding_parameters=500,
+    blocks=tuple(BlockFacts(f"layers.{i}", 100) for i in range(8)),
+    layers=8,
+    hidden_size=10,
+    head="embed_out",
+    stages=StageFacts(before={"embed_in": 500}, after={"norm": 20, "embed_out": 500}),
+)
+
+
+def plan(**parallel: Any) -> Plan:
+    job = {
+        "parallel": parallel,
+        "training": {"gradient_accumulation": 8, "sequences_per_step": 32},
+        "data": {"sequence_length": 32},
+    }
+    return resolve(Job.model_validate(job), World(4, "cpu", 4), FACTS)
+
+
+def test_shares_add_up_to_the_model() -> None:
+    made = plan(pipeline_parallel_degree=4, virtual_pipeline_degree=2)
+    rows = stages(made, FACTS)
+    assert [row.rank for row in rows] == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert sum(row.parameters for row in rows) == FACTS.parameters
+    assert sum(row.flops for row in rows) == pytest.approx(FACTS.model_flops_per_token(32))
+    assert stages(plan(), FACTS) == []
+
+
+def test_the_bubble_is_what_the_schedule_idles() -> None:
+    """1F1B: a rank's 2·m slots of work between p - 1 idle ones on either side."""
+    assert bubble(plan()) == 0
+    assert bubble(plan(pipeline_parallel_degree=4)) == pytest.approx(3 / 11)
+    assert bubble(plan(pipeline_parallel_degree=4, pipeline="simple")) == pytest.approx(3 / 11)
+    assert bubble(plan(pipeline_parallel_degree=4, virtual_pipeline_degree=2)) == pytest.approx(3 / 19)
+
+
+def test_the_table_shows_every_stage() -> None:
+    console = Console(width=140)
+    with console.capture() as captured:
+        console.print(stage_table(plan(pipeline_parallel_degree=4), FACTS))
+    text = captured.get()
+    assert text.count("█") > 4 and "27.3% of a step is bubble" in text
+    assert [line.split("│")[1].strip() for line in text.splitlines() if "%" in line and "│" in line] == list("0123")
