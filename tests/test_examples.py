@@ -23,7 +23,7 @@ ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 MOST_LINES = 60
 STEPS = 3
-JOBS = ("train_text.yaml", "masked_lm.yaml", "smp_options.yaml", "pipeline.yaml")
+JOBS = ("train_text.yaml", "masked_lm.yaml", "smp_options.yaml", "pipeline.yaml", "long_sequences.yaml")
 
 
 def toy_keys(tmp_path: Path) -> list[str]:

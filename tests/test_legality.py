@@ -35,6 +35,8 @@ CUDA4 = World(4, "cuda", 4)
 FACTORY = {"model": {"factory": "a:b"}}
 FULL = {"activation_checkpointing": "full"}
 TWO = {"tensor_parallel_degree": 2}
+CONTEXT = {"context_parallel_degree": 2}
+NO_INTERFACE = replace(FACTS, context_refusal="the attention of bloom does not go through transformers' interface")
 
 
 def resolve_case(job: dict[str, Any], world: World = CPU4, facts: ModelFacts = FACTS) -> None:
@@ -169,7 +171,43 @@ CASES = {
     ),
     "tensor-compile": case({"parallel": TWO, "model": {"compile": True}}, {"parallel": TWO}, "use model.compile false"),
     **PIPELINE_CASES,
-    "context-not-built": case({"parallel": {"context_parallel_degree": 2}}, {}, "use 1"),
+    "context-model": case(
+        {"parallel": CONTEXT}, {"parallel": CONTEXT}, "does not go through", CPU4, NO_INTERFACE, FACTS
+    ),
+    "context-data": case({"parallel": CONTEXT, "data": {"factory": "a:b"}}, {"parallel": CONTEXT}, "or data.path"),
+    "context-method": case(
+        {"parallel": {"context_parallel_method": "ring"}},
+        {"parallel": {**CONTEXT, "context_parallel_method": "ring"}},
+        "set context_parallel_degree",
+    ),
+    "context-heads": case(
+        {"parallel": {"context_parallel_degree": 4, "context_parallel_method": "ulysses"}},
+        {"parallel": {"context_parallel_degree": 4, "context_parallel_method": "ring"}},
+        "does not divide the 12 attention heads and 6 key-value heads; use all_gather or ring, or a product of the "
+        "degrees of 1, 2, 3 or 6",
+    ),
+    "context-arguments": case(
+        {"parallel": {**CONTEXT, "context_parallel_method": "ring"}},
+        {"parallel": {**CONTEXT, "context_parallel_method": "all_gather"}},
+        "also takes softcap; use all_gather",
+        CPU4,
+        replace(FACTS, attention_arguments=("softcap",)),
+    ),
+    "context-dropout": case(
+        {"parallel": {**CONTEXT, "context_parallel_method": "ring"}},
+        {"parallel": {**CONTEXT, "context_parallel_method": "ring"}, "model": {"attention": "eager"}},
+        "use model.attention eager",
+        CPU4,
+        replace(FACTS, has_attention_dropout=True),
+    ),
+    "context-compile": case(
+        {"parallel": CONTEXT, "model": {"compile": True}}, {"parallel": CONTEXT}, "use model.compile false"
+    ),
+    "context-shard": case(
+        {"parallel": {**CONTEXT, "sharded_data_parallel_degree": 1}},
+        {"parallel": {**CONTEXT, "sharded_data_parallel_degree": 2}},
+        "a multiple of the context degree",
+    ),
     "placement": case(
         {"parallel": {"placement_strategy": "DPP"}}, {"parallel": {"placement_strategy": "TDP"}}, "permutation"
     ),

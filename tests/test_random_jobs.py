@@ -46,7 +46,10 @@ def draw_sections(draw: random.Random, size: int) -> dict[str, dict[str, Any]]:
             "sharded_data_parallel_degree": degrees, "shard_optimizer_state": [True],
             "placement_strategy": ["spread", "DPT", "PTD", "TDP"], "reshard_after_forward": [False],
             "prefetch_depth": [0, 2, 5], "tensor_parallel_degree": [2],
-        }) | (draw_stages(draw) if draw.random() < 0.3 else {}),
+        }) | draw.choice([{}, {}, {
+            "context_parallel_degree": draw.choice([2, 2, 3, 4]),
+            "context_parallel_method": draw.choice(["auto", "all_gather", "ulysses", "ring"]),
+        }]) | (draw_stages(draw) if draw.random() < 0.3 else {}),
         "memory": maybe(draw, {
             "activation_checkpointing": ["full", "selective"], "checkpoint_every": [2, 3],
             "checkpoint_strategy": ["contiguous", "group_2", "group_3"], "offload_activations": [True],

@@ -102,6 +102,11 @@ class ParallelSection(Section):
         default={}, description="Block's name -> its stage, from 0, without `auto_partition`."
     )
     context_parallel_degree: Positive = Field(default=1, description="Ranks that split the sequence.")
+    context_parallel_method: Literal["auto", "all_gather", "ulysses", "ring"] = Field(
+        default="auto",
+        description="How attention reaches the other ranks' parts of a sequence: keys and values gathered, heads "
+        "exchanged for rows, or keys and values passed round. `auto`: ulysses where the heads divide, else all_gather.",
+    )
     placement_strategy: str = Field(
         default="cluster",
         description="Order of the axes D (data), P (pipeline), T (tensor), right-most varying fastest; `cluster` is "

@@ -164,6 +164,12 @@ class Draft:
         return self.parallel.shard_optimizer_state and self.data_axis > 1
 
     @cached_property
+    def heads_divide(self) -> bool:
+        """Whether the heads of a tensor rank can be shared among the context ranks."""
+        degree = self.parallel.tensor_parallel_degree * self.parallel.context_parallel_degree
+        return self.facts.attention_heads % degree == 0 and self.facts.key_value_heads % degree == 0
+
+    @cached_property
     def stages(self) -> int:
         """Pipeline stages of all ranks."""
         return self.parallel.pipeline_parallel_degree * self.parallel.virtual_pipeline_degree

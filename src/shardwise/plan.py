@@ -58,11 +58,18 @@ class Plan:
     chunked_loss: bool  # the head runs inside the loss
     rules: dict[str, str]  # the rule behind each derived value
     notes: tuple[str, ...]  # sentences a user should read before the run
+    context_method: str = ""  # how attention reaches the other parts of a sequence; empty where it is whole
 
     @property
     def data_ranks(self) -> int:
         """Ranks that read different samples."""
         return self.degrees["replica"] * self.degrees["shard"]
+
+    @property
+    def positions(self) -> int:
+        """Of a sequence on one rank; what is split is padded to two chunks a rank."""
+        context = self.degrees["context"]
+        return self.sequence_length if context == 1 else 2 * -(-self.sequence_length // (2 * context))
 
     @property
     def needs_fsdp(self) -> bool:
@@ -110,6 +117,7 @@ def resolve(job: Job, world: World, facts: ModelFacts) -> Plan:
         zero1=draft.zero1,
         chunked_loss=draft.chunked_loss,
         notes=tuple(_notes(draft)),
+        context_method=_context_method(draft, rules),
         **_batch(draft, rules),
         rules=rules | _switch_rules(draft),
     )
@@ -138,6 +146,20 @@ def _degrees(draft: Draft, rules: dict[str, str]) -> dict[str, int]:
         "tensor": parallel.tensor_parallel_degree,
         "pipeline": parallel.pipeline_parallel_degree,
     }
+
+
+def _context_method(draft: Draft, rules: dict[str, str]) -> str:
+    if draft.parallel.context_parallel_degree == 1:
+        return ""
+    asked = draft.parallel.context_parallel_method
+    if asked != "auto":
+        rules["context_method"] = "context_parallel_method given"
+        return asked
+    if draft.heads_divide and not draft.facts.attention_arguments:
+        rules["context_method"] = "context_parallel_method auto: the heads divide"
+        return "ulysses"
+    rules["context_method"] = "context_parallel_method auto: ulysses cannot share these heads"
+    return "all_gather"
 
 
 def _stages(draft: Draft, rules: dict[str, str]) -> tuple[tuple[str, ...], ...]:
@@ -276,6 +298,8 @@ def describe(plan: Plan) -> Group:
 
 def _rows(plan: Plan) -> Iterator[tuple[str, object]]:
     yield from plan.degrees.items()
+    if plan.context_method:
+        yield "context_method", plan.context_method
     if plan.stages:
         yield "stages", " + ".join(str(len(blocks)) for blocks in plan.stages) + " blocks"
     yield "placement", plan.placement

@@ -216,8 +216,7 @@ def layout_page() -> Iterator[str]:
     yield "# Ranks and axes\n"
     yield "The letters of `parallel.placement_strategy` are nested loops over D (data), P (pipeline) and T (tensor);"
     yield "the right-most varies fastest with the rank. `cluster` is DPT, `spread` is TPD. D is"
-    yield "replica x shard x context, context innermost. This version trains with pipeline, tensor and context degree 1"
-    yield "([legality.md](legality.md)); the arithmetic below is that of `shardwise.Layout` for any degrees.\n"
+    yield "replica x shard x context, context innermost. The arithmetic is that of `shardwise.Layout`.\n"
     yield "Indices (d, p, t) of eight ranks with D = P = T = 2:\n"
     yield from table(("rank", *PLACEMENTS), (_placement_row(rank) for rank in range(8)))
     yield "SMP's notions, from `Layout.smp(notion)` as (rank, size, member ranks):\n"

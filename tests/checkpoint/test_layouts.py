@@ -34,6 +34,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "shard 5, empty ranks": (5, {}),
     "shard 4, replica 2": (8, {"sharded_data_parallel_degree": 4}),
     "tensor 2, shard 3, uneven": (6, {"tensor_parallel_degree": 2}),
+    "context 2, replica 2": (4, {"context_parallel_degree": 2, "sharded_data_parallel_degree": 2}),
     "pipeline 2, tensor 2, shard 2": (8, {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2}),
 }
 MODELS: dict[str, dict[str, Any]] = {
@@ -45,8 +46,8 @@ MODELS: dict[str, dict[str, Any]] = {
 
 def a_job(corpora: Path, model: str, parallel: dict[str, Any]) -> Job:
     settings = {**MODELS[model], "parallel": parallel}
-    if model.startswith("module"):  # it has no plan for tensor parallelism and no stages
-        split = ("tensor_parallel_degree", "pipeline_parallel_degree")
+    if model.startswith("module"):  # nothing says how its tensors and sequences are split, nor where stages are
+        split = ("tensor_parallel_degree", "pipeline_parallel_degree", "context_parallel_degree")
         settings["parallel"] = {key: value for key, value in parallel.items() if key not in split}
         return make_module_job(corpora, **settings)
     return tensor_job(corpora, model.split(",")[0], **settings)

@@ -185,6 +185,17 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+LONG: dict[str, Any] = {"data": {"sequence_length": 500}, "training": {"sequences_per_step": 2}}
+
+
+@pytest.mark.parametrize(
+    "method", ["all_gather", *(pytest.param(m, marks=pytest.mark.slow) for m in ("ulysses", "ring"))]
+)
+def test_peak_is_predicted_for_split_sequences(world_pool: WorldPool, method: str) -> None:
+    parallel = {"context_parallel_degree": 2, "context_parallel_method": method}
+    check(world_pool, 2, config={**NEOX, "max_position_embeddings": 512}, parallel=parallel, **LONG)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_peak_is_predicted_for_other_jobs(world_pool: WorldPool, name: str) -> None:

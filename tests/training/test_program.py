@@ -11,7 +11,8 @@ from torch import Tensor
 
 from shardwise.data.batch import Batch
 from shardwise.errors import ModelError
-from shardwise.training.program import ModuleProgram, document_mask
+from shardwise.kernels.attention import document_mask
+from shardwise.training.program import ModuleProgram
 
 
 def batch(counted: list[bool] | None = None, labels: bool = True) -> Batch:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from shardwise.config import Job
+from shardwise.families.attention import context_refusal
 from shardwise.families.facts import BlockFacts, ModelFacts
 from shardwise.families.probe import Probe, probe
 from shardwise.families.stage_cut import stage_facts
@@ -66,6 +67,8 @@ def discover(model: nn.Module, job: Job, example: Mapping[str, Tensor] | None = 
         parameter_shapes=shapes,
         tensor_splits=splits,
         tensor_refusal=refusal,
+        context_refusal=context_refusal(model, blocks, seen.attention, seen.mixes_positions, seen.failure),
+        attention_arguments=seen.attention_arguments,
         probe_failure=seen.failure,
     )
 

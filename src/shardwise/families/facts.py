@@ -96,6 +96,8 @@ class ModelFacts:
     buffers: tuple[str, ...] = ()
     tensor_splits: dict[str, TensorSplit] = field(default_factory=dict)  # module name -> how it can be split
     tensor_refusal: str = ""  # why tensor parallelism cannot be had, where it cannot
+    context_refusal: str = ""  # why sequences cannot be split over ranks, where they cannot
+    attention_arguments: tuple[str, ...] = ()  # what attention is given beside tensors, scale and dropout
     stages: StageFacts = field(default_factory=lambda: StageFacts(refusal="it was not looked at"))
     parameter_shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # in order; ties once, first name
     probe_failure: str = (

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from shardwise._torch_compat import FakeTensorMode, tree_leaves
+from shardwise.families.attention import MIXERS, AttentionCalls
 from shardwise.families.stage_cut import OrderWatch
 
 ROWS = 2
@@ -62,6 +63,9 @@ class Probe:
     blocks_are_chain: bool = False  # each ran once, on the output of the one before
     block_calls: int = 0  # more than there are blocks where weights are shared across depth
     matrix_parameters: frozenset[str] = frozenset()
+    attention: tuple[str, ...] = ()  # modules that called transformers' AttentionInterface, one for each call
+    attention_arguments: tuple[str, ...] = ()
+    mixes_positions: bool = False  # by a convolution or a scan
     failure: str = ""
 
 
@@ -107,6 +111,7 @@ class _Observation:
         self.blocks = [[_BlockWatch() for _ in blocks] for blocks in block_lists]
         self.head_name, self.head = _plain_head(model)
         self.functions = _FunctionWatch(positions)
+        self.attention = AttentionCalls()
         self.order = OrderWatch(model, [name for names in block_lists for name in names])
         for names, watches in zip(block_lists, self.blocks):
             for name, watch in zip(names, watches):
@@ -128,12 +133,14 @@ class _Observation:
             self.functions.names = {id(tensor): name for name, tensor in state.items()}
             stack.enter_context(torch.random.fork_rng(devices=[]))
             stack.enter_context(self.functions)
+            stack.enter_context(self.attention.watched())
             output = torch.func.functional_call(self.model, state, (), fakes)
         return self._result(output)
 
     def _result(self, output: Any) -> Probe:
         seen = self.functions
         logits = getattr(output, "logits", None)
+        names = {id(module): name for name, module in self.model.named_modules()}
         is_last = len(seen.logits) == 1 and logits is seen.logits[0] and not seen.logits_used
         return Probe(
             head=self.head_name if is_last else None,
@@ -145,6 +152,9 @@ class _Observation:
             blocks_are_chain=all(_is_chain(watches) for watches in self.blocks),
             block_calls=sum(len(watch.calls) for watches in self.blocks for watch in watches),
             matrix_parameters=frozenset(seen.matrix_parameters),
+            attention=tuple(names.get(id(module), "") for module in self.attention.modules),
+            attention_arguments=tuple(sorted(self.attention.arguments)),
+            mixes_positions=seen.mixes_positions,
         )
 
 
@@ -159,6 +169,7 @@ class _FunctionWatch(TorchFunctionMode):
         self.logits_used = False
         self.functional_dropout = False
         self.attention_dropout = False
+        self.mixes_positions = False
         self.matrix_parameters: set[str] = set()
         self._inside_module = 0
 
@@ -172,6 +183,8 @@ class _FunctionWatch(TorchFunctionMode):
             self.attention_dropout |= _attention_dropout(*args, **kwargs) > 0
         elif func in MATRIX_PRODUCTS:
             self.matrix_parameters |= {self.names[id(x)] for x in tree_leaves([args, kwargs]) if id(x) in self.names}
+        elif func in MIXERS:
+            self.mixes_positions |= any(isinstance(x, Tensor) and x.dim() > 2 for x in args[:1])
         if self.logits and getattr(func, "__name__", "") not in LOOKS:
             self.logits_used |= any(leaf is self.logits[-1] for leaf in tree_leaves([args, kwargs]))
         if func is torch.rand and args in (([],), ((),), ()) and not kwargs.get("size"):

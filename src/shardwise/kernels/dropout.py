@@ -11,8 +11,8 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +24,44 @@ _FIRST, _SECOND = 0x7FEB352D, 0x846CA68B - (1 << 32)
 _GOLDEN = 0x9E3779B1 - (1 << 32)  # 2**32 / golden ratio, as a signed 32-bit integer
 
 
+@dataclass(frozen=True)
+class Square:
+    """Which attention probabilities a rank holds: heads from number `first`, of these queries and keys.
+
+    `queries` [Q] and `keys` [K] are positions in sequences of `length`.
+    """
+
+    first: int
+    queries: Tensor
+    keys: Tensor
+    length: int
+
+    def index(self, heads: int) -> Tensor:
+        """[heads * Q * K] indices of the elements in [all heads, length, length]."""
+        number = self.first + torch.arange(heads, device=self.keys.device)
+        return _flat(_flat(number, self.queries, self.length), self.keys, self.length)
+
+
+def _flat(outer: Tensor, inner: Tensor, size: int) -> Tensor:
+    """[len(outer) * len(inner)] indices of (outer, inner) where inner counts to `size`."""
+    return (outer.unsqueeze(1) * size + inner).flatten()
+
+
+class SplitSequences(Protocol):
+    """What dropout asks of a rank's part of the sequences."""
+
+    @property
+    def positions(self) -> Tensor:
+        """[S/c] of the rows that are here."""
+        ...
+
+
 @dataclass
 class DropoutScope:
     """What a microbatch's masks depend on. `calls` counts the uses of each name, `block` prefixes functional calls.
 
     `part` is this rank's number in its tensor group: of attention probabilities it holds that part of the heads.
+    `sequences` says which rows [B, S/c, ...] of split sequences are here, `square` which attention runs on them now.
     """
 
     seed: int
@@ -38,12 +71,12 @@ class DropoutScope:
     block: str = ""
     functional: bool = False  # also lead torch.nn.functional.dropout here
     part: int = 0
+    sequences: SplitSequences | None = None
+    square: Square | None = None
 
     def snapshot(self) -> DropoutScope:
         """A copy to recompute under: same masks again, whatever ran in between."""
-        return DropoutScope(
-            self.seed, self.step, self.rows, Counter(self.calls), self.block, self.functional, self.part
-        )
+        return replace(self, calls=Counter(self.calls))
 
     def key(self, name: str) -> int:
         """64 bits that identify the next use of `name` in this step."""
@@ -73,18 +106,19 @@ def dropout_scope(scope: DropoutScope | None) -> Iterator[None]:
         _active = outer
 
 
-def keep_mask(key: int, rows: Tensor, elements: int, keep: float, first: int = 0) -> Tensor:
+def keep_mask(key: int, rows: Tensor, elements: int | Tensor, keep: float) -> Tensor:
     """[len(rows), elements] bool, True with probability `keep`: a function of (key, row value, element index) only.
 
     Args:
         key: 64 bits of seed, step and module.
         rows: [B] int64 global sample counters.
-        elements: elements of one row; fewer than 2**31.
+        elements: of one row: how many, or their indices [E] int64; below 2**31.
         keep: probability in (0, 1].
-        first: index of the first of them.
     """
     low, high = _row_keys(key, rows)
-    bits = torch.arange(first, first + elements, dtype=torch.int32, device=rows.device).mul_(_GOLDEN) + low.unsqueeze(1)
+    if isinstance(elements, int):
+        elements = torch.arange(elements, dtype=torch.int32, device=rows.device)
+    bits = elements.to(torch.int32) * _GOLDEN + low.unsqueeze(1)
     _xor_shift(bits, 16).mul_(_FIRST).bitwise_xor_(high.unsqueeze(1))
     _xor_shift(_xor_shift(bits, 15).mul_(_SECOND), 16)
     threshold = round(keep * 2**32) - 2**31
@@ -125,10 +159,23 @@ def dropout(values: Tensor, probability: float, name: str) -> Tensor:
     rows = _active.rows
     if values.shape[0] % len(rows):
         rows = rows.new_full((1,), -1)
-    elements = values.numel() // len(rows)
-    first = _active.part * elements if values.dim() == 4 else 0
-    mask = keep_mask(_active.key(name), rows, elements, 1 - probability, first)
+    mask = keep_mask(_active.key(name), rows, _elements(values, len(rows), _active), 1 - probability)
     return values * mask.view(values.shape) * (1 / (1 - probability))
+
+
+def _elements(values: Tensor, rows: int, scope: DropoutScope) -> int | Tensor:
+    """How many elements a row has, or which of the whole tensor's they are."""
+    elements = values.numel() // rows
+    if values.dim() == 4:
+        if scope.square is not None:
+            return scope.square.index(values.shape[1])
+        first = scope.part * elements
+        return torch.arange(first, first + elements, device=values.device) if first else elements
+    if scope.sequences is None or elements % len(scope.sequences.positions):
+        return elements
+    positions = scope.sequences.positions
+    width = elements // len(positions)
+    return _flat(positions, torch.arange(width, device=values.device), width)
 
 
 class IndexedDropout(nn.Module):

@@ -37,11 +37,6 @@ def idle(id: str, key: str, sentence: str, when: Callable[[Draft], Any], fix: st
     return Rule(id, (key,), sentence, lambda d: changed(d.job, key) and when(d), fix)
 
 
-def not_built(axis: str) -> Rule:
-    key = f"parallel.{axis}_parallel_degree"
-    return Rule(f"{axis}-not-built", (key,), "not built yet in this version", lambda d: lookup(d.job, key) > 1, "use 1")
-
-
 def spelling(word: str, known: list[str]) -> str:
     hint = nearest(word, known).strip()
     return hint[0].lower() + hint[1:]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import gcd
 
 from shardwise.draft import Draft, changed, divisors, group_size, one_of, placement_order
-from shardwise.legality.rule import Rule, idle, not_built
+from shardwise.legality.rule import Rule, idle
 
 SOURCES = ("model.path", "model.config", "model.factory")
 
@@ -86,6 +86,17 @@ DATA_RULES = (
 SPLIT_KEYS = tuple(f"parallel.{axis}_parallel_degree" for axis in ("tensor", "pipeline", "context"))
 
 
+CONTEXT_DEGREE, CONTEXT_METHOD = "parallel.context_parallel_degree", "parallel.context_parallel_method"
+
+
+def _method(d: Draft) -> str:
+    return d.parallel.context_parallel_method if d.parallel.context_parallel_degree > 1 else ""
+
+
+def _common_heads(d: Draft) -> int:
+    return gcd(d.facts.attention_heads, d.facts.key_value_heads)
+
+
 def _heads(d: Draft) -> int:
     """What divides this divides attention and key-value heads."""
     return 0 if d.parallel.tensor_parallel_degree == 1 else gcd(d.facts.attention_heads, d.facts.key_value_heads)
@@ -123,7 +134,36 @@ PARALLEL_RULES = (
     Rule("tensor-compile", ("parallel.tensor_parallel_degree", "model.compile"),
          "compiled blocks hold no collectives", lambda d: d.parallel.tensor_parallel_degree > 1 and d.model.compile,
          fix="use model.compile false"),
-    not_built("context"),
+    Rule("context-model", (CONTEXT_DEGREE,),
+         "every look at another position has to go through transformers' AttentionInterface",
+         lambda d: d.parallel.context_parallel_degree > 1 and d.facts.context_refusal,
+         fix="use 1",
+         because=lambda d: d.facts.context_refusal),
+    Rule("context-data", (CONTEXT_DEGREE, "data.factory"), "sequences of tokens are split, and samples may be others",
+         lambda d: d.parallel.context_parallel_degree > 1 and _factory_data(d),
+         fix="use context_parallel_degree 1, or data.path"),
+    idle("context-method", CONTEXT_METHOD, "sequences are whole",
+         lambda d: d.parallel.context_parallel_degree == 1, "set context_parallel_degree, or leave it out"),
+    Rule("context-heads", (CONTEXT_DEGREE, CONTEXT_METHOD), "ulysses shares the heads among the ranks",
+         lambda d: _method(d) == "ulysses" and not d.heads_divide,
+         fix="use all_gather or ring, or a degree that divides the heads",
+         because=lambda d: f"tensor x context does not divide the {d.facts.attention_heads} attention heads and "
+         f"{d.facts.key_value_heads} key-value heads",
+         use=lambda d: f"use all_gather or ring, or a product of the degrees of {one_of(divisors(_common_heads(d)))}"),
+    Rule("context-arguments", (CONTEXT_METHOD,), "ulysses and ring know attention of scale, masks and dropout alone",
+         lambda d: _method(d) in ("ulysses", "ring") and d.facts.attention_arguments,
+         fix="use all_gather",
+         because=lambda d: f"this model's attention also takes {', '.join(d.facts.attention_arguments)}"),
+    Rule("context-dropout", (CONTEXT_METHOD, "model.attention"), "a ring drops attention in eager arithmetic only",
+         lambda d: _method(d) == "ring" and d.facts.has_attention_dropout and d.model.attention != "eager",
+         fix="use model.attention eager, or all_gather"),
+    Rule("context-compile", (CONTEXT_DEGREE, "model.compile"), "compiled blocks hold no collectives",
+         lambda d: d.parallel.context_parallel_degree > 1 and d.model.compile,
+         fix="use model.compile false"),
+    Rule("context-shard", (CONTEXT_DEGREE, "parallel.sharded_data_parallel_degree"),
+         "parameters are sharded over the context ranks too",
+         lambda d: d.sharded % d.parallel.context_parallel_degree,
+         fix="use a sharded_data_parallel_degree that is a multiple of the context degree, or leave it out"),
     Rule("placement", ("parallel.placement_strategy",), "has to hold D, P and T once each",
          lambda d: placement_order(d.parallel.placement_strategy) is None,
          fix="use cluster (DPT), spread (TPD) or another permutation of D, P and T"),

@@ -18,6 +18,7 @@ from shardwise.kernels.loss import Vocabulary
 from shardwise.layout import Layout
 from shardwise.memory.activation_checkpointing import apply_activation_checkpointing, group_blocks
 from shardwise.memory.offload import ActivationOffload
+from shardwise.parallel.context import Context
 from shardwise.parallel.model import DeferredHead, ParallelModel, Part
 from shardwise.parallel.pipeline import Passage, Pipeline, cut_stage, tied_across
 from shardwise.parallel.sharded import materialize, shard
@@ -41,6 +42,7 @@ def parallelize(
     """
     device = device or torch.device(plan.world.device_type)
     model.to(torch_dtype(plan.dtypes.parameters))
+    context = Context(model, plan, layout) if layout.size("context") > 1 else None
     stages = range(layout.index("pipeline"), len(plan.stages), layout.size("pipeline"))
     models = [model, *(copy.deepcopy(model) for _ in stages[1:])]
     splits = [_split(each, plan, layout, facts) if layout.size("tensor") > 1 else (None, {}) for each in models]
@@ -57,7 +59,7 @@ def parallelize(
     partial = partial_parameters(facts.tensor_splits, tensor_map.names) if cuts else ()
     pipeline = Pipeline(plan, layout, passages, facts.hidden_size, device) if passages else None
     tied = tuple(name for name in tied if name in tensor_map.names)
-    return ParallelModel(parts, plan, layout, facts, tensor_map, device, partial, tied, pipeline)
+    return ParallelModel(parts, plan, layout, facts, tensor_map, device, partial, tied, pipeline, context)
 
 
 def _part(

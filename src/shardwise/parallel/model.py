@@ -16,6 +16,7 @@ from shardwise.families.facts import ModelFacts
 from shardwise.kernels.dropout import DropoutScope, dropout_scope
 from shardwise.kernels.loss import Vocabulary
 from shardwise.layout import Layout
+from shardwise.parallel.context import Context, Sequences
 from shardwise.parallel.pipeline import Passage, Pipeline, stage_of
 from shardwise.parallel.sharded import begin_microbatch
 from shardwise.parallel.tensor_map import TensorMap
@@ -117,6 +118,7 @@ class ParallelModel:
         partial: names of parameters whose gradients are summed over the tensor group.
         tied: names of parameters whose gradients are summed over the first and the last stage.
         pipeline: what drives the parts, if they are stages.
+        context: what splits sequences, if ranks share them.
     """
 
     parts: list[Part]
@@ -128,6 +130,7 @@ class ParallelModel:
     partial: tuple[str, ...] = ()
     tied: tuple[str, ...] = ()
     pipeline: Pipeline | None = None
+    context: Context | None = None
 
     @property
     def module(self) -> nn.Module:
@@ -177,8 +180,10 @@ class ParallelModel:
 
         def work(number: int, index: int, arrived: Tensor | None) -> Tensor:
             """Forward of one microbatch through one part: what leaves it, or the loss times `seed`."""
-            part, microbatch = self.parts[number], microbatches[index]
-            with self._scope(microbatch, step), torch.set_grad_enabled(seed is not None):
+            part, microbatch, sequences = self.parts[number], microbatches[index], None
+            if self.context:
+                microbatch, sequences = self.context.part(microbatch)
+            with self._scope(microbatch, step, sequences), torch.set_grad_enabled(seed is not None):
                 output = part.forward(program.inputs(microbatch), arrived)
                 if not part.is_last:
                     return part.leave()
@@ -270,8 +275,9 @@ class ParallelModel:
         for module in self.sharded:
             module.reshard()
 
-    def _scope(self, microbatch: Microbatch, step: int) -> Any:
+    def _scope(self, microbatch: Microbatch, step: int, sequences: Sequences | None) -> Any:
         seed = self.plan.job.training.seed
         functional = self.facts.has_functional_dropout
         part = self.layout.index("tensor")
-        return dropout_scope(DropoutScope(seed, step, microbatch.rows, functional=functional, part=part))
+        scope = DropoutScope(seed, step, microbatch.rows, functional=functional, part=part, sequences=sequences)
+        return dropout_scope(scope)

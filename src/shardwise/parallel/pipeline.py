@@ -148,7 +148,7 @@ class Pipeline:
         self.plan, self.passages, self.device = plan, passages, device
         self.group = layout.group("pipeline")
         self.ranks = dist.get_process_group_ranks(self.group)
-        self.shape = (plan.microbatch, plan.sequence_length, hidden_size)
+        self.shape = (plan.microbatch, plan.positions, hidden_size)
         self.dtype = torch_dtype(plan.dtypes.compute)
         self.work: Work | None = None
         self.begin: Callable[[int, bool], None] | None = None

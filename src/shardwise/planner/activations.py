@@ -87,6 +87,7 @@ class Shape:
     bytes: int  # of a number in the compute dtype
     attention: Attention = "fused"
     dropout: bool = False  # masks are kept
+    gathered: float = 0.0  # bytes of other ranks' keys and values, and of the mask over them
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ def _attention_pieces(facts: ModelFacts, kind: BlockKind, shape: Shape) -> list[
         _norm("attention norm", row, kind, shape),
         Piece("query, key, value", row, qkv, row, size),
         Piece("query and key norm", _norm("", (row + qkv) / 2, kind, shape).saved if kind.head_norms else 0.0),
-        Piece("attention", saved, row if fused else 0.0, working),
+        Piece("attention", saved + shape.gathered, row if fused else 0.0, working),
         Piece("attention output", row if kind.heads_apart or not fused else 0.0, row, row, facts.hidden_size**2),
         Piece("attention dropout", _mask(row, shape)),
     ]

@@ -38,6 +38,7 @@ from shardwise.planner.activations import (
     backward_peak,
     block_pieces,
     kept_bytes,
+    key_value_width,
     saved_bytes,
 )
 
@@ -122,7 +123,8 @@ class _Step:
         self.fsdp = plan.needs_fsdp
         self.keeps_gathered = plan.zero1 or not plan.job.parallel.reshard_after_forward
         self.on_cuda = plan.world.device_type == "cuda"
-        self.tokens = plan.microbatch * plan.sequence_length // plan.degrees["context"]
+        self.context = plan.degrees["context"]
+        self.tokens = plan.microbatch * plan.positions
         self.row = self.tokens * facts.hidden_size * self.compute  # one hidden state
 
     # --- sizes
@@ -218,8 +220,16 @@ class _Step:
         dropout = facts.has_attention_dropout or bool(job.model.dropout)
         unfused = facts.has_attention_dropout and not self.on_cuda
         attention: Attention = "eager" if job.model.attention == "eager" else "math" if unfused else "fused"
-        shape = Shape(self.tokens, self.plan.sequence_length, self.compute, attention, dropout)
+        shape = Shape(self.tokens, self.plan.sequence_length, self.compute, attention, dropout, self._gathered_keys)
         return block_pieces(facts, self.kind, shape)
+
+    @property
+    def _gathered_keys(self) -> float:
+        """Of a block whose attention gathers keys and values: those of the other ranks, and its rows of the mask."""
+        if self.plan.context_method != "all_gather":
+            return 0.0
+        others = 2 * key_value_width(self.facts) * self.tokens * (self.context - 1)
+        return (others + self.plan.positions**2 * self.context) * self.compute
 
     def checkpointed(self, index: int) -> bool:
         return self.job.memory.activation_checkpointing != "none" and index % self.job.memory.checkpoint_every == 0

@@ -15,6 +15,7 @@ from torch import Tensor
 from shardwise.data.batch import Batch
 from shardwise.errors import ModelError
 from shardwise.imports import load_object
+from shardwise.kernels.attention import document_mask
 from shardwise.kernels.loss import cross_entropy_sum, linear_cross_entropy
 from shardwise.parallel.model import ParallelModel, Program
 
@@ -85,15 +86,6 @@ def make_program(model: ParallelModel) -> Program:
     if settings.loss is not None:
         return ModuleProgram(load_object(settings.loss), model.compute_dtype)
     return LanguageModelProgram(model) if model.facts.is_hugging_face else ModuleProgram(None, model.compute_dtype)
-
-
-def document_mask(document_ids: Tensor, causal: bool, dtype: torch.dtype) -> Tensor:
-    """[B, 1, S, S] additive mask: 0 where query and key share a document (the key not ahead), else the minimum."""
-    allowed = document_ids.unsqueeze(2) == document_ids.unsqueeze(1)
-    if causal:
-        allowed = allowed.tril()
-    mask = torch.zeros(allowed.shape, dtype=dtype, device=document_ids.device)
-    return mask.masked_fill_(~allowed, torch.finfo(dtype).min).unsqueeze(1)
 
 
 def _own_loss(output: Any) -> Tensor:
