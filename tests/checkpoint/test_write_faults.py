@@ -26,7 +26,7 @@ from shardwise.checkpoint.catalog import Retention, checkpoints, name_of, read_m
 from shardwise.checkpoint.manifest import BLOCK_BYTES, FILE, Manifest, Progress
 from shardwise.checkpoint.save import Checkpointer
 from shardwise.checkpoint.staging import Broken, Staging, Straight
-from shardwise.checkpoint.storage import hashed
+from shardwise.checkpoint.storage_write import hashed
 from shardwise.checkpoint.stores import OWNER, LocalStore
 from shardwise.config import CheckpointSection, Job
 from shardwise.errors import CheckpointError

@@ -31,7 +31,7 @@ class Store(Protocol):
         ...
 
     def owner(self) -> str:
-        """The run that writes here."""
+        """The run that writes here, or "". Raises OSError where that cannot be told."""
         ...
 
     def names(self) -> list[str]:
@@ -114,7 +114,10 @@ class LocalStore:
         (self._path / OWNER).write_text(run)
 
     def owner(self) -> str:
-        return (self._path / OWNER).read_text()
+        try:
+            return (self._path / OWNER).read_text()
+        except FileNotFoundError:
+            return ""
 
     def names(self) -> list[str]:
         if not self._path.is_dir():
