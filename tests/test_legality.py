@@ -25,6 +25,7 @@ FACTS = ModelFacts(
     attention_heads=12,
     key_value_heads=6,
 )
+BRANCHED = replace(FACTS, sequence_refusal="its blocks are not one chain")
 NO_PLAN = replace(FACTS, tensor_refusal="there is no plan for xlm yet")
 OTHER_ARGUMENTS = replace(FACTS, blocks_share_arguments=False)
 FLAT = replace(FACTS, is_hugging_face=False, blocks=(), head=None, max_positions=None, family="Net")
@@ -108,6 +109,9 @@ CASES = {
         {"parallel": {"tensor_parallel_degree": 4}},
         {"parallel": TWO},
         "does not divide the 12 attention heads and 6 key-value heads; use 1, 2, 3 or 6",
+    ),
+    "sequence-model": case(
+        {"parallel": {**TWO, "sequence_parallel": True}}, {"parallel": TWO}, "not one chain", CPU4, BRANCHED
     ),
     "tensor-compile": case({"parallel": TWO, "model": {"compile": True}}, {"parallel": TWO}, "use model.compile false"),
     "pipeline-not-built": case({"parallel": {"pipeline_parallel_degree": 2}}, {}, "use 1"),

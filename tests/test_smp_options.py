@@ -32,6 +32,8 @@ MAPPED = [
     ("placement_strategy", "spread", "parallel.placement_strategy", "spread"),
     ("ddp_dist_backend", "nccl", "parallel.ddp_dist_backend", "nccl"),
     ("tensor_parallel_degree", 4, "parallel.tensor_parallel_degree", 4),
+    ("optimize", "memory", "parallel.sequence_parallel", True),
+    ("optimize", "speed", "parallel.sequence_parallel", False),
     ("shard_optimizer_state", True, "parallel.shard_optimizer_state", True),
     ("fp16", True, COMPUTE, "fp16"),
     ("fp16_params", True, COMPUTE, "fp16"),
@@ -50,7 +52,6 @@ MAPPED = [
 IGNORED = [
     ("active_microbatches", 4),
     ("pipeline", "simple"),
-    ("optimize", "speed"),
     ("auto_partition", True),
     ("default_partition", 0),
     ("memory_weight", 0.5),

@@ -143,11 +143,18 @@ TENSOR_CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def tensor_job(
-    directory: str | Path, family: str, *, tied: bool = True, dropout: float = 0.0, **sections: dict[str, Any]
+    directory: str | Path,
+    family: str,
+    *,
+    tied: bool = True,
+    dropout: float = 0.0,
+    config: dict[str, Any] | None = None,
+    **sections: dict[str, Any],
 ) -> Job:
-    """A tiny job of a model whose heads 2 or 4 tensor ranks can share; its MLP is 13 wide."""
+    """A tiny job of a model whose heads 2 or 4 tensor ranks can share; its MLP is 13 wide. `config` changes it."""
+    more = config or {}
     config = {"model_type": family, "vocab_size": VOCABULARY, "tie_word_embeddings": tied, **TENSOR_CONFIGS[family]}
-    config |= dict.fromkeys(DROPOUT_FIELDS.get(family, ()), dropout)
+    config |= dict.fromkeys(DROPOUT_FIELDS.get(family, ()), dropout) | more
     if family in ("bert", "roberta"):  # a masked model has the vocabulary of a tokenizer
         del config["vocab_size"]
         model = {"config": config, "attention": "eager", "task": "masked_lm"}

@@ -66,6 +66,7 @@ class ModelFacts:
     buffers: tuple[str, ...] = ()
     tensor_splits: dict[str, TensorSplit] = field(default_factory=dict)  # module name -> how it can be split
     tensor_refusal: str = ""  # why tensor parallelism cannot be had, where it cannot
+    sequence_refusal: str = ""  # why tensor ranks cannot share the sequence, where tensors can be split
     parameter_shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # in order; ties once, first name
     probe_failure: str = (
         ""  # why the forward could not be probed; head, dropout and arguments are then assumed the worst

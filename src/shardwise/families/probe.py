@@ -57,6 +57,7 @@ class Probe:
     has_functional_dropout: bool = True
     has_attention_dropout: bool = True
     blocks_share_arguments: bool = False
+    blocks_are_a_chain: bool = False  # one list, and each takes its first argument from the one before
     block_calls: int = 0  # more than there are blocks where weights are shared across depth
     matrix_parameters: frozenset[str] = frozenset()
     failure: str = ""
@@ -136,7 +137,8 @@ class _Observation:
             head_has_bias=is_last and self.head is not None and self.head.bias is not None,
             has_functional_dropout=seen.functional_dropout,
             has_attention_dropout=seen.attention_dropout,
-            blocks_share_arguments=all(_is_chain(watches) for watches in self.blocks),
+            blocks_share_arguments=all(_is_chain(watches) and _is_told_the_same(watches) for watches in self.blocks),
+            blocks_are_a_chain=len(self.blocks) == 1 and _is_chain(self.blocks[0]),
             block_calls=sum(len(watch.calls) for watches in self.blocks for watch in watches),
             matrix_parameters=frozenset(seen.matrix_parameters),
         )
@@ -204,15 +206,16 @@ class _BlockWatch:
 
 
 def _is_chain(watches: Sequence[_BlockWatch]) -> bool:
-    """Whether each block ran once, on the output of the one before it, with the first block's other arguments."""
+    """Whether each block ran once, on the output of the one before it."""
     if any(len(watch.calls) != 1 or not watch.calls[0][0] for watch in watches):
         return False
-    first_args, first_kwargs = watches[0].calls[0]
-    for previous, watch in pairwise(watches):
-        args, kwargs = watch.calls[0]
-        if args[0] is not previous.output or not _same([args[1:], kwargs], [first_args[1:], first_kwargs]):
-            return False
-    return True
+    return all(watch.calls[0][0][0] is previous.output for previous, watch in pairwise(watches))
+
+
+def _is_told_the_same(watches: Sequence[_BlockWatch]) -> bool:
+    """Whether all blocks got the first block's other arguments."""
+    others = [[args[1:], kwargs] for args, kwargs in (watch.calls[0] for watch in watches)]
+    return all(_same(each, others[0]) for each in others)
 
 
 def _same(left: Any, right: Any) -> bool:

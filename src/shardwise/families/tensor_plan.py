@@ -8,7 +8,7 @@ inner activations of an MLP - exists in parts only, so every pair begins and end
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -68,6 +68,24 @@ def tensor_plan(model: nn.Module) -> tuple[dict[str, TensorSplit], str]:
     if beside:
         return {}, f"{beside[0]!r} of {family} sees parts of activations, and its plan does not name it"
     return splits, ""
+
+
+def sequence_refusal(
+    shapes: Mapping[str, tuple[int, ...]], blocks: Sequence[str], splits: Mapping[str, TensorSplit], chain: bool
+) -> str:
+    """Why the ranks cannot each keep a part of the sequence between regions, or nothing.
+
+    What stands there has to work on every position by itself, as norms, dropout and residuals do. Of the parameters of
+    blocks that no split names these have one dim; a convolution or a recurrence over positions has more.
+    """
+    if not splits:
+        return "there is no plan of what is split"
+    if not chain:
+        return "its blocks are not one chain in which each works on the output of the one before"
+    known, inside = (tuple(f"{name}." for name in names) for names in (splits, blocks))
+    others = [name for name in shapes if name.startswith(inside) and not name.startswith(known)]
+    wide = [name for name in others if len(shapes[name]) > 1]
+    return f"{wide[0]!r} of a block is not split, and may work across positions" if wide else ""
 
 
 def region_of(name: str, split: TensorSplit) -> str:

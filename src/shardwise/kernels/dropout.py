@@ -11,7 +11,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ class DropoutScope:
     """What a microbatch's masks depend on. `calls` counts the uses of each name, `block` prefixes functional calls.
 
     `part` is this rank's number in its tensor group: of attention probabilities it holds that part of the heads.
+    `positions` (first, end) is set while hidden states hold only these positions of the sequence.
     """
 
     seed: int
@@ -38,12 +39,11 @@ class DropoutScope:
     block: str = ""
     functional: bool = False  # also lead torch.nn.functional.dropout here
     part: int = 0
+    positions: tuple[int, int] | None = None
 
     def snapshot(self) -> DropoutScope:
         """A copy to recompute under: same masks again, whatever ran in between."""
-        return DropoutScope(
-            self.seed, self.step, self.rows, Counter(self.calls), self.block, self.functional, self.part
-        )
+        return replace(self, calls=Counter(self.calls))
 
     def key(self, name: str) -> int:
         """64 bits that identify the next use of `name` in this step."""
@@ -126,9 +126,18 @@ def dropout(values: Tensor, probability: float, name: str) -> Tensor:
     if values.shape[0] % len(rows):
         rows = rows.new_full((1,), -1)
     elements = values.numel() // len(rows)
-    first = _active.part * elements if values.dim() == 4 else 0
-    mask = keep_mask(_active.key(name), rows, elements, 1 - probability, first)
+    mask = keep_mask(_active.key(name), rows, elements, 1 - probability, _first_element(values, elements, _active))
     return values * mask.view(values.shape) * (1 / (1 - probability))
+
+
+def _first_element(values: Tensor, elements: int, scope: DropoutScope) -> int:
+    """Index in its whole row of the first of a row's `elements`: of this rank's heads, or of its positions."""
+    if values.dim() == 4:
+        return scope.part * elements
+    if scope.positions is None or not elements:
+        return 0
+    start, end = scope.positions
+    return start * (elements // (end - start))
 
 
 class IndexedDropout(nn.Module):

@@ -120,6 +120,11 @@ PARALLEL_RULES = (
          because=lambda d: f"does not divide the {d.facts.attention_heads} attention heads and "
          f"{d.facts.key_value_heads} key-value heads",
          use=lambda d: f"use {one_of(divisors(_heads(d)))}"),
+    Rule("sequence-model", ("parallel.sequence_parallel", "parallel.tensor_parallel_degree"),
+         "between split layers the model works on each position by itself, from block to block",
+         lambda d: d.sequence_parallel and d.facts.sequence_refusal,
+         fix="use sequence_parallel false",
+         because=lambda d: d.facts.sequence_refusal),
     Rule("tensor-compile", ("parallel.tensor_parallel_degree", "model.compile"),
          "compiled blocks hold no collectives", lambda d: d.parallel.tensor_parallel_degree > 1 and d.model.compile,
          fix="use model.compile false"),

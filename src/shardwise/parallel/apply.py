@@ -17,6 +17,7 @@ from shardwise.layout import Layout
 from shardwise.memory.activation_checkpointing import apply_activation_checkpointing, group_blocks
 from shardwise.memory.offload import ActivationOffload
 from shardwise.parallel.model import DeferredHead, ParallelModel
+from shardwise.parallel.sequence import ScatteredRows, WholeRows, scatter_between
 from shardwise.parallel.sharded import materialize, shard
 from shardwise.parallel.tensor import partial_parameters, split_tensors, split_vocabulary
 from shardwise.parallel.tensor_map import Cut, TensorMap
@@ -42,7 +43,8 @@ def parallelize(
     groups = group_blocks(blocks, memory.checkpoint_strategy)
 
     model.to(torch_dtype(plan.dtypes.parameters))
-    vocabulary, cuts = _split(model, plan, layout, facts) if layout.size("tensor") > 1 else (None, {})
+    border = _border(plan, layout)
+    vocabulary, cuts = _split(model, plan, layout, facts, border) if border else (None, {})
     replace_dropout(model)
     if facts.has_functional_dropout:
         name_functional_dropout(blocks, [block.name for block in facts.blocks])
@@ -53,16 +55,28 @@ def parallelize(
         horizon = memory.activation_loading_horizon
         offload = ActivationOffload(device, horizon) if memory.offload_activations else None
         apply_activation_checkpointing(groups, memory, offload)
+    if isinstance(border, ScatteredRows):
+        scatter_between(blocks, border)
     sharded = shard(model, groups, plan, layout) if plan.needs_fsdp else []
     materialize(model, device, torch.device("cpu") if memory.offload_parameters else device)
     tensor_map = TensorMap.of(model, layout, cuts)
-    partial = partial_parameters(model, facts.tensor_splits) if cuts else ()
+    partial = partial_parameters(tensor_map, facts, isinstance(border, ScatteredRows)) if cuts else ()
     return ParallelModel(model, plan, layout, facts, tensor_map, device, head, sharded, partial)
 
 
-def _split(model: nn.Module, plan: Plan, layout: Layout, facts: ModelFacts) -> tuple[Vocabulary | None, dict[str, Cut]]:
+def _border(plan: Plan, layout: Layout) -> WholeRows | None:
+    """How the regions of tensor parallelism are entered and left; None where no tensor is split."""
+    if layout.size("tensor") == 1:
+        return None
+    group = layout.group("tensor")
+    return ScatteredRows(group, layout.index("tensor")) if plan.sequence_parallel else WholeRows(group)
+
+
+def _split(
+    model: nn.Module, plan: Plan, layout: Layout, facts: ModelFacts, border: WholeRows
+) -> tuple[Vocabulary | None, dict[str, Cut]]:
     """Tensor parallelism: blocks by heads and inner features, embeddings and head by vocabulary."""
-    cuts = split_tensors(model, facts.tensor_splits, layout)
+    cuts = split_tensors(model, facts.tensor_splits, layout, border)
     by_rows = split_vocabulary(model, facts, layout) if plan.chunked_loss else None
     return (None, cuts) if by_rows is None else (by_rows[0], cuts | by_rows[1])
 

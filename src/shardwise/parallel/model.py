@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from shardwise.collectives.tensor import sum_together
 from shardwise.families.facts import ModelFacts
 from shardwise.kernels.dropout import DropoutScope, dropout_scope
 from shardwise.kernels.loss import Vocabulary
@@ -138,11 +138,9 @@ class ParallelModel:
         return torch.stack(totals).sum(0)
 
     def _sum_partial_gradients(self) -> None:
-        """Whole parameters that see only this rank's part of the activations, such as norms of single heads."""
-        for name in self.partial:
-            gradient = self.tensor_map[name].local_gradient
-            if gradient is not None:
-                dist.all_reduce(gradient, group=self.layout.group("tensor"))
+        """Parameters that see only this rank's part of the activations, such as norms of single heads."""
+        if self.partial:
+            sum_together(self.tensor_map.gradients(self.partial), self.layout.group("tensor"), self.device)
 
     @contextmanager
     def whole_logits(self) -> Iterator[nn.Module]:

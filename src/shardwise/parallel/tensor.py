@@ -16,22 +16,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers.pytorch_utils import Conv1D
 
-from shardwise.collectives.tensor import enter, leave
+from shardwise.collectives.tensor import leave
 from shardwise.families.facts import ModelFacts, TensorSplit
 from shardwise.families.tensor_plan import region_of
 from shardwise.kernels.loss import Vocabulary
 from shardwise.layout import Layout
-from shardwise.parallel.tensor_map import Cut, chunk
+from shardwise.parallel.sequence import WholeRows, on_first
+from shardwise.parallel.tensor_map import Cut, TensorMap, chunk
 
 # Attributes that say how wide a part is: of attention modules that cut a fused projection, and of Conv1D's output.
 WIDTHS = ("split_size", "num_heads", "num_attention_heads", "all_head_size")
 OUTPUTS = ("out_features", "nf")
 
 
-def split_tensors(model: nn.Module, splits: Mapping[str, TensorSplit], layout: Layout) -> dict[str, Cut]:
-    """Cut the modules of `splits` (on the meta device) to this rank's part; parameter name -> how it was cut."""
-    group = layout.group("tensor")
+def split_tensors(
+    model: nn.Module, splits: Mapping[str, TensorSplit], layout: Layout, border: WholeRows
+) -> dict[str, Cut]:
+    """Cut the modules of `splits` (on the meta device) to this rank's part; parameter name -> how it was cut.
+
+    `border` says how regions are entered and left.
+    """
     degree, index = layout.size("tensor"), layout.index("tensor")
     cuts: dict[str, Cut] = {}
     for name, split in splits.items():
@@ -46,22 +52,24 @@ def split_tensors(model: nn.Module, splits: Mapping[str, TensorSplit], layout: L
             module._parameters[leaf] = nn.Parameter(local, requires_grad=parameter.requires_grad)
             cuts[f"{name}.{leaf}"] = cut
         if split.kind == "row":
-            _sum_output(module, split, group)
+            _sum_output(module, split, border)
         else:
             _narrow(module, OUTPUTS, cuts[f"{name}.weight"])
+            _make_part(module, split, border)
     for region in sorted({region_of(name, split) for name, split in splits.items() if split.kind == "column"}):
-        _enter(model.get_submodule(region), degree, group)
+        _enter(model.get_submodule(region), degree, border)
     return cuts
 
 
-def partial_parameters(model: nn.Module, splits: Mapping[str, TensorSplit]) -> tuple[str, ...]:
-    """Names of the whole parameters that see a part of the activations."""
-    return tuple(
-        f"{name}.{leaf}"
-        for name, split in splits.items()
-        if split.kind == "partial"
-        for leaf, _ in model.get_submodule(name).named_parameters()
-    )
+def partial_parameters(tensor_map: TensorMap, facts: ModelFacts, scattered: bool) -> tuple[str, ...]:
+    """Names of the whole parameters that see a part of the activations.
+
+    They are those the plan names, and with sequence parallelism (`scattered`) all of the blocks.
+    """
+    modules = [name for name, split in facts.tensor_splits.items() if split.kind == "partial"]
+    modules += [block.name for block in facts.blocks] if scattered else []
+    inside = tuple(f"{name}." for name in modules)
+    return tuple(entry.name for entry in tensor_map if entry.cut is None and entry.name.startswith(inside))
 
 
 def _cut_parameters(module: nn.Module, split: TensorSplit) -> dict[str, int]:
@@ -70,13 +78,24 @@ def _cut_parameters(module: nn.Module, split: TensorSplit) -> dict[str, int]:
     return {"weight": split.dim} | ({"bias": 0} if biased else {})
 
 
-def _sum_output(module: Any, split: TensorSplit, group: dist.ProcessGroup) -> None:
+def _sum_output(module: Any, split: TensorSplit, border: WholeRows) -> None:
     """A row module's product, summed, then its bias. Its weight is [out, in], or [in, out] where `dim` is 0."""
 
     def forward(values: Tensor) -> Tensor:
         weight = module.weight.T if split.dim == 0 else module.weight
-        total = leave(F.linear(values, weight), group)
+        total = border.leave(F.linear(values, weight))
         return total if module.bias is None else total + module.bias
+
+    module.forward = forward
+
+
+def _make_part(module: Any, split: TensorSplit, border: WholeRows) -> None:
+    """A column module's product, by the border, which knows what backward has to keep. Other kinds stay as they are."""
+    if not isinstance(module, (nn.Linear, Conv1D)):
+        return
+
+    def forward(values: Tensor) -> Tensor:
+        return border.linear(values, module.weight.T if split.dim else module.weight, module.bias)
 
     module.forward = forward
 
@@ -87,15 +106,12 @@ def _narrow(module: Any, names: Sequence[str], cut: Cut) -> None:
             setattr(module, name, cut.local_shape()[cut.dim])
 
 
-def _enter(region: Any, degree: int, group: dist.ProcessGroup) -> None:
-    """Lead the region's first input, positional or `hidden_states`, through `enter`; tell it how wide its part is."""
+def _enter(region: Any, degree: int, border: WholeRows) -> None:
+    """Lead the region's hidden states over its border; tell it how wide its part is."""
     inner: Callable[..., Any] = region.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if args:
-            args = (enter(args[0], group), *args[1:])
-        else:
-            kwargs["hidden_states"] = enter(kwargs["hidden_states"], group)
+        args, kwargs = on_first(border.enter, args, kwargs)
         return inner(*args, **kwargs)
 
     region.forward = forward

@@ -149,6 +149,11 @@ class TensorMap:
         """The entry of a logical name or of an alias of it."""
         return self.entries[self.names[name]]
 
+    def gradients(self, names: Sequence[str]) -> list[Tensor]:
+        """This rank's gradient elements of those of `names` that have some."""
+        found = (self[name].local_gradient for name in names)
+        return [gradient for gradient in found if gradient is not None]
+
     @classmethod
     def of(cls, model: nn.Module, layout: Coordinates, cuts: Mapping[str, Cut] | None = None) -> TensorMap:
         """Read the map off a model whose parameters are plain or sharded by FSDP2 on dim 0.
