@@ -14,6 +14,7 @@ from shardwise.testing.capture import gather
 from shardwise.testing.world import WorldPool
 from shardwise.training.sample import generate
 from shardwise.training.setup import set_up
+from shardwise.training.step import train_step
 from tests.parity.jobs import tensor_job, verify_one
 
 TWO = {"tensor_parallel_degree": 2}
@@ -35,6 +36,10 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("mistral", 4, {"parallel": FOUR}),
     ("qwen3", 4, {"parallel": TWO}),
     ("qwen3", 2, {"parallel": TWO, "training": {"sequences_per_step": 6, "microbatch_size": 2}}),
+    ("llama", 4, {"parallel": FOUR, "tied": False}),  # 2 key-value heads, each on 2 ranks
+    ("mistral", 4, {"parallel": FOUR, "config": {"num_key_value_heads": 1}}),
+    ("qwen3", 8, {"parallel": FOUR, "training": {"microbatch_size": 1}, **FP32}),  # its norms compute in fp32
+    ("gemma", 8, {"parallel": {**FOUR, "sharded_data_parallel_degree": 1, "sequence_parallel": True}}),
     ("gptj", 4, {"parallel": FOUR, "dropout": 0.1, **FP32}),  # its attention computes in fp32
     ("gpt_neo", 2, {"parallel": TWO, "dropout": 0.1}),
     ("opt", 4, {"parallel": TWO, "dropout": 0.1}),
@@ -60,7 +65,7 @@ def initial(job: Job) -> dict[str, Tensor]:
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "llama"])
 def test_initial_weights_are_bit_equal(world_pool: WorldPool, corpora: Path, family: str) -> None:
     alone = world_pool.run(1, initial, tensor_job(corpora, family))[0]
-    for ranks, parallel in ((2, TWO), (4, TWO), (4, TWO if family == "llama" else FOUR)):
+    for ranks, parallel in ((2, TWO), (4, TWO), (4, FOUR)):
         found = world_pool.run(ranks, initial, tensor_job(corpora, family, parallel=parallel))[0]
         assert list(found) == list(alone)
         assert all(torch.equal(found[name], alone[name]) for name in alone)
@@ -79,6 +84,17 @@ def test_a_rank_keeps_its_part(world_pool: WorldPool, corpora: Path) -> None:
     assert sum(here for here, _ in parts) == parts[0][1] + 3 * everywhere
 
 
+def norms(job: Job) -> float:
+    """Gradient norm of a first step."""
+    run = set_up(job, torch.device("cpu"))
+    return train_step(run.model, run.program, run.stream.batches(0), run.optimizer, run.scaler, 0).grad_norm
+
+
+def test_a_head_in_copies_counts_once_in_the_norm(world_pool: WorldPool, corpora: Path) -> None:
+    alone = world_pool.run(1, norms, tensor_job(corpora, "llama"))[0]
+    assert world_pool.run(4, norms, tensor_job(corpora, "llama", parallel=FOUR)) == pytest.approx([alone] * 4, rel=1e-9)
+
+
 def from_directory(job: Job) -> dict[str, Tensor]:
     return gather(set_up(job, torch.device("cpu")))
 
@@ -92,7 +108,7 @@ def test_a_directory_is_read_by_slices(world_pool: WorldPool, corpora: Path, tmp
     torch.manual_seed(5)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings))
     model.save_pretrained(tmp_path)
-    job = tensor_job(corpora, family, parallel=TWO)
+    job = tensor_job(corpora, family, parallel=FOUR if family == "llama" else TWO)
     job = job.model_copy(update={"model": job.model.model_copy(update={"config": None, "path": str(tmp_path)})})
     found = world_pool.run(4, from_directory, job)[0]
     expected = dict(model.named_parameters())

@@ -29,12 +29,14 @@ class TensorSplit:
         dim: of the weight.
         sections: fused projections that lie side by side along `dim`, each of which is split.
         alone: a column module whose parent also works on whole activations.
+        key_value: a column module of key or value heads alone; of fewer heads than ranks each is held by several.
     """
 
     kind: str
     dim: int = 0
     sections: int = 1
     alone: bool = False
+    key_value: bool = False
 
 
 @dataclass(frozen=True)

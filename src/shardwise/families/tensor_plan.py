@@ -24,6 +24,8 @@ PUBLISHED = {
     "rowwise": TensorSplit("row"),
     "replicated_with_grad_allreduce": TensorSplit("partial"),
 }
+# Names of projections of keys or values alone, with or without a plan of transformers'.
+KEY_VALUE = ("k_proj", "v_proj", "key", "value")
 COLUMN, ROW = PUBLISHED["colwise"], PUBLISHED["rowwise"]
 SEPARATE = {"q_proj": COLUMN, "k_proj": COLUMN, "v_proj": COLUMN, "out_proj": ROW}
 
@@ -106,6 +108,7 @@ def _matched(model: PreTrainedModel, rules: Mapping[str, TensorSplit]) -> dict[s
     splits: dict[str, TensorSplit] = {}
     for rule, split in rules.items():
         pattern = re.compile(re.escape(base + rule).replace(r"\*", r"\d+"))
+        split = replace(split, key_value=split.kind == "column" and rule.endswith(KEY_VALUE))
         splits |= {name: _of(part, split) for name, part in model.named_modules() if pattern.fullmatch(name)}
     return splits
 

@@ -60,7 +60,7 @@ def parallelize(
     sharded = shard(model, groups, plan, layout) if plan.needs_fsdp else []
     materialize(model, device, torch.device("cpu") if memory.offload_parameters else device)
     tensor_map = TensorMap.of(model, layout, cuts)
-    partial = partial_parameters(tensor_map, facts, isinstance(border, ScatteredRows)) if cuts else ()
+    partial = partial_parameters(tensor_map, facts, layout, plan.sequence_parallel) if cuts else ()
     return ParallelModel(model, plan, layout, facts, tensor_map, device, head, sharded, partial)
 
 
@@ -76,7 +76,7 @@ def _split(
     model: nn.Module, plan: Plan, layout: Layout, facts: ModelFacts, border: WholeRows
 ) -> tuple[Vocabulary | None, dict[str, Cut]]:
     """Tensor parallelism: blocks by heads and inner features, embeddings and head by vocabulary."""
-    cuts = split_tensors(model, facts.tensor_splits, layout, border)
+    cuts = split_tensors(model, facts, layout, border)
     by_rows = split_vocabulary(model, facts, layout) if plan.chunked_loss else None
     return (None, cuts) if by_rows is None else (by_rows[0], cuts | by_rows[1])
 

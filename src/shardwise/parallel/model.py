@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -81,7 +82,7 @@ class ParallelModel:
         head: set when logits are never whole.
         tensor_map: what lives here.
         sharded: FSDP2's modules, empty when nothing is sharded.
-        partial: names of parameters whose gradients are summed over the tensor group.
+        partial: names of parameters whose gradients are parts, and the group over which they are summed.
         device: where forward and backward run.
     """
 
@@ -93,7 +94,7 @@ class ParallelModel:
     device: torch.device
     head: DeferredHead | None = None
     sharded: list[FSDPModule] = field(default_factory=list)
-    partial: tuple[str, ...] = ()
+    partial: tuple[tuple[Sequence[str], dist.ProcessGroup], ...] = ()
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -138,9 +139,9 @@ class ParallelModel:
         return torch.stack(totals).sum(0)
 
     def _sum_partial_gradients(self) -> None:
-        """Parameters that see only this rank's part of the activations, such as norms of single heads."""
-        if self.partial:
-            sum_together(self.tensor_map.gradients(self.partial), self.layout.group("tensor"), self.device)
+        """Of parameters that several tensor ranks hold, each for a part of the activations (norms of single heads)."""
+        for names, group in self.partial:
+            sum_together(self.tensor_map.gradients(names), group, self.device)
 
     @contextmanager
     def whole_logits(self) -> Iterator[nn.Module]:

@@ -9,7 +9,7 @@ inside the loss, which then never gathers logits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,21 +24,19 @@ from shardwise.families.tensor_plan import region_of
 from shardwise.kernels.loss import Vocabulary
 from shardwise.layout import Layout
 from shardwise.parallel.sequence import WholeRows, on_first
-from shardwise.parallel.tensor_map import Cut, TensorMap, chunk
+from shardwise.parallel.tensor_map import Coordinates, Cut, TensorMap, chunk
 
 # Attributes that say how wide a part is: of attention modules that cut a fused projection, and of Conv1D's output.
-WIDTHS = ("split_size", "num_heads", "num_attention_heads", "all_head_size")
+WIDTHS = ("split_size", "num_heads", "num_attention_heads", "all_head_size", "num_key_value_heads", "num_kv_heads")
 OUTPUTS = ("out_features", "nf")
 
 
-def split_tensors(
-    model: nn.Module, splits: Mapping[str, TensorSplit], layout: Layout, border: WholeRows
-) -> dict[str, Cut]:
-    """Cut the modules of `splits` (on the meta device) to this rank's part; parameter name -> how it was cut.
+def split_tensors(model: nn.Module, facts: ModelFacts, layout: Layout, border: WholeRows) -> dict[str, Cut]:
+    """Cut the modules that the facts name (on the meta device) to this rank's part; parameter name -> how it was cut.
 
     `border` says how regions are entered and left.
     """
-    degree, index = layout.size("tensor"), layout.index("tensor")
+    splits = facts.tensor_splits
     cuts: dict[str, Cut] = {}
     for name, split in splits.items():
         if split.kind == "partial":
@@ -47,7 +45,8 @@ def split_tensors(
         for leaf, dim in _cut_parameters(module, split).items():
             parameter = module._parameters[leaf]
             assert parameter is not None
-            cut = Cut(tuple(parameter.shape), dim, split.sections, degree, index)
+            copies = key_value_copies(facts, layout.size("tensor")) if split.key_value else 1
+            cut = cut_of(tuple(parameter.shape), dim, split.sections, layout, copies)
             local = parameter.new_empty(cut.local_shape())
             module._parameters[leaf] = nn.Parameter(local, requires_grad=parameter.requires_grad)
             cuts[f"{name}.{leaf}"] = cut
@@ -56,20 +55,40 @@ def split_tensors(
         else:
             _narrow(module, OUTPUTS, cuts[f"{name}.weight"])
             _make_part(module, split, border)
+    degree = layout.size("tensor")
     for region in sorted({region_of(name, split) for name, split in splits.items() if split.kind == "column"}):
-        _enter(model.get_submodule(region), degree, border)
+        _enter(model.get_submodule(region), degree, key_value_copies(facts, degree), border)
     return cuts
 
 
-def partial_parameters(tensor_map: TensorMap, facts: ModelFacts, scattered: bool) -> tuple[str, ...]:
-    """Names of the whole parameters that see a part of the activations.
+def cut_of(shape: tuple[int, ...], dim: int, sections: int, layout: Coordinates, copies: int = 1) -> Cut:
+    """The cut of a tensor group in which `copies` neighbours hold the same part."""
+    index, copy = divmod(layout.index("tensor"), copies)
+    return Cut(shape, dim, sections, layout.size("tensor") // copies, index, copies, copy)
 
-    They are those the plan names, and with sequence parallelism (`scattered`) all of the blocks.
+
+def key_value_copies(facts: ModelFacts, degree: int) -> int:
+    """How many ranks share a key-value head: where there are fewer heads than ranks, they are held in copies."""
+    return max(1, degree // facts.key_value_heads) if facts.key_value_heads else 1
+
+
+def partial_parameters(
+    tensor_map: TensorMap, facts: ModelFacts, layout: Layout, scattered: bool
+) -> tuple[tuple[Sequence[str], dist.ProcessGroup], ...]:
+    """Names of parameters that several ranks hold, each for a part of the activations, with those ranks. Collective.
+
+    Over the tensor group they are those that the plan names, and with sequence parallelism (`scattered`) all whole ones
+    of blocks; over neighbours the key-value heads of which each has a copy, for query heads of its own.
     """
     modules = [name for name, split in facts.tensor_splits.items() if split.kind == "partial"]
     modules += [block.name for block in facts.blocks] if scattered else []
     inside = tuple(f"{name}." for name in modules)
-    return tuple(entry.name for entry in tensor_map if entry.cut is None and entry.name.startswith(inside))
+    whole = [entry.name for entry in tensor_map if entry.cut is None and entry.name.startswith(inside)]
+    copies = {entry.name: entry.cut.copies for entry in tensor_map if entry.cut and entry.cut.copies > 1}
+    sums: list[tuple[Sequence[str], dist.ProcessGroup]] = [(whole, layout.group("tensor"))] if whole else []
+    if copies:
+        sums.append((list(copies), layout.tensor_neighbours(max(copies.values()))))
+    return tuple(sums)
 
 
 def _cut_parameters(module: nn.Module, split: TensorSplit) -> dict[str, int]:
@@ -106,7 +125,7 @@ def _narrow(module: Any, names: Sequence[str], cut: Cut) -> None:
             setattr(module, name, cut.local_shape()[cut.dim])
 
 
-def _enter(region: Any, degree: int, border: WholeRows) -> None:
+def _enter(region: Any, degree: int, copies: int, border: WholeRows) -> None:
     """Lead the region's hidden states over its border; tell it how wide its part is."""
     inner: Callable[..., Any] = region.forward
 
@@ -117,7 +136,9 @@ def _enter(region: Any, degree: int, border: WholeRows) -> None:
     region.forward = forward
     for name in WIDTHS:
         if isinstance(getattr(region, name, None), int):
-            setattr(region, name, getattr(region, name) // degree)
+            setattr(region, name, max(1, getattr(region, name) // degree))  # 1: a key-value head that others hold too
+    if isinstance(getattr(region, "num_key_value_groups", None), int):  # query heads of each key-value head
+        region.num_key_value_groups //= copies
 
 
 def split_vocabulary(model: Any, facts: ModelFacts, layout: Layout) -> tuple[Vocabulary, dict[str, Cut]] | None:
@@ -126,17 +147,16 @@ def split_vocabulary(model: Any, facts: ModelFacts, layout: Layout) -> tuple[Voc
     plain = type(embedding) is nn.Embedding and type(head) is nn.Linear and embedding.max_norm is None
     if not plain or embedding.weight.shape != head.weight.shape:
         return None
-    degree, index = layout.size("tensor"), layout.index("tensor")
     cuts: dict[str, Cut] = {}
     for parameter in {id(p): p for p in (*embedding.parameters(), *head.parameters())}.values():
-        cut = Cut(tuple(parameter.shape), 0, 1, degree, index)
+        cut = cut_of(tuple(parameter.shape), 0, 1, layout)
         local = nn.Parameter(parameter.new_empty(cut.local_shape()), requires_grad=parameter.requires_grad)
         for name, owner in model.named_modules():
             for leaf in [leaf for leaf, held in owner._parameters.items() if held is parameter]:
                 owner._parameters[leaf] = local  # under all its names: a tie stays one parameter
                 cuts[f"{name}.{leaf}"] = cut
     cut = cuts[f"{facts.head}.weight"]
-    rows = chunk(cut.shape[0], degree, index)
+    rows = chunk(cut.shape[0], cut.degree, cut.index)
     vocabulary = Vocabulary(layout.group("tensor"), rows.start, rows.stop)
     _look_up_part(embedding, vocabulary)
     _gather_logits(head, cut, vocabulary.group)

@@ -34,7 +34,9 @@ class Cut:
 
     Attributes:
         shape: of the whole parameter.
-        degree, index: ranks that hold the parts, and which of them this is.
+        degree, index: parts there are, and which of them this rank holds.
+        copies, copy: neighbouring ranks that hold the same part, and which of them this is; several where a model has
+            fewer key-value heads than there are ranks.
     """
 
     shape: tuple[int, ...]
@@ -42,14 +44,16 @@ class Cut:
     sections: int
     degree: int
     index: int
+    copies: int = 1
+    copy: int = 0
 
     def local_shape(self, index: int | None = None) -> tuple[int, ...]:
-        """Shape of a rank's part; this rank's if unset."""
+        """Shape of part `index`; this rank's if unset."""
         part = self._chunk(index)
         return (*self.shape[: self.dim], (part.stop - part.start) * self.sections, *self.shape[self.dim + 1 :])
 
     def regions(self, index: int | None = None) -> tuple[Region, ...]:
-        """Where a rank's part belongs in the whole parameter, section by section."""
+        """Where part `index` belongs in the whole parameter, section by section."""
         part, whole = self._chunk(index), self.shape[self.dim] // self.sections
         size = part.stop - part.start
         boxes = []
@@ -121,8 +125,9 @@ class Entry:
         """The parts of all tensor ranks, which may differ in size, so each is sent by itself."""
         assert self.tensor_group is not None
         whole = part.new_empty(self.shape)
-        for index, rank in enumerate(dist.get_process_group_ranks(self.tensor_group)):
-            other = part.contiguous() if index == cut.index else part.new_empty(cut.local_shape(index))
+        for index, rank in enumerate(dist.get_process_group_ranks(self.tensor_group)[:: cut.copies]):
+            mine = index == cut.index and cut.copy == 0
+            other = part.contiguous() if mine else part.new_empty(cut.local_shape(index))
             dist.broadcast(other, rank, group=self.tensor_group)
             for region in cut.regions(index):
                 whole[region.logical] = other[region.local]
@@ -187,14 +192,18 @@ def _entry(names: list[str], parameter: nn.Parameter, layout: Coordinates, cut: 
     everything = tuple(_everything(shape))
     regions = (Region(everything, everything),) if cut is None else cut.regions()
     name, *aliases = names
+    if cut is None:
+        replication, replica = layout.size(*copies, "tensor"), layout.index(*copies, "tensor")
+    else:
+        replication, replica = layout.size(*copies) * cut.copies, layout.index(*copies) * cut.copies + cut.copy
     return Entry(
         name,
         tuple(aliases),
         shape if cut is None else cut.shape,
         parameter,
         regions if rows is None else tuple(_within(region, rows) for region in regions),
-        layout.size(*copies) if cut else layout.size(*copies, "tensor"),
-        layout.index(*copies) if cut else layout.index(*copies, "tensor"),
+        replication,
+        replica,
         cut,
         layout.group("tensor") if cut else None,
     )
