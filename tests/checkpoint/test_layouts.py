@@ -34,7 +34,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "shard 5, empty ranks": (5, {}),
     "shard 4, replica 2": (8, {"sharded_data_parallel_degree": 4}),
     "tensor 2, shard 3, uneven": (6, {"tensor_parallel_degree": 2}),
-    "tensor 4, heads in copies, replica 2": (8, {"tensor_parallel_degree": 4, "sharded_data_parallel_degree": 1}),
+    "tensor 4, heads in copies": (4, {"tensor_parallel_degree": 4}),
 }
 MODELS: dict[str, dict[str, Any]] = {
     "gpt2, tied, fp16": {"tied": True, "precision": {"compute": "fp16"}},

@@ -15,11 +15,14 @@ from shardwise.testing.world import WorldPool
 from shardwise.training.sample import generate
 from shardwise.training.setup import set_up
 from shardwise.training.step import train_step
-from tests.parity.jobs import tensor_job, verify_one
+from tests.parity.jobs import t5_job, tensor_job, verify_one
 
 TWO = {"tensor_parallel_degree": 2}
 FOUR = {"tensor_parallel_degree": 4}
 FP32: dict[str, Any] = {"precision": {"compute": "fp32"}, "optimizer": {"name": "SGD", "learning_rate": 0.1}}
+# Falcon's first models: a head's query, key and value beside each other, biases by position, branches in sequence.
+ALIBI: dict[str, Any] = {"alibi": True, "new_decoder_architecture": False, "multi_query": False, "parallel_attn": False,
+         "num_kv_heads": 4}  # fmt: skip
 CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("gpt2", 2, {"parallel": TWO, "dropout": 0.1}),
     ("gpt2", 4, {"parallel": FOUR}),
@@ -40,6 +43,11 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("mistral", 4, {"parallel": FOUR, "config": {"num_key_value_heads": 1}}),
     ("qwen3", 8, {"parallel": FOUR, "training": {"microbatch_size": 1}, **FP32}),  # its norms compute in fp32
     ("gemma", 8, {"parallel": {**FOUR, "sharded_data_parallel_degree": 1, "sequence_parallel": True}}),
+    ("bloom", 4, {"parallel": FOUR, "dropout": 0.1, **FP32}),  # its attention computes in fp32
+    ("bloom", 2, {"parallel": {**TWO, "sequence_parallel": True}, "dropout": 0.1, **FP32}),
+    ("falcon", 4, {"parallel": TWO, "dropout": 0.1}),
+    ("falcon", 2, {"parallel": {**TWO, "sequence_parallel": True}, "config": ALIBI, "dropout": 0.1}),
+    ("falcon", 2, {"parallel": TWO, "config": ALIBI, "model": {"attention": "sdpa"}}),
     ("gptj", 4, {"parallel": FOUR, "dropout": 0.1, **FP32}),  # its attention computes in fp32
     ("gpt_neo", 2, {"parallel": TWO, "dropout": 0.1}),
     ("opt", 4, {"parallel": TWO, "dropout": 0.1}),
@@ -54,6 +62,23 @@ def test_agrees_with_one_process(
     world_pool: WorldPool, corpora: Path, family: str, ranks: int, settings: dict[str, Any]
 ) -> None:
     report = world_pool.run(ranks, verify_one, tensor_job(corpora, family, **settings))[0]
+    assert report is not None
+    assert report.agrees, (report.first, report.diagnosis)
+
+
+@pytest.mark.parametrize(
+    "ranks, settings",
+    [
+        (2, {"parallel": TWO, **FP32}),
+        (4, {"parallel": FOUR, "tied": False, "gated": True, **FP32}),
+        (4, {"parallel": TWO, "dropout": 0.0, "memory": {"activation_checkpointing": "full"}, **FP32}),
+    ],
+)
+def test_an_encoder_and_a_decoder_agree_with_one_process(
+    world_pool: WorldPool, corpora: Path, ranks: int, settings: dict[str, Any]
+) -> None:
+    """T5: relative position biases by head, which the first block of a stack makes for all; cross-attention."""
+    report = world_pool.run(ranks, verify_one, t5_job(corpora, **settings))[0]
     assert report is not None
     assert report.agrees, (report.first, report.diagnosis)
 

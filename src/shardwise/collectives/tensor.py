@@ -191,7 +191,8 @@ def _summed_part(values: Tensor, rows: Rows) -> Tensor:
     stacked = torch.stack([F.pad(part, (0, 0, 0, most - part.shape[1])) for part in parts])
     total = torch.empty_like(stacked[0])
     dist.reduce_scatter_tensor(total, stacked.flatten(0, 1), group=rows.group)
-    mine = total[:, : sizes[rows.index]].contiguous()
+    # Models add to it in place, which autograd allows where it is no view.
+    mine = total if total.shape[1] == sizes[rows.index] else total[:, : sizes[rows.index]].clone()
     return mine.flatten(0, 1) if values.dim() == 2 else mine
 
 

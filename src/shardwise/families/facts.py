@@ -25,7 +25,8 @@ class TensorSplit:
 
     Attributes:
         kind: a linear module is split by `column` (output features) or `row` (input features); a `partial` one is whole
-            but sees only a part of the activations, so the gradients of its parameters are summed.
+            but sees only a part of the activations, so the gradients of its parameters are summed; an `inner` one is
+            dropout of activations that exist in parts, between a column and the row module beside it.
         dim: of the weight.
         sections: fused projections that lie side by side along `dim`, each of which is split.
         alone: a column module whose parent also works on whole activations.

@@ -38,6 +38,17 @@ ENCODER = (
     _in("encoder.layer.*.attention.self", {"query": COLUMN, "key": COLUMN, "value": COLUMN})
     | _in("encoder.layer.*", {"attention.output.dense": ROW, "intermediate.dense": COLUMN, "output.dense": ROW})
 )  # fmt: skip
+INTERLEAVED = (  # one projection of [heads, (query, key, value), head size]
+    _in("h.*.self_attention", {"query_key_value": COLUMN, "dense": ROW})
+    | _in("h.*.mlp", {"dense_h_to_4h": COLUMN, "dense_4h_to_h": ROW})
+)  # fmt: skip
+T5_ATTENTION = {"q": COLUMN, "k": COLUMN, "v": COLUMN, "o": ROW, "relative_attention_bias": COLUMN}
+T5_STACK = (
+    _in("block.*.layer.*.SelfAttention", T5_ATTENTION)
+    | _in("block.*.layer.*.EncDecAttention", T5_ATTENTION)
+    | _in("block.*.layer.*.DenseReluDense", {"wi": COLUMN, "wi_0": COLUMN, "wi_1": COLUMN, "wo": ROW})
+    | _in("block.*.layer.*.DenseReluDense", {"dropout": TensorSplit("inner")})
+)  # fmt: skip
 # Of models for which transformers has no plan.
 OWN: dict[str, dict[str, TensorSplit]] = {
     "gpt2": _in("h.*.attn", {"c_attn": TensorSplit("column", sections=3), "c_proj": ROW})
@@ -48,6 +59,9 @@ OWN: dict[str, dict[str, TensorSplit]] = {
     | _in("decoder.layers.*", {"fc1": TensorSplit("column", alone=True), "fc2": ROW}),
     "bert": ENCODER,
     "roberta": ENCODER,
+    "bloom": INTERLEAVED,
+    "falcon": INTERLEAVED,
+    "t5": _in("encoder", T5_STACK) | _in("decoder", T5_STACK),
 }
 
 
@@ -62,6 +76,8 @@ def tensor_plan(model: nn.Module) -> tuple[dict[str, TensorSplit], str]:
     strange = sorted(set(published.values()) - PUBLISHED.keys())
     if strange and family not in OWN:
         return {}, f"transformers' plan for {family} asks for {', '.join(strange)}, which is not built yet"
+    if family == "bloom" and model.config.slow_but_exact and model.config.pretraining_tp > 1:
+        return {}, "slow_but_exact of bloom adds up slices of whole weights"
     rules = OWN.get(family) or {name: PUBLISHED[kind] for name, kind in published.items()}
     splits = _matched(model, rules)
     if not splits:
@@ -114,6 +130,6 @@ def _matched(model: PreTrainedModel, rules: Mapping[str, TensorSplit]) -> dict[s
 
 
 def _of(module: Any, split: TensorSplit) -> TensorSplit:
-    """With the `dim` of the module's weight; a Conv1D holds it transposed."""
-    outputs = 1 if isinstance(module, Conv1D) else 0
+    """With the `dim` of the module's weight; a Conv1D holds it transposed, and so does a table of features."""
+    outputs = 1 if isinstance(module, (Conv1D, nn.Embedding)) else 0
     return replace(split, dim=1 - outputs if split.kind == "row" else outputs)

@@ -27,8 +27,26 @@ from shardwise.parallel.sequence import WholeRows, on_first
 from shardwise.parallel.tensor_map import Coordinates, Cut, TensorMap, chunk
 
 # Attributes that say how wide a part is: of attention modules that cut a fused projection, and of Conv1D's output.
-WIDTHS = ("split_size", "num_heads", "num_attention_heads", "all_head_size", "num_key_value_heads", "num_kv_heads")
+WIDTHS = ("split_size", "num_heads", "num_attention_heads", "all_head_size", "num_key_value_heads", "num_kv_heads",
+          "n_heads")  # fmt: skip
+# Further inputs of a region: whole activations of another stack, and tensors that a model makes for all heads.
+ENTERING = ("key_value_states", "encoder_hidden_states")
 OUTPUTS = ("out_features", "nf")
+
+
+def _of_mask(mask: Any, heads: int, mine: slice) -> Any:
+    """This rank's heads of [B, heads, S, S], into which Falcon writes its biases; one for all heads stays as it is."""
+    return mask[:, mine] if isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[1] == heads else mask
+
+
+def _of_alibi(alibi: Any, heads: int, mine: slice) -> Any:
+    """This rank's heads of Bloom's [B*heads, 1, S] or Falcon's [B, heads, 1, S]."""
+    if not isinstance(alibi, Tensor) or alibi.dim() == 4:
+        return _of_mask(alibi, heads, mine)
+    return alibi.unflatten(0, (-1, heads))[:, mine].flatten(0, 1)
+
+
+OF_HEADS: dict[str, Callable[[Any, int, slice], Any]] = {"attention_mask": _of_mask, "alibi": _of_alibi}
 
 
 def split_tensors(model: nn.Module, facts: ModelFacts, layout: Layout, border: WholeRows) -> dict[str, Cut]:
@@ -39,7 +57,7 @@ def split_tensors(model: nn.Module, facts: ModelFacts, layout: Layout, border: W
     splits = facts.tensor_splits
     cuts: dict[str, Cut] = {}
     for name, split in splits.items():
-        if split.kind == "partial":
+        if split.kind in ("partial", "inner"):
             continue
         module = model.get_submodule(name)
         for leaf, dim in _cut_parameters(module, split).items():
@@ -55,9 +73,14 @@ def split_tensors(model: nn.Module, facts: ModelFacts, layout: Layout, border: W
         else:
             _narrow(module, OUTPUTS, cuts[f"{name}.weight"])
             _make_part(module, split, border)
-    degree = layout.size("tensor")
     for region in sorted({region_of(name, split) for name, split in splits.items() if split.kind == "column"}):
-        _enter(model.get_submodule(region), degree, key_value_copies(facts, degree), border)
+        _enter(model.get_submodule(region), facts, layout, border)
+    for name in [name for name, split in splits.items() if split.kind == "inner"]:
+        parent = name.rpartition(".")[0]
+        row = next(
+            other for other, split in splits.items() if split.kind == "row" and region_of(other, split) == parent
+        )
+        model.get_submodule(name).columns = cuts[f"{row}.weight"].columns  # type: ignore[assignment]
     return cuts
 
 
@@ -125,12 +148,16 @@ def _narrow(module: Any, names: Sequence[str], cut: Cut) -> None:
             setattr(module, name, cut.local_shape()[cut.dim])
 
 
-def _enter(region: Any, degree: int, copies: int, border: WholeRows) -> None:
-    """Lead the region's hidden states over its border; tell it how wide its part is."""
+def _enter(region: Any, facts: ModelFacts, layout: Layout, border: WholeRows) -> None:
+    """Lead the region's activations over its border; tell it how wide its part is."""
     inner: Callable[..., Any] = region.forward
+    degree, index, heads = layout.size("tensor"), layout.index("tensor"), facts.attention_heads
+    mine = slice(index * heads // degree, (index + 1) * heads // degree)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = on_first(border.enter, args, kwargs)
+        kwargs |= {name: border.enter(kwargs[name]) for name in ENTERING if kwargs.get(name) is not None}
+        kwargs |= {name: of_heads(kwargs[name], heads, mine) for name, of_heads in OF_HEADS.items() if name in kwargs}
         return inner(*args, **kwargs)
 
     region.forward = forward
@@ -138,7 +165,7 @@ def _enter(region: Any, degree: int, copies: int, border: WholeRows) -> None:
         if isinstance(getattr(region, name, None), int):
             setattr(region, name, max(1, getattr(region, name) // degree))  # 1: a key-value head that others hold too
     if isinstance(getattr(region, "num_key_value_groups", None), int):  # query heads of each key-value head
-        region.num_key_value_groups //= copies
+        region.num_key_value_groups //= key_value_copies(facts, degree)
 
 
 def split_vocabulary(model: Any, facts: ModelFacts, layout: Layout) -> tuple[Vocabulary, dict[str, Cut]] | None:
@@ -158,7 +185,9 @@ def split_vocabulary(model: Any, facts: ModelFacts, layout: Layout) -> tuple[Voc
     cut = cuts[f"{facts.head}.weight"]
     rows = chunk(cut.shape[0], cut.degree, cut.index)
     vocabulary = Vocabulary(layout.group("tensor"), rows.start, rows.stop)
-    _look_up_part(embedding, vocabulary)
+    for table in [table for table in model.modules() if isinstance(table, nn.Embedding)]:
+        if table.weight is embedding.weight:  # T5's stacks each have a module of their own for it
+            _look_up_part(table, vocabulary)
     _gather_logits(head, cut, vocabulary.group)
     return vocabulary, cuts
 

@@ -64,6 +64,11 @@ class Cut:
             boxes.append(Region(tuple(logical), tuple(local)))
         return tuple(boxes)
 
+    @property
+    def columns(self) -> tuple[int, int]:
+        """First of this rank's features along `dim`, and how many there are in all."""
+        return self._chunk(None).start, self.shape[self.dim]
+
     def _chunk(self, index: int | None) -> slice:
         return chunk(self.shape[self.dim] // self.sections, self.degree, self.index if index is None else index)
 
