@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from shardwise.config import Job
 from shardwise.families.facts import BlockFacts, ModelFacts
 from shardwise.families.probe import Probe, probe
-from shardwise.families.tensor_plan import sequence_refusal, tensor_plan
+from shardwise.families.tensor_plan import sequence_refusal, tensor_plan, vocabulary_parameters
 
 SIMILAR_NAMES = 0.5  # share of parameter names that the children of a list of blocks have in common
 SMALLEST_LIST = 0.1  # a further list of blocks has at least this share of the heaviest one's parameters
@@ -63,6 +63,7 @@ def discover(model: nn.Module, job: Job, example: Mapping[str, Tensor] | None = 
         buffers=tuple(name for name, _ in model.named_buffers()),
         parameter_shapes=shapes,
         tensor_splits=splits,
+        vocabulary_parameters=vocabulary_parameters(model, seen.head),
         tensor_refusal=refusal,
         sequence_refusal=sequence_refusal(shapes, blocks, splits, seen.blocks_are_a_chain),
         probe_failure=seen.failure,

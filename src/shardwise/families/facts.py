@@ -40,6 +40,12 @@ class TensorSplit:
     key_value: bool = False
 
 
+def chunk(size: int, degree: int, index: int) -> slice:
+    """Part `index` of `size` in chunks of ceil(size / degree), the last ones short or empty (torch.chunk's rule)."""
+    most = -(-size // degree)
+    return slice(min(index * most, size), min((index + 1) * most, size))
+
+
 @dataclass(frozen=True)
 class ModelFacts:
     """Structure and sizes of one model.
@@ -68,6 +74,7 @@ class ModelFacts:
     blocks_share_arguments: bool = True  # every block is called with the same keyword arguments
     buffers: tuple[str, ...] = ()
     tensor_splits: dict[str, TensorSplit] = field(default_factory=dict)  # module name -> how it can be split
+    vocabulary_parameters: tuple[str, ...] = ()  # of input embeddings and head, where ranks can share their rows
     tensor_refusal: str = ""  # why tensor parallelism cannot be had, where it cannot
     sequence_refusal: str = ""  # why tensor ranks cannot share the sequence, where tensors can be split
     parameter_shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # in order; ties once, first name
@@ -79,6 +86,10 @@ class ModelFacts:
     def chunkable_head(self) -> bool:
         """Whether the output projection can run inside the loss, so that logits never exist whole."""
         return self.head is not None
+
+    def key_value_copies(self, degree: int) -> int:
+        """How many of `degree` tensor ranks hold the same key-value head, where there are fewer heads than ranks."""
+        return max(1, degree // self.key_value_heads) if self.key_value_heads else 1
 
     def model_flops_per_token(self, sequence_length: int) -> float:
         """Model FLOPs of forward and backward for one token: 6·P + 12·L·s·h.

@@ -88,6 +88,18 @@ def tensor_plan(model: nn.Module) -> tuple[dict[str, TensorSplit], str]:
     return splits, ""
 
 
+def vocabulary_parameters(model: Any, head: str | None) -> tuple[str, ...]:
+    """Names of the parameters of input embeddings and head whose rows ranks can share; none where one is not plain."""
+    if head is None or not isinstance(model, PreTrainedModel):
+        return ()
+    table, projection = model.get_input_embeddings(), model.get_submodule(head)
+    plain = type(table) is nn.Embedding and type(projection) is nn.Linear and table.max_norm is None
+    if not plain or table.weight.shape != projection.weight.shape:
+        return ()
+    wanted = {id(parameter) for parameter in (*table.parameters(), *projection.parameters())}
+    return tuple(name for name, parameter in model.named_parameters() if id(parameter) in wanted)
+
+
 def sequence_refusal(
     shapes: Mapping[str, tuple[int, ...]], blocks: Sequence[str], splits: Mapping[str, TensorSplit], chain: bool
 ) -> str:

@@ -19,12 +19,12 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from shardwise.collectives.tensor import leave
-from shardwise.families.facts import ModelFacts, TensorSplit
+from shardwise.families.facts import ModelFacts, TensorSplit, chunk
 from shardwise.families.tensor_plan import region_of
 from shardwise.kernels.loss import Vocabulary
 from shardwise.layout import Layout
 from shardwise.parallel.sequence import WholeRows, on_first
-from shardwise.parallel.tensor_map import Coordinates, Cut, TensorMap, chunk
+from shardwise.parallel.tensor_map import Coordinates, Cut, TensorMap
 
 # Attributes that say how wide a part is: of attention modules that cut a fused projection, and of Conv1D's output.
 WIDTHS = ("split_size", "num_heads", "num_attention_heads", "all_head_size", "num_key_value_heads", "num_kv_heads",
@@ -63,7 +63,7 @@ def split_tensors(model: nn.Module, facts: ModelFacts, layout: Layout, border: W
         for leaf, dim in _cut_parameters(module, split).items():
             parameter = module._parameters[leaf]
             assert parameter is not None
-            copies = key_value_copies(facts, layout.size("tensor")) if split.key_value else 1
+            copies = facts.key_value_copies(layout.size("tensor")) if split.key_value else 1
             cut = cut_of(tuple(parameter.shape), dim, split.sections, layout, copies)
             local = parameter.new_empty(cut.local_shape())
             module._parameters[leaf] = nn.Parameter(local, requires_grad=parameter.requires_grad)
@@ -88,11 +88,6 @@ def cut_of(shape: tuple[int, ...], dim: int, sections: int, layout: Coordinates,
     """The cut of a tensor group in which `copies` neighbours hold the same part."""
     index, copy = divmod(layout.index("tensor"), copies)
     return Cut(shape, dim, sections, layout.size("tensor") // copies, index, copies, copy)
-
-
-def key_value_copies(facts: ModelFacts, degree: int) -> int:
-    """How many ranks share a key-value head: where there are fewer heads than ranks, they are held in copies."""
-    return max(1, degree // facts.key_value_heads) if facts.key_value_heads else 1
 
 
 def partial_parameters(
@@ -165,17 +160,16 @@ def _enter(region: Any, facts: ModelFacts, layout: Layout, border: WholeRows) ->
         if isinstance(getattr(region, name, None), int):
             setattr(region, name, max(1, getattr(region, name) // degree))  # 1: a key-value head that others hold too
     if isinstance(getattr(region, "num_key_value_groups", None), int):  # query heads of each key-value head
-        region.num_key_value_groups //= key_value_copies(facts, degree)
+        region.num_key_value_groups //= facts.key_value_copies(degree)
 
 
 def split_vocabulary(model: Any, facts: ModelFacts, layout: Layout) -> tuple[Vocabulary, dict[str, Cut]] | None:
     """Cut input embeddings and head (on the meta device) by rows of the vocabulary; None where they are not plain."""
-    embedding, head = model.get_input_embeddings(), model.get_submodule(facts.head)
-    plain = type(embedding) is nn.Embedding and type(head) is nn.Linear and embedding.max_norm is None
-    if not plain or embedding.weight.shape != head.weight.shape:
+    if not facts.vocabulary_parameters:
         return None
+    embedding, head = model.get_input_embeddings(), model.get_submodule(facts.head)
     cuts: dict[str, Cut] = {}
-    for parameter in {id(p): p for p in (*embedding.parameters(), *head.parameters())}.values():
+    for parameter in [model.get_parameter(name) for name in facts.vocabulary_parameters]:
         cut = cut_of(tuple(parameter.shape), 0, 1, layout)
         local = nn.Parameter(parameter.new_empty(cut.local_shape()), requires_grad=parameter.requires_grad)
         for name, owner in model.named_modules():

@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from shardwise.families.facts import chunk
+
 Slices = tuple[slice, ...]
 
 
@@ -178,12 +180,6 @@ class TensorMap:
             parameters[id(parameter)] = parameter
         cuts = cuts or {}
         return cls([_entry(own, parameters[key], layout, cuts.get(own[0])) for key, own in names.items()])
-
-
-def chunk(size: int, degree: int, index: int) -> slice:
-    """Part `index` of `size` in chunks of ceil(size / degree), the last ones short or empty (torch.chunk's rule)."""
-    most = -(-size // degree)
-    return slice(min(index * most, size), min((index + 1) * most, size))
 
 
 def _entry(names: list[str], parameter: nn.Parameter, layout: Coordinates, cut: Cut | None) -> Entry:
