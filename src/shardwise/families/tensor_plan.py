@@ -136,7 +136,7 @@ def _matched(model: PreTrainedModel, rules: Mapping[str, TensorSplit]) -> dict[s
     splits: dict[str, TensorSplit] = {}
     for rule, split in rules.items():
         pattern = re.compile(re.escape(base + rule).replace(r"\*", r"\d+"))
-        split = replace(split, key_value=split.kind == "column" and rule.endswith(KEY_VALUE))
+        split = replace(split, key_value=split.kind == "column" and rule.rpartition(".")[2] in KEY_VALUE)
         splits |= {name: _of(part, split) for name, part in model.named_modules() if pattern.fullmatch(name)}
     return splits
 
