@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
+from shardwise._torch_compat import all_gather_single, reduce_scatter_single
+
 Move = Callable[[Tensor, Any], Tensor]
 
 
@@ -175,7 +177,7 @@ def gathered(values: Tensor, rows: Rows) -> Tensor:
     mine = rows.by_sample(values, sizes[rows.index])
     mine = mine if mine.shape[1] == most else F.pad(mine, (0, 0, 0, most - mine.shape[1]))
     everyone = mine.new_empty(len(sizes), *mine.shape)
-    dist.all_gather_into_tensor(everyone.flatten(0, 1), mine.contiguous(), group=rows.group)
+    all_gather_single(everyone.flatten(0, 1), mine.contiguous(), group=rows.group)
     if min(sizes) == most:
         whole = everyone.transpose(0, 1).reshape(rows.batch, rows.length, -1)  # of one sample no copy
     else:
@@ -190,7 +192,7 @@ def _summed_part(values: Tensor, rows: Rows) -> Tensor:
     parts = rows.by_sample(values, rows.length).split(sizes, 1)
     stacked = torch.stack([F.pad(part, (0, 0, 0, most - part.shape[1])) for part in parts])
     total = torch.empty_like(stacked[0])
-    dist.reduce_scatter_tensor(total, stacked.flatten(0, 1), group=rows.group)
+    reduce_scatter_single(total, stacked.flatten(0, 1), group=rows.group)
     # Models add to it in place, which autograd allows where it is no view.
     mine = total if total.shape[1] == sizes[rows.index] else total[:, : sizes[rows.index]].clone()
     return mine.flatten(0, 1) if values.dim() == 2 else mine

@@ -3,7 +3,9 @@
 A split module keeps its part of the weight. Two autograd collectives stand at the borders of a region: a column module
 needs the whole input, so its input's gradient is summed in backward; a row module makes a partial output, so that is
 summed in forward, and its bias is added once, after the sum. Nothing else of the model's code changes: attention sees
-fewer heads, and views with -1 adapt to them. Input embeddings and head are split by vocabulary where the head runs
+fewer heads, and views with -1 adapt to them. Where there are fewer key-value heads than ranks, neighbours hold the same
+one for query heads of their own, and its gradient is the sum of theirs. What a model makes for all heads (ALiBi) is cut
+at the border; what it makes from cut parameters (T5's position biases) is this rank's already. Input embeddings and head are split by vocabulary where the head runs
 inside the loss, which then never gathers logits.
 """
 
@@ -134,7 +136,7 @@ def _make_part(module: Any, split: TensorSplit, border: WholeRows) -> None:
     def forward(values: Tensor) -> Tensor:
         return border.linear(values, module.weight.T if split.dim else module.weight, module.bias)
 
-    module.forward = forward
+    module.forward = forward  # type: ignore[method-assign]
 
 
 def _narrow(module: Any, names: Sequence[str], cut: Cut) -> None:
