@@ -113,7 +113,11 @@ CASES = {
     "sequence-model": case(
         {"parallel": {**TWO, "sequence_parallel": True}}, {"parallel": TWO}, "not one chain", CPU4, BRANCHED
     ),
-    "tensor-compile": case({"parallel": TWO, "model": {"compile": True}}, {"parallel": TWO}, "use model.compile false"),
+    "sequence-compile": case(
+        {"parallel": {**TWO, "sequence_parallel": True}, "model": {"compile": True}},
+        {"parallel": TWO, "model": {"compile": True}},
+        "use model.compile false",
+    ),
     "pipeline-not-built": case({"parallel": {"pipeline_parallel_degree": 2}}, {}, "use 1"),
     "context-not-built": case({"parallel": {"context_parallel_degree": 2}}, {}, "use 1"),
     "placement": case(

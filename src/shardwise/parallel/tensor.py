@@ -5,8 +5,8 @@ needs the whole input, so its input's gradient is summed in backward; a row modu
 summed in forward, and its bias is added once, after the sum. Nothing else of the model's code changes: attention sees
 fewer heads, and views with -1 adapt to them. Where there are fewer key-value heads than ranks, neighbours hold the same
 one for query heads of their own, and its gradient is the sum of theirs. What a model makes for all heads (ALiBi) is cut
-at the border; what it makes from cut parameters (T5's position biases) is this rank's already. Input embeddings and head are split by vocabulary where the head runs
-inside the loss, which then never gathers logits.
+at the border; what it makes from cut parameters (T5's position biases) is this rank's already. Input embeddings and
+head are split by vocabulary where the head runs inside the loss, which then never gathers logits.
 """
 
 from __future__ import annotations
