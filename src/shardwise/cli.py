@@ -178,12 +178,18 @@ def _checkpoint(options: argparse.Namespace, keys: dict[str, Any]) -> int:
     return verification.run_verify(options.path, say=_say_note)
 
 
+def _doctor_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model", metavar="PATH", help="show instead on which axes a model can be split: its directory or config.json"
+    )
+
+
 def _doctor(options: argparse.Namespace, keys: dict[str, Any]) -> int:
     from rich.console import Console
 
-    from shardwise.doctor import examine
+    from shardwise.doctor import examine, examine_model
 
-    Console().print(examine())
+    Console().print(examine() if options.model is None else examine_model(options.model))
     return 0
 
 
@@ -237,9 +243,10 @@ COMMANDS = {
         takes_job=False,
     ),
     "doctor": Command(
-        "show what this machine offers",
-        "Show versions, devices, backends and extras.",
-        lambda p: None,
+        "show what this machine offers, or a model",
+        "Show versions, devices, backends and extras; or of a Hugging Face model on which axes it can be split,\n"
+        "with which degrees, and why not on the others. Reads no weights.",
+        _doctor_options,
         _doctor,
         takes_job=False,
     ),
