@@ -147,4 +147,5 @@ def generated(job: Job) -> list[int]:
 
 def test_generation_sees_whole_logits(world_pool: WorldPool, corpora: Path) -> None:
     alone = world_pool.run(1, generated, tensor_job(corpora, "gpt2"))[0]
-    assert world_pool.run(4, generated, tensor_job(corpora, "gpt2", parallel=TWO)) == [alone] * 4
+    for parallel in (TWO, {**TWO, "sequence_parallel": True}):  # the text grows, and its parts with it
+        assert world_pool.run(4, generated, tensor_job(corpora, "gpt2", parallel=parallel)) == [alone] * 4

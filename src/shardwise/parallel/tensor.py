@@ -31,9 +31,9 @@ from shardwise.parallel.tensor_map import Coordinates, Cut, TensorMap
 # Attributes that say how wide a part is: of attention modules that cut a fused projection, and of Conv1D's output.
 WIDTHS = ("split_size", "num_heads", "num_attention_heads", "all_head_size", "num_key_value_heads", "num_kv_heads",
           "n_heads")  # fmt: skip
-# Further inputs of a region: whole activations of another stack, and tensors that a model makes for all heads.
-ENTERING = ("key_value_states", "encoder_hidden_states")
 OUTPUTS = ("out_features", "nf")
+# Further inputs of a region: whole activations of another stack, and (OF_HEADS) what a model makes for all heads.
+ENTERING = ("key_value_states", "encoder_hidden_states")
 
 
 def _of_mask(mask: Any, heads: int, mine: slice) -> Any:
