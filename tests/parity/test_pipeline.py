@@ -45,6 +45,12 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("gpt2", 4, {"parallel": {**TWO, "tensor_parallel_degree": 2}, "dropout": 0.1, "layers": 3}),
     ("qwen3", 8, {"parallel": ALL}),
     ("llama", 8, {"parallel": {**ALL, "placement_strategy": "spread"}, "tied": False}),
+    ("gpt2", 4, {"parallel": {**TWO, **TENSOR, "sequence_parallel": True}, "dropout": 0.1, "layers": 3}),
+    ("llama", 8, {"parallel": {**TWO, "tensor_parallel_degree": 4}, "layers": 3}),  # key-value heads in copies
+    # sequences
+    ("llama", 4, {"parallel": {**TWO, "context_parallel_degree": 2}, "training": UNEVEN}),
+    ("gpt2", 8, {"parallel": {**TWO, **TENSOR, "context_parallel_degree": 2, "sequence_parallel": True},
+                 "dropout": 0.1, "layers": 3, "data": {"isolate_documents": True}}),
     # memory and precision
     ("gpt2", 2, {"parallel": TWO, "memory": {"activation_checkpointing": "full"}, "dropout": 0.1}),
     ("gpt2", 4, {"parallel": TWO, "memory": {"activation_checkpointing": "selective"}, "dropout": 0.1}),
