@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -241,6 +242,42 @@ def test_help_and_mistakes_need_no_torch() -> None:
         "assert not {'torch', 'transformers', 'datasets'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "says"),
+    [
+        ("llama", {"num_key_value_heads": 2}, ["tensor degree 2 or 4", "sequence degree 2 or 4"]),
+        ("falcon", {}, ["tensor no: does not share out the 4 attention heads and 1 key-value heads"]),
+        (
+            "codegen",
+            {"rotary_dim": 2},
+            ["tensor no: there is no plan for codegen yet", "sequence no: there is no plan"],
+        ),
+        ("gemma2", {"head_dim": 4}, ["loss of whole logits"]),
+        ("modernbert", {"pad_token_id": 0}, ["model modernbert", "sharding any degree, block by block"]),
+    ],
+)
+def test_doctor_says_what_a_model_supports(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, family: str, settings: dict[str, Any], says: list[str]
+) -> None:
+    config = {
+        "model_type": family,
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 50,
+        **settings,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["doctor", "--model", str(tmp_path)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert all(line in shown for line in says), shown
+
+
+def test_doctor_of_no_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["doctor", "--model", str(tmp_path / "nowhere")]) == 2
+    assert "does not exist" in capsys.readouterr().err
 
 
 def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:

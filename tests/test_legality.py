@@ -10,7 +10,7 @@ import pytest
 from shardwise.config import Job
 from shardwise.draft import Draft, World, divisors, one_of
 from shardwise.errors import LegalityError
-from shardwise.families.facts import BlockFacts, ModelFacts, StageFacts
+from shardwise.families.facts import BlockFacts, ModelFacts, StageFacts, TensorSplit
 from shardwise.legality import RULES, check, rules
 from shardwise.optimizers import ELEMENTWISE, UNUSABLE, classes
 
@@ -26,6 +26,7 @@ FACTS = ModelFacts(
     key_value_heads=6,
     stages=StageFacts(before={"embed_in": 100}, after={"embed_out": 100}),
 )
+BRANCHED = replace(FACTS, sequence_refusal="its blocks are not one chain")
 NO_PLAN = replace(FACTS, tensor_refusal="there is no plan for xlm yet")
 LISTS = replace(FACTS, stages=StageFacts(refusal="it has two lists of blocks"))
 OTHER_ARGUMENTS = replace(FACTS, blocks_share_arguments=False)
@@ -167,9 +168,16 @@ CASES = {
     "tensor-heads": case(
         {"parallel": {"tensor_parallel_degree": 4}},
         {"parallel": TWO},
-        "does not divide the 12 attention heads and 6 key-value heads; use 1, 2, 3 or 6",
+        "does not share out the 12 attention heads and 6 key-value heads; use 1, 2, 3 or 6",
     ),
-    "tensor-compile": case({"parallel": TWO, "model": {"compile": True}}, {"parallel": TWO}, "use model.compile false"),
+    "sequence-model": case(
+        {"parallel": {**TWO, "sequence_parallel": True}}, {"parallel": TWO}, "not one chain", CPU4, BRANCHED
+    ),
+    "sequence-compile": case(
+        {"parallel": {**TWO, "sequence_parallel": True}, "model": {"compile": True}},
+        {"parallel": TWO, "model": {"compile": True}},
+        "use model.compile false",
+    ),
     **PIPELINE_CASES,
     "context-model": case(
         {"parallel": CONTEXT}, {"parallel": CONTEXT}, "does not go through", CPU4, NO_INTERFACE, FACTS
@@ -383,6 +391,17 @@ MORE = [
     ("accumulation", {"training": {"gradient_accumulation": 3}}, CPU4, FACTS),  # 4 a rank in 3: 2 + 2 + nothing
     ("idle-ranks", {}, World(32, "cpu", 32), FACTS),
 ]
+
+
+def test_key_value_heads_are_held_in_copies_where_their_projections_are_apart() -> None:
+    job = {"parallel": {"tensor_parallel_degree": 12}}
+    world = World(12, "cpu", 12)
+    apart = replace(FACTS, tensor_splits={"k": TensorSplit("column", key_value=True)})
+    resolve_case(job, world, apart)
+    with pytest.raises(LegalityError, match="use 1, 2, 3 or 6"):
+        resolve_case(job, world, replace(FACTS, tensor_splits={"qkv": TensorSplit("column")}))
+    with pytest.raises(LegalityError, match="use 1, 2, 3, 6 or 12"):
+        resolve_case({"parallel": {"tensor_parallel_degree": 4}}, CPU4, apart)
 
 
 def test_every_row_has_a_case_and_a_name_of_its_own() -> None:

@@ -45,7 +45,7 @@ def draw_sections(draw: random.Random, size: int) -> dict[str, dict[str, Any]]:
         "parallel": maybe(draw, {
             "sharded_data_parallel_degree": degrees, "shard_optimizer_state": [True],
             "placement_strategy": ["spread", "DPT", "PTD", "TDP"], "reshard_after_forward": [False],
-            "prefetch_depth": [0, 2, 5], "tensor_parallel_degree": [2],
+            "prefetch_depth": [0, 2, 5], "tensor_parallel_degree": [2], "sequence_parallel": [True, False],
         }) | draw.choice([{}, {}, {
             "context_parallel_degree": draw.choice([2, 2, 3, 4]),
             "context_parallel_method": draw.choice(["auto", "all_gather", "ulysses", "ring"]),

@@ -32,6 +32,8 @@ MAPPED = [
     ("placement_strategy", "spread", "parallel.placement_strategy", "spread"),
     ("ddp_dist_backend", "nccl", "parallel.ddp_dist_backend", "nccl"),
     ("tensor_parallel_degree", 4, "parallel.tensor_parallel_degree", 4),
+    ("optimize", "memory", "parallel.sequence_parallel", True),
+    ("optimize", "speed", "parallel.sequence_parallel", False),
     ("shard_optimizer_state", True, "parallel.shard_optimizer_state", True),
     ("fp16", True, COMPUTE, "fp16"),
     ("fp16_params", True, COMPUTE, "fp16"),
@@ -55,7 +57,6 @@ STAGED = [  # mean something with more than one stage
     ("memory_weight", 0.5, "parallel.memory_weight", 0.5),
 ]
 IGNORED = [
-    ("optimize", "speed"),
     ("ddp", True),
     ("deterministic_server", True),
     ("prescaled_batch", True),

@@ -6,20 +6,23 @@ import ast
 import math
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 import torch
 
 import shardwise
+from shardwise.config import Job
 from shardwise.errors import ConfigError, MachineError
 from shardwise.families.build import load_config
 from shardwise.testing.comparison import Difference, Report, Tolerance, compare_tensors, relative_error
 from shardwise.training.setup import study
 from shardwise.verify import cut_depth, fused_dropout_off, run_verify
-from tests.parity.jobs import make_job, make_module_job
+from tests.parity.jobs import make_job, make_module_job, write_tokens
 
 FORBIDDEN = ("parallel", "kernels", "collectives", "training", "memory", "precision")
 ORACLE = ("oracle", "oracle_data", "oracle_dropout")
@@ -98,6 +101,26 @@ def test_another_layout_as_reference(corpora: Path) -> None:
     report = shardwise.verify(job, against=against, steps=2)
     assert report is not None and report.agrees and 0 < report.max_relative_error < 1e-5
     assert any("SGD" in note for note in report.notes)
+    assert [d.error for d in report.differences if d.quantity == "data"] == [0.0, 0.0]
+
+
+def test_another_layout_that_read_other_data(corpora: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The corpus changes between the two runs; the table says so before it speaks of losses."""
+    write_tokens(tmp_path)
+    job = make_job(tmp_path, layers=1, parallel={"workers": 2})
+    module = sys.modules["shardwise.verify"]
+    in_workers = module._in_workers
+
+    def with_a_change_in_between(job: Job, function: Callable[..., Any], *args: Any) -> Any:
+        found = in_workers(job, function, *args)
+        lines = (tmp_path / "tokens.jsonl").read_text().splitlines()
+        (tmp_path / "tokens.jsonl").write_text("\n".join(reversed(lines)))
+        return found
+
+    monkeypatch.setattr(module, "_in_workers", with_a_change_in_between)
+    report = shardwise.verify(job, against=make_job(tmp_path, layers=1, parallel={"workers": 1}), steps=2)
+    assert report is not None and report.first is not None and not report.agrees
+    assert (report.first.step, report.first.quantity) == (0, "data") and "read other samples" in report.diagnosis
 
 
 def test_disagreement_ends_with_exit_code_one(

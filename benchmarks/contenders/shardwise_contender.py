@@ -55,6 +55,43 @@ def shardwise(workload: Workload, directory: Path, rank: int, world: int) -> Ste
     return lambda: trainable.step(ids)
 
 
+def tensor_axis(workload: Workload, directory: Path, rank: int, world: int) -> Step:
+    return _axis(workload, directory, {"tensor_parallel_degree": world})
+
+
+def pipeline_axis(workload: Workload, directory: Path, rank: int, world: int) -> Step:
+    return _axis(workload, directory, {"pipeline_parallel_degree": world}, microbatch=1)
+
+
+def shard_axis(workload: Workload, directory: Path, rank: int, world: int) -> Step:
+    return _axis(workload, directory, {"reshard_after_forward": workload.reshard}, share=world)
+
+
+def _axis(
+    workload: Workload, directory: Path, parallel: dict[str, Any], microbatch: int | None = None, share: int = 1
+) -> Step:
+    """One step of `parallelism_cpu` on the whole batch, or on this rank's share of it."""
+    rows = workload.batch // share
+    job = Job.model_validate(
+        {
+            "model": {"path": str(directory), "attention": "sdpa"},
+            "parallel": {"device": "cpu", **parallel},
+            "precision": {"compute": "fp32"},
+            "data": {"sequence_length": workload.sequence},
+            "training": {"sequences_per_step": workload.batch, "microbatch_size": microbatch or rows},
+            "optimizer": {
+                "learning_rate": workload.learning_rate,
+                "weight_decay": workload.weight_decay,
+                "clip_norm": None,
+                "schedule": "constant",
+            },
+        }
+    )
+    trainable = Trainable(job, torch.device("cpu"))
+    mine = token_ids(workload, 0).split(rows)[trainable.layout.data_rank]
+    return lambda: trainable.step(*mine.split(microbatch or rows))
+
+
 class Trainable:
     """`train_step` of a job on token ids that the caller brings."""
 
@@ -69,10 +106,10 @@ class Trainable:
         self.program: Any = make_program(self.model)
         self.steps = 0
 
-    def step(self, ids: Tensor) -> Tensor:
-        """One step on this rank's ids [B, S]; the loss of all ranks."""
-        batch = causal_batch(ids, self.layout.data_rank)
-        result = train_step(self.model, self.program, [batch], self.optimizer, self.scaler, self.steps)
+    def step(self, *ids: Tensor) -> Tensor:
+        """One step on this rank's microbatches, ids [B, S] each; the loss of all ranks."""
+        batches = [causal_batch(each, self.layout.data_rank) for each in ids]
+        result = train_step(self.model, self.program, batches, self.optimizer, self.scaler, self.steps)
         self.steps += 1
         return torch.tensor(result.loss)
 

@@ -21,7 +21,6 @@ INTERRUPTED = 130
 SPECIAL = ("output", "print-plan", "profile", "blocks", "against")  # options of some commands that are no keys
 WIDTH = 100
 PLACE = "a checkpoint, a directory of them, or a run's output directory; a path or URL"
-NEWEST = "; of several, the newest complete one"
 
 
 class Command(NamedTuple):
@@ -158,7 +157,9 @@ def _checkpoint_options(parser: argparse.ArgumentParser) -> None:
         help="list the checkpoints, show what is in one, or compare every byte with its hash (exit code 1: damaged)",
     )
     parser.add_argument(
-        "path", metavar="PATH", help=f"{PLACE}; of several, show and verify take the newest complete one"
+        "path",
+        metavar="PATH",
+        help=f"{PLACE}; of several, show takes the newest complete one, verify the newest one, damaged or not",
     )
     parser.add_argument("--tensors", action="store_true", help="show: every tensor, not the largest alone")
     parser.add_argument("--json", action="store_true", help="ls, show: print JSON")
@@ -168,21 +169,27 @@ def _checkpoint(options: argparse.Namespace, keys: dict[str, Any]) -> int:
     for name, actions in (("tensors", ("show",)), ("json", ("ls", "show"))):
         if getattr(options, name) and options.action not in actions:
             raise ConfigError(f"--{name} is an option of {' and '.join(actions)}, not of {options.action}")
-    from shardwise.checkpoint import inspect
+    from shardwise.checkpoint import inspect, verification
 
     if options.action == "ls":
         return inspect.run_ls(options.path, options.json)
     if options.action == "show":
         return inspect.run_show(options.path, options.tensors, options.json, say=_say_note)
-    return inspect.run_verify(options.path, say=_say_note)
+    return verification.run_verify(options.path, say=_say_note)
+
+
+def _doctor_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model", metavar="PATH", help="show instead on which axes a model can be split: its directory or config.json"
+    )
 
 
 def _doctor(options: argparse.Namespace, keys: dict[str, Any]) -> int:
     from rich.console import Console
 
-    from shardwise.doctor import examine
+    from shardwise.doctor import examine, examine_model
 
-    Console().print(examine())
+    Console().print(examine() if options.model is None else examine_model(options.model))
     return 0
 
 
@@ -236,9 +243,10 @@ COMMANDS = {
         takes_job=False,
     ),
     "doctor": Command(
-        "show what this machine offers",
-        "Show versions, devices, backends and extras.",
-        lambda p: None,
+        "show what this machine offers, or a model",
+        "Show versions, devices, backends and extras; or of a Hugging Face model on which axes it can be split,\n"
+        "with which degrees, and why not on the others. Reads no weights.",
+        _doctor_options,
         _doctor,
         takes_job=False,
     ),

@@ -75,6 +75,11 @@ class ParallelSection(Section):
         "ranks are replicas (MiCS, arXiv 2205.00119). Unset: all data ranks.",
     )
     tensor_parallel_degree: Positive = Field(default=1, description="Ranks that split each layer's tensors.")
+    sequence_parallel: bool = Field(
+        default=False,
+        description="Tensor ranks also share the sequence between split layers: norms, dropout and residuals are kept "
+        "in parts (arXiv 2205.05198). SMP's `optimize: memory`.",
+    )
     pipeline_parallel_degree: Positive = Field(default=1, description="Pipeline stages.")
     pipeline: Literal["interleaved", "simple"] = Field(
         default="interleaved",

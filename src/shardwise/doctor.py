@@ -1,28 +1,113 @@
-"""`shardwise doctor`: what this machine offers to a run, and which optional packages are there."""
+"""`shardwise doctor`: what this machine offers to a run, which optional packages are there, and what a model supports.
+
+Of a model each answer is the legality table's own: a small job with that axis is resolved and its refusal shown.
+"""
 
 from __future__ import annotations
 
 import os
 import platform
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib import metadata
+from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
+from shardwise.config import Job
+from shardwise.draft import Draft, World, one_of
+from shardwise.errors import LegalityError, ModelError
+from shardwise.families.facts import ModelFacts
+from shardwise.legality import check
+
 PACKAGES = ("shardwise", "torch", "transformers", "tokenizers", "datasets", "safetensors")
 GIB = 2**30
+MOST_RANKS = 64  # up to which degrees are tried
 
 
 def examine() -> Table:
     """A table of versions, devices, backends, host resources and extras."""
+    return _table((*_versions(), *_host(), *_devices(), *_backends(), *_extras()))
+
+
+def _table(rows: Iterable[tuple[str, str]]) -> Table:
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="cyan", no_wrap=True)
     table.add_column()
-    for key, value in (*_versions(), *_host(), *_devices(), *_backends(), *_extras()):
+    for key, value in rows:
         table.add_row(key, Text(value))  # Text: brackets in it are no markup
     return table
+
+
+# --- a model
+
+
+def examine_model(where: str) -> Table:
+    """On which axes a Hugging Face model can be split, with which degrees, and why not.
+
+    Args:
+        where: a model directory or a config.json; weights are not read.
+
+    Raises:
+        ModelError: it is not there, or transformers has no language model of its type.
+    """
+    facts, task = _facts_of(where)
+    length = min(facts.max_positions or 128, 128)
+    base = {"model": {"config": where, "task": task}, "data": {"sequence_length": length}}
+    return _table(_support(base, facts))
+
+
+def _facts_of(where: str) -> tuple[ModelFacts, str]:
+    """The facts, and the task for which transformers has a head: causal language modelling, or else masked."""
+    from shardwise.families.build import build_model
+    from shardwise.families.discovery import discover
+
+    job = Job.model_validate({"model": {"config": where}})
+    try:
+        return discover(build_model(job), job), "causal_lm"
+    except ModelError as error:
+        if "use model.task='masked_lm'" not in str(error):
+            raise
+    job = Job.model_validate({"model": {"config": where, "task": "masked_lm"}})
+    return discover(build_model(job), job), "masked_lm"
+
+
+def _support(base: dict[str, Any], facts: ModelFacts) -> Iterator[tuple[str, str]]:
+    blocks = f"{len(facts.blocks)} blocks" if facts.blocks else "no repeated blocks"
+    yield "model", f"{facts.family}, {facts.parameters:,} parameters, {blocks}"
+    yield "sharding", f"any degree, {'block by block' if facts.blocks else 'as one unit'}"
+    yield "tensor", _degrees(base, facts, "tensor_parallel_degree", {})
+    yield "sequence", _degrees(base, facts, "tensor_parallel_degree", {"sequence_parallel": True})
+    yield "context", _degrees(base, facts, "context_parallel_degree", {})
+    yield "pipeline", _degrees(base, facts, "pipeline_parallel_degree", {})
+    yield "loss", "in chunks, logits never whole" if facts.chunkable_head else "of whole logits: the head is not last"
+    if facts.probe_failure:
+        yield "note", facts.probe_failure
+
+
+def _degrees(base: dict[str, Any], facts: ModelFacts, key: str, more: dict[str, Any]) -> str:
+    """The degrees of an axis that are legal, or why two ranks are not."""
+    refusals = {degree: _refusal(base, facts, {key: degree, **more}) for degree in range(2, MOST_RANKS + 1)}
+    legal = [degree for degree, refusal in refusals.items() if not refusal]
+    if not legal:
+        return f"no: {refusals[2]}"
+    if len(legal) == len(refusals):
+        return "any degree"
+    return f"degree {one_of(legal)}"
+
+
+def _refusal(base: dict[str, Any], facts: ModelFacts, parallel: dict[str, Any]) -> str:
+    """What the legality table says against it, without the keys; empty where nothing."""
+    degree = max(value for value in parallel.values() if not isinstance(value, bool))
+    try:
+        check(Draft(Job.model_validate({**base, "parallel": parallel}), World(degree, "cpu", degree), facts))
+    except LegalityError as error:
+        return str(error).partition(": ")[2] or str(error)
+    return ""
+
+
+# --- the machine
 
 
 def _versions() -> Iterator[tuple[str, str]]:

@@ -158,6 +158,11 @@ class Draft:
         asked = self.parallel.sharded_data_parallel_degree
         return self.data_axis if self.parallel.shard_optimizer_state or asked is None else asked
 
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether tensor ranks share the sequence between split layers."""
+        return self.parallel.sequence_parallel and self.parallel.tensor_parallel_degree > 1
+
     @cached_property
     def zero1(self) -> bool:
         """Whether only optimizer state and the reduction of gradients are sharded."""

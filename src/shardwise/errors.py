@@ -44,6 +44,14 @@ class CheckpointError(ShardwiseError):
     """A checkpoint that is damaged, belongs to another model, or cannot be written."""
 
 
+class IncompleteError(CheckpointError):
+    """A checkpoint that was never finished, which is what a killed run leaves: it may be passed over without a loss."""
+
+
+class DamagedError(CheckpointError):
+    """A checkpoint whose files or manifest are not what was written."""
+
+
 class MachineError(ShardwiseError):
     """The machine or the launcher's variables do not allow what the job asks for."""
 
@@ -52,6 +60,12 @@ class WorkerError(ShardwiseError):
     """A worker failed. The message ends with the first failing rank's own error."""
 
     exit_code = 1
+
+
+def listed(names: Iterable[str], most: int = 4, separator: str = ", ") -> str:
+    """The first of `names`, and how many more there are."""
+    names = list(names)
+    return separator.join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -166,6 +166,24 @@ class Layout:
             self._groups[key] = made
         return self._groups[key] if self.rank in key else None
 
+    def tensor_neighbours(self, copies: int) -> ProcessGroup:
+        """The group of this rank and those that stand in the same run of `copies` ranks of their tensor group.
+
+        Collective like `group`.
+        """
+        import torch.distributed as dist
+
+        def run(rank: int) -> tuple[int, ...]:
+            members = self.ranks("tensor", of=rank)
+            first = members.index(rank) // copies * copies
+            return members[first : first + copies]
+
+        members = run(self.rank)
+        if members not in self._groups:
+            partition = sorted({run(rank) for rank in range(self.world_size)})
+            self._groups[members], _ = dist.new_subgroups_by_enumeration([list(part) for part in partition])
+        return self._groups[members]
+
     def shard_mesh(self) -> DeviceMesh:
         """FSDP2's mesh: one-dimensional over shard x context, or (replica, shard x context) when there are replicas."""
         import torch

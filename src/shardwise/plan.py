@@ -54,6 +54,7 @@ class Plan:
     accumulation: int  # microbatches of one step on each rank
     backend: str  # "gloo" | "nccl"
     normalisation: str  # "global_tokens"
+    sequence_parallel: bool  # hidden states are in parts between the split layers of blocks
     zero1: bool  # parameters gathered through the step; gradients' reduction and optimizer state sharded
     chunked_loss: bool  # the head runs inside the loss
     rules: dict[str, str]  # the rule behind each derived value
@@ -114,6 +115,7 @@ def resolve(job: Job, world: World, facts: ModelFacts) -> Plan:
         sequence_length=job.data.sequence_length,
         backend=_backend(draft, rules),
         normalisation=NORMALISATION,
+        sequence_parallel=draft.sequence_parallel,
         zero1=draft.zero1,
         chunked_loss=draft.chunked_loss,
         notes=tuple(_notes(draft)),
@@ -220,9 +222,15 @@ def _switch_rules(draft: Draft) -> dict[str, str]:
     chunked = f"head {draft.facts.head!r} runs inside the loss, on {chunk} rows at once"
     return {
         "normalisation": "sum of the losses / counted tokens of all ranks, applied once",
-        "zero1": f"shard_optimizer_state is {'on' if asked else 'off'}, {draft.data_axis} data ranks",
+        "sequence_parallel": f"sequence_parallel is {_on(draft.parallel.sequence_parallel)}, "
+        f"{draft.parallel.tensor_parallel_degree} tensor ranks",
+        "zero1": f"shard_optimizer_state is {_on(asked)}, {draft.data_axis} data ranks",
         "chunked_loss": chunked if draft.chunked_loss else _whole_logits(draft),
     }
+
+
+def _on(switch: bool) -> str:
+    return "on" if switch else "off"
 
 
 def _whole_logits(draft: Draft) -> str:
@@ -256,6 +264,8 @@ def _parallel_notes(draft: Draft) -> Iterator[str]:
         yield f"parallel.workers={workers} is not used: the launcher started {draft.world.local_size} here."
     if draft.parallel.shard_optimizer_state and not draft.zero1:
         yield "parallel.shard_optimizer_state saves nothing: there is one data rank."
+    if draft.parallel.sequence_parallel and not draft.sequence_parallel:
+        yield "parallel.sequence_parallel saves nothing: there is one tensor rank."
     if draft.sharded == 1:
         for key in changed(draft.job, "parallel.reshard_after_forward", "parallel.prefetch_depth"):
             yield f"{key}={lookup(draft.job, key)} does nothing: no parameter is sharded."
@@ -307,5 +317,5 @@ def _rows(plan: Plan) -> Iterator[tuple[str, object]]:
     for key in ("sequence_length", "sequences_per_step", "microbatch", "accumulation"):
         yield key, getattr(plan, key)
     yield from asdict(plan.dtypes).items()
-    for key in ("normalisation", "zero1", "chunked_loss"):
+    for key in ("normalisation", "sequence_parallel", "zero1", "chunked_loss"):
         yield key, getattr(plan, key)

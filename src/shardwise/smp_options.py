@@ -52,6 +52,7 @@ def _when(key: str, given: Any) -> Callable[[Any], Mapping[str, Any]]:
 
 SHARDS = "parallel.sharded_data_parallel_degree"
 TENSOR, PIPELINE = "parallel.tensor_parallel_degree", "parallel.pipeline_parallel_degree"
+SEQUENCE = "parallel.sequence_parallel"
 OFFLOAD, HORIZON = "memory.offload_activations", "memory.activation_loading_horizon"
 CHECKPOINTING, COMPUTE, CLIP = "memory.activation_checkpointing", "precision.compute", "optimizer.clip_norm"
 ANY = object
@@ -71,8 +72,8 @@ OPTIONS = (
     Option("microbatches", "v1", int, "the pieces of a batch: accumulation", _to("training.gradient_accumulation")),
     Option("active_microbatches", "v1", int, MAPPED, _to("parallel.active_microbatches")),
     Option("pipeline", "v1", ("interleaved", "simple"), MAPPED, _to("parallel.pipeline")),
-    Option("optimize", "v1", ("memory", "speed"), "it chooses how tensor-parallel activations and pipeline stages are "
-           "laid out, and this version builds neither"),
+    Option("optimize", "v1", ("memory", "speed"), "memory keeps activations between tensor-parallel layers in parts",
+           lambda word: {SEQUENCE: word == "memory"}),
     Option("placement_strategy", "v1", str, MAPPED, _to("parallel.placement_strategy")),
     Option("auto_partition", "v1", bool, MAPPED, _to("parallel.auto_partition")),
     Option("default_partition", "v1", int, "without auto_partition it means the same here",

@@ -260,7 +260,16 @@ def test_nothing_is_made_up_where_every_checkpoint_is_damaged(
     for path in (newest, newest.parent / OLDER):
         flipped(SHARD, in_tensor(WTE))(path)
     for ((error, _),) in world_pool.run(2, restore_here, [a_job(corpora, newest.parents[1], "auto")]):
-        assert OLDER in error and WTE in error and "no older checkpoint is complete" in error
+        assert OLDER in error and NEWER in error and error.count(WTE) == 2 and "none that is whole" in error
+
+
+def test_damage_of_every_kind_is_named_where_nothing_is_left(
+    world_pool: WorldPool, corpora: Path, newest: Path
+) -> None:
+    truncated(newest)
+    flipped(SHARD, in_tensor(WTE))(newest.parent / OLDER)
+    for ((error, _),) in world_pool.run(2, restore_here, [a_job(corpora, newest.parents[1], "auto")]):
+        assert f"{NEWER}: {SHARD} has" in error and f"{OLDER}/{SHARD} is damaged at bytes" in error
 
 
 # --- a checkpoint of something else ----------------------------------------------------------------------------------

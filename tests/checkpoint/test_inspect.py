@@ -11,9 +11,11 @@ import pytest
 
 from shardwise.checkpoint import inspect
 from shardwise.checkpoint.catalog import find, read_manifest
-from shardwise.checkpoint.inspect import list_checkpoints, run_ls, run_show, run_verify, verify_files
+from shardwise.checkpoint.inspect import list_checkpoints, run_ls, run_show
 from shardwise.checkpoint.manifest import BLOCK_BYTES, FILE
 from shardwise.checkpoint.stores import open_store
+from shardwise.checkpoint.verification import run_verify, verify_files
+from shardwise.cli import main
 from shardwise.errors import CheckpointError
 from shardwise.testing.world import WorldPool
 from tests.checkpoint.made import save_steps
@@ -199,13 +201,33 @@ def test_verify_goes_on_behind_a_file_that_is_not_there(place: Path, capsys: pyt
     assert [len(each.damages) for each in verify_files(open_store(str(place)), NEWEST)] == [1, 1]
 
 
-def test_verify_needs_a_manifest(place: Path) -> None:
-    flip(place / NEWEST / FILE, 700)
-    with pytest.raises(CheckpointError, match=r"manifest.json is damaged"):
-        verify_files(open_store(str(place)), NEWEST)
+@pytest.mark.parametrize("at", [700, 3, 60, 75])  # among them its hash, and the words "format" and "version"
+def test_a_damaged_manifest_is_damage(place: Path, capsys: pytest.CaptureFixture[str], at: int) -> None:
+    flip(place / NEWEST / FILE, at)
+    assert main(["checkpoint", "verify", str(place / NEWEST)]) == 1
+    shown = capsys.readouterr().out
+    assert "is damaged" in shown and "1 of 1 files damaged" in shown and FILE in shown
+
+
+def test_verify_of_what_is_no_checkpoint_is_a_mistake(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (place / NEWEST / FILE).unlink()
-    with pytest.raises(CheckpointError, match=r"it has no manifest.json"):
-        verify_files(open_store(str(place)), NEWEST)
+    assert main(["checkpoint", "verify", str(place / NEWEST)]) == 2
+    assert "it has no manifest.json" in capsys.readouterr().err
+    assert main(["checkpoint", "verify", str(place / "nowhere")]) == 2
+    assert "nowhere holds no checkpoints" in capsys.readouterr().err
+    (place / NEWEST / FILE).write_text('{"format": "of something else"}')
+    assert main(["checkpoint", "verify", str(place / NEWEST)]) == 2
+
+
+def test_of_several_the_newest_is_verified_damaged_or_not(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.truncate(place / NEWEST / SHARD, 1000)
+    shutil.copytree(place / NEWEST, place / "step-00000040", ignore=shutil.ignore_patterns(FILE))
+    assert main(["checkpoint", "verify", str(place)]) == 1
+    shown = capsys.readouterr()
+    assert "has 1000 of" in shown.out and NEWEST in shown.out and "step-00000040 is passed over" in shown.err
+    flip(place / NEWEST / FILE, 700)
+    assert main(["checkpoint", "verify", str(place)]) == 1
+    assert FILE in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
-from shardwise.checkpoint import storage, stores
+from shardwise.checkpoint import storage_write, stores
 from shardwise.checkpoint.catalog import checkpoints, name_of
 from shardwise.checkpoint.manifest import FILE
 from shardwise.checkpoint.staging import Staging
@@ -146,13 +146,13 @@ def arm_staging(hit: Hit) -> None:
 
 def arm_write(hit: Hit) -> None:
     """With half of a block written."""
-    original = storage._write_all
+    original = storage_write._write_all
 
     def half(handle: Any, block: memoryview) -> None:
         hit(lambda: original(handle, block[: len(block) // 2]))
         original(handle, block)
 
-    storage._write_all = half
+    storage_write._write_all = half
 
 
 def arm_commit(hit: Hit) -> None:

@@ -36,6 +36,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tensor 2, shard 3, uneven": (6, {"tensor_parallel_degree": 2}),
     "context 2, replica 2": (4, {"context_parallel_degree": 2, "sharded_data_parallel_degree": 2}),
     "pipeline 2, tensor 2, shard 2": (8, {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2}),
+    "tensor 4, heads in copies": (4, {"tensor_parallel_degree": 4}),
 }
 MODELS: dict[str, dict[str, Any]] = {
     "gpt2, tied, fp16": {"tied": True, "precision": {"compute": "fp16"}},

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from os import truncate
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
@@ -11,11 +13,11 @@ import pytest
 import torch
 
 from shardwise.config import Job
-from shardwise.errors import OutputError
+from shardwise.errors import DamagedError, OutputError
 from shardwise.observe.metrics import read_metrics
 from shardwise.testing.world import WorldPool
 from shardwise.training.keeper import Keeper
-from shardwise.training.output import check_output, claim_output
+from shardwise.training.output import check_output, claim_output, clear_output
 from shardwise.training.setup import set_up
 from shardwise.training.trainer import TrainingResult, train_rank
 from tests.checkpoint.stored import stored
@@ -54,7 +56,6 @@ def cut(job: Job, step: int) -> None:
     for path in (Path(job.output) / "checkpoints").iterdir():
         if path.is_dir() and int(path.name.removeprefix("step-")) > step:
             rmtree(path)
-    rmtree(Path(job.output) / "model")
 
 
 EXACT: dict[str, dict[str, Any]] = {
@@ -122,20 +123,13 @@ def test_the_token_stream_depends_on_the_seed_and_nothing_else(
 def test_more_steps_and_a_finished_run(world_pool: WorldPool, corpora: Path, tmp_path: Path) -> None:
     job = a_job(corpora, tmp_path / "run", optimizer={"schedule": "constant"})
     first = world_pool.run(2, train, job)[0]
-    _forget_model(job)
     same = world_pool.run(2, train, resumed(job))[0]
     assert (same.validation_loss, same.training_loss) == (first.validation_loss, None)
-    _forget_model(job)
     longer = resumed(a_job(corpora, tmp_path / "run", optimizer={"schedule": "constant"}, training={"steps": 8}))
     assert world_pool.run(2, train, longer)[0].steps == 8
     whole = a_job(corpora, tmp_path / "whole", optimizer={"schedule": "constant"}, training={"steps": 8})
     world_pool.run(2, train, whole)
     assert losses(longer) == losses(whole)
-
-
-def _forget_model(job: Job) -> None:
-    """What `claim_output` does before a run."""
-    rmtree(Path(job.output) / "model")
 
 
 def claimed(job: Job) -> None:
@@ -151,9 +145,11 @@ def test_what_an_output_directory_with_checkpoints_takes(world_pool: WorldPool, 
     with pytest.raises(OutputError, match=r"step-00000006.*--checkpoint.resume auto"):
         check_output(job)
     claimed(resumed(job))
-    assert losses(job) == before  # records stay, results go
-    assert not (tmp_path / "run" / "sample.txt").exists()
     claimed(resumed(a_job(corpora, tmp_path / "run", parallel={"sharded_data_parallel_degree": 1})))  # another layout
+    assert (tmp_path / "run" / "sample.txt").exists()  # until it is known what the run goes on from
+    clear_output(tmp_path / "run", step=6)
+    assert losses(job) == before  # records stay, results go
+    assert not (tmp_path / "run" / "sample.txt").exists() and not (tmp_path / "run" / "model").exists()
     with pytest.raises(OutputError, match="another job"):
         check_output(resumed(a_job(corpora, tmp_path / "run", layers=2)))
 
@@ -177,11 +173,9 @@ def test_a_damaged_checkpoint_is_passed_over_and_replaced(world_pool: WorldPool,
     job = a_job(corpora, tmp_path / "run")
     world_pool.run(2, train, job)
     undisturbed = losses(job)
-    _forget_model(job)
     newest = tmp_path / "run/checkpoints/step-00000006"
-    content = bytearray((newest / "rank-00001.safetensors").read_bytes())
-    content[-9000] ^= 1
-    (newest / "rank-00001.safetensors").write_bytes(content)
+    with_a_bit_flipped(newest)
+    content = (newest / "rank-00001.safetensors").read_bytes()
     said = world_pool.run(2, notes, resumed(job))[0]
     assert "step-00000006 is passed over" in said
     assert "rank-00001.safetensors is damaged" in said
@@ -190,6 +184,55 @@ def test_a_damaged_checkpoint_is_passed_over_and_replaced(world_pool: WorldPool,
     assert (newest / "rank-00001.safetensors").read_bytes() != content
     assert stored(newest)
     assert sorted(path.name for path in newest.parent.iterdir()) == ["owner", "step-00000004", "step-00000006"]
+
+
+def with_a_bit_flipped(path: Path) -> None:
+    content = bytearray((path / "rank-00001.safetensors").read_bytes())
+    content[-9000] ^= 1
+    (path / "rank-00001.safetensors").write_bytes(content)
+
+
+def truncated(path: Path) -> None:
+    truncate(path / "rank-00001.safetensors", 3000)
+
+
+def train_or_say(job: Job) -> str:
+    try:
+        train(job)
+    except DamagedError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("damage", [truncated, with_a_bit_flipped])
+def test_a_run_whose_only_checkpoint_is_damaged_ends_and_changes_nothing(
+    world_pool: WorldPool, corpora: Path, tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    job = a_job(corpora, tmp_path / "run", checkpoint={"every": STEPS})
+    world_pool.run(2, train, job)
+    damage(tmp_path / "run/checkpoints/step-00000006")
+    before = {str(f): f.read_bytes() for f in (tmp_path / "run").rglob("*") if f.is_file() and f.name != "owner"}
+    for said in world_pool.run(2, train_or_say, resumed(job)):
+        assert "none that is whole:\n" in said and "start over with another --output" in said
+        assert "step-00000006" in said and "rank-00001.safetensors" in said and "it holds" in said
+    after = {str(f): f.read_bytes() for f in (tmp_path / "run").rglob("*") if f.is_file() and f.name != "owner"}
+    assert after == before  # the exported model and the records among them
+    if damage is truncated:  # which shows before any worker starts
+        with pytest.raises(DamagedError, match=r"has 3000 of \d+ bytes"):
+            check_output(resumed(job))
+
+
+def test_a_checkpoint_that_was_never_finished_is_no_reason_to_stop(
+    world_pool: WorldPool, corpora: Path, tmp_path: Path
+) -> None:
+    job = a_job(corpora, tmp_path / "run", checkpoint={"every": STEPS})
+    world_pool.run(2, train, job)
+    undisturbed = losses(job)
+    (tmp_path / "run/checkpoints/step-00000006/manifest.json").unlink()
+    check_output(resumed(job))
+    assert "step-00000006 is passed over" in world_pool.run(2, notes, resumed(job))[0]
+    world_pool.run(2, train, resumed(job))
+    assert losses(job) == undisturbed
 
 
 def test_a_named_checkpoint_of_another_run(world_pool: WorldPool, corpora: Path, tmp_path: Path) -> None:

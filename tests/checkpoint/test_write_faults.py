@@ -9,24 +9,17 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from xxhash import xxh3_128_hexdigest
 
 from shardwise.checkpoint import save as saving
 from shardwise.checkpoint.catalog import Retention, checkpoints, name_of, read_manifest
-from shardwise.checkpoint.manifest import BLOCK_BYTES, FILE, Manifest, Progress
+from shardwise.checkpoint.manifest import FILE, Manifest, Progress
 from shardwise.checkpoint.save import Checkpointer
-from shardwise.checkpoint.staging import Broken, Staging, Straight
-from shardwise.checkpoint.storage import hashed
 from shardwise.checkpoint.stores import OWNER, LocalStore
 from shardwise.config import CheckpointSection, Job
 from shardwise.errors import CheckpointError
@@ -38,112 +31,6 @@ from tests.checkpoint.stored import stored
 from tests.parity.jobs import make_job, make_module_job
 
 ROOT = Path(__file__).parents[2]
-
-# --- the staging ring ------------------------------------------------------------------------------------------------
-
-HALF = BLOCK_BYTES // 2
-
-
-def numbers(*sizes: int) -> list[Tensor]:
-    """Tensors of that many bytes each, all bytes different from their neighbours in other tensors."""
-    return [(torch.arange(size) * 7 + number).to(torch.uint8) for number, size in enumerate(sizes)]
-
-
-def eventually(condition: Callable[[], bool], seconds: float = 100) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not come true"
-        time.sleep(0.01)
-
-
-@contextmanager
-def filling(staging: Staging, parts: list[Tensor]) -> Iterator[threading.Thread]:
-    """The training thread."""
-    staging.begin()
-    thread = threading.Thread(target=staging.fill, args=(parts,), daemon=True)
-    thread.start()
-    yield thread
-    thread.join(100)
-    assert not thread.is_alive()
-
-
-STATES: list[tuple[str, list[Tensor]]] = [
-    ("nothing", []),
-    ("empty tensors", numbers(0, 0)),
-    ("empty among others", numbers(3, 0, BLOCK_BYTES, 0, 1)),
-    ("one block", numbers(BLOCK_BYTES)),
-    ("a byte more", numbers(BLOCK_BYTES, 1)),
-    ("the ring", numbers(*[HALF] * 6)),
-    ("more than the ring", numbers(*[HALF + 1] * 9)),
-    ("one tensor larger than the ring", numbers(5 * BLOCK_BYTES + 17)),
-    ("numbers and strides", [torch.tensor(3.5), torch.arange(24.0).view(4, 6).t()]),
-]
-
-
-@pytest.mark.parametrize("parts", [pytest.param(parts, id=name) for name, parts in STATES])
-def test_the_stream_arrives_whole_through_a_ring_of_three_blocks(parts: list[Tensor]) -> None:
-    staging = Staging(3 * BLOCK_BYTES + 5)
-    expected = b"".join(part.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for part in parts)
-    for _ in range(2):  # it is used again
-        with filling(staging, parts):
-            blocks = [(bytes(block), staging.bytes) for block in staging.drain()]
-        assert b"".join(block for block, _ in blocks) == expected
-        assert all(len(block) == BLOCK_BYTES for block, _ in blocks[:-1])
-        assert max(held for _, held in blocks) <= 3 * BLOCK_BYTES
-
-
-@pytest.mark.parametrize("parts", [pytest.param(parts, id=name) for name, parts in STATES])
-def test_the_same_stream_without_a_ring(parts: list[Tensor]) -> None:
-    expected = b"".join(part.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for part in parts)
-    hashes: list[str] = []
-    assert b"".join(bytes(run) for run in hashed(Straight(parts).drain(), hashes)) == expected
-    starts = range(0, len(expected), BLOCK_BYTES)
-    assert hashes == [xxh3_128_hexdigest(expected[start : start + BLOCK_BYTES]) for start in starts]
-
-
-def test_training_is_held_up_while_the_ring_is_full() -> None:
-    staging = Staging(2 * BLOCK_BYTES)
-    with filling(staging, numbers(4 * BLOCK_BYTES)) as thread:
-        eventually(lambda: staging._full.qsize() == 2)
-        assert thread.is_alive() and staging.bytes == 2 * BLOCK_BYTES
-        stream = staging.drain()
-        next(stream)
-        next(stream)  # the first is free again
-        eventually(lambda: staging._full.qsize() == 1)
-        assert thread.is_alive() and staging.bytes == 2 * BLOCK_BYTES
-        assert len(list(stream)) == 2
-
-
-def test_training_goes_on_at_once_where_the_ring_holds_the_state() -> None:
-    staging = Staging(3 * BLOCK_BYTES)
-    staging.begin()
-    staging.fill(numbers(3 * BLOCK_BYTES))  # nobody takes a block
-    assert staging.bytes == 3 * BLOCK_BYTES
-    assert sum(len(block) for block in staging.drain()) == 3 * BLOCK_BYTES
-
-
-def test_a_writer_that_fails_sets_the_waiting_training_free_and_the_ring_is_used_again() -> None:
-    staging = Staging(2 * BLOCK_BYTES)
-    with filling(staging, numbers(5 * BLOCK_BYTES)) as thread:
-        stream = staging.drain()
-        next(stream)
-        eventually(lambda: staging._full.qsize() == 1)
-        assert thread.is_alive()
-        staging.cancel()
-    with pytest.raises(Broken):
-        next(stream)
-    with filling(staging, numbers(3 * BLOCK_BYTES)):
-        assert sum(len(block) for block in staging.drain()) == 3 * BLOCK_BYTES
-    assert staging.bytes <= 2 * BLOCK_BYTES
-
-
-def test_a_writer_that_failed_before_the_first_block() -> None:
-    staging = Staging(2 * BLOCK_BYTES)
-    staging.begin()
-    staging.cancel()
-    staging.fill(numbers(5 * BLOCK_BYTES))
-    assert staging.bytes == 0
-
 
 # --- saves of two ranks ----------------------------------------------------------------------------------------------
 

@@ -7,9 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
+from shardwise.config import Job
 from shardwise.families import tensor_plan as plans
+from shardwise.families.build import build_model
+from shardwise.families.discovery import discover
+from tests.parity.jobs import TENSOR_CONFIGS
 
 SMALL: dict[str, Any] = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 11}
 
@@ -32,6 +36,47 @@ def test_a_region_with_parameters_that_the_plan_does_not_name_is_refused(monkeyp
 
 
 def test_models_without_a_plan_and_modules_of_ones_own_are_refused() -> None:
-    assert plans.tensor_plan(model("bloom"))[1] == "there is no plan for bloom yet"
+    assert plans.tensor_plan(model("codegen"))[1] == "there is no plan for codegen yet"
+    assert "slow_but_exact" in plans.tensor_plan(model("bloom", slow_but_exact=True, pretraining_tp=2))[1]
     assert plans.tensor_plan(nn.Linear(2, 2))[1].startswith("a module of model.factory")
     assert "not built yet" in plans.tensor_plan(model("mixtral", num_key_value_heads=2, intermediate_size=8))[1]
+
+
+@pytest.mark.parametrize("family", plans.OWN)
+def test_our_tables_agree_with_those_of_transformers_where_there_are_both(family: str) -> None:
+    """Up to transformers 5.17 there are none; a later version may bring some."""
+    published = getattr(CONFIG_MAPPING[family], "base_model_tp_plan", None) or {}
+    ours = {name: split.kind for name, split in plans.OWN[family].items() if split.kind != "inner"}
+    assert not published or {name: plans.PUBLISHED[kind].kind for name, kind in published.items()} == ours
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gemma", "gpt_neox"])
+def test_published_plans_are_followed(family: str) -> None:
+    made = model(family, intermediate_size=12)
+    splits, refusal = plans.tensor_plan(made)
+    published = CONFIG_MAPPING[family].base_model_tp_plan
+    assert not refusal and len(splits) == len(published)  # of one block
+    for name, split in splits.items():
+        rule = name.removeprefix(f"{made.base_model_prefix}.").replace(".0.", ".*.")
+        assert plans.PUBLISHED[published[rule]].kind == split.kind
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gptj", "gpt_neo", "opt", "bloom", "falcon", "llama", "qwen3", "gpt_neox"])
+def test_every_matrix_of_a_block_is_split(family: str) -> None:
+    job = Job.model_validate({"model": {"config": {"model_type": family, **TENSOR_CONFIGS[family]}}})
+    facts = discover(build_model(job), job)
+    blocks = tuple(f"{block.name}." for block in facts.blocks)
+    matrices = {name for name, shape in facts.parameter_shapes.items() if name.startswith(blocks) and len(shape) > 1}
+    split = {name for name, how in facts.tensor_splits.items() if how.kind in ("column", "row")}
+    assert {name.removesuffix(".weight") for name in matrices} == split
+    assert not facts.sequence_refusal
+
+
+def test_the_sequence_is_not_shared_where_positions_may_meet() -> None:
+    splits = {"h.0.up": plans.COLUMN, "h.0.down": plans.ROW}
+    shapes: dict[str, tuple[int, ...]] = {"h.0.up.weight": (4, 2), "h.0.down.weight": (2, 4), "h.0.norm.weight": (2,)}
+    assert plans.sequence_refusal(shapes, ["h.0"], splits, chain=True) == ""
+    assert "one chain" in plans.sequence_refusal(shapes, ["h.0"], splits, chain=False)
+    assert "no plan" in plans.sequence_refusal(shapes, ["h.0"], {}, chain=True)
+    convolution = {**shapes, "h.0.mix.weight": (2, 1, 3)}
+    assert "'h.0.mix.weight'" in plans.sequence_refusal(convolution, ["h.0"], splits, chain=True)

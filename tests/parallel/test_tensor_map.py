@@ -64,6 +64,7 @@ def stored_and_gathered(job: Any) -> bool:
         (2, {"tensor_parallel_degree": 2}),
         (8, {"tensor_parallel_degree": 2, "sharded_data_parallel_degree": 2}),
         (6, {"tensor_parallel_degree": 2, "placement_strategy": "spread"}),
+        (8, {"tensor_parallel_degree": 4}),
     ],
 )
 def test_every_element_lives_as_often_as_it_is_replicated(
@@ -72,7 +73,11 @@ def test_every_element_lives_as_often_as_it_is_replicated(
     ranks: int,
     parallel: dict[str, Any],
 ) -> None:
-    jobs = [make_job(corpora, layers=1, parallel=parallel), tensor_job(corpora, "llama", parallel=parallel)]
+    family = "gpt2" if parallel.get("tensor_parallel_degree") == 4 else ""
+    jobs = [tensor_job(corpora, "llama", parallel=parallel)]
+    jobs.append(
+        tensor_job(corpora, family, parallel=parallel) if family else make_job(corpora, layers=1, parallel=parallel)
+    )
     if "tensor_parallel_degree" not in parallel:
         jobs.append(make_module_job(corpora, parallel=parallel))
     for job in jobs:

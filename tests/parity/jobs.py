@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import T5Config, T5ForConditionalGeneration
 
 from shardwise.config import Job
 from shardwise.families.facts import ModelFacts
@@ -43,6 +44,8 @@ DROPOUT_FIELDS = {
     "gptj": ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
     "gpt_neo": ("resid_dropout", "embed_dropout", "attention_dropout"),
     "opt": ("dropout", "attention_dropout"),
+    "bloom": ("hidden_dropout", "attention_dropout"),
+    "falcon": ("hidden_dropout", "attention_dropout"),
 }
 
 
@@ -139,6 +142,11 @@ TENSOR_CONFIGS: dict[str, dict[str, Any]] = {
         "hidden_size": 24, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 13,
         "max_position_embeddings": LENGTH + 2,
     },
+    "bloom": {"hidden_size": 24, "n_head": 4, "n_layer": 2},
+    "falcon": {
+        "hidden_size": 24, "num_attention_heads": 4, "num_kv_heads": 2, "new_decoder_architecture": True, "bias": True,
+        "num_hidden_layers": 2, "ffn_hidden_size": 13, "max_position_embeddings": LENGTH,
+    },
 }  # fmt: skip
 
 
@@ -152,11 +160,16 @@ def tensor_job(
     tied: bool = True,
     dropout: float = 0.0,
     layers: int | None = None,
+    config: dict[str, Any] | None = None,
     **sections: dict[str, Any],
 ) -> Job:
-    """A tiny job of a model whose heads 2 or 4 tensor ranks can share; its MLP is 13 wide, and it has 2 blocks."""
+    """A tiny job of a model whose heads 2 or 4 tensor ranks can share; its MLP is 13 wide, and it has 2 blocks.
+
+    `config` changes the model's.
+    """
+    more = config or {}
     config = {"model_type": family, "vocab_size": VOCABULARY, "tie_word_embeddings": tied, **TENSOR_CONFIGS[family]}
-    config |= dict.fromkeys(DROPOUT_FIELDS.get(family, ()), dropout)
+    config |= dict.fromkeys(DROPOUT_FIELDS.get(family, ()), dropout) | more
     if layers is not None:
         config[next(key for key in LAYERS if key in config)] = layers
         if family == "gpt_neo":
@@ -165,7 +178,38 @@ def tensor_job(
         del config["vocab_size"]
         model = {"config": config, "attention": "eager", "task": "masked_lm"}
         return make_job(directory, "bert", model=model, **sections)
-    return make_job(directory, model={"config": config, "attention": "eager"}, **sections)
+    model = {"config": config, "attention": "eager", **sections.pop("model", {})}
+    return make_job(directory, model=model, **sections)
+
+
+class Pairs:
+    """Token sequences for an encoder and a decoder, with labels."""
+
+    def __init__(self, size: int = 64) -> None:
+        self.ids = torch.randint(1, VOCABULARY, (size, 3, LENGTH - 3), generator=torch.Generator().manual_seed(3))
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return dict(zip(("input_ids", "decoder_input_ids", "labels"), self.ids[index], strict=True))
+
+
+def make_t5(dropout: float, tied: bool, gated: bool) -> nn.Module:
+    """A tiny T5 with the task's own layers."""
+    config = T5Config(
+        vocab_size=VOCABULARY, d_model=24, d_kv=5, d_ff=13, num_layers=2, num_heads=4, dropout_rate=dropout,
+        tie_word_embeddings=tied, feed_forward_proj="gated-gelu" if gated else "relu", attn_implementation="eager",
+        relative_attention_num_buckets=8, relative_attention_max_distance=10, initializer_factor=0.5, use_cache=False,
+    )  # fmt: skip
+    return T5ForConditionalGeneration(config)
+
+
+def t5_job(directory: str | Path, dropout: float = 0.1, tied: bool = True, gated: bool = False, **sections: Any) -> Job:
+    """A tiny job of an encoder and a decoder, which come from a factory, as its data does."""
+    arguments = {"dropout": dropout, "tied": tied, "gated": gated}
+    model = {"factory": "tests.parity.jobs:make_t5", "loss": None, "factory_arguments": arguments}
+    return make_module_job(directory, model=model, **{"data": {"factory": "tests.parity.jobs:Pairs"}, **sections})
 
 
 def verify_one(job: Job, steps: int = 3) -> Report | None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from shardwise.testing.world import WorldPool
-from tests.parity.jobs import make_job, verify_one
+from tests.parity.jobs import make_job, tensor_job, verify_one
 
 FP32: dict[str, Any] = {"precision": {"compute": "fp32"}, "optimizer": {"name": "SGD", "learning_rate": 0.1}}
 
@@ -27,6 +27,20 @@ FP32: dict[str, Any] = {"precision": {"compute": "fp32"}, "optimizer": {"name": 
 )
 def test_a_compiled_model_agrees(world_pool: WorldPool, corpora: Path, family: str, sections: dict[str, Any]) -> None:
     job = make_job(corpora, family, layers=1, model={"compile": True}, **sections)
+    report = world_pool.run(2, verify_one, job, 2, timeout=800)[0]
+    assert report is not None
+    assert report.agrees, (report.first, report.diagnosis)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("family, depth", [("gpt2", "n_layer"), ("llama", "num_hidden_layers")])
+def test_a_compiled_model_with_split_tensors_agrees(
+    world_pool: WorldPool, corpora: Path, family: str, depth: str
+) -> None:
+    job = tensor_job(
+        corpora, family, config={depth: 1}, parallel={"tensor_parallel_degree": 2}, model={"compile": True}, **FP32
+    )
     report = world_pool.run(2, verify_one, job, 2, timeout=800)[0]
     assert report is not None
     assert report.agrees, (report.first, report.diagnosis)

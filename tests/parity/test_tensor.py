@@ -14,11 +14,15 @@ from shardwise.testing.capture import gather
 from shardwise.testing.world import WorldPool
 from shardwise.training.sample import generate
 from shardwise.training.setup import set_up
-from tests.parity.jobs import tensor_job, verify_one
+from shardwise.training.step import train_step
+from tests.parity.jobs import t5_job, tensor_job, verify_one
 
 TWO = {"tensor_parallel_degree": 2}
 FOUR = {"tensor_parallel_degree": 4}
 FP32: dict[str, Any] = {"precision": {"compute": "fp32"}, "optimizer": {"name": "SGD", "learning_rate": 0.1}}
+# Falcon's first models: a head's query, key and value beside each other, biases by position, branches in sequence.
+ALIBI: dict[str, Any] = {"alibi": True, "new_decoder_architecture": False, "multi_query": False, "parallel_attn": False,
+         "num_kv_heads": 4}  # fmt: skip
 CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("gpt2", 2, {"parallel": TWO, "dropout": 0.1}),
     ("gpt2", 4, {"parallel": FOUR}),
@@ -35,6 +39,15 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("mistral", 4, {"parallel": FOUR}),
     ("qwen3", 4, {"parallel": TWO}),
     ("qwen3", 2, {"parallel": TWO, "training": {"sequences_per_step": 6, "microbatch_size": 2}}),
+    ("llama", 4, {"parallel": FOUR, "tied": False}),  # 2 key-value heads, each on 2 ranks
+    ("mistral", 4, {"parallel": FOUR, "config": {"num_key_value_heads": 1}}),
+    ("qwen3", 8, {"parallel": FOUR, "training": {"microbatch_size": 1}, **FP32}),  # its norms compute in fp32
+    ("gemma", 8, {"parallel": {**FOUR, "sharded_data_parallel_degree": 1, "sequence_parallel": True}}),
+    ("bloom", 4, {"parallel": FOUR, "dropout": 0.1, **FP32}),  # its attention computes in fp32
+    ("bloom", 2, {"parallel": {**TWO, "sequence_parallel": True}, "dropout": 0.1, **FP32}),
+    ("falcon", 4, {"parallel": TWO, "dropout": 0.1}),
+    ("falcon", 2, {"parallel": {**TWO, "sequence_parallel": True}, "config": ALIBI, "dropout": 0.1}),
+    ("falcon", 2, {"parallel": TWO, "config": ALIBI, "model": {"attention": "sdpa"}}),
     ("gptj", 4, {"parallel": FOUR, "dropout": 0.1, **FP32}),  # its attention computes in fp32
     ("gpt_neo", 2, {"parallel": TWO, "dropout": 0.1}),
     ("opt", 4, {"parallel": TWO, "dropout": 0.1}),
@@ -53,6 +66,23 @@ def test_agrees_with_one_process(
     assert report.agrees, (report.first, report.diagnosis)
 
 
+@pytest.mark.parametrize(
+    "ranks, settings",
+    [
+        (2, {"parallel": TWO, **FP32}),
+        (4, {"parallel": FOUR, "tied": False, "gated": True, **FP32}),
+        (4, {"parallel": TWO, "dropout": 0.0, "memory": {"activation_checkpointing": "full"}, **FP32}),
+    ],
+)
+def test_an_encoder_and_a_decoder_agree_with_one_process(
+    world_pool: WorldPool, corpora: Path, ranks: int, settings: dict[str, Any]
+) -> None:
+    """T5: relative position biases by head, which the first block of a stack makes for all; cross-attention."""
+    report = world_pool.run(ranks, verify_one, t5_job(corpora, **settings))[0]
+    assert report is not None
+    assert report.agrees, (report.first, report.diagnosis)
+
+
 def initial(job: Job) -> dict[str, Tensor]:
     return gather(set_up(job, torch.device("cpu")))
 
@@ -60,7 +90,7 @@ def initial(job: Job) -> dict[str, Tensor]:
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "llama"])
 def test_initial_weights_are_bit_equal(world_pool: WorldPool, corpora: Path, family: str) -> None:
     alone = world_pool.run(1, initial, tensor_job(corpora, family))[0]
-    for ranks, parallel in ((2, TWO), (4, TWO), (4, TWO if family == "llama" else FOUR)):
+    for ranks, parallel in ((2, TWO), (4, TWO), (4, FOUR)):
         found = world_pool.run(ranks, initial, tensor_job(corpora, family, parallel=parallel))[0]
         assert list(found) == list(alone)
         assert all(torch.equal(found[name], alone[name]) for name in alone)
@@ -79,6 +109,17 @@ def test_a_rank_keeps_its_part(world_pool: WorldPool, corpora: Path) -> None:
     assert sum(here for here, _ in parts) == parts[0][1] + 3 * everywhere
 
 
+def norms(job: Job) -> float:
+    """Gradient norm of a first step."""
+    run = set_up(job, torch.device("cpu"))
+    return train_step(run.model, run.program, run.stream.batches(0), run.optimizer, run.scaler, 0).grad_norm
+
+
+def test_a_head_in_copies_counts_once_in_the_norm(world_pool: WorldPool, corpora: Path) -> None:
+    alone = world_pool.run(1, norms, tensor_job(corpora, "llama"))[0]
+    assert world_pool.run(4, norms, tensor_job(corpora, "llama", parallel=FOUR)) == pytest.approx([alone] * 4, rel=1e-9)
+
+
 def from_directory(job: Job) -> dict[str, Tensor]:
     return gather(set_up(job, torch.device("cpu")))
 
@@ -92,7 +133,7 @@ def test_a_directory_is_read_by_slices(world_pool: WorldPool, corpora: Path, tmp
     torch.manual_seed(5)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings))
     model.save_pretrained(tmp_path)
-    job = tensor_job(corpora, family, parallel=TWO)
+    job = tensor_job(corpora, family, parallel=FOUR if family == "llama" else TWO)
     job = job.model_copy(update={"model": job.model.model_copy(update={"config": None, "path": str(tmp_path)})})
     found = world_pool.run(4, from_directory, job)[0]
     expected = dict(model.named_parameters())
@@ -106,4 +147,5 @@ def generated(job: Job) -> list[int]:
 
 def test_generation_sees_whole_logits(world_pool: WorldPool, corpora: Path) -> None:
     alone = world_pool.run(1, generated, tensor_job(corpora, "gpt2"))[0]
-    assert world_pool.run(4, generated, tensor_job(corpora, "gpt2", parallel=TWO)) == [alone] * 4
+    for parallel in (TWO, {**TWO, "sequence_parallel": True}):  # the text grows, and its parts with it
+        assert world_pool.run(4, generated, tensor_job(corpora, "gpt2", parallel=parallel)) == [alone] * 4

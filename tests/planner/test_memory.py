@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.memory_cpu import measure
 from shardwise.config import Job
@@ -14,7 +16,11 @@ from shardwise.families.discovery import discover
 from shardwise.families.facts import ModelFacts
 from shardwise.plan import Plan, World, resolve
 from shardwise.planner.memory import estimate, moments
+from shardwise.planner.shapes import local_elements
 from shardwise.testing.world import WorldPool
+from shardwise.training.setup import Run, set_up
+from shardwise.training.step import train_step
+from tests.parity.jobs import tensor_job
 
 NEOX = {
     "model_type": "gpt_neox",
@@ -153,6 +159,36 @@ def test_a_model_without_known_blocks_has_its_states() -> None:
 
 # --- against the real thing
 
+Bytes = tuple[int, int, int]
+
+
+def states(jobs: list[Job]) -> list[tuple[Bytes, Bytes]]:
+    """On one rank, for each job: bytes of parameters, gradients and momentum, measured in a step and predicted."""
+    return [(held(run := set_up(job, torch.device("cpu"))), predicted(run)) for job in jobs]
+
+
+def held(run: Run) -> Bytes:
+    train_step(run.model, run.program, run.stream.batches(0), run.optimizer, run.scaler, 0)
+    parameters = sum(entry.local.numel() * entry.local.element_size() for entry in run.model.tensor_map)
+    return parameters, run.optimizer.gradient_bytes, run.optimizer.state_bytes()
+
+
+def predicted(run: Run) -> Bytes:
+    elements = local_elements(run.facts, run.plan, run.layout.index("tensor"), run.layout.index("shard", "context"))
+    return (8 * elements,) * 3
+
+
+@pytest.mark.parametrize("ranks, degree", [(2, 2), (4, 4), (6, 2)])
+def test_states_of_each_tensor_rank_are_exact(world_pool: WorldPool, corpora: Path, ranks: int, degree: int) -> None:
+    """Uneven MLP and vocabulary, row biases and norms everywhere, key-value heads in copies, uneven rows of shards."""
+    families = ["gpt2", "gpt_neox", "llama", "qwen3", "opt", "bloom"] + (["falcon"] if degree == 2 else [])
+    momentum = {"name": "SGD", "options": {"momentum": 0.9}}
+    parallel = {"tensor_parallel_degree": degree}
+    jobs = [tensor_job(corpora, family, parallel=parallel, optimizer=momentum) for family in families]
+    for rank in world_pool.run(ranks, states, jobs):
+        for family, (measured, expected) in zip(families, rank, strict=True):
+            assert measured == expected, family
+
 
 def check(pool: WorldPool, ranks: int, tolerance: float = 0.10, **sections: Any) -> None:
     for rank, (measured, predicted) in enumerate(pool.run(ranks, measure, settings(ranks, **sections))):
@@ -169,6 +205,35 @@ SLOW_RUNS = [(4, "none"), (8, "none"), (8, "full")]
 @pytest.mark.parametrize("ranks, policy", [*RUNS, *(pytest.param(*run, marks=pytest.mark.slow) for run in SLOW_RUNS)])
 def test_peak_is_predicted_within_a_tenth(world_pool: WorldPool, ranks: int, policy: str) -> None:
     check(world_pool, ranks, memory={"activation_checkpointing": policy})
+
+
+TENSOR_RUNS = [(2, NEOX, "none", True), (2, LLAMA, "full", True), (2, NEOX, "full", False), (4, LLAMA, "none", True)]
+SLOW_TENSOR_RUNS = [
+    (ranks, config, policy, scattered)
+    for ranks in (2, 4)
+    for config in (NEOX, LLAMA, GPT2)
+    for policy in ("none", "full", "selective")
+    for scattered in (True, False)
+    if (ranks, config, policy, scattered) not in TENSOR_RUNS
+]
+
+
+@pytest.mark.parametrize(
+    "ranks, config, policy, scattered",
+    [*TENSOR_RUNS, *(pytest.param(*run, marks=pytest.mark.slow) for run in SLOW_TENSOR_RUNS)],
+)
+def test_peak_with_tensor_parallelism(
+    world_pool: WorldPool, ranks: int, config: dict[str, Any], policy: str, scattered: bool
+) -> None:
+    check(
+        world_pool,
+        ranks,
+        config=config,
+        parallel={"tensor_parallel_degree": 2, "sequence_parallel": scattered},
+        training={"sequences_per_step": ranks},
+        memory={"activation_checkpointing": policy},
+        model={"dropout": 0.0} if config is GPT2 else {},
+    )
 
 
 CASES: dict[str, dict[str, Any]] = {

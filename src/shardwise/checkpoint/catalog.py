@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from shardwise.checkpoint.manifest import FILE, Manifest, parse
+from shardwise.checkpoint.manifest import FILE, OLDER, Manifest, parse
 from shardwise.checkpoint.stores import DIRECTORY, Store, open_store, split
 from shardwise.config import CheckpointSection
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, DamagedError, IncompleteError
 
 PREFIX = "step-"
 RUN_FILE = "run.json"  # in the output directory of a run; training/output.py writes it
@@ -39,13 +39,15 @@ def manifest_alone(store: Store, name: str) -> Manifest:
     """The manifest of a checkpoint, whatever has become of its files.
 
     Raises:
-        CheckpointError: there is none, or it is damaged or unreadable, and why.
+        IncompleteError: there is none.
+        DamagedError: it is not as it was written.
+        CheckpointError: it is unreadable or of a newer version, and why.
     """
     where = f"{store.root}/{name}"
     try:
         return parse(store.read(name, FILE), f"{where}/{FILE}")
     except FileNotFoundError:
-        raise CheckpointError(
+        raise IncompleteError(
             f"{where} is not a complete checkpoint: it has no {FILE}, which is written last"
         ) from None
     except OSError as error:
@@ -56,7 +58,7 @@ def read_manifest(store: Store, name: str) -> Manifest:
     """The manifest of a checkpoint whose files are all there, in their right sizes; their bytes are not read.
 
     Raises:
-        CheckpointError: it is incomplete, damaged or unreadable, and why.
+        CheckpointError: as `manifest_alone`; a file that is missing or cut short is damage.
     """
     where, manifest = f"{store.root}/{name}", manifest_alone(store, name)
     try:
@@ -66,19 +68,39 @@ def read_manifest(store: Store, name: str) -> Manifest:
     for file, record in manifest.files.items():
         if sizes.get(file) != record.bytes:
             there = "is missing" if file not in sizes else f"has {sizes[file]} of {record.bytes} bytes"
-            names = manifest.tensors_at(file, 0, record.bytes)
-            listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-            raise CheckpointError(f"{where}: {file} {there}; it holds {listed}; resume from an older checkpoint")
+            raise DamagedError(f"{where}: {file} {there}; it holds {manifest.held(file, 0, record.bytes)}{OLDER}")
     return manifest
 
 
 def complete(store: Store, say: Callable[[str], None] = lambda text: None) -> Iterator[tuple[str, Manifest]]:
-    """Complete checkpoints, newest first; says which are passed over and why."""
+    """Complete checkpoints, newest first; says which are passed over and why.
+
+    Raises:
+        DamagedError: none is complete, though some were written to their end. Who started over would lose them.
+    """
+    lost: dict[str, str] = {}
+    found = False
     for name in checkpoints(store):
         try:
-            yield name, read_manifest(store, name)
+            manifest = read_manifest(store, name)
         except CheckpointError as error:
             say(f"checkpoint {name} is passed over: {error}")
+            if not isinstance(error, IncompleteError):
+                lost[name] = str(error)
+        else:
+            found = True
+            yield name, manifest
+    if lost and not found:
+        raise none_left(store, lost.values())
+
+
+def none_left(store: Store, problems: Iterable[str]) -> DamagedError:
+    """The error for a store in which no checkpoint can be gone on from, and what became of each."""
+    each = "".join(f"\n  {problem.removesuffix(OLDER)}" for problem in problems)
+    return DamagedError(
+        f"{store.root} holds checkpoints, and none that is whole:{each}\nput their files back, or start over with "
+        "another --output, or after removing them"
+    )
 
 
 def find(path: str, say: Callable[[str], None] = lambda text: None) -> tuple[Store, str]:

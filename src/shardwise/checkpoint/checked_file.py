@@ -7,18 +7,16 @@ from typing import BinaryIO
 
 import xxhash
 
-from shardwise.checkpoint.manifest import BLOCK_BYTES, Manifest
+from shardwise.checkpoint.manifest import BLOCK_BYTES, OLDER, Manifest
 from shardwise.checkpoint.stores import Store
-from shardwise.errors import CheckpointError
-
-NAMED = 4  # tensors that an error lists
+from shardwise.errors import DamagedError
 
 
 class CheckedFile:
     """Random reads with a memory of one block; a context manager.
 
     Raises:
-        CheckpointError: on any read that meets a missing, short or damaged file; it names the file and the tensors.
+        DamagedError: on any read that meets a missing, short or damaged file; it names the file and the tensors.
     """
 
     def __init__(self, store: Store, name: str, file: str, manifest: Manifest) -> None:
@@ -51,13 +49,11 @@ class CheckedFile:
             self._number = number
         return view
 
-    def damaged(self, start: int, size: int, why: str) -> CheckpointError:
+    def damaged(self, start: int, size: int, why: str) -> DamagedError:
         """The error for `size` bytes from `start`, with the names of the tensors in them."""
-        names = self.manifest.tensors_at(self.file, start, start + size)
-        listed = ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
-        return CheckpointError(
+        return DamagedError(
             f"{self.store.root}/{self.name}/{self.file} is damaged at bytes {start} to {start + size}: {why}; it holds "
-            f"{listed or 'no tensor there'}; resume from an older checkpoint"
+            f"{self.manifest.held(self.file, start, start + size)}{OLDER}"
         )
 
     def _load(self, first: int, view: memoryview) -> None:

@@ -1,4 +1,4 @@
-"""`shardwise checkpoint`: which ones there are, what is in one, and whether its bytes are those that were written.
+"""`shardwise checkpoint ls` and `show`: which ones there are, and what is in one. verification.py has `verify`.
 
 Each question is answered as plain data, which is also what `--json` prints, and shown as a table.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich import box
@@ -15,18 +15,14 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.checkpoint.bar import byte_bar
-from shardwise.checkpoint.catalog import checkpoints, find, find_store, is_checkpoint, manifest_alone, read_manifest
-from shardwise.checkpoint.checked_file import CheckedFile
-from shardwise.checkpoint.manifest import BLOCK_BYTES, Manifest
+from shardwise.checkpoint.catalog import checkpoints, find, find_store, is_checkpoint, read_manifest
+from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.stores import Store
 from shardwise.errors import CheckpointError
 
 LARGEST = 10  # tensors that `show` lists unasked
-NAMED = 4  # tensors that a damaged place names
 PIPED_WIDTH = 120
 
-Advance = Callable[[int], None]
 Say = Callable[[str], None]
 Page = Iterable[RenderableType]
 
@@ -237,91 +233,6 @@ def _tensors_table(rows: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
-# --- verify ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class FileReport:
-    """What became of one file: each damage as a sentence, and the tensors with bytes in any of them."""
-
-    name: str
-    bytes: int
-    damages: list[str] = field(default_factory=list)
-    tensors: list[str] = field(default_factory=list)
-
-
-def verify_files(store: Store, name: str) -> list[FileReport]:
-    """Hash every block of every file of a checkpoint and compare with its manifest; nothing ends it early.
-
-    Raises:
-        CheckpointError: it has no manifest, or that is damaged itself.
-    """
-    manifest = manifest_alone(store, name)
-    try:
-        sizes = store.sizes(name)
-    except OSError as error:
-        raise CheckpointError(f"{store.root}/{name} cannot be read: {error}") from error
-    with byte_bar(f"verifying {name}", manifest.total_bytes) as advance:
-        return [_verified(store, name, file, manifest, sizes.get(file), advance) for file in manifest.files]
-
-
-def _verified(store: Store, name: str, file: str, manifest: Manifest, size: int | None, advance: Advance) -> FileReport:
-    record = manifest.files[file]
-    report = FileReport(file, record.bytes)
-    if size != record.bytes:
-        report.damages.append("is missing" if size is None else f"has {size} of {record.bytes} bytes")
-        first = 0 if size is None else min(size, record.bytes)
-        report.tensors += manifest.tensors_at(file, first, record.bytes)
-    readable = 0 if size is None else -(-min(size, record.bytes) // BLOCK_BYTES)
-    with CheckedFile(store, name, file, manifest) as source:
-        for number in range(readable):
-            start, stop = number * BLOCK_BYTES, min((number + 1) * BLOCK_BYTES, record.bytes)
-            if size is not None and stop <= size:  # else it is cut off, which was said
-                _check_block(source, number, start, stop, report)
-            advance(stop - start)
-    report.tensors = list(dict.fromkeys(report.tensors))
-    return report
-
-
-def _check_block(source: CheckedFile, number: int, start: int, stop: int, report: FileReport) -> None:
-    try:
-        source.block(number)
-    except CheckpointError as error:
-        why = "cannot be read" if isinstance(error.__cause__, OSError) else "other bytes than were written"
-        report.damages.append(f"{why} at {start} to {stop}")
-        report.tensors += source.manifest.tensors_at(source.file, start, stop)
-
-
-def verification(place: str, reports: Sequence[FileReport]) -> Page:
-    """The page of `verify`: the table, and under it the tensors of each damaged file."""
-    yield Text(place, "bold")
-    table = Table()
-    table.add_column("file", no_wrap=True)
-    table.add_column("size", justify="right")
-    table.add_column("blocks", justify="right")
-    table.add_column("verdict")
-    for each in reports:
-        verdict = Text("; ".join(each.damages), "bold red") if each.damages else Text("ok")
-        table.add_row(Text(each.name), size_text(each.bytes), f"{-(-each.bytes // BLOCK_BYTES):,}", verdict)
-    yield table
-    yield from (Text(_sentence(each)) for each in reports if each.damages)
-    yield Text(_verdict(reports))
-
-
-def _sentence(report: FileReport) -> str:
-    more = f" and {len(report.tensors) - NAMED} more" if len(report.tensors) > NAMED else ""
-    held = ", ".join(report.tensors[:NAMED]) + more if report.tensors else "no tensor, but its header"
-    return f"{report.name} is damaged there; it holds {held}"
-
-
-def _verdict(reports: Sequence[FileReport]) -> str:
-    bad = sum(bool(each.damages) for each in reports)
-    total = size_text(sum(each.bytes for each in reports))
-    if bad:
-        return f"{bad} of {len(reports)} files damaged; resume from an older checkpoint"
-    return f"{len(reports)} files, {total}: every block is as it was written"
-
-
 # --- the commands ----------------------------------------------------------------------------------------------------
 
 
@@ -330,7 +241,7 @@ def run_ls(path: str, as_json: bool) -> int:
     root, found = list_checkpoints(path)
     if as_json:
         return _print_json([asdict(each) | {"complete": each.problem is None} for each in found])
-    return _print(listing(root, found))
+    return print_page(listing(root, found))
 
 
 def run_show(path: str, every_tensor: bool, as_json: bool, say: Say) -> int:
@@ -339,18 +250,10 @@ def run_show(path: str, every_tensor: bool, as_json: bool, say: Say) -> int:
     manifest = read_manifest(store, name)
     if as_json:
         return _print_json({"path": f"{store.root}/{name}", **header(manifest), "tensors": tensor_rows(manifest)})
-    return _print(contents(f"{store.root}/{name}", manifest, every_tensor))
+    return print_page(contents(f"{store.root}/{name}", manifest, every_tensor))
 
 
-def run_verify(path: str, say: Say) -> int:
-    """`shardwise checkpoint verify`: 1 where anything is damaged."""
-    store, name = find(path, say)
-    reports = verify_files(store, name)
-    _print(verification(f"{store.root}/{name}", reports))
-    return int(any(each.damages for each in reports))
-
-
-def _print(page: Page) -> int:
+def print_page(page: Page) -> int:
     console = Console()
     if not console.is_terminal:
         console.width = max(console.width, PIPED_WIDTH)  # a table that is cut short is of no use in a file

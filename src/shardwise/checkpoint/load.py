@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from shardwise.checkpoint.catalog import complete, read_manifest
+from shardwise.checkpoint.catalog import complete, none_left, read_manifest
 from shardwise.checkpoint.manifest import Manifest, Progress
 from shardwise.checkpoint.save import named
 from shardwise.checkpoint.state import (
@@ -24,14 +24,13 @@ from shardwise.checkpoint.state import (
     random_pieces,
     set_random,
 )
-from shardwise.checkpoint.storage import PieceLoadPlanner, SafetensorsReader
+from shardwise.checkpoint.storage_read import PieceLoadPlanner, SafetensorsReader
 from shardwise.checkpoint.stores import Store, open_store, split
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, DamagedError, listed
 from shardwise.parallel.model import ParallelModel
 from shardwise.precision import LossScaler
 
 Say = Callable[[str], None]
-LISTED = 4
 
 
 @dataclass
@@ -52,10 +51,12 @@ def restore(
 ) -> Restored | None:
     """Bring a run to where the checkpoint that its job asks for had come; None where there is none. Collective.
 
-    With `checkpoint.resume: auto` a checkpoint that turns out damaged while it is read is passed over for an older one.
+    With `checkpoint.resume: auto` a checkpoint that turns out damaged while it is read is passed over for an older one,
+    as are those whose files are missing or cut short; `say` is told which and why.
 
     Raises:
-        CheckpointError: the named checkpoint is not complete or damaged, or the newest is of another model or data.
+        DamagedError: the named checkpoint is damaged, or damage has left none that `auto` could take.
+        CheckpointError: the named checkpoint is not complete, or the newest is of another model or data.
     """
     wanted = model.plan.job.checkpoint.resume
     if wanted == "none":
@@ -64,19 +65,22 @@ def restore(
         root, name = split(wanted)
         place = open_store(root)
         return _read(model, optimizer, scaler, place, name, read_manifest(place, name), data, say)
-    candidates = list(complete(store, say))
-    for number, (name, manifest) in enumerate(candidates):
+    passed: list[str] = []
+
+    def pass_over(note: str) -> None:
+        passed.append(note)
+        say(note)
+
+    damaged = False
+    for name, manifest in complete(store, pass_over):
         try:
             return _read(model, optimizer, scaler, store, name, manifest, data, say)
-        except Damaged as error:
-            if number + 1 == len(candidates):
-                raise CheckpointError(f"{error}; no older checkpoint is complete") from error
-            say(f"checkpoint {name} is passed over: {error}")
+        except DamagedError as error:
+            pass_over(f"checkpoint {name} is passed over: {error}")
+            damaged = True
+    if damaged:
+        raise none_left(store, passed)
     return None
-
-
-class Damaged(CheckpointError):
-    """The bytes of a checkpoint are not those that were written."""
 
 
 def _read(
@@ -101,8 +105,7 @@ def _read(
             reader = SafetensorsReader(store, name, manifest)
             dcp.load({}, storage_reader=reader, planner=PieceLoadPlanner(pieces))
     except CheckpointException as error:
-        found = named(error, store.root)
-        raise (Damaged if isinstance(found, CheckpointError) else type(found))(str(found)) from error
+        raise named(error, store.root) from error
     load_optimizer(optimizer, states, manifest.optimizer_scalars)
     set_random(model.device, generators)
     if scaler.settings.static is None:
@@ -125,10 +128,8 @@ def check_fits(model: ParallelModel, manifest: Manifest, data: Mapping[str, Any]
     """
     wrong = sorted(_misfits(model, manifest))
     if wrong:
-        more = f" and {len(wrong) - LISTED} more" if len(wrong) > LISTED else ""
-        raise CheckpointError(
-            f"{path} is a checkpoint of another model: {'; '.join(wrong[:LISTED])}{more}; use the job that wrote it"
-        )
+        what = listed(wrong, separator="; ")
+        raise CheckpointError(f"{path} is a checkpoint of another model: {what}; use the job that wrote it")
     name = model.plan.job.optimizer.name
     if manifest.optimizer != name:
         raise CheckpointError(

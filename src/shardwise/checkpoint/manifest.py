@@ -15,12 +15,13 @@ from typing import Annotated, Any, Literal
 import xxhash
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, DamagedError, listed
 
 FILE = "manifest.json"
 FORMAT: Literal["shardwise-checkpoint"] = "shardwise-checkpoint"
 VERSION = 1
 BLOCK_BYTES = 1 << 22  # files are hashed in blocks of this size, so that a slice can be checked without its whole file
+OLDER = "; use an older checkpoint"
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 
 SEAL_BYTES = len(b'{"hash":"",') + 32
@@ -174,6 +175,10 @@ class Manifest(_Part):
     def to_json(self) -> bytes:
         return seal(self.model_dump_json(indent=None).encode())
 
+    def held(self, file: str, start: int, stop: int) -> str:
+        """The first of `tensors_at`, in words."""
+        return listed(self.tensors_at(file, start, stop)) or "no tensor, but its header"
+
     def tensors_at(self, file: str, start: int, stop: int) -> list[str]:
         """Names of the tensors with bytes in `start` ... `stop` of `file`."""
         return [
@@ -195,24 +200,29 @@ def parse(text: bytes, where: str) -> Manifest:
     """The manifest in `text`.
 
     Raises:
-        CheckpointError: it is damaged, of another format or of a newer version; `where` names it.
+        DamagedError: it is not as it was written; `where` names it.
+        CheckpointError: it is of another format or of a newer version.
     """
     try:
         data = json.loads(text)
+        if isinstance(data, dict) and "hash" in data:
+            _check_seal(text, where)  # before its words are believed
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise CheckpointError(f"{where} is not the manifest of a shardwise checkpoint")
         if not isinstance(data.get("version"), int) or data["version"] > VERSION:
             raise CheckpointError(
                 f"{where} has version {data.get('version')}, this shardwise reads up to {VERSION}; upgrade shardwise"
             )
-        if seal(b"{" + text[SEAL_BYTES:]) != text:
-            raise CheckpointError(
-                f"{where} is damaged: its bytes are not those that were written; use another checkpoint"
-            )
+        _check_seal(text, where)
         return Manifest.model_validate({key: value for key, value in data.items() if key != "hash"})
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
-        raise CheckpointError(f"{where} is damaged: {place}: {first['msg']}; use another checkpoint") from None
+        raise DamagedError(f"{where} is damaged: {place}: {first['msg']}{OLDER}") from None
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{where} is damaged ({error}); use another checkpoint") from None
+        raise DamagedError(f"{where} is damaged ({error}){OLDER}") from None
+
+
+def _check_seal(text: bytes, where: str) -> None:
+    if seal(b"{" + text[SEAL_BYTES:]) != text:
+        raise DamagedError(f"{where} is damaged: its bytes are not those that were written{OLDER}")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from shardwise.checkpoint.conversion import Recipe, match_names
 from shardwise.checkpoint.weight_files import INDEX, SINGLE, TORCH_INDEX, TORCH_SINGLE, open_weight_files
-from shardwise.errors import ModelError
+from shardwise.errors import ModelError, listed
 
 _COMPARED_AT_ONCE = 1 << 24  # elements
 
@@ -103,7 +103,7 @@ class HuggingFaceWeights:
 
     def _file(self, name: str) -> Path:
         if name not in self._file_of:
-            raise ModelError(f"{self.path}: no tensor {name!r} in {_listed(file.name for file in self._files)}")
+            raise ModelError(f"{self.path}: no tensor {name!r} in {listed(file.name for file in self._files)}")
         return self._file_of[name]
 
     def _plan(self, recipes: Iterable[Recipe]) -> dict[str, tuple[Recipe, tuple[int, ...]]]:
@@ -138,17 +138,12 @@ class HuggingFaceWeights:
         return all(torch.equal(self.read(one, part), self.read(other, part)) for part in parts)
 
     def _raise_missing(self, missing: list[str], unused: Iterable[str]) -> None:
-        rest = f"; unused in the files: {_listed(sorted(unused))}" if unused else ""
+        rest = f"; unused in the files: {listed(sorted(unused))}" if unused else ""
         count = f"{len(missing)} tensor{'s' if len(missing) > 1 else ''}"
         raise ModelError(
-            f"{self.path}: the weights lack {count} of the model ({_listed(missing)}){rest}; the directory must hold "
+            f"{self.path}: the weights lack {count} of the model ({listed(missing)}){rest}; the directory must hold "
             "all weights of the model that its config.json describes"
         )
-
-
-def _listed(names: Iterable[str], most: int = 4) -> str:
-    names = list(names)
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _find_files(path: Path) -> tuple[list[Path], Path | None]:
@@ -177,7 +172,7 @@ def _indexed_files(index: Path) -> list[Path]:
     absent = [file.name for file in files if not file.exists()]
     if absent:
         raise ModelError(
-            f"{index.parent}: {index.name} names files that are not there: {_listed(absent)}; copy or download them"
+            f"{index.parent}: {index.name} names files that are not there: {listed(absent)}; copy or download them"
         )
     return files
 
@@ -197,4 +192,4 @@ def _read_index(index: Path) -> dict[str, str]:
 def _check_index(index: Path, file_of: Mapping[str, Path]) -> None:
     wrong = [name for name, file in _read_index(index).items() if file_of.get(name, Path()).name != file]
     if wrong:
-        raise ModelError(f"{index} places tensors in files that do not hold them: {_listed(wrong)}")
+        raise ModelError(f"{index} places tensors in files that do not hold them: {listed(wrong)}")

@@ -63,7 +63,10 @@ class RemoteStore:
             self._system.pipe_file(self._at(OWNER), run.encode())
 
     def owner(self) -> str:
-        return self._content(self._at(OWNER)).decode()
+        try:
+            return self._content(self._at(OWNER)).decode()
+        except FileNotFoundError:
+            return ""
 
     def names(self) -> list[str]:
         entries = self._entries(self._path)

@@ -28,7 +28,7 @@ from shardwise.checkpoint.catalog import Retention, name_of
 from shardwise.checkpoint.manifest import BLOCK_BYTES, FileRecord, Manifest, Progress, Scaler, TensorRecord
 from shardwise.checkpoint.staging import Source, Staging, Straight
 from shardwise.checkpoint.state import Optimizer, Snapshot, snapshot
-from shardwise.checkpoint.storage import PieceSavePlanner, SafetensorsWriter, header, in_file_order
+from shardwise.checkpoint.storage_write import PieceSavePlanner, SafetensorsWriter, header, in_file_order
 from shardwise.checkpoint.stores import Store
 from shardwise.errors import CheckpointError, ShardwiseError
 from shardwise.parallel.model import ParallelModel
@@ -161,14 +161,8 @@ class Checkpointer:
         config: Any = module.config.to_dict() if self.model.facts.is_hugging_face else None  # type: ignore[operator, union-attr]
         generation: Any = getattr(module, "generation_config", None) if config is not None else None
 
-        def owner() -> str:
-            try:
-                return self.store.owner()
-            except FileNotFoundError:  # any other error is not another run's doing
-                return ""
-
         def describe(metadata: Metadata, tensors: dict[str, TensorRecord], files: dict[str, FileRecord]) -> Manifest:
-            if owner() != self._run:
+            if self.store.owner() != self._run:
                 raise CheckpointError(f"another run writes into {self.store.root} now; give each its own directory")
             return Manifest(
                 progress=progress,
@@ -231,7 +225,7 @@ def claim(store: Store) -> str:
     run, problem = said
     if problem:
         raise CheckpointError(f"checkpoint.directory={store.root!r} cannot be written: {problem}")
-    unseen = torch.tensor(int(_owner(store) != run), device="cuda" if dist.get_backend() == "nccl" else "cpu")
+    unseen = torch.tensor(int(not _sees(store, run)), device="cuda" if dist.get_backend() == "nccl" else "cpu")
     dist.all_reduce(unseen)
     if int(unseen):
         raise CheckpointError(
@@ -241,8 +235,9 @@ def claim(store: Store) -> str:
     return run
 
 
-def _owner(store: Store) -> str:
+def _sees(store: Store, run: str) -> bool:
+    """Whether this rank's host has the store that `run` owns; an error must not keep it from answering."""
     try:
-        return store.owner()
+        return store.owner() == run
     except OSError:
-        return ""
+        return False

@@ -9,6 +9,7 @@ training is held up for the copy of what fits into the ring and for the writing 
 
 from __future__ import annotations
 
+import mmap
 import queue
 import threading
 from collections.abc import Iterator, Sequence
@@ -113,8 +114,7 @@ class Staging:
         while not self._broken.is_set():
             if self._free.empty() and self._made < self.blocks:
                 self._made += 1
-                memory = torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=self._pinned)
-                return Block(memory)
+                return Block(_aligned(self._pinned))
             try:
                 block = self._free.get(timeout=0.1)
             except queue.Empty:
@@ -128,6 +128,13 @@ class Staging:
             block.ready = torch.cuda.Event()
             block.ready.record()
         self._full.put(block)
+
+
+def _aligned(pinned: bool) -> Tensor:
+    """Memory of a block that begins a page, so that a local disk can take it from there without a copy."""
+    memory = torch.empty(BLOCK_BYTES + mmap.PAGESIZE, dtype=torch.uint8, pin_memory=pinned)
+    first = -memory.data_ptr() % mmap.PAGESIZE
+    return memory[first : first + BLOCK_BYTES]
 
 
 class Straight:

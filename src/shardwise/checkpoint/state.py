@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise.checkpoint.storage import DTYPES, TORCH_DTYPES, Piece
+from shardwise.checkpoint.piece import DTYPES, TORCH_DTYPES, Piece
 from shardwise.errors import CheckpointError
 from shardwise.parallel.model import ParallelModel
 from shardwise.parallel.tensor_map import Entry

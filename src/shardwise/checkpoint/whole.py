@@ -10,7 +10,8 @@ from torch import Tensor
 
 from shardwise.checkpoint.checked_file import CheckedFile
 from shardwise.checkpoint.manifest import Manifest
-from shardwise.checkpoint.storage import TORCH_DTYPES, Piece, metadata_of, read_box, read_items
+from shardwise.checkpoint.piece import TORCH_DTYPES, Piece
+from shardwise.checkpoint.storage_read import metadata_of, read_box, read_items
 from shardwise.checkpoint.stores import Store
 
 OPEN_FILES = 32  # each holds a block; tensors lie in their files in one order, so a block is read about once

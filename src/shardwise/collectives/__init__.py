@@ -1,1 +1,1 @@
-"""Collectives: so far the two that stand at the borders of tensor parallelism."""
+"""Collectives: those that stand at the borders of tensor and sequence parallelism."""

@@ -1,49 +1,156 @@
 """The autograd collectives of tensor parallelism (Megatron-LM, arXiv 1909.08053, figure 3: f and g).
 
 A region of split modules is entered with whole activations and left with a sum of partial ones; what is the identity in
-one direction is an all-reduce in the other.
+one direction is an all-reduce in the other. With sequence parallelism (arXiv 2205.05198, section 4.2.2, g and g-bar) a
+rank holds a part of the sequence between regions: then one direction gathers the parts and the other sums and keeps
+one, which moves as many bytes as the all-reduce.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional as F
+
+from shardwise._torch_compat import all_gather_single, reduce_scatter_single
+
+Move = Callable[[Tensor, Any], Tensor]
 
 
-class _Enter(torch.autograd.Function):
+@dataclass(frozen=True)
+class Rows:
+    """How the `length` positions of `batch` samples lie over the ranks of `group`: in runs that differ by one at most.
+
+    Values are [B, S, ...], or [B*S, ...] where a model has flattened them.
+    """
+
+    group: dist.ProcessGroup
+    index: int  # this rank's number in the group
+    batch: int
+    length: int
+
+    def bounds(self, index: int) -> tuple[int, int]:
+        """First position of a rank, and the one behind its last."""
+        degree = self.group.size()
+        return index * self.length // degree, (index + 1) * self.length // degree
+
+    @property
+    def sizes(self) -> list[int]:
+        """Positions of each rank."""
+        return [end - start for start, end in map(self.bounds, range(self.group.size()))]
+
+    def by_sample(self, values: Tensor, positions: int) -> Tensor:
+        """`values` as [B, positions, H]."""
+        if values.numel() != self.batch * positions * values.shape[-1]:
+            raise RuntimeError(f"activations {list(values.shape)} are not {self.batch} x {positions} positions")
+        return values.reshape(self.batch, positions, values.shape[-1])
+
+
+class _Pair(torch.autograd.Function):
+    """`there` in forward and `back` in backward."""
+
     @staticmethod
-    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return values.view_as(values)
+    def forward(ctx: Any, values: Tensor, there: Move, back: Move, where: Any) -> Tensor:
+        ctx.back, ctx.where = back, where
+        return there(values, where)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return summed(gradients[0], ctx.group), None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.back(gradients[0], ctx.where), None, None, None
 
 
-class _Leave(torch.autograd.Function):
+def _apply(values: Tensor, there: Move, back: Move, where: Any) -> Tensor:
+    moved: Tensor = _Pair.apply(values, there, back, where)
+    return moved
+
+
+class Regathered:
+    """Whole activations, gathered again in backward for the linears that read them; kept is this rank's part alone.
+
+    The paper's way to keep nothing whole (section 4.2.2): one more all-gather in backward. Readers run their backward
+    one after the other, so that one gathering serves all. The part itself is among autograd's saved tensors only, where
+    checkpointing and offload find it.
+    """
+
+    def __init__(self, rows: Rows) -> None:
+        self.rows = rows
+        self.readers = 0
+        self._whole: Tensor | None = None
+
+    def again(self, part: Tensor) -> Tensor:
+        """The whole of `part`, for one of the readers."""
+        whole = gathered(part, self.rows) if self._whole is None else self._whole
+        self.readers -= 1
+        self._whole = whole if self.readers else None
+        return whole
+
+
+class _LinearOfParts(torch.autograd.Function):
+    """A linear of whole activations that saves a part of them."""
+
     @staticmethod
-    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return summed(values, group)
+    def forward(
+        ctx: Any, whole: Tensor, part: Tensor, weight: Tensor, bias: Tensor | None, source: Regathered
+    ) -> Tensor:
+        source.readers += 1
+        ctx.source = source
+        ctx.save_for_backward(part, weight)
+        return F.linear(whole, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0], None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        part, weight = ctx.saved_tensors
+        whole, gradient = ctx.source.again(part), gradients[0]
+        flat = gradient.flatten(0, -2)
+        _, _, of_weight, of_bias, _ = ctx.needs_input_grad
+        return (
+            gradient @ weight,
+            None,
+            flat.T @ whole.flatten(0, -2) if of_weight else None,
+            flat.sum(0) if of_bias else None,
+            None,
+        )
+
+
+def linear_of_parts(whole: Tensor, part: Tensor, weight: Tensor, bias: Tensor | None, source: Regathered) -> Tensor:
+    """`whole @ weight.T + bias`, where backward gathers `whole` again from each rank's `part`."""
+    result: Tensor = _LinearOfParts.apply(whole, part.detach(), weight, bias, source)
+    return result
 
 
 def enter(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     """`values`, equal on all ranks of `group`; their gradient is the sum of the ranks' gradients."""
-    entered: Tensor = _Enter.apply(values, group)
-    return entered
+    return _apply(values, _same, summed, group)
 
 
 def leave(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum of the ranks' `values`; the gradient of each is that of the sum."""
-    left: Tensor = _Leave.apply(values, group)
-    return left
+    return _apply(values, summed, _same, group)
+
+
+def enter_rows(values: Tensor, rows: Rows) -> Tensor:
+    """All positions, of which each rank brings its own; their gradients are summed, and each rank keeps its own."""
+    return _apply(values, gathered, _summed_part, rows)
+
+
+def leave_rows(values: Tensor, rows: Rows) -> Tensor:
+    """This rank's positions of the sum of the ranks' `values`."""
+    return _apply(values, _summed_part, gathered, rows)
+
+
+def scatter(values: Tensor, rows: Rows) -> Tensor:
+    """This rank's positions of `values`, which are equal on all ranks."""
+    return _apply(values, _part, gathered, rows)
+
+
+def gather(values: Tensor, rows: Rows) -> Tensor:
+    """All positions, on ranks that then do the same with them: the gradients that come back are equal."""
+    return _apply(values, gathered, _part, rows)
 
 
 def summed(values: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -51,3 +158,50 @@ def summed(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     total = values.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total
+
+
+def sum_together(tensors: Sequence[Tensor], group: dist.ProcessGroup, device: torch.device) -> None:
+    """Each of `tensors` becomes its sum over `group`, in one all-reduce on `device` for those of one dtype."""
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        alike = [tensor for tensor in tensors if tensor.dtype == dtype]
+        flat = torch.cat([tensor.reshape(-1).to(device) for tensor in alike])
+        dist.all_reduce(flat, group=group)
+        for tensor, total in zip(alike, flat.split([tensor.numel() for tensor in alike]), strict=True):
+            tensor.copy_(total.view(tensor.shape))
+
+
+def gathered(values: Tensor, rows: Rows) -> Tensor:
+    """[B, S of this rank, H] of each rank -> [B, S, H]. Without autograd."""
+    sizes = rows.sizes
+    most = max(sizes)
+    mine = rows.by_sample(values, sizes[rows.index])
+    mine = mine if mine.shape[1] == most else F.pad(mine, (0, 0, 0, most - mine.shape[1]))
+    everyone = mine.new_empty(len(sizes), *mine.shape)
+    all_gather_single(everyone.flatten(0, 1), mine.contiguous(), group=rows.group)
+    if min(sizes) == most:
+        whole = everyone.transpose(0, 1).reshape(rows.batch, rows.length, -1)  # of one sample no copy
+    else:
+        whole = torch.cat([part[:, :size] for part, size in zip(everyone, sizes, strict=True)], 1)
+    return whole.flatten(0, 1) if values.dim() == 2 else whole
+
+
+def _summed_part(values: Tensor, rows: Rows) -> Tensor:
+    """[B, S, H] of each rank -> [B, S of this rank, H] of their sum."""
+    sizes = rows.sizes
+    most = max(sizes)
+    parts = rows.by_sample(values, rows.length).split(sizes, 1)
+    stacked = torch.stack([F.pad(part, (0, 0, 0, most - part.shape[1])) for part in parts])
+    total = torch.empty_like(stacked[0])
+    reduce_scatter_single(total, stacked.flatten(0, 1), group=rows.group)
+    # Models add to it in place, which autograd allows where it is no view.
+    mine = total if total.shape[1] == sizes[rows.index] else total[:, : sizes[rows.index]].clone()
+    return mine.flatten(0, 1) if values.dim() == 2 else mine
+
+
+def _part(values: Tensor, rows: Rows) -> Tensor:
+    start, end = rows.bounds(rows.index)
+    return values[:, start:end].clone(memory_format=torch.contiguous_format)  # a view would keep the whole alive
+
+
+def _same(values: Tensor, _: Any) -> Tensor:
+    return values.view_as(values)

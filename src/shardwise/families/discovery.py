@@ -21,7 +21,7 @@ from shardwise.families.attention import context_refusal
 from shardwise.families.facts import BlockFacts, ModelFacts
 from shardwise.families.probe import Probe, probe
 from shardwise.families.stage_cut import stage_facts
-from shardwise.families.tensor_plan import tensor_plan
+from shardwise.families.tensor_plan import sequence_refusal, tensor_plan, vocabulary_parameters
 
 SIMILAR_NAMES = 0.5  # share of parameter names that the children of a list of blocks have in common
 SMALLEST_LIST = 0.1  # a further list of blocks has at least this share of the heaviest one's parameters
@@ -66,9 +66,11 @@ def discover(model: nn.Module, job: Job, example: Mapping[str, Tensor] | None = 
         stages=stage_facts(model, lists, ties, seen.order, seen.blocks_are_chain),
         parameter_shapes=shapes,
         tensor_splits=splits,
+        vocabulary_parameters=vocabulary_parameters(model, seen.head),
         tensor_refusal=refusal,
         context_refusal=context_refusal(model, blocks, seen.attention, seen.mixes_positions, seen.failure),
         attention_arguments=seen.attention_arguments,
+        sequence_refusal=sequence_refusal(shapes, blocks, splits, len(lists) == 1 and seen.blocks_are_chain),
         probe_failure=seen.failure,
     )
 

@@ -25,16 +25,25 @@ class TensorSplit:
 
     Attributes:
         kind: a linear module is split by `column` (output features) or `row` (input features); a `partial` one is whole
-            but sees only a part of the activations, so the gradients of its parameters are summed.
+            but sees only a part of the activations, so the gradients of its parameters are summed; an `inner` one is
+            dropout of activations that exist in parts, between a column and the row module beside it.
         dim: of the weight.
         sections: fused projections that lie side by side along `dim`, each of which is split.
         alone: a column module whose parent also works on whole activations.
+        key_value: a column module of key or value heads alone; of fewer heads than ranks each is held by several.
     """
 
     kind: str
     dim: int = 0
     sections: int = 1
     alone: bool = False
+    key_value: bool = False
+
+
+def chunk(size: int, degree: int, index: int) -> slice:
+    """Part `index` of `size` in chunks of ceil(size / degree), the last ones short or empty (torch.chunk's rule)."""
+    most = -(-size // degree)
+    return slice(min(index * most, size), min((index + 1) * most, size))
 
 
 @dataclass(frozen=True)
@@ -95,10 +104,12 @@ class ModelFacts:
     blocks_share_arguments: bool = True  # every block is called with the same keyword arguments
     buffers: tuple[str, ...] = ()
     tensor_splits: dict[str, TensorSplit] = field(default_factory=dict)  # module name -> how it can be split
+    vocabulary_parameters: tuple[str, ...] = ()  # of input embeddings and head, where ranks can share their rows
     tensor_refusal: str = ""  # why tensor parallelism cannot be had, where it cannot
     context_refusal: str = ""  # why sequences cannot be split over ranks, where they cannot
     attention_arguments: tuple[str, ...] = ()  # what attention is given beside tensors, scale and dropout
     stages: StageFacts = field(default_factory=lambda: StageFacts(refusal="it was not looked at"))
+    sequence_refusal: str = ""  # why tensor ranks cannot share the sequence, where tensors can be split
     parameter_shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # in order; ties once, first name
     probe_failure: str = (
         ""  # why the forward could not be probed; head, dropout and arguments are then assumed the worst
@@ -108,6 +119,10 @@ class ModelFacts:
     def chunkable_head(self) -> bool:
         """Whether the output projection can run inside the loss, so that logits never exist whole."""
         return self.head is not None
+
+    def key_value_copies(self, degree: int) -> int:
+        """How many of `degree` tensor ranks hold the same key-value head, where there are fewer heads than ranks."""
+        return max(1, degree // self.key_value_heads) if self.key_value_heads else 1
 
     def model_flops_per_token(self, sequence_length: int) -> float:
         """Model FLOPs of forward and backward for one token: 6·P + 12·L·s·h.

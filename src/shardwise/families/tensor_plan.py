@@ -8,7 +8,7 @@ inner activations of an MLP - exists in parts only, so every pair begins and end
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +24,8 @@ PUBLISHED = {
     "rowwise": TensorSplit("row"),
     "replicated_with_grad_allreduce": TensorSplit("partial"),
 }
+# Names of projections of keys or values alone, with or without a plan of transformers'.
+KEY_VALUE = ("k_proj", "v_proj", "key", "value")
 COLUMN, ROW = PUBLISHED["colwise"], PUBLISHED["rowwise"]
 SEPARATE = {"q_proj": COLUMN, "k_proj": COLUMN, "v_proj": COLUMN, "out_proj": ROW}
 
@@ -36,6 +38,17 @@ ENCODER = (
     _in("encoder.layer.*.attention.self", {"query": COLUMN, "key": COLUMN, "value": COLUMN})
     | _in("encoder.layer.*", {"attention.output.dense": ROW, "intermediate.dense": COLUMN, "output.dense": ROW})
 )  # fmt: skip
+INTERLEAVED = (  # one projection of [heads, (query, key, value), head size]
+    _in("h.*.self_attention", {"query_key_value": COLUMN, "dense": ROW})
+    | _in("h.*.mlp", {"dense_h_to_4h": COLUMN, "dense_4h_to_h": ROW})
+)  # fmt: skip
+T5_ATTENTION = {"q": COLUMN, "k": COLUMN, "v": COLUMN, "o": ROW, "relative_attention_bias": COLUMN}
+T5_STACK = (
+    _in("block.*.layer.*.SelfAttention", T5_ATTENTION)
+    | _in("block.*.layer.*.EncDecAttention", T5_ATTENTION)
+    | _in("block.*.layer.*.DenseReluDense", {"wi": COLUMN, "wi_0": COLUMN, "wi_1": COLUMN, "wo": ROW})
+    | _in("block.*.layer.*.DenseReluDense", {"dropout": TensorSplit("inner")})
+)  # fmt: skip
 # Of models for which transformers has no plan.
 OWN: dict[str, dict[str, TensorSplit]] = {
     "gpt2": _in("h.*.attn", {"c_attn": TensorSplit("column", sections=3), "c_proj": ROW})
@@ -46,6 +59,9 @@ OWN: dict[str, dict[str, TensorSplit]] = {
     | _in("decoder.layers.*", {"fc1": TensorSplit("column", alone=True), "fc2": ROW}),
     "bert": ENCODER,
     "roberta": ENCODER,
+    "bloom": INTERLEAVED,
+    "falcon": INTERLEAVED,
+    "t5": _in("encoder", T5_STACK) | _in("decoder", T5_STACK),
 }
 
 
@@ -60,6 +76,8 @@ def tensor_plan(model: nn.Module) -> tuple[dict[str, TensorSplit], str]:
     strange = sorted(set(published.values()) - PUBLISHED.keys())
     if strange and family not in OWN:
         return {}, f"transformers' plan for {family} asks for {', '.join(strange)}, which is not built yet"
+    if family == "bloom" and model.config.slow_but_exact and model.config.pretraining_tp > 1:
+        return {}, "slow_but_exact of bloom adds up slices of whole weights"
     rules = OWN.get(family) or {name: PUBLISHED[kind] for name, kind in published.items()}
     splits = _matched(model, rules)
     if not splits:
@@ -68,6 +86,36 @@ def tensor_plan(model: nn.Module) -> tuple[dict[str, TensorSplit], str]:
     if beside:
         return {}, f"{beside[0]!r} of {family} sees parts of activations, and its plan does not name it"
     return splits, ""
+
+
+def vocabulary_parameters(model: Any, head: str | None) -> tuple[str, ...]:
+    """Names of the parameters of input embeddings and head whose rows ranks can share; none where one is not plain."""
+    if head is None or not isinstance(model, PreTrainedModel):
+        return ()
+    table, projection = model.get_input_embeddings(), model.get_submodule(head)
+    plain = type(table) is nn.Embedding and type(projection) is nn.Linear and table.max_norm is None
+    if not plain or table.weight.shape != projection.weight.shape:
+        return ()
+    wanted = {id(parameter) for parameter in (*table.parameters(), *projection.parameters())}
+    return tuple(name for name, parameter in model.named_parameters() if id(parameter) in wanted)
+
+
+def sequence_refusal(
+    shapes: Mapping[str, tuple[int, ...]], blocks: Sequence[str], splits: Mapping[str, TensorSplit], chain: bool
+) -> str:
+    """Why the ranks cannot each keep a part of the sequence between regions, or nothing.
+
+    What stands there has to work on every position by itself, as norms, dropout and residuals do. Of the parameters of
+    blocks that no split names these have one dim; a convolution or a recurrence over positions has more.
+    """
+    if not splits:
+        return "there is no plan of what is split"
+    if not chain:
+        return "its blocks are not one chain in which each works on the output of the one before"
+    known, inside = (tuple(f"{name}." for name in names) for names in (splits, blocks))
+    others = [name for name in shapes if name.startswith(inside) and not name.startswith(known)]
+    wide = [name for name in others if len(shapes[name]) > 1]
+    return f"{wide[0]!r} of a block is not split, and may work across positions" if wide else ""
 
 
 def region_of(name: str, split: TensorSplit) -> str:
@@ -88,11 +136,12 @@ def _matched(model: PreTrainedModel, rules: Mapping[str, TensorSplit]) -> dict[s
     splits: dict[str, TensorSplit] = {}
     for rule, split in rules.items():
         pattern = re.compile(re.escape(base + rule).replace(r"\*", r"\d+"))
+        split = replace(split, key_value=split.kind == "column" and rule.rpartition(".")[2] in KEY_VALUE)
         splits |= {name: _of(part, split) for name, part in model.named_modules() if pattern.fullmatch(name)}
     return splits
 
 
 def _of(module: Any, split: TensorSplit) -> TensorSplit:
-    """With the `dim` of the module's weight; a Conv1D holds it transposed."""
-    outputs = 1 if isinstance(module, Conv1D) else 0
+    """With the `dim` of the module's weight; a Conv1D holds it transposed, and so does a table of features."""
+    outputs = 1 if isinstance(module, (Conv1D, nn.Embedding)) else 0
     return replace(split, dim=1 - outputs if split.kind == "row" else outputs)

@@ -62,6 +62,7 @@ class DropoutScope:
 
     `part` is this rank's number in its tensor group: of attention probabilities it holds that part of the heads.
     `sequences` says which rows [B, S/c, ...] of split sequences are here, `square` which attention runs on them now.
+    `positions` (first, end) is set while hidden states hold only these of the rows that are here.
     """
 
     seed: int
@@ -73,6 +74,7 @@ class DropoutScope:
     part: int = 0
     sequences: SplitSequences | None = None
     square: Square | None = None
+    positions: tuple[int, int] | None = None
 
     def snapshot(self) -> DropoutScope:
         """A copy to recompute under: same masks again, whatever ran in between."""
@@ -142,12 +144,13 @@ def _row_keys(key: int, rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.compiler.disable
-def dropout(values: Tensor, probability: float, name: str) -> Tensor:
+def dropout(values: Tensor, probability: float, name: str, columns: tuple[int, int] | None = None) -> Tensor:
     """`values` with elements zeroed with `probability` and the rest scaled by 1/(1-probability).
 
     `values` is [B, ...], or [B*k, ...] with the batch outermost, for the scope's B rows; a leading dim that B does not
     divide (a table shared by all rows) gets one mask for the whole step. Values of four dims are attention
-    probabilities [B, heads, S, S] of this rank's part of the heads.
+    probabilities [B, heads, S, S] of this rank's part of the heads. `columns` (first, all) says that the last dim holds
+    a part of the features.
 
     Raises:
         RuntimeError: called in training without a `dropout_scope`.
@@ -159,6 +162,11 @@ def dropout(values: Tensor, probability: float, name: str) -> Tensor:
     rows = _active.rows
     if values.shape[0] % len(rows):
         rows = rows.new_full((1,), -1)
+    if columns is not None:
+        (first, width), mine = columns, values.shape[-1]
+        elements = values.numel() // len(rows) // mine * width
+        mask = keep_mask(_active.key(name), rows, elements, 1 - probability)
+        return values * mask.view(*values.shape[:-1], width)[..., first : first + mine] * (1 / (1 - probability))
     mask = keep_mask(_active.key(name), rows, _elements(values, len(rows), _active), 1 - probability)
     return values * mask.view(values.shape) * (1 / (1 - probability))
 
@@ -171,25 +179,31 @@ def _elements(values: Tensor, rows: int, scope: DropoutScope) -> int | Tensor:
             return scope.square.index(values.shape[1])
         first = scope.part * elements
         return torch.arange(first, first + elements, device=values.device) if first else elements
-    if scope.sequences is None or elements % len(scope.sequences.positions):
+    positions = None if scope.sequences is None else scope.sequences.positions
+    if scope.positions is not None:
+        run = slice(*scope.positions)
+        positions = torch.arange(run.start, run.stop, device=values.device) if positions is None else positions[run]
+    if positions is None or elements % max(1, len(positions)):
         return elements
-    positions = scope.sequences.positions
-    width = elements // len(positions)
+    width = elements // max(1, len(positions))
     return _flat(positions, torch.arange(width, device=values.device), width)
 
 
 class IndexedDropout(nn.Module):
-    """Stands in for `nn.Dropout` (same probability, no parameters); `name` is the module's qualified name."""
+    """Stands in for `nn.Dropout` (same probability, no parameters); `name` is the module's qualified name.
 
-    def __init__(self, probability: float, name: str) -> None:
+    `columns` (first, all) is set between split layers, where this rank has a part of the features.
+    """
+
+    def __init__(self, probability: float, name: str, columns: tuple[int, int] | None = None) -> None:
         super().__init__()
-        self.p, self.name = probability, name
+        self.p, self.name, self.columns = probability, name, columns
 
     def forward(self, values: Tensor) -> Tensor:
         """[B, ...] -> [B, ...]; the identity in evaluation or when p is 0."""
         if not self.training or self.p == 0 or values.numel() == 0:
             return values
-        return dropout(values, self.p, self.name)
+        return dropout(values, self.p, self.name, self.columns)
 
     def extra_repr(self) -> str:
         return f"p={self.p}"
@@ -219,7 +233,8 @@ def replace_dropout(model: nn.Module) -> None:
     for name, module in list(model.named_modules()):
         for child_name, child in list(module.named_children()):
             if type(child) is nn.Dropout:
-                setattr(module, child_name, IndexedDropout(child.p, f"{name}.{child_name}".lstrip(".")))
+                columns = getattr(child, "columns", None)  # left there by tensor parallelism
+                setattr(module, child_name, IndexedDropout(child.p, f"{name}.{child_name}".lstrip("."), columns))
 
 
 def name_functional_dropout(blocks: Sequence[nn.Module], names: Sequence[str]) -> None:

@@ -97,9 +97,11 @@ def _common_heads(d: Draft) -> int:
     return gcd(d.facts.attention_heads, d.facts.key_value_heads)
 
 
-def _heads(d: Draft) -> int:
-    """What divides this divides attention and key-value heads."""
-    return 0 if d.parallel.tensor_parallel_degree == 1 else gcd(d.facts.attention_heads, d.facts.key_value_heads)
+def _shares_heads(d: Draft, degree: int) -> bool:
+    """Whether `degree` ranks can share the heads: equally, or holding key-value heads of their own module in copies."""
+    heads, key_value = d.facts.attention_heads, d.facts.key_value_heads
+    apart = any(split.key_value for split in d.facts.tensor_splits.values())
+    return heads % degree == 0 and (key_value % degree == 0 or (apart and degree % key_value == 0))
 
 
 def _split(d: Draft) -> int:
@@ -125,15 +127,21 @@ PARALLEL_RULES = (
          lambda d: d.parallel.tensor_parallel_degree > 1 and d.facts.tensor_refusal,
          fix="use 1",
          because=lambda d: d.facts.tensor_refusal),
-    Rule("tensor-heads", ("parallel.tensor_parallel_degree",), "has to divide the attention and key-value heads",
-         lambda d: _heads(d) % d.parallel.tensor_parallel_degree,
+    Rule("tensor-heads", ("parallel.tensor_parallel_degree",), "has to divide the attention heads, and to divide the "
+         "key-value heads or, where these have projections of their own, to be a multiple of them",
+         lambda d: d.parallel.tensor_parallel_degree > 1 and not _shares_heads(d, d.parallel.tensor_parallel_degree),
          fix="use a divisor of both",
-         because=lambda d: f"does not divide the {d.facts.attention_heads} attention heads and "
+         because=lambda d: f"does not share out the {d.facts.attention_heads} attention heads and "
          f"{d.facts.key_value_heads} key-value heads",
-         use=lambda d: f"use {one_of(divisors(_heads(d)))}"),
-    Rule("tensor-compile", ("parallel.tensor_parallel_degree", "model.compile"),
-         "compiled blocks hold no collectives", lambda d: d.parallel.tensor_parallel_degree > 1 and d.model.compile,
-         fix="use model.compile false"),
+         use=lambda d: f"use {one_of(n for n in divisors(d.facts.attention_heads) if _shares_heads(d, n))}"),
+    Rule("sequence-model", ("parallel.sequence_parallel", "parallel.tensor_parallel_degree"),
+         "between split layers the model works on each position by itself, from block to block",
+         lambda d: d.sequence_parallel and d.facts.sequence_refusal,
+         fix="use sequence_parallel false",
+         because=lambda d: d.facts.sequence_refusal),
+    Rule("sequence-compile", ("parallel.sequence_parallel", "model.compile"),
+         "compiled blocks do not gather parts of the sequence", lambda d: d.sequence_parallel and d.model.compile,
+         fix="use model.compile false, or sequence_parallel false"),
     Rule("context-model", (CONTEXT_DEGREE,),
          "every look at another position has to go through transformers' AttentionInterface",
          lambda d: d.parallel.context_parallel_degree > 1 and d.facts.context_refusal,

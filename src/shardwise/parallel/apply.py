@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from itertools import zip_longest
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ from shardwise.memory.offload import ActivationOffload
 from shardwise.parallel.context import Context
 from shardwise.parallel.model import DeferredHead, ParallelModel, Part
 from shardwise.parallel.pipeline import Passage, Pipeline, cut_stage, tied_across
+from shardwise.parallel.sequence import ScatteredRows, WholeRows, scatter_between
 from shardwise.parallel.sharded import materialize, shard
 from shardwise.parallel.tensor import partial_parameters, split_tensors, split_vocabulary
 from shardwise.parallel.tensor_map import Cut, TensorMap
@@ -45,18 +47,18 @@ def parallelize(
     context = Context(model, plan, layout) if layout.size("context") > 1 else None
     stages = range(layout.index("pipeline"), len(plan.stages), layout.size("pipeline"))
     models = [model, *(copy.deepcopy(model) for _ in stages[1:])]
-    splits = [_split(each, plan, layout, facts) if layout.size("tensor") > 1 else (None, {}) for each in models]
+    splits = [_split(each, plan, layout, facts) for each in models]
     passages = [cut_stage(each, facts, plan, stage) for each, stage in zip(models, stages)]
-    vocabularies, (cuts, *_) = zip(*splits, strict=True)
     parts = [
-        _part(each, plan, layout, facts, device, vocabulary, passage)
-        for each, vocabulary, passage in zip_longest(models, vocabularies, passages)
+        _part(each, plan, layout, facts, device, split, passage)
+        for each, split, passage in zip_longest(models, splits, passages)
     ]
+    cuts = splits[0].cuts
     tied = tied_across(facts) if passages else ()
     if tied:
         layout.ends_group()  # here, where every rank is, for a group is made by all
     tensor_map = TensorMap.of(models, layout, cuts, tied)
-    partial = partial_parameters(facts.tensor_splits, tensor_map.names) if cuts else ()
+    partial = partial_parameters(tensor_map, facts, layout, plan.sequence_parallel) if cuts else ()
     pipeline = Pipeline(plan, layout, passages, facts.hidden_size, device) if passages else None
     tied = tuple(name for name in tied if name in tensor_map.names)
     return ParallelModel(parts, plan, layout, facts, tensor_map, device, partial, tied, pipeline, context)
@@ -68,7 +70,7 @@ def _part(
     layout: Layout,
     facts: ModelFacts,
     device: torch.device,
-    vocabulary: Vocabulary | None,
+    split: _Split,
     passage: Passage | None,
 ) -> Part:
     """The order below tensors and stages."""
@@ -82,23 +84,38 @@ def _part(
     has_head = passage is None or passage.is_last
     head = None
     if plan.chunked_loss and facts.head and has_head:
-        head = DeferredHead(model.get_submodule(facts.head), vocabulary)
+        head = DeferredHead(model.get_submodule(facts.head), split.vocabulary)
     if plan.job.model.compile:
         _compile(blocks)
     if memory.activation_checkpointing != "none":
         horizon = memory.activation_loading_horizon
         offload = ActivationOffload(device, horizon) if memory.offload_activations else None
         apply_activation_checkpointing(groups, memory, offload)
+    if isinstance(split.border, ScatteredRows):
+        scatter_between(blocks, split.border)
     sharded = shard(model, groups, plan, layout) if plan.needs_fsdp else []
     materialize(model, device, torch.device("cpu") if memory.offload_parameters else device)
     return Part(model, head, sharded, passage)
 
 
-def _split(model: nn.Module, plan: Plan, layout: Layout, facts: ModelFacts) -> tuple[Vocabulary | None, dict[str, Cut]]:
+class _Split(NamedTuple):
+    """What tensor parallelism did to a model."""
+
+    cuts: dict[str, Cut]
+    vocabulary: Vocabulary | None = None  # this rank's rows, where embeddings and head are split
+    border: WholeRows | None = None  # how regions are entered and left
+
+
+def _split(model: nn.Module, plan: Plan, layout: Layout, facts: ModelFacts) -> _Split:
     """Tensor parallelism: blocks by heads and inner features, embeddings and head by vocabulary."""
-    cuts = split_tensors(model, facts.tensor_splits, layout)
+    if layout.size("tensor") == 1:
+        return _Split({})
+    group = layout.group("tensor")
+    border = ScatteredRows(group, layout.index("tensor")) if plan.sequence_parallel else WholeRows(group)
+    cuts = split_tensors(model, facts, layout, border)
     by_rows = split_vocabulary(model, facts, layout) if plan.chunked_loss else None
-    return (None, cuts) if by_rows is None else (by_rows[0], cuts | by_rows[1])
+    vocabulary, rows = by_rows or (None, {})
+    return _Split(cuts | rows, vocabulary, border)
 
 
 def _compile(blocks: Sequence[nn.Module]) -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from shardwise.collectives.tensor import sum_together
 from shardwise.families.facts import ModelFacts
 from shardwise.kernels.dropout import DropoutScope, dropout_scope
 from shardwise.kernels.loss import Vocabulary
@@ -115,7 +116,7 @@ class ParallelModel:
         parts: one a pipeline stage on this rank.
         tensor_map: what lives here.
         device: where forward and backward run.
-        partial: names of parameters whose gradients are summed over the tensor group.
+        partial: names of parameters whose gradients are parts, and the group over which they are summed.
         tied: names of parameters whose gradients are summed over the first and the last stage.
         pipeline: what drives the parts, if they are stages.
         context: what splits sequences, if ranks share them.
@@ -127,7 +128,7 @@ class ParallelModel:
     facts: ModelFacts
     tensor_map: TensorMap
     device: torch.device
-    partial: tuple[str, ...] = ()
+    partial: tuple[tuple[Sequence[str], dist.ProcessGroup], ...] = ()
     tied: tuple[str, ...] = ()
     pipeline: Pipeline | None = None
     context: Context | None = None
@@ -210,16 +211,14 @@ class ParallelModel:
         return torch.stack(totals).sum(0)
 
     def _sum_shared_gradients(self) -> None:
-        """Of whole parameters that see only this rank's part of the activations, such as norms of single heads, and of
-        embeddings that are tied across the ends of the pipeline."""
-        for name in self.partial:
-            gradient = self.tensor_map[name].local_gradient
-            if gradient is not None:
-                dist.all_reduce(gradient, group=self.layout.group("tensor"))
-        for name in self.tied:
-            gradient = self.tensor_map[name].local_gradient
-            if gradient is not None:
-                dist.all_reduce(gradient, group=self.layout.ends_group())
+        """Of parameters that several tensor ranks hold, each for a part of the activations (norms of single heads), and
+        of embeddings that are tied across the ends of the pipeline."""
+        for names, group in self.partial:
+            sum_together(self.tensor_map.gradients(names), group, self.device)
+        if self.tied:
+            ends = self.layout.ends_group()
+            assert ends is not None
+            sum_together(self.tensor_map.gradients(self.tied), ends, self.device)
 
     def wholes(self, gradients: bool = False) -> Iterator[tuple[str, Tensor]]:
         """(logical name, whole tensor or gradient) of every parameter of the model, on every rank. Collective."""

@@ -3,61 +3,112 @@
 A split module keeps its part of the weight. Two autograd collectives stand at the borders of a region: a column module
 needs the whole input, so its input's gradient is summed in backward; a row module makes a partial output, so that is
 summed in forward, and its bias is added once, after the sum. Nothing else of the model's code changes: attention sees
-fewer heads, and views with -1 adapt to them. Input embeddings and head are split by vocabulary where the head runs
-inside the loss, which then never gathers logits.
+fewer heads, and views with -1 adapt to them. Where there are fewer key-value heads than ranks, neighbours hold the same
+one for query heads of their own, and its gradient is the sum of theirs. What a model makes for all heads (ALiBi) is cut
+at the border; what it makes from cut parameters (T5's position biases) is this rank's already. Input embeddings and
+head are split by vocabulary where the head runs inside the loss, which then never gathers logits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers.pytorch_utils import Conv1D
 
-from shardwise.collectives.tensor import enter, leave
-from shardwise.families.facts import ModelFacts, TensorSplit
+from shardwise.collectives.tensor import leave
+from shardwise.families.facts import ModelFacts, TensorSplit, chunk
 from shardwise.families.tensor_plan import region_of
 from shardwise.kernels.loss import Vocabulary
 from shardwise.layout import Layout
-from shardwise.parallel.tensor_map import Cut, chunk
+from shardwise.parallel.sequence import WholeRows, on_first
+from shardwise.parallel.tensor_map import Coordinates, Cut, TensorMap
 
 # Attributes that say how wide a part is: of attention modules that cut a fused projection, and of Conv1D's output.
-WIDTHS = ("split_size", "num_heads", "num_attention_heads", "all_head_size")
+WIDTHS = ("split_size", "num_heads", "num_attention_heads", "all_head_size", "num_key_value_heads", "num_kv_heads",
+          "n_heads")  # fmt: skip
 OUTPUTS = ("out_features", "nf")
+# Further inputs of a region: whole activations of another stack, and (OF_HEADS) what a model makes for all heads.
+ENTERING = ("key_value_states", "encoder_hidden_states")
 
 
-def split_tensors(model: nn.Module, splits: Mapping[str, TensorSplit], layout: Layout) -> dict[str, Cut]:
-    """Cut the modules of `splits` (on the meta device) to this rank's part; parameter name -> how it was cut."""
-    group = layout.group("tensor")
-    degree, index = layout.size("tensor"), layout.index("tensor")
+def _of_mask(mask: Any, heads: int, mine: slice) -> Any:
+    """This rank's heads of [B, heads, S, S], into which Falcon writes its biases; one for all heads stays as it is."""
+    return mask[:, mine] if isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[1] == heads else mask
+
+
+def _of_alibi(alibi: Any, heads: int, mine: slice) -> Any:
+    """This rank's heads of Bloom's [B*heads, 1, S] or Falcon's [B, heads, 1, S]."""
+    if not isinstance(alibi, Tensor) or alibi.dim() == 4:
+        return _of_mask(alibi, heads, mine)
+    return alibi.unflatten(0, (-1, heads))[:, mine].flatten(0, 1)
+
+
+OF_HEADS: dict[str, Callable[[Any, int, slice], Any]] = {"attention_mask": _of_mask, "alibi": _of_alibi}
+
+
+def split_tensors(model: nn.Module, facts: ModelFacts, layout: Layout, border: WholeRows) -> dict[str, Cut]:
+    """Cut the modules that the facts name (on the meta device) to this rank's part; parameter name -> how it was cut.
+
+    `border` says how regions are entered and left.
+    """
+    splits = facts.tensor_splits
     cuts: dict[str, Cut] = {}
     for name, split in splits.items():
-        if split.kind == "partial":
+        if split.kind in ("partial", "inner"):
             continue
         module = model.get_submodule(name)
         for leaf, dim in _cut_parameters(module, split).items():
             parameter = module._parameters[leaf]
             assert parameter is not None
-            cut = Cut(tuple(parameter.shape), dim, split.sections, degree, index)
+            copies = facts.key_value_copies(layout.size("tensor")) if split.key_value else 1
+            cut = cut_of(tuple(parameter.shape), dim, split.sections, layout, copies)
             local = parameter.new_empty(cut.local_shape())
             module._parameters[leaf] = nn.Parameter(local, requires_grad=parameter.requires_grad)
             cuts[f"{name}.{leaf}"] = cut
         if split.kind == "row":
-            _sum_output(module, split, group)
+            _sum_output(module, split, border)
         else:
             _narrow(module, OUTPUTS, cuts[f"{name}.weight"])
+            _make_part(module, split, border)
     for region in sorted({region_of(name, split) for name, split in splits.items() if split.kind == "column"}):
-        _enter(model.get_submodule(region), degree, group)
+        _enter(model.get_submodule(region), facts, layout, border)
+    for name in [name for name, split in splits.items() if split.kind == "inner"]:
+        parent = name.rpartition(".")[0]
+        row = next(
+            other for other, split in splits.items() if split.kind == "row" and region_of(other, split) == parent
+        )
+        model.get_submodule(name).columns = cuts[f"{row}.weight"].columns  # type: ignore[assignment]
     return cuts
 
 
-def partial_parameters(splits: Mapping[str, TensorSplit], names: Iterable[str]) -> tuple[str, ...]:
-    """Of the parameters `names` the whole ones that see a part of the activations."""
-    partial = {name for name, split in splits.items() if split.kind == "partial"}
-    return tuple(name for name in names if name.rpartition(".")[0] in partial)
+def cut_of(shape: tuple[int, ...], dim: int, sections: int, layout: Coordinates, copies: int = 1) -> Cut:
+    """The cut of a tensor group in which `copies` neighbours hold the same part."""
+    index, copy = divmod(layout.index("tensor"), copies)
+    return Cut(shape, dim, sections, layout.size("tensor") // copies, index, copies, copy)
+
+
+def partial_parameters(
+    tensor_map: TensorMap, facts: ModelFacts, layout: Layout, scattered: bool
+) -> tuple[tuple[Sequence[str], dist.ProcessGroup], ...]:
+    """Names of parameters that several ranks hold, each for a part of the activations, with those ranks. Collective.
+
+    Over the tensor group they are those that the plan names, and with sequence parallelism (`scattered`) all whole ones
+    of blocks; over neighbours the key-value heads of which each has a copy, for query heads of its own.
+    """
+    modules = [name for name, split in facts.tensor_splits.items() if split.kind == "partial"]
+    modules += [block.name for block in facts.blocks] if scattered else []
+    inside = tuple(f"{name}." for name in modules)
+    whole = [entry.name for entry in tensor_map if entry.cut is None and entry.name.startswith(inside)]
+    copies = {entry.name: entry.cut.copies for entry in tensor_map if entry.cut and entry.cut.copies > 1}
+    sums: list[tuple[Sequence[str], dist.ProcessGroup]] = [(whole, layout.group("tensor"))] if whole else []
+    if copies:
+        sums.append((list(copies), layout.tensor_neighbours(max(copies.values()))))
+    return tuple(sums)
 
 
 def _cut_parameters(module: nn.Module, split: TensorSplit) -> dict[str, int]:
@@ -66,15 +117,26 @@ def _cut_parameters(module: nn.Module, split: TensorSplit) -> dict[str, int]:
     return {"weight": split.dim} | ({"bias": 0} if biased else {})
 
 
-def _sum_output(module: Any, split: TensorSplit, group: dist.ProcessGroup) -> None:
+def _sum_output(module: Any, split: TensorSplit, border: WholeRows) -> None:
     """A row module's product, summed, then its bias. Its weight is [out, in], or [in, out] where `dim` is 0."""
 
     def forward(values: Tensor) -> Tensor:
         weight = module.weight.T if split.dim == 0 else module.weight
-        total = leave(F.linear(values, weight), group)
+        total = border.leave(F.linear(values, weight))
         return total if module.bias is None else total + module.bias
 
     module.forward = forward
+
+
+def _make_part(module: Any, split: TensorSplit, border: WholeRows) -> None:
+    """A column module's product, by the border, which knows what backward has to keep. Other kinds stay as they are."""
+    if not isinstance(module, (nn.Linear, Conv1D)):
+        return
+
+    def forward(values: Tensor) -> Tensor:
+        return border.linear(values, module.weight.T if split.dim else module.weight, module.bias)
+
+    module.forward = forward  # type: ignore[method-assign]
 
 
 def _narrow(module: Any, names: Sequence[str], cut: Cut) -> None:
@@ -83,42 +145,45 @@ def _narrow(module: Any, names: Sequence[str], cut: Cut) -> None:
             setattr(module, name, cut.local_shape()[cut.dim])
 
 
-def _enter(region: Any, degree: int, group: dist.ProcessGroup) -> None:
-    """Lead the region's first input, positional or `hidden_states`, through `enter`; tell it how wide its part is."""
+def _enter(region: Any, facts: ModelFacts, layout: Layout, border: WholeRows) -> None:
+    """Lead the region's activations over its border; tell it how wide its part is."""
     inner: Callable[..., Any] = region.forward
+    degree, index, heads = layout.size("tensor"), layout.index("tensor"), facts.attention_heads
+    mine = slice(index * heads // degree, (index + 1) * heads // degree)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if args:
-            args = (enter(args[0], group), *args[1:])
-        else:
-            kwargs["hidden_states"] = enter(kwargs["hidden_states"], group)
+        args, kwargs = on_first(border.enter, args, kwargs)
+        kwargs |= {name: border.enter(kwargs[name]) for name in ENTERING if kwargs.get(name) is not None}
+        kwargs |= {name: of_heads(kwargs[name], heads, mine) for name, of_heads in OF_HEADS.items() if name in kwargs}
         return inner(*args, **kwargs)
 
     region.forward = forward
     for name in WIDTHS:
         if isinstance(getattr(region, name, None), int):
-            setattr(region, name, getattr(region, name) // degree)
+            setattr(region, name, max(1, getattr(region, name) // degree))  # 1: a key-value head that others hold too
+    if isinstance(getattr(region, "num_key_value_groups", None), int):  # query heads of each key-value head
+        region.num_key_value_groups //= facts.key_value_copies(degree)
 
 
 def split_vocabulary(model: Any, facts: ModelFacts, layout: Layout) -> tuple[Vocabulary, dict[str, Cut]] | None:
     """Cut input embeddings and head (on the meta device) by rows of the vocabulary; None where they are not plain."""
-    embedding, head = model.get_input_embeddings(), model.get_submodule(facts.head)
-    plain = type(embedding) is nn.Embedding and type(head) is nn.Linear and embedding.max_norm is None
-    if not plain or embedding.weight.shape != head.weight.shape:
+    if not facts.vocabulary_parameters:
         return None
-    degree, index = layout.size("tensor"), layout.index("tensor")
+    embedding, head = model.get_input_embeddings(), model.get_submodule(facts.head)
     cuts: dict[str, Cut] = {}
-    for parameter in {id(p): p for p in (*embedding.parameters(), *head.parameters())}.values():
-        cut = Cut(tuple(parameter.shape), 0, 1, degree, index)
+    for parameter in [model.get_parameter(name) for name in facts.vocabulary_parameters]:
+        cut = cut_of(tuple(parameter.shape), 0, 1, layout)
         local = nn.Parameter(parameter.new_empty(cut.local_shape()), requires_grad=parameter.requires_grad)
         for name, owner in model.named_modules():
             for leaf in [leaf for leaf, held in owner._parameters.items() if held is parameter]:
                 owner._parameters[leaf] = local  # under all its names: a tie stays one parameter
                 cuts[f"{name}.{leaf}"] = cut
     cut = cuts[f"{facts.head}.weight"]
-    rows = chunk(cut.shape[0], degree, index)
+    rows = chunk(cut.shape[0], cut.degree, cut.index)
     vocabulary = Vocabulary(layout.group("tensor"), rows.start, rows.stop)
-    _look_up_part(embedding, vocabulary)
+    for table in [table for table in model.modules() if isinstance(table, nn.Embedding)]:
+        if table.weight is embedding.weight:  # T5's stacks each have a module of their own for it
+            _look_up_part(table, vocabulary)
     _gather_logits(head, cut, vocabulary.group)
     return vocabulary, cuts
 

@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from shardwise.families.facts import chunk
+
 Slices = tuple[slice, ...]
 
 
@@ -34,7 +36,9 @@ class Cut:
 
     Attributes:
         shape: of the whole parameter.
-        degree, index: ranks that hold the parts, and which of them this is.
+        degree, index: parts there are, and which of them this rank holds.
+        copies, copy: neighbouring ranks that hold the same part, and which of them this is; several where a model has
+            fewer key-value heads than there are ranks.
     """
 
     shape: tuple[int, ...]
@@ -42,14 +46,16 @@ class Cut:
     sections: int
     degree: int
     index: int
+    copies: int = 1
+    copy: int = 0
 
     def local_shape(self, index: int | None = None) -> tuple[int, ...]:
-        """Shape of a rank's part; this rank's if unset."""
+        """Shape of part `index`; this rank's if unset."""
         part = self._chunk(index)
         return (*self.shape[: self.dim], (part.stop - part.start) * self.sections, *self.shape[self.dim + 1 :])
 
     def regions(self, index: int | None = None) -> tuple[Region, ...]:
-        """Where a rank's part belongs in the whole parameter, section by section."""
+        """Where part `index` belongs in the whole parameter, section by section."""
         part, whole = self._chunk(index), self.shape[self.dim] // self.sections
         size = part.stop - part.start
         boxes = []
@@ -59,6 +65,11 @@ class Cut:
             local[self.dim] = slice(section * size, (section + 1) * size)
             boxes.append(Region(tuple(logical), tuple(local)))
         return tuple(boxes)
+
+    @property
+    def columns(self) -> tuple[int, int]:
+        """First of this rank's features along `dim`, and how many there are in all."""
+        return self._chunk(None).start, self.shape[self.dim]
 
     def _chunk(self, index: int | None) -> slice:
         return chunk(self.shape[self.dim] // self.sections, self.degree, self.index if index is None else index)
@@ -121,8 +132,9 @@ class Entry:
         """The parts of all tensor ranks, which may differ in size, so each is sent by itself."""
         assert self.tensor_group is not None
         whole = part.new_empty(self.shape)
-        for index, rank in enumerate(dist.get_process_group_ranks(self.tensor_group)):
-            other = part.contiguous() if index == cut.index else part.new_empty(cut.local_shape(index))
+        for index, rank in enumerate(dist.get_process_group_ranks(self.tensor_group)[:: cut.copies]):
+            mine = index == cut.index and cut.copy == 0
+            other = part.contiguous() if mine else part.new_empty(cut.local_shape(index))
             dist.broadcast(other, rank, group=self.tensor_group)
             for region in cut.regions(index):
                 whole[region.logical] = other[region.local]
@@ -148,6 +160,11 @@ class TensorMap:
     def __getitem__(self, name: str) -> Entry:
         """The entry of a logical name or of an alias of it."""
         return self.entries[self.names[name]]
+
+    def gradients(self, names: Sequence[str]) -> list[Tensor]:
+        """This rank's gradient elements of those of `names` that have some."""
+        found = (self[name].local_gradient for name in names)
+        return [gradient for gradient in found if gradient is not None]
 
     @classmethod
     def of(
@@ -175,12 +192,6 @@ class TensorMap:
         )
 
 
-def chunk(size: int, degree: int, index: int) -> slice:
-    """Part `index` of `size` in chunks of ceil(size / degree), the last ones short or empty (torch.chunk's rule)."""
-    most = -(-size // degree)
-    return slice(min(index * most, size), min((index + 1) * most, size))
-
-
 def _entry(names: list[str], parameter: nn.Parameter, layout: Coordinates, cut: Cut | None, tied: bool) -> Entry:
     shape = tuple(parameter.shape)
     rows = slice(0, shape[0]) if shape else None
@@ -189,20 +200,23 @@ def _entry(names: list[str], parameter: nn.Parameter, layout: Coordinates, cut: 
         rows = chunk(shape[0], layout.size("shard", "context"), layout.index("shard", "context"))
         copies = ("replica",)
         assert parameter.placements[-1] == Shard(0)
-    if cut is None:
-        copies = (*copies, "tensor")
-    ends, end = (2, int(layout.index("pipeline") > 0)) if tied else (1, 0)
     everything = tuple(_everything(shape))
     regions = (Region(everything, everything),) if cut is None else cut.regions()
     name, *aliases = names
+    if cut is None:
+        replication, replica = layout.size(*copies, "tensor"), layout.index(*copies, "tensor")
+    else:
+        replication, replica = layout.size(*copies) * cut.copies, layout.index(*copies) * cut.copies + cut.copy
+    if tied:
+        replication, replica = 2 * replication, 2 * replica + int(layout.index("pipeline") > 0)
     return Entry(
         name,
         tuple(aliases),
         shape if cut is None else cut.shape,
         parameter,
         regions if rows is None else tuple(_within(region, rows) for region in regions),
-        layout.size(*copies) * ends,
-        layout.index(*copies) * ends + end,
+        replication,
+        replica,
         cut,
         layout.group("tensor") if cut else None,
     )

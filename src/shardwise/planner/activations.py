@@ -21,12 +21,16 @@ saves, each tensor once however many operators need it:
   the other factor.
 - dropout by mask: one byte an element.
 
+Of t tensor ranks each has 1/t of the heads and of I. The residual stream, norms, masks and what linears read of it stay
+[T, H], or with sequence parallelism become [T/t, H] (arXiv 2205.05198, equation 4).
+
 `working` is what the worst moment of a module's backward holds besides: gradients of its input and output, before they
 are added to the gradient of the residual stream.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -88,6 +92,8 @@ class Shape:
     attention: Attention = "fused"
     dropout: bool = False  # masks are kept
     gathered: float = 0.0  # bytes of other ranks' keys and values, and of the mask over them
+    tensor: int = 1  # ranks that share heads and inner features
+    scattered: bool = False  # and the tokens between them
 
 
 @dataclass(frozen=True)
@@ -121,38 +127,53 @@ def block_pieces(facts: ModelFacts, kind: BlockKind, shape: Shape) -> list[Piece
     return [*attention, *mlp]
 
 
+def _rows(facts: ModelFacts, shape: Shape) -> tuple[float, float]:
+    """(all tokens, those between regions) of hidden states, in bytes."""
+    row = float(shape.tokens * shape.bytes * facts.hidden_size)
+    return row, row / shape.tensor if shape.scattered else row
+
+
+def _moved(row: float, shape: Shape) -> float:
+    """What the border of a region holds while a sum or a gathering runs: a copy of the hidden states."""
+    return row if shape.tensor > 1 else 0.0
+
+
 def _attention_pieces(facts: ModelFacts, kind: BlockKind, shape: Shape) -> list[Piece]:
-    row, qkv = (shape.tokens * shape.bytes * width for width in (facts.hidden_size, _projection_width(facts)))
+    whole, between = _rows(facts, shape)
+    row = whole / shape.tensor  # this rank's heads
+    key_value = key_value_width(facts) * facts.key_value_copies(shape.tensor) / shape.tensor
+    qkv = row + 2 * shape.tokens * shape.bytes * key_value
     fused = shape.attention == "fused"
-    size = facts.hidden_size**2 + 2 * facts.hidden_size * key_value_width(facts)
+    size = facts.hidden_size**2 / shape.tensor + 2 * facts.hidden_size * key_value
     saved, working = _fused_attention(facts, kind, shape, row, qkv) if fused else _plain_attention(facts, shape, row)
+    output = facts.hidden_size**2 / shape.tensor
     return [
-        _norm("attention norm", row, kind, shape),
-        Piece("query, key, value", row, qkv, row, size),
+        _norm("attention norm", between, kind, shape),
+        Piece("query, key, value", between, qkv, whole + _moved(whole, shape), size),
         Piece("query and key norm", _norm("", (row + qkv) / 2, kind, shape).saved if kind.head_norms else 0.0),
         Piece("attention", saved + shape.gathered, row if fused else 0.0, working),
-        Piece("attention output", row if kind.heads_apart or not fused else 0.0, row, row, facts.hidden_size**2),
-        Piece("attention dropout", _mask(row, shape)),
+        Piece("attention output", row if kind.heads_apart or not fused else 0.0, whole, whole, output),
+        Piece("attention dropout", _mask(between, shape)),
     ]
 
 
 def _fused_attention(facts: ModelFacts, kind: BlockKind, shape: Shape, row: float, qkv: float) -> tuple[float, float]:
     """(saved, working): query, key, value, result and statistics; working: the gradients of the first three."""
     rotated = (row + qkv) / 2 if kind.fused_projection and kind.rotary else 0.0
-    return qkv + rotated + row + 4 * shape.tokens * facts.attention_heads, qkv + rotated
+    return qkv + rotated + row + 4 * shape.tokens * facts.attention_heads / shape.tensor, qkv + rotated
 
 
 def _plain_attention(facts: ModelFacts, shape: Shape, row: float) -> tuple[float, float]:
     """(saved, working): copies of query, key and value, and matrices of all scores."""
-    scores = shape.tokens * shape.sequence * facts.attention_heads
+    scores = shape.tokens * shape.sequence * facts.attention_heads / shape.tensor
     masked = scores * shape.bytes if shape.attention == "math" else scores  # as numbers, or one byte an element
     saved = scores * shape.bytes + (scores * shape.bytes + masked if shape.dropout else 0)
     return 3 * row + saved, 3 * row + 2 * scores * shape.bytes
 
 
 def _mlp_pieces(facts: ModelFacts, kind: BlockKind, shape: Shape) -> list[Piece]:
-    hidden, wide = facts.hidden_size, facts.intermediate_size
-    row, inner = shape.tokens * shape.bytes * hidden, shape.tokens * shape.bytes * wide
+    hidden, wide = facts.hidden_size, math.ceil(facts.intermediate_size / shape.tensor)
+    (whole, row), inner = _rows(facts, shape), shape.tokens * shape.bytes * wide
     keeps, ups = (3, 2) if kind.gated else (kind.activation_keeps, 1)
     shares = keeps == 0  # ReLU holds on to its result, which is the next linear's input
     norm = _norm("MLP norm", row, kind, shape)
@@ -160,19 +181,20 @@ def _mlp_pieces(facts: ModelFacts, kind: BlockKind, shape: Shape) -> list[Piece]
         norm = Piece(norm.name, norm.saved - row, 0.0, norm.working, norm.parameters)
     return [
         norm,
-        Piece("MLP up", row, ups * inner, row, ups * hidden * wide),
+        Piece("MLP up", row, ups * inner, whole + _moved(whole, shape), ups * hidden * wide),
         Piece("activation", (keeps + shares) * inner, 0.0, (2 + (keeps > 1)) * inner),
-        Piece("MLP down", (1 - shares) * inner, row, inner, hidden * wide),
+        Piece("MLP down", (1 - shares) * inner, whole, inner + _moved(whole, shape), hidden * wide),
         Piece("MLP dropout", _mask(row, shape)),
     ]
 
 
 def _norm(name: str, row: float, kind: BlockKind, shape: Shape) -> Piece:
     """Layer norm: input and two fp32 statistics. RMS norm: input in fp32, and the normalised values."""
+    tokens = shape.tokens / shape.tensor if shape.scattered else shape.tokens
     if kind.rms_norm:
         wide = row * 4 / min(shape.bytes, 4)
-        return Piece(name, wide + row + 4 * shape.tokens, 0.0, 3 * wide)
-    return Piece(name, row + 8 * shape.tokens, 0.0, row)
+        return Piece(name, wide + row + 4 * tokens, 0.0, 3 * wide)
+    return Piece(name, row + 8 * tokens, 0.0, row)
 
 
 def _mask(row: float, shape: Shape) -> float:

@@ -7,7 +7,8 @@ dtype, r of the reduction.
 
 Held all the time: parameters N/s·p (FSDP2 pads dim 0 of each tensor to a multiple of s), optimizer state, and with
 accumulation the gradients of earlier microbatches N/s·p. One rank without a compute dtype of its own has no FSDP2:
-s = 1, and nothing below is gathered or communicated.
+s = 1, and nothing below is gathered or communicated. With tensor parallelism N, n_u and n_r are the elements of the
+fullest tensor rank, the first (`shardwise.planner.shapes`).
 
 FSDP2 (torch/distributed/fsdp/_fully_shard) gathers a unit into a flat buffer of n_u·c and copies it out into
 parameters of n_u·c; in forward the flat buffer lives until the next unit's copy-out, in backward it is freed at once.
@@ -41,6 +42,7 @@ from shardwise.planner.activations import (
     key_value_width,
     saved_bytes,
 )
+from shardwise.planner.shapes import local_shapes
 
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 # State tensors as large as the parameters, by class of torch.optim with its default options.
@@ -87,12 +89,7 @@ def estimate(plan: Plan, facts: ModelFacts, kind: BlockKind | None = None) -> Me
 
     `kind` says what a block keeps; unset, it is read off the facts. For a model without attention heads (a user's own
     module) the activations are not known and count as nothing.
-
-    Raises:
-        ValueError: the plan splits tensors; the formulas do not know that yet.
     """
-    if plan.degrees["tensor"] > 1:
-        raise ValueError("the memory formulas do not know tensor parallelism yet")
     return max(moments(plan, facts, kind), key=lambda moment: moment.total)
 
 
@@ -126,6 +123,8 @@ class _Step:
         self.context = plan.degrees["context"]
         self.tokens = plan.microbatch * plan.positions
         self.row = self.tokens * facts.hidden_size * self.compute  # one hidden state
+        self.tensor = plan.degrees["tensor"]
+        self.between = self.row / self.tensor if plan.sequence_parallel else self.row  # and between regions
 
     # --- sizes
 
@@ -145,7 +144,7 @@ class _Step:
 
     @property
     def _shapes(self) -> list[tuple[str, tuple[int, ...]]]:
-        return list(self.facts.parameter_shapes.items())
+        return list(local_shapes(self.facts, self.plan).items())
 
     def _unit(self, names: Sequence[str]) -> _Unit:
         inside = tuple(f"{name}." for name in names)
@@ -159,7 +158,13 @@ class _Step:
     @cached_property
     def head(self) -> float:
         """Elements of the output projection, whose gradient is the first to exist."""
-        return self.facts.vocabulary_size * self.facts.hidden_size
+        return self.vocabulary * self.facts.hidden_size
+
+    @cached_property
+    def vocabulary(self) -> int:
+        """Rows of the output projection on this rank."""
+        shared = self.plan.chunked_loss and self.facts.vocabulary_parameters
+        return math.ceil(self.facts.vocabulary_size / self.tensor) if shared else self.facts.vocabulary_size
 
     @property
     def shard(self) -> float:
@@ -207,7 +212,7 @@ class _Step:
     @property
     def _pool(self) -> float:
         """Host buffers of offloaded activations: one hidden state a checkpoint, kept from step to step."""
-        return self.row * sum(map(self.offloaded, range(len(self.units))))
+        return self.between * sum(map(self.offloaded, range(len(self.units))))
 
     # --- activations
 
@@ -220,7 +225,16 @@ class _Step:
         dropout = facts.has_attention_dropout or bool(job.model.dropout)
         unfused = facts.has_attention_dropout and not self.on_cuda
         attention: Attention = "eager" if job.model.attention == "eager" else "math" if unfused else "fused"
-        shape = Shape(self.tokens, self.plan.sequence_length, self.compute, attention, dropout, self._gathered_keys)
+        shape = Shape(
+            self.tokens,
+            self.plan.sequence_length,
+            self.compute,
+            attention,
+            dropout,
+            self._gathered_keys,
+            self.tensor,
+            self.plan.sequence_parallel,
+        )
         return block_pieces(facts, self.kind, shape)
 
     @property
@@ -228,7 +242,8 @@ class _Step:
         """Of a block whose attention gathers keys and values: those of the other ranks, and its rows of the mask."""
         if self.plan.context_method != "all_gather":
             return 0.0
-        others = 2 * key_value_width(self.facts) * self.tokens * (self.context - 1)
+        width = key_value_width(self.facts) * self.facts.key_value_copies(self.tensor) / self.tensor
+        others = 2 * width * self.tokens * (self.context - 1)
         return (others + self.plan.positions**2 * self.context) * self.compute
 
     def checkpointed(self, index: int) -> bool:
@@ -244,14 +259,14 @@ class _Step:
             return blocks * saved_bytes(self.pieces)
         selective = self.job.memory.activation_checkpointing == "selective"
         kept = blocks * kept_bytes(self.pieces) if selective else 0.0
-        return kept + (0.0 if self.offloaded(index) else self.row)
+        return kept + (0.0 if self.offloaded(index) else self.between)
 
     def recomputed(self, index: int) -> float:
         """What unit `index` holds when its backward begins: of a checkpoint its input, loaded back ahead, and all."""
         if not self.checkpointed(index):
             return self.kept(index)
         ahead = min(index, self.job.memory.activation_loading_horizon) if self.offloaded(index) else 0
-        return self.row * (1 + ahead) + self.units[index].blocks * saved_bytes(self.pieces)
+        return self.between * (1 + ahead) + self.units[index].blocks * saved_bytes(self.pieces)
 
     def kept_before(self, index: int) -> float:
         return sum(self.kept(other) for other in range(index))
@@ -271,7 +286,7 @@ class _Step:
         """The last chunk of the loss: logits of R rows in the loss dtype (and first in the compute dtype), gradients of
         hidden states and head; hidden states before and after the final norm. Whole logits: log-softmax, its gradient
         and that of the logits."""
-        size, vocabulary = self.base("loss"), self.facts.vocabulary_size
+        size, vocabulary = self.base("loss"), self.vocabulary
         cast = self.compute if self.compute != self.loss else 0
         if self.plan.chunked_loss:
             rows = min(self.tokens, self.job.memory.loss_chunk_tokens)

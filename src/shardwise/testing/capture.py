@@ -34,6 +34,7 @@ class Captured:
         spread: for each tensor the largest relative difference between replicas, after the update.
         moved: by rank, whether any element changed.
         repeats: fp16 overflows before the step that counted.
+        data_hash: of the samples that all ranks read.
     """
 
     loss: float
@@ -44,6 +45,7 @@ class Captured:
     spread: dict[str, float]
     moved: list[bool]
     repeats: int
+    data_hash: int
 
 
 def capture_step(run: Run, step: int) -> Captured:
@@ -63,6 +65,7 @@ def capture_step(run: Run, step: int) -> Captured:
         _spread(run),
         _flags(_digest(run) != before, run),
         repeats,
+        result.data_hash,
     )
 
 

@@ -57,7 +57,7 @@ class Difference:
     """One compared number or tensor."""
 
     step: int
-    quantity: str  # "loss", "gradient", "norm", "parameter", "replicas"
+    quantity: str  # "data", "loss", "gradient", "norm", "parameter", "replicas"
     name: str
     error: float
     tolerance: float
@@ -79,7 +79,7 @@ class Report:
 
     @property
     def first(self) -> Difference | None:
-        """The first that disagrees: by step, then loss, gradients in module order, norm, parameters."""
+        """The first that disagrees: by step, then data, loss, gradients in module order, norm, parameters."""
         return next((difference for difference in self.differences if not difference.agrees), None)
 
     @property

@@ -9,6 +9,7 @@ weights in every step and the update is compared for the same gradients, so that
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +35,7 @@ from shardwise.testing.diagnosis import Evidence, diagnose
 from shardwise.testing.oracle import Oracle
 
 FREE = ("SGD", "Adam", "AdamW")  # in fp64 these keep rounding small; others (Rprop looks at signs) do not
+OTHER_DATA = "the two runs read other samples: the corpus, or what its tokens are made with, changed between them"
 FLOOR_EXPECTED = 1e-12  # an fp64 model whose own rounding is above this computes partly in a smaller dtype
 
 
@@ -134,7 +136,10 @@ class RecordedReference:
         if self.plan.dtypes.compute in ("bf16", "fp16"):  # weights differ from the second step on
             tolerances = Tolerances(tolerances.loss, tolerances.gradient, tolerances.norm, tolerances.gradient)
         numbers = json.loads((self.directory / f"{step}.json").read_text())
-        found = [compare_numbers(step, "loss", ours.loss, numbers["loss"], tolerances.loss)]
+        found = [compare_data(step, ours.data_hash, numbers["data_hash"])]
+        if not found[0].agrees:
+            self.report.fault, self.report.diagnosis = "other data", OTHER_DATA
+        found.append(compare_numbers(step, "loss", ours.loss, numbers["loss"], tolerances.loss))
         found += compare_tensors(step, "gradient", ours.gradients, self._read(step, "gradients"), tolerances.gradient)
         found.append(compare_numbers(step, "norm", ours.norm, numbers["norm"], tolerances.norm))
         found += compare_tensors(
@@ -158,7 +163,8 @@ class Recording:
 
     def judge(self, step: int, ours: Captured) -> bool:
         """Write one step."""
-        numbers: dict[str, Any] = {"loss": ours.loss, "norm": ours.norm, "order": list(ours.parameters)}
+        numbers: dict[str, Any] = {"loss": ours.loss, "norm": ours.norm, "data_hash": ours.data_hash}
+        numbers["order"] = list(ours.parameters)
         (self.directory / f"{step}.json").write_text(json.dumps(numbers))
         for kind, tensors in (("gradients", ours.gradients), ("parameters", ours.parameters)):
             contiguous: Mapping[str, Tensor] = {name: tensor.contiguous() for name, tensor in tensors.items()}
@@ -178,6 +184,11 @@ def oracle_dtype(plan: Plan) -> str:
 def oracle_dtypes(plan: Plan) -> dict[str, torch.dtype]:
     """Arguments of Oracle."""
     return {"master": torch_dtype(plan.dtypes.parameters), "compute": torch_dtype(oracle_dtype(plan))}
+
+
+def compare_data(step: int, ours: int, reference: int) -> Difference:
+    """Both have to have read the same samples; how far apart two hashes are says nothing."""
+    return Difference(step, "data", "", 0.0 if ours == reference else math.inf, 0.0)
 
 
 def compare_replicas(step: int, ours: Captured) -> list[Difference]:

@@ -25,8 +25,8 @@ METRICS_FILE = "metrics.jsonl"
 MODEL_DIRECTORY = "model"
 SAMPLE_FILE = "sample.txt"
 LOCK_FILE = ".lock"
-_RESULTS = (SAMPLE_FILE, "report.html", "job.yaml", MODEL_DIRECTORY, "profile")
-_RECORDS = (METRICS_FILE, "tensorboard")  # a run that is resumed goes on with them
+_RESULTS = (SAMPLE_FILE, "report.html", "job.yaml", MODEL_DIRECTORY)
+_RECORDS = (METRICS_FILE, "tensorboard", "profile")  # a run that is resumed goes on with them
 
 # Which keys of a job may differ in two runs of the same training.
 UNLIKE: Any = {"output": True, "observe": True, "checkpoint": True, "parallel": {"timeout_seconds", "max_restarts"}}
@@ -43,6 +43,7 @@ def check_output(job: Job) -> None:
 
     Raises:
         OutputError: with the reason and another directory to use.
+        DamagedError: the run is to go on from checkpoints there, and no whole one is left.
     """
     path = Path(job.output)
     existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
@@ -65,10 +66,14 @@ def check_output(job: Job) -> None:
 
 def _check_checkpoints(job: Job) -> None:
     """A run that does not go on from the checkpoints that are there may not write among them."""
-    names = checkpoints(checkpoint_store(job))
-    if names and job.checkpoint.resume != "auto":
+    store = checkpoint_store(job)
+    if job.checkpoint.resume == "auto":
+        next(complete(store), None)  # raises where damage, as far as sizes show it, has left none
+        return
+    names = checkpoints(store)
+    if names:
         raise OutputError(
-            f"{checkpoint_store(job).root} holds checkpoints of an earlier run, the newest {names[0]}; nothing was "
+            f"{store.root} holds checkpoints of an earlier run, the newest {names[0]}; nothing was "
             "overwritten; use --checkpoint.resume auto to go on from it, or --output NEW_DIRECTORY"
         )
 
@@ -83,10 +88,10 @@ def _goes_on(job: Job) -> bool:
 
 
 def claim_output(job: Job) -> FileLock:
-    """Make the directory this run's until the lock is released or the process ends; earlier files of the same job go.
+    """Make the directory this run's until the lock is released or the process ends.
 
     Raises:
-        OutputError: as `check_output`, or another run is writing there now.
+        OutputError, DamagedError: as `check_output`, or another run is writing there now.
     """
     check_output(job)
     path = Path(job.output)
@@ -100,14 +105,22 @@ def claim_output(job: Job) -> FileLock:
         ) from None
     except OSError as error:
         raise OutputError(f"output={job.output!r} cannot be written: {error.strerror}") from error
-    for name in _RESULTS if checkpoints(checkpoint_store(job)) else _RESULTS + _RECORDS:
+    if _owner(path) is None:
+        write_run(path, {"job_fingerprint": job_fingerprint(job), "job": job.model_dump(mode="json")})
+    return lock
+
+
+def clear_output(path: Path, step: int) -> None:
+    """Remove what an earlier run of the same job left, once it is known from which step this one goes on.
+
+    Not before: a checkpoint that turns out damaged as it is read must not cost the model that was exported before.
+    """
+    for name in _RESULTS if step else _RESULTS + _RECORDS:
         target = path / name
         if target.is_dir():
             shutil.rmtree(target)
         else:
             target.unlink(missing_ok=True)
-    write_run(path, {"job_fingerprint": job_fingerprint(job), "job": job.model_dump(mode="json")})
-    return lock
 
 
 def write_run(path: Path, content: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from shardwise.observe.display import Display
 from shardwise.observe.metrics import MetricsWriter, Record
 from shardwise.observe.report import write_report
 from shardwise.observe.trackers import make_trackers
-from shardwise.training.output import METRICS_FILE, SAMPLE_FILE, job_fingerprint, write_run
+from shardwise.training.output import METRICS_FILE, SAMPLE_FILE, clear_output, job_fingerprint, write_run
 from shardwise.training.setup import Run
 
 
@@ -31,6 +31,7 @@ class Recorder:
             return
         job: Job = run.plan.job
         self.output = Path(job.output)
+        clear_output(self.output, step)
         self.display = Display(run.plan)
         self.trackers = make_trackers(job, self.output)
         self.metrics = MetricsWriter(self.output / METRICS_FILE, resume_step=step)

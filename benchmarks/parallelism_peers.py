@@ -1,0 +1,223 @@
+"""The peers of `parallelism_cpu`: the same GPT-NeoX, split by hand with torch's building blocks, or by transformers.
+
+Every builder gets (workload, directory of the saved model, rank, world) inside a worker whose Gloo group exists, and
+returns one step on the whole batch: forward, backward, fused AdamW. The loss that a step returns is that of all ranks.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+from benchmarks.harness import Contender, Step
+from benchmarks.workload import Workload, parameter_groups, token_ids
+
+TENSOR = Contender(
+    "torch parallelize_module", "benchmarks.parallelism_peers:tensor", "torch",
+    "column and row styles by layer, vocabulary-parallel embedding, head and loss",
+)  # fmt: skip
+NATIVE = Contender(
+    "transformers tp_plan", "benchmarks.parallelism_peers:native", "accelerate", 'from_pretrained(tp_plan="auto")'
+)
+PIPELINE = Contender(
+    "torch pipelining", "benchmarks.parallelism_peers:pipeline", "torch", "a stage a rank, cut by hand, Schedule1F1B"
+)
+SHARD = Contender("torch fully_shard", "benchmarks.parallelism_peers:shard", "torch", "every block and the root")
+
+
+def save_model(workload: Workload, directory: Path) -> None:
+    """Draw the weights of a GPT-NeoX once and save them, with the config, where every contender loads them from."""
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    config = GPTNeoXConfig(
+        vocab_size=workload.vocabulary,
+        max_position_embeddings=workload.sequence,
+        hidden_size=workload.width,
+        intermediate_size=4 * workload.width,
+        num_hidden_layers=workload.layers,
+        num_attention_heads=workload.heads,
+        use_cache=False,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    torch.manual_seed(workload.seed)
+    GPTNeoXForCausalLM(config).save_pretrained(directory)
+
+
+def load_model(directory: Path, **more: Any) -> Any:
+    """The model of `save_model` in fp32 with SDPA attention, in training mode."""
+    from transformers import GPTNeoXForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    model = GPTNeoXForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="sdpa", **more)
+    return model.train()
+
+
+def make_optimizer(model: nn.Module, workload: Workload) -> torch.optim.Optimizer:
+    """Fused AdamW; its kernel takes DTensors or plain tensors, so each kind is a group of its own."""
+    groups = [
+        {**group, "params": [p for p in group["params"] if isinstance(p, DTensor) == split]}
+        for group in parameter_groups(model, workload)
+        for split in (True, False)
+    ]
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=workload.learning_rate, fused=True)
+
+
+def next_tokens(ids: Tensor) -> Tensor:
+    """Labels aligned with the outputs; the last position has none."""
+    labels = torch.full_like(ids, -100)
+    labels[:, :-1] = ids[:, 1:]
+    return labels
+
+
+def tensor(workload: Workload, directory: Path, rank: int, world: int) -> Step:
+    """`parallelize_module` as torch's tutorial has it, with `loss_parallel`."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        loss_parallel,
+        parallelize_module,
+    )
+
+    mesh = init_device_mesh("cpu", (world,))
+    model = load_model(directory)
+    base, head = model.base_model_prefix, _head_name(model)
+    plan: dict[str, Any] = {
+        f"{base}.embed_in": RowwiseParallel(input_layouts=Replicate()),
+        head: ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+    }
+    for index in range(workload.layers):
+        block = f"{base}.layers.{index}"
+        for name in ("attention.query_key_value", "mlp.dense_h_to_4h"):
+            plan[f"{block}.{name}"] = ColwiseParallel()
+        for name in ("attention.dense", "mlp.dense_4h_to_h"):
+            plan[f"{block}.{name}"] = RowwiseParallel()
+    parallelize_module(model, mesh, plan)
+    optimizer = make_optimizer(model, workload)
+    ids = token_ids(workload, 0)
+    labels = next_tokens(ids).flatten()
+
+    def step() -> Tensor:
+        with loss_parallel():
+            loss = F.cross_entropy(model(input_ids=ids).logits.flatten(0, 1), labels)
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.full_tensor() if hasattr(loss, "full_tensor") else loss
+
+    return step
+
+
+def native(workload: Workload, directory: Path, rank: int, world: int) -> Step:
+    """transformers' own tensor parallelism."""
+    model = load_model(directory, tp_plan="auto")
+    optimizer = make_optimizer(model, workload)
+    ids = token_ids(workload, 0)
+
+    def step() -> Tensor:
+        loss: Tensor = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss
+
+    return step
+
+
+class HandCut(nn.Module):
+    """One stage of the model, written out: embedding on the first, norm and head on the last."""
+
+    def __init__(self, model: Any, rank: int, world: int) -> None:
+        super().__init__()
+        base = getattr(model, model.base_model_prefix)
+        each = len(base.layers) // world
+        self.layers = base.layers[rank * each : (rank + 1) * each]
+        self.rotary = base.rotary_emb
+        self.embed = base.embed_in if rank == 0 else None
+        self.norm = base.final_layer_norm if rank == world - 1 else None
+        self.head = model.get_submodule(_head_name(model)) if rank == world - 1 else None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = hidden if self.embed is None else self.embed(hidden)
+        positions = torch.arange(hidden.shape[1]).unsqueeze(0)
+        tables = self.rotary(hidden, position_ids=positions)
+        for layer in self.layers:
+            output = layer(hidden, attention_mask=None, position_ids=positions, position_embeddings=tables)
+            hidden = output[0] if isinstance(output, tuple) else output
+        if self.norm is None or self.head is None:
+            return hidden
+        logits: Tensor = self.head(self.norm(hidden))
+        return logits
+
+
+def pipeline(workload: Workload, directory: Path, rank: int, world: int) -> Step:
+    """`torch.distributed.pipelining` on stages cut by hand; a microbatch is one sequence."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    stage_module = HandCut(load_model(directory), rank, world)
+    optimizer = make_optimizer(stage_module, workload)
+    ids = token_ids(workload, 0)
+    labels = next_tokens(ids)
+    counted = int((labels != -100).sum())
+
+    def loss_of(logits: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum") / counted
+
+    schedule = Schedule1F1B(
+        PipelineStage(stage_module, rank, world, torch.device("cpu")), workload.batch, loss_of, scale_grads=False
+    )
+
+    def step() -> Tensor:
+        losses: list[Tensor] = []
+        if rank == 0:
+            schedule.step(ids, return_outputs=False)
+        elif rank == world - 1:
+            schedule.step(target=labels, losses=losses, return_outputs=False)
+        else:
+            schedule.step(return_outputs=False)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        total = torch.stack(losses).sum().detach() if losses else torch.zeros(())
+        dist.broadcast(total, world - 1)
+        return total
+
+    return step
+
+
+def shard(workload: Workload, directory: Path, rank: int, world: int) -> Step:
+    """`fully_shard` on each block and on the root; every rank takes its share of the batch."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (world,))
+    model = load_model(directory)
+    for block in getattr(model, model.base_model_prefix).layers:
+        fully_shard(block, mesh=mesh, reshard_after_forward=workload.reshard)
+    fully_shard(model, mesh=mesh)
+    optimizer = make_optimizer(model, workload)
+    ids = token_ids(workload, 0).chunk(world)[rank]
+
+    def step() -> Tensor:
+        loss: Tensor = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss
+
+    return step
+
+
+def _head_name(model: Any) -> str:
+    head = model.get_output_embeddings()
+    return next(name for name, module in model.named_modules() if module is head)

@@ -1,0 +1,124 @@
+"""Sequence parallelism with tensor parallelism (Korthikanti et al., arXiv 2205.05198, section 4.2.2).
+
+Between the regions of tensor parallelism every rank would do the same work on the same [B, S, H]: norms, dropout,
+residuals. Here each does it on its own run of positions, [B, S/t, H]. Hidden states are scattered at the input of the
+first block of this rank and gathered at the output of its last; in between a region gathers what it needs and leaves
+its sum in parts. What surrounds the blocks, and what they are told besides hidden states, stays whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shardwise.collectives.tensor import (
+    Regathered,
+    Rows,
+    enter,
+    enter_rows,
+    gather,
+    leave,
+    leave_rows,
+    linear_of_parts,
+    scatter,
+)
+from shardwise.kernels.dropout import active_scope
+
+
+class WholeRows:
+    """The border of a region when every tensor rank holds all positions."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    def enter(self, values: Tensor) -> Tensor:
+        return enter(values, self.group)
+
+    def leave(self, values: Tensor) -> Tensor:
+        return leave(values, self.group)
+
+    def linear(self, values: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(values, weight, bias)
+
+
+class ScatteredRows(WholeRows):
+    """The border of a region when each rank holds a run of positions, as the forward that runs has scattered them.
+
+    Recomputation in backward finds the same runs, since all microbatches of a step have one shape.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, index: int) -> None:
+        super().__init__(group)
+        self.index = index
+        self.rows: Rows | None = None
+        self.entered: tuple[Tensor, Tensor, Regathered] | None = None  # the region's input: whole, this rank's part
+
+    def enter(self, values: Tensor) -> Tensor:
+        assert self.rows is not None
+        whole = enter_rows(values, self.rows)
+        self.entered = whole, values, Regathered(self.rows)
+        return whole
+
+    def linear(self, values: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """A column module's product; of what has entered the region as it is, backward keeps this rank's part."""
+        if self.entered is None or self.entered[0] is not values:
+            return F.linear(values, weight, bias)
+        _, part, source = self.entered
+        return linear_of_parts(values, part, weight, bias, source)
+
+    def leave(self, values: Tensor) -> Tensor:
+        assert self.rows is not None
+        self.entered = None
+        return leave_rows(values, self.rows)
+
+    def scatter(self, values: Tensor) -> Tensor:
+        """[B, S, H] -> [B, S of this rank, H]."""
+        self.rows = Rows(self.group, self.index, values.shape[0], values.shape[1])
+        scope = active_scope()
+        if scope is not None:
+            scope.positions = self.rows.bounds(self.index)
+        return scatter(values, self.rows)
+
+    def gather(self, values: Tensor) -> Tensor:
+        """[B, S of this rank, H] -> [B, S, H]."""
+        assert self.rows is not None
+        scope = active_scope()
+        if scope is not None:
+            scope.positions = None
+        return gather(values, self.rows)
+
+
+def scatter_between(blocks: Sequence[nn.Module], border: ScatteredRows) -> None:
+    """Scatter the hidden states before the first of `blocks` and gather them behind the last.
+
+    Called after activation checkpointing, so that what a checkpoint keeps is a part.
+    """
+    blocks[0].forward = _scattered(blocks[0].forward, border)  # type: ignore[method-assign]
+    blocks[-1].forward = _gathered(blocks[-1].forward, border)  # type: ignore[method-assign]
+
+
+def on_first(change: Callable[[Tensor], Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """(args, kwargs) with `change` made to the hidden states: the first positional argument, or `hidden_states`."""
+    if args:
+        return (change(args[0]), *args[1:]), kwargs
+    return args, kwargs | {"hidden_states": change(kwargs["hidden_states"])}
+
+
+def _scattered(forward: Callable[..., Any], border: ScatteredRows) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = on_first(border.scatter, args, kwargs)
+        return forward(*args, **kwargs)
+
+    return run
+
+
+def _gathered(forward: Callable[..., Any], border: ScatteredRows) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        return (border.gather(output[0]), *output[1:]) if isinstance(output, tuple) else border.gather(output)
+
+    return run

@@ -1,0 +1,166 @@
+"""A snapshot on its way to the disk: the staging ring, and files that go around the page cache."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+import torch
+from torch import Tensor
+from xxhash import xxh3_128_hexdigest
+
+from shardwise.checkpoint.manifest import BLOCK_BYTES
+from shardwise.checkpoint.staging import Broken, Staging, Straight, _aligned
+from shardwise.checkpoint.storage_write import hashed
+from shardwise.checkpoint.stores import _NewFile
+
+HALF = BLOCK_BYTES // 2
+
+
+def numbers(*sizes: int) -> list[Tensor]:
+    """Tensors of that many bytes each, all bytes different from their neighbours in other tensors."""
+    return [(torch.arange(size) * 7 + number).to(torch.uint8) for number, size in enumerate(sizes)]
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 100) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not come true"
+        time.sleep(0.01)
+
+
+@contextmanager
+def filling(staging: Staging, parts: list[Tensor]) -> Iterator[threading.Thread]:
+    """The training thread."""
+    staging.begin()
+    thread = threading.Thread(target=staging.fill, args=(parts,), daemon=True)
+    thread.start()
+    yield thread
+    thread.join(100)
+    assert not thread.is_alive()
+
+
+STATES: list[tuple[str, list[Tensor]]] = [
+    ("nothing", []),
+    ("empty tensors", numbers(0, 0)),
+    ("empty among others", numbers(3, 0, BLOCK_BYTES, 0, 1)),
+    ("one block", numbers(BLOCK_BYTES)),
+    ("a byte more", numbers(BLOCK_BYTES, 1)),
+    ("the ring", numbers(*[HALF] * 6)),
+    ("more than the ring", numbers(*[HALF + 1] * 9)),
+    ("one tensor larger than the ring", numbers(5 * BLOCK_BYTES + 17)),
+    ("numbers and strides", [torch.tensor(3.5), torch.arange(24.0).view(4, 6).t()]),
+]
+
+
+@pytest.mark.parametrize("parts", [pytest.param(parts, id=name) for name, parts in STATES])
+def test_the_stream_arrives_whole_through_a_ring_of_three_blocks(parts: list[Tensor]) -> None:
+    staging = Staging(3 * BLOCK_BYTES + 5)
+    expected = b"".join(part.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for part in parts)
+    for _ in range(2):  # it is used again
+        with filling(staging, parts):
+            blocks = [(bytes(block), staging.bytes) for block in staging.drain()]
+        assert b"".join(block for block, _ in blocks) == expected
+        assert all(len(block) == BLOCK_BYTES for block, _ in blocks[:-1])
+        assert max(held for _, held in blocks) <= 3 * BLOCK_BYTES
+
+
+@pytest.mark.parametrize("parts", [pytest.param(parts, id=name) for name, parts in STATES])
+def test_the_same_stream_without_a_ring(parts: list[Tensor]) -> None:
+    expected = b"".join(part.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for part in parts)
+    hashes: list[str] = []
+    assert b"".join(bytes(run) for run in hashed(Straight(parts).drain(), hashes)) == expected
+    starts = range(0, len(expected), BLOCK_BYTES)
+    assert hashes == [xxh3_128_hexdigest(expected[start : start + BLOCK_BYTES]) for start in starts]
+
+
+PAGE = mmap.PAGESIZE
+
+
+@pytest.mark.parametrize("sizes", [(), (5,), (PAGE,), (4 * PAGE, 2 * PAGE, 17), (3, PAGE, 9), (PAGE, 5, PAGE, 0)])
+@pytest.mark.parametrize("shift", [0, 1])  # of the memory, which a disk cannot take as it lies if it is not aligned
+@pytest.mark.parametrize("memory", ["disk", "tmpfs"])
+def test_a_file_has_what_was_written_whether_or_not_it_goes_around_the_page_cache(
+    tmp_path: Path, sizes: tuple[int, ...], shift: int, memory: str
+) -> None:
+    directory = Path("/dev/shm") if memory == "tmpfs" else tmp_path
+    if not directory.is_dir():
+        pytest.skip("no tmpfs here")
+    buffer = _aligned(False)
+    buffer.copy_(numbers(BLOCK_BYTES)[0])
+    assert buffer.data_ptr() % PAGE == 0
+    path, expected, at = directory / f"shardwise-test-{uuid4().hex}", b"", shift
+    try:
+        with _NewFile(path) as file:
+            for size in sizes:
+                block = memoryview(buffer.numpy())[at : at + size]  # type: ignore[arg-type]
+                assert file.write(block) == size
+                expected, at = expected + bytes(block), at + size
+        assert path.read_bytes() == expected
+    finally:
+        path.unlink()
+
+
+def test_blocks_of_the_ring_go_around_the_page_cache_where_they_can(tmp_path: Path) -> None:
+    (tmp_path / "probe").touch()
+    try:
+        os.close(os.open(tmp_path / "probe", os.O_WRONLY | os.O_DIRECT))
+    except (OSError, AttributeError):
+        pytest.skip("this file system goes through the page cache")
+    staging = Staging(2 * BLOCK_BYTES)
+    staging.begin()
+    staging.fill(numbers(BLOCK_BYTES + 100))
+    with _NewFile(tmp_path / "file") as file:
+        direct = [file.write(block) and file._direct for block in staging.drain()]
+    assert direct == [True, False]  # the tail is no whole page
+
+
+def test_training_is_held_up_while_the_ring_is_full() -> None:
+    staging = Staging(2 * BLOCK_BYTES)
+    with filling(staging, numbers(4 * BLOCK_BYTES)) as thread:
+        eventually(lambda: staging._full.qsize() == 2)
+        assert thread.is_alive() and staging.bytes == 2 * BLOCK_BYTES
+        stream = staging.drain()
+        next(stream)
+        next(stream)  # the first is free again
+        eventually(lambda: staging._full.qsize() == 1)
+        assert thread.is_alive() and staging.bytes == 2 * BLOCK_BYTES
+        assert len(list(stream)) == 2
+
+
+def test_training_goes_on_at_once_where_the_ring_holds_the_state() -> None:
+    staging = Staging(3 * BLOCK_BYTES)
+    staging.begin()
+    staging.fill(numbers(3 * BLOCK_BYTES))  # nobody takes a block
+    assert staging.bytes == 3 * BLOCK_BYTES
+    assert sum(len(block) for block in staging.drain()) == 3 * BLOCK_BYTES
+
+
+def test_a_writer_that_fails_sets_the_waiting_training_free_and_the_ring_is_used_again() -> None:
+    staging = Staging(2 * BLOCK_BYTES)
+    with filling(staging, numbers(5 * BLOCK_BYTES)) as thread:
+        stream = staging.drain()
+        next(stream)
+        eventually(lambda: staging._full.qsize() == 1)
+        assert thread.is_alive()
+        staging.cancel()
+    with pytest.raises(Broken):
+        next(stream)
+    with filling(staging, numbers(3 * BLOCK_BYTES)):
+        assert sum(len(block) for block in staging.drain()) == 3 * BLOCK_BYTES
+    assert staging.bytes <= 2 * BLOCK_BYTES
+
+
+def test_a_writer_that_failed_before_the_first_block() -> None:
+    staging = Staging(2 * BLOCK_BYTES)
+    staging.begin()
+    staging.cancel()
+    staging.fill(numbers(5 * BLOCK_BYTES))
+    assert staging.bytes == 0
