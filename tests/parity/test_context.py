@@ -71,6 +71,11 @@ CASES: list[tuple[str, int, str, int, dict[str, Any]]] = [  # family, ranks, met
     ("bert", 2, "ring", 2, {"dropout": 0.1, **DOCUMENTS}),
     ("roberta", 2, "all_gather", 2, UNEVEN),
     ("roberta", 2, "ring", 2, {"attention": "sdpa"}),
+    ("gpt2", 2, "ring", 2, {"dropout": 0.1, "memory": {
+        "activation_checkpointing": "full", "checkpoint_strategy": "group_2", "offload_activations": True,
+        "offload_parameters": True}, **DOCUMENTS}),
+    ("bert", 2, "auto", 2, {"dropout": 0.1, "memory": {"activation_checkpointing": "selective"},
+                            "training": {"sequences_per_step": 5, "microbatch_size": 2}, **DOCUMENTS}),
     ("gemma", 2, "all_gather", 2, {"config": GEMMA2, "attention": "eager", **UNEVEN, **FP32}),
 ]  # fmt: skip
 STAGES = {"pipeline_parallel_degree": 2}
