@@ -135,7 +135,7 @@ def measure(settings: dict[str, Any], steps: int = 2) -> tuple[int, MemoryEstima
             batches = [random_batch(plan, facts.vocabulary_size) for _ in range(plan.accumulation)]
             memory.reset_peak()
             train_step(model, program, batches, optimizer, scaler, step)
-    return memory.peak, estimate(plan, facts)
+    return memory.peak, estimate(plan, facts, pipeline=model.layout.index("pipeline"))
 
 
 def random_batch(plan: Plan, vocabulary: int) -> Batch:

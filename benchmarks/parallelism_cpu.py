@@ -13,7 +13,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +40,8 @@ class Axis:
     name: str
     parallel: dict[str, Any]
     peers: tuple[Contender, ...]
-    training: dict[str, Any] = field(default_factory=dict)
     sequence: int | None = None
+    batch: int | None = None
 
     @property
     def ours(self) -> Contender:
@@ -57,7 +57,8 @@ AXES = {
     axis.name: axis
     for axis in (
         Axis("tensor", {"tensor_parallel_degree": RANKS}, (peers.TENSOR, peers.NATIVE)),
-        Axis("pipeline", {"pipeline_parallel_degree": RANKS}, (peers.PIPELINE,), {"microbatch_size": 1}),
+        Axis("pipeline", {"pipeline_parallel_degree": RANKS}, (peers.PIPELINE,)),
+        Axis("context", {"context_parallel_degree": RANKS}, (peers.CONTEXT,), sequence=2048, batch=1),
         Axis("shard", {"sharded_data_parallel_degree": RANKS}, (peers.SHARD,)),
     )
 }
@@ -67,12 +68,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; 1 when losses disagree or a contender did not run."""
     options = _parse(arguments)
     console = Console(width=None if sys.stdout.isatty() else 130)
-    runs, problems = [], []
+    shape, runs, problems = Workload(batch=8), [], []
     for name in options.axes:
         axis = AXES[name]
         workload = Workload(
-            options.layers, options.width, options.heads, options.vocabulary, axis.sequence or options.sequence,
-            options.batch,
+            options.layers, options.width, options.heads, options.vocabulary,
+            options.sequence or axis.sequence or shape.sequence, options.batch or axis.batch or shape.batch,
         )  # fmt: skip
         series = measure(axis, workload, options, console)
         run = summarize_axis(axis, series, workload, options.steps)
@@ -88,17 +89,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    shape = Workload(batch=8)
+    shape = Workload()
     parser = argparse.ArgumentParser(prog="benchmarks.parallelism_cpu", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--axes", nargs="+", choices=AXES, default=list(AXES))
     parser.add_argument("--rounds", type=int, default=9, help="rounds; each gives every contender one turn")
     parser.add_argument("--steps", type=int, default=2, help="optimizer steps of one turn")
     parser.add_argument("--warmup", type=int, default=2, help="steps of each contender before the first round")
     parser.add_argument("--json", type=Path, help="write everything that was measured to this file")
-    for name in ("layers", "width", "heads", "vocabulary", "sequence", "batch"):
+    for name in ("layers", "width", "heads", "vocabulary"):
         parser.add_argument(
             f"--{name}", type=int, default=getattr(shape, name), help="of the model; default %(default)s"
         )
+    parser.add_argument("--sequence", type=int, help=f"tokens; default {shape.sequence}, 2048 for context")
+    parser.add_argument("--batch", type=int, help="sequences of all ranks; default 8, 1 for context")
     return parser.parse_args(arguments)
 
 

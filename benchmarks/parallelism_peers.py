@@ -28,6 +28,10 @@ NATIVE = Contender(
 PIPELINE = Contender(
     "torch pipelining", "benchmarks.parallelism_peers:pipeline", "torch", "a stage a rank, cut by hand, Schedule1F1B"
 )
+CONTEXT = Contender(
+    "torch, attention by hand", "benchmarks.parallelism_peers:context", "torch",
+    "keys and values gathered, zig-zag order, fully_shard on every block and the root",
+)  # fmt: skip
 SHARD = Contender("torch fully_shard", "benchmarks.parallelism_peers:shard", "torch", "every block and the root")
 
 
@@ -191,6 +195,63 @@ def pipeline(workload: Workload, directory: Path, rank: int, world: int) -> Step
         total = torch.stack(losses).sum().detach() if losses else torch.zeros(())
         dist.broadcast(total, world - 1)
         return total
+
+    return step
+
+
+class GatherRows(torch.autograd.Function):
+    """[B, h, S/c, d] of each rank -> [B, h, S, d]; backward sums the parts of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        parts = [torch.empty_like(values) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, values.contiguous())
+        return torch.cat(parts, 2)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        parts = [part.contiguous() for part in gradients[0].chunk(dist.get_world_size(), 2)]
+        mine = torch.empty_like(parts[0])
+        dist.reduce_scatter(mine, parts)
+        return mine
+
+
+def context(workload: Workload, directory: Path, rank: int, world: int) -> Step:
+    """Each rank has chunks r and 2c - 1 - r of every sequence; its queries see all keys that are not ahead."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from transformers import AttentionInterface
+
+    chunks = torch.arange(workload.sequence).chunk(2 * world)
+    order = [torch.cat([chunks[each], chunks[2 * world - 1 - each]]) for each in range(world)]
+    mine, everyone = order[rank], torch.cat(order)
+    visible = mine.unsqueeze(1) >= everyone
+
+    def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **more: Any) -> tuple[Tensor, None]:
+        keys, values = GatherRows.apply(key), GatherRows.apply(value)
+        out = F.scaled_dot_product_attention(query, keys, values, attn_mask=visible, scale=more.get("scaling"))
+        return out.transpose(1, 2).contiguous(), None
+
+    AttentionInterface.register("by_hand", attend)
+    mesh = init_device_mesh("cpu", (world,))
+    model = load_model(directory)
+    model.set_attn_implementation("by_hand")
+    for block in getattr(model, model.base_model_prefix).layers:
+        fully_shard(block, mesh=mesh, reshard_after_forward=workload.reshard)
+    fully_shard(model, mesh=mesh)
+    optimizer = make_optimizer(model, workload)
+    ids = token_ids(workload, 0)
+    labels = next_tokens(ids)[:, mine].flatten()
+    counted = workload.batch * (workload.sequence - 1)
+    part, positions = ids[:, mine], mine.unsqueeze(0)
+
+    def step() -> Tensor:
+        logits = model(input_ids=part, position_ids=positions).logits.flatten(0, 1)
+        loss = F.cross_entropy(logits, labels, reduction="sum") / counted * world  # fully_shard takes the mean
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss
 
     return step
 

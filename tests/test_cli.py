@@ -30,7 +30,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
     made: Calls = []
     entry: Any = ModuleType("shardwise.entry")
     entry.train = lambda job, notes=(): made.append(("train", job, {"notes": notes}))
-    entry.plan_job = lambda job: (resolve(job, CPU4, FACTS), FACTS)
+    entry.plan_with_facts = lambda job: (resolve(job, CPU4, FACTS), FACTS)
     verify: Any = ModuleType("shardwise.verify")
 
     def run_verify(job: Job, **options: Any) -> int:
@@ -181,23 +181,21 @@ def test_export_reaches_its_function(capsys: pytest.CaptureFixture[str], monkeyp
 @pytest.mark.parametrize(
     ("words", "function", "expected"),
     [
-        (["ls", "run", "--json"], "run_ls", ("run", True)),
-        (["show", "run", "--tensors"], "run_show", ("run", True, False)),
-        (["verify", "memory://x"], "run_verify", ("memory://x",)),
+        (["ls", "run", "--json"], "inspect.run_ls", ("run", True)),
+        (["show", "run", "--tensors"], "inspect.run_show", ("run", True, False)),
+        (["verify", "memory://x"], "verification.run_verify", ("memory://x",)),
     ],
 )
 def test_checkpoint_reaches_its_functions(
     monkeypatch: pytest.MonkeyPatch, words: list[str], function: str, expected: tuple[object, ...]
 ) -> None:
-    from shardwise.checkpoint import inspect
-
     made: list[tuple[object, ...]] = []
 
     def fake(*given: object, **_: object) -> int:
         made.append(given)
         return 1
 
-    monkeypatch.setattr(inspect, function, fake)
+    monkeypatch.setattr(f"shardwise.checkpoint.{function}", fake)
     assert main(["checkpoint", *words]) == 1
     assert made == [expected]
 

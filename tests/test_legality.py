@@ -159,6 +159,13 @@ CASES = {
         "masked_lm",
     ),
     "positions": case({"data": {"sequence_length": 513}}, {"data": {"sequence_length": 512}}, "use at most 512"),
+    "documents-window": case(
+        {"data": {"isolate_documents": True, "sequence_length": 65}},
+        {"data": {"isolate_documents": True, "sequence_length": 64}},
+        "sliding window of 64; use isolate_documents false",
+        CPU4,
+        replace(FACTS, sliding_window=64),
+    ),
     "device": case({"parallel": {"device": "cuda"}}, {"parallel": {"device": "cpu"}}, "run on cpu"),
     "backend": case({"parallel": {"ddp_dist_backend": "nccl"}}, {"parallel": {"ddp_dist_backend": "gloo"}}, "use auto"),
     "world": case(

@@ -63,6 +63,10 @@ def pipeline_axis(workload: Workload, directory: Path, rank: int, world: int) ->
     return _axis(workload, directory, {"pipeline_parallel_degree": world}, microbatch=1)
 
 
+def context_axis(workload: Workload, directory: Path, rank: int, world: int) -> Step:
+    return _axis(workload, directory, {"context_parallel_degree": world, "reshard_after_forward": workload.reshard})
+
+
 def shard_axis(workload: Workload, directory: Path, rank: int, world: int) -> Step:
     return _axis(workload, directory, {"reshard_after_forward": workload.reshard}, share=world)
 

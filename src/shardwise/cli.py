@@ -97,9 +97,9 @@ def _train(options: argparse.Namespace, keys: dict[str, Any]) -> int:
     from rich.console import Console
 
     from shardwise.plan import describe
-    from shardwise.planner.schedule import stage_table
+    from shardwise.planner.report import stage_table
 
-    plan, facts = entry.plan_job(job)
+    plan, facts = entry.plan_with_facts(job)
     _say_notes(notes)
     console = Console()
     console.print(describe(plan))

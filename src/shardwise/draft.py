@@ -192,15 +192,8 @@ class Draft:
 
     @cached_property
     def in_flight(self) -> int:
-        """Most microbatches between their forward and their backward on one pipeline rank."""
-        parallel, count = self.parallel, self.accumulation.value
-        degree, virtual = parallel.pipeline_parallel_degree, parallel.virtual_pipeline_degree
-        if parallel.pipeline == "simple":
-            return count
-        if virtual == 1:
-            return min(count, degree)
-        each = count // max(1, count // degree)  # Megatron-LM's warm-up (arXiv 2104.04473, section 2.2.2), counted
-        return min(count * virtual, (virtual - 1) * each + 2 * (degree - 1) + 1)  # in chunks, as torch builds it
+        """Most forwards that await their backward on one pipeline rank, the first."""
+        return in_flight(self.parallel, self.accumulation.value)
 
     @cached_property
     def compute(self) -> str:
@@ -273,6 +266,21 @@ class Draft:
     def padding_rows(self) -> int:
         """Rows of one step that repeat another row and are not counted."""
         return self.microbatch.value * self.accumulation.value * self.data_ranks - self.sequences.value
+
+
+def in_flight(parallel: ParallelSection, microbatches: int, rank: int = 0) -> int:
+    """Most forwards of a stage that await their backward on pipeline rank `rank`.
+
+    All of them for `simple`; one for each rank that is behind, and its own, for 1F1B (arXiv 2104.04473, section 2.2.1);
+    with virtual stages its warm-up and one (section 2.2.2, as torch's schedule builds it).
+    """
+    ranks, virtual = parallel.pipeline_parallel_degree, parallel.virtual_pipeline_degree
+    if parallel.pipeline == "simple":
+        return microbatches
+    if virtual == 1:
+        return min(microbatches, ranks - rank)
+    each = microbatches // max(1, microbatches // ranks)
+    return min(microbatches * virtual, (virtual - 1) * each + 2 * (ranks - 1 - rank) + 1)
 
 
 def even_cut(rows: int, limit: int) -> int:

@@ -29,8 +29,13 @@ CPU_WORKERS = 2
 Say = Callable[[str], None]
 
 
-def plan_job(job: Job) -> tuple[Plan, ModelFacts]:
-    """The Plan of `job` on this machine, or in the world that a launcher has made; its model. Reads no corpus."""
+def plan_job(job: Job) -> Plan:
+    """The Plan of `job` on this machine, or in the world that a launcher has made. Reads no corpus."""
+    return plan_with_facts(job)[0]
+
+
+def plan_with_facts(job: Job) -> tuple[Plan, ModelFacts]:
+    """`plan_job` and the facts of the job's model."""
     place = detect()
     plan, facts = _plan(job, place)
     return replace(plan, notes=(*plan.notes, *_launcher_notes(job, place))), facts

@@ -227,7 +227,7 @@ def _layouts(job: Job, against: Job) -> tuple[Job, Job, list[str]]:
     """Both jobs, made to differ in layout and memory alone, with an optimizer that does not magnify rounding."""
     notes = []
     optimizer = job.optimizer
-    plan, _ = plan_job(job)
+    plan = plan_job(job)
     if plan.dtypes.compute != "fp64" and optimizer.name != "SGD":
         notes.append(
             f"{optimizer.name} magnifies the rounding of {plan.dtypes.compute}, which two layouts do not share: both "
@@ -248,7 +248,7 @@ def _layouts(job: Job, against: Job) -> tuple[Job, Job, list[str]]:
 
 def _in_workers(job: Job, function: Callable[..., Any], *args: Any) -> Any:
     """`function(job, device, *args)` on every rank: a launcher's, or the job's own local workers; rank 0's result."""
-    plan, _ = plan_job(job)
+    plan = plan_job(job)
     if detect() is not None:
         return _worker(job, plan.backend, function, args)
     call = (job, plan.backend, function, args)

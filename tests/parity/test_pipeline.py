@@ -24,7 +24,20 @@ TENSOR: dict[str, Any] = {"tensor_parallel_degree": 2}
 ALL: dict[str, Any] = {**TWO, "tensor_parallel_degree": 2, "sharded_data_parallel_degree": 2}
 FP32: dict[str, Any] = {"precision": {"compute": "fp32"}, "optimizer": {"name": "SGD", "learning_rate": 0.1}}
 UNEVEN = {"sequences_per_step": 7, "microbatch_size": 2}
-CASES: list[tuple[str, int, dict[str, Any]]] = [
+SLOW: list[tuple[str, int, dict[str, Any]]] = [
+    ("gpt_neox", 4, {"parallel": {**TWO, "virtual_pipeline_degree": 3}, "layers": 7, "training": UNEVEN}),
+    ("llama", 8, {"parallel": {**TWO, "sharded_data_parallel_degree": 2, "placement_strategy": "PDT"}}),
+    ("gpt2", 4, {"parallel": {**TWO, "reshard_after_forward": False}}),
+    ("gpt2", 4, {"parallel": {**TWO, "virtual_pipeline_degree": 2, "prefetch_depth": 0}, "layers": 4}),
+    ("qwen3", 8, {"parallel": ALL}),
+    ("llama", 8, {"parallel": {**TWO, "tensor_parallel_degree": 4}, "layers": 3}),  # key-value heads in copies
+    ("gpt2", 4, {"parallel": TWO, "memory": {"activation_checkpointing": "selective"}, "dropout": 0.1}),
+    ("gpt_neox", 2, {"parallel": TWO, **FP32}),
+    ("mistral", 2, {"parallel": TWO, "layers": 3}),
+    ("gemma", 2, {"parallel": TWO, "layers": 3}),
+    ("bert", 2, {"parallel": TWO, "layers": 3, "dropout": 0.1}),
+]  # fmt: skip
+CASES = [
     # 1F1B and fill-drain, blocks that stages do not divide, a ragged last microbatch, ties across the ends
     ("gpt2", 2, {"parallel": TWO, "dropout": 0.1, "layers": 3}),
     ("gpt2", 2, {"parallel": {**TWO, "pipeline": "simple"}, "training": UNEVEN, "dropout": 0.1}),
@@ -32,43 +45,35 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("gpt2", 2, {"parallel": {**TWO, "pipeline": "simple"}, "training": {"gradient_accumulation": 1}}),
     # virtual stages
     ("gpt2", 2, {"parallel": {**TWO, "virtual_pipeline_degree": 2}, "layers": 5, "dropout": 0.1}),
-    ("gpt_neox", 4, {"parallel": {**TWO, "virtual_pipeline_degree": 3}, "layers": 7, "training": UNEVEN}),
     ("llama", 4, {"parallel": {**FOUR, "virtual_pipeline_degree": 2}, "layers": 9}),
     # sharding, replicas, ZeRO-1, and the placements
     ("gpt2", 4, {"parallel": {**TWO, "sharded_data_parallel_degree": 2}, "dropout": 0.1, "training": UNEVEN}),
     ("gpt2", 4, {"parallel": {**TWO, "sharded_data_parallel_degree": 1}, "tied": False}),
-    ("llama", 8, {"parallel": {**TWO, "sharded_data_parallel_degree": 2, "placement_strategy": "PDT"}}),
     ("gpt2", 4, {"parallel": {**TWO, "shard_optimizer_state": True}}),
-    ("gpt2", 4, {"parallel": {**TWO, "reshard_after_forward": False}}),
-    ("gpt2", 4, {"parallel": {**TWO, "virtual_pipeline_degree": 2, "prefetch_depth": 0}, "layers": 4}),
     # tensors
     ("gpt2", 4, {"parallel": {**TWO, "tensor_parallel_degree": 2}, "dropout": 0.1, "layers": 3}),
-    ("qwen3", 8, {"parallel": ALL}),
     ("llama", 8, {"parallel": {**ALL, "placement_strategy": "spread"}, "tied": False}),
     ("gpt2", 4, {"parallel": {**TWO, **TENSOR, "sequence_parallel": True}, "dropout": 0.1, "layers": 3}),
-    ("llama", 8, {"parallel": {**TWO, "tensor_parallel_degree": 4}, "layers": 3}),  # key-value heads in copies
     # sequences
     ("llama", 4, {"parallel": {**TWO, "context_parallel_degree": 2}, "training": UNEVEN}),
     ("gpt2", 8, {"parallel": {**TWO, **TENSOR, "context_parallel_degree": 2, "sequence_parallel": True},
                  "dropout": 0.1, "layers": 3, "data": {"isolate_documents": True}}),
     # memory and precision
     ("gpt2", 2, {"parallel": TWO, "memory": {"activation_checkpointing": "full"}, "dropout": 0.1}),
-    ("gpt2", 4, {"parallel": TWO, "memory": {"activation_checkpointing": "selective"}, "dropout": 0.1}),
     ("llama", 4, {"parallel": TWO, "memory": {"activation_checkpointing": "full", "offload_activations": True}}),
     ("llama", 2, {"parallel": TWO, "layers": 4,
                   "memory": {"activation_checkpointing": "full", "checkpoint_strategy": "group_2"}}),
     ("llama", 4, {"parallel": TWO, "memory": {"offload_parameters": True}}),
     ("gpt_neox", 4, {"parallel": TWO, "precision": {"compute": "bf16"}}),
     ("llama", 4, {"parallel": TWO, "precision": {"compute": "fp16"}}),
-    ("gpt_neox", 2, {"parallel": TWO, **FP32}),
     # the other families
-    ("mistral", 2, {"parallel": TWO, "layers": 3}),
-    ("gemma", 2, {"parallel": TWO, "layers": 3}),
     ("gptj", 2, {"parallel": TWO, "layers": 3, "dropout": 0.1, **FP32}),  # this one's attention and the next's
     ("gpt_neo", 4, {"parallel": FOUR, "layers": 5, "dropout": 0.1, **FP32}),  # compute in fp32
     ("opt", 2, {"parallel": TWO, "layers": 3, "dropout": 0.1}),
-    ("bert", 2, {"parallel": TWO, "layers": 3, "dropout": 0.1}),
+    ("bloom", 2, {"parallel": TWO, "layers": 3, "dropout": 0.1, **FP32}),
+    ("falcon", 2, {"parallel": TWO, "layers": 3, **FP32}),
     ("roberta", 4, {"parallel": TWO, "layers": 3, "dropout": 0.1}),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
 ]  # fmt: skip
 
 
@@ -85,7 +90,7 @@ def initial(job: Job) -> dict[str, Tensor]:
     return gather(set_up(job, torch.device("cpu")))
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", "roberta"])
+@pytest.mark.parametrize("family", ["roberta", *(pytest.param(f, marks=pytest.mark.slow) for f in ("gpt2", "llama"))])
 def test_initial_weights_are_bit_equal(world_pool: WorldPool, corpora: Path, family: str) -> None:
     alone = world_pool.run(1, initial, tensor_job(corpora, family, layers=5))[0]
     for ranks, parallel in ((4, FOUR), (2, {**TWO, "virtual_pipeline_degree": 2}), (4, {**TWO, **TENSOR})):

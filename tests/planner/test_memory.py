@@ -174,7 +174,8 @@ def held(run: Run) -> Bytes:
 
 
 def predicted(run: Run) -> Bytes:
-    elements = local_elements(run.facts, run.plan, run.layout.index("tensor"), run.layout.index("shard", "context"))
+    tensor, shard, pipeline = (run.layout.index(*axes) for axes in (("tensor",), ("shard", "context"), ("pipeline",)))
+    elements = local_elements(run.facts, run.plan, tensor, shard, pipeline)
     return (8 * elements,) * 3
 
 
@@ -190,12 +191,57 @@ def test_states_of_each_tensor_rank_are_exact(world_pool: WorldPool, corpora: Pa
             assert measured == expected, family
 
 
+STAGED = [
+    (2, {"pipeline_parallel_degree": 2, "virtual_pipeline_degree": 2}),
+    (4, {"pipeline_parallel_degree": 4}),
+    (8, {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2}),
+]
+
+
+@pytest.mark.parametrize("ranks, parallel", STAGED)
+def test_states_of_each_stage_are_exact(
+    world_pool: WorldPool, corpora: Path, ranks: int, parallel: dict[str, Any]
+) -> None:
+    """Uneven stages, tied embeddings on both ends."""
+    families = ["gpt2", "llama", "roberta"]
+    momentum = {"name": "SGD", "options": {"momentum": 0.9}}
+    jobs = [tensor_job(corpora, each, layers=5, parallel=parallel, optimizer=momentum) for each in families]
+    for rank in world_pool.run(ranks, states, jobs):
+        for family, (measured, expected) in zip(families, rank, strict=True):
+            assert measured == expected, family
+
+
 def check(pool: WorldPool, ranks: int, tolerance: float = 0.10, **sections: Any) -> None:
     for rank, (measured, predicted) in enumerate(pool.run(ranks, measure, settings(ranks, **sections))):
         message = (
             f"rank {rank}: measured {measured / 1e6:.2f} MB, predicted {predicted.total / 1e6:.2f} MB: {predicted}"
         )
         assert abs(predicted.total / measured - 1) <= tolerance, message
+
+
+PIPES = [
+    (2, {"pipeline": "simple"}, "none"),
+    (2, {"virtual_pipeline_degree": 2}, "none"),
+    (4, {}, "full"),
+    (4, {"pipeline_parallel_degree": 4}, "none"),
+    (4, {"tensor_parallel_degree": 2}, "none"),
+]
+
+
+@pytest.mark.parametrize("ranks, parallel, policy", PIPES)
+def test_agrees_with_measured_peaks_of_stages(
+    world_pool: WorldPool, ranks: int, parallel: dict[str, Any], policy: str
+) -> None:
+    """Four microbatches, of which each rank keeps as many as the schedule has in flight."""
+    parallel = {"pipeline_parallel_degree": 2, **parallel}
+    data = ranks // math.prod(parallel.get(f"{axis}_parallel_degree", 1) for axis in ("pipeline", "tensor"))
+    check(
+        world_pool,
+        ranks,
+        parallel=parallel,
+        memory={"activation_checkpointing": policy},
+        training={"gradient_accumulation": 4, "sequences_per_step": 8 * data},
+    )
 
 
 RUNS = [(1, "none"), (1, "full"), (2, "none"), (2, "full"), (4, "full")]

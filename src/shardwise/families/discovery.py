@@ -195,6 +195,7 @@ def _sizes(model: nn.Module, config: Any, blocks: list[str]) -> dict[str, Any]:
         "intermediate_size": _number(config, INTERMEDIATE) or _intermediate(block, hidden),
         "vocabulary_size": _number(config, VOCABULARY) or (embedding.num_embeddings if embedding is not None else 0),
         "max_positions": _max_positions(model, config),
+        "sliding_window": _number(config, ("sliding_window",)),
     }
 
 

@@ -21,12 +21,13 @@ from shardwise.memory.activation_checkpointing import apply_activation_checkpoin
 from shardwise.memory.offload import ActivationOffload
 from shardwise.parallel.context import Context
 from shardwise.parallel.model import DeferredHead, ParallelModel, Part
-from shardwise.parallel.pipeline import Passage, Pipeline, cut_stage, tied_across
+from shardwise.parallel.pipeline import Passage, Pipeline, cut_stage
 from shardwise.parallel.sequence import ScatteredRows, WholeRows, scatter_between
 from shardwise.parallel.sharded import materialize, shard
 from shardwise.parallel.tensor import partial_parameters, split_tensors, split_vocabulary
 from shardwise.parallel.tensor_map import Cut, TensorMap
 from shardwise.plan import Plan
+from shardwise.planner.schedule import holders
 from shardwise.precision import torch_dtype
 
 
@@ -54,13 +55,13 @@ def parallelize(
         for each, split, passage in zip_longest(models, splits, passages)
     ]
     cuts = splits[0].cuts
-    tied = tied_across(facts) if passages else ()
+    tied = [first for first, *_ in facts.ties if len(holders(first, plan, facts)) > 1]
     if tied:
         layout.ends_group()  # here, where every rank is, for a group is made by all
     tensor_map = TensorMap.of(models, layout, cuts, tied)
     partial = partial_parameters(tensor_map, facts, layout, plan.sequence_parallel) if cuts else ()
     pipeline = Pipeline(plan, layout, passages, facts.hidden_size, device) if passages else None
-    tied = tuple(name for name in tied if name in tensor_map.names)
+    tied = [name for name in tied if name in tensor_map.names]
     return ParallelModel(parts, plan, layout, facts, tensor_map, device, partial, tied, pipeline, context)
 
 

@@ -18,10 +18,11 @@ from shardwise.kernels.dropout import DropoutScope, dropout_scope
 from shardwise.kernels.loss import Vocabulary
 from shardwise.layout import Layout
 from shardwise.parallel.context import Context, Sequences
-from shardwise.parallel.pipeline import Passage, Pipeline, stage_of
+from shardwise.parallel.pipeline import Passage, Pipeline
 from shardwise.parallel.sharded import begin_microbatch
 from shardwise.parallel.tensor_map import TensorMap
 from shardwise.plan import Plan
+from shardwise.planner.schedule import holders
 from shardwise.precision import torch_dtype
 
 
@@ -129,7 +130,7 @@ class ParallelModel:
     tensor_map: TensorMap
     device: torch.device
     partial: tuple[tuple[Sequence[str], dist.ProcessGroup], ...] = ()
-    tied: tuple[str, ...] = ()
+    tied: Sequence[str] = ()
     pipeline: Pipeline | None = None
     context: Context | None = None
 
@@ -222,16 +223,17 @@ class ParallelModel:
 
     def wholes(self, gradients: bool = False) -> Iterator[tuple[str, Tensor]]:
         """(logical name, whole tensor or gradient) of every parameter of the model, on every rank. Collective."""
-        dtype = torch_dtype(self.plan.dtypes.parameters)
+        if self.pipeline is None:
+            yield from ((entry.name, entry.whole(gradients)) for entry in self.tensor_map)
+            return
+        dtype, group = torch_dtype(self.plan.dtypes.parameters), self.layout.group("pipeline")
         for name, shape in self.facts.parameter_shapes.items():
-            whole = self.tensor_map[name].whole(gradients) if name in self.tensor_map.names else None
-            if self.pipeline is not None:
-                stage = stage_of(name, self.facts, self.plan)
-                owner = self.layout.rank_at(pipeline=stage % self.layout.size("pipeline"))
-                mine = whole if whole is not None else torch.empty(shape, dtype=dtype, device=self.device)
-                whole = mine.to(self.device).contiguous()
-                dist.broadcast(whole, owner, group=self.layout.group("pipeline"))
-            assert whole is not None
+            first = holders(name, self.plan, self.facts)[0]
+            owner = self.layout.rank_at(pipeline=first % self.layout.size("pipeline"))
+            here = name in self.tensor_map.names
+            mine = self.tensor_map[name].whole(gradients) if here else torch.empty(shape, dtype=dtype)
+            whole = mine.to(self.device).contiguous()
+            dist.broadcast(whole, owner, group=group)
             yield name, whole
 
     def last_logits(self, ids: Tensor) -> Tensor:
@@ -274,7 +276,7 @@ class ParallelModel:
         for module in self.sharded:
             module.reshard()
 
-    def _scope(self, microbatch: Microbatch, step: int, sequences: Sequences | None) -> Any:
+    def _scope(self, microbatch: Microbatch, step: int, sequences: Sequences | None = None) -> Any:
         seed = self.plan.job.training.seed
         functional = self.facts.has_functional_dropout
         part = self.layout.index("tensor")

@@ -237,10 +237,12 @@ class _Stage(PipelineStage):
         )
         self._pipeline, self._part = pipeline, part
 
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, last_backward: bool = False, **kwargs: Any) -> None:
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
         assert self._pipeline.begin is not None
         self._pipeline.begin(self._part, last_backward)
-        super().backward_one_chunk(bwd_chunk_id, *args, last_backward=last_backward, **kwargs)
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
 
 class _Runner(nn.Module):
@@ -261,18 +263,3 @@ class _Runner(nn.Module):
                 f"one waits for {list(self.pipeline.shape)} of {self.pipeline.dtype}; use pipeline_parallel_degree 1"
             )
         return value
-
-
-def stage_of(name: str, facts: ModelFacts, plan: Plan) -> int:
-    """The (first) stage that holds the parameter `name`."""
-    for stage, blocks in enumerate(plan.stages):
-        if name.startswith(tuple(f"{block}." for block in blocks)):
-            return stage
-    owner = name.rpartition(".")[0]
-    return 0 if owner in facts.stages.before else len(plan.stages) - 1
-
-
-def tied_across(facts: ModelFacts) -> tuple[str, ...]:
-    """Parameters that the first and the last stage both hold: tied embeddings."""
-    owners = [(group[0], {name.rpartition(".")[0] for name in group}) for group in facts.ties]
-    return tuple(name for name, own in owners if own & facts.stages.before.keys() and own & facts.stages.after.keys())

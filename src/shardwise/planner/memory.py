@@ -28,7 +28,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
-from shardwise.draft import group_size
+from shardwise.draft import group_size, in_flight
 from shardwise.families.facts import ModelFacts
 from shardwise.plan import Plan
 from shardwise.planner.activations import (
@@ -42,14 +42,9 @@ from shardwise.planner.activations import (
     key_value_width,
     saved_bytes,
 )
-from shardwise.planner.shapes import local_shapes
+from shardwise.planner.shapes import local_shapes, optimizer_states
 
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
-# State tensors as large as the parameters, by class of torch.optim with its default options.
-_STATES = {
-    "Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adadelta": 2, "Rprop": 2, "ASGD": 1, "Adagrad": 1,
-    "RMSprop": 1, "SGD": 0,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -84,18 +79,24 @@ class MemoryEstimate:
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("moment", "host")}
 
 
-def estimate(plan: Plan, facts: ModelFacts, kind: BlockKind | None = None) -> MemoryEstimate:
+def estimate(
+    plan: Plan, facts: ModelFacts, kind: BlockKind | None = None, pipeline: int | None = None
+) -> MemoryEstimate:
     """The largest moment of a training step after the first (which makes the optimizer state), on the fullest rank.
 
     `kind` says what a block keeps; unset, it is read off the facts. For a model without attention heads (a user's own
-    module) the activations are not known and count as nothing.
+    module) the activations are not known and count as nothing. `pipeline` asks for that rank of the pipeline.
     """
-    return max(moments(plan, facts, kind), key=lambda moment: moment.total)
+    ranks = range(plan.degrees["pipeline"]) if pipeline is None else [pipeline]
+    found = (moment for rank in ranks for moment in moments(plan, facts, kind, rank))
+    return max(found, key=lambda moment: moment.total)
 
 
-def moments(plan: Plan, facts: ModelFacts, kind: BlockKind | None = None) -> list[MemoryEstimate]:
-    """The moments of a step that can be the peak, in their order."""
-    return list(_Step(plan, facts, kind or BlockKind.of(facts)).moments())
+def moments(plan: Plan, facts: ModelFacts, kind: BlockKind | None = None, pipeline: int = 0) -> list[MemoryEstimate]:
+    """The moments of a step that can be the peak on a rank of the pipeline, in their order."""
+    kind = kind or BlockKind.of(facts)
+    first = _Step(plan, facts, kind, pipeline, first=True).moments() if plan.stages else ()
+    return [*first, *_Step(plan, facts, kind, pipeline).moments()]
 
 
 @dataclass(frozen=True)
@@ -109,10 +110,11 @@ class _Unit:
 
 
 class _Step:
-    """The formulas, for one plan and model."""
+    """The formulas, for one plan and model; on a pipeline rank for the `first` backward of a step, or a later one."""
 
-    def __init__(self, plan: Plan, facts: ModelFacts, kind: BlockKind) -> None:
-        self.plan, self.facts, self.kind = plan, facts, kind
+    def __init__(self, plan: Plan, facts: ModelFacts, kind: BlockKind, pipeline: int, first: bool = False) -> None:
+        self.plan, self.facts, self.kind, self.pipeline, self.first = plan, facts, kind, pipeline, first
+        self.stages = range(pipeline, len(plan.stages), plan.degrees["pipeline"])  # none without a pipeline
         self.job = plan.job
         self.master, self.compute = BYTES[plan.dtypes.parameters], BYTES[plan.dtypes.compute]
         self.reduction, self.loss = BYTES[plan.dtypes.reduction], BYTES[plan.dtypes.loss]
@@ -131,10 +133,12 @@ class _Step:
     @cached_property
     def units(self) -> list[_Unit]:
         """The groups of blocks that are one unit of FSDP2, in forward order."""
-        names = [block.name for block in self.facts.blocks]
-        strategy = self.job.memory.checkpoint_strategy
-        size = len(names) if strategy == "contiguous" else group_size(strategy) or 1
-        return [self._unit(names[start : start + size]) for start in range(0, len(names), max(1, size))]
+        parts = [self.plan.stages[stage] for stage in self.stages] or [[block.name for block in self.facts.blocks]]
+        strategy, units = self.job.memory.checkpoint_strategy, []
+        for names in parts:
+            size = len(names) if strategy == "contiguous" else group_size(strategy) or 1
+            units += [self._unit(names[start : start + size]) for start in range(0, len(names), max(1, size))]
+        return units
 
     @cached_property
     def root(self) -> _Unit:
@@ -144,7 +148,7 @@ class _Step:
 
     @property
     def _shapes(self) -> list[tuple[str, tuple[int, ...]]]:
-        return list(local_shapes(self.facts, self.plan).items())
+        return list(local_shapes(self.facts, self.plan, pipeline=self.pipeline).items())
 
     def _unit(self, names: Sequence[str]) -> _Unit:
         inside = tuple(f"{name}." for name in names)
@@ -158,7 +162,19 @@ class _Step:
     @cached_property
     def head(self) -> float:
         """Elements of the output projection, whose gradient is the first to exist."""
-        return self.vocabulary * self.facts.hidden_size
+        return self.vocabulary * self.facts.hidden_size if self.has_head else 0.0
+
+    @property
+    def has_head(self) -> bool:
+        return not self.stages or self.stages[-1] == len(self.plan.stages) - 1
+
+    @property
+    def flights(self) -> int:
+        """Forwards that await their backward on this rank; 1 without a pipeline."""
+        if not self.stages:
+            return 1
+        most = in_flight(self.job.parallel, self.plan.accumulation, self.pipeline)
+        return most if self.first else min(most, self.plan.accumulation * len(self.stages) - 1)
 
     @cached_property
     def vocabulary(self) -> int:
@@ -175,7 +191,8 @@ class _Step:
 
     def base(self, moment: str, reduced: Sequence[_Unit] = ()) -> MemoryEstimate:
         """Parameters, optimizer state, and the gradient shards of `reduced` (with accumulation, of everything)."""
-        done = self.shard if self.plan.accumulation > 1 and not self._waits else sum(unit.shard for unit in reduced)
+        earlier = self.plan.accumulation > 1 and not self._waits and not self.first
+        done = self.shard if earlier else sum(unit.shard for unit in reduced)
         state = MemoryEstimate(
             moment,
             parameters=self.shard * self.master,
@@ -205,9 +222,22 @@ class _Step:
 
     @property
     def _always(self) -> float:
-        """The attention mask of isolated documents, which all blocks share; on a CPU the pool of offloaded inputs."""
+        """The attention mask of isolated documents, which all blocks share; on a CPU the pool of offloaded inputs; what
+        other microbatches keep on a pipeline stage, and the stages' traffic."""
         mask = self.tokens * self.plan.sequence_length * self.compute if self.job.data.isolate_documents else 0.0
-        return mask + (0.0 if self.on_cuda else self._pool)
+        others = (self.flights - 1) * (self.kept_before(len(self.units)) / max(1, len(self.stages)) + mask)
+        return mask + (0.0 if self.on_cuda else self._pool) + others + self._traffic
+
+    @property
+    def _traffic(self) -> float:
+        """Torch's stages hold a buffer for every microbatch that arrives and for every gradient that comes back.
+
+        A stage's output waits for its backward; its input is in what its first block keeps already.
+        """
+        last = len(self.plan.stages) - 1
+        into, out = (sum(stage != end for stage in self.stages) for end in (0, last))
+        waiting = self.flights * (out - into) / max(1, len(self.stages))
+        return ((into + out) * self.plan.accumulation + waiting) * self.row
 
     @property
     def _pool(self) -> float:
@@ -274,7 +304,8 @@ class _Step:
     # --- moments
 
     def moments(self) -> Iterator[MemoryEstimate]:
-        yield self.at_loss()
+        if self.has_head:
+            yield self.at_loss()
         for index in reversed(range(len(self.units))):
             yield self.in_backward(index)
             yield self.in_reduction(index)
@@ -367,12 +398,3 @@ class _Step:
             return 0.0
         depth = max(1, self.job.parallel.prefetch_depth)
         return sum(unit.whole for unit in self.units[max(0, index - depth) : index]) * self.compute
-
-
-def optimizer_states(plan: Plan) -> int:
-    """State tensors as large as the parameters. Unknown classes count as Adam's two."""
-    options = plan.job.optimizer.options
-    states = _STATES.get(plan.job.optimizer.name, 2)
-    if plan.job.optimizer.name in ("SGD", "RMSprop") and options.get("momentum"):
-        states += 1
-    return states + bool(options.get("amsgrad")) + bool(options.get("centered"))

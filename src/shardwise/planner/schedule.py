@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rich.table import Table
-
 from shardwise.families.facts import ModelFacts
 from shardwise.plan import Plan
-
-BAR = 16  # characters of the longest bar
 
 
 @dataclass(frozen=True)
@@ -42,6 +38,20 @@ def stages(plan: Plan, facts: ModelFacts) -> list[Stage]:
     return found
 
 
+def holders(name: str, plan: Plan, facts: ModelFacts) -> list[int]:
+    """The stages that hold a parameter: one, or for tied embeddings the first and the last."""
+    group = next((tied for tied in facts.ties if name in tied), (name,))
+    owners = {each.rpartition(".")[0] for each in group}
+    found = [
+        stage
+        for stage, blocks in enumerate(plan.stages)
+        if name.startswith(tuple(f"{block}." for block in blocks))
+        or (stage == 0 and owners & facts.stages.before.keys())
+        or (stage == len(plan.stages) - 1 and owners & facts.stages.after.keys())
+    ]
+    return found
+
+
 def bubble(plan: Plan) -> float:
     """Share of a step in which a pipeline rank idles, if all stages take the same time and messages take none.
 
@@ -51,30 +61,3 @@ def bubble(plan: Plan) -> float:
     ranks = plan.degrees["pipeline"]
     virtual = len(plan.stages) // ranks if plan.stages else 1
     return (ranks - 1) / (virtual * plan.accumulation + ranks - 1)
-
-
-def stage_table(plan: Plan, facts: ModelFacts) -> Table:
-    """The stages as bars: their shares of parameters and FLOPs, and the schedule's bubble."""
-    rows = stages(plan, facts)
-    table = Table(title="Stages", title_justify="left", title_style="bold", caption_justify="left")
-    for column in ("stage", "rank", "blocks"):
-        table.add_column(column, justify="right")
-    table.add_column("parameters", no_wrap=True)
-    table.add_column("FLOPs", no_wrap=True)
-    for stage in rows:
-        table.add_row(
-            str(stage.number),
-            str(stage.rank),
-            str(stage.blocks),
-            _bar(stage.parameters, [row.parameters for row in rows]),
-            _bar(stage.flops, [row.flops for row in rows]),
-        )
-    table.caption = (
-        f"schedule {plan.job.parallel.pipeline}, {plan.accumulation} microbatches on {plan.degrees['pipeline']} ranks: "
-        f"{bubble(plan):.1%} of a step is bubble where all stages take the same time"
-    )
-    return table
-
-
-def _bar(value: float, of: list[float] | list[int]) -> str:
-    return f"{'█' * max(1, round(BAR * value / max(of))):<{BAR}} {value / sum(of):6.1%}"

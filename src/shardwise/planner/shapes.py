@@ -1,6 +1,6 @@
-"""The shapes of a rank's parameters under tensor parallelism, from the facts alone: what the memory formulas add up.
+"""The shapes of a rank's parameters under tensor and pipeline parallelism, and its optimizer's state, from facts alone.
 
-The same rules as `shardwise.parallel.tensor` follows when it cuts a model; a test holds the two against each other.
+The same rules as `shardwise.parallel` follows when it cuts a model; a test holds the two against each other.
 """
 
 from __future__ import annotations
@@ -9,10 +9,40 @@ import math
 
 from shardwise.families.facts import ModelFacts, TensorSplit, chunk
 from shardwise.plan import Plan
+from shardwise.planner.schedule import holders
+
+# State tensors as large as the parameters, by class of torch.optim with its default options.
+_STATES = {
+    "Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adadelta": 2, "Rprop": 2, "ASGD": 1, "Adagrad": 1,
+    "RMSprop": 1, "SGD": 0,
+}  # fmt: skip
 
 
-def local_shapes(facts: ModelFacts, plan: Plan, index: int = 0) -> dict[str, tuple[int, ...]]:
-    """Parameter name -> its shape on tensor rank `index` before sharding; rank 0 has the largest part of everything."""
+def local_shapes(facts: ModelFacts, plan: Plan, index: int = 0, pipeline: int = 0) -> dict[str, tuple[int, ...]]:
+    """Parameter name -> its shape on tensor rank `index` of pipeline rank `pipeline`, before sharding.
+
+    Tensor rank 0 has the largest part of everything.
+    """
+    shapes, stages = _of_tensor(facts, plan, index), plan.degrees["pipeline"]
+    if not plan.stages:
+        return shapes
+    return {
+        name: shape
+        for name, shape in shapes.items()
+        if any(stage % stages == pipeline for stage in holders(name, plan, facts))
+    }
+
+
+def optimizer_states(plan: Plan) -> int:
+    """State tensors as large as the parameters. Unknown classes count as Adam's two."""
+    options = plan.job.optimizer.options
+    states = _STATES.get(plan.job.optimizer.name, 2)
+    if plan.job.optimizer.name in ("SGD", "RMSprop") and options.get("momentum"):
+        states += 1
+    return states + bool(options.get("amsgrad")) + bool(options.get("centered"))
+
+
+def _of_tensor(facts: ModelFacts, plan: Plan, index: int) -> dict[str, tuple[int, ...]]:
     degree = plan.degrees["tensor"]
     if degree == 1:
         return facts.parameter_shapes
@@ -22,14 +52,14 @@ def local_shapes(facts: ModelFacts, plan: Plan, index: int = 0) -> dict[str, tup
     return shapes
 
 
-def local_elements(facts: ModelFacts, plan: Plan, tensor: int, shard: int) -> int:
+def local_elements(facts: ModelFacts, plan: Plan, tensor: int, shard: int, pipeline: int = 0) -> int:
     """Parameters that the rank at these coordinates holds; `shard` counts over shard x context.
 
     Each has one gradient element, and as many elements of optimizer state as the class keeps.
     """
     ranks = plan.degrees["shard"] * plan.degrees["context"] if plan.needs_fsdp else 1
     total = 0
-    for shape in local_shapes(facts, plan, tensor).values():
+    for shape in local_shapes(facts, plan, tensor, pipeline).values():
         rows = chunk(shape[0], ranks, shard) if shape else slice(0, 1)
         total += (rows.stop - rows.start) * math.prod(shape[1:])
     return total

@@ -110,7 +110,9 @@ def _leaked_document() -> AbstractContextManager[None]:
 
 
 def _stale_dropout() -> AbstractContextManager[None]:
-    return _wrapped(ParallelModel, "_scope", lambda original, self, microbatch, step: original(self, microbatch, 0))
+    return _wrapped(
+        ParallelModel, "_scope", lambda original, self, microbatch, step, *rest: original(self, microbatch, 0, *rest)
+    )
 
 
 def _stale_shard() -> AbstractContextManager[None]:
