@@ -133,7 +133,8 @@ class _Step:
     @cached_property
     def units(self) -> list[_Unit]:
         """The groups of blocks that are one unit of FSDP2, in forward order."""
-        parts = [self.plan.stages[stage] for stage in self.stages] or [[block.name for block in self.facts.blocks]]
+        whole = tuple(block.name for block in self.facts.blocks)
+        parts = [self.plan.stages[stage] for stage in self.stages] or [whole]
         strategy, units = self.job.memory.checkpoint_strategy, []
         for names in parts:
             size = len(names) if strategy == "contiguous" else group_size(strategy) or 1
