@@ -122,10 +122,9 @@ class _Step:
         self.fsdp = plan.needs_fsdp
         self.keeps_gathered = plan.zero1 or not plan.job.parallel.reshard_after_forward
         self.on_cuda = plan.world.device_type == "cuda"
-        self.context = plan.degrees["context"]
         self.tokens = plan.microbatch * plan.positions
         self.row = self.tokens * facts.hidden_size * self.compute  # one hidden state
-        self.tensor = plan.degrees["tensor"]
+        self.context, self.tensor = plan.degrees["context"], plan.degrees["tensor"]
         self.between = self.row / self.tensor if plan.sequence_parallel else self.row  # and between regions
 
     # --- sizes
