@@ -54,7 +54,8 @@ def examine_model(where: str) -> Table:
     """
     facts, task = _facts_of(where)
     length = min(facts.max_positions or 128, 128)
-    base = {"model": {"config": where, "task": task}, "data": {"sequence_length": length}}
+    enough = {"sequences_per_step": MOST_RANKS}  # that no degree is refused for want of samples
+    base = {"model": {"config": where, "task": task}, "data": {"sequence_length": length}, "training": enough}
     return _table(_support(base, facts))
 
 

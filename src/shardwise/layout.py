@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from shardwise.draft import placement_order
@@ -77,7 +77,8 @@ class Layout:
         self.rank = rank
         self.local_size = local_size or self.world_size
         self.device_type = device_type
-        self._groups: dict[tuple[int, ...], ProcessGroup] = {}
+        self._groups: dict[tuple[tuple[int, ...], ...], ProcessGroup] = {}  # by partition of the ranks
+        self._asked: dict[tuple[object, ...], ProcessGroup] = {}
 
     @classmethod
     def from_plan(cls, plan: Plan, rank: int) -> Layout:
@@ -139,50 +140,43 @@ class Layout:
 
     def group(self, *axes: str) -> ProcessGroup:
         """The process group along `axes`. Collective on first use: every rank must ask in the same order."""
-        import torch.distributed as dist
+        return self._group(("axes", *axes), lambda rank: self.ranks(*axes, of=rank))
 
-        members = self.ranks(*axes)
-        if members not in self._groups:
-            if len(members) == self.world_size and dist.group.WORLD is not None:
-                self._groups[members] = dist.group.WORLD
-            else:
-                partition = sorted({self.ranks(*axes, of=rank) for rank in range(self.world_size)})
-                self._groups[members], _ = dist.new_subgroups_by_enumeration([list(part) for part in partition])
-        return self._groups[members]
+    def ends_group(self) -> ProcessGroup:
+        """First and last stage of this rank's pipeline; for the stages between, those. Collective, as `group`."""
 
-    def ends_group(self) -> ProcessGroup | None:
-        """The first and the last stage of this rank's pipeline; None on stages between. Collective, as `group`."""
-        import torch.distributed as dist
+        def ends(rank: int) -> tuple[int, ...]:
+            first, *between, last = self.ranks("pipeline", of=rank)
+            return tuple(between) if rank in between else (first, last)
 
-        stages = self.degrees["pipeline"]
-        if stages == 2:
-            return self.group("pipeline")
-        columns = sorted({self.ranks("pipeline", of=rank) for rank in range(self.world_size)})
-        ends = [[column[0], column[-1]] for column in columns]
-        mine = self.ranks("pipeline")
-        key = (mine[0], mine[-1])
-        if key not in self._groups:
-            made, _ = dist.new_subgroups_by_enumeration(ends)
-            self._groups[key] = made
-        return self._groups[key] if self.rank in key else None
+        return self._group(("ends",), ends)
 
     def tensor_neighbours(self, copies: int) -> ProcessGroup:
-        """The group of this rank and those that stand in the same run of `copies` ranks of their tensor group.
-
-        Collective like `group`.
-        """
-        import torch.distributed as dist
+        """This rank and those in the same run of `copies` ranks of their tensor group. Collective, as `group`."""
 
         def run(rank: int) -> tuple[int, ...]:
             members = self.ranks("tensor", of=rank)
             first = members.index(rank) // copies * copies
             return members[first : first + copies]
 
-        members = run(self.rank)
-        if members not in self._groups:
-            partition = sorted({run(rank) for rank in range(self.world_size)})
-            self._groups[members], _ = dist.new_subgroups_by_enumeration([list(part) for part in partition])
-        return self._groups[members]
+        return self._group(("neighbours", copies), run)
+
+    def _group(self, asked: tuple[object, ...], members_of: Callable[[int], tuple[int, ...]]) -> ProcessGroup:
+        """The group of this rank in a partition of all ranks, made once for each partition, whoever `asked` for it.
+
+        Kept by partition, which is the same on every rank: by members, one rank could find its group and another not.
+        """
+        import torch.distributed as dist
+
+        if asked not in self._asked:
+            partition = tuple(sorted({members_of(rank) for rank in range(self.world_size)}))
+            if partition not in self._groups:
+                if len(partition) == 1 and dist.group.WORLD is not None:
+                    self._groups[partition] = dist.group.WORLD
+                else:
+                    self._groups[partition], _ = dist.new_subgroups_by_enumeration([list(part) for part in partition])
+            self._asked[asked] = self._groups[partition]
+        return self._asked[asked]
 
     def shard_mesh(self) -> DeviceMesh:
         """FSDP2's mesh: one-dimensional over shard x context, or (replica, shard x context) when there are replicas."""

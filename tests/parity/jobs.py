@@ -14,6 +14,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 from shardwise.config import Job
 from shardwise.families.facts import ModelFacts
 from shardwise.testing.comparison import Report
+from shardwise.testing.world import WorldPool
 from shardwise.training.setup import study
 from shardwise.verify import verify_rank
 
@@ -221,6 +222,13 @@ def verify_one(job: Job, steps: int = 3) -> Report | None:
 
 
 _known: dict[str, ModelFacts] = {}
+
+
+def check_agrees(pool: WorldPool, ranks: int, job: Job) -> None:
+    """`job` on `ranks` ranks computes what one process computes."""
+    report = pool.run(ranks, verify_one, job)[0]
+    assert report is not None
+    assert report.agrees, (report.first, report.diagnosis)
 
 
 # --- a user's own module ---------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from shardwise.testing.world import WorldPool
 from shardwise.training.sample import generate
 from shardwise.training.setup import Run, set_up
 from shardwise.training.step import evaluate, train_step
-from tests.parity.jobs import VOCABULARY, tensor_job, verify_one
+from tests.parity.jobs import VOCABULARY, check_agrees, tensor_job, verify_one
 
 UNEVEN: dict[str, Any] = {"data": {"sequence_length": 13}}
 DOCUMENTS: dict[str, Any] = {"data": {"sequence_length": 13, "isolate_documents": True}}
@@ -96,9 +96,7 @@ TOGETHER: list[tuple[str, int, str, int, dict[str, Any]]] = [
 def test_agrees_with_one_process(
     world_pool: WorldPool, corpora: Path, family: str, ranks: int, method: str, degree: int, settings: dict[str, Any]
 ) -> None:
-    report = world_pool.run(ranks, verify_one, context_job(corpora, family, method, degree, **settings))[0]
-    assert report is not None
-    assert report.agrees, (report.first, report.diagnosis)
+    check_agrees(world_pool, ranks, context_job(corpora, family, method, degree, **settings))
 
 
 FAMILIES = ("gpt_neox", "llama", "mistral", "qwen3", "gemma", "opt", "bert", "roberta")

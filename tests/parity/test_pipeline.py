@@ -16,7 +16,7 @@ from shardwise.testing.world import WorldPool
 from shardwise.training.sample import generate
 from shardwise.training.setup import set_up, study
 from shardwise.training.step import evaluate, train_step
-from tests.parity.jobs import tensor_job, verify_one
+from tests.parity.jobs import check_agrees, tensor_job
 
 TWO: dict[str, Any] = {"pipeline_parallel_degree": 2}
 FOUR: dict[str, Any] = {"pipeline_parallel_degree": 4}
@@ -81,9 +81,7 @@ CASES = [
 def test_agrees_with_one_process(
     world_pool: WorldPool, corpora: Path, family: str, ranks: int, settings: dict[str, Any]
 ) -> None:
-    report = world_pool.run(ranks, verify_one, tensor_job(corpora, family, **settings))[0]
-    assert report is not None
-    assert report.agrees, (report.first, report.diagnosis)
+    check_agrees(world_pool, ranks, tensor_job(corpora, family, **settings))
 
 
 def initial(job: Job) -> dict[str, Tensor]:

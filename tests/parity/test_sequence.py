@@ -15,7 +15,7 @@ from shardwise._torch_compat import tree_leaves
 from shardwise.config import Job
 from shardwise.testing.world import WorldPool
 from shardwise.training.setup import set_up
-from tests.parity.jobs import VOCABULARY, tensor_job, verify_one
+from tests.parity.jobs import VOCABULARY, check_agrees, tensor_job
 
 TWO = {"tensor_parallel_degree": 2, "sequence_parallel": True}
 FOUR = {"tensor_parallel_degree": 4, "sequence_parallel": True}
@@ -48,9 +48,7 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
 def test_agrees_with_one_process(
     world_pool: WorldPool, corpora: Path, family: str, ranks: int, settings: dict[str, Any]
 ) -> None:
-    report = world_pool.run(ranks, verify_one, tensor_job(corpora, family, **settings))[0]
-    assert report is not None
-    assert report.agrees, (report.first, report.diagnosis)
+    check_agrees(world_pool, ranks, tensor_job(corpora, family, **settings))
 
 
 # --- memory

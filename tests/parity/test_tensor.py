@@ -15,7 +15,7 @@ from shardwise.testing.world import WorldPool
 from shardwise.training.sample import generate
 from shardwise.training.setup import set_up
 from shardwise.training.step import train_step
-from tests.parity.jobs import t5_job, tensor_job, verify_one
+from tests.parity.jobs import check_agrees, t5_job, tensor_job
 
 TWO = {"tensor_parallel_degree": 2}
 FOUR = {"tensor_parallel_degree": 4}
@@ -61,9 +61,7 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
 def test_agrees_with_one_process(
     world_pool: WorldPool, corpora: Path, family: str, ranks: int, settings: dict[str, Any]
 ) -> None:
-    report = world_pool.run(ranks, verify_one, tensor_job(corpora, family, **settings))[0]
-    assert report is not None
-    assert report.agrees, (report.first, report.diagnosis)
+    check_agrees(world_pool, ranks, tensor_job(corpora, family, **settings))
 
 
 @pytest.mark.parametrize(
@@ -78,9 +76,7 @@ def test_an_encoder_and_a_decoder_agree_with_one_process(
     world_pool: WorldPool, corpora: Path, ranks: int, settings: dict[str, Any]
 ) -> None:
     """T5: relative position biases by head, which the first block of a stack makes for all; cross-attention."""
-    report = world_pool.run(ranks, verify_one, t5_job(corpora, **settings))[0]
-    assert report is not None
-    assert report.agrees, (report.first, report.diagnosis)
+    check_agrees(world_pool, ranks, t5_job(corpora, **settings))
 
 
 def initial(job: Job) -> dict[str, Tensor]:

@@ -55,7 +55,7 @@ def parallelize(
         for each, split, passage in zip_longest(models, splits, passages)
     ]
     cuts = splits[0].cuts
-    tied = [first for first, *_ in facts.ties if len(holders(first, plan, facts)) > 1]
+    tied = [name for name, stages in holders(plan, facts).items() if len(stages) > 1] if passages else []
     if tied:
         layout.ends_group()  # here, where every rank is, for a group is made by all
     tensor_map = TensorMap.of(models, layout, cuts, tied)

@@ -217,9 +217,7 @@ class ParallelModel:
         for names, group in self.partial:
             sum_together(self.tensor_map.gradients(names), group, self.device)
         if self.tied:
-            ends = self.layout.ends_group()
-            assert ends is not None
-            sum_together(self.tensor_map.gradients(self.tied), ends, self.device)
+            sum_together(self.tensor_map.gradients(self.tied), self.layout.ends_group(), self.device)
 
     def wholes(self, gradients: bool = False) -> Iterator[tuple[str, Tensor]]:
         """(logical name, whole tensor or gradient) of every parameter of the model, on every rank. Collective."""
@@ -227,9 +225,9 @@ class ParallelModel:
             yield from ((entry.name, entry.whole(gradients)) for entry in self.tensor_map)
             return
         dtype, group = torch_dtype(self.plan.dtypes.parameters), self.layout.group("pipeline")
+        held = holders(self.plan, self.facts)
         for name, shape in self.facts.parameter_shapes.items():
-            first = holders(name, self.plan, self.facts)[0]
-            owner = self.layout.rank_at(pipeline=first % self.layout.size("pipeline"))
+            owner = self.layout.rank_at(pipeline=held[name][0] % self.layout.size("pipeline"))
             here = name in self.tensor_map.names
             mine = self.tensor_map[name].whole(gradients) if here else torch.empty(shape, dtype=dtype)
             whole = mine.to(self.device).contiguous()

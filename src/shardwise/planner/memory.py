@@ -127,8 +127,6 @@ class _Step:
         self.context, self.tensor = plan.degrees["context"], plan.degrees["tensor"]
         self.between = self.row / self.tensor if plan.sequence_parallel else self.row  # and between regions
 
-    # --- sizes
-
     @cached_property
     def units(self) -> list[_Unit]:
         """The groups of blocks that are one unit of FSDP2, in forward order."""
@@ -146,7 +144,7 @@ class _Step:
         inside = tuple(f"{block.name}." for block in self.facts.blocks)
         return self._sized([shape for name, shape in self._shapes if not name.startswith(inside)], 0)
 
-    @property
+    @cached_property
     def _shapes(self) -> list[tuple[str, tuple[int, ...]]]:
         return list(local_shapes(self.facts, self.plan, pipeline=self.pipeline).items())
 
@@ -218,7 +216,9 @@ class _Step:
     @property
     def _unreduced(self) -> float:
         whole = self.root.whole + sum(unit.whole for unit in self.units)
-        return whole * self.reduction if self._waits else 0.0
+        loss_made = self.job.parallel.pipeline == "simple" and self.plan.chunked_loss  # a head's for each in flight
+        heads = (self.flights - 1) * self.head * self.loss if loss_made else 0.0
+        return heads + (whole * self.reduction if self._waits else 0.0)
 
     @property
     def _always(self) -> float:

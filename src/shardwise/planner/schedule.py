@@ -38,17 +38,17 @@ def stages(plan: Plan, facts: ModelFacts) -> list[Stage]:
     return found
 
 
-def holders(name: str, plan: Plan, facts: ModelFacts) -> list[int]:
-    """The stages that hold a parameter: one, or for tied embeddings the first and the last."""
-    group = next((tied for tied in facts.ties if name in tied), (name,))
-    owners = {each.rpartition(".")[0] for each in group}
-    found = [
-        stage
-        for stage, blocks in enumerate(plan.stages)
-        if name.startswith(tuple(f"{block}." for block in blocks))
-        or (stage == 0 and owners & facts.stages.before.keys())
-        or (stage == len(plan.stages) - 1 and owners & facts.stages.after.keys())
-    ]
+def holders(plan: Plan, facts: ModelFacts) -> dict[str, tuple[int, ...]]:
+    """Parameter name -> the stages that hold it: one, or for tied embeddings the first and the last."""
+    of_block = {f"{block}.": stage for stage, blocks in enumerate(plan.stages) for block in blocks}
+    groups = {group[0]: group for group in facts.ties}
+    last = len(plan.stages) - 1
+    found: dict[str, tuple[int, ...]] = {}
+    for name in facts.parameter_shapes:
+        block = next((stage for prefix, stage in of_block.items() if name.startswith(prefix)), None)
+        owners = {each.rpartition(".")[0] for each in groups.get(name, (name,))}
+        ends = ((0, facts.stages.before), (last, facts.stages.after))
+        found[name] = tuple(stage for stage, own in ends if owners & own.keys()) if block is None else (block,)
     return found
 
 

@@ -26,11 +26,8 @@ def local_shapes(facts: ModelFacts, plan: Plan, index: int = 0, pipeline: int = 
     shapes, stages = _of_tensor(facts, plan, index), plan.degrees["pipeline"]
     if not plan.stages:
         return shapes
-    return {
-        name: shape
-        for name, shape in shapes.items()
-        if any(stage % stages == pipeline for stage in holders(name, plan, facts))
-    }
+    held = holders(plan, facts)
+    return {name: shape for name, shape in shapes.items() if any(stage % stages == pipeline for stage in held[name])}
 
 
 def optimizer_states(plan: Plan) -> int:
