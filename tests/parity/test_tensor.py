@@ -23,6 +23,8 @@ FP32: dict[str, Any] = {"precision": {"compute": "fp32"}, "optimizer": {"name": 
 # Falcon's first models: a head's query, key and value beside each other, biases by position, branches in sequence.
 ALIBI: dict[str, Any] = {"alibi": True, "new_decoder_architecture": False, "multi_query": False, "parallel_attn": False,
          "num_kv_heads": 4}  # fmt: skip
+# falcon-7b: one key-value head, fused behind the queries.
+ONE_HEAD: dict[str, Any] = {"new_decoder_architecture": False, "multi_query": True, "hidden_size": 32}
 CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("gpt2", 2, {"parallel": TWO, "dropout": 0.1}),
     ("gpt2", 4, {"parallel": FOUR}),
@@ -48,6 +50,8 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("falcon", 4, {"parallel": TWO, "dropout": 0.1}),
     ("falcon", 2, {"parallel": {**TWO, "sequence_parallel": True}, "config": ALIBI, "dropout": 0.1}),
     ("falcon", 2, {"parallel": TWO, "config": ALIBI, "model": {"attention": "sdpa"}}),
+    ("falcon", 4, {"parallel": FOUR, "config": ONE_HEAD, "dropout": 0.1}),
+    ("falcon", 4, {"parallel": {**TWO, "sequence_parallel": True}, "config": ONE_HEAD, **FP32}),
     ("gptj", 4, {"parallel": FOUR, "dropout": 0.1, **FP32}),  # its attention computes in fp32
     ("gpt_neo", 2, {"parallel": TWO, "dropout": 0.1}),
     ("opt", 4, {"parallel": TWO, "dropout": 0.1}),

@@ -186,6 +186,9 @@ def test_states_of_each_tensor_rank_are_exact(world_pool: WorldPool, corpora: Pa
     momentum = {"name": "SGD", "options": {"momentum": 0.9}}
     parallel = {"tensor_parallel_degree": degree}
     jobs = [tensor_job(corpora, family, parallel=parallel, optimizer=momentum) for family in families]
+    one_head = {"new_decoder_architecture": False, "multi_query": True, "hidden_size": 32}
+    jobs.append(tensor_job(corpora, "falcon", parallel=parallel, optimizer=momentum, config=one_head))
+    families.append("falcon of one key-value head")
     for rank in world_pool.run(ranks, states, jobs):
         for family, (measured, expected) in zip(families, rank, strict=True):
             assert measured == expected, family
