@@ -75,6 +75,7 @@ class StageFacts:
         after: those that run after them, or never.
         stand_ins: of the modules before.
         outputs: 0 where a block returns its hidden states; n where they are the first of a tuple of n.
+        hidden: shape of one sample's hidden states in a module of model.factory; transformers' models have [S, H].
         refusal: why the model cannot be cut, where it cannot.
     """
 
@@ -82,6 +83,7 @@ class StageFacts:
     after: dict[str, int] = field(default_factory=dict)
     stand_ins: dict[str, StandIn] = field(default_factory=dict)
     outputs: int = 0
+    hidden: tuple[int, ...] = ()
     refusal: str = ""
 
 

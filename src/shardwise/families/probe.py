@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise._torch_compat import FakeTensorMode, tree_leaves
 from shardwise.families.attention import MIXERS, AttentionCalls
+from shardwise.families.facts import StageFacts
 from shardwise.families.stage_cut import OrderWatch
 
 ROWS = 2
@@ -91,6 +92,29 @@ def probe(
         except Exception as error:  # any code may run in a model's forward
             failure = failure or f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
     return Probe(failure=f"the forward of {type(model).__name__} cannot run on fake tensors: {failure}")
+
+
+def rehearse_stage(model: nn.Module, blocks: Sequence[str], stages: StageFacts, example: Mapping[str, Tensor]) -> str:
+    """Why the forward of a user's module fails on a stage that is not the last, where what follows the blocks stands
+    aside; nothing where it runs. `example` as for `probe`."""
+    rehearsed = _copy(model)
+    for name in blocks:
+        own: Any = rehearsed.get_submodule(name)
+        own.forward = lambda hidden, *_, **__: (hidden, *(None,) * (stages.outputs - 1)) if stages.outputs else hidden
+    for name in stages.after:
+        own = rehearsed.get_submodule(name)
+        own.forward = lambda *args, **kwargs: args[0] if args else next(iter(kwargs.values()))
+    failure = ""
+    for device, dtype in ATTEMPTS:
+        try:
+            with _quiet(), FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]):
+                state = {name: _fake(tensor, device, dtype) for name, tensor in _tensors(rehearsed)}
+                inputs = {name: _fake(tensor, device, dtype) for name, tensor in example.items()}
+                torch.func.functional_call(rehearsed, state, (), inputs)
+            return ""
+        except Exception as error:  # any code may run in a model's forward
+            failure = failure or f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+    return f"its forward needs what stands behind the blocks: {failure}"
 
 
 def _positions(inputs: Mapping[str, Tensor]) -> int:

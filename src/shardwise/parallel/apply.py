@@ -60,7 +60,8 @@ def parallelize(
         layout.ends_group()  # here, where every rank is, for a group is made by all
     tensor_map = TensorMap.of(models, layout, cuts, tied)
     partial = partial_parameters(tensor_map, facts, layout, plan.sequence_parallel) if cuts else ()
-    pipeline = Pipeline(plan, layout, passages, facts.hidden_size, device) if passages else None
+    hidden = facts.stages.hidden or (plan.positions, facts.hidden_size)
+    pipeline = Pipeline(plan, layout, passages, hidden, device) if passages else None
     tied = [name for name in tied if name in tensor_map.names]
     return ParallelModel(parts, plan, layout, facts, tensor_map, device, partial, tied, pipeline, context)
 

@@ -141,14 +141,16 @@ class Pipeline:
 
     Args:
         passages: of this rank's parts, in order.
-        hidden_size: H of the hidden states between stages.
+        hidden: shape of one sample's hidden states between stages.
     """
 
-    def __init__(self, plan: Plan, layout: Layout, passages: Sequence[Passage], hidden_size: int, device: torch.device):
+    def __init__(
+        self, plan: Plan, layout: Layout, passages: Sequence[Passage], hidden: Sequence[int], device: torch.device
+    ):
         self.plan, self.passages, self.device = plan, passages, device
         self.group = layout.group("pipeline")
         self.ranks = dist.get_process_group_ranks(self.group)
-        self.shape = (plan.microbatch, plan.positions, hidden_size)
+        self.shape = (plan.microbatch, *hidden)
         self.dtype = torch_dtype(plan.dtypes.compute)
         self.work: Work | None = None
         self.begin: Callable[[int, bool], None] | None = None
