@@ -74,6 +74,11 @@ PIPELINE_CASES = {
         )
     },
     "pipeline-model": case(staged(), staged(), "two lists", CPU4, LISTS, FACTS),
+    "zero-bubble-compile": case(
+        {**staged(pipeline="zero_bubble"), "model": {"compile": True}},
+        {**staged(), "model": {"compile": True}},
+        "pipeline interleaved",
+    ),
     "pipeline-loss": case(
         {**FACTORY, **staged()},
         {"model": {"factory": "a:b", "loss": "a:c"}, **staged()},

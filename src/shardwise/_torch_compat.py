@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -10,6 +10,7 @@ from torch import Tensor
 
 # No public name: torch documents FakeTensorMode only under its private module (torch 2.11 to 2.13).
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import debug
 
 # No public name: torch documents TorchDispatchMode only under its private module (torch 2.11 to 2.13).
@@ -58,6 +59,19 @@ def flash_attention_backward(
     return grads
 
 
+# No public name: FSDP2 reduces gradients in a hook of autograd alone; torch's own pipeline stage reaches in like this.
+def reduce_left_gradients(modules: Sequence[FSDPModule]) -> None:
+    """Run FSDP2's reduction of the gradients that stand in gathered parameters; the root is the first of `modules`."""
+    for module in modules[::-1]:
+        state = fully_shard.state(module)  # type: ignore[attr-defined]
+        groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.12 on; one group before
+        for group in [state._fsdp_param_group] if groups is None else groups:
+            if group is not None:
+                group.post_backward()
+    if modules:
+        fully_shard.state(modules[0])._root_post_backward_final_callback()  # type: ignore[attr-defined]
+
+
 __all__ = [
     "FakeTensorMode",
     "TorchDispatchMode",
@@ -67,6 +81,7 @@ __all__ = [
     "flash_attention_backward",
     "has_flash_attention",
     "is_traceable_wrapper_subclass",
+    "reduce_left_gradients",
     "reduce_scatter_single",
     "tree_flatten",
     "tree_leaves",

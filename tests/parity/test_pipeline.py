@@ -26,6 +26,11 @@ FP32: dict[str, Any] = {"precision": {"compute": "fp32"}, "optimizer": {"name": 
 UNEVEN = {"sequences_per_step": 7, "microbatch_size": 2}
 SLOW: list[tuple[str, int, dict[str, Any]]] = [
     ("gpt2", 4, {"parallel": {**TWO, "sharded_data_parallel_degree": 1}, "tied": False}),
+    ("gpt_neox", 4, {"parallel": {**TWO, "pipeline": "zero_bubble", "shard_optimizer_state": True}, "layers": 3}),
+    ("gpt2", 4, {"parallel": {**FOUR, "pipeline": "zero_bubble"}, "layers": 5, "dropout": 0.1}),
+    ("llama", 8, {"parallel": {**ALL, "pipeline": "zero_bubble", "sequence_parallel": True}, "layers": 3}),
+    ("bert", 4, {"parallel": {**TWO, "pipeline": "zero_bubble", "sharded_data_parallel_degree": 1}, "layers": 3,
+                 "memory": {"activation_checkpointing": "selective"}, "dropout": 0.1}),
     ("gpt2", 2, {"parallel": {**TWO, "pipeline": "simple"}, "training": {"gradient_accumulation": 1}}),
     ("gpt2", 4, {"parallel": {**TWO, "tensor_parallel_degree": 2}, "dropout": 0.1, "layers": 3}),
     ("llama", 4, {"parallel": TWO, "memory": {"offload_parameters": True}}),
@@ -49,6 +54,11 @@ CASES = [
     ("gpt2", 2, {"parallel": TWO, "dropout": 0.1, "layers": 3}),
     ("gpt2", 2, {"parallel": {**TWO, "pipeline": "simple"}, "training": UNEVEN, "dropout": 0.1}),
     ("gpt2", 4, {"parallel": FOUR, "layers": 5, "training": UNEVEN, "dropout": 0.1}),
+    # weight gradients put off: plain layers and Conv1D, whole gradients with shards, several stages a rank
+    ("gpt2", 2, {"parallel": {**TWO, "pipeline": "zero_bubble"}, "dropout": 0.1, "layers": 3}),
+    ("llama", 4, {"parallel": {**TWO, "pipeline": "zero_bubble", "virtual_pipeline_degree": 2}, "layers": 5,
+                  "memory": {"activation_checkpointing": "full"}, "precision": {"compute": "bf16"}}),
+    ("gpt2", 4, {"parallel": {**TWO, **TENSOR, "pipeline": "zero_bubble"}, "dropout": 0.1, "layers": 3}),
     # virtual stages
     ("gpt2", 2, {"parallel": {**TWO, "virtual_pipeline_degree": 2}, "layers": 5, "dropout": 0.1}),
     ("llama", 4, {"parallel": {**FOUR, "virtual_pipeline_degree": 2}, "layers": 9}),
@@ -166,7 +176,7 @@ def in_flight(job: Job) -> int:
     now = most = 0
     train = pipeline.train
 
-    def counting(work: Any, begin: Any, count: int) -> None:
+    def counting(work: Any, begin: Any, count: int, later: Any) -> None:
         def more(*arguments: Any) -> Tensor:
             nonlocal now, most
             now, most = now + 1, max(most, now + 1)
@@ -177,7 +187,7 @@ def in_flight(job: Job) -> int:
             now -= 1
             begin(*arguments)
 
-        train(more, fewer, count)
+        train(more, fewer, count, later)
 
     pipeline.train = counting  # type: ignore[method-assign]
     train_step(run.model, run.program, run.stream.batches(0), run.optimizer, run.scaler, 0)
@@ -186,7 +196,12 @@ def in_flight(job: Job) -> int:
 
 @pytest.mark.parametrize(
     ("parallel", "ranks"),
-    [(FOUR, 4), ({**TWO, "pipeline": "simple"}, 2), ({**TWO, "virtual_pipeline_degree": 2}, 2)],
+    [
+        (FOUR, 4),
+        ({**TWO, "pipeline": "simple"}, 2),
+        ({**TWO, "virtual_pipeline_degree": 2}, 2),
+        ({**TWO, "virtual_pipeline_degree": 2, "pipeline": "zero_bubble"}, 2),
+    ],
 )
 def test_forwards_in_flight_are_as_the_plan_says(
     world_pool: WorldPool, corpora: Path, parallel: dict[str, Any], ranks: int

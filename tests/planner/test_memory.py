@@ -228,6 +228,10 @@ PIPES = [
     (4, {}, "full"),
     (4, {"pipeline_parallel_degree": 4}, "none"),
     (4, {"tensor_parallel_degree": 2}, "none"),
+    (2, {"pipeline": "zero_bubble"}, "none"),
+    (2, {"pipeline": "zero_bubble"}, "full"),
+    (4, {"pipeline": "zero_bubble", "pipeline_parallel_degree": 4}, "none"),
+    (4, {"pipeline": "zero_bubble"}, "none"),
 ]
 
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from shardwise.families.facts import ModelFacts
 from shardwise.kernels.dropout import name_functional_dropout, replace_dropout
+from shardwise.kernels.linear import defer_weight_gradients
 from shardwise.kernels.loss import Vocabulary
 from shardwise.layout import Layout
 from shardwise.memory.activation_checkpointing import apply_activation_checkpointing, group_blocks
@@ -87,6 +88,7 @@ def _part(
     head = None
     if plan.chunked_loss and facts.head and has_head:
         head = DeferredHead(model.get_submodule(facts.head), split.vocabulary)
+    later = defer_weight_gradients(blocks) if plan.splits_backward else None
     if plan.job.model.compile:
         _compile(blocks)
     if memory.activation_checkpointing != "none":
@@ -97,7 +99,7 @@ def _part(
         scatter_between(blocks, split.border)
     sharded = shard(model, groups, plan, layout) if plan.needs_fsdp else []
     materialize(model, device, torch.device("cpu") if memory.offload_parameters else device)
-    return Part(model, head, sharded, passage)
+    return Part(model, head, sharded, passage, later)
 
 
 class _Split(NamedTuple):

@@ -23,6 +23,7 @@ from transformers.pytorch_utils import Conv1D
 from shardwise.collectives.tensor import Rows, enter_rows, leave
 from shardwise.families.facts import ModelFacts, TensorSplit, chunk
 from shardwise.families.tensor_plan import region_of
+from shardwise.kernels.linear import linear
 from shardwise.kernels.loss import Vocabulary
 from shardwise.layout import Layout
 from shardwise.parallel.sequence import WholeRows, on_first
@@ -121,8 +122,7 @@ def _sum_output(module: Any, split: TensorSplit, border: WholeRows) -> None:
     """A row module's product, summed, then its bias. Its weight is [out, in], or [in, out] where `dim` is 0."""
 
     def forward(values: Tensor) -> Tensor:
-        weight = module.weight.T if split.dim == 0 else module.weight
-        total = border.leave(F.linear(values, weight))
+        total = border.leave(linear(module, values, transposed=split.dim == 0, biased=False))
         return total if module.bias is None else total + module.bias
 
     module.forward = forward
@@ -134,7 +134,7 @@ def _make_part(module: Any, split: TensorSplit, border: WholeRows) -> None:
         return
 
     def forward(values: Tensor) -> Tensor:
-        part = border.linear(values, module.weight.T if split.dim else module.weight, module.bias)
+        part = border.linear(module, values, transposed=split.dim == 1)
         return _with_shared_heads(part, split.shared, border.group) if split.shared else part
 
     module.forward = forward  # type: ignore[method-assign]

@@ -50,6 +50,19 @@ def _of_tensor(facts: ModelFacts, plan: Plan, index: int) -> dict[str, tuple[int
     return shapes
 
 
+def split_backward_features(facts: ModelFacts, plan: Plan, pipeline: int) -> int:
+    """Features of a token that weight gradients put off wait with: inputs and outputs of a stage's linear layers.
+
+    A stage's wait once for each rank before this one, as torch's schedule puts them off. 0 where backward is not split.
+    """
+    if not plan.splits_backward:
+        return 0
+    inside = tuple(f"{name}." for name in plan.stages[pipeline])
+    shapes = local_shapes(facts, plan, pipeline=pipeline)
+    rows = sum(sum(shape) for name, shape in shapes.items() if len(shape) == 2 and name.startswith(inside))
+    return pipeline * rows
+
+
 def local_elements(facts: ModelFacts, plan: Plan, tensor: int, shard: int, pipeline: int = 0) -> int:
     """Parameters that the rank at these coordinates holds; `shard` counts over shard x context.
 
