@@ -237,7 +237,7 @@ class _Stage(PipelineStage):
         self._pipeline, self._part = pipeline, part
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        self.submod.number = fwd_chunk_id
+        self.submod.number = fwd_chunk_id  # as a number: a tensor's value would not be known in a dry run
         return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(
