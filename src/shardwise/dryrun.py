@@ -32,7 +32,8 @@ from shardwise.observe.memory import LiveBytes
 from shardwise.parallel.apply import parallelize
 from shardwise.parallel.model import ParallelModel
 from shardwise.plan import Plan, World, resolve
-from shardwise.planner.memory import MemoryEstimate, estimate
+from shardwise.planner.memory import estimate
+from shardwise.planner.memory_estimate import MemoryEstimate
 from shardwise.training.optimizer import ShardedOptimizer
 from shardwise.training.program import make_program
 
