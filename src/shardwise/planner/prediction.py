@@ -12,6 +12,8 @@ from functools import cached_property
 from shardwise.families.facts import ModelFacts
 from shardwise.planner.hardware import Accelerator
 
+EIGHTY = 1.2816  # standard deviations that hold 80 % of a normal distribution
+
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -147,6 +149,7 @@ class Stack:
     launch: float = 1.0
     overlap: float = 3.0
     network: float = 1.0
+    pipeline_wait: float = 0.0
     memory_gb: float = 1.5
     memory_factor: float = 1.05
     spread: float = 0.1
