@@ -124,14 +124,14 @@ def _constants(unknowns: Sequence[Unknown], at: np.ndarray) -> Constants:
     neutral = _neutral(shipped().stacks["default"])
     found = {}
     for name, own in departures.items():
-        values = {}
+        values: dict[str, float] = {}
         for constant in STACK_SD:
             if constant == "pipeline_wait":
                 values[constant] = WAIT * max(0.0, own.get(constant, 0.0))
             else:
                 total = departures["default"].get(constant, 0.0) + (own.get(constant, 0.0) if name != "default" else 0)
                 values[constant] = getattr(neutral, constant) * math.exp(total)
-        found[name] = replace(neutral, name=name, **values)
+        found[name] = replace(neutral, name=name, **values)  # type: ignore[arg-type]
     return Constants(accelerators, found)
 
 
@@ -153,7 +153,10 @@ def _derivatives(given: Sequence[Sample], unknowns: Sequence[Unknown], at: np.nd
         moved[index] += width
         constants = _constants(unknowns, moved)
         for line, sample in enumerate(given):
-            own = {"accelerator": family(sample.configuration.cluster.accelerator), "stack": sample.configuration.stack.name}
+            own = {
+                "accelerator": family(sample.configuration.cluster.accelerator),
+                "stack": sample.configuration.stack.name,
+            }
             if own.get(unknown.kind, unknown.name) == unknown.name:
                 slopes[line, index] = (sample.error(constants.applied(sample.configuration)) - base[line]) / width
     return base, slopes

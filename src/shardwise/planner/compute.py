@@ -35,7 +35,7 @@ ATTENTION_HEAD = 16  # size of a head at which it reaches half of that
 SCORE_PASSES = (8.0, 8.0)  # forward and backward, without dropout
 DROPOUT_SCORE_PASSES = (3.5, 3.5)
 # Passes over [T, H], over [T, H/t] and over [T, I/t], forward and backward: norms and residual sums; rotary positions;
-# the activation function. Layer norm is one kernel (in 2, out 2); an RMS norm that is not fused computes in fp32, in six.
+# the activation function. Layer norm is one kernel; an RMS norm that is not fused computes in fp32, in six.
 PASSES = {
     # (gated, compiled)
     (False, False): ((10.0, 16.0), (2.0, 2.0), (2.0, 3.0)),

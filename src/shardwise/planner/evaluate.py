@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
@@ -194,6 +194,14 @@ def summary(results: Sequence[Result]) -> dict[str, Any]:
     }
 
 
+def overall(summaries: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """Of several tables: each one's summary, and the medians over the tables, so that none hides the others."""
+    keys = ("median_percent", "p90_percent", "inside_interval_percent")
+    values = {key: [each[key] for each in summaries.values() if each[key] is not None] for key in keys}
+    middle = {key: statistics.median(found) if found else None for key, found in values.items()}
+    return {"tables": dict(summaries), "median_over_tables": middle}
+
+
 def _quantiles(errors: Sequence[float]) -> dict[str, float | None]:
     if not errors:
         return {"median_percent": None, "p90_percent": None, "max_percent": None}
@@ -229,7 +237,7 @@ def _divides(row: Row) -> bool:
 
 
 def ranking(results: Sequence[Result]) -> dict[str, Any]:
-    """Inside groups that differ in configuration only: pairs ordered rightly, and what picking the predicted best costs.
+    """Inside groups that differ in configuration only: pairs ordered rightly, and what the predicted best costs.
 
     Regret: how much slower the predicted best was than the measured best, in per cent, median and largest over groups.
     """

@@ -51,7 +51,10 @@ class Constants:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON; `read_constants` reads it."""
-        rows = {name: {key: value for key, value in asdict(stack).items() if key != "name"} for name, stack in self.stacks.items()}
+        rows = {
+            name: {key: value for key, value in asdict(stack).items() if key != "name"}
+            for name, stack in self.stacks.items()
+        }
         return {"accelerators": dict(self.accelerators), "stacks": rows}
 
 
@@ -73,7 +76,9 @@ def read_constants(path: Path) -> Constants:
         found = constants_of(json.loads(path.read_text()))
         found.stacks["default"]
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ConfigError(f"constants={path}: {error!r}; a file written by `shardwise plan calibrate` is needed") from error
+        raise ConfigError(
+            f"constants={path}: {error!r}; a file written by `shardwise plan calibrate` is needed"
+        ) from error
     return found
 
 

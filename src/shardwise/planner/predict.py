@@ -141,9 +141,8 @@ def _shard(configuration: Configuration, busy: tuple[float, float]) -> float:
     if configuration.zero < 3 or configuration.shard * configuration.context == 1:
         return 0.0
     over, elements = group("shard", configuration), configuration.model.layer_parameters / configuration.tensor
-    direct = configuration.collectives == "smddp"
-    parameters = gather(elements * BYTES[configuration.precision], over, direct)
-    gradients = gather(elements * BYTES[configuration.reduction], over, direct)
+    parameters = gather(elements * BYTES[configuration.precision], over, configuration.collectives)
+    gradients = gather(elements * BYTES[configuration.reduction], over, configuration.collectives)
     exponent = configuration.stack.overlap
     back = gradients + (parameters if configuration.reshard_after_forward else 0.0)
     return join(busy[0], parameters, exponent) + join(busy[1], back, exponent) - sum(busy)

@@ -167,7 +167,7 @@ class Configuration:
         checkpointing: `none`, `full`, `selective` (all but matrix products and attention is recomputed),
             `attention` (the attention core only, arXiv 2205.05198), `half` (as selective, and half of the products).
         checkpointed: share of the blocks that checkpoint.
-        collectives: `nccl`, or `smddp`, whose all-gather sends between nodes directly.
+        collectives: `nccl`, `hierarchical`, or `smddp` (`communication.py`).
         async_tensor: tensor traffic is cut in pieces that hide behind matrix products.
         balanced: the pipeline's stages are cut by cost; else blocks are shared out evenly and the ends come on top.
     """

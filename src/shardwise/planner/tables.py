@@ -122,9 +122,14 @@ def _check(where: str, row: Row) -> None:
         if peak and has["tflops_gpu"] > 1.2 * (peak.peak(_precision(row)) or peak.fp32):
             raise TableError(f"{where}, column tflops_gpu: {has['tflops_gpu']:g} is above the peak of {peak.name}")
     degrees = [has[axis] for axis in ("dp", "tp", "pp") if axis in has]
-    if "n_gpus" in has and len(degrees) == 3 and math.prod(degrees) * has.get("cp", 1) not in (
-        has["n_gpus"],
-        has["n_gpus"] * has.get("cp", 1),
+    if (
+        "n_gpus" in has
+        and len(degrees) == 3
+        and math.prod(degrees) * has.get("cp", 1)
+        not in (
+            has["n_gpus"],
+            has["n_gpus"] * has.get("cp", 1),
+        )
     ):
         raise TableError(f"{where}, column n_gpus: dp x tp x pp x cp is not {has['n_gpus']:g}")
 
@@ -236,7 +241,7 @@ def _cluster(row: Row, model_ranks: int) -> Cluster:
 
 
 def _accelerator(row: Row, strict: bool = True) -> Accelerator | None:
-    """`A100-40`, `H100`, `H100-96-500W`: the part of that name with the nearest memory; a stated power limit slows it."""
+    """`A100-40`, `H100`, `H100-96-500W`: the part of nearest memory; a stated power limit slows it."""
     name, *words = row.text["gpu"].replace("_", "-").split("-")
     stem = re.split(r"\d+GB", name)[0].strip().lower()
     parts = [each for each in ACCELERATORS if stem and each.name.lower().split()[0] == stem]
