@@ -36,6 +36,10 @@ class DataError(ShardwiseError):
     """A corpus, tokenizer or token file that is missing, empty, corrupt or does not fit the model."""
 
 
+class TableError(ShardwiseError):
+    """A table of measurements whose columns are missing or whose values cannot be."""
+
+
 class OutputError(ShardwiseError):
     """An output directory that cannot be written or that belongs to another job."""
 

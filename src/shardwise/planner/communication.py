@@ -11,7 +11,7 @@ that leave it (all groups of the axis run at once).
 - direct, SMDDP's all-gather: every rank sends its part to its peers of all nodes at once, so that one hop is paid, and
   nodes copy inside at the link's speed at the same time.
 
-A library takes the quickest that it has.
+NCCL has the ring for all-gather and reduce-scatter, and takes the quicker of ring and tree for all-reduce.
 """
 
 from __future__ import annotations
@@ -81,20 +81,20 @@ def group(axis: str, configuration: Configuration) -> Group:
     return _group(ranks, stride, configuration.cluster, configuration.stack)
 
 
-def gather(size: float, over: Group, direct: bool = False) -> float:
-    """All-gather or reduce-scatter of `size` bytes, seconds."""
+def gather(size: float, over: Group, algorithm: str = "nccl") -> float:
+    """All-gather or reduce-scatter of `size` bytes, seconds; `algorithm`: nccl (ring), hierarchical or smddp."""
     if over.ranks == 1:
         return 0.0
     share = (over.ranks - 1) / over.ranks * size
-    near = share / over.intra
     if over.nodes == 1:
-        return near + (over.ranks - 1) * over.hop
+        return share / over.intra + (over.ranks - 1) * over.hop
+    if algorithm == "nccl":
+        return share / min(over.intra, over.inter) + (over.ranks - 1) * over.far_hop
     far = (over.nodes - 1) / over.nodes * size
-    if direct:
-        return max(near, far / (over.nominal * DIRECT)) + over.far_hop + over.local * over.hop
-    ring = share / min(over.intra, over.inter) + (over.ranks - 1) * over.far_hop
+    if algorithm == "smddp":
+        return max(share / over.intra, far / (over.nominal * DIRECT)) + over.far_hop + over.local * over.hop
     inside = (over.local - 1) / over.local * size / over.intra + (over.local - 1) * over.hop
-    return min(ring, inside + far / over.inter + (over.nodes - 1) * over.far_hop)
+    return inside + far / over.inter + (over.nodes - 1) * over.far_hop
 
 
 def reduce(size: float, over: Group) -> float:

@@ -28,12 +28,21 @@ INNER = 64  # k0
 LAUNCH = 6e-6  # seconds of a host for one kernel in eager mode
 BACKWARD_LAUNCH = 0.8  # autograd's engine launches without Python between the operators
 FORWARD_KERNELS = {True: 40, False: 26}  # of a block, gated (with rotary positions) or not
-COMPILED = 0.45  # share of passes and of launches that are left
-ATTENTION = 0.65  # share of peak · e of flash attention on long sequences
-ATTENTION_LENGTH = 512  # length at which it reaches half of that
+COMPILED = 0.45  # share of the launches that are left
+ATTENTION = 0.45  # share of peak · e of flash attention on long sequences with large heads
+ATTENTION_LENGTH = 256  # length at which it reaches half of that
+ATTENTION_HEAD = 16  # size of a head at which it reaches half of that
 SCORE_PASSES = (8.0, 8.0)  # forward and backward, without dropout
 DROPOUT_SCORE_PASSES = (3.5, 3.5)
-HIDDEN_PASSES = (10.0, 16.0)
+# Passes over [T, H], over [T, H/t] and over [T, I/t], forward and backward: norms and residual sums; rotary positions;
+# the activation function. Layer norm is one kernel; an RMS norm that is not fused computes in fp32, in six.
+PASSES = {
+    # (gated, compiled)
+    (False, False): ((10.0, 16.0), (2.0, 2.0), (2.0, 3.0)),
+    (False, True): ((7.0, 10.0), (1.0, 1.0), (1.0, 2.0)),
+    (True, False): ((30.0, 44.0), (16.0, 16.0), (5.0, 8.0)),
+    (True, True): ((8.0, 12.0), (4.0, 4.0), (3.0, 5.0)),
+}
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
 
@@ -125,7 +134,8 @@ def block(configuration: Configuration) -> tuple[Work, Work]:
 def _flash(configuration: Configuration, tokens: int, speed: Rates) -> tuple[float, float]:
     length = configuration.sequence
     flops = 2.0 * tokens * length * configuration.model.hidden / configuration.tensor
-    forward = flops / speed.attention * (1 + ATTENTION_LENGTH / length)
+    head = configuration.model.hidden / max(1, configuration.model.heads)
+    forward = flops / speed.attention * (1 + ATTENTION_LENGTH / length) * (1 + ATTENTION_HEAD / head)
     return forward, 2.5 * forward
 
 
@@ -146,12 +156,12 @@ def _passes(configuration: Configuration, tokens: int, speed: Rates) -> tuple[fl
     row = tokens * model.hidden * speed.size / speed.bandwidth
     between = row / t if configuration.sequence_parallel else row
     inner = tokens * model.intermediate / t * speed.size / speed.bandwidth
-    fused = COMPILED if configuration.compile else 1.0
-    rotary = 6.0 * row / t if model.gated else 0.0
     masks = 3.0 * between if configuration.dropout else 0.0
-    forward = HIDDEN_PASSES[0] * between + masks + rotary + (5.0 if model.gated else 2.0) * inner
-    backward = HIDDEN_PASSES[1] * between + masks + rotary + (8.0 if model.gated else 3.0) * inner
-    return forward * fused, backward * fused
+    norms, rotary, activation = PASSES[model.gated, configuration.compile]
+    forward, backward = (
+        norm * between + turn * row / t + act * inner for norm, turn, act in zip(norms, rotary, activation)
+    )
+    return forward + masks, backward + masks
 
 
 def _host(configuration: Configuration) -> float:
@@ -187,9 +197,9 @@ def recomputed(configuration: Configuration, forward: Work) -> Work:
         "attention": (0.0, 1.0, 0.0),
         "half": (0.5, 0.0, 1.0),
     }[configuration.checkpointing]
-    parts = (share * part for share, part in zip(shares, forward))
+    matmul, attention, memory_bound = (share * part for share, part in zip(shares, forward))
     host = forward.host if configuration.checkpointing != "none" else 0.0
-    return Work(*parts, host).times(configuration.checkpointed)
+    return Work(matmul, attention, memory_bound, host).times(configuration.checkpointed)
 
 
 def optimizer_seconds(elements: float, configuration: Configuration) -> float:

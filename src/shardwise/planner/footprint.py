@@ -47,7 +47,7 @@ def _blocks(configuration: Configuration, rank: int) -> int:
 
 
 def _in_flight(configuration: Configuration, rank: int) -> float:
-    """Microbatches whose activations a rank holds (arXiv 2205.05198, section 4.2.3, with its factor for interleaving)."""
+    """Microbatches whose activations a rank holds (arXiv 2205.05198, section 4.2.3)."""
     p, v, m = configuration.pipeline, configuration.virtual, configuration.accumulation
     if p == 1:
         return 1.0

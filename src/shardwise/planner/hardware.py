@@ -1,4 +1,4 @@
-"""Accelerators by name: peak dense TFLOP/s by dtype, memory and its bandwidth; the rows stand in data/accelerators.json.
+"""Accelerators by name: peak dense TFLOP/s by dtype, memory and bandwidth; rows in data/accelerators.json.
 
 Peaks are the vendors' own, without sparsity, at the product's boost clock:
 

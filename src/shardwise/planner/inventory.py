@@ -1,12 +1,15 @@
 """The planner's inventory by name: clusters, stacks and model presets, read from the data files beside it.
 
 Three kinds of constants are kept apart: what an accelerator does (data/accelerators.json), what a fabric does
-(data/fabrics.json), and what a software stack makes of them (data/stacks.json).
+(data/fabrics.json), and what a software stack makes of them (data/constants.json, which also
+holds the factors that were fitted on accelerators).
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,7 @@ import yaml
 
 from shardwise.errors import ConfigError, nearest
 from shardwise.planner.hardware import ACCELERATORS, GB, Accelerator, find_accelerator, read_data
-from shardwise.planner.prediction import Cluster, Fabric, ModelShape, Stack
+from shardwise.planner.prediction import Cluster, Configuration, Fabric, ModelShape, Stack
 
 CPU = Accelerator("CPU", r"^cpu$", 16 * GB, fp64=0.05, fp32=0.1, fp16=0.05, bf16=0.05, bandwidth=20, units=1)
 
@@ -26,15 +29,67 @@ def fabrics() -> dict[str, Fabric]:
     return {name: Fabric(name, row["bandwidth"], row["hop_seconds"]) for name, row in rows.items()}
 
 
+@dataclass(frozen=True)
+class Constants:
+    """Fitted: factors on the rate of matrix products by family of accelerators, and stacks by name with `default`."""
+
+    accelerators: Mapping[str, float]
+    stacks: Mapping[str, Stack]
+
+    def stack(self, name: str) -> Stack:
+        """The constants fitted for a stack; of one that is not known, those of `default`."""
+        return self.stacks.get(name) or replace(self.stacks["default"], name=name)
+
+    def device(self, given: Accelerator) -> Accelerator:
+        """`given` with the fitted rate of its family."""
+        return replace(given, matmul=given.matmul * self.accelerators.get(family(given), 1.0))
+
+    def applied(self, given: Configuration) -> Configuration:
+        """`given`, made with an accelerator as in the table, under these constants."""
+        cluster = replace(given.cluster, accelerator=self.device(given.cluster.accelerator))
+        return replace(given, cluster=cluster, stack=self.stack(given.stack.name))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, ready for JSON; `read_constants` reads it."""
+        rows = {
+            name: {key: value for key, value in asdict(stack).items() if key != "name"}
+            for name, stack in self.stacks.items()
+        }
+        return {"accelerators": dict(self.accelerators), "stacks": rows}
+
+
+def constants_of(data: dict[str, Any]) -> Constants:
+    """Of what `Constants.to_dict` made."""
+    stacks = {name: Stack(name, **row) for name, row in data["stacks"].items()}
+    return Constants(data["accelerators"], stacks)
+
+
 @cache
-def stacks() -> dict[str, Stack]:
-    return {name: Stack(name, **row) for name, row in read_data("stacks").items()}
+def shipped() -> Constants:
+    """The constants that come with the package."""
+    return constants_of(read_data("constants"))
+
+
+def read_constants(path: Path) -> Constants:
+    """A file that `shardwise plan calibrate` wrote. Raises ConfigError."""
+    try:
+        found = constants_of(json.loads(path.read_text()))
+        found.stacks["default"]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(
+            f"constants={path}: {error!r}; a file written by `shardwise plan calibrate` is needed"
+        ) from error
+    return found
+
+
+def family(given: Accelerator) -> str:
+    """Accelerators that share a rate of products: A100 40GB and 80GB."""
+    return given.name.split()[0]
 
 
 def stack_of(name: str) -> Stack:
-    """The constants fitted for a stack; of one that is not known, those of `default`."""
-    known = stacks()
-    return known.get(name) or replace(known["default"], name=name)
+    """The shipped constants of a stack, or of `default`."""
+    return shipped().stack(name)
 
 
 @cache
@@ -54,7 +109,7 @@ def accelerator(name: str) -> Accelerator:
     found = known.get(wanted) or known.get(f"{wanted} sxm") or find_accelerator(name)
     if found is None:
         raise ConfigError(f"accelerator={name!r} is not known.{nearest(name, [each.name for each in ACCELERATORS])}")
-    return found
+    return shipped().device(found)
 
 
 def cluster(text: str) -> Cluster:

@@ -23,11 +23,11 @@ from typing import NamedTuple
 from shardwise.planner.communication import gather, group, join, message, reduce
 from shardwise.planner.compute import BYTES, Work, block, head, optimizer_seconds, recomputed, tokens_of
 from shardwise.planner.footprint import footprint
-from shardwise.planner.prediction import Configuration, Prediction
+from shardwise.planner.prediction import EIGHTY, Configuration, Prediction
 
-ASYNC = 0.35  # of tensor traffic that stays exposed when it is cut in pieces
+ASYNC = 0.6  # of tensor traffic that stays exposed when it is cut in pieces
+STRAGGLERS = 0.006  # a step waits for the slowest node; so much more with each doubling of the nodes
 HOST = 4.0  # exponent that joins host and accelerator
-EIGHTY = 1.2816  # standard deviations that hold 80 % of a normal distribution
 
 
 class _Layer(NamedTuple):
@@ -57,15 +57,17 @@ def predict(configuration: Configuration) -> Prediction:
     m, p = configuration.accumulation, configuration.pipeline
     seconds = _causes(layer, ends, blocks, 1.0 if with_head else 0.0)
     seconds = {cause: m * value for cause, value in seconds.items()}
-    seconds["launch"] = m * _launch(layer, ends, blocks)
+    seconds["launch"] = m * _launch(configuration, layer, ends, blocks)
     mean = (configuration.model.layers * layer.device + ends.device) / p
     seconds["pipeline"] = _pipeline(configuration) * (m + p - 1) if p > 1 else 0.0
     seconds["bubble"] = (p - 1) / configuration.virtual * max(mean, mean + seconds["launch"] / m)
     seconds |= _once(configuration, layer, blocks)
+    seconds["shard"] += m * _root(configuration)
+    seconds["stragglers"] = STRAGGLERS * math.log2(configuration.cluster.nodes) * sum(seconds.values())
     step = sum(seconds.values())
     spread = math.exp(EIGHTY * configuration.stack.spread)
     memory, stages = footprint(configuration)
-    total, stack = max(stages), configuration.stack
+    total = max(stages)
     accelerator = configuration.cluster.accelerator
     return Prediction(
         step_seconds=step,
@@ -125,10 +127,13 @@ def _causes(layer: _Layer, ends: Work, blocks: int, heads: float) -> dict[str, f
     }
 
 
-def _launch(layer: _Layer, ends: Work, blocks: int) -> float:
+def _launch(configuration: Configuration, layer: _Layer, ends: Work, blocks: int) -> float:
     """What a slow host adds to a microbatch."""
     device = blocks * layer.device + ends.device
-    return join(device, blocks * layer.host + ends.host, HOST) - device
+    host = blocks * layer.host + ends.host
+    if group("pipeline", configuration).nodes > 1:
+        host += blocks * configuration.tensor * configuration.stack.pipeline_wait
+    return join(device, host, HOST) - device
 
 
 def _shard(configuration: Configuration, busy: tuple[float, float]) -> float:
@@ -136,12 +141,19 @@ def _shard(configuration: Configuration, busy: tuple[float, float]) -> float:
     if configuration.zero < 3 or configuration.shard * configuration.context == 1:
         return 0.0
     over, elements = group("shard", configuration), configuration.model.layer_parameters / configuration.tensor
-    direct = configuration.collectives == "smddp"
-    parameters = gather(elements * BYTES[configuration.precision], over, direct)
-    gradients = gather(elements * BYTES[configuration.reduction], over, direct)
+    parameters = gather(elements * BYTES[configuration.precision], over, configuration.collectives)
+    gradients = gather(elements * BYTES[configuration.reduction], over, configuration.collectives)
     exponent = configuration.stack.overlap
     back = gradients + (parameters if configuration.reshard_after_forward else 0.0)
     return join(busy[0], parameters, exponent) + join(busy[1], back, exponent) - sum(busy)
+
+
+def _root(configuration: Configuration) -> float:
+    """Exposed: what stands first and last, gathered before anything runs and scattered after everything has."""
+    if configuration.zero < 3 or configuration.shard * configuration.context == 1:
+        return 0.0
+    over, size = group("shard", configuration), BYTES[configuration.precision] + BYTES[configuration.reduction]
+    return gather(configuration.model.embedding_parameters / configuration.tensor * size, over)
 
 
 def _tensor(configuration: Configuration) -> float:

@@ -12,6 +12,8 @@ from functools import cached_property
 from shardwise.families.facts import ModelFacts
 from shardwise.planner.hardware import Accelerator
 
+EIGHTY = 1.2816  # standard deviations that hold 80 % of a normal distribution
+
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -147,6 +149,7 @@ class Stack:
     launch: float = 1.0
     overlap: float = 3.0
     network: float = 1.0
+    pipeline_wait: float = 0.0
     memory_gb: float = 1.5
     memory_factor: float = 1.05
     spread: float = 0.1
@@ -164,7 +167,7 @@ class Configuration:
         checkpointing: `none`, `full`, `selective` (all but matrix products and attention is recomputed),
             `attention` (the attention core only, arXiv 2205.05198), `half` (as selective, and half of the products).
         checkpointed: share of the blocks that checkpoint.
-        collectives: `nccl`, or `smddp`, whose all-gather sends between nodes directly.
+        collectives: `nccl`, `hierarchical`, or `smddp` (`communication.py`).
         async_tensor: tensor traffic is cut in pieces that hide behind matrix products.
         balanced: the pipeline's stages are cut by cost; else blocks are shared out evenly and the ends come on top.
     """
