@@ -29,10 +29,8 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 _ATEN = torch.ops.aten
 
 
-
-
 def fake_store() -> dist.Store:
-    """The store of the backend "fake", whose collectives do nothing: one process plays a rank of a world of any size."""
+    """The store of the backend "fake", whose collectives do nothing: one process plays a rank of any world."""
     # No public name: the backend registers itself when torch's own testing module is imported (torch 2.11 to 2.13).
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

@@ -14,11 +14,22 @@ import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from shardwise import __version__, plan_cli
+from shardwise import __version__, plan_cli, search_cli
 from shardwise.errors import ConfigError, ShardwiseError, nearest
 
 INTERRUPTED = 130
-SPECIAL = ("output", "print-plan", "profile", "blocks", "against")  # options of some commands that are no keys
+SPECIAL = (
+    "output",
+    "print-plan",
+    "profile",
+    "blocks",
+    "against",
+    "cluster",
+    "tokens",
+    "explain",
+    "write",
+    "html",
+)  # options of some commands that are no keys
 WIDTH = 100
 PLACE = "a checkpoint, a directory of them, or a run's output directory; a path or URL"
 
@@ -241,6 +252,14 @@ COMMANDS = {
         _checkpoint_options,
         _checkpoint,
         takes_job=False,
+    ),
+    "plan": Command(
+        "find the fastest layout of a job on a cluster",
+        "Predict step time and memory of every legal layout of a job on a cluster, rank them, explain the best one.\n"
+        "Keys that the job sets stay. Reads no data and no weights, starts nothing.\n"
+        "See also `shardwise plan evaluate` and `shardwise plan calibrate`.",
+        search_cli.plan_options,
+        search_cli.run_plan,
     ),
     "plan evaluate": Command(
         "score the planner on tables of measurements",

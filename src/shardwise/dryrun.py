@@ -112,7 +112,9 @@ def dry_run(job: Job, world: World, facts: ModelFacts, rank: int = 0) -> DryRun:
         raise ConfigError(f"--rank={rank} is not among the {world.size} ranks; use 0 to {world.size - 1}")
     for refuses, why in REFUSALS:
         if refuses(plan, facts):
-            raise ConfigError(f"--dry-run cannot trace {why}; leave it out, or take the closed form of `shardwise plan`")
+            raise ConfigError(
+                f"--dry-run cannot trace {why}; leave it out, or take the closed form of `shardwise plan`"
+            )
     traced = _traceable(plan)
     layout = Layout.from_plan(traced, rank)
     with _alone(rank, world.size):

@@ -60,6 +60,10 @@ class MachineError(ShardwiseError):
     """The machine or the launcher's variables do not allow what the job asks for."""
 
 
+class CapacityError(ShardwiseError):
+    """A model that no layout fits on the cluster it was planned for."""
+
+
 class WorkerError(ShardwiseError):
     """A worker failed. The message ends with the first failing rank's own error."""
 

@@ -43,12 +43,12 @@ def write_report(output: Path) -> Path:
     page = template.substitute(
         title=escape(_title(run)),
         subtitle=escape(_subtitle(run)),
-        figures=_figure_list(list(_figures(run, records))),
-        charts="\n".join(map(_chart, charts)) or '<p class="empty">No steps were recorded.</p>',
+        figures=figure_list(list(_figures(run, records))),
+        charts="\n".join(map(chart_article, charts)) or '<p class="empty">No steps were recorded.</p>',
         sections="\n".join(_sections(run, output / "sample.txt")),
         footer=escape(_footer(run)),
         plotly=get_plotlyjs(),
-        specs=_script_json({f"plot-{chart.name}": figure_json(chart.figure) for chart in charts}),
+        specs=script_json({f"plot-{chart.name}": figure_json(chart.figure) for chart in charts}),
     )
     path = output / "report.html"
     temporary = path.with_suffix(".tmp")
@@ -132,7 +132,8 @@ def _loss_figures(result: Mapping[str, Any], records: Sequence[Record], steps: S
         yield Figure("Training loss", f"{losses[-1]:.3f}", f"from {losses[0]:.3f}, {steps[-1].get('step')} steps")
 
 
-def _figure_list(figures: Sequence[Figure]) -> str:
+def figure_list(figures: Sequence[Figure]) -> str:
+    """The numbers of a page's header."""
     items = [
         f"<div><dt>{escape(f.name)}</dt><dd>{escape(f.value)}</dd>"
         + (f"<dd>{escape(f.detail)}</dd>" if f.detail else "")
@@ -141,7 +142,8 @@ def _figure_list(figures: Sequence[Figure]) -> str:
     return '<dl class="figures">' + "".join(f"{item}</div>" for item in items) + "</dl>" if items else ""
 
 
-def _chart(chart: Chart) -> str:
+def chart_article(chart: Chart) -> str:
+    """A chart's place on the page; the page's script draws it there."""
     wide = " wide" if chart.wide else ""
     return (
         f'<article class="chart{wide}"><h3>{escape(chart.title)}</h3><p>{escape(chart.text)}</p>'
@@ -155,10 +157,10 @@ def _sections(run: Mapping[str, Any], sample: Path) -> Iterator[str]:
     if plan := _part(run, "plan"):
         yield f"<section><h2>Plan</h2>{_plan_table(plan)}{_notes(plan)}</section>"
     if job := _part(run, "job") or _part(run, "plan", "job"):
-        yield f"<details><summary>Job</summary>{_table(('Key', 'Value'), _job_rows(job))}</details>"
+        yield f"<details><summary>Job</summary>{data_table(('Key', 'Value'), _job_rows(job))}</details>"
     if versions := _part(run, "versions"):
         rows = [(str(name), str(version), None) for name, version in versions.items()]
-        yield f"<details><summary>Versions</summary>{_table(('Package', 'Version'), rows)}</details>"
+        yield f"<details><summary>Versions</summary>{data_table(('Package', 'Version'), rows)}</details>"
 
 
 Row = tuple[str, str, str | None]  # key, value, and the rule where there is a column for it
@@ -168,7 +170,7 @@ def _plan_table(plan: Mapping[str, Any]) -> str:
     rules = _part(plan, "rules")
     leaves = _flat(plan, ("job", "rules", "notes"))
     rows = [(key, _shown(value), str(rules.get(key.split(".")[-1], ""))) for key, value in leaves if value != ""]
-    return _table(("Key", "Value", "Rule"), rows)
+    return data_table(("Key", "Value", "Rule"), rows)
 
 
 def _notes(plan: Mapping[str, Any]) -> str:
@@ -193,7 +195,8 @@ def _flat(tree: Mapping[str, Any], leave_out: Sequence[str], prefix: str = "") -
             yield prefix + str(key), value
 
 
-def _table(head: Sequence[str], rows: Sequence[Row]) -> str:
+def data_table(head: Sequence[str], rows: Sequence[Row]) -> str:
+    """A table of two columns, or of three where the rows have a rule."""
     cells = "".join(f"<th>{escape(name)}</th>" for name in head)
     body = []
     for key, value, rule in rows:
@@ -230,6 +233,6 @@ def _bytes(value: float) -> str:
     return f"{value / 2**30:.2f} GiB" if value >= 4 * 2**30 else f"{value / 2**20:,.0f} MiB"
 
 
-def _script_json(value: Any) -> str:
+def script_json(value: Any) -> str:
     """JSON that cannot end the script element that holds it."""
     return json.dumps(value, cls=PlotlyJSONEncoder).replace("<", "\\u003c").replace("&", "\\u0026")

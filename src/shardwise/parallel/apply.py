@@ -31,7 +31,6 @@ from shardwise.plan import Plan
 from shardwise.planner.schedule import holders
 from shardwise.precision import torch_dtype
 
-
 Allocation = Callable[[], AbstractContextManager[Any]]  # surrounds what gives tensors their storage
 
 

@@ -46,7 +46,7 @@ class Question(NamedTuple):
 
 @dataclass(frozen=True)
 class Candidate:
-    """One legal layout: what would run, and what is expected of it. `exact`: the closed form of memory, if it was made."""
+    """One legal layout: what would run, and what is expected of it. `exact`: memory's closed form, where it was made."""
 
     changes: Changes
     plan: Plan
@@ -142,15 +142,17 @@ class _Search:
         return [candidate for changes in several if (candidate := self.candidate(changes)) is not None]
 
     def improved(self, candidate: Candidate) -> Candidate:
-        """The end of a climb from `candidate`: one key at a time, the best neighbour that still fits."""
+        """The end of a climb from `candidate`: one key at a time, the best neighbour that may fit."""
         while True:
-            around = [each for each in self.all(self.space.neighbours(candidate.changes)) if _may_fit(each)]
+            around = filter(_may_fit, self.all(self.space.neighbours(candidate.changes)))
             best = max(around, key=_speed, default=None)
-            if best is None:
-                return candidate
-            if _speed(best) <= GAIN * _speed(candidate) and _may_fit(candidate):
+            if best is None or (_may_fit(candidate) and _speed(best) <= GAIN * _speed(candidate)):
                 return candidate
             candidate = best
+
+    def everything(self) -> list[Candidate]:
+        """All that was looked at and is legal."""
+        return [each for each in self.seen.values() if each is not None]
 
 
 def search(question: Question, limit: int = LIMIT, world: World | None = None) -> Found:
@@ -167,18 +169,18 @@ def search(question: Question, limit: int = LIMIT, world: World | None = None) -
     space = Space(job, question.facts, world.size, job.training.sequences_per_step or 1)
     made = _Search(question, world, space, ModelShape.of(question.facts))
     jobs = list(space.jobs())
-    stride = -(-len(jobs) // limit)  # of too many, an even sample
+    stride = max(1, -(-len(jobs) // limit))  # of too many, an even sample
     coarse = made.all(jobs[::stride])
-    left_out = len(jobs) - len(jobs[::stride])
-    starts = sorted(filter(_may_fit, coarse), key=_speed, reverse=True)[:IMPROVED]
-    if not starts:
-        starts = sorted(coarse, key=lambda each: each.prediction.memory_bytes)[:IMPROVED]
-    found = {id(each): each for each in [*coarse, *map(made.improved, starts)]}
-    found |= {id(each): each for each in made.seen.values() if each is not None}
-    ranked, misfits = _ranked(list(found.values()), question.facts)
-    seconds = time.perf_counter() - started
-    looked_at = len(made.seen)
-    return Found(question, ranked, misfits, made.illegal, looked_at, left_out, seconds, tuple(notes))
+    for start in sorted(filter(_may_fit, coarse), key=_speed, reverse=True)[:IMPROVED]:
+        made.improved(start)
+    ranked, misfits = _ranked(made.everything(), question.facts)
+    if not ranked:
+        made.all(more for each in misfits[:SHOWN] for more in space.neighbours(each.changes, offload=True))
+        ranked, misfits = _ranked(made.everything(), question.facts)
+    if any(each.job.memory.offload_parameters or each.job.memory.offload_activations for each in ranked[:1]):
+        notes.append("the time that offloading takes is not in the prediction")
+    left_out, seconds = len(jobs) - len(jobs[::stride]), time.perf_counter() - started
+    return Found(question, ranked, misfits, made.illegal, len(made.seen), left_out, seconds, tuple(notes))
 
 
 def _speed(candidate: Candidate) -> float:
@@ -189,9 +191,7 @@ def _may_fit(candidate: Candidate) -> bool:
     return candidate.prediction.memory_bytes <= QUICK * candidate.configuration.cluster.accelerator.memory_bytes
 
 
-def _ranked(
-    candidates: list[Candidate], facts: ModelFacts
-) -> tuple[tuple[Candidate, ...], tuple[Candidate, ...]]:
+def _ranked(candidates: list[Candidate], facts: ModelFacts) -> tuple[tuple[Candidate, ...], tuple[Candidate, ...]]:
     """(those that fit, by speed; those that do not, by memory). The fastest are measured exactly, until enough fit."""
     by_speed = sorted(filter(_may_fit, candidates), key=_speed, reverse=True)
     ranked: list[Candidate] = []
@@ -241,7 +241,9 @@ def sized(question: Question) -> tuple[Job, list[str]]:
     training, length = job.training, job.data.sequence_length
     if training.sequences_per_step is None and training.tokens_per_step is None:
         changes["training.sequences_per_step"] = sequences = _assumed(job, ranks)
-        notes.append(f"training.sequences_per_step is not set: {sequences:,} are assumed, {sequences * length:,} tokens")
+        notes.append(
+            f"training.sequences_per_step is not set: {sequences:,} are assumed, {sequences * length:,} tokens"
+        )
     elif training.tokens_per_step is not None:
         changes["training.sequences_per_step"] = training.tokens_per_step // length
     if job.precision.compute == "auto" and question.cluster.accelerator.bf16 is None:
@@ -320,6 +322,17 @@ def matching(found: Found, wanted: Changes) -> Candidate | None:
     """The best candidate whose job has these values at these dotted keys; of those that do not fit where none does."""
     of = _has(wanted)
     return next((each for each in (*found.ranked, *found.misfits) if of(each)), None)
+
+
+def of_changes(found: Found, wanted: Changes) -> Candidate:
+    """The best layout with other values at some keys, whether or not it fits. Raises LegalityError."""
+    question = found.question
+    base = (found.best or found.misfits[0]).changes | wanted
+    if not wanted.keys() & {"training.microbatch_size", "training.gradient_accumulation"}:
+        base = {key: value for key, value in base.items() if key != "training.microbatch_size"}
+    plan = resolve(changed_job(question.job, base), world_of(question.cluster), question.facts)
+    configuration = configuration_of(plan, question.facts, question.cluster, question.stack)
+    return exactly(Candidate(base, plan, configuration, predict(configuration)), question.facts)
 
 
 def _has(wanted: Changes) -> Callable[[Candidate], bool]:

@@ -117,10 +117,10 @@ class Space:
             changes[SCATTERED] = self.open(SCATTERED, [not self.facts.sequence_refusal])[0]
         return changes
 
-    def neighbours(self, changes: Changes) -> Iterator[Changes]:
-        """`changes` with one more key changed."""
+    def neighbours(self, changes: Changes, offload: bool = False) -> Iterator[Changes]:
+        """`changes` with one more key changed; offloading, whose time is not predicted, only where it is asked for."""
         job = changed_job(self.job, changes)
-        for key, values in self._finer(changes):
+        for key, values in [*self._finer(changes), *(self._offloads(changes) if offload else ())]:
             for value in self.open(key, values):
                 if value != lookup(job, key):
                     yield changes | {key: value}
@@ -139,6 +139,8 @@ class Space:
             yield "memory.checkpoint_every", [1, 2, 3, 4]
         if (changes[SHARDED] or 2) > 1:
             yield "parallel.reshard_after_forward", [True, False]
+
+    def _offloads(self, changes: Changes) -> Iterator[tuple[str, list[Any]]]:
         if changes[CHECKPOINTING] == "full":
             yield "memory.offload_activations", [False, True]
         yield "memory.offload_parameters", [False, True]
