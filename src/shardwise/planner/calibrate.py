@@ -1,6 +1,6 @@
 """Refitting the constants from measured rows.
 
-Unknowns are logarithms: a factor on each accelerator's rate of matrix products, factors on the default stack's
+Unknowns are logarithms: a factor on all accelerators' rate of matrix products and each one's departure, factors on the default stack's
 constants, and for each stack of the rows its own departures from the default. They minimise
 
     sum over rows of w · log(predicted / measured)^2 / n(stack) + sum over unknowns of (u / sd)^2,
@@ -31,11 +31,15 @@ from shardwise.planner.tables import Row, Unmapped, configuration, measured, pre
 ROUNDS = 12
 TOLERANCE = 0.1  # log error at which a row's weight is halved
 EVIDENCE = 24.0  # rows that a whole stack counts as
-ACCELERATOR_SD = 0.10
-DEFAULT_SD = {"attention": 0.3, "memory_bound": 0.3, "score_passes": 0.3, "launch": 0.3, "overlap": 0.2}
+ALL_SD = 0.10  # what training reaches of benchmarked products, on all alike
+FAMILY_SD = 0.04  # and of one family
+DEFAULT_SD = {
+    "attention": 0.3, "memory_bound": 0.3, "score_passes": 0.3, "launch": 0.3, "overlap": 0.2,
+    "recompute": 0.2,
+}  # fmt: skip
 STACK_SD = {
-    "matmul": 0.10, "attention": 0.2, "memory_bound": 0.3, "score_passes": 0.4, "launch": 0.5, "overlap": 0.2,
-    "network": 0.2, "pipeline_wait": 1.0,
+    "matmul": 0.10, "attention": 0.2, "memory_bound": 0.5, "score_passes": 0.4, "launch": 0.5, "overlap": 0.2,
+    "recompute": 0.2, "network": 0.2, "pipeline_wait": 1.0,
 }  # fmt: skip
 WAIT = 3e-3  # seconds; the unit in which pipeline_wait is fitted
 
@@ -107,7 +111,8 @@ def _unknowns(given: Sequence[Sample]) -> list[Unknown]:
     families = sorted({family(sample.configuration.cluster.accelerator) for sample in given})
     names = sorted({sample.configuration.stack.name for sample in given})
     return [
-        *(Unknown("accelerator", name, "matmul", ACCELERATOR_SD) for name in families),
+        Unknown("accelerator", "*", "matmul", ALL_SD),
+        *(Unknown("accelerator", name, "matmul", FAMILY_SD) for name in families),
         *(Unknown("default", "default", constant, sd) for constant, sd in DEFAULT_SD.items()),
         *(Unknown("stack", name, constant, sd) for name in names for constant, sd in STACK_SD.items()),
     ]
@@ -118,7 +123,7 @@ def _constants(unknowns: Sequence[Unknown], at: np.ndarray) -> Constants:
     departures: dict[str, dict[str, float]] = {"default": {}}
     for unknown, value in zip(unknowns, at):
         if unknown.kind == "accelerator":
-            accelerators[unknown.name] = math.exp(value)
+            accelerators[unknown.name] = math.exp(value + (0.0 if unknown.name == "*" else at[0]))
         else:
             departures.setdefault(unknown.name, {})[unknown.constant] = float(value)
     neutral = _neutral(shipped().stacks["default"])
@@ -157,7 +162,7 @@ def _derivatives(given: Sequence[Sample], unknowns: Sequence[Unknown], at: np.nd
                 "accelerator": family(sample.configuration.cluster.accelerator),
                 "stack": sample.configuration.stack.name,
             }
-            if own.get(unknown.kind, unknown.name) == unknown.name:
+            if unknown.name == "*" or own.get(unknown.kind, unknown.name) == unknown.name:
                 slopes[line, index] = (sample.error(constants.applied(sample.configuration)) - base[line]) / width
     return base, slopes
 

@@ -31,7 +31,7 @@ def fabrics() -> dict[str, Fabric]:
 
 @dataclass(frozen=True)
 class Constants:
-    """Fitted: factors on the rate of matrix products by family of accelerators, and stacks by name with `default`."""
+    """Fitted: factors on the rate of matrix products by family of accelerators (`*`: any other), and stacks by name with `default`."""
 
     accelerators: Mapping[str, float]
     stacks: Mapping[str, Stack]
@@ -42,7 +42,8 @@ class Constants:
 
     def device(self, given: Accelerator) -> Accelerator:
         """`given` with the fitted rate of its family."""
-        return replace(given, matmul=given.matmul * self.accelerators.get(family(given), 1.0))
+        factor = self.accelerators.get(family(given), self.accelerators.get("*", 1.0))
+        return replace(given, matmul=given.matmul * factor)
 
     def applied(self, given: Configuration) -> Configuration:
         """`given`, made with an accelerator as in the table, under these constants."""

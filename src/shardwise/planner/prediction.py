@@ -146,6 +146,7 @@ class Stack:
     memory_bound: float = 1.0
     attention: float = 1.0
     score_passes: float = 1.0
+    recompute: float = 1.0
     launch: float = 1.0
     overlap: float = 3.0
     network: float = 1.0
@@ -169,6 +170,8 @@ class Configuration:
         checkpointed: share of the blocks that checkpoint.
         collectives: `nccl`, `hierarchical`, or `smddp` (`communication.py`).
         async_tensor: tensor traffic is cut in pieces that hide behind matrix products.
+        scattered_messages: tensor ranks send a part of a stage's output each, and gather it (arXiv 2104.04473,
+            section 4.1).
         balanced: the pipeline's stages are cut by cost; else blocks are shared out evenly and the ends come on top.
     """
 
@@ -199,6 +202,7 @@ class Configuration:
     dropout: bool = False
     collectives: str = "nccl"
     async_tensor: bool = False
+    scattered_messages: bool = False
     balanced: bool = True
     chunked_loss: bool = False
     reshard_after_forward: bool = True

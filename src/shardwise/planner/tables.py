@@ -168,6 +168,7 @@ def configuration(row: Row) -> Configuration:
         compile=row.text.get("compile") == "1",
         dropout=row.text["mlp"] == "gelu" and row.text["flash"] == "0",
         collectives="smddp" if "smddp" in row.text.get("collectives", "").lower() else "nccl",
+        scattered_messages=True,
         async_tensor="asynctp" in row.text.get("strategy", "").lower().replace("-", ""),
     )
 
