@@ -26,6 +26,7 @@ from shardwise.planner.footprint import footprint
 from shardwise.planner.prediction import EIGHTY, Configuration, Prediction
 
 ASYNC = 0.6  # of tensor traffic that stays exposed when it is cut in pieces
+MEMORY_SPREAD = 1.08  # the tables' median error
 HOST_BANDWIDTH = 12e9  # bytes a second of one accelerator to its host; two of them share 16 lanes of PCIe 4
 STRAGGLERS = 0.006  # a step waits for the slowest node; so much more with each doubling of the nodes
 HOST = 4.0  # exponent that joins host and accelerator
@@ -76,9 +77,10 @@ def predict(configuration: Configuration) -> Prediction:
         seconds=seconds,
         interval=(step / spread, step * spread),
         memory=memory,
-        memory_interval=(total / 1.08, total * 1.08 + 0.5e9),
+        memory_interval=(total / MEMORY_SPREAD, total * MEMORY_SPREAD),
         stage_memory=tuple(stages),
         fits=total <= accelerator.memory_bytes,
+        may_fit=total / MEMORY_SPREAD <= accelerator.memory_bytes,
         tokens=configuration.tokens,
         ranks=configuration.ranks,
         peak_tflops=accelerator.peak(configuration.precision) or accelerator.fp32,
