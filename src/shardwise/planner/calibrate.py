@@ -1,7 +1,7 @@
 """Refitting the constants from measured rows.
 
-Unknowns are logarithms: a factor on each accelerator's rate of matrix products, factors on the default stack's
-constants, and for each stack of the rows its own departures from the default. They minimise
+Unknowns are logarithms: a factor on all accelerators' rate of matrix products and each one's departure, factors on the
+default stack's constants, and for each stack of the rows its own departures from the default. They minimise
 
     sum over rows of w · log(predicted / measured)^2 / n(stack) + sum over unknowns of (u / sd)^2,
 
@@ -22,8 +22,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardwise.planner.hardware import DATA
-from shardwise.planner.inventory import Constants, family, shipped
+from shardwise.planner.footprint import footprint
+from shardwise.planner.hardware import DATA, GB, GIB
+from shardwise.planner.inventory import Constants, family
 from shardwise.planner.predict import predict
 from shardwise.planner.prediction import Configuration, Stack
 from shardwise.planner.tables import Row, Unmapped, configuration, measured, predicted, read_table
@@ -31,12 +32,19 @@ from shardwise.planner.tables import Row, Unmapped, configuration, measured, pre
 ROUNDS = 12
 TOLERANCE = 0.1  # log error at which a row's weight is halved
 EVIDENCE = 24.0  # rows that a whole stack counts as
-ACCELERATOR_SD = 0.10
-DEFAULT_SD = {"attention": 0.3, "memory_bound": 0.3, "score_passes": 0.3, "launch": 0.3, "overlap": 0.2}
-STACK_SD = {
-    "matmul": 0.10, "attention": 0.2, "memory_bound": 0.3, "score_passes": 0.4, "launch": 0.5, "overlap": 0.2,
-    "network": 0.2, "pipeline_wait": 1.0,
+ALL_SD = 0.10  # what training reaches of benchmarked products, on all alike
+FAMILY_SD = 0.04  # and of one family
+DEFAULT_SD = {
+    "attention": 0.3, "memory_bound": 0.3, "score_passes": 0.3, "launch": 0.3, "overlap": 0.2,
+    "recompute": 0.2,
 }  # fmt: skip
+STACK_SD = {
+    "matmul": 0.10, "attention": 0.2, "memory_bound": 0.5, "score_passes": 0.4, "launch": 0.5, "overlap": 0.2,
+    "recompute": 0.2, "network": 0.2, "pipeline_wait": 1.0,
+}  # fmt: skip
+LEAST_SPREAD = 0.06
+UNKNOWN_SPREAD = 0.12  # of a stack that is not among the rows: what the stacks differ by when each is left out
+MEMORY_ROWS = 10  # fewer leave the default's memory constants
 WAIT = 3e-3  # seconds; the unit in which pipeline_wait is fitted
 
 
@@ -107,7 +115,8 @@ def _unknowns(given: Sequence[Sample]) -> list[Unknown]:
     families = sorted({family(sample.configuration.cluster.accelerator) for sample in given})
     names = sorted({sample.configuration.stack.name for sample in given})
     return [
-        *(Unknown("accelerator", name, "matmul", ACCELERATOR_SD) for name in families),
+        Unknown("accelerator", "*", "matmul", ALL_SD),
+        *(Unknown("accelerator", name, "matmul", FAMILY_SD) for name in families),
         *(Unknown("default", "default", constant, sd) for constant, sd in DEFAULT_SD.items()),
         *(Unknown("stack", name, constant, sd) for name in names for constant, sd in STACK_SD.items()),
     ]
@@ -118,10 +127,10 @@ def _constants(unknowns: Sequence[Unknown], at: np.ndarray) -> Constants:
     departures: dict[str, dict[str, float]] = {"default": {}}
     for unknown, value in zip(unknowns, at):
         if unknown.kind == "accelerator":
-            accelerators[unknown.name] = math.exp(value)
+            accelerators[unknown.name] = math.exp(value + (0.0 if unknown.name == "*" else at[0]))
         else:
             departures.setdefault(unknown.name, {})[unknown.constant] = float(value)
-    neutral = _neutral(shipped().stacks["default"])
+    neutral = Stack("default", spread=UNKNOWN_SPREAD)
     found = {}
     for name, own in departures.items():
         values: dict[str, float] = {}
@@ -135,9 +144,29 @@ def _constants(unknowns: Sequence[Unknown], at: np.ndarray) -> Constants:
     return Constants(accelerators, found)
 
 
-def _neutral(default: Stack) -> Stack:
-    """Where a fit starts: the constants of the class, with memory as it is shipped."""
-    return replace(Stack("default"), memory_gb=default.memory_gb, memory_factor=default.memory_factor)
+def _fit_memory(given: Sequence[Sample], stack: Stack) -> Stack:
+    """What a stack holds besides, from the rows that have memory: linear least squares around the default's values."""
+    rows = [
+        sample for sample in given if "mem_gb" in sample.row.numbers and sample.configuration.stack.name == stack.name
+    ]
+    if len(rows) < MEMORY_ROWS:
+        return stack
+    plain = [replace(sample.configuration, stack=Stack(stack.name)) for sample in rows]
+    truth = np.array([sample.row.numbers["mem_gb"] * GIB for sample in rows])
+    parts = [footprint(each)[0] for each in plain]
+    base = np.array([sum(causes.values()) - causes["slack"] - causes["activations"] for causes in parts])
+    columns = np.array(
+        [[c["activations"], c["gradients"] / 4 if p.zero < 3 else 0.0, GB] for c, p in zip(parts, plain)]
+    )
+    near, sd = np.array([1.0, 0.0, 1.0]), np.array([0.5, 2.0, 1.0])
+    at = near
+    for _ in range(ROUNDS):
+        error = (base + columns @ at) / truth - 1
+        weight = 1 / truth / np.sqrt(1 + (error / TOLERANCE) ** 2) / TOLERANCE
+        left = np.vstack([columns * weight[:, None], np.diag(1 / sd)])
+        at = np.linalg.lstsq(left, np.concatenate([(truth - base) * weight, near / sd]), rcond=None)[0]
+    activations, gradient_copy, memory_gb = (max(0.0, float(value)) for value in at)
+    return replace(stack, activations=activations, gradient_copy=gradient_copy, memory_gb=memory_gb)
 
 
 def _errors(given: Sequence[Sample], constants: Constants) -> np.ndarray:
@@ -157,19 +186,20 @@ def _derivatives(given: Sequence[Sample], unknowns: Sequence[Unknown], at: np.nd
                 "accelerator": family(sample.configuration.cluster.accelerator),
                 "stack": sample.configuration.stack.name,
             }
-            if own.get(unknown.kind, unknown.name) == unknown.name:
+            if unknown.name == "*" or own.get(unknown.kind, unknown.name) == unknown.name:
                 slopes[line, index] = (sample.error(constants.applied(sample.configuration)) - base[line]) / width
     return base, slopes
 
 
 def _with_spread(given: Sequence[Sample], constants: Constants) -> Constants:
-    """Each stack's spread from its rows' errors (1.48 x their median, at least 4 %), and its provenance."""
+    """Each stack's spread from its rows' errors (1.48 x their median, and a floor), memory, and provenance."""
     errors = _errors(given, constants)
     found = dict(constants.stacks)
     for name, stack in constants.stacks.items():
         own = [float(error) for error, sample in zip(errors, given) if sample.configuration.stack.name == name]
         if own:
-            found[name] = replace(stack, spread=max(0.04, 1.48 * statistics.median(map(abs, own))), source=_fit(own))
+            spread = max(LEAST_SPREAD, 1.48 * statistics.median(map(abs, own)))
+            found[name] = _fit_memory(given, replace(stack, spread=spread, source=_fit(own)))
     return Constants(constants.accelerators, found)
 
 

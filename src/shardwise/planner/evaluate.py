@@ -133,7 +133,7 @@ def _result(row: Row, constants: Constants, factor: float, probed: bool) -> Resu
         found.value if found else None,
         None if only_memory else around,
         prediction.memory_bytes / GIB,
-        prediction.fits,
+        prediction.may_fit,
     )
 
 

@@ -6,7 +6,8 @@ else parameters and their copy in the compute dtype: 2 + 4 of gradients + 12 of 
 ZeRO-1 shards the 12 and ZeRO-2 the gradients too (arXiv 1910.02054, section 3). A block keeps of each token
 (arXiv 2205.05198, section 4, in bytes of the compute dtype c, T tokens, t tensor ranks): its two norms' inputs and the
 two linears' behind them 4cH, query, key, value and result c(2H + 2K)/t, scores (2c + 1)·heads·s/t without flash
-attention, the MLP's inner tensors 2cI/t (gated 4cI/t), masks 2H.
+attention, the MLP's inner tensors 2cI/t (gated 4cI/t), masks 2H. A stack may keep more (`Stack.activations`) and hold
+gradients in the compute dtype beside those that accumulate (`Stack.gradient_copy`).
 """
 
 from __future__ import annotations
@@ -32,12 +33,11 @@ def _rank(configuration: Configuration, rank: int) -> dict[str, float]:
     elements = (blocks * model.layer_parameters + ends) / t
     causes = _states(configuration, elements) | _buffers(configuration, ends / t)
     kept, working = _activations(configuration)
-    causes["activations"] = kept * blocks * _in_flight(configuration, rank)
+    causes["activations"] = configuration.stack.activations * kept * blocks * _in_flight(configuration, rank)
     causes["working"] = working
     logits = tokens_of(configuration) * model.vocabulary / t if last else 0.0
     causes["logits"] = logits * (BYTES[configuration.precision] + 8)
-    stack = configuration.stack
-    causes["slack"] = sum(causes.values()) * (stack.memory_factor - 1) + stack.memory_gb * GB
+    causes["slack"] = configuration.stack.memory_gb * GB
     return causes
 
 
@@ -66,9 +66,10 @@ def _states(configuration: Configuration, elements: float) -> dict[str, float]:
         return dict.fromkeys(states, 0.0) if configuration.offload_parameters else states
     size = BYTES[configuration.precision]
     master = 4 if size < 4 else 0
+    gradients = 4 + configuration.stack.gradient_copy
     return {
         "parameters": size * elements,
-        "gradients": 4 * elements / (data if configuration.zero == 2 else 1),
+        "gradients": gradients * elements / (data if configuration.zero == 2 else 1),
         "optimizer": (8 + master) * elements / (data if configuration.zero else 1),
     }
 
@@ -96,8 +97,14 @@ def _activations(configuration: Configuration) -> tuple[float, float]:
     products = 2 * row / t + key_value + inner
     whole = 4 * between + masks + scores + products
     fraction = configuration.checkpointed if configuration.checkpointing != "none" else 0.0
-    held = {"full": between, "attention": whole - scores, "selective": products + between}
-    kept = held.get(configuration.checkpointing, (whole + between) / 2)
+    outputs = (3 * row + (2 if model.gated else 1) * tokens * model.intermediate * size) / t + key_value
+    held = {
+        "full": between,
+        "attention": whole - scores,
+        "selective": outputs + row / t + between,
+        "half": outputs / 2 + row / t + between,
+    }
+    kept = held.get(configuration.checkpointing, whole)
     if configuration.checkpointing == "full" and configuration.offload_activations:
         kept = 0.0
     recomputed = (whole - kept) if fraction else 0.0

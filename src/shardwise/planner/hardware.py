@@ -29,6 +29,8 @@ from pathlib import Path
 from typing import Any
 
 GB = 10**9
+GIB = 2**30
+USABLE = 0.99  # of the memory on the label, which counts in GiB: an "80GB" part has 81,559 MiB for programs
 DATA = Path(__file__).parent / "data"
 
 
@@ -62,7 +64,7 @@ class Accelerator:
 
 def _read() -> tuple[Accelerator, ...]:
     rows = read_data("accelerators")
-    return tuple(Accelerator(memory_bytes=row.pop("memory_gb") * GB, **row) for row in rows)
+    return tuple(Accelerator(memory_bytes=int(row.pop("memory_gb") * GIB * USABLE), **row) for row in rows)
 
 
 ACCELERATORS = _read()

@@ -17,10 +17,10 @@ from typing import Any
 import yaml
 
 from shardwise.errors import ConfigError, nearest
-from shardwise.planner.hardware import ACCELERATORS, GB, Accelerator, find_accelerator, read_data
+from shardwise.planner.hardware import ACCELERATORS, GIB, USABLE, Accelerator, find_accelerator, read_data
 from shardwise.planner.prediction import Cluster, Configuration, Fabric, ModelShape, Stack
 
-CPU = Accelerator("CPU", r"^cpu$", 16 * GB, fp64=0.05, fp32=0.1, fp16=0.05, bf16=0.05, bandwidth=20, units=1)
+CPU = Accelerator("CPU", r"^cpu$", 16 * GIB, fp64=0.05, fp32=0.1, fp16=0.05, bf16=0.05, bandwidth=20, units=1)
 
 
 @cache
@@ -31,7 +31,7 @@ def fabrics() -> dict[str, Fabric]:
 
 @dataclass(frozen=True)
 class Constants:
-    """Fitted: factors on the rate of matrix products by family of accelerators, and stacks by name with `default`."""
+    """Fitted: stacks by name, with `default`; factors on the rate of products by accelerator family (`*`: others)."""
 
     accelerators: Mapping[str, float]
     stacks: Mapping[str, Stack]
@@ -42,7 +42,8 @@ class Constants:
 
     def device(self, given: Accelerator) -> Accelerator:
         """`given` with the fitted rate of its family."""
-        return replace(given, matmul=given.matmul * self.accelerators.get(family(given), 1.0))
+        factor = self.accelerators.get(family(given), self.accelerators.get("*", 1.0))
+        return replace(given, matmul=given.matmul * factor)
 
     def applied(self, given: Configuration) -> Configuration:
         """`given`, made with an accelerator as in the table, under these constants."""
@@ -146,7 +147,7 @@ def _named(name: str, count: int) -> Cluster:
 def _cluster(name: str, row: dict[str, Any], nodes: int) -> Cluster:
     device = accelerator(row["accelerator"])
     if "memory_gb" in row:
-        device = replace(device, memory_bytes=int(row["memory_gb"] * GB))
+        device = replace(device, memory_bytes=int(row["memory_gb"] * GIB * USABLE))
     link, fabric = (_fabric(row.get(key, other), key) for key, other in (("link", "nvlink"), ("fabric", "rdma")))
     inter = row.get("inter_gbps", 3200) / 8
     return Cluster(name, device, nodes, row.get("per_node", 8), row.get("intra", 300), inter, link, fabric)

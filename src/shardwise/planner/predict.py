@@ -26,6 +26,8 @@ from shardwise.planner.footprint import footprint
 from shardwise.planner.prediction import EIGHTY, Configuration, Prediction
 
 ASYNC = 0.6  # of tensor traffic that stays exposed when it is cut in pieces
+MEMORY_SPREAD = 1.08  # the tables' median error
+HOST_BANDWIDTH = 12e9  # bytes a second of one accelerator to its host; two of them share 16 lanes of PCIe 4
 STRAGGLERS = 0.006  # a step waits for the slowest node; so much more with each doubling of the nodes
 HOST = 4.0  # exponent that joins host and accelerator
 
@@ -39,11 +41,12 @@ class _Layer(NamedTuple):
     tensor: float
     context: float
     shard: float
+    offload: float
 
     @property
     def device(self) -> float:
         work = self.forward.device + self.backward.device + self.again.device
-        return work + self.tensor + self.context + self.shard
+        return work + self.tensor + self.context + self.shard + self.offload
 
     @property
     def host(self) -> float:
@@ -74,9 +77,10 @@ def predict(configuration: Configuration) -> Prediction:
         seconds=seconds,
         interval=(step / spread, step * spread),
         memory=memory,
-        memory_interval=(total / 1.08, total * 1.08 + 0.5e9),
+        memory_interval=(total / MEMORY_SPREAD, total * MEMORY_SPREAD),
         stage_memory=tuple(stages),
         fits=total <= accelerator.memory_bytes,
+        may_fit=total / MEMORY_SPREAD <= accelerator.memory_bytes,
         tokens=configuration.tokens,
         ranks=configuration.ranks,
         peak_tflops=accelerator.peak(configuration.precision) or accelerator.fp32,
@@ -90,7 +94,7 @@ def _layer(configuration: Configuration) -> _Layer:
     tensor = _tensor(configuration)
     context = _context(configuration)
     busy = (forward.device, backward.device + again.device)
-    return _Layer(forward, backward, again, tensor, context, _shard(configuration, busy))
+    return _Layer(forward, backward, again, tensor, context, *_shard(configuration, busy))
 
 
 def _ends(configuration: Configuration) -> Work:
@@ -124,6 +128,7 @@ def _causes(layer: _Layer, ends: Work, blocks: int, heads: float) -> dict[str, f
         "tensor": blocks * layer.tensor,
         "context": blocks * layer.context,
         "shard": blocks * layer.shard,
+        "offload": blocks * layer.offload,
     }
 
 
@@ -136,16 +141,29 @@ def _launch(configuration: Configuration, layer: _Layer, ends: Work, blocks: int
     return join(device, host, HOST) - device
 
 
-def _shard(configuration: Configuration, busy: tuple[float, float]) -> float:
-    """Exposed gathering and scattering of one block's parameters in one microbatch."""
+def _shard(configuration: Configuration, busy: tuple[float, float]) -> tuple[float, float]:
+    """Exposed in one block and microbatch: (gathering and scattering of parameters, activations to the host and back).
+
+    Both hide behind the same computation, and share the way to the host's side of the machine.
+    """
+    exponent, traffic = configuration.stack.overlap, _parameter_traffic(configuration)
+    shard = sum(join(work, moved, exponent) - work for work, moved in zip(busy, traffic))
+    offloaded = configuration.offload_activations and configuration.checkpointing != "none"
+    if not offloaded:
+        return shard, 0.0
+    host = tokens_of(configuration) * configuration.model.hidden * BYTES[configuration.precision] / HOST_BANDWIDTH
+    both = sum(join(work, moved + host, exponent) - work for work, moved in zip(busy, traffic))
+    return shard, both - shard
+
+
+def _parameter_traffic(configuration: Configuration) -> tuple[float, float]:
+    """Seconds of (forward's, backward's) gathering and scattering of a block's parameters."""
     if configuration.zero < 3 or configuration.shard * configuration.context == 1:
-        return 0.0
+        return 0.0, 0.0
     over, elements = group("shard", configuration), configuration.model.layer_parameters / configuration.tensor
     parameters = gather(elements * BYTES[configuration.precision], over, configuration.collectives)
     gradients = gather(elements * BYTES[configuration.reduction], over, configuration.collectives)
-    exponent = configuration.stack.overlap
-    back = gradients + (parameters if configuration.reshard_after_forward else 0.0)
-    return join(busy[0], parameters, exponent) + join(busy[1], back, exponent) - sum(busy)
+    return parameters, gradients + (parameters if configuration.reshard_after_forward else 0.0)
 
 
 def _root(configuration: Configuration) -> float:
@@ -177,9 +195,11 @@ def _context(configuration: Configuration) -> float:
 def _pipeline(configuration: Configuration) -> float:
     """Messages of one microbatch at one rank."""
     size = float(tokens_of(configuration) * configuration.model.hidden * BYTES[configuration.precision])
-    if configuration.sequence_parallel:
+    gathered = 0.0
+    if configuration.sequence_parallel or configuration.scattered_messages:
+        gathered = 0.0 if configuration.sequence_parallel else gather(size, group("tensor", configuration))
         size /= configuration.tensor
-    return 2 * configuration.virtual * message(size, group("pipeline", configuration))
+    return 2 * configuration.virtual * (message(size, group("pipeline", configuration)) + gathered)
 
 
 def _once(configuration: Configuration, layer: _Layer, blocks: int) -> dict[str, float]:

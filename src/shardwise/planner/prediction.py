@@ -133,12 +133,22 @@ class Cluster:
 class Stack:
     """Constants of a software stack, each relative to the accelerator's or fabric's own.
 
-    matmul, attention: share of the accelerator's rate that its kernels reach. memory_bound: passes over memory against
-    the count of `compute.py`. score_passes: passes over score matrices without flash attention, likewise. launch:
-    host time of a kernel against `compute.LAUNCH`. overlap: exponent of the norm that joins computation and traffic
-    (1: one after the other; large: the longer of both). network: share of the fabric's rate. memory_factor, memory_gb:
-    reserved against allocated memory, and what is held besides. spread: log-standard deviation of what is measured
-    about what is predicted. source: rows these were fitted on, and how well they fit.
+    Attributes:
+        matmul, attention: share of the accelerator's rate that its kernels reach.
+        memory_bound: passes over memory against the count of `compute.py`.
+        score_passes: passes over score matrices without flash attention, likewise.
+        recompute: share of a checkpointed forward that runs again (torch may stop before the last product, whose result
+            nobody needs).
+        launch: host time of a kernel against `compute.LAUNCH`.
+        overlap: exponent of the norm that joins computation and traffic (1: one after the other; large: the longer).
+        network: share of the fabric's rate.
+        pipeline_wait: seconds that a host loses for each block, microbatch and tensor rank where stages lie on several
+            nodes.
+        activations: bytes kept for backward against the count of `footprint.py`.
+        gradient_copy: bytes a parameter of gradients beside those that accumulate in fp32.
+        memory_gb: what else is held.
+        spread: log-standard deviation of what is measured about what is predicted.
+        source: rows these were fitted on, and how well they fit.
     """
 
     name: str
@@ -146,12 +156,14 @@ class Stack:
     memory_bound: float = 1.0
     attention: float = 1.0
     score_passes: float = 1.0
+    recompute: float = 1.0
     launch: float = 1.0
     overlap: float = 3.0
     network: float = 1.0
     pipeline_wait: float = 0.0
-    memory_gb: float = 1.5
-    memory_factor: float = 1.05
+    activations: float = 1.0
+    gradient_copy: float = 0.0
+    memory_gb: float = 1.0
     spread: float = 0.1
     source: str = "not fitted"
 
@@ -169,6 +181,8 @@ class Configuration:
         checkpointed: share of the blocks that checkpoint.
         collectives: `nccl`, `hierarchical`, or `smddp` (`communication.py`).
         async_tensor: tensor traffic is cut in pieces that hide behind matrix products.
+        scattered_messages: tensor ranks send a part of a stage's output each, and gather it (arXiv 2104.04473,
+            section 4.1).
         balanced: the pipeline's stages are cut by cost; else blocks are shared out evenly and the ends come on top.
     """
 
@@ -199,6 +213,7 @@ class Configuration:
     dropout: bool = False
     collectives: str = "nccl"
     async_tensor: bool = False
+    scattered_messages: bool = False
     balanced: bool = True
     chunked_loss: bool = False
     reshard_after_forward: bool = True
@@ -234,7 +249,8 @@ class Prediction:
     memory: dict[str, float]
     memory_interval: tuple[float, float]
     stage_memory: tuple[float, ...]
-    fits: bool
+    fits: bool  # as predicted
+    may_fit: bool  # at the lower end of memory's interval
     tokens: int
     ranks: int
     peak_tflops: float  # of one accelerator

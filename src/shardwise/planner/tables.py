@@ -16,11 +16,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardwise.errors import ConfigError, TableError
-from shardwise.planner.hardware import ACCELERATORS, GB, Accelerator
+from shardwise.planner.hardware import ACCELERATORS, GIB, USABLE, Accelerator
 from shardwise.planner.inventory import fabrics, presets
 from shardwise.planner.prediction import Cluster, Configuration, ModelShape, Prediction, Stack
 
-GIB = 2**30
 # Column -> the largest value that its unit allows.
 NUMBERS = {
     "params_b": 1e5, "layers": 1e4, "hidden": 1e6, "heads": 1e4, "kv_heads": 1e4, "ffn": 1e7, "vocab": 1e7,
@@ -141,7 +140,7 @@ def configuration(row: Row) -> Configuration:
     data = row.whole("dp", max(1, cluster.size // (tensor * pipeline * context)))
     zero = row.whole("zero_stage", 0)
     shard = min(data, row.whole("sdp", data if zero else 1))
-    microbatch, accumulation = _batch(row, data)
+    microbatch, accumulation = _batch(row, data, pipeline)
     checkpointing, share = _checkpointing(row)
     return Configuration(
         model=_model(row),
@@ -168,6 +167,7 @@ def configuration(row: Row) -> Configuration:
         compile=row.text.get("compile") == "1",
         dropout=row.text["mlp"] == "gelu" and row.text["flash"] == "0",
         collectives="smddp" if "smddp" in row.text.get("collectives", "").lower() else "nccl",
+        scattered_messages=True,
         async_tensor="asynctp" in row.text.get("strategy", "").lower().replace("-", ""),
     )
 
@@ -192,13 +192,16 @@ def _model(row: Row) -> ModelShape:
     )
 
 
-def _batch(row: Row, data: int) -> tuple[int, int]:
-    """(sequences of a microbatch on a rank, microbatches of a step); what is missing follows from the global batch."""
+def _batch(row: Row, data: int, pipeline: int) -> tuple[int, int]:
+    """(sequences of a microbatch on a rank, microbatches of a step); what is missing follows from the global batch.
+
+    Where nothing is said of it, there are as many microbatches as fill the pipeline.
+    """
     total = row.numbers.get("gbs", math.nan) / data
     if "mbs" in row.numbers:
         microbatch = row.whole("mbs")
         derived = total / microbatch
-        return microbatch, row.whole("grad_accum", derived if derived >= 1 else 1)
+        return microbatch, row.whole("grad_accum", derived if derived >= 1 else pipeline)
     accumulation = row.whole("grad_accum", 1)
     if math.isnan(total) or total < accumulation:
         raise Unmapped("neither mbs nor a gbs to derive it from is stated")
@@ -249,13 +252,15 @@ def _accelerator(row: Row, strict: bool = True) -> Accelerator | None:
         if strict:
             raise Unmapped(f"gpu={row.text['gpu']!r} is not a known accelerator")
         return None
-    memory = row.numbers.get("gpu_mem_gb", parts[0].memory_bytes / GB)
+    memory = row.numbers.get("gpu_mem_gb", parts[0].memory_bytes / GIB)
     fitting = [each for each in parts if "PCIe" in each.name or "NVL" in each.name]
     usual = [each for each in parts if each not in fitting] or parts
     wanted = fitting if fitting and any(word.lower() in ("pcie", "nvl") for word in words) else usual
-    part = min(wanted, key=lambda each: abs(each.memory_bytes / GB - memory))
+    part = min(wanted, key=lambda each: abs(each.memory_bytes / GIB - memory))
     watts = next((float(word[:-1]) for word in words if re.fullmatch(r"\d+W", word)), part.watts)
-    return replace(part, memory_bytes=int(memory * GB), watts=watts, matmul=part.matmul * (watts / part.watts) ** POWER)
+    return replace(
+        part, memory_bytes=int(memory * GIB * USABLE), watts=watts, matmul=part.matmul * (watts / part.watts) ** POWER
+    )
 
 
 POWER = 0.4  # exponent of the rate of matrix products against the power limit
