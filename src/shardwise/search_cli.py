@@ -127,11 +127,12 @@ def local_cluster(job: Job) -> Cluster:
 
     from shardwise.entry import CPU_WORKERS
     from shardwise.planner.inventory import cluster
+    from shardwise.planner.local import cpu_cluster
 
     if torch.cuda.is_available() and job.parallel.device != "cpu":
         count = job.parallel.workers or torch.cuda.device_count()
         return cluster(f"{torch.cuda.get_device_name()}:{count}")
-    return cluster(f"cpu:{job.parallel.workers or CPU_WORKERS}")
+    return cpu_cluster(job.parallel.workers or CPU_WORKERS)
 
 
 # ------------------------------------------------------------------------------------------------------------ outputs

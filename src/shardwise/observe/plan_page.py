@@ -17,7 +17,7 @@ from plotly.offline import get_plotlyjs
 
 from shardwise import __version__
 from shardwise.observe.charts import Chart, figure_json
-from shardwise.observe.report import Figure, Row, chart_article, data_table, figure_list, script_json
+from shardwise.observe.report import Figure, Row, chart_article, data_table, figure_list, scaled, script_json
 from shardwise.planner.explain import (
     BYTES_SAID,
     GIB,
@@ -80,7 +80,9 @@ def _figures(asked: Candidate, budget: Budget) -> Iterator[Figure]:
     yield Figure("Peak memory", f"{asked.memory_bytes / GIB:.1f} GiB", f"of {room:.1f}, fullest rank")
     days, cost = budget.days(asked), budget.cost(asked)
     if days is not None:
-        yield Figure("Days", f"{days:,.1f}", f"{budget.tokens:,.0f} tokens" + (f", ${cost:,.0f}" if cost else ""))
+        yield Figure(
+            "Days", f"{days:,.1f}", f"{scaled(budget.tokens or 0)} tokens" + (f", ${cost:,.0f}" if cost else "")
+        )
 
 
 # ------------------------------------------------------------------------------------------------------------- charts
@@ -199,7 +201,14 @@ def _figure(unit: str) -> go.Figure:
             "template": "none",
             "margin": {"l": 56, "r": 16, "t": 12, "b": 44},
             "showlegend": True,
-            "legend": {"orientation": "h", "x": 0, "xanchor": "left", "y": 1.0, "yanchor": "bottom"},
+            "legend": {
+                "orientation": "h",
+                "x": 0,
+                "xanchor": "left",
+                "y": 1.0,
+                "yanchor": "bottom",
+                "traceorder": "normal",
+            },
             "xaxis": {"title": {"text": unit}, "showgrid": True, "zeroline": False},
             "yaxis": {"zeroline": False, "automargin": True, "title": {"text": ""}},
         }

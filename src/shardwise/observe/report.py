@@ -81,7 +81,7 @@ def _title(run: Mapping[str, Any]) -> str:
     facts = _part(run, "facts")
     size = _number(facts.get("parameters"))
     family = str(facts.get("family") or "Training run")
-    return f"{family}, {_scaled(size)} parameters" if size else family
+    return f"{family}, {scaled(size)} parameters" if size else family
 
 
 def _subtitle(run: Mapping[str, Any]) -> str:
@@ -102,7 +102,7 @@ def _figures(run: Mapping[str, Any], records: Sequence[Record]) -> Iterator[Figu
     yield from _loss_figures(result, records, steps)
     tokens, seconds = _number(result.get("tokens")), _number(result.get("seconds"))
     if tokens:
-        yield Figure("Tokens", _scaled(tokens), f"in {duration(seconds)}" if seconds else "")
+        yield Figure("Tokens", scaled(tokens), f"in {duration(seconds)}" if seconds else "")
     rates = [record["tokens_per_second"] for record in steps[1:] if record.get("tokens_per_second")]
     if rates:
         yield Figure("Tokens a second", f"{median(rates):,.0f}", "median step, the first left out")
@@ -113,8 +113,21 @@ def _figures(run: Mapping[str, Any], records: Sequence[Record]) -> Iterator[Figu
     peaks = [max(record["peak_memory_bytes"]) for record in steps if record.get("peak_memory_bytes")]
     if peaks:
         yield Figure("Peak memory", _bytes(max(peaks)), "of the fullest rank")
+    yield from _prediction_figures(records)
     if skipped := sum(bool(record.get("skipped")) for record in steps):
         yield Figure("Skipped steps", str(skipped), "not finite")
+
+
+def _prediction_figures(records: Sequence[Record]) -> Iterator[Figure]:
+    """What the planner had predicted, beside what was measured."""
+    compared = next((record for record in records if "measured_step_seconds" in record), {})
+    for name, key, show in (
+        ("Predicted step", "step_seconds", lambda value: f"{value:.3g} s"),
+        ("Predicted memory", "peak_memory_bytes", _bytes),
+    ):
+        predicted, measured = _number(compared.get(f"predicted_{key}")), _number(compared.get(f"measured_{key}"))
+        if predicted and measured:
+            yield Figure(name, show(predicted), f"measured {show(measured)}, off by {predicted / measured - 1:+.1%}")
 
 
 def _loss_figures(result: Mapping[str, Any], records: Sequence[Record], steps: Sequence[Record]) -> Iterator[Figure]:
@@ -221,7 +234,7 @@ def _footer(run: Mapping[str, Any]) -> str:
     return f"Written by shardwise{f' {version}' if version else ''}. Nothing on this page is loaded from a network."
 
 
-def _scaled(value: float) -> str:
+def scaled(value: float) -> str:
     """`10.2M` and so on; small numbers as they are."""
     for size, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "k")):
         if value >= size:

@@ -46,7 +46,7 @@ class Question(NamedTuple):
 
 @dataclass(frozen=True)
 class Candidate:
-    """One legal layout: what would run, and what is expected of it. `exact`: memory's closed form, where it was made."""
+    """One legal layout: what would run, and what is expected of it. `exact`: memory's closed form, once it is made."""
 
     changes: Changes
     plan: Plan
