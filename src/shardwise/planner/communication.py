@@ -5,7 +5,7 @@ a second: its own link inside a node, and between nodes its share of the node's 
 that leave it (all groups of the axis run at once).
 
 - ring (Thakur, Rabenseifner and Gropp 2005, section 4.1): all-gather and reduce-scatter (n-1)/n·S/b + (n-1)·hop, with
-  b of the slower kind of link; all-reduce twice that.
+  b of the slower kind of link; all-reduce moves twice as much, its two halves one behind the other.
 - tree (Sanders, Speck and Traff 2009, double binary trees as NCCL builds them): all-reduce 2·S/b + 2·log2(m)·hops.
 - hierarchical: inside the nodes and between them one after the other, so that only m - 1 hops are between nodes.
 - direct, SMDDP's all-gather: every rank sends its part to its peers of all nodes at once, so that one hop is paid, and
@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from shardwise.planner.prediction import Cluster, Configuration, Stack
 
-TREE = 0.85  # share of the ring's bandwidth that trees reach
+TREE = 0.25  # share of the ring's bandwidth that trees reach on large sizes (p5 with EFA, fabric_bandwidth.csv)
 DIRECT = 0.90  # share of the nominal bandwidth between nodes that direct sending reaches
 
 
@@ -99,9 +99,9 @@ def gather(size: float, over: Group, algorithm: str = "nccl") -> float:
 
 def reduce(size: float, over: Group) -> float:
     """All-reduce of `size` bytes, seconds."""
-    ring = 2 * gather(size, over)
     if over.nodes == 1:
-        return ring
+        return 2 * gather(size, over)
+    ring = 2 * (over.ranks - 1) / over.ranks * size / min(over.intra, over.inter) + (over.ranks - 1) * over.far_hop
     hops = 2 * (math.log2(over.nodes) * over.far_hop + over.local * over.hop)
     return min(ring, 2 * size / (min(over.intra, over.inter) * TREE) + hops)
 

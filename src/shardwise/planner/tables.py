@@ -195,13 +195,13 @@ def _model(row: Row) -> ModelShape:
 def _batch(row: Row, data: int, pipeline: int) -> tuple[int, int]:
     """(sequences of a microbatch on a rank, microbatches of a step); what is missing follows from the global batch.
 
-    Where nothing is said of it, there are as many microbatches as fill the pipeline.
+    Where nothing is said of it, there are twice as many microbatches as stages, which fill any schedule.
     """
     total = row.numbers.get("gbs", math.nan) / data
     if "mbs" in row.numbers:
         microbatch = row.whole("mbs")
         derived = total / microbatch
-        return microbatch, row.whole("grad_accum", derived if derived >= 1 else pipeline)
+        return microbatch, row.whole("grad_accum", derived if derived >= 1 else 2 * pipeline if pipeline > 1 else 1)
     accumulation = row.whole("grad_accum", 1)
     if math.isnan(total) or total < accumulation:
         raise Unmapped("neither mbs nor a gbs to derive it from is stated")
