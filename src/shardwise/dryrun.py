@@ -40,7 +40,7 @@ from shardwise.training.program import make_program
 FAKE = "fake"
 STEPS = 2  # the first makes the optimizer's state
 ITEM = torch.ops.aten._local_scalar_dense.default
-MICROBATCHES = 2  # without a pipeline, more of them hold no more
+MICROBATCHES = 2  # without a pipeline, more of them hold no more; with one, for each of its ranks
 MIB = 2**20
 
 
@@ -133,7 +133,7 @@ def dry_run(job: Job, world: World, facts: ModelFacts, rank: int = 0) -> DryRun:
 
 def _traceable(plan: Plan) -> Plan:
     """The same work where the trace can follow it."""
-    count = plan.accumulation if plan.stages else min(plan.accumulation, MICROBATCHES)
+    count = min(plan.accumulation, MICROBATCHES * plan.degrees["pipeline"])
     world = replace(plan.world, device_type="cpu", accelerator="")
     model = plan.job.model.model_copy(update={"compile": False})
     job = plan.job.model_copy(update={"model": model})
@@ -221,7 +221,9 @@ def describe(run: DryRun) -> Group:
 
 def _notes(run: DryRun) -> Iterator[str]:
     yield f"{run.operators:,} operators were traced on a CPU without allocating; attention is the CPU's fused kernel."
-    if run.plan.accumulation > MICROBATCHES and not run.plan.stages:
-        yield f"{MICROBATCHES} of {run.plan.accumulation} microbatches were traced; further ones hold no more."
+    count = MICROBATCHES * run.plan.degrees["pipeline"]
+    if run.plan.accumulation > count:
+        more = "hold more only under `pipeline: simple`" if run.plan.stages else "hold no more"
+        yield f"{count} of {run.plan.accumulation} microbatches were traced, and the closed form of those; further ones {more}."
     if run.plan.job.model.compile:
         yield "model.compile: the blocks were traced uncompiled; compiled ones keep less."

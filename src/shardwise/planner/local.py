@@ -16,8 +16,8 @@ import psutil
 
 from shardwise.draft import World
 from shardwise.planner.hardware import Accelerator, find_accelerator
-from shardwise.planner.inventory import CPU, cluster, stack_of
-from shardwise.planner.prediction import Cluster, Fabric, Stack
+from shardwise.planner.inventory import CPU, cluster
+from shardwise.planner.prediction import Cluster, Fabric
 
 
 @dataclass(frozen=True)
@@ -98,14 +98,6 @@ def cpu_cluster(ranks: int, constants: MachineConstants | None = None) -> Cluste
 def is_calibrated(world: World) -> bool:
     """Whether predictions of time mean anything: a CPU has to have been measured."""
     return world.device_type != "cpu" or machine_constants() is not None
-
-
-def local_stack(world: World) -> Stack:
-    """The constants of shardwise, on a CPU with what short trainings took against what was predicted."""
-    stack = stack_of("shardwise")
-    if world.device_type != "cpu":
-        return stack
-    return replace(stack, memory_gb=0.0, memory_factor=1.0)
 
 
 def step_factor(world: World) -> float:

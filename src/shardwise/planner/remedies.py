@@ -19,7 +19,7 @@ from shardwise.planner.space import CHECKPOINTING, COUNT, SHARDED, SIZE, TENSOR,
 
 @dataclass(frozen=True)
 class Remedy:
-    """Keys to change, the bytes that the job would then need, and its predicted time against now (1.1: a tenth more)."""
+    """Keys to change, the bytes that the job would then need, and its time against now (1.1: a tenth more)."""
 
     changes: Changes
     memory_bytes: float

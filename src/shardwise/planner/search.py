@@ -25,7 +25,7 @@ from shardwise.planner.memory import estimate
 from shardwise.planner.memory_estimate import MemoryEstimate
 from shardwise.planner.predict import predict
 from shardwise.planner.prediction import Cluster, Configuration, ModelShape, Prediction, Stack
-from shardwise.planner.space import Changes, Space, changed_job, fixed_keys
+from shardwise.planner.space import SHARDED, SIZE, Changes, Space, changed_job, fixed_keys
 
 LIMIT = 10_000  # candidates of the exhaustive part
 IMPROVED = 12  # of the best, how many are improved key by key
@@ -64,18 +64,18 @@ class Candidate:
         if not self.exact:
             return self.prediction.memory
         fullest = max(self.exact, key=lambda rank: rank.total)
-        return fullest.causes() | {"slack": self._slack(fullest.total)}
+        return fullest.causes() | {"slack": self._slack}
 
     @cached_property
     def stage_memory(self) -> tuple[float, ...]:
         """Bytes of each pipeline rank."""
         if not self.exact:
             return self.prediction.stage_memory
-        return tuple(rank.total + self._slack(rank.total) for rank in self.exact)
+        return tuple(rank.total + self._slack for rank in self.exact)
 
-    def _slack(self, size: float) -> float:
-        stack = self.configuration.stack
-        return 0.0 if self.plan.world.device_type == "cpu" else size * (stack.memory_factor - 1) + stack.memory_gb * 1e9
+    @property
+    def _slack(self) -> float:
+        return 0.0 if self.plan.world.device_type == "cpu" else self.prediction.memory.get("slack", 0.0)
 
     @property
     def memory_bytes(self) -> float:
@@ -298,11 +298,11 @@ def on_nodes(found: Found, nodes: int) -> Candidate | None:
     cluster = replace(question.cluster, nodes=nodes)
     tried: list[Candidate] = []
     for candidate in distinct(found.ranked, SHOWN):
-        open_shards = {"parallel.sharded_data_parallel_degree": None}
-        for changes in (candidate.changes, candidate.changes | open_shards):
-            space = Space(question.job, question.facts, cluster.size, question.job.training.sequences_per_step or 1)
-            made = _Search(question._replace(cluster=cluster), world_of(cluster), space, candidate.configuration.model)
-            tried += made.all([changes])
+        space = Space(question.job, question.facts, cluster.size, question.job.training.sequences_per_step or 1)
+        made = _Search(question._replace(cluster=cluster), world_of(cluster), space, candidate.configuration.model)
+        open_shards = candidate.changes | {SHARDED: None}
+        open_batches = {key: value for key, value in open_shards.items() if key != SIZE}
+        tried += made.all([candidate.changes, open_shards, open_batches])
     return max((each for each in tried if each.fits), key=_speed, default=None)
 
 

@@ -153,7 +153,7 @@ def thinned(values: Iterable[int], ratio: float = 1.75) -> list[int]:
     for last in values:
         if not kept or last >= ratio * kept[-1]:
             kept.append(last)
-    return kept if last in (None, kept[-1]) else [*kept, last]
+    return kept if last is None or last == kept[-1] else [*kept, last]
 
 
 def _around(values: list[int], value: int | None) -> list[int]:
