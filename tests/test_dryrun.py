@@ -104,7 +104,7 @@ def test_a_job_of_a_thousand_ranks_is_traced_without_allocating() -> None:
 
 def test_what_cannot_be_traced_is_refused_by_name() -> None:
     offloaded = settings(16, memory={"offload_parameters": True})
-    with pytest.raises(ConfigError, match="memory.offload_parameters=True"):
+    with pytest.raises(ConfigError, match=r"memory\.offload_parameters=True"):
         traced(offloaded, 8, device="cuda")
     with pytest.raises(ConfigError, match="--rank=8 is not among the 8 ranks"):
         traced(settings(16), 8, rank=8)

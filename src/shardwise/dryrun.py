@@ -224,6 +224,6 @@ def _notes(run: DryRun) -> Iterator[str]:
     count = MICROBATCHES * run.plan.degrees["pipeline"]
     if run.plan.accumulation > count:
         more = "hold more only under `pipeline: simple`" if run.plan.stages else "hold no more"
-        yield f"{count} of {run.plan.accumulation} microbatches were traced, and the closed form of those; further ones {more}."
+        yield f"{count} of {run.plan.accumulation} microbatches were traced and counted; further ones {more}."
     if run.plan.job.model.compile:
         yield "model.compile: the blocks were traced uncompiled; compiled ones keep less."

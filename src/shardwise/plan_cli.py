@@ -33,7 +33,9 @@ def evaluate_options(parser: argparse.ArgumentParser) -> None:
 
 
 def calibrate_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("tables", nargs="+", metavar="TABLE.csv", help="tables whose `calibrate` rows are fitted on")
+    parser.add_argument(
+        "tables", nargs="*", metavar="TABLE.csv", help="tables whose `calibrate` rows are fitted on; none: this machine"
+    )
     parser.add_argument("--output", metavar="FILE", help="write the constants, for --constants; unset: print them")
 
 
@@ -117,6 +119,8 @@ def _number(value: float | None) -> str:
 
 
 def run_calibrate(options: argparse.Namespace, keys: dict[str, Any]) -> int:
+    if not options.tables:
+        return _measure_machine(options)
     from shardwise.planner.calibrate import fit, samples
     from shardwise.planner.tables import read_table
 
@@ -138,6 +142,27 @@ def run_calibrate(options: argparse.Namespace, keys: dict[str, Any]) -> int:
     for name, stack in constants.stacks.items():
         table.add_row(name, stack.source)
     Console(stderr=True).print(table)
+    return 0
+
+
+def _measure_machine(options: argparse.Namespace) -> int:
+    """The machine's own probe, kept in the cache, where predictions about this machine look."""
+    from shardwise.calibrate import probe
+    from shardwise.planner.local import keep_constants
+
+    if options.output is not None:
+        raise ConfigError(f"--output={options.output} is for tables; what is measured here is kept in the cache")
+    console = Console(stderr=True)
+    constants = probe(console.print)
+    table = Table(title="this machine's CPU", title_justify="left")
+    for column in ("processes", "TFLOP/s of each", "GB/s of each", "step, measured / modelled"):
+        table.add_column(column, justify="right")
+    for ranks, tflops in constants.tflops.items():
+        factor, bandwidth = constants.step_factor[ranks], constants.bandwidth[ranks]
+        table.add_row(str(ranks), f"{tflops:.4f}", f"{bandwidth:.2f}", f"{factor:.2f}")
+    console.print(table)
+    console.print(f"between processes {constants.link:.2f} GB/s and {constants.hop_seconds * 1e6:.0f} us a hop")
+    print(keep_constants(constants))
     return 0
 
 

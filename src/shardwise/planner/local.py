@@ -26,7 +26,8 @@ class MachineConstants:
 
     tflops: fp32 matrix products, by number of processes that share the cores. bandwidth: GB/s of memory, likewise.
     link: GB/s of a collective's traffic between processes; hop_seconds: of one hop. step_factor: measured step time of
-    short trainings against the prediction with the constants above, by number of processes. source: when and how.
+    short trainings against the prediction with the constants above, by number of processes. growth: bytes that a
+    process takes in its first steps beside what the closed form counts. source: when and how.
     """
 
     tflops: dict[int, float]
@@ -34,6 +35,7 @@ class MachineConstants:
     link: float
     hop_seconds: float
     step_factor: dict[int, float]
+    growth: float
     source: str
 
     def at(self, of: dict[int, float], ranks: int) -> float:
