@@ -6,9 +6,10 @@ default stack's constants, and for each stack of the rows its own departures fro
     sum over rows of w · log(predicted / measured)^2 / n(stack) + sum over unknowns of w · (u / sd)^2,
 
 so that stacks count alike, however many rows they have, and a departure has to pay for itself: a stack with five rows
-stays near the default, one that is not among the rows is the default. w = 1 / (1 + (residual / 0.1)^2), or of (u / sd),
-from the last round, keeps contradictory rows from bending the others and one slow stack from slowing the default
-(iteratively reweighted least squares with Cauchy's weights, Holland and Welsch 1977). Derivatives are differences; one round is a linear least-squares problem.
+stays near the default, one that is not among the rows is the default. The weights w = 1 / (1 + (residual / 0.1)^2), or
+of u / sd, from the last round, keep contradictory rows from bending the others and one slow stack from slowing the
+default (iteratively reweighted least squares with Cauchy's weights, Holland and Welsch 1977). Derivatives are
+differences; one round is a linear least-squares problem.
 """
 
 from __future__ import annotations
