@@ -17,10 +17,11 @@ from shardwise.planner.communication import gather, group, join, reduce
 from shardwise.planner.compute import matmul_seconds, rates
 from shardwise.planner.configure import configuration_of
 from shardwise.planner.footprint import footprint
+from shardwise.planner.hardware import GIB
 from shardwise.planner.inventory import accelerator, cluster, presets, stack_of
 from shardwise.planner.predict import predict
 from shardwise.planner.prediction import Configuration, ModelShape
-from shardwise.planner.tables import GIB, configuration, read_table
+from shardwise.planner.tables import configuration, read_table
 from tests.planner.test_schedule import FACTS
 
 TABLES = Path("tests/data/perf-tables")

@@ -16,7 +16,9 @@ from typing import Any
 
 from shardwise.planner.communication import Group, gather, reduce
 from shardwise.planner.evaluate import evaluate, overall, summary
-from shardwise.planner.inventory import cluster
+from shardwise.planner.inventory import cluster, presets, stack_of
+from shardwise.planner.predict import predict
+from shardwise.planner.prediction import Configuration
 from shardwise.planner.tables import read_table
 
 PROBES = 3  # rows of a stack on which its factor is fitted
@@ -45,7 +47,7 @@ def known(directory: Path) -> str:
     return _markdown(head, [*lines, ("median over tables", "", *_middle(found), "", "", "", "")])
 
 
-def _middle(found: dict[str, dict[str, Any]]) -> tuple[str, str, str]:
+def _middle(found: dict[str, dict[str, Any]]) -> tuple[str, ...]:
     middle = overall(found)["median_over_tables"]
     return (*_figures(middle, "median_percent", "p90_percent"), "")
 
@@ -104,6 +106,49 @@ def fabric(directory: Path) -> str:
     return _markdown(("collective of 256 MB", "nodes", "predicted bus GB/s", "measured GB/s"), lines)
 
 
+def example(directory: Path) -> str:
+    """Markdown: GPT-3 175B on p4d nodes as SMP's announcement describes it, with what it leaves out filled in."""
+    head = (
+        "nodes",
+        "samples a step",
+        "seconds a step",
+        "samples/s",
+        "80 % interval",
+        "TFLOPs/GPU (8P)",
+        "days for 300B",
+    )
+    lines = []
+    for nodes, accumulation in ((120, 48), (240, 24), (240, 48)):
+        given = published_175b(nodes, accumulation)
+        found = predict(given)
+        slow, fast = (given.sequences / seconds for seconds in reversed(found.interval))
+        days = 300e9 / given.tokens * found.step_seconds / 86400
+        speed = given.sequences / found.step_seconds
+        cells = (nodes, given.sequences, f"{found.step_seconds:.1f}", f"{speed:.1f}", f"{slow:.1f} to {fast:.1f}")
+        lines.append((*map(str, cells), f"{found.tflops['8P']:.0f}", f"{days:.0f}"))
+    return _markdown(head, lines)
+
+
+def published_175b(nodes: int, accumulation: int) -> Configuration:
+    """8 tensor ranks, 6 stages, the rest data ranks with sharded optimizer state; microbatches of one sequence."""
+    return Configuration(
+        model=presets()["gpt3-175b"],
+        cluster=cluster(f"p4d.24xlarge:{nodes}"),
+        stack=stack_of("SMP1.13/PT1.12"),
+        sequence=2048,
+        microbatch=1,
+        accumulation=accumulation,
+        shard=nodes // 6,
+        tensor=8,
+        pipeline=6,
+        zero=1,
+        precision="fp16",
+        reduction="fp16",
+        checkpointing="full",
+        flash=False,
+    )
+
+
 def _figures(each: dict[str, Any], *keys: str) -> tuple[str, ...]:
     return tuple("" if each[key] is None else f"{each[key]:.1f}" for key in keys)
 
@@ -113,7 +158,7 @@ def _markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, rule, *lines))
 
 
-PARTS = {"known": known, "ranked": ranked, "unknown": unknown, "fabric": fabric}
+PARTS = {"known": known, "ranked": ranked, "unknown": unknown, "fabric": fabric, "example": example}
 
 
 def part(page: str, name: str) -> str:
@@ -124,11 +169,12 @@ def part(page: str, name: str) -> str:
 
 
 def main(words: Sequence[str]) -> int:
-    """Write the parts of a page anew."""
-    directory, page = Path(words[0]), Path(words[1])
+    """Write the parts of a page anew: those named behind directory and page, or all of them."""
+    directory, page, names = Path(words[0]), Path(words[1]), words[2:] or list(PARTS)
+    made = {name: PARTS[name](directory) for name in names}
     text = page.read_text()
-    for name, make in PARTS.items():
-        text = text.replace(f"<!-- {name} -->\n{part(text, name)}\n", f"<!-- {name} -->\n{make(directory)}\n")
+    for name, table in made.items():
+        text = text.replace(f"<!-- {name} -->\n{part(text, name)}\n", f"<!-- {name} -->\n{table}\n")
     page.write_text(text)
     return 0
 

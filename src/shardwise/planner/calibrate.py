@@ -3,12 +3,13 @@
 Unknowns are logarithms: a factor on all accelerators' rate of matrix products and each one's departure, factors on the
 default stack's constants, and for each stack of the rows its own departures from the default. They minimise
 
-    sum over rows of w · log(predicted / measured)^2 / n(stack) + sum over unknowns of (u / sd)^2,
+    sum over rows of w · log(predicted / measured)^2 / n(stack) + sum over unknowns of w · (u / sd)^2,
 
-so that each stack counts alike, however many rows it has, and a departure has to pay for itself: a stack with five rows
-stays near the default, one that is not among the rows is the default. w = 1 / (1 + (residual / 0.1)^2), from the last
-round, keeps contradictory rows from bending the others (iteratively reweighted least squares with Cauchy's weights,
-Holland and Welsch 1977). Derivatives are differences; one round is a linear least-squares problem.
+so that stacks count alike, however many rows they have, and a departure has to pay for itself: a stack with five rows
+stays near the default, one that is not among the rows is the default. The weights w = 1 / (1 + (residual / 0.1)^2), or
+of u / sd, from the last round, keep contradictory rows from bending the others and one slow stack from slowing the
+default (iteratively reweighted least squares with Cauchy's weights, Holland and Welsch 1977). Derivatives are
+differences; one round is a linear least-squares problem.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ STACK_SD = {
     "recompute": 0.2, "network": 0.2, "pipeline_wait": 1.0,
 }  # fmt: skip
 LEAST_SPREAD = 0.06
-UNKNOWN_SPREAD = 0.12  # of a stack that is not among the rows: what the stacks differ by when each is left out
+UNKNOWN_SPREAD = 0.10  # of a stack that is not among the rows: what the stacks differ by when each is left out
 MEMORY_ROWS = 10  # fewer leave the default's memory constants
 WAIT = 3e-3  # seconds; the unit in which pipeline_wait is fitted
 
@@ -102,8 +103,9 @@ def fit(given: Sequence[Sample]) -> Constants:
     for _ in range(ROUNDS):
         residuals, slopes = _derivatives(given, unknowns, at)
         weight = np.sqrt(share / (1 + (residuals / TOLERANCE) ** 2)) / (TOLERANCE / 2)
-        left = np.vstack([slopes * weight[:, None], np.diag(1 / sd)])
-        right = np.concatenate([-residuals * weight, -at / sd])
+        near = 1 / (sd * np.sqrt(1 + (at / sd) ** 2))
+        left = np.vstack([slopes * weight[:, None], np.diag(near)])
+        right = np.concatenate([-residuals * weight, -at * near])
         step = np.linalg.lstsq(left, right, rcond=None)[0]
         at = at + np.clip(step, -0.3, 0.3)
         if np.abs(step).max() < 2e-3:

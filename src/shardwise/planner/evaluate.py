@@ -11,10 +11,11 @@ from itertools import combinations
 from typing import Any
 
 from shardwise.planner.calibrate import Sample, fit, samples, shipped_rows
+from shardwise.planner.hardware import GIB
 from shardwise.planner.inventory import Constants, shipped
 from shardwise.planner.predict import predict
 from shardwise.planner.prediction import EIGHTY, Prediction
-from shardwise.planner.tables import GIB, Row, Unmapped, configuration, measured, predicted
+from shardwise.planner.tables import Row, Unmapped, configuration, measured, predicted
 
 APART = 0.05  # pairs that differ by less are not ranked
 GROUP = ("model", "tied", "gpu", "n_gpus", "stack", "seq", "gbs", "precision")

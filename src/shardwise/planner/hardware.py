@@ -57,9 +57,14 @@ class Accelerator:
     memory_bound: float = 0.8
 
     def peak(self, dtype: str) -> float | None:
-        """Peak dense TFLOP/s in `dtype` ("fp64", "fp32", "bf16" or "fp16")."""
-        peak: float | None = getattr(self, dtype)
+        """Peak dense TFLOP/s in `dtype` ("fp64", "fp32", "bf16" or "fp16"); "fp8" is held to that of bf16."""
+        peak: float | None = getattr(self, "bf16" if dtype == "fp8" else dtype)
         return peak
+
+    @property
+    def fp8(self) -> bool:
+        """Whether products in fp8 are quicker than in bf16: Ada, Hopper, Blackwell, CDNA 3."""
+        return re.match(r"(G?[BH]\d|L\d|MI3)", self.name) is not None
 
 
 def _read() -> tuple[Accelerator, ...]:

@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shardwise.errors import ConfigError, TableError
-from shardwise.planner.hardware import ACCELERATORS, GIB, USABLE, Accelerator
+from shardwise.errors import TableError
+from shardwise.planner.hardware import ACCELERATORS, GIB, USABLE, Accelerator, read_data
 from shardwise.planner.inventory import fabrics, presets
 from shardwise.planner.prediction import Cluster, Configuration, ModelShape, Prediction, Stack
 
@@ -33,14 +33,14 @@ COLUMNS = (
     *NUMBERS,
 )
 _ZERO_ALLOWED = ("zero_stage",)
-_CHECKPOINTING = {
-    "": ("none", 0.0),
-    "none": ("none", 0.0),
-    "full": ("full", 1.0),
-    "selective": ("attention", 1.0),
-    "selective-op": ("half", 1.0),
-    "selective-layer": ("full", 0.5),
-}
+# Words of act_ckpt in the order in which they are looked for -> kind and share of the blocks.
+_CHECKPOINTING = (
+    (r"selective-op|op-level|\bsac\b", ("half", 1.0)),
+    (r"selective-layer|every|layer", ("full", 0.5)),
+    (r"selective|attention", ("attention", 1.0)),
+    (r"^(none|no|off|false|0)?$", ("none", 0.0)),
+    (r"full|block|uniform|true|yes|on|1", ("full", 1.0)),
+)
 _EFA = re.compile(r"\bEFA\b|\bp[345]d?[en]?n?\b|SMDDP|amazon", re.IGNORECASE)
 LAYER_METRIC = "layer"
 
@@ -108,7 +108,7 @@ def _row(path: Path, index: int, record: dict[str, str]) -> Row:
 
 
 def _check(where: str, row: Row) -> None:
-    """Numbers that contradict each other: units mixed up, degrees that are not the cluster."""
+    """Numbers that contradict each other, which is how mixed up units show."""
     has = row.numbers
     if {"hidden", "heads"} <= has.keys() and has["hidden"] % has["heads"]:
         raise TableError(f"{where}, column heads: {has['heads']:g} does not divide hidden={has['hidden']:g}")
@@ -120,17 +120,6 @@ def _check(where: str, row: Row) -> None:
         peak = _accelerator(row, strict=False)
         if peak and has["tflops_gpu"] > 1.2 * (peak.peak(_precision(row)) or peak.fp32):
             raise TableError(f"{where}, column tflops_gpu: {has['tflops_gpu']:g} is above the peak of {peak.name}")
-    degrees = [has[axis] for axis in ("dp", "tp", "pp") if axis in has]
-    if (
-        "n_gpus" in has
-        and len(degrees) == 3
-        and math.prod(degrees) * has.get("cp", 1)
-        not in (
-            has["n_gpus"],
-            has["n_gpus"] * has.get("cp", 1),
-        )
-    ):
-        raise TableError(f"{where}, column n_gpus: dp x tp x pp x cp is not {has['n_gpus']:g}")
 
 
 def configuration(row: Row) -> Configuration:
@@ -138,6 +127,12 @@ def configuration(row: Row) -> Configuration:
     tensor, pipeline, context = (row.whole(column, 1) for column in ("tp", "pp", "cp"))
     cluster = _cluster(row, tensor * pipeline * context)
     data = row.whole("dp", max(1, cluster.size // (tensor * pipeline * context)))
+    if data == cluster.size // (tensor * pipeline) > cluster.size // (tensor * pipeline * context):
+        data //= context  # ranks that share sequences are among them
+    if data * tensor * pipeline * context != cluster.size:
+        raise Unmapped(f"column n_gpus: dp x tp x pp x cp is not {cluster.size}")
+    if row.numbers.get("ep", 1) > 1:
+        raise Unmapped(f"column ep: {row.numbers['ep']:g} expert ranks; experts are not modelled")
     zero = row.whole("zero_stage", 0)
     shard = min(data, row.whole("sdp", data if zero else 1))
     microbatch, accumulation = _batch(row, data, pipeline)
@@ -177,7 +172,8 @@ def _model(row: Row) -> ModelShape:
     if "layers" not in row.numbers and known:
         return known
     hidden = row.whole("hidden")
-    gated = row.text["mlp"] not in ("gelu", "relu")
+    wide = row.numbers.get("ffn", 0) >= 4 * hidden
+    gated = "glu" in row.text["mlp"].lower() or not (row.text["mlp"] or wide)
     heads = row.whole("heads", max(1, hidden // 128))
     return ModelShape(
         name=row.text["model"],
@@ -210,16 +206,18 @@ def _batch(row: Row, data: int, pipeline: int) -> tuple[int, int]:
 
 def _checkpointing(row: Row) -> tuple[str, float]:
     """(kind, share of the blocks); a number behind a colon is that share."""
-    kind, _, share = row.text["act_ckpt"].partition(":")
-    if kind not in _CHECKPOINTING:
-        raise Unmapped(f"act_ckpt={kind!r} is not known; known: {', '.join(filter(None, _CHECKPOINTING))}")
-    found, usual = _CHECKPOINTING[kind]
-    return found, float(share) if share else usual
+    word, _, share = row.text["act_ckpt"].lower().replace("_", "-").partition(":")
+    for pattern, (kind, usual) in _CHECKPOINTING:
+        if re.search(pattern, word.strip()):
+            return kind, float(share) if re.fullmatch(r"0?\.\d+|1", share) else usual
+    raise Unmapped(f"act_ckpt={word!r} is not known; none, full, selective, selective-op and selective-layer are")
 
 
 def _precision(row: Row) -> str:
-    word = re.match(r"fp8|bf16|fp16|fp32|fp64", row.text["precision"].lower())
-    return word.group() if word and word.group() != "fp8" else "bf16"
+    word = re.search(r"f(?:loat|p)?8|bf16|fp16|fp32|fp64", row.text["precision"].lower())
+    if word is None:
+        return "bf16"
+    return "fp8" if word.group().endswith("8") else word.group()
 
 
 def _cluster(row: Row, model_ranks: int) -> Cluster:
@@ -230,7 +228,7 @@ def _cluster(row: Row, model_ranks: int) -> Cluster:
     nodes = -(-ranks // per_node)
     words = " ".join(row.text.get(column, "") for column in ("collectives", "assumed", "notes", "table", "url"))
     fabric = fabrics()["efa" if _EFA.search(words) else "rdma"]
-    inter = row.number("inter_Gbps_per_node", 3200 if nodes == 1 else None) / 8
+    inter = row.number("inter_Gbps_per_node", _usual_network(device)) / 8
     return Cluster(
         name=row.text["gpu"],
         accelerator=device,
@@ -243,10 +241,17 @@ def _cluster(row: Row, model_ranks: int) -> Cluster:
     )
 
 
+def _usual_network(device: Accelerator) -> float:
+    """Gbit/s of a node where the row does not say: that of the vendor's own machines with this part."""
+    rows = read_data("clusters").values()
+    found = [row["inter_gbps"] for row in rows if row["accelerator"] == device.name and row["fabric"] == "rdma"]
+    return float(max(found, default=800))
+
+
 def _accelerator(row: Row, strict: bool = True) -> Accelerator | None:
     """`A100-40`, `H100`, `H100-96-500W`: the part of nearest memory; a stated power limit slows it."""
-    name, *words = row.text["gpu"].replace("_", "-").split("-")
-    stem = re.split(r"\d+GB", name)[0].strip().lower()
+    name, *words = re.split(r"[-_ ]+", re.sub(r"(?i)^(nvidia|amd|tesla|instinct)[-_ ]+", "", row.text["gpu"]))
+    stem = name.lower()
     parts = [each for each in ACCELERATORS if stem and each.name.lower().split()[0] == stem]
     if not parts:
         if strict:
@@ -268,7 +273,7 @@ POWER = 0.4  # exponent of the rate of matrix products against the power limit
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured of a row, in its own unit: step_s, tok_s_gpu or tflops_gpu in a FLOP convention."""
+    """What was measured of a row, in its own unit: step_s, tok_s_gpu, tflops_gpu in a FLOP convention, or mfu_pct."""
 
     unit: str
     value: float
@@ -282,6 +287,8 @@ def measured(row: Row) -> Measured | None:
             return Measured(unit, row.numbers[unit])
     if "tflops_gpu" in row.numbers:
         return Measured("tflops_gpu", row.numbers["tflops_gpu"], _convention(row.text.get("flops_convention", "")))
+    if "mfu_pct" in row.numbers:
+        return Measured("mfu_pct", row.numbers["mfu_pct"])
     return None
 
 
@@ -291,7 +298,7 @@ def _convention(text: str) -> str:
         (r"8p|\(a\)", "8P"),
         (r"2021|96|\(b\)", "megatron-2021"),
         (r"2022|72|\(d\)", "megatron-2022"),
-        (r"palm|6p|model|\(c\)", "palm"),
+        (r"palm|6p|model|\(c\)|^$", "palm"),
     ):
         if re.search(pattern, words):
             return name
@@ -307,7 +314,6 @@ def predicted(row: Row, prediction: Prediction) -> float:
         return prediction.step_seconds
     if found.unit == "tok_s_gpu":
         return prediction.tokens_per_second
+    if found.unit == "mfu_pct":
+        return 100 * prediction.mfu
     return prediction.tflops[found.convention]
-
-
-__all__ = ["GIB", "ConfigError", "Measured", "Row", "Unmapped", "configuration", "measured", "predicted", "read_table"]
