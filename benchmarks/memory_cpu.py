@@ -32,7 +32,8 @@ from shardwise.layout import Layout
 from shardwise.observe.memory import LiveBytes
 from shardwise.parallel.apply import parallelize
 from shardwise.plan import Plan, resolve
-from shardwise.planner.memory import MemoryEstimate, estimate
+from shardwise.planner.memory import estimate
+from shardwise.planner.memory_estimate import MemoryEstimate
 from shardwise.precision import LossScaler
 from shardwise.testing.world import WorldPool
 from shardwise.training.init import initialize

@@ -30,6 +30,14 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 _ATEN = torch.ops.aten
 
 
+def fake_store() -> dist.Store:
+    """The store of the backend "fake", whose collectives do nothing: one process plays a rank of any world."""
+    # No public name: the backend registers itself when torch's own testing module is imported (torch 2.11 to 2.13).
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
+
+
 def has_flash_attention(query: Tensor) -> bool:
     """Whether the fused kernel that also gives the log-sum-exp runs on these tensors [B, h, S, d]."""
     return query.device.type == "cpu"
@@ -77,6 +85,7 @@ __all__ = [
     "TorchDispatchMode",
     "all_gather_single",
     "clear_placement_cache",
+    "fake_store",
     "flash_attention",
     "flash_attention_backward",
     "has_flash_attention",

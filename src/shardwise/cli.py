@@ -1,4 +1,4 @@
-"""The command line: `shardwise train`, `verify`, `export`, `checkpoint` and `doctor`.
+"""The command line: `shardwise train`, `verify`, `export`, `checkpoint`, `plan` and `doctor`.
 
 Words of the form `--section.key value` are keys of the job and are taken out before argparse sees the rest. A user's
 mistake ends as one message on stderr and the error's exit code, never as a traceback. Heavy imports happen inside the
@@ -14,11 +14,22 @@ import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from shardwise import __version__
+from shardwise import __version__, plan_cli, search_cli
 from shardwise.errors import ConfigError, ShardwiseError, nearest
 
 INTERRUPTED = 130
-SPECIAL = ("output", "print-plan", "profile", "blocks", "against")  # options of some commands that are no keys
+SPECIAL = (
+    "output",
+    "print-plan",
+    "profile",
+    "blocks",
+    "against",
+    "cluster",
+    "tokens",
+    "explain",
+    "write",
+    "html",
+)  # options of some commands that are no keys
 WIDTH = 100
 PLACE = "a checkpoint, a directory of them, or a run's output directory; a path or URL"
 
@@ -242,6 +253,29 @@ COMMANDS = {
         _checkpoint,
         takes_job=False,
     ),
+    "plan": Command(
+        "find the fastest layout of a job on a cluster",
+        "Predict step time and memory of every legal layout of a job on a cluster, rank them, explain the best one.\n"
+        "Keys that the job sets stay. Reads no data and no weights, starts nothing.\n"
+        "See also `shardwise plan evaluate` and `shardwise plan calibrate`.",
+        search_cli.plan_options,
+        search_cli.run_plan,
+    ),
+    "plan evaluate": Command(
+        "score the planner on tables of measurements",
+        "Predict every row of the tables from its configuration alone, and compare with what was measured: error\n"
+        "a row, median, 90th percentile and maximum a table, rows that could not be mapped, memory, ranking.",
+        plan_cli.evaluate_options,
+        plan_cli.run_evaluate,
+        takes_job=False,
+    ),
+    "plan calibrate": Command(
+        "refit the planner's constants from measurements",
+        "Fit the constants of accelerators and software stacks on the rows of the tables whose fit_role is calibrate.",
+        plan_cli.calibrate_options,
+        plan_cli.run_calibrate,
+        takes_job=False,
+    ),
     "doctor": Command(
         "show what this machine offers, or a model",
         "Show versions, devices, backends and extras; or of a Hugging Face model on which axes it can be split,\n"
@@ -277,6 +311,8 @@ def run(words: Sequence[str]) -> int:
     if not words:
         parser.print_help()
         return 2
+    if " ".join(words[:2]) in COMMANDS:  # a command of two words
+        words = [" ".join(words[:2]), *words[2:]]
     if not words[0].startswith("-") and words[0] not in COMMANDS:
         raise ConfigError(f"unknown command {words[0]!r}.{nearest(words[0], COMMANDS)}")
     keys: dict[str, Any] = {}

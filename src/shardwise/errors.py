@@ -36,6 +36,10 @@ class DataError(ShardwiseError):
     """A corpus, tokenizer or token file that is missing, empty, corrupt or does not fit the model."""
 
 
+class TableError(ShardwiseError):
+    """A table of measurements whose columns are missing or whose values cannot be."""
+
+
 class OutputError(ShardwiseError):
     """An output directory that cannot be written or that belongs to another job."""
 
@@ -54,6 +58,10 @@ class DamagedError(CheckpointError):
 
 class MachineError(ShardwiseError):
     """The machine or the launcher's variables do not allow what the job asks for."""
+
+
+class CapacityError(ShardwiseError):
+    """A model that no layout fits on the cluster it was planned for."""
 
 
 class WorkerError(ShardwiseError):

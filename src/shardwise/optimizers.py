@@ -7,6 +7,7 @@ not need it.
 from __future__ import annotations
 
 import inspect
+import json
 from functools import cache
 
 from shardwise.config import OptimizerSection
@@ -33,6 +34,7 @@ def classes() -> dict[str, type]:
     return {name: item for name, item in found if item is not optim.Optimizer}
 
 
+@cache
 def options(name: str) -> list[str]:
     """Arguments of an optimizer class that a job's `optimizer.options` may set."""
     arguments = inspect.signature(classes()[name]).parameters
@@ -46,11 +48,16 @@ def unknown_options(section: OptimizerSection) -> list[str]:
 
 def complaint(section: OptimizerSection) -> str:
     """What the class itself says against the values of its arguments; empty when it takes them."""
+    arguments = {"lr": section.learning_rate, "weight_decay": section.weight_decay, **section.options}
+    return _complaint(section.name, json.dumps(arguments, sort_keys=True, default=repr))
+
+
+@cache  # a search judges thousands of jobs that differ in other keys
+def _complaint(name: str, arguments: str) -> str:
     from torch import nn, zeros
 
-    arguments = {"lr": section.learning_rate, "weight_decay": section.weight_decay, **section.options}
     try:
-        classes()[section.name]([nn.Parameter(zeros(1))], **arguments)
+        classes()[name]([nn.Parameter(zeros(1))], **json.loads(arguments))
     except Exception as error:  # each class has its own way to refuse a value
-        return f"{section.name} says {str(error)!r}"
+        return f"{name} says {str(error)!r}"
     return ""

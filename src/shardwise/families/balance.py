@@ -7,6 +7,7 @@ blocks and after them belongs to the first and the last stage and counts there.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate
 
 from shardwise.families.facts import ModelFacts
@@ -35,9 +36,14 @@ def balance(costs: Sequence[float], stages: int, first: float = 0.0, last: float
 
     Exact, by dynamic programming over (blocks placed, stages used); of equal cuts the one with the longest last stage.
     """
+    return list(_balance(tuple(costs), stages, first, last))
+
+
+@lru_cache(maxsize=256)  # a search asks for the same few cuts thousands of times
+def _balance(costs: tuple[float, ...], stages: int, first: float, last: float) -> tuple[int, ...]:
     count = len(costs)
     if count < stages:
-        return []
+        return ()
     until = [0.0, *accumulate(costs)]
     extra = [0.0] * stages
     extra[0] += first
@@ -60,4 +66,4 @@ def balance(costs: Sequence[float], stages: int, first: float = 0.0, last: float
     for cut in reversed(cuts):
         sizes.append(end - cut[end])
         end = cut[end]
-    return sizes[::-1]
+    return tuple(reversed(sizes))

@@ -6,6 +6,7 @@ Made by `shardwise.families.discovery` from the structure of a model on the meta
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,19 @@ class ModelFacts:
     probe_failure: str = (
         ""  # why the forward could not be probed; head, dropout and arguments are then assumed the worst
     )
+
+    @cached_property
+    def block_of(self) -> dict[str, str]:
+        """Parameter name -> name of the block that holds it; those outside of the blocks are left out."""
+        blocks = {block.name for block in self.blocks}
+        found: dict[str, str] = {}
+        for name in self.parameter_shapes:
+            parts = name.split(".")
+            prefixes = (".".join(parts[:end]) for end in range(1, len(parts)))
+            block = next((prefix for prefix in prefixes if prefix in blocks), None)
+            if block is not None:
+                found[name] = block
+        return found
 
     @property
     def chunkable_head(self) -> bool:

@@ -38,9 +38,10 @@ class LiveBytes(TorchDispatchMode):
         memory.peak, memory.peak_by_device
     """
 
-    def __init__(self, *roots: Any) -> None:
+    def __init__(self, *roots: Any, counts_meta: bool = False) -> None:
         super().__init__()
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._counts_meta = counts_meta  # fake tensors live on meta, as far as their storages know
         self.peak = 0
         self.peak_by_device: dict[str, int] = {}
         self.track(*roots)
@@ -87,7 +88,7 @@ class LiveBytes(TorchDispatchMode):
     def _add(self, tensor: Tensor) -> None:
         for storage in _storages(tensor):
             key = id(storage)
-            if key not in self._storages and storage.device.type != "meta":
+            if key not in self._storages and (self._counts_meta or storage.device.type != "meta"):
                 self._storages[key] = weakref.ref(storage, partial(self._forget, key))
 
     def _forget(self, key: int, _: object) -> None:

@@ -2,7 +2,8 @@
 
 A record of a step has the keys step, loss, grad_norm, learning_rate, tokens, tokens_per_second, tflops_per_rank,
 smp_tflops_per_rank, mfu, peak_memory_bytes (a list by rank), skipped, data_hash, seconds and, for fp16, loss_scale; an
-evaluation has step and validation_loss. JSON has no NaN or infinity: such a number is written as null.
+evaluation has step and validation_loss; one record compares predicted_step_seconds and predicted_peak_memory_bytes
+with measured_step_seconds and measured_peak_memory_bytes. JSON has no NaN or infinity: such a number becomes null.
 """
 
 from __future__ import annotations

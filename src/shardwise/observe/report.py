@@ -43,12 +43,12 @@ def write_report(output: Path) -> Path:
     page = template.substitute(
         title=escape(_title(run)),
         subtitle=escape(_subtitle(run)),
-        figures=_figure_list(list(_figures(run, records))),
-        charts="\n".join(map(_chart, charts)) or '<p class="empty">No steps were recorded.</p>',
+        figures=figure_list(list(_figures(run, records))),
+        charts="\n".join(map(chart_article, charts)) or '<p class="empty">No steps were recorded.</p>',
         sections="\n".join(_sections(run, output / "sample.txt")),
         footer=escape(_footer(run)),
         plotly=get_plotlyjs(),
-        specs=_script_json({f"plot-{chart.name}": figure_json(chart.figure) for chart in charts}),
+        specs=script_json({f"plot-{chart.name}": figure_json(chart.figure) for chart in charts}),
     )
     path = output / "report.html"
     temporary = path.with_suffix(".tmp")
@@ -81,7 +81,7 @@ def _title(run: Mapping[str, Any]) -> str:
     facts = _part(run, "facts")
     size = _number(facts.get("parameters"))
     family = str(facts.get("family") or "Training run")
-    return f"{family}, {_scaled(size)} parameters" if size else family
+    return f"{family}, {scaled(size)} parameters" if size else family
 
 
 def _subtitle(run: Mapping[str, Any]) -> str:
@@ -102,7 +102,7 @@ def _figures(run: Mapping[str, Any], records: Sequence[Record]) -> Iterator[Figu
     yield from _loss_figures(result, records, steps)
     tokens, seconds = _number(result.get("tokens")), _number(result.get("seconds"))
     if tokens:
-        yield Figure("Tokens", _scaled(tokens), f"in {duration(seconds)}" if seconds else "")
+        yield Figure("Tokens", scaled(tokens), f"in {duration(seconds)}" if seconds else "")
     rates = [record["tokens_per_second"] for record in steps[1:] if record.get("tokens_per_second")]
     if rates:
         yield Figure("Tokens a second", f"{median(rates):,.0f}", "median step, the first left out")
@@ -113,8 +113,21 @@ def _figures(run: Mapping[str, Any], records: Sequence[Record]) -> Iterator[Figu
     peaks = [max(record["peak_memory_bytes"]) for record in steps if record.get("peak_memory_bytes")]
     if peaks:
         yield Figure("Peak memory", _bytes(max(peaks)), "of the fullest rank")
+    yield from _prediction_figures(records)
     if skipped := sum(bool(record.get("skipped")) for record in steps):
         yield Figure("Skipped steps", str(skipped), "not finite")
+
+
+def _prediction_figures(records: Sequence[Record]) -> Iterator[Figure]:
+    """What the planner had predicted, beside what was measured."""
+    compared = next((record for record in records if "measured_step_seconds" in record), {})
+    for name, key, show in (
+        ("Predicted step", "step_seconds", lambda value: f"{value:.3g} s"),
+        ("Predicted memory", "peak_memory_bytes", _bytes),
+    ):
+        predicted, measured = _number(compared.get(f"predicted_{key}")), _number(compared.get(f"measured_{key}"))
+        if predicted and measured:
+            yield Figure(name, show(predicted), f"measured {show(measured)}, off by {predicted / measured - 1:+.1%}")
 
 
 def _loss_figures(result: Mapping[str, Any], records: Sequence[Record], steps: Sequence[Record]) -> Iterator[Figure]:
@@ -132,7 +145,8 @@ def _loss_figures(result: Mapping[str, Any], records: Sequence[Record], steps: S
         yield Figure("Training loss", f"{losses[-1]:.3f}", f"from {losses[0]:.3f}, {steps[-1].get('step')} steps")
 
 
-def _figure_list(figures: Sequence[Figure]) -> str:
+def figure_list(figures: Sequence[Figure]) -> str:
+    """The numbers of a page's header."""
     items = [
         f"<div><dt>{escape(f.name)}</dt><dd>{escape(f.value)}</dd>"
         + (f"<dd>{escape(f.detail)}</dd>" if f.detail else "")
@@ -141,7 +155,8 @@ def _figure_list(figures: Sequence[Figure]) -> str:
     return '<dl class="figures">' + "".join(f"{item}</div>" for item in items) + "</dl>" if items else ""
 
 
-def _chart(chart: Chart) -> str:
+def chart_article(chart: Chart) -> str:
+    """A chart's place on the page; the page's script draws it there."""
     wide = " wide" if chart.wide else ""
     return (
         f'<article class="chart{wide}"><h3>{escape(chart.title)}</h3><p>{escape(chart.text)}</p>'
@@ -155,10 +170,10 @@ def _sections(run: Mapping[str, Any], sample: Path) -> Iterator[str]:
     if plan := _part(run, "plan"):
         yield f"<section><h2>Plan</h2>{_plan_table(plan)}{_notes(plan)}</section>"
     if job := _part(run, "job") or _part(run, "plan", "job"):
-        yield f"<details><summary>Job</summary>{_table(('Key', 'Value'), _job_rows(job))}</details>"
+        yield f"<details><summary>Job</summary>{data_table(('Key', 'Value'), _job_rows(job))}</details>"
     if versions := _part(run, "versions"):
         rows = [(str(name), str(version), None) for name, version in versions.items()]
-        yield f"<details><summary>Versions</summary>{_table(('Package', 'Version'), rows)}</details>"
+        yield f"<details><summary>Versions</summary>{data_table(('Package', 'Version'), rows)}</details>"
 
 
 Row = tuple[str, str, str | None]  # key, value, and the rule where there is a column for it
@@ -168,7 +183,7 @@ def _plan_table(plan: Mapping[str, Any]) -> str:
     rules = _part(plan, "rules")
     leaves = _flat(plan, ("job", "rules", "notes"))
     rows = [(key, _shown(value), str(rules.get(key.split(".")[-1], ""))) for key, value in leaves if value != ""]
-    return _table(("Key", "Value", "Rule"), rows)
+    return data_table(("Key", "Value", "Rule"), rows)
 
 
 def _notes(plan: Mapping[str, Any]) -> str:
@@ -193,7 +208,8 @@ def _flat(tree: Mapping[str, Any], leave_out: Sequence[str], prefix: str = "") -
             yield prefix + str(key), value
 
 
-def _table(head: Sequence[str], rows: Sequence[Row]) -> str:
+def data_table(head: Sequence[str], rows: Sequence[Row]) -> str:
+    """A table of two columns, or of three where the rows have a rule."""
     cells = "".join(f"<th>{escape(name)}</th>" for name in head)
     body = []
     for key, value, rule in rows:
@@ -218,7 +234,7 @@ def _footer(run: Mapping[str, Any]) -> str:
     return f"Written by shardwise{f' {version}' if version else ''}. Nothing on this page is loaded from a network."
 
 
-def _scaled(value: float) -> str:
+def scaled(value: float) -> str:
     """`10.2M` and so on; small numbers as they are."""
     for size, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "k")):
         if value >= size:
@@ -230,6 +246,6 @@ def _bytes(value: float) -> str:
     return f"{value / 2**30:.2f} GiB" if value >= 4 * 2**30 else f"{value / 2**20:,.0f} MiB"
 
 
-def _script_json(value: Any) -> str:
+def script_json(value: Any) -> str:
     """JSON that cannot end the script element that holds it."""
     return json.dumps(value, cls=PlotlyJSONEncoder).replace("<", "\\u003c").replace("&", "\\u0026")

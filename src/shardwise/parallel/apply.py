@@ -6,9 +6,10 @@ Read this file and training/step.py and you have seen the whole of distributed t
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import zip_longest
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -31,9 +32,16 @@ from shardwise.plan import Plan
 from shardwise.planner.schedule import holders
 from shardwise.precision import torch_dtype
 
+Allocation = Callable[[], AbstractContextManager[Any]]  # surrounds what gives tensors their storage
+
 
 def parallelize(
-    model: nn.Module, plan: Plan, layout: Layout, facts: ModelFacts, device: torch.device | None = None
+    model: nn.Module,
+    plan: Plan,
+    layout: Layout,
+    facts: ModelFacts,
+    device: torch.device | None = None,
+    allocation: Allocation = nullcontext,
 ) -> ParallelModel:
     """Make `model` (on the meta device) this rank's part of the job; weights are uninitialized until `initialize`.
 
@@ -43,6 +51,7 @@ def parallelize(
         layout: where this rank stands.
         facts: the model's structure.
         device: where this rank computes; unset: the CPU or the current CUDA device.
+        allocation: in which parameters and buffers get their storage; a dry run's gives them none.
     """
     device = device or torch.device(plan.world.device_type)
     model.to(torch_dtype(plan.dtypes.parameters))
@@ -52,7 +61,7 @@ def parallelize(
     splits = [_split(each, plan, layout, facts) for each in models]
     passages = [cut_stage(each, facts, plan, stage) for each, stage in zip(models, stages)]
     parts = [
-        _part(each, plan, layout, facts, device, split, passage)
+        _part(each, plan, layout, facts, device, split, passage, allocation)
         for each, split, passage in zip_longest(models, splits, passages)
     ]
     cuts = splits[0].cuts
@@ -75,6 +84,7 @@ def _part(
     device: torch.device,
     split: _Split,
     passage: Passage | None,
+    allocation: Allocation,
 ) -> Part:
     """The order below tensors and stages."""
     memory = plan.job.memory
@@ -98,7 +108,8 @@ def _part(
     if isinstance(split.border, ScatteredRows):
         scatter_between(blocks, split.border)
     sharded = shard(model, groups, plan, layout) if plan.needs_fsdp else []
-    materialize(model, device, torch.device("cpu") if memory.offload_parameters else device)
+    with allocation():
+        materialize(model, device, torch.device("cpu") if memory.offload_parameters else device)
     return Part(model, head, sharded, passage, later)
 
 

@@ -185,11 +185,10 @@ class Pipeline:
         """
         self.work, self.begin = work, begin
         self._schedule = self._schedule or self._make_schedule(count, later)
-        numbers = torch.arange(count)
         first = (torch.zeros(count),) if self.passages[0].is_first else ()
-        target = {"target": numbers} if self.passages[-1].is_last else {}
+        target = {"target": torch.zeros(count)} if self.passages[-1].is_last else {}
         try:
-            self._schedule.step(*first, **target, number=numbers)
+            self._schedule.step(*first, **target)
         except RuntimeError as error:  # torch wraps what a stage raises
             if isinstance(error.__cause__, ShardwiseError):
                 raise error.__cause__ from None
@@ -258,6 +257,10 @@ class _Stage(PipelineStage):
         )
         self._pipeline, self._part = pipeline, part
 
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self.submod.number = fwd_chunk_id  # as a number: a tensor's value would not be known in a dry run
+        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
@@ -267,15 +270,15 @@ class _Stage(PipelineStage):
 
 
 class _Runner(nn.Module):
-    """What a stage calls: (hidden states, number of the microbatch) -> hidden states, or [1] the seeded loss."""
+    """What a stage calls: hidden states of microbatch `number` -> hidden states, or [1] the seeded loss."""
 
     def __init__(self, pipeline: Pipeline, part: int, passage: Passage) -> None:
         super().__init__()
-        self.pipeline, self.part, self.passage = pipeline, part, passage
+        self.pipeline, self.part, self.passage, self.number = pipeline, part, passage, 0
 
-    def forward(self, arrived: Tensor, number: Tensor) -> Tensor:
+    def forward(self, arrived: Tensor) -> Tensor:
         assert self.pipeline.work is not None
-        value = self.pipeline.work(self.part, int(number), None if self.passage.is_first else arrived)
+        value = self.pipeline.work(self.part, self.number, None if self.passage.is_first else arrived)
         if self.passage.is_last:
             return value.view(1)
         if value.shape != self.pipeline.shape or value.dtype != self.pipeline.dtype:

@@ -23,9 +23,11 @@ context, and buffers of the model (rotary tables).
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 
 from shardwise.draft import group_size, in_flight
 from shardwise.families.facts import ModelFacts
@@ -41,41 +43,10 @@ from shardwise.planner.activations import (
     key_value_width,
     saved_bytes,
 )
+from shardwise.planner.memory_estimate import MemoryEstimate
 from shardwise.planner.shapes import local_shapes, optimizer_states, split_backward_features
 
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
-
-
-@dataclass(frozen=True)
-class MemoryEstimate:
-    """Bytes of one rank at one moment of a step, by cause.
-
-    parameters: master shards. gradients: gradient shards. optimizer: its state. gathered: whole parameters in the
-    compute dtype. communication: buffers of all-gather and reduce-scatter. unsharded_gradients: whole gradients that
-    have not been reduced yet. activations: what backward needs. working: temporaries of backward. logits: the logits
-    of one chunk (or all of them). host: bytes in host memory, which the device's total leaves out.
-    """
-
-    moment: str
-    parameters: float = 0.0
-    gradients: float = 0.0
-    optimizer: float = 0.0
-    gathered: float = 0.0
-    communication: float = 0.0
-    unsharded_gradients: float = 0.0
-    activations: float = 0.0
-    working: float = 0.0
-    logits: float = 0.0
-    host: float = 0.0
-
-    @property
-    def total(self) -> float:
-        """Bytes on the device."""
-        return sum(self.causes().values())
-
-    def causes(self) -> dict[str, float]:
-        """Cause -> bytes on the device."""
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("moment", "host")}
 
 
 def estimate(
@@ -140,16 +111,18 @@ class _Step:
     @cached_property
     def root(self) -> _Unit:
         """Everything outside of the blocks."""
-        inside = tuple(f"{block.name}." for block in self.facts.blocks)
-        return self._sized([shape for name, shape in self._shapes if not name.startswith(inside)], 0)
+        return self._sized(self._shapes[None], 0)
 
     @cached_property
-    def _shapes(self) -> list[tuple[str, tuple[int, ...]]]:
-        return list(local_shapes(self.facts, self.plan, pipeline=self.pipeline).items())
+    def _shapes(self) -> dict[str | None, list[tuple[int, ...]]]:
+        """The shapes of each block's parameters on this rank; under None, of those outside of the blocks."""
+        found: dict[str | None, list[tuple[int, ...]]] = defaultdict(list)
+        for name, shape in local_shapes(self.facts, self.plan, pipeline=self.pipeline).items():
+            found[self.facts.block_of.get(name)].append(shape)
+        return found
 
     def _unit(self, names: Sequence[str]) -> _Unit:
-        inside = tuple(f"{name}." for name in names)
-        return self._sized([shape for name, shape in self._shapes if name.startswith(inside)], len(names))
+        return self._sized([shape for name in names for shape in self._shapes[name]], len(names))
 
     def _sized(self, shapes: Sequence[tuple[int, ...]], blocks: int) -> _Unit:
         """Each tensor's dim 0 is padded to a multiple of the shard ranks."""
@@ -179,7 +152,7 @@ class _Step:
         shared = self.plan.chunked_loss and self.facts.vocabulary_parameters
         return math.ceil(self.facts.vocabulary_size / self.tensor) if shared else self.facts.vocabulary_size
 
-    @property
+    @cached_property
     def shard(self) -> float:
         """Elements of the whole model on this rank."""
         return self.root.shard + sum(unit.shard for unit in self.units)
@@ -212,14 +185,14 @@ class _Step:
         """Whether gradients are reduced once a step, at its end."""
         return self.plan.holds_whole and self.plan.accumulation > 1
 
-    @property
+    @cached_property
     def _unreduced(self) -> float:
         whole = self.root.whole + sum(unit.whole for unit in self.units)
         loss_made = self.job.parallel.pipeline == "simple" and self.plan.chunked_loss  # a head's for each in flight
         heads = (self.flights - 1) * self.head * self.loss if loss_made else 0.0
         return heads + (whole * self.reduction if self._waits else 0.0)
 
-    @property
+    @cached_property
     def _always(self) -> float:
         """The mask of isolated documents, which all blocks share; on a CPU the pool of offloaded inputs; what other
         microbatches keep on a pipeline stage, the stages' traffic, and what weight gradients wait with."""
@@ -239,7 +212,7 @@ class _Step:
         waiting = self.flights * (out - into) / max(1, len(self.stages))
         return ((into + out) * self.plan.accumulation + waiting) * self.row
 
-    @property
+    @cached_property
     def _pool(self) -> float:
         """Host buffers of offloaded activations: one hidden state a checkpoint, kept from step to step."""
         return self.between * sum(map(self.offloaded, range(len(self.units))))
@@ -267,6 +240,18 @@ class _Step:
         )
         return block_pieces(facts, self.kind, shape)
 
+    @cached_property
+    def _saved(self) -> float:
+        return saved_bytes(self.pieces)
+
+    @cached_property
+    def _kept(self) -> float:
+        return kept_bytes(self.pieces)
+
+    @cached_property
+    def _backward(self) -> tuple[float, float]:
+        return backward_peak(self.pieces, self.compute) if self.pieces else (0.0, 0.0)
+
     @property
     def _gathered_keys(self) -> float:
         """Of a block whose attention gathers keys and values: those of the other ranks, and its rows of the mask."""
@@ -286,9 +271,9 @@ class _Step:
         """What unit `index` keeps on the device between forward and backward."""
         blocks = self.units[index].blocks
         if not self.checkpointed(index):
-            return blocks * saved_bytes(self.pieces)
+            return blocks * self._saved
         selective = self.job.memory.activation_checkpointing == "selective"
-        kept = blocks * kept_bytes(self.pieces) if selective else 0.0
+        kept = blocks * self._kept if selective else 0.0
         return kept + (0.0 if self.offloaded(index) else self.between)
 
     def recomputed(self, index: int) -> float:
@@ -296,10 +281,14 @@ class _Step:
         if not self.checkpointed(index):
             return self.kept(index)
         ahead = min(index, self.job.memory.activation_loading_horizon) if self.offloaded(index) else 0
-        return self.between * (1 + ahead) + self.units[index].blocks * saved_bytes(self.pieces)
+        return self.between * (1 + ahead) + self.units[index].blocks * self._saved
 
     def kept_before(self, index: int) -> float:
-        return sum(self.kept(other) for other in range(index))
+        return self._kept_until[index]
+
+    @cached_property
+    def _kept_until(self) -> list[float]:
+        return [0.0, *accumulate(map(self.kept, range(len(self.units))))]
 
     # --- moments
 
@@ -337,7 +326,7 @@ class _Step:
     def in_backward(self, index: int) -> MemoryEstimate:
         """The worst moment inside the backward of a unit: its last block, everything before it still kept."""
         size, unit = self.base(f"backward of unit {index}", self.units[index + 1 :]), self.units[index]
-        worst, gradients = backward_peak(self.pieces, self.compute) if self.pieces else (0.0, 0.0)
+        worst, gradients = self._backward
         waiting = self.units[index + 1].whole * self.reduction if index + 1 < len(self.units) else 0.0
         return replace(
             size,
@@ -345,7 +334,7 @@ class _Step:
             communication=self._prefetched(index) + (waiting if self.fsdp else 0.0),
             unsharded_gradients=size.unsharded_gradients + self.head * self.compute + gradients,
             activations=size.activations + self.kept_before(index) + self.recomputed(index),
-            working=worst - saved_bytes(self.pieces) + self.row,
+            working=worst - self._saved + self.row,
         )
 
     def in_reduction(self, index: int) -> MemoryEstimate:

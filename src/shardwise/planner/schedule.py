@@ -40,15 +40,17 @@ def stages(plan: Plan, facts: ModelFacts) -> list[Stage]:
 
 def holders(plan: Plan, facts: ModelFacts) -> dict[str, tuple[int, ...]]:
     """Parameter name -> the stages that hold it: one, or for tied embeddings the first and the last."""
-    of_block = {f"{block}.": stage for stage, blocks in enumerate(plan.stages) for block in blocks}
+    stage_of = {block: stage for stage, blocks in enumerate(plan.stages) for block in blocks}
     groups = {group[0]: group for group in facts.ties}
     last = len(plan.stages) - 1
     found: dict[str, tuple[int, ...]] = {}
     for name in facts.parameter_shapes:
-        block = next((stage for prefix, stage in of_block.items() if name.startswith(prefix)), None)
+        if name in facts.block_of:
+            found[name] = (stage_of[facts.block_of[name]],)
+            continue
         owners = {each.rpartition(".")[0] for each in groups.get(name, (name,))}
         ends = ((0, facts.stages.before), (last, facts.stages.after))
-        found[name] = tuple(stage for stage, own in ends if owners & own.keys()) if block is None else (block,)
+        found[name] = tuple(stage for stage, own in ends if owners & own.keys())
     return found
 
 

@@ -15,6 +15,7 @@ from shardwise.observe.display import Display
 from shardwise.observe.metrics import MetricsWriter, Record
 from shardwise.observe.report import write_report
 from shardwise.observe.trackers import make_trackers
+from shardwise.training.forecast import Forecast
 from shardwise.training.output import METRICS_FILE, SAMPLE_FILE, clear_output, job_fingerprint, write_run
 from shardwise.training.setup import Run
 
@@ -66,6 +67,21 @@ class Recorder:
         self.display.step(record)
         for tracker in self.trackers:
             tracker.log(record)
+
+    def note(self, record: Record, text: str) -> None:
+        """A record that is no step's, and its sentence."""
+        if self.enabled:
+            self.metrics.write(record)
+            for tracker in self.trackers:
+                tracker.log(record)
+            self.display.say(text)
+
+    def expect(self, forecast: Forecast) -> None:
+        """What the planner predicts, for the user and for run.json."""
+        if self.enabled:
+            self.description["prediction"] = forecast.to_dict()
+            write_run(self.output, self.description)
+            self.display.say(forecast.sentence())
 
     def sample(self, text: str) -> None:
         """The generated sample."""

@@ -18,6 +18,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.observe.memory import peak_memory_bytes, reset_peak
 from shardwise.observe.profile import profiler
 from shardwise.planner.hardware import peak_tflops
+from shardwise.training.forecast import Forecast, compared, is_out_of_memory, out_of_memory
 from shardwise.training.interrupt import Interrupt
 from shardwise.training.keeper import Keeper
 from shardwise.training.optimizer import learning_rate
@@ -71,11 +72,13 @@ class Trainer:
         self.progress = progress
         self.plan, self.job = run.plan, run.plan.job
         self.output = Path(self.job.output)
+        self.forecast = Forecast.of(run)
         self.peak = self.job.observe.peak_tflops or peak_tflops(self.plan.world.accelerator, self.plan.dtypes.compute)
 
     def run_all(self) -> TrainingResult:
         """Steps, evaluations, checkpoints; at the end export, sample and report."""
         started, steps, result, validation = time.perf_counter(), self.job.training.steps, None, None
+        self.recorder.expect(self.forecast)
         with profiler(self.job, self.output) as profile:
             for step in range(self.progress.step, steps):
                 result = self.one_step(step)
@@ -113,10 +116,15 @@ class Trainer:
         rate = learning_rate(self.job.optimizer, step, self.job.training.steps)
         run.optimizer.set_learning_rate(rate)
         batches = run.stream.batches_from(before.samples)
-        result = train_step(
-            run.model, run.program, batches, run.optimizer, run.scaler, step,
-            stop=self.interrupt.reason is not None, failed=self.keeper.failed,
-        )  # fmt: skip
+        try:
+            result = train_step(
+                run.model, run.program, batches, run.optimizer, run.scaler, step,
+                stop=self.interrupt.reason is not None, failed=self.keeper.failed,
+            )  # fmt: skip
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise out_of_memory(run, self.forecast, error) from error
+            raise
         self.progress = Progress(
             step=step + 1,
             samples=before.samples + self.plan.sequences_per_step,
@@ -125,7 +133,11 @@ class Trainer:
             skipped_in_a_row=before.skipped_in_a_row + 1 if result.skipped else 0,
             data_hash=f"{(int(before.data_hash, 16) + result.data_hash) % (1 << 64):016x}",
         )
-        self.recorder.record(self.describe(step + 1, result, rate, time.perf_counter() - began))
+        record = self.describe(step + 1, result, rate, time.perf_counter() - began)
+        self.recorder.record(record)
+        comparison = self.forecast.watch(record, dist.get_rank())
+        if comparison is not None:
+            self.recorder.note(comparison, compared(comparison))
         if step == 0 and self.recorder.enabled:
             self.recorder.say(_rendered(state_table(run)))
         if self.progress.skipped_in_a_row == MOST_SKIPPED:

@@ -1,0 +1,206 @@
+"""This machine's own probe: what its CPU, memory and collectives do, and how long short trainings take.
+
+On 1, 2 and 4 processes that share the cores, as a job's workers would: a ladder of fp32 matrix products, a copy, a
+ladder of all-gathers (time = hops + bytes / bandwidth, by least squares), and a few steps of the default model, against
+whose predicted time every later prediction is corrected. The constants are kept in the cache
+(`shardwise.planner.local`), with when and how they were measured. A machine with other work gives worse constants.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from statistics import median
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from shardwise._torch_compat import all_gather_single
+from shardwise.config import Job
+from shardwise.data.batch import Batch
+from shardwise.families.build import build_model
+from shardwise.families.discovery import discover
+from shardwise.launch.local import run_local
+from shardwise.launch.session import session
+from shardwise.layout import Layout
+from shardwise.observe.memory import peak_memory_bytes, reset_peak
+from shardwise.parallel.apply import parallelize
+from shardwise.plan import Plan, World, resolve
+from shardwise.planner.configure import configuration_of
+from shardwise.planner.local import MachineConstants, cpu_cluster
+from shardwise.planner.memory import estimate
+from shardwise.planner.predict import predict
+from shardwise.precision import LossScaler
+from shardwise.training.init import initialize
+from shardwise.training.optimizer import ShardedOptimizer
+from shardwise.training.program import make_program
+from shardwise.training.setup import current_world
+from shardwise.training.step import train_step
+
+PROCESSES = (1, 2, 4)
+PRODUCTS = ((2048, 256, 1024), (2048, 384, 384), (1024, 384, 4096))  # rows, inner, columns, as of the default model
+COPIED = 64 << 20  # bytes
+GATHERED = (1 << 14, 1 << 17, 1 << 20, 1 << 22)  # bytes of each rank
+REPEATS = 5
+STEPS = 4  # of the short trainings; the first does not count
+TIMEOUT = 600
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class RankProbe:
+    """What one process measured: TFLOP/s, GB/s, (bytes, seconds) of all-gathers, seconds of a step, bytes it grew."""
+
+    tflops: float
+    bandwidth: float
+    gathers: list[tuple[int, float]]
+    step_seconds: float
+    growth: float
+
+
+def probe(say: Say = print) -> MachineConstants:
+    """Measure this machine. Starts and ends processes of its own; takes about a minute where nothing else runs."""
+    found: dict[int, RankProbe] = {}
+    for ranks in PROCESSES:
+        say(f"measuring with {ranks} process{'es' if ranks > 1 else ''}")
+        found[ranks] = slowest(run_local(_rank, (probe_job(ranks).model_dump(),), ranks))
+    gathers = {ranks: each.gathers for ranks, each in found.items() if ranks > 1}
+    hop, link = fitted(gathers)
+    constants = MachineConstants(
+        tflops={ranks: each.tflops for ranks, each in found.items()},
+        bandwidth={ranks: each.bandwidth for ranks, each in found.items()},
+        link=link,
+        hop_seconds=hop,
+        step_factor=dict.fromkeys(found, 1.0),
+        growth=median(each.growth for each in found.values()),
+        source=_source(),
+    )
+    factors = {ranks: each.step_seconds / predicted_seconds(constants, ranks) for ranks, each in found.items()}
+    return replace(constants, step_factor=factors)
+
+
+def _source() -> str:
+    load = f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "unknown"
+    when = datetime.now(UTC).isoformat(timespec="minutes")
+    return f"probe of {when}, torch {torch.__version__}, {os.cpu_count()} cores, load {load}"
+
+
+def slowest(ranks: Sequence[RankProbe]) -> RankProbe:
+    """The step waits for every rank: lowest rates, longest times."""
+    return RankProbe(
+        min(each.tflops for each in ranks),
+        min(each.bandwidth for each in ranks),
+        [(size, max(each.gathers[number][1] for each in ranks)) for number, (size, _) in enumerate(ranks[0].gathers)],
+        max(each.step_seconds for each in ranks),
+        max(each.growth for each in ranks),
+    )
+
+
+def fitted(gathers: dict[int, list[tuple[int, float]]]) -> tuple[float, float]:
+    """(seconds of a hop, GB/s) of rings: (n - 1) hops, each of one rank's bytes; least squares of relative errors."""
+    import numpy as np
+
+    rows, weights = [], []
+    for ranks, measured in gathers.items():
+        for size, seconds in measured:
+            rows.append([(ranks - 1) / seconds, (ranks - 1) * size / 1e9 / seconds])
+            weights.append(1.0)
+    (hop, inverse), *_ = np.linalg.lstsq(np.array(rows), np.array(weights), rcond=None)
+    return max(float(hop), 1e-7), 1.0 / max(float(inverse), 1e-6)
+
+
+def probe_job(ranks: int) -> Job:
+    """The default model on few rows."""
+    return Job.model_validate(
+        {
+            "parallel": {"workers": ranks, "device": "cpu"},
+            "training": {"sequences_per_step": 2 * max(PROCESSES), "microbatch_size": 2},
+        }
+    )
+
+
+def predicted_seconds(constants: MachineConstants, ranks: int) -> float:
+    """Of a step of `probe_job`, with these constants alone."""
+    job = probe_job(ranks)
+    facts = discover(build_model(job), job)
+    plan = resolve(job, World(ranks, "cpu", ranks), facts)
+    return predict(configuration_of(plan, facts, cpu_cluster(ranks, constants))).step_seconds
+
+
+# ------------------------------------------------------------------------------------------------------- in a process
+
+
+def _rank(settings: dict[str, Any]) -> RankProbe:
+    job = Job.model_validate(settings)
+    with session("cpu", "gloo", TIMEOUT) as device:
+        tflops, bandwidth, gathers = _products(), _copies(), _gathers()
+        return RankProbe(tflops, bandwidth, gathers, *_training(job, device))
+
+
+def _timed(work: Callable[[], Any]) -> float:
+    """Median seconds, all ranks at the same time."""
+    work()
+    seconds = []
+    for _ in range(REPEATS):
+        dist.barrier()
+        began = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - began)
+    return median(seconds)
+
+
+def _products() -> float:
+    """TFLOP/s over the ladder: all its operations in all its time."""
+    operations, seconds = 0.0, 0.0
+    for rows, inner, columns in PRODUCTS:
+        left, right = torch.randn(rows, inner), torch.randn(inner, columns)
+        operations += 2.0 * rows * inner * columns
+        seconds += _timed(lambda a=left, b=right: a @ b)  # type: ignore[misc]
+    return operations / seconds / 1e12
+
+
+def _copies() -> float:
+    """GB/s read and written."""
+    source = torch.ones(COPIED // 4)
+    target = torch.empty_like(source)
+    return 2 * COPIED / _timed(lambda: target.copy_(source)) / 1e9
+
+
+def _gathers() -> list[tuple[int, float]]:
+    """(bytes of a rank, seconds) of all-gathers."""
+    ranks, measured = dist.get_world_size(), []
+    for size in GATHERED if ranks > 1 else ():
+        own, whole = torch.ones(size // 4), torch.empty(ranks * size // 4)
+        measured.append((size, _timed(lambda a=own, b=whole: all_gather_single(b, a))))  # type: ignore[misc]
+    return measured
+
+
+def _training(job: Job, device: torch.device) -> tuple[float, float]:
+    """(median seconds of a step of random tokens, bytes that the process grew beside what the closed form counts)."""
+    facts = discover(build_model(job), job)
+    plan = resolve(job, current_world(device), facts)
+    model = parallelize(build_model(job), plan, Layout.from_plan(plan, dist.get_rank()), facts, device)
+    initialize(model, seed=0)
+    optimizer, program = ShardedOptimizer(model.tensor_map, job.optimizer), make_program(model)
+    scaler, seconds = LossScaler.of(plan.dtypes.compute, job.precision.loss_scale), []
+    states = sum(entry.local.numel() * entry.local.element_size() for entry in model.tensor_map)
+    before = psutil.Process().memory_info().rss - states
+    reset_peak(device)
+    for step in range(STEPS):
+        batches = [_random_batch(plan, facts.vocabulary_size) for _ in range(plan.accumulation)]
+        began = time.perf_counter()
+        train_step(model, program, batches, optimizer, scaler, step)
+        seconds.append(time.perf_counter() - began)
+    return median(seconds[1:]), float(peak_memory_bytes(device) - before - estimate(plan, facts).total)
+
+
+def _random_batch(plan: Plan, vocabulary: int) -> Batch:
+    tokens = torch.randint(0, vocabulary, (plan.microbatch, plan.sequence_length + 1))
+    inputs = {"input_ids": tokens[:, :-1].contiguous()}
+    return Batch(inputs, tokens[:, 1:].contiguous(), torch.arange(plan.microbatch))

@@ -1,0 +1,210 @@
+"""Refitting the constants from measured rows.
+
+Unknowns are logarithms: a factor on all accelerators' rate of matrix products and each one's departure, factors on the
+default stack's constants, and for each stack of the rows its own departures from the default. They minimise
+
+    sum over rows of w · log(predicted / measured)^2 / n(stack) + sum over unknowns of w · (u / sd)^2,
+
+so that stacks count alike, however many rows they have, and a departure has to pay for itself: a stack with five rows
+stays near the default, one that is not among the rows is the default. The weights w = 1 / (1 + (residual / 0.1)^2), or
+of u / sd, from the last round, keep contradictory rows from bending the others and one slow stack from slowing the
+default (iteratively reweighted least squares with Cauchy's weights, Holland and Welsch 1977). Derivatives are
+differences; one round is a linear least-squares problem.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+
+from shardwise.planner.footprint import footprint
+from shardwise.planner.hardware import DATA, GB, GIB
+from shardwise.planner.inventory import Constants, family
+from shardwise.planner.predict import predict
+from shardwise.planner.prediction import Configuration, Stack
+from shardwise.planner.tables import Row, Unmapped, configuration, measured, predicted, read_table
+
+ROUNDS = 12
+TOLERANCE = 0.1  # log error at which a row's weight is halved
+EVIDENCE = 24.0  # rows that a whole stack counts as
+ALL_SD = 0.10  # what training reaches of benchmarked products, on all alike
+FAMILY_SD = 0.04  # and of one family
+DEFAULT_SD = {
+    "attention": 0.3, "memory_bound": 0.3, "score_passes": 0.3, "launch": 0.3, "overlap": 0.2,
+    "recompute": 0.2,
+}  # fmt: skip
+STACK_SD = {
+    "matmul": 0.10, "attention": 0.2, "memory_bound": 0.5, "score_passes": 0.4, "launch": 0.5, "overlap": 0.2,
+    "recompute": 0.2, "network": 0.2, "pipeline_wait": 1.0,
+}  # fmt: skip
+LEAST_SPREAD = 0.06
+UNKNOWN_SPREAD = 0.10  # of a stack that is not among the rows: what the stacks differ by when each is left out
+MEMORY_ROWS = 10  # fewer leave the default's memory constants
+WAIT = 3e-3  # seconds; the unit in which pipeline_wait is fitted
+
+
+class Unknown(NamedTuple):
+    """kind: accelerator, default or stack; name: of the accelerator's family or of the stack."""
+
+    kind: str
+    name: str
+    constant: str
+    sd: float
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A measured row and what it ran."""
+
+    row: Row
+    configuration: Configuration
+
+    def error(self, configuration: Configuration) -> float:
+        """log(predicted seconds / measured seconds)."""
+        found = measured(self.row)
+        assert found is not None
+        ratio = math.log(predicted(self.row, predict(configuration)) / found.value)
+        return ratio if found.unit == "step_s" else -ratio
+
+
+def samples(rows: Iterable[Row], role: str = "calibrate") -> list[Sample]:
+    """The rows of a role that are mapped and have a time; the constants of accelerators are as shipped."""
+    found = []
+    for row in rows:
+        try:
+            if row.text["fit_role"] == role and measured(row):
+                found.append(Sample(row, configuration(row)))
+        except Unmapped:
+            continue
+    return found
+
+
+@cache
+def shipped_rows() -> tuple[Row, ...]:
+    """The rows that the shipped constants were fitted on."""
+    return tuple(read_table(DATA / "calibration.csv"))
+
+
+def fit(given: Sequence[Sample]) -> Constants:
+    """Constants that fit the samples."""
+    unknowns = _unknowns(given)
+    at = np.zeros(len(unknowns))
+    counts = {sample.configuration.stack.name: 0 for sample in given}
+    for sample in given:
+        counts[sample.configuration.stack.name] += 1
+    share = np.array([min(1.0, EVIDENCE / counts[sample.configuration.stack.name]) for sample in given])
+    sd = np.array([unknown.sd for unknown in unknowns])
+    for _ in range(ROUNDS):
+        residuals, slopes = _derivatives(given, unknowns, at)
+        weight = np.sqrt(share / (1 + (residuals / TOLERANCE) ** 2)) / (TOLERANCE / 2)
+        near = 1 / (sd * np.sqrt(1 + (at / sd) ** 2))
+        left = np.vstack([slopes * weight[:, None], np.diag(near)])
+        right = np.concatenate([-residuals * weight, -at * near])
+        step = np.linalg.lstsq(left, right, rcond=None)[0]
+        at = at + np.clip(step, -0.3, 0.3)
+        if np.abs(step).max() < 2e-3:
+            break
+    return _with_spread(given, _constants(unknowns, at))
+
+
+def _unknowns(given: Sequence[Sample]) -> list[Unknown]:
+    families = sorted({family(sample.configuration.cluster.accelerator) for sample in given})
+    names = sorted({sample.configuration.stack.name for sample in given})
+    return [
+        Unknown("accelerator", "*", "matmul", ALL_SD),
+        *(Unknown("accelerator", name, "matmul", FAMILY_SD) for name in families),
+        *(Unknown("default", "default", constant, sd) for constant, sd in DEFAULT_SD.items()),
+        *(Unknown("stack", name, constant, sd) for name in names for constant, sd in STACK_SD.items()),
+    ]
+
+
+def _constants(unknowns: Sequence[Unknown], at: np.ndarray) -> Constants:
+    accelerators: dict[str, float] = {}
+    departures: dict[str, dict[str, float]] = {"default": {}}
+    for unknown, value in zip(unknowns, at):
+        if unknown.kind == "accelerator":
+            accelerators[unknown.name] = math.exp(value + (0.0 if unknown.name == "*" else at[0]))
+        else:
+            departures.setdefault(unknown.name, {})[unknown.constant] = float(value)
+    neutral = Stack("default", spread=UNKNOWN_SPREAD)
+    found = {}
+    for name, own in departures.items():
+        values: dict[str, float] = {}
+        for constant in STACK_SD:
+            if constant == "pipeline_wait":
+                values[constant] = WAIT * max(0.0, own.get(constant, 0.0))
+            else:
+                total = departures["default"].get(constant, 0.0) + (own.get(constant, 0.0) if name != "default" else 0)
+                values[constant] = getattr(neutral, constant) * math.exp(total)
+        found[name] = replace(neutral, name=name, **values)  # type: ignore[arg-type]
+    return Constants(accelerators, found)
+
+
+def _fit_memory(given: Sequence[Sample], stack: Stack) -> Stack:
+    """What a stack holds besides, from the rows that have memory: linear least squares around the default's values."""
+    rows = [
+        sample for sample in given if "mem_gb" in sample.row.numbers and sample.configuration.stack.name == stack.name
+    ]
+    if len(rows) < MEMORY_ROWS:
+        return stack
+    plain = [replace(sample.configuration, stack=Stack(stack.name)) for sample in rows]
+    truth = np.array([sample.row.numbers["mem_gb"] * GIB for sample in rows])
+    parts = [footprint(each)[0] for each in plain]
+    base = np.array([sum(causes.values()) - causes["slack"] - causes["activations"] for causes in parts])
+    columns = np.array(
+        [[c["activations"], c["gradients"] / 4 if p.zero < 3 else 0.0, GB] for c, p in zip(parts, plain)]
+    )
+    near, sd = np.array([1.0, 0.0, 1.0]), np.array([0.5, 2.0, 1.0])
+    at = near
+    for _ in range(ROUNDS):
+        error = (base + columns @ at) / truth - 1
+        weight = 1 / truth / np.sqrt(1 + (error / TOLERANCE) ** 2) / TOLERANCE
+        left = np.vstack([columns * weight[:, None], np.diag(1 / sd)])
+        at = np.linalg.lstsq(left, np.concatenate([(truth - base) * weight, near / sd]), rcond=None)[0]
+    activations, gradient_copy, memory_gb = (max(0.0, float(value)) for value in at)
+    return replace(stack, activations=activations, gradient_copy=gradient_copy, memory_gb=memory_gb)
+
+
+def _errors(given: Sequence[Sample], constants: Constants) -> np.ndarray:
+    return np.array([sample.error(constants.applied(sample.configuration)) for sample in given])
+
+
+def _derivatives(given: Sequence[Sample], unknowns: Sequence[Unknown], at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(errors, their slopes). An unknown of a stack moves its own rows only."""
+    base = _errors(given, _constants(unknowns, at))
+    slopes, width = np.zeros((len(given), len(unknowns))), 0.02
+    for index, unknown in enumerate(unknowns):
+        moved = at.copy()
+        moved[index] += width
+        constants = _constants(unknowns, moved)
+        for line, sample in enumerate(given):
+            own = {
+                "accelerator": family(sample.configuration.cluster.accelerator),
+                "stack": sample.configuration.stack.name,
+            }
+            if unknown.name == "*" or own.get(unknown.kind, unknown.name) == unknown.name:
+                slopes[line, index] = (sample.error(constants.applied(sample.configuration)) - base[line]) / width
+    return base, slopes
+
+
+def _with_spread(given: Sequence[Sample], constants: Constants) -> Constants:
+    """Each stack's spread from its rows' errors (1.48 x their median, and a floor), memory, and provenance."""
+    errors = _errors(given, constants)
+    found = dict(constants.stacks)
+    for name, stack in constants.stacks.items():
+        own = [float(error) for error, sample in zip(errors, given) if sample.configuration.stack.name == name]
+        if own:
+            spread = max(LEAST_SPREAD, 1.48 * statistics.median(map(abs, own)))
+            found[name] = _fit_memory(given, replace(stack, spread=spread, source=_fit(own)))
+    return Constants(constants.accelerators, found)
+
+
+def _fit(errors: Sequence[float]) -> str:
+    sizes = sorted(abs(math.expm1(error)) for error in errors)
+    return f"fitted on {len(sizes)} rows: median error {statistics.median(sizes):.1%}, largest {sizes[-1]:.1%}"

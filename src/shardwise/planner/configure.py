@@ -1,0 +1,46 @@
+"""A Configuration of a resolved Plan and discovered facts: what `shardwise train` would run, for `predict`."""
+
+from __future__ import annotations
+
+from shardwise.families.facts import ModelFacts
+from shardwise.plan import Plan
+from shardwise.planner.inventory import stack_of
+from shardwise.planner.prediction import Cluster, Configuration, ModelShape, Stack
+
+
+def configuration_of(
+    plan: Plan, facts: ModelFacts, cluster: Cluster, stack: Stack | None = None, shape: ModelShape | None = None
+) -> Configuration:
+    """The configuration of `plan` on `cluster`. `shape`, where it is known, spares reading it off the facts again."""
+    job, degrees = plan.job, plan.degrees
+    memory, parallel = job.memory, job.parallel
+    return Configuration(
+        model=shape or ModelShape.of(facts),
+        cluster=cluster,
+        stack=stack or stack_of("shardwise"),
+        sequence=plan.sequence_length,
+        microbatch=plan.microbatch,
+        accumulation=plan.accumulation,
+        replica=degrees["replica"],
+        shard=degrees["shard"],
+        context=degrees["context"],
+        tensor=degrees["tensor"],
+        pipeline=degrees["pipeline"],
+        virtual=len(plan.stages) // degrees["pipeline"] if plan.stages else 1,
+        schedule=parallel.pipeline,
+        sequence_parallel=plan.sequence_parallel,
+        zero=1 if plan.zero1 else 3 if plan.needs_fsdp else 0,
+        placement=plan.placement,
+        precision=plan.dtypes.compute,
+        reduction=plan.dtypes.reduction,
+        checkpointing=memory.activation_checkpointing,
+        checkpointed=1.0 / memory.checkpoint_every,
+        offload_activations=memory.offload_activations,
+        offload_parameters=memory.offload_parameters,
+        flash=job.model.attention != "eager",
+        compile=job.model.compile,
+        dropout=bool(job.model.dropout) or facts.has_attention_dropout,
+        balanced=parallel.auto_partition,
+        chunked_loss=plan.chunked_loss,
+        reshard_after_forward=parallel.reshard_after_forward,
+    )

@@ -1,0 +1,265 @@
+"""How right the planner is: a table's rows predicted from their configurations alone, against what was measured."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Any
+
+from shardwise.planner.calibrate import Sample, fit, samples, shipped_rows
+from shardwise.planner.hardware import GIB
+from shardwise.planner.inventory import Constants, shipped
+from shardwise.planner.predict import predict
+from shardwise.planner.prediction import EIGHTY, Prediction
+from shardwise.planner.tables import Row, Unmapped, configuration, measured, predicted
+
+APART = 0.05  # pairs that differ by less are not ranked
+GROUP = ("model", "tied", "gpu", "n_gpus", "stack", "seq", "gbs", "precision")
+Choice = Callable[[str], Constants]  # the constants with which a stack is scored
+
+
+@dataclass(frozen=True)
+class Result:
+    """A row: what was predicted and measured, in the row's own unit; memory in GiB."""
+
+    row: Row
+    unit: str = ""
+    predicted: float | None = None
+    measured: float | None = None
+    interval: tuple[float, float] | None = None
+    memory: float | None = None
+    fits: bool | None = None
+    unmapped: str | None = None
+    probe: bool = False  # the stack's scalar was fitted on it
+
+    @property
+    def scored(self) -> bool:
+        return self.row.text["fit_role"] != "context" and not self.probe
+
+    @property
+    def error_percent(self) -> float | None:
+        """|predicted - measured| / measured; 100 for a row that was measured and could not be mapped."""
+        if self.unmapped and self.scored:
+            return 100.0
+        if self.predicted is None or self.measured is None:
+            return None
+        return 100 * abs(self.predicted / self.measured - 1)
+
+    @property
+    def measured_memory(self) -> float | None:
+        return self.row.numbers.get("mem_gb")
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "row": self.row.id,
+            "predicted": self.predicted,
+            "measured": self.measured,
+            "error_percent": self.error_percent,
+            "interval": list(self.interval) if self.interval else None,
+            "predicted_memory_gb": self.memory,
+            "measured_memory_gb": self.measured_memory,
+            "unmapped": self.unmapped,
+            "unit": self.unit,
+            "fits": self.fits,
+            "scored": self.scored,
+        }
+
+
+def evaluate(
+    rows: Sequence[Row],
+    constants: Constants | None = None,
+    probe_rows: int = 0,
+    probe_seed: int = 0,
+    leave_one_stack_out: bool = False,
+) -> list[Result]:
+    """Every row's result. `constants`: those of a file instead of the shipped ones.
+
+    `probe_rows`: for each stack one factor on time is fitted on so many of its rows, drawn with `probe_seed`, and the
+    others are scored. `leave_one_stack_out`: each stack is predicted by constants refitted without any of its rows.
+    """
+    given = constants or shipped()
+    choose = _left_out(rows) if leave_one_stack_out else lambda stack: given
+    factors, probes = _probe(rows, choose, probe_rows, probe_seed) if probe_rows else ({}, set())
+    results = []
+    for index, row in enumerate(rows):
+        stack = row.text["stack"]
+        result = _result(row, choose(stack), factors.get(stack, 1.0), stack in factors)
+        results.append(replace(result, probe=index in probes))
+    return results
+
+
+def _left_out(rows: Sequence[Row]) -> Choice:
+    """Constants refitted without the stack asked for, once for each stack that has rows to fit on."""
+    known = samples(shipped_rows())
+    fitted: dict[str, Constants] = {}
+
+    def choose(stack: str) -> Constants:
+        rest = [sample for sample in known if sample.row.text["stack"] != stack]
+        if len(rest) == len(known):
+            return without(shipped(), stack)
+        if stack not in fitted:
+            fitted[stack] = fit(rest)
+        return without(fitted[stack], stack)
+
+    return choose
+
+
+def without(constants: Constants, stack: str) -> Constants:
+    """`constants` as they are for a stack that nobody has measured."""
+    return Constants(constants.accelerators, {name: s for name, s in constants.stacks.items() if name != stack})
+
+
+def _result(row: Row, constants: Constants, factor: float, probed: bool) -> Result:
+    """`factor` multiplies the predicted time; a probed stack's spread is what its own rows keep."""
+    try:
+        found = measured(row)
+        prediction = predict(constants.applied(configuration(row)))
+        value = predicted(row, prediction)
+    except Unmapped as reason:
+        return Result(row, unmapped=str(reason))
+    unit = found.unit if found else "step_s"
+    slower = factor if unit == "step_s" else 1 / factor
+    value *= slower
+    low, high = _interval(prediction, probed)
+    around = (value * low, value * high) if unit == "step_s" else (value / high, value / low)
+    only_memory = found is None and "mem_gb" in row.numbers
+    return Result(
+        row,
+        unit,
+        None if only_memory else value,
+        found.value if found else None,
+        None if only_memory else around,
+        prediction.memory_bytes / GIB,
+        prediction.may_fit,
+    )
+
+
+PROBED = 0.06  # spread of a stack whose own scalar was fitted
+
+
+def _interval(prediction: Prediction, probed: bool) -> tuple[float, float]:
+    """The interval of a prediction as factors on its step time."""
+    if probed:
+        return math.exp(-EIGHTY * PROBED), math.exp(EIGHTY * PROBED)
+    low, high = prediction.interval
+    return low / prediction.step_seconds, high / prediction.step_seconds
+
+
+def _probe(rows: Sequence[Row], choose: Choice, count: int, seed: int) -> tuple[dict[str, float], set[int]]:
+    """(factor on time by stack, indices of the rows it was fitted on)."""
+    by_stack: dict[str, list[int]] = {}
+    for index, row in enumerate(rows):
+        if row.text["fit_role"] != "context" and _sample(row):
+            by_stack.setdefault(row.text["stack"], []).append(index)
+    draw, factors, probes = random.Random(seed), {}, set()
+    for stack in sorted(by_stack):
+        drawn = draw.sample(by_stack[stack], min(count, len(by_stack[stack])))
+        found = [sample for index in drawn if (sample := _sample(rows[index]))]
+        errors = [sample.error(choose(stack).applied(sample.configuration)) for sample in found]
+        factors[stack] = math.exp(-statistics.median(errors))
+        probes |= set(drawn)
+    return factors, probes
+
+
+def _sample(row: Row) -> Sample | None:
+    try:
+        return Sample(row, configuration(row)) if measured(row) else None
+    except Unmapped:
+        return None
+
+
+# ------------------------------------------------------------------------------------------------------------- summary
+
+
+def summary(results: Sequence[Result]) -> dict[str, Any]:
+    """Of one table: errors in per cent, mapped share, share of rows inside their interval, memory, ranking."""
+    scored = [result for result in results if result.scored]
+    errors = [error for result in scored if (error := result.error_percent) is not None]
+    inside = [
+        result.interval[0] <= result.measured <= result.interval[1]
+        for result in scored
+        if result.interval and result.measured
+    ]
+    return {
+        "rows": len(results),
+        "scored": len(errors),
+        "mapped_percent": _share([result.unmapped is None for result in scored]),
+        **_quantiles(errors),
+        "inside_interval_percent": _share(inside),
+        "memory": _memory(scored),
+        "ranking": ranking(scored),
+    }
+
+
+def overall(summaries: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """Of several tables: each one's summary, and the medians over the tables, so that none hides the others."""
+    keys = ("median_percent", "p90_percent", "inside_interval_percent")
+    values = {key: [each[key] for each in summaries.values() if each[key] is not None] for key in keys}
+    middle = {key: statistics.median(found) if found else None for key, found in values.items()}
+    return {"tables": dict(summaries), "median_over_tables": middle}
+
+
+def _quantiles(errors: Sequence[float]) -> dict[str, float | None]:
+    if not errors:
+        return {"median_percent": None, "p90_percent": None, "max_percent": None}
+    ordered = sorted(errors)
+    p90 = ordered[min(len(ordered) - 1, math.ceil(0.9 * len(ordered)) - 1)]
+    return {"median_percent": statistics.median(ordered), "p90_percent": p90, "max_percent": ordered[-1]}
+
+
+def _share(flags: Sequence[bool]) -> float | None:
+    return 100 * sum(flags) / len(flags) if flags else None
+
+
+def _memory(results: Sequence[Result]) -> dict[str, Any]:
+    """Errors of peak memory; of rows that ran the share called feasible, of those that crashed the share that is not.
+
+    A crashed row counts where its shapes divide: heads over tensor ranks and blocks over stages.
+    """
+    pairs = [(r.memory, r.measured_memory) for r in results if r.memory and r.measured_memory]
+    errors = [100 * abs(guess / truth - 1) for guess, truth in pairs]
+    ran = [bool(r.fits) for r in results if r.measured and r.fits is not None]
+    crashed = [not r.fits for r in results if "crashed" in r.row.text.get("notes", "") and _divides(r.row)]
+    return {
+        "rows": len(errors),
+        **_quantiles(errors),
+        "ran_called_feasible_percent": _share(ran),
+        "crashed_called_infeasible_percent": _share(crashed),
+    }
+
+
+def _divides(row: Row) -> bool:
+    heads, tensor, layers, stages = (row.numbers.get(c, 1) for c in ("heads", "tp", "layers", "pp"))
+    return heads % tensor == 0 and row.numbers.get("kv_heads", heads) % tensor == 0 and layers >= stages
+
+
+def ranking(results: Sequence[Result]) -> dict[str, Any]:
+    """Inside groups that differ in configuration only: pairs ordered rightly, and what the predicted best costs.
+
+    Regret: how much slower the predicted best was than the measured best, in per cent, median and largest over groups.
+    """
+    groups: dict[tuple[str, ...], list[tuple[float, float]]] = {}
+    for r in results:
+        if r.predicted and r.measured:
+            speed = (1 / r.predicted, 1 / r.measured) if r.unit == "step_s" else (r.predicted, r.measured)
+            groups.setdefault(tuple(r.row.text.get(c, "") for c in GROUP), []).append(speed)
+    right, regrets = [], []
+    for speeds in groups.values():
+        if len(speeds) < 2:
+            continue
+        for one, two in combinations(speeds, 2):
+            if max(one[1], two[1]) > min(one[1], two[1]) * (1 + APART):
+                right.append((one[0] > two[0]) == (one[1] > two[1]))
+        best = max(speed for _, speed in speeds)
+        regrets.append(100 * (best / max(speeds)[1] - 1))
+    return {
+        "groups": len(regrets),
+        "pairs": len(right),
+        "ordered_percent": _share(right),
+        "regret_median_percent": statistics.median(regrets) if regrets else None,
+        "regret_max_percent": max(regrets) if regrets else None,
+    }

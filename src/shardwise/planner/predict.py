@@ -1,0 +1,227 @@
+"""`predict`: a configuration's step time and memory by cause, from closed forms alone.
+
+The slowest pipeline stage sets the pace: step = microbatches x its forward and backward + bubble + what happens once a
+step (gradients' reduction, optimizer). Traffic joins the computation it can hide behind (`communication.join`):
+
+- shard (ZeRO-3, FSDP2, MiCS; arXiv 1910.02054, 2205.00119): of a block, one all-gather beside forward, another and a
+  reduce-scatter beside backward, each microbatch.
+- replica: all-reduce of the shards, beside the last backward. ZeRO-0: all-reduce of all gradients there; ZeRO-1 and 2:
+  reduce-scatter there, and all-gather of parameters after the optimizer.
+- tensor (arXiv 1909.08053, section 3; 2205.05198, section 4.2.2): two all-reduces a block each way, or as many pairs of
+  all-gather and reduce-scatter; exposed, but for `async_tensor`.
+- context: keys and values gathered, their gradients scattered; exposed.
+- pipeline: a hidden state each way a stage and microbatch; exposed.
+- bubble: (p-1)/v stages' time (arXiv 2104.04473, sections 2.2.1 and 2.2.2).
+- launch: where the host is slower than the accelerator.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from shardwise.planner.communication import gather, group, join, message, reduce
+from shardwise.planner.compute import BYTES, Work, block, head, optimizer_seconds, recomputed, tokens_of
+from shardwise.planner.footprint import footprint
+from shardwise.planner.prediction import EIGHTY, Configuration, Prediction
+
+ASYNC = 0.6  # of tensor traffic that stays exposed when it is cut in pieces
+MEMORY_SPREAD = 1.08  # the tables' median error
+HOST_BANDWIDTH = 12e9  # bytes a second of one accelerator to its host; two of them share 16 lanes of PCIe 4
+STRAGGLERS = 0.006  # a step waits for the slowest node; so much more with each doubling of the nodes
+HOST = 4.0  # exponent that joins host and accelerator
+
+
+class _Layer(NamedTuple):
+    """Seconds of one block, a microbatch: forward, backward with recomputation, and exposed traffic in either."""
+
+    forward: Work
+    backward: Work
+    again: Work
+    tensor: float
+    context: float
+    shard: float
+    offload: float
+
+    @property
+    def device(self) -> float:
+        work = self.forward.device + self.backward.device + self.again.device
+        return work + self.tensor + self.context + self.shard + self.offload
+
+    @property
+    def host(self) -> float:
+        return self.forward.host + self.backward.host + self.again.host
+
+
+def predict(configuration: Configuration) -> Prediction:
+    """Step time and memory of `configuration`. Nothing is checked for legality here; `shardwise.plan.resolve` is."""
+    layer, ends = _layer(configuration), _ends(configuration)
+    blocks, with_head = _slowest(configuration, layer.device, ends.device)
+    m, p = configuration.accumulation, configuration.pipeline
+    seconds = _causes(layer, ends, blocks, 1.0 if with_head else 0.0)
+    seconds = {cause: m * value for cause, value in seconds.items()}
+    seconds["launch"] = m * _launch(configuration, layer, ends, blocks)
+    mean = (configuration.model.layers * layer.device + ends.device) / p
+    seconds["pipeline"] = _pipeline(configuration) * (m + p - 1) if p > 1 else 0.0
+    seconds["bubble"] = (p - 1) / configuration.virtual * max(mean, mean + seconds["launch"] / m)
+    seconds |= _once(configuration, layer, blocks)
+    seconds["shard"] += m * _root(configuration)
+    seconds["stragglers"] = STRAGGLERS * math.log2(configuration.cluster.nodes) * sum(seconds.values())
+    step = sum(seconds.values())
+    spread = math.exp(EIGHTY * configuration.stack.spread)
+    memory, stages = footprint(configuration)
+    total = max(stages)
+    accelerator = configuration.cluster.accelerator
+    return Prediction(
+        step_seconds=step,
+        seconds=seconds,
+        interval=(step / spread, step * spread),
+        memory=memory,
+        memory_interval=(total / MEMORY_SPREAD, total * MEMORY_SPREAD),
+        stage_memory=tuple(stages),
+        fits=total <= accelerator.memory_bytes,
+        may_fit=total / MEMORY_SPREAD <= accelerator.memory_bytes,
+        tokens=configuration.tokens,
+        ranks=configuration.ranks,
+        peak_tflops=accelerator.peak(configuration.precision) or accelerator.fp32,
+        flops_per_token=configuration.model.flops_per_token(configuration.sequence),
+    )
+
+
+def _layer(configuration: Configuration) -> _Layer:
+    forward, backward = block(configuration)
+    again = recomputed(configuration, forward)
+    tensor = _tensor(configuration)
+    context = _context(configuration)
+    busy = (forward.device, backward.device + again.device)
+    return _Layer(forward, backward, again, tensor, context, *_shard(configuration, busy))
+
+
+def _ends(configuration: Configuration) -> Work:
+    forward, backward = head(configuration)
+    return forward.plus(backward)
+
+
+def _slowest(configuration: Configuration, layer: float, ends: float) -> tuple[int, bool]:
+    """(blocks of the slowest stage, whether it has the head)."""
+    layers, p = configuration.model.layers, configuration.pipeline
+    if p == 1:
+        return layers, True
+    if not configuration.balanced:
+        return -(-layers // p), True
+    best = (math.inf, layers, True)
+    for last in range(layers // p + 1):
+        rest = -(-(layers - last) // (p - 1))
+        at_head, before = last * layer + ends, rest * layer
+        best = min(best, (max(at_head, before), last if at_head >= before else rest, at_head >= before))
+    return best[1], best[2]
+
+
+def _causes(layer: _Layer, ends: Work, blocks: int, heads: float) -> dict[str, float]:
+    """Seconds of one microbatch on one stage."""
+    both = layer.forward.plus(layer.backward)
+    return {
+        "matmul": blocks * both.matmul + heads * ends.matmul,
+        "attention": blocks * both.attention,
+        "memory_bound": blocks * both.memory_bound + heads * ends.memory_bound,
+        "recomputation": blocks * layer.again.device,
+        "tensor": blocks * layer.tensor,
+        "context": blocks * layer.context,
+        "shard": blocks * layer.shard,
+        "offload": blocks * layer.offload,
+    }
+
+
+def _launch(configuration: Configuration, layer: _Layer, ends: Work, blocks: int) -> float:
+    """What a slow host adds to a microbatch."""
+    device = blocks * layer.device + ends.device
+    host = blocks * layer.host + ends.host
+    if group("pipeline", configuration).nodes > 1:
+        host += blocks * configuration.tensor * configuration.stack.pipeline_wait
+    return join(device, host, HOST) - device
+
+
+def _shard(configuration: Configuration, busy: tuple[float, float]) -> tuple[float, float]:
+    """Exposed in one block and microbatch: (gathering and scattering of parameters, activations to the host and back).
+
+    Both hide behind the same computation, and share the way to the host's side of the machine.
+    """
+    exponent, traffic = configuration.stack.overlap, _parameter_traffic(configuration)
+    shard = sum(join(work, moved, exponent) - work for work, moved in zip(busy, traffic))
+    offloaded = configuration.offload_activations and configuration.checkpointing != "none"
+    if not offloaded:
+        return shard, 0.0
+    host = tokens_of(configuration) * configuration.model.hidden * BYTES[configuration.precision] / HOST_BANDWIDTH
+    both = sum(join(work, moved + host, exponent) - work for work, moved in zip(busy, traffic))
+    return shard, both - shard
+
+
+def _parameter_traffic(configuration: Configuration) -> tuple[float, float]:
+    """Seconds of (forward's, backward's) gathering and scattering of a block's parameters."""
+    if configuration.zero < 3 or configuration.shard * configuration.context == 1:
+        return 0.0, 0.0
+    over, elements = group("shard", configuration), configuration.model.layer_parameters / configuration.tensor
+    parameters = gather(elements * BYTES[configuration.precision], over, configuration.collectives)
+    gradients = gather(elements * BYTES[configuration.reduction], over, configuration.collectives)
+    return parameters, gradients + (parameters if configuration.reshard_after_forward else 0.0)
+
+
+def _root(configuration: Configuration) -> float:
+    """Exposed: what stands first and last, gathered before anything runs and scattered after everything has."""
+    if configuration.zero < 3 or configuration.shard * configuration.context == 1:
+        return 0.0
+    over, size = group("shard", configuration), BYTES[configuration.precision] + BYTES[configuration.reduction]
+    return gather(configuration.model.embedding_parameters / configuration.tensor * size, over)
+
+
+def _tensor(configuration: Configuration) -> float:
+    if configuration.tensor == 1:
+        return 0.0
+    over = group("tensor", configuration)
+    size = float(tokens_of(configuration) * configuration.model.hidden * BYTES[configuration.precision])
+    one = 2 * gather(size, over) if configuration.sequence_parallel else reduce(size, over)
+    again = configuration.checkpointed if configuration.checkpointing == "full" else 0.0
+    return (4 + 2 * again) * one * (ASYNC if configuration.async_tensor else 1.0)
+
+
+def _context(configuration: Configuration) -> float:
+    if configuration.context == 1:
+        return 0.0
+    width = 2 * configuration.model.key_value_width / configuration.tensor
+    size = configuration.microbatch * configuration.sequence * width * BYTES[configuration.precision]
+    return 3 * gather(size, group("context", configuration))
+
+
+def _pipeline(configuration: Configuration) -> float:
+    """Messages of one microbatch at one rank."""
+    size = float(tokens_of(configuration) * configuration.model.hidden * BYTES[configuration.precision])
+    gathered = 0.0
+    if configuration.sequence_parallel or configuration.scattered_messages:
+        gathered = 0.0 if configuration.sequence_parallel else gather(size, group("tensor", configuration))
+        size /= configuration.tensor
+    return 2 * configuration.virtual * (message(size, group("pipeline", configuration)) + gathered)
+
+
+def _once(configuration: Configuration, layer: _Layer, blocks: int) -> dict[str, float]:
+    """What happens once a step: reduction between replicas, optimizer."""
+    model, exponent = configuration.model, configuration.stack.overlap
+    ends = model.embedding_parameters * (1 if model.tied or configuration.pipeline > 1 else 2)
+    elements = (blocks * model.layer_parameters + ends) / configuration.tensor
+    parameter, reduction = BYTES[configuration.precision], BYTES[configuration.reduction]
+    data = configuration.shard * configuration.context
+    hidden = blocks * (layer.backward.device + layer.again.device)
+    traffic, after = 0.0, 0.0
+    if configuration.zero == 3:
+        traffic = reduce(elements / data * reduction, group("replica", configuration))
+    elif configuration.zero == 0:
+        traffic = reduce(elements * reduction, group("data", configuration))
+    else:
+        over = group("shard", configuration)
+        traffic = gather(elements * reduction, over)
+        traffic += reduce(elements / data * reduction, group("replica", configuration))
+        after = gather(elements * parameter, over)
+    local = elements / data if configuration.zero else elements
+    return {
+        "replica": join(hidden, traffic, exponent) - hidden + after,
+        "optimizer": optimizer_seconds(local, configuration),
+    }

@@ -1,0 +1,239 @@
+"""The search: every layout it ranks is legal and leaves the job's own keys alone, none it looked at is better, and what
+it says adds up."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from rich.console import Console
+
+from shardwise.cli import main
+from shardwise.config import Job
+from shardwise.draft import lookup
+from shardwise.errors import LegalityError
+from shardwise.families.build import build_model
+from shardwise.families.discovery import discover
+from shardwise.families.facts import ModelFacts
+from shardwise.job_sources import load_job
+from shardwise.plan import resolve
+from shardwise.planner.configure import configuration_of
+from shardwise.planner.explain import Budget, times_of, to_dict, why_not_fit, why_slower
+from shardwise.planner.inventory import cluster, presets
+from shardwise.planner.memory import estimate
+from shardwise.planner.predict import predict
+from shardwise.planner.presets import preset_config
+from shardwise.planner.remedies import remedies
+from shardwise.planner.search import Found, Question, distinct, matching, of_changes, on_nodes, search, world_of
+from shardwise.planner.search_report import explanation, ranking, remarks
+from shardwise.planner.space import Space, changed_job, thinned
+
+LLAMA = {
+    "model_type": "llama", "hidden_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "intermediate_size": 2816, "vocab_size": 4096, "max_position_embeddings": 2048,
+}  # fmt: skip
+
+
+@cache
+def facts_of(name: str) -> ModelFacts:
+    job = Job.model_validate({"model": {"config": LLAMA if name == "small" else preset_config(presets()[name])}})
+    return discover(build_model(job), job)
+
+
+def question(where: str = "h100:8", model: str = "small", **sections: dict[str, Any]) -> Question:
+    job = {"data": {"sequence_length": 512}, "training": {"sequences_per_step": 32}}
+    for name, section in sections.items():
+        job[name] = {**job.get(name, {}), **section}
+    return Question(Job.model_validate(job), facts_of(model), cluster(where))
+
+
+@cache
+def found() -> Found:
+    return search(question())
+
+
+def test_every_ranked_layout_is_what_training_would_resolve() -> None:
+    for candidate in (*found().ranked[:40], *found().misfits[:10]):
+        world = world_of(found().question.cluster)
+        assert resolve(candidate.job, world, found().question.facts) == candidate.plan
+    assert found().looked_at == len(found().ranked) + len(found().misfits) + sum(found().illegal.values())
+
+
+def test_no_combination_of_the_space_that_fits_is_faster() -> None:
+    asked, world = found().question, world_of(found().question.cluster)
+    space = Space(asked.job, asked.facts, world.size, 32)
+    best, counted = found().ranked[0], 0
+    for changes in space.jobs():
+        try:
+            plan = resolve(changed_job(asked.job, changes), world, asked.facts)
+        except LegalityError:
+            continue
+        counted += 1
+        prediction = predict(configuration_of(plan, asked.facts, asked.cluster))
+        fits = prediction.memory_bytes <= asked.cluster.accelerator.memory_bytes
+        assert not fits or prediction.step_seconds >= best.prediction.step_seconds * 0.999, changes
+    assert counted > 100
+
+
+def test_what_the_job_sets_stays() -> None:
+    given = {"parallel": {"tensor_parallel_degree": 2, "sequence_parallel": False}, "memory": {"checkpoint_every": 2}}
+    ranked = search(question(**given, training={"microbatch_size": 2})).ranked
+    assert ranked
+    for candidate in ranked:
+        assert candidate.plan.degrees["tensor"] == 2 and candidate.plan.microbatch == 2
+        assert not candidate.plan.sequence_parallel
+        assert candidate.job.memory.checkpoint_every == 2
+
+
+def test_a_limit_takes_an_even_sample_and_says_what_it_left_out() -> None:
+    few = search(question(), limit=50)
+    assert few.left_out > 0 and few.looked_at < found().looked_at
+    assert len({candidate.plan.degrees["tensor"] for candidate in few.ranked}) > 1
+    assert any("were not looked at" in line for line in remarks(few))
+
+
+def test_causes_add_up() -> None:
+    for candidate in found().ranked[:5]:
+        assert sum(times_of(candidate).values()) == pytest.approx(candidate.prediction.step_seconds)
+        assert sum(candidate.memory.values()) == pytest.approx(candidate.memory_bytes)
+        assert max(candidate.stage_memory) == candidate.memory_bytes
+
+
+def test_budget_is_days_and_dollars() -> None:
+    best, budget = found().ranked[0], Budget(1e9, 2.0)
+    assert budget.days(best) == pytest.approx(1e9 / best.tokens_per_second / 86400)
+    assert budget.cost(best) == pytest.approx(budget.days(best) * 24 * 8 * 2.0)  # type: ignore[operator]
+    assert to_dict(best, budget)["days"] == budget.days(best)
+
+
+def test_the_text_names_causes_conventions_and_losers() -> None:
+    console = Console(width=100)
+    with console.capture() as captured:
+        console.print(ranking(found(), 4, Budget()))
+        console.print(explanation(found().ranked[0], found(), Budget(3e11, 2.0)))
+    text = captured.get()
+    for word in ("matrix products", "8P", "megatron-2021", "palm", "megatron-2022", "MFU", "slower", "$"):
+        assert word in text, word
+
+
+def test_a_layout_is_found_by_its_keys_or_made() -> None:
+    wanted = {"parallel.tensor_parallel_degree": 4, "memory.activation_checkpointing": "full"}
+    candidate = matching(found(), wanted)
+    assert candidate is not None and all(lookup(candidate.job, key) == value for key, value in wanted.items())
+    assert why_slower(candidate, found().ranked[0]).endswith(")") or "slower" in why_slower(
+        candidate, found().ranked[0]
+    )
+    assert of_changes(found(), {"memory.loss_chunk_tokens": 77}).job.memory.loss_chunk_tokens == 77
+    with pytest.raises(LegalityError, match="does not divide"):
+        of_changes(found(), {"parallel.tensor_parallel_degree": 3})
+
+
+def test_more_nodes_are_never_slower() -> None:
+    more = search(question("dgx-h100:2", training={"sequences_per_step": 256}))
+    speeds = {nodes: on_nodes(more, nodes) for nodes in (1, 2, 4)}
+    rates = [each.tokens_per_second for each in speeds.values() if each is not None]
+    assert len(rates) == 3 and rates == sorted(rates)
+
+
+def test_layouts_that_differ_little_are_shown_once() -> None:
+    shown = distinct(found().ranked, 10)
+    layouts = [(*each.plan.degrees.values(), each.job.memory.activation_checkpointing) for each in shown]
+    assert len(set(layouts)) == len(layouts)
+
+
+def test_degrees_are_thinned_evenly_and_keep_the_ends() -> None:
+    assert thinned([1, 2, 3, 4, 5, 6, 8, 10, 12]) == [1, 2, 4, 8, 12]
+    assert thinned([7]) == [7] and thinned([]) == []
+
+
+def test_what_does_not_fit_says_how_much_is_missing() -> None:
+    crowded = question(memory={"offload_parameters": False})
+    crowded = crowded._replace(
+        cluster=replace(crowded.cluster, accelerator=replace(crowded.cluster.accelerator, memory_bytes=int(1.1e9)))
+    )
+    misfits = search(crowded).misfits
+    assert misfits and all(candidate.memory_bytes > 1.1e9 for candidate in misfits[:5])
+    assert "GiB" in why_not_fit(misfits[0])
+
+
+def test_remedies_fit_and_the_cheapest_is_first() -> None:
+    asked = question(training={"microbatch_size": 4, "gradient_accumulation": 1})
+    world = world_of(asked.cluster)
+    plan = resolve(asked.job, world, asked.facts)
+    room = 0.6 * estimate(plan, asked.facts).total
+    found = remedies(plan, asked.facts, asked.cluster, room)
+    assert 0 < len(found) <= 3
+    assert [remedy.relative_time for remedy in found] == sorted(remedy.relative_time for remedy in found)
+    for remedy in found:
+        changed = resolve(changed_job(plan.job, remedy.changes), world, asked.facts)
+        assert estimate(changed, asked.facts).total == remedy.memory_bytes <= room
+
+
+# --- the command
+
+
+def plan(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    code = main(["plan", *words])
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+def config(tmp_path: Path) -> str:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA))
+    return str(path)
+
+
+def test_the_winner_is_a_job_that_train_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = tmp_path / "job.yaml"
+    keys = ("--data.sequence_length", "128", "--training.sequences_per_step", "16")
+    code, out, _ = plan(capsys, "--model", config(tmp_path), "--cluster", "cpu:4", *keys, "--json", "--write", str(job))
+    assert code == 0
+    best = json.loads(out)["ranked"][0]
+    written = load_job(job)
+    assert written.parallel.workers == 4 and written.training.sequences_per_step == 16
+    assert main(["train", str(job), "--print-plan"]) == 0
+    shown = capsys.readouterr().out
+    for axis, degree in best["degrees"].items():
+        assert any(axis in line and str(degree) in line for line in shown.splitlines())
+    assert yaml.safe_load(job.read_text())["data"] == {"sequence_length": 128}
+
+
+def test_the_page_is_self_contained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "plan.html"
+    words = ("--model", config(tmp_path), "--cluster", "dgx-h100:2", "--explain", "pipeline_parallel_degree=2")
+    assert plan(capsys, *words, "--tokens", "1B", "--html", str(page))[0] == 0
+    text = page.read_text()
+    for name in ("time", "memory", "schedule", "scaling"):
+        assert f'id="plot-{name}"' in text
+    head, _, _ = text.partition("<script>")
+    assert "default-src 'none'" in head and "https://" not in head
+
+
+def test_a_model_too_large_names_the_smallest_cluster(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = plan(capsys, "--model", "llama3-8b", "--cluster", "h100:1", "--memory.offload_parameters", "false")
+    assert code == 2
+    assert "no layout of 8,0" in err and "fits on 1 x 1 H100 SXM" in err and "nodes would do" in err
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (("--model", "llama2-7c"), "Did you mean 'llama2-7b'?"),
+        (("--cluster", "p4d.24xlage:2"), "Did you mean 'p4d.24xlarge'?"),
+        (("--cluster", "cpu:none"), "no count of nodes"),
+        (("--price", "2"), "does nothing without --tokens"),
+        (("--rank", "1"), "does nothing without --dry-run"),
+        (("--dry-run", "--write", "x.yaml"), "does nothing with --dry-run"),
+        (("--cluster", "cpu:2", "--explain", "tensor_degree=2"), "Did you mean 'tensor_parallel_degree'?"),
+        (("--tokens", "many"), "not a number above 0"),
+    ],
+)
+def test_mistakes_are_named(words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = plan(capsys, *words)
+    assert code == 2 and said in err and "Traceback" not in err
