@@ -193,7 +193,7 @@ class _Trace(LiveBytes):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         self.operators += 1
-        if func is READ_SCALAR:  # no value is known; the only one that is read is the vote of torch's stages, where 1 is yes
+        if func is READ_SCALAR:  # no value is known; the one that is read is the vote of torch stages, where 1 is yes
             return 1
         return super().__torch_dispatch__(func, types, args, kwargs)
 
