@@ -14,7 +14,7 @@ import yaml
 
 import shardwise
 from shardwise import errors
-from shardwise.cli import COMMANDS, build_parser
+from shardwise.cli import COMMANDS, as_command, build_parser
 from shardwise.errors import ConfigError
 from shardwise.job_keys import leaf_of, leaves, sections
 from shardwise.job_sources import load_job, read_value, take_overrides
@@ -56,7 +56,7 @@ def commands() -> Iterator[tuple[Path, list[str], bool]]:
 
 def parses(words: list[str]) -> bool:
     try:
-        rest, found = take_overrides(words)
+        rest, found = take_overrides(as_command(words))
         for key, text in found:
             load_job({}, {key: read_value(key, text)}, environ={})
         options, unknown = build_parser().parse_known_args(rest)

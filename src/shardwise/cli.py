@@ -61,7 +61,7 @@ class Parser(argparse.ArgumentParser):
 
 def _formatter(prog: str) -> argparse.HelpFormatter:
     made = argparse.RawDescriptionHelpFormatter(prog, max_help_position=26, width=WIDTH)
-    made._action_max_length = 14  # argparse forgets the indent of commands, and puts the longest one's line below it
+    made._action_max_length = 18  # argparse forgets the indent of commands, and puts the longest one's line below it
     return made
 
 
@@ -305,14 +305,19 @@ def build_parser() -> Parser:
     return parser
 
 
+def as_command(words: Sequence[str]) -> Sequence[str]:
+    """`words` with the two of a command such as `plan evaluate` as one."""
+    pair = " ".join(words[:2])
+    return [pair, *words[2:]] if len(words) > 1 and pair in COMMANDS else words
+
+
 def run(words: Sequence[str]) -> int:
     """Carry out a command line. Raises ShardwiseError for a user's mistake."""
     parser = build_parser()
     if not words:
         parser.print_help()
         return 2
-    if " ".join(words[:2]) in COMMANDS:  # a command of two words
-        words = [" ".join(words[:2]), *words[2:]]
+    words = as_command(words)
     if not words[0].startswith("-") and words[0] not in COMMANDS:
         raise ConfigError(f"unknown command {words[0]!r}.{nearest(words[0], COMMANDS)}")
     keys: dict[str, Any] = {}

@@ -175,7 +175,9 @@ SAME = {
     "gpu": ("NVIDIA A100-SXM4-40GB", "A100 40GB"),
     "act_ckpt": ("True", "Full"),
     "inter_Gbps_per_node": ("400.0",),
-    "precision": ("FP16",),
+    "precision": ("FP16", "float16"),
+    "grad_reduce_dtype": ("float16", ""),
+    "intra_GBps_per_gpu": ("300.0",),
     "grad_accum": ("",),
     "dp": ("",),
 }

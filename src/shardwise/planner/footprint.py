@@ -16,6 +16,7 @@ from shardwise.planner.compute import BYTES, tokens_of
 from shardwise.planner.prediction import Configuration
 
 GB = 10**9
+CHUNK = 1024  # rows of logits that a chunked loss holds
 
 
 def footprint(configuration: Configuration) -> tuple[dict[str, float], list[float]]:
@@ -35,7 +36,8 @@ def _rank(configuration: Configuration, rank: int) -> dict[str, float]:
     kept, working = _activations(configuration)
     causes["activations"] = configuration.stack.activations * kept * blocks * _in_flight(configuration, rank)
     causes["working"] = working
-    logits = tokens_of(configuration) * model.vocabulary / t if last else 0.0
+    rows = min(tokens_of(configuration), CHUNK) if configuration.chunked_loss else tokens_of(configuration)
+    logits = rows * model.vocabulary / t if last else 0.0
     causes["logits"] = logits * (BYTES[configuration.precision] + 8)
     causes["slack"] = configuration.stack.memory_gb * GB
     return causes

@@ -154,7 +154,7 @@ def configuration(row: Row) -> Configuration:
         zero=zero,
         placement="PDT",
         precision=_precision(row),
-        reduction=row.text.get("grad_reduce_dtype") or _precision(row),
+        reduction=_dtype(row.text.get("grad_reduce_dtype", ""), _precision(row)),
         checkpointing=checkpointing,
         checkpointed=share,
         offload_activations="act" in row.text.get("offload", ""),
@@ -214,10 +214,21 @@ def _checkpointing(row: Row) -> tuple[str, float]:
 
 
 def _precision(row: Row) -> str:
-    word = re.search(r"f(?:loat|p)?8|bf16|fp16|fp32|fp64", row.text["precision"].lower())
-    if word is None:
-        return "bf16"
-    return "fp8" if word.group().endswith("8") else word.group()
+    return _dtype(row.text["precision"], "bf16")
+
+
+def _dtype(text: str, otherwise: str) -> str:
+    """The dtype that a word such as `float32`, `BF16` or `fp8-mixed` names."""
+    for pattern, name in (
+        (r"fp8|float8|f8", "fp8"),
+        ("bf|bfloat", "bf16"),
+        ("16", "fp16"),
+        ("32", "fp32"),
+        ("64", "fp64"),
+    ):
+        if re.search(pattern, text.lower()):
+            return name
+    return otherwise
 
 
 def _cluster(row: Row, model_ranks: int) -> Cluster:
@@ -228,24 +239,25 @@ def _cluster(row: Row, model_ranks: int) -> Cluster:
     nodes = -(-ranks // per_node)
     words = " ".join(row.text.get(column, "") for column in ("collectives", "assumed", "notes", "table", "url"))
     fabric = fabrics()["efa" if _EFA.search(words) else "rdma"]
-    inter = row.number("inter_Gbps_per_node", _usual_network(device)) / 8
+    inter = row.number("inter_Gbps_per_node", _usual(device, "inter_gbps", 800)) / 8
+    intra = row.number("intra_GBps_per_gpu", _usual(device, "intra", 300))
     return Cluster(
         name=row.text["gpu"],
         accelerator=device,
         nodes=nodes,
         per_node=min(per_node, ranks),
-        intra=row.number("intra_GBps_per_gpu", 300),
+        intra=intra,
         inter=inter,
-        link=fabrics()["nvlink" if row.number("intra_GBps_per_gpu", 300) > 100 else "pcie"],
+        link=fabrics()["nvlink" if intra > 100 else "pcie"],
         fabric=fabric,
     )
 
 
-def _usual_network(device: Accelerator) -> float:
-    """Gbit/s of a node where the row does not say: that of the vendor's own machines with this part."""
+def _usual(device: Accelerator, key: str, otherwise: float) -> float:
+    """A number of the network where the row does not say it: that of the vendor's own machines with this part."""
     rows = read_data("clusters").values()
-    found = [row["inter_gbps"] for row in rows if row["accelerator"] == device.name and row["fabric"] == "rdma"]
-    return float(max(found, default=800))
+    found = [row[key] for row in rows if row["accelerator"] == device.name and row["fabric"] == "rdma"]
+    return float(max(found, default=otherwise))
 
 
 def _accelerator(row: Row, strict: bool = True) -> Accelerator | None:
