@@ -58,7 +58,7 @@ AXES = {
     for axis in (
         Axis("tensor", {"tensor_parallel_degree": RANKS}, (peers.TENSOR, peers.NATIVE)),
         Axis("pipeline", {"pipeline_parallel_degree": RANKS}, (peers.PIPELINE,)),
-        Axis("context", {"context_parallel_degree": RANKS}, (peers.CONTEXT,), sequence=2048, batch=1),
+        Axis("context", {"context_parallel_degree": RANKS}, (peers.ULYSSES, peers.CONTEXT), sequence=2048, batch=1),
         Axis("shard", {"sharded_data_parallel_degree": RANKS}, (peers.SHARD,)),
     )
 }

@@ -32,6 +32,10 @@ CONTEXT = Contender(
     "torch, attention by hand", "benchmarks.parallelism_peers:context", "torch",
     "keys and values gathered, zig-zag order, fully_shard on every block and the root",
 )  # fmt: skip
+ULYSSES = Contender(
+    "torch, heads exchanged by hand", "benchmarks.parallelism_peers:ulysses", "torch",
+    "all-to-all of heads for rows and back, fully_shard on every block and the root",
+)  # fmt: skip
 SHARD = Contender("torch fully_shard", "benchmarks.parallelism_peers:shard", "torch", "every block and the root")
 
 
@@ -216,12 +220,25 @@ class GatherRows(torch.autograd.Function):
         return mine
 
 
+class Exchange(torch.autograd.Function):
+    """Shares dim `out` among the ranks and takes the others' parts of dim `back`; backward is the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, out: int, back: int) -> Tensor:
+        ctx.dims = out, back
+        sent = torch.stack(values.chunk(dist.get_world_size(), out))
+        got = torch.empty_like(sent)
+        dist.all_to_all_single(got, sent)
+        return torch.cat(got.unbind(), back)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        out, back = ctx.dims
+        return Exchange.apply(gradients[0], back, out), None, None
+
+
 def context(workload: Workload, directory: Path, rank: int, world: int) -> Step:
     """Each rank has chunks r and 2c - 1 - r of every sequence; its queries see all keys that are not ahead."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from transformers import AttentionInterface
-
     chunks = torch.arange(workload.sequence).chunk(2 * world)
     order = [torch.cat([chunks[each], chunks[2 * world - 1 - each]]) for each in range(world)]
     mine, everyone = order[rank], torch.cat(order)
@@ -231,6 +248,28 @@ def context(workload: Workload, directory: Path, rank: int, world: int) -> Step:
         keys, values = GatherRows.apply(key), GatherRows.apply(value)
         out = F.scaled_dot_product_attention(query, keys, values, attn_mask=visible, scale=more.get("scaling"))
         return out.transpose(1, 2).contiguous(), None
+
+    return _of_parts(workload, directory, world, mine, attend)
+
+
+def ulysses(workload: Workload, directory: Path, rank: int, world: int) -> Step:
+    """Each rank has a run of every sequence; for attention it has all rows of its share of the heads."""
+    mine = torch.arange(workload.sequence).chunk(world)[rank]
+
+    def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **more: Any) -> tuple[Tensor, None]:
+        whole = Exchange.apply(torch.stack([query, key, value]), 2, 3)  # [3, B, h, S/c, d] -> [3, B, h/c, S, d]
+        out = F.scaled_dot_product_attention(*whole, is_causal=True, scale=more.get("scaling"))
+        rows: Tensor = Exchange.apply(out, 2, 1)
+        return rows.transpose(1, 2).contiguous(), None
+
+    return _of_parts(workload, directory, world, mine, attend)
+
+
+def _of_parts(workload: Workload, directory: Path, world: int, mine: Tensor, attend: Any) -> Step:
+    """One step on the positions `mine` of every sequence, with `attend` for attention."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from transformers import AttentionInterface
 
     AttentionInterface.register("by_hand", attend)
     mesh = init_device_mesh("cpu", (world,))

@@ -246,7 +246,12 @@ def test_help_and_mistakes_need_no_torch() -> None:
     ("family", "settings", "says"),
     [
         ("llama", {"num_key_value_heads": 2}, ["tensor degree 2 or 4", "sequence degree 2 or 4"]),
-        ("falcon", {}, ["tensor no: does not share out the 4 attention heads and 1 key-value heads"]),
+        ("falcon", {}, ["tensor degree 2 or 4"]),
+        (
+            "falcon",
+            {"num_kv_heads": 1, "new_decoder_architecture": True},
+            ["tensor no: does not share out the 4 attention heads and 1 key-value heads"],
+        ),
         (
             "codegen",
             {"rotary_dim": 2},

@@ -23,7 +23,8 @@ ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 MOST_LINES = 60
 STEPS = 3
-JOBS = ("train_text.yaml", "masked_lm.yaml", "smp_options.yaml", "pipeline.yaml", "long_sequences.yaml")
+JOBS = {"train_text.yaml": 2, "masked_lm.yaml": 2, "smp_options.yaml": 2, "tensor.yaml": 2, "pipeline.yaml": 2,
+        "long_sequences.yaml": 2, "combined.yaml": 8}  # and its ranks  # fmt: skip
 
 
 def toy_keys(tmp_path: Path) -> list[str]:
@@ -54,10 +55,10 @@ def run_job(file: str, words: list[str]) -> int:
     return main(["train", file, *words])
 
 
-@pytest.mark.parametrize("name", JOBS)
-def test_jobs(world_pool: WorldPool, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name, ranks", JOBS.items())
+def test_jobs(world_pool: WorldPool, tmp_path: Path, name: str, ranks: int) -> None:
     words = [f"--{word}" for word in toy_keys(tmp_path)]
-    assert world_pool.run(2, run_job, str(EXAMPLES / name), words) == [0, 0]
+    assert world_pool.run(ranks, run_job, str(EXAMPLES / name), words) == [0] * ranks
     check_run(tmp_path / "run")
     job = yaml.safe_load((tmp_path / "run" / "job.yaml").read_text())
     if name == "smp_options.yaml":

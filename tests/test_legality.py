@@ -74,6 +74,17 @@ PIPELINE_CASES = {
         )
     },
     "pipeline-model": case(staged(), staged(), "two lists", CPU4, LISTS, FACTS),
+    "zero-bubble-compile": case(
+        {**staged(pipeline="zero_bubble"), "model": {"compile": True}},
+        {**staged(), "model": {"compile": True}},
+        "pipeline interleaved",
+    ),
+    "pipeline-loss": case(
+        {**FACTORY, **staged()},
+        {"model": {"factory": "a:b", "loss": "a:c"}, **staged()},
+        "give model.loss",
+        facts=replace(FACTS, is_hugging_face=False, head=None),
+    ),
     "pipeline-blocks": case(
         staged(virtual_pipeline_degree=3), staged(virtual_pipeline_degree=2), "6 stages, and the model has 4 blocks"
     ),

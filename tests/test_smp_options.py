@@ -107,6 +107,13 @@ def test_the_default_partition_of_automatic_stages_is_ignored_as_in_smp() -> Non
     assert any("default_partition=0 has no effect here: stages are cut automatically" in note for note in result.notes)
 
 
+def test_optimizing_memory_weighs_it_as_smp_does() -> None:
+    asked: dict[str, Any] = {"optimize": "memory", "pipeline_parallel_degree": 2}
+    assert translate(asked).defaults["parallel.memory_weight"][0] == 0.8
+    for change in ({"optimize": "speed"}, {"pipeline_parallel_degree": 1}, {"auto_partition": False}):
+        assert "parallel.memory_weight" not in translate({**asked, **change}).defaults
+
+
 @pytest.mark.parametrize(("name", "value"), IGNORED)
 def test_no_effect_is_said(name: str, value: Any) -> None:
     result = translate({name: value})

@@ -94,6 +94,7 @@ def test_agrees_and_prints(corpora: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "max_relative_error" in printed and "switched off" in printed and "shard 2" in printed
 
 
+@pytest.mark.slow  # two more worlds of processes; the next test starts two as well
 def test_another_layout_as_reference(corpora: Path) -> None:
     """Other number of workers, other batch arithmetic; both update with SGD, and it is said."""
     job = make_job(corpora, layers=1, precision={"compute": "fp32"}, parallel={"workers": 2})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -10,6 +10,7 @@ from torch import Tensor
 
 # No public name: torch documents FakeTensorMode only under its private module (torch 2.11 to 2.13).
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import debug
 
 # No public name: torch documents TorchDispatchMode only under its private module (torch 2.11 to 2.13).
@@ -27,6 +28,7 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _ATEN = torch.ops.aten
+READ_SCALAR = _ATEN._local_scalar_dense.default  # no public name: what `Tensor.item` dispatches to
 
 
 def fake_store() -> dist.Store:
@@ -66,7 +68,21 @@ def flash_attention_backward(
     return grads
 
 
+# No public name: FSDP2 reduces gradients in a hook of autograd alone; torch's own pipeline stage reaches in like this.
+def reduce_left_gradients(modules: Sequence[FSDPModule]) -> None:
+    """Run FSDP2's reduction of the gradients that stand in gathered parameters; the root is the first of `modules`."""
+    for module in modules[::-1]:
+        state = fully_shard.state(module)  # type: ignore[attr-defined]
+        groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.12 on; one group before
+        for group in [state._fsdp_param_group] if groups is None else groups:
+            if group is not None:
+                group.post_backward()
+    if modules:
+        fully_shard.state(modules[0])._root_post_backward_final_callback()  # type: ignore[attr-defined]
+
+
 __all__ = [
+    "READ_SCALAR",
     "FakeTensorMode",
     "TorchDispatchMode",
     "all_gather_single",
@@ -76,6 +92,7 @@ __all__ = [
     "flash_attention_backward",
     "has_flash_attention",
     "is_traceable_wrapper_subclass",
+    "reduce_left_gradients",
     "reduce_scatter_single",
     "tree_flatten",
     "tree_leaves",

@@ -81,10 +81,11 @@ class ParallelSection(Section):
         "in parts (arXiv 2205.05198). SMP's `optimize: memory`.",
     )
     pipeline_parallel_degree: Positive = Field(default=1, description="Pipeline stages.")
-    pipeline: Literal["interleaved", "simple"] = Field(
+    pipeline: Literal["interleaved", "simple", "zero_bubble"] = Field(
         default="interleaved",
         description="Schedule of the stages: `interleaved` runs forward and backward in turn (1F1B, arXiv 2104.04473, "
-        "section 2.2), `simple` all forwards first (GPipe, arXiv 1811.06965).",
+        "section 2.2), `simple` all forwards first (GPipe, arXiv 1811.06965), `zero_bubble` in turn with the gradients "
+        "of weights where a rank would idle (ZB1P, arXiv 2401.10241, section 2).",
     )
     virtual_pipeline_degree: Positive = Field(
         default=1,

@@ -272,7 +272,7 @@ def in_flight(parallel: ParallelSection, microbatches: int, rank: int = 0) -> in
     """Most forwards of a stage that await their backward on pipeline rank `rank`.
 
     All of them for `simple`; one for each rank that is behind, and its own, for 1F1B (arXiv 2104.04473, section 2.2.1);
-    with virtual stages its warm-up and one (section 2.2.2, as torch's schedule builds it).
+    with virtual stages its warm-up and one (section 2.2.2, as torch's schedules build it).
     """
     ranks, virtual = parallel.pipeline_parallel_degree, parallel.virtual_pipeline_degree
     if parallel.pipeline == "simple":
@@ -280,7 +280,8 @@ def in_flight(parallel: ParallelSection, microbatches: int, rank: int = 0) -> in
     if virtual == 1:
         return min(microbatches, ranks - rank)
     each = microbatches // max(1, microbatches // ranks)
-    return min(microbatches * virtual, (virtual - 1) * each + 2 * (ranks - 1 - rank) + 1)
+    apart = 1 if parallel.pipeline == "zero_bubble" else 2  # steps by which a rank's warm-up is longer than the next's
+    return min(microbatches * virtual, (virtual - 1) * each + apart * (ranks - 1 - rank) + 1)
 
 
 def even_cut(rows: int, limit: int) -> int:

@@ -21,7 +21,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from shardwise._torch_compat import FakeTensorMode, fake_store
+from shardwise._torch_compat import READ_SCALAR, FakeTensorMode, fake_store
 from shardwise.config import Job
 from shardwise.data.batch import Batch
 from shardwise.errors import ConfigError, MachineError
@@ -39,7 +39,6 @@ from shardwise.training.program import make_program
 
 FAKE = "fake"
 STEPS = 2  # the first makes the optimizer's state
-ITEM = torch.ops.aten._local_scalar_dense.default
 MICROBATCHES = 2  # without a pipeline, more of them hold no more; with one, for each of its ranks
 MIB = 2**20
 
@@ -194,7 +193,7 @@ class _Trace(LiveBytes):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         self.operators += 1
-        if func is ITEM:  # no value is known; the only one that is read is the vote of torch's stages, where 1 is yes
+        if func is READ_SCALAR:  # no value is known; the one that is read is the vote of torch stages, where 1 is yes
             return 1
         return super().__torch_dispatch__(func, types, args, kwargs)
 

@@ -73,6 +73,16 @@ class Plan:
         return self.sequence_length if context == 1 else 2 * -(-self.sequence_length // (2 * context))
 
     @property
+    def splits_backward(self) -> bool:
+        """Whether the gradients of weights are taken apart from those of activations, and later."""
+        return self.degrees["pipeline"] > 1 and self.job.parallel.pipeline == "zero_bubble"
+
+    @property
+    def holds_whole(self) -> bool:
+        """Whether parameters stay gathered and gradients whole until the end of a step."""
+        return self.zero1 or self.splits_backward
+
+    @property
     def needs_fsdp(self) -> bool:
         """Whether FSDP2 has work to do: several data ranks, a compute dtype of its own, or parameters on the host."""
         ranks = self.data_ranks * self.degrees["context"]

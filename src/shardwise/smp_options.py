@@ -55,6 +55,7 @@ TENSOR, PIPELINE = "parallel.tensor_parallel_degree", "parallel.pipeline_paralle
 SEQUENCE = "parallel.sequence_parallel"
 OFFLOAD, HORIZON = "memory.offload_activations", "memory.activation_loading_horizon"
 CHECKPOINTING, COMPUTE, CLIP = "memory.activation_checkpointing", "precision.compute", "optimizer.clip_norm"
+FOR_MEMORY = 0.8  # SMP's weight of memory in cutting stages, where memory is what is optimized
 ANY = object
 MAPPED = "means the same here"
 STAGES = {
@@ -240,6 +241,10 @@ def _add_defaults(result: Translation, parameters: Mapping[str, Any]) -> None:
             "sharded_data_parallel_degree is not given, so SMP's default 1 holds: parameters stay whole on every rank"
         )
         result.defaults[SHARDS] = (1, f"{WHERE}: {note}.")
+    cut = result.values.get(PIPELINE, 1) > 1 and parameters.get("auto_partition", True)
+    if cut and parameters.get("optimize") == "memory":
+        note = f"memory_weight is not given, and with optimize='memory' SMP weighs memory by {FOR_MEMORY}"
+        result.defaults["parallel.memory_weight"] = (FOR_MEMORY, f"{WHERE}: {note}.")
     if result.values.get(OFFLOAD):
         note = "offloads checkpointed activations, and no SMP option says which"
         note = f"{WHERE}: {result.origins[OFFLOAD]} {note}; {CHECKPOINTING} is set to full."

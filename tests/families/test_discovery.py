@@ -11,7 +11,7 @@ from torch import nn
 from shardwise.config import Job
 from shardwise.families.build import build_model
 from shardwise.families.discovery import discover, find_block_lists, find_ties
-from shardwise.families.facts import ModelFacts
+from shardwise.families.facts import ModelFacts, StageFacts
 from tests.families import toys
 
 BLOCKS = {
@@ -102,6 +102,42 @@ def test_a_users_module_needs_an_example_for_the_probe() -> None:
     assert seen.ties == (("mirror", "readout.weight"),)
     assert seen.buffers == ("scales",)
     assert unseen.has_functional_dropout and unseen.has_attention_dropout
+
+
+class _Chain(nn.Module):
+    """Blocks between two layers, of which the last may be needed for what follows it."""
+
+    def __init__(self, narrow: bool = False, counts: bool = False) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 2)
+        self.blocks = nn.ModuleList(toys.Block(8) for _ in range(3))
+        self.narrow = narrow
+        if counts:
+            self.blocks[1].register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        x = self.last(x)
+        return x.view(len(x), 3, 2) if self.narrow else x
+
+
+def _stages(**arguments: bool) -> StageFacts:
+    with torch.device("meta"):
+        model = _Chain(**arguments)
+    return discover(model, toys.factory_job("tower"), {"x": torch.empty(2, 3, 4)}).stages
+
+
+def test_a_users_chain_can_be_cut() -> None:
+    stages = _stages()
+    assert stages.refusal == "" and stages.hidden == (3, 8)
+    assert set(stages.before) == {"first"} and set(stages.after) == {"last"}
+
+
+def test_a_users_chain_that_cannot_be_cut_says_why() -> None:
+    assert "blocks.1 holds buffers" in _stages(counts=True).refusal
+    assert "needs what stands behind the blocks" in _stages(narrow=True).refusal
 
 
 class _Model(nn.Module):

@@ -21,7 +21,7 @@ FP32: dict[str, Any] = {"precision": {"compute": "fp32"}, "optimizer": {"name": 
 @pytest.mark.parametrize(
     "family, sections",
     [
-        ("gpt2", {"dropout": 0.1, "parallel": {"sharded_data_parallel_degree": 2}}),
+        pytest.param("gpt2", {"dropout": 0.1}, marks=pytest.mark.slow),
         ("llama", {**FP32, "memory": {"activation_checkpointing": "full"}, "tied": False}),
     ],
 )

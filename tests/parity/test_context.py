@@ -22,6 +22,8 @@ from tests.parity.jobs import VOCABULARY, check_agrees, tensor_job, verify_one
 UNEVEN: dict[str, Any] = {"data": {"sequence_length": 13}}
 DOCUMENTS: dict[str, Any] = {"data": {"sequence_length": 13, "isolate_documents": True}}
 FP32: dict[str, Any] = {"precision": {"compute": "fp32"}, "optimizer": {"name": "SGD", "learning_rate": 0.1}}
+STAGES = {"pipeline_parallel_degree": 2}
+FOUR: dict[str, Any] = {"training": {"sequences_per_step": 8, "microbatch_size": 2}}
 WAYS = ("all_gather", "ulysses", "ring")
 # In fp64 the eager attention of these (and of OPT) takes its softmax in fp32; their fused one does not.
 FUSED = ("gpt_neox", "llama", "mistral", "qwen3", "gemma")
@@ -41,35 +43,41 @@ def context_job(
 
 
 GEMMA2 = {"model_type": "gemma2", "sliding_window": 4, "query_pre_attn_scalar": 8}  # and a soft cap, by default
+SLOW: list[tuple[str, int, str, int, dict[str, Any]]] = [
+    ("gpt2", 4, "ring", 4, {"attention": "sdpa"}),
+    ("gpt2", 4, "all_gather", 4, {"dropout": 0.1}),
+    ("gpt2", 4, "ulysses", 4, {"attention": "sdpa"}),
+    ("gpt2", 2, "ring", 2, {"attention": "sdpa", "tied": False, **UNEVEN}),
+    ("gpt_neox", 2, "ulysses", 2, UNEVEN),
+    ("llama", 2, "all_gather", 2, UNEVEN),
+    ("opt", 2, "ulysses", 2, {"attention": "sdpa", **DOCUMENTS}),
+    ("bert", 2, "ulysses", 2, {"dropout": 0.1, **UNEVEN}),
+    ("roberta", 2, "all_gather", 2, UNEVEN),
+    ("mistral", 2, "all_gather", 2, {"config": {"sliding_window": 4}, **UNEVEN}),
+    ("qwen3", 2, "ring", 2, {"training": {"sequences_per_step": 6, "microbatch_size": 2}}),
+    ("gpt2", 4, "ring", 2, {"parallel": {"tensor_parallel_degree": 2}, "dropout": 0.1}),
+    ("bert", 4, "all_gather", 2, {"parallel": {"tensor_parallel_degree": 2}, "dropout": 0.1}),
+    ("llama", 4, "ulysses", 2, {"parallel": STAGES, "memory": {"activation_checkpointing": "full"}, **UNEVEN, **FOUR}),
+    ("bert", 4, "auto", 2, {"parallel": STAGES, "dropout": 0.1, **DOCUMENTS, **FOUR}),
+]  # fmt: skip
 CASES: list[tuple[str, int, str, int, dict[str, Any]]] = [  # family, ranks, method, degree, settings
     ("gpt2", 2, "all_gather", 2, {"dropout": 0.1, **UNEVEN}),
     ("gpt2", 2, "ulysses", 2, {"dropout": 0.1, **DOCUMENTS}),
     ("gpt2", 2, "ring", 2, {"dropout": 0.1, **UNEVEN}),
-    ("gpt2", 2, "ring", 2, {"attention": "sdpa", "tied": False, **UNEVEN}),
-    ("gpt2", 4, "ring", 4, {"attention": "sdpa"}),
-    ("gpt2", 4, "all_gather", 4, {"dropout": 0.1}),
-    ("gpt2", 4, "ulysses", 4, {"attention": "sdpa"}),
     ("gpt2", 4, "all_gather", 2, {"training": {"sequences_per_step": 7}, **UNEVEN}),  # shard 2 as well
     ("gpt2", 4, "ulysses", 2, {"parallel": {"sharded_data_parallel_degree": 2}, "dropout": 0.1}),  # replica 2
     ("gpt2", 4, "ring", 2, {"parallel": {"shard_optimizer_state": True}, "dropout": 0.1}),
     ("gpt_neox", 2, "all_gather", 2, {"dropout": 0.1, **DOCUMENTS, **FP32, "attention": "eager"}),
-    ("gpt_neox", 2, "ulysses", 2, UNEVEN),
     ("gpt_neox", 2, "ring", 2, {"precision": {"compute": "bf16"}}),
-    ("llama", 2, "all_gather", 2, UNEVEN),
     ("llama", 2, "ring", 2, {"memory": {"activation_checkpointing": "selective"}, **UNEVEN}),
     ("llama", 2, "ulysses", 2, {"memory": {"activation_checkpointing": "full"}, **DOCUMENTS}),
     ("llama", 4, "ring", 4, {"precision": {"compute": "fp16"}, **DOCUMENTS}),
-    ("mistral", 2, "all_gather", 2, {"config": {"sliding_window": 4}, **UNEVEN}),
     ("mistral", 2, "ulysses", 2, {"config": {"sliding_window": 4}, **UNEVEN}),
     ("mistral", 2, "ring", 2, {"config": {"sliding_window": 4}, **UNEVEN}),
-    ("qwen3", 2, "ring", 2, {"training": {"sequences_per_step": 6, "microbatch_size": 2}}),
     ("gemma", 2, "ring", 2, {"memory": {"activation_checkpointing": "full", "offload_activations": True}, **DOCUMENTS}),
-    ("opt", 2, "ulysses", 2, {"attention": "sdpa", **DOCUMENTS}),
     ("opt", 2, "ring", 2, {"dropout": 0.1, **UNEVEN, **FP32}),
     ("bert", 2, "all_gather", 2, {"dropout": 0.1, **UNEVEN}),
-    ("bert", 2, "ulysses", 2, {"dropout": 0.1, **UNEVEN}),
     ("bert", 2, "ring", 2, {"dropout": 0.1, **DOCUMENTS}),
-    ("roberta", 2, "all_gather", 2, UNEVEN),
     ("roberta", 2, "ring", 2, {"attention": "sdpa"}),
     ("gpt2", 2, "ring", 2, {"dropout": 0.1, "memory": {
         "activation_checkpointing": "full", "checkpoint_strategy": "group_2", "offload_activations": True,
@@ -78,21 +86,18 @@ CASES: list[tuple[str, int, str, int, dict[str, Any]]] = [  # family, ranks, met
                             "training": {"sequences_per_step": 5, "microbatch_size": 2}, **DOCUMENTS}),
     ("gemma", 2, "all_gather", 2, {"config": GEMMA2, "attention": "eager", **UNEVEN, **FP32}),
 ]  # fmt: skip
-STAGES = {"pipeline_parallel_degree": 2}
-FOUR: dict[str, Any] = {"training": {"sequences_per_step": 8, "microbatch_size": 2}}
 TOGETHER: list[tuple[str, int, str, int, dict[str, Any]]] = [
     ("gpt2", 4, "ulysses", 2, {"parallel": {"tensor_parallel_degree": 2}, "dropout": 0.1, **UNEVEN}),
-    ("gpt2", 4, "ring", 2, {"parallel": {"tensor_parallel_degree": 2}, "dropout": 0.1}),
     ("llama", 4, "all_gather", 2, {"parallel": {"tensor_parallel_degree": 2}, **UNEVEN}),
-    ("bert", 4, "all_gather", 2, {"parallel": {"tensor_parallel_degree": 2}, "dropout": 0.1}),
     ("gpt2", 4, "ring", 2, {"parallel": STAGES, "dropout": 0.1, **DOCUMENTS, **FOUR}),
-    ("llama", 4, "ulysses", 2, {"parallel": STAGES, "memory": {"activation_checkpointing": "full"}, **UNEVEN, **FOUR}),
-    ("bert", 4, "auto", 2, {"parallel": STAGES, "dropout": 0.1, **DOCUMENTS, **FOUR}),
     ("gpt2", 8, "ring", 2, {"parallel": {"tensor_parallel_degree": 2, "placement_strategy": "spread"}, "dropout": 0.1}),
 ]
 
 
-@pytest.mark.parametrize("family, ranks, method, degree, settings", CASES + TOGETHER)
+@pytest.mark.parametrize(
+    "family, ranks, method, degree, settings",
+    [*CASES, *TOGETHER, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
+)
 def test_agrees_with_one_process(
     world_pool: WorldPool, corpora: Path, family: str, ranks: int, method: str, degree: int, settings: dict[str, Any]
 ) -> None:

@@ -25,6 +25,18 @@ ALL: dict[str, Any] = {**TWO, "tensor_parallel_degree": 2, "sharded_data_paralle
 FP32: dict[str, Any] = {"precision": {"compute": "fp32"}, "optimizer": {"name": "SGD", "learning_rate": 0.1}}
 UNEVEN = {"sequences_per_step": 7, "microbatch_size": 2}
 SLOW: list[tuple[str, int, dict[str, Any]]] = [
+    ("gpt2", 4, {"parallel": {**TWO, "sharded_data_parallel_degree": 1}, "tied": False}),
+    ("gpt_neox", 4, {"parallel": {**TWO, "pipeline": "zero_bubble", "shard_optimizer_state": True}, "layers": 3}),
+    ("gpt2", 4, {"parallel": {**FOUR, "pipeline": "zero_bubble"}, "layers": 5, "dropout": 0.1}),
+    ("llama", 8, {"parallel": {**ALL, "pipeline": "zero_bubble", "sequence_parallel": True}, "layers": 3}),
+    ("bert", 4, {"parallel": {**TWO, "pipeline": "zero_bubble", "sharded_data_parallel_degree": 1}, "layers": 3,
+                 "memory": {"activation_checkpointing": "selective"}, "dropout": 0.1}),
+    ("gpt2", 2, {"parallel": {**TWO, "pipeline": "simple"}, "training": {"gradient_accumulation": 1}}),
+    ("gpt2", 4, {"parallel": {**TWO, "tensor_parallel_degree": 2}, "dropout": 0.1, "layers": 3}),
+    ("llama", 4, {"parallel": TWO, "memory": {"offload_parameters": True}}),
+    ("opt", 2, {"parallel": TWO, "layers": 3, "dropout": 0.1}),
+    ("falcon", 2, {"parallel": TWO, "layers": 3, **FP32}),
+    ("llama", 4, {"parallel": {**TWO, "context_parallel_degree": 2}, "training": UNEVEN}),
     ("gpt_neox", 4, {"parallel": {**TWO, "virtual_pipeline_degree": 3}, "layers": 7, "training": UNEVEN}),
     ("llama", 8, {"parallel": {**TWO, "sharded_data_parallel_degree": 2, "placement_strategy": "PDT"}}),
     ("gpt2", 4, {"parallel": {**TWO, "reshard_after_forward": False}}),
@@ -42,20 +54,21 @@ CASES = [
     ("gpt2", 2, {"parallel": TWO, "dropout": 0.1, "layers": 3}),
     ("gpt2", 2, {"parallel": {**TWO, "pipeline": "simple"}, "training": UNEVEN, "dropout": 0.1}),
     ("gpt2", 4, {"parallel": FOUR, "layers": 5, "training": UNEVEN, "dropout": 0.1}),
-    ("gpt2", 2, {"parallel": {**TWO, "pipeline": "simple"}, "training": {"gradient_accumulation": 1}}),
+    # weight gradients put off: plain layers and Conv1D, whole gradients with shards, several stages a rank
+    ("gpt2", 2, {"parallel": {**TWO, "pipeline": "zero_bubble"}, "dropout": 0.1, "layers": 3}),
+    ("llama", 4, {"parallel": {**TWO, "pipeline": "zero_bubble", "virtual_pipeline_degree": 2}, "layers": 5,
+                  "memory": {"activation_checkpointing": "full"}, "precision": {"compute": "bf16"}}),
+    ("gpt2", 4, {"parallel": {**TWO, **TENSOR, "pipeline": "zero_bubble"}, "dropout": 0.1, "layers": 3}),
     # virtual stages
     ("gpt2", 2, {"parallel": {**TWO, "virtual_pipeline_degree": 2}, "layers": 5, "dropout": 0.1}),
     ("llama", 4, {"parallel": {**FOUR, "virtual_pipeline_degree": 2}, "layers": 9}),
     # sharding, replicas, ZeRO-1, and the placements
     ("gpt2", 4, {"parallel": {**TWO, "sharded_data_parallel_degree": 2}, "dropout": 0.1, "training": UNEVEN}),
-    ("gpt2", 4, {"parallel": {**TWO, "sharded_data_parallel_degree": 1}, "tied": False}),
     ("gpt2", 4, {"parallel": {**TWO, "shard_optimizer_state": True}}),
     # tensors
-    ("gpt2", 4, {"parallel": {**TWO, "tensor_parallel_degree": 2}, "dropout": 0.1, "layers": 3}),
     ("llama", 8, {"parallel": {**ALL, "placement_strategy": "spread"}, "tied": False}),
     ("gpt2", 4, {"parallel": {**TWO, **TENSOR, "sequence_parallel": True}, "dropout": 0.1, "layers": 3}),
     # sequences
-    ("llama", 4, {"parallel": {**TWO, "context_parallel_degree": 2}, "training": UNEVEN}),
     ("gpt2", 8, {"parallel": {**TWO, **TENSOR, "context_parallel_degree": 2, "sequence_parallel": True},
                  "dropout": 0.1, "layers": 3, "data": {"isolate_documents": True}}),
     # memory and precision
@@ -63,15 +76,12 @@ CASES = [
     ("llama", 4, {"parallel": TWO, "memory": {"activation_checkpointing": "full", "offload_activations": True}}),
     ("llama", 2, {"parallel": TWO, "layers": 4,
                   "memory": {"activation_checkpointing": "full", "checkpoint_strategy": "group_2"}}),
-    ("llama", 4, {"parallel": TWO, "memory": {"offload_parameters": True}}),
     ("gpt_neox", 4, {"parallel": TWO, "precision": {"compute": "bf16"}}),
     ("llama", 4, {"parallel": TWO, "precision": {"compute": "fp16"}}),
     # the other families
     ("gptj", 2, {"parallel": TWO, "layers": 3, "dropout": 0.1, **FP32}),  # this one's attention and the next's
     ("gpt_neo", 4, {"parallel": FOUR, "layers": 5, "dropout": 0.1, **FP32}),  # compute in fp32
-    ("opt", 2, {"parallel": TWO, "layers": 3, "dropout": 0.1}),
     ("bloom", 2, {"parallel": TWO, "layers": 3, "dropout": 0.1, **FP32}),
-    ("falcon", 2, {"parallel": TWO, "layers": 3, **FP32}),
     ("roberta", 4, {"parallel": TWO, "layers": 3, "dropout": 0.1}),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
 ]  # fmt: skip
@@ -166,7 +176,7 @@ def in_flight(job: Job) -> int:
     now = most = 0
     train = pipeline.train
 
-    def counting(work: Any, begin: Any, count: int) -> None:
+    def counting(work: Any, begin: Any, count: int, later: Any) -> None:
         def more(*arguments: Any) -> Tensor:
             nonlocal now, most
             now, most = now + 1, max(most, now + 1)
@@ -177,7 +187,7 @@ def in_flight(job: Job) -> int:
             now -= 1
             begin(*arguments)
 
-        train(more, fewer, count)
+        train(more, fewer, count, later)
 
     pipeline.train = counting  # type: ignore[method-assign]
     train_step(run.model, run.program, run.stream.batches(0), run.optimizer, run.scaler, 0)
@@ -186,7 +196,12 @@ def in_flight(job: Job) -> int:
 
 @pytest.mark.parametrize(
     ("parallel", "ranks"),
-    [(FOUR, 4), ({**TWO, "pipeline": "simple"}, 2), ({**TWO, "virtual_pipeline_degree": 2}, 2)],
+    [
+        (FOUR, 4),
+        ({**TWO, "pipeline": "simple"}, 2),
+        ({**TWO, "virtual_pipeline_degree": 2}, 2),
+        ({**TWO, "virtual_pipeline_degree": 2, "pipeline": "zero_bubble"}, 2),
+    ],
 )
 def test_forwards_in_flight_are_as_the_plan_says(
     world_pool: WorldPool, corpora: Path, parallel: dict[str, Any], ranks: int

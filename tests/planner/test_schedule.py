@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.console import Console
+from torch.distributed.pipelining import ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
 
 from shardwise.config import Job
 from shardwise.draft import World
@@ -51,6 +53,48 @@ def test_the_bubble_is_what_the_schedule_idles() -> None:
     assert bubble(plan(pipeline_parallel_degree=4)) == pytest.approx(3 / 11)
     assert bubble(plan(pipeline_parallel_degree=4, pipeline="simple")) == pytest.approx(3 / 11)
     assert bubble(plan(pipeline_parallel_degree=4, virtual_pipeline_degree=2)) == pytest.approx(3 / 19)
+
+
+def order_of(kind: Any, ranks: int, virtual: int, count: int) -> list[list[Any]]:
+    """What torch's schedule lets each rank do, in order."""
+    turns = max(1, count // ranks)
+    asked = SimpleNamespace(
+        n_local_stages=virtual, pp_group_size=ranks, _n_microbatches=count, number_of_rounds=turns,
+        microbatches_per_round=count // turns,
+    )  # fmt: skip
+    return [[action for action in kind._calculate_single_rank_operations(asked, r) if action] for r in range(ranks)]
+
+
+def makespan(orders: list[list[Any]], stages: int) -> float:
+    """When the last rank is done, if a forward and either half of a backward take 1 and messages take nothing."""
+    cost = {"FORWARD": 1, "BACKWARD_INPUT": 1, "BACKWARD_WEIGHT": 1, "FULL_BACKWARD": 2}
+    done: dict[tuple[str, int, int], int] = {}
+    clocks, waiting = [0] * len(orders), [list(order) for order in orders]
+    while any(waiting):
+        for rank, actions in enumerate(waiting):
+            while actions:
+                kind, stage, number = actions[0].computation_type.name, *actions[0][::2]
+                back = "BACKWARD" in kind
+                needs = [("FORWARD", stage - 1, number)] if not back and stage else []
+                needs += [("BACKWARD", stage + 1, number)] if back and stage < stages - 1 else []
+                needs += [("FORWARD", stage, number)] if back else []
+                if not all(need in done for need in needs):
+                    break
+                clocks[rank] = max([clocks[rank], *(done[need] for need in needs)]) + cost[kind]
+                done["FORWARD" if not back else "WEIGHT" if "WEIGHT" in kind else "BACKWARD", stage, number] = clocks[
+                    rank
+                ]
+                actions.pop(0)
+    return max(clocks)
+
+
+@pytest.mark.parametrize("virtual", [1, 2])
+@pytest.mark.parametrize("schedule", ["interleaved", "zero_bubble"])
+def test_the_formula_is_what_torch_schedules_idle(schedule: str, virtual: int) -> None:
+    kind = ScheduleInterleavedZeroBubble if schedule == "zero_bubble" else ScheduleInterleaved1F1B
+    whole = makespan(order_of(kind, 4, virtual, 8), 4 * virtual)
+    made = plan(pipeline_parallel_degree=4, virtual_pipeline_degree=virtual, pipeline=schedule)
+    assert bubble(made) == pytest.approx(1 - 3 * virtual * 8 / whole)
 
 
 def test_the_table_shows_every_stage() -> None:

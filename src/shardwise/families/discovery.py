@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -18,8 +19,8 @@ from transformers import PreTrainedModel
 
 from shardwise.config import Job
 from shardwise.families.attention import context_refusal
-from shardwise.families.facts import BlockFacts, ModelFacts
-from shardwise.families.probe import Probe, probe
+from shardwise.families.facts import BlockFacts, ModelFacts, StageFacts
+from shardwise.families.probe import Probe, probe, rehearse_stage
 from shardwise.families.stage_cut import stage_facts
 from shardwise.families.tensor_plan import sequence_refusal, tensor_plan, vocabulary_parameters
 
@@ -63,7 +64,7 @@ def discover(model: nn.Module, job: Job, example: Mapping[str, Tensor] | None = 
         has_functional_dropout=seen.has_functional_dropout,
         blocks_share_arguments=seen.blocks_share_arguments,
         buffers=tuple(name for name, _ in model.named_buffers()),
-        stages=stage_facts(model, lists, ties, seen.order, seen.blocks_are_chain),
+        stages=_stages(model, lists, ties, seen, example),
         parameter_shapes=shapes,
         tensor_splits=splits,
         vocabulary_parameters=vocabulary_parameters(model, seen.head),
@@ -73,6 +74,19 @@ def discover(model: nn.Module, job: Job, example: Mapping[str, Tensor] | None = 
         sequence_refusal=sequence_refusal(shapes, blocks, splits, len(lists) == 1 and seen.blocks_are_chain),
         probe_failure=seen.failure,
     )
+
+
+def _stages(
+    model: nn.Module,
+    lists: list[list[str]],
+    ties: tuple[tuple[str, ...], ...],
+    seen: Probe,
+    example: Mapping[str, Tensor] | None,
+) -> StageFacts:
+    stages = stage_facts(model, lists, ties, seen.order, seen.blocks_are_chain)
+    if stages.refusal or isinstance(model, PreTrainedModel) or example is None:
+        return stages
+    return replace(stages, refusal=rehearse_stage(model, lists[0], stages, example))
 
 
 # --- blocks ----------------------------------------------------------------------------------------------------------

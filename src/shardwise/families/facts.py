@@ -30,6 +30,8 @@ class TensorSplit:
             dropout of activations that exist in parts, between a column and the row module beside it.
         dim: of the weight.
         sections: fused projections that lie side by side along `dim`, each of which is split.
+        shared: features of the one key head, and of the one value head, that lie behind the queries and serve all of
+            them; each rank makes its part of both, and the parts are gathered.
         alone: a column module whose parent also works on whole activations.
         key_value: a column module of key or value heads alone; of fewer heads than ranks each is held by several.
     """
@@ -37,8 +39,15 @@ class TensorSplit:
     kind: str
     dim: int = 0
     sections: int = 1
+    shared: int = 0
     alone: bool = False
     key_value: bool = False
+
+    def along(self, size: int) -> tuple[int, ...]:
+        """The sizes of the projections along a `dim` of `size`."""
+        if self.shared:
+            return (size - 2 * self.shared, self.shared, self.shared)
+        return (size // self.sections,) * self.sections
 
 
 def chunk(size: int, degree: int, index: int) -> slice:
@@ -67,6 +76,7 @@ class StageFacts:
         after: those that run after them, or never.
         stand_ins: of the modules before.
         outputs: 0 where a block returns its hidden states; n where they are the first of a tuple of n.
+        hidden: shape of one sample's hidden states in a module of model.factory; transformers' models have [S, H].
         refusal: why the model cannot be cut, where it cannot.
     """
 
@@ -74,6 +84,7 @@ class StageFacts:
     after: dict[str, int] = field(default_factory=dict)
     stand_ins: dict[str, StandIn] = field(default_factory=dict)
     outputs: int = 0
+    hidden: tuple[int, ...] = ()
     refusal: str = ""
 
 

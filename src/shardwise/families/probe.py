@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -29,8 +29,10 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise._torch_compat import FakeTensorMode, tree_leaves
 from shardwise.families.attention import MIXERS, AttentionCalls
+from shardwise.families.facts import StageFacts
 from shardwise.families.stage_cut import OrderWatch
 
+Result = TypeVar("Result")
 ROWS = 2
 POSITIONS = 11  # a prime, so that a [.., S, S] tensor is one of attention probabilities and not a width by chance
 # Where one refuses (a tensor that the constructor left on meta, a kernel for bf16 alone), the next is tried.
@@ -84,13 +86,44 @@ def probe(
     inputs = example or {
         "input_ids": torch.empty(ROWS, min(POSITIONS, sequence_length), dtype=torch.long, device="meta")
     }
+
+    def observe(device: str, dtype: torch.dtype) -> Probe:
+        return _Observation(_copy(model), block_lists, _positions(inputs)).run(inputs, device, dtype)
+
+    seen, failure = _attempt(observe)
+    return seen or Probe(failure=f"the forward of {type(model).__name__} cannot run on fake tensors: {failure}")
+
+
+def _attempt(run: Callable[[str, torch.dtype], Result]) -> tuple[Result | None, str]:
+    """What `run` gives on the first of ATTEMPTS that works, or None and why the first of them did not."""
     failure = ""
     for device, dtype in ATTEMPTS:
         try:
-            return _Observation(_copy(model), block_lists, _positions(inputs)).run(inputs, device, dtype)
+            return run(device, dtype), ""
         except Exception as error:  # any code may run in a model's forward
             failure = failure or f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
-    return Probe(failure=f"the forward of {type(model).__name__} cannot run on fake tensors: {failure}")
+    return None, failure
+
+
+def rehearse_stage(model: nn.Module, blocks: Sequence[str], stages: StageFacts, example: Mapping[str, Tensor]) -> str:
+    """Why the forward of a user's module fails on a stage that is not the last, where what follows the blocks stands
+    aside; nothing where it runs. `example` as for `probe`."""
+    rehearsed = _copy(model)
+    for name in blocks:
+        own: Any = rehearsed.get_submodule(name)
+        own.forward = lambda hidden, *_, **__: (hidden, *(None,) * (stages.outputs - 1)) if stages.outputs else hidden
+    for name in stages.after:
+        own = rehearsed.get_submodule(name)
+        own.forward = lambda *args, **kwargs: args[0] if args else next(iter(kwargs.values()))
+
+    def run(device: str, dtype: torch.dtype) -> None:
+        with _quiet(), FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]):
+            state = {name: _fake(tensor, device, dtype) for name, tensor in _tensors(rehearsed)}
+            inputs = {name: _fake(tensor, device, dtype) for name, tensor in example.items()}
+            torch.func.functional_call(rehearsed, state, (), inputs)
+
+    failure = _attempt(run)[1]
+    return f"its forward needs what stands behind the blocks: {failure}" if failure else ""
 
 
 def _positions(inputs: Mapping[str, Tensor]) -> int:

@@ -3,6 +3,7 @@
 What stands outside of the blocks belongs to the first stage where it runs before them and to the last where it runs
 after. On the other stages the model's own forward runs all the same, so that masks and positions are the model's own;
 modules that are not there have stand-ins, and of those before the blocks the stand-in has to know the output's shape.
+Transformers' models do so in one manner; of a module of model.factory it is rehearsed on fake tensors.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from shardwise.families.facts import StageFacts, StandIn
 
@@ -26,6 +28,7 @@ class OrderWatch:
         self.phases: dict[str, set[str]] = {}
         self.stand_ins: dict[str, StandIn | None] = {}
         self.outputs = 0
+        self.hidden: set[tuple[int, ...]] = set()
         for name in blocks:
             model.get_submodule(name).register_forward_pre_hook(self._start)
             model.get_submodule(name).register_forward_hook(self._end)
@@ -40,6 +43,8 @@ class OrderWatch:
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         self.ended += 1
         self.outputs = len(output) if isinstance(output, tuple | list) else 0
+        first = output[0] if self.outputs else output
+        self.hidden.add(tuple(first.shape) if isinstance(first, Tensor) else ())
 
     def _see(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         phase = "before" if not self.started else "after" if self.ended == self.blocks else "between"
@@ -69,7 +74,7 @@ def stage_facts(
     if watch is None or len(lists) != 1:
         return StageFacts(refusal=f"it has {len(lists)} lists of blocks" if watch else "its forward cannot be probed")
     first = [name for name, phases in watch.phases.items() if phases == {"before"}]
-    refusal = next(_refusals(lists[0], ties, watch, is_chain), "")
+    refusal = next(_refusals(model, lists[0], ties, watch, is_chain), "")
     if refusal:
         return StageFacts(refusal=refusal)
     return StageFacts(
@@ -77,10 +82,13 @@ def stage_facts(
         after={name: _own_parameters(model, name) for name in watch.phases if name not in first},
         stand_ins={name: stand_in for name in first if (stand_in := watch.stand_ins[name]) is not None},
         outputs=watch.outputs,
+        hidden=() if isinstance(model, PreTrainedModel) else next(iter(watch.hidden))[1:],
     )
 
 
-def _refusals(blocks: Sequence[str], ties: Sequence[Sequence[str]], watch: OrderWatch, is_chain: bool) -> Iterator[str]:
+def _refusals(
+    model: nn.Module, blocks: Sequence[str], ties: Sequence[Sequence[str]], watch: OrderWatch, is_chain: bool
+) -> Iterator[str]:
     if not is_chain:
         yield "its blocks do not each take the hidden states from the one before"
     for name, phases in watch.phases.items():
@@ -90,11 +98,23 @@ def _refusals(blocks: Sequence[str], ties: Sequence[Sequence[str]], watch: Order
             yield f"{name} runs between blocks, or both before and after them"
         if phases == {"before"} and watch.stand_ins[name] is None:
             yield f"the shape of what {name} returns does not follow from its input's"
+    if not isinstance(model, PreTrainedModel):
+        yield from _module_refusals(model, blocks, watch)
     inside = {name: f"{name}." for name in blocks}
     for group in ties:
         owners = {next((b for b, prefix in inside.items() if name.startswith(prefix)), "") for name in group}
         if len(owners) > 1:
             yield f"{group[0]} is tied from one block to another, or out of the blocks"
+
+
+def _module_refusals(model: nn.Module, blocks: Sequence[str], watch: OrderWatch) -> Iterator[str]:
+    """Of a user's own module, whose hidden states may be anything."""
+    if len(watch.hidden) != 1 or () in watch.hidden:
+        yield "its blocks return hidden states of several shapes, or none"
+    for name in blocks:
+        if any(True for _ in model.get_submodule(name).buffers()):
+            yield f"the block {name} holds buffers, and a stage keeps those of its own blocks alone"
+            return
 
 
 def _own_parameters(model: nn.Module, name: str) -> int:

@@ -80,6 +80,8 @@ def tensor_plan(model: nn.Module) -> tuple[dict[str, TensorSplit], str]:
         return {}, "slow_but_exact of bloom adds up slices of whole weights"
     rules = OWN.get(family) or {name: PUBLISHED[kind] for name, kind in published.items()}
     splits = _matched(model, rules)
+    if family == "falcon":
+        splits = _of_falcon(model.config, splits)
     if not splits:
         return {}, f"transformers' plan for {family} names no module of this model"
     beside = _beside(model, splits)
@@ -139,6 +141,15 @@ def _matched(model: PreTrainedModel, rules: Mapping[str, TensorSplit]) -> dict[s
         split = replace(split, key_value=split.kind == "column" and rule.rpartition(".")[2] in KEY_VALUE)
         splits |= {name: _of(part, split) for name, part in model.named_modules() if pattern.fullmatch(name)}
     return splits
+
+
+def _of_falcon(config: Any, splits: dict[str, TensorSplit]) -> dict[str, TensorSplit]:
+    """In its first layers one key and one value head serve all queries (multi-query), where it was not asked not to."""
+    if config.new_decoder_architecture or not config.multi_query:
+        return splits
+    shared = config.hidden_size // config.num_attention_heads
+    fused = "query_key_value"
+    return {name: replace(split, shared=shared) if name.endswith(fused) else split for name, split in splits.items()}
 
 
 def _of(module: Any, split: TensorSplit) -> TensorSplit:

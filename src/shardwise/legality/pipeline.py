@@ -27,8 +27,12 @@ def _unplaced(d: Draft) -> list[str]:
 
 
 def _too_few(d: Draft) -> bool:
-    piped = not _one_stage(d) and d.parallel.pipeline == "interleaved"
+    piped = not _one_stage(d) and d.parallel.pipeline != "simple"
     return piped and d.accumulation.value < d.parallel.pipeline_parallel_degree
+
+
+def _takes_turns(d: Draft) -> bool:
+    return d.parallel.virtual_pipeline_degree > 1 or (not _one_stage(d) and d.parallel.pipeline == "zero_bubble")
 
 
 def _rounds(d: Draft) -> int:
@@ -42,10 +46,12 @@ PIPELINE_RULES = (
       for key in ("parallel.pipeline", VIRTUAL, "parallel.active_microbatches", AUTO, "parallel.memory_weight", DEFAULT,
                   MAP)),
     Rule("pipeline-model", (DEGREE,), "the model has to be a chain of blocks",
-         lambda d: not _one_stage(d) and (d.facts.stages.refusal or not d.facts.is_hugging_face),
+         lambda d: not _one_stage(d) and d.facts.stages.refusal,
          fix="use 1",
-         because=lambda d: d.facts.stages.refusal if d.facts.is_hugging_face else "a module of model.factory is not "
-         "cut into stages"),
+         because=lambda d: d.facts.stages.refusal),
+    Rule("pipeline-loss", (DEGREE, "model.loss"), "the loss of a module of model.factory is taken on the last stage",
+         lambda d: not _one_stage(d) and not d.facts.is_hugging_face and d.model.loss is None,
+         fix="give model.loss, a function of output and batch, or use pipeline_parallel_degree 1"),
     Rule("pipeline-blocks", (DEGREE, VIRTUAL), "every stage has a block",
          lambda d: not _one_stage(d) and d.stages > len(d.facts.blocks),
          fix="use fewer stages",
@@ -54,14 +60,19 @@ PIPELINE_RULES = (
     Rule("virtual-simple", ("parallel.pipeline", VIRTUAL), "only the interleaved schedule takes turns",
          lambda d: d.parallel.pipeline == "simple" and d.parallel.virtual_pipeline_degree > 1,
          fix="use pipeline interleaved, or virtual_pipeline_degree 1"),
+    Rule("zero-bubble-compile", ("parallel.pipeline", "model.compile"),
+         "a compiled block takes all its gradients at once",
+         lambda d: not _one_stage(d) and d.parallel.pipeline == "zero_bubble" and d.model.compile,
+         fix="use model.compile false, or pipeline interleaved"),
     Rule("pipeline-microbatches", (DEGREE, COUNT), "interleaved stages need a microbatch for every rank",
          _too_few,
          fix="use as many microbatches as pipeline ranks or more, or pipeline simple",
          because=lambda d: f"a step has {d.accumulation.value} microbatches on each rank, fewer than pipeline ranks",
          use=lambda d: f"use at least {d.parallel.pipeline_parallel_degree} (and training.sequences_per_step to hold "
          "them), or parallel.pipeline simple"),
-    Rule("virtual-microbatches", (VIRTUAL, COUNT), "virtual stages take the microbatches in equal turns",
-         lambda d: d.parallel.virtual_pipeline_degree > 1 and d.accumulation.value % _rounds(d),
+    Rule("virtual-microbatches", (VIRTUAL, "parallel.pipeline", COUNT),
+         "virtual stages, and zero_bubble, take the microbatches in equal turns",
+         lambda d: _takes_turns(d) and d.accumulation.value % _rounds(d),
          fix="use a multiple of parallel.pipeline_parallel_degree",
          because=lambda d: f"{d.accumulation.value} microbatches do not divide into {_rounds(d)} turns",
          use=lambda d: f"use a multiple of {d.parallel.pipeline_parallel_degree}"),

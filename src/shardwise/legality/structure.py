@@ -105,10 +105,13 @@ def _common_heads(d: Draft) -> int:
 
 
 def _shares_heads(d: Draft, degree: int) -> bool:
-    """Whether `degree` ranks can share the heads: equally, or holding key-value heads of their own module in copies."""
+    """Whether `degree` ranks can share the heads: equally, holding those of key-value modules in copies, or parts."""
     heads, key_value = d.facts.attention_heads, d.facts.key_value_heads
-    apart = any(split.key_value for split in d.facts.tensor_splits.values())
-    return heads % degree == 0 and (key_value % degree == 0 or (apart and degree % key_value == 0))
+    splits = d.facts.tensor_splits.values()
+    apart = any(split.key_value for split in splits)
+    shared = max((split.shared for split in splits), default=0)
+    whole = key_value % degree == 0 or (apart and degree % key_value == 0)
+    return heads % degree == 0 and (whole or (shared > 0 and shared % degree == 0))
 
 
 def _split(d: Draft) -> int:
@@ -135,7 +138,8 @@ PARALLEL_RULES = (
          fix="use 1",
          because=lambda d: d.facts.tensor_refusal),
     Rule("tensor-heads", ("parallel.tensor_parallel_degree",), "has to divide the attention heads, and to divide the "
-         "key-value heads or, where these have projections of their own, to be a multiple of them",
+         "key-value heads or, where these have projections of their own, to be a multiple of them; of one head behind "
+         "the queries, its size",
          lambda d: d.parallel.tensor_parallel_degree > 1 and not _shares_heads(d, d.parallel.tensor_parallel_degree),
          fix="use a divisor of both",
          because=lambda d: f"does not share out the {d.facts.attention_heads} attention heads and "

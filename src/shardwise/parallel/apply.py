@@ -16,6 +16,7 @@ from torch import nn
 
 from shardwise.families.facts import ModelFacts
 from shardwise.kernels.dropout import name_functional_dropout, replace_dropout
+from shardwise.kernels.linear import defer_weight_gradients
 from shardwise.kernels.loss import Vocabulary
 from shardwise.layout import Layout
 from shardwise.memory.activation_checkpointing import apply_activation_checkpointing, group_blocks
@@ -69,7 +70,8 @@ def parallelize(
         layout.ends_group()  # here, where every rank is, for a group is made by all
     tensor_map = TensorMap.of(models, layout, cuts, tied)
     partial = partial_parameters(tensor_map, facts, layout, plan.sequence_parallel) if cuts else ()
-    pipeline = Pipeline(plan, layout, passages, facts.hidden_size, device) if passages else None
+    hidden = facts.stages.hidden or (plan.positions, facts.hidden_size)
+    pipeline = Pipeline(plan, layout, passages, hidden, device) if passages else None
     tied = [name for name in tied if name in tensor_map.names]
     return ParallelModel(parts, plan, layout, facts, tensor_map, device, partial, tied, pipeline, context)
 
@@ -96,6 +98,7 @@ def _part(
     head = None
     if plan.chunked_loss and facts.head and has_head:
         head = DeferredHead(model.get_submodule(facts.head), split.vocabulary)
+    later = defer_weight_gradients(blocks) if plan.splits_backward else None
     if plan.job.model.compile:
         _compile(blocks)
     if memory.activation_checkpointing != "none":
@@ -107,7 +110,7 @@ def _part(
     sharded = shard(model, groups, plan, layout) if plan.needs_fsdp else []
     with allocation():
         materialize(model, device, torch.device("cpu") if memory.offload_parameters else device)
-    return Part(model, head, sharded, passage)
+    return Part(model, head, sharded, passage, later)
 
 
 class _Split(NamedTuple):

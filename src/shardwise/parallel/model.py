@@ -15,11 +15,12 @@ from torch.distributed.fsdp import FSDPModule
 from shardwise.collectives.tensor import sum_together
 from shardwise.families.facts import ModelFacts
 from shardwise.kernels.dropout import DropoutScope, dropout_scope
+from shardwise.kernels.linear import WeightGradients
 from shardwise.kernels.loss import Vocabulary
 from shardwise.layout import Layout
 from shardwise.parallel.context import Context, Sequences
 from shardwise.parallel.pipeline import Passage, Pipeline
-from shardwise.parallel.sharded import begin_microbatch
+from shardwise.parallel.sharded import begin_microbatch, reduce_gradients
 from shardwise.parallel.tensor_map import TensorMap
 from shardwise.plan import Plan
 from shardwise.planner.schedule import holders
@@ -85,12 +86,14 @@ class Part:
         head: set when logits are never whole and the head is here.
         sharded: FSDP2's modules, empty when nothing is sharded.
         passage: where hidden states enter and leave; None without a pipeline.
+        later: the gradients of weights that backward leaves for later, if the schedule wants it so.
     """
 
     module: nn.Module
     head: DeferredHead | None = None
     sharded: list[FSDPModule] = field(default_factory=list)
     passage: Passage | None = None
+    later: WeightGradients | None = None
 
     @property
     def is_last(self) -> bool:
@@ -206,7 +209,10 @@ class ParallelModel:
         elif seed is None:
             self.pipeline.evaluate(work, count)
         else:
-            self.pipeline.train(work, begin, count)
+            self.pipeline.train(work, begin, count, [part.later for part in self.parts])
+            if self.plan.splits_backward:
+                for part in self.parts:
+                    reduce_gradients(part.sharded)
         if seed is not None:
             self._sum_shared_gradients()
         return torch.stack(totals).sum(0)

@@ -6,7 +6,8 @@ after keep what leaves. Embeddings and head stand on the first and the last stag
 the right shape, which nobody reads. Only hidden states [B, S, H] and their gradients travel.
 
 Schedules are torch's: fill-drain (GPipe, arXiv 1811.06965), 1F1B and its interleaved form (arXiv 2104.04473, sections
-2.2.1 and 2.2.2).
+2.2.1 and 2.2.2), and the latter with the gradients of weights put off to where a rank would idle (ZB1P, arXiv
+2401.10241, section 2).
 """
 
 from __future__ import annotations
@@ -18,10 +19,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
 
 from shardwise.errors import ModelError, ShardwiseError
 from shardwise.families.facts import ModelFacts, StandIn
+from shardwise.kernels.linear import WeightGradients
 from shardwise.layout import Layout
 from shardwise.plan import Plan
 from shardwise.precision import torch_dtype
@@ -141,14 +149,16 @@ class Pipeline:
 
     Args:
         passages: of this rank's parts, in order.
-        hidden_size: H of the hidden states between stages.
+        hidden: shape of one sample's hidden states between stages.
     """
 
-    def __init__(self, plan: Plan, layout: Layout, passages: Sequence[Passage], hidden_size: int, device: torch.device):
+    def __init__(
+        self, plan: Plan, layout: Layout, passages: Sequence[Passage], hidden: Sequence[int], device: torch.device
+    ):
         self.plan, self.passages, self.device = plan, passages, device
         self.group = layout.group("pipeline")
         self.ranks = dist.get_process_group_ranks(self.group)
-        self.shape = (plan.microbatch, plan.positions, hidden_size)
+        self.shape = (plan.microbatch, *hidden)
         self.dtype = torch_dtype(plan.dtypes.compute)
         self.work: Work | None = None
         self.begin: Callable[[int, bool], None] | None = None
@@ -159,15 +169,22 @@ class Pipeline:
         """The global rank that holds the last stage."""
         return self.ranks[-1]
 
-    def train(self, work: Work, begin: Callable[[int, bool], None], count: int) -> None:
+    def train(
+        self,
+        work: Work,
+        begin: Callable[[int, bool], None],
+        count: int,
+        later: Sequence[WeightGradients | None],
+    ) -> None:
         """Forward and backward of `count` microbatches in the plan's schedule. Collective over the pipeline group.
 
         Args:
             work: runs a microbatch of a part; of the last stage it returns the loss times the seed of backward.
             begin: told (part, whether it is the part's last) before each backward.
+            later: of each part, what its backward leaves for later.
         """
         self.work, self.begin = work, begin
-        self._schedule = self._schedule or self._make_schedule(count)
+        self._schedule = self._schedule or self._make_schedule(count, later)
         first = (torch.zeros(count),) if self.passages[0].is_first else ()
         target = {"target": torch.zeros(count)} if self.passages[-1].is_last else {}
         try:
@@ -206,9 +223,12 @@ class Pipeline:
         dist.recv(arrived, self.ranks[(passage.stage - 1) % len(self.ranks)], group=self.group)
         return arrived
 
-    def _make_schedule(self, count: int) -> Any:
-        stages = [_Stage(self, part, passage) for part, passage in enumerate(self.passages)]
+    def _make_schedule(self, count: int, later: Sequence[WeightGradients | None]) -> Any:
+        parts = enumerate(zip(self.passages, later, strict=True))
+        stages = [_Stage(self, part, passage, left) for part, (passage, left) in parts]
         arguments: Any = {"loss_fn": lambda output, target: output, "scale_grads": False}
+        if self.plan.splits_backward:
+            return ScheduleInterleavedZeroBubble(stages, count, **arguments)  # type: ignore[arg-type]
         if self.plan.job.parallel.virtual_pipeline_degree > 1:
             return ScheduleInterleaved1F1B(stages, count, **arguments)  # type: ignore[arg-type]
         schedule = ScheduleGPipe if self.plan.job.parallel.pipeline == "simple" else Schedule1F1B
@@ -222,7 +242,7 @@ class _Stage(PipelineStage):
     reduce-scatter after every one.
     """
 
-    def __init__(self, pipeline: Pipeline, part: int, passage: Passage) -> None:
+    def __init__(self, pipeline: Pipeline, part: int, passage: Passage, later: WeightGradients | None) -> None:
         hidden = torch.empty(pipeline.shape, dtype=pipeline.dtype, device="meta", requires_grad=True)
         loss = torch.empty(1, dtype=torch_dtype(pipeline.plan.dtypes.loss), device="meta", requires_grad=True)
         self._runner = runner = _Runner(pipeline, part, passage)
@@ -234,6 +254,7 @@ class _Stage(PipelineStage):
             input_args=(torch.empty(1, device="meta") if passage.is_first else hidden,),
             output_args=(loss if passage.is_last else hidden,),
             group=pipeline.group,
+            dw_builder=None if later is None else later.take,
         )
         self._pipeline, self._part = pipeline, part
 

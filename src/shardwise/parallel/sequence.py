@@ -13,7 +13,6 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from shardwise.collectives.tensor import (
     Regathered,
@@ -27,6 +26,7 @@ from shardwise.collectives.tensor import (
     scatter,
 )
 from shardwise.kernels.dropout import active_scope
+from shardwise.kernels.linear import linear
 
 
 class WholeRows:
@@ -41,8 +41,8 @@ class WholeRows:
     def leave(self, values: Tensor) -> Tensor:
         return leave(values, self.group)
 
-    def linear(self, values: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return F.linear(values, weight, bias)
+    def linear(self, module: Any, values: Tensor, transposed: bool) -> Tensor:
+        return linear(module, values, transposed)
 
 
 class ScatteredRows(WholeRows):
@@ -63,12 +63,12 @@ class ScatteredRows(WholeRows):
         self.entered = whole, values, Regathered(self.rows)
         return whole
 
-    def linear(self, values: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def linear(self, module: Any, values: Tensor, transposed: bool) -> Tensor:
         """A column module's product; of what has entered the region as it is, backward keeps this rank's part."""
         if self.entered is None or self.entered[0] is not values:
-            return F.linear(values, weight, bias)
+            return linear(module, values, transposed)
         _, part, source = self.entered
-        return linear_of_parts(values, part, weight, bias, source)
+        return linear_of_parts(values, part, module.weight.T if transposed else module.weight, module.bias, source)
 
     def leave(self, values: Tensor) -> Tensor:
         assert self.rows is not None

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from shardwise._torch_compat import clear_placement_cache
+from shardwise._torch_compat import clear_placement_cache, reduce_left_gradients
 from shardwise.layout import Layout
 from shardwise.plan import Plan
 from shardwise.precision import torch_dtype
@@ -26,7 +26,7 @@ def shard(model: nn.Module, groups: Sequence[list[nn.Module]], plan: Plan, layou
     """Shard every group of blocks as one unit and the rest of `model` as the root; returns all FSDP modules."""
     clear_placement_cache()  # or DTensor finds an equal mesh of an earlier process group, and its dead groups
     mesh = layout.shard_mesh()
-    keep = plan.zero1 or not plan.job.parallel.reshard_after_forward
+    keep = plan.holds_whole or not plan.job.parallel.reshard_after_forward
     mixed, offload = _mixed_precision(plan), _offload(plan)
     for group in groups:
         unit = group if len(group) > 1 else group[0]
@@ -43,13 +43,25 @@ def shard(model: nn.Module, groups: Sequence[list[nn.Module]], plan: Plan, layou
 
 
 def begin_microbatch(modules: Sequence[FSDPModule], plan: Plan, last: bool) -> None:
-    """Say what the coming backward synchronises: on the last one all, before it nothing (ZeRO-1) or the shard group."""
+    """Say what the coming backward synchronises: on the last one all, before it nothing (ZeRO-1) or the shard group.
+
+    Of a backward that leaves gradients for later none does; `reduce_gradients` follows.
+    """
     for module in modules:
-        if plan.zero1:
+        if plan.holds_whole:
+            last = last and not plan.splits_backward
             module.set_requires_gradient_sync(last, recurse=False)
             module.set_reshard_after_backward(last, recurse=False)
         else:
             module.set_requires_all_reduce(last, recurse=False)
+
+
+def reduce_gradients(modules: Sequence[FSDPModule]) -> None:
+    """Reduce what the backwards of a step have left in whole gradients, and free the gathered parameters."""
+    for module in modules:
+        module.set_requires_gradient_sync(True, recurse=False)
+        module.set_reshard_after_backward(True, recurse=False)
+    reduce_left_gradients(modules)
 
 
 def materialize(model: nn.Module, device: torch.device, parameters_on: torch.device) -> None:

@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
-from shardwise.collectives.tensor import leave
+from shardwise.collectives.tensor import Rows, enter_rows, leave
 from shardwise.families.facts import ModelFacts, TensorSplit, chunk
 from shardwise.families.tensor_plan import region_of
+from shardwise.kernels.linear import linear
 from shardwise.kernels.loss import Vocabulary
 from shardwise.layout import Layout
 from shardwise.parallel.sequence import WholeRows, on_first
@@ -66,7 +67,7 @@ def split_tensors(model: nn.Module, facts: ModelFacts, layout: Layout, border: W
             parameter = module._parameters[leaf]
             assert parameter is not None
             copies = facts.key_value_copies(layout.size("tensor")) if split.key_value else 1
-            cut = cut_of(tuple(parameter.shape), dim, split.sections, layout, copies)
+            cut = cut_of(tuple(parameter.shape), dim, split.along(parameter.shape[dim]), layout, copies)
             local = parameter.new_empty(cut.local_shape())
             module._parameters[leaf] = nn.Parameter(local, requires_grad=parameter.requires_grad)
             cuts[f"{name}.{leaf}"] = cut
@@ -86,7 +87,7 @@ def split_tensors(model: nn.Module, facts: ModelFacts, layout: Layout, border: W
     return cuts
 
 
-def cut_of(shape: tuple[int, ...], dim: int, sections: int, layout: Coordinates, copies: int = 1) -> Cut:
+def cut_of(shape: tuple[int, ...], dim: int, sections: tuple[int, ...], layout: Coordinates, copies: int = 1) -> Cut:
     """The cut of a tensor group in which `copies` neighbours hold the same part."""
     index, copy = divmod(layout.index("tensor"), copies)
     return Cut(shape, dim, sections, layout.size("tensor") // copies, index, copies, copy)
@@ -121,8 +122,7 @@ def _sum_output(module: Any, split: TensorSplit, border: WholeRows) -> None:
     """A row module's product, summed, then its bias. Its weight is [out, in], or [in, out] where `dim` is 0."""
 
     def forward(values: Tensor) -> Tensor:
-        weight = module.weight.T if split.dim == 0 else module.weight
-        total = border.leave(F.linear(values, weight))
+        total = border.leave(linear(module, values, transposed=split.dim == 0, biased=False))
         return total if module.bias is None else total + module.bias
 
     module.forward = forward
@@ -134,9 +134,22 @@ def _make_part(module: Any, split: TensorSplit, border: WholeRows) -> None:
         return
 
     def forward(values: Tensor) -> Tensor:
-        return border.linear(values, module.weight.T if split.dim else module.weight, module.bias)
+        part = border.linear(module, values, transposed=split.dim == 1)
+        return _with_shared_heads(part, split.shared, border.group) if split.shared else part
 
     module.forward = forward  # type: ignore[method-assign]
+
+
+def _with_shared_heads(part: Tensor, features: int, group: dist.ProcessGroup) -> Tensor:
+    """This rank's queries and its part of the key and value that serve all -> its queries, the whole key and value.
+
+    The gradients of key and value, one from every rank's queries, are summed.
+    """
+    mine = features // group.size()
+    queries, shared = part[..., : -2 * mine], part[..., -2 * mine :]
+    heads = Rows(group, dist.get_rank(group), 2 * shared[..., 0].numel(), features)
+    whole = enter_rows(shared.reshape(-1, mine, 1), heads)
+    return torch.cat([queries, whole.view(*part.shape[:-1], 2 * features)], -1)
 
 
 def _narrow(module: Any, names: Sequence[str], cut: Cut) -> None:
@@ -172,7 +185,8 @@ def split_vocabulary(model: Any, facts: ModelFacts, layout: Layout) -> tuple[Voc
     embedding, head = model.get_input_embeddings(), model.get_submodule(facts.head)
     cuts: dict[str, Cut] = {}
     for parameter in [model.get_parameter(name) for name in facts.vocabulary_parameters]:
-        cut = cut_of(tuple(parameter.shape), 0, 1, layout)
+        shape = tuple(parameter.shape)
+        cut = cut_of(shape, 0, shape[:1], layout)
         local = nn.Parameter(parameter.new_empty(cut.local_shape()), requires_grad=parameter.requires_grad)
         for name, owner in model.named_modules():
             for leaf in [leaf for leaf, held in owner._parameters.items() if held is parameter]:

@@ -32,10 +32,11 @@ class Coordinates(Protocol):
 
 @dataclass(frozen=True)
 class Cut:
-    """How tensor parallelism cut a parameter: `sections` equal runs along `dim`, each in chunks (torch.chunk's rule).
+    """How tensor parallelism cut a parameter: runs along `dim`, each of them in chunks (torch.chunk's rule).
 
     Attributes:
         shape: of the whole parameter.
+        sections: sizes of the runs.
         degree, index: parts there are, and which of them this rank holds.
         copies, copy: neighbouring ranks that hold the same part, and which of them this is; several where a model has
             fewer key-value heads than there are ranks.
@@ -43,7 +44,7 @@ class Cut:
 
     shape: tuple[int, ...]
     dim: int
-    sections: int
+    sections: tuple[int, ...]
     degree: int
     index: int
     copies: int = 1
@@ -51,28 +52,29 @@ class Cut:
 
     def local_shape(self, index: int | None = None) -> tuple[int, ...]:
         """Shape of part `index`; this rank's if unset."""
-        part = self._chunk(index)
-        return (*self.shape[: self.dim], (part.stop - part.start) * self.sections, *self.shape[self.dim + 1 :])
+        size = sum(part.stop - part.start for part in self._chunks(index))
+        return (*self.shape[: self.dim], size, *self.shape[self.dim + 1 :])
 
     def regions(self, index: int | None = None) -> tuple[Region, ...]:
         """Where part `index` belongs in the whole parameter, section by section."""
-        part, whole = self._chunk(index), self.shape[self.dim] // self.sections
-        size = part.stop - part.start
         boxes = []
-        for section in range(self.sections):
+        first = held = 0  # of the section, in the whole parameter and in the part
+        for section, part in zip(self.sections, self._chunks(index), strict=True):
             logical, local = _everything(self.shape), _everything(self.local_shape(index))
-            logical[self.dim] = slice(section * whole + part.start, section * whole + part.stop)
-            local[self.dim] = slice(section * size, (section + 1) * size)
+            size = part.stop - part.start
+            logical[self.dim] = slice(first + part.start, first + part.stop)
+            local[self.dim] = slice(held, held + size)
             boxes.append(Region(tuple(logical), tuple(local)))
+            first, held = first + section, held + size
         return tuple(boxes)
 
     @property
     def columns(self) -> tuple[int, int]:
         """First of this rank's features along `dim`, and how many there are in all."""
-        return self._chunk(None).start, self.shape[self.dim]
+        return self._chunks(None)[0].start, self.shape[self.dim]
 
-    def _chunk(self, index: int | None) -> slice:
-        return chunk(self.shape[self.dim] // self.sections, self.degree, self.index if index is None else index)
+    def _chunks(self, index: int | None) -> list[slice]:
+        return [chunk(size, self.degree, self.index if index is None else index) for size in self.sections]
 
 
 @dataclass(frozen=True)

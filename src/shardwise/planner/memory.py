@@ -7,8 +7,7 @@ dtype, r of the reduction.
 
 Held all the time: parameters N/s·p (FSDP2 pads dim 0 of each tensor to a multiple of s), optimizer state, and with
 accumulation the gradients of earlier microbatches N/s·p. One rank without a compute dtype of its own has no FSDP2:
-s = 1, and nothing below is gathered or communicated. With tensor parallelism N, n_u and n_r are the elements of the
-fullest tensor rank, the first (`shardwise.planner.shapes`).
+s = 1, and nothing below is gathered or communicated. With tensor parallelism all are of the first, fullest, rank.
 
 FSDP2 (torch/distributed/fsdp/_fully_shard) gathers a unit into a flat buffer of n_u·c and copies it out into
 parameters of n_u·c; in forward the flat buffer lives until the next unit's copy-out, in backward it is freed at once.
@@ -45,7 +44,7 @@ from shardwise.planner.activations import (
     saved_bytes,
 )
 from shardwise.planner.memory_estimate import MemoryEstimate
-from shardwise.planner.shapes import local_shapes, optimizer_states
+from shardwise.planner.shapes import local_shapes, optimizer_states, split_backward_features
 
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -91,7 +90,7 @@ class _Step:
         self.reduction, self.loss = BYTES[plan.dtypes.reduction], BYTES[plan.dtypes.loss]
         self.ranks = plan.degrees["shard"] * plan.degrees["context"]
         self.fsdp = plan.needs_fsdp
-        self.keeps_gathered = plan.zero1 or not plan.job.parallel.reshard_after_forward
+        self.keeps_gathered = plan.holds_whole or not plan.job.parallel.reshard_after_forward
         self.on_cuda = plan.world.device_type == "cuda"
         self.tokens = plan.microbatch * plan.positions
         self.row = self.tokens * facts.hidden_size * self.compute  # one hidden state
@@ -183,8 +182,8 @@ class _Step:
 
     @property
     def _waits(self) -> bool:
-        """ZeRO-1 reduces gradients once a step, on the last microbatch."""
-        return self.plan.zero1 and self.plan.accumulation > 1
+        """Whether gradients are reduced once a step, at its end."""
+        return self.plan.holds_whole and self.plan.accumulation > 1
 
     @cached_property
     def _unreduced(self) -> float:
@@ -195,11 +194,12 @@ class _Step:
 
     @cached_property
     def _always(self) -> float:
-        """The attention mask of isolated documents, which all blocks share; on a CPU the pool of offloaded inputs; what
-        other microbatches keep on a pipeline stage, and the stages' traffic."""
+        """The mask of isolated documents, which all blocks share; on a CPU the pool of offloaded inputs; what other
+        microbatches keep on a pipeline stage, the stages' traffic, and what weight gradients wait with."""
         mask = self.tokens * self.plan.sequence_length * self.compute if self.job.data.isolate_documents else 0.0
         others = (self.flights - 1) * (self.kept_before(len(self.units)) / max(1, len(self.stages)) + mask)
-        return mask + (0.0 if self.on_cuda else self._pool) + others + self._traffic
+        later = split_backward_features(self.facts, self.plan, self.pipeline) * self.tokens * self.compute
+        return mask + (0.0 if self.on_cuda else self._pool) + others + self._traffic + later
 
     @property
     def _traffic(self) -> float:

@@ -58,8 +58,10 @@ def bubble(plan: Plan) -> float:
     """Share of a step in which a pipeline rank idles, if all stages take the same time and messages take none.
 
     (p - 1) / (v·m + p - 1) for p ranks, m microbatches and v stages a rank (arXiv 2104.04473, sections 2.2.1 and 2.2.2,
-    there over the ideal time instead of the whole).
+    there over the ideal time instead of the whole). Where the gradients of weights fill in, a third of that idle time
+    is left, if forward and the two halves of backward take the same (arXiv 2401.10241, section 2.2, T_F = T_B = T_W).
     """
     ranks = plan.degrees["pipeline"]
     virtual = len(plan.stages) // ranks if plan.stages else 1
-    return (ranks - 1) / (virtual * plan.accumulation + ranks - 1)
+    turns = virtual * plan.accumulation * (3 if plan.splits_backward else 1)
+    return (ranks - 1) / (turns + ranks - 1)

@@ -45,8 +45,22 @@ def _of_tensor(facts: ModelFacts, plan: Plan, index: int) -> dict[str, tuple[int
         return facts.parameter_shapes
     shapes = {name: _of_block(name, shape, facts, degree, index) for name, shape in facts.parameter_shapes.items()}
     for name in facts.vocabulary_parameters if plan.chunked_loss else ():
-        shapes[name] = _cut(facts.parameter_shapes[name], 0, 1, degree, index)
+        shape = facts.parameter_shapes[name]
+        shapes[name] = _cut(shape, 0, shape[:1], degree, index)
     return shapes
+
+
+def split_backward_features(facts: ModelFacts, plan: Plan, pipeline: int) -> int:
+    """Features of a token that weight gradients put off wait with: inputs and outputs of a stage's linear layers.
+
+    A stage's wait once for each rank before this one, as torch's schedule puts them off. 0 where backward is not split.
+    """
+    if not plan.splits_backward:
+        return 0
+    inside = tuple(f"{name}." for name in plan.stages[pipeline])
+    shapes = local_shapes(facts, plan, pipeline=pipeline)
+    rows = sum(sum(shape) for name, shape in shapes.items() if len(shape) == 2 and name.startswith(inside))
+    return pipeline * rows
 
 
 def local_elements(facts: ModelFacts, plan: Plan, tensor: int, shard: int, pipeline: int = 0) -> int:
@@ -69,7 +83,7 @@ def _of_block(name: str, shape: tuple[int, ...], facts: ModelFacts, degree: int,
     if split is None or dim is None:
         return shape
     copies = facts.key_value_copies(degree) if split.key_value else 1
-    return _cut(shape, dim, split.sections, degree // copies, index // copies)
+    return _cut(shape, dim, split.along(shape[dim]), degree // copies, index // copies)
 
 
 def _dim(split: TensorSplit, leaf: str) -> int | None:
@@ -79,6 +93,6 @@ def _dim(split: TensorSplit, leaf: str) -> int | None:
     return split.dim if leaf == "weight" else 0 if split.kind == "column" else None
 
 
-def _cut(shape: tuple[int, ...], dim: int, sections: int, degree: int, index: int) -> tuple[int, ...]:
-    part = chunk(shape[dim] // sections, degree, index)
-    return (*shape[:dim], (part.stop - part.start) * sections, *shape[dim + 1 :])
+def _cut(shape: tuple[int, ...], dim: int, sections: tuple[int, ...], degree: int, index: int) -> tuple[int, ...]:
+    parts = [chunk(size, degree, index) for size in sections]
+    return (*shape[:dim], sum(part.stop - part.start for part in parts), *shape[dim + 1 :])

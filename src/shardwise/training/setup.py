@@ -63,7 +63,7 @@ def study(job: Job) -> ModelFacts:
 
     Reads no corpus. Any process may call it.
     """
-    example = _example(prepare(job)) if data_format(job.data) == "factory" else None
+    example = _example(job, prepare(job)) if data_format(job.data) == "factory" else None
     model = build_model(job)
     facts = discover(model, job, example)
     if job.model.path is not None:
@@ -160,8 +160,8 @@ def make_stream(plan: Plan, layout: Layout, data: TokenData) -> Stream:
     )
 
 
-def _example(data: TokenData) -> dict[str, Tensor]:
-    """One sample of a user's data set, for probing a user's module."""
+def _example(job: Job, data: TokenData) -> dict[str, Tensor]:
+    """What a user's module is called with for one sample of its data; `model.loss` takes the labels itself."""
     batch = data.train.batch([0], [0], 0)
-    labels = {} if batch.labels is None else {"labels": batch.labels}
+    labels = {} if batch.labels is None or job.model.loss is not None else {"labels": batch.labels}
     return {**batch.inputs, **labels}

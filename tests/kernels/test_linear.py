@@ -1,0 +1,60 @@
+"""Linear layers whose weight gradients wait: nothing before they are asked for, the same gradients after."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers.pytorch_utils import Conv1D
+
+from shardwise.kernels.linear import defer_weight_gradients
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(6, 13, bias=False), Conv1D(6, 13), nn.LayerNorm(6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x + self.down(torch.tanh(self.up(x))))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_gradients_come_when_they_are_asked_for(recompute: bool) -> None:
+    torch.manual_seed(0)
+    plain = nn.ModuleList(Block() for _ in range(2)).double()
+    split = copy.deepcopy(plain)
+    later = defer_weight_gradients(split)
+    inputs = [torch.randn(3, 5, 6, dtype=torch.float64) for _ in range(2)]
+    waiting = []
+    for x in inputs:
+        found = []
+        for blocks in (plain, split):
+            x = x.detach().requires_grad_()
+            out = x
+            for block in blocks:
+                out = checkpoint(block, out, use_reentrant=False) if recompute else block(out)
+            out.square().sum().backward()
+            found.append(x.grad)
+        torch.testing.assert_close(found[1], found[0])
+        waiting.append(later.take())
+    assert later.pending == []
+    for block in split:
+        assert block.up.weight.grad is None and block.down.weight.grad is None and block.down.bias.grad is None
+        assert block.norm.weight.grad is not None
+    for run in waiting:
+        run()
+    for expected, given in zip(plain.parameters(), split.parameters(), strict=True):
+        assert given.grad is not None and given.grad.grad_fn is None
+        torch.testing.assert_close(given.grad, expected.grad)
+
+
+def test_nothing_waits_without_backward() -> None:
+    block = Block()
+    later = defer_weight_gradients([block])
+    with torch.no_grad():
+        block(torch.randn(2, 6))
+    assert later.pending == []
