@@ -91,14 +91,19 @@ def test_the_trace_is_what_two_real_ranks_hold(world_pool: WorldPool, sections: 
     assert traced(job, 2).peak == pytest.approx(measured, rel=0.03)
 
 
-def test_a_job_of_a_thousand_ranks_is_traced_without_allocating() -> None:
+def test_a_job_of_many_ranks_is_traced_without_allocating() -> None:
+    """Blocks of Llama 3 8B, 45 GB with their states, on 768 ranks."""
     before = psutil.Process().memory_info().rss
-    config = preset_config(presets()["gpt3-175b"])
-    job = settings(128, model={"config": config}, data={"sequence_length": 2048}, training={"microbatch_size": 1},
-                   parallel={"tensor_parallel_degree": 8, "pipeline_parallel_degree": 96},
-                   memory={"activation_checkpointing": "full"})  # fmt: skip
+    job = settings(
+        96,
+        model={"config": preset_config(presets()["llama3-8b"]) | {"num_hidden_layers": 8}},
+        data={"sequence_length": 2048},
+        training={"microbatch_size": 1},
+        parallel={"tensor_parallel_degree": 8},
+        memory={"activation_checkpointing": "full"},
+    )
     run = traced(job, 768, rank=767, device="cuda")
-    assert run.peak > 2 * 2**30 and abs(run.error) < 0.08
+    assert run.peak > 2**28 and abs(run.error) < 0.08
     assert psutil.Process().memory_info().rss - before < 2**30
 
 

@@ -245,8 +245,9 @@ class _Stage(PipelineStage):
     def __init__(self, pipeline: Pipeline, part: int, passage: Passage, later: WeightGradients | None) -> None:
         hidden = torch.empty(pipeline.shape, dtype=pipeline.dtype, device="meta", requires_grad=True)
         loss = torch.empty(1, dtype=torch_dtype(pipeline.plan.dtypes.loss), device="meta", requires_grad=True)
+        self._runner = runner = _Runner(pipeline, part, passage)
         super().__init__(
-            _Runner(pipeline, part, passage),
+            runner,
             passage.stage,
             passage.stages,
             pipeline.device,
@@ -258,7 +259,7 @@ class _Stage(PipelineStage):
         self._pipeline, self._part = pipeline, part
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        self.submod.number = fwd_chunk_id  # as a number: a tensor's value would not be known in a dry run
+        self._runner.number = fwd_chunk_id  # as a number: a tensor's value would not be known in a dry run
         return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(

@@ -53,7 +53,7 @@ def layout_of(candidate: Candidate) -> str:
 def memory_policy(candidate: Candidate) -> str:
     """`full, every 2nd block, offloaded`."""
     memory, parallel = candidate.job.memory, candidate.job.parallel
-    words = [memory.activation_checkpointing]
+    words: list[str] = [memory.activation_checkpointing]
     words += [f"1 of {memory.checkpoint_every} blocks"] if memory.checkpoint_every > 1 else []
     words += ["activations offloaded"] if memory.offload_activations else []
     words += ["parameters offloaded"] if memory.offload_parameters else []
