@@ -12,6 +12,10 @@ import pytest
 
 from shardwise.testing.world import WorldPool
 
+# Tests that move the cache, and the processes they start, share one build of the engine.
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+os.environ.setdefault("SHARDWISE_ENGINE_DIRECTORY", str(CACHE / "shardwise" / "engine"))
+
 
 @pytest.fixture(scope="session")
 def world_pool() -> Iterator[WorldPool]:

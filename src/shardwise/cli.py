@@ -1,4 +1,4 @@
-"""The command line: `shardwise train`, `verify`, `export`, `checkpoint` and `doctor`.
+"""The command line: `shardwise train`, `verify`, `export`, `checkpoint`, `doctor` and `build`.
 
 Words of the form `--section.key value` are keys of the job and are taken out before argparse sees the rest. A user's
 mistake ends as one message on stderr and the error's exit code, never as a traceback. Heavy imports happen inside the
@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from shardwise import __version__
-from shardwise.errors import ConfigError, ShardwiseError, nearest
+from shardwise.errors import ConfigError, MachineError, ShardwiseError, nearest
 
 INTERRUPTED = 130
 SPECIAL = ("output", "print-plan", "profile", "blocks", "against")  # options of some commands that are no keys
@@ -193,6 +193,21 @@ def _doctor(options: argparse.Namespace, keys: dict[str, Any]) -> int:
     return 0
 
 
+def _build_options(parser: argparse.ArgumentParser) -> None:
+    pass
+
+
+def _build(options: argparse.Namespace, keys: dict[str, Any]) -> int:
+    from shardwise.collectives import engine
+
+    path = engine.build(_say_note)
+    problem = engine.obstacle()
+    if problem:
+        raise MachineError(f"the native engine is built ({path}) but cannot be used: {problem}")
+    print(f"the native engine is ready: {path}")
+    return 0
+
+
 def _job_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("job", nargs="?", metavar="JOB.yaml", help="the job; left out: the embedded default")
 
@@ -248,6 +263,14 @@ COMMANDS = {
         "with which degrees, and why not on the others. Reads no weights.",
         _doctor_options,
         _doctor,
+        takes_job=False,
+    ),
+    "build": Command(
+        "compile the native collective engine",
+        "Compile the native engine for CPU ranks (parallel.ddp_dist_backend) into the cache, unless it is there.\n"
+        "Without this command the first run that uses it does the same.",
+        _build_options,
+        _build,
         takes_job=False,
     ),
 }
