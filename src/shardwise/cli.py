@@ -1,4 +1,4 @@
-"""The command line: `shardwise train`, `verify`, `export`, `checkpoint`, `doctor` and `build`.
+"""The command line: `shardwise train`, `verify`, `export`, `checkpoint`, `doctor`, `bench` and `build`.
 
 Words of the form `--section.key value` are keys of the job and are taken out before argparse sees the rest. A user's
 mistake ends as one message on stderr and the error's exit code, never as a traceback. Heavy imports happen inside the
@@ -193,6 +193,19 @@ def _doctor(options: argparse.Namespace, keys: dict[str, Any]) -> int:
     return 0
 
 
+def _bench_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "what", choices=("collectives",), metavar="collectives", help="the native engine beside Gloo on this host"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the rows as JSON too")
+
+
+def _bench(options: argparse.Namespace, keys: dict[str, Any]) -> int:
+    from shardwise.bench import run_collectives
+
+    return run_collectives(options.json, say=_say_note)
+
+
 def _build_options(parser: argparse.ArgumentParser) -> None:
     pass
 
@@ -263,6 +276,14 @@ COMMANDS = {
         "with which degrees, and why not on the others. Reads no weights.",
         _doctor_options,
         _doctor,
+        takes_job=False,
+    ),
+    "bench": Command(
+        "measure this host's collectives",
+        "Measure all-gather, reduce-scatter and all-reduce of 2, 4 and 8 CPU ranks on this host: the native engine\n"
+        "beside Gloo, and beside what plain copies would take. Takes less than a minute.",
+        _bench_options,
+        _bench,
         takes_job=False,
     ),
     "build": Command(

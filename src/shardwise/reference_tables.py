@@ -71,7 +71,7 @@ COMMON_OPTIONS = {
 SUBJECTS = (
     ("1. The package: versions, extras", "[package.md](package.md)"),
     (
-        "2. The commands: `train`, `verify`, `export`, `checkpoint`, `doctor`, `build`",
+        "2. The commands: `train`, `verify`, `export`, `checkpoint`, `doctor`, `bench`, `build`",
         "[command-line.md](command-line.md), [run.md](run.md)",
     ),
     (

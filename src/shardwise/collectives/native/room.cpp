@@ -126,6 +126,16 @@ Room::Room(int descriptor, int rank, int size, const uint64_t token[2], std::vec
     munmap(memory_, bytes_);
     throw Failure("shardwise engine: rank 0's shared memory is not of this group: its token is another");
   }
+  enter();
+}
+
+Room::Room(const Room& other, int rank)
+    : rank(rank), size(other.size), slot(other.slot), names(other.names), memory_(other.memory_), owns_memory_(false),
+      bytes_(other.bytes_), members_(other.members_), sizes_(other.sizes_), stages_(other.stages_), rings_(other.rings_) {
+  enter();
+}
+
+void Room::enter() {
   Member& own = member(rank);
   own.process = getpid();
   own.born = start_time(own.process);
@@ -135,7 +145,7 @@ Room::Room(int descriptor, int rank, int size, const uint64_t token[2], std::vec
 
 Room::~Room() {
   leave();
-  munmap(memory_, bytes_);
+  if (owns_memory_) munmap(memory_, bytes_);
 }
 
 uint64_t* Room::sizes(int of, uint64_t parity) const {
@@ -176,9 +186,10 @@ void Room::fail(const std::string& reason) {
 std::string Room::gone(int peer) const {
   const Member& other = member(peer);
   const uint32_t state = other.state.load(std::memory_order_acquire);
+  if (state == 0) return "";
   const std::string who = "rank " + called(peer) + " (process " + std::to_string(other.process) + ") ";
   if (state == 2) return who + "has left the group";
-  return state == 1 && start_time(other.process) != other.born ? who + "has died" : "";
+  return start_time(other.process) == other.born ? "" : who + "has died";
 }
 
 }  // namespace shardwise
