@@ -12,6 +12,7 @@ import importlib.util
 import os
 import platform
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -128,7 +129,7 @@ def _compile(path: Path, say: Say) -> None:
                 is_python_module=False,
                 is_standalone=False,
             )
-        except (RuntimeError, OSError) as error:
+        except (RuntimeError, OSError, subprocess.SubprocessError) as error:
             raise MachineError(
                 f"the native engine could not be compiled: {error}; set parallel.ddp_dist_backend to gloo to go without"
             ) from error
