@@ -2,9 +2,9 @@
 
     python -m benchmarks.collectives --json result.json --plot docs/benchmarks/collectives.svg
 
-The same measurement as `shardwise bench collectives` (`src/shardwise/bench.py`), with date, commit and machine beside it
-and a ladder of sizes for the plot. Bandwidth is the bytes that the operation has to move over its time, so that the rate
-of plain copies on all cores is the limit of every operation.
+The same measurement as `shardwise bench collectives` (`src/shardwise/bench.py`), with date, commit and machine beside
+it and a ladder of sizes for the plot. Bandwidth is the bytes that the operation has to move over its time, so that the
+rate of plain copies on all cores is the limit of every operation.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def plot(rows: Sequence[dict[str, Any]]) -> str:
     low, high = math.floor(math.log10(min(rates))), math.ceil(math.log10(max(rates)))
     panels = [_panel(op, curves[op], index, low, high) for index, op in enumerate(curves)]
     width, height = len(panels) * (WIDTH + GAP), HEIGHT + 2 * MARGIN
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
-             f'font-size="11">', f'<rect width="{width}" height="{height}" fill="white"/>', *panels, "</svg>"]  # fmt: skip
+    svg = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif"'
+    parts = [f'{svg} font-size="11">', f'<rect width="{width}" height="{height}" fill="white"/>', *panels, "</svg>"]
     return "\n".join(parts) + "\n"
 
 
@@ -86,18 +86,22 @@ def _panel(title: str, curves: dict[str, list[tuple[int, float]]], index: int, l
     def y(rate: float) -> float:
         return bottom - HEIGHT * (math.log10(rate) - low) / (high - low)
 
-    parts = [f'<text x="{left}" y="{MARGIN - 14}" font-weight="bold">{title}, {LADDER_RANKS} ranks, GB/s</text>']
+    def text(at: float, height: float, words: str, look: str = "") -> str:
+        return f'<text x="{at:.1f}" y="{height:.1f}" {look}>{words}</text>'
+
+    parts = [text(left, MARGIN - 14, f"{title}, {LADDER_RANKS} ranks, GB/s", 'font-weight="bold"')]
     for power in range(low, high + 1):
-        parts.append(f'<line x1="{left}" x2="{left + across}" y1="{y(10**power):.1f}" y2="{y(10**power):.1f}" '
-                     'stroke="#dee2e6"/>'
-                     f'<text x="{left - 6}" y="{y(10**power) + 4:.1f}" text-anchor="end">{10**power:g}</text>')  # fmt: skip
+        level = y(10**power)
+        parts.append(f'<line x1="{left}" x2="{left + across}" y1="{level:.1f}" y2="{level:.1f}" stroke="#dee2e6"/>')
+        parts.append(text(left - 6, level + 4, f"{10**power:g}", 'text-anchor="end"'))
     for size in SIZES[::2]:
         label = f"{size >> 10} KiB" if size < 1 << 20 else f"{size >> 20} MiB"
-        parts.append(f'<text x="{x(size):.1f}" y="{bottom + 16}" text-anchor="middle">{label}</text>')
+        parts.append(text(x(size), bottom + 16, label, 'text-anchor="middle"'))
     for line, (name, curve) in enumerate(curves.items()):
         points = " ".join(f"{x(size):.1f},{y(rate):.1f}" for size, rate in curve)
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{COLOURS[name]}" stroke-width="2"/>'
-                     f'<text x="{left + 8}" y="{MARGIN + 12 + 14 * line}" fill="{COLOURS[name]}">{name}</text>')  # fmt: skip
+        colour = COLOURS[name]
+        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        parts.append(text(left + 8, MARGIN + 12 + 14 * line, name, f'fill="{colour}"'))
     return "\n".join(parts)
 
 
