@@ -263,6 +263,7 @@ def test_sums_have_the_same_bits_on_all_ranks_and_runs(world_pool: WorldPool) ->
 
 def on_backend(backend: str, directory: str, train: Callable[[], list[Tensor]]) -> list[Tensor]:
     rank, size = dist.get_rank(), dist.get_world_size()
+    dist.barrier()  # Gloo hangs on a rank that still connects when its peer closes
     dist.destroy_process_group()
     store = dist.FileStore(f"{directory}/{backend}", size)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)

@@ -34,7 +34,7 @@ BACKEND = "shardwise"
 DIRECTORY_VARIABLE = "SHARDWISE_ENGINE_DIRECTORY"
 SOURCES = Path(__file__).with_name("native")
 MODULE = "_shardwise_engine"
-OPTIMIZED = ["-O3", "-ffp-contract=off"]  # one rounding an operation, so that every processor gives the same bits
+OPTIMIZED = ["-O3", "-ffp-contract=off", "-fno-trapping-math"]  # each operation rounds, on every processor alike
 
 Say = Callable[[str], None]
 

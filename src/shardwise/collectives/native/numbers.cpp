@@ -1,15 +1,11 @@
-// The reduction kernels. One block at a time stays in the first-level cache as accumulators; every input of the block is
-// added to it in one pass that the compiler vectorises (the build asks for AVX2 where the processor has it).
+// The reduction kernels. One block at a time stays in the first-level cache as accumulators; every further input of the
+// block is added to it in one pass that the compiler vectorises (the build asks for AVX2 where the processor has it).
 #include "numbers.h"
 
 #include <algorithm>
 #include <cstring>
 #include <limits>
 #include <type_traits>
-
-#if defined(__F16C__)
-#include <immintrin.h>
-#endif
 
 namespace shardwise {
 namespace {
@@ -47,38 +43,21 @@ inline BFloat16 narrow(float x, BFloat16) {
   return {static_cast<uint16_t>(nan ? 0x7fc0 : rounded)};
 }
 
-#if defined(__F16C__)
-inline float widen(Half x) { return _cvtsh_ss(x.bits); }
-inline Half narrow(float x, Half) { return {static_cast<uint16_t>(_cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT))}; }
-#elif defined(__aarch64__)
-inline float widen(Half x) {
-  __fp16 value;
-  std::memcpy(&value, &x, sizeof value);
-  return value;
-}
-inline Half narrow(float x, Half) {
-  const __fp16 value = static_cast<__fp16>(x);
-  Half half;
-  std::memcpy(&half, &value, sizeof half);
-  return half;
-}
-#else
+// Without branches, so that the compiler vectorises them; scalar conversion instructions are ten times slower.
 inline float widen(Half x) {
   const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000) << 16, rest = x.bits & 0x7fff;
-  if (rest >= 0x7c00) return as_float(sign | 0x7f800000 | ((rest & 0x3ff) << 13));  // infinite or not a number
-  const float scaled = as_float(rest << 13) * 0x1p112f;  // also right for subnormal numbers
-  return as_float(sign | as_bits(scaled));
+  const uint32_t special = 0x7f800000 | ((rest & 0x3ff) << 13);       // infinite or not a number
+  const uint32_t number = as_bits(as_float(rest << 13) * 0x1p112f);  // also right for subnormal numbers
+  return as_float(sign | (rest >= 0x7c00 ? special : number));
 }
 inline Half narrow(float x, Half) {
   const uint32_t bits = as_bits(x), sign = (bits >> 16) & 0x8000, size = bits & 0x7fffffff;
-  if (size > 0x7f800000) return {static_cast<uint16_t>(sign | 0x7e00)};
-  if (size >= 0x477ff000) return {static_cast<uint16_t>(sign | 0x7c00)};  // rounds beyond 65504
-  if (size < 0x38800000) {  // subnormal: adding 0.5 puts the unit of rounding at the right bit
-    return {static_cast<uint16_t>(sign | (as_bits(as_float(size) + 0.5f) - 0x3f000000))};
-  }
-  return {static_cast<uint16_t>(sign | ((size - 0x38000000 + 0xfff + ((size >> 13) & 1)) >> 13))};
+  const uint32_t normal = (size - 0x38000000 + 0xfff + ((size >> 13) & 1)) >> 13;     // to nearest, ties to even
+  const uint32_t subnormal = as_bits(as_float(size) + 0.5f) - 0x3f000000;             // the sum rounds at the right bit
+  const uint32_t large = size > 0x7f800000 ? 0x7e00 : 0x7c00;                         // from 65520 on: infinite
+  const uint32_t rest = size >= 0x477ff000 ? large : size < 0x38800000 ? subnormal : normal;
+  return {static_cast<uint16_t>(sign | rest)};
 }
-#endif
 
 inline uint8_t widen(Bool x) { return x.bits != 0; }
 inline Bool narrow(uint8_t x, Bool) { return {static_cast<uint8_t>(x != 0)}; }
@@ -136,27 +115,44 @@ inline A combine(A a, A b) {
   return plus(a, b);
 }
 
+// Reads two inputs in the first pass and writes the output in the last one, so that two ranks need one pass. Inputs and
+// output are one memory or apart, never shifted against each other, which `ivdep` tells the compiler.
 template <Reduce R, class T>
 void block(T* out, const std::vector<const void*>& inputs, const std::vector<double>& factors, size_t at, size_t count) {
   using A = Accumulator<T>;
+  const size_t ranks = inputs.size();
+  const auto input = [&](size_t rank) { return static_cast<const T*>(inputs[rank]) + at; };
+  const auto factor = [&](size_t rank) { return R == Reduce::scaled_sum ? static_cast<A>(factors[rank]) : A(1); };
+  const auto value = [](const T& x, A by) {
+    return R == Reduce::scaled_sum ? times(static_cast<A>(widen(x)), by) : static_cast<A>(widen(x));
+  };
+  const auto finished = [ranks](A sum) {
+    if constexpr (R == Reduce::average) sum = static_cast<A>(sum / static_cast<A>(ranks));
+    return narrow(sum, T{});
+  };
   A sums[kBlock];
-  for (size_t rank = 0; rank < inputs.size(); ++rank) {
-    const T* in = static_cast<const T*>(inputs[rank]) + at;
-    [[maybe_unused]] const A factor = R == Reduce::scaled_sum ? static_cast<A>(factors[rank]) : A(1);
-    const auto value = [&](size_t i) {
-      return R == Reduce::scaled_sum ? times(static_cast<A>(widen(in[i])), factor) : static_cast<A>(widen(in[i]));
-    };
-    if (rank == 0) {
-      for (size_t i = 0; i < count; ++i) sums[i] = value(i);
-    } else {
-      for (size_t i = 0; i < count; ++i) sums[i] = combine<R>(sums[i], value(i));
+  const T *first = input(0), *second = ranks > 1 ? input(1) : nullptr;
+  const A by = factor(0), and_by = ranks > 1 ? factor(1) : by;
+  T* to = out + at;
+  if (ranks == 1) {
+#pragma GCC ivdep
+    for (size_t i = 0; i < count; ++i) to[i] = finished(value(first[i], by));
+  } else if (ranks == 2) {
+#pragma GCC ivdep
+    for (size_t i = 0; i < count; ++i) to[i] = finished(combine<R>(value(first[i], by), value(second[i], and_by)));
+  } else {
+    for (size_t i = 0; i < count; ++i) sums[i] = combine<R>(value(first[i], by), value(second[i], and_by));
+    for (size_t rank = 2; rank < ranks; ++rank) {
+      const T* in = input(rank);
+      const A scale = factor(rank);
+      if (rank + 1 < ranks) {
+        for (size_t i = 0; i < count; ++i) sums[i] = combine<R>(sums[i], value(in[i], scale));
+      } else {
+#pragma GCC ivdep
+        for (size_t i = 0; i < count; ++i) to[i] = finished(combine<R>(sums[i], value(in[i], scale)));
+      }
     }
   }
-  if constexpr (R == Reduce::average) {
-    const A size = static_cast<A>(inputs.size());
-    for (size_t i = 0; i < count; ++i) sums[i] = static_cast<A>(sums[i] / size);
-  }
-  for (size_t i = 0; i < count; ++i) out[at + i] = narrow(sums[i], T{});
 }
 
 template <Reduce R, class T>
