@@ -1,4 +1,4 @@
-"""The command line: `shardwise train`, `verify`, `export`, `checkpoint` and `doctor`.
+"""The command line: `shardwise train`, `verify`, `export`, `checkpoint`, `run` and `doctor`.
 
 Words of the form `--section.key value` are keys of the job and are taken out before argparse sees the rest. A user's
 mistake ends as one message on stderr and the error's exit code, never as a traceback. Heavy imports happen inside the
@@ -193,6 +193,37 @@ def _doctor(options: argparse.Namespace, keys: dict[str, Any]) -> int:
     return 0
 
 
+def _run_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--workers", type=_count, metavar="N", help="local workers; unset: all GPUs, or 2 on a CPU")
+    parser.add_argument("--device", choices=("cpu", "cuda"), metavar="cpu|cuda", help="unset: CUDA where there is any")
+    parser.add_argument("--smp-options", metavar="JSON", help="SMP's parameters, or a file of them")
+    parser.add_argument(
+        "--channel", action="append", default=[], metavar="NAME=DIR", help="input directory: SM_CHANNEL_NAME"
+    )
+    parser.add_argument("--model-dir", metavar="DIR", help="SM_MODEL_DIR; unset: shardwise-run/model")
+    parser.add_argument("--output-dir", metavar="DIR", help="SM_OUTPUT_DATA_DIR; unset: shardwise-run/output")
+    parser.add_argument("script", metavar="SCRIPT", help="the script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its own arguments")
+
+
+def _run(options: argparse.Namespace, keys: dict[str, Any]) -> int:
+    import torch
+
+    from shardwise.script import Script, read_options, run
+
+    variables = {"SM_MODEL_DIR": options.model_dir, "SM_OUTPUT_DATA_DIR": options.output_dir}
+    for channel in options.channel:
+        name, equals, directory = channel.partition("=")
+        if not (name.isidentifier() and equals and directory):
+            raise ConfigError(f"--channel={channel} must be NAME=DIR, e.g. --channel train=data/train")
+        variables[f"SM_CHANNEL_{name.upper()}"] = directory
+    parameters, processes = (None, None) if options.smp_options is None else read_options(options.smp_options)
+    device_type = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    given = {name: value for name, value in variables.items() if value is not None}
+    run(Script(options.script, options.arguments, device_type, given, parameters), options.workers or processes)
+    return 0
+
+
 def _job_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("job", nargs="?", metavar="JOB.yaml", help="the job; left out: the embedded default")
 
@@ -240,6 +271,14 @@ COMMANDS = {
         "List the checkpoints of a directory, show what is in one, or verify the hash of each of its bytes.",
         _checkpoint_options,
         _checkpoint,
+        takes_job=False,
+    ),
+    "run": Command(
+        "run a script written for SMP, unchanged",
+        "Run a script written for SageMaker's model parallel library or for torch.distributed, on local workers or as\n"
+        "a rank of torchrun, Slurm or Open MPI. Its imports of Amazon's libraries lead to shardwise.smp.",
+        _run_options,
+        _run,
         takes_job=False,
     ),
     "doctor": Command(
