@@ -28,7 +28,8 @@ SLOW = [
     *((ranks, family, {**config, **more}) for family in ("gpt2", "gpt_neox") for ranks, config, more in (
         (2, DDP, {}), (4, DDP, {"sharded_data_parallel_degree": 4}), (4, DDP, {"sharded_data_parallel_degree": 2}),
         (2, TWO, {}), (2, TWO, {"pipeline": "simple"}), (2, TWO, {"microbatches": 1}),
-        (8, TWO, {**TENSOR, "microbatches": 2}), (8, TWO, {**TENSOR, "placement_strategy": "spread", "microbatches": 2}),
+        (8, TWO, {**TENSOR, "microbatches": 2}),
+        (8, TWO, {**TENSOR, "placement_strategy": "spread", "microbatches": 2}),
         (4, TENSOR, {"optimize": "memory", "prescaled_batch": False}), (4, DDP, {"shard_optimizer_state": True}),
     )),
 ]  # fmt: skip

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from shardwise.smp import nn
 from shardwise.smp.messages import allgather, barrier, broadcast, dp_barrier, mp_barrier, recv_from, send
 from shardwise.smp.model import DistributedModel
 from shardwise.smp.nesting import StepOutput
@@ -59,6 +60,7 @@ from shardwise.smp.requests import (
     set_tensor_parallelism,
     tensor_parallelism,
 )
+from shardwise.smp.saving import load, resume_from_checkpoint, save, save_checkpoint
 from shardwise.smp.steps import step
 
 
@@ -104,12 +106,14 @@ __all__ = [
     "init",
     "is_initialized",
     "is_tracing",
+    "load",
     "local_rank",
     "local_size",
     "model_creation",
     "mp_barrier",
     "mp_rank",
     "mp_size",
+    "nn",
     "num_microbatches",
     "partition",
     "pp_rank",
@@ -118,6 +122,9 @@ __all__ = [
     "rdp_rank",
     "rdp_size",
     "recv_from",
+    "resume_from_checkpoint",
+    "save",
+    "save_checkpoint",
     "send",
     "set_activation_checkpointing",
     "set_partition",

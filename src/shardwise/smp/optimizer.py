@@ -79,6 +79,13 @@ class Side:
             load_state(self, self.pending)
             self.pending = None
 
+    def load(self, saved: Mapping[str, Any]) -> None:
+        """Take a state, or keep it until the model is distributed."""
+        if self.parallel is None:
+            self.pending = saved
+        else:
+            load_state(self, saved)
+
     def gradients(self) -> Iterator[tuple[Entry, Tensor]]:
         """Entries with this rank's gradient elements."""
         for entry, _ in self.locals:
@@ -226,10 +233,7 @@ class DistributedOptimizerMixin:
 
     def load_state_dict(self, state_dict: Mapping[str, Any], gather_if_shard: bool = True) -> None:
         """What `state_dict` or `local_state_dict` returned; before the first step it waits for it."""
-        if self._smp.parallel is None:
-            self._smp.pending = state_dict
-        else:
-            load_state(self._smp, state_dict)
+        self._smp.load(state_dict)
 
     def _param_id_to_index(self) -> dict[int, int]:
         parameters = [p for group in self._smp.optimizer.param_groups for p in group["params"]]

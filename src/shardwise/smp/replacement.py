@@ -16,3 +16,8 @@ def replace_modules(module: nn.Module) -> nn.Module:
 def translate_in(module: nn.Module, weights: Mapping[str, Any]) -> Mapping[str, Any]:
     """Weights in the names of the module, where they are in those of a Hugging Face model."""
     return weights
+
+
+def translate_out(module: nn.Module, weights: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Weights in the names of the Hugging Face model that the module took the place of."""
+    return weights
