@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardwise.smp import nn
+from shardwise.smp import amp, exceptions, nn, state_mod, utils
 from shardwise.smp.messages import allgather, barrier, broadcast, dp_barrier, mp_barrier, recv_from, send
 from shardwise.smp.model import DistributedModel
 from shardwise.smp.nesting import StepOutput
@@ -51,6 +51,7 @@ from shardwise.smp.ranks import (
     tp_rank,
     tp_size,
 )
+from shardwise.smp.replacement import register_parameter, tp_register, tp_register_with_module
 from shardwise.smp.requests import (
     delay_param_initialization,
     model_creation,
@@ -86,12 +87,14 @@ __all__ = [
     "RankType",
     "StepOutput",
     "allgather",
+    "amp",
     "barrier",
     "broadcast",
     "delay_param_initialization",
     "dp_barrier",
     "dp_rank",
     "dp_size",
+    "exceptions",
     "get_dp_group",
     "get_dp_process_group",
     "get_mp_group",
@@ -122,6 +125,7 @@ __all__ = [
     "rdp_rank",
     "rdp_size",
     "recv_from",
+    "register_parameter",
     "resume_from_checkpoint",
     "save",
     "save_checkpoint",
@@ -131,8 +135,12 @@ __all__ = [
     "set_tensor_parallelism",
     "size",
     "state",
+    "state_mod",
     "step",
     "tensor_parallelism",
     "tp_rank",
+    "tp_register",
+    "tp_register_with_module",
     "tp_size",
+    "utils",
 ]

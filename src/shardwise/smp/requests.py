@@ -36,6 +36,7 @@ class Requests:
     partitions: Any = field(default_factory=weakref.WeakKeyDictionary)
     checkpointing: Any = field(default_factory=weakref.WeakKeyDictionary)
     tensor: Any = field(default_factory=weakref.WeakKeyDictionary)
+    arguments: Any = field(default_factory=weakref.WeakKeyDictionary)  # with what a module was created
     inside: list[Callable[[nn.Module], None]] = field(default_factory=list)  # of the contexts that are open
 
 

@@ -29,7 +29,7 @@ from shardwise.smp.replacement import translate_in, translate_out
 from shardwise.smp.weights import local_weights, marked, whole_weights
 
 NEWEST, SUFFIX, USER = "newest", "_partial", "user_content"
-SAFE = [argparse.Namespace]  # scripts keep their arguments beside the weights
+SAFE: list[Any] = [argparse.Namespace]  # scripts keep their arguments beside the weights
 
 
 def save(
@@ -101,7 +101,7 @@ def save_checkpoint(
             torch.save(content, folder / f"{USER}.pt")
         name = folder.name
     else:
-        weights = whole_weights(model)
+        weights: Mapping[str, Any] = whole_weights(model)
         weights = translate_out(model.module, weights) if translate_if_full else weights
         if _leads():
             torch.save(dict(weights), directory / tag)
