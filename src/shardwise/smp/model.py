@@ -19,6 +19,7 @@ from shardwise.data.batch import Batch
 from shardwise.parallel.model import ParallelModel, Part
 from shardwise.smp.building import Shape, build, shape_of
 from shardwise.smp.exceptions import SMPValidationError, StepUsageError
+from shardwise.smp.inspection import Inspection, show_shards
 from shardwise.smp.nesting import to_device
 from shardwise.smp.process import state
 from shardwise.smp.rows import merge, narrow
@@ -32,7 +33,7 @@ Hook = Callable[[Any, Any], Any]
 LABELS = {"labels", "label", "next_sentence_label", "start_positions", "end_positions"}
 
 
-class DistributedModel(nn.Module):
+class DistributedModel(Inspection, nn.Module):
     """Wraps a model; one in a script. Calls of it inside of a step run this rank's part of it.
 
     Args:
@@ -83,6 +84,8 @@ class DistributedModel(nn.Module):
         self.unsettled = False  # gradients that several ranks hold in part are not summed yet
         if state.layout.size("pipeline") == 1 and state.cfg.sharded_data_parallel_degree == 1:
             self.module.to(device)
+        if state.layout.size("shard") > 1:
+            show_shards(self.module)
         state.model = self
 
     # ---- forward and backward
@@ -274,79 +277,6 @@ class DistributedModel(nn.Module):
         except AttributeError:
             return getattr(super().__getattr__("module"), name)
 
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """By the module's own names: all of them before the first step, then those that live here."""
-        return self.module.named_parameters(*args, **kwargs)
-
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """By the module's own names."""
-        return self.module.named_buffers(*args, **kwargs)
-
-    def local_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters of this pipeline rank."""
-        return self.module.named_parameters()
-
-    def local_parameters(self) -> Iterator[nn.Parameter]:
-        """Parameters of this pipeline rank."""
-        return self.module.parameters()
-
-    def local_named_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Buffers of this pipeline rank."""
-        return self.module.named_buffers()
-
-    def local_buffers(self) -> Iterator[Tensor]:
-        """Buffers of this pipeline rank."""
-        return self.module.buffers()
-
-    def local_named_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """Modules of this pipeline rank: those that hold something, and those they are in."""
-        parallel = self.parallel
-        passage = parallel.parts[0].passage if parallel is not None else None
-        absent = passage.absent if passage is not None else frozenset()
-        return ((name, module) for name, module in self.module.named_modules() if name not in absent)
-
-    def local_modules(self) -> Iterator[nn.Module]:
-        """Modules of this pipeline rank."""
-        return (module for _, module in self.local_named_modules())
-
-    def virtual_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """What the optimizer updates: this rank's elements of each parameter, by its name."""
-        locals_ = state.optimizer.locals if state.optimizer is not None else []
-        return ((entry.name, local) for entry, local in locals_)
-
-    # ---- tensor parallelism
-
-    def distributed_modules(self) -> Iterator[nn.Module]:
-        """Modules whose tensors are split over tensor ranks."""
-        splits = self.parallel.facts.tensor_splits if self.parallel is not None else {}
-        return (self.module.get_submodule(name) for name in splits if state.layout.size("tensor") > 1)
-
-    def is_distributed_parameter(self, parameter: nn.Parameter) -> bool:
-        """Whether tensor ranks hold parts of it."""
-        name = self.names.get(id(parameter))
-        parallel = self.parallel
-        return bool(parallel and name in parallel.tensor_map.names and parallel.tensor_map[name].cut is not None)
-
-    def is_distributed_buffer(self, buffer: Tensor) -> bool:
-        """Whether tensor ranks hold parts of it; buffers are always whole."""
-        return False
-
-    def is_scaled_batch_parameter(self, parameter: nn.Parameter) -> bool:
-        """Whether it sees the batch of the whole tensor group: all do, where tensors are split."""
-        return state.layout.size("tensor") > 1
-
-    def is_scaled_batch_buffer(self, buffer: Tensor) -> bool:
-        """Whether it sees the batch of the whole tensor group."""
-        return state.layout.size("tensor") > 1
-
-    def scaled_batch_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters reduced over the reduced data group."""
-        return (item for item in self.named_parameters() if self.is_scaled_batch_parameter(item[1]))
-
-    def default_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters reduced over the data group."""
-        return (item for item in self.named_parameters() if not self.is_scaled_batch_parameter(item[1]))
-
     # ---- hooks
 
     def register_post_partition_hook(self, hook: Hook) -> RemovableHandle:
@@ -395,12 +325,6 @@ class DistributedModel(nn.Module):
             self.pending_weights.append((state_dict, strict, same_partition_load))
             return
         load_weights(self, state_dict, strict, same_partition_load)
-
-    def cpu(self) -> DistributedModel:
-        """Gather all weights in the host's memory; the model can then be saved but no longer trained. Collective."""
-        weights = whole_weights(self)
-        self._cpu_weights = weights
-        return self
 
 
 def _register(hooks: dict[int, Hook], hook: Hook) -> RemovableHandle:

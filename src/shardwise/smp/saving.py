@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import pickle
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -171,7 +170,7 @@ def read(path: Path, map_location: Any = None) -> Any:
     try:
         with torch.serialization.safe_globals(SAFE):
             return torch.load(path, map_location=map_location or "cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+    except Exception as error:  # of pickle's class, of zipfile's, or torch's own
         raise CheckpointError(
             f"{path} cannot be read: {str(error).splitlines()[0]}; it has to hold tensors and plain values only"
         ) from error
