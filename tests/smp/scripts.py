@@ -98,7 +98,9 @@ def _train(module: nn.Module, plain: nn.Module, config: dict[str, Any], checkpoi
     ours = torch.tensor(losses)
     theirs = torch.tensor(expected)[:, mine * count : (mine + 1) * count]
     if merged:  # the loss is of the tensor group's rows together
-        ours, theirs = ours.mean(1), torch.tensor(expected).mean(1)
+        size, group = smp.tp_size() * count, smp.rdp_rank()  # in the default placement data ranks count tensors first
+        ours = ours.mean(1)
+        theirs = torch.tensor(expected)[:, group * size : (group + 1) * size].mean(1)
     found = model.state_dict()
     return _error(ours, theirs), max(_error(found[name], value) for name, value in weights.items())
 

@@ -7,6 +7,7 @@ for checkpointing, for another optimizer. Until then the module is as its author
 from __future__ import annotations
 
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -77,8 +78,8 @@ class DistributedModel(Inspection, nn.Module):
         self._run: StepRun | None = None
         self._shapes: dict[Any, Shape] = {}
         self._forward_parameters = inspect.signature(self.module.forward)
-        self._after_partition: dict[int, Hook] = {}
-        self._after_step: dict[int, Hook] = {}
+        self._after_partition: OrderedDict[int, Hook] = OrderedDict()
+        self._after_step: OrderedDict[int, Hook] = OrderedDict()
         self._stepped = False
         self.pending_weights: list[tuple[Mapping[str, Any], bool, bool]] = []
         self.unsettled = False  # gradients that several ranks hold in part are not summed yet
@@ -327,7 +328,7 @@ class DistributedModel(Inspection, nn.Module):
         load_weights(self, state_dict, strict, same_partition_load)
 
 
-def _register(hooks: dict[int, Hook], hook: Hook) -> RemovableHandle:
+def _register(hooks: OrderedDict[int, Hook], hook: Hook) -> RemovableHandle:
     handle = RemovableHandle(hooks)
     hooks[handle.id] = hook
     return handle
