@@ -163,7 +163,8 @@ def _own_module() -> float:
     smp.init({"ddp": True, "microbatches": 2})
     try:
         net = Net()
-        optimizer = torch.optim.Adadelta(net.parameters())  # before the model is wrapped
+        # Before the model is wrapped, and with a parameter twice, as scripts collect a tied one.
+        optimizer = torch.optim.Adadelta([*net.parameters(), net.layer.weight])
         model: Any = smp.DistributedModel(net)
         optimizer = smp.DistributedOptimizer(optimizer)
         scaler = smp.amp.GradScaler(enabled=False)
@@ -175,6 +176,8 @@ def _own_module() -> float:
             model.backward(scaler.scale(loss))
             return loss
 
+        held: list[Any] = []
+        model.register_post_partition_hook(lambda model, optimizer: held.append(optimizer))
         losses = []
         for _ in range(3):
             optimizer.zero_grad()
@@ -182,6 +185,7 @@ def _own_module() -> float:
             scaler.step(optimizer)
             scaler.update()
             schedule.step()
+        assert held == [optimizer] and len(optimizer.param_groups[0]["params"]) == 2
         return losses[-1] - losses[0]
     finally:
         smp.state.reset()

@@ -147,7 +147,8 @@ class DistributedModel(Inspection, nn.Module):
             if self.parallel is None or run.staged:
                 self._prepare(run)
             parallel = self.require_parallel()
-            parallel.drive(run.work, len(run.calls), run.backward, last=self._completes())
+            last = run.backward and self._completes()
+            parallel.drive(run.work, len(run.calls), run.backward, last=last)
         finally:
             self._run = None
         state.step_count += 1
@@ -155,8 +156,7 @@ class DistributedModel(Inspection, nn.Module):
             self._finish_backward()
         if not self._stepped:
             self._stepped = True
-            for hook in list(self._after_step.values()):
-                hook(self, state.optimizer)
+            self._call(self._after_step)
 
     def _prepare(self, run: StepRun) -> None:
         """Build the model for the first step, and its stages' traffic for microbatches of another shape."""
@@ -173,7 +173,11 @@ class DistributedModel(Inspection, nn.Module):
     def build(self, inputs: Mapping[str, Any]) -> ParallelModel:
         """Distribute the module, if that has not happened; `inputs` are its keyword arguments. Collective."""
         if self.parallel is None:
+            given = list(self.module.parameters())
             self.parallel = build(self.module, inputs)
+            for parameter in given:  # an optimizer may hold them, and its names go by their identity: only memory goes
+                parameter.data = parameter.data.new_empty(0)
+            self._given = given
             for entry in self.parallel.tensor_map:
                 self.names[id(entry.parameter)] = entry.name
             for weights, strict, same in self.pending_weights:
@@ -181,8 +185,7 @@ class DistributedModel(Inspection, nn.Module):
             self.pending_weights.clear()
             if state.optimizer is not None:
                 state.optimizer.adopt(self.parallel)
-            for hook in list(self._after_partition.values()):
-                hook(self, state.optimizer)
+            self._call(self._after_partition)
         return self.parallel
 
     def compute(
@@ -279,6 +282,11 @@ class DistributedModel(Inspection, nn.Module):
             return getattr(super().__getattr__("module"), name)
 
     # ---- hooks
+
+    def _call(self, hooks: OrderedDict[int, Hook]) -> None:
+        optimizer = state.optimizer.public if state.optimizer is not None else None
+        for hook in list(hooks.values()):
+            hook(self, optimizer)
 
     def register_post_partition_hook(self, hook: Hook) -> RemovableHandle:
         """Call `hook(model, optimizer)` once the model has been distributed."""

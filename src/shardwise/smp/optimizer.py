@@ -32,12 +32,14 @@ class Side:
 
     Attributes:
         optimizer: the script's torch optimizer.
+        public: what the script holds: the optimizer, or the wrapper around it.
         locals: parameters that have elements here, with the tensors that the optimizer updates.
         overflow: the last step was skipped.
     """
 
-    def __init__(self, optimizer: Any, scaler: LossScaler | None) -> None:
+    def __init__(self, optimizer: Any, scaler: LossScaler | None, public: Any = None) -> None:
         self.optimizer, self.scaler = optimizer, scaler
+        self.public = optimizer if public is None else public
         self.locals: list[tuple[Entry, nn.Parameter]] = []
         self.order: list[str] = []  # names of all parameters of all groups, in the optimizer's order
         self.group_sizes: list[int] = []
@@ -67,7 +69,8 @@ class Side:
         _check_class(self.optimizer, parallel)
         made: dict[str, nn.Parameter] = {}
         for group in self.optimizer.param_groups:
-            names = [_name_of(model.names, parameter) for parameter in group["params"]]
+            # Scripts that walk all modules for their groups find a tied parameter twice.
+            names = list(dict.fromkeys(_name_of(model.names, parameter) for parameter in group["params"]))
             self.order += names
             self.group_sizes.append(len(names))
             here = [name for name in names if name in parallel.tensor_map.names]
@@ -253,7 +256,7 @@ class Fp16Optimizer(DistributedOptimizerMixin):
 
     def __init__(self, optimizer: torch.optim.Optimizer, scaler: LossScaler) -> None:
         self.optimizer = optimizer
-        self._smp = Side(optimizer, scaler)
+        self._smp = Side(optimizer, scaler, self)
 
     def __getattr__(self, name: str) -> Any:
         if name in ("optimizer", "_smp"):
