@@ -12,7 +12,9 @@ import transformers
 from torch import Tensor, nn
 
 import shardwise.smp as smp
+from shardwise.smp import replacement
 from shardwise.smp.exceptions import SMPValidationError
+from shardwise.smp.nn.huggingface.gpt2 import get_hf_gpt2_transformer_layer_hooks
 from shardwise.smp.nn.huggingface.models import REPLACED, distributed
 from shardwise.smp.nn.huggingface.translation import to_hf, to_smp
 from shardwise.testing.world import WorldPool
@@ -130,3 +132,23 @@ def _train(config: dict[str, Any], family: str) -> list[float]:
 def test_replaced_models_train_as_the_original(world_pool: WorldPool, family: str, config: dict[str, Any]) -> None:
     for errors in world_pool.run(2, _train, config, family):
         assert max(errors) < 2e-6, errors
+
+
+def test_registered_class_takes_the_place_of_the_original(monkeypatch: pytest.MonkeyPatch) -> None:
+    block = transformers.models.gpt2.modeling_gpt2.GPT2Block
+    monkeypatch.setattr(block, "__init__", block.__init__)  # put back afterwards
+    monkeypatch.setattr(replacement, "_registered", {})
+    smp.init({})
+    try:
+        plain: Any = make_model("gpt2")
+        smp.set_tensor_parallelism(plain.transformer.h)
+        smp.tp_register_with_module(block, smp.nn.DistributedTransformerLayer, *get_hf_gpt2_transformer_layer_hooks())
+        model: Any = smp.DistributedModel(plain)
+        assert {type(layer) for layer in model.get_module().transformer.h} == {smp.nn.DistributedTransformerLayer}
+        ids = batches()[0]
+        loss = model(input_ids=ids, labels=ids)["loss"]
+        model.backward(loss)
+        gradient = model.get_module().transformer.h[0].attention.query.weight.grad
+        assert torch.isfinite(gradient).all() and gradient.abs().sum() > 0
+    finally:
+        smp.state.reset()

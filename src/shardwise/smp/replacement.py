@@ -7,6 +7,7 @@ unless `_match_weights` asks for those of the original.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.smp.exceptions import SMPValidationError
 from shardwise.smp.nn.huggingface.models import REPLACED, distributed
 from shardwise.smp.nn.huggingface.translation import FAMILIES, to_hf, to_smp
 from shardwise.smp.process import state
@@ -52,6 +54,14 @@ def tp_register_with_module(
 ) -> None:
     """`tp_register` for a class of somebody else's; also after instances of it were made, before wrapping."""
     _registered[module_cls] = (dist_module, (init_hook, forward_hook, return_hook))
+    original = module_cls.__init__
+
+    @functools.wraps(original)
+    def init(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        original(module, *args, **kwargs)
+        requests.arguments[module] = (args, kwargs)
+
+    module_cls.__init__ = init  # type: ignore[method-assign,assignment]
 
 
 def register_parameter(module: nn.Module, param: nn.Parameter) -> None:
@@ -88,10 +98,9 @@ def _replacement(module: nn.Module) -> nn.Module | None:
         return _registered_one(module, settings)
     if type(module).__name__ not in REPLACED or getattr(module, "config", None) is None:
         return None
-    known = {key: value for key, value in settings.items() if key not in ("config",)}
     meta = any(parameter.is_meta for parameter in module.parameters())
     with torch.device("meta") if meta else torch.device("cpu"):
-        made = distributed(module, **known)
+        made = distributed(module, **settings)
     made.to(next(module.parameters()).dtype)
     made.train(module.training)
     if state.cfg._match_weights and not meta and made.smp_family not in ("bert", "roberta"):
@@ -101,7 +110,7 @@ def _replacement(module: nn.Module) -> nn.Module | None:
 
 def _registered_one(module: nn.Module, settings: dict[str, Any]) -> nn.Module:
     kind, (init, forward, back) = _registered[type(module)]
-    args, kwargs = requests.arguments.get(module, ((), {}))
+    args, kwargs = _arguments(module)
     if init is not None:
         args, kwargs = init(*args, **kwargs)
     known = inspect.signature(kind.__init__).parameters
@@ -117,6 +126,19 @@ def _registered_one(module: nn.Module, settings: dict[str, Any]) -> nn.Module:
 
     made.forward = call  # type: ignore[method-assign]
     return made
+
+
+def _arguments(module: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """With what a module was created; of one older than its registration, the config that its blocks take."""
+    if module in requests.arguments:
+        return requests.arguments[module]  # type: ignore[no-any-return]
+    config = next((inner.config for inner in module.modules() if hasattr(inner, "config")), None)
+    if config is None:
+        raise SMPValidationError(
+            f"{type(module).__name__} was created before smp.tp_register_with_module, and has no config to make its "
+            "distributed module from; register the class first"
+        )
+    return (config,), {}
 
 
 def _heads(module: nn.Module) -> int | None:
