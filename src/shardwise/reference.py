@@ -32,6 +32,7 @@ from shardwise.observe.metrics import __doc__ as METRICS_DOC
 from shardwise.optimizers import ELEMENTWISE, UNUSABLE
 from shardwise.plan import Dtypes, World, resolve
 from shardwise.reference_tables import COMMON_OPTIONS, ENVIRONMENT_VARIABLES, FILES, METRICS, SUBJECTS
+from shardwise.smp.api import page as smp_api_page
 from shardwise.smp_options import ANY, MAPPED, MPI_NOTES, OPTIONS, Option, translate
 
 GENERATED = "<!-- Written by `python -m shardwise.reference docs/reference` from the code; do not edit. -->"
@@ -366,6 +367,7 @@ PAGES: dict[str, Callable[[], Iterator[str]]] = {
     "job.md": job_page,
     "legality.md": legality_page,
     "smp-options.md": smp_page,
+    "smp-api.md": lambda: iter(smp_api_page()),
     "layout.md": layout_page,
     "precision.md": precision_page,
     "run.md": run_page,
