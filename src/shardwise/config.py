@@ -17,6 +17,10 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Device = Literal["auto", "cpu", "cuda"]
 Precision = Literal["auto", "fp64", "fp32", "bf16", "fp16"]
 Checkpointing = Literal["none", "full", "selective"]
+AttentionKernel = Literal[
+    "auto", "eager", "sdpa", "flash", "efficient", "cudnn", "flex", "blockwise", "flash_attention_2",
+    "flash_attention_3",
+]  # fmt: skip
 DataFormat = Literal["auto", "stdlib", "text", "jsonl", "parquet", "dataset", "tokens", "factory"]
 
 
@@ -48,9 +52,10 @@ class ModelSection(Section):
         "return its own loss.",
     )
     task: Literal["causal_lm", "masked_lm"] = Field(default="causal_lm", description="Which head and which loss.")
-    attention: Literal["auto", "sdpa", "eager"] = Field(
+    attention: AttentionKernel = Field(
         default="auto",
-        description="Attention kernel; `auto` is transformers' own choice for the model (SDPA where it has it).",
+        description="Attention kernel; `auto` takes the first that can do what the model, the data and the device ask "
+        "for (`shardwise doctor --model` shows it). Families that are not led to kernels have `eager` and `sdpa`.",
     )
     dropout: Fraction | None = Field(
         default=None,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from shardwise.config import Job
-from shardwise.families.attention import context_refusal
+from shardwise.families.attention import context_refusal, kernel_refusal
 from shardwise.families.facts import BlockFacts, ModelFacts
 from shardwise.families.probe import Probe, probe
 from shardwise.families.stage_cut import stage_facts
@@ -68,8 +68,12 @@ def discover(model: nn.Module, job: Job, example: Mapping[str, Tensor] | None = 
         tensor_splits=splits,
         vocabulary_parameters=vocabulary_parameters(model, seen.head),
         tensor_refusal=refusal,
-        context_refusal=context_refusal(model, blocks, seen.attention, seen.mixes_positions, seen.failure),
+        context_refusal=context_refusal(
+            model, blocks, seen.attention, seen.mixes_positions, seen.failure, seen.attention_arguments
+        ),
         attention_arguments=seen.attention_arguments,
+        attention=seen.attention_calls,
+        kernel_refusal=kernel_refusal(model, len(seen.attention_calls), seen.attention_arguments, seen.failure),
         sequence_refusal=sequence_refusal(shapes, blocks, splits, len(lists) == 1 and seen.blocks_are_chain),
         probe_failure=seen.failure,
     )

@@ -15,8 +15,8 @@ from torch import Tensor
 from shardwise.data.batch import Batch
 from shardwise.errors import ModelError
 from shardwise.imports import load_object
-from shardwise.kernels.attention import document_mask
 from shardwise.kernels.loss import cross_entropy_sum, linear_cross_entropy
+from shardwise.kernels.masks import document_mask
 from shardwise.parallel.model import ParallelModel, Program
 
 LossFunction = Callable[[Any, Batch], tuple[Tensor, Tensor]]
@@ -32,9 +32,15 @@ class LanguageModelProgram:
         self.chunk = model.plan.job.memory.loss_chunk_tokens
 
     def inputs(self, microbatch: Batch) -> dict[str, Any]:
-        """The batch's inputs, with an attention mask where documents are isolated."""
+        """The batch's inputs, with an attention mask where documents are isolated.
+
+        Where attention is led to our kernels they know the documents; the mask then only says that nothing is padding,
+        or the model would take positions that begin anew for borders and make a mask of its own.
+        """
         inputs: dict[str, Any] = dict(microbatch.inputs)
-        if microbatch.document_ids is not None:
+        if microbatch.document_ids is not None and self.model.plan.attention:
+            inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+        elif microbatch.document_ids is not None:
             causal = self.model.plan.job.model.task == "causal_lm"
             dtype = self.model.compute_dtype
             inputs["attention_mask"] = document_mask(microbatch.document_ids, causal, dtype)
