@@ -216,6 +216,10 @@ CASES = {
         CPU4,
         replace(FACTS, has_attention_dropout=True),
     ),
+    "factory-label-smoothing": case(
+        {**FACTORY, "training": {"label_smoothing": 0.1}}, {"training": {"label_smoothing": 0.1}}, "its own loss"
+    ),
+    "factory-z-loss": case({**FACTORY, "training": {"z_loss": 1e-4}}, {"training": {"z_loss": 1e-4}}, "its own loss"),
     "context-kernel": case(
         {"parallel": {**CONTEXT, "context_parallel_method": "ring"}, "model": {"attention": "blockwise"}},
         {"parallel": {**CONTEXT, "context_parallel_method": "ring"}},

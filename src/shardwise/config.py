@@ -225,6 +225,14 @@ class TrainingSection(Section):
         default=None, description="Sequences in one forward of one rank; derived if unset."
     )
     gradient_accumulation: Positive | None = Field(default=None, description="Microbatches a step; derived if unset.")
+    label_smoothing: float = Field(
+        default=0.0, ge=0, lt=1, description="Share of the target spread evenly over all classes, in training."
+    )
+    z_loss: float = Field(
+        default=0.0,
+        ge=0,
+        description="Weight of the squared log-normaliser of the softmax in the training loss (PaLM: 1e-4).",
+    )
     seed: NonNegative = Field(default=0, description="Seed of weights, sample order and dropout.")
     evaluate_every: NonNegative = Field(default=0, description="Steps between evaluations; 0: at the end only.")
     evaluate_batches: Positive = Field(default=8, description="Global batches of one evaluation.")

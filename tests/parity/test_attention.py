@@ -17,6 +17,7 @@ SEQUENCE: dict[str, Any] = {"parallel": {"tensor_parallel_degree": 2, "sequence_
 FP32: dict[str, Any] = {"precision": {"compute": "fp32"}, "optimizer": {"name": "SGD", "learning_rate": 0.1}}
 FULL: dict[str, Any] = {"memory": {"activation_checkpointing": "full"}}
 SELECTIVE: dict[str, Any] = {"memory": {"activation_checkpointing": "selective"}}
+TERMS: dict[str, Any] = {"training": {"sequences_per_step": 8, "label_smoothing": 0.1, "z_loss": 1e-2}}
 CASES: list[tuple[str, str, dict[str, Any]]] = [  # family, kernel, settings
     ("mistral", "auto", {**DOCUMENTS, **WINDOW}),
     ("mistral", "eager", {**DOCUMENTS, **WINDOW, **FP32}),
@@ -35,6 +36,12 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [  # family, kernel, settings
         },
     ),
     ("bert", "auto", {**DOCUMENTS, **SEQUENCE}),
+    ("gpt2", "auto", {**TENSOR, **TERMS}),  # a loss of parts of the vocabulary
+    (
+        "gemma",
+        "auto",
+        {**TERMS, **FP32, "config": {"model_type": "gemma2", "query_pre_attn_scalar": 8}},
+    ),  # whole logits
 ]
 
 

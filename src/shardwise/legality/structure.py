@@ -40,6 +40,9 @@ MODEL_RULES = (
          fix="keep one"),
     idle("model-loss", "model.loss", "only a module of model.factory takes its loss from the job",
           lambda d: not _factory_model(d), "set model.factory or leave it out"),
+    *(idle(f"factory-{key.replace('_', '-')}", f"training.{key}", "a module of model.factory brings its own loss",
+           _factory_model, "leave it out and set it in the module or model.loss")
+      for key in ("label_smoothing", "z_loss")),
     idle("model-factory-arguments", "model.factory_arguments", "there is no model.factory to take them",
           lambda d: not _factory_model(d), "set model.factory or leave it out"),
     idle("factory-attention", "model.attention", "a module of model.factory has no config in which to set it",

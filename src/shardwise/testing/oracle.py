@@ -140,12 +140,14 @@ class Oracle:
             logits = self.model(**inputs).logits
         assert rows.labels is not None
         wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        return nn.functional.cross_entropy(
-            logits.reshape(-1, logits.shape[-1]).to(wide),
-            rows.labels.reshape(-1),
-            ignore_index=NOT_COUNTED,
-            reduction="sum",
+        flat, targets = logits.reshape(-1, logits.shape[-1]).to(wide), rows.labels.reshape(-1)
+        training = self.job.training
+        loss = nn.functional.cross_entropy(
+            flat, targets, ignore_index=NOT_COUNTED, reduction="sum", label_smoothing=training.label_smoothing
         )
+        if training.z_loss:
+            loss = loss + training.z_loss * flat[targets != NOT_COUNTED].logsumexp(-1).square().sum()
+        return loss
 
     def _module_loss(self, rows: Rows) -> Tensor:
         """A user's module: its loss function's sum, or the mean that its forward returns times the count."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from shardwise.data.batch import Batch
 from shardwise.errors import ModelError
 from shardwise.imports import load_object
-from shardwise.kernels.loss import cross_entropy_sum, linear_cross_entropy
+from shardwise.kernels.loss import PLAIN, Terms, cross_entropy_sum, linear_cross_entropy
 from shardwise.kernels.masks import document_mask
 from shardwise.parallel.model import ParallelModel, Program
 
@@ -30,6 +30,8 @@ class LanguageModelProgram:
     def __init__(self, model: ParallelModel) -> None:
         self.model = model
         self.chunk = model.plan.job.memory.loss_chunk_tokens
+        training = model.plan.job.training
+        self.terms = Terms(training.label_smoothing, training.z_loss)
 
     def inputs(self, microbatch: Batch) -> dict[str, Any]:
         """The batch's inputs, with an attention mask where documents are isolated.
@@ -47,11 +49,11 @@ class LanguageModelProgram:
         return inputs
 
     def loss(self, microbatch: Batch, output: Any, seed: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(summed cross-entropy in nats, counted labels)."""
+        """(summed cross-entropy in nats, counted labels); with a seed also what the job adds to what is trained."""
         assert microbatch.labels is not None
-        head = self.model.head
+        head, terms = self.model.head, PLAIN if seed is None else self.terms
         if head is None:
-            return cross_entropy_sum(output.logits, microbatch.labels), microbatch.count()
+            return cross_entropy_sum(output.logits, microbatch.labels, terms), microbatch.count()
         loss = linear_cross_entropy(
             output.logits,
             head.weight,
@@ -60,6 +62,7 @@ class LanguageModelProgram:
             chunk=self.chunk,
             seed=1.0 if seed is None else seed,
             vocabulary=head.vocabulary,
+            terms=terms,
         )
         return loss, microbatch.count()
 
