@@ -4,8 +4,8 @@
 
 GPT-NeoX has SDPA in transformers; GPT-J, GPT-Neo and Bloom have eager attention only. Each family is 4 layers x 512,
 vocabulary 50,304, one sequence of 2048, fp32, AdamW, dropout off. Both sides start from the same weights, see the same
-tokens, run in one process and take turns; ratios are medians of the ratios within a round. The peak is that of one whole
-step, live tensor storages counted. A run fails when the losses differ or a family misses its line.
+tokens, run in one process and take turns; ratios are medians of the ratios within a round. The peak is that of one
+whole step, live tensor storages counted. A run fails when the losses differ or a family misses its line.
 """
 
 from __future__ import annotations

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from shardwise.config import Job
+from shardwise.families.attention import LED
 from shardwise.families.build import build_model
 from shardwise.families.discovery import discover
 from shardwise.families.facts import ModelFacts
-from tests.families.toys import factory_job, job
+from tests.families.toys import CONFIGS, factory_job, job
 
 SPLITS = (
     "gptj",
@@ -47,6 +48,15 @@ def test_attention_of_its_own() -> None:
 
 def test_biases_that_count_positions() -> None:
     assert "ALiBi biases from its own inputs" in facts_of("falcon", alibi=True).context_refusal
+
+
+@pytest.mark.parametrize("family", [name for name in LED if name in CONFIGS])
+def test_the_table_of_families_says_what_they_ask_for(family: str) -> None:
+    asked = {"falcon": {"alibi": True}}.get(family, {})
+    layers, row = facts_of(family, **asked).attention, LED[family]
+    assert layers and {layer.bias for layer in layers} == {row.bias}
+    assert {layer.softcap for layer in layers} == {row.softcap}
+    assert row.window or not any(layer.window for layer in layers)
 
 
 def test_what_each_layer_asks_of_its_kernel() -> None:

@@ -33,9 +33,9 @@ def eager_attention_forward(
     key_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """These families' own arithmetic: [B, h, S, d] -> [B, S, h, d], scores and softmax in fp32 (or fp64)."""
-    wide = torch.promote_types(query.dtype, torch.float32)
-    scores = (query.to(wide) @ key.to(wide).mT) * scaling
+    """These families' own arithmetic: [B, h, S, d] -> [B, S, h, d], in the dtypes that transformers computes in."""
+    wide = module.scores_in or query.dtype
+    scores = (query.to(wide) @ key.to(wide).mT) * scaling  # type: ignore[arg-type]
     if key_bias is not None:
         scores = scores + key_bias
     if kwargs.get(WINDOW):
@@ -44,14 +44,20 @@ def eager_attention_forward(
         scores = scores.masked_fill(far, torch.finfo(scores.dtype).min)
     if attention_mask is not None:
         scores = scores + attention_mask
-    weights = module.attention_drop(scores.softmax(-1).to(value.dtype))  # type: ignore[operator]
+    weights = scores.softmax(-1, dtype=module.softmax_in).to(value.dtype)  # type: ignore[arg-type]
+    weights = module.attention_drop(weights)  # type: ignore[operator]
     return (weights @ value).transpose(1, 2), weights
 
 
 class Adapter(nn.Module):
-    """What adapters share: the call of the interface, with the dropout module's probability and name."""
+    """What adapters share: the call of the interface, with the dropout module's probability and name.
+
+    `scores_in` and `softmax_in` are the dtypes of the eager arithmetic; None is that of its input.
+    """
 
     config: Any
+    scores_in: torch.dtype | None = None
+    softmax_in: torch.dtype | None = None
 
     @property
     def attention_drop(self) -> Any:
@@ -79,12 +85,16 @@ class Adapter(nn.Module):
 class GPTJInterface(GPTJAttention, Adapter):
     """GPT-J's attention through the interface."""
 
+    scores_in = torch.float32
+
     def _attn(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None) -> tuple[Tensor, None]:
         return self.attend(query, key, value, attention_mask, 1 / self.scale_attn).transpose(1, 2), None
 
 
 class GPTNeoInterface(GPTNeoSelfAttention, Adapter):
     """GPT-Neo's: scores are not scaled; local layers see a window, which their mask does not know."""
+
+    scores_in = torch.float32
 
     def _attn(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None) -> tuple[Tensor, None]:
         local = {WINDOW: self.config.window_size} if self.attention_type == "local" else {}
@@ -95,6 +105,7 @@ class BloomInterface(BloomAttention, Adapter):
     """Bloom's: ALiBi is a bias on keys."""
 
     is_causal = True
+    softmax_in = torch.float32
 
     def forward(
         self,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,14 +19,36 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from shardwise.families.facts import AttentionFacts
 
-# Families whose masks and attention are led to our kernels -> what a user may want to know of them.
+
+class Family(NamedTuple):
+    """What a family asks of kernels: kind of bias (`families.kernels.Needs.bias`), soft cap, window; and a note."""
+
+    bias: str = ""
+    softcap: bool = False
+    window: bool = False
+    note: str = ""
+
+
+OWN = "own products in transformers"
+# Families whose masks and attention are led to our kernels, with what some model of theirs asks for.
 LED = {
-    "gpt2": "", "gptj": "own products in transformers", "gpt_neo": "own products in transformers; local layers",
-    "gpt_neox": "", "bert": "", "roberta": "", "bloom": "own products in transformers; ALiBi", "opt": "",
-    "t5": "trained bias on scores: memory grows with the square", "llama": "", "mistral": "sliding window", "qwen3": "",
-    "gemma": "", "gemma2": "soft cap, sliding window", "gemma3_text": "sliding window",
-    "falcon": "own calls of SDPA in transformers; rotary or ALiBi",
-}  # fmt: skip
+    "gpt2": Family(),
+    "gptj": Family(note=OWN),
+    "gpt_neo": Family(window=True, note=f"{OWN}; every other layer is local"),
+    "gpt_neox": Family(),
+    "bert": Family(),
+    "roberta": Family(),
+    "bloom": Family("keys", note=f"{OWN}; ALiBi"),
+    "opt": Family(),
+    "t5": Family("trained", note="memory grows with the square; by model.factory, which keeps its own attention"),
+    "llama": Family(),
+    "mistral": Family(window=True),
+    "qwen3": Family(),
+    "gemma": Family(),
+    "gemma2": Family(softcap=True, window=True),
+    "gemma3_text": Family(window=True),
+    "falcon": Family("keys", note="own calls of SDPA in transformers; ALiBi, or rotary positions without a bias"),
+}
 OWN_PRODUCTS = ("gptj", "gpt_neo", "bloom")  # transformers has nothing but eager for them
 # Arguments of a call that kernels know.
 LEADABLE = {"softcap", "position_bias", "key_bias"}
@@ -102,9 +124,8 @@ def kernel_refusal(model: nn.Module, calls: int, arguments: Sequence[str], failu
         arguments: of those calls, beside the usual.
         failure: why the forward could not be looked at, where it could not.
     """
-    if not isinstance(model, PreTrainedModel):
-        return "a module of model.factory brings its own attention"
-    config, family = model.config, str(model.config.model_type)
+    config: Any = getattr(model, "config", None)
+    family = str(getattr(config, "model_type", type(model).__name__))
     if family not in LED:
         return f"{family} is not among the families whose attention is led to kernels"
     if failure or not calls:

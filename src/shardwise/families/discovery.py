@@ -32,6 +32,7 @@ KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_he
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "depth")
 INTERMEDIATE = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "d_ff", "d_inner", "hidden_dim")
 VOCABULARY = ("vocab_size", "vocabulary_size", "n_vocab")
+FACTORY_ATTENTION = "a module of model.factory keeps the attention that it was built with"
 POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length", "block_size")
 
 
@@ -73,7 +74,9 @@ def discover(model: nn.Module, job: Job, example: Mapping[str, Tensor] | None = 
         ),
         attention_arguments=seen.attention_arguments,
         attention=seen.attention_calls,
-        kernel_refusal=kernel_refusal(model, len(seen.attention_calls), seen.attention_arguments, seen.failure),
+        kernel_refusal=FACTORY_ATTENTION
+        if job.model.factory
+        else kernel_refusal(model, len(seen.attention_calls), seen.attention_arguments, seen.failure),
         sequence_refusal=sequence_refusal(shapes, blocks, splits, len(lists) == 1 and seen.blocks_are_chain),
         probe_failure=seen.failure,
     )

@@ -51,6 +51,7 @@ class Kernel:
         biases: kinds of bias (`Needs.bias`) it takes.
         dropout: "" none; "exact" a function of seed, step and index, equal on every layout; "own" its own generator.
         devices, dtypes: where it runs.
+        narrow_on_cuda: there it computes in bf16 and fp16 only.
         widths: whether values may have another size than queries.
         largest: largest head size; 0 is any.
         package: that has to be installed.
@@ -66,6 +67,7 @@ class Kernel:
     dropout: str = "own"
     devices: tuple[str, ...] = ("cpu", "cuda")
     dtypes: tuple[str, ...] = WIDE
+    narrow_on_cuda: bool = False
     widths: bool = True
     largest: int = 0
     package: str = ""
@@ -75,7 +77,7 @@ class Kernel:
 
 KERNELS = (
     Kernel("flash", "torch's flash attention alone; nothing but a causal triangle is hidden", masks=False, biases=(),
-           dropout="", widths=False, linear=True),
+           dropout="", widths=False, narrow_on_cuda=True, linear=True),
     Kernel("blockwise", "blocks of queries and keys, masks and biases made for each, merged by their log-sum-exp",
            biases=("keys", "scores"), softcap=True, dropout="exact", linear=True),
     Kernel("sdpa", "torch's scaled_dot_product_attention, which chooses among its kernels; masks are made whole"),
@@ -106,12 +108,12 @@ class Choice(NamedTuple):
 def refusal(kernel: Kernel, needs: Needs) -> str:
     """Why `kernel` cannot do what is needed; empty where it can."""
     head = max(needs.head_size, needs.value_size)
-    where = f"on {needs.device}"
+    where, dtypes = f"on {needs.device}", NARROW if kernel.narrow_on_cuda and needs.device == "cuda" else kernel.dtypes
     checks = (
         (needs.device not in kernel.devices, f"it runs on {' and '.join(kernel.devices)} only"),
         (kernel.package and not _installed(kernel.package), f"the package {kernel.package} is not installed"),
         (needs.gradient and needs.device not in kernel.backward, f"it has no backward {where}"),
-        (needs.dtype not in kernel.dtypes, f"it computes in {', '.join(kernel.dtypes)}, not in {needs.dtype}"),
+        (needs.dtype not in dtypes, f"it computes in {', '.join(dtypes)} {where}, not in {needs.dtype}"),
         (needs.masked and not kernel.masks, "it hides nothing but a causal triangle"),
         (needs.bias and needs.bias not in kernel.biases, f"it takes no {BIASES.get(needs.bias, '')}"),
         (needs.softcap and not kernel.softcap, "it has no soft cap on scores"),

@@ -69,7 +69,7 @@ def attend(
         mask = _local(mask, local_window, query, key)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     call = Call(query, key, value, scale, causal, mask, bias, softcap, dropout, dropout_name)
-    if chosen(call, kernel).kernel.name == "eager" and local_window is None:
+    if chosen(call, kernel).kernel.name == "eager":
         return _own_eager(module, call, position_bias, key_bias), None
     return run(call, kernel).transpose(1, 2), None
 
