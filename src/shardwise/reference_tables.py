@@ -89,7 +89,10 @@ SUBJECTS = (
         "5. Workers and launchers: `parallel.workers`, torchrun, Slurm, Open MPI",
         "[job.md](job.md#parallel), [environment.md](environment.md), [errors.md](errors.md)",
     ),
-    ("6. Models: `model.path`, `model.config`, `model.factory`", "[job.md](job.md#model)"),
+    (
+        "6. Models: `model.path`, `model.config`, `model.factory`, `model.attention`",
+        "[job.md](job.md#model), [attention.md](attention.md)",
+    ),
     (
         "7. Sharded data parallelism: `sharded_data_parallel_degree`, `shard_optimizer_state`, `prefetch_depth`",
         "[job.md](job.md#parallel), [smp-options.md](smp-options.md)",

@@ -298,5 +298,8 @@ class ParallelModel:
         seed = self.plan.job.training.seed
         functional = self.facts.has_functional_dropout
         part = self.layout.index("tensor")
-        scope = DropoutScope(seed, step, microbatch.rows, functional=functional, part=part, sequences=sequences)
+        documents = getattr(microbatch, "document_ids", None) if self.plan.attention else None
+        scope = DropoutScope(
+            seed, step, microbatch.rows, functional=functional, part=part, sequences=sequences, documents=documents
+        )
         return dropout_scope(scope)
