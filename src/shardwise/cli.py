@@ -285,7 +285,7 @@ COMMANDS = {
     "bench": Command(
         "measure this host's collectives",
         "Measure all-gather, reduce-scatter and all-reduce of 2, 4 and 8 CPU ranks on this host: the native engine\n"
-        "beside Gloo, and beside what plain copies would take. Takes less than a minute.",
+        "beside Gloo, and beside what plain copies would take. Takes about a minute.",
         engine_cli.bench_options,
         engine_cli.run_bench,
         takes_job=False,
