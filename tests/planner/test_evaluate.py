@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -32,6 +32,16 @@ def test_the_page_says_what_the_code_gives(part: str) -> None:
 @pytest.mark.slow
 def test_the_page_says_what_is_left_without_a_stacks_own_rows() -> None:
     assert accuracy.part(PAGE.read_text(), "unknown") == accuracy.unknown(TABLES)
+
+
+@pytest.mark.slow
+def test_the_shipped_constants_are_what_a_fit_gives() -> None:
+    found = fit(samples(shipped_rows()))
+    assert found.accelerators == pytest.approx(dict(shipped().accelerators), rel=1e-3)
+    assert found.stacks.keys() == shipped().stacks.keys()
+    for name, stack in shipped().stacks.items():
+        numbers = {key: value for key, value in asdict(stack).items() if isinstance(value, float)}
+        assert {key: getattr(found.stacks[name], key) for key in numbers} == pytest.approx(numbers, rel=1e-2, abs=1e-5)
 
 
 # Table -> most that its median and 90th percentile may be, in per cent.

@@ -198,13 +198,21 @@ def _with_spread(given: Sequence[Sample], constants: Constants) -> Constants:
     errors = _errors(given, constants)
     found = dict(constants.stacks)
     for name, stack in constants.stacks.items():
-        own = [float(error) for error, sample in zip(errors, given) if sample.configuration.stack.name == name]
-        if own:
+        mine = [(float(e), sample.row) for e, sample in zip(errors, given) if sample.configuration.stack.name == name]
+        if mine:
+            own = [error for error, _ in mine]
             spread = max(LEAST_SPREAD, 1.48 * statistics.median(map(abs, own)))
-            found[name] = _fit_memory(given, replace(stack, spread=spread, source=_fit(own)))
+            found[name] = _fit_memory(
+                given, replace(stack, spread=spread, source=_source(own, [row for _, row in mine]))
+            )
     return Constants(constants.accelerators, found)
 
 
-def _fit(errors: Sequence[float]) -> str:
+def _source(errors: Sequence[float], rows: Sequence[Row]) -> str:
+    """Where a stack's constants are from, and how well they fit."""
     sizes = sorted(abs(math.expm1(error)) for error in errors)
-    return f"fitted on {len(sizes)} rows: median error {statistics.median(sizes):.1%}, largest {sizes[-1]:.1%}"
+    names = sorted({row.text.get("source", "") for row in rows})
+    return (
+        f"fitted on {len(sizes)} rows of {', '.join(filter(None, names)) or 'a table'}: "
+        f"median error {statistics.median(sizes):.1%}, largest {sizes[-1]:.1%}"
+    )

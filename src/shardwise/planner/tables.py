@@ -74,7 +74,7 @@ class Row:
 def read_table(path: Path) -> list[Row]:
     """The rows of a CSV file. Raises TableError."""
     try:
-        with path.open(newline="", encoding="utf-8") as file:
+        with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file)
             missing = [column for column in COLUMNS if column not in (reader.fieldnames or ())]
             if missing:
