@@ -10,7 +10,19 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub
 
 import pytest
 
+from shardwise.collectives import engine
 from shardwise.testing.world import WorldPool
+
+# Tests that move the cache, and the processes they start, share one build of the engine.
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+os.environ.setdefault("SHARDWISE_ENGINE_DIRECTORY", str(CACHE / "shardwise" / "engine"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def built_engine() -> None:
+    """Compiled, where it can be, before any test's time runs: jobs on CPU ranks take it by themselves."""
+    if not engine.obstacle():
+        engine.build()
 
 
 @pytest.fixture(scope="session")

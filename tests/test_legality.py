@@ -179,6 +179,12 @@ CASES = {
     ),
     "device": case({"parallel": {"device": "cuda"}}, {"parallel": {"device": "cpu"}}, "run on cpu"),
     "backend": case({"parallel": {"ddp_dist_backend": "nccl"}}, {"parallel": {"ddp_dist_backend": "gloo"}}, "use auto"),
+    "backend-hosts": case(
+        {"parallel": {"ddp_dist_backend": "shardwise"}},
+        {"parallel": {"ddp_dist_backend": "gloo"}},
+        "these are on 2; use auto or gloo",
+        World(4, "cpu", 2, hosts=2),
+    ),
     "world": case(
         {"parallel": {"tensor_parallel_degree": 3}}, {}, "3 does not divide the 4 ranks; use a product of 1, 2"
     ),
@@ -390,6 +396,7 @@ CASES = {
 }
 MORE = [
     ("backend", {"parallel": {"ddp_dist_backend": "gloo"}}, CUDA4, FACTS),
+    ("backend", {"parallel": {"ddp_dist_backend": "shardwise"}}, CUDA4, FACTS),
     ("device", {"parallel": {"device": "cpu"}}, CUDA4, FACTS),
     ("shard-degree", {"parallel": {"sharded_data_parallel_degree": 8}}, CPU4, FACTS),
     ("checkpoint-strategy-name", {"memory": {**FULL, "checkpoint_strategy": "group_x"}}, CPU4, FACTS),

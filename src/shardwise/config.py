@@ -130,8 +130,10 @@ class ParallelSection(Section):
     prefetch_depth: NonNegative = Field(
         default=1, description="Blocks whose parameters are gathered ahead of their use; 0 leaves the order to FSDP2."
     )
-    ddp_dist_backend: Literal["auto", "gloo", "nccl"] = Field(
-        default="auto", description="Collective backend; `auto` is NCCL on CUDA and Gloo on a CPU."
+    ddp_dist_backend: Literal["auto", "gloo", "shardwise", "nccl"] = Field(
+        default="auto",
+        description="Collective backend. `shardwise` is the library's own engine for CPU ranks of one host. `auto` is "
+        "NCCL on CUDA; on a CPU the engine where several ranks share one host and it can be built, else Gloo.",
     )
     timeout_seconds: Positive = Field(
         default=600, description="After this long a collective is taken as hung and the run ends."

@@ -15,6 +15,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from shardwise.collectives import engine
 from shardwise.config import Job
 from shardwise.draft import Draft, World, one_of
 from shardwise.errors import LegalityError, ModelError
@@ -149,6 +150,7 @@ def _backends() -> Iterator[tuple[str, str]]:
 
     there = [name for name in ("gloo", "nccl", "mpi") if distributed.is_backend_available(name)]
     yield "backends", ", ".join(there) or "none"
+    yield "engine", engine.obstacle() or ("built" if engine.library().is_file() else "compiled when it is first used")
 
 
 def _extras() -> Iterator[tuple[str, str]]:

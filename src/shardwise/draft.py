@@ -39,6 +39,7 @@ class World:
     local_size: int
     accelerator: str = ""  # e.g. torch.cuda.get_device_name()
     hosts: int = 1
+    engine: bool = False  # can its ranks use the native engine (`shardwise.collectives.engine`)
 
 
 class Derived(NamedTuple):

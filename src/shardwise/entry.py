@@ -12,7 +12,9 @@ from dataclasses import replace
 
 import torch
 
+from shardwise.collectives import engine
 from shardwise.config import Job
+from shardwise.errors import MachineError
 from shardwise.families.facts import ModelFacts
 from shardwise.launch.environment import RankEnvironment, detect
 from shardwise.launch.local import run_local
@@ -55,14 +57,15 @@ def train(job: Job, notes: Iterable[str] = (), say: Say = print) -> TrainingResu
         for note in (*notes, *_launcher_notes(job, place)):
             say(f"note: {note}")
     plan, facts = _plan(job, place)
-    prepare_data(job, facts, say if speaks else lambda text: None)
+    backend = usable_backend(plan, say if speaks else _silent)
+    prepare_data(job, facts, say if speaks else _silent)
     if place is not None:
         with claim_output(job) if place.rank == 0 else nullcontext():
-            return _worker(job, plan.backend)
+            return _worker(job, backend)
     with claim_output(job):
         return run_local(
             _worker,
-            (job, plan.backend),
+            (job, backend),
             plan.world.size,
             device_type=plan.world.device_type,
             forward_signals=True,
@@ -80,12 +83,33 @@ def _plan(job: Job, place: RankEnvironment | None) -> tuple[Plan, ModelFacts]:
 def _launcher_notes(job: Job, place: RankEnvironment | None) -> Iterator[str]:
     """Which keys of the job are another launcher's to decide. The plan cannot tell: in a worker all launchers are one.
 
-    `parallel.workers` is not among them, since the plan sees how many there are.
+    `parallel.workers` is not among them, since the plan sees how many there are. Also why `auto` is not the engine.
     """
+    problem = _engine_problem(job, _size(job, place))
+    if problem:
+        yield f"the ranks talk over Gloo, the native engine is not usable: {problem}."
     restarts = job.parallel.max_restarts
     if place is not None and restarts:
         how = "torchrun --max-restarts" if place.launcher == "torchrun" else "its own options"
         yield f"parallel.max_restarts={restarts} is not used: {place.launcher} started the ranks; see {how}."
+
+
+def usable_backend(plan: Plan, say: Say) -> str:
+    """The plan's backend, its engine compiled; Gloo where that fails and the job leaves the choice to us."""
+    if plan.backend != engine.BACKEND:
+        return plan.backend
+    try:
+        engine.build(say)
+        return plan.backend
+    except MachineError as error:
+        if plan.job.parallel.ddp_dist_backend != "auto":
+            raise
+        say(f"note: the ranks talk over Gloo. {error}")
+        return "gloo"
+
+
+def _silent(text: str) -> None:
+    pass
 
 
 def _worker(job: Job, backend: str) -> TrainingResult:
@@ -97,6 +121,11 @@ def _worker(job: Job, backend: str) -> TrainingResult:
 
 def _world(job: Job, place: RankEnvironment | None) -> World:
     """The world to come. The accelerator's name is left to the workers: asking would put a CUDA context here."""
+    size = _size(job, place)
+    return replace(size, engine=_may_use_engine(job, size) and not _engine_problem(job, size))
+
+
+def _size(job: Job, place: RankEnvironment | None) -> World:
     device_type = job.parallel.device
     if device_type == "auto":
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
@@ -105,3 +134,13 @@ def _world(job: Job, place: RankEnvironment | None) -> World:
         return World(place.world_size, device_type, place.local_world_size, hosts=hosts)
     workers = job.parallel.workers or (torch.cuda.device_count() if device_type == "cuda" else CPU_WORKERS)
     return World(workers, device_type, workers)
+
+
+def _may_use_engine(job: Job, world: World) -> bool:
+    """Whether `auto` would take it: one rank has nobody to talk to, and several hosts do not share memory."""
+    one_host = world.device_type == "cpu" and world.size > 1 and world.hosts == 1
+    return one_host and job.parallel.ddp_dist_backend == "auto"
+
+
+def _engine_problem(job: Job, world: World) -> str:
+    return engine.obstacle() if _may_use_engine(job, world) else ""

@@ -52,7 +52,7 @@ class Plan:
     sequences_per_step: int  # global
     microbatch: int  # sequences in one forward of one rank
     accumulation: int  # microbatches of one step on each rank
-    backend: str  # "gloo" | "nccl"
+    backend: str  # "gloo" | "shardwise" | "nccl"
     normalisation: str  # "global_tokens"
     sequence_parallel: bool  # hidden states are in parts between the split layers of blocks
     zero1: bool  # parameters gathered through the step; gradients' reduction and optimizer state sharded
@@ -223,8 +223,14 @@ def _batch(draft: Draft, rules: dict[str, str]) -> dict[str, int]:
 def _backend(draft: Draft, rules: dict[str, str]) -> str:
     asked = draft.parallel.ddp_dist_backend
     device = draft.world.device_type
-    rules["backend"] = f"ddp_dist_backend auto on {device}" if asked == "auto" else "ddp_dist_backend given"
-    return asked if asked != "auto" else ("nccl" if device == "cuda" else "gloo")
+    if asked != "auto":
+        rules["backend"] = "ddp_dist_backend given"
+        return asked
+    rules["backend"] = f"ddp_dist_backend auto on {device}"
+    if device == "cuda":
+        return "nccl"
+    rules["backend"] += ", the engine is usable" if draft.world.engine else ""
+    return "shardwise" if draft.world.engine else "gloo"
 
 
 def _switch_rules(draft: Draft) -> dict[str, str]:

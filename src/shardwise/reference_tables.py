@@ -41,6 +41,7 @@ ENVIRONMENT_VARIABLES = {
     "SM_HP_MP_PARAMETERS": "SMP's options as a JSON object; stronger than the job file, weaker than the command line",
     "XDG_CACHE_HOME": "tokenizers and tokens are cached in its `shardwise/`; unset: `~/.cache`. `data.cache_directory` "
     "wins",
+    "SHARDWISE_ENGINE_DIRECTORY": "where the compiled engine is kept; unset: `engine/` in the cache above",
     "OMP_NUM_THREADS": "threads of a CPU worker; unset: the usable cores divided by the workers of the host",
     "GLOO_SOCKET_IFNAME": "network interface of Gloo; unset and all ranks on one host: the loopback interface",
     "SHARDWISE_DEBUG": "1 shows the output of every local worker, not of rank 0 alone",
@@ -70,7 +71,7 @@ COMMON_OPTIONS = {
 SUBJECTS = (
     ("1. The package: versions, extras", "[package.md](package.md)"),
     (
-        "2. The commands: `train`, `verify`, `export`, `checkpoint`, `doctor`",
+        "2. The commands: `train`, `verify`, `export`, `checkpoint`, `doctor`, `bench`, `build`",
         "[command-line.md](command-line.md), [run.md](run.md)",
     ),
     (

@@ -81,7 +81,7 @@ OPTIONS = (
            _to("parallel.default_partition")),
     Option("memory_weight", "v1", float, MAPPED, _to("parallel.memory_weight")),
     Option("ddp", "v1", bool, "gradients are always reduced over the data ranks"),
-    Option("ddp_dist_backend", "v1", ("auto", "nccl", "gloo"), MAPPED, _to("parallel.ddp_dist_backend")),
+    Option("ddp_dist_backend", "v1", ("auto", "nccl", "gloo", "shardwise"), MAPPED, _to("parallel.ddp_dist_backend")),
     Option("deterministic_server", "v1", bool, "schedules are fixed, and there is no server"),
     Option("tensor_parallel_degree", "v1 v2", int, MAPPED, _to(TENSOR)),
     Option("prescaled_batch", "v1", bool, "tensor ranks always read the same samples; sequences of a step are counted "

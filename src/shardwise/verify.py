@@ -24,7 +24,7 @@ from torch import Tensor
 
 from shardwise.config import Job
 from shardwise.data.tokenizer import VOCABULARY_FILES
-from shardwise.entry import plan_job
+from shardwise.entry import plan_job, usable_backend
 from shardwise.errors import ConfigError, MachineError
 from shardwise.families.build import load_config
 from shardwise.families.facts import ModelFacts
@@ -250,9 +250,13 @@ def _in_workers(job: Job, function: Callable[..., Any], *args: Any) -> Any:
     """`function(job, device, *args)` on every rank: a launcher's, or the job's own local workers; rank 0's result."""
     plan = plan_job(job)
     if detect() is not None:
-        return _worker(job, plan.backend, function, args)
-    call = (job, plan.backend, function, args)
+        return _worker(job, usable_backend(plan, _note), function, args)
+    call = (job, usable_backend(plan, _note), function, args)
     return run_local(_worker, call, plan.world.size, device_type=plan.world.device_type)[0]
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr)
 
 
 def _worker(job: Job, backend: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:

@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from shardwise.cache import cache_root
 from shardwise.config import Job
 from shardwise.data.corpus import Corpus, data_format, find_corpus
 from shardwise.data.factory import Samples, open_samples
 from shardwise.data.packing import Masking, Windows, entropy, split_windows
-from shardwise.data.store import COMPLETE, Column, ColumnWriter, build_once, cache_root, digest
+from shardwise.data.store import COMPLETE, Column, ColumnWriter, build_once, digest
 from shardwise.data.tokenizer import (
     TokenizerFacts,
     TokenizerSource,

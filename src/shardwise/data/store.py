@@ -7,7 +7,6 @@ tokens is a slice of one or two batches.) Opening reads batch headers only; work
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from bisect import bisect_right
@@ -110,14 +109,6 @@ class Column:
 
     def __reduce__(self) -> tuple[type[Column], tuple[Path]]:
         return Column, (self.path,)
-
-
-def cache_root(configured: str | None) -> Path:
-    """`data.cache_directory`, else `$XDG_CACHE_HOME/shardwise`, else `~/.cache/shardwise`."""
-    if configured is not None:
-        return Path(configured).expanduser().absolute()
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser().absolute() / "shardwise"
 
 
 def digest(*parts: object) -> str:

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardwise.cache import cache_root
 from shardwise.config import Job
 from shardwise.data.corpus import Corpus
-from shardwise.data.store import COMPLETE, build_once, cache_root, digest
+from shardwise.data.store import COMPLETE, build_once, digest
 from shardwise.errors import DataError
 
 if TYPE_CHECKING:

@@ -90,6 +90,7 @@ DATA_RULES = (
 )
 # fmt: on
 
+ENGINE = "shardwise"  # of parallel.ddp_dist_backend
 SPLIT_KEYS = tuple(f"parallel.{axis}_parallel_degree" for axis in ("tensor", "pipeline", "context"))
 
 
@@ -124,10 +125,14 @@ PARALLEL_RULES = (
          lambda d: d.parallel.device not in ("auto", d.world.device_type),
          fix="use auto",
          because=lambda d: f"the ranks run on {d.world.device_type}"),
-    Rule("backend", ("parallel.ddp_dist_backend",), "NCCL moves CUDA tensors and Gloo moves CPU tensors",
-         lambda d: d.parallel.ddp_dist_backend == {"cpu": "nccl", "cuda": "gloo"}.get(d.world.device_type),
+    Rule("backend", ("parallel.ddp_dist_backend",), "NCCL moves CUDA tensors, Gloo and the engine move CPU tensors",
+         lambda d: d.parallel.ddp_dist_backend in {"cpu": ("nccl",), "cuda": ("gloo", ENGINE)}[d.world.device_type],
          fix="use auto",
-         because=lambda d: f"NCCL is for CUDA and Gloo for a CPU, and the ranks run on {d.world.device_type}"),
+         because=lambda d: f"NCCL is for CUDA, Gloo and the engine for a CPU; the ranks run on {d.world.device_type}"),
+    Rule("backend-hosts", ("parallel.ddp_dist_backend",), "the engine moves data through the memory of one host",
+         lambda d: d.parallel.ddp_dist_backend == ENGINE and d.world.hosts > 1,
+         fix="use auto or gloo",
+         because=lambda d: f"the engine joins the ranks of one host, and these are on {d.world.hosts}"),
     Rule("world", SPLIT_KEYS, "the product of the degrees has to divide the number of ranks",
          lambda d: d.world.size % _split(d),
          fix="use degrees whose product divides the number of ranks",

@@ -1,0 +1,14 @@
+"""Where things are kept that would cost time to make again: tokens, tokenizers, the compiled engine."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def cache_root(configured: str | None = None) -> Path:
+    """`configured`, else `$XDG_CACHE_HOME/shardwise`, else `~/.cache/shardwise`."""
+    if configured is not None:
+        return Path(configured).expanduser().absolute()
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser().absolute() / "shardwise"

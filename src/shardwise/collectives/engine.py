@@ -1,0 +1,168 @@
+"""The native engine for CPU tensors: building it once, loading it, and the c10d backend `shardwise`.
+
+`register()` makes `torch.distributed.init_process_group("shardwise")` work. The sources (`native/`, C++17) are compiled
+on first use with torch's own extension builder; the library is kept in the user's cache under a name that says what it
+was built from and for: the sources, torch, Python and the processor's level. Nothing here runs on `import shardwise`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import cache
+from hashlib import blake2b
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from filelock import FileLock
+
+from shardwise.cache import cache_root
+from shardwise.errors import MachineError
+
+BACKEND = "shardwise"
+DIRECTORY_VARIABLE = "SHARDWISE_ENGINE_DIRECTORY"
+SOURCES = Path(__file__).with_name("native")
+MODULE = "_shardwise_engine"
+OPTIMIZED = ["-O3", "-ffp-contract=off", "-fno-trapping-math"]  # each operation rounds, on every processor alike
+
+Say = Callable[[str], None]
+
+
+def directory() -> Path:
+    """Where built engines are kept: `$SHARDWISE_ENGINE_DIRECTORY`, else `engine` in the user's cache."""
+    given = os.environ.get(DIRECTORY_VARIABLE)
+    return Path(given).expanduser().absolute() if given else cache_root() / "engine"
+
+
+def library() -> Path:
+    """The file of the engine of these sources, for this torch, Python and processor; it may not be there yet."""
+    return directory() / _key() / f"{MODULE}.so"
+
+
+def obstacle() -> str:
+    """Why the engine cannot run here, as far as is known without building it; empty where it can."""
+    if sys.platform != "linux":
+        return f"it needs Linux, this is {sys.platform}"
+    if library().is_file():
+        return load().obstacle()
+    compiler = os.environ.get("CXX", "c++")
+    if shutil.which(compiler) is None:
+        return f"it is not built yet and there is no C++ compiler ({compiler}); install one or set CXX"
+    return ""
+
+
+def build(say: Say = print) -> Path:
+    """Compile the engine unless it is there; other processes of this host wait meanwhile.
+
+    Raises:
+        MachineError: there is no compiler, it fails, or the cache cannot be written.
+    """
+    path = library()
+    if path.is_file():
+        return path
+    problem = obstacle()
+    if problem:
+        raise MachineError(f"the native engine cannot be used: {problem}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)  # what lies there is run
+        with FileLock(f"{path}.lock"):
+            if not path.is_file():
+                _compile(path, say)
+    except OSError as error:
+        raise MachineError(
+            f"the native engine cannot be kept in {path.parent}: {error}; set {DIRECTORY_VARIABLE} to a directory that "
+            "can be written, or parallel.ddp_dist_backend to gloo"
+        ) from error
+    return path
+
+
+@cache
+def load() -> ModuleType:
+    """The engine's extension module, built if it is not yet.
+
+    Raises:
+        MachineError: as `build`.
+    """
+    spec = importlib.util.spec_from_file_location(MODULE, build())
+    if spec is None or spec.loader is None:
+        raise MachineError(f"the native engine {library()} is no Python extension; remove it, and it is built again")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def register() -> None:
+    """Make `shardwise` a backend of torch.distributed for CPU tensors. Builds nothing until a group is made."""
+    if not hasattr(dist.Backend, BACKEND.upper()):
+        dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
+
+
+def _create(options: Any, backend_options: Any) -> Any:
+    """A group's backend; called by torch on each member with the group's own store."""
+    names = list(options.global_ranks_in_group) or list(range(options.group_size))
+    return load().make(options.store, options.group_rank, options.group_size, names, options.timeout)
+
+
+def _compile(path: Path, say: Say) -> None:
+    from torch.utils import cpp_extension
+
+    say(f"compiling the native engine for torch {torch.__version__}, once (about a minute)")
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="building-", dir=path.parent) as where, _ninja_found():
+        try:
+            cpp_extension.load(
+                MODULE,
+                [str(source) for source in _sources("*.cpp") if source.name != "stress.cpp"],
+                extra_cflags=[*OPTIMIZED, *_level()],
+                build_directory=where,
+                is_python_module=False,
+                is_standalone=False,
+            )
+        except (RuntimeError, OSError, subprocess.SubprocessError) as error:
+            raise MachineError(
+                f"the native engine could not be compiled: {error}; set parallel.ddp_dist_backend to gloo to go without"
+            ) from error
+        os.replace(Path(where) / path.name, path)  # whole or not at all
+    say(f"compiled in {time.monotonic() - began:.0f} s: {path}")
+
+
+@contextlib.contextmanager
+def _ninja_found() -> Iterator[None]:
+    """The `ninja` package's program is beside Python's own, which need not be on PATH."""
+    before = os.environ.get("PATH", "")
+    os.environ["PATH"] = os.pathsep.join((before, str(Path(sys.executable).parent)))
+    try:
+        yield
+    finally:
+        os.environ["PATH"] = before
+
+
+def _sources(pattern: str) -> list[Path]:
+    return sorted(SOURCES.glob(pattern))
+
+
+@cache
+def _key() -> str:
+    parts = [torch.__version__, sys.version, platform.machine(), *OPTIMIZED, *_level()]
+    parts += [source.name + source.read_text() for source in (*_sources("*.cpp"), *_sources("*.h"))]
+    return blake2b("\0".join(parts).encode(), digest_size=12).hexdigest()
+
+
+@cache
+def _level() -> tuple[str, ...]:
+    """The instructions to compile for: AVX2 and its companions where the processor has them. NEON is always there."""
+    if platform.machine() != "x86_64":
+        return ()
+    flags = Path("/proc/cpuinfo").read_text().partition("flags")[2].partition("\n")[0].split()
+    return ("-march=x86-64-v3",) if {"avx2", "fma", "bmi2", "f16c"} <= set(flags) else ()

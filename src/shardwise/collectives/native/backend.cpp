@@ -1,0 +1,347 @@
+// The glue between torch.distributed and the engine: a c10d backend, compiled against torch. Nothing is computed here.
+//
+// An operation that its caller waits for anyway runs on the caller's own thread; an asynchronous one runs on the group's
+// worker thread. Both take their turn in the order of the calls.
+#include <pybind11/chrono.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/utils/pybind.h>
+
+#include "meeting.h"
+#include "messages.h"
+#include "tensors.h"
+#include "work.h"
+
+namespace shardwise {
+namespace {
+
+class Engine : public c10d::Backend {
+ public:
+  Engine(c10d::Store& store, int rank, int size, const std::vector<int>& names, Milliseconds timeout)
+      : Backend(rank, size), timeout_(timeout), room_(meet(store, rank, size, names, timeout)), group_(*room_),
+        messenger_(std::make_unique<Messenger>(*room_)) {}
+
+  ~Engine() override { shutdown(); }
+
+  const std::string getBackendName() const override { return "shardwise"; }
+  void setTimeout(Milliseconds timeout) override { timeout_ = timeout; }
+  void setSequenceNumberForGroup() override {}
+  uint64_t getSequenceNumberForGroup() override { return calls_; }
+
+  // What was called before is still carried out.
+  void shutdown() override {
+    turns_.stop();
+    messenger_.reset();
+    if (room_) room_->leave();
+  }
+
+  // Every waiting operation of the group ends with an error, on all ranks.
+  void abort() override {
+    try {
+      room_->fail("rank " + room_->called(rank_) + " aborted the group");
+    } catch (const Failure&) {  // which the waiting operations raise
+    }
+    shutdown();
+  }
+
+  c10::intrusive_ptr<Work> allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
+    const Tensors& list = only_list(outputs, size_);
+    check_alike(list, only(inputs));
+    return gather_all(OpType::ALLGATHER, {{list, inputs[0]}}, options);
+  }
+
+  c10::intrusive_ptr<Work> _allgather_base(Tensor& output, Tensor& input, const c10d::AllgatherOptions& options) override {
+    return gather_all(OpType::_ALLGATHER_BASE, {{{output}, input}}, options);
+  }
+
+  c10::intrusive_ptr<Work> allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                                           const c10d::AllgatherOptions& options) override {
+    TORCH_CHECK(outputs.size() == inputs.size(), "shardwise engine: as many outputs as inputs are expected");
+    std::vector<Gathering> all;
+    for (size_t i = 0; i < inputs.size(); ++i) all.push_back({{outputs[i]}, inputs[i]});
+    return gather_all(OpType::ALLGATHER_COALESCED, all, options);
+  }
+
+  // Here the lists are by rank: outputs[rank][i] is what `rank` has in inputs[i].
+  c10::intrusive_ptr<Work> allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
+                                               const c10d::AllgatherOptions& options) override {
+    TORCH_CHECK(outputs.size() == static_cast<size_t>(size_), "shardwise engine: one list a rank is expected");
+    std::vector<Gathering> all;
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      Tensors list;
+      for (const Tensors& of_rank : outputs) list.push_back(of_rank.at(i));
+      check_alike(list, inputs[i]);
+      all.push_back({list, inputs[i]});
+    }
+    return gather_all(OpType::ALLGATHER_COALESCED, all, options);
+  }
+
+  c10::intrusive_ptr<Work> reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                                          const c10d::ReduceScatterOptions& options) override {
+    const Tensors& list = only_list(inputs, size_);
+    check_alike(list, only(outputs));
+    return scatter_sums(OpType::REDUCE_SCATTER, {{list, outputs[0]}}, options);
+  }
+
+  c10::intrusive_ptr<Work> _reduce_scatter_base(Tensor& output, Tensor& input, const c10d::ReduceScatterOptions& options) override {
+    return scatter_sums(OpType::_REDUCE_SCATTER_BASE, {{{input}, output}}, options);
+  }
+
+  c10::intrusive_ptr<Work> reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                                           const c10d::ReduceScatterOptions& options) override {
+    TORCH_CHECK(outputs.size() == inputs.size(), "shardwise engine: as many outputs as inputs are expected");
+    std::vector<Gathering> all;
+    for (size_t i = 0; i < inputs.size(); ++i) all.push_back({{inputs[i]}, outputs[i]});
+    return scatter_sums(OpType::REDUCE_SCATTER_TENSOR_COALESCED, all, options);
+  }
+
+  c10::intrusive_ptr<Work> allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
+    return reduce_all(OpType::ALLREDUCE, tensors, options);
+  }
+
+  c10::intrusive_ptr<Work> allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override {
+    return reduce_all(OpType::ALLREDUCE_COALESCED, tensors, options);
+  }
+
+  c10::intrusive_ptr<Work> broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
+    const Call call = call_of(Kind::broadcast, only(tensors), tensors[0].numel(), rooted(options.rootRank));
+    return enqueue(OpType::BROADCAST, tensors, options, [this, call, outputs = Outputs(tensors)](int64_t timeout) mutable {
+      group_.broadcast(call, outputs.written[0].data_ptr(), timeout);
+      outputs.put_back();
+    });
+  }
+
+  c10::intrusive_ptr<Work> reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
+    const Call call =
+        with(call_of(Kind::reduce, only(tensors), tensors[0].numel(), rooted(options.rootRank)), options.reduceOp);
+    return enqueue(OpType::REDUCE, tensors, options, [this, call, outputs = Outputs(tensors)](int64_t timeout) mutable {
+      group_.reduce(call, outputs.written[0].const_data_ptr(), outputs.written[0].data_ptr(), timeout);
+      if (call.root == rank_) outputs.put_back();
+    });
+  }
+
+  c10::intrusive_ptr<Work> gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& options) override {
+    const Call call = call_of(Kind::gather, only(inputs), inputs[0].numel(), rooted(options.rootRank));
+    const Tensors list = rank_ == call.root ? only_list(outputs, size_) : Tensors{};
+    check_alike(list, inputs[0]);
+    const Tensor input = readable(inputs[0]);
+    return enqueue(OpType::GATHER, list, options, [this, call, input, made = Outputs(list)](int64_t timeout) mutable {
+      group_.gather(call, input.const_data_ptr(), pointers(made.written), timeout);
+      made.put_back();
+    });
+  }
+
+  c10::intrusive_ptr<Work> scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& options) override {
+    const Call call = call_of(Kind::scatter, only(outputs), outputs[0].numel(), rooted(options.rootRank));
+    const Tensors list = rank_ == call.root ? only_list(inputs, size_) : Tensors{};
+    check_alike(list, outputs[0]);
+    const Outputs given(list);
+    return enqueue(OpType::SCATTER, outputs, options, [this, call, given, made = Outputs(outputs)](int64_t timeout) mutable {
+      group_.scatter(call, const_pointers(given.written), made.written[0].data_ptr(), timeout);
+      made.put_back();
+    });
+  }
+
+  c10::intrusive_ptr<Work> alltoall_base(Tensor& output, Tensor& input, std::vector<int64_t>& output_sizes,
+                                         std::vector<int64_t>& input_sizes, const c10d::AllToAllOptions& options) override {
+    TORCH_CHECK(output.scalar_type() == input.scalar_type(), "shardwise engine: all_to_all needs one dtype");
+    const Tensor given = readable(input);
+    Outputs made({output});
+    const auto inputs = pieces_of(given, input_sizes, size_), outputs = pieces_of(made.written[0], output_sizes, size_);
+    const Call call = call_of(Kind::all_to_all, input, 0);
+    return enqueue(OpType::ALLTOALL_BASE, {output}, options, [this, call, given, inputs, outputs, made](int64_t timeout) mutable {
+      group_.all_to_all(call, inputs, outputs, timeout);  // `given` and `made` keep their memory
+      made.put_back();
+    });
+  }
+
+  c10::intrusive_ptr<Work> alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) override {
+    const size_t ranks = static_cast<size_t>(size_);
+    TORCH_CHECK(inputs.size() == ranks && outputs.size() == ranks, "shardwise engine: all_to_all needs one tensor a rank");
+    Outputs given(inputs), made(outputs);
+    std::vector<Piece> from, to;
+    for (const Tensor& tensor : given.written) from.push_back({tensor.data_ptr(), tensor.nbytes()});
+    for (const Tensor& tensor : made.written) to.push_back({tensor.data_ptr(), tensor.nbytes()});
+    const Call call = call_of(Kind::all_to_all, inputs[0], 0);
+    return enqueue(OpType::ALLTOALL, outputs, options, [this, call, given, from, to, made](int64_t timeout) mutable {
+      group_.all_to_all(call, from, to, timeout);  // `given` and `made` keep their memory
+      made.put_back();
+    });
+  }
+
+  c10::intrusive_ptr<Work> barrier(const c10d::BarrierOptions& options) override {
+    Call call{};
+    call.kind = Kind::barrier;
+    call.reduce = Reduce::none;
+    call.root = -1;
+    return enqueue(OpType::BARRIER, {}, options, [this, call](int64_t timeout) { group_.barrier(call, timeout); });
+  }
+
+  c10::intrusive_ptr<Work> send(Tensors& tensors, int to, int tag) override {
+    const Tensor data = readable(only(tensors));
+    const auto work = c10::make_intrusive<Handle>(rank_, OpType::SEND, tensors, calls_);
+    const auto done = [work, data](std::exception_ptr error, int) { work->complete(as_torch(error)); };
+    translated([&] {
+      messenger().send(peer(to), tag, dtype(data), data.const_data_ptr(), data.nbytes(), nanoseconds(timeout_), done);
+    });
+    return work;
+  }
+
+  c10::intrusive_ptr<Work> recv(Tensors& tensors, int from, int tag) override {
+    return receive(OpType::RECV, tensors, peer(from), tag);
+  }
+
+  c10::intrusive_ptr<Work> recvAnysource(Tensors& tensors, int tag) override {
+    return receive(OpType::RECVANYSOURCE, tensors, -1, tag);
+  }
+
+ private:
+  struct Gathering {
+    Tensors parts;  // one a rank, or one buffer of all
+    Tensor own;
+  };
+
+  static int64_t nanoseconds(Milliseconds time) { return std::chrono::nanoseconds(time).count(); }
+  static int32_t dtype(const Tensor& tensor) { return static_cast<int32_t>(tensor.scalar_type()); }
+
+  static std::exception_ptr as_torch(std::exception_ptr error) {
+    if (!error) return error;
+    try {
+      translated([&] { std::rethrow_exception(error); });
+    } catch (...) {
+      return std::current_exception();
+    }
+    return error;
+  }
+
+  int64_t rooted(int64_t root) const {
+    TORCH_CHECK(root >= 0 && root < size_, "shardwise engine: root ", root, " is none of the ", size_, " ranks");
+    return root;
+  }
+
+  int peer(int other) const {
+    TORCH_CHECK(other >= 0 && other < size_ && other != rank_, "shardwise engine: rank ", other, " is not another rank");
+    return other;
+  }
+
+  Messenger& messenger() {
+    TORCH_CHECK(messenger_, "shardwise engine: the group has been destroyed");
+    return *messenger_;
+  }
+
+  c10::intrusive_ptr<Work> receive(OpType type, Tensors& tensors, int from, int tag) {
+    const auto made = std::make_shared<Outputs>(Tensors{only(tensors)});
+    const auto work = c10::make_intrusive<Handle>(rank_, type, tensors, calls_);
+    const auto done = [work, made](std::exception_ptr error, int source) {
+      if (!error) made->put_back();
+      work->complete(as_torch(error), source);
+    };
+    const Tensor& to = made->written[0];
+    translated([&] {
+      messenger().receive(from, tag, dtype(to), to.data_ptr(), to.nbytes(), nanoseconds(timeout_), done);
+    });
+    return work;
+  }
+
+  // Each of a coalesced call is an operation of its own.
+  c10::intrusive_ptr<Work> gather_all(OpType type, const std::vector<Gathering>& all, const c10d::AllgatherOptions& options) {
+    Tensors results;
+    std::vector<std::function<void(int64_t)>> steps;
+    for (const Gathering& each : all) {
+      results.insert(results.end(), each.parts.begin(), each.parts.end());
+      Outputs made(each.parts);
+      const Tensors parts = each.parts.size() == 1 ? parts_of(made.written[0], size_) : made.written;
+      check_alike(parts, each.own);
+      steps.push_back([this, call = call_of(Kind::all_gather, each.own, each.own.numel()), input = readable(each.own), parts,
+                       made](int64_t timeout) mutable {
+        group_.all_gather(call, input.const_data_ptr(), pointers(parts), timeout);
+        made.put_back();
+      });
+    }
+    return enqueue(type, results, options, in_turn(std::move(steps)));
+  }
+
+  c10::intrusive_ptr<Work> scatter_sums(OpType type, const std::vector<Gathering>& all, const c10d::ReduceScatterOptions& options) {
+    Tensors results;
+    std::vector<std::function<void(int64_t)>> steps;
+    for (const Gathering& each : all) {
+      results.push_back(each.own);
+      Outputs given(each.parts);
+      const Tensors parts = each.parts.size() == 1 ? parts_of(given.written[0], size_) : given.written;
+      check_alike(parts, each.own);
+      const Call call = with(call_of(Kind::reduce_scatter, each.own, each.own.numel()), options.reduceOp);
+      steps.push_back([this, call, parts, made = Outputs({each.own})](int64_t timeout) mutable {
+        group_.reduce_scatter(call, const_pointers(parts), made.written[0].data_ptr(), timeout);
+        made.put_back();
+      });
+    }
+    return enqueue(type, results, options, in_turn(std::move(steps)));
+  }
+
+  c10::intrusive_ptr<Work> reduce_all(OpType type, const Tensors& tensors, const c10d::AllreduceOptions& options) {
+    std::vector<std::function<void(int64_t)>> steps;
+    for (const Tensor& tensor : tensors) {
+      const Call call = with(call_of(Kind::all_reduce, tensor, tensor.numel()), options.reduceOp);
+      steps.push_back([this, call, made = Outputs({tensor})](int64_t timeout) mutable {
+        group_.all_reduce(call, made.written[0].const_data_ptr(), made.written[0].data_ptr(), timeout);
+        made.put_back();
+      });
+    }
+    return enqueue(type, tensors, options, in_turn(std::move(steps)));
+  }
+
+  static std::function<void(int64_t)> in_turn(std::vector<std::function<void(int64_t)>> steps) {
+    return [steps = std::move(steps)](int64_t timeout) mutable {
+      for (auto& step : steps) step(timeout);
+    };
+  }
+
+  template <class Options>
+  c10::intrusive_ptr<Work> enqueue(OpType type, Tensors outputs, const Options& options, std::function<void(int64_t)> run) {
+    const int64_t timeout = nanoseconds(options.timeout == c10d::kUnsetTimeout ? timeout_ : options.timeout);
+    auto work = c10::make_intrusive<Handle>(rank_, type, std::move(outputs), ++calls_);
+    auto task = [work, timeout, run = std::move(run)]() mutable {
+      std::exception_ptr error;
+      try {
+        translated([&] { run(timeout); });
+      } catch (...) {
+        error = std::current_exception();
+      }
+      run = nullptr;
+      work->complete(error);
+    };
+    turns_.run(std::move(task), !options.asyncOp);
+    return work;
+  }
+
+  Milliseconds timeout_;
+  std::unique_ptr<Room> room_;
+  Group group_;
+  std::unique_ptr<Messenger> messenger_;
+  std::atomic<uint64_t> calls_{0};
+  Turns turns_;
+};
+
+c10::intrusive_ptr<c10d::Backend> make(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                                       const std::vector<int>& names, std::chrono::duration<float> timeout) {
+  const auto patience = std::chrono::duration_cast<Milliseconds>(timeout);
+  return c10::make_intrusive<Engine>(*store, rank, size, names, patience);
+}
+
+// Why this machine cannot make shared memory for a group; empty where it can.
+std::string obstacle() {
+  try {
+    const uint64_t token[2] = {1, 2};
+    const Room room(Room::create(2, token), 0, 2, token, {0, 1});
+    return "";
+  } catch (const Failure& failure) {
+    return failure.what();
+  }
+}
+
+}  // namespace
+}  // namespace shardwise
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  m.def("make", &shardwise::make, py::call_guard<py::gil_scoped_release>());
+  m.def("obstacle", &shardwise::obstacle);
+}

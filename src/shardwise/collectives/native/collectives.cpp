@@ -1,0 +1,216 @@
+// The collectives themselves, as rounds. M is the bytes of the full buffer, n the ranks; docs/collectives.md has the costs.
+#include <algorithm>
+#include <cstring>
+
+#include "group.h"
+
+namespace shardwise {
+namespace {
+
+// Up to this many bytes of all inputs together, every rank adding everything is quicker than a second barrier.
+constexpr uint64_t kAtOnce = 64 << 10;
+
+void copy(void* to, const void* from, uint64_t bytes) {
+  if (to != from && bytes != 0) std::memcpy(to, from, bytes);
+}
+
+const char* at(const void* data, uint64_t offset) { return static_cast<const char*>(data) + offset; }
+char* at(void* data, uint64_t offset) { return static_cast<char*>(data) + offset; }
+
+// Pieces of a staging area start where vectors like them to.
+uint64_t aligned(uint64_t bytes) { return bytes / 64 * 64; }
+
+}  // namespace
+
+// Moves `bytes` in rounds of `step`: `stage(offset, length)` before and `take(offset, length)` after each barrier.
+template <class Stage, class Take>
+void Group::rounds(uint64_t bytes, uint64_t step, Stage stage, Take take) {
+  uint64_t offset = 0;
+  do {
+    const uint64_t length = std::min(step, bytes - offset);
+    stage(offset, length);
+    meet();
+    if (offset == 0) compare();
+    take(offset, length);
+    offset += length;
+  } while (offset < bytes);
+}
+
+void Group::sum(void* out, const std::vector<const void*>& inputs, uint64_t bytes) const {
+  std::vector<double> factors(inputs.size(), 1.0);
+  if (call_.reduce == Reduce::scaled_sum) {
+    for (int peer = 0; peer < room_.size; ++peer) factors[peer] = room_.member(peer).calls[call_.sequence % 2].factor;
+  }
+  shardwise::reduce(call_.number, call_.reduce, out, inputs, factors, bytes / call_.item);
+}
+
+void Group::all_gather(Call call, const void* input, const std::vector<void*>& outputs, int64_t timeout) {
+  begin(call, timeout);
+  const auto stage = [&](uint64_t offset, uint64_t length) { copy(mine(), at(input, offset), length); };
+  const auto take = [&](uint64_t offset, uint64_t length) {
+    for (int peer = 0; peer < room_.size; ++peer) {
+      const char* from = peer == room_.rank ? at(input, offset) : theirs(peer);
+      copy(at(outputs[peer], offset), from, length);
+    }
+  };
+  rounds(call.count * call.item, room_.slot, stage, take);
+}
+
+// A rank's area holds a part for each of the others. Everyone adds what is meant for it, in the order of the ranks.
+void Group::reduce_scatter(Call call, const std::vector<const void*>& inputs, void* output, int64_t timeout) {
+  begin(call, timeout);
+  const uint64_t step = aligned(room_.slot / room_.size);
+  const auto stage = [&](uint64_t offset, uint64_t length) {
+    for (int peer = 0; peer < room_.size; ++peer) {
+      if (peer != room_.rank) copy(mine() + peer * step, at(inputs[peer], offset), length);
+    }
+  };
+  std::vector<const void*> parts(room_.size);
+  const auto take = [&](uint64_t offset, uint64_t length) {
+    for (int peer = 0; peer < room_.size; ++peer) parts[peer] = theirs(peer) + room_.rank * step;
+    parts[room_.rank] = at(inputs[room_.rank], offset);
+    sum(at(output, offset), parts, length);
+  };
+  rounds(call.count * call.item, step, stage, take);
+}
+
+void Group::all_reduce(Call call, const void* input, void* output, int64_t timeout) {
+  begin(call, timeout);
+  const uint64_t bytes = call.count * call.item;
+  if (bytes * room_.size <= kAtOnce) {
+    all_reduce_at_once(static_cast<const char*>(input), static_cast<char*>(output), bytes);
+  } else {
+    all_reduce_in_parts(static_cast<const char*>(input), static_cast<char*>(output), bytes);
+  }
+}
+
+void Group::all_reduce_at_once(const char* input, char* output, uint64_t bytes) {
+  std::vector<const void*> parts(room_.size);
+  const auto stage = [&](uint64_t offset, uint64_t length) { copy(mine(), input + offset, length); };
+  const auto take = [&](uint64_t offset, uint64_t length) {
+    for (int peer = 0; peer < room_.size; ++peer) parts[peer] = theirs(peer);
+    sum(output + offset, parts, length);
+  };
+  rounds(bytes, room_.slot, stage, take);
+}
+
+// Chunk by chunk, in three stages that follow each other at one barrier's distance: everyone stages the parts of the chunk
+// that others add; everyone adds its own part, into its output and the common result; everyone copies the other parts.
+// Each round does all three, for three chunks.
+void Group::all_reduce_in_parts(const char* input, char* output, uint64_t bytes) {
+  const uint64_t part = aligned(room_.slot / room_.size), step = part * room_.size, own = part * room_.rank;
+  const uint64_t chunks = (bytes + step - 1) / step;
+  const auto length_of = [&](uint64_t chunk) { return std::min(step, bytes - chunk * step); };
+  // All of the chunk but this rank's part of it.
+  const auto copy_others = [&](char* to, const char* from, uint64_t length) {
+    copy(to, from, std::min(own, length));
+    if (own + part < length) copy(to + own + part, from + own + part, length - own - part);
+  };
+  std::vector<const void*> parts(room_.size);
+  for (uint64_t round = 0; round < chunks + 2; ++round) {
+    if (round < chunks) copy_others(mine(), input + round * step, length_of(round));
+    if (round >= 1 && round <= chunks && own < length_of(round - 1)) {
+      const uint64_t at = (round - 1) * step + own, length = std::min(part, length_of(round - 1) - own);
+      for (int peer = 0; peer < room_.size; ++peer) parts[peer] = theirs(peer) + own;
+      parts[room_.rank] = input + at;
+      sum(output + at, parts, length);
+      copy(room_.result((round_ + 1) % 2) + own, output + at, length);
+    }
+    if (round >= 2) copy_others(output + (round - 2) * step, room_.result(round_ % 2), length_of(round - 2));
+    if (round <= chunks) meet();
+    if (round == 0) compare();
+  }
+}
+
+void Group::broadcast(Call call, void* data, int64_t timeout) {
+  begin(call, timeout);
+  const bool root = room_.rank == call.root;
+  const auto stage = [&](uint64_t offset, uint64_t length) {
+    if (root) copy(mine(), at(data, offset), length);
+  };
+  const auto take = [&](uint64_t offset, uint64_t length) {
+    if (!root) copy(at(data, offset), theirs(call.root), length);
+  };
+  rounds(call.count * call.item, room_.slot, stage, take);
+}
+
+void Group::gather(Call call, const void* input, const std::vector<void*>& outputs, int64_t timeout) {
+  begin(call, timeout);
+  const bool root = room_.rank == call.root;
+  const auto stage = [&](uint64_t offset, uint64_t length) {
+    if (!root) copy(mine(), at(input, offset), length);
+  };
+  const auto take = [&](uint64_t offset, uint64_t length) {
+    for (int peer = 0; root && peer < room_.size; ++peer) {
+      copy(at(outputs[peer], offset), peer == room_.rank ? at(input, offset) : theirs(peer), length);
+    }
+  };
+  rounds(call.count * call.item, room_.slot, stage, take);
+}
+
+void Group::scatter(Call call, const std::vector<const void*>& inputs, void* output, int64_t timeout) {
+  begin(call, timeout);
+  const bool root = room_.rank == call.root;
+  const uint64_t step = aligned(room_.slot / room_.size);
+  const auto stage = [&](uint64_t offset, uint64_t length) {
+    for (int peer = 0; root && peer < room_.size; ++peer) {
+      if (peer != room_.rank) copy(mine() + peer * step, at(inputs[peer], offset), length);
+    }
+  };
+  const auto take = [&](uint64_t offset, uint64_t length) {
+    copy(at(output, offset), root ? at(inputs[room_.rank], offset) : theirs(call.root) + room_.rank * step, length);
+  };
+  rounds(call.count * call.item, step, stage, take);
+}
+
+void Group::reduce(Call call, const void* input, void* output, int64_t timeout) {
+  begin(call, timeout);
+  const bool root = room_.rank == call.root;
+  std::vector<const void*> parts(room_.size);
+  const auto stage = [&](uint64_t offset, uint64_t length) {
+    if (!root) copy(mine(), at(input, offset), length);
+  };
+  const auto take = [&](uint64_t offset, uint64_t length) {
+    for (int peer = 0; peer < room_.size; ++peer) parts[peer] = theirs(peer);
+    parts[room_.rank] = at(input, offset);
+    if (root) sum(at(output, offset), parts, length);
+  };
+  rounds(call.count * call.item, room_.slot, stage, take);
+}
+
+// How many rounds there are is known only when all sizes are, so the first round is made before that.
+void Group::all_to_all(Call call, const std::vector<Piece>& inputs, const std::vector<Piece>& outputs, int64_t timeout) {
+  begin(call, timeout);
+  const uint64_t step = aligned(room_.slot / room_.size);
+  uint64_t* sizes = room_.sizes(room_.rank, call_.sequence % 2);
+  for (int peer = 0; peer < room_.size; ++peer) {
+    sizes[peer] = inputs[peer].bytes;
+    sizes[room_.size + peer] = outputs[peer].bytes;
+  }
+  uint64_t most = 1;
+  const auto part = [&](uint64_t bytes, uint64_t offset) { return bytes > offset ? std::min(step, bytes - offset) : 0; };
+  for (uint64_t offset = 0; offset < most; offset += step) {
+    for (int peer = 0; peer < room_.size; ++peer) {
+      const uint64_t length = part(inputs[peer].bytes, offset);
+      if (peer != room_.rank && length) copy(mine() + peer * step, at(inputs[peer].data, offset), length);
+    }
+    meet();
+    if (offset == 0) {
+      compare();
+      compare_sizes(most);
+    }
+    for (int peer = 0; peer < room_.size; ++peer) {
+      const uint64_t length = part(outputs[peer].bytes, offset);
+      const bool own = peer == room_.rank;
+      if (length) copy(at(outputs[peer].data, offset), own ? at(inputs[peer].data, offset) : theirs(peer) + room_.rank * step, length);
+    }
+  }
+}
+
+void Group::barrier(Call call, int64_t timeout) {
+  begin(call, timeout);
+  meet();
+  compare();
+}
+
+}  // namespace shardwise

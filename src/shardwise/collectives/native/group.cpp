@@ -1,0 +1,103 @@
+// Rounds, the barrier between them, and the comparison of what the ranks were asked to do.
+#include "group.h"
+
+#include <cstring>
+
+namespace shardwise {
+
+void Group::begin(Call call, int64_t timeout) {
+  room_.throw_if_broken();
+  call.sequence = call_.sequence + 1;
+  call_ = call;
+  began_ = now();
+  timeout_ = timeout;
+  room_.member(room_.rank).calls[call.sequence % 2] = call;  // read by others after the barrier
+}
+
+// The barrier. Nobody can arrive at the next one before all have left this one's predecessor, so one counter serves all.
+void Group::meet() {
+  Header& header = room_.header();
+  Member& own = room_.member(room_.rank);
+  const uint64_t round = ++round_;
+  own.heard.store(now(), std::memory_order_relaxed);
+  own.rounds.store(round, std::memory_order_release);
+  const uint64_t arrived = header.arrivals.fetch_add(1, std::memory_order_acq_rel) + 1;
+  if (arrived == round * room_.size) {
+    header.generation.set(static_cast<uint32_t>(round));
+  } else {
+    wait_for(static_cast<uint32_t>(round));
+  }
+}
+
+void Group::wait_for(uint32_t generation) {
+  Signal& signal = room_.header().generation;
+  int64_t looked = now();
+  for (uint32_t seen; (seen = signal.value.load(std::memory_order_acquire)) != generation;) {
+    if (room_.header().broken.load(std::memory_order_acquire) != 0) room_.throw_if_broken();
+    signal.wait(seen);
+    const int64_t time = now();
+    if (time - looked < kLookAround) continue;
+    looked = time;
+    if (signal.value.load(std::memory_order_acquire) == generation) break;
+    look_around();
+  }
+}
+
+bool Group::is_missing(int peer) const { return room_.member(peer).rounds.load(std::memory_order_acquire) < round_; }
+
+void Group::look_around() {
+  room_.throw_if_broken();
+  for (int peer = 0; peer < room_.size; ++peer) {
+    if (!is_missing(peer)) continue;
+    const std::string gone = room_.gone(peer);
+    if (!gone.empty() && is_missing(peer)) room_.fail(gone + "; " + describe(call_) + " waits for it");
+  }
+  if (now() - began_ > timeout_) give_up();
+}
+
+void Group::give_up() {
+  std::string text;
+  for (int peer = 0; peer < room_.size; ++peer) {
+    if (!is_missing(peer)) continue;
+    const Member& member = room_.member(peer);
+    const Call& last = member.calls[0].sequence > member.calls[1].sequence ? member.calls[0] : member.calls[1];
+    text += (text.empty() ? "rank " : "; rank ") + room_.called(peer) + " (last call " + describe(last) + ", heard of " +
+            seconds_since(member.heard.load(std::memory_order_relaxed)) + " ago)";
+  }
+  room_.fail(describe(call_) + " timed out after " + seconds_since(began_) + ": missing " + text);
+}
+
+// All ranks compare the same calls, so all come to the same end.
+void Group::compare() {
+  const uint64_t parity = call_.sequence % 2;
+  const auto differs = [&](const Call& a, const Call& b) {
+    return a.sequence != b.sequence || a.kind != b.kind || a.reduce != b.reduce || a.dtype != b.dtype || a.root != b.root ||
+           (a.count != b.count && a.kind != Kind::all_to_all);
+  };
+  const Call& first = room_.member(0).calls[parity];
+  bool equal = true;
+  for (int peer = 1; peer < room_.size; ++peer) equal = equal && !differs(first, room_.member(peer).calls[parity]);
+  if (equal) return;
+  std::string text;
+  for (int peer = 0; peer < room_.size; ++peer) {
+    text += (peer ? "; rank " : "rank ") + room_.called(peer) + ": " + describe(room_.member(peer).calls[parity]);
+  }
+  room_.fail("the ranks called different collectives: " + text);
+}
+
+// Of all-to-all: what one rank sends the other has to expect. `most` becomes the largest piece of all.
+void Group::compare_sizes(uint64_t& most) {
+  const uint64_t parity = call_.sequence % 2;
+  most = 0;
+  for (int from = 0; from < room_.size; ++from) {
+    for (int to = 0; to < room_.size; ++to) {
+      const uint64_t sent = room_.sizes(from, parity)[to], expected = room_.sizes(to, parity)[room_.size + from];
+      most = std::max(most, sent);
+      if (sent == expected) continue;
+      room_.fail(describe(call_) + ": rank " + room_.called(from) + " sends " + std::to_string(sent) + " bytes to rank " +
+                 room_.called(to) + ", which expects " + std::to_string(expected));
+    }
+  }
+}
+
+}  // namespace shardwise

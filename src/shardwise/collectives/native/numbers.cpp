@@ -1,0 +1,234 @@
+// The reduction kernels. One block at a time stays in the first-level cache as accumulators; every further input of the
+// block is added to it in one pass that the compiler vectorises (the build asks for AVX2 where the processor has it).
+#include "numbers.h"
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+
+namespace shardwise {
+namespace {
+
+constexpr size_t kBlock = 1024;  // accumulators: 4 KiB of fp32
+
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Half {
+  uint16_t bits;
+};
+struct Bool {
+  uint8_t bits;
+};
+
+inline float as_float(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+inline uint32_t as_bits(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+inline float widen(BFloat16 x) { return as_float(static_cast<uint32_t>(x.bits) << 16); }
+
+inline BFloat16 narrow(float x, BFloat16) {
+  const uint32_t bits = as_bits(x);
+  const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;  // to nearest, ties to even
+  const bool nan = (bits & 0x7fffffff) > 0x7f800000;
+  return {static_cast<uint16_t>(nan ? 0x7fc0 : rounded)};
+}
+
+// Without branches, so that the compiler vectorises them; scalar conversion instructions are ten times slower.
+inline float widen(Half x) {
+  const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000) << 16, rest = x.bits & 0x7fff;
+  const uint32_t special = 0x7f800000 | ((rest & 0x3ff) << 13);       // infinite or not a number
+  const uint32_t number = as_bits(as_float(rest << 13) * 0x1p112f);  // also right for subnormal numbers
+  return as_float(sign | (rest >= 0x7c00 ? special : number));
+}
+inline Half narrow(float x, Half) {
+  const uint32_t bits = as_bits(x), sign = (bits >> 16) & 0x8000, size = bits & 0x7fffffff;
+  const uint32_t normal = (size - 0x38000000 + 0xfff + ((size >> 13) & 1)) >> 13;     // to nearest, ties to even
+  const uint32_t subnormal = as_bits(as_float(size) + 0.5f) - 0x3f000000;             // the sum rounds at the right bit
+  const uint32_t large = size > 0x7f800000 ? 0x7e00 : 0x7c00;                         // from 65520 on: infinite
+  const uint32_t rest = size >= 0x477ff000 ? large : size < 0x38800000 ? subnormal : normal;
+  return {static_cast<uint16_t>(sign | rest)};
+}
+
+inline uint8_t widen(Bool x) { return x.bits != 0; }
+inline Bool narrow(uint8_t x, Bool) { return {static_cast<uint8_t>(x != 0)}; }
+
+template <class T>
+inline T widen(T x) {
+  return x;
+}
+template <class T>
+inline T narrow(T x, T) {
+  return x;
+}
+
+template <class T>
+using Accumulator = decltype(widen(std::declval<T>()));
+
+// Sums of integers wrap around as they do in torch; in C++ only those of unsigned numbers may.
+template <class A>
+inline A plus(A a, A b) {
+  if constexpr (std::is_integral_v<A>) {
+    return static_cast<A>(static_cast<uint64_t>(a) + static_cast<uint64_t>(b));
+  } else {
+    return a + b;
+  }
+}
+template <class A>
+inline A times(A a, A b) {
+  if constexpr (std::is_integral_v<A>) {
+    return static_cast<A>(static_cast<uint64_t>(a) * static_cast<uint64_t>(b));
+  } else {
+    return a * b;
+  }
+}
+
+// Not a number wins, whoever brings it.
+template <class A>
+inline A lesser(A a, A b) {
+  return (a < b || a != a) ? a : b;
+}
+template <class A>
+inline A greater(A a, A b) {
+  return (a > b || a != a) ? a : b;
+}
+
+template <Reduce R, class A>
+inline A combine(A a, A b) {
+  if constexpr (R == Reduce::product) return times(a, b);
+  if constexpr (R == Reduce::min) return lesser(a, b);
+  if constexpr (R == Reduce::max) return greater(a, b);
+  if constexpr (std::is_integral_v<A>) {
+    if constexpr (R == Reduce::bit_and) return a & b;
+    if constexpr (R == Reduce::bit_or) return a | b;
+    if constexpr (R == Reduce::bit_xor) return a ^ b;
+  }
+  return plus(a, b);
+}
+
+// Reads two inputs in the first pass and writes the output in the last one, so that two ranks need one pass. Inputs and
+// output are one memory or apart, never shifted against each other, which `ivdep` tells the compiler.
+template <Reduce R, class T>
+void block(T* out, const std::vector<const void*>& inputs, const std::vector<double>& factors, size_t at, size_t count) {
+  using A = Accumulator<T>;
+  const size_t ranks = inputs.size();
+  const auto input = [&](size_t rank) { return static_cast<const T*>(inputs[rank]) + at; };
+  const auto factor = [&](size_t rank) { return R == Reduce::scaled_sum ? static_cast<A>(factors[rank]) : A(1); };
+  const auto value = [](const T& x, A by) {
+    return R == Reduce::scaled_sum ? times(static_cast<A>(widen(x)), by) : static_cast<A>(widen(x));
+  };
+  const auto finished = [ranks](A sum) {
+    if constexpr (R == Reduce::average) sum = static_cast<A>(sum / static_cast<A>(ranks));
+    return narrow(sum, T{});
+  };
+  A sums[kBlock];
+  const T *first = input(0), *second = ranks > 1 ? input(1) : nullptr;
+  const A by = factor(0), and_by = ranks > 1 ? factor(1) : by;
+  T* to = out + at;
+  if (ranks == 1) {
+#pragma GCC ivdep
+    for (size_t i = 0; i < count; ++i) to[i] = finished(value(first[i], by));
+  } else if (ranks == 2) {
+#pragma GCC ivdep
+    for (size_t i = 0; i < count; ++i) to[i] = finished(combine<R>(value(first[i], by), value(second[i], and_by)));
+  } else {
+    for (size_t i = 0; i < count; ++i) sums[i] = combine<R>(value(first[i], by), value(second[i], and_by));
+    for (size_t rank = 2; rank < ranks; ++rank) {
+      const T* in = input(rank);
+      const A scale = factor(rank);
+      if (rank + 1 < ranks) {
+        for (size_t i = 0; i < count; ++i) sums[i] = combine<R>(sums[i], value(in[i], scale));
+      } else {
+#pragma GCC ivdep
+        for (size_t i = 0; i < count; ++i) to[i] = finished(combine<R>(sums[i], value(in[i], scale)));
+      }
+    }
+  }
+}
+
+template <Reduce R, class T>
+void blocks(void* out, const std::vector<const void*>& inputs, const std::vector<double>& factors, size_t count) {
+  for (size_t at = 0; at < count; at += kBlock) {
+    block<R>(static_cast<T*>(out), inputs, factors, at, std::min(kBlock, count - at));
+  }
+}
+
+template <class T>
+void reduce_as(Reduce operation, void* out, const std::vector<const void*>& inputs, const std::vector<double>& factors,
+               size_t count) {
+  switch (operation) {
+    case Reduce::average: return blocks<Reduce::average, T>(out, inputs, factors, count);
+    case Reduce::product: return blocks<Reduce::product, T>(out, inputs, factors, count);
+    case Reduce::min: return blocks<Reduce::min, T>(out, inputs, factors, count);
+    case Reduce::max: return blocks<Reduce::max, T>(out, inputs, factors, count);
+    case Reduce::bit_and: return blocks<Reduce::bit_and, T>(out, inputs, factors, count);
+    case Reduce::bit_or: return blocks<Reduce::bit_or, T>(out, inputs, factors, count);
+    case Reduce::bit_xor: return blocks<Reduce::bit_xor, T>(out, inputs, factors, count);
+    case Reduce::scaled_sum: return blocks<Reduce::scaled_sum, T>(out, inputs, factors, count);
+    default: return blocks<Reduce::sum, T>(out, inputs, factors, count);
+  }
+}
+
+// A sum of truth values is whether one is true, a product whether all are: what they are in torch.
+Reduce of_truth(Reduce operation) {
+  if (operation == Reduce::sum) return Reduce::max;
+  return operation == Reduce::product ? Reduce::min : operation;
+}
+
+bool is_float(Number number) { return static_cast<uint32_t>(number) <= static_cast<uint32_t>(Number::bf16); }
+
+}  // namespace
+
+const char* name(Number number) {
+  static const char* const names[] = {"float32", "float64", "float16", "bfloat16", "int8", "uint8",
+                                      "int16",   "int32",   "int64",   "bool",     "other"};
+  return names[static_cast<uint32_t>(number)];
+}
+
+const char* name(Reduce reduce) {
+  static const char* const names[] = {"sum",         "avg",        "product",     "min",        "max",
+                                      "bitwise and", "bitwise or", "bitwise xor", "scaled sum", "none"};
+  return names[static_cast<uint32_t>(reduce)];
+}
+
+size_t bytes_of(Number number) {
+  static const size_t sizes[] = {4, 8, 2, 2, 1, 1, 2, 4, 8, 1, 0};
+  return sizes[static_cast<uint32_t>(number)];
+}
+
+const char* refusal(Number number, Reduce reduce) {
+  const bool bitwise = reduce == Reduce::bit_and || reduce == Reduce::bit_or || reduce == Reduce::bit_xor;
+  if (number == Number::other) return "tensors of this dtype can be moved but not reduced";
+  if (bitwise && is_float(number)) return "bitwise operations are for integers";
+  if (reduce == Reduce::scaled_sum && !is_float(number)) return "a premultiplied sum is for floating point";
+  if (reduce == Reduce::average && number == Number::boolean) return "truth values have no average";
+  return nullptr;
+}
+
+void reduce(Number number, Reduce operation, void* out, const std::vector<const void*>& inputs,
+            const std::vector<double>& factors, size_t count) {
+  switch (number) {
+    case Number::f32: return reduce_as<float>(operation, out, inputs, factors, count);
+    case Number::f64: return reduce_as<double>(operation, out, inputs, factors, count);
+    case Number::f16: return reduce_as<Half>(operation, out, inputs, factors, count);
+    case Number::bf16: return reduce_as<BFloat16>(operation, out, inputs, factors, count);
+    case Number::i8: return reduce_as<int8_t>(operation, out, inputs, factors, count);
+    case Number::u8: return reduce_as<uint8_t>(operation, out, inputs, factors, count);
+    case Number::i16: return reduce_as<int16_t>(operation, out, inputs, factors, count);
+    case Number::i32: return reduce_as<int32_t>(operation, out, inputs, factors, count);
+    case Number::i64: return reduce_as<int64_t>(operation, out, inputs, factors, count);
+    case Number::boolean: return reduce_as<Bool>(of_truth(operation), out, inputs, factors, count);
+    case Number::other: break;  // refused before
+  }
+}
+
+}  // namespace shardwise

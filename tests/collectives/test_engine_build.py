@@ -1,0 +1,111 @@
+"""Building, finding and going without the engine; its standalone stress under the sanitizers; its benchmark."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardwise import bench, entry
+from shardwise.cli import main
+from shardwise.collectives import engine
+from shardwise.config import Job
+from shardwise.errors import MachineError
+from shardwise.plan import World
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nothing built and nothing to build with."""
+    monkeypatch.setenv(engine.DIRECTORY_VARIABLE, str(tmp_path / "engine"))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+
+
+def job(backend: str = "auto", workers: int = 2) -> Job:
+    return Job.model_validate({"parallel": {"ddp_dist_backend": backend, "workers": workers, "device": "cpu"}})
+
+
+def backend(job: Job) -> str:
+    return entry.plan_job(job).backend
+
+
+def test_auto_takes_the_engine_on_one_host_and_gloo_for_one_rank() -> None:
+    assert engine.obstacle() == ""
+    assert (backend(job()), backend(job(workers=1)), backend(job("gloo"))) == ("shardwise", "gloo", "gloo")
+    assert entry._may_use_engine(job(), World(4, "cpu", 2, hosts=2)) is False
+
+
+def test_without_a_compiler_auto_is_gloo_with_one_line(no_compiler: None) -> None:
+    plan = entry.plan_job(job())
+    assert plan.backend == "gloo"
+    assert [note for note in plan.notes if "Gloo" in note] == [
+        "the ranks talk over Gloo, the native engine is not usable: it is not built yet and there is no C++ compiler "
+        "(no-such-compiler); install one or set CXX."
+    ]
+
+
+def test_asked_for_without_a_compiler_it_is_an_error(no_compiler: None, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(MachineError, match="no C\\+\\+ compiler"):
+        entry.usable_backend(entry.plan_job(job("shardwise")), print)
+    assert main(["build"]) == 2
+    assert "no C++ compiler (no-such-compiler); install one or set CXX" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_compiler_that_fails_leaves_gloo_and_nothing_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    compiler = tmp_path / "c++"
+    fails = 'case " $* " in *" -c "*) echo the disk is on fire >&2; exit 1;; esac'
+    compiler.write_text(f'#!/bin/sh\n{fails}\nexec c++ "$@"\n')
+    compiler.chmod(0o755)
+    plan = entry.plan_job(job())
+    monkeypatch.setenv(engine.DIRECTORY_VARIABLE, str(tmp_path / "engine"))
+    monkeypatch.setenv("CXX", str(compiler))
+    said: list[str] = []
+    assert entry.usable_backend(plan, said.append) == "gloo"
+    assert said[-1].startswith("note: the ranks talk over Gloo. the native engine could not be compiled")
+    assert "the disk is on fire" in said[-1]
+    assert not [path for path in (tmp_path / "engine").rglob("*") if path.is_file() and path.suffix != ".lock"]
+
+
+def test_importing_shardwise_neither_loads_nor_registers_the_engine() -> None:
+    code = "import shardwise, sys; assert not {'shardwise.collectives.engine', 'torch'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
+
+
+def test_the_sources_are_in_the_package() -> None:
+    names = {path.name for path in engine.SOURCES.iterdir()}
+    assert {"backend.cpp", "group.cpp", "group.h", "stress.cpp"} <= names
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
+@pytest.mark.parametrize("ranks", [2, 5])
+def test_sanitizers_have_nothing_to_report(tmp_path: Path, sanitizer: str, ranks: int) -> None:
+    sources = [path for path in engine.SOURCES.glob("*.cpp") if path.name != "backend.cpp"]
+    program = tmp_path / "stress"
+    flags = ["-std=c++17", "-O1", "-g", "-pthread", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
+    subprocess.run(["c++", *flags, *map(str, sources), "-o", str(program)], check=True)
+    done = subprocess.run([program, str(ranks), "300", "7"], capture_output=True, text=True, timeout=250)
+    assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
+
+
+def test_benchmark_writes_its_rows(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cases = [bench.Case(operation, 2, 1 << 16, dtype) for operation in bench.OPERATIONS for dtype in bench.DTYPES]
+    assert bench.run_collectives(str(tmp_path / "rows.json"), cases) == 0
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert [row["operation"] for row in rows[::2]] == list(bench.OPERATIONS)
+    for row in rows:
+        assert set(row["seconds"]) == {"shardwise", "gloo"} and min(row["seconds"].values()) > 0
+        assert row["ratio_to_gloo"] > 0 and row["share_of_copy_limit"] > 0
+        assert (row["ranks"], row["bytes"]) == (2, 1 << 16)
+    assert "reduce_scatter" in capsys.readouterr().out
+
+
+def test_benchmark_refuses_a_file_it_cannot_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "collectives", "--json", str(tmp_path / "no" / "rows.json")]) == 2
+    assert "cannot be written" in capsys.readouterr().err
