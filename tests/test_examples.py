@@ -45,7 +45,12 @@ def check_run(output: Path) -> None:
 
 def test_every_example_is_run_here_and_short() -> None:
     files = [path for path in EXAMPLES.iterdir() if path.is_file()]
-    assert {path.name for path in files} == {*JOBS, "own_module.py", "library.py"}
+    assert {path.name for path in files} == {
+        *JOBS,
+        "own_module.py",
+        "library.py",
+        "smp_gpt.py",
+    }  # the last in tests/smp/test_run.py
     for path in files:
         assert len(path.read_text().splitlines()) <= MOST_LINES, path
 

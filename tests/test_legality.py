@@ -10,7 +10,7 @@ import pytest
 from shardwise.config import Job
 from shardwise.draft import Draft, World, divisors, one_of
 from shardwise.errors import LegalityError
-from shardwise.families.facts import BlockFacts, ModelFacts, StageFacts, TensorSplit
+from shardwise.families.facts import AttentionFacts, BlockFacts, ModelFacts, StageFacts, TensorSplit
 from shardwise.legality import RULES, check, rules
 from shardwise.optimizers import ELEMENTWISE, UNUSABLE, classes
 
@@ -31,6 +31,7 @@ NO_PLAN = replace(FACTS, tensor_refusal="there is no plan for xlm yet")
 LISTS = replace(FACTS, stages=StageFacts(refusal="it has two lists of blocks"))
 OTHER_ARGUMENTS = replace(FACTS, blocks_share_arguments=False)
 FLAT = replace(FACTS, is_hugging_face=False, blocks=(), head=None, max_positions=None, family="Net")
+LED = replace(FACTS, kernel_refusal="", attention=(AttentionFacts("layers.0.attn", 8, 8),))
 CPU4 = World(4, "cpu", 4)
 CUDA4 = World(4, "cuda", 4)
 FACTORY = {"model": {"factory": "a:b"}}
@@ -231,6 +232,32 @@ CASES = {
         "use model.attention eager",
         CPU4,
         replace(FACTS, has_attention_dropout=True),
+    ),
+    "factory-label-smoothing": case(
+        {**FACTORY, "training": {"label_smoothing": 0.1}}, {"training": {"label_smoothing": 0.1}}, "its own loss"
+    ),
+    "factory-z-loss": case({**FACTORY, "training": {"z_loss": 1e-4}}, {"training": {"z_loss": 1e-4}}, "its own loss"),
+    "context-kernel": case(
+        {"parallel": {**CONTEXT, "context_parallel_method": "ring"}, "model": {"attention": "blockwise"}},
+        {"parallel": {**CONTEXT, "context_parallel_method": "ring"}},
+        "a ring is a kernel of its own; use model.attention auto",
+        CPU4,
+        LED,
+    ),
+    "attention-led": case(
+        {"model": {"attention": "blockwise"}},
+        {"model": {"attention": "blockwise"}},
+        "xlm is not among the families; use auto, sdpa or eager",
+        CPU4,
+        replace(FACTS, kernel_refusal="xlm is not among the families"),
+        LED,
+    ),
+    "attention-kernel": case(
+        {"model": {"attention": "sdpa"}},
+        {"model": {"attention": "blockwise"}},
+        "layers.0.attn: it has no soft cap on scores; use auto, blockwise or eager",
+        CPU4,
+        replace(LED, attention=(AttentionFacts("layers.0.attn", 8, 8, softcap=True),)),
     ),
     "context-compile": case(
         {"parallel": CONTEXT, "model": {"compile": True}}, {"parallel": CONTEXT}, "use model.compile false"

@@ -45,9 +45,13 @@ def has_flash_attention(query: Tensor) -> bool:
 
 
 # No public name: scaled_dot_product_attention keeps the log-sum-exp to itself (torch 2.11 to 2.13).
-def flash_attention(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """(output [B, h, Q, d], log-sum-exp [B, h, Q]) of torch's fused attention on a CPU."""
-    output, logs = _ATEN._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scale)
+def flash_attention(
+    query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(output [B, h, Q, d], log-sum-exp [B, h, Q]) of torch's fused attention on a CPU; `mask` is added to scores."""
+    output, logs = _ATEN._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, causal, attn_mask=mask, scale=scale
+    )
     return output, logs
 
 
@@ -60,10 +64,11 @@ def flash_attention_backward(
     gradient: Tensor,
     output: Tensor,
     logs: Tensor,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value for a given output, its gradient and log-sum-exp."""
     grads: tuple[Tensor, Tensor, Tensor] = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
-        gradient, query, key, value, output, logs, 0.0, causal, scale=scale
+        gradient, query, key, value, output, logs, 0.0, causal, attn_mask=mask, scale=scale
     )
     return grads
 

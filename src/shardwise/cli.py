@@ -1,4 +1,4 @@
-"""The command line: `shardwise train`, `verify`, `export`, `checkpoint`, `plan`, `doctor`, `bench` and `build`.
+"""The command line: `shardwise train`, `verify`, `run`, `export`, `checkpoint`, `plan`, `doctor`, `bench`, `build`.
 
 Words of the form `--section.key value` are keys of the job and are taken out before argparse sees the rest. A user's
 mistake ends as one message on stderr and the error's exit code, never as a traceback. Heavy imports happen inside the
@@ -14,8 +14,9 @@ import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from shardwise import __version__, plan_cli, search_cli
-from shardwise.errors import ConfigError, MachineError, ShardwiseError, nearest
+from shardwise import __version__, engine_cli, plan_cli, run_cli, search_cli
+from shardwise.command_words import count, say_note
+from shardwise.errors import ConfigError, ShardwiseError, nearest
 
 INTERRUPTED = 130
 SPECIAL = (
@@ -121,11 +122,11 @@ def _train(options: argparse.Namespace, keys: dict[str, Any]) -> int:
 
 def _verify_options(parser: argparse.ArgumentParser) -> None:
     _job_argument(parser)
-    parser.add_argument("--blocks", type=_count, metavar="N", help="keep only the first N blocks of the model")
+    parser.add_argument("--blocks", type=count, metavar="N", help="keep only the first N blocks of the model")
     parser.add_argument(
         "--against", metavar="PLAN.yaml", help="compare with this layout (keys on top of JOB's) instead of one process"
     )
-    parser.add_argument("--steps", type=_count, default=3, metavar="N", help="steps to compare (default: 3)")
+    parser.add_argument("--steps", type=count, default=3, metavar="N", help="steps to compare (default: 3)")
 
 
 def _verify(options: argparse.Namespace, keys: dict[str, Any]) -> int:
@@ -155,7 +156,7 @@ def _export_options(parser: argparse.ArgumentParser) -> None:
 def _export(options: argparse.Namespace, keys: dict[str, Any]) -> int:
     from shardwise.checkpoint.export import export_checkpoint
 
-    path = export_checkpoint(options.checkpoint, options.out, options.dtype, say=_say_note)
+    path = export_checkpoint(options.checkpoint, options.out, options.dtype, say=say_note)
     print(f"exported to {path}")
     return 0
 
@@ -185,8 +186,8 @@ def _checkpoint(options: argparse.Namespace, keys: dict[str, Any]) -> int:
     if options.action == "ls":
         return inspect.run_ls(options.path, options.json)
     if options.action == "show":
-        return inspect.run_show(options.path, options.tensors, options.json, say=_say_note)
-    return verification.run_verify(options.path, say=_say_note)
+        return inspect.run_show(options.path, options.tensors, options.json, say=say_note)
+    return verification.run_verify(options.path, say=say_note)
 
 
 def _doctor_options(parser: argparse.ArgumentParser) -> None:
@@ -204,51 +205,13 @@ def _doctor(options: argparse.Namespace, keys: dict[str, Any]) -> int:
     return 0
 
 
-def _bench_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "what", choices=("collectives",), metavar="collectives", help="the native engine beside Gloo on this host"
-    )
-    parser.add_argument("--json", metavar="FILE", help="write the rows as JSON too")
-
-
-def _bench(options: argparse.Namespace, keys: dict[str, Any]) -> int:
-    from shardwise.bench import run_collectives
-
-    return run_collectives(options.json, say=_say_note)
-
-
-def _build_options(parser: argparse.ArgumentParser) -> None:
-    pass
-
-
-def _build(options: argparse.Namespace, keys: dict[str, Any]) -> int:
-    from shardwise.collectives import engine
-
-    path = engine.build(_say_note)
-    problem = engine.obstacle()
-    if problem:
-        raise MachineError(f"the native engine is built ({path}) but cannot be used: {problem}")
-    print(f"the native engine is ready: {path}")
-    return 0
-
-
 def _job_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("job", nargs="?", metavar="JOB.yaml", help="the job; left out: the embedded default")
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
-    return int(text)
-
-
 def _say_notes(notes: Sequence[str]) -> None:
     for note in notes:
-        _say_note(note)
-
-
-def _say_note(note: str) -> None:
-    print(f"note: {note}", file=sys.stderr)
+        say_note(note)
 
 
 COMMANDS = {
@@ -302,6 +265,13 @@ COMMANDS = {
         "Fit the constants of accelerators and software stacks on the rows of the tables whose fit_role is calibrate.",
         plan_cli.calibrate_options,
         plan_cli.run_calibrate,
+    ),
+    "run": Command(
+        "run a script written for SMP, unchanged",
+        "Run a script written for SageMaker's model parallel library or for torch.distributed, on local workers or as\n"
+        "a rank of torchrun, Slurm or Open MPI. Its imports of Amazon's libraries lead to shardwise.smp.",
+        run_cli.run_options,
+        run_cli.run_script,
         takes_job=False,
     ),
     "doctor": Command(
@@ -316,16 +286,16 @@ COMMANDS = {
         "measure this host's collectives",
         "Measure all-gather, reduce-scatter and all-reduce of 2, 4 and 8 CPU ranks on this host: the native engine\n"
         "beside Gloo, and beside what plain copies would take. Takes less than a minute.",
-        _bench_options,
-        _bench,
+        engine_cli.bench_options,
+        engine_cli.run_bench,
         takes_job=False,
     ),
     "build": Command(
         "compile the native collective engine",
         "Compile the native engine for CPU ranks (parallel.ddp_dist_backend) into the cache, unless it is there.\n"
         "Without this command the first run that uses it does the same.",
-        _build_options,
-        _build,
+        engine_cli.build_options,
+        engine_cli.run_build,
         takes_job=False,
     ),
 }

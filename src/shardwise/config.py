@@ -17,6 +17,10 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Device = Literal["auto", "cpu", "cuda"]
 Precision = Literal["auto", "fp64", "fp32", "bf16", "fp16"]
 Checkpointing = Literal["none", "full", "selective"]
+AttentionKernel = Literal[
+    "auto", "eager", "sdpa", "flash", "efficient", "cudnn", "flex", "blockwise", "flash_attention_2",
+    "flash_attention_3",
+]  # fmt: skip
 DataFormat = Literal["auto", "stdlib", "text", "jsonl", "parquet", "dataset", "tokens", "factory"]
 
 
@@ -48,9 +52,10 @@ class ModelSection(Section):
         "return its own loss.",
     )
     task: Literal["causal_lm", "masked_lm"] = Field(default="causal_lm", description="Which head and which loss.")
-    attention: Literal["auto", "sdpa", "eager"] = Field(
+    attention: AttentionKernel = Field(
         default="auto",
-        description="Attention kernel; `auto` is transformers' own choice for the model (SDPA where it has it).",
+        description="Attention kernel; `auto` takes the first that can do what the model, the data and the device ask "
+        "for (`shardwise doctor --model` shows it). Families that are not led to kernels have `eager` and `sdpa`.",
     )
     dropout: Fraction | None = Field(
         default=None,
@@ -223,6 +228,14 @@ class TrainingSection(Section):
         default=None, description="Sequences in one forward of one rank; derived if unset."
     )
     gradient_accumulation: Positive | None = Field(default=None, description="Microbatches a step; derived if unset.")
+    label_smoothing: float = Field(
+        default=0.0, ge=0, lt=1, description="Share of the target spread evenly over all classes, in training."
+    )
+    z_loss: float = Field(
+        default=0.0,
+        ge=0,
+        description="Weight of the squared log-normaliser of the softmax in the training loss (PaLM: 1e-4).",
+    )
     seed: NonNegative = Field(default=0, description="Seed of weights, sample order and dropout.")
     evaluate_every: NonNegative = Field(default=0, description="Steps between evaluations; 0: at the end only.")
     evaluate_batches: Positive = Field(default=8, description="Global batches of one evaluation.")

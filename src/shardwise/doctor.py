@@ -18,12 +18,13 @@ from rich.text import Text
 from shardwise.collectives import engine
 from shardwise.config import Job
 from shardwise.draft import Draft, World, one_of
-from shardwise.errors import LegalityError, ModelError
+from shardwise.errors import LegalityError, ModelError, listed
 from shardwise.families.facts import ModelFacts
 from shardwise.legality import check
 
 PACKAGES = ("shardwise", "torch", "transformers", "tokenizers", "datasets", "safetensors")
 GIB = 2**30
+TYPICAL_LENGTH = 2048  # tokens of a sequence, of a model without a limit
 MOST_RANKS = 64  # up to which degrees are tried
 
 
@@ -84,8 +85,30 @@ def _support(base: dict[str, Any], facts: ModelFacts) -> Iterator[tuple[str, str
     yield "context", _degrees(base, facts, "context_parallel_degree", {})
     yield "pipeline", _degrees(base, facts, "pipeline_parallel_degree", {})
     yield "loss", "in chunks, logits never whole" if facts.chunkable_head else "of whole logits: the head is not last"
+    yield from _attention(base, facts)
     if facts.probe_failure:
         yield "note", facts.probe_failure
+
+
+def _attention(base: dict[str, Any], facts: ModelFacts) -> Iterator[tuple[str, str]]:
+    """The kernel of each attention layer on this machine, layers with the same one and the same reason together."""
+    if facts.kernel_refusal:
+        yield "attention", f"transformers' own: {facts.kernel_refusal}"
+        return
+    device, length = _device_type(), facts.max_positions or TYPICAL_LENGTH
+    job = Job.model_validate({**base, "data": {"sequence_length": length}})
+    rows: dict[tuple[str, str], list[str]] = {}
+    for layer, choice in Draft(job, World(1, device, 1), facts).attention_choices:
+        kernel, reason = (choice.kernel.name, choice.reason) if choice else ("none", "no kernel can do this")
+        rows.setdefault((kernel, reason), []).append(layer.name)
+    for (kernel, reason), names in rows.items():
+        yield "attention", f"{kernel} on {device} for {listed(names)} at {length} tokens: {reason}"
+
+
+def _device_type() -> str:
+    from torch import cuda
+
+    return "cuda" if cuda.is_available() else "cpu"
 
 
 def _degrees(base: dict[str, Any], facts: ModelFacts, key: str, more: dict[str, Any]) -> str:

@@ -22,7 +22,8 @@ from shardwise.config import (
     TrainingSection,
 )
 from shardwise.families.balance import balance, block_costs
-from shardwise.families.facts import ModelFacts
+from shardwise.families.facts import AttentionFacts, ModelFacts
+from shardwise.families.kernels import Choice, Needs, choose
 
 DEFAULT_SEQUENCES = 16
 MICROBATCH_TOKENS = {"cpu": 4096, "cuda": 16384}  # a forward of this size keeps the device busy without filling it
@@ -206,6 +207,38 @@ class Draft:
     def chunked_loss(self) -> bool:
         """Whether the head runs inside the loss, so that logits never exist whole."""
         return self.facts.is_hugging_face and self.facts.chunkable_head and self.model.loss is None
+
+    @property
+    def led(self) -> bool:
+        """Whether the model's attention is led to our kernels."""
+        return not self.facts.kernel_refusal
+
+    def attention_needs(self, layer: AttentionFacts) -> Needs:
+        """What one attention layer of this job needs of its kernel."""
+        window = layer.window is not None and layer.window < self.data.sequence_length
+        return Needs(
+            self.world.device_type,
+            self.compute,
+            self.data.isolate_documents or window,
+            layer.bias,
+            layer.softcap,
+            layer.dropout,
+            layer.head_size,
+            layer.value_size,
+        )
+
+    @cached_property
+    def attention_choices(self) -> tuple[tuple[AttentionFacts, Choice | None], ...]:
+        """The kernel of each attention layer, None where the one asked for cannot do it; of models that are led."""
+        layers = self.facts.attention if self.led else ()
+        return tuple((layer, choose(self.model.attention, self.attention_needs(layer))) for layer in layers)
+
+    @cached_property
+    def exact_dropout(self) -> bool:
+        """Whether attention dropout is equal on every layout: not where a fused kernel draws it."""
+        if not self.led:
+            return self.model.attention == "eager"
+        return all(choice.kernel.dropout == "exact" for _, choice in self.attention_choices if choice)
 
     @cached_property
     def sequences(self) -> Derived:

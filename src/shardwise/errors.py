@@ -32,6 +32,10 @@ class ModelError(ShardwiseError):
     """A model directory or factory that cannot be read, built or initialized."""
 
 
+class KernelError(ShardwiseError):
+    """An attention kernel that is not installed or cannot do what the model asks of it."""
+
+
 class DataError(ShardwiseError):
     """A corpus, tokenizer or token file that is missing, empty, corrupt or does not fit the model."""
 

@@ -59,6 +59,8 @@ class Plan:
     chunked_loss: bool  # the head runs inside the loss
     rules: dict[str, str]  # the rule behind each derived value
     notes: tuple[str, ...]  # sentences a user should read before the run
+    attention: str = ""  # kernel, or `auto` for a choice by call; empty where attention is transformers' own
+    exact_dropout: bool = True  # attention dropout is equal on every layout
     context_method: str = ""  # how attention reaches the other parts of a sequence; empty where it is whole
 
     @property
@@ -81,6 +83,12 @@ class Plan:
     def holds_whole(self) -> bool:
         """Whether parameters stay gathered and gradients whole until the end of a step."""
         return self.zero1 or self.splits_backward
+
+    @property
+    def masks_whole(self) -> bool:
+        """Whether attention has a mask of all queries and keys; our blocks make it for one block."""
+        auto = self.attention == "auto" and self.world.device_type == "cpu"
+        return not (auto or self.attention in ("blockwise", "flex"))
 
     @property
     def needs_fsdp(self) -> bool:
@@ -129,6 +137,8 @@ def resolve(job: Job, world: World, facts: ModelFacts) -> Plan:
         zero1=draft.zero1,
         chunked_loss=draft.chunked_loss,
         notes=tuple(_notes(draft)),
+        attention=_attention(draft, rules),
+        exact_dropout=draft.exact_dropout,
         context_method=_context_method(draft, rules),
         **_batch(draft, rules),
         rules=rules | _switch_rules(draft),
@@ -172,6 +182,18 @@ def _context_method(draft: Draft, rules: dict[str, str]) -> str:
         return "ulysses"
     rules["context_method"] = "context_parallel_method auto: ulysses cannot share these heads"
     return "all_gather"
+
+
+def _attention(draft: Draft, rules: dict[str, str]) -> str:
+    if not draft.led:
+        rules["attention"] = f"transformers' own: {draft.facts.kernel_refusal}"
+        return ""
+    kernels: dict[str, str] = {}  # name -> the reason of the first layer that has it
+    for _, choice in draft.attention_choices:
+        if choice is not None:
+            kernels.setdefault(choice.kernel.name, choice.reason)
+    rules["attention"] = "; ".join(f"{name} ({reason})" for name, reason in kernels.items())
+    return draft.model.attention
 
 
 def _stages(draft: Draft, rules: dict[str, str]) -> tuple[tuple[str, ...], ...]:
@@ -299,7 +321,7 @@ def _memory_notes(draft: Draft) -> Iterator[str]:
 def _model_notes(draft: Draft) -> Iterator[str]:
     if not draft.chunked_loss:
         yield f"Logits exist whole: {_whole_logits(draft)}."
-    if draft.facts.has_attention_dropout and draft.model.attention != "eager":
+    if draft.facts.has_attention_dropout and not draft.exact_dropout:
         yield (
             "Attention dropout runs inside a fused kernel, whose random numbers depend on the layout; "
             "model.attention=eager makes it equal on every layout."
@@ -328,6 +350,7 @@ def _rows(plan: Plan) -> Iterator[tuple[str, object]]:
         yield "context_method", plan.context_method
     if plan.stages:
         yield "stages", " + ".join(str(len(blocks)) for blocks in plan.stages) + " blocks"
+    yield "attention", plan.attention or "transformers' own"
     yield "placement", plan.placement
     yield "backend", plan.backend
     for key in ("sequence_length", "sequences_per_step", "microbatch", "accumulation"):

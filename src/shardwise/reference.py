@@ -31,7 +31,9 @@ from shardwise.legality import rules
 from shardwise.observe.metrics import __doc__ as METRICS_DOC
 from shardwise.optimizers import ELEMENTWISE, UNUSABLE
 from shardwise.plan import Dtypes, World, resolve
+from shardwise.reference_attention import FAMILY_HEAD, KERNEL_HEAD, family_rows, kernel_rows
 from shardwise.reference_tables import COMMON_OPTIONS, ENVIRONMENT_VARIABLES, FILES, METRICS, SUBJECTS
+from shardwise.smp.api import page as smp_api_page
 from shardwise.smp_options import ANY, MAPPED, MPI_NOTES, OPTIONS, Option, translate
 
 GENERATED = "<!-- Written by `python -m shardwise.reference docs/reference` from the code; do not edit. -->"
@@ -115,6 +117,15 @@ def values_of(schema: dict[str, Any]) -> str:
     if "items" in schema:
         kind = f"list of {values_of(schema['items'])}"
     return f"{kind} {', '.join(limits)}".strip()
+
+
+def attention_page() -> Iterator[str]:
+    yield "# Attention kernels\n"
+    yield "`model.attention` names one; `auto` takes the first that can do what model, data and device ask for.\n"
+    yield from table(KERNEL_HEAD, kernel_rows())
+    yield "A family's row asks for all that its models may have (window, bias, soft cap), trained, with heads of 64, in"
+    yield "fp32 on a CPU and bf16 on CUDA. Isolated documents and padding are masks. Other families: `eager`, `sdpa`.\n"
+    yield from table(FAMILY_HEAD, family_rows())
 
 
 def legality_page() -> Iterator[str]:
@@ -365,7 +376,9 @@ PAGES: dict[str, Callable[[], Iterator[str]]] = {
     "command-line.md": command_page,
     "job.md": job_page,
     "legality.md": legality_page,
+    "attention.md": attention_page,
     "smp-options.md": smp_page,
+    "smp-api.md": lambda: iter(smp_api_page()),
     "layout.md": layout_page,
     "precision.md": precision_page,
     "run.md": run_page,

@@ -39,6 +39,12 @@ FILES = {
 
 ENVIRONMENT_VARIABLES = {
     "SM_HP_MP_PARAMETERS": "SMP's options as a JSON object; stronger than the job file, weaker than the command line",
+    "SHARDWISE_DEVICE": "set by `shardwise run --device`: where `smp.init` computes",
+    "SM_FRAMEWORK_PARAMS": "`shardwise run --smp-options` sets its `sagemaker_mpi_enabled`; transformers looks for it",
+    "SM_NUM_GPUS, SM_HOSTS, SM_CURRENT_HOST, SM_MODULE_DIR, SM_CHANNELS": "set by `shardwise run` for the script, "
+    "where they are not set yet",
+    "SM_CHANNEL_TRAIN, SM_CHANNEL_TEST": "input directories of a script: `shardwise run --channel NAME=DIR`, or `data`",
+    "SM_MODEL_DIR, SM_OUTPUT_DATA_DIR": "output directories of a script: `shardwise run --model-dir`, `--output-dir`",
     "XDG_CACHE_HOME": "tokenizers and tokens are cached in its `shardwise/`; unset: `~/.cache`. `data.cache_directory` "
     "wins",
     "SHARDWISE_ENGINE_DIRECTORY": "where the compiled engine is kept; unset: `engine/` in the cache above",
@@ -83,7 +89,10 @@ SUBJECTS = (
         "5. Workers and launchers: `parallel.workers`, torchrun, Slurm, Open MPI",
         "[job.md](job.md#parallel), [environment.md](environment.md), [errors.md](errors.md)",
     ),
-    ("6. Models: `model.path`, `model.config`, `model.factory`", "[job.md](job.md#model)"),
+    (
+        "6. Models: `model.path`, `model.config`, `model.factory`, `model.attention`",
+        "[job.md](job.md#model), [attention.md](attention.md)",
+    ),
     (
         "7. Sharded data parallelism: `sharded_data_parallel_degree`, `shard_optimizer_state`, `prefetch_depth`",
         "[job.md](job.md#parallel), [smp-options.md](smp-options.md)",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from shardwise.command_words import count
 from shardwise.errors import CapacityError, ConfigError, OutputError, nearest
 
 if TYPE_CHECKING:
@@ -31,9 +32,9 @@ def plan_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--tokens", type=_amount, metavar="N", help="tokens to train on (300B): days and cost of them")
     parser.add_argument("--price", type=_amount, metavar="USD", help="dollars an hour of one accelerator, for the cost")
-    parser.add_argument("--top", type=_count, default=8, metavar="N", help="layouts to show (default: 8)")
+    parser.add_argument("--top", type=count, default=8, metavar="N", help="layouts to show (default: 8)")
     parser.add_argument(
-        "--limit", type=_count, default=10_000, metavar="N", help="combinations to look at (default: 10000)"
+        "--limit", type=count, default=10_000, metavar="N", help="combinations to look at (default: 10000)"
     )
     parser.add_argument(
         "--explain", metavar="WHICH", help="a number of the table, or keys: tensor_parallel_degree=8,microbatch_size=2"
@@ -130,8 +131,8 @@ def local_cluster(job: Job) -> Cluster:
     from shardwise.planner.local import cpu_cluster
 
     if torch.cuda.is_available() and job.parallel.device != "cpu":
-        count = job.parallel.workers or torch.cuda.device_count()
-        return cluster(f"{torch.cuda.get_device_name()}:{count}")
+        ranks = job.parallel.workers or torch.cuda.device_count()
+        return cluster(f"{torch.cuda.get_device_name()}:{ranks}")
     return cpu_cluster(job.parallel.workers or CPU_WORKERS)
 
 
@@ -278,12 +279,6 @@ def _dry_run(question: Question, options: argparse.Namespace) -> int:
 def _whole(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0")
-    return int(text)
-
-
-def _count(text: str) -> int:
-    if _whole(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
     return int(text)
 
 

@@ -142,6 +142,11 @@ def translate(source: Mapping[str, Any]) -> Translation:
     return result
 
 
+def bare_parameters(source: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters inside of whatever form of options `source` is; they are not looked at."""
+    return _unwrap(dict(source), Translation())
+
+
 def _unwrap(source: dict[str, Any], result: Translation) -> dict[str, Any]:
     """The bare parameters inside the estimator's `distribution` dict; what stands around them becomes keys or notes."""
     if "smdistributed" in source or "mpi" in source or "torch_distributed" in source:

@@ -4,12 +4,28 @@ from __future__ import annotations
 
 import pytest
 
+from shardwise.config import Job
+from shardwise.families.attention import LED
 from shardwise.families.build import build_model
 from shardwise.families.discovery import discover
 from shardwise.families.facts import ModelFacts
-from tests.families.toys import factory_job, job
+from tests.families.toys import CONFIGS, factory_job, job
 
-SPLITS = ("gpt2", "gpt_neox", "bert", "roberta", "opt", "llama", "mistral", "qwen3", "gemma", "gemma2")
+SPLITS = (
+    "gptj",
+    "gpt_neo",
+    "falcon",
+    "gpt2",
+    "gpt_neox",
+    "bert",
+    "roberta",
+    "opt",
+    "llama",
+    "mistral",
+    "qwen3",
+    "gemma",
+    "gemma2",
+)
 
 
 def facts_of(family: str, **config: object) -> ModelFacts:
@@ -22,9 +38,33 @@ def test_attention_through_the_interface(family: str) -> None:
     assert facts_of(family).context_refusal == ""
 
 
-@pytest.mark.parametrize("family", ["gptj", "gpt_neo", "falcon"])
-def test_attention_of_its_own(family: str) -> None:
-    assert "does not go through transformers' AttentionInterface" in facts_of(family).context_refusal
+def test_attention_of_its_own() -> None:
+    config = {"model_type": "codegen", "n_embd": 32, "n_layer": 1, "n_head": 4, "rotary_dim": 4}
+    wanted = Job.model_validate({"model": {"config": config}})
+    facts = discover(build_model(wanted), wanted)
+    assert facts.context_refusal.startswith("codegen takes no position_ids") or "Interface" in facts.context_refusal
+    assert facts.kernel_refusal == "codegen is not among the families whose attention is led to kernels"
+
+
+def test_biases_that_count_positions() -> None:
+    assert "ALiBi biases from its own inputs" in facts_of("falcon", alibi=True).context_refusal
+
+
+@pytest.mark.parametrize("family", [name for name in LED if name in CONFIGS])
+def test_the_table_of_families_says_what_they_ask_for(family: str) -> None:
+    asked = {"falcon": {"alibi": True}}.get(family, {})
+    layers, row = facts_of(family, **asked).attention, LED[family]
+    assert layers and {layer.bias for layer in layers} == {row.bias}
+    assert {layer.softcap for layer in layers} == {row.softcap}
+    assert row.window or not any(layer.window for layer in layers)
+
+
+def test_what_each_layer_asks_of_its_kernel() -> None:
+    neo = facts_of("gpt_neo", window_size=5).attention
+    assert [layer.window for layer in neo] == [None, 5] and neo[1].name == "transformer.h.1.attn.attention"
+    assert [layer.bias for layer in facts_of("bloom").attention] == ["keys", "keys"]
+    assert {layer.softcap for layer in facts_of("gemma2").attention} == {True}
+    assert {layer.head_size for layer in facts_of("llama").attention} == {8}
 
 
 def test_positions_that_cannot_be_given() -> None:

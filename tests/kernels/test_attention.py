@@ -1,95 +1,237 @@
-"""A ring's attention and its gradients equal those of whole sequences, however blocks are cut."""
+"""The door of attention: every kernel that runs here against the eager one, whatever is hidden, added or dropped."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any
+
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.collectives.context import dealt, gather_sequence, heads_for_rows, in_order, rows_for_heads
-from shardwise.kernels import attention
-from shardwise.kernels.attention import Ring, document_mask, ring_attention
-from shardwise.testing.world import WorldPool
+from shardwise.errors import KernelError
+from shardwise.families.kernels import KERNELS, Needs, refusal
+from shardwise.kernels import masks
+from shardwise.kernels.attention import attention
+from shardwise.kernels.dropout import DropoutScope, dropout_scope
+from shardwise.observe.memory import LiveBytes
 
-LENGTH, HEADS, GROUPS = 24, 4, 2
+BATCH, HEADS, GROUPS, LENGTH, SIZE = 2, 4, 2, 20, 6
+DOCUMENTS = torch.tensor([[0] * 7 + [1] * (LENGTH - 7), [0] * 15 + [1] * (LENGTH - 15)])
+PADDING = torch.arange(LENGTH) < torch.tensor([[LENGTH], [13]])
+CASES: dict[str, dict[str, Any]] = {
+    "all": {},
+    "causal": {"causal": True},
+    "padding": {"padding": PADDING},
+    "documents": {"causal": True, "documents": DOCUMENTS},
+    "window": {"causal": True, "window": 3},
+    "both sides": {"window": 4},
+    "documents, window, padding": {"causal": True, "documents": DOCUMENTS, "window": 3, "padding": PADDING},
+    "alibi": {"causal": True, "alibi": torch.tensor([0.5, 0.25, 0.125, 0.0625])},
+    "alibi, documents": {"causal": True, "documents": DOCUMENTS, "alibi": torch.tensor([0.5, 0.25, 0.1, 0.0])},
+    "bias": {"bias": torch.linspace(-1, 1, LENGTH * LENGTH).view(1, 1, LENGTH, LENGTH), "window": 5},
+    "cap": {"causal": True, "softcap": 0.7, "documents": DOCUMENTS},
+    "scale": {"causal": True, "scale": 0.9},
+}
+RUNNABLE = ("flash", "blockwise", "sdpa", "flex")
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
-def drawn(width: int) -> list[Tensor]:
-    """Whole query, key, value and output gradient [2, h, S, d], equal on every rank."""
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that cut the toys' sequences, unevenly at the end."""
+    monkeypatch.setattr(masks, "BLOCK", 8)
+
+
+def tensors(dtype: torch.dtype, length: int = LENGTH, value: int = SIZE) -> list[Tensor]:
+    """Query, key, value and the output's gradient."""
     generator = torch.Generator().manual_seed(1)
-    shapes = [(HEADS, 6), (GROUPS, 6), (GROUPS, width), (HEADS, width)]
-    return [torch.randn(2, heads, LENGTH, d, generator=generator, dtype=torch.float64) for heads, d in shapes]
+    shapes = [(HEADS, SIZE), (GROUPS, SIZE), (GROUPS, value), (HEADS, value)]
+    return [torch.randn(BATCH, h, length, d, generator=generator, dtype=torch.float64).to(dtype) for h, d in shapes]
 
 
-def expected(whole: list[Tensor], mask: Tensor) -> list[Tensor]:
-    """Output and gradients of plain attention over whole sequences."""
-    query, key, value = (tensor.clone().requires_grad_() for tensor in whole[:3])
-    wide = [tensor.repeat_interleave(HEADS // GROUPS, 1) for tensor in (key, value)]
-    output = (query @ wide[0].mT * 0.3 + mask).softmax(-1) @ wide[1]
-    output.backward(whole[3])
-    return [output.detach(), *(tensor.grad for tensor in (query, key, value) if tensor.grad is not None)]
+def needs(case: dict[str, Any], dtype: str = "fp64", gradient: bool = True, value: int = SIZE) -> Needs:
+    """What a kernel has to be able to do for a case."""
+    masked = bool({"padding", "documents", "window"} & set(case))
+    bias = "keys" if "alibi" in case else "scores" if "bias" in case else ""
+    return Needs("cpu", dtype, masked, bias, "softcap" in case, False, SIZE, value, gradient)
 
 
-def worst(kind: str, width: int, rows: int) -> float:
-    """Largest difference of this rank's part from that of whole sequences, in blocks of `rows`."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "SCORE_ROWS", rows)
-        return difference(kind, width)
+def both(kernel: str, case: dict[str, Any], dtype: torch.dtype, value: int = SIZE) -> list[Tensor]:
+    """Output and gradients; rows of padding are left out, for they may see nothing."""
+    query, key, values, gradient = tensors(dtype, value=value)
+    inputs = [each.requires_grad_() for each in (query, key, values)]
+    output = attention(*inputs, kernel=kernel, **case)
+    counted = PADDING[:, None, :, None] if "padding" in case else torch.tensor(True)
+    output = output.masked_fill(~counted, 0.0)
+    output.backward(gradient)
+    return [output.detach(), *(each.grad for each in inputs if each.grad is not None)]
 
 
-def difference(kind: str, width: int) -> float:
-    group, degree = dist.group.WORLD, dist.get_world_size()
-    assert group is not None
-    documents = torch.tensor([[0] * 7 + [1] * (LENGTH - 7), [0] * 15 + [1] * (LENGTH - 15)])
-    ahead = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
-    masks = {
-        "all": torch.zeros(1, 1, LENGTH, LENGTH, dtype=torch.float64),
-        "causal": torch.zeros(LENGTH, LENGTH, dtype=torch.float64).masked_fill(ahead, -torch.inf),
-        "documents": document_mask(documents, True, torch.float64),
-    }
-    whole, here = drawn(width), dist.get_rank()
-    wanted = [dealt(tensor, 2, degree)[here] for tensor in expected(whole, masks[kind])]
-    positions = [dealt(torch.arange(LENGTH), 0, degree)[rank] for rank in range(degree)]
-
-    def block(rank: int, queries: slice, keys: slice) -> Tensor:
-        return document_mask(documents, True, torch.float64, positions[here][queries], positions[rank][keys])
-
-    parts = [dealt(tensor, 2, degree)[here] for tensor in whole]
-    query, key, value = (part.clone().requires_grad_() for part in parts[:3])
-    ring = Ring(group, 0.3, kind == "causal", block if kind == "documents" else None)
-    output = ring_attention(query, key, value, ring)
-    output.backward(parts[3])
-    found = [output.detach(), query.grad, key.grad, value.grad]
-    return max(float((a - b).abs().max()) for a, b in zip(found, wanted, strict=True) if a is not None)
+def pairs() -> Iterator[tuple[str, str]]:
+    """Kernels and cases that this machine can run forwards and backwards."""
+    for name in CASES:
+        for kernel in KERNELS:
+            if kernel.name in RUNNABLE and not refusal(kernel, needs(CASES[name])):
+                yield kernel.name, name
 
 
-@pytest.mark.parametrize("kind", ["all", "causal", "documents"])
-@pytest.mark.parametrize("ranks, width, rows", [(2, 6, 512), (2, 5, 512), (3, 5, 3), (4, 6, 2)])
-def test_ring_equals_whole(world_pool: WorldPool, kind: str, ranks: int, width: int, rows: int) -> None:
-    """Widths that differ between keys and values have no fused kernel; few rows cut blocks, and the diagonal's too."""
-    assert max(world_pool.run(ranks, worst, kind, width, rows)) < 1e-12
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("kernel, name", list(pairs()))
+def test_forward_and_gradients_are_those_of_eager(kernel: str, name: str, dtype: torch.dtype) -> None:
+    found, wanted = both(kernel, CASES[name], dtype), both("eager", CASES[name], dtype)
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert (ours - theirs).abs().max() <= TOLERANCE[dtype] * theirs.abs().max()
 
 
-def there_and_back() -> bool:
-    """Heads for rows and rows for heads undo each other, in values and gradients; a gather has all in order."""
-    group, degree, here = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
-    assert group is not None
-    whole = drawn(6)[0]
-    part = dealt(whole, 2, degree)[here].requires_grad_()
-    exchanged = heads_for_rows(part, group)
-    assert torch.equal(exchanged, whole.chunk(degree, 1)[here])
-    back = rows_for_heads(exchanged.transpose(1, 2), group).transpose(1, 2)
-    back.backward(part.detach())
-    gathered = gather_sequence(part, group)
-    return (
-        torch.equal(back, part)
-        and torch.equal(part.grad if part.grad is not None else part, part)
-        and torch.equal(gathered, whole)
-        and torch.equal(in_order(dealt(whole, 2, degree), 2), whole)
+def test_values_of_another_size() -> None:
+    found, wanted = (both(kernel, CASES["documents"], torch.float64, value=5) for kernel in ("blockwise", "eager"))
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["causal", "documents", "alibi", "cap"])
+def test_flex_forward(name: str) -> None:
+    """On a CPU FlexAttention has no backward, which the table knows."""
+    query, key, value, _ = tensors(torch.float32)
+    found = attention(query, key, value, kernel="flex", **CASES[name])
+    torch.testing.assert_close(found, attention(query, key, value, kernel="eager", **CASES[name]), rtol=0, atol=1e-5)
+    with pytest.raises(KernelError, match="no backward on cpu"):
+        attention(query.requires_grad_(), key, value, kernel="flex", **CASES[name])
+
+
+def reaches(case: dict[str, Any], kernel: str, changed: int) -> list[int]:
+    """Queries of the second row whose output another key and value at `changed` moves."""
+    query, key, value, _ = tensors(torch.float64)
+    before = attention(query, key, value, kernel=kernel, **case)
+    key, value = key.clone(), value.clone()
+    key[:, :, changed] += 1
+    value[:, :, changed] -= 1
+    moved = (attention(query, key, value, kernel=kernel, **case) - before).abs().amax((1, 3))[1] > 1e-9
+    return moved.nonzero().flatten().tolist()
+
+
+@pytest.mark.parametrize("kernel", ["auto", "blockwise", "sdpa", "eager"])
+def test_what_another_key_reaches(kernel: str) -> None:
+    last = list(range(LENGTH))
+    assert reaches(CASES["causal"], kernel, 4) == last[4:]
+    assert reaches(CASES["documents"], kernel, 4) == last[4:15]  # its document ends at 15
+    assert reaches(CASES["window"], kernel, 4) == [4, 5, 6]
+    assert reaches(CASES["both sides"], kernel, 9) == last[6:13]
+    assert reaches(CASES["padding"], kernel, 13) == []
+    assert reaches(CASES["alibi"], kernel, 4) == last[4:]
+
+
+@pytest.mark.parametrize("kernel", ["blockwise", "sdpa"])
+def test_alibi_is_a_slope_of_the_distance(kernel: str) -> None:
+    """With equal scores the weight of a key falls by exp(-slope) a position."""
+    query, key = torch.zeros(1, 1, 9, 4), torch.zeros(1, 1, 9, 4)
+    weights = attention(
+        query, key, torch.eye(9).view(1, 1, 9, 9), causal=True, alibi=torch.tensor([0.3]), kernel=kernel
     )
+    ratios = weights[0, 0, -1, 1:] / weights[0, 0, -1, :-1]
+    torch.testing.assert_close(ratios, torch.full((8,), 0.3).exp(), rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_exchanges(world_pool: WorldPool, ranks: int) -> None:
-    assert all(world_pool.run(ranks, there_and_back))
+def test_a_query_that_sees_nothing_gets_zeros_and_no_gradient() -> None:
+    query, key, value, gradient = tensors(torch.float64)
+    seen = torch.zeros(BATCH, LENGTH, dtype=torch.bool)
+    seen[0] = True
+    inputs = [each.requires_grad_() for each in (query, key, value)]
+    output = attention(*inputs, padding=seen, kernel="blockwise")
+    output.backward(gradient)
+    assert float(output[1].detach().abs().max()) == 0.0
+    assert all(float(each.grad[1].abs().max()) == 0.0 for each in inputs if each.grad is not None)
+    assert all(bool(each.grad.isfinite().all()) for each in inputs if each.grad is not None)
+
+
+# --- dropout
+
+
+def dropped(kernel: str, step: int, p: float, case: dict[str, Any]) -> list[Tensor]:
+    with dropout_scope(DropoutScope(0, step, torch.tensor([5, 9]))):
+        return both(kernel, {**case, "dropout": p}, torch.float64)
+
+
+@pytest.mark.parametrize("name", ["causal", "documents", "alibi", "cap"])
+def test_blocks_drop_what_eager_drops(name: str) -> None:
+    for ours, theirs in zip(*(dropped(kernel, 3, 0.3, CASES[name]) for kernel in ("blockwise", "eager")), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+    other = dropped("blockwise", 4, 0.3, CASES[name])[0]
+    assert not torch.allclose(other, dropped("blockwise", 3, 0.3, CASES[name])[0])
+
+
+@pytest.mark.parametrize("kernel", ["blockwise", "sdpa"])
+def test_keep_rate_and_gradient_of_dropout(kernel: str) -> None:
+    """Equal scores and values of one: the output is the kept share / keep, its gradient to the values likewise."""
+    torch.manual_seed(0)
+    length, p = 256, 0.2
+    query = torch.zeros(2, 4, length, 8)
+    value = torch.ones(2, 4, length, 8, requires_grad=True)
+    output = attention(query, query, value, dropout=p, kernel=kernel)
+    output.sum().backward()
+    assert value.grad is not None
+    sigma = (p / (1 - p) / (2 * 4 * length * length)) ** 0.5
+    assert abs(float(output.mean()) - 1) < 5 * sigma
+    assert abs(float(value.grad.mean()) - 1) < 5 * sigma
+    assert float(output.std()) == pytest.approx((p / (1 - p) / length) ** 0.5, rel=0.1)
+
+
+# --- memory
+
+
+@pytest.mark.parametrize("name", ["causal", "documents", "window", "alibi"])
+def test_memory_grows_linearly(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peak of forward and backward at 1k, 2k, 4k, 8k tokens: doubling the sequence at most doubles it."""
+    monkeypatch.setattr(masks, "BLOCK", 512)
+    peaks = [peak(name, length) for length in (1024, 2048, 4096, 8192)]
+    one_block = 4 * 8 * 512 * 512  # what does not grow: one block's mask and bias
+    assert all(later <= 2.1 * earlier + one_block for earlier, later in pairwise(peaks))
+    assert peaks[-1] < 4 * 8192 * 8192 / 2  # of one head's scores in fp32, half
+
+
+def peak(name: str, length: int) -> int:
+    positions = torch.arange(length)
+    cases = {
+        "causal": {},
+        "documents": {"documents": (positions // 700).unsqueeze(0)},
+        "window": {"window": 300},
+        "alibi": {"alibi": torch.tensor([0.01])},
+    }
+    inputs = [torch.randn(1, 1, length, 16, requires_grad=True) for _ in range(3)]
+    with LiveBytes(*inputs) as memory:
+        attention(*inputs, causal=True, **cases[name]).sum().backward()
+    return memory.peak
+
+
+# --- refusals
+
+Refused = tuple[str, dict[str, Any], str]
+REFUSED: list[Refused] = [
+    ("flash", {"causal": True, "window": 3}, "hides nothing but a causal triangle"),
+    ("sdpa", {"softcap": 2.0}, "no soft cap"),
+    ("cudnn", {}, "runs on cuda only"),
+    ("flash_attention_2", {}, "use flash or blockwise"),
+]
+
+
+@pytest.mark.parametrize("kernel, case, reason", REFUSED)
+def test_a_kernel_that_cannot_is_refused(kernel: str, case: dict[str, Any], reason: str) -> None:
+    with pytest.raises(KernelError, match=reason):
+        attention(*tensors(torch.float32)[:3], kernel=kernel, **case)
+
+
+def test_a_head_beyond_the_kernel() -> None:
+    kernel = next(kernel for kernel in KERNELS if kernel.name == "cudnn")
+    call = Needs("cuda", "bf16", head_size=192, value_size=192)
+    assert refusal(kernel, call) == "a head of 192 is more than its largest of 128"
+
+
+def test_choices_follow_the_call() -> None:
+    choose: Callable[..., str] = lambda **more: next(  # noqa: E731
+        kernel.name for kernel in KERNELS if not refusal(kernel, Needs(**more))
+    )
+    assert choose() == "flash"
+    assert choose(masked=True) == choose(bias="keys") == choose(softcap=True) == choose(dropout=True) == "blockwise"
+    assert choose(bias="trained") == "sdpa"

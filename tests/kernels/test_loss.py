@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shardwise.kernels.loss import IGNORED, count_labels, cross_entropy_sum, linear_cross_entropy
+from shardwise.kernels.loss import IGNORED, Terms, count_labels, cross_entropy_sum, linear_cross_entropy
 from shardwise.observe.memory import LiveBytes
 
 ROWS, WIDTH, VOCABULARY = 30, 13, 17
@@ -40,6 +40,23 @@ def test_value_and_gradients_are_those_of_whole_logits(chunk: int, bias: bool) -
     theirs = torch.autograd.grad(expected, wanted, torch.tensor(0.25, dtype=torch.float64))
     for a, b in zip(ours, theirs, strict=True):
         assert (a - b).abs().max() <= 1e-12 * b.abs().max()
+
+
+@pytest.mark.parametrize("terms", [Terms(0.1, 0.0), Terms(0.0, 0.01), Terms(0.2, 0.05)])
+def test_smoothing_and_z_loss(terms: Terms) -> None:
+    """Against their definitions: targets with a share of every class, and the squared log-normaliser."""
+    hidden, weight, bias, labels = problem(torch.float64, True)
+    loss = linear_cross_entropy(hidden, weight, bias, labels, chunk=7, terms=terms)
+    logits, counted = F.linear(hidden, weight, bias).flatten(0, 1), labels.flatten() != IGNORED
+    hot = F.one_hot(labels.flatten().clamp(min=0), VOCABULARY).double()
+    wanted = hot * (1 - terms.smoothing) + terms.smoothing / VOCABULARY
+    each = -(wanted * logits.log_softmax(-1)).sum(-1) + terms.z_loss * logits.logsumexp(-1).square()
+    expected = each[counted].sum()
+    torch.testing.assert_close(loss, expected, rtol=1e-13, atol=0)
+    torch.testing.assert_close(cross_entropy_sum(logits, labels.flatten(), terms), expected, rtol=1e-13, atol=0)
+    inputs = [hidden, weight, bias]
+    pairs = zip(torch.autograd.grad(loss, inputs), torch.autograd.grad(expected, inputs), strict=True)
+    assert all((ours - theirs).abs().max() <= 1e-12 * theirs.abs().max() for ours, theirs in pairs)
 
 
 def test_another_gradient_than_the_seed_is_still_right() -> None:

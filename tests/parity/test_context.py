@@ -85,6 +85,13 @@ CASES: list[tuple[str, int, str, int, dict[str, Any]]] = [  # family, ranks, met
     ("bert", 2, "auto", 2, {"dropout": 0.1, "memory": {"activation_checkpointing": "selective"},
                             "training": {"sequences_per_step": 5, "microbatch_size": 2}, **DOCUMENTS}),
     ("gemma", 2, "all_gather", 2, {"config": GEMMA2, "attention": "eager", **UNEVEN, **FP32}),
+    ("gptj", 2, "ring", 2, {"attention": "auto", **DOCUMENTS, **FP32}),
+    ("gpt_neo", 2, "ring", 2, {"attention": "auto", **UNEVEN, **FP32}),
+    ("gpt_neo", 2, "all_gather", 2, {"attention": "auto", "dropout": 0.1, **DOCUMENTS, **FP32}),
+    ("falcon", 2, "ulysses", 2, {"attention": "auto", **DOCUMENTS}),
+    ("mistral", 2, "ring", 2, {"attention": "auto", "config": {"sliding_window": 4}, **DOCUMENTS}),
+    ("mistral", 2, "all_gather", 2, {"attention": "auto", "config": {"sliding_window": 4}, **DOCUMENTS}),
+    ("gpt2", 2, "all_gather", 2, {"attention": "blockwise", "dropout": 0.1, **DOCUMENTS}),
 ]  # fmt: skip
 TOGETHER: list[tuple[str, int, str, int, dict[str, Any]]] = [
     ("gpt2", 4, "ulysses", 2, {"parallel": {"tensor_parallel_degree": 2}, "dropout": 0.1, **UNEVEN}),

@@ -121,7 +121,7 @@ def test_replicas_do_not_divide_the_states() -> None:
         ({"optimizer": {"name": "SGD"}}, {"optimizer": {"name": "SGD", "options": {"momentum": 0.9}}}),
         ({"parallel": {"prefetch_depth": 1}}, {"parallel": {"prefetch_depth": 3}}),
         ({}, {"model": {"attention": "eager"}}),
-        ({}, {"data": {"isolate_documents": True}}),
+        ({"data": {"isolate_documents": True}}, {"data": {"isolate_documents": True}, "model": {"attention": "sdpa"}}),
     ],
 )  # fmt: skip
 def test_settings_that_save_memory_save_it(less: dict[str, Any], more: dict[str, Any]) -> None:

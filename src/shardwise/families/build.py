@@ -38,6 +38,8 @@ from transformers.initialization import meta_device_safe_creation_ops
 
 from shardwise.config import Job, ModelSection
 from shardwise.errors import ConfigError, ModelError, ShardwiseError, nearest
+from shardwise.families.adapters import adapt
+from shardwise.families.attention import OWN_PRODUCTS
 from shardwise.families.default import default_config
 from shardwise.imports import load_object
 
@@ -45,6 +47,7 @@ HEADS = {
     "causal_lm": (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING, "AutoModelForCausalLM"),
     "masked_lm": (AutoModelForMaskedLM, MODEL_FOR_MASKED_LM_MAPPING, "AutoModelForMaskedLM"),
 }
+BUILT = ("eager", "sdpa")  # attention that transformers' models have themselves
 DROPOUT_FIELD = re.compile(r"dropout|pdrop")
 # Dropout of heads that language models do not have, and layer drop, which drops no elements.
 OTHER_DROPOUT = re.compile(r"classif|summary|pooler|^cls|^qa|layerdrop|^drop_path")
@@ -213,7 +216,9 @@ def _build_hugging_face(job: Job, config: PreTrainedConfig) -> PreTrainedModel:
     _check_head(config, section)
     if getattr(config, "quantization_config", None):
         raise ModelError(f"model.path={section.path!r} holds quantized weights; training needs the unquantized model")
-    model = _from_config(config, section, None if section.attention == "auto" else section.attention)
+    named = section.attention in BUILT and config.model_type not in OWN_PRODUCTS
+    model = _from_config(config, section, section.attention if named else None)
+    adapt(model)
     model.config.architectures = [type(model).__name__]
     path = section.path
     if path is not None and model.can_generate() and (Path(path) / "generation_config.json").exists():
@@ -247,7 +252,7 @@ def _from_config(config: PreTrainedConfig, section: ModelSection, attention: str
     except ModelError as error:
         if attention is None:
             raise
-        has = [kernel for kernel in ("eager", "sdpa") if kernel != attention and _succeeds(partial(build, kernel))]
+        has = [kernel for kernel in BUILT if kernel != attention and _succeeds(partial(build, kernel))]
         if not has:
             raise
         raise ModelError(

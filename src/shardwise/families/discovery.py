@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from shardwise.config import Job
-from shardwise.families.attention import context_refusal
+from shardwise.families.attention import context_refusal, kernel_refusal
 from shardwise.families.facts import BlockFacts, ModelFacts, StageFacts
 from shardwise.families.probe import Probe, probe, rehearse_stage
 from shardwise.families.stage_cut import stage_facts
@@ -33,6 +33,7 @@ KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_he
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "depth")
 INTERMEDIATE = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "d_ff", "d_inner", "hidden_dim")
 VOCABULARY = ("vocab_size", "vocabulary_size", "n_vocab")
+FACTORY_ATTENTION = "a module of model.factory keeps the attention that it was built with"
 POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length", "block_size")
 
 
@@ -69,8 +70,14 @@ def discover(model: nn.Module, job: Job, example: Mapping[str, Tensor] | None = 
         tensor_splits=splits,
         vocabulary_parameters=vocabulary_parameters(model, seen.head),
         tensor_refusal=refusal,
-        context_refusal=context_refusal(model, blocks, seen.attention, seen.mixes_positions, seen.failure),
+        context_refusal=context_refusal(
+            model, blocks, seen.attention, seen.mixes_positions, seen.failure, seen.attention_arguments
+        ),
         attention_arguments=seen.attention_arguments,
+        attention=seen.attention_calls,
+        kernel_refusal=FACTORY_ATTENTION
+        if job.model.factory
+        else kernel_refusal(model, len(seen.attention_calls), seen.attention_arguments, seen.failure),
         sequence_refusal=sequence_refusal(shapes, blocks, splits, len(lists) == 1 and seen.blocks_are_chain),
         probe_failure=seen.failure,
     )

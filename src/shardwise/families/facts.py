@@ -89,6 +89,28 @@ class StageFacts:
 
 
 @dataclass(frozen=True)
+class AttentionFacts:
+    """One call of attention in the forward.
+
+    Attributes:
+        name: of the module.
+        head_size, value_size: of queries and keys, and of values.
+        window: keys that a query sees, where not all.
+        bias: kind of the bias on the scores (`families.kernels.Needs.bias`).
+        softcap: whether scores pass a soft cap.
+        dropout: whether probabilities are dropped.
+    """
+
+    name: str
+    head_size: int = 0
+    value_size: int = 0
+    window: int | None = None
+    bias: str = ""
+    softcap: bool = False
+    dropout: bool = False
+
+
+@dataclass(frozen=True)
 class ModelFacts:
     """Structure and sizes of one model.
 
@@ -121,6 +143,8 @@ class ModelFacts:
     tensor_refusal: str = ""  # why tensor parallelism cannot be had, where it cannot
     context_refusal: str = ""  # why sequences cannot be split over ranks, where they cannot
     attention_arguments: tuple[str, ...] = ()  # what attention is given beside tensors, scale and dropout
+    attention: tuple[AttentionFacts, ...] = ()  # calls of attention, in order
+    kernel_refusal: str = "it was not looked at"  # why its attention cannot be led to a kernel, where it cannot
     stages: StageFacts = field(default_factory=lambda: StageFacts(refusal="it was not looked at"))
     sequence_refusal: str = ""  # why tensor ranks cannot share the sequence, where tensors can be split
     parameter_shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # in order; ties once, first name

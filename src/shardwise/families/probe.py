@@ -18,7 +18,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise._torch_compat import FakeTensorMode, tree_leaves
 from shardwise.families.attention import MIXERS, AttentionCalls
-from shardwise.families.facts import StageFacts
+from shardwise.families.facts import AttentionFacts, StageFacts
 from shardwise.families.stage_cut import OrderWatch
 
 Result = TypeVar("Result")
@@ -67,6 +67,7 @@ class Probe:
     matrix_parameters: frozenset[str] = frozenset()
     attention: tuple[str, ...] = ()  # modules that called transformers' AttentionInterface, one for each call
     attention_arguments: tuple[str, ...] = ()
+    attention_calls: tuple[AttentionFacts, ...] = ()
     mixes_positions: bool = False  # by a convolution or a scan
     failure: str = ""
 
@@ -187,6 +188,10 @@ class _Observation:
             matrix_parameters=frozenset(seen.matrix_parameters),
             attention=tuple(names.get(id(module), "") for module in self.attention.modules),
             attention_arguments=tuple(sorted(self.attention.arguments)),
+            attention_calls=tuple(
+                replace(call, name=names.get(id(module), ""))
+                for call, module in zip(self.attention.calls, self.attention.modules, strict=True)
+            ),
             mixes_positions=seen.mixes_positions,
         )
 

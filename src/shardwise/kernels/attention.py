@@ -1,251 +1,265 @@
-"""Attention of parts of a sequence: blocks whose results are merged by their log-sum-exp, around a ring of ranks.
+"""One door for attention: one signature, and behind it the kernel that the call, the device and the dtype ask for.
 
-Each rank keeps its queries; keys and values go round (ring attention, arXiv 2310.01889). A block gives its output and
-the log-sum-exp of its scores, and two blocks merge exactly; backward takes every block's gradients from the merged
-output and log-sum-exp, as in FlashAttention-2 (arXiv 2307.08691, section 3.1), so that no [S, S] matrix is kept.
+`families/kernels.py` says what each kernel can do; the functions here run them. Models of transformers come in through
+parallel/attention.py, which translates what their attention modules say.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple
+from importlib import import_module
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from shardwise._torch_compat import flash_attention, flash_attention_backward, has_flash_attention
-from shardwise.collectives.context import pass_on
+from shardwise.errors import KernelError
+from shardwise.families.kernels import BY_NAME as KERNELS
+from shardwise.families.kernels import Choice, Needs, alternatives, choose, refusal
+from shardwise.kernels.blocks import widened
+from shardwise.kernels.blockwise import Blockwise, Dropped, blockwise_attention
+from shardwise.kernels.dropout import Square, active_scope
 from shardwise.kernels.loss import loss_dtype
+from shardwise.kernels.masks import Mask, make_mask
+from shardwise.precision import DTYPES
 
-# (rank whose keys they are, its rows of queries, columns of keys) -> something of that block.
-OfBlock = Callable[[int, slice, slice], Tensor]
-SCORE_ROWS = 512  # queries of a block that is not fused: its scores are [B, h, SCORE_ROWS, keys]
-EVERY = slice(None)
-
-
-def document_mask(
-    document_ids: Tensor,
-    causal: bool,
-    dtype: torch.dtype,
-    rows: Tensor | None = None,
-    columns: Tensor | None = None,
-) -> Tensor:
-    """[B, 1, S, S] additive mask: 0 where query and key share a document (the key not ahead), else the minimum.
-
-    Args:
-        document_ids: [B, S].
-        causal: whether later keys are hidden.
-        dtype: of the mask.
-        rows, columns: [Q] and [K] positions of the queries and keys of a part [B, 1, Q, K]; unset: all.
-    """
-    everything = torch.arange(document_ids.shape[1], device=document_ids.device)
-    rows = everything if rows is None else rows
-    columns = everything if columns is None else columns
-    allowed = document_ids[:, rows].unsqueeze(2) == document_ids[:, columns].unsqueeze(1)
-    if causal:
-        allowed = allowed & (columns <= rows.unsqueeze(1))
-    return additive(allowed, dtype).unsqueeze(1)
-
-
-def additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where `allowed`, else the minimum of `dtype`, as transformers' eager attention wants it."""
-    mask = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
-    return mask.masked_fill_(~allowed, torch.finfo(dtype).min)
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+BACKENDS = {
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+}
 
 
 @dataclass(frozen=True)
-class Ring:
-    """What a ring's attention needs beside its tensors.
+class Call:
+    """One call of attention: tensors [B, h, Q, e], [B, k, K, e], [B, k, K, d], and what is done with the scores."""
 
-    Attributes:
-        group: the ranks among which keys and values go round.
-        scale: of the scores.
-        causal: whether later keys are hidden; only without a mask, which says it itself.
-        mask: [1 or B, 1, Q, K] of a block, bool (True: attend) or additive; None hides nothing.
-        dropped: [B, h, Q, K] dropout factors of a block, 0 or 1 / (1 - probability); None drops nothing.
-    """
-
-    group: dist.ProcessGroup
+    query: Tensor
+    key: Tensor
+    value: Tensor
     scale: float
-    causal: bool
-    mask: OfBlock | None = None
-    dropped: OfBlock | None = None
+    causal: bool = False
+    mask: Mask | None = None
+    bias: Tensor | None = None
+    softcap: float | None = None
+    dropout: float = 0.0
+    dropout_name: str | None = None
+
+    @property
+    def needs(self) -> Needs:
+        """What a kernel has to be able to do."""
+        query, value = self.query, self.value
+        return Needs(
+            query.device.type,
+            NAMES[query.dtype],
+            self.mask is not None and not self.mask.causal,
+            self._bias_kind,
+            self.softcap is not None,
+            self.dropout > 0,
+            query.shape[-1],
+            value.shape[-1],
+            torch.is_grad_enabled() and any(each.requires_grad for each in (query, self.key, value)),
+        )
+
+    @property
+    def _bias_kind(self) -> str:
+        if self.bias is None:
+            return ""
+        if self.bias.requires_grad and torch.is_grad_enabled():
+            return "trained"
+        return "keys" if self.bias.shape[2] == 1 and self.query.shape[2] > 1 else "scores"
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether exactly the keys ahead are hidden."""
+        return self.causal if self.mask is None else self.mask.causal
+
+    def dense(self) -> Tensor | None:
+        """What is added to the scores, whole: [1 or B, 1 or h, Q, K]; bool where nothing but hidden keys is to say."""
+        mask = self.mask
+        if mask is None and self.causal and self.bias is not None:
+            positions = torch.arange(self.query.shape[2], device=self.query.device)
+            mask = make_mask(1, positions, causal=True)
+        if self.bias is None:
+            return None if mask is None or mask.causal else mask.dense
+        bias = self.bias.to(self.query.dtype)
+        return bias if mask is None else torch.where(mask.dense, bias, torch.finfo(bias.dtype).min)
 
 
-def ring_attention(query: Tensor, key: Tensor, value: Tensor, ring: Ring) -> Tensor:
-    """[B, h, S/c, d] attention output of this rank's queries over the keys of all ranks of the ring.
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    causal: bool = False,
+    padding: Tensor | None = None,
+    documents: Tensor | None = None,
+    window: int | None = None,
+    alibi: Tensor | None = None,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+    scale: float | None = None,
+    kernel: str = "auto",
+) -> Tensor:
+    """[B, h, S, d] softmax(scale * query @ key.T + bias) @ value, by the kernel that fits; positions count from 0.
 
     Args:
-        query: [B, h, S/c, d].
-        key, value: [B, k, S/c, d], k a divisor of h (grouped-query attention).
-        ring: the rest.
+        query: [B, h, S, e].
+        key, value: [B, k, S, e] and [B, k, S, d], k a divisor of h (grouped-query attention).
+        causal: later keys are hidden.
+        padding: [B, S] bool, False: hidden from all. A query that sees nothing has an output without meaning.
+        documents: [B, S] number of each position's document; keys of others are hidden.
+        window: keys that a query sees, itself the last (arXiv 2004.05150); without `causal` as many to the other side.
+        alibi: [h] slopes m; m * key position is added to the scores (arXiv 2108.12409, section 3).
+        bias: [1 or B, 1 or h, 1 or S, S] added to the scores.
+        softcap: scores s become cap * tanh(s / cap) (Gemma 2, arXiv 2408.00118, section 2).
+        dropout: probability with which probabilities are dropped.
+        scale: unset: 1 / sqrt(e).
+        kernel: `auto` or a name of `shardwise.families.kernels.KERNELS`.
+
+    Raises:
+        KernelError: the kernel cannot do what is asked, or there is none that can.
     """
-    output: Tensor = _RingAttention.apply(query, key, value, ring)
+    positions = torch.arange(query.shape[2], device=query.device)
+    mask = None
+    if padding is not None or documents is not None or window is not None:
+        mask = make_mask(query.shape[0], positions, causal=causal, padding=padding, documents=documents, window=window)
+    if alibi is not None:
+        slopes = (alibi.view(1, -1, 1, 1) * positions).to(query.dtype)
+        bias = slopes if bias is None else bias + slopes
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    return run(Call(query, key, value, scale, causal, mask, bias, softcap, dropout), kernel)
+
+
+def run(call: Call, kernel: str = "auto") -> Tensor:
+    """[B, h, Q, d] of a call; raises KernelError where no kernel can do it."""
+    return RUNNERS[chosen(call, kernel).kernel.name](call)
+
+
+def chosen(call: Call, kernel: str) -> Choice:
+    """The kernel of a call and the reason. Raises KernelError where the one asked for cannot do it."""
+    needs = call.needs
+    choice = choose(kernel, needs)
+    if choice is None:
+        why = f": {refusal(KERNELS[kernel], needs)}" if kernel != "auto" else " has no kernel for this call"
+        raise KernelError(f"model.attention={kernel!r}{why}; use {' or '.join(alternatives(needs)) or 'another model'}")
+    return choice
+
+
+def _eager(call: Call) -> Tensor:
+    wide = loss_dtype(call.query.dtype)
+    key, value = widened(call.key, call.query), widened(call.value, call.query)
+    scores = (call.query.to(wide) @ key.to(wide).mT) * call.scale
+    if call.softcap is not None:
+        scores = (scores / call.softcap).tanh() * call.softcap
+    added = call.dense()
+    if call.is_causal and (added is None or call.mask is not None):
+        ahead = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1)
+        scores = scores.masked_fill(ahead, torch.finfo(wide).min)
+    if added is not None:
+        scores = scores.masked_fill(~added, torch.finfo(wide).min) if added.dtype == torch.bool else scores + added
+    weights = scores.softmax(-1)
+    if call.dropout > 0:
+        dropped = _dropped(call)
+        weights = weights * dropped.factors(weights.shape[1], slice(None), slice(None), wide)
+    return weights.to(value.dtype) @ value
+
+
+def _blockwise(call: Call) -> Tensor:
+    dropped = _dropped(call) if call.dropout > 0 else None
+    settings = Blockwise(call.scale, call.causal, call.mask, call.bias, call.softcap, dropped)
+    return blockwise_attention(call.query, call.key, call.value, settings)
+
+
+def _dropped(call: Call) -> Dropped:
+    """The factors of the step's dropout scope; without one, of torch's generator."""
+    batch, heads, queries, _ = call.query.shape
+    device, keys, scope = call.query.device, call.key.shape[2], active_scope()
+    here = Square(0, torch.arange(queries, device=device), torch.arange(keys, device=device), max(queries, keys))
+    if scope is None:
+        key = int(torch.randint(2**62, ()))
+        return Dropped(key, torch.arange(batch, device=device), here, 1 - call.dropout)
+    square = scope.square or Square(scope.part * heads, here.queries, here.keys, here.length)
+    key = scope.key(call.dropout_name or f"{scope.block}/functional")
+    return Dropped(key, scope.rows, square, 1 - call.dropout)
+
+
+def _sdpa(call: Call, name: str = "sdpa") -> Tensor:
+    mask = call.dense()
+    grouped = call.key.shape[1] != call.query.shape[1]
+    keys, values, options = call.key, call.value, {}
+    if grouped and mask is None and call.query.device.type == "cuda":
+        options = {"enable_gqa": True}
+    elif grouped:
+        keys, values = widened(keys, call.query), widened(values, call.query)
+    with sdpa_kernel(BACKENDS[name]) if name in BACKENDS and call.query.is_cuda else nullcontext():
+        return F.scaled_dot_product_attention(
+            call.query,
+            keys,
+            values,
+            attn_mask=mask,
+            dropout_p=call.dropout,
+            is_causal=call.is_causal and mask is None,
+            scale=call.scale,
+            **options,  # type: ignore[arg-type]
+        )
+
+
+def _flex(call: Call) -> Tensor:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    bias, cap, mask = call.bias, call.softcap, call.mask
+
+    def score(value: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        if cap is not None:
+            value = cap * (value / cap).tanh()
+        if bias is None:
+            return value
+        at = [index if size > 1 else 0 for index, size in zip((b, h, q, k), bias.shape, strict=True)]
+        return value + bias[at[0], at[1], at[2], at[3]]
+
+    def seen(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        if mask is None:
+            return q >= k
+        result = mask.function(b, h, mask.rows[q], mask.columns[k])
+        return result
+
+    hides = mask is not None or call.causal
+    queries, keys = call.query.shape[2], call.key.shape[2]
+    batch = None if mask is None else call.query.shape[0]
+    hidden = create_block_mask(seen, batch, None, queries, keys, call.query.device.type) if hides else None
+    attend: Any = torch.compile(flex_attention) if call.query.is_cuda else flex_attention
+    key, value = widened(call.key, call.query), widened(call.value, call.query)
+    bent = score if cap is not None or bias is not None else None
+    output: Tensor = attend(call.query, key, value, bent, hidden, scale=call.scale)
     return output
 
 
-class _RingAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, ring: Ring) -> Tensor:
-        wide = loss_dtype(query.dtype)
-        output = torch.zeros(*query.shape[:-1], value.shape[-1], dtype=wide, device=query.device)
-        normaliser = torch.full(query.shape[:-1], -torch.inf, dtype=wide, device=query.device)
-        here, degree = ring.group.rank(), ring.group.size()
-        moving = [key, value]
-        for step in range(degree):
-            keys, values = (_widened(each, query) for each in moving)
-            for block in _blocks(query, value, ring, (here - step) % degree):
-                part, logs = block.forward(query[block.rows], keys[block.columns], values[block.columns])
-                _merge(output[block.rows], normaliser[block.rows], part, logs)
-            if step < degree - 1:
-                moving = pass_on(moving, ring.group)
-        result = output.to(query.dtype)
-        ctx.save_for_backward(query, key, value, result, normaliser)
-        ctx.ring = ring
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, output, normaliser = ctx.saved_tensors
-        ring: Ring = ctx.ring
-        wide, here, degree = normaliser.dtype, ring.group.rank(), ring.group.size()
-        moving, gradient = [key, value], gradients[0].contiguous()
-        for_query = torch.zeros(query.shape, dtype=wide, device=query.device)
-        carried = [torch.zeros(each.shape, dtype=wide, device=each.device) for each in moving]
-        for step in range(degree):
-            keys, values = (_widened(each, query) for each in moving)
-            for block in _blocks(query, value, ring, (here - step) % degree):
-                saved = Saved(gradient[block.rows], output[block.rows], normaliser[block.rows])
-                parts = block.backward(query[block.rows], keys[block.columns], values[block.columns], saved)
-                for_query[block.rows] += parts[0]
-                for total, part in zip(carried, parts[1:], strict=True):
-                    total[block.columns] += _narrowed(part, total)
-            carried = pass_on(carried, ring.group)  # after the last step the gradients are at home
-            if step < degree - 1:
-                moving = pass_on(moving, ring.group)
-        found = zip((for_query, *carried), (query, key, value), strict=True)
-        return *(part.to(like.dtype) for part, like in found), None
+def _flash_package(call: Call, package: str) -> Tensor:
+    function = import_module(package).flash_attn_func
+    options = {"softcap": call.softcap or 0.0, "softmax_scale": call.scale, "causal": call.is_causal}
+    if call.dropout > 0:
+        options["dropout_p"] = call.dropout
+    output = function(*(each.transpose(1, 2) for each in (call.query, call.key, call.value)), **options)
+    output = output[0] if isinstance(output, tuple) else output
+    result: Tensor = output.transpose(1, 2)
+    return result
 
 
-def _widened(keys: Tensor, query: Tensor) -> Tensor:
-    """[B, k, S, d] -> [B, h, S, d]: each key head for its group of query heads."""
-    groups = query.shape[1] // keys.shape[1]
-    return keys if groups == 1 else keys.repeat_interleave(groups, dim=1)
-
-
-def _narrowed(gradient: Tensor, like: Tensor) -> Tensor:
-    """The transpose of `_widened`."""
-    heads = like.shape[1]
-    return gradient if gradient.shape[1] == heads else gradient.unflatten(1, (heads, -1)).sum(2, dtype=like.dtype)
-
-
-def _merge(output: Tensor, normaliser: Tensor, part: Tensor, logs: Tensor) -> None:
-    """Add a block's output [B, h, Q, d] and log-sum-exp [B, h, Q] to the running ones, in place."""
-    both = torch.logaddexp(normaliser, logs)
-    least = both.clamp(min=torch.finfo(both.dtype).min)  # rows that have seen no key yet are -inf
-    output.mul_((normaliser - least).exp_().unsqueeze(-1)).add_(part * (logs - least).exp_().unsqueeze(-1))
-    normaliser.copy_(both)
-
-
-class Saved(NamedTuple):
-    """Of the rows of a block: the output's gradient, the merged output, its log-sum-exp."""
-
-    gradient: Tensor
-    output: Tensor
-    normaliser: Tensor
-
-
-@dataclass(frozen=True)
-class _Block:
-    """One product of queries and keys: `rows` and `columns` index [B, h, S/c, ...] tensors of this rank and of another.
-
-    fused: torch's kernel runs it; it knows no mask and no dropout. diagonal: keys ahead of the query are hidden, where
-    the first query is `offset` behind the first key.
-    """
-
-    rows: tuple[slice, ...]
-    columns: tuple[slice, ...]
-    scale: float
-    fused: bool
-    diagonal: bool
-    offset: int
-    mask: Callable[[], Tensor] | None
-    factors: Callable[[], Tensor] | None
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """(output [B, h, Q, d], log-sum-exp [B, h, Q])."""
-        if self.fused:
-            return flash_attention(query, key, value, self.diagonal, self.scale)
-        scores = self._scores(query, key)
-        logs = scores.logsumexp(-1)
-        weights = self._weights(scores, logs)
-        kept = weights if self.factors is None else weights * self.factors()
-        return kept.to(value.dtype) @ value, logs
-
-    def backward(self, query: Tensor, key: Tensor, value: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of query, key and value."""
-        if self.fused:
-            return flash_attention_backward(query, key, value, self.diagonal, self.scale, *saved)
-        weights = self._weights(self._scores(query, key), saved.normaliser)
-        for_weights = (saved.gradient @ value.mT).to(weights.dtype)
-        kept = weights
-        if self.factors is not None:
-            factors = self.factors()
-            kept, for_weights = weights * factors, for_weights * factors
-        inner = (saved.gradient.to(weights.dtype) * saved.output).sum(-1, keepdim=True)
-        for_scores = (weights * (for_weights - inner) * self.scale).to(query.dtype)
-        return for_scores @ key, for_scores.mT @ query, kept.to(value.dtype).mT @ saved.gradient
-
-    def _scores(self, query: Tensor, key: Tensor) -> Tensor:
-        scores = (query @ key.mT).to(loss_dtype(query.dtype)) * self.scale
-        if self.diagonal:
-            ahead = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1 + self.offset)
-            return scores.masked_fill_(ahead, -torch.inf)
-        if self.mask is None:
-            return scores
-        mask = self.mask()
-        return scores.masked_fill_(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
-
-    def _weights(self, scores: Tensor, normaliser: Tensor) -> Tensor:
-        """Of a row that sees no key here the scores are -inf and the weights zero."""
-        lowest = torch.finfo(scores.dtype).min
-        return (scores - normaliser.clamp(min=lowest).unsqueeze(-1)).exp_()
-
-
-def _blocks(query: Tensor, value: Tensor, ring: Ring, source: int) -> Iterator[_Block]:
-    """The products of this rank's queries with the keys of rank `source`, in pieces of few rows where not fused."""
-    plain = ring.mask is None and ring.dropped is None
-    fused = plain and query.shape[-1] == value.shape[-1] and has_flash_attention(query)
-    for rows, columns, diagonal in _products(query.shape[2], ring, source):
-        size = rows.stop - rows.start if fused else SCORE_ROWS
-        for start in range(rows.start, rows.stop, size):
-            piece = slice(start, min(start + size, rows.stop))
-            yield _Block(
-                (EVERY, EVERY, piece),
-                (EVERY, EVERY, columns),
-                ring.scale,
-                fused,
-                diagonal,
-                start - rows.start,
-                ring.mask and partial(ring.mask, source, piece, columns),
-                ring.dropped and partial(ring.dropped, source, piece, columns),
-            )
-
-
-def _products(length: int, ring: Ring, source: int) -> Iterator[tuple[slice, slice, bool]]:
-    """(rows, columns, on the diagonal): all with all, or under a plain causal mask the chunks that are not ahead.
-
-    Every rank then has two whole products of chunks at each step, or one and two triangles.
-    """
-    if not ring.causal:
-        yield slice(0, length), slice(0, length), False
-        return
-    here, last, half = ring.group.rank(), 2 * ring.group.size() - 1, length // 2
-    halves = (slice(0, half), slice(half, length))
-    for rows, chunk in zip(halves, (here, last - here), strict=True):
-        for columns, other in zip(halves, (source, last - source), strict=True):
-            if other <= chunk:
-                yield rows, columns, other == chunk
+RUNNERS: dict[str, Callable[[Call], Tensor]] = {
+    "eager": _eager,
+    "blockwise": _blockwise,
+    "sdpa": _sdpa,
+    "flash": lambda call: _sdpa(call, "flash"),
+    "efficient": lambda call: _sdpa(call, "efficient"),
+    "cudnn": lambda call: _sdpa(call, "cudnn"),
+    "flex": _flex,
+    "flash_attention_2": lambda call: _flash_package(call, "flash_attn"),
+    "flash_attention_3": lambda call: _flash_package(call, "flash_attn_interface"),
+}

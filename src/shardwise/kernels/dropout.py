@@ -63,6 +63,7 @@ class DropoutScope:
     `part` is this rank's number in its tensor group: of attention probabilities it holds that part of the heads.
     `sequences` says which rows [B, S/c, ...] of split sequences are here, `square` which attention runs on them now.
     `positions` (first, end) is set while hidden states hold only these of the rows that are here.
+    `documents` [B, S] numbers each position's document where attention must not cross them; masks of attention read it.
     """
 
     seed: int
@@ -75,6 +76,7 @@ class DropoutScope:
     sequences: SplitSequences | None = None
     square: Square | None = None
     positions: tuple[int, int] | None = None
+    documents: Tensor | None = None
 
     def snapshot(self) -> DropoutScope:
         """A copy to recompute under: same masks again, whatever ran in between."""

@@ -26,6 +26,20 @@ class Vocabulary(NamedTuple):
     end: int
 
 
+class Terms(NamedTuple):
+    """What is added to the cross-entropy of a row with log-normaliser Z (the log-sum-exp of its logits).
+
+    smoothing: the target has 1 - smoothing, and every one of the V classes smoothing / V besides (arXiv 1512.00567,
+    section 7). z_loss: z_loss * Z**2 (PaLM, arXiv 2204.02311, section 5).
+    """
+
+    smoothing: float = 0.0
+    z_loss: float = 0.0
+
+
+PLAIN = Terms()
+
+
 def loss_dtype(dtype: torch.dtype) -> torch.dtype:
     """Losses are accumulated in fp32, or in fp64 for an fp64 model."""
     return torch.float64 if dtype == torch.float64 else torch.float32
@@ -36,10 +50,13 @@ def count_labels(labels: Tensor) -> Tensor:
     return (labels != IGNORED).sum()
 
 
-def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
+def cross_entropy_sum(logits: Tensor, labels: Tensor, terms: Terms = PLAIN) -> Tensor:
     """Summed cross-entropy (nats) of `logits` [..., V] against `labels` [...]; fp32, or fp64 for fp64 logits."""
-    flat = logits.flatten(0, -2).to(loss_dtype(logits.dtype))
-    return F.cross_entropy(flat, labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    flat, targets = logits.flatten(0, -2).to(loss_dtype(logits.dtype)), labels.flatten()
+    loss = F.cross_entropy(flat, targets, ignore_index=IGNORED, reduction="sum", label_smoothing=terms.smoothing)
+    if terms.z_loss:
+        loss = loss + terms.z_loss * (flat.logsumexp(-1).square() * (targets != IGNORED)).sum()
+    return loss
 
 
 def linear_cross_entropy(
@@ -51,6 +68,7 @@ def linear_cross_entropy(
     chunk: int,
     seed: Tensor | float = 1.0,
     vocabulary: Vocabulary | None = None,
+    terms: Terms = PLAIN,
 ) -> Tensor:
     """Summed cross-entropy (nats) of `hidden @ weight.T + bias`, without whole logits.
 
@@ -63,11 +81,12 @@ def linear_cross_entropy(
         seed: the gradient that backward will bring. The gradients are computed in forward already multiplied by it,
             so that fp16 keeps them in range; another gradient in backward is still right, only less well scaled.
         vocabulary: the rows of weight and bias that this rank holds; hidden and labels are equal in its group.
+        terms: what is added to it.
 
     Returns:
         0-dim tensor, fp32 (fp64 for fp64 inputs), equal in the group.
     """
-    total: Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, labels, chunk, seed, vocabulary)
+    total: Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, labels, chunk, seed, vocabulary, terms)
     return total
 
 
@@ -84,6 +103,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         chunk: int,
         seed: Tensor | float,
         vocabulary: Vocabulary | None,
+        terms: Terms,
     ) -> Tensor:
         rows, targets = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
         dtype = loss_dtype(hidden.dtype)
@@ -93,7 +113,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, rows.shape[0], chunk):
             part = slice(start, start + chunk)
             logits = F.linear(rows[part], weight, bias).to(dtype)
-            total += _chunk(logits, targets[part], seed if grads else None, vocabulary)
+            total += _chunk(logits, targets[part], seed if grads else None, vocabulary, terms)
             if grads:
                 grads.add(part, logits)
         if grads:
@@ -112,41 +132,55 @@ class _LinearCrossEntropy(torch.autograd.Function):
             hidden.mul_(factor.to(hidden.dtype)).view(ctx.shape),
             weight.mul_(factor).to(weight_dtype),
             None if bias is None else bias.mul_(factor).to(weight_dtype),
-            None,
-            None,
-            None,
-            None,
+            *(None,) * 5,
         )
 
 
 def _chunk(
-    logits: Tensor, targets: Tensor, seed: Tensor | float | None, vocabulary: Vocabulary | None = None
+    logits: Tensor,
+    targets: Tensor,
+    seed: Tensor | float | None,
+    vocabulary: Vocabulary | None = None,
+    terms: Terms = PLAIN,
 ) -> Tensor:
-    """Summed loss of one chunk; with a seed, `logits` [R, V] becomes seed * (softmax - onehot) in place."""
+    """Summed loss of one chunk; with a seed, `logits` [R, V] becomes its gradient times the seed in place.
+
+    That is softmax - onehot; with `terms` (1 + 2 * z_loss * Z) * softmax - (1 - smoothing) * onehot - smoothing / V.
+    """
     counted = targets != IGNORED
     index = targets.clamp(min=0).unsqueeze(1)
     here = torch.ones_like(index, dtype=torch.bool)  # whether this rank holds the target's logit
     if vocabulary is not None:
         here = (index >= vocabulary.first) & (index < vocabulary.end)
         index = (index - vocabulary.first).masked_fill(~here, 0)
-    log_normaliser, wanted = _normaliser(logits, logits.gather(1, index) * here, vocabulary)
-    loss = torch.where(counted, (log_normaliser - wanted).squeeze(1), 0.0).sum()
+    columns = [logits.gather(1, index) * here]
+    if terms.smoothing:  # the sum of all logits, and over how many
+        columns += [logits.sum(1, keepdim=True), torch.full_like(columns[0], logits.shape[1])]
+    log_normaliser, wanted, *sums = _normaliser(logits, columns, vocabulary)
+    share = terms.smoothing / sums[1] if sums else 0.0  # of every class
+    each = log_normaliser - (1 - terms.smoothing) * wanted + terms.z_loss * log_normaliser.square()
+    loss = torch.where(counted, (each - share * sums[0] if sums else each).squeeze(1), 0.0).sum()
     if seed is not None:
         logits.sub_(log_normaliser).exp_()
-        logits.scatter_add_(1, index, -here.to(logits.dtype))
+        if terms.z_loss:
+            logits.mul_(1 + 2 * terms.z_loss * log_normaliser)
+        logits.scatter_add_(1, index, here.to(logits.dtype) * (terms.smoothing - 1))
+        if sums:
+            logits.sub_(share)
         logits.mul_((counted.to(logits.dtype) * seed).unsqueeze(1))
     return loss
 
 
-def _normaliser(logits: Tensor, wanted: Tensor, vocabulary: Vocabulary | None) -> tuple[Tensor, Tensor]:
-    """[R, 1] log of the sum of exponentials over the whole vocabulary, and [R, 1] logit of the target."""
+def _normaliser(logits: Tensor, columns: list[Tensor], vocabulary: Vocabulary | None) -> list[Tensor]:
+    """[R, 1] log of the sum of exponentials over the whole vocabulary, and `columns` [R, 1] summed over its parts."""
     if vocabulary is None:
-        return torch.logsumexp(logits, dim=1, keepdim=True), wanted
+        return [torch.logsumexp(logits, dim=1, keepdim=True), *columns]
     highest = logits.amax(1, keepdim=True)
     dist.all_reduce(highest, dist.ReduceOp.MAX, group=vocabulary.group)
-    both = torch.cat([(logits - highest).exp_().sum(1, keepdim=True), wanted], dim=1)
-    dist.all_reduce(both, group=vocabulary.group)
-    return highest + both[:, :1].log(), both[:, 1:]
+    together = torch.cat([(logits - highest).exp_().sum(1, keepdim=True), *columns], dim=1)
+    dist.all_reduce(together, group=vocabulary.group)
+    exponentials, *sums = together.split(1, dim=1)
+    return [highest + exponentials.log(), *sums]
 
 
 class _Gradients:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from math import gcd
 
 from shardwise.draft import Draft, changed, divisors, group_size, one_of, placement_order
+from shardwise.families.facts import AttentionFacts
+from shardwise.families.kernels import BY_NAME, KERNELS, alternatives, refusal
 from shardwise.legality.rule import Rule, idle
 
 SOURCES = ("model.path", "model.config", "model.factory")
@@ -14,6 +16,23 @@ def _factory_model(d: Draft) -> bool:
     return d.model.factory is not None
 
 
+def _refused_layer(d: Draft) -> AttentionFacts | None:
+    return next((layer for layer, choice in d.attention_choices if choice is None), None)
+
+
+def _kernel_reason(d: Draft) -> str:
+    layer = _refused_layer(d)
+    assert layer is not None
+    if d.model.attention == "auto":
+        return f"no kernel can do what {layer.name} needs"
+    return f"{layer.name}: {refusal(BY_NAME[d.model.attention], d.attention_needs(layer))}"
+
+
+def _possible_kernels(d: Draft) -> list[str]:
+    each = [set(alternatives(d.attention_needs(layer))) for layer in d.facts.attention]
+    return ["auto", *(kernel.name for kernel in KERNELS if all(kernel.name in names for names in each))]
+
+
 # fmt: off
 MODEL_RULES = (
     Rule("one-model", SOURCES, "a model comes from at most one of them (none: the embedded default)",
@@ -21,6 +40,9 @@ MODEL_RULES = (
          fix="keep one"),
     idle("model-loss", "model.loss", "only a module of model.factory takes its loss from the job",
           lambda d: not _factory_model(d), "set model.factory or leave it out"),
+    *(idle(f"factory-{key.replace('_', '-')}", f"training.{key}", "a module of model.factory brings its own loss",
+           _factory_model, "leave it out and set it in the module or model.loss")
+      for key in ("label_smoothing", "z_loss")),
     idle("model-factory-arguments", "model.factory_arguments", "there is no model.factory to take them",
           lambda d: not _factory_model(d), "set model.factory or leave it out"),
     idle("factory-attention", "model.attention", "a module of model.factory has no config in which to set it",
@@ -31,6 +53,15 @@ MODEL_RULES = (
           _factory_model, "use causal_lm (which a factory ignores), or model.config"),
     idle("remote-code", "model.trust_remote_code", "only a model.path or model.config can bring code of its own",
           lambda d: d.model.path is None and d.model.config is None),
+    Rule("attention-led", ("model.attention",), "kernels are chosen for the families whose attention is led to them",
+         lambda d: d.model.attention not in ("auto", "eager", "sdpa") and d.facts.kernel_refusal,
+         fix="use auto, sdpa or eager",
+         because=lambda d: d.facts.kernel_refusal),
+    Rule("attention-kernel", ("model.attention",), "the kernel has to be there, and to do what every layer needs",
+         lambda d: _refused_layer(d) is not None,
+         fix="use auto",
+         because=lambda d: _kernel_reason(d),
+         use=lambda d: f"use {one_of(_possible_kernels(d))}"),
     Rule("compile-blocks", ("model.compile",), "blocks are compiled one by one, and this model has no repeated blocks",
          lambda d: d.model.compile and not d.facts.blocks,
          fix="use false"),
@@ -82,7 +113,7 @@ DATA_RULES = (
          use=lambda d: f"use at most {d.facts.max_positions}"),
     Rule("documents-window", ("data.isolate_documents", "data.sequence_length"),
          "the mask of documents takes the place of the model's own, which then must not hide more than it",
-         lambda d: d.data.isolate_documents and (d.facts.sliding_window or d.data.sequence_length)
+         lambda d: d.data.isolate_documents and not d.led and (d.facts.sliding_window or d.data.sequence_length)
          < d.data.sequence_length,
          fix="use isolate_documents false, or a sequence within the window",
          because=lambda d: f"the documents' mask would replace the model's sliding window of {d.facts.sliding_window}",
@@ -178,8 +209,11 @@ PARALLEL_RULES = (
          lambda d: _method(d) in ("ulysses", "ring") and d.facts.attention_arguments,
          fix="use all_gather",
          because=lambda d: f"this model's attention also takes {', '.join(d.facts.attention_arguments)}"),
+    Rule("context-kernel", (CONTEXT_METHOD, "model.attention"), "a ring is a kernel of its own",
+         lambda d: _method(d) == "ring" and d.model.attention not in ("auto", "eager", "sdpa"),
+         fix="use model.attention auto"),
     Rule("context-dropout", (CONTEXT_METHOD, "model.attention"), "a ring drops attention in eager arithmetic only",
-         lambda d: _method(d) == "ring" and d.facts.has_attention_dropout and d.model.attention != "eager",
+         lambda d: _method(d) == "ring" and d.facts.has_attention_dropout and not d.exact_dropout,
          fix="use model.attention eager, or all_gather"),
     Rule("context-compile", (CONTEXT_DEGREE, "model.compile"), "compiled blocks hold no collectives",
          lambda d: d.parallel.context_parallel_degree > 1 and d.model.compile,

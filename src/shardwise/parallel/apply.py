@@ -21,6 +21,7 @@ from shardwise.kernels.loss import Vocabulary
 from shardwise.layout import Layout
 from shardwise.memory.activation_checkpointing import apply_activation_checkpointing, group_blocks
 from shardwise.memory.offload import ActivationOffload
+from shardwise.parallel.attention import lead_attention
 from shardwise.parallel.context import Context
 from shardwise.parallel.model import DeferredHead, ParallelModel, Part
 from shardwise.parallel.pipeline import Passage, Pipeline, cut_stage
@@ -55,6 +56,8 @@ def parallelize(
     """
     device = device or torch.device(plan.world.device_type)
     model.to(torch_dtype(plan.dtypes.parameters))
+    if plan.attention:
+        lead_attention(model, plan.attention)
     context = Context(model, plan, layout) if layout.size("context") > 1 else None
     stages = range(layout.index("pipeline"), len(plan.stages), layout.size("pipeline"))
     models = [model, *(copy.deepcopy(model) for _ in stages[1:])]
@@ -92,7 +95,7 @@ def _part(
     blocks = [model.get_submodule(name) for name in names]
     groups = group_blocks(blocks, memory.checkpoint_strategy)
     replace_dropout(model)
-    if facts.has_functional_dropout:
+    if facts.has_functional_dropout or (plan.attention and facts.has_attention_dropout):
         name_functional_dropout(blocks, names)
     has_head = passage is None or passage.is_last
     head = None

@@ -12,7 +12,6 @@ microbatch runs the exchange happens in one of three ways. Where sequences are w
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -24,14 +23,16 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from shardwise.collectives.context import dealt, gather_sequence, heads_for_rows, rows_for_heads
-from shardwise.kernels.attention import OfBlock, Ring, additive, document_mask, ring_attention
 from shardwise.kernels.dropout import Square, active_scope, keep_mask
 from shardwise.kernels.loss import IGNORED, loss_dtype
+from shardwise.kernels.masks import Mask, Seen, additive, document_mask, make_mask, same_document
+from shardwise.kernels.ring import OfBlock, Ring, ring_attention
 from shardwise.layout import Layout
+from shardwise.parallel.attention import PREFIX, own_attention, set_implementation
 from shardwise.plan import Plan
 from shardwise.precision import torch_dtype
 
-NAME = "shardwise_{}"  # of the attention registered in the place of transformers' `eager` or `sdpa`
+NAME = "split_{}"  # of the attention registered in the place of another
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,7 @@ class Context:
         self.index, self.tensor_index = layout.index("context"), layout.index("tensor")
         self.method, self.causal = plan.context_method, plan.job.model.task == "causal_lm"
         self.dtype = torch_dtype(plan.dtypes.compute)
+        self.led = bool(plan.attention)
         self.count_positions = _position_counter(model)
         _reroute(model)
 
@@ -113,7 +115,7 @@ class Context:
         Otherwise ones: a model that is told that nothing is padding does not take the jumps of the positions for
         borders of documents, and asks `_masked` for its own kind of mask.
         """
-        if here.documents is None or self.method == "ring":
+        if here.documents is None or self.method == "ring" or self.led:
             return torch.ones_like(ids)
         return here.document_mask(here.whole if self.method == "ulysses" else here.positions, here.whole)
 
@@ -129,17 +131,11 @@ def _position_counter(model: nn.Module) -> Callable[[Tensor], Tensor]:
 
 def _reroute(model: Any) -> None:
     """Lead the model's attention and masks through this module."""
-    for original in ("eager", "sdpa"):
-        AttentionInterface.register(NAME.format(original), partial(_attend, original))
-        AttentionMaskInterface.register(NAME.format(original), partial(_masked, original))
-    model.set_attn_implementation(NAME.format(model.config._attn_implementation))
-
-
-def _own_attention(name: str, module: nn.Module) -> Callable[..., Any]:
-    """The function that the model would have called; an eager one stands in the file of the module's class."""
-    if name == "eager":
-        return sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[no-any-return]
-    return AttentionInterface()[name]  # type: ignore[no-any-return]
+    original = str(model.config._attn_implementation)
+    name = NAME.format(original)
+    AttentionInterface.register(name, partial(_attend, original))
+    AttentionMaskInterface.register(name, partial(_masked, original))
+    set_implementation(model, name)
 
 
 def _attend(
@@ -148,11 +144,11 @@ def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Mask | Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention as transformers calls it: [B, h, S/c, d] tensors -> ([B, S/c, h, d], weights or None)."""
-    own = _own_attention(name, module)
+    own = own_attention(name, module)
     here = _running()
     if here is None:
         return own(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
@@ -180,19 +176,26 @@ def _ulysses(here: Sequences, run: Callable[..., Any], query: Tensor, key: Tenso
 
 
 def _ring(
-    here: Sequences, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    scaling: float | None = None, dropout: float = 0.0, is_causal: bool | None = None, **rest: Any,
+    here: Sequences, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Mask | Tensor | None,
+    scaling: float | None = None, dropout: float = 0.0, is_causal: bool | None = None, local_window: int | None = None,
+    dropout_name: str | None = None, **rest: Any,
 ) -> Tensor:  # fmt: skip
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if local_window is not None and local_window < here.length:
+        known = attention_mask if isinstance(attention_mask, Mask) else make_mask(1, here.whole, causal=True)
+        attention_mask = known.within(local_window)
     mask = _ring_mask(here, attention_mask)
-    dropped = _ring_dropout(here, query, dropout) if dropout > 0 else None
+    dropped = _ring_dropout(here, query, dropout, dropout_name) if dropout > 0 else None
     ring = Ring(here.context.group, scale, causal and mask is None, mask, dropped)
     return ring_attention(query, key, value, ring).transpose(1, 2)
 
 
-def _ring_mask(here: Sequences, mask: Tensor | None) -> OfBlock | None:
+def _ring_mask(here: Sequences, mask: Mask | Tensor | None) -> OfBlock | None:
     """Blocks of documents, or of the mask [1 or B, 1, S/c, S] that `_masked` made."""
+    if isinstance(mask, Mask):
+        by_positions = mask.at
+        return lambda rank, rows, columns: by_positions(here.positions[rows], here.positions_of(rank)[columns])
     if here.documents is not None:
         return lambda rank, rows, columns: here.document_mask(here.positions[rows], here.positions_of(rank)[columns])
     if mask is None:
@@ -200,11 +203,11 @@ def _ring_mask(here: Sequences, mask: Tensor | None) -> OfBlock | None:
     return lambda rank, rows, columns: mask[:, :, rows, here.positions_of(rank)[columns]]
 
 
-def _ring_dropout(here: Sequences, query: Tensor, probability: float) -> OfBlock:
+def _ring_dropout(here: Sequences, query: Tensor, probability: float, name: str | None = None) -> OfBlock:
     """The factors that `nn.functional.dropout` of a whole eager attention would multiply each block by."""
     scope = active_scope()
     assert scope is not None
-    rows, key = scope.rows, scope.key(f"{scope.block}/functional")
+    rows, key = scope.rows, scope.key(name or f"{scope.block}/functional")
     heads, first = query.shape[1], here.context.tensor_index * query.shape[1]
 
     def factors(rank: int, queries: slice, keys: slice) -> Tensor:
@@ -232,7 +235,7 @@ def _masked(
     name: str, *, batch_size: int, q_length: int, kv_length: int, mask_function: Callable[..., Tensor],
     attention_mask: Tensor | None = None, local_size: int | None = None, allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False, **rest: Any,
-) -> Tensor | None:  # fmt: skip
+) -> Mask | Tensor | None:  # fmt: skip
     """The model's kind of mask for this part: this rank's rows of it, or all for Ulysses.
 
     None says that the kernel needs none: all keys count, or (in a ring, or on whole sequences) all that are not ahead;
@@ -248,6 +251,8 @@ def _masked(
             q_length=q_length, kv_length=kv_length, mask_function=mask_function, attention_mask=attention_mask,
             allow_is_bidirectional_skip=allow_is_bidirectional_skip,
         )  # fmt: skip
+    if name.startswith(PREFIX):
+        return _lazy(here, mask_function, batch_size, local_size, allow_is_causal_skip, allow_is_bidirectional_skip)
     if here.documents is not None:
         return None
     skip = allow_is_bidirectional_skip and here.padded == here.length
@@ -263,6 +268,26 @@ def _masked(
     batch = torch.arange(batch_size, device=rows.device).view(-1, 1, 1, 1)
     allowed = among(batch, batch.new_zeros(1, 1, 1, 1), rows, columns).expand(batch_size, -1, rows.numel(), -1)
     return additive(allowed, rest["dtype"]) if name == "eager" else allowed
+
+
+def _lazy(
+    here: Sequences, mask_function: Seen, batch: int, local_size: int | None, causal: bool, bidirectional: bool
+) -> Mask | None:
+    """The mask of this rank's rows (all for Ulysses) for our kernels; None where it hides nothing but keys ahead, in
+    an order in which the kernel can tell, or nothing at all (`causal`, `bidirectional` allow the one or the other)."""
+    method, documents = here.context.method, here.documents
+    plain = documents is None and (local_size is None or local_size >= here.length)
+    ordered = causal and method != "all_gather"
+    if plain and (ordered or (bidirectional and here.padded == here.length)):
+        return None
+
+    def function(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        seen = mask_function(b, h, q, k)
+        if documents is not None:
+            seen = seen & same_document(documents, b, q, k)
+        return (seen & (k < here.length)) | (q >= here.length)
+
+    return Mask(function, here.whole if method == "ulysses" else here.positions, here.whole, batch)
 
 
 def _among_real(

@@ -19,7 +19,7 @@ from shardwise.kernels.linear import WeightGradients
 from shardwise.kernels.loss import Vocabulary
 from shardwise.layout import Layout
 from shardwise.parallel.context import Context, Sequences
-from shardwise.parallel.pipeline import Passage, Pipeline
+from shardwise.parallel.pipeline import Passage, Pipeline, Work
 from shardwise.parallel.sharded import begin_microbatch, reduce_gradients
 from shardwise.parallel.tensor_map import TensorMap
 from shardwise.plan import Plan
@@ -188,7 +188,7 @@ class ParallelModel:
             part, microbatch, sequences = self.parts[number], microbatches[index], None
             if self.context:
                 microbatch, sequences = self.context.part(microbatch)
-            with self._scope(microbatch, step, sequences), torch.set_grad_enabled(seed is not None):
+            with self.scope(microbatch, step, sequences), torch.set_grad_enabled(seed is not None):
                 output = part.forward(program.inputs(microbatch), arrived)
                 if not part.is_last:
                     return part.leave()
@@ -196,28 +196,41 @@ class ParallelModel:
             totals.append(torch.stack([loss.detach(), count.to(loss.dtype)]).to(self.accumulation_dtype))
             return loss if seed is None else loss * seed.to(loss.dtype)
 
-        def begin(number: int, last: bool) -> None:
-            begin_microbatch(self.parts[number].sharded, self.plan, last)
-
-        count = len(microbatches)
-        if self.pipeline is None:
-            for index in range(count):
-                begin(0, last=index == count - 1)
-                loss = work(0, index, None)
-                if seed is not None:
-                    loss.backward()
-        elif seed is None:
-            self.pipeline.evaluate(work, count)
-        else:
-            self.pipeline.train(work, begin, count, [part.later for part in self.parts])
-            if self.plan.splits_backward:
-                for part in self.parts:
-                    reduce_gradients(part.sharded)
+        self.drive(work, len(microbatches), backward=seed is not None)
         if seed is not None:
-            self._sum_shared_gradients()
+            self.sum_shared_gradients()
         return torch.stack(totals).sum(0)
 
-    def _sum_shared_gradients(self) -> None:
+    def drive(self, work: Work, count: int, backward: bool, last: bool = True) -> None:
+        """Call `work` for every microbatch of every part, in the schedule's order, and backward on what it returns.
+
+        Gradients of parameters that several ranks hold in part are left to `sum_shared_gradients`.
+
+        Args:
+            work: runs a microbatch of a part; of the last part it returns the loss times the seed of backward.
+            count: microbatches.
+            backward: whether the losses are run backward.
+            last: whether the last microbatch's backward completes the gradients, or more are to come.
+        """
+
+        def begin(number: int, is_last: bool) -> None:
+            begin_microbatch(self.parts[number].sharded, self.plan, last and is_last)
+
+        if self.pipeline is None:
+            for index in range(count):
+                begin(0, index == count - 1)
+                loss = work(0, index, None)
+                if backward and loss.requires_grad:  # a script's microbatch may have none
+                    loss.backward()
+        elif backward:
+            self.pipeline.train(work, begin, count, [part.later for part in self.parts])
+            if self.plan.splits_backward and last:
+                for part in self.parts:
+                    reduce_gradients(part.sharded)
+        else:
+            self.pipeline.evaluate(work, count)
+
+    def sum_shared_gradients(self) -> None:
         """Of parameters that several tensor ranks hold, each for a part of the activations (norms of single heads), and
         of embeddings that are tied across the ends of the pipeline."""
         for names, group in self.partial:
@@ -280,9 +293,13 @@ class ParallelModel:
         for module in self.sharded:
             module.reshard()
 
-    def _scope(self, microbatch: Microbatch, step: int, sequences: Sequences | None = None) -> Any:
+    def scope(self, microbatch: Microbatch, step: int, sequences: Sequences | None = None) -> Any:
+        """The dropout scope of a microbatch."""
         seed = self.plan.job.training.seed
         functional = self.facts.has_functional_dropout
         part = self.layout.index("tensor")
-        scope = DropoutScope(seed, step, microbatch.rows, functional=functional, part=part, sequences=sequences)
+        documents = getattr(microbatch, "document_ids", None) if self.plan.attention else None
+        scope = DropoutScope(
+            seed, step, microbatch.rows, functional=functional, part=part, sequences=sequences, documents=documents
+        )
         return dropout_scope(scope)

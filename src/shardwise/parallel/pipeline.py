@@ -196,6 +196,12 @@ class Pipeline:
         finally:
             self.work = self.begin = None
 
+    def reshape(self, rows: int, positions: int) -> None:
+        """Make ready for hidden states [rows, positions, H], if they were of another shape before."""
+        shape = (rows, positions, self.shape[-1])
+        if shape != self.shape:
+            self.shape, self._schedule = shape, None
+
     def evaluate(self, work: Work, count: int, shape: tuple[int, ...] | None = None) -> list[Tensor]:
         """Forward alone, part by part; what the last stage's `work` returned, nothing on other ranks. Collective.
 

@@ -196,7 +196,8 @@ class _Step:
     def _always(self) -> float:
         """The mask of isolated documents, which all blocks share; on a CPU the pool of offloaded inputs; what other
         microbatches keep on a pipeline stage, the stages' traffic, and what weight gradients wait with."""
-        mask = self.tokens * self.plan.sequence_length * self.compute if self.job.data.isolate_documents else 0.0
+        documents = self.tokens * self.plan.sequence_length if self.job.data.isolate_documents else 0.0
+        mask = documents * self.compute * self.plan.masks_whole
         others = (self.flights - 1) * (self.kept_before(len(self.units)) / max(1, len(self.stages)) + mask)
         later = split_backward_features(self.facts, self.plan, self.pipeline) * self.tokens * self.compute
         return mask + (0.0 if self.on_cuda else self._pool) + others + self._traffic + later
@@ -225,15 +226,14 @@ class _Step:
         facts, job = self.facts, self.job
         if not facts.attention_heads:
             return []
-        dropout = facts.has_attention_dropout or bool(job.model.dropout)
-        unfused = facts.has_attention_dropout and not self.on_cuda
+        unfused = facts.has_attention_dropout and not self.on_cuda and self.plan.masks_whole
         attention: Attention = "eager" if job.model.attention == "eager" else "math" if unfused else "fused"
         shape = Shape(
             self.tokens,
             self.plan.sequence_length,
             self.compute,
             attention,
-            dropout,
+            facts.has_attention_dropout or bool(job.model.dropout),
             self._gathered_keys,
             self.tensor,
             self.plan.sequence_parallel,
@@ -259,7 +259,7 @@ class _Step:
             return 0.0
         width = key_value_width(self.facts) * self.facts.key_value_copies(self.tensor) / self.tensor
         others = 2 * width * self.tokens * (self.context - 1)
-        return (others + self.plan.positions**2 * self.context) * self.compute
+        return (others + self.plan.masks_whole * self.plan.positions**2 * self.context) * self.compute
 
     def checkpointed(self, index: int) -> bool:
         return self.job.memory.activation_checkpointing != "none" and index % self.job.memory.checkpoint_every == 0

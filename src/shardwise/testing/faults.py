@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.families.discovery import find_ties
-from shardwise.parallel import apply
+from shardwise.parallel import apply, attention
 from shardwise.parallel.model import ParallelModel
 from shardwise.parallel.tensor_map import TensorMap
-from shardwise.training import program, setup, step
+from shardwise.training import setup, step
 from shardwise.training.optimizer import ShardedOptimizer
 from shardwise.training.program import LanguageModelProgram
 
@@ -106,7 +106,7 @@ def _shifted_label() -> AbstractContextManager[None]:
 
 
 def _leaked_document() -> AbstractContextManager[None]:
-    return _wrapped(program, "document_mask", lambda original, ids, *rest: original(torch.zeros_like(ids), *rest))
+    return _wrapped(attention, "same_document", lambda original, ids, *rest: original(torch.zeros_like(ids), *rest))
 
 
 def _stale_dropout() -> AbstractContextManager[None]:

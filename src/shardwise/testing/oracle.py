@@ -60,6 +60,7 @@ class Oracle:
         source: the training samples.
         sequences_per_step: global.
         blocks: names of the repeated blocks, by which functional dropout is keyed.
+        eager: the model runs its eager attention; else what the job names, if the model has it, or its default.
         master, compute: dtypes of the weights that the optimizer updates and of forward and backward.
     """
 
@@ -68,13 +69,14 @@ class Oracle:
     source: Source
     sequences_per_step: int
     blocks: Sequence[str] = ()
+    eager: bool = False
     master: torch.dtype = torch.float64
     compute: torch.dtype = torch.float64
     gradients: dict[str, Tensor] = field(default_factory=dict, init=False)
     used: set[str] = field(default_factory=set, init=False)  # parameters that the last backward reached
 
     def __post_init__(self) -> None:
-        self.model = _build(self.job).to(self.master)
+        self.model = _build(self.job, self.eager).to(self.master)
         owners: dict[int, list[str]] = {}
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             owners.setdefault(id(parameter), []).append(name)
@@ -133,17 +135,19 @@ class Oracle:
             if self.job.model.factory is not None:
                 return self._module_loss(rows)
             inputs: dict[str, Any] = dict(rows.inputs)
-            if rows.documents is not None:
+            if rows.documents is not None and not self._packs_by_positions():
                 inputs["attention_mask"] = self._document_mask(rows.documents)
             logits = self.model(**inputs).logits
         assert rows.labels is not None
         wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        return nn.functional.cross_entropy(
-            logits.reshape(-1, logits.shape[-1]).to(wide),
-            rows.labels.reshape(-1),
-            ignore_index=NOT_COUNTED,
-            reduction="sum",
+        flat, targets = logits.reshape(-1, logits.shape[-1]).to(wide), rows.labels.reshape(-1)
+        training = self.job.training
+        loss = nn.functional.cross_entropy(
+            flat, targets, ignore_index=NOT_COUNTED, reduction="sum", label_smoothing=training.label_smoothing
         )
+        if training.z_loss:
+            loss = loss + training.z_loss * flat[targets != NOT_COUNTED].logsumexp(-1).square().sum()
+        return loss
 
     def _module_loss(self, rows: Rows) -> Tensor:
         """A user's module: its loss function's sum, or the mean that its forward returns times the count."""
@@ -172,6 +176,11 @@ class Oracle:
             allowed = allowed & torch.ones(size, size, dtype=torch.bool).tril()
         lowest = torch.tensor(torch.finfo(self.compute).min, dtype=self.compute)
         return torch.where(allowed, torch.zeros((), dtype=self.compute), lowest)
+
+    def _packs_by_positions(self) -> bool:
+        """Whether transformers finds the documents in the positions, beside a window that a mask of ours would undo."""
+        window = getattr(getattr(self.model, "config", None), "sliding_window", None)
+        return isinstance(window, int) and window < self.job.data.sequence_length
 
     def _zero(self) -> None:
         self.gradients = {name: torch.zeros_like(p, requires_grad=False) for name, p in self.parameters.items()}
@@ -233,15 +242,15 @@ class Oracle:
                 self.live[name].data.copy_(parameter.data)
 
 
-def _build(job: Job) -> nn.Module:
-    """The model, whole and on the CPU, in train mode."""
+def _build(job: Job, eager: bool) -> nn.Module:
+    """The model, whole and on the CPU, in train mode; with its eager attention, or its default."""
     section = job.model
     if section.factory is not None:
         model: nn.Module = load_object(section.factory)(**copy.deepcopy(section.factory_arguments))
         return model.train()
     config = load_config(job)
     config.use_cache = False
-    attention = {} if section.attention == "auto" else {"attn_implementation": section.attention}
+    attention = {"attn_implementation": "eager"} if eager or section.attention == "eager" else {}
     auto = AutoModelForCausalLM if section.task == "causal_lm" else AutoModelForMaskedLM
     model = auto.from_config(config, trust_remote_code=section.trust_remote_code, dtype=torch.float32, **attention)
     return model.train()

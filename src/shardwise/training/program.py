@@ -15,8 +15,8 @@ from torch import Tensor
 from shardwise.data.batch import Batch
 from shardwise.errors import ModelError
 from shardwise.imports import load_object
-from shardwise.kernels.attention import document_mask
-from shardwise.kernels.loss import cross_entropy_sum, linear_cross_entropy
+from shardwise.kernels.loss import PLAIN, Terms, cross_entropy_sum, linear_cross_entropy
+from shardwise.kernels.masks import document_mask
 from shardwise.parallel.model import ParallelModel, Program
 
 LossFunction = Callable[[Any, Batch], tuple[Tensor, Tensor]]
@@ -30,22 +30,30 @@ class LanguageModelProgram:
     def __init__(self, model: ParallelModel) -> None:
         self.model = model
         self.chunk = model.plan.job.memory.loss_chunk_tokens
+        training = model.plan.job.training
+        self.terms = Terms(training.label_smoothing, training.z_loss)
 
     def inputs(self, microbatch: Batch) -> dict[str, Any]:
-        """The batch's inputs, with an attention mask where documents are isolated."""
+        """The batch's inputs, with an attention mask where documents are isolated.
+
+        Where attention is led to our kernels they know the documents; the mask then only says that nothing is padding,
+        or the model would take positions that begin anew for borders and make a mask of its own.
+        """
         inputs: dict[str, Any] = dict(microbatch.inputs)
-        if microbatch.document_ids is not None:
+        if microbatch.document_ids is not None and self.model.plan.attention:
+            inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+        elif microbatch.document_ids is not None:
             causal = self.model.plan.job.model.task == "causal_lm"
             dtype = self.model.compute_dtype
             inputs["attention_mask"] = document_mask(microbatch.document_ids, causal, dtype)
         return inputs
 
     def loss(self, microbatch: Batch, output: Any, seed: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(summed cross-entropy in nats, counted labels)."""
+        """(summed cross-entropy in nats, counted labels); with a seed also what the job adds to what is trained."""
         assert microbatch.labels is not None
-        head = self.model.head
+        head, terms = self.model.head, PLAIN if seed is None else self.terms
         if head is None:
-            return cross_entropy_sum(output.logits, microbatch.labels), microbatch.count()
+            return cross_entropy_sum(output.logits, microbatch.labels, terms), microbatch.count()
         loss = linear_cross_entropy(
             output.logits,
             head.weight,
@@ -54,6 +62,7 @@ class LanguageModelProgram:
             chunk=self.chunk,
             seed=1.0 if seed is None else seed,
             vocabulary=head.vocabulary,
+            terms=terms,
         )
         return loss, microbatch.count()
 

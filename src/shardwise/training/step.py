@@ -6,7 +6,7 @@ normalisation is the seed of backward; one all-reduce after backward carries gra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from shardwise.data.batch import Batch, wrap
 from shardwise.errors import ModelError
 from shardwise.parallel.model import ParallelModel, Program
+from shardwise.parallel.tensor_map import Entry
 from shardwise.precision import LossScaler
 from shardwise.training.optimizer import ShardedOptimizer
 
@@ -132,15 +133,21 @@ def reduce_loss_and_norm(
     model: ParallelModel, optimizer: ShardedOptimizer, totals: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(summed loss, counted labels, gradient norm) of all ranks; a gradient element counts once, by its replication."""
-    squares = torch.zeros((), dtype=torch.float64, device=model.device)
-    by_replication: dict[int, list[Tensor]] = {}
-    for entry, gradient in optimizer.gradients():
-        by_replication.setdefault(entry.replication, []).append(gradient)
-    for replication, gradients in by_replication.items():
-        squares += _sum_of_squares(gradients).to(model.device) / replication
+    squares = squared_share(optimizer.gradients(), model.device)
     sums = torch.cat([totals.to(squares.dtype) * model.contributes, squares.view(1)])
     dist.all_reduce(sums)
     return sums[0], sums[1], sums[2].sqrt() / scale
+
+
+def squared_share(gradients: Iterable[tuple[Entry, Tensor]], device: torch.device) -> Tensor:
+    """0-dim fp64: this rank's share of the squared norm; of all ranks' shares the sum has every element once."""
+    squares = torch.zeros((), dtype=torch.float64, device=device)
+    by_replication: dict[int, list[Tensor]] = {}
+    for entry, gradient in gradients:
+        by_replication.setdefault(entry.replication, []).append(gradient)
+    for replication, alike in by_replication.items():
+        squares += _sum_of_squares(alike).to(device) / replication
+    return squares
 
 
 def _sum_of_squares(gradients: list[Tensor]) -> Tensor:

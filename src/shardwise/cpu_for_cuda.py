@@ -1,0 +1,183 @@
+"""`shardwise run --device cpu`: what a script asks of CUDA is done on the CPU.
+
+Scripts written for GPUs choose devices, synchronize, print memory and move tensors without asking what is there. Here
+those calls lead to the CPU or do nothing. Only the script's own files are told that there is CUDA: libraries that ask
+go on seeing what is.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# Functions of torch.cuda -> what they return here.
+RETURNS: dict[str, Any] = {
+    "set_device": None, "synchronize": None, "empty_cache": None, "current_device": 0, "init": None,
+    "memory_allocated": 0, "max_memory_allocated": 0, "memory_reserved": 0, "max_memory_reserved": 0,
+    "memory_cached": 0, "max_memory_cached": 0, "reset_peak_memory_stats": None, "reset_max_memory_allocated": None,
+    "reset_max_memory_cached": None, "memory_summary": "", "get_device_name": "cpu", "manual_seed": None,
+    "manual_seed_all": None, "seed": None, "ipc_collect": None, "get_device_capability": (0, 0), "mem_get_info": (0, 0),
+}  # fmt: skip
+FACTORIES = (
+    "arange", "as_tensor", "empty", "empty_like", "eye", "full", "full_like", "linspace", "ones", "ones_like", "rand",
+    "randint", "randn", "randperm", "scalar_tensor", "tensor", "zeros", "zeros_like",
+)  # fmt: skip
+CPU = torch.device("cpu")
+BACKENDS = ("nccl", "smddp")
+_real_device = torch.device
+
+
+class _DeviceType(type):
+    """So that `isinstance(x, torch.device)` holds of real devices."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, _real_device)
+
+
+class device(metaclass=_DeviceType):
+    """`torch.device`, which makes a device of the CPU where CUDA is asked for."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        kind = str(args[0] if args else kwargs.get("type", kwargs.get("device", "")))
+        return (
+            CPU
+            if kind.startswith("cuda") or isinstance(args[0] if args else None, int)
+            else _real_device(*args, **kwargs)
+        )
+
+
+class _Event:
+    """`torch.cuda.Event`, by the clock."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.time = 0.0
+
+    def record(self, *args: Any) -> None:
+        import time
+
+        self.time = time.perf_counter()
+
+    def elapsed_time(self, other: _Event) -> float:
+        """Milliseconds to `other`."""
+        return (other.time - self.time) * 1e3
+
+    def synchronize(self) -> None:
+        """Nothing runs apart from the program."""
+
+    def wait(self, *args: Any) -> None:
+        """Nothing runs apart from the program."""
+
+
+class _Stream:
+    """`torch.cuda.Stream`: there is one."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.cuda_stream = 0
+
+    def synchronize(self) -> None:
+        """Nothing runs apart from the program."""
+
+    wait_stream = wait_event = record_event = lambda self, *args: None
+
+
+def redirect(workers: int, directory: str) -> None:
+    """Lead CUDA to the CPU in this process, for good.
+
+    Args:
+        workers: the device count that the script sees.
+        directory: files below it are the script's.
+    """
+    cuda: Any = torch.cuda
+    for name, value in RETURNS.items():
+        setattr(cuda, name, _returning(value))
+    cuda.is_available = _for_script(cuda.is_available, True, directory)
+    cuda.device_count = _for_script(cuda.device_count, workers, directory)
+    cuda.get_device_properties = _returning(SimpleNamespace(name="cpu", total_memory=0, major=0, minor=0))
+    cuda.memory_stats = lambda *args, **kwargs: {}
+    cuda.Event, cuda.Stream = _Event, _Stream
+    cuda.current_stream = cuda.default_stream = lambda *args: _Stream()
+    cuda.stream = cuda.device = lambda *args: nullcontext()
+    cuda.nvtx.range_push = cuda.nvtx.range_pop = cuda.nvtx.mark = _returning(None)
+    cuda.nvtx.range = _nothing
+    _redirect_tensors()
+    dist.init_process_group = _with_gloo(dist.init_process_group)
+
+
+def _redirect_tensors() -> None:
+    target: Any = torch
+    target.device = device
+    for name in FACTORIES:
+        setattr(target, name, _on_cpu(getattr(torch, name)))
+    tensor: Any = Tensor
+    tensor.to = _on_cpu(Tensor.to)
+    tensor.cuda = lambda self, *args, **kwargs: self
+    tensor.pin_memory = lambda self, *args, **kwargs: self
+    target.load = _with_map(torch.load)
+
+
+def _returning(value: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: value
+
+
+@contextmanager
+def _nothing(*args: Any, **kwargs: Any) -> Any:
+    yield
+
+
+def _for_script(function: Callable[[], Any], answer: Any, directory: str) -> Callable[[], Any]:
+    """`answer` where the caller's file is below `directory`."""
+    inside = directory.rstrip(os.sep) + os.sep
+
+    @functools.wraps(function)
+    def ask() -> Any:
+        caller = sys._getframe(1).f_globals.get("__file__") or ""
+        return answer if os.path.abspath(caller).startswith(inside) else function()
+
+    return ask
+
+
+def _is_cuda(value: Any) -> bool:
+    return (isinstance(value, str) and value.startswith("cuda")) or (
+        isinstance(value, _real_device) and value.type == "cuda"
+    )
+
+
+def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` with CUDA devices among its arguments replaced."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        args = tuple(CPU if _is_cuda(value) else value for value in args)
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = CPU
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _with_map(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def load(*args: Any, **kwargs: Any) -> Any:
+        if _is_cuda(kwargs.get("map_location")):
+            kwargs["map_location"] = CPU
+        return function(*args, **kwargs)
+
+    return load
+
+
+def _with_gloo(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def init(backend: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("device_id", None)
+        return function("gloo" if backend in BACKENDS else backend, *args, **kwargs)
+
+    return init

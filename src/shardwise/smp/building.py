@@ -1,0 +1,210 @@
+"""From a script's module to the engine's ParallelModel: the plan of a script, and its weights in their new places."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from shardwise.config import MemorySection
+from shardwise.errors import ModelError
+from shardwise.families.discovery import discover
+from shardwise.families.facts import ModelFacts
+from shardwise.memory.activation_checkpointing import apply_activation_checkpointing
+from shardwise.memory.offload import ActivationOffload
+from shardwise.parallel.apply import parallelize
+from shardwise.parallel.model import ParallelModel
+from shardwise.plan import Plan, resolve
+from shardwise.smp.config import OFFLOAD, make_job
+from shardwise.smp.process import current_world, state
+from shardwise.smp.requests import Checkpointing, requests
+from shardwise.training.init import initialize
+
+NORMALISATION = "smp_mean"  # microbatches and data ranks are averaged; the script's loss is a mean already
+DTYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+class Shape(NamedTuple):
+    """Of one microbatch of one rank."""
+
+    rows: int
+    positions: int
+
+
+def shape_of(inputs: Mapping[str, Any]) -> Shape:
+    """Rows and positions of the model's keyword arguments: those of `input_ids`, or of the first tensor with both."""
+    tensors = [value for value in inputs.values() if isinstance(value, Tensor) and value.dim() > 1]
+    first = inputs.get("input_ids") if isinstance(inputs.get("input_ids"), Tensor) else next(iter(tensors), None)
+    return Shape(1, 1) if first is None else Shape(first.shape[0], first.shape[1] if first.dim() > 1 else 1)
+
+
+def build(module: nn.Module, inputs: Mapping[str, Any]) -> ParallelModel:
+    """Distribute `module`, in place, as the configuration asks; weights and buffers are those of rank 0. Collective.
+
+    Args:
+        module: the script's model, the same on every rank.
+        inputs: keyword arguments of its first forward.
+
+    Raises:
+        LegalityError: the configuration asks for what this model cannot do.
+        ModelError: a parameter has no value and no initializer.
+    """
+    config = getattr(module, "config", None)
+    if isinstance(config, PreTrainedConfig):
+        config.use_cache = False
+    weights = _take_weights(module)
+    shape = shape_of(inputs)
+    values = state.cfg.job_keys | {
+        "training.microbatch_size": shape.rows,
+        "training.gradient_accumulation": int(state.cfg.microbatches),
+        "data.sequence_length": max(1, shape.positions),
+        "parallel.device": state.device.type,
+    }
+    values.setdefault("precision.compute", _dtype_of(weights))
+    example = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
+    facts = _facts(module, values, None if "input_ids" in example else example)
+    values |= _partition(module, facts) if state.layout.size("pipeline") > 1 else {}
+    values = _settle_checkpointing(module, facts, values)
+    plan = replace(
+        resolve(make_job(values), current_world(state.device), facts), chunked_loss=False, normalisation=NORMALISATION
+    )
+    _say_partition(plan)
+    parallel = parallelize(module, plan, state.layout, facts, state.device)
+    _give_weights(parallel, weights)
+    return parallel
+
+
+# ---- weights
+
+
+def _take_weights(module: nn.Module) -> dict[str, Tensor]:
+    """The values of all parameters by name, out of the module, whose parameters then take no memory."""
+    taken: dict[str, Tensor] = {}
+    made: dict[int, nn.Parameter] = {}
+    for name, parameter in list(module.named_parameters(remove_duplicate=False)):
+        if id(parameter) not in made:
+            blank = torch.empty_like(parameter.detach(), device="meta")
+            made[id(parameter)] = nn.Parameter(blank, requires_grad=parameter.requires_grad)
+            taken[name] = parameter.detach()
+        owner, _, leaf = name.rpartition(".")
+        module.get_submodule(owner)._parameters[leaf] = made[id(parameter)]
+    return taken
+
+
+def _give_weights(parallel: ParallelModel, weights: Mapping[str, Tensor]) -> None:
+    """Rank 0's values into the slices that are here; what was created without values is drawn."""
+    seed = torch.tensor([torch.initial_seed() & ((1 << 62) - 1)])
+    dist.broadcast(seed, 0)
+    if any(value.is_meta for value in weights.values()):
+        initialize(parallel, int(seed))
+    dtype = {entry.name: entry.parameter.dtype for entry in parallel.tensor_map}
+    for name, value in weights.items():
+        if value.is_meta:
+            continue
+        whole = value.to(parallel.device)
+        whole = whole.clone() if whole is value else whole
+        if dist.get_world_size() > 1:
+            dist.broadcast(whole, 0)
+        if name in parallel.tensor_map.names:
+            parallel.tensor_map[name].store(whole.to(dtype[parallel.tensor_map.names[name]]))
+    if parallel.pipeline is None and dist.get_world_size() > 1:
+        for buffer in parallel.module.buffers():
+            dist.broadcast(buffer, 0)
+
+
+def _dtype_of(weights: Mapping[str, Tensor]) -> str:
+    found = {value.dtype for value in weights.values() if value.is_floating_point()}
+    widest = max(found, key=lambda dtype: dtype.itemsize, default=torch.float32)
+    if widest not in DTYPES:
+        raise ModelError(f"the model's parameters are {widest}; use one of {', '.join(map(str, DTYPES))}")
+    return DTYPES[widest]
+
+
+def _facts(module: nn.Module, values: dict[str, Any], example: Mapping[str, Tensor] | None) -> ModelFacts:
+    """A script's own module is cut into stages like any other, if it is a chain of blocks."""
+    from shardwise.smp.nn.splits import tensor_splits
+
+    base = make_job({"data.sequence_length": values["data.sequence_length"]})
+    state.tracing = True
+    facts = discover(module, base, example)
+    state.tracing = False
+    own = tensor_splits(module)
+    if own:
+        facts = replace(facts, tensor_splits=own, tensor_refusal="", vocabulary_parameters=())
+    return facts if facts.stages.refusal else replace(facts, is_hugging_face=True)
+
+
+# ---- stages
+
+
+def _partition(module: nn.Module, facts: ModelFacts) -> dict[str, Any]:
+    """The blocks' stages, as the script or its contexts put them."""
+    if state.cfg.auto_partition:
+        return {}
+    asked = {name: requests.partitions[inner] for name, inner in module.named_modules() if inner in requests.partitions}
+    placed: dict[str, int] = {}
+    for block in facts.blocks:
+        above = [name for name in asked if name == block.name or block.name.startswith(f"{name}.")]
+        if above:
+            placed[block.name] = asked[max(above, key=len)]
+    return {"parallel.partition": placed, "parallel.default_partition": int(state.cfg.default_partition)}
+
+
+def _say_partition(plan: Plan) -> None:
+    if plan.stages and dist.get_rank() == 0:
+        print("Partition assignments:", file=sys.stderr)
+        for stage, blocks in enumerate(plan.stages):
+            print(f"  stage {stage}: {', '.join(blocks)}", file=sys.stderr)
+
+
+# ---- checkpointing
+
+
+def _settle_checkpointing(module: nn.Module, facts: ModelFacts, values: dict[str, Any]) -> dict[str, Any]:
+    """Checkpointing of all blocks is the engine's; of some of them or of other modules it is put around each."""
+    values = {key: value for key, value in values.items() if key not in OFFLOAD}
+    asked = {
+        name: requests.checkpointing[inner] for name, inner in module.named_modules() if inner in requests.checkpointing
+    }
+    names = [block.name for block in facts.blocks]
+    strategies = {_strategy(name, asked) for name in names}
+    offload = bool(state.cfg.offload_activations)
+    if names and None not in strategies and len(strategies) == 1:
+        values |= {"memory.activation_checkpointing": "full", "memory.checkpoint_strategy": strategies.pop()}
+        if offload:
+            values["memory.offload_activations"] = True
+            values["memory.activation_loading_horizon"] = int(state.cfg.activation_loading_horizon)
+        return values
+    if not asked:
+        if offload and dist.get_rank() == 0:
+            print("note: offload_activations has no effect: smp.set_activation_checkpointing was not called.",
+                  file=sys.stderr)  # fmt: skip
+        return values
+    _checkpoint_each(module, asked, offload)
+    return values
+
+
+def _strategy(block: str, asked: Mapping[str, Checkpointing]) -> str | None:
+    if block in asked:
+        return "each"
+    container = block.rpartition(".")[0]
+    return asked[container].strategy if container in asked else None
+
+
+def _checkpoint_each(module: nn.Module, asked: Mapping[str, Checkpointing], offload: bool) -> None:
+    """Of containers the children, of others the module itself."""
+    memory = MemorySection(activation_checkpointing="full")
+    horizon = int(state.cfg.activation_loading_horizon)
+    for name in asked:
+        inner = module.get_submodule(name)
+        alone = not isinstance(inner, (nn.Sequential, nn.ModuleList))
+        units: Sequence[nn.Module] = [inner] if alone else list(inner.children())
+        apply_activation_checkpointing(
+            [[unit] for unit in units], memory, ActivationOffload(state.device, horizon) if offload else None
+        )

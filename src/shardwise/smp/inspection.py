@@ -1,0 +1,103 @@
+"""What a script asks a DistributedModel about its parameters, buffers and modules: which are here, which are split."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardwise.parallel.model import ParallelModel
+from shardwise.smp.process import state
+
+
+class Inspection:
+    """A part of DistributedModel, which has the attributes."""
+
+    module: nn.Module
+    parallel: ParallelModel | None
+    names: dict[int, str]
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """By the module's own names: all of them before the first step, then those that live here."""
+        return self.module.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """By the module's own names."""
+        return self.module.named_buffers(*args, **kwargs)
+
+    def local_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters of this pipeline rank."""
+        return self.module.named_parameters()
+
+    def local_parameters(self) -> Iterator[nn.Parameter]:
+        """Parameters of this pipeline rank."""
+        return self.module.parameters()
+
+    def local_named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Buffers of this pipeline rank."""
+        return self.module.named_buffers()
+
+    def local_buffers(self) -> Iterator[Tensor]:
+        """Buffers of this pipeline rank."""
+        return self.module.buffers()
+
+    def local_named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Modules of this pipeline rank: those that hold something, and those they are in."""
+        parallel = self.parallel
+        passage = parallel.parts[0].passage if parallel is not None else None
+        absent = passage.absent if passage is not None else frozenset()
+        return ((name, module) for name, module in self.module.named_modules() if name not in absent)
+
+    def local_modules(self) -> Iterator[nn.Module]:
+        """Modules of this pipeline rank."""
+        return (module for _, module in self.local_named_modules())
+
+    def virtual_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """What the optimizer updates: this rank's elements of each parameter, by its name."""
+        locals_ = state.optimizer.locals if state.optimizer is not None else []
+        return ((entry.name, local) for entry, local in locals_)
+
+    # ---- tensor parallelism
+
+    def distributed_modules(self) -> Iterator[nn.Module]:
+        """Modules whose tensors are split over tensor ranks."""
+        splits = self.parallel.facts.tensor_splits if self.parallel is not None else {}
+        return (self.module.get_submodule(name) for name in splits if state.layout.size("tensor") > 1)
+
+    def is_distributed_parameter(self, parameter: nn.Parameter) -> bool:
+        """Whether tensor ranks hold parts of it."""
+        name = self.names.get(id(parameter))
+        parallel = self.parallel
+        return bool(parallel and name in parallel.tensor_map.names and parallel.tensor_map[name].cut is not None)
+
+    def is_distributed_buffer(self, buffer: Tensor) -> bool:
+        """Whether tensor ranks hold parts of it; buffers are always whole."""
+        return False
+
+    def is_scaled_batch_parameter(self, parameter: nn.Parameter) -> bool:
+        """Whether it sees the batch of the whole tensor group: all do, where tensors are split."""
+        return state.layout.size("tensor") > 1
+
+    def is_scaled_batch_buffer(self, buffer: Tensor) -> bool:
+        """Whether it sees the batch of the whole tensor group."""
+        return state.layout.size("tensor") > 1
+
+    def scaled_batch_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters reduced over the reduced data group."""
+        return (item for item in self.named_parameters() if self.is_scaled_batch_parameter(item[1]))
+
+    def default_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters reduced over the data group."""
+        return (item for item in self.named_parameters() if not self.is_scaled_batch_parameter(item[1]))
+
+
+def show_shards(module: nn.Module) -> None:
+    """Give parameters the attributes by which scripts count the elements of a shard: `ds_shape`, `ds_tensor` ..."""
+    for parameter in module.parameters():
+        size = -(-parameter.numel() // state.layout.size("shard"))
+        first = size * state.layout.index("shard")
+        shard: Any = parameter.detach().flatten()[first : first + size]
+        shard.ds_numel = size
+        held: Any = parameter
+        held.ds_shape, held.ds_numel, held.ds_tensor = parameter.shape, parameter.numel(), shard

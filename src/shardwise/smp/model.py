@@ -1,0 +1,348 @@
+"""`smp.DistributedModel`: a script's module, distributed at its first forward, and its parts of forward and backward.
+
+Distribution waits for the first forward because scripts go on asking after they have wrapped the model: for partitions,
+for checkpointing, for another optimizer. Until then the module is as its author wrote it, on the device.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from shardwise.data.batch import Batch
+from shardwise.parallel.model import ParallelModel, Part
+from shardwise.smp.building import Shape, build, shape_of
+from shardwise.smp.exceptions import SMPValidationError, StepUsageError
+from shardwise.smp.inspection import Inspection, show_shards
+from shardwise.smp.nesting import to_device
+from shardwise.smp.process import state
+from shardwise.smp.rows import merge, narrow
+from shardwise.smp.weights import is_partial, load_weights, local_weights, marked, whole_weights
+
+if TYPE_CHECKING:
+    from shardwise.smp.steps import StepRun
+
+Hook = Callable[[Any, Any], Any]
+# From what transformers' models compute their own losses; of use on the last stage alone.
+LABELS = {"labels", "label", "next_sentence_label", "start_positions", "end_positions"}
+
+
+class DistributedModel(Inspection, nn.Module):
+    """Wraps a model; one in a script. Calls of it inside of a step run this rank's part of it.
+
+    Args:
+        module: the model, equal on every rank, or without values where it was created under delayed initialization.
+        trace_device, trace_execution_times, trace_memory_usage: accepted; the structure is read without running it.
+        overlapping_allreduce, bucket_cap_mb, gradient_as_bucket_view: accepted; FSDP2 overlaps by blocks.
+        backward_passes_per_step: step calls whose gradients are summed before an optimizer step.
+        average_grads_across_microbatches: whether gradients are the mean over microbatches, or their sum.
+        broadcast_buffers: accepted; buffers are rank 0's at the start and each rank's own afterwards.
+
+    Raises:
+        NotInitializedError: `smp.init` was not called.
+        SMPValidationError: `trace_execution_times` with `trace_device="cpu"`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        trace_device: str = "gpu",
+        trace_execution_times: bool = False,
+        overlapping_allreduce: bool = True,
+        backward_passes_per_step: int = 1,
+        average_grads_across_microbatches: bool = True,
+        bucket_cap_mb: int = 25,
+        trace_memory_usage: bool = False,
+        broadcast_buffers: bool = True,
+        gradient_as_bucket_view: bool = False,
+        find_unused_parameters: bool = False,
+    ) -> None:
+        super().__init__()
+        if trace_execution_times and trace_device == "cpu":
+            raise SMPValidationError("trace_execution_times=True needs trace_device='gpu'")
+        from shardwise.smp.replacement import replace_modules
+
+        device = state.device
+        self.module = replace_modules(module)
+        self.parallel: ParallelModel | None = None
+        self.average = average_grads_across_microbatches
+        self.passes, self._pass, self._synchronise = backward_passes_per_step, 0, True
+        self.names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        self._run: StepRun | None = None
+        self._shapes: dict[Any, Shape] = {}
+        self._forward_parameters = inspect.signature(self.module.forward)
+        self._after_partition: OrderedDict[int, Hook] = OrderedDict()
+        self._after_step: OrderedDict[int, Hook] = OrderedDict()
+        self._stepped = False
+        self.pending_weights: list[tuple[Mapping[str, Any], bool, bool]] = []
+        self.unsettled = False  # gradients that several ranks hold in part are not summed yet
+        if state.layout.size("pipeline") == 1 and state.cfg.sharded_data_parallel_degree == 1:
+            self.module.to(device)
+        if state.layout.size("shard") > 1:
+            show_shards(self.module)
+        state.model = self
+
+    # ---- forward and backward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward: its part that is here, inside of a step; without stages also outside of one.
+
+        Raises:
+            StepUsageError: outside of a step, where there are stages.
+        """
+        args, kwargs = to_device(args, state.device), to_device(kwargs, state.device)
+        if self._run is not None:
+            return self._run.call(args, kwargs)
+        self._needs_step("model(...)")
+        parallel = self.build(self.bind(args, kwargs))
+        return self.compute(parallel.parts[0], args, kwargs, 0, 1)
+
+    def backward(self, tensors: Tensor | Sequence[Tensor], grad_tensors: Any = None) -> None:
+        """Backward from a loss (or several tensors with the gradients they get); in the place of `loss.backward()`.
+
+        Inside of a step it is run when the schedule comes to it, after the body; gradients are then means over
+        microbatches and data ranks.
+
+        Raises:
+            StepUsageError: outside of a step, where there are stages.
+        """
+        several = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        gradients = [grad_tensors] if isinstance(grad_tensors, Tensor) else list(grad_tensors or [None] * len(several))
+        total = torch.stack([t.sum() if g is None else (t * g).sum() for t, g in zip(several, gradients)]).sum()
+        if self._run is not None:
+            self._run.note(total * self.seed(len(self._run.calls)))
+            return
+        self._needs_step("model.backward(...)")
+        parallel = self.require_parallel()
+        parallel.drive(lambda *_: total * self.seed(1), 1, backward=True, last=self._completes())
+        self._finish_backward()
+
+    def _needs_step(self, what: str) -> None:
+        degree = state.layout.size("pipeline")
+        if degree > 1:
+            raise StepUsageError(
+                f"{what} outside of a step cannot reach the other stages of pipeline_parallel_degree {degree}; call it "
+                "in a function decorated with @smp.step"
+            )
+
+    def seed(self, microbatches: int) -> float:
+        """The gradient of each microbatch's loss: SMP averages over microbatches and over data-parallel ranks."""
+        ranks = state.layout.size("replica", "shard") * (
+            1 if state.cfg.prescaled_batch else state.layout.size("tensor")
+        )
+        scale = state.optimizer.loss_scale if state.optimizer is not None else 1.0
+        return scale / ranks / (microbatches if self.average else 1)
+
+    def stepping(self, run: StepRun) -> None:
+        """Run all microbatches of a step, forward and, unless under `no_grad`, backward."""
+        self._run = run
+        try:
+            if self.parallel is None or run.staged:
+                self._prepare(run)
+            parallel = self.require_parallel()
+            last = run.backward and self._completes()
+            parallel.drive(run.work, len(run.calls), run.backward, last=last)
+        finally:
+            self._run = None
+        state.step_count += 1
+        if run.backward:
+            self._finish_backward()
+        if not self._stepped:
+            self._stepped = True
+            self._call(self._after_step)
+
+    def _prepare(self, run: StepRun) -> None:
+        """Build the model for the first step, and its stages' traffic for microbatches of another shape."""
+        key = tuple(tuple(leaf.shape) for leaf in _tensors(run.calls[0]))
+        if key not in self._shapes:
+            inputs = run.first_inputs()
+            merged = inputs if state.cfg.prescaled_batch else merge(inputs)
+            self.build(merged)
+            self._shapes[key] = shape_of(merged)
+        pipeline = self.require_parallel().pipeline
+        if pipeline is not None:
+            pipeline.reshape(*self._shapes[key])
+
+    def build(self, inputs: Mapping[str, Any]) -> ParallelModel:
+        """Distribute the module, if that has not happened; `inputs` are its keyword arguments. Collective."""
+        if self.parallel is None:
+            given = list(self.module.parameters())
+            self.parallel = build(self.module, inputs)
+            for parameter in given:  # an optimizer may hold them, and its names go by their identity: only memory goes
+                parameter.data = parameter.data.new_empty(0)
+            self._given = given
+            for entry in self.parallel.tensor_map:
+                self.names[id(entry.parameter)] = entry.name
+            for weights, strict, same in self.pending_weights:
+                load_weights(self, weights, strict, same)
+            self.pending_weights.clear()
+            if state.optimizer is not None:
+                state.optimizer.adopt(self.parallel)
+            self._call(self._after_partition)
+        return self.parallel
+
+    def compute(
+        self,
+        part: Part,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        index: int,
+        count: int,
+        arrived: Tensor | None = None,
+    ) -> Any:
+        """Forward of microbatch `index` of `count` through `part`; hidden states where it is not the last one."""
+        parallel = self.require_parallel()
+        own = state.cfg.prescaled_batch or state.layout.size("tensor") == 1
+        inputs = self.bind(args, kwargs)
+        merged = inputs if own else merge(inputs)
+        rows = shape_of(merged).rows
+        first = (parallel.layout.data_rank * count + index) * rows
+        microbatch = Batch({}, None, torch.arange(first, first + rows, device=state.device))
+        if not part.is_last:  # the model would compare hidden states with them
+            merged = {name: None if name in LABELS else value for name, value in merged.items()}
+        with parallel.scope(microbatch, state.step_count):
+            output = part.forward(merged, arrived)
+        if not part.is_last:
+            return part.leave()
+        return output if own else narrow(output, shape_of(inputs).rows)
+
+    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments of the module's forward by name."""
+        bound = self._forward_parameters.bind(*args, **kwargs)
+        named: dict[str, Any] = {}
+        for name, value in bound.arguments.items():
+            kind = self._forward_parameters.parameters[name].kind
+            if kind is inspect.Parameter.VAR_KEYWORD:
+                named |= value
+            elif kind is inspect.Parameter.VAR_POSITIONAL:
+                raise StepUsageError("the model's forward takes *args; give it names, or pass them by keyword")
+            else:
+                named[name] = value
+        return named
+
+    def _completes(self) -> bool:
+        """Whether the gradients are complete after the backward that comes."""
+        self._pass += 1
+        return self._synchronise and self._pass % self.passes == 0
+
+    def _finish_backward(self) -> None:
+        self.unsettled = True
+        if state.optimizer is not None:
+            state.optimizer.show_gradients()
+
+    def settle_gradients(self) -> None:
+        """Sum what several ranks hold in part, once for each optimizer step. Collective."""
+        if self.unsettled and self.parallel is not None:
+            self.parallel.sum_shared_gradients()
+        self.unsettled = False
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Leave gradients of backward passes inside on their ranks; the first one outside reduces them all."""
+        before, self._synchronise = self._synchronise, False
+        try:
+            yield
+        finally:
+            self._synchronise = before
+
+    # ---- the module
+
+    @property
+    def partitioned(self) -> bool:
+        """Whether the model has been distributed."""
+        return self.parallel is not None
+
+    def require_parallel(self) -> ParallelModel:
+        """The distributed model. Raises StepUsageError before the first forward."""
+        if self.parallel is None:
+            raise StepUsageError("the model is distributed at its first forward, which has not been; run a step first")
+        return self.parallel
+
+    def get_module(self) -> nn.Module:
+        """The script's module (or what took its place), unwrapped."""
+        return self.module
+
+    def train(self, mode: bool = True) -> DistributedModel:
+        """Training or evaluation mode; returns the model."""
+        super().train(mode)
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        """What the wrapper does not have is the module's: `config`, `generate`, `gradient_checkpointing_enable`."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+    # ---- hooks
+
+    def _call(self, hooks: OrderedDict[int, Hook]) -> None:
+        optimizer = state.optimizer.public if state.optimizer is not None else None
+        for hook in list(hooks.values()):
+            hook(self, optimizer)
+
+    def register_post_partition_hook(self, hook: Hook) -> RemovableHandle:
+        """Call `hook(model, optimizer)` once the model has been distributed."""
+        return _register(self._after_partition, hook)
+
+    def register_post_step_hook(self, hook: Hook) -> RemovableHandle:
+        """Call `hook(model, optimizer)` after the first step."""
+        return _register(self._after_step, hook)
+
+    def register_comm_hook(self, hook_state: Any, hook: Any) -> None:
+        """Refused: FSDP2 reduces gradients, and has no hooks of DDP."""
+        raise StepUsageError("register_comm_hook is not to be had: gradients are reduced by FSDP2; leave it out")
+
+    @contextmanager
+    def join(self, **settings: Any) -> Iterator[None]:
+        """Accepted; all ranks have to make equally many steps."""
+        yield
+
+    # ---- weights
+
+    def state_dict(self, *args: Any, gather_to_rank0: bool = False, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """All weights by name, whole, on the CPU. Collective over all ranks.
+
+        Args:
+            gather_to_rank0: only reduced data rank 0 keeps them; the others get an empty dict.
+        """
+        weights = whole_weights(self)
+        return weights if not gather_to_rank0 or state.layout.smp("rdp")[0] == 0 else {}
+
+    def local_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """This rank's part of the weights, with the key `_smp_is_partial`."""
+        return marked(local_weights(self))
+
+    def load_state_dict(  # type: ignore[override]
+        self, state_dict: Mapping[str, Any], strict: bool = True, same_partition_load: bool = False
+    ) -> None:
+        """Weights, whole or this rank's part of them (`_smp_is_partial`); before the first step they wait for it.
+
+        A dict without that key that holds a Hugging Face model's names is translated where the model was replaced.
+
+        Raises:
+            CheckpointError: names or shapes do not fit, and `strict` is True.
+        """
+        if self.parallel is None and (is_partial(state_dict) or state.layout.size("pipeline") > 1):
+            self.pending_weights.append((state_dict, strict, same_partition_load))
+            return
+        load_weights(self, state_dict, strict, same_partition_load)
+
+
+def _register(hooks: OrderedDict[int, Hook], hook: Hook) -> RemovableHandle:
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle
+
+
+def _tensors(call: Any) -> list[Tensor]:
+    from shardwise.smp.nesting import leaves
+
+    return [leaf for leaf in leaves(call) if isinstance(leaf, Tensor)]

@@ -1,0 +1,1 @@
+"""`smp.nn.huggingface`: six families of transformers' models as `smp.nn`'s modules, and their weights' names."""

@@ -1,0 +1,334 @@
+"""`smp.DistributedOptimizer`: a script's own torch optimizer, on the elements of the parameters that live here.
+
+The optimizer keeps its class, its groups and its schedulers. When the model is distributed its groups' parameters are
+replaced by plain tensors that share storage with the sharded ones, so that any elementwise optimizer updates each
+element where it lives. Under `fp16` a wrapper scales the loss and skips steps whose gradients are not finite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardwise.config import LossScaleSection
+from shardwise.errors import ModelError
+from shardwise.optimizers import ELEMENTWISE
+from shardwise.parallel.model import ParallelModel
+from shardwise.parallel.tensor_map import Entry
+from shardwise.precision import LossScaler
+from shardwise.smp.optimizer_state import full_state, load_state, local_state
+from shardwise.smp.process import state
+from shardwise.training.step import squared_share
+
+OVERFLOWN = -1.0  # what clip_master_grads returns where the norm is not finite
+
+
+class Side:
+    """What an optimizer and its model share: which tensors are updated, the norm, the loss scale.
+
+    Attributes:
+        optimizer: the script's torch optimizer.
+        public: what the script holds: the optimizer, or the wrapper around it.
+        locals: parameters that have elements here, with the tensors that the optimizer updates.
+        overflow: the last step was skipped.
+    """
+
+    def __init__(self, optimizer: Any, scaler: LossScaler | None, public: Any = None) -> None:
+        self.optimizer, self.scaler = optimizer, scaler
+        self.public = optimizer if public is None else public
+        self.locals: list[tuple[Entry, nn.Parameter]] = []
+        self.order: list[str] = []  # names of all parameters of all groups, in the optimizer's order
+        self.group_sizes: list[int] = []
+        self.parallel: ParallelModel | None = None
+        self.overflow = False
+        self.pending: Mapping[str, Any] | None = None
+        self.norm: Tensor | None = None
+        self._unscaled = False
+        state.optimizer = self
+        if state.model is not None and state.model.parallel is not None:
+            self.adopt(state.model.parallel)
+
+    @property
+    def loss_scale(self) -> float:
+        """By which losses are multiplied before backward."""
+        return self.scaler.scale if self.scaler is not None else 1.0
+
+    def adopt(self, parallel: ParallelModel) -> None:
+        """Put this rank's elements in the place of the parameters of all groups.
+
+        Raises:
+            ModelError: a parameter is not the model's, or the optimizer needs whole tensors and they are in parts.
+        """
+        self.parallel = parallel
+        model = state.model
+        assert model is not None
+        _check_class(self.optimizer, parallel)
+        made: dict[str, nn.Parameter] = {}
+        for group in self.optimizer.param_groups:
+            # Scripts that walk all modules for their groups find a tied parameter twice.
+            names = list(dict.fromkeys(_name_of(model.names, parameter) for parameter in group["params"]))
+            self.order += names
+            self.group_sizes.append(len(names))
+            here = [name for name in names if name in parallel.tensor_map.names]
+            made |= {name: nn.Parameter(parallel.tensor_map[name].local) for name in here}
+            group["params"] = [made[name] for name in here if made[name].numel()]
+        self.locals = [(parallel.tensor_map[name], local) for name, local in made.items() if local.numel()]
+        self.optimizer.state.clear()
+        if self.pending is not None:
+            load_state(self, self.pending)
+            self.pending = None
+
+    def load(self, saved: Mapping[str, Any]) -> None:
+        """Take a state, or keep it until the model is distributed."""
+        if self.parallel is None:
+            self.pending = saved
+        else:
+            load_state(self, saved)
+
+    def gradients(self) -> Iterator[tuple[Entry, Tensor]]:
+        """Entries with this rank's gradient elements."""
+        for entry, _ in self.locals:
+            gradient = entry.local_gradient
+            if gradient is not None:
+                yield entry, gradient
+
+    def show_gradients(self) -> None:
+        """Let the optimizer's tensors show the gradients, which GradScaler and scripts read there."""
+        for entry, local in self.locals:
+            local.grad = entry.local_gradient
+
+    def settle(self) -> None:
+        """Complete the gradients of this step. Collective."""
+        if state.model is not None:
+            state.model.settle_gradients()
+        self.show_gradients()
+
+    def global_norm(self) -> Tensor:
+        """0-dim fp64 L2 norm of the gradients of the whole model, the loss scale taken out. Collective."""
+        self.settle()
+        squares = squared_share(self.gradients(), state.device)
+        dist.all_reduce(squares)
+        return squares.sqrt() / (1.0 if self._unscaled else self.loss_scale)
+
+    def clip(self, most: float) -> float:
+        """Take the loss scale out of the gradients and clip them; the norm before, or -1 where it is not finite."""
+        self.norm = norm = self.global_norm()
+        if not torch.isfinite(norm):
+            return OVERFLOWN
+        factor = (most / (norm + 1e-6)).clamp(max=1.0) if most else torch.ones_like(norm)
+        self._multiply(factor / (1.0 if self._unscaled else self.loss_scale))
+        self._unscaled = True
+        return float(norm)
+
+    def ready(self) -> bool:
+        """Settle, clip and unscale before the optimizer's step; False where it is to be skipped. Collective."""
+        sharded = self.parallel is not None and state.cfg.sharded_data_parallel_degree > 1
+        most = float(state.cfg.sdp_gradient_clipping) if sharded else 0.0
+        if self.scaler is None:
+            if most:
+                self.clip(most)
+            else:
+                self.settle()
+            self._unscaled = False
+            return True
+        self.overflow = self.norm is not None and not bool(torch.isfinite(self.norm))
+        if not self._unscaled:
+            self.overflow = self.clip(most) == OVERFLOWN
+        self.scaler.update(self.overflow)
+        self._unscaled, self.norm = False, self.norm if not self.overflow else None
+        return not self.overflow
+
+    def zero(self, set_to_none: bool) -> None:
+        """Drop (or zero) gradients of parameters and of the optimizer's tensors."""
+        entries = list(self.parallel.tensor_map) if self.parallel is not None else []
+        for entry in entries:
+            if set_to_none:
+                entry.parameter.grad = None
+            elif entry.parameter.grad is not None:
+                entry.parameter.grad.zero_()
+        for _, local in self.locals:
+            local.grad = None if set_to_none else local.grad
+        self._unscaled = False
+
+    def _multiply(self, factor: Tensor) -> None:
+        gradients = [gradient for _, gradient in self.gradients()]
+        if gradients:
+            torch._foreach_mul_(gradients, factor.to(gradients[0]))
+
+
+class DistributedOptimizerMixin:
+    """What a script's optimizer gains; its own class comes behind it."""
+
+    _smp: Side
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last step was skipped because its gradients were not finite."""
+        return self._smp.overflow
+
+    @property
+    def redefined_params(self) -> bool:
+        """Whether the groups hold this rank's elements in the place of the model's parameters."""
+        return self._smp.parallel is not None
+
+    @property
+    def _global_grad_norm(self) -> float | None:
+        return None if self._smp.norm is None else float(self._smp.norm)
+
+    @property
+    def fp32_partitioned_groups_flat(self) -> list[Tensor]:
+        """This rank's elements of every group, as one tensor a group."""
+        groups = self._smp.optimizer.param_groups
+        return [torch.cat([local.detach().flatten() for local in group["params"]]) for group in groups]
+
+    @property
+    def fp16_groups(self) -> list[list[nn.Parameter]]:
+        """The parameters of every group."""
+        return [list(group["params"]) for group in self._smp.optimizer.param_groups]
+
+    @property
+    def ds_param_shard_group(self) -> dist.ProcessGroup:
+        """The ranks among which parameters are sharded."""
+        return state.layout.group("shard", "context")
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Complete the step's gradients and update this rank's elements. Collective."""
+        value = closure() if closure is not None else None
+        if self._smp.ready():
+            self._inner_step()
+        return value
+
+    def _inner_step(self) -> None:
+        super().step()  # type: ignore[misc]
+
+    def zero_grad(self, set_to_none: bool = True, set_grads_to_None: bool | None = None) -> None:
+        """Drop gradients; the second name is of older scripts."""
+        if self._smp.parallel is None:
+            self._inner_zero()
+        self._smp.zero(set_to_none if set_grads_to_None is None else set_grads_to_None)
+
+    def _inner_zero(self) -> None:
+        super().zero_grad()  # type: ignore[misc]
+
+    def clip_master_grads(self, max_norm: float) -> float:
+        """Clip by the norm of the whole model's gradients; that norm, or -1 where it is not finite. Collective."""
+        return self._smp.clip(max_norm)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole state, of whole tensors, in the order of the script's own optimizer. Collective."""
+        return full_state(self._smp)
+
+    def local_state_dict(self, gather_if_shard: bool = True) -> dict[str, Any]:
+        """This rank's state, with the key `_smp_is_partial`.
+
+        Where state is sharded and `gather_if_shard`, reduced data rank 0 gets under `state` a list of all ranks' states
+        of its group, by rank; the others their own. Collective then.
+        """
+        return local_state(self._smp, gather_if_shard)
+
+    def orig_state_dict(self) -> dict[str, Any]:
+        """The torch optimizer's own state dict on this rank."""
+        return torch.optim.Optimizer.state_dict(self._smp.optimizer)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], gather_if_shard: bool = True) -> None:
+        """What `state_dict` or `local_state_dict` returned; before the first step it waits for it."""
+        self._smp.load(state_dict)
+
+    def _param_id_to_index(self) -> dict[int, int]:
+        parameters = [p for group in self._smp.optimizer.param_groups for p in group["params"]]
+        return {id(parameter): index for index, parameter in enumerate(parameters)}
+
+    def param_name_to_index(self) -> dict[str, int]:
+        """Name of a parameter -> its number in the optimizer."""
+        return {name: index for index, name in enumerate(self._smp.order)}
+
+    def _param_index_to_param_local(self) -> dict[int, nn.Parameter]:
+        parameters = [p for group in self._smp.optimizer.param_groups for p in group["params"]]
+        return dict(enumerate(parameters))
+
+
+class Fp16Optimizer(DistributedOptimizerMixin):
+    """The wrapper under `fp16`: `optimizer` is the script's own, for schedulers; everything else reaches it too."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, scaler: LossScaler) -> None:
+        self.optimizer = optimizer
+        self._smp = Side(optimizer, scaler, self)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("optimizer", "_smp"):
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    @property
+    def loss_scaler(self) -> LossScaler:
+        """The loss scale and how it moves."""
+        assert self._smp.scaler is not None
+        return self._smp.scaler
+
+    @property
+    def loss_scale(self) -> float:
+        """By which losses are multiplied before backward."""
+        return self._smp.loss_scale
+
+    def _inner_step(self) -> None:
+        self.optimizer.step()
+
+    def _inner_zero(self) -> None:
+        self.optimizer.zero_grad()
+
+
+def DistributedOptimizer(
+    optimizer: Any,
+    static_loss_scale: float | None = 1.0,
+    dynamic_loss_scale: bool = False,
+    dynamic_loss_args: Mapping[str, Any] | None = None,
+    **loss_args: Any,
+) -> Any:
+    """Make `optimizer` update a distributed model; built before or after the model is wrapped.
+
+    It is returned itself, of a subclass of its class; under `fp16` inside of a wrapper that scales the loss.
+
+    Args:
+        optimizer: of torch.optim's kind. One that needs whole tensors is refused where they are in parts.
+        static_loss_scale: a scale that stays; of use under `fp16` alone.
+        dynamic_loss_scale: let the scale move (Micikevicius et al., arXiv 1710.03740, section 3.2).
+        dynamic_loss_args: init_scale, scale_factor, scale_window, min_scale, delayed_shift, consecutive_hysteresis;
+            also as keywords.
+
+    Raises:
+        NotInitializedError: `smp.init` was not called.
+    """
+    if state.cfg.fp16:
+        settings = {"init_scale": 2.0**32} | dict(dynamic_loss_args or {}) | loss_args
+        if not dynamic_loss_scale:
+            settings = {"static": static_loss_scale or 1.0}
+        return Fp16Optimizer(optimizer, LossScaler.of("fp16", LossScaleSection.model_validate(settings)))
+    kind = type(optimizer)
+    optimizer.__class__ = type(kind.__name__, (DistributedOptimizerMixin, kind), {"__module__": kind.__module__})
+    optimizer._smp = Side(optimizer, None)
+    return optimizer
+
+
+def _name_of(names: Mapping[int, str], parameter: nn.Parameter) -> str:
+    if id(parameter) not in names:
+        raise ModelError(
+            f"the optimizer holds a parameter of shape {list(parameter.shape)} that is not the wrapped model's; build "
+            "it from model.parameters(), before or after smp.DistributedModel"
+        )
+    return names[id(parameter)]
+
+
+def _check_class(optimizer: Any, parallel: ParallelModel) -> None:
+    """Whole tensors are there where nothing is sharded or split."""
+    pieces = parallel.layout.size("shard", "context", "tensor")
+    name = next((base.__name__ for base in type(optimizer).__mro__ if base.__module__.startswith("torch.optim")), "")
+    known = name if name != "Optimizer" else type(optimizer).__name__
+    if pieces > 1 and known not in ELEMENTWISE:
+        raise ModelError(
+            f"{known} is not known to be elementwise, and parameters are cut over {pieces} ranks; use degree 1 for "
+            f"sharding and tensors, or one of {', '.join(ELEMENTWISE)}"
+        )

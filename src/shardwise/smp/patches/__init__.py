@@ -1,0 +1,1 @@
+"""`smp.patches`: functions in the place of torch's own."""

@@ -1,0 +1,122 @@
+"""What one process of a script knows: its configuration, its place, its model and optimizer.
+
+SMP's API is one of a process: `smp.rank()`, `smp.state.cfg`. This module holds the one object behind it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.draft import Draft
+from shardwise.errors import ConfigError
+from shardwise.launch.session import session
+from shardwise.layout import SMP_AXES, Layout
+from shardwise.plan import World, precheck
+from shardwise.smp.config import Configuration, read_configuration
+from shardwise.smp.exceptions import NotInitializedError
+
+if TYPE_CHECKING:
+    from shardwise.smp.model import DistributedModel
+    from shardwise.smp.optimizer import Side
+
+DEVICE_VARIABLE = "SHARDWISE_DEVICE"  # set by `shardwise run --device`
+
+
+class State:
+    """`smp.state`. Before `init` everything but `initialized` raises NotInitializedError.
+
+    Attributes:
+        model: the script's distributed model, once it is made.
+        optimizer: its optimizer's side that the model sees, once it is made.
+        step_count: optimizer-independent count of calls of step functions.
+    """
+
+    def __init__(self) -> None:
+        self.initialized = False
+        self.model: DistributedModel | None = None
+        self.optimizer: Side | None = None
+        self.step_count = 0
+        self.tracing = False
+        self._cfg: Configuration | None = None
+        self._layout: Layout | None = None
+        self._device: torch.device | None = None
+        self._exit = ExitStack()
+        # Of older scripts: filled once the model's parameters are split.
+        self.param_index_to_name_tp_group: dict[int, dict[int, str]] = {}
+        self.param_name_to_index_tp_group: dict[int, dict[str, int]] = {}
+
+    @property
+    def cfg(self) -> Configuration:
+        """SMP's options by name."""
+        if self._cfg is None:
+            raise NotInitializedError("smp.state.cfg is read before smp.init(); call smp.init() first")
+        return self._cfg
+
+    @property
+    def layout(self) -> Layout:
+        """Which rank stands where."""
+        if self._layout is None:
+            raise NotInitializedError("smp is used before smp.init(); call smp.init() first")
+        return self._layout
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        if self._device is None:
+            raise NotInitializedError("smp is used before smp.init(); call smp.init() first")
+        return self._device
+
+    def init(self, config: Any = None) -> None:
+        """Join the other ranks and take a place among them; `config` is SMP's dict of options.
+
+        Raises:
+            ConfigError: an option is unknown, wrong or refused, or the ranks do not fit the degrees.
+        """
+        if config is not None and not isinstance(config, dict):
+            raise ConfigError(f"smp.init takes a dict of options, not {config!r}; pass a dict or nothing")
+        self.reset()
+        cfg = read_configuration(config)
+        job = cfg.base_job()
+        device_type = os.environ.get(DEVICE_VARIABLE) or ("cuda" if torch.cuda.is_available() else "cpu")
+        backend = "nccl" if device_type == "cuda" else "gloo"
+        self._device = self._exit.enter_context(session(device_type, backend))
+        world = current_world(self._device)
+        precheck(job, world)
+        draft = Draft(job, world)
+        degrees = {
+            "replica": draft.data_axis // draft.sharded,
+            "shard": draft.sharded,
+            "tensor": job.parallel.tensor_parallel_degree,
+            "pipeline": job.parallel.pipeline_parallel_degree,
+        }
+        placement = job.parallel.placement_strategy
+        self._layout = Layout(degrees, placement, dist.get_rank(), world.local_size, device_type)
+        for axes in SMP_AXES.values():  # here, where every rank is: a group is made by all, and asked for by some
+            self._layout.group(*axes)
+        self._cfg, self.initialized = cfg, True
+        if dist.get_rank() == 0:
+            for note in cfg.notes:
+                print(f"note: {note}", file=sys.stderr)
+
+    def reset(self) -> None:
+        """Forget everything and leave the other ranks."""
+        self._exit.close()
+        self.__init__()  # type: ignore[misc]
+
+
+def current_world(device: torch.device) -> World:
+    """The world of the process group that this process has joined."""
+    size = dist.get_world_size()
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    return World(size, device.type, local_size, hosts=-(-size // local_size))
+
+
+state = State()
+atexit.register(state.reset)

@@ -1,0 +1,109 @@
+"""A distributed model's weights: whole by name, this rank's part, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.checkpoint.state import persistent_buffers
+from shardwise.errors import CheckpointError, listed
+from shardwise.smp.process import state
+
+if TYPE_CHECKING:
+    from shardwise.smp.model import DistributedModel
+
+PARTIAL = "_smp_is_partial"
+HOST = torch.device("cpu")
+
+
+def marked(weights: dict[str, Any]) -> dict[str, Any]:
+    """With the key that says that these are one rank's part."""
+    return {**weights, PARTIAL: True}
+
+
+def is_partial(weights: Mapping[str, Any]) -> bool:
+    """Whether these are one rank's part."""
+    return bool(weights.get(PARTIAL, False))
+
+
+def whole_weights(model: DistributedModel) -> dict[str, Tensor]:
+    """Whole tensors by name, ties under all their names, persistent buffers too. Collective once distributed."""
+    parallel = model.parallel
+    if parallel is None:
+        return {name: value.detach().to(HOST) for name, value in model.module.state_dict().items()}
+    found = {name: value.detach().to(HOST, copy=True) for name, value in parallel.wholes()}
+    found |= _all_buffers(model)
+    for group in parallel.facts.ties:
+        found |= dict.fromkeys(group[1:], found[group[0]])
+    return found
+
+
+def _all_buffers(model: DistributedModel) -> dict[str, Tensor]:
+    mine = {name: buffer.detach().to(HOST) for name, buffer in persistent_buffers(model.module) if not buffer.is_meta}
+    if state.layout.size("pipeline") == 1:
+        return mine
+    everyone: list[Any] = [None] * state.layout.size("pipeline")
+    dist.all_gather_object(everyone, mine, group=state.layout.group("pipeline"))
+    return {name: buffer for part in everyone for name, buffer in part.items()}
+
+
+def local_weights(model: DistributedModel) -> dict[str, Tensor]:
+    """This rank's elements by name, and its persistent buffers."""
+    if model.parallel is None:
+        return whole_weights(model)
+    found = {entry.name: entry.local.to(HOST, copy=True) for entry in model.parallel.tensor_map}
+    return found | {name: buffer.detach().to(HOST) for name, buffer in persistent_buffers(model.module)}
+
+
+def load_weights(model: DistributedModel, weights: Mapping[str, Any], strict: bool, same: bool) -> None:
+    """Whole weights or one rank's part into the module, distributed or not.
+
+    Raises:
+        CheckpointError: names or shapes do not fit, and `strict` is True.
+    """
+    from shardwise.smp.replacement import translate_in
+
+    partial = is_partial(weights)
+    if PARTIAL not in weights:
+        weights = translate_in(model.module, weights)
+    tensors = {name: value for name, value in weights.items() if name != PARTIAL}
+    parallel = model.parallel
+    if parallel is None:
+        try:
+            model.module.load_state_dict(tensors, strict=strict)
+        except RuntimeError as error:
+            raise CheckpointError(f"the weights do not fit the model: {error}") from error
+        return
+    names = parallel.tensor_map.names
+    buffers = dict(persistent_buffers(model.module))
+    local = {entry.name for entry in parallel.tensor_map}
+    if strict:
+        known = set(buffers) | set(parallel.facts.parameter_shapes) | set(names)
+        _check_names(sorted(local - tensors.keys()), sorted(tensors.keys() - known))
+    for entry in parallel.tensor_map:
+        if entry.name not in tensors:
+            continue
+        value = tensors[entry.name]
+        wanted = tuple(entry.local.shape) if partial else entry.shape
+        if tuple(value.shape) != wanted:
+            raise CheckpointError(
+                f"{entry.name} is {list(value.shape)} in the checkpoint and {list(wanted)} here; it is of other "
+                "degrees or another model"
+            )
+        if partial:
+            entry.local.copy_(value)
+        else:
+            entry.store(value.to(entry.local.device))
+    for name, buffer in buffers.items():
+        if name in tensors:
+            buffer.copy_(tensors[name])
+
+
+def _check_names(missing: list[str], unknown: list[str]) -> None:
+    if missing or unknown:
+        what = [f"lack {listed(missing)}"] * bool(missing) + [f"have {listed(unknown)} too"] * bool(unknown)
+        raise CheckpointError(f"the weights {' and '.join(what)}; use strict=False to load what fits")

@@ -1,0 +1,109 @@
+"""Training as an SMP script does it, beside plain transformers: what the parity tests run on every rank."""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM
+
+import shardwise.smp as smp
+
+VOCABULARY, LENGTH, ROWS, STEPS = 97, 16, 8, 3
+LEARNING_RATE = 0.1
+
+
+def make_model(family: str, dtype: torch.dtype = torch.float64) -> nn.Module:
+    """A tiny model of three blocks, the same on every rank."""
+    torch.manual_seed(3)
+    if family == "gpt2":
+        off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        config: Any = GPT2Config(n_embd=24, n_head=4, n_layer=3, n_positions=LENGTH, vocab_size=VOCABULARY, **off)
+        return GPT2LMHeadModel(config).to(dtype)
+    config = GPTNeoXConfig(
+        hidden_size=24, num_attention_heads=4, num_hidden_layers=3, intermediate_size=48, vocab_size=VOCABULARY,
+        max_position_embeddings=LENGTH, attention_dropout=0.0, hidden_dropout=0.0,
+    )  # fmt: skip
+    return GPTNeoXForCausalLM(config).to(dtype)
+
+
+def batches() -> Tensor:
+    """[steps, rows, length] token ids, the same on every rank."""
+    return torch.randint(0, VOCABULARY, (STEPS, ROWS, LENGTH), generator=torch.Generator().manual_seed(5))
+
+
+def reference(model: nn.Module, ways: int, clip: float | None) -> tuple[list[list[float]], dict[str, Tensor]]:
+    """Losses by step and piece, and the weights after the steps, of plain torch on one process."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    losses = []
+    for batch in batches():
+        optimizer.zero_grad()
+        losses.append([])
+        for piece in batch.chunk(ways):
+            loss = model(input_ids=piece, labels=piece).loss
+            (loss / ways).backward()
+            losses[-1].append(float(loss.detach()))
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+    return losses, model.state_dict()
+
+
+def train(
+    config: dict[str, Any], family: str, checkpointed: bool = False, reference_dtype: Any = torch.float64
+) -> tuple[float, float]:
+    """Largest error of the losses, and of the weights after the steps, against plain transformers."""
+    os.environ.pop("SM_HP_MP_PARAMETERS", None)
+    model = make_model(family, reference_dtype)
+    plain = copy.deepcopy(model)
+    smp.init(config)
+    try:
+        return _train(model, plain, config, checkpointed)
+    finally:
+        smp.state.reset()
+
+
+def _train(module: nn.Module, plain: nn.Module, config: dict[str, Any], checkpointed: bool) -> tuple[float, float]:
+    model = smp.DistributedModel(module)
+    if checkpointed:
+        blocks = module.transformer.h if hasattr(module, "transformer") else module.gpt_neox.layers  # type: ignore[union-attr]
+        for block in blocks:  # type: ignore[union-attr]
+            smp.set_activation_checkpointing(block)
+    optimizer = smp.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=LEARNING_RATE), static_loss_scale=1024.0
+    )
+
+    @smp.step
+    def step(model: Any, ids: Tensor) -> Tensor:
+        loss: Tensor = model(input_ids=ids, labels=ids)["loss"]
+        model.backward(loss)
+        return loss
+
+    shared = config.get("prescaled_batch", False)
+    ranks, mine = (smp.rdp_size(), smp.rdp_rank()) if shared else (smp.dp_size(), smp.dp_rank())
+    count = config.get("microbatches", 1)
+    losses = []
+    for batch in batches():
+        rows = batch.chunk(ranks)[mine]
+        optimizer.zero_grad(set_to_none=True)
+        out = step(model, rows if smp.pp_rank() == 0 else torch.zeros(len(rows), 0))
+        optimizer.step()
+        losses.append([float(loss) for loss in out.outputs])
+    clip = 1.0 if config.get("sharded_data_parallel_degree", 1) > 1 else None
+    expected, weights = reference(plain, ranks * count, clip)
+    merged = not shared and smp.tp_size() > 1
+    ours = torch.tensor(losses)
+    theirs = torch.tensor(expected)[:, mine * count : (mine + 1) * count]
+    if merged:  # the loss is of the tensor group's rows together
+        size, group = smp.tp_size() * count, smp.rdp_rank()  # in the default placement data ranks count tensors first
+        ours = ours.mean(1)
+        theirs = torch.tensor(expected)[:, group * size : (group + 1) * size].mean(1)
+    found = model.state_dict()
+    return _error(ours, theirs), max(_error(found[name], value) for name, value in weights.items())
+
+
+def _error(ours: Tensor, theirs: Tensor) -> float:
+    return float((ours.double() - theirs.double()).abs().max() / theirs.double().abs().max().clamp(min=1e-3))

@@ -1,0 +1,64 @@
+"""SMP scripts against plain transformers: losses and weights on every layout that the options can ask for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shardwise.testing.world import WorldPool
+from tests.smp.scripts import train
+
+# transformers computes its losses in fp32 whatever the model computes in: an fp32 rounding of the seed is the floor.
+LOSS, WEIGHTS = 1e-6, 1e-8
+HALF = 2e-2
+DDP: dict[str, Any] = {"ddp": True}
+TWO: dict[str, Any] = {"pipeline_parallel_degree": 2, "microbatches": 4, "ddp": True}
+TENSOR: dict[str, Any] = {"tensor_parallel_degree": 2, "ddp": True, "prescaled_batch": True, "optimize": "speed"}
+CASES = [
+    (1, "gpt2", {"microbatches": 2}),
+    (2, "gpt2", {**DDP, "microbatches": 2, "sharded_data_parallel_degree": 2}),
+    (2, "gpt2", {**TENSOR, "microbatches": 2}),
+    (2, "gpt_neox", {**TENSOR, "prescaled_batch": False}),
+    (2, "gpt2", TWO),
+    (2, "gpt_neox", {**TWO, "pipeline": "simple"}),
+    (2, "gpt2", {**DDP, "shard_optimizer_state": True}),
+]
+SLOW = [
+    *((ranks, family, {**config, **more}) for family in ("gpt2", "gpt_neox") for ranks, config, more in (
+        (2, DDP, {}), (4, DDP, {"sharded_data_parallel_degree": 4}), (4, DDP, {"sharded_data_parallel_degree": 2}),
+        (2, TWO, {}), (2, TWO, {"pipeline": "simple"}), (2, TWO, {"microbatches": 1}),
+        (8, TWO, {**TENSOR, "microbatches": 2}),
+        (8, TWO, {**TENSOR, "placement_strategy": "spread", "microbatches": 2}),
+        (4, TENSOR, {"optimize": "memory", "prescaled_batch": False}), (4, DDP, {"shard_optimizer_state": True}),
+    )),
+]  # fmt: skip
+
+
+def _check(pool: WorldPool, ranks: int, family: str, config: dict[str, Any]) -> None:
+    for loss, weights in pool.run(ranks, train, config, family):
+        assert loss <= LOSS and weights <= WEIGHTS, (loss, weights)
+
+
+@pytest.mark.parametrize("ranks, family, config", CASES)
+def test_numbers_are_those_of_plain_transformers(
+    world_pool: WorldPool, ranks: int, family: str, config: dict[str, Any]
+) -> None:
+    _check(world_pool, ranks, family, config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks, family, config", SLOW)
+def test_numbers_on_every_layout(world_pool: WorldPool, ranks: int, family: str, config: dict[str, Any]) -> None:
+    _check(world_pool, ranks, family, config)
+
+
+@pytest.mark.parametrize("config", [{"fp16": True}, {"bf16": True, "sharded_data_parallel_degree": 2}])
+def test_half_precision_keeps_close(world_pool: WorldPool, config: dict[str, Any]) -> None:
+    for loss, weights in world_pool.run(2, train, {**DDP, **config}, "gpt2"):
+        assert loss <= HALF and weights <= HALF, (loss, weights)
+
+
+def test_checkpointed_and_offloaded_blocks_give_the_same_numbers(world_pool: WorldPool) -> None:
+    for loss, weights in world_pool.run(2, train, {**TWO, "offload_activations": True}, "gpt2", True):
+        assert loss <= LOSS and weights <= WEIGHTS, (loss, weights)

@@ -1,0 +1,54 @@
+"""`shardwise run`: a script is run unchanged, and mistakes end as messages."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from shardwise.cli import main
+
+SCRIPT = Path(__file__).parent / "step_script.py"
+
+
+def _run(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "shardwise", "run", "--device", "cpu", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240)
+
+
+def test_script_runs_unchanged_on_two_stages(tmp_path: Path) -> None:
+    options = '{"pipeline_parallel_degree": 2, "microbatches": 4}'
+    done = _run(
+        "--workers", "2", "--smp-options", options, "--model-dir", tmp_path, "--channel", "train=here", SCRIPT, 2
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "done").read_text() == "here 2"
+    assert done.stderr.count("--device cpu: ") == 1
+    assert "stage 1: transformer.h.1" in done.stderr
+
+
+def test_example_learns_and_leaves_a_model_of_transformers(tmp_path: Path) -> None:
+    example = Path(__file__).parents[2] / "examples" / "smp_gpt.py"
+    options = '{"tensor_parallel_degree": 2, "prescaled_batch": true, "optimize": "speed"}'
+    where = ("--model-dir", tmp_path, "--channel", f"train={tmp_path / 'data'}")
+    done = _run("--workers", "2", "--smp-options", options, *where, example, "--steps", "8")
+    assert done.returncode == 0, done.stderr
+    losses = [float(line.split()[-1]) for line in done.stdout.splitlines() if line.startswith("step")]
+    assert len(losses) == 8 and losses[-1] < losses[0] - 0.5
+    config = GPT2Config(n_embd=64, n_layer=4, n_head=4, vocab_size=256)
+    GPT2LMHeadModel(config).load_state_dict(torch.load(tmp_path / "model.pt"))
+
+
+def test_mistakes_end_without_a_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, said in (
+        ((tmp_path / "none.py",), "is not a file"),
+        (("--smp-options", "{", SCRIPT), "neither a JSON object"),
+        (("--smp-options", '{"microbatch": 2}', SCRIPT), "Did you mean 'microbatches'?"),
+        (("--channel", "train", SCRIPT), "must be NAME=DIR"),
+    ):
+        assert main(["run", *map(str, words)]) == 2
+        assert said in capsys.readouterr().err

@@ -1,0 +1,126 @@
+"""Checkpoints of SMP: written, read back and gone on with, under their documented names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import shardwise.smp as smp
+from shardwise.errors import CheckpointError
+from shardwise.testing.world import WorldPool
+from tests.smp.scripts import batches, make_model
+
+
+def _start(config: dict[str, Any]) -> tuple[Any, Any, Any]:
+    smp.init(config)
+    model = smp.DistributedModel(make_model("gpt2"))
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+
+    @smp.step
+    def step(model: Any, ids: Tensor) -> Tensor:
+        loss: Tensor = model(input_ids=ids, labels=ids)["loss"]
+        model.backward(loss)
+        return loss
+
+    def train(ids: Tensor) -> float:
+        optimizer.zero_grad()
+        mine = ids.chunk(smp.rdp_size())[smp.rdp_rank()]
+        loss = float(step(model, mine).reduce_mean())
+        optimizer.step()
+        return loss
+
+    return model, optimizer, train
+
+
+def _go_on(directory: str, config: dict[str, Any]) -> tuple[list[float], list[float], list[str], Any]:
+    first, second, third = batches()
+    try:
+        model, optimizer, train = _start(config)
+        train(first), train(second)
+        smp.save_checkpoint(directory, tag="two", model=model, optimizer=optimizer, user_content={"step": 2})
+        smp.save(optimizer.local_state_dict(gather_if_shard=False), f"{directory}/state.pt", v3=True)
+        weights, state = model.state_dict(), optimizer.state_dict()
+        straight = [train(third)]
+        model, optimizer, train = _start(config)
+        content = smp.resume_from_checkpoint(directory)
+        resumed = [train(third)]
+        model, optimizer, train = _start(config)
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(state)
+        resumed.append(train(third))
+        return straight * 2, resumed, sorted(path.name for path in Path(directory).rglob("*")), content
+    finally:
+        smp.state.reset()
+
+
+@pytest.mark.parametrize(
+    "config, names",
+    [
+        ({"pipeline_parallel_degree": 2, "microbatches": 2}, {"model_0_0.pt", "model_1_0.pt", "optimizer_1_0.pt"}),
+        ({"sharded_data_parallel_degree": 2, "ddp": True}, {"model_0.pt", "optimizer_0.pt", "optimizer_1.pt"}),
+    ],
+)
+def test_training_goes_on_as_if_it_had_not_stopped(
+    world_pool: WorldPool, tmp_path: Path, config: dict[str, Any], names: set[str]
+) -> None:
+    for straight, resumed, files, content in world_pool.run(2, _go_on, str(tmp_path), config):
+        assert resumed == pytest.approx(straight, rel=1e-6)
+        assert names | {"newest", "two_partial", "user_content.pt"} <= set(files)
+        assert content["step"] == 2
+    assert (tmp_path / "newest").read_text() == "two_partial"
+    if "optimizer_0.pt" in names:
+        shards = [torch.load(tmp_path / "two_partial" / f"optimizer_{index}.pt") for index in range(2)]
+        assert shards[0]["partition_count"] == 2
+        total = sum(-(-p.numel() // 2) for p in make_model("gpt2").parameters())
+        assert all(len(shard["fp32_flat_groups"][0]) == total for shard in shards)
+
+
+def _full(directory: str) -> float:
+    try:
+        model, optimizer, train = _start({"ddp": True, "tensor_parallel_degree": 2, "prescaled_batch": True})
+        train(batches()[0])
+        smp.save_checkpoint(directory, tag="all", partial=False, model=model, optimizer=optimizer)
+        expected = train(batches()[1])
+        model, optimizer, train = _start({"ddp": True, "pipeline_parallel_degree": 2})
+        assert smp.resume_from_checkpoint(directory, tag="all", partial=False) == {}
+        return abs(train(batches()[1]) - expected)
+    finally:
+        smp.state.reset()
+
+
+def test_full_checkpoint_fits_another_layout(world_pool: WorldPool, tmp_path: Path) -> None:
+    assert max(world_pool.run(2, _full, str(tmp_path))) < 1e-6
+
+
+def _mistakes(directory: str) -> list[str]:
+    said = []
+    try:
+        model, optimizer, train = _start({"ddp": True})
+        train(batches()[0])
+        smp.save_checkpoint(directory, tag="one", model=model, optimizer=optimizer)
+        (Path(directory) / "evil.pt").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
+        _start({"ddp": True, "pipeline_parallel_degree": 2})
+        for call in (
+            lambda: smp.resume_from_checkpoint(directory),
+            lambda: smp.resume_from_checkpoint(directory, tag="two"),
+            lambda: smp.load(f"{directory}/none.pt"),
+            lambda: smp.load(f"{directory}/evil.pt", partial=False),
+        ):
+            try:
+                call()
+            except CheckpointError as error:
+                said.append(str(error))
+        return said
+    finally:
+        smp.state.reset()
+
+
+def test_wrong_checkpoints_are_refused_with_their_names(world_pool: WorldPool, tmp_path: Path) -> None:
+    for said in world_pool.run(2, _mistakes, str(tmp_path)):
+        degrees, missing, none, evil = said
+        assert "pipeline 1 there and 2 here" in degrees and "two_partial is not there" in missing
+        assert "none.pt_" in none and "evil.pt cannot be read" in evil

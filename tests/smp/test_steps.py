@@ -1,0 +1,195 @@
+"""Steps, requests and messages: what scripts rely on beside the numbers, and how their mistakes end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise.smp as smp
+from shardwise.errors import ConfigError, ShardwiseError
+from shardwise.smp.exceptions import MessageError, NotInitializedError, SMPValidationError, StepUsageError
+from shardwise.testing.world import WorldPool
+from tests.smp.scripts import batches, make_model
+
+PIPELINE: dict[str, Any] = {"pipeline_parallel_degree": 2, "microbatches": 2, "ddp": True}
+
+
+@smp.step(non_split_inputs=["whole"], input_split_axes={"turned": 1})
+def cut(first: Any, turned: Any, whole: Any, **named: Any) -> Any:
+    return {"shapes": (first["x"].shape[0], turned.shape[1], whole.shape[0]), "t": [first["x"]], "other": named}
+
+
+def test_arguments_are_cut_and_outputs_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SM_HP_MP_PARAMETERS", json.dumps({"microbatches": 2}))
+    with pytest.raises(NotInitializedError, match=r"smp\.init"):
+        cut(1, 2, 3)
+    smp.init({"microbatches": 4})
+    try:
+        assert smp.num_microbatches() == smp.state.cfg.microbatches == 2
+        x = torch.arange(8.0).view(4, 2)
+        out = cut({"x": x}, torch.zeros(3, 6), x, plain="kept")
+        assert out["shapes"] == ([2, 2], [3, 3], [4, 4]) and out["other"] == {"plain": ["kept", "kept"]}
+        assert torch.equal(out["t"][0].concat(), x) and out["t"][0].stack().shape == (2, 2, 2)
+        assert torch.equal(out["t"][0].reduce_mean(), x.view(2, 2, 2).mean(0))
+        with pytest.raises(SMPValidationError, match="microbatches=2 does not divide the 3 rows of 'first'"):
+            cut({"x": x[:3]}, x, x)
+        assert smp.allgather("a", smp.DP_GROUP) == ["a"] and smp.broadcast("a", smp.PP_GROUP) is None
+    finally:
+        smp.state.reset()
+
+
+@pytest.mark.parametrize(
+    "config, said",
+    [
+        ({"microbatch": 2}, "Did you mean 'microbatches'"),
+        ({"pipeline_parallel_degree": 3}, "does not divide the 1 ranks"),
+        ({"contiguous": True}, "SMP for TensorFlow"),
+        ({"partitions": 1, "pipeline_parallel_degree": 2}, "disagree"),
+    ],
+)
+def test_wrong_options_are_refused(monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], said: str) -> None:
+    monkeypatch.delenv("SM_HP_MP_PARAMETERS", raising=False)
+    try:
+        with pytest.raises(ConfigError, match=said):
+            smp.init(config)
+    finally:
+        smp.state.reset()
+
+
+def _mistakes() -> list[str]:
+    smp.init(PIPELINE)
+    try:
+        module = make_model("gpt2")
+        model: Any = smp.DistributedModel(module)
+        said = []
+
+        @smp.step
+        def twice(model: Any, ids: Tensor) -> Tensor:
+            model(input_ids=ids)
+            found: Tensor = model(input_ids=ids).logits
+            return found
+
+        @smp.step
+        def never(model: Any, ids: Tensor) -> Tensor:
+            return ids
+
+        ids = batches()[0]
+        tried: list[Callable[[], Any]] = [
+            lambda: model(input_ids=ids),
+            lambda: model.backward(torch.zeros(())),
+            lambda: smp.set_partition(module, 2),
+            lambda: smp.set_activation_checkpointing(module, strategy="some"),
+            lambda: smp.send(1, smp.rank(), smp.RankType.WORLD_RANK),
+            lambda: smp.recv_from(5, smp.RankType.PP_RANK),
+            lambda: never(model, ids),
+        ]
+        for call in tried:
+            try:
+                call()
+            except (StepUsageError, SMPValidationError, MessageError) as error:
+                said.append(str(error))
+        return said
+    finally:
+        smp.state.reset()
+
+
+def test_mistakes_have_names_and_fixes(world_pool: WorldPool) -> None:
+    for said in world_pool.run(2, _mistakes):
+        assert len(said) == 7 and all(issubclass(kind, ShardwiseError) for kind in (StepUsageError, MessageError))
+        assert "decorated with @smp.step" in said[0] and "stage 2 does not exist" in said[2]
+        assert "did not call the model" in said[-1]
+
+
+def _placed() -> Any:
+    smp.init(PIPELINE | {"auto_partition": False, "default_partition": 1})
+    try:
+        module: Any = make_model("gpt2")
+        model: Any = smp.DistributedModel(module)
+        smp.set_partition(module.transformer.h[0], 0)
+        seen = []
+        model.register_post_partition_hook(lambda model, optimizer: seen.append(model.partitioned))
+        model.register_post_step_hook(lambda model, optimizer: seen.append("step"))
+
+        @smp.step
+        def evaluate(model: Any, ids: Tensor) -> Any:
+            out = model(input_ids=ids, labels=ids)
+            return out["loss"], float(out["loss"])
+
+        with torch.no_grad():
+            loss, numbers = evaluate(model, batches()[0])
+        stages = [list(blocks) for blocks in model.parallel.plan.stages]
+        if smp.pp_rank() == 0:
+            smp.broadcast({"x": torch.ones(2)}, smp.PP_GROUP)
+            got: Any = smp.recv_from(1, smp.RankType.PP_RANK)
+        else:
+            got = smp.recv_from(0, smp.RankType.PP_RANK)["x"].sum().item()
+            smp.send("back", 0, smp.RankType.PP_RANK)
+        return stages, seen, [float(each) for each in loss.outputs], numbers, got
+    finally:
+        smp.state.reset()
+
+
+def test_partitions_hooks_evaluation_and_messages(world_pool: WorldPool) -> None:
+    first, second = world_pool.run(2, _placed)
+    assert first[0] == [["transformer.h.0"], ["transformer.h.1", "transformer.h.2"]]
+    assert first[1] == second[1] == [True, "step"]
+    assert first[2] == second[2] == first[3] == second[3]
+    with torch.no_grad():
+        plain = make_model("gpt2")
+        expected = [float(plain(input_ids=ids, labels=ids).loss) for ids in batches()[0].chunk(2)]
+    assert first[2] == pytest.approx(expected, rel=1e-6)
+    assert (first[4], second[4]) == ("back", 2.0)
+
+
+class Net(nn.Module):
+    """A module that is no language model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, 4] -> [B, 3]."""
+        found: Tensor = self.layer(x)
+        return found
+
+
+def _own_module() -> float:
+    smp.init({"ddp": True, "microbatches": 2})
+    try:
+        net = Net()
+        # Before the model is wrapped, and with a parameter twice, as scripts collect a tied one.
+        optimizer = torch.optim.Adadelta([*net.parameters(), net.layer.weight])
+        model: Any = smp.DistributedModel(net)
+        optimizer = smp.DistributedOptimizer(optimizer)
+        scaler = smp.amp.GradScaler(enabled=False)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+        @smp.step
+        def train(model: Any, scaler: Any, x: Tensor, y: Tensor) -> Tensor:
+            loss = nn.functional.cross_entropy(model(x), y)
+            model.backward(scaler.scale(loss))
+            return loss
+
+        held: list[Any] = []
+        model.register_post_partition_hook(lambda model, optimizer: held.append(optimizer))
+        losses = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            losses.append(float(train(model, scaler, torch.ones(4, 4), torch.ones(4).long()).reduce_mean()))
+            scaler.step(optimizer)
+            scaler.update()
+            schedule.step()
+        assert held == [optimizer] and len(optimizer.param_groups[0]["params"]) == 2
+        return losses[-1] - losses[0]
+    finally:
+        smp.state.reset()
+
+
+def test_a_module_of_ones_own_learns(world_pool: WorldPool) -> None:
+    assert max(world_pool.run(2, _own_module)) < 0
