@@ -262,7 +262,8 @@ COMMANDS = {
     ),
     "plan calibrate": Command(
         "refit the planner's constants from measurements",
-        "Fit the constants of accelerators and software stacks on the rows of the tables whose fit_role is calibrate.",
+        "Fit the constants of accelerators and software stacks on the rows of the tables whose fit_role is calibrate;\n"
+        "without a table, measure this machine's CPU and keep the constants in the cache.",
         plan_cli.calibrate_options,
         plan_cli.run_calibrate,
     ),
