@@ -10,25 +10,26 @@ from shardwise.planner.timeline import timeline
 
 
 @pytest.mark.parametrize("ranks, virtual, count", [(2, 1, 2), (4, 1, 8), (4, 2, 8), (3, 3, 6), (8, 1, 3)])
-@pytest.mark.parametrize("simple", [False, True])
-def test_the_bubble_is_that_of_the_formula(ranks: int, virtual: int, count: int, simple: bool) -> None:
-    if simple and virtual > 1:
-        pytest.skip("fill-drain has one stage a rank")
-    blocks = timeline(ranks, virtual, count, 1.0, 2.0, simple)
+@pytest.mark.parametrize("schedule", ["interleaved", "simple", "zero_bubble"])
+def test_the_bubble_is_that_of_the_formula(ranks: int, virtual: int, count: int, schedule: str) -> None:
+    if (schedule == "simple" and virtual > 1) or (schedule == "zero_bubble" and count < ranks):
+        pytest.skip("legality refuses it")
+    blocks = timeline(ranks, virtual, count, 1.0, 2.0, schedule)
     end = max(block.start + block.seconds for block in blocks)
-    assert end == pytest.approx(3.0 * (virtual * count + ranks - 1))
-    assert len({(block.stage, block.microbatch, block.backward) for block in blocks}) == len(blocks)
-    assert len(blocks) == 2 * ranks * virtual * count
+    parts, idle = (3, 1.0) if schedule == "zero_bubble" else (2, 3.0)
+    assert end == pytest.approx(3.0 * virtual * count + idle * (ranks - 1))
+    assert len({(block.stage, block.microbatch, block.kind) for block in blocks}) == len(blocks)
+    assert len(blocks) == parts * ranks * virtual * count
 
 
 def test_no_rank_does_two_things_at_once_and_nothing_comes_before_what_it_needs() -> None:
     blocks = timeline(4, 2, 8, 1.0, 2.0)
-    done = {(block.stage, block.microbatch, block.backward): block.start + block.seconds for block in blocks}
+    done = {(block.stage, block.microbatch, block.kind): block.start + block.seconds for block in blocks}
     for block in blocks:
-        if not block.backward and block.stage:
-            assert block.start >= done[block.stage - 1, block.microbatch, False]
-        if block.backward:
-            assert block.start >= done[block.stage, block.microbatch, False]
+        if block.kind == "forward" and block.stage:
+            assert block.start >= done[block.stage - 1, block.microbatch, "forward"]
+        if block.kind == "backward":
+            assert block.start >= done[block.stage, block.microbatch, "forward"]
     for rank in range(4):
         own = sorted((block for block in blocks if block.rank == rank), key=lambda block: block.start)
         assert all(one.start + one.seconds <= two.start + 1e-9 for one, two in pairwise(own))

@@ -37,6 +37,7 @@ from shardwise.planner.timeline import timeline
 SHOWN = 8  # layouts in the bars
 SCALES = (0.25, 0.5, 1, 2, 4)  # of the cluster's nodes
 DRAWN = 4  # microbatches a pipeline rank in the timeline, of which a real step may have more
+SCHEDULE = (("forward", "forward", "c1"), ("backward", "backward", "c2"), ("weights", "gradients of weights", "c3"))
 # Causes by colour of the page; traffic of the axes shares one, ever paler.
 TIME_COLOURS = {
     "matmul": "c1", "attention": "c6", "memory_bound": "c3", "recomputation": "c4", "bubble": "c5", "launch": "c7",
@@ -156,10 +157,12 @@ def _schedule(asked: Candidate) -> Chart:
     busy = (prediction.step_seconds - prediction.seconds.get("bubble", 0.0)) / plan.accumulation / virtual
     again = prediction.seconds.get("recomputation", 0.0) / plan.accumulation / virtual
     forward = (busy - again) / 3  # backward is twice a forward, and computes again what was not kept
-    blocks = timeline(ranks, virtual, count, forward, busy - forward, plan.job.parallel.pipeline == "simple")
+    blocks = timeline(ranks, virtual, count, forward, busy - forward, plan.job.parallel.pipeline)
     figure = _figure("s")
-    for label, colour, back in (("forward", "c1", False), ("backward", "c2", True)):
-        of = [block for block in blocks if block.backward == back]
+    for kind, label, colour in SCHEDULE:
+        of = [block for block in blocks if block.kind == kind]
+        if not of:
+            continue
         figure.add_bar(
             base=[block.start for block in of], x=[block.seconds for block in of], y=[block.rank for block in of],
             name=label, orientation="h", meta={"colour": colour},

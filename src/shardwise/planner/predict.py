@@ -11,7 +11,8 @@ step (gradients' reduction, optimizer). Traffic joins the computation it can hid
   all-gather and reduce-scatter; exposed, but for `async_tensor`.
 - context: keys and values gathered, their gradients scattered; exposed.
 - pipeline: a hidden state each way a stage and microbatch; exposed.
-- bubble: (p-1)/v stages' time (arXiv 2104.04473, sections 2.2.1 and 2.2.2).
+- bubble: (p-1)/v stages' time (arXiv 2104.04473, sections 2.2.1 and 2.2.2); a third of it where the gradients of
+  weights fill in (arXiv 2401.10241, section 2.2, forward and both halves of backward taken as equally long).
 - launch: where the host is slower than the accelerator.
 """
 
@@ -63,7 +64,8 @@ def predict(configuration: Configuration) -> Prediction:
     seconds["launch"] = m * _launch(configuration, layer, ends, blocks)
     mean = (configuration.model.layers * layer.device + ends.device) / p
     seconds["pipeline"] = _pipeline(configuration) * (m + p - 1) if p > 1 else 0.0
-    seconds["bubble"] = (p - 1) / configuration.virtual * max(mean, mean + seconds["launch"] / m)
+    idle = 1 / 3 if configuration.schedule == "zero_bubble" else 1.0
+    seconds["bubble"] = idle * (p - 1) / configuration.virtual * max(mean, mean + seconds["launch"] / m)
     seconds |= _once(configuration, layer, blocks)
     seconds["shard"] += m * _root(configuration)
     seconds["stragglers"] = STRAGGLERS * math.log2(configuration.cluster.nodes) * sum(seconds.values())

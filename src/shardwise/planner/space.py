@@ -130,7 +130,7 @@ class Space:
             yield key, _around(divisors(self.ranks), changes[key])
         if changes[PIPELINE] > 1:
             yield VIRTUAL, [1, 2, 3, 4, 6, 8]
-            yield "parallel.pipeline", ["interleaved", "simple"]
+            yield "parallel.pipeline", ["interleaved", "simple", "zero_bubble"]
         if changes[TENSOR] > 1:
             yield SCATTERED, [False, True]
         if changes[TENSOR] > 1 or changes[PIPELINE] > 1:
