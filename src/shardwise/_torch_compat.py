@@ -28,7 +28,7 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _ATEN = torch.ops.aten
-READ_SCALAR = _ATEN._local_scalar_dense.default  # no public name: what `Tensor.item` dispatches to
+read_scalar = _ATEN._local_scalar_dense.default  # no public name: what `Tensor.item` dispatches to
 
 
 def fake_store() -> dist.Store:
@@ -87,7 +87,6 @@ def reduce_left_gradients(modules: Sequence[FSDPModule]) -> None:
 
 
 __all__ = [
-    "READ_SCALAR",
     "FakeTensorMode",
     "TorchDispatchMode",
     "all_gather_single",
@@ -97,6 +96,7 @@ __all__ = [
     "flash_attention_backward",
     "has_flash_attention",
     "is_traceable_wrapper_subclass",
+    "read_scalar",
     "reduce_left_gradients",
     "reduce_scatter_single",
     "tree_flatten",

@@ -21,7 +21,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from shardwise._torch_compat import READ_SCALAR, FakeTensorMode, fake_store
+from shardwise._torch_compat import FakeTensorMode, fake_store, read_scalar
 from shardwise.config import Job
 from shardwise.data.batch import Batch
 from shardwise.errors import ConfigError, MachineError
@@ -193,7 +193,7 @@ class _Trace(LiveBytes):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         self.operators += 1
-        if func is READ_SCALAR:  # no value is known; the one that is read is the vote of torch stages, where 1 is yes
+        if func is read_scalar:  # no value is known; the one that is read is the vote of torch stages, where 1 is yes
             return 1
         return super().__torch_dispatch__(func, types, args, kwargs)
 

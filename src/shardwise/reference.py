@@ -1,8 +1,7 @@
 """The reference pages, written from the code: `python -m shardwise.reference docs/reference`.
 
-Each page is a function of the tables that the program itself reads - the Job's schema, the legality table, the SMP
-options, the parser, the error classes - so that a page cannot say what the code does not do. A test writes the pages
-again and compares. What code cannot tell (metrics, environment, files of a run) stands in `reference_tables`.
+Each page is a function of the tables that the program itself reads, so that it cannot say what the code does not do; a
+test writes the pages again and compares. What code cannot tell (metrics, environment) stands in `reference_tables`.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ def kept(job: Job) -> int:
     module = run.model.module
     block = module.get_submodule(run.facts.blocks[1].name)
     ids = torch.randint(0, VOCABULARY, (2, job.data.sequence_length))
-    with run.model._scope(next(iter(run.stream.batches(0))), 0), saved_in(block, module) as storages:
+    with run.model.scope(next(iter(run.stream.batches(0))), 0), saved_in(block, module) as storages:
         output = module(input_ids=ids, use_cache=False)
     del output
     return sum(storage.nbytes() for storage in storages.values())

@@ -111,7 +111,7 @@ def _leaked_document() -> AbstractContextManager[None]:
 
 def _stale_dropout() -> AbstractContextManager[None]:
     return _wrapped(
-        ParallelModel, "_scope", lambda original, self, microbatch, step, *rest: original(self, microbatch, 0, *rest)
+        ParallelModel, "scope", lambda original, self, microbatch, step, *rest: original(self, microbatch, 0, *rest)
     )
 
 
