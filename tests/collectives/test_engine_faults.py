@@ -176,7 +176,7 @@ def leavings() -> tuple[int, int, int]:
     dist.destroy_process_group(group)
     del group
     after = count()
-    assert during[1] == 1
+    assert during[1] == before[1] + 1  # groups of earlier tests may still be mapped
     return tuple(b - a for a, b in zip(before, after))  # type: ignore[return-value]
 
 
