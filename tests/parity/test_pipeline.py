@@ -81,7 +81,7 @@ CASES = [
     # the other families
     ("gptj", 2, {"parallel": TWO, "layers": 3, "dropout": 0.1, **FP32}),  # this one's attention and the next's
     ("gpt_neo", 4, {"parallel": FOUR, "layers": 5, "dropout": 0.1, **FP32}),  # compute in fp32
-    ("bloom", 2, {"parallel": TWO, "layers": 3, "dropout": 0.1, **FP32}),
+    ("bloom", 4, {"parallel": TWO, "layers": 3, "dropout": 0.1, **FP32}),  # a norm before the blocks, sharded
     ("roberta", 4, {"parallel": TWO, "layers": 3, "dropout": 0.1}),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
 ]  # fmt: skip

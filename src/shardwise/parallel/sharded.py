@@ -54,6 +54,9 @@ def begin_microbatch(modules: Sequence[FSDPModule], plan: Plan, last: bool) -> N
             module.set_reshard_after_backward(last, recurse=False)
         else:
             module.set_requires_all_reduce(last, recurse=False)
+    if modules and plan.degrees["pipeline"] > 1:
+        # FSDP2 gathers the root when its output's gradient arrives; a stage's gradient arrives at what left it instead.
+        modules[0].unshard()
 
 
 def reduce_gradients(modules: Sequence[FSDPModule]) -> None:
