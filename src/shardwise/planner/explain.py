@@ -11,6 +11,7 @@ from shardwise.legality import rules
 from shardwise.planner.search import Candidate, Found, written
 
 TRAFFIC = ("shard", "replica", "tensor", "context", "pipeline")  # exposed communication, by axis
+SCHEDULES = {"simple": "GPipe", "zero_bubble": "zero bubble"}  # said beside a layout; 1F1B is not
 TIMES = ("matmul", "attention", "memory_bound", "recomputation", *TRAFFIC, "bubble", "launch", "optimizer", "offload")
 DAY = 86400.0
 GIB = 2**30
@@ -46,7 +47,7 @@ def layout_of(candidate: Candidate) -> str:
     stages = len(plan.stages) // plan.degrees["pipeline"] if plan.stages else 1
     parts = [f"{part} × {stages} stages" if part.startswith("pipeline") and stages > 1 else part for part in parts]
     parts += ["sequence parallel"] if plan.sequence_parallel else []
-    parts += ["GPipe"] if plan.stages and job.parallel.pipeline == "simple" else []
+    parts += [SCHEDULES[job.parallel.pipeline]] if plan.stages and job.parallel.pipeline in SCHEDULES else []
     return " · ".join(parts) or "one rank"
 
 
