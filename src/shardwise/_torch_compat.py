@@ -9,9 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# No public name: a Work for operations that are put together from others (torch 2.11 to 2.13).
-from torch._C._distributed_c10d import _create_work_from_future
-
 # No public name: torch documents FakeTensorMode only under its private module (torch 2.11 to 2.13).
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -146,9 +143,6 @@ def reduce_left_gradients(modules: Sequence[FSDPModule]) -> None:
         fully_shard.state(modules[0])._root_post_backward_final_callback()  # type: ignore[attr-defined]
 
 
-work_of: Callable[[Any], dist.Work] = _create_work_from_future  # of a future that has or will have its tensors
-
-
 __all__ = [
     "FakeTensorMode",
     "TorchDispatchMode",
@@ -172,5 +166,4 @@ __all__ = [
     "reduce_scatter_whole",
     "tree_flatten",
     "tree_leaves",
-    "work_of",
 ]

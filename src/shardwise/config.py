@@ -140,6 +140,13 @@ class ParallelSection(Section):
         description="Collective backend. `shardwise` is the library's own engine for CPU ranks of one host. `auto` is "
         "NCCL on CUDA; on a CPU the engine where several ranks share one host and it can be built, else Gloo.",
     )
+    collective_algorithm: Literal["auto", "measured", "flat", "two_level", "direct"] = Field(
+        default="auto",
+        description="How all-gather, reduce-scatter and all-reduce cross hosts. `flat` leaves it to the backend; "
+        "`two_level` goes between hosts at equal local index, then inside each (MiCS, arXiv 2205.00119, section 3.3); "
+        "`direct` does so with all peers at once; `measured` times them when a group is made and takes the fastest by "
+        "size. `auto` is `measured` on Gloo over several hosts; NCCL and the engine choose for themselves.",
+    )
     timeout_seconds: Positive = Field(
         default=600, description="After this long a collective is taken as hung and the run ends."
     )

@@ -17,12 +17,12 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.config import Job
+from shardwise.config import Job, ParallelSection
 from shardwise.draft import Draft, World, changed, lookup, placement_order
 from shardwise.families.facts import ModelFacts
 from shardwise.legality import check
 
-__all__ = ["Dtypes", "Plan", "World", "describe", "precheck", "resolve"]
+__all__ = ["Dtypes", "Plan", "World", "collective_algorithm", "describe", "precheck", "resolve"]
 
 NORMALISATION = "global_tokens"
 
@@ -61,6 +61,7 @@ class Plan:
     notes: tuple[str, ...]  # sentences a user should read before the run
     attention: str = ""  # kernel, or `auto` for a choice by call; empty where attention is transformers' own
     exact_dropout: bool = True  # attention dropout is equal on every layout
+    collectives: str = "flat"  # how they cross hosts: flat, two_level, direct or measured
     context_method: str = ""  # how attention reaches the other parts of a sequence; empty where it is whole
 
     @property
@@ -132,6 +133,7 @@ def resolve(job: Job, world: World, facts: ModelFacts) -> Plan:
         dtypes=_dtypes(draft, rules),
         sequence_length=job.data.sequence_length,
         backend=_backend(draft, rules),
+        collectives=_collectives(draft, rules),
         normalisation=NORMALISATION,
         sequence_parallel=draft.sequence_parallel,
         zero1=draft.zero1,
@@ -255,6 +257,23 @@ def _backend(draft: Draft, rules: dict[str, str]) -> str:
     return "shardwise" if draft.world.engine else "gloo"
 
 
+def _collectives(draft: Draft, rules: dict[str, str]) -> str:
+    algorithm, rules["collectives"] = collective_algorithm(draft.parallel, _backend(draft, {}), draft.world)
+    return algorithm
+
+
+def collective_algorithm(parallel: ParallelSection, backend: str, world: World) -> tuple[str, str]:
+    """How collectives cross hosts, and the rule that says so."""
+    asked = parallel.collective_algorithm
+    if world.hosts == 1 or world.local_size == 1:
+        return "flat", "all ranks are on one host" if world.hosts == 1 else "each host has one rank"
+    if asked != "auto":
+        return asked, "collective_algorithm given"
+    if backend != "gloo":
+        return "flat", f"collective_algorithm auto: {backend} chooses for itself"
+    return "measured", f"collective_algorithm auto on gloo: timed at start, {world.hosts} hosts of {world.local_size}"
+
+
 def _switch_rules(draft: Draft) -> dict[str, str]:
     chunk, asked = draft.memory.loss_chunk_tokens, draft.parallel.shard_optimizer_state
     chunked = f"head {draft.facts.head!r} runs inside the loss, on {chunk} rows at once"
@@ -302,6 +321,10 @@ def _parallel_notes(draft: Draft) -> Iterator[str]:
         yield f"parallel.workers={workers} is not used: the launcher started {draft.world.local_size} here."
     if draft.parallel.shard_optimizer_state and not draft.zero1:
         yield "parallel.shard_optimizer_state saves nothing: there is one data rank."
+    asked = draft.parallel.collective_algorithm
+    runs, why = collective_algorithm(draft.parallel, _backend(draft, {}), draft.world)
+    if asked not in ("auto", runs):
+        yield f"parallel.collective_algorithm={asked} does nothing: {why}."
     if draft.parallel.sequence_parallel and not draft.sequence_parallel:
         yield "parallel.sequence_parallel saves nothing: there is one tensor rank."
     if draft.sharded == 1:
@@ -353,6 +376,8 @@ def _rows(plan: Plan) -> Iterator[tuple[str, object]]:
     yield "attention", plan.attention or "transformers' own"
     yield "placement", plan.placement
     yield "backend", plan.backend
+    if plan.world.hosts > 1:
+        yield "collectives", plan.collectives
     for key in ("sequence_length", "sequences_per_step", "microbatch", "accumulation"):
         yield key, getattr(plan, key)
     yield from asdict(plan.dtypes).items()

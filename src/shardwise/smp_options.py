@@ -52,6 +52,7 @@ def _when(key: str, given: Any) -> Callable[[Any], Mapping[str, Any]]:
 
 SHARDS = "parallel.sharded_data_parallel_degree"
 TENSOR, PIPELINE = "parallel.tensor_parallel_degree", "parallel.pipeline_parallel_degree"
+ALGORITHM = "parallel.collective_algorithm"
 SEQUENCE = "parallel.sequence_parallel"
 OFFLOAD, HORIZON = "memory.offload_activations", "memory.activation_loading_horizon"
 CHECKPOINTING, COMPUTE, CLIP = "memory.activation_checkpointing", "precision.compute", "optimizer.clip_norm"
@@ -97,7 +98,8 @@ OPTIONS = (
     Option("sdp_reduce_bucket_size", "v1", float, BLOCKWISE),
     Option("sdp_param_persistence_threshold", "v1", float, "small parameters are sharded like all others"),
     Option("sdp_max_live_parameters", "v1", float, BLOCKWISE),
-    Option("sdp_hierarchical_allgather", "v1", bool, "the collective backend chooses its own algorithm"),
+    Option("sdp_hierarchical_allgather", "v1", bool, "measured: each size takes what is fastest; off is flat",
+           lambda on: {ALGORITHM: "measured" if on else "flat"}),
     Option("sdp_gradient_clipping", "v1", float, "clips by the global norm; 0 switches it off",
            lambda norm: {CLIP: norm or None}),
     # v1, TensorFlow only

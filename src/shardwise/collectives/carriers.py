@@ -6,6 +6,7 @@ that torch gives a backend, as torch makes its own.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 from shardwise._torch_compat import group_of
 from shardwise.collectives import engine
+from shardwise.errors import MachineError
 
 GLOO, NCCL = "gloo", "nccl"
 NAMES = (GLOO, NCCL, engine.BACKEND)
@@ -51,6 +53,18 @@ def make(name: str, seat: Seat) -> dist.ProcessGroup:
     if name == NCCL:
         backends["cuda"] = _backend(NCCL, replace(seat, store=dist.PrefixStore(NCCL, seat.store)))
     return group_of(backends, seat.store, seat.rank, seat.size)
+
+
+def make_or(name: str, instead: str, seat: Seat) -> dist.ProcessGroup:
+    """`make`; where the engine cannot join these ranks, which all of them see, a group of `instead`, with a line."""
+    try:
+        return make(name, seat)
+    except (RuntimeError, MachineError) as error:
+        if name != engine.BACKEND or instead == engine.BACKEND:
+            raise
+        if seat.rank == 0:
+            warnings.warn(f"{instead} carries the collectives of these {seat.size} ranks: {error}", stacklevel=2)
+        return make(instead, seat.among("instead", list(range(seat.size))))
 
 
 def _backend(name: str, seat: Seat) -> Any:

@@ -7,9 +7,9 @@ walks a short ladder of sizes, all ranks together, and is kept in the user's cac
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 
 LADDER = tuple(2**power for power in (14, 18, 22, 24))  # bytes of full buffer
-ROUNDS = 3
+ROUNDS = 2
 PATIENCE = 0.5  # seconds of one call after which no larger size is tried
 GAIN = 0.95  # of flat's time that another algorithm has to stay under: below that it is noise
 
@@ -43,9 +43,9 @@ class Table:
     rows: dict[Operation, tuple[tuple[int, Algorithm], ...]]
 
     @classmethod
-    def given(cls, algorithm: Algorithm) -> Table:
+    def given(cls, algorithm: str) -> Table:
         """One algorithm for everything."""
-        return cls({operation: ((0, algorithm),) for operation in OPERATIONS})
+        return cls({operation: ((0, ALGORITHMS[ALGORITHMS.index(algorithm)]),) for operation in OPERATIONS})
 
     @classmethod
     def from_json(cls, text: str) -> Table:
@@ -99,7 +99,7 @@ def measure(run: Run, control: dist.ProcessGroup, device: torch.device) -> Table
 
 
 def _times(run: Run, operation: Operation, whole: Tensor) -> list[float]:
-    """Seconds of each algorithm: medians of interleaved rounds after one that is not counted."""
+    """Seconds of each algorithm: the best of interleaved rounds after one that is not counted."""
     taken: list[list[float]] = [[] for _ in ALGORITHMS]
     for _ in range(ROUNDS + 1):
         for algorithm, times in zip(ALGORITHMS, taken, strict=True):
@@ -108,13 +108,13 @@ def _times(run: Run, operation: Operation, whole: Tensor) -> list[float]:
             if whole.is_cuda:
                 torch.cuda.synchronize(whole.device)
             times.append(time.perf_counter() - began)
-    return [statistics.median(times[1:]) for times in taken]
+    return [min(times[1:]) for times in taken]
 
 
 def _slowest(seconds: list[float], control: dist.ProcessGroup, device: torch.device) -> list[float]:
     times = torch.tensor(seconds, dtype=torch.float64, device=device)
     options = dist.AllreduceOptions()
-    options.reduceOp = dist.ReduceOp.MAX
+    options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
     control.allreduce([times], options).wait()
     return [float(value) for value in times.tolist()]
 
@@ -128,7 +128,7 @@ def _fastest(seconds: Sequence[float]) -> Algorithm:
 def _borders(best: Sequence[tuple[int, Algorithm]]) -> tuple[tuple[int, Algorithm], ...]:
     """One entry for each run of equal algorithms; a border lies at the geometric mean of the sizes beside it."""
     rows: list[tuple[int, Algorithm]] = []
-    for (size, algorithm), (larger, other) in zip(best, best[1:]):
+    for (size, algorithm), (larger, other) in itertools.pairwise(best):
         if algorithm != other:
             rows.append((round((size * larger) ** 0.5), algorithm))
     return (*rows, (0, best[-1][1]))

@@ -12,22 +12,22 @@ two levels of `two_level.py`. Everything else, and groups of another shape, run 
 
 from __future__ import annotations
 
+import sys
 import warnings
-from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise._torch_compat import add_backends, backends_of
-from shardwise.collectives import carriers, choice, engine
+from shardwise._torch_compat import add_backends, all_gather_whole, backends_of, reduce_scatter_whole
+from shardwise.collectives import carriers, choice
 from shardwise.collectives.carriers import Seat
 from shardwise.collectives.choice import Algorithm, Operation, Table
-from shardwise.collectives.topology import discover
+from shardwise.collectives.topology import Topology, discover
 from shardwise.collectives.turns import Turns
 from shardwise.collectives.two_level import TwoLevel, can_reduce
 from shardwise.errors import ConfigError
@@ -111,7 +111,7 @@ class HierarchicalGroup(dist.ProcessGroup):
     """
 
     def __init__(self, seat: Seat, flat: dist.ProcessGroup, hierarchy: Hierarchy) -> None:
-        super().__init__(seat.rank, seat.size)
+        super().__init__(seat.rank, seat.size)  # type: ignore[call-arg]
         add_backends(self, backends_of(flat))
         self.flat, self.hierarchy = flat, hierarchy
 
@@ -141,32 +141,43 @@ class HierarchicalGroup(dist.ProcessGroup):
         return work or self.flat.allreduce_coalesced(tensors, *_given(options))
 
     # The names of torch before 2.13, which it still calls in places.
-    _allgather_base = all_gather_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-    _reduce_scatter_base = reduce_scatter_single
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    _allgather_base = all_gather_single  # type: ignore[assignment]
+    allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
 
     def shutdown(self) -> None:
         self.hierarchy.close()
         self.flat.shutdown()
 
 
-def register(algorithm: Choice, between: str, inside: str) -> str:
+def name_of(algorithm: str, between: str, inside: str) -> str:
+    """The backend's name for a choice: `direct_gloo_shardwise`; of flat collectives that of `between`."""
+    return between if algorithm == "flat" else f"{algorithm}_{between}_{inside}"
+
+
+def parts_of(name: str) -> tuple[str, str, str]:
+    """(algorithm, between, inside) of a backend's name; of one that is not ours it is flat."""
+    parts = name.rsplit("_", 2)
+    return (parts[0], parts[1], parts[2]) if len(parts) == 3 else ("flat", name, name)
+
+
+def register(algorithm: str, between: str, inside: str) -> str:
     """Make a backend of torch.distributed for this choice and return its name; a second call does nothing.
 
     Args:
-        algorithm: for everything, or `measured`: each group's table is measured when it is made, or read from the cache.
+        algorithm: for everything, or `measured`: a group's table is measured when it is made, or read from the cache.
         between: what carries flat operations and those between hosts, one of `carriers.NAMES`.
         inside: what carries operations inside a host.
 
     Raises:
         ConfigError: there is no such algorithm or carrier.
     """
-    for word, words in ((algorithm, ("measured", *choice.ALGORITHMS)), *((n, carriers.NAMES) for n in (between, inside))):
+    for word, words in ((algorithm, get_args(Choice)), (between, carriers.NAMES), (inside, carriers.NAMES)):
         if word not in words:
             raise ConfigError(f"{word!r} is none of {', '.join(words)}")
-    name = f"{algorithm}_{between}_{inside}"
-    if not hasattr(dist.Backend, name.upper()):
+    name = name_of(algorithm, between, inside)
+    if algorithm != "flat" and not hasattr(dist.Backend, name.upper()):
         devices = ["cpu", "cuda"] if between == carriers.NCCL else ["cpu"]
         create = partial(_create, algorithm, between, inside)
         dist.Backend.register_backend(name, create, extended_api=True, devices=devices)
@@ -189,7 +200,7 @@ def around(group: dist.ProcessGroup, algorithm: Choice, timeout: timedelta = TIM
     return _hierarchy(seat, group, algorithm, carrier, carrier)
 
 
-def _create(algorithm: Choice, between: str, inside: str, options: Any, backend_options: Any) -> dist.ProcessGroup:
+def _create(algorithm: str, between: str, inside: str, options: Any, backend_options: Any) -> dist.ProcessGroup:
     """A group; called by torch on each member with the group's own store."""
     members = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
     seat = Seat(options.store, options.group_rank, members, options.timeout)
@@ -198,67 +209,41 @@ def _create(algorithm: Choice, between: str, inside: str, options: Any, backend_
     return flat if hierarchy is None else HierarchicalGroup(seat, flat, hierarchy)
 
 
-def _hierarchy(seat: Seat, flat: dist.ProcessGroup, algorithm: Choice, between: str, inside: str) -> Hierarchy | None:
+def _hierarchy(seat: Seat, flat: dist.ProcessGroup, algorithm: str, between: str, inside: str) -> Hierarchy | None:
     if algorithm == "flat":
         return None
-    hosts = discover(seat.store, seat.rank, seat.size).hosts
-    places = grid(hosts)
-    if not places:
-        _say_why_flat(hosts, seat.rank)
+    found = discover(seat.store, seat.rank, seat.size)
+    if not has_two_levels(found):
+        _say_why_flat(found, seat.rank)
         return None
-    levels = _levels(seat, places, between, inside)
+    levels = _levels(seat, found, between, inside)
     if algorithm != "measured":
         return Hierarchy(levels, Table.given(algorithm), Turns())
     device = torch.device("cuda" if between == carriers.NCCL else "cpu")
-    holds_for = (between, levels.local.name(), device.type, places, *sorted(set(map(str, hosts))))
+    holds_for = (between, levels.local.name(), device.type, found.hosts, *sorted(found.identities))
     return Hierarchy(levels, _measured(seat, flat, levels, holds_for, device), Turns())
 
 
-def grid(hosts: Sequence[Hashable]) -> list[tuple[int, int]]:
-    """(host, local index) of each rank, hosts in the order of their first rank; empty where there are no two levels.
-
-    Two levels need several hosts, more than one rank on each, and equally many.
-    """
-    numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
-    sizes = Counter(hosts)
-    if len(sizes) < 2 or set(sizes.values()) == {1} or len(set(sizes.values())) > 1:
-        return []
-    seen: Counter[Hashable] = Counter()
-    places = []
-    for host in hosts:
-        places.append((numbers[host], seen[host]))
-        seen[host] += 1
-    return places
+def has_two_levels(found: Topology) -> bool:
+    """Whether there are several hosts, more than one rank on each, and equally many."""
+    return len(found.hosts) > 1 and found.is_uniform and len(found.hosts[0]) > 1
 
 
-def _say_why_flat(hosts: Sequence[Hashable], rank: int) -> None:
-    """One line where a group has several hosts and unequally many ranks on them; other shapes are flat by nature."""
-    sizes = Counter(hosts)
-    if rank == 0 and len(set(sizes.values())) > 1:
-        spread = " and ".join(map(str, sizes.values()))
-        warnings.warn(f"collectives of {len(hosts)} ranks stay flat: {spread} ranks on {len(sizes)} hosts", stacklevel=2)
+def _say_why_flat(found: Topology, rank: int) -> None:
+    """One line where a group has unequally many ranks on its hosts; other shapes are flat by nature."""
+    if rank == 0 and not found.is_uniform:
+        spread = " and ".join(str(len(ranks)) for ranks in found.hosts)
+        text = f"collectives of these {sum(map(len, found.hosts))} ranks stay flat: their hosts have {spread} of them"
+        warnings.warn(text, stacklevel=2)
 
 
-def _levels(seat: Seat, places: list[tuple[int, int]], between: str, inside: str) -> TwoLevel:
-    host, index = places[seat.rank]
-    beside = [rank for rank, place in enumerate(places) if place[0] == host]
-    across = sorted((rank for rank, place in enumerate(places) if place[1] == index), key=lambda r: places[r][0])
-    order = [host * len(beside) + index for host, index in places]
-    local = _inside(seat.among(f"host-{host}", beside), inside, between)
+def _levels(seat: Seat, found: Topology, between: str, inside: str) -> TwoLevel:
+    host, index = found.node_index(seat.rank), found.local_index(seat.rank)
+    beside, across = list(found.hosts[host]), [ranks[index] for ranks in found.hosts]
+    places = [(found.node_index(rank), found.local_index(rank)) for rank in range(seat.size)]
+    local = carriers.make_or(inside, between, seat.among(f"host-{host}", beside))
     cross = carriers.make(between, seat.among(f"index-{index}", across))
-    return TwoLevel(local, cross, host, index, order)
-
-
-def _inside(seat: Seat, inside: str, instead: str) -> dist.ProcessGroup:
-    """The group of a host; where the engine cannot join its ranks, which all of them then see, one of `instead`."""
-    try:
-        return carriers.make(inside, seat)
-    except (RuntimeError, ConfigError) as error:
-        if inside != engine.BACKEND or instead == engine.BACKEND:
-            raise
-        if seat.rank == 0:
-            warnings.warn(f"inside this host {instead} carries the collectives: {error}", stacklevel=2)
-        return carriers.make(instead, seat.among("instead", list(range(seat.size))))
+    return TwoLevel(local, cross, host, index, [node * len(beside) + local_index for node, local_index in places])
 
 
 def _measured(
@@ -270,11 +255,12 @@ def _measured(
         kept = choice.read(path)
         seat.store.set("table", kept.to_json() if kept else "")
     text = seat.store.get("table").decode()
-    if text:
-        return Table.from_json(text)
-    table = choice.measure(partial(_call, flat, levels), flat, device)
-    if seat.rank == 0:
+    table = Table.from_json(text) if text else choice.measure(partial(_call, flat, levels), flat, device)
+    if seat.rank == 0 and not text:
         choice.keep(path, table)
+    if seat.members[seat.rank] == 0:  # of all ranks the one whose output is shown
+        where = f"{levels.hosts} hosts of {levels.locals} ranks, {'kept' if text else 'measured'}"
+        print(f"note: collectives over {where}: {table.describe()}", file=sys.stderr)
     return table
 
 
@@ -282,19 +268,15 @@ def _call(flat: dist.ProcessGroup, levels: TwoLevel, operation: Operation, algor
     """One call with the full buffer `whole`, for the measurement."""
     part, summed, direct = whole.numel() // levels.size, dist.ReduceOp.SUM, algorithm == "direct"
     piece = whole[:part].clone()
-    if algorithm == "flat":
-        works = {
-            "all_gather": lambda: flat._allgather_base(whole, piece),
-            "reduce_scatter": lambda: flat._reduce_scatter_base(piece, whole),
-            "all_reduce": lambda: flat.allreduce([whole]),
-        }
-        works[operation]().wait()
-    elif operation == "all_gather":
-        levels.all_gather(whole, piece, direct)
-    elif operation == "reduce_scatter":
-        levels.reduce_scatter(piece, whole, summed, direct)
-    else:
-        levels.all_reduce(whole, summed, direct)
+    calls: dict[tuple[Operation, bool], Callable[[], object]] = {
+        ("all_gather", True): lambda: all_gather_whole(flat, whole, piece),
+        ("reduce_scatter", True): lambda: reduce_scatter_whole(flat, piece, whole, summed),
+        ("all_reduce", True): lambda: flat.allreduce([whole]).wait(),
+        ("all_gather", False): lambda: levels.all_gather(whole, piece, direct),
+        ("reduce_scatter", False): lambda: levels.reduce_scatter(piece, whole, summed, direct),
+        ("all_reduce", False): lambda: levels.all_reduce(whole, summed, direct),
+    }
+    calls[operation, algorithm == "flat"]()
 
 
 def _kind(reduction: Any) -> Any:

@@ -1,8 +1,8 @@
 """Operations that are put together from several others, one after the other, as one Work each.
 
 A group's parts have to be called in the same order on all ranks. On a CPU they run on the group's own thread, in the
-order of the calls, or on the caller's where nothing is pending and the caller waits anyway. On CUDA they are enqueued on
-a stream of the group's own at once, so that what the caller computes meanwhile is not held up between them.
+order of the calls, or on the caller's where nothing is pending and the caller waits anyway. On CUDA they are enqueued
+at once on a stream of the group's own, so that what the caller computes meanwhile is not held up between them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Turns:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def run(self, operation: Operation, inputs: Sequence[Tensor], outputs: Sequence[Tensor], blocking: bool) -> Pending:
-        """Run `operation`, which makes `outputs` of `inputs`; with `blocking` it is done on return (CUDA: in the stream).
+        """Run `operation`, which makes `outputs` of `inputs`; with `blocking` it is done on return.
 
         Raises:
             Exception: what `operation` raises, if it is run here; else `wait` of the result raises it.
@@ -90,7 +90,7 @@ class Turns:
         started: torch.futures.Future[None] = torch.futures.Future()
 
         def outcome(_: Any) -> list[Tensor]:
-            # Raised in a callback it becomes the future's error for C++ (DDP) too; Future.set_exception is Python's alone.
+            # Raised in a callback it is the future's error for C++ (DDP) too; Future.set_exception is Python's alone.
             if failure:
                 raise failure[0]
             return list(tensors)
@@ -131,7 +131,7 @@ class Turns:
         future: torch.futures.Future[list[Tensor]] = torch.futures.Future(devices=[device])
         with torch.cuda.stream(stream):
             operation()
-            future.set_result(list(outputs))  # notes where this stream stands; `wait` holds the waiter's stream until then
+            future.set_result(list(outputs))  # notes where this stream stands, for `wait`
         for tensor in (*inputs, *outputs):
             tensor.record_stream(stream)
         if blocking:

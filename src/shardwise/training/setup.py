@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.collectives import engine
+from shardwise.collectives import engine, hierarchical
 from shardwise.config import Job
 from shardwise.data.corpus import data_format
 from shardwise.data.loader import Stream
@@ -56,7 +56,7 @@ def current_world(device: torch.device) -> World:
     size = dist.get_world_size()
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    uses_engine = dist.get_backend() == engine.BACKEND
+    uses_engine = hierarchical.parts_of(dist.get_backend())[1] == engine.BACKEND
     return World(size, device.type, local_size, name, hosts=-(-size // local_size), engine=uses_engine)
 
 
