@@ -279,8 +279,8 @@ COMMANDS = {
     ),
     "doctor": Command(
         "show what this machine offers, or a model",
-        "Show versions, devices, backends, extras and, under a launcher, which ranks share a host or a device; or of a\n"
-        "Hugging Face model on which axes it can be split, with which degrees, and why not on the others. Reads no\n"
+        "Show versions, devices, backends, extras and, under a launcher, which ranks share a host or a device; or of\n"
+        "a Hugging Face model on which axes it can be split, with which degrees, and why not on the others. Reads no\n"
         "weights.",
         _doctor_options,
         _doctor,

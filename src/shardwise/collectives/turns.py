@@ -22,12 +22,17 @@ Operation = Callable[[], None]
 class Pending(dist.Work):
     """The Work of an operation. Its timeout is that of the groups below; what failed there is raised by `wait`."""
 
-    def __init__(self, future: torch.futures.Future[list[Tensor]]) -> None:
+    def __init__(self, future: torch.futures.Future[list[Tensor]], failure: Sequence[BaseException] = ()) -> None:
         super().__init__()
-        self._future = future
+        self._future, self._failure = future, failure
 
     def wait(self, timeout: Any = None) -> bool:
-        self._future.wait()
+        try:
+            self._future.wait()
+        except RuntimeError:  # the callback's; what it was made of says more
+            if self._failure:
+                raise self._failure[0] from None
+            raise
         return True
 
     def is_completed(self) -> bool:
@@ -109,7 +114,7 @@ class Turns:
             self._thread = threading.Thread(target=self._serve, name="shardwise-two-level", daemon=True)
             self._thread.start()
         self._waiting.put(turn)
-        return Pending(future)
+        return Pending(future, failure)
 
     def _done(self) -> None:
         with self._lock:
