@@ -28,6 +28,7 @@ from shardwise.verify import verify_rank
 from tests.parity.jobs import make_job
 
 DTYPES = (torch.float64, torch.bfloat16, torch.int32, torch.bool)
+ROUNDS = 500
 REDUCTIONS: dict[Any, Callable[[Tensor], Tensor]] = {
     dist.ReduceOp.SUM: lambda x: x.sum(0),
     dist.ReduceOp.AVG: lambda x: x.sum(0) / len(x),
@@ -185,6 +186,23 @@ def test_a_group_of_some_ranks(world_pool: WorldPool) -> None:
     results = world_pool.run(8, subgroup)
     assert [results[rank] for rank in (1, 2, 4, 7)] == [("HierarchicalGroup", 14.0)] * 4
     assert results[0][1] == 0
+
+
+def broadcasts(rounds: int) -> int:
+    """Short-lived tensors through the flat group: what C++ called with Python's lock held hung within seconds."""
+    on_host("aabb")
+    group = dist.new_group(backend=hierarchical.register("direct", "gloo", "gloo"))
+    return sum(_told(group, number) for number in range(rounds))
+
+
+def _told(group: Any, number: int) -> int:
+    tensor = torch.tensor([number if dist.get_rank() == 0 else -1])
+    dist.broadcast(tensor, 0, group)
+    return int(tensor.item() == number)
+
+
+def test_flat_operations_do_not_hold_pythons_lock(world_pool: WorldPool) -> None:
+    assert world_pool.run(4, broadcasts, ROUNDS, timeout=60) == [ROUNDS] * 4
 
 
 def mistaken() -> list[str]:

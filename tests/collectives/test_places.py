@@ -150,5 +150,5 @@ def test_a_training_over_two_hosts(corpora: Path, tmp_path: Path) -> None:
     said = [rank.communicate(timeout=240) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0] * 4, said
     assert "note: collectives over 2 hosts of 2 ranks, measured: all_gather" in said[0][1]
-    assert "measured" in said[0][0] and "timed at start" in said[0][0]
-    assert not said[1][1]
+    assert (tmp_path / "run" / "model" / "config.json").is_file()
+    assert not any("collectives over" in errors for _, errors in said[1:])

@@ -104,10 +104,19 @@ class Hierarchy:
         return same and contiguous and piece.numel() > 0 and whole.numel() == self.levels.size * piece.numel()
 
 
+def _flat(name: str) -> Callable[..., Any]:
+    def call(self: HierarchicalGroup, *arguments: Any, **keywords: Any) -> Any:
+        return getattr(self.flat, name)(*arguments, **keywords)
+
+    return call
+
+
 class HierarchicalGroup(dist.ProcessGroup):
     """A process group that takes two levels where its table says so, and is flat otherwise.
 
-    Its C++ base leads every operation that is not here to the backends of `flat`.
+    Operations that are not here go to the backends of `flat` by its C++ base. Those that C++ looks up in Python have to
+    be here: where there is none, it calls its own with Python's lock held, for which a thread of Gloo may be waiting
+    with Gloo's lock held (torch 2.13, PyProcessGroup.hpp).
     """
 
     def __init__(self, seat: Seat, flat: dist.ProcessGroup, hierarchy: Hierarchy) -> None:
@@ -140,7 +149,16 @@ class HierarchicalGroup(dist.ProcessGroup):
         work = self.hierarchy.all_reduce(tensors, _reduction(options), _blocking(options))
         return work or self.flat.allreduce_coalesced(tensors, *_given(options))
 
+    broadcast = _flat("broadcast")
+    allgather = _flat("allgather")
+    reduce_scatter = _flat("reduce_scatter")
+    all_to_all_single = _flat("alltoall_base")
+    barrier = _flat("barrier")
+    send = _flat("send")
+    recv = _flat("recv")
+
     # The names of torch before 2.13, which it still calls in places.
+    alltoall_base = all_to_all_single
     _allgather_base = all_gather_single  # type: ignore[assignment]
     allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
