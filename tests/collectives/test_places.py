@@ -132,7 +132,7 @@ def test_smps_switch(
 @pytest.mark.slow
 def test_a_training_over_two_hosts(corpora: Path, tmp_path: Path) -> None:
     """`shardwise train` under a launcher that says two hosts: it measures, says so, and learns."""
-    job = make_job(corpora, "gpt2", training={"steps": 3})
+    job = make_job(corpora, "gpt2", training={"steps": 3}, parallel={"ddp_dist_backend": "gloo"})
     path = tmp_path / "job.json"
     path.write_text(job.model_copy(update={"output": str(tmp_path / "run")}).model_dump_json(exclude_unset=True))
     server, ranks = loopback.serve_store(), []
