@@ -37,6 +37,12 @@ class Seat:
     members: tuple[int, ...]
     timeout: timedelta
 
+    @classmethod
+    def of(cls, options: Any) -> Seat:
+        """From what torch gives the creator of a backend; its list of members is empty for the world."""
+        members = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
+        return cls(options.store, options.group_rank, members, options.timeout)
+
     @property
     def size(self) -> int:
         return len(self.members)
@@ -69,7 +75,7 @@ def make_or(name: str, instead: str, seat: Seat) -> dist.ProcessGroup:
 
 def _backend(name: str, seat: Seat) -> Any:
     if name == engine.BACKEND:
-        return engine.load().make(seat.store, seat.rank, seat.size, list(seat.members), seat.timeout)
+        return engine.create(seat.store, seat.rank, seat.members, seat.timeout)
     if name == NCCL:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = seat.timeout

@@ -16,7 +16,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
@@ -111,7 +112,12 @@ def register() -> None:
 def _create(options: Any, backend_options: Any) -> Any:
     """A group's backend; called by torch on each member with the group's own store."""
     names = list(options.global_ranks_in_group) or list(range(options.group_size))
-    return load().make(options.store, options.group_rank, options.group_size, names, options.timeout)
+    return create(options.store, options.group_rank, names, options.timeout)
+
+
+def create(store: Any, rank: int, names: Sequence[int], timeout: timedelta) -> Any:
+    """The backend of one rank of a group, from a store that its members alone see; `names` are its global ranks."""
+    return load().make(store, rank, len(names), list(names), timeout)
 
 
 def _compile(path: Path, say: Say) -> None:

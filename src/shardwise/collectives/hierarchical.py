@@ -220,8 +220,7 @@ def around(group: dist.ProcessGroup, algorithm: Choice, timeout: timedelta = TIM
 
 def _create(algorithm: str, between: str, inside: str, options: Any, backend_options: Any) -> dist.ProcessGroup:
     """A group; called by torch on each member with the group's own store."""
-    members = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
-    seat = Seat(options.store, options.group_rank, members, options.timeout)
+    seat = Seat.of(options)
     flat = carriers.make(between, seat.among("flat", list(range(seat.size))))
     hierarchy = _hierarchy(seat, flat, algorithm, between, inside)
     return flat if hierarchy is None else HierarchicalGroup(seat, flat, hierarchy)

@@ -23,8 +23,7 @@ NAME = "smddp"
 
 def _create(options: Any, backend_options: Any) -> dist.ProcessGroup:
     """A group; called by torch on each member with the group's own store."""
-    members = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
-    seat = Seat(options.store, options.group_rank, members, options.timeout)
+    seat = Seat.of(options)
     return carriers.make_or(_carrier(seat), carriers.GLOO, seat.among(NAME, list(range(seat.size))))
 
 
