@@ -86,7 +86,7 @@ class Cluster:
 
     def limit(self, host: int, rate: int) -> None:
         """Limit a host's link to `rate` bit/s, in both directions."""
-        bucket = ("root", "tbf", "rate", str(rate), "burst", "64kb", "limit", "4mb")
+        bucket = ("root", "tbf", "rate", str(rate), "burst", "80kb", "limit", "4mb")
         _do("tc", "qdisc", "replace", "dev", self.link(host), *bucket)
         _do("tc", "-n", self.namespace(host), "qdisc", "replace", "dev", "eth0", *bucket)
 
@@ -252,8 +252,8 @@ def _rank(rounds: int) -> int:
     groups = {"shardwise": dist.new_group(backend="shardwise"), "gloo": dist.new_group(backend="gloo")}
     whole, part = torch.ones(BYTES // 4), torch.ones(BYTES // 4 // size)
     run = {
-        "all_gather": lambda group: all_gather_single(whole, part, group),
-        "reduce_scatter": lambda group: reduce_scatter_single(part, whole, group),
+        "all_gather": lambda group: all_gather_single(whole, part, group=group),
+        "reduce_scatter": lambda group: reduce_scatter_single(part, whole, group=group),
         "all_reduce": lambda group: dist.all_reduce(whole, group=group),
     }
     times: dict[str, list[dict[str, float]]] = {}

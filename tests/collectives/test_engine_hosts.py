@@ -142,9 +142,13 @@ def with_a_stranger() -> int:
         stranger = threading.Thread(target=disturb)
         stranger.start()
         ready.wait()
-    else:
-        time.sleep(1)
-    group = engine_group()
+    towards = engine._towards
+    if dist.get_rank() == 1:  # comes late to the gate, once it is known where that is
+        engine._towards = lambda store: (time.sleep(1), towards(store))[1]
+    try:
+        group = engine_group()
+    finally:
+        engine._towards = towards
     data = torch.ones(100_000)
     dist.all_reduce(data, group=group)
     assert (data == 2).all()

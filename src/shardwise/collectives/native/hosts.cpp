@@ -44,6 +44,14 @@ int Hosts::leader(int node, int root) const {
   return rank_at(node, places_.local[root] % static_cast<int>(places_.hosts[node].size()));
 }
 
+// For errors that are none of the engine's own: no memory, say.
+void Hosts::break_room(const std::exception& error) {
+  try {
+    if (dynamic_cast<const Failure*>(&error) == nullptr) room_.fail("rank " + room_.called(room_.rank) + ": " + error.what());
+  } catch (const Failure&) {  // raised again where it came from
+  }
+}
+
 void Hosts::greet(const std::vector<int>& peers, const std::vector<Piece>* sent, const std::vector<Piece>* expected) {
   for (const int peer : peers) {
     Greeted& each = greeted_[peer];

@@ -85,6 +85,7 @@ class Hosts : public Group {
   // Runs one operation: begins it, and where it fails lets nothing touch the caller's memory and tells all hosts.
   template <class Body>
   void operate(Call call, int64_t timeout, Body body);
+  void break_room(const std::exception& error);
   void greet(const std::vector<int>& peers, const std::vector<Piece>* sent = nullptr, const std::vector<Piece>* expected = nullptr);
   void check_headings();
   [[noreturn]] void refuse_heading(int peer);

@@ -16,6 +16,7 @@ void Hosts::operate(Call call, int64_t timeout, Body body) {
   } catch (const std::exception& error) {
     wire_.forget();
     scratch_.reset();
+    break_room(error);
     wire_.tell(error.what());
     throw;
   }

@@ -85,6 +85,7 @@ class Wire {
     std::vector<char> words_in;
     Call last{};
     int64_t heard = 0;
+    uint64_t worth_waking = 1;  // bytes that have to have come before the data connection is read again
   };
 
   Link& link(int peer) const { return *links_[peer]; }
