@@ -153,9 +153,8 @@ def _size(job: Job, place: RankEnvironment | None) -> World:
 
 
 def _may_use_engine(job: Job, world: World) -> bool:
-    """Whether `auto` would take it: one rank has nobody to talk to, and several hosts do not share memory."""
-    one_host = world.device_type == "cpu" and world.size > 1 and world.hosts == 1
-    return one_host and job.parallel.ddp_dist_backend == "auto"
+    """Whether `auto` would take it: it moves CPU tensors, and one rank has nobody to talk to."""
+    return world.device_type == "cpu" and world.size > 1 and job.parallel.ddp_dist_backend == "auto"
 
 
 def _engine_problem(job: Job, world: World) -> str:

@@ -77,10 +77,10 @@ def carried(hosts: str) -> tuple[str, float, str]:
     return group._get_backend(device).name(), total.item(), smddp.NAME
 
 
-def test_smddp_is_the_engine_on_one_host_and_gloo_on_several(world_pool: WorldPool) -> None:
+def test_smddp_is_the_engine_on_one_host_and_on_several(world_pool: WorldPool) -> None:
     assert not engine.obstacle()
     assert world_pool.run(2, carried, "aa") == [("shardwise", 1.0, "smddp")] * 2
-    assert world_pool.run(2, carried, "ab") == [("gloo", 1.0, "smddp")] * 2
+    assert world_pool.run(2, carried, "ab") == [("shardwise", 1.0, "smddp")] * 2
 
 
 # --- SMP

@@ -12,6 +12,7 @@ import importlib.util
 import os
 import platform
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -29,10 +30,12 @@ import torch.distributed as dist
 from filelock import FileLock
 
 from shardwise.cache import cache_root
+from shardwise.collectives.topology import discover
 from shardwise.errors import MachineError
 
 BACKEND = "shardwise"
 DIRECTORY_VARIABLE = "SHARDWISE_ENGINE_DIRECTORY"
+INTERFACE_VARIABLE = "SHARDWISE_SOCKET_IFNAME"
 SOURCES = Path(__file__).with_name("native")
 MODULE = "_shardwise_engine"
 OPTIMIZED = ["-O3", "-ffp-contract=off", "-fno-trapping-math"]  # each operation rounds, on every processor alike
@@ -117,7 +120,18 @@ def _create(options: Any, backend_options: Any) -> Any:
 
 def create(store: Any, rank: int, names: Sequence[int], timeout: timedelta) -> Any:
     """The backend of one rank of a group, from a store that its members alone see; `names` are its global ranks."""
-    return load().make(store, rank, len(names), list(names), timeout)
+    hosts = discover(store, rank, len(names)).hosts
+    interface = os.environ.get(INTERFACE_VARIABLE, "")
+    return load().make(store, rank, hosts, list(names), interface, *_towards(store), timeout)
+
+
+def _towards(store: Any) -> tuple[str, str]:
+    """Host and port of the group's store, or the job's own where the store is none of the network."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    if hasattr(store, "host"):
+        return store.host, str(store.port)
+    return os.environ.get("MASTER_ADDR", socket.gethostname()), os.environ.get("MASTER_PORT", "0")
 
 
 def _compile(path: Path, say: Say) -> None:

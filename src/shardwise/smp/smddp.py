@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from shardwise.collectives import carriers, engine
 from shardwise.collectives.carriers import Seat
-from shardwise.collectives.topology import discover
 from shardwise.smp.process import DEVICE_VARIABLE
 
 NAME = "smddp"
@@ -34,9 +33,8 @@ def _carrier(seat: Seat) -> str:
         return carriers.NCCL
     if seat.size == 1:
         return carriers.GLOO
-    hosts = discover(seat.store, seat.rank, seat.size).hosts
     if seat.rank == 0:
-        problem = engine.obstacle() or (f"its ranks are on {len(hosts)} hosts" if len(hosts) > 1 else "")
+        problem = engine.obstacle()
         seat.store.set("carrier", carriers.GLOO if problem else engine.BACKEND)
         if problem and seat.members[0] == 0:
             print(f"note: smddp is Gloo here, the native engine is not usable: {problem}.", file=sys.stderr)
