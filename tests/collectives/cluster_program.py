@@ -2,12 +2,13 @@
 
     python -m tests.collectives.cluster_program BYTES TIMEOUT_SECONDS
 
-Prints `ready PID` after its first round and, at the end, a line of JSON: the error, when it came (Unix time), how long the
-last operation took until then, and how many sockets are open after the group was destroyed beyond those before it.
+Prints `ready PID` after its first round and, at the end, a line of JSON: the error, when it came (Unix time), how long
+the last operation took until then, and how many sockets are open after the group was destroyed beyond those before it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -23,10 +24,8 @@ from shardwise.collectives import engine
 def sockets() -> int:
     count = 0
     for descriptor in os.listdir("/proc/self/fd"):
-        try:
+        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
             count += os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:")
-        except FileNotFoundError:  # that of the listing itself
-            pass
     return count
 
 
