@@ -16,7 +16,8 @@ from torch import nn
 
 from shardwise.families.facts import ModelFacts
 from shardwise.kernels.dropout import name_functional_dropout, replace_dropout
-from shardwise.kernels.linear import defer_weight_gradients
+from shardwise.kernels.float8 import Float8
+from shardwise.kernels.linear import defer_weight_gradients, use_float8
 from shardwise.kernels.loss import Vocabulary
 from shardwise.layout import Layout
 from shardwise.memory.activation_checkpointing import apply_activation_checkpointing, group_blocks
@@ -92,7 +93,7 @@ def _part(
     """The order below tensors and stages."""
     memory = plan.job.memory
     names = [block.name for block in facts.blocks if passage is None or block.name not in passage.absent]
-    blocks = [model.get_submodule(name) for name in names]
+    blocks, inside = [model.get_submodule(name) for name in names], tuple(f"{name}." for name in names)
     groups = group_blocks(blocks, memory.checkpoint_strategy)
     replace_dropout(model)
     if facts.has_functional_dropout or (plan.attention and facts.has_attention_dropout):
@@ -101,6 +102,9 @@ def _part(
     head = None
     if plan.chunked_loss and facts.head and has_head:
         head = DeferredHead(model.get_submodule(facts.head), split.vocabulary)
+    if plan.float8:
+        here = [model.get_submodule(name) for name in plan.float8 if name.startswith(inside)]
+        use_float8(here, Float8(plan.job.precision.fp8, plan.job.precision.fp8_scaling))
     later = defer_weight_gradients(blocks) if plan.splits_backward else None
     if plan.job.model.compile:
         _compile(blocks)
