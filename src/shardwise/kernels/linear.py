@@ -114,6 +114,7 @@ def _of_weight(gradient: Tensor, values: Tensor, float8: Float8 | None) -> Tenso
     return outputs.T @ inputs if float8 is None else float8.product(outputs.T, inputs, "weight gradient")
 
 
+@torch.compiler.allow_in_graph  # the compiler's front end need not understand torchao's tensors; what is behind it does
 class _InFloat8(torch.autograd.Function):
     """Saves what a linear layer saves, in its own dtype; both factors are rounded again in backward, along the dim that
     is summed there."""
