@@ -11,7 +11,7 @@ from shardwise.config import Job
 from shardwise.draft import Draft, World, divisors, one_of
 from shardwise.errors import LegalityError
 from shardwise.families.facts import AttentionFacts, BlockFacts, ModelFacts, StageFacts, TensorSplit
-from shardwise.legality import RULES, check, rules, running
+from shardwise.legality import RULES, check, rules, running, structure
 from shardwise.optimizers import ELEMENTWISE, UNUSABLE, classes
 
 FACTS = ModelFacts(
@@ -33,6 +33,7 @@ OTHER_ARGUMENTS = replace(FACTS, blocks_share_arguments=False)
 FLAT = replace(FACTS, is_hugging_face=False, blocks=(), head=None, max_positions=None, family="Net")
 LED = replace(FACTS, kernel_refusal="", attention=(AttentionFacts("layers.0.attn", 8, 8),))
 LINEAR = replace(FACTS, linears={f"layers.{i}.{name}": (4096, 4096) for i in range(4) for name in ("up", "down")})
+FUSIBLE = replace(FACTS, fusible={"layers.0.norm": "RMS norm"})
 SMALL = replace(FACTS, linears={"layers.1.up": (512, 512)})
 CPU4 = World(4, "cpu", 4)
 CUDA4 = World(4, "cuda", 4)
@@ -183,6 +184,12 @@ CASES = {
     ),
     "compile-blocks": case(
         {"model": {"compile": True}}, {"model": {"compile": True}}, "no repeated", CPU4, FLAT, FACTS
+    ),
+    "liger-model": case({"model": {"liger": True}}, {}, "no module of gpt_neox"),
+    "liger-device": case({"model": {"liger": True}}, {}, "the ranks run on cpu", facts=FUSIBLE),
+    "liger-installed": case({"model": {"liger": True}}, {}, "shardwise[liger]", CUDA4, FUSIBLE),
+    "liger-compile": case(
+        {"model": {"liger": True, "compile": True}}, {"model": {"compile": True}}, "use one of them", CUDA4, FUSIBLE
     ),
     "one-corpus": case({"data": {"path": "p", "factory": "a:b"}}, {"data": {"factory": "a:b"}}, "keep one"),
     "data-factory-format": case(
@@ -513,7 +520,8 @@ def test_every_row_has_a_case_and_a_name_of_its_own() -> None:
 @pytest.mark.parametrize("id", CASES)
 def test_row_fires_and_its_neighbour_passes(id: str, monkeypatch: pytest.MonkeyPatch) -> None:
     broken, legal, says, world, facts, legal_facts = CASES[id]
-    monkeypatch.setattr(running, "installed", lambda package: False)
+    for rows in (running, structure):
+        monkeypatch.setattr(rows, "installed", lambda package: not id.endswith("-installed"))
     with pytest.raises(LegalityError) as raised:
         resolve_case(broken, world, facts)
     rule = next(rule for rule in RULES if rule.id == id)

@@ -62,6 +62,10 @@ class ModelSection(Section):
         description="Sets every dropout probability of a Hugging Face config; unset keeps the config's own.",
     )
     compile: bool = Field(default=False, description="`torch.compile` for every block.")
+    liger: bool = Field(
+        default=False,
+        description="Liger's kernels for RMS norms, gated MLPs and rotary positions, on a GPU; extra `liger`.",
+    )
     trust_remote_code: bool = Field(default=False, description="Allow a model directory to run its own Python code.")
 
 

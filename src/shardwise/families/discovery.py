@@ -21,6 +21,7 @@ from transformers.pytorch_utils import Conv1D
 from shardwise.config import Job
 from shardwise.families.attention import context_refusal, kernel_refusal
 from shardwise.families.facts import BlockFacts, ModelFacts, StageFacts
+from shardwise.families.fusible import fusible
 from shardwise.families.probe import Probe, probe, rehearse_stage
 from shardwise.families.stage_cut import stage_facts
 from shardwise.families.tensor_plan import sequence_refusal, tensor_plan, vocabulary_parameters
@@ -77,6 +78,7 @@ def discover(model: nn.Module, job: Job, example: Mapping[str, Tensor] | None = 
         attention_arguments=seen.attention_arguments,
         attention=seen.attention_calls,
         linears=_linears(model, blocks),
+        fusible=fusible(model),
         kernel_refusal=FACTORY_ATTENTION
         if job.model.factory
         else kernel_refusal(model, len(seen.attention_calls), seen.attention_arguments, seen.failure),

@@ -6,9 +6,10 @@ from math import gcd
 
 from shardwise.draft import Draft, changed, divisors, group_size, one_of, placement_order
 from shardwise.families.facts import AttentionFacts
-from shardwise.families.kernels import BY_NAME, KERNELS, alternatives, refusal
+from shardwise.families.kernels import BY_NAME, KERNELS, alternatives, installed, refusal
 from shardwise.legality.rule import Rule, idle
 
+LIGER = "model.liger"
 SOURCES = ("model.path", "model.config", "model.factory")
 
 
@@ -65,6 +66,21 @@ MODEL_RULES = (
     Rule("compile-blocks", ("model.compile",), "blocks are compiled one by one, and this model has no repeated blocks",
          lambda d: d.model.compile and not d.facts.blocks,
          fix="use false"),
+    Rule("liger-model", (LIGER,), "the model has to have something that Liger's kernels compute",
+         lambda d: d.model.liger and not d.facts.fusible,
+         fix="use false",
+         because=lambda d: f"no module of {d.facts.family} is a norm, an MLP or a rotation that Liger's kernels compute"),
+    Rule("liger-device", (LIGER, "parallel.device"), "Liger's kernels run on a GPU",
+         lambda d: d.model.liger and d.world.device_type != "cuda",
+         fix="use false",
+         because=lambda d: f"Liger's kernels run on a GPU, and the ranks run on {d.world.device_type}"),
+    Rule("liger-installed", (LIGER,), "Liger has to be installed",
+         lambda d: d.model.liger and not installed("liger_kernel"),
+         fix="pip install 'shardwise[liger]', or use false",
+         because=lambda d: "the package liger-kernel is not installed"),
+    Rule("liger-compile", (LIGER, "model.compile"), "a compiled block has fused kernels of its own",
+         lambda d: d.model.liger and d.model.compile,
+         fix="use one of them"),
 )
 # fmt: on
 

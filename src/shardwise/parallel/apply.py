@@ -17,6 +17,7 @@ from torch import nn
 from shardwise.families.facts import ModelFacts
 from shardwise.kernels.dropout import name_functional_dropout, replace_dropout
 from shardwise.kernels.float8 import Float8
+from shardwise.kernels.liger import use_liger
 from shardwise.kernels.linear import defer_weight_gradients, use_float8
 from shardwise.kernels.loss import Vocabulary
 from shardwise.layout import Layout
@@ -62,6 +63,9 @@ def parallelize(
     context = Context(model, plan, layout) if layout.size("context") > 1 else None
     stages = range(layout.index("pipeline"), len(plan.stages), layout.size("pipeline"))
     models = [model, *(copy.deepcopy(model) for _ in stages[1:])]
+    if plan.job.model.liger:
+        for each in models:
+            use_liger(each, facts.fusible)
     splits = [_split(each, plan, layout, facts) for each in models]
     passages = [cut_stage(each, facts, plan, stage) for each, stage in zip(models, stages)]
     parts = [
