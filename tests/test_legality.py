@@ -37,6 +37,8 @@ FUSIBLE = replace(FACTS, fusible={"layers.0.norm": "RMS norm"})
 SMALL = replace(FACTS, linears={"layers.1.up": (512, 512)})
 CPU4 = World(4, "cpu", 4)
 CUDA4 = World(4, "cuda", 4)
+CUDA1 = World(1, "cuda", 1)
+GRAPHS = {"model": {"compile": True, "cuda_graphs": True}, "precision": {"compute": "fp32"}}
 FACTORY = {"model": {"factory": "a:b"}}
 FULL = {"activation_checkpointing": "full"}
 TWO = {"tensor_parallel_degree": 2}
@@ -185,6 +187,11 @@ CASES = {
     "compile-blocks": case(
         {"model": {"compile": True}}, {"model": {"compile": True}}, "no repeated", CPU4, FLAT, FACTS
     ),
+    "graphs-compile": case({"model": {"cuda_graphs": True}}, GRAPHS, "use model.compile true", CUDA1, FACTS),
+    "graphs-device": case(GRAPHS, {"model": {"compile": True}}, "the ranks run on cpu"),
+    "graphs-alone": case(GRAPHS, {"model": {"compile": True}}, "4 ranks gather weights", CUDA4),
+    "graphs-dtype": case({"model": GRAPHS["model"]}, GRAPHS, "cast to bf16", CUDA1),
+    "graphs-memory": case({**GRAPHS, "memory": FULL}, GRAPHS, "checkpointing none", CUDA1),
     "liger-model": case({"model": {"liger": True}}, {}, "no module of gpt_neox"),
     "liger-device": case({"model": {"liger": True}}, {}, "the ranks run on cpu", facts=FUSIBLE),
     "liger-installed": case({"model": {"liger": True}}, {}, "shardwise[liger]", CUDA4, FUSIBLE),
@@ -492,6 +499,8 @@ MORE = [
     ("profile", {"observe": {"profile": [0, 1]}}, CPU4, FACTS),
     ("profile", {"observe": {"profile": [3, 2]}}, CPU4, FACTS),
     ("accumulation", {"training": {"gradient_accumulation": 3}}, CPU4, FACTS),  # 4 a rank in 3: 2 + 2 + nothing
+    ("graphs-memory", {**GRAPHS, "training": {"gradient_accumulation": 2}}, CUDA1, FACTS),
+    ("graphs-memory", {**GRAPHS, "memory": {"offload_parameters": True}}, CUDA1, FACTS),
     ("fp8-device", {"precision": {"fp8": "torchao"}}, World(4, "cuda", 4, "NVIDIA A100", float8=False), LINEAR),
     ("fp8-gains", EMULATE, CPU4, replace(LINEAR, linears={"layers.0.up": (4096, 4096), "layers.3.up": (4096, 4096)})),
     ("idle-ranks", {}, World(32, "cpu", 32), FACTS),

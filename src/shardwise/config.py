@@ -62,6 +62,11 @@ class ModelSection(Section):
         description="Sets every dropout probability of a Hugging Face config; unset keeps the config's own.",
     )
     compile: bool = Field(default=False, description="`torch.compile` for every block.")
+    cuda_graphs: bool = Field(
+        default=False,
+        description="Compiled blocks run as CUDA graphs, which spares launches where a step is short: on one GPU whose "
+        "weights stay in place.",
+    )
     liger: bool = Field(
         default=False,
         description="Liger's kernels for RMS norms, gated MLPs and rotary positions, on a GPU; extra `liger`.",

@@ -38,7 +38,9 @@ def test_small_layers_are_left(llama: ModelFacts, scaling: str, small: set[str])
     found = {name.rpartition(".")[2] for name, reason in left.items() if "too small" in reason}
     assert found == small
     text = summary(left)
-    assert text.startswith("10 of 28 linear layers") and f"4 left: 4096 x 1024 is too small to gain from {scaling}" in text
+    assert (
+        text.startswith("10 of 28 linear layers") and f"4 left: 4096 x 1024 is too small to gain from {scaling}" in text
+    )
 
 
 def test_a_tensor_rank_is_judged_by_its_part(llama: ModelFacts) -> None:

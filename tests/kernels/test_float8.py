@@ -39,7 +39,9 @@ def test_rounding_is_to_the_nearest_number_of_the_format(dtype: torch.dtype, dim
     values = torch.randn(24, 40) * torch.logspace(-6, 2, 40)
     found = quantize(values, dtype, dim)
     assert found.values.dtype == dtype
-    torch.testing.assert_close(found.values.double() / found.scale.double(), rounded(values, dtype, dim), rtol=0, atol=0)
+    torch.testing.assert_close(
+        found.values.double() / found.scale.double(), rounded(values, dtype, dim), rtol=0, atol=0
+    )
     assert float(found.values.float().abs().max()) <= FORMATS[dtype][2]
 
 

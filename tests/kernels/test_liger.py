@@ -34,7 +34,9 @@ class Kernels(SimpleNamespace):
     def __init__(self) -> None:
         super().__init__(calls=[])
 
-    def liger_rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float, casting: str, inside: bool) -> Tensor:
+    def liger_rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, offset: float, casting: str, inside: bool
+    ) -> Tensor:
         assert (offset, casting, inside) == (0.0, "llama", False)
         self.calls.append(NORM)
         return weight * (x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)).to(x.dtype)

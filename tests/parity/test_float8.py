@@ -94,7 +94,9 @@ def test_training_in_float8_trains(world_pool: WorldPool, tmp_path: Path, scalin
     """On documents that count upwards; beside the same training without float8."""
     documents = [{"input_ids": [(start + step) % VOCABULARY for step in range(40)]} for start in range(VOCABULARY)]
     (tmp_path / "tokens.jsonl").write_text("\n".join(map(json.dumps, documents)))
-    job = float8_job(tmp_path, "llama", scaling, training={"steps": 10}, optimizer={"name": "AdamW", "learning_rate": 3e-3})
+    job = float8_job(
+        tmp_path, "llama", scaling, training={"steps": 10}, optimizer={"name": "AdamW", "learning_rate": 3e-3}
+    )
     none = {"fp8": "none", "fp8_scaling": "tensorwise", "fp8_layers": "auto"}
     plain = job.model_copy(update={"precision": job.precision.model_copy(update=none)})
     losses, exact = (world_pool.run(1, steps, each, 10)[0][0] for each in (job, plain))

@@ -111,7 +111,7 @@ def _part(
         use_float8(here, Float8(plan.job.precision.fp8, plan.job.precision.fp8_scaling))
     later = defer_weight_gradients(blocks) if plan.splits_backward else None
     if plan.job.model.compile:
-        _compile(blocks)
+        _compile(blocks, plan.job.model.cuda_graphs)
     if memory.activation_checkpointing != "none":
         horizon = memory.activation_loading_horizon
         offload = ActivationOffload(device, horizon) if memory.offload_activations else None
@@ -144,7 +144,8 @@ def _split(model: nn.Module, plan: Plan, layout: Layout, facts: ModelFacts) -> _
     return _Split(cuts | rows, vocabulary, border)
 
 
-def _compile(blocks: Sequence[nn.Module]) -> None:
+def _compile(blocks: Sequence[nn.Module], graphs: bool) -> None:
     """Compile each block's forward, below checkpointing and FSDP2's hooks, which then see one opaque region."""
+    mode = "reduce-overhead" if graphs else None  # torch's name for a compiled region in CUDA graphs
     for block in blocks:
-        block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
+        block.forward = torch.compile(block.forward, mode=mode)  # type: ignore[method-assign]

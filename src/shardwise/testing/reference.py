@@ -56,7 +56,9 @@ class OracleReference:
     def __post_init__(self) -> None:
         compute, name = self.plan.dtypes.compute, self.plan.job.optimizer.name
         self.tolerances = Tolerances.of(compute, bool(self.plan.float8))
-        self.led = bool(self.plan.float8) or not ((compute == "fp64" and name in FREE) or (compute == "fp32" and name == "SGD"))
+        self.led = bool(self.plan.float8) or not (
+            (compute == "fp64" and name in FREE) or (compute == "fp32" and name == "SGD")
+        )
         if compute == "fp64":
             self._measure_floor()
         if self.led:
