@@ -1,4 +1,4 @@
-"""Who takes part in `training_gpu`: shardwise and bare PyTorch, each eager and compiled; shardwise with single switches.
+"""Who takes part in `training_gpu`: shardwise and bare PyTorch, eager and compiled; shardwise with single switches.
 
 All train in bf16 with fp32 master weights and clip by the global norm. A builder gets (config, device, compile mode)
 and returns `step(ids) -> loss`. `torch` keeps the model in bf16 and updates fp32 copies of its parameters, which is the

@@ -22,8 +22,8 @@ class Shape:
 
 
 # 1B and 3B are the sizes of Llama-3.2-1B and -3B with a vocabulary of 32000 and an untied head, and of Pythia-1b (with
-# heads of 128) and -2.8b; 0.5B is made to fit between. 13B-10L has 10 of the 40 layers of a GPT-NeoX of 13B, for the gain
-# that FlashAttention brings there.
+# heads of 128) and -2.8b; 0.5B is made to fit between. 13B-10L has 10 of the 40 layers of a GPT-NeoX of 13B: there
+# FlashAttention's gain is looked at.
 SHAPES: dict[tuple[str, str], Shape] = {
     ("llama", "0.5B"): Shape(1280, 20, 20, 20, 3840, 32000),
     ("llama", "1B"): Shape(2048, 16, 32, 8, 8192, 32000),

@@ -3,8 +3,8 @@
     python -m benchmarks.training_gpu --sizes 0.5B 1B 3B --sequences 2048 8192 --json result.json
 
 Each contender trains with the largest micro-batch of a ladder that fits it. Printed: tokens/s, model TFLOP/s
-(6P + 6Lsh: attention is causal), their share of a bf16 matrix product of 8192^3 measured in the same process (MFU), and peak memory. A
-configuration that fails is reported and does not end the run; without a GPU the exit code is 2.
+(6P + 6Lsh: attention is causal), their share of a bf16 matrix product of 8192^3 measured in the same process (MFU),
+and peak memory. A configuration that fails is reported and does not end the run; without a GPU the exit code is 2.
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--sequences", type=int, nargs="+", default=[2048, 8192])
     parser.add_argument("--contenders", nargs="+", choices=BUILDERS, default=list(DEFAULT_CONTENDERS))
     parser.add_argument("--ladder", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64], help="micro-batches to try")
-    parser.add_argument("--base", choices=BUILDERS, help="whose tokens/s are divided by the others'; unset: shardwise's")
+    parser.add_argument(
+        "--base", choices=BUILDERS, help="whose tokens/s are divided by the others'; unset: shardwise's"
+    )
     parser.add_argument("--memory-gb", type=float, help="of the device that a contender may fill; unset: all of it")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=5, help="timed steps of one turn")
@@ -224,8 +226,17 @@ def render(result: dict[str, Any]) -> Table:
     limit = result["limit_flops_per_second"]
     side = result["case"]["product"]
     peak = f"bf16 product of {side}^3: {limit / 1e12:.3g} TFLOP/s." if limit else "No peak measured."
+    base = result["case"]["base"] or "shardwise"
     table = Table(title=result["name"], caption=f"{peak} {result['ended']}".strip())
-    for column in ("contender", "micro-batch", "tokens/s", "TFLOP/s", "MFU", "peak GiB", f"{result['case']['base'] or 'shardwise'} ÷ it"):
+    for column in (
+        "contender",
+        "micro-batch",
+        "tokens/s",
+        "TFLOP/s",
+        "MFU",
+        "peak GiB",
+        f"{base} ÷ it",
+    ):
         table.add_column(column, justify="left" if column == "contender" else "right")
     for row in result["rows"]:
         if "tokens_per_second" not in row:

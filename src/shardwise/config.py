@@ -206,7 +206,7 @@ class PrecisionSection(Section):
     loss_scale: LossScaleSection = Field(default_factory=LossScaleSection, description="Loss scaling of fp16.")
     fp8: Literal["none", "torchao", "transformer_engine", "emulate"] = Field(
         default="none",
-        description="What multiplies the blocks' linear layers in float8: `torchao` on a GPU that has it (extra `fp8`); "
+        description="What multiplies the blocks' linear layers in float8: `torchao` on a GPU that has it, extra fp8; "
         "`emulate` rounds to float8 and multiplies in fp32, on any device. `transformer_engine` is refused.",
     )
     fp8_scaling: Literal["tensorwise", "rowwise"] = Field(

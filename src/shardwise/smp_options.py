@@ -111,7 +111,7 @@ OPTIONS = (
     Option("_match_weights", "v1", ANY, "weights never depend on the layout"),
     Option("_fp32_grad_accumulation", "v1", ANY, "gradients are always summed in fp32 or wider"),
     # v1, of distributed transformers, sent by published scripts
-    Option("flash_attention", "v1", bool, "model.attention auto takes a fused kernel where one can do what a model asks",
+    Option("flash_attention", "v1", bool, "model.attention auto takes a fused kernel where one can do what is asked",
            lambda on: {} if on else {"model.attention": "eager"}),
     Option("attention_in_fp32", "v1", bool, "kernels multiply in the compute dtype, with sums and softmax in fp32; use "
            "precision.compute fp32, or smp.nn's layers, which take it", refused=bool),

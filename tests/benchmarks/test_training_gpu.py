@@ -148,7 +148,19 @@ def test_a_toy_run_on_the_cpu(family: str, tmp_path: Path) -> None:
 def test_single_switches_of_shardwise_run_at_toy_size(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     names = ["shardwise", "shardwise-fp8", "shardwise-checkpointed", "shardwise-checkpointed-eager"]
-    arguments = ["--device", "cpu", "--toy", "--families", "neox", "--ladder", "1", "--rounds", "1", "--memory-gb", "40"]
+    arguments = [
+        "--device",
+        "cpu",
+        "--toy",
+        "--families",
+        "neox",
+        "--ladder",
+        "1",
+        "--rounds",
+        "1",
+        "--memory-gb",
+        "40",
+    ]
     arguments += ["--steps", "1", "--warmup", "1", "--base", "shardwise-checkpointed", "--json", str(path)]
     assert training_gpu.main([*arguments, "--contenders", *names, "shardwise-offloaded"]) == 0
     rows = {row["contender"]: row for row in json.loads(path.read_text())["cases"][0]["rows"]}
@@ -169,7 +181,15 @@ def test_a_switch_that_the_machine_lacks_is_reported() -> None:
 def test_compiled_contenders(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     arguments = ["--device", "cpu", "--toy", "--families", "llama", "--ladder", "1", "--rounds", "1", "--steps", "1"]
-    arguments += ["--contenders", "shardwise-compile", "shardwise-fp8-compile", "torch-compile", "autocast-compile", "--json", str(path)]
+    arguments += [
+        "--contenders",
+        "shardwise-compile",
+        "shardwise-fp8-compile",
+        "torch-compile",
+        "autocast-compile",
+        "--json",
+        str(path),
+    ]
     assert training_gpu.main(arguments) == 0
     assert all(row["microbatch"] == 1 for row in json.loads(path.read_text())["cases"][0]["rows"])
 

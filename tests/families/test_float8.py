@@ -1,4 +1,4 @@
-"""Which linear layers are in float8: ends and small layers are left, by their part on a tensor rank; reasons are counted."""
+"""Which linear layers are in float8: ends and small layers are left, by their part on a tensor rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products in float8: rounding against its definition, products against rounded factors, torchao against our emulation."""
+"""Products in float8: rounding against its definition, products against rounded factors, torchao against ours."""
 
 from __future__ import annotations
 

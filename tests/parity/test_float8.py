@@ -1,4 +1,4 @@
-"""Float8 on layouts: rowwise scales give the same numbers on each, verify holds float8 to its rounding, training trains."""
+"""Float8 on layouts: rowwise scales give the same numbers on each, verify knows its rounding, training trains."""
 
 from __future__ import annotations
 

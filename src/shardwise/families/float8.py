@@ -1,9 +1,9 @@
 """Which linear layers of a model are worth multiplying in float8: plain data, nothing here computes.
 
-A product in float8 pays for casting its factors, which are read and written once more, with a multiplication that takes
-about half as long. Work grows with the product of a layer's sizes and casting with their sum, so small layers lose. From
-where on they gain has been measured by torchao on an H100, over many tokens (README of torchao.float8, "Performance"; its
-own choice of layers). Embeddings, norms and head are never among them: they are outside of blocks, or no linear layers.
+A product in float8 pays for casting its factors, which are read and written once more, with a multiplication that
+takes about half as long. Work grows with the product of a layer's sizes and casting with their sum, so small layers
+lose. From where on they gain torchao has measured on an H100 (README of torchao.float8, "Performance"; its own choice
+of layers). Embeddings, norms and head are never among them: they are outside of blocks, or no linear layers.
 """
 
 from __future__ import annotations

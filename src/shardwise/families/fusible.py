@@ -1,4 +1,4 @@
-"""Where Liger's kernels can take the place of a model's own code: modules whose forward is, line by line, what they compute.
+"""Where Liger's kernels can take the place of a model's code: modules whose forward is line by line what they compute.
 
 transformers writes its families out in full, so the same norm, MLP or rotation stands in many files. A module is taken
 where the source of its forward is that of Llama's; a family that departs in one line is not. Nothing here needs Liger.
@@ -34,11 +34,11 @@ def _kind(module: Any) -> str:
         if isinstance(activation, (nn.SiLU, SiLUActivation)):
             return SWIGLU
         return GEGLU if isinstance(activation, GELUTanh) else ""  # the kernel has the approximation by tanh alone
-    return ROTARY if _rotates(type(module)) else ""
+    kind: type[nn.Module] = type(module)
+    return ROTARY if _rotates(kind) else ""
 
 
-@cache
-def _rotates(kind: type) -> bool:
+def _rotates(kind: type[nn.Module]) -> bool:
     """Whether its forward calls a rotation that is Llama's."""
     rotation = getattr(sys.modules[kind.__module__], ROTATION, None)
     code = getattr(kind.forward, "__code__", None)

@@ -1,13 +1,13 @@
 """Matrix products in float8 with dynamic scaling: what `precision.fp8` makes of linear layers.
 
-Both factors of a product are scaled so that their largest number is the largest of float8, rounded to it, multiplied with
-sums in fp32, and the scales divided out (Micikevicius et al., "FP8 Formats for Deep Learning", arXiv 2209.05433). Scales
-are taken from the numbers of each call. `tensorwise` has one for a tensor: e4m3 for activations and weights, e5m2 for
-gradients (section 3.1 of the paper). `rowwise` has one for each row of the first and column of the second factor, a power
-of two, and e4m3 throughout. These are the recipes of torchao.
+Both factors of a product are scaled so that their largest number is the largest of float8, rounded to it, multiplied
+with sums in fp32, and the scales divided out (Micikevicius et al., "FP8 Formats for Deep Learning", arXiv 2209.05433).
+Scales are taken from the numbers of each call. `tensorwise` has one for a tensor: e4m3 for activations and weights,
+e5m2 for gradients (section 3 of the paper). `rowwise` has one for each row of the first and column of the second
+factor, a power of two, and e4m3 throughout. These are the recipes of torchao.
 
-On a GPU torchao casts and multiplies. The emulation does the same arithmetic with torch alone, on any device: factors are
-rounded to float8 and multiplied in fp32. It is bit-equal to torchao's own emulation, which a test looks at.
+On a GPU torchao casts and multiplies. The emulation does the same arithmetic with torch alone, on any device: factors
+are rounded to float8 and multiplied in fp32. It is bit-equal to torchao's own emulation, which a test looks at.
 """
 
 from __future__ import annotations

@@ -26,7 +26,9 @@ def use_liger(model: nn.Module, kinds: Mapping[str, str], kernels: Any = None) -
         kernels: has `liger_rms_norm`, `liger_swiglu`, `liger_geglu` and `liger_rope`; unset: Liger's own.
     """
     if kernels is None:
-        from liger_kernel.transformers import functional as kernels
+        from liger_kernel.transformers import functional
+
+        kernels = functional
     lead: dict[str, Callable[[Any, Any], Callable[..., Any]]] = {
         NORM: lambda module, kernels: partial(_norm, module, kernels.liger_rms_norm),
         SWIGLU: lambda module, kernels: partial(_gated, module, kernels.liger_swiglu),

@@ -43,8 +43,8 @@ PRECISION_RULES = (
     Rule("fp8-transformer-engine", (FP8,), "there is one implementation of float8 layers, torchao's",
          lambda d: d.precision.fp8 == "transformer_engine",
          fix="use torchao",
-         because=lambda d: "Transformer Engine brings modules of its own in place of the model's linear layers, and this "
-         "project has none of them"),
+         because=lambda d: "Transformer Engine brings modules of its own for a model's linear layers, and this project "
+         "has none of them"),
     Rule("fp8-device", (FP8, "parallel.device"), "products of float8 need a device that has them", _no_float8,
          fix="use emulate, which shows the numbers on any device, or none",
          because=_float8_device),

@@ -91,7 +91,7 @@ MODEL_RULES = (
     Rule("liger-model", (LIGER,), "the model has to have something that Liger's kernels compute",
          lambda d: d.model.liger and not d.facts.fusible,
          fix="use false",
-         because=lambda d: f"no module of {d.facts.family} is a norm, an MLP or a rotation that Liger's kernels compute"),
+         because=lambda d: f"no module of {d.facts.family} is a norm, MLP or rotation that Liger's kernels compute"),
     Rule("liger-device", (LIGER, "parallel.device"), "Liger's kernels run on a GPU",
          lambda d: d.model.liger and d.world.device_type != "cuda",
          fix="use false",
