@@ -118,3 +118,25 @@ def test_a_layer_of_torchao_has_the_same_gradients(scaling: str) -> None:
         output.backward(gradient)
     assert torch.equal(inputs[0].grad, inputs[1].grad)
     assert torch.equal(theirs[0].weight.grad, ours.weight.grad)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)  # the compiler is slow on a busy machine
+@pytest.mark.parametrize("door", ["emulate", "torchao"])
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_a_compiled_layer_has_the_same_gradients(scaling: str, door: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchao's tensors are behind one node of the graph, in its emulation here."""
+    if door == "torchao":
+        pytest.importorskip("torchao")
+        monkeypatch.setattr(
+            Float8, "product", lambda self, a, b, what: float8._by_torchao(a, b, what, self.scaling, emulate=True)
+        )
+    torch.manual_seed(4)
+    modules = [nn.Linear(32, 64) for _ in range(2)]
+    modules[1].load_state_dict(modules[0].state_dict())
+    use_float8(modules, Float8("emulate", scaling))
+    values = torch.randn(2, 16, 32)
+    for run in (modules[0], torch.compile(modules[1].forward, fullgraph=True)):
+        run(values).square().sum().backward()
+    for ours, theirs in zip(modules[0].parameters(), modules[1].parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-5)
