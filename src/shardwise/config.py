@@ -62,6 +62,15 @@ class ModelSection(Section):
         description="Sets every dropout probability of a Hugging Face config; unset keeps the config's own.",
     )
     compile: bool = Field(default=False, description="`torch.compile` for every block.")
+    cuda_graphs: bool = Field(
+        default=False,
+        description="Compiled blocks run as CUDA graphs, which spares launches where a step is short: on one GPU whose "
+        "weights stay in place.",
+    )
+    liger: bool = Field(
+        default=False,
+        description="Liger's kernels for RMS norms, gated MLPs and rotary positions, on a GPU; extra `liger`.",
+    )
     trust_remote_code: bool = Field(default=False, description="Allow a model directory to run its own Python code.")
 
 
@@ -197,12 +206,26 @@ class LossScaleSection(Section):
 
 
 class PrecisionSection(Section):
-    """Dtypes. Master weights, reduction and optimizer state are fp32 (fp64 for a fp64 job)."""
+    """Dtypes. Master weights, reduction and optimizer state are fp32 (fp64 for a fp64 job), with float8 too."""
 
     compute: Precision = Field(
         default="auto", description="Dtype of forward and backward; `auto`: bf16 on CUDA, fp32 on a CPU."
     )
     loss_scale: LossScaleSection = Field(default_factory=LossScaleSection, description="Loss scaling of fp16.")
+    fp8: Literal["none", "torchao", "transformer_engine", "emulate"] = Field(
+        default="none",
+        description="What multiplies the blocks' linear layers in float8: `torchao` on a GPU that has it, extra fp8; "
+        "`emulate` rounds to float8 and multiplies in fp32, on any device. `transformer_engine` is refused.",
+    )
+    fp8_scaling: Literal["tensorwise", "rowwise"] = Field(
+        default="tensorwise",
+        description="One scale a tensor, or one for each row and column that are multiplied.",
+    )
+    fp8_layers: Literal["auto", "all"] = Field(
+        default="auto",
+        description="`auto` leaves out the first and the last block and layers that are too small to gain; `all` takes "
+        "every linear layer of the blocks.",
+    )
 
 
 class OptimizerSection(Section):

@@ -20,6 +20,7 @@ from rich.text import Text
 from shardwise.config import Job, ParallelSection
 from shardwise.draft import Draft, World, changed, lookup, placement_order
 from shardwise.families.facts import ModelFacts
+from shardwise.families.float8 import summary
 from shardwise.legality import check
 
 __all__ = ["Dtypes", "Plan", "World", "collective_algorithm", "describe", "precheck", "resolve"]
@@ -59,6 +60,7 @@ class Plan:
     chunked_loss: bool  # the head runs inside the loss
     rules: dict[str, str]  # the rule behind each derived value
     notes: tuple[str, ...]  # sentences a user should read before the run
+    float8: tuple[str, ...] = ()  # names of the linear layers that multiply in float8
     attention: str = ""  # kernel, or `auto` for a choice by call; empty where attention is transformers' own
     exact_dropout: bool = True  # attention dropout is equal on every layout
     collectives: str = "flat"  # how they cross hosts: flat, two_level, direct or measured
@@ -139,6 +141,7 @@ def resolve(job: Job, world: World, facts: ModelFacts) -> Plan:
         zero1=draft.zero1,
         chunked_loss=draft.chunked_loss,
         notes=tuple(_notes(draft)),
+        float8=_float8(draft, rules),
         attention=_attention(draft, rules),
         exact_dropout=draft.exact_dropout,
         context_method=_context_method(draft, rules),
@@ -184,6 +187,13 @@ def _context_method(draft: Draft, rules: dict[str, str]) -> str:
         return "ulysses"
     rules["context_method"] = "context_parallel_method auto: ulysses cannot share these heads"
     return "all_gather"
+
+
+def _float8(draft: Draft, rules: dict[str, str]) -> tuple[str, ...]:
+    if draft.precision.fp8 == "none":
+        return ()
+    rules["float8"] = summary(draft.float8_left)
+    return tuple(name for name, reason in draft.float8_left.items() if not reason)
 
 
 def _attention(draft: Draft, rules: dict[str, str]) -> str:
@@ -342,6 +352,15 @@ def _memory_notes(draft: Draft) -> Iterator[str]:
 
 
 def _model_notes(draft: Draft) -> Iterator[str]:
+    if draft.compute == "fp16" and draft.model.attention == "eager":
+        yield (
+            "model.attention=eager in fp16 keeps scores in fp16, which overflow above 65504 and make the step skipped; "
+            "auto and sdpa sum them in fp32."
+        )
+    if draft.precision.fp8 == "emulate":
+        yield "precision.fp8=emulate shows the numbers of float8 and none of its speed: products run in fp32."
+    if draft.precision.fp8 == "torchao" and not draft.model.compile:
+        yield "precision.fp8=torchao without model.compile: casts are not fused, and eat most of what products gain."
     if not draft.chunked_loss:
         yield f"Logits exist whole: {_whole_logits(draft)}."
     if draft.facts.has_attention_dropout and not draft.exact_dropout:
@@ -381,5 +400,7 @@ def _rows(plan: Plan) -> Iterator[tuple[str, object]]:
     for key in ("sequence_length", "sequences_per_step", "microbatch", "accumulation"):
         yield key, getattr(plan, key)
     yield from asdict(plan.dtypes).items()
+    if plan.float8:
+        yield "float8", f"{plan.job.precision.fp8}, {plan.job.precision.fp8_scaling}"
     for key in ("normalisation", "sequence_parallel", "zero1", "chunked_loss"):
         yield key, getattr(plan, key)

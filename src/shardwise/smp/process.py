@@ -21,6 +21,7 @@ from shardwise.launch.environment import detect
 from shardwise.launch.session import session
 from shardwise.layout import SMP_AXES, Layout
 from shardwise.plan import World, collective_algorithm, precheck
+from shardwise.precision import has_float8
 from shardwise.smp.config import Configuration, read_configuration
 from shardwise.smp.exceptions import NotInitializedError
 
@@ -128,7 +129,7 @@ def current_world(device: torch.device) -> World:
     """The world of the process group that this process has joined."""
     size = dist.get_world_size()
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    return World(size, device.type, local_size, hosts=-(-size // local_size))
+    return World(size, device.type, local_size, hosts=-(-size // local_size), float8=has_float8(device))
 
 
 state = State()
