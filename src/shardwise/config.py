@@ -86,16 +86,17 @@ class ParallelSection(Section):
         "in parts (arXiv 2205.05198). SMP's `optimize: memory`.",
     )
     pipeline_parallel_degree: Positive = Field(default=1, description="Pipeline stages.")
-    pipeline: Literal["interleaved", "simple", "zero_bubble"] = Field(
+    pipeline: Literal["interleaved", "simple", "zero_bubble", "zbv", "dualpipev"] = Field(
         default="interleaved",
         description="Schedule of the stages: `interleaved` runs forward and backward in turn (1F1B, arXiv 2104.04473, "
         "section 2.2), `simple` all forwards first (GPipe, arXiv 1811.06965), `zero_bubble` in turn with the gradients "
-        "of weights where a rank would idle (ZB1P, arXiv 2401.10241, section 2).",
+        "of weights where a rank would idle (ZB1P, arXiv 2401.10241, section 2), `zbv` (section 6) and `dualpipev` "
+        "(arXiv 2412.19437, section 3.2.1) the same with stages that go down the ranks and up again.",
     )
-    virtual_pipeline_degree: Positive = Field(
-        default=1,
+    virtual_pipeline_degree: Positive | None = Field(
+        default=None,
         description="Stages on each pipeline rank, in turns around the ranks; more make the bubble smaller and the "
-        "traffic larger.",
+        "traffic larger. Unset: 2 where `pipeline` is `zbv` or `dualpipev`, which have no other number, else 1.",
     )
     active_microbatches: Positive | None = Field(
         default=None, description="Most forwards in flight on a pipeline rank; unset: as many as the schedule needs."

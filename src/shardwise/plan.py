@@ -18,7 +18,16 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.config import Job
-from shardwise.draft import Draft, World, changed, lookup, placement_order
+from shardwise.draft import (
+    SPLIT_SCHEDULES,
+    V_SCHEDULES,
+    Draft,
+    World,
+    changed,
+    lookup,
+    placement_order,
+    stage_ranks,
+)
 from shardwise.families.facts import ModelFacts
 from shardwise.legality import check
 
@@ -45,6 +54,7 @@ class Plan:
     job: Job
     world: World
     stages: tuple[tuple[str, ...], ...]  # names of the blocks of each pipeline stage; none without a pipeline
+    stage_ranks: tuple[int, ...]  # the pipeline rank of each stage
     degrees: dict[str, int]  # replica, shard, context, tensor, pipeline; their product is world.size
     placement: str  # D, P and T in order, right-most varying fastest
     dtypes: Dtypes
@@ -77,7 +87,21 @@ class Plan:
     @property
     def splits_backward(self) -> bool:
         """Whether the gradients of weights are taken apart from those of activations, and later."""
-        return self.degrees["pipeline"] > 1 and self.job.parallel.pipeline == "zero_bubble"
+        return self.degrees["pipeline"] > 1 and self.job.parallel.pipeline in SPLIT_SCHEDULES
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages of a pipeline rank, in order; none without a pipeline."""
+        return tuple(stage for stage, at in enumerate(self.stage_ranks) if at == rank)
+
+    @property
+    def in_v(self) -> bool:
+        """Whether the stages go down the ranks and up again."""
+        return bool(self.stages) and self.job.parallel.pipeline in V_SCHEDULES
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        """The pipeline ranks of the first and the last stage."""
+        return self.stage_ranks[0], self.stage_ranks[-1]
 
     @property
     def holds_whole(self) -> bool:
@@ -127,6 +151,7 @@ def resolve(job: Job, world: World, facts: ModelFacts) -> Plan:
         job=job,
         world=world,
         stages=_stages(draft, rules),
+        stage_ranks=stage_ranks(job.parallel) if draft.parallel.pipeline_parallel_degree > 1 else (),
         degrees=_degrees(draft, rules),
         placement=_placement(draft, rules),
         dtypes=_dtypes(draft, rules),
@@ -205,6 +230,7 @@ def _stages(draft: Draft, rules: dict[str, str]) -> tuple[tuple[str, ...], ...]:
         if draft.parallel.auto_partition
         else "partition and default_partition given"
     )
+    rules["stages"] += "; they go down the ranks and up again" if draft.in_v else ""
     placed = list(zip(draft.facts.blocks, draft.partition, strict=True))
     return tuple(tuple(block.name for block, at in placed if at == stage) for stage in range(draft.stages))
 

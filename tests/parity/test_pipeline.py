@@ -24,6 +24,7 @@ TENSOR: dict[str, Any] = {"tensor_parallel_degree": 2}
 ALL: dict[str, Any] = {**TWO, "tensor_parallel_degree": 2, "sharded_data_parallel_degree": 2}
 FP32: dict[str, Any] = {"precision": {"compute": "fp32"}, "optimizer": {"name": "SGD", "learning_rate": 0.1}}
 UNEVEN = {"sequences_per_step": 7, "microbatch_size": 2}
+EIGHT = {"sequences_per_step": 15, "gradient_accumulation": 8}  # microbatches, the last one ragged
 SLOW: list[tuple[str, int, dict[str, Any]]] = [
     ("gpt2", 4, {"parallel": {**TWO, "sharded_data_parallel_degree": 1}, "tied": False}),
     ("gpt_neox", 4, {"parallel": {**TWO, "pipeline": "zero_bubble", "shard_optimizer_state": True}, "layers": 3}),
@@ -31,6 +32,19 @@ SLOW: list[tuple[str, int, dict[str, Any]]] = [
     ("llama", 8, {"parallel": {**ALL, "pipeline": "zero_bubble", "sequence_parallel": True}, "layers": 3}),
     ("bert", 4, {"parallel": {**TWO, "pipeline": "zero_bubble", "sharded_data_parallel_degree": 1}, "layers": 3,
                  "memory": {"activation_checkpointing": "selective"}, "dropout": 0.1}),
+    ("gpt2", 4, {"parallel": {**FOUR, "pipeline": "dualpipev"}, "dropout": 0.1, "layers": 9, "training": EIGHT}),
+    ("llama", 4, {"parallel": {**FOUR, "pipeline": "zbv"}, "tied": False, "layers": 9, "training": EIGHT}),
+    ("gpt2", 4, {"parallel": {**TWO, "pipeline": "dualpipev", "sharded_data_parallel_degree": 1}, "layers": 4}),
+    ("gpt_neox", 4, {"parallel": {**TWO, "pipeline": "zbv", "shard_optimizer_state": True}, "layers": 4}),
+    ("llama", 8, {"parallel": {**ALL, "pipeline": "dualpipev", "sequence_parallel": True}, "layers": 5}),
+    ("llama", 4, {"parallel": {**TWO, "pipeline": "dualpipev", "context_parallel_degree": 2}, "layers": 4}),
+    ("llama", 4, {"parallel": {**TWO, "pipeline": "dualpipev"}, "layers": 5, "precision": {"compute": "bf16"},
+                  "memory": {"activation_checkpointing": "full", "offload_activations": True}}),
+    ("llama", 4, {"parallel": {**TWO, "pipeline": "zbv"}, "layers": 5, "precision": {"compute": "fp16"},
+                  "memory": {"activation_checkpointing": "full", "offload_parameters": True}}),
+    ("bert", 4, {"parallel": {**TWO, "pipeline": "zbv"}, "layers": 5, "dropout": 0.1,
+                 "memory": {"activation_checkpointing": "selective"}}),
+    ("bloom", 4, {"parallel": {**TWO, "pipeline": "dualpipev"}, "layers": 5, "dropout": 0.1, **FP32}),
     ("gpt2", 2, {"parallel": {**TWO, "pipeline": "simple"}, "training": {"gradient_accumulation": 1}}),
     ("gpt2", 4, {"parallel": {**TWO, "tensor_parallel_degree": 2}, "dropout": 0.1, "layers": 3}),
     ("llama", 4, {"parallel": TWO, "memory": {"offload_parameters": True}}),
@@ -59,6 +73,9 @@ CASES = [
     ("llama", 4, {"parallel": {**TWO, "pipeline": "zero_bubble", "virtual_pipeline_degree": 2}, "layers": 5,
                   "memory": {"activation_checkpointing": "full"}, "precision": {"compute": "bf16"}}),
     ("gpt2", 4, {"parallel": {**TWO, **TENSOR, "pipeline": "zero_bubble"}, "dropout": 0.1, "layers": 3}),
+    # stages in a V: the tie is one parameter of rank 0, alone and sharded
+    ("gpt2", 2, {"parallel": {**TWO, "pipeline": "dualpipev"}, "dropout": 0.1, "layers": 5, "training": EIGHT}),
+    ("gpt2", 4, {"parallel": {**TWO, "pipeline": "zbv"}, "dropout": 0.1, "layers": 5, "training": EIGHT}),
     # virtual stages
     ("gpt2", 2, {"parallel": {**TWO, "virtual_pipeline_degree": 2}, "layers": 5, "dropout": 0.1}),
     ("llama", 4, {"parallel": {**FOUR, "virtual_pipeline_degree": 2}, "layers": 9}),
