@@ -38,6 +38,7 @@ AXES: dict[str, dict[str, Any]] = {
     "gathered keys": {"parallel": {"context_parallel_degree": 4, "context_parallel_method": "all_gather"}},
     "1F1B": {"parallel": {"pipeline_parallel_degree": 4}},
     "virtual stages": {"parallel": {"pipeline_parallel_degree": 2, "virtual_pipeline_degree": 2}},
+    "in a V": {"parallel": {"pipeline_parallel_degree": 2, "pipeline": "dualpipev"}},
     "GPipe": {"parallel": {"pipeline_parallel_degree": 4, "pipeline": "simple"}},
     "full": {"memory": {"activation_checkpointing": "full"}},
     "selective": {"memory": {"activation_checkpointing": "selective"}},

@@ -94,6 +94,9 @@ PIPELINE_CASES = {
         staged(virtual_pipeline_degree=2),
         "virtual_pipeline_degree 1",
     ),
+    "virtual-v": case(
+        staged(virtual_pipeline_degree=1, pipeline="zbv"), staged(pipeline="zbv"), "leave virtual_pipeline_degree out"
+    ),
     "pipeline-microbatches": case(
         {**staged(), "training": {"gradient_accumulation": 1}},
         {**staged(pipeline="simple"), "training": {"gradient_accumulation": 1}},

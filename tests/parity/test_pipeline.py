@@ -118,7 +118,8 @@ def initial(job: Job) -> dict[str, Tensor]:
 @pytest.mark.parametrize("family", ["roberta", *(pytest.param(f, marks=pytest.mark.slow) for f in ("gpt2", "llama"))])
 def test_initial_weights_are_bit_equal(world_pool: WorldPool, corpora: Path, family: str) -> None:
     alone = world_pool.run(1, initial, tensor_job(corpora, family, layers=5))[0]
-    for ranks, parallel in ((4, FOUR), (2, {**TWO, "virtual_pipeline_degree": 2}), (4, {**TWO, **TENSOR})):
+    turns, in_v = {**TWO, "virtual_pipeline_degree": 2}, {**TWO, "pipeline": "zbv"}
+    for ranks, parallel in ((4, FOUR), (2, turns), (2, in_v), (4, {**TWO, **TENSOR})):
         found = world_pool.run(ranks, initial, tensor_job(corpora, family, layers=5, parallel=parallel))[0]
         assert list(found) == list(alone)
         assert all(torch.equal(found[name], alone[name]) for name in alone)
@@ -140,6 +141,10 @@ def test_a_rank_keeps_its_stage_and_nothing_else(world_pool: WorldPool, corpora:
     assert [tied <= set(names) for names, _ in stages] == [True, False, False, True]
     assert ["transformer.wpe.weight" in names for names, _ in stages] == [True, False, False, False]
     assert sum(elements for _, elements in stages) == alone[1] + 97 * 24
+    in_v = world_pool.run(2, kept, tensor_job(corpora, "gpt2", layers=4, parallel={**TWO, "pipeline": "zbv"}))
+    assert [{name.split(".")[2] for name in names if ".h." in name} for names, _ in in_v] == [{"0", "3"}, {"1", "2"}]
+    assert [tied <= set(names) for names, _ in in_v] == [True, False]
+    assert sum(elements for _, elements in in_v) == alone[1]
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neo"])
@@ -165,7 +170,7 @@ def generated(job: Job) -> list[int]:
 
 def test_generation_runs_through_the_stages(world_pool: WorldPool, corpora: Path) -> None:
     alone = world_pool.run(1, generated, tensor_job(corpora, "gpt2", layers=4))[0]
-    for parallel in ({**TWO, **TENSOR}, {**TWO, "virtual_pipeline_degree": 2}):
+    for parallel in ({**TWO, **TENSOR}, {**TWO, "virtual_pipeline_degree": 2}, {**TWO, "pipeline": "zbv"}):
         assert world_pool.run(4, generated, tensor_job(corpora, "gpt2", layers=4, parallel=parallel)) == [alone] * 4
 
 
@@ -179,7 +184,7 @@ def validation(job: Job) -> tuple[float, float]:
 def test_every_rank_knows_the_losses(world_pool: WorldPool, corpora: Path) -> None:
     data = {"validation_fraction": 0.2}
     alone = world_pool.run(1, validation, tensor_job(corpora, "gpt2", layers=4, data=data))[0]
-    for parallel in (TWO, {**TWO, "virtual_pipeline_degree": 2}):
+    for parallel in (TWO, {**TWO, "virtual_pipeline_degree": 2}, {**TWO, "pipeline": "dualpipev"}):
         job = tensor_job(corpora, "gpt2", layers=4, data=data, parallel=parallel)
         for found in world_pool.run(4, validation, job):
             assert found == pytest.approx(alone, rel=1e-12)
@@ -219,6 +224,7 @@ def in_flight(job: Job) -> int:
         ({**TWO, "pipeline": "simple"}, 2),
         ({**TWO, "virtual_pipeline_degree": 2}, 2),
         ({**TWO, "virtual_pipeline_degree": 2, "pipeline": "zero_bubble"}, 2),
+        ({**TWO, "pipeline": "dualpipev"}, 2),
     ],
 )
 def test_forwards_in_flight_are_as_the_plan_says(
