@@ -66,7 +66,8 @@ def parallelize(
     passages = [cut_stage(each, facts, plan, stage) for each, stage in zip(models, stages)]
     together = join_ends(models)
     parts = [
-        _part(each, plan, facts, device, split, passage) for each, split, passage in zip_longest(models, splits, passages)
+        _part(each, plan, facts, device, split, passage)
+        for each, split, passage in zip_longest(models, splits, passages)
     ]
     for joined in [parts] if together else [[part] for part in parts]:
         _store(joined, plan, layout, device, allocation)

@@ -87,7 +87,7 @@ class Part:
         groups: its blocks, as they are checkpointed and gathered together.
         passage: where hidden states enter and leave; None without a pipeline.
         later: the gradients of weights that backward leaves for later, if the schedule wants it so.
-        sharded: FSDP2's modules, the root first; empty when nothing is sharded. One list for parts with a root together.
+        sharded: FSDP2's modules, the root first; empty when nothing is sharded. Parts with a root together share it.
         call: the module's forward, through the root that it shares with other parts, if it does.
     """
 

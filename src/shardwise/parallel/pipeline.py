@@ -7,7 +7,7 @@ the right shape, which nobody reads. Only hidden states [B, S, H] and their grad
 
 Schedules are torch's: fill-drain (GPipe, arXiv 1811.06965), 1F1B and its interleaved form (arXiv 2104.04473, sections
 2.2.1 and 2.2.2), and the latter with the gradients of weights put off to where a rank would idle (ZB1P, arXiv
-2401.10241, section 2). In a V (ZB-V, section 6 there; DualPipeV after arXiv 2412.19437, section 3.2.1) the stages go down
+2401.10241, section 2). In a V (ZB-V, section 6 there; DualPipeV after arXiv 2412.19437, section 3.2.1) stages go down
 the ranks and up again, so that the ends of the model meet on rank 0, and tied embeddings are one parameter there.
 """
 
@@ -112,7 +112,7 @@ def cut_stage(model: nn.Module, facts: ModelFacts, plan: Plan, stage: int) -> Pa
 
 
 def join_ends(models: Sequence[nn.Module]) -> bool:
-    """Let parts of one rank hold a parameter of the same name once; whether there is one: where the ends meet, a tie."""
+    """Let parts of one rank share parameters of the same name; whether there are any: where the ends meet, ties."""
     held: dict[str, nn.Parameter] = {}
     joined = False
     for model in models:

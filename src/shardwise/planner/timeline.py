@@ -2,9 +2,9 @@
 
 Each rank runs its forwards and backwards in the order of its schedule, each as soon as what it waits for is there:
 fill-drain (arXiv 1811.06965), 1F1B (arXiv 2104.04473, section 2.2.1), its interleaved form (section 2.2.2) and that
-with the gradients of weights put off (ZB1P, arXiv 2401.10241, section 2), and the two whose stages go down the ranks and
-up again: ZB-V (section 6) and DualPipeV (after arXiv 2412.19437, section 3.2.1). The virtual ones are ordered as torch's
-schedules are, which a test compares. Stages take equal times; messages take none.
+with the gradients of weights put off (ZB1P, arXiv 2401.10241, section 2), and the two whose stages go down the ranks
+and up again: ZB-V (section 6) and DualPipeV (after arXiv 2412.19437, section 3.2.1). The virtual ones are ordered as
+torch's schedules are, which a test compares. Stages take equal times; messages take none.
 """
 
 from __future__ import annotations
