@@ -51,7 +51,11 @@ class ModelSection(Section):
         description="`package.module:function(output, batch) -> (sum, count)` for a module of `factory` that does not "
         "return its own loss.",
     )
-    task: Literal["causal_lm", "masked_lm"] = Field(default="causal_lm", description="Which head and which loss.")
+    task: Literal["causal_lm", "masked_lm", "seq2seq_lm"] = Field(
+        default="causal_lm",
+        description="Which head and which loss. `seq2seq_lm` (T5 and its kind) learns to fill in spans of text that are "
+        "left out (arXiv 1910.10683, section 3.1.4).",
+    )
     attention: AttentionKernel = Field(
         default="auto",
         description="Attention kernel; `auto` takes the first that can do what the model, the data and the device ask "
@@ -269,7 +273,12 @@ class DataSection(Section):
         default=False, description="No attention across the documents packed into one sequence."
     )
     validation_fraction: float = Field(default=0.05, gt=0, lt=1, description="Share of sequences kept for validation.")
-    mask_probability: float = Field(default=0.15, gt=0, lt=1, description="Share of tokens masked for `masked_lm`.")
+    mask_probability: float = Field(
+        default=0.15, gt=0, lt=1, description="Share of tokens masked for `masked_lm`, or left out for `seq2seq_lm`."
+    )
+    mean_span_length: float = Field(
+        default=3.0, ge=1, description="Tokens of a span that is left out for `seq2seq_lm`, in the mean."
+    )
     max_documents: Positive | None = Field(default=None, description="Read only the first so many documents.")
     cache_directory: str | None = Field(
         default=None, description="Where tokenizers and tokens are cached; unset: `$XDG_CACHE_HOME/shardwise`."

@@ -84,9 +84,9 @@ def probe(
     """
     if example is None and "input_ids" not in inspect.signature(model.forward).parameters:
         return Probe(failure=f"{type(model).__name__}.forward has no input_ids, and there is no example batch")
-    inputs = example or {
-        "input_ids": torch.empty(ROWS, min(POSITIONS, sequence_length), dtype=torch.long, device="meta")
-    }
+    tokens = torch.empty(ROWS, min(POSITIONS, sequence_length), dtype=torch.long, device="meta")
+    two_sided = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    inputs = example or {"input_ids": tokens} | ({"decoder_input_ids": tokens} if two_sided else {})
 
     def observe(device: str, dtype: torch.dtype) -> Probe:
         return _Observation(_copy(model), block_lists, _positions(inputs)).run(inputs, device, dtype)
