@@ -35,6 +35,7 @@ LED = replace(FACTS, kernel_refusal="", attention=(AttentionFacts("layers.0.attn
 CPU4 = World(4, "cpu", 4)
 CUDA4 = World(4, "cuda", 4)
 FACTORY = {"model": {"factory": "a:b"}}
+SPANS = {"model": {"task": "seq2seq_lm"}}
 FULL = {"activation_checkpointing": "full"}
 TWO = {"tensor_parallel_degree": 2}
 CONTEXT = {"context_parallel_degree": 2}
@@ -168,6 +169,9 @@ CASES = {
     "vocabulary-size": case(
         {"data": {"tokenizer": "t", "vocabulary_size": 512}}, {"data": {"vocabulary_size": 512}}, "vocabulary_size=512"
     ),
+    "mean-span-length": case({"data": {"mean_span_length": 2.0}}, SPANS, "only model.task seq2seq_lm"),
+    "spans": case({**SPANS, "data": {"sequence_length": 1}}, {**SPANS, "data": {"sequence_length": 2}}, "at least 2"),
+    "spans-documents": case({**SPANS, "data": {"isolate_documents": True}}, SPANS, "isolate_documents false"),
     "mask-probability": case(
         {"data": {"mask_probability": 0.3}},
         {"data": {"mask_probability": 0.3}, "model": {"task": "masked_lm"}},

@@ -53,8 +53,8 @@ class ModelSection(Section):
     )
     task: Literal["causal_lm", "masked_lm", "seq2seq_lm"] = Field(
         default="causal_lm",
-        description="Which head and which loss. `seq2seq_lm` (T5 and its kind) learns to fill in spans of text that are "
-        "left out (arXiv 1910.10683, section 3.1.4).",
+        description="Which head and which loss. `seq2seq_lm` (T5 and its kind) learns to fill in spans of text that "
+        "are left out (arXiv 1910.10683, section 3.1.4).",
     )
     attention: AttentionKernel = Field(
         default="auto",

@@ -18,7 +18,7 @@ from rich.text import Text
 from shardwise.collectives import engine
 from shardwise.config import Job
 from shardwise.draft import Draft, World, one_of
-from shardwise.errors import LegalityError, ModelError, listed
+from shardwise.errors import LegalityError, listed
 from shardwise.families.facts import ModelFacts
 from shardwise.legality import check
 

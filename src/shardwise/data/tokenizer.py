@@ -103,13 +103,13 @@ def facts_of(tokenizer: PreTrainedTokenizerBase) -> TokenizerFacts:
     """Sizes and special tokens. A tokenizer without an end-of-sequence token ends documents with its separator."""
     end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
     vocabulary = tokenizer.get_vocab()
-    sentinels = takewhile(lambda token: token is not None, (vocabulary.get(SENTINEL.format(n)) for n in count()))
+    sentinels = takewhile(vocabulary.__contains__, (SENTINEL.format(n) for n in count()))
     return TokenizerFacts(
         vocabulary_size=max(vocabulary.values(), default=-1) + 1,
         eos_id=end,
         mask_id=tokenizer.mask_token_id,
         special_ids=tuple(sorted(tokenizer.all_special_ids)),
-        sentinel_ids=tuple(sentinels),
+        sentinel_ids=tuple(vocabulary[token] for token in sentinels),
     )
 
 

@@ -238,8 +238,8 @@ def _check_head(config: PreTrainedConfig, section: ModelSection) -> None:
     if type(config) in mapping or auto_class in (getattr(config, "auto_map", None) or {}):
         if section.task == "seq2seq_lm" and getattr(config, "decoder_start_token_id", None) is None:
             raise ModelError(
-                f"the config of {config.model_type!r} has no decoder_start_token_id, with which the decoder begins; set it "
-                "(T5's is its pad_token_id)"
+                f"the config of {config.model_type!r} has no decoder_start_token_id, with which the decoder begins; "
+                "set it (T5's is its pad_token_id)"
             )
         return
     others = [task for task, (_, known, _) in HEADS.items() if type(config) in known]

@@ -163,6 +163,8 @@ class _Observation:
             stack.enter_context(_quiet())
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             state = {name: _fake(tensor, device, dtype) for name, tensor in _tensors(self.model)}
+            for name, parameter in self.model.named_parameters():  # a bias on scores may have a gradient
+                state[name].requires_grad_(parameter.requires_grad)
             fakes = {name: _fake(tensor, device, dtype) for name, tensor in inputs.items()}
             self.functions.names = {id(tensor): name for name, tensor in state.items()}
             stack.enter_context(torch.random.fork_rng(devices=[]))
