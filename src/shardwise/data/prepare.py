@@ -204,8 +204,8 @@ def _spans(job: Job, tokenizer: TokenizerFacts | None) -> Spans | None:
         have = "data.format=tokens without data.tokenizer" if tokenizer is None else "this tokenizer"
         raise DataError(
             f"model.task=seq2seq_lm leaves {needed} spans out of data.sequence_length={job.data.sequence_length} "
-            f"tokens and needs a token <extra_id_…> for each, {have} has {len(spans.sentinel_ids)}; set data.tokenizer to one "
-            "that has them, use a shorter sequence_length, or a larger data.mean_span_length"
+            f"tokens and needs a token <extra_id_…> for each, {have} has {len(spans.sentinel_ids)}; set data.tokenizer "
+            "to one that has them, use a shorter sequence_length, or a larger data.mean_span_length"
         )
     return spans
 
