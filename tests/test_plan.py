@@ -17,7 +17,7 @@ from shardwise.draft import even_cut
 from shardwise.errors import LegalityError
 from shardwise.families.facts import ModelFacts
 from shardwise.plan import Plan, World, describe, precheck, resolve
-from tests.test_legality import CPU4, CUDA4, FACTS, FLAT, FULL
+from tests.legality.jobs import CPU4, CUDA4, FACTS, FLAT, FULL
 
 
 def plan(job: dict[str, Any] | None = None, world: World = CPU4, facts: ModelFacts = FACTS) -> Plan:
