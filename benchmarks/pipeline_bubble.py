@@ -1,6 +1,8 @@
-"""How long pipeline ranks idle in each schedule, measured on real ranks, beside the formula that plans and searches use.
+"""How long pipeline ranks idle in each schedule, measured on real ranks, beside the formula that the planner uses.
 
     python -m benchmarks.pipeline_bubble --ranks 4 --microbatches 8 --rounds 3 --json result.json
+
+`benchmarks.parallelism_cpu` prints the same table beside the pipeline's step times.
 
 The stages, schedules and messages are those of training; what a stage computes is a wait of fixed length, for a forward
 and for either half of a backward, so that ranks which share cores do not slow each other down. It measures the order
@@ -13,7 +15,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -135,7 +137,7 @@ def measured_bubble(ranks: Sequence[Sequence[Wait]]) -> float:
     return 1 - sum(wait.end - wait.start for wait in everything) / (len(ranks) * whole)
 
 
-def run(ranks: int, microbatches: int, rounds: int, seconds: float, names: Sequence[str]) -> list[dict[str, Any]]:
+def run(ranks: int, microbatches: int, rounds: int, seconds: float, names: Iterable[str]) -> list[dict[str, Any]]:
     """A row for each schedule, ready for JSON."""
     rows = []
     with WorldPool(limit=ranks, timeout=600.0) as pool:
@@ -168,7 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--microbatches", type=int, default=8, help="a multiple of the ranks, at least twice as many")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--milliseconds", type=float, default=20.0, help="of each wait; default %(default)s")
+    parser.add_argument("--milliseconds", type=float, default=100.0, help="of each wait; default %(default)s")
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
     parser.add_argument("--json", type=Path, help="write everything that was measured to this file")
     options = parser.parse_args(arguments)

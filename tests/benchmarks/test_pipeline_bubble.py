@@ -1,4 +1,4 @@
-"""The benchmark of bubbles at toy size: every wait of a schedule is there, and the share of idle time is what it says."""
+"""The benchmark of bubbles at toy size: every wait of a schedule is there, and idle time is what none fills."""
 
 from __future__ import annotations
 

@@ -49,8 +49,9 @@ class WholeRows:
 class ScatteredRows(WholeRows):
     """The border of a region when each rank holds a run of positions, as the forward that runs has scattered them.
 
-    A compiled block is compiled up to the border and from there on: what is remembered here for backward would be fixed
-    when the graph is made. Recomputation in backward finds the same runs, since all microbatches of a step have one shape.
+    A compiled block is compiled up to the border and from there on: what is remembered here for backward would be
+    fixed when the graph is made. Recomputation in backward finds the same runs, since all microbatches of a step have
+    one shape.
     """
 
     def __init__(self, group: dist.ProcessGroup, index: int) -> None:
