@@ -23,13 +23,13 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
-    ScheduleDualPipeV,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
 )
 
+from shardwise._torch_compat import UnpairedDualPipeV
 from shardwise.errors import ModelError, ShardwiseError
 from shardwise.families.facts import ModelFacts, StandIn
 from shardwise.kernels.linear import WeightGradients
@@ -43,7 +43,7 @@ SCHEDULES: dict[str, tuple[Any, Any]] = {
     "interleaved": (Schedule1F1B, ScheduleInterleaved1F1B),
     "zero_bubble": (None, ScheduleInterleavedZeroBubble),
     "zbv": (None, ScheduleZBVZeroBubble),
-    "dualpipev": (None, ScheduleDualPipeV),
+    "dualpipev": (None, UnpairedDualPipeV),
 }
 
 # Runs one microbatch of one part: (part, microbatch, arrived hidden states) -> what leaves, or the seeded loss.
