@@ -18,7 +18,7 @@ from shardwise.config import Job
 from shardwise.errors import DataError, WorkerError
 from shardwise.job_keys import leaves
 from shardwise.plan import resolve
-from tests.test_legality import CPU4, FACTS
+from tests.legality.jobs import CPU4, FACTS
 
 Calls = list[tuple[str, Job, dict[str, Any]]]
 

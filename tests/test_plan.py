@@ -16,8 +16,9 @@ from shardwise.config import Job
 from shardwise.draft import even_cut
 from shardwise.errors import LegalityError
 from shardwise.families.facts import ModelFacts
-from shardwise.plan import Plan, World, describe, precheck, resolve
-from tests.test_legality import CPU4, CUDA4, FACTS, FLAT, FULL
+from shardwise.plan import Plan, World, precheck, resolve
+from shardwise.plan_table import describe
+from tests.legality.jobs import CPU4, CUDA4, FACTS, FLAT, FULL
 
 
 def plan(job: dict[str, Any] | None = None, world: World = CPU4, facts: ModelFacts = FACTS) -> Plan:

@@ -108,7 +108,7 @@ def _train(options: argparse.Namespace, keys: dict[str, Any]) -> int:
         return 0
     from rich.console import Console
 
-    from shardwise.plan import describe
+    from shardwise.plan_table import describe
     from shardwise.planner.report import stage_table
 
     plan, facts = entry.plan_with_facts(job)

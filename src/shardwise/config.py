@@ -51,7 +51,11 @@ class ModelSection(Section):
         description="`package.module:function(output, batch) -> (sum, count)` for a module of `factory` that does not "
         "return its own loss.",
     )
-    task: Literal["causal_lm", "masked_lm"] = Field(default="causal_lm", description="Which head and which loss.")
+    task: Literal["causal_lm", "masked_lm", "seq2seq_lm"] = Field(
+        default="causal_lm",
+        description="Which head and which loss. `seq2seq_lm` (T5 and its kind) learns to fill in spans of text that "
+        "are left out (arXiv 1910.10683, section 3.1.4).",
+    )
     attention: AttentionKernel = Field(
         default="auto",
         description="Attention kernel; `auto` takes the first that can do what the model, the data and the device ask "
@@ -95,16 +99,17 @@ class ParallelSection(Section):
         "in parts (arXiv 2205.05198). SMP's `optimize: memory`.",
     )
     pipeline_parallel_degree: Positive = Field(default=1, description="Pipeline stages.")
-    pipeline: Literal["interleaved", "simple", "zero_bubble"] = Field(
+    pipeline: Literal["interleaved", "simple", "zero_bubble", "zbv", "dualpipev"] = Field(
         default="interleaved",
         description="Schedule of the stages: `interleaved` runs forward and backward in turn (1F1B, arXiv 2104.04473, "
         "section 2.2), `simple` all forwards first (GPipe, arXiv 1811.06965), `zero_bubble` in turn with the gradients "
-        "of weights where a rank would idle (ZB1P, arXiv 2401.10241, section 2).",
+        "of weights where a rank would idle (ZB1P, arXiv 2401.10241, section 2), `zbv` (section 6) and `dualpipev` "
+        "(arXiv 2412.19437, section 3.2.1) the same with stages that go down the ranks and up again.",
     )
-    virtual_pipeline_degree: Positive = Field(
-        default=1,
+    virtual_pipeline_degree: Positive | None = Field(
+        default=None,
         description="Stages on each pipeline rank, in turns around the ranks; more make the bubble smaller and the "
-        "traffic larger.",
+        "traffic larger. Unset: 2 where `pipeline` is `zbv` or `dualpipev`, which have no other number, else 1.",
     )
     active_microbatches: Positive | None = Field(
         default=None, description="Most forwards in flight on a pipeline rank; unset: as many as the schedule needs."
@@ -299,7 +304,12 @@ class DataSection(Section):
         default=False, description="No attention across the documents packed into one sequence."
     )
     validation_fraction: float = Field(default=0.05, gt=0, lt=1, description="Share of sequences kept for validation.")
-    mask_probability: float = Field(default=0.15, gt=0, lt=1, description="Share of tokens masked for `masked_lm`.")
+    mask_probability: float = Field(
+        default=0.15, gt=0, lt=1, description="Share of tokens masked for `masked_lm`, or left out for `seq2seq_lm`."
+    )
+    mean_span_length: float = Field(
+        default=3.0, ge=1, description="Tokens of a span that is left out for `seq2seq_lm`, in the mean."
+    )
     max_documents: Positive | None = Field(default=None, description="Read only the first so many documents.")
     cache_directory: str | None = Field(
         default=None, description="Where tokenizers and tokens are cached; unset: `$XDG_CACHE_HOME/shardwise`."

@@ -19,7 +19,7 @@ from rich.text import Text
 from shardwise.collectives import engine, topology
 from shardwise.config import Job
 from shardwise.draft import Draft, World, one_of
-from shardwise.errors import LegalityError, ModelError, listed
+from shardwise.errors import LegalityError, listed
 from shardwise.families.facts import ModelFacts
 from shardwise.launch.environment import detect
 from shardwise.launch.session import ALONE, session
@@ -75,18 +75,14 @@ def examine_model(where: str) -> Table:
 
 
 def _facts_of(where: str) -> tuple[ModelFacts, str]:
-    """The facts, and the task for which transformers has a head: causal language modelling, or else masked."""
-    from shardwise.families.build import build_model
+    """The facts, and the first task for which transformers has a head."""
+    from shardwise.families.build import HEADS, build_model, load_config
     from shardwise.families.discovery import discover
 
-    job = Job.model_validate({"model": {"config": where}})
-    try:
-        return discover(build_model(job), job), "causal_lm"
-    except ModelError as error:
-        if "use model.task='masked_lm'" not in str(error):
-            raise
-    job = Job.model_validate({"model": {"config": where, "task": "masked_lm"}})
-    return discover(build_model(job), job), "masked_lm"
+    config = load_config(Job.model_validate({"model": {"config": where}}))
+    task = next((task for task, (_, known, _) in HEADS.items() if type(config) in known), "causal_lm")
+    job = Job.model_validate({"model": {"config": where, "task": task}})
+    return discover(build_model(job), job), task
 
 
 def _support(base: dict[str, Any], facts: ModelFacts) -> Iterator[tuple[str, str]]:

@@ -13,17 +13,22 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from rich.console import Group
-from rich.table import Table
-from rich.text import Text
-
 from shardwise.config import Job, ParallelSection
-from shardwise.draft import Draft, World, changed, lookup, placement_order
+from shardwise.draft import (
+    SPLIT_SCHEDULES,
+    V_SCHEDULES,
+    Draft,
+    World,
+    changed,
+    lookup,
+    placement_order,
+    stage_ranks,
+)
 from shardwise.families.facts import ModelFacts
 from shardwise.families.float8 import summary
 from shardwise.legality import check
 
-__all__ = ["Dtypes", "Plan", "World", "collective_algorithm", "describe", "precheck", "resolve"]
+__all__ = ["Dtypes", "Plan", "World", "collective_algorithm", "precheck", "resolve"]
 
 NORMALISATION = "global_tokens"
 
@@ -46,6 +51,7 @@ class Plan:
     job: Job
     world: World
     stages: tuple[tuple[str, ...], ...]  # names of the blocks of each pipeline stage; none without a pipeline
+    stage_ranks: tuple[int, ...]  # the pipeline rank of each stage
     degrees: dict[str, int]  # replica, shard, context, tensor, pipeline; their product is world.size
     placement: str  # D, P and T in order, right-most varying fastest
     dtypes: Dtypes
@@ -80,7 +86,21 @@ class Plan:
     @property
     def splits_backward(self) -> bool:
         """Whether the gradients of weights are taken apart from those of activations, and later."""
-        return self.degrees["pipeline"] > 1 and self.job.parallel.pipeline == "zero_bubble"
+        return self.degrees["pipeline"] > 1 and self.job.parallel.pipeline in SPLIT_SCHEDULES
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages of a pipeline rank, in order; none without a pipeline."""
+        return tuple(stage for stage, at in enumerate(self.stage_ranks) if at == rank)
+
+    @property
+    def in_v(self) -> bool:
+        """Whether the stages go down the ranks and up again."""
+        return bool(self.stages) and self.job.parallel.pipeline in V_SCHEDULES
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        """The pipeline ranks of the first and the last stage."""
+        return self.stage_ranks[0], self.stage_ranks[-1]
 
     @property
     def holds_whole(self) -> bool:
@@ -130,6 +150,7 @@ def resolve(job: Job, world: World, facts: ModelFacts) -> Plan:
         job=job,
         world=world,
         stages=_stages(draft, rules),
+        stage_ranks=stage_ranks(job.parallel) if draft.parallel.pipeline_parallel_degree > 1 else (),
         degrees=_degrees(draft, rules),
         placement=_placement(draft, rules),
         dtypes=_dtypes(draft, rules),
@@ -217,6 +238,7 @@ def _stages(draft: Draft, rules: dict[str, str]) -> tuple[tuple[str, ...], ...]:
         if draft.parallel.auto_partition
         else "partition and default_partition given"
     )
+    rules["stages"] += "; they go down the ranks and up again" if draft.in_v else ""
     placed = list(zip(draft.facts.blocks, draft.partition, strict=True))
     return tuple(tuple(block.name for block, at in placed if at == stage) for stage in range(draft.stages))
 
@@ -368,39 +390,3 @@ def _model_notes(draft: Draft) -> Iterator[str]:
             "Attention dropout runs inside a fused kernel, whose random numbers depend on the layout; "
             "model.attention=eager makes it equal on every layout."
         )
-
-
-def describe(plan: Plan) -> Group:
-    """The plan as a table of key, value and rule, then its notes."""
-    table = Table(title=f"Plan {plan.fingerprint}", title_justify="left", title_style="bold")
-    table.add_column("key", style="cyan", no_wrap=True)
-    table.add_column("value", no_wrap=True)
-    table.add_column("rule", style="dim", overflow="fold")
-    world = plan.world
-    machine = f", {world.accelerator}" if world.accelerator else ""
-    table.add_row(
-        "world", f"{world.size} x {world.device_type}", f"{world.local_size} on each of {world.hosts} host(s){machine}"
-    )
-    for key, value in _rows(plan):
-        table.add_row(key, str(value), Text(plan.rules.get(key, "")))
-    return Group(table, *(Text(f"note: {note}", style="yellow") for note in plan.notes))
-
-
-def _rows(plan: Plan) -> Iterator[tuple[str, object]]:
-    yield from plan.degrees.items()
-    if plan.context_method:
-        yield "context_method", plan.context_method
-    if plan.stages:
-        yield "stages", " + ".join(str(len(blocks)) for blocks in plan.stages) + " blocks"
-    yield "attention", plan.attention or "transformers' own"
-    yield "placement", plan.placement
-    yield "backend", plan.backend
-    if plan.world.hosts > 1:
-        yield "collectives", plan.collectives
-    for key in ("sequence_length", "sequences_per_step", "microbatch", "accumulation"):
-        yield key, getattr(plan, key)
-    yield from asdict(plan.dtypes).items()
-    if plan.float8:
-        yield "float8", f"{plan.job.precision.fp8}, {plan.job.precision.fp8_scaling}"
-    for key in ("normalisation", "sequence_parallel", "zero1", "chunked_loss"):
-        yield key, getattr(plan, key)
