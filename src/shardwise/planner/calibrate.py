@@ -23,8 +23,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardwise.planner.footprint import footprint
-from shardwise.planner.hardware import DATA, GB, GIB
+from shardwise.planner.calibrate_memory import Held, fit_memory
+from shardwise.planner.hardware import DATA, GIB
 from shardwise.planner.inventory import Constants, family
 from shardwise.planner.predict import predict
 from shardwise.planner.prediction import Configuration, Stack
@@ -45,7 +45,6 @@ STACK_SD = {
 }  # fmt: skip
 LEAST_SPREAD = 0.06
 UNKNOWN_SPREAD = 0.10  # of a stack that is not among the rows: what the stacks differ by when each is left out
-MEMORY_ROWS = 10  # fewer leave the default's memory constants
 WAIT = 3e-3  # seconds; the unit in which pipeline_wait is fitted
 
 
@@ -93,15 +92,34 @@ def shipped_rows() -> tuple[Row, ...]:
 
 def fit(given: Sequence[Sample]) -> Constants:
     """Constants that fit the samples."""
+    by_cost = frozenset(name for name, own in _by_stack(given).items() if _cuts_by_cost(own))
+    return _with_spread(given, _solved(given, by_cost)[0])
+
+
+def _by_stack(given: Sequence[Sample]) -> dict[str, list[Sample]]:
+    found: dict[str, list[Sample]] = {}
+    for sample in given:
+        found.setdefault(sample.configuration.stack.name, []).append(sample)
+    return found
+
+
+def _cuts_by_cost(own: Sequence[Sample]) -> bool:
+    """Whether a stack's rows are explained better by pipeline stages of equal cost than of equally many blocks."""
+    if all(sample.configuration.pipeline == 1 for sample in own):
+        return False
+    even, by_cost = (_solved(own, frozenset(names))[1] for names in ((), (own[0].configuration.stack.name,)))
+    return by_cost < even
+
+
+def _solved(given: Sequence[Sample], by_cost: frozenset[str]) -> tuple[Constants, float]:
+    """(constants, what they leave of the sum that they minimise) where stacks of these names cut stages by cost."""
     unknowns = _unknowns(given)
     at = np.zeros(len(unknowns))
-    counts = {sample.configuration.stack.name: 0 for sample in given}
-    for sample in given:
-        counts[sample.configuration.stack.name] += 1
+    counts = {name: len(own) for name, own in _by_stack(given).items()}
     share = np.array([min(1.0, EVIDENCE / counts[sample.configuration.stack.name]) for sample in given])
     sd = np.array([unknown.sd for unknown in unknowns])
     for _ in range(ROUNDS):
-        residuals, slopes = _derivatives(given, unknowns, at)
+        residuals, slopes = _derivatives(given, unknowns, at, by_cost)
         weight = np.sqrt(share / (1 + (residuals / TOLERANCE) ** 2)) / (TOLERANCE / 2)
         near = 1 / (sd * np.sqrt(1 + (at / sd) ** 2))
         left = np.vstack([slopes * weight[:, None], np.diag(near)])
@@ -110,7 +128,10 @@ def fit(given: Sequence[Sample]) -> Constants:
         at = at + np.clip(step, -0.3, 0.3)
         if np.abs(step).max() < 2e-3:
             break
-    return _with_spread(given, _constants(unknowns, at))
+    constants = _constants(unknowns, at, by_cost)
+    size = _errors(given, constants) / TOLERANCE
+    left_over = 4 * np.sum(share * np.log1p(size**2)) + np.sum(np.log1p((at / sd) ** 2))  # Cauchy's loss
+    return constants, float(left_over)
 
 
 def _unknowns(given: Sequence[Sample]) -> list[Unknown]:
@@ -124,7 +145,7 @@ def _unknowns(given: Sequence[Sample]) -> list[Unknown]:
     ]
 
 
-def _constants(unknowns: Sequence[Unknown], at: np.ndarray) -> Constants:
+def _constants(unknowns: Sequence[Unknown], at: np.ndarray, by_cost: frozenset[str]) -> Constants:
     accelerators: dict[str, float] = {}
     departures: dict[str, dict[str, float]] = {"default": {}}
     for unknown, value in zip(unknowns, at):
@@ -142,47 +163,24 @@ def _constants(unknowns: Sequence[Unknown], at: np.ndarray) -> Constants:
             else:
                 total = departures["default"].get(constant, 0.0) + (own.get(constant, 0.0) if name != "default" else 0)
                 values[constant] = getattr(neutral, constant) * math.exp(total)
-        found[name] = replace(neutral, name=name, **values)  # type: ignore[arg-type]
+        found[name] = replace(neutral, name=name, cuts_by_cost=name in by_cost, **values)  # type: ignore[arg-type]
     return Constants(accelerators, found)
-
-
-def _fit_memory(given: Sequence[Sample], stack: Stack) -> Stack:
-    """What a stack holds besides, from the rows that have memory: linear least squares around the default's values."""
-    rows = [
-        sample for sample in given if "mem_gb" in sample.row.numbers and sample.configuration.stack.name == stack.name
-    ]
-    if len(rows) < MEMORY_ROWS:
-        return stack
-    plain = [replace(sample.configuration, stack=Stack(stack.name)) for sample in rows]
-    truth = np.array([sample.row.numbers["mem_gb"] * GIB for sample in rows])
-    parts = [footprint(each)[0] for each in plain]
-    base = np.array([sum(causes.values()) - causes["slack"] - causes["activations"] for causes in parts])
-    columns = np.array(
-        [[c["activations"], c["gradients"] / 4 if p.zero < 3 else 0.0, GB] for c, p in zip(parts, plain)]
-    )
-    near, sd = np.array([1.0, 0.0, 1.0]), np.array([0.5, 2.0, 1.0])
-    at = near
-    for _ in range(ROUNDS):
-        error = (base + columns @ at) / truth - 1
-        weight = 1 / truth / np.sqrt(1 + (error / TOLERANCE) ** 2) / TOLERANCE
-        left = np.vstack([columns * weight[:, None], np.diag(1 / sd)])
-        at = np.linalg.lstsq(left, np.concatenate([(truth - base) * weight, near / sd]), rcond=None)[0]
-    activations, gradient_copy, memory_gb = (max(0.0, float(value)) for value in at)
-    return replace(stack, activations=activations, gradient_copy=gradient_copy, memory_gb=memory_gb)
 
 
 def _errors(given: Sequence[Sample], constants: Constants) -> np.ndarray:
     return np.array([sample.error(constants.applied(sample.configuration)) for sample in given])
 
 
-def _derivatives(given: Sequence[Sample], unknowns: Sequence[Unknown], at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _derivatives(
+    given: Sequence[Sample], unknowns: Sequence[Unknown], at: np.ndarray, by_cost: frozenset[str]
+) -> tuple[np.ndarray, np.ndarray]:
     """(errors, their slopes). An unknown of a stack moves its own rows only."""
-    base = _errors(given, _constants(unknowns, at))
+    base = _errors(given, _constants(unknowns, at, by_cost))
     slopes, width = np.zeros((len(given), len(unknowns))), 0.02
     for index, unknown in enumerate(unknowns):
         moved = at.copy()
         moved[index] += width
-        constants = _constants(unknowns, moved)
+        constants = _constants(unknowns, moved, by_cost)
         for line, sample in enumerate(given):
             own = {
                 "accelerator": family(sample.configuration.cluster.accelerator),
@@ -202,10 +200,14 @@ def _with_spread(given: Sequence[Sample], constants: Constants) -> Constants:
         if mine:
             own = [error for error, _ in mine]
             spread = max(LEAST_SPREAD, 1.48 * statistics.median(map(abs, own)))
-            found[name] = _fit_memory(
-                given, replace(stack, spread=spread, source=_source(own, [row for _, row in mine]))
-            )
+            held = [_held(sample, constants) for sample in given if sample.configuration.stack.name == name]
+            found[name] = fit_memory(held, replace(stack, spread=spread, source=_source(own, [row for _, row in mine])))
     return Constants(constants.accelerators, found)
+
+
+def _held(sample: Sample, constants: Constants) -> Held:
+    size = sample.row.numbers.get("mem_gb")
+    return Held(constants.applied(sample.configuration), None if size is None else size * GIB)
 
 
 def _source(errors: Sequence[float], rows: Sequence[Row]) -> str:

@@ -109,7 +109,7 @@ def _slowest(configuration: Configuration, layer: float, ends: float) -> tuple[i
     layers, p = configuration.model.layers, configuration.pipeline
     if p == 1:
         return layers, True
-    if not configuration.balanced:
+    if not configuration.cuts_by_cost:
         return -(-layers // p), True
     best = (math.inf, layers, True)
     for last in range(layers // p + 1):

@@ -147,7 +147,11 @@ class Stack:
         activations: bytes kept for backward against the count of `footprint.py`.
         gradient_copy: bytes a parameter of gradients beside those that accumulate in fp32.
         memory_gb: what else is held.
+        logit_bytes: bytes of a logit while the loss turns round (`footprint.py`).
+        cuts_by_cost: a pipeline's stages are cut by cost, with the head's products counted in; else blocks are shared
+            out evenly.
         spread: log-standard deviation of what is measured about what is predicted.
+        memory_spread: likewise of memory.
         source: rows these were fitted on, and how well they fit.
     """
 
@@ -164,7 +168,10 @@ class Stack:
     activations: float = 1.0
     gradient_copy: float = 0.0
     memory_gb: float = 1.0
+    logit_bytes: float = 12.0
+    cuts_by_cost: bool = False
     spread: float = 0.1
+    memory_spread: float = 0.06
     source: str = "not fitted"
 
 
@@ -184,6 +191,7 @@ class Configuration:
         scattered_messages: tensor ranks send a part of a stage's output each, and gather it (arXiv 2104.04473,
             section 4.1).
         balanced: the pipeline's stages are cut by cost; else blocks are shared out evenly and the ends come on top.
+            None: as the stack does it.
     """
 
     model: ModelShape
@@ -214,9 +222,13 @@ class Configuration:
     collectives: str = "nccl"
     async_tensor: bool = False
     scattered_messages: bool = False
-    balanced: bool = True
+    balanced: bool | None = None
     chunked_loss: bool = False
     reshard_after_forward: bool = True
+
+    @property
+    def cuts_by_cost(self) -> bool:
+        return self.stack.cuts_by_cost if self.balanced is None else self.balanced
 
     @property
     def ranks(self) -> int:
