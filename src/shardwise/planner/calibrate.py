@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
@@ -41,11 +41,11 @@ DEFAULT_SD = {
 }  # fmt: skip
 STACK_SD = {
     "matmul": 0.10, "attention": 0.2, "memory_bound": 0.5, "score_passes": 0.4, "launch": 0.5, "overlap": 0.2,
-    "recompute": 0.2, "network": 0.2, "pipeline_wait": 1.0,
+    "recompute": 0.2, "network": 0.2, "pipeline_wait": 1.0, "stall": 1.0,
 }  # fmt: skip
 LEAST_SPREAD = 0.06
 UNKNOWN_SPREAD = 0.10  # of a stack that is not among the rows: what the stacks differ by when each is left out
-WAIT = 3e-3  # seconds; the unit in which pipeline_wait is fitted
+WAITS = {"pipeline_wait": 3e-3, "stall": 0.5}  # constants in seconds, and the unit in which each is fitted
 
 
 class Unknown(NamedTuple):
@@ -92,8 +92,8 @@ def shipped_rows() -> tuple[Row, ...]:
 
 def fit(given: Sequence[Sample]) -> Constants:
     """Constants that fit the samples."""
-    by_cost = frozenset(name for name, own in _by_stack(given).items() if _cuts_by_cost(own))
-    return _with_spread(given, _solved(given, by_cost)[0])
+    bases = {name: _base(own) for name, own in _by_stack(given).items()}
+    return _with_spread(given, _solved(given, bases)[0])
 
 
 def _by_stack(given: Sequence[Sample]) -> dict[str, list[Sample]]:
@@ -103,23 +103,30 @@ def _by_stack(given: Sequence[Sample]) -> dict[str, list[Sample]]:
     return found
 
 
-def _cuts_by_cost(own: Sequence[Sample]) -> bool:
-    """Whether a stack's rows are explained better by pipeline stages of equal cost than of equally many blocks."""
-    if all(sample.configuration.pipeline == 1 for sample in own):
-        return False
-    even, by_cost = (_solved(own, frozenset(names))[1] for names in ((), (own[0].configuration.stack.name,)))
-    return by_cost < even
+def _base(own: Sequence[Sample]) -> Stack:
+    """A stack before its times are fitted: how it cuts pipeline stages, whichever explains them better, and memory."""
+    even = Stack(own[0].configuration.stack.name, spread=UNKNOWN_SPREAD)
+    by_cost = replace(even, cuts_by_cost=True)
+    if any(sample.configuration.pipeline > 1 for sample in own):
+        even, by_cost = (fit_memory(_held(own), each) for each in (even, by_cost))
+        return min((even, by_cost), key=lambda each: _solved(own, {each.name: each})[1])
+    return fit_memory(_held(own), even)
 
 
-def _solved(given: Sequence[Sample], by_cost: frozenset[str]) -> tuple[Constants, float]:
-    """(constants, what they leave of the sum that they minimise) where stacks of these names cut stages by cost."""
+def _held(own: Sequence[Sample]) -> list[Held]:
+    sizes = [sample.row.numbers.get("mem_gb") for sample in own]
+    return [Held(each.configuration, None if size is None else size * GIB) for each, size in zip(own, sizes)]
+
+
+def _solved(given: Sequence[Sample], bases: Mapping[str, Stack]) -> tuple[Constants, float]:
+    """(constants, what they leave of the sum that they minimise) that depart from the stacks' `bases`."""
     unknowns = _unknowns(given)
     at = np.zeros(len(unknowns))
     counts = {name: len(own) for name, own in _by_stack(given).items()}
     share = np.array([min(1.0, EVIDENCE / counts[sample.configuration.stack.name]) for sample in given])
     sd = np.array([unknown.sd for unknown in unknowns])
     for _ in range(ROUNDS):
-        residuals, slopes = _derivatives(given, unknowns, at, by_cost)
+        residuals, slopes = _derivatives(given, unknowns, at, bases)
         weight = np.sqrt(share / (1 + (residuals / TOLERANCE) ** 2)) / (TOLERANCE / 2)
         near = 1 / (sd * np.sqrt(1 + (at / sd) ** 2))
         left = np.vstack([slopes * weight[:, None], np.diag(near)])
@@ -128,7 +135,7 @@ def _solved(given: Sequence[Sample], by_cost: frozenset[str]) -> tuple[Constants
         at = at + np.clip(step, -0.3, 0.3)
         if np.abs(step).max() < 2e-3:
             break
-    constants = _constants(unknowns, at, by_cost)
+    constants = _constants(unknowns, at, bases)
     size = _errors(given, constants) / TOLERANCE
     left_over = 4 * np.sum(share * np.log1p(size**2)) + np.sum(np.log1p((at / sd) ** 2))  # Cauchy's loss
     return constants, float(left_over)
@@ -145,7 +152,7 @@ def _unknowns(given: Sequence[Sample]) -> list[Unknown]:
     ]
 
 
-def _constants(unknowns: Sequence[Unknown], at: np.ndarray, by_cost: frozenset[str]) -> Constants:
+def _constants(unknowns: Sequence[Unknown], at: np.ndarray, bases: Mapping[str, Stack]) -> Constants:
     accelerators: dict[str, float] = {}
     departures: dict[str, dict[str, float]] = {"default": {}}
     for unknown, value in zip(unknowns, at):
@@ -157,13 +164,14 @@ def _constants(unknowns: Sequence[Unknown], at: np.ndarray, by_cost: frozenset[s
     found = {}
     for name, own in departures.items():
         values: dict[str, float] = {}
+        base = bases.get(name, neutral)
         for constant in STACK_SD:
-            if constant == "pipeline_wait":
-                values[constant] = WAIT * max(0.0, own.get(constant, 0.0))
+            if constant in WAITS:
+                values[constant] = WAITS[constant] * max(0.0, own.get(constant, 0.0))
             else:
                 total = departures["default"].get(constant, 0.0) + (own.get(constant, 0.0) if name != "default" else 0)
                 values[constant] = getattr(neutral, constant) * math.exp(total)
-        found[name] = replace(neutral, name=name, cuts_by_cost=name in by_cost, **values)  # type: ignore[arg-type]
+        found[name] = replace(base, **values)  # type: ignore[arg-type]
     return Constants(accelerators, found)
 
 
@@ -172,15 +180,15 @@ def _errors(given: Sequence[Sample], constants: Constants) -> np.ndarray:
 
 
 def _derivatives(
-    given: Sequence[Sample], unknowns: Sequence[Unknown], at: np.ndarray, by_cost: frozenset[str]
+    given: Sequence[Sample], unknowns: Sequence[Unknown], at: np.ndarray, bases: Mapping[str, Stack]
 ) -> tuple[np.ndarray, np.ndarray]:
     """(errors, their slopes). An unknown of a stack moves its own rows only."""
-    base = _errors(given, _constants(unknowns, at, by_cost))
+    base = _errors(given, _constants(unknowns, at, bases))
     slopes, width = np.zeros((len(given), len(unknowns))), 0.02
     for index, unknown in enumerate(unknowns):
         moved = at.copy()
         moved[index] += width
-        constants = _constants(unknowns, moved, by_cost)
+        constants = _constants(unknowns, moved, bases)
         for line, sample in enumerate(given):
             own = {
                 "accelerator": family(sample.configuration.cluster.accelerator),
@@ -192,7 +200,7 @@ def _derivatives(
 
 
 def _with_spread(given: Sequence[Sample], constants: Constants) -> Constants:
-    """Each stack's spread from its rows' errors (1.48 x their median, and a floor), memory, and provenance."""
+    """Each stack's spread from its rows' errors (1.48 x their median, and a floor), and provenance."""
     errors = _errors(given, constants)
     found = dict(constants.stacks)
     for name, stack in constants.stacks.items():
@@ -200,14 +208,8 @@ def _with_spread(given: Sequence[Sample], constants: Constants) -> Constants:
         if mine:
             own = [error for error, _ in mine]
             spread = max(LEAST_SPREAD, 1.48 * statistics.median(map(abs, own)))
-            held = [_held(sample, constants) for sample in given if sample.configuration.stack.name == name]
-            found[name] = fit_memory(held, replace(stack, spread=spread, source=_source(own, [row for _, row in mine])))
+            found[name] = replace(stack, spread=spread, source=_source(own, [row for _, row in mine]))
     return Constants(constants.accelerators, found)
-
-
-def _held(sample: Sample, constants: Constants) -> Held:
-    size = sample.row.numbers.get("mem_gb")
-    return Held(constants.applied(sample.configuration), None if size is None else size * GIB)
 
 
 def _source(errors: Sequence[float], rows: Sequence[Row]) -> str:

@@ -144,6 +144,7 @@ class Stack:
         network: share of the fabric's rate.
         pipeline_wait: seconds that a host loses for each block, microbatch and tensor rank where stages lie on several
             nodes.
+        stall: seconds of one wait for the whole device in a pipeline (`predict.py`).
         activations: bytes kept for backward against the count of `footprint.py`.
         gradient_copy: bytes a parameter of gradients beside those that accumulate in fp32.
         memory_gb: what else is held.
@@ -165,6 +166,7 @@ class Stack:
     overlap: float = 3.0
     network: float = 1.0
     pipeline_wait: float = 0.0
+    stall: float = 0.0
     activations: float = 1.0
     gradient_copy: float = 0.0
     memory_gb: float = 1.0
@@ -250,7 +252,7 @@ class Prediction:
     """What is expected of a configuration. Times are seconds of one step; memory is bytes of the fullest rank.
 
     `seconds` by cause: matmul, attention, memory_bound, recomputation, shard, replica, tensor, context, pipeline
-    (exposed traffic of each axis), bubble, launch, optimizer, offload. `memory` by cause: parameters, gradients,
+    (exposed traffic of each axis), bubble, launch, optimizer, offload, stalls, stragglers. `memory` by cause: parameters, gradients,
     optimizer, gathered, communication, activations, working, logits, slack. `stage_memory`: total of each pipeline
     rank. `interval`: 80 % of measured steps are expected between these seconds.
     """
@@ -262,7 +264,7 @@ class Prediction:
     memory_interval: tuple[float, float]
     stage_memory: tuple[float, ...]
     fits: bool  # as predicted
-    may_fit: bool  # at the lower end of memory's interval
+    may_fit: bool  # once the allocator gives back what it only kept
     tokens: int
     ranks: int
     peak_tflops: float  # of one accelerator
