@@ -24,6 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardwise.planner.calibrate_memory import Held, fit_memory
+from shardwise.planner.calibrate_spread import spread, unknown_spread, wait_spread
 from shardwise.planner.hardware import DATA, GIB
 from shardwise.planner.inventory import Constants, family
 from shardwise.planner.predict import predict
@@ -43,8 +44,6 @@ STACK_SD = {
     "matmul": 0.10, "attention": 0.2, "memory_bound": 0.5, "score_passes": 0.4, "launch": 0.5, "overlap": 0.2,
     "recompute": 0.2, "network": 0.2, "pipeline_wait": 1.0, "stall": 1.0,
 }  # fmt: skip
-LEAST_SPREAD = 0.06
-UNKNOWN_SPREAD = 0.10  # of a stack that is not among the rows: what the stacks differ by when each is left out
 WAITS = {"pipeline_wait": 3e-3, "stall": 0.5}  # constants in seconds, and the unit in which each is fitted
 
 
@@ -105,7 +104,7 @@ def _by_stack(given: Sequence[Sample]) -> dict[str, list[Sample]]:
 
 def _base(own: Sequence[Sample]) -> Stack:
     """A stack before its times are fitted: how it cuts pipeline stages, whichever explains them better, and memory."""
-    even = Stack(own[0].configuration.stack.name, spread=UNKNOWN_SPREAD)
+    even = Stack(own[0].configuration.stack.name)
     by_cost = replace(even, cuts_by_cost=True)
     if any(sample.configuration.pipeline > 1 for sample in own):
         even, by_cost = (fit_memory(_held(own), each) for each in (even, by_cost))
@@ -160,7 +159,7 @@ def _constants(unknowns: Sequence[Unknown], at: np.ndarray, bases: Mapping[str, 
             accelerators[unknown.name] = math.exp(value + (0.0 if unknown.name == "*" else at[0]))
         else:
             departures.setdefault(unknown.name, {})[unknown.constant] = float(value)
-    neutral = Stack("default", spread=UNKNOWN_SPREAD)
+    neutral = Stack("default")
     found = {}
     for name, own in departures.items():
         values: dict[str, float] = {}
@@ -200,16 +199,27 @@ def _derivatives(
 
 
 def _with_spread(given: Sequence[Sample], constants: Constants) -> Constants:
-    """Each stack's spread from its rows' errors (1.48 x their median, and a floor), and provenance."""
-    errors = _errors(given, constants)
-    found = dict(constants.stacks)
-    for name, stack in constants.stacks.items():
-        mine = [(float(e), sample.row) for e, sample in zip(errors, given) if sample.configuration.stack.name == name]
-        if mine:
-            own = [error for error, _ in mine]
-            spread = max(LEAST_SPREAD, 1.48 * statistics.median(map(abs, own)))
-            found[name] = replace(stack, spread=spread, source=_source(own, [row for _, row in mine]))
-    return Constants(constants.accelerators, found)
+    """How far measurements lie from predictions, and provenance (`calibrate_spread`).
+
+    Of a stack that is not among the rows: how far each stack's rows lie from what the default's constants predict.
+    """
+    groups = _by_stack(given)
+    scatter = {name: _scatter(own, constants) for name, own in groups.items()}
+    waits = wait_spread(list(scatter.values()))
+    unknown = Constants(constants.accelerators, {"default": constants.stacks["default"]})
+    strangers = [_scatter(own, unknown) for own in groups.values()]
+    found = {"default": replace(constants.stacks["default"], spread=unknown_spread(strangers, waits))}
+    for name, own in groups.items():
+        errors = [error for error, _ in scatter[name]]
+        source = _source(errors, [sample.row for sample in own])
+        found[name] = replace(constants.stacks[name], spread=spread(scatter[name], waits), source=source)
+    return Constants(constants.accelerators, {name: replace(each, wait_spread=waits) for name, each in found.items()})
+
+
+def _scatter(own: Sequence[Sample], constants: Constants) -> list[tuple[float, float]]:
+    """(log error, share of waits) of each row."""
+    applied = [constants.applied(sample.configuration) for sample in own]
+    return [(sample.error(each), predict(each).waits) for sample, each in zip(own, applied)]
 
 
 def _source(errors: Sequence[float], rows: Sequence[Row]) -> str:

@@ -1,8 +1,9 @@
 """Refitting what a software stack holds in memory besides the count of `footprint.py`, from rows that were measured.
 
 Of a stack with enough rows that have memory: which of the ways to make a loss it uses, by trying each, and the factor
-on activations, the bytes of a second gradient and the constant, by linear least squares around the default's values. Of one without: every row ran, so it had to fit; where too few do with a loss in eager mode, the
-loss is a fused kernel's.
+on activations, the bytes of a second gradient and the constant, by linear least squares around the default's values.
+Of one without: every row ran, so it had to fit; where too few do with a loss in eager mode, the loss is a fused
+kernel's.
 """
 
 from __future__ import annotations

@@ -21,14 +21,15 @@ key, value and up). Compiled, what no backward reads is not kept, which down's r
 (`Stack.activations`) and hold gradients in the compute dtype beside those that accumulate (`Stack.gradient_copy`).
 
 Loss. `Stack.logit_bytes` a logit: 12 where logits, log-softmax and its gradient are three tensors in fp32; 10 where
-tensor ranks share the vocabulary and the gradient is made in place (arXiv 1909.08053, section 3); 4 where a fused kernel
-leaves logits and their gradient in the compute dtype.
+tensor ranks share the vocabulary and the gradient is made in place (arXiv 1909.08053, section 3); 4 where a fused
+kernel leaves logits and their gradient in the compute dtype.
 """
 
 from __future__ import annotations
 
 import math
 from functools import lru_cache
+from itertools import pairwise
 
 from shardwise.planner.compute import BYTES, tokens_of
 from shardwise.planner.prediction import Configuration, ModelShape
@@ -69,7 +70,7 @@ def stage_blocks(model: ModelShape, pipeline: int, balanced: bool) -> tuple[int,
     cost = model.layers + model.embedding_parameters / model.layer_parameters
     ends = [min(model.layers, math.ceil(cost * (rank + 1) / pipeline)) for rank in range(pipeline - 1)]
     bounds = [0, *ends, model.layers]
-    return tuple(end - start for start, end in zip(bounds, bounds[1:]))
+    return tuple(end - start for start, end in pairwise(bounds))
 
 
 def _in_flight(configuration: Configuration, rank: int) -> float:

@@ -20,6 +20,7 @@ step (gradients' reduction, optimizer). Traffic joins the computation it can hid
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 from shardwise.planner.communication import gather, group, join, message, reduce
@@ -76,11 +77,10 @@ def predict(configuration: Configuration) -> Prediction:
     seconds["stalls"] = _stalls(configuration, full=total > FULL * accelerator.memory_bytes)
     seconds["stragglers"] = STRAGGLERS * math.log2(configuration.cluster.nodes) * sum(seconds.values())
     step = sum(seconds.values())
-    spread = math.exp(EIGHTY * configuration.stack.spread)
-    return Prediction(
+    found = Prediction(
         step_seconds=step,
         seconds=seconds,
-        interval=(step / spread, step * spread),
+        interval=(step, step),
         memory=memory,
         memory_interval=(total / room, total * room),
         stage_memory=tuple(stages),
@@ -91,6 +91,9 @@ def predict(configuration: Configuration) -> Prediction:
         peak_tflops=accelerator.peak(configuration.precision) or accelerator.fp32,
         flops_per_token=configuration.model.flops_per_token(configuration.sequence),
     )
+    stack = configuration.stack
+    width = math.exp(EIGHTY * math.hypot(stack.spread, stack.wait_spread * found.waits))
+    return replace(found, interval=(step / width, step * width))
 
 
 def _layer(configuration: Configuration) -> _Layer:
@@ -210,8 +213,9 @@ def _pipeline(configuration: Configuration) -> float:
 def _stalls(configuration: Configuration, full: bool) -> float:
     """What a stack loses where something waits for the whole device in every microbatch of a pipeline.
 
-    That is an allocator that is full and frees before it can allocate, and gradients that are not sharded and are reduced
-    between nodes beside the stages' messages. The next stage waits with it: two waits of four stages and more.
+    That is an allocator that is full and frees before it can allocate, and gradients that are not sharded and are
+    reduced between nodes beside the stages' messages. The next stage waits with it: two waits of four stages and
+    more.
     """
     p, data = configuration.pipeline, configuration.replica * configuration.shard * configuration.context
     reduced = configuration.zero == 0 and data > 1 and configuration.cluster.nodes > 1

@@ -12,6 +12,7 @@ from functools import cached_property
 from shardwise.families.facts import ModelFacts
 from shardwise.planner.hardware import Accelerator
 
+WAITS = ("shard", "replica", "tensor", "context", "pipeline", "bubble", "launch", "stalls")
 EIGHTY = 1.2816  # standard deviations that hold 80 % of a normal distribution
 
 
@@ -151,7 +152,8 @@ class Stack:
         logit_bytes: bytes of a logit while the loss turns round (`footprint.py`).
         cuts_by_cost: a pipeline's stages are cut by cost, with the head's products counted in; else blocks are shared
             out evenly.
-        spread: log-standard deviation of what is measured about what is predicted.
+        spread: log-standard deviation of what is measured about what is predicted, of computation.
+        wait_spread: and what a step that is all traffic, launching and waiting adds to it (`Prediction.waits`).
         memory_spread: likewise of memory.
         source: rows these were fitted on, and how well they fit.
     """
@@ -173,6 +175,7 @@ class Stack:
     logit_bytes: float = 12.0
     cuts_by_cost: bool = False
     spread: float = 0.1
+    wait_spread: float = 0.3
     memory_spread: float = 0.06
     source: str = "not fitted"
 
@@ -252,9 +255,9 @@ class Prediction:
     """What is expected of a configuration. Times are seconds of one step; memory is bytes of the fullest rank.
 
     `seconds` by cause: matmul, attention, memory_bound, recomputation, shard, replica, tensor, context, pipeline
-    (exposed traffic of each axis), bubble, launch, optimizer, offload, stalls, stragglers. `memory` by cause: parameters, gradients,
-    optimizer, gathered, communication, activations, working, logits, slack. `stage_memory`: total of each pipeline
-    rank. `interval`: 80 % of measured steps are expected between these seconds.
+    (exposed traffic of each axis), bubble, launch, optimizer, offload, stalls, stragglers. `memory` by cause:
+    parameters, gradients, optimizer, gathered, communication, activations, working, logits, slack. `stage_memory`:
+    total of each pipeline rank. `interval`: 80 % of measured steps are expected between these seconds.
     """
 
     step_seconds: float
@@ -269,6 +272,11 @@ class Prediction:
     ranks: int
     peak_tflops: float  # of one accelerator
     flops_per_token: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def waits(self) -> float:
+        """Share of the step in which the accelerator does not compute."""
+        return sum(self.seconds.get(cause, 0.0) for cause in WAITS) / self.step_seconds
 
     @property
     def memory_bytes(self) -> float:
