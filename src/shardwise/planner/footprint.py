@@ -41,19 +41,19 @@ SHARED_LOGITS = 10.0  # bytes of a logit, at most, where tensor ranks share the 
 
 def footprint(configuration: Configuration) -> tuple[dict[str, float], list[float]]:
     """(bytes by cause on the fullest rank, bytes of each pipeline rank)."""
-    found = [_rank(configuration, rank) for rank in range(configuration.pipeline)]
+    kept = _activations(configuration)
+    found = [_rank(configuration, rank, *kept) for rank in range(configuration.pipeline)]
     totals = [sum(causes.values()) for causes in found]
     return found[totals.index(max(totals))], totals
 
 
-def _rank(configuration: Configuration, rank: int) -> dict[str, float]:
+def _rank(configuration: Configuration, rank: int, kept: float, working: float) -> dict[str, float]:
     model, t, p = configuration.model, configuration.tensor, configuration.pipeline
     blocks = stage_blocks(model, p, configuration.cuts_by_cost)[rank]
     first, last = rank == 0, rank == p - 1
     ends = model.embedding_parameters * ((first or last) if model.tied or p > 1 else 2)
     elements = (blocks * model.layer_parameters + ends) / t
     causes = _states(configuration, elements) | _buffers(configuration, elements, ends / t)
-    kept, working = _activations(configuration)
     causes["activations"] = configuration.stack.activations * kept * blocks * _in_flight(configuration, rank)
     logits = _logits(configuration) if last else 0.0
     causes["working"] = max(0.0, working - logits)
