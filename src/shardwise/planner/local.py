@@ -27,7 +27,8 @@ class MachineConstants:
     tflops: fp32 matrix products, by number of processes that share the cores. bandwidth: GB/s of memory, likewise.
     link: GB/s of a collective's traffic between processes; hop_seconds: of one hop. step_factor: measured step time of
     short trainings against the prediction with the constants above, by number of processes. growth: bytes that a
-    process takes in its first steps beside what the closed form counts. source: when and how.
+    process takes in its first steps beside what the closed form counts. growth_share: and of its activations.
+    source: when and how.
     """
 
     tflops: dict[int, float]
@@ -37,6 +38,7 @@ class MachineConstants:
     step_factor: dict[int, float]
     growth: float
     source: str
+    growth_share: float = 0.0
 
     def at(self, of: dict[int, float], ranks: int) -> float:
         """The value for `ranks` processes: the nearest number that was measured, at a rank's share beyond it."""

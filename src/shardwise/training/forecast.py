@@ -51,7 +51,7 @@ class Forecast:
         """The forecast of a run whose model is built and has not trained yet."""
         plan, facts = run.plan, run.facts
         memory = estimate(plan, facts, pipeline=run.layout.index("pipeline"))
-        resident = _resident(run) if plan.world.device_type == "cpu" else 0
+        resident = _resident(run, memory.activations) if plan.world.device_type == "cpu" else 0
         cluster = cluster_of(plan.world)
         if not facts.attention_heads:
             return cls(memory, reason="the model's blocks are not known", resident=resident)
@@ -159,10 +159,10 @@ def state_bytes(run: Run) -> dict[str, int]:
     }
 
 
-def _resident(run: Run) -> int:
+def _resident(run: Run, activations: float) -> int:
     """Of this process, less the model's state, with what calibration saw a process take in its first steps besides."""
     measured = machine_constants()
-    growth = measured.growth if measured is not None else 0.0
+    growth = measured.growth + measured.growth_share * activations if measured is not None else 0.0
     return max(0, round(psutil.Process().memory_info().rss - sum(state_bytes(run).values()) + growth))
 
 
