@@ -19,10 +19,10 @@ def test_a_ring_is_found_again() -> None:
 
 def test_the_slowest_rank_sets_the_pace() -> None:
     ranks = [
-        RankProbe(0.1, 5.0, [(8, 0.1), (16, 0.4)], 2.0, Growth(1.0, 10.0)),
-        RankProbe(0.2, 4.0, [(8, 0.3), (16, 0.2)], 1.0, Growth(1.0, 20.0)),
+        RankProbe(0.1, 5.0, [(8, 0.1), (16, 0.4)], 2.0),
+        RankProbe(0.2, 4.0, [(8, 0.3), (16, 0.2)], 1.0),
     ]
-    assert slowest(ranks) == RankProbe(0.1, 4.0, [(8, 0.3), (16, 0.4)], 2.0, Growth(1.0, 20.0))
+    assert slowest(ranks) == RankProbe(0.1, 4.0, [(8, 0.3), (16, 0.4)], 2.0)
 
 
 def test_growth_is_a_constant_and_a_share_of_the_activations() -> None:

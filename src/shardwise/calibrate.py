@@ -55,7 +55,7 @@ COPIED = 64 << 20  # bytes
 GATHERED = (1 << 14, 1 << 17, 1 << 20, 1 << 22)  # bytes of each rank
 REPEATS = 5
 STEPS = 4  # of the short trainings; the first does not count
-ROWS = (2, 8)  # sequences of a microbatch: of the short trainings, and of the one that shows how a process grows
+ROWS = (2, 8)  # sequences of a microbatch; the short trainings that are timed have the first
 TIMEOUT = 600
 
 Say = Callable[[str], None]
@@ -71,13 +71,12 @@ class Growth:
 
 @dataclass(frozen=True)
 class RankProbe:
-    """What one process measured: TFLOP/s, GB/s, (bytes, seconds) of all-gathers, seconds of a step; how it grew."""
+    """What one process measured: TFLOP/s, GB/s, (bytes, seconds) of all-gathers, seconds of a step."""
 
     tflops: float
     bandwidth: float
     gathers: list[tuple[int, float]]
     step_seconds: float
-    growth: Growth
 
 
 def probe(say: Say = print) -> MachineConstants:
@@ -87,8 +86,10 @@ def probe(say: Say = print) -> MachineConstants:
     for ranks in PROCESSES:
         say(f"measuring with {ranks} process{'es' if ranks > 1 else ''}")
         found[ranks] = slowest(run_local(_rank, (probe_job(ranks).model_dump(), backend), ranks))
-    (_, large), *_ = run_local(_trained, (probe_job(1, ROWS[1]).model_dump(), backend), 1)
-    growth, share = fitted_growth(found[PROCESSES[0]].growth, large)
+    say("measuring how a process grows")
+    growth, share = fitted_growth(
+        *(run_local(_grown, (probe_job(1, rows).model_dump(), backend), 1)[0] for rows in ROWS)
+    )
     gathers = {ranks: each.gathers for ranks, each in found.items() if ranks > 1}
     hop, link = fitted(gathers)
     constants = MachineConstants(
@@ -135,7 +136,6 @@ def slowest(ranks: Sequence[RankProbe]) -> RankProbe:
         min(each.bandwidth for each in ranks),
         [(size, max(each.gathers[number][1] for each in ranks)) for number, (size, _) in enumerate(ranks[0].gathers)],
         max(each.step_seconds for each in ranks),
-        max((each.growth for each in ranks), key=lambda growth: growth.size),
     )
 
 
@@ -177,12 +177,13 @@ def _rank(settings: dict[str, Any], backend: str) -> RankProbe:
     job = Job.model_validate(settings)
     with session("cpu", backend, TIMEOUT) as device:
         tflops, bandwidth, gathers = _products(), _copies(), _gathers()
-        return RankProbe(tflops, bandwidth, gathers, *_training(job, device))
+        return RankProbe(tflops, bandwidth, gathers, _training(job, device)[0])
 
 
-def _trained(settings: dict[str, Any], backend: str) -> tuple[float, Growth]:
+def _grown(settings: dict[str, Any], backend: str) -> Growth:
+    """Of a process that has done nothing else, as a worker's."""
     with session("cpu", backend, TIMEOUT) as device:
-        return _training(Job.model_validate(settings), device)
+        return _training(Job.model_validate(settings), device)[1]
 
 
 def _timed(work: Callable[[], Any]) -> float:

@@ -15,9 +15,10 @@ from pathlib import Path
 import psutil
 
 from shardwise.draft import World
+from shardwise.planner.calibrate_spread import probed_spread
 from shardwise.planner.hardware import Accelerator, find_accelerator
-from shardwise.planner.inventory import CPU, cluster
-from shardwise.planner.prediction import Cluster, Fabric
+from shardwise.planner.inventory import CPU, cluster, stack_of
+from shardwise.planner.prediction import Cluster, Fabric, Stack
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,12 @@ def cpu_cluster(ranks: int, constants: MachineConstants | None = None) -> Cluste
 def is_calibrated(world: World) -> bool:
     """Whether predictions of time mean anything: a CPU has to have been measured."""
     return world.device_type != "cpu" or machine_constants() is not None
+
+
+def stack_here(world: World) -> Stack:
+    """Shardwise's constants; on a CPU whose step time was measured with the spread that its own factor leaves."""
+    stack = stack_of("shardwise")
+    return replace(stack, spread=probed_spread([0.0])) if world.device_type == "cpu" else stack
 
 
 def step_factor(world: World) -> float:

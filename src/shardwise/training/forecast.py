@@ -16,7 +16,7 @@ import torch
 from shardwise.errors import CapacityError
 from shardwise.observe.metrics import Record
 from shardwise.planner.configure import configuration_of
-from shardwise.planner.local import cluster_of, is_calibrated, machine_constants, step_factor
+from shardwise.planner.local import cluster_of, is_calibrated, machine_constants, stack_here, step_factor
 from shardwise.planner.memory import estimate
 from shardwise.planner.memory_estimate import MemoryEstimate
 from shardwise.planner.predict import predict
@@ -61,7 +61,7 @@ class Forecast:
         if not is_calibrated(plan.world):
             reason = "this CPU has not been measured; `shardwise plan calibrate` does it"
             return cls(memory, reason=reason, resident=resident)
-        prediction = predict(configuration_of(plan, facts, cluster))
+        prediction = predict(configuration_of(plan, facts, cluster, stack_here(plan.world)))
         factor = step_factor(plan.world)
         low, high = prediction.interval
         return cls(memory, prediction.step_seconds * factor, (low * factor, high * factor), resident=resident)
