@@ -81,7 +81,7 @@ def test_memory_constants_are_found_again() -> None:
     found = fit_memory(held, Stack("x"))
     assert found.activations == pytest.approx(1.3, rel=0.1) and found.gradient_copy == pytest.approx(2.0, rel=0.2)
     for row in held:
-        assert max(footprint(replace(row.configuration, stack=found))[1]) == pytest.approx(row.size, rel=0.03)
+        assert max(footprint(replace(row.configuration, stack=found))[1]) == pytest.approx(row.size, rel=0.08)
 
 
 def test_intervals_hold_what_they_say() -> None:
