@@ -299,8 +299,8 @@ class CheckpointSection(Section):
     asynchronous: bool = Field(default=True, description="Training goes on while a checkpoint is written.")
     staging_bytes: Annotated[int, Field(ge=1 << 23)] | None = Field(
         default=None,
-        description="Host memory of each rank for the copy that is being written, in bytes; a state that is larger "
-        "makes the save wait for the disk. Unset: as large as the state.",
+        description="Host memory of each rank for what is saved and not yet written when an update comes, in bytes; "
+        "for what is more, the update waits for the disk. Unset: as large as the state.",
     )
 
 
