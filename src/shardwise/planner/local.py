@@ -20,6 +20,9 @@ from shardwise.planner.hardware import Accelerator, find_accelerator
 from shardwise.planner.inventory import CPU, cluster, stack_of
 from shardwise.planner.prediction import Cluster, Fabric, Stack
 
+# How a process grows on a machine that was not measured: that of two cores of a Xeon, glibc's allocator, torch 2.13.
+USUAL_GROWTH, USUAL_GROWTH_SHARE = 66.0 * 2**20, 0.23
+
 
 @dataclass(frozen=True)
 class MachineConstants:
@@ -103,6 +106,14 @@ def cpu_cluster(ranks: int, constants: MachineConstants | None = None) -> Cluste
 def is_calibrated(world: World) -> bool:
     """Whether predictions of time mean anything: a CPU has to have been measured."""
     return world.device_type != "cpu" or machine_constants() is not None
+
+
+def growth(activations: float) -> float:
+    """Bytes that a process takes in its first steps beside what the closed form, with these activations, counts."""
+    constants = machine_constants()
+    if constants is None:
+        return USUAL_GROWTH + USUAL_GROWTH_SHARE * activations
+    return constants.growth + constants.growth_share * activations
 
 
 def stack_here(world: World) -> Stack:

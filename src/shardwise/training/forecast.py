@@ -16,7 +16,7 @@ import torch
 from shardwise.errors import CapacityError
 from shardwise.observe.metrics import Record
 from shardwise.planner.configure import configuration_of
-from shardwise.planner.local import cluster_of, is_calibrated, machine_constants, stack_here, step_factor
+from shardwise.planner.local import cluster_of, growth, is_calibrated, stack_here, step_factor
 from shardwise.planner.memory import estimate
 from shardwise.planner.memory_estimate import MemoryEstimate
 from shardwise.planner.predict import predict
@@ -160,10 +160,9 @@ def state_bytes(run: Run) -> dict[str, int]:
 
 
 def _resident(run: Run, activations: float) -> int:
-    """Of this process, less the model's state, with what calibration saw a process take in its first steps besides."""
-    measured = machine_constants()
-    growth = measured.growth + measured.growth_share * activations if measured is not None else 0.0
-    return max(0, round(psutil.Process().memory_info().rss - sum(state_bytes(run).values()) + growth))
+    """Of this process, less the model's state, with what a process takes in its first steps besides."""
+    held = psutil.Process().memory_info().rss - sum(state_bytes(run).values())
+    return max(0, round(held + growth(activations)))
 
 
 def _size(size: float) -> str:
