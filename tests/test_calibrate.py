@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shardwise import calibrate
-from shardwise.calibrate import RankProbe, fitted, predicted_seconds, slowest
+from shardwise.calibrate import Growth, RankProbe, fitted, fitted_growth, predicted_seconds, slowest
 from shardwise.planner.local import MachineConstants
 
 
@@ -19,10 +19,16 @@ def test_a_ring_is_found_again() -> None:
 
 def test_the_slowest_rank_sets_the_pace() -> None:
     ranks = [
-        RankProbe(0.1, 5.0, [(8, 0.1), (16, 0.4)], 2.0, 10.0),
-        RankProbe(0.2, 4.0, [(8, 0.3), (16, 0.2)], 1.0, 20.0),
+        RankProbe(0.1, 5.0, [(8, 0.1), (16, 0.4)], 2.0),
+        RankProbe(0.2, 4.0, [(8, 0.3), (16, 0.2)], 1.0),
     ]
-    assert slowest(ranks) == RankProbe(0.1, 4.0, [(8, 0.3), (16, 0.4)], 2.0, 20.0)
+    assert slowest(ranks) == RankProbe(0.1, 4.0, [(8, 0.3), (16, 0.4)], 2.0)
+
+
+def test_growth_is_a_constant_and_a_share_of_the_activations() -> None:
+    little, much = (Growth(kept, 80e6 + 0.25 * kept) for kept in (100e6, 400e6))
+    assert fitted_growth(little, much) == (pytest.approx(80e6), pytest.approx(0.25))
+    assert fitted_growth(much, much) == (pytest.approx(much.size), 0.0)
 
 
 def test_a_faster_machine_is_predicted_to_be_faster() -> None:

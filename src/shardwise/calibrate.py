@@ -4,6 +4,11 @@ On 1, 2 and 4 processes that share the cores, as a job's workers would: a ladder
 ladder of all-gathers (time = hops + bytes / bandwidth, by least squares), and a few steps of the default model, against
 whose predicted time every later prediction is corrected. The constants are kept in the cache
 (`shardwise.planner.local`), with when and how they were measured. A machine with other work gives worse constants.
+Collectives are those that training takes by default: the native engine's where it can run, else Gloo's.
+
+A process grows in its first steps beside what the closed form of memory counts: libraries make buffers, and the C
+allocator keeps holes between what was freed. The first is a constant and the second goes with the activations, so two
+trainings of one process, with little and with much in a microbatch, tell both.
 """
 
 from __future__ import annotations
@@ -21,8 +26,10 @@ import torch
 import torch.distributed as dist
 
 from shardwise._torch_compat import all_gather_single
+from shardwise.collectives import engine
 from shardwise.config import Job
 from shardwise.data.batch import Batch
+from shardwise.errors import MachineError
 from shardwise.families.build import build_model
 from shardwise.families.discovery import discover
 from shardwise.launch.local import run_local
@@ -48,28 +55,41 @@ COPIED = 64 << 20  # bytes
 GATHERED = (1 << 14, 1 << 17, 1 << 20, 1 << 22)  # bytes of each rank
 REPEATS = 5
 STEPS = 4  # of the short trainings; the first does not count
+ROWS = (2, 8)  # sequences of a microbatch; the short trainings that are timed have the first
 TIMEOUT = 600
 
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
+class Growth:
+    """Of a training: bytes of activations by the closed form, and bytes by which the process outgrew it."""
+
+    activations: float
+    size: float
+
+
+@dataclass(frozen=True)
 class RankProbe:
-    """What one process measured: TFLOP/s, GB/s, (bytes, seconds) of all-gathers, seconds of a step, bytes it grew."""
+    """What one process measured: TFLOP/s, GB/s, (bytes, seconds) of all-gathers, seconds of a step."""
 
     tflops: float
     bandwidth: float
     gathers: list[tuple[int, float]]
     step_seconds: float
-    growth: float
 
 
 def probe(say: Say = print) -> MachineConstants:
     """Measure this machine. Starts and ends processes of its own; takes about a minute where nothing else runs."""
     found: dict[int, RankProbe] = {}
+    backend = _backend(say)
     for ranks in PROCESSES:
         say(f"measuring with {ranks} process{'es' if ranks > 1 else ''}")
-        found[ranks] = slowest(run_local(_rank, (probe_job(ranks).model_dump(),), ranks))
+        found[ranks] = slowest(run_local(_rank, (probe_job(ranks).model_dump(), backend), ranks))
+    say("measuring how a process grows")
+    growth, share = fitted_growth(
+        *(run_local(_grown, (probe_job(1, rows).model_dump(), backend), 1)[0] for rows in ROWS)
+    )
     gathers = {ranks: each.gathers for ranks, each in found.items() if ranks > 1}
     hop, link = fitted(gathers)
     constants = MachineConstants(
@@ -78,17 +98,35 @@ def probe(say: Say = print) -> MachineConstants:
         link=link,
         hop_seconds=hop,
         step_factor=dict.fromkeys(found, 1.0),
-        growth=median(each.growth for each in found.values()),
-        source=_source(),
+        growth=growth,
+        growth_share=share,
+        source=_source(backend),
     )
     factors = {ranks: each.step_seconds / predicted_seconds(constants, ranks) for ranks, each in found.items()}
     return replace(constants, step_factor=factors)
 
 
-def _source() -> str:
+def _backend(say: Say) -> str:
+    """The collectives of training by default, made ready."""
+    try:
+        engine.build(say)
+        return engine.BACKEND
+    except MachineError as error:
+        say(f"note: measuring Gloo. {error}")
+        return "gloo"
+
+
+def fitted_growth(little: Growth, much: Growth) -> tuple[float, float]:
+    """(bytes, share of the activations) that a process grows by, from two trainings with different activations."""
+    more = much.activations - little.activations
+    share = min(1.0, max(0.0, (much.size - little.size) / more)) if more > 0 else 0.0
+    return max(0.0, little.size - share * little.activations), share
+
+
+def _source(backend: str) -> str:
     load = f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "unknown"
     when = datetime.now(UTC).isoformat(timespec="minutes")
-    return f"probe of {when}, torch {torch.__version__}, {os.cpu_count()} cores, load {load}"
+    return f"probe of {when}, torch {torch.__version__}, {os.cpu_count()} cores, {backend} collectives, load {load}"
 
 
 def slowest(ranks: Sequence[RankProbe]) -> RankProbe:
@@ -98,7 +136,6 @@ def slowest(ranks: Sequence[RankProbe]) -> RankProbe:
         min(each.bandwidth for each in ranks),
         [(size, max(each.gathers[number][1] for each in ranks)) for number, (size, _) in enumerate(ranks[0].gathers)],
         max(each.step_seconds for each in ranks),
-        max(each.growth for each in ranks),
     )
 
 
@@ -115,12 +152,12 @@ def fitted(gathers: dict[int, list[tuple[int, float]]]) -> tuple[float, float]:
     return max(float(hop), 1e-7), 1.0 / max(float(inverse), 1e-6)
 
 
-def probe_job(ranks: int) -> Job:
+def probe_job(ranks: int, rows: int = ROWS[0]) -> Job:
     """The default model on few rows."""
     return Job.model_validate(
         {
             "parallel": {"workers": ranks, "device": "cpu"},
-            "training": {"sequences_per_step": 2 * max(PROCESSES), "microbatch_size": 2},
+            "training": {"sequences_per_step": 2 * max(PROCESSES), "microbatch_size": rows},
         }
     )
 
@@ -129,18 +166,24 @@ def predicted_seconds(constants: MachineConstants, ranks: int) -> float:
     """Of a step of `probe_job`, with these constants alone."""
     job = probe_job(ranks)
     facts = discover(build_model(job), job)
-    plan = resolve(job, World(ranks, "cpu", ranks), facts)
+    plan = resolve(job, World(ranks, "cpu", ranks, engine=not engine.obstacle()), facts)
     return predict(configuration_of(plan, facts, cpu_cluster(ranks, constants))).step_seconds
 
 
 # ------------------------------------------------------------------------------------------------------- in a process
 
 
-def _rank(settings: dict[str, Any]) -> RankProbe:
+def _rank(settings: dict[str, Any], backend: str) -> RankProbe:
     job = Job.model_validate(settings)
-    with session("cpu", "gloo", TIMEOUT) as device:
+    with session("cpu", backend, TIMEOUT) as device:
         tflops, bandwidth, gathers = _products(), _copies(), _gathers()
-        return RankProbe(tflops, bandwidth, gathers, *_training(job, device))
+        return RankProbe(tflops, bandwidth, gathers, _training(job, device)[0])
+
+
+def _grown(settings: dict[str, Any], backend: str) -> Growth:
+    """Of a process that has done nothing else, as a worker's."""
+    with session("cpu", backend, TIMEOUT) as device:
+        return _training(Job.model_validate(settings), device)[1]
 
 
 def _timed(work: Callable[[], Any]) -> float:
@@ -181,8 +224,8 @@ def _gathers() -> list[tuple[int, float]]:
     return measured
 
 
-def _training(job: Job, device: torch.device) -> tuple[float, float]:
-    """(median seconds of a step of random tokens, bytes that the process grew beside what the closed form counts)."""
+def _training(job: Job, device: torch.device) -> tuple[float, Growth]:
+    """(median seconds of a step of random tokens, how the process grew)."""
     facts = discover(build_model(job), job)
     plan = resolve(job, current_world(device), facts)
     model = parallelize(build_model(job), plan, Layout.from_plan(plan, dist.get_rank()), facts, device)
@@ -197,7 +240,9 @@ def _training(job: Job, device: torch.device) -> tuple[float, float]:
         began = time.perf_counter()
         train_step(model, program, batches, optimizer, scaler, step)
         seconds.append(time.perf_counter() - began)
-    return median(seconds[1:]), float(peak_memory_bytes(device) - before - estimate(plan, facts).total)
+    counted = estimate(plan, facts)
+    grown = float(peak_memory_bytes(device) - before - counted.total)
+    return median(seconds[1:]), Growth(counted.activations, grown)
 
 
 def _random_batch(plan: Plan, vocabulary: int) -> Batch:

@@ -77,9 +77,14 @@ def _default_job() -> Job:
     return Job.model_validate({})
 
 
+@cache
+def _default(key: str) -> Any:
+    return lookup(_default_job(), key)
+
+
 def changed(job: Job, *keys: str) -> list[str]:
     """Those of the dotted keys whose value is not the default."""
-    return [key for key in keys if lookup(job, key) != lookup(_default_job(), key)]
+    return [key for key in keys if lookup(job, key) != _default(key)]
 
 
 def placement_order(strategy: str) -> str | None:
@@ -239,8 +244,11 @@ class Draft:
     @cached_property
     def attention_choices(self) -> tuple[tuple[AttentionFacts, Choice | None], ...]:
         """The kernel of each attention layer, None where the one asked for cannot do it; of models that are led."""
-        layers = self.facts.attention if self.led else ()
-        return tuple((layer, choose(self.model.attention, self.attention_needs(layer))) for layer in layers)
+        if not self.led:
+            return ()
+        layers, alike = self.facts.attention, self.facts.attention_alike
+        chosen = {number: choose(self.model.attention, self.attention_needs(layers[number])) for number in set(alike)}
+        return tuple((layer, chosen[number]) for layer, number in zip(layers, alike))
 
     @cached_property
     def exact_dropout(self) -> bool:

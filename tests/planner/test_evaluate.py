@@ -46,11 +46,17 @@ def test_the_shipped_constants_are_what_a_fit_gives() -> None:
 
 # Table -> most that its median and 90th percentile may be, in per cent.
 HELD = {
-    "sagemaker_smp_p4d": (4, 45),
-    "megatron_sequence_parallel_a100": (4, 10),
-    "llm_foundry_a100": (5, 12),
-    "torchtitan_bf16": (8, 14),
-    "fms_fsdp": (7, 14),
+    "sagemaker_smp_p4d": (3, 42),
+    "megatron_sequence_parallel_a100": (3, 6),
+    "llm_foundry_a100": (3.5, 11),
+    "torchtitan_bf16": (4, 13),
+    "fms_fsdp": (5, 11),
+    "nanotron_grid_h100": (8, 55),
+}
+MEMORY_HELD = {
+    "megatron_sequence_parallel_a100": (4, 8),
+    "torchtitan_bf16": (3, 5),
+    "nanotron_grid_h100": (8, 23),
 }
 
 
@@ -60,6 +66,17 @@ def test_accuracy_is_kept(table: str) -> None:
     median, p90 = HELD[table]
     assert found["median_percent"] < median and found["p90_percent"] < p90
     assert found["mapped_percent"] == 100
+    assert found["inside_interval_percent"] > 70
+    if table in MEMORY_HELD:
+        median, p90 = MEMORY_HELD[table]
+        assert found["memory"]["median_percent"] < median and found["memory"]["p90_percent"] < p90
+
+
+def test_layouts_are_ranked_and_called_feasible_as_they_were() -> None:
+    found = summary(evaluate(read_table(TABLES / "nanotron_grid_h100.csv")))
+    assert found["ranking"]["ordered_percent"] > 90 and found["ranking"]["regret_median_percent"] < 5
+    called = found["memory"]
+    assert called["ran_called_feasible_percent"] > 98.5 and called["crashed_called_infeasible_percent"] > 84
 
 
 def test_constants_were_fitted_on_calibration_rows_alone() -> None:
@@ -120,7 +137,7 @@ def test_a_fit_finds_planted_constants() -> None:
     rate = stack.matmul * found.accelerators["A100"]
     assert rate == pytest.approx(0.92 * shipped().accelerators["A100"], rel=0.03)
     assert rate * stack.attention == pytest.approx(0.92 * 0.8 * shipped().accelerators["A100"], rel=0.2)
-    assert stack.spread == pytest.approx(0.06) and "fitted on 26 rows" in stack.source
+    assert stack.spread < 0.03 and "fitted on 26 rows" in stack.source
 
 
 def test_calibrated_constants_are_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,7 @@ Made by `shardwise.families.discovery` from the structure of a model on the meta
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 
@@ -153,6 +153,22 @@ class ModelFacts:
     probe_failure: str = (
         ""  # why the forward could not be probed; head, dropout and arguments are then assumed the worst
     )
+
+    @cached_property
+    def attention_alike(self) -> tuple[int, ...]:
+        """Of each layer of `attention`, the number of the first that differs from it in nothing but its name."""
+        first: dict[AttentionFacts, int] = {}
+        return tuple(first.setdefault(replace(layer, name=""), n) for n, layer in enumerate(self.attention))
+
+    @cached_property
+    def key_values_apart(self) -> bool:
+        """Whether some module makes keys or values alone."""
+        return any(split.key_value for split in self.tensor_splits.values())
+
+    @cached_property
+    def shared_parts(self) -> int:
+        """Parts in which tensor ranks can share a module of all heads; 0 where there is none."""
+        return max((split.shared for split in self.tensor_splits.values()), default=0)
 
     @cached_property
     def block_of(self) -> dict[str, str]:

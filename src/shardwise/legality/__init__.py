@@ -7,7 +7,6 @@ broken one is raised; a row may therefore rely on those above it.
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import NamedTuple
 
 from shardwise.draft import Draft, UnknownFacts
@@ -40,9 +39,12 @@ class RuleDoc(NamedTuple):
 def check(draft: Draft) -> None:
     """Raise LegalityError for the first broken row; rows that ask a model that is not known yet are left for later."""
     for rule in RULES:
-        with suppress(UnknownFacts):
-            if rule.when(draft):
-                raise LegalityError(rule.message(draft), rule.id)
+        try:
+            broken = rule.when(draft)
+        except UnknownFacts:
+            continue
+        if broken:
+            raise LegalityError(rule.message(draft), rule.id)
 
 
 def rules() -> list[RuleDoc]:

@@ -185,9 +185,7 @@ def _common_heads(d: Draft) -> int:
 def _shares_heads(d: Draft, degree: int) -> bool:
     """Whether `degree` ranks can share the heads: equally, holding those of key-value modules in copies, or parts."""
     heads, key_value = d.facts.attention_heads, d.facts.key_value_heads
-    splits = d.facts.tensor_splits.values()
-    apart = any(split.key_value for split in splits)
-    shared = max((split.shared for split in splits), default=0)
+    apart, shared = d.facts.key_values_apart, d.facts.shared_parts
     whole = key_value % degree == 0 or (apart and degree % key_value == 0)
     return heads % degree == 0 and (whole or (shared > 0 and shared % degree == 0))
 

@@ -16,15 +16,16 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 
-from shardwise.planner.footprint import footprint
-from shardwise.planner.hardware import DATA, GB, GIB
+from shardwise.planner.calibrate_memory import Held, fit_memory
+from shardwise.planner.calibrate_spread import spread, unknown_spread, wait_spread
+from shardwise.planner.hardware import DATA, GIB
 from shardwise.planner.inventory import Constants, family
 from shardwise.planner.predict import predict
 from shardwise.planner.prediction import Configuration, Stack
@@ -41,12 +42,9 @@ DEFAULT_SD = {
 }  # fmt: skip
 STACK_SD = {
     "matmul": 0.10, "attention": 0.2, "memory_bound": 0.5, "score_passes": 0.4, "launch": 0.5, "overlap": 0.2,
-    "recompute": 0.2, "network": 0.2, "pipeline_wait": 1.0,
+    "recompute": 0.2, "network": 0.2, "pipeline_wait": 1.0, "stall": 1.0,
 }  # fmt: skip
-LEAST_SPREAD = 0.06
-UNKNOWN_SPREAD = 0.10  # of a stack that is not among the rows: what the stacks differ by when each is left out
-MEMORY_ROWS = 10  # fewer leave the default's memory constants
-WAIT = 3e-3  # seconds; the unit in which pipeline_wait is fitted
+WAITS = {"pipeline_wait": 3e-3, "stall": 0.5}  # constants in seconds, and the unit in which each is fitted
 
 
 class Unknown(NamedTuple):
@@ -93,15 +91,41 @@ def shipped_rows() -> tuple[Row, ...]:
 
 def fit(given: Sequence[Sample]) -> Constants:
     """Constants that fit the samples."""
+    bases = {name: _base(own) for name, own in _by_stack(given).items()}
+    return _with_spread(given, _solved(given, bases)[0])
+
+
+def _by_stack(given: Sequence[Sample]) -> dict[str, list[Sample]]:
+    found: dict[str, list[Sample]] = {}
+    for sample in given:
+        found.setdefault(sample.configuration.stack.name, []).append(sample)
+    return found
+
+
+def _base(own: Sequence[Sample]) -> Stack:
+    """A stack before its times are fitted: how it cuts pipeline stages, whichever explains them better, and memory."""
+    even = Stack(own[0].configuration.stack.name)
+    by_cost = replace(even, cuts_by_cost=True)
+    if any(sample.configuration.pipeline > 1 for sample in own):
+        even, by_cost = (fit_memory(_held(own), each) for each in (even, by_cost))
+        return min((even, by_cost), key=lambda each: _solved(own, {each.name: each})[1])
+    return fit_memory(_held(own), even)
+
+
+def _held(own: Sequence[Sample]) -> list[Held]:
+    sizes = [sample.row.numbers.get("mem_gb") for sample in own]
+    return [Held(each.configuration, None if size is None else size * GIB) for each, size in zip(own, sizes)]
+
+
+def _solved(given: Sequence[Sample], bases: Mapping[str, Stack]) -> tuple[Constants, float]:
+    """(constants, what they leave of the sum that they minimise) that depart from the stacks' `bases`."""
     unknowns = _unknowns(given)
     at = np.zeros(len(unknowns))
-    counts = {sample.configuration.stack.name: 0 for sample in given}
-    for sample in given:
-        counts[sample.configuration.stack.name] += 1
+    counts = {name: len(own) for name, own in _by_stack(given).items()}
     share = np.array([min(1.0, EVIDENCE / counts[sample.configuration.stack.name]) for sample in given])
     sd = np.array([unknown.sd for unknown in unknowns])
     for _ in range(ROUNDS):
-        residuals, slopes = _derivatives(given, unknowns, at)
+        residuals, slopes = _derivatives(given, unknowns, at, bases)
         weight = np.sqrt(share / (1 + (residuals / TOLERANCE) ** 2)) / (TOLERANCE / 2)
         near = 1 / (sd * np.sqrt(1 + (at / sd) ** 2))
         left = np.vstack([slopes * weight[:, None], np.diag(near)])
@@ -110,7 +134,10 @@ def fit(given: Sequence[Sample]) -> Constants:
         at = at + np.clip(step, -0.3, 0.3)
         if np.abs(step).max() < 2e-3:
             break
-    return _with_spread(given, _constants(unknowns, at))
+    constants = _constants(unknowns, at, bases)
+    size = _errors(given, constants) / TOLERANCE
+    left_over = 4 * np.sum(share * np.log1p(size**2)) + np.sum(np.log1p((at / sd) ** 2))  # Cauchy's loss
+    return constants, float(left_over)
 
 
 def _unknowns(given: Sequence[Sample]) -> list[Unknown]:
@@ -124,7 +151,7 @@ def _unknowns(given: Sequence[Sample]) -> list[Unknown]:
     ]
 
 
-def _constants(unknowns: Sequence[Unknown], at: np.ndarray) -> Constants:
+def _constants(unknowns: Sequence[Unknown], at: np.ndarray, bases: Mapping[str, Stack]) -> Constants:
     accelerators: dict[str, float] = {}
     departures: dict[str, dict[str, float]] = {"default": {}}
     for unknown, value in zip(unknowns, at):
@@ -132,57 +159,35 @@ def _constants(unknowns: Sequence[Unknown], at: np.ndarray) -> Constants:
             accelerators[unknown.name] = math.exp(value + (0.0 if unknown.name == "*" else at[0]))
         else:
             departures.setdefault(unknown.name, {})[unknown.constant] = float(value)
-    neutral = Stack("default", spread=UNKNOWN_SPREAD)
+    neutral = Stack("default")
     found = {}
     for name, own in departures.items():
         values: dict[str, float] = {}
+        base = bases.get(name, neutral)
         for constant in STACK_SD:
-            if constant == "pipeline_wait":
-                values[constant] = WAIT * max(0.0, own.get(constant, 0.0))
+            if constant in WAITS:
+                values[constant] = WAITS[constant] * max(0.0, own.get(constant, 0.0))
             else:
                 total = departures["default"].get(constant, 0.0) + (own.get(constant, 0.0) if name != "default" else 0)
                 values[constant] = getattr(neutral, constant) * math.exp(total)
-        found[name] = replace(neutral, name=name, **values)  # type: ignore[arg-type]
+        found[name] = replace(base, **values)  # type: ignore[arg-type]
     return Constants(accelerators, found)
-
-
-def _fit_memory(given: Sequence[Sample], stack: Stack) -> Stack:
-    """What a stack holds besides, from the rows that have memory: linear least squares around the default's values."""
-    rows = [
-        sample for sample in given if "mem_gb" in sample.row.numbers and sample.configuration.stack.name == stack.name
-    ]
-    if len(rows) < MEMORY_ROWS:
-        return stack
-    plain = [replace(sample.configuration, stack=Stack(stack.name)) for sample in rows]
-    truth = np.array([sample.row.numbers["mem_gb"] * GIB for sample in rows])
-    parts = [footprint(each)[0] for each in plain]
-    base = np.array([sum(causes.values()) - causes["slack"] - causes["activations"] for causes in parts])
-    columns = np.array(
-        [[c["activations"], c["gradients"] / 4 if p.zero < 3 else 0.0, GB] for c, p in zip(parts, plain)]
-    )
-    near, sd = np.array([1.0, 0.0, 1.0]), np.array([0.5, 2.0, 1.0])
-    at = near
-    for _ in range(ROUNDS):
-        error = (base + columns @ at) / truth - 1
-        weight = 1 / truth / np.sqrt(1 + (error / TOLERANCE) ** 2) / TOLERANCE
-        left = np.vstack([columns * weight[:, None], np.diag(1 / sd)])
-        at = np.linalg.lstsq(left, np.concatenate([(truth - base) * weight, near / sd]), rcond=None)[0]
-    activations, gradient_copy, memory_gb = (max(0.0, float(value)) for value in at)
-    return replace(stack, activations=activations, gradient_copy=gradient_copy, memory_gb=memory_gb)
 
 
 def _errors(given: Sequence[Sample], constants: Constants) -> np.ndarray:
     return np.array([sample.error(constants.applied(sample.configuration)) for sample in given])
 
 
-def _derivatives(given: Sequence[Sample], unknowns: Sequence[Unknown], at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _derivatives(
+    given: Sequence[Sample], unknowns: Sequence[Unknown], at: np.ndarray, bases: Mapping[str, Stack]
+) -> tuple[np.ndarray, np.ndarray]:
     """(errors, their slopes). An unknown of a stack moves its own rows only."""
-    base = _errors(given, _constants(unknowns, at))
+    base = _errors(given, _constants(unknowns, at, bases))
     slopes, width = np.zeros((len(given), len(unknowns))), 0.02
     for index, unknown in enumerate(unknowns):
         moved = at.copy()
         moved[index] += width
-        constants = _constants(unknowns, moved)
+        constants = _constants(unknowns, moved, bases)
         for line, sample in enumerate(given):
             own = {
                 "accelerator": family(sample.configuration.cluster.accelerator),
@@ -194,18 +199,27 @@ def _derivatives(given: Sequence[Sample], unknowns: Sequence[Unknown], at: np.nd
 
 
 def _with_spread(given: Sequence[Sample], constants: Constants) -> Constants:
-    """Each stack's spread from its rows' errors (1.48 x their median, and a floor), memory, and provenance."""
-    errors = _errors(given, constants)
-    found = dict(constants.stacks)
-    for name, stack in constants.stacks.items():
-        mine = [(float(e), sample.row) for e, sample in zip(errors, given) if sample.configuration.stack.name == name]
-        if mine:
-            own = [error for error, _ in mine]
-            spread = max(LEAST_SPREAD, 1.48 * statistics.median(map(abs, own)))
-            found[name] = _fit_memory(
-                given, replace(stack, spread=spread, source=_source(own, [row for _, row in mine]))
-            )
-    return Constants(constants.accelerators, found)
+    """How far measurements lie from predictions, and provenance (`calibrate_spread`).
+
+    Of a stack that is not among the rows: how far each stack's rows lie from what the default's constants predict.
+    """
+    groups = _by_stack(given)
+    scatter = {name: _scatter(own, constants) for name, own in groups.items()}
+    waits = wait_spread(list(scatter.values()))
+    unknown = Constants(constants.accelerators, {"default": constants.stacks["default"]})
+    strangers = [_scatter(own, unknown) for own in groups.values()]
+    found = {"default": replace(constants.stacks["default"], spread=unknown_spread(strangers, waits))}
+    for name, own in groups.items():
+        errors = [error for error, _ in scatter[name]]
+        source = _source(errors, [sample.row for sample in own])
+        found[name] = replace(constants.stacks[name], spread=spread(scatter[name], waits), source=source)
+    return Constants(constants.accelerators, {name: replace(each, wait_spread=waits) for name, each in found.items()})
+
+
+def _scatter(own: Sequence[Sample], constants: Constants) -> list[tuple[float, float]]:
+    """(log error, share of waits) of each row."""
+    applied = [constants.applied(sample.configuration) for sample in own]
+    return [(sample.error(each), predict(each).waits) for sample, each in zip(own, applied)]
 
 
 def _source(errors: Sequence[float], rows: Sequence[Row]) -> str:

@@ -11,10 +11,10 @@ from itertools import combinations
 from typing import Any
 
 from shardwise.planner.calibrate import Sample, fit, samples, shipped_rows
+from shardwise.planner.calibrate_spread import probed_spread
 from shardwise.planner.hardware import GIB
 from shardwise.planner.inventory import Constants, shipped
 from shardwise.planner.predict import predict
-from shardwise.planner.prediction import EIGHTY, Prediction
 from shardwise.planner.tables import Row, Unmapped, configuration, measured, predicted
 
 APART = 0.05  # pairs that differ by less are not ranked
@@ -83,11 +83,11 @@ def evaluate(
     """
     given = constants or shipped()
     choose = _left_out(rows) if leave_one_stack_out else lambda stack: given
-    factors, probes = _probe(rows, choose, probe_rows, probe_seed) if probe_rows else ({}, set())
+    probed, probes = _probe(rows, choose, probe_rows, probe_seed) if probe_rows else ({}, set())
     results = []
     for index, row in enumerate(rows):
         stack = row.text["stack"]
-        result = _result(row, choose(stack), factors.get(stack, 1.0), stack in factors)
+        result = _result(row, *probed.get(stack, (choose(stack), 1.0)))
         results.append(replace(result, probe=index in probes))
     return results
 
@@ -113,8 +113,8 @@ def without(constants: Constants, stack: str) -> Constants:
     return Constants(constants.accelerators, {name: s for name, s in constants.stacks.items() if name != stack})
 
 
-def _result(row: Row, constants: Constants, factor: float, probed: bool) -> Result:
-    """`factor` multiplies the predicted time; a probed stack's spread is what its own rows keep."""
+def _result(row: Row, constants: Constants, factor: float) -> Result:
+    """`factor` multiplies the predicted time."""
     try:
         found = measured(row)
         prediction = predict(constants.applied(configuration(row)))
@@ -124,7 +124,7 @@ def _result(row: Row, constants: Constants, factor: float, probed: bool) -> Resu
     unit = found.unit if found else "step_s"
     slower = factor if unit == "step_s" else 1 / factor
     value *= slower
-    low, high = _interval(prediction, probed)
+    low, high = (seconds / prediction.step_seconds for seconds in prediction.interval)
     around = (value * low, value * high) if unit == "step_s" else (value / high, value / low)
     only_memory = found is None and "mem_gb" in row.numbers
     return Result(
@@ -138,31 +138,25 @@ def _result(row: Row, constants: Constants, factor: float, probed: bool) -> Resu
     )
 
 
-PROBED = 0.06  # spread of a stack whose own scalar was fitted
-
-
-def _interval(prediction: Prediction, probed: bool) -> tuple[float, float]:
-    """The interval of a prediction as factors on its step time."""
-    if probed:
-        return math.exp(-EIGHTY * PROBED), math.exp(EIGHTY * PROBED)
-    low, high = prediction.interval
-    return low / prediction.step_seconds, high / prediction.step_seconds
-
-
-def _probe(rows: Sequence[Row], choose: Choice, count: int, seed: int) -> tuple[dict[str, float], set[int]]:
-    """(factor on time by stack, indices of the rows it was fitted on)."""
+def _probe(
+    rows: Sequence[Row], choose: Choice, count: int, seed: int
+) -> tuple[dict[str, tuple[Constants, float]], set[int]]:
+    """(by stack its constants, whose spread is what the probes leave, and a factor on time; the probes' indices)."""
     by_stack: dict[str, list[int]] = {}
     for index, row in enumerate(rows):
         if row.text["fit_role"] != "context" and _sample(row):
             by_stack.setdefault(row.text["stack"], []).append(index)
-    draw, factors, probes = random.Random(seed), {}, set()
+    draw, probed, probes = random.Random(seed), {}, set()
     for stack in sorted(by_stack):
         drawn = draw.sample(by_stack[stack], min(count, len(by_stack[stack])))
         found = [sample for index in drawn if (sample := _sample(rows[index]))]
-        errors = [sample.error(choose(stack).applied(sample.configuration)) for sample in found]
-        factors[stack] = math.exp(-statistics.median(errors))
+        constants = choose(stack)
+        errors = [sample.error(constants.applied(sample.configuration)) for sample in found]
+        middle = statistics.median(errors)
+        own = replace(constants.stack(stack), spread=probed_spread([error - middle for error in errors]))
+        probed[stack] = Constants(constants.accelerators, {**constants.stacks, stack: own}), math.exp(-middle)
         probes |= set(drawn)
-    return factors, probes
+    return probed, probes
 
 
 def _sample(row: Row) -> Sample | None:

@@ -1,53 +1,87 @@
 """Peak memory of each pipeline rank by cause, from a Configuration: a few sums, quick enough for a search.
 
 `shardwise.planner.memory` follows FSDP2 allocation by allocation for a resolved Plan; this is what holds of any
-stack. Bytes a parameter: sharded (ZeRO-3) fp32 parameters, gradients and Adam's two states, 16 over the shard ranks;
+stack. It counts what the allocator reserves, which is what trainers log, in the fuller of two moments: when the loss
+turns round, and when the last block's backward begins.
+
+States. Bytes a parameter: sharded (ZeRO-3) fp32 parameters, gradients and Adam's two states, 16 over the shard ranks;
 else parameters and their copy in the compute dtype: 2 + 4 of gradients + 12 of master weights and states, of which
-ZeRO-1 shards the 12 and ZeRO-2 the gradients too (arXiv 1910.02054, section 3). A block keeps of each token
-(arXiv 2205.05198, section 4, in bytes of the compute dtype c, T tokens, t tensor ranks): its two norms' inputs and the
-two linears' behind them 4cH, query, key, value and result c(2H + 2K)/t, scores (2c + 1)·heads·s/t without flash
-attention, the MLP's inner tensors 2cI/t (gated 4cI/t), masks 2H. A stack may keep more (`Stack.activations`) and hold
-gradients in the compute dtype beside those that accumulate (`Stack.gradient_copy`).
+ZeRO-1 shards the 12 and ZeRO-2 the gradients too (arXiv 1910.02054, section 3). Where a pipeline puts weight gradients
+off (zero bubble), parameters stay gathered and gradients whole until the step's end.
+
+Pools. torch's allocator keeps freed blocks for the stream they were made in (torch.cuda, "Memory management"), and
+FSDP gathers and scatters in streams of its own. So ZeRO-3's flat buffers (the largest of a block's and of what stands
+first and last, whose gathering is one) and gradient shards never share room with activations, at whatever moment.
+
+Activations. A block keeps of each token (arXiv 2205.05198, section 4, in bytes of the compute dtype c, T tokens, t
+tensor ranks): its two norms' inputs and the two linears' behind them 4cH, query, key, value and result c(2H + 2K)/t,
+scores (2c + 1)·heads·s/t without flash attention, the MLP's inner tensors 2cI/t (gated 4cI/t), masks 2H. `half` keeps
+the results of every other matrix product, torchtitan's rule: of query, value, gate and down (without gates: of query,
+key, value and up). Compiled, what no backward reads is not kept, which down's result is. A stack may keep more
+(`Stack.activations`) and hold gradients in the compute dtype beside those that accumulate (`Stack.gradient_copy`).
+
+Loss. `Stack.logit_bytes` a logit: 12 where logits, log-softmax and its gradient are three tensors in fp32; 10 where
+tensor ranks share the vocabulary and the gradient is made in place (arXiv 1909.08053, section 3); 4 where a fused
+kernel leaves logits and their gradient in the compute dtype.
 """
 
 from __future__ import annotations
 
-from shardwise.draft import V_SCHEDULES
+import math
+from functools import lru_cache
+from itertools import pairwise
+
+from shardwise.draft import SPLIT_SCHEDULES, V_SCHEDULES
 from shardwise.planner.compute import BYTES, tokens_of
-from shardwise.planner.prediction import Configuration
+from shardwise.planner.prediction import Configuration, ModelShape
 
 GB = 10**9
 CHUNK = 1024  # rows of logits that a chunked loss holds
+SHARED_LOGITS = 10.0  # bytes of a logit, at most, where tensor ranks share the vocabulary
 
 
 def footprint(configuration: Configuration) -> tuple[dict[str, float], list[float]]:
     """(bytes by cause on the fullest rank, bytes of each pipeline rank)."""
-    found = [_rank(configuration, rank) for rank in range(configuration.pipeline)]
+    kept = _activations(configuration)
+    found = [_rank(configuration, rank, *kept) for rank in range(configuration.pipeline)]
     totals = [sum(causes.values()) for causes in found]
     return found[totals.index(max(totals))], totals
 
 
-def _rank(configuration: Configuration, rank: int) -> dict[str, float]:
+def _rank(configuration: Configuration, rank: int, kept: float, working: float) -> dict[str, float]:
     model, t, p = configuration.model, configuration.tensor, configuration.pipeline
-    blocks = _blocks(configuration, rank)
     in_v = configuration.schedule in V_SCHEDULES
+    blocks = _blocks(configuration, rank)
     first, last = rank == 0, rank == (0 if in_v else p - 1)
     ends = model.embedding_parameters * (1 if model.tied and first and last else first + last)
     elements = (blocks * model.layer_parameters + ends) / t
-    causes = _states(configuration, elements) | _buffers(configuration, ends / t)
-    kept, working = _activations(configuration)
+    causes = _states(configuration, elements) | _buffers(configuration, elements, ends / t)
     causes["activations"] = configuration.stack.activations * kept * blocks * _in_flight(configuration, rank)
-    causes["working"] = working
-    rows = min(tokens_of(configuration), CHUNK) if configuration.chunked_loss else tokens_of(configuration)
-    logits = rows * model.vocabulary / t if last else 0.0
-    causes["logits"] = logits * (BYTES[configuration.precision] + 8)
+    logits = _logits(configuration) if last else 0.0
+    causes["working"] = max(0.0, working - logits)
+    causes["logits"] = logits
     causes["slack"] = configuration.stack.memory_gb * GB
     return causes
 
 
 def _blocks(configuration: Configuration, rank: int) -> int:
-    layers, p = configuration.model.layers, configuration.pipeline
-    return layers // p + (rank < layers % p)
+    """Blocks of a pipeline rank; in a V it has a stage on the way down and one on the way up."""
+    model, p, by_cost = configuration.model, configuration.pipeline, configuration.cuts_by_cost
+    if configuration.schedule not in V_SCHEDULES:
+        return stage_blocks(model, p, by_cost)[rank]
+    stages = stage_blocks(model, 2 * p, by_cost)
+    return stages[rank] + stages[-1 - rank]
+
+
+@lru_cache(maxsize=4096)
+def stage_blocks(model: ModelShape, pipeline: int, balanced: bool) -> tuple[int, ...]:
+    """Blocks of each pipeline rank: equal shares, or of the whole cost, with the head's matrix products counted in."""
+    if not balanced:
+        return tuple(model.layers // pipeline + (rank < model.layers % pipeline) for rank in range(pipeline))
+    cost = model.layers + model.embedding_parameters / model.layer_parameters
+    ends = [min(model.layers, math.ceil(cost * (rank + 1) / pipeline)) for rank in range(pipeline - 1)]
+    bounds = [0, *ends, model.layers]
+    return tuple(end - start for start, end in pairwise(bounds))
 
 
 def _in_flight(configuration: Configuration, rank: int) -> float:
@@ -80,13 +114,28 @@ def _states(configuration: Configuration, elements: float) -> dict[str, float]:
     }
 
 
-def _buffers(configuration: Configuration, ends: float) -> dict[str, float]:
-    """ZeRO-3's gathered blocks: two and their flat buffers, the ends, and the gradients of one being reduced."""
-    if configuration.zero < 3:
+def _buffers(configuration: Configuration, elements: float, ends: float) -> dict[str, float]:
+    """ZeRO-3's parameters and gradients that are whole, and its flat buffers.
+
+    Gathered: two blocks and the ends. Communication: the flat buffers of the largest gathering and the largest
+    reduction, and the gradients of a block. Backwards in two halves: everything gathered, all gradients whole.
+    """
+    if configuration.zero < 3 or configuration.shard * configuration.context * configuration.tensor == 1:
         return {"gathered": 0.0, "communication": 0.0}
     size, reduction = BYTES[configuration.precision], BYTES[configuration.reduction]
     one = configuration.model.layer_parameters / configuration.tensor
-    return {"gathered": size * (2 * one + ends), "communication": size * one + (reduction + size) * one}
+    if configuration.schedule in SPLIT_SCHEDULES and configuration.pipeline > 1:
+        return {"gathered": size * elements, "communication": reduction * elements}
+    flat = (size + reduction) * max(one, ends)
+    return {"gathered": size * (2 * one + ends), "communication": size * one + flat}
+
+
+def _logits(configuration: Configuration) -> float:
+    """Bytes while the loss turns round."""
+    tokens, shared = tokens_of(configuration), configuration.tensor > 1
+    rows = min(tokens, CHUNK) if configuration.chunked_loss else tokens
+    size = configuration.stack.logit_bytes
+    return rows * configuration.model.vocabulary / configuration.tensor * (min(size, SHARED_LOGITS) if shared else size)
 
 
 def _activations(configuration: Configuration) -> tuple[float, float]:
@@ -103,15 +152,26 @@ def _activations(configuration: Configuration) -> tuple[float, float]:
     products = 2 * row / t + key_value + inner
     whole = 4 * between + masks + scores + products
     fraction = configuration.checkpointed if configuration.checkpointing != "none" else 0.0
-    outputs = (3 * row + (2 if model.gated else 1) * tokens * model.intermediate * size) / t + key_value
+    up = tokens * model.intermediate * size / t
     held = {
         "full": between,
         "attention": whole - scores,
-        "selective": outputs + row / t + between,
-        "half": outputs / 2 + row / t + between,
+        "selective": (3 * row + (2 if model.gated else 1) * up * t) / t + key_value + row / t + between,
+        "half": _half(configuration, row, key_value, up) + row / t + between,
     }
     kept = held.get(configuration.checkpointing, whole)
     if configuration.checkpointing == "full" and configuration.offload_activations:
         kept = 0.0
     recomputed = (whole - kept) if fraction else 0.0
     return fraction * kept + (1 - fraction) * whole, recomputed + 2 * row + inner / 2
+
+
+def _half(configuration: Configuration, row: float, key_value: float, up: float) -> float:
+    """Results of every other matrix product of a block: query, value, gate, down; or query, key, value in one, and up.
+
+    Down's, the last, is read by no backward.
+    """
+    query = row / configuration.tensor
+    if not configuration.model.gated:
+        return query + key_value + up
+    return query + key_value / 2 + up + (0.0 if configuration.compile else row)

@@ -15,9 +15,13 @@ from pathlib import Path
 import psutil
 
 from shardwise.draft import World
+from shardwise.planner.calibrate_spread import probed_spread
 from shardwise.planner.hardware import Accelerator, find_accelerator
-from shardwise.planner.inventory import CPU, cluster
-from shardwise.planner.prediction import Cluster, Fabric
+from shardwise.planner.inventory import CPU, cluster, stack_of
+from shardwise.planner.prediction import Cluster, Fabric, Stack
+
+# How a process grows on a machine that was not measured: that of two cores of a Xeon, glibc's allocator, torch 2.13.
+USUAL_GROWTH, USUAL_GROWTH_SHARE = 66.0 * 2**20, 0.23
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,8 @@ class MachineConstants:
     tflops: fp32 matrix products, by number of processes that share the cores. bandwidth: GB/s of memory, likewise.
     link: GB/s of a collective's traffic between processes; hop_seconds: of one hop. step_factor: measured step time of
     short trainings against the prediction with the constants above, by number of processes. growth: bytes that a
-    process takes in its first steps beside what the closed form counts. source: when and how.
+    process takes in its first steps beside what the closed form counts. growth_share: and of its activations.
+    source: when and how.
     """
 
     tflops: dict[int, float]
@@ -37,6 +42,7 @@ class MachineConstants:
     step_factor: dict[int, float]
     growth: float
     source: str
+    growth_share: float = 0.0
 
     def at(self, of: dict[int, float], ranks: int) -> float:
         """The value for `ranks` processes: the nearest number that was measured, at a rank's share beyond it."""
@@ -100,6 +106,20 @@ def cpu_cluster(ranks: int, constants: MachineConstants | None = None) -> Cluste
 def is_calibrated(world: World) -> bool:
     """Whether predictions of time mean anything: a CPU has to have been measured."""
     return world.device_type != "cpu" or machine_constants() is not None
+
+
+def growth(activations: float) -> float:
+    """Bytes that a process takes in its first steps beside what the closed form, with these activations, counts."""
+    constants = machine_constants()
+    if constants is None:
+        return USUAL_GROWTH + USUAL_GROWTH_SHARE * activations
+    return constants.growth + constants.growth_share * activations
+
+
+def stack_here(world: World) -> Stack:
+    """Shardwise's constants; on a CPU whose step time was measured with the spread that its own factor leaves."""
+    stack = stack_of("shardwise")
+    return replace(stack, spread=probed_spread([0.0])) if world.device_type == "cpu" else stack
 
 
 def step_factor(world: World) -> float:

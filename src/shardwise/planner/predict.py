@@ -14,11 +14,13 @@ step (gradients' reduction, optimizer). Traffic joins the computation it can hid
 - bubble: (p-1)/v stages' time (arXiv 2104.04473, sections 2.2.1 and 2.2.2); a third of it where the gradients of
   weights fill in (arXiv 2401.10241, section 2.2, forward and both halves of backward taken as equally long).
 - launch: where the host is slower than the accelerator.
+- stalls: of a pipeline whose allocator is full or whose whole gradients are reduced between nodes (`_stalls`).
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 from shardwise.draft import SPLIT_SCHEDULES, V_SCHEDULES
@@ -28,9 +30,10 @@ from shardwise.planner.footprint import footprint
 from shardwise.planner.prediction import EIGHTY, Configuration, Prediction
 
 ASYNC = 0.6  # of tensor traffic that stays exposed when it is cut in pieces (torchtitan gains 9 and 10 % a step by it)
-MEMORY_SPREAD = 1.08  # the tables' median error
+GIVEN_BACK = 1.03  # reserved bytes against those in use: an allocator that is full gives back what it only kept
 HOST_BANDWIDTH = 12e9  # bytes a second of one accelerator to its host; two of them share 16 lanes of PCIe 4
 STRAGGLERS = 0.006  # a step waits for the slowest node; so much more with each doubling of the nodes
+FULL = 0.9  # of the memory, from which an allocator has to free before it can allocate
 HOST = 4.0  # exponent that joins host and accelerator
 
 
@@ -69,26 +72,29 @@ def predict(configuration: Configuration) -> Prediction:
     seconds["bubble"] = idle * (p - 1) / configuration.virtual * max(mean, mean + seconds["launch"] / m)
     seconds |= _once(configuration, layer, blocks)
     seconds["shard"] += m * _root(configuration)
+    memory, stages = footprint(configuration)
+    total, room = max(stages), math.exp(EIGHTY * configuration.stack.memory_spread)
+    accelerator = configuration.cluster.accelerator
+    seconds["stalls"] = _stalls(configuration, full=total > FULL * accelerator.memory_bytes)
     seconds["stragglers"] = STRAGGLERS * math.log2(configuration.cluster.nodes) * sum(seconds.values())
     step = sum(seconds.values())
-    spread = math.exp(EIGHTY * configuration.stack.spread)
-    memory, stages = footprint(configuration)
-    total = max(stages)
-    accelerator = configuration.cluster.accelerator
-    return Prediction(
+    found = Prediction(
         step_seconds=step,
         seconds=seconds,
-        interval=(step / spread, step * spread),
+        interval=(step, step),
         memory=memory,
-        memory_interval=(total / MEMORY_SPREAD, total * MEMORY_SPREAD),
+        memory_interval=(total / room, total * room),
         stage_memory=tuple(stages),
         fits=total <= accelerator.memory_bytes,
-        may_fit=total / MEMORY_SPREAD <= accelerator.memory_bytes,
+        may_fit=total / GIVEN_BACK <= accelerator.memory_bytes,
         tokens=configuration.tokens,
         ranks=configuration.ranks,
         peak_tflops=accelerator.peak(configuration.precision) or accelerator.fp32,
         flops_per_token=configuration.model.flops_per_token(configuration.sequence),
     )
+    stack = configuration.stack
+    width = math.exp(EIGHTY * math.hypot(stack.spread, stack.wait_spread * found.waits))
+    return replace(found, interval=(step / width, step * width))
 
 
 def _layer(configuration: Configuration) -> _Layer:
@@ -110,7 +116,7 @@ def _slowest(configuration: Configuration, layer: float, ends: float) -> tuple[i
     layers, p = configuration.model.layers, configuration.pipeline
     if p == 1:
         return layers, True
-    if not configuration.balanced:
+    if not configuration.cuts_by_cost:
         return -(-layers // p), True
     best = (math.inf, layers, True)
     for last in range(layers // p + 1):
@@ -208,6 +214,20 @@ def _pipeline(configuration: Configuration) -> float:
 def _ends_meet(configuration: Configuration) -> bool:
     """Whether one rank has the first and the last stage."""
     return configuration.pipeline == 1 or configuration.schedule in V_SCHEDULES
+
+
+def _stalls(configuration: Configuration, full: bool) -> float:
+    """What a stack loses where something waits for the whole device in every microbatch of a pipeline.
+
+    That is an allocator that is full and frees before it can allocate, and gradients that are not sharded and are
+    reduced between nodes beside the stages' messages. The next stage waits with it: two waits of four stages and
+    more.
+    """
+    p, data = configuration.pipeline, configuration.replica * configuration.shard * configuration.context
+    reduced = configuration.zero == 0 and data > 1 and configuration.cluster.nodes > 1
+    if p == 1 or not (full or reduced):
+        return 0.0
+    return configuration.accumulation * configuration.stack.stall * min(2.0, p / 2)
 
 
 def _once(configuration: Configuration, layer: _Layer, blocks: int) -> dict[str, float]:

@@ -12,6 +12,7 @@ from functools import cached_property
 from shardwise.families.facts import ModelFacts
 from shardwise.planner.hardware import Accelerator
 
+WAITS = ("shard", "replica", "tensor", "context", "pipeline", "bubble", "launch", "stalls")
 EIGHTY = 1.2816  # standard deviations that hold 80 % of a normal distribution
 
 
@@ -144,10 +145,16 @@ class Stack:
         network: share of the fabric's rate.
         pipeline_wait: seconds that a host loses for each block, microbatch and tensor rank where stages lie on several
             nodes.
+        stall: seconds of one wait for the whole device in a pipeline (`predict.py`).
         activations: bytes kept for backward against the count of `footprint.py`.
         gradient_copy: bytes a parameter of gradients beside those that accumulate in fp32.
         memory_gb: what else is held.
-        spread: log-standard deviation of what is measured about what is predicted.
+        logit_bytes: bytes of a logit while the loss turns round (`footprint.py`).
+        cuts_by_cost: a pipeline's stages are cut by cost, with the head's products counted in; else blocks are shared
+            out evenly.
+        spread: log-standard deviation of what is measured about what is predicted, of computation.
+        wait_spread: and what a step that is all traffic, launching and waiting adds to it (`Prediction.waits`).
+        memory_spread: likewise of memory.
         source: rows these were fitted on, and how well they fit.
     """
 
@@ -161,10 +168,15 @@ class Stack:
     overlap: float = 3.0
     network: float = 1.0
     pipeline_wait: float = 0.0
+    stall: float = 0.0
     activations: float = 1.0
     gradient_copy: float = 0.0
     memory_gb: float = 1.0
+    logit_bytes: float = 12.0
+    cuts_by_cost: bool = False
     spread: float = 0.1
+    wait_spread: float = 0.3
+    memory_spread: float = 0.06
     source: str = "not fitted"
 
 
@@ -184,6 +196,7 @@ class Configuration:
         scattered_messages: tensor ranks send a part of a stage's output each, and gather it (arXiv 2104.04473,
             section 4.1).
         balanced: the pipeline's stages are cut by cost; else blocks are shared out evenly and the ends come on top.
+            None: as the stack does it.
     """
 
     model: ModelShape
@@ -214,9 +227,13 @@ class Configuration:
     collectives: str = "nccl"
     async_tensor: bool = False
     scattered_messages: bool = False
-    balanced: bool = True
+    balanced: bool | None = None
     chunked_loss: bool = False
     reshard_after_forward: bool = True
+
+    @property
+    def cuts_by_cost(self) -> bool:
+        return self.stack.cuts_by_cost if self.balanced is None else self.balanced
 
     @property
     def ranks(self) -> int:
@@ -238,9 +255,9 @@ class Prediction:
     """What is expected of a configuration. Times are seconds of one step; memory is bytes of the fullest rank.
 
     `seconds` by cause: matmul, attention, memory_bound, recomputation, shard, replica, tensor, context, pipeline
-    (exposed traffic of each axis), bubble, launch, optimizer, offload. `memory` by cause: parameters, gradients,
-    optimizer, gathered, communication, activations, working, logits, slack. `stage_memory`: total of each pipeline
-    rank. `interval`: 80 % of measured steps are expected between these seconds.
+    (exposed traffic of each axis), bubble, launch, optimizer, offload, stalls, stragglers. `memory` by cause:
+    parameters, gradients, optimizer, gathered, communication, activations, working, logits, slack. `stage_memory`:
+    total of each pipeline rank. `interval`: 80 % of measured steps are expected between these seconds.
     """
 
     step_seconds: float
@@ -250,11 +267,16 @@ class Prediction:
     memory_interval: tuple[float, float]
     stage_memory: tuple[float, ...]
     fits: bool  # as predicted
-    may_fit: bool  # at the lower end of memory's interval
+    may_fit: bool  # once the allocator gives back what it only kept
     tokens: int
     ranks: int
     peak_tflops: float  # of one accelerator
     flops_per_token: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def waits(self) -> float:
+        """Share of the step in which the accelerator does not compute."""
+        return sum(self.seconds.get(cause, 0.0) for cause in WAITS) / self.step_seconds
 
     @property
     def memory_bytes(self) -> float:

@@ -6,6 +6,7 @@ The same rules as `shardwise.parallel` follows when it cuts a model; a test hold
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 from shardwise.families.facts import ModelFacts, TensorSplit, chunk
 from shardwise.plan import Plan
@@ -39,12 +40,29 @@ def optimizer_states(plan: Plan) -> int:
     return states + bool(options.get("amsgrad")) + bool(options.get("centered"))
 
 
+class _Same:
+    """Facts as a key: of the same object, since a search asks for those of one model thousands of times."""
+
+    def __init__(self, facts: ModelFacts) -> None:
+        self.facts = facts
+
+    def __hash__(self) -> int:
+        return id(self.facts)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.facts is other.facts
+
+
 def _of_tensor(facts: ModelFacts, plan: Plan, index: int) -> dict[str, tuple[int, ...]]:
     degree = plan.degrees["tensor"]
-    if degree == 1:
-        return facts.parameter_shapes
+    return facts.parameter_shapes if degree == 1 else _cut_shapes(_Same(facts), degree, plan.chunked_loss, index)
+
+
+@lru_cache(maxsize=16)
+def _cut_shapes(model: _Same, degree: int, chunked_loss: bool, index: int) -> dict[str, tuple[int, ...]]:
+    facts = model.facts
     shapes = {name: _of_block(name, shape, facts, degree, index) for name, shape in facts.parameter_shapes.items()}
-    for name in facts.vocabulary_parameters if plan.chunked_loss else ():
+    for name in facts.vocabulary_parameters if chunked_loss else ():
         shape = facts.parameter_shapes[name]
         shapes[name] = _cut(shape, 0, shape[:1], degree, index)
     return shapes

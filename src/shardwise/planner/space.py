@@ -1,7 +1,7 @@
 """The space of a search: which jobs differ from the given one only in keys that it left open.
 
 What a job sets stays. The rest is enumerated: degrees, sharding, microbatch and checkpointing in all combinations
-(`jobs`), the degrees about a factor of two apart; the degrees between, schedule, placement, offload and the like by
+(`jobs`), the sharding degrees about a factor of two apart; those between, schedule, placement, offload and the like by
 changing the best one key at a time (`neighbours`). Nothing here knows which of them are legal: `shardwise.plan.resolve`
 says.
 """
@@ -19,6 +19,7 @@ from shardwise.draft import V_SCHEDULES, divisors, lookup
 from shardwise.families.facts import ModelFacts
 
 Changes = dict[str, Any]  # dotted key -> value
+COARSE, FINE = 1.75, 1.3  # least ratio of neighbouring degrees: of sharding; of tensor and pipeline, 2, 3, 4, 6, 8 …
 LARGEST_MICROBATCH = 64  # sequences; powers of two are tried
 
 TENSOR, PIPELINE = "parallel.tensor_parallel_degree", "parallel.pipeline_parallel_degree"
@@ -77,8 +78,8 @@ class Space:
         """Degrees whose product divides the ranks; more stages than blocks or ranks than heads are never legal."""
         whole = divisors(self.ranks)
         heads, blocks = max(1, self.facts.attention_heads), max(1, len(self.facts.blocks))
-        for tensor in self.open(TENSOR, thinned(d for d in whole if d <= heads)):
-            for pipeline in self.open(PIPELINE, thinned(d for d in whole if d <= blocks)):
+        for tensor in self.open(TENSOR, thinned((d for d in whole if d <= heads), FINE)):
+            for pipeline in self.open(PIPELINE, thinned((d for d in whole if d <= blocks), FINE)):
                 for context in self.open(CONTEXT, self._contexts()):
                     if self.ranks % (tensor * pipeline * context) == 0:
                         yield tensor, pipeline, context
@@ -148,7 +149,7 @@ class Space:
         yield "memory.offload_parameters", [False, True]
 
 
-def thinned(values: Iterable[int], ratio: float = 1.75) -> list[int]:
+def thinned(values: Iterable[int], ratio: float = COARSE) -> list[int]:
     """Of ascending values the first, the last, and between them those at least `ratio` apart."""
     kept: list[int] = []
     last = None

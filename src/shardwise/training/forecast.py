@@ -16,7 +16,7 @@ import torch
 from shardwise.errors import CapacityError
 from shardwise.observe.metrics import Record
 from shardwise.planner.configure import configuration_of
-from shardwise.planner.local import cluster_of, is_calibrated, machine_constants, step_factor
+from shardwise.planner.local import cluster_of, growth, is_calibrated, stack_here, step_factor
 from shardwise.planner.memory import estimate
 from shardwise.planner.memory_estimate import MemoryEstimate
 from shardwise.planner.predict import predict
@@ -51,7 +51,7 @@ class Forecast:
         """The forecast of a run whose model is built and has not trained yet."""
         plan, facts = run.plan, run.facts
         memory = estimate(plan, facts, pipeline=run.layout.index("pipeline"))
-        resident = _resident(run) if plan.world.device_type == "cpu" else 0
+        resident = _resident(run, memory.activations) if plan.world.device_type == "cpu" else 0
         cluster = cluster_of(plan.world)
         if not facts.attention_heads:
             return cls(memory, reason="the model's blocks are not known", resident=resident)
@@ -61,7 +61,7 @@ class Forecast:
         if not is_calibrated(plan.world):
             reason = "this CPU has not been measured; `shardwise plan calibrate` does it"
             return cls(memory, reason=reason, resident=resident)
-        prediction = predict(configuration_of(plan, facts, cluster))
+        prediction = predict(configuration_of(plan, facts, cluster, stack_here(plan.world)))
         factor = step_factor(plan.world)
         low, high = prediction.interval
         return cls(memory, prediction.step_seconds * factor, (low * factor, high * factor), resident=resident)
@@ -159,11 +159,10 @@ def state_bytes(run: Run) -> dict[str, int]:
     }
 
 
-def _resident(run: Run) -> int:
-    """Of this process, less the model's state, with what calibration saw a process take in its first steps besides."""
-    measured = machine_constants()
-    growth = measured.growth if measured is not None else 0.0
-    return max(0, round(psutil.Process().memory_info().rss - sum(state_bytes(run).values()) + growth))
+def _resident(run: Run, activations: float) -> int:
+    """Of this process, less the model's state, with what a process takes in its first steps besides."""
+    held = psutil.Process().memory_info().rss - sum(state_bytes(run).values())
+    return max(0, round(held + growth(activations)))
 
 
 def _size(size: float) -> str:

@@ -1,0 +1,113 @@
+"""The quick memory model, and how wide intervals are: each against a count or a truth that is known."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shardwise.planner.calibrate_memory import Held, fit_memory
+from shardwise.planner.calibrate_spread import probed_spread, spread, unknown_spread, wait_spread
+from shardwise.planner.footprint import footprint, stage_blocks
+from shardwise.planner.hardware import GIB
+from shardwise.planner.inventory import cluster, presets, stack_of
+from shardwise.planner.predict import predict
+from shardwise.planner.prediction import EIGHTY, Configuration, Stack
+from shardwise.planner.tables import configuration, read_table
+
+TABLES = Path("tests/data/perf-tables")
+
+
+def made(**changes: object) -> Configuration:
+    model, where = presets()["llama3-8b"], cluster("p5.48xlarge:4")
+    base = Configuration(model, where, stack_of("default"), 4096, 2, accumulation=8, shard=8, tensor=4)
+    return replace(base, **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("pipeline", [1, 2, 3, 4, 8, 16])
+@pytest.mark.parametrize("balanced", [False, True])
+def test_stages_hold_every_block_and_cost_alike(pipeline: int, balanced: bool) -> None:
+    model = presets()["llama3-8b"]
+    blocks = stage_blocks(model, pipeline, balanced)
+    assert sum(blocks) == model.layers and len(blocks) == pipeline
+    head = model.embedding_parameters / model.layer_parameters
+    costs = [*blocks[:-1], blocks[-1] + head] if balanced else blocks
+    assert balanced or max(blocks) - min(blocks) <= 1
+    assert not balanced or max(costs) <= (model.layers + head) / pipeline + 1 or blocks[-1] == 0
+
+
+def test_what_fsdp2_reserves_is_what_was_measured() -> None:
+    """torchtitan's Llama 3 8B, on 8 and on 128 accelerators, eager and compiled; none of these rows was fitted."""
+    rows = [row for row in read_table(TABLES / "torchtitan_bf16.csv") if "mem_gb" in row.numbers]
+    for row in rows:
+        found = predict(configuration(row)).memory_bytes / GIB
+        assert found == pytest.approx(row.numbers["mem_gb"], rel=0.05), row.id
+    eager, compiled = (predict(configuration(rows[index])).memory_bytes for index in (0, 2))
+    assert (eager - compiled) / GIB == pytest.approx(4.0)  # the result of down, which no compiled backward reads
+
+
+def test_zero_bubble_keeps_gradients_and_parameters_whole() -> None:
+    plain = made(pipeline=2, shard=4)
+    (before, _), (after, _) = footprint(plain), footprint(replace(plain, schedule="zero_bubble"))
+    elements = (16 * plain.model.layer_parameters + plain.model.embedding_parameters) / 4
+    assert after["gathered"] == pytest.approx(2 * elements) and after["communication"] == pytest.approx(4 * elements)
+    assert sum(after.values()) > sum(before.values())
+
+
+def test_a_full_or_reducing_pipeline_stalls_where_the_stack_does() -> None:
+    plain = made(pipeline=2, shard=1, replica=4, zero=0, stack=replace(stack_of("default"), stall=0.5))
+    sharded = replace(plain, zero=1, shard=4, replica=1)
+    assert predict(plain).seconds["stalls"] == pytest.approx(8 * 0.5)
+    assert predict(sharded).seconds["stalls"] == 0
+    assert predict(replace(sharded, microbatch=64)).seconds["stalls"] == pytest.approx(8 * 0.5)
+    assert predict(replace(plain, pipeline=1, replica=8)).seconds["stalls"] == 0
+    assert predict(replace(plain, stack=stack_of("default"))).seconds["stalls"] == 0
+
+
+def test_a_stack_whose_rows_would_not_fit_in_eager_mode_has_a_fused_loss() -> None:
+    large = made(tensor=1, shard=32, microbatch=6, checkpointing="full")
+    assert predict(large).memory["logits"] > predict(large).memory["activations"]
+    room = replace(large.cluster, accelerator=replace(large.cluster.accelerator, memory_bytes=40 * GIB))
+    assert fit_memory([Held(large, None)], Stack("x")).logit_bytes == 12
+    assert fit_memory([Held(replace(large, cluster=room), None)], Stack("x")).logit_bytes == 4
+
+
+def test_memory_constants_are_found_again() -> None:
+    truth = replace(Stack("x"), activations=1.3, gradient_copy=2.0, memory_gb=3.0)
+    shapes = [made(zero=1, tensor=t, shard=32 // t, microbatch=size) for t in (1, 2, 4, 8) for size in (1, 2, 4)]
+    held = [Held(each, max(footprint(replace(each, stack=truth))[1])) for each in shapes]
+    found = fit_memory(held, Stack("x"))
+    assert found.activations == pytest.approx(1.3, rel=0.1) and found.gradient_copy == pytest.approx(2.0, rel=0.2)
+    for row in held:
+        assert max(footprint(replace(row.configuration, stack=found))[1]) == pytest.approx(row.size, rel=0.08)
+
+
+def test_intervals_hold_what_they_say() -> None:
+    """Errors drawn with known components: 80 % of as many new ones are inside."""
+    draw = random.Random(0)
+
+    def drawn() -> list[tuple[float, float]]:
+        shares = [draw.random() for _ in range(400)]
+        return [(draw.gauss(0.0, (0.05**2 + (0.3 * share) ** 2) ** 0.5), share) for share in shares]
+
+    waits = wait_spread([drawn(), drawn()])
+    own = spread(drawn(), waits)
+    inside = [abs(error) <= EIGHTY * (own**2 + (waits * share) ** 2) ** 0.5 for error, share in drawn()]
+    assert 0.2 <= waits <= 0.4 and 0.03 <= own <= 0.08
+    assert 0.74 <= sum(inside) / len(inside) <= 0.86
+
+
+def test_a_stack_nobody_measured_is_as_uncertain_as_the_others_differ() -> None:
+    near, far = [(0.02, 0.0)] * 50, [(0.3, 0.0)] * 5
+    assert unknown_spread([near] * 9 + [far], 0.0) == 0.05
+    assert unknown_spread([near] * 3 + [far], 0.0) == pytest.approx(0.3 / EIGHTY)
+    assert probed_spread([0.0, 0.0, 0.0]) < probed_spread([0.2, -0.2, 0.0])
+
+
+def test_a_step_of_traffic_is_less_certain() -> None:
+    stack = replace(stack_of("default"), spread=0.05, wait_spread=0.3)
+    busy, waiting = (predict(made(stack=stack, tensor=t, shard=32 // t)) for t in (1, 8))
+    assert waiting.waits > busy.waits
+    assert waiting.interval[1] / waiting.step_seconds > busy.interval[1] / busy.step_seconds
