@@ -95,7 +95,12 @@ def _launcher_notes(job: Job, place: RankEnvironment | None) -> Iterator[str]:
 
 
 def usable_backend(plan: Plan, say: Say) -> str:
-    """The plan's backend, its engine compiled; Gloo where that fails and the job leaves the choice to us."""
+    """The plan's backend, its engine compiled; Gloo where that fails and the job leaves the choice to us.
+
+    Raises:
+        MachineError: the engine fails and Gloo is no choice: the job asks for the engine, or ranks of other hosts, whom
+            this one cannot ask, may have it.
+    """
     if plan.backend != engine.BACKEND:
         return plan.backend
     try:
@@ -104,6 +109,8 @@ def usable_backend(plan: Plan, say: Say) -> str:
     except MachineError as error:
         if plan.job.parallel.ddp_dist_backend != "auto":
             raise
+        if plan.world.hosts > 1:
+            raise MachineError(f"{error}; all hosts need it, or parallel.ddp_dist_backend: gloo") from error
         say(f"note: the ranks talk over Gloo. {error}")
         return "gloo"
 
@@ -142,4 +149,5 @@ def _may_use_engine(job: Job, world: World) -> bool:
 
 
 def _engine_problem(job: Job, world: World) -> str:
-    return engine.obstacle() if _may_use_engine(job, world) else ""
+    """Why `auto` is Gloo. On several hosts it is the engine on all: each rank would know of its own host alone."""
+    return engine.obstacle() if world.hosts == 1 and _may_use_engine(job, world) else ""
