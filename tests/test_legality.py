@@ -11,7 +11,7 @@ from shardwise.config import Job
 from shardwise.draft import Draft, World, divisors, one_of
 from shardwise.errors import LegalityError
 from shardwise.families.facts import AttentionFacts, BlockFacts, ModelFacts, StageFacts, TensorSplit
-from shardwise.legality import RULES, check, rules
+from shardwise.legality import RULES, check, rules, running, structure
 from shardwise.optimizers import ELEMENTWISE, UNUSABLE, classes
 
 FACTS = ModelFacts(
@@ -32,8 +32,13 @@ LISTS = replace(FACTS, stages=StageFacts(refusal="it has two lists of blocks"))
 OTHER_ARGUMENTS = replace(FACTS, blocks_share_arguments=False)
 FLAT = replace(FACTS, is_hugging_face=False, blocks=(), head=None, max_positions=None, family="Net")
 LED = replace(FACTS, kernel_refusal="", attention=(AttentionFacts("layers.0.attn", 8, 8),))
+LINEAR = replace(FACTS, linears={f"layers.{i}.{name}": (4096, 4096) for i in range(4) for name in ("up", "down")})
+FUSIBLE = replace(FACTS, fusible={"layers.0.norm": "RMS norm"})
+SMALL = replace(FACTS, linears={"layers.1.up": (512, 512)})
 CPU4 = World(4, "cpu", 4)
 CUDA4 = World(4, "cuda", 4)
+CUDA1 = World(1, "cuda", 1)
+GRAPHS = {"model": {"compile": True, "cuda_graphs": True}, "precision": {"compute": "fp32"}}
 FACTORY = {"model": {"factory": "a:b"}}
 FULL = {"activation_checkpointing": "full"}
 TWO = {"tensor_parallel_degree": 2}
@@ -118,8 +123,50 @@ PIPELINE_CASES = {
     "partition-order": case(mapped(0, 1, 0, 1), mapped(0, 0, 0, 1), "stages [0, 1, 0, 1]"),
 }
 
+EMULATE = {"precision": {"fp8": "emulate"}}
+FLOAT8_CASES = {
+    "fp8-scaling": case(
+        {"precision": {"fp8_scaling": "rowwise"}},
+        {"precision": {"fp8": "emulate", "fp8_scaling": "rowwise"}},
+        "set precision.fp8",
+        facts=LINEAR,
+    ),
+    "fp8-layers": case(
+        {"precision": {"fp8_layers": "all"}},
+        {"precision": {"fp8": "emulate", "fp8_layers": "all"}},
+        "nothing is in float8",
+        facts=LINEAR,
+    ),
+    "fp8-transformer-engine": case(
+        {"precision": {"fp8": "transformer_engine"}}, EMULATE, "modules of its own", facts=LINEAR
+    ),
+    "fp8-device": case(
+        {"precision": {"fp8": "torchao"}}, EMULATE, "cpu has no products of float8; GPUs have them", facts=LINEAR
+    ),
+    "fp8-installed": case(
+        {"precision": {"fp8": "torchao"}},
+        EMULATE,
+        "pip install 'shardwise[fp8]'",
+        World(4, "cuda", 4, "NVIDIA H100", float8=True),
+        LINEAR,
+    ),
+    "fp8-compute": case(
+        {"precision": {"fp8": "emulate", "compute": "fp16"}},
+        {"precision": {"fp8": "emulate", "compute": "bf16"}},
+        "computes in fp16, and emulate takes bf16 or fp32",
+        facts=LINEAR,
+    ),
+    "fp8-gains": case(
+        EMULATE,
+        {"precision": {"fp8": "emulate", "fp8_layers": "all"}},
+        "0 of 1 linear layers of the blocks; 1 left: 512 x 512 is too small to gain from tensorwise scaling; use",
+        facts=SMALL,
+    ),
+}
+
 # rule id -> (a job that breaks it, the nearest one that does not, what the message holds, world, facts)
 CASES = {
+    **FLOAT8_CASES,
     "one-model": case({"model": {"path": "m", "config": "c"}}, {"model": {"path": "m"}}, "keep one"),
     "model-loss": case({"model": {"loss": "a:b"}}, {"model": {"factory": "a:b", "loss": "a:c"}}, "model.loss=a:b"),
     "model-factory-arguments": case(
@@ -139,6 +186,17 @@ CASES = {
     ),
     "compile-blocks": case(
         {"model": {"compile": True}}, {"model": {"compile": True}}, "no repeated", CPU4, FLAT, FACTS
+    ),
+    "graphs-compile": case({"model": {"cuda_graphs": True}}, GRAPHS, "use model.compile true", CUDA1, FACTS),
+    "graphs-device": case(GRAPHS, {"model": {"compile": True}}, "the ranks run on cpu"),
+    "graphs-alone": case(GRAPHS, {"model": {"compile": True}}, "4 ranks gather weights", CUDA4),
+    "graphs-dtype": case({"model": GRAPHS["model"]}, GRAPHS, "cast to bf16", CUDA1),
+    "graphs-memory": case({**GRAPHS, "memory": FULL}, GRAPHS, "checkpointing none", CUDA1),
+    "liger-model": case({"model": {"liger": True}}, {}, "no module of gpt_neox"),
+    "liger-device": case({"model": {"liger": True}}, {}, "the ranks run on cpu", facts=FUSIBLE),
+    "liger-installed": case({"model": {"liger": True}}, {}, "shardwise[liger]", CUDA4, FUSIBLE),
+    "liger-compile": case(
+        {"model": {"liger": True, "compile": True}}, {"model": {"compile": True}}, "use one of them", CUDA4, FUSIBLE
     ),
     "one-corpus": case({"data": {"path": "p", "factory": "a:b"}}, {"data": {"factory": "a:b"}}, "keep one"),
     "data-factory-format": case(
@@ -435,6 +493,10 @@ MORE = [
     ("profile", {"observe": {"profile": [0, 1]}}, CPU4, FACTS),
     ("profile", {"observe": {"profile": [3, 2]}}, CPU4, FACTS),
     ("accumulation", {"training": {"gradient_accumulation": 3}}, CPU4, FACTS),  # 4 a rank in 3: 2 + 2 + nothing
+    ("graphs-memory", {**GRAPHS, "training": {"gradient_accumulation": 2}}, CUDA1, FACTS),
+    ("graphs-memory", {**GRAPHS, "memory": {"offload_parameters": True}}, CUDA1, FACTS),
+    ("fp8-device", {"precision": {"fp8": "torchao"}}, World(4, "cuda", 4, "NVIDIA A100", float8=False), LINEAR),
+    ("fp8-gains", EMULATE, CPU4, replace(LINEAR, linears={"layers.0.up": (4096, 4096), "layers.3.up": (4096, 4096)})),
     ("idle-ranks", {}, World(32, "cpu", 32), FACTS),
 ]
 
@@ -459,8 +521,10 @@ def test_every_row_has_a_case_and_a_name_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("id", CASES)
-def test_row_fires_and_its_neighbour_passes(id: str) -> None:
+def test_row_fires_and_its_neighbour_passes(id: str, monkeypatch: pytest.MonkeyPatch) -> None:
     broken, legal, says, world, facts, legal_facts = CASES[id]
+    for rows in (running, structure):
+        monkeypatch.setattr(rows, "installed", lambda package: not id.endswith("-installed"))
     with pytest.raises(LegalityError) as raised:
         resolve_case(broken, world, facts)
     rule = next(rule for rule in RULES if rule.id == id)

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from shardwise.collectives import engine
+from shardwise.collectives import engine, hierarchical
 from shardwise.config import Job
 from shardwise.errors import MachineError
 from shardwise.families.facts import ModelFacts
@@ -95,12 +95,23 @@ def _launcher_notes(job: Job, place: RankEnvironment | None) -> Iterator[str]:
 
 
 def usable_backend(plan: Plan, say: Say) -> str:
-    """The plan's backend, its engine compiled; Gloo where that fails and the job leaves the choice to us.
+    """The backend to join with: the plan's, and how its collectives cross hosts (`collectives/hierarchical.py`).
+
+    The engine is compiled; where that fails and the job leaves the choice to us, Gloo takes its place. Inside the hosts
+    of two-level collectives over Gloo that choice is the engine too.
 
     Raises:
         MachineError: the engine fails and Gloo is no choice: the job asks for the engine, or ranks of other hosts, whom
             this one cannot ask, may have it.
     """
+    between = _built_backend(plan, say)
+    inside = between
+    if plan.collectives != "flat" and between == "gloo" and plan.job.parallel.ddp_dist_backend == "auto":
+        inside = _built_backend(replace(plan, backend=engine.BACKEND), say)
+    return hierarchical.name_of(plan.collectives, between, inside)
+
+
+def _built_backend(plan: Plan, say: Say) -> str:
     if plan.backend != engine.BACKEND:
         return plan.backend
     try:
@@ -119,10 +130,14 @@ def _silent(text: str) -> None:
     pass
 
 
+def device_type_of(backend: str) -> str:
+    """Where the ranks that join with `backend` compute."""
+    return "cuda" if "nccl" in hierarchical.parts_of(backend) else "cpu"
+
+
 def _worker(job: Job, backend: str) -> TrainingResult:
     """One rank of a training."""
-    device_type = "cuda" if backend == "nccl" else "cpu"
-    with session(device_type, backend, job.parallel.timeout_seconds) as device:
+    with session(device_type_of(backend), backend, job.parallel.timeout_seconds) as device:
         return train_rank(after_restart(job), device)
 
 

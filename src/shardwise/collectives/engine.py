@@ -17,7 +17,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
@@ -113,11 +114,15 @@ def register() -> None:
 
 def _create(options: Any, backend_options: Any) -> Any:
     """A group's backend; called by torch on each member with the group's own store."""
-    rank, size = options.group_rank, options.group_size
-    names = list(options.global_ranks_in_group) or list(range(size))
-    hosts = discover(options.store, rank, size).hosts
+    names = list(options.global_ranks_in_group) or list(range(options.group_size))
+    return create(options.store, options.group_rank, names, options.timeout)
+
+
+def create(store: Any, rank: int, names: Sequence[int], timeout: timedelta) -> Any:
+    """The backend of one rank of a group, from a store that its members alone see; `names` are its global ranks."""
+    hosts = discover(store, rank, len(names)).hosts
     interface = os.environ.get(INTERFACE_VARIABLE, "")
-    return load().make(options.store, rank, hosts, names, interface, *_towards(options.store), options.timeout)
+    return load().make(store, rank, hosts, list(names), interface, *_towards(store), timeout)
 
 
 def _towards(store: Any) -> tuple[str, str]:
