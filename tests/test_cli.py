@@ -287,3 +287,4 @@ def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
     shown = capsys.readouterr().out
     assert all(word in shown for word in (__version__, "torch", "gloo", "cores", "memory", "extra test"))
+    assert "rank 0 (local 0)" in shown and "cpu: rank 0" in shown

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,62 @@ clear_placement_cache: Callable[[], None] = getattr(debug, "_clear_sharding_prop
 # Public names, but torch 2.13 warns of the older ones.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+# Operations of a group that torch.distributed need not know. Public names exist for groups that it has made alone.
+def all_gather_whole(group: dist.ProcessGroup, output: Tensor, piece: Tensor) -> None:
+    """`piece` [c] of every rank to `output` [n * c]; returns when it is there (CUDA: for the current stream)."""
+    group._allgather_base(output, piece).wait()
+
+
+def all_gather_coalesced(group: dist.ProcessGroup, outputs: Sequence[Tensor], pieces: Sequence[Tensor]) -> None:
+    """Several `all_gather_whole` as one call."""
+    group.allgather_into_tensor_coalesced(list(outputs), list(pieces)).wait()
+
+
+def reduce_scatter_whole(group: dist.ProcessGroup, output: Tensor, whole: Tensor, reduction: Any) -> None:
+    """The rank's piece of the reduced `whole` [n * c] to `output` [c]."""
+    group._reduce_scatter_base(output, whole, _reduce_scatter_options(reduction)).wait()
+
+
+def reduce_scatter_coalesced(
+    group: dist.ProcessGroup, outputs: Sequence[Tensor], wholes: Sequence[Tensor], reduction: Any
+) -> None:
+    """Several `reduce_scatter_whole` as one call."""
+    group.reduce_scatter_tensor_coalesced(list(outputs), list(wholes), _reduce_scatter_options(reduction)).wait()
+
+
+def all_to_all(group: dist.ProcessGroup, output: Tensor, whole: Tensor) -> None:
+    """Equal pieces of `whole`, one for each rank, to `output`, one from each rank."""
+    group.alltoall_base(output, whole, [], []).wait()
+
+
+def _reduce_scatter_options(reduction: Any) -> dist.ReduceScatterOptions:
+    options = dist.ReduceScatterOptions()
+    options.reduceOp = reduction
+    return options
+
+
+def group_of(backends: Mapping[str, Any], store: dist.Store, rank: int, size: int) -> dist.ProcessGroup:
+    """A process group over backends by device type, which torch.distributed does not know of."""
+    group = dist.ProcessGroup(store, rank, size)
+    add_backends(group, backends)
+    return group
+
+
+def backends_of(group: dist.ProcessGroup) -> dict[str, Any]:
+    """The group's backends by device type."""
+    return {device.type: group._get_backend(device) for device in group._device_types}
+
+
+def add_backends(group: dist.ProcessGroup, backends: Mapping[str, Any]) -> None:
+    """What `group` itself does not do, these do, by device type."""
+    kinds = {"gloo": dist.ProcessGroup.BackendType.GLOO, "nccl": dist.ProcessGroup.BackendType.NCCL}
+    for device, backend in backends.items():
+        kind = kinds.get(backend.name(), dist.ProcessGroup.BackendType.CUSTOM)
+        group._register_backend(torch.device(device), kind, backend)
+        group._set_default_backend(kind)
+
 
 _ATEN = torch.ops.aten
 read_scalar = _ATEN._local_scalar_dense.default  # no public name: what `Tensor.item` dispatches to
@@ -103,16 +159,24 @@ __all__ = [
     "FakeTensorMode",
     "TorchDispatchMode",
     "UnpairedDualPipeV",
+    "add_backends",
+    "all_gather_coalesced",
     "all_gather_single",
+    "all_gather_whole",
+    "all_to_all",
+    "backends_of",
     "clear_placement_cache",
     "fake_store",
     "flash_attention",
     "flash_attention_backward",
+    "group_of",
     "has_flash_attention",
     "is_traceable_wrapper_subclass",
     "read_scalar",
     "reduce_left_gradients",
+    "reduce_scatter_coalesced",
     "reduce_scatter_single",
+    "reduce_scatter_whole",
     "tree_flatten",
     "tree_leaves",
 ]

@@ -66,6 +66,15 @@ class ModelSection(Section):
         description="Sets every dropout probability of a Hugging Face config; unset keeps the config's own.",
     )
     compile: bool = Field(default=False, description="`torch.compile` for every block.")
+    cuda_graphs: bool = Field(
+        default=False,
+        description="Compiled blocks run as CUDA graphs, which spares launches where a step is short: on one GPU whose "
+        "weights stay in place.",
+    )
+    liger: bool = Field(
+        default=False,
+        description="Liger's kernels for RMS norms, gated MLPs and rotary positions, on a GPU; extra `liger`.",
+    )
     trust_remote_code: bool = Field(default=False, description="Allow a model directory to run its own Python code.")
 
 
@@ -142,8 +151,16 @@ class ParallelSection(Section):
     )
     ddp_dist_backend: Literal["auto", "gloo", "shardwise", "nccl"] = Field(
         default="auto",
-        description="Collective backend. `shardwise` is the library's own engine for CPU ranks of one host. `auto` is "
-        "NCCL on CUDA; on a CPU the engine where several ranks share one host and it can be built, else Gloo.",
+        description="Collective backend. `shardwise` is the library's own engine for CPU ranks, on one host or "
+        "several. `auto` is NCCL on CUDA; on a CPU the engine where there are several ranks and it can be built, else "
+        "Gloo.",
+    )
+    collective_algorithm: Literal["auto", "measured", "flat", "two_level", "direct"] = Field(
+        default="auto",
+        description="How all-gather, reduce-scatter and all-reduce cross hosts. `flat` leaves it to the backend; "
+        "`two_level` goes between hosts at equal local index, then inside each (MiCS, arXiv 2205.00119, section 3.3); "
+        "`direct` does so with all peers at once; `measured` times them when a group is made and takes the fastest by "
+        "size. `auto` is `measured` on Gloo over several hosts; NCCL and the engine choose for themselves.",
     )
     timeout_seconds: Positive = Field(
         default=600, description="After this long a collective is taken as hung and the run ends."
@@ -194,12 +211,26 @@ class LossScaleSection(Section):
 
 
 class PrecisionSection(Section):
-    """Dtypes. Master weights, reduction and optimizer state are fp32 (fp64 for a fp64 job)."""
+    """Dtypes. Master weights, reduction and optimizer state are fp32 (fp64 for a fp64 job), with float8 too."""
 
     compute: Precision = Field(
         default="auto", description="Dtype of forward and backward; `auto`: bf16 on CUDA, fp32 on a CPU."
     )
     loss_scale: LossScaleSection = Field(default_factory=LossScaleSection, description="Loss scaling of fp16.")
+    fp8: Literal["none", "torchao", "transformer_engine", "emulate"] = Field(
+        default="none",
+        description="What multiplies the blocks' linear layers in float8: `torchao` on a GPU that has it, extra fp8; "
+        "`emulate` rounds to float8 and multiplies in fp32, on any device. `transformer_engine` is refused.",
+    )
+    fp8_scaling: Literal["tensorwise", "rowwise"] = Field(
+        default="tensorwise",
+        description="One scale a tensor, or one for each row and column that are multiplied.",
+    )
+    fp8_layers: Literal["auto", "all"] = Field(
+        default="auto",
+        description="`auto` leaves out the first and the last block and layers that are too small to gain; `all` takes "
+        "every linear layer of the blocks.",
+    )
 
 
 class OptimizerSection(Section):
@@ -309,8 +340,8 @@ class CheckpointSection(Section):
     asynchronous: bool = Field(default=True, description="Training goes on while a checkpoint is written.")
     staging_bytes: Annotated[int, Field(ge=1 << 23)] | None = Field(
         default=None,
-        description="Host memory of each rank for the copy that is being written, in bytes; a state that is larger "
-        "makes the save wait for the disk. Unset: as large as the state.",
+        description="Host memory of each rank for what is saved and not yet written when an update comes, in bytes; "
+        "for what is more, the update waits for the disk. Unset: as large as the state.",
     )
 
 

@@ -23,6 +23,7 @@ from shardwise.config import (
 )
 from shardwise.families.balance import balance, block_costs
 from shardwise.families.facts import AttentionFacts, ModelFacts
+from shardwise.families.float8 import left_out
 from shardwise.families.kernels import Choice, Needs, choose
 
 DEFAULT_SEQUENCES = 16
@@ -43,6 +44,7 @@ class World:
     accelerator: str = ""  # e.g. torch.cuda.get_device_name()
     hosts: int = 1
     engine: bool = False  # can its ranks use the native engine (`shardwise.collectives.engine`)
+    float8: bool | None = None  # do its devices multiply in float8; None: not known yet
 
 
 class Derived(NamedTuple):
@@ -246,6 +248,13 @@ class Draft:
         if not self.led:
             return self.model.attention == "eager"
         return all(choice.kernel.dropout == "exact" for _, choice in self.attention_choices if choice)
+
+    @cached_property
+    def float8_left(self) -> dict[str, str]:
+        """Each linear layer of the blocks -> why it is not in float8; empty where it is."""
+        everything = self.precision.fp8_layers == "all"
+        scaling = "" if everything else self.precision.fp8_scaling
+        return left_out(self.facts, scaling, self.parallel.tensor_parallel_degree)
 
     @cached_property
     def sequences(self) -> Derived:

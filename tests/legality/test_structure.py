@@ -95,12 +95,6 @@ CASES = {
     ),
     "device": case({"parallel": {"device": "cuda"}}, {"parallel": {"device": "cpu"}}, "run on cpu"),
     "backend": case({"parallel": {"ddp_dist_backend": "nccl"}}, {"parallel": {"ddp_dist_backend": "gloo"}}, "use auto"),
-    "backend-hosts": case(
-        {"parallel": {"ddp_dist_backend": "shardwise"}},
-        {"parallel": {"ddp_dist_backend": "gloo"}},
-        "these are on 2; use auto or gloo",
-        World(4, "cpu", 2, hosts=2),
-    ),
     "world": case(
         {"parallel": {"tensor_parallel_degree": 3}}, {}, "3 does not divide the 4 ranks; use a product of 1, 2"
     ),

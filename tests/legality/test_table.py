@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from shardwise.draft import World, divisors, one_of
 from shardwise.legality import RULES, rules
-from tests.legality import test_pipeline, test_running, test_structure
+from tests.legality import test_acceleration, test_pipeline, test_running, test_structure
 from tests.legality.jobs import resolve_case
 
 
 def test_every_row_has_a_case_and_a_name_of_its_own() -> None:
     ids = [rule.id for rule in RULES]
     assert len(set(ids)) == len(ids)
-    assert set(ids) == {*test_structure.CASES, *test_running.CASES, *test_pipeline.CASES}
+    parts = (test_structure, test_running, test_pipeline, test_acceleration)
+    assert set(ids) == {id for part in parts for id in part.CASES}
     assert [doc.id for doc in rules()] == ids
     assert all(doc.sentence and doc.fix and doc.keys for doc in rules())
 

@@ -17,7 +17,9 @@ from torch import nn
 
 from shardwise.families.facts import ModelFacts
 from shardwise.kernels.dropout import name_functional_dropout, replace_dropout
-from shardwise.kernels.linear import defer_weight_gradients
+from shardwise.kernels.float8 import Float8
+from shardwise.kernels.liger import use_liger
+from shardwise.kernels.linear import defer_weight_gradients, use_float8
 from shardwise.kernels.loss import Vocabulary
 from shardwise.layout import Layout
 from shardwise.memory.activation_checkpointing import apply_activation_checkpointing, group_blocks
@@ -62,6 +64,9 @@ def parallelize(
     context = Context(model, plan, layout) if layout.size("context") > 1 else None
     stages = plan.stages_of(layout.index("pipeline"))
     models = [model, *(copy.deepcopy(model) for _ in stages[1:])]
+    if plan.job.model.liger:
+        for each in models:
+            use_liger(each, facts.fusible)
     splits = [_split(each, plan, layout, facts) for each in models]
     passages = [cut_stage(each, facts, plan, stage) for each, stage in zip(models, stages)]
     together = join_ends(models)
@@ -89,7 +94,7 @@ def _part(
     """The order below tensors and stages, down to what is sharded."""
     memory = plan.job.memory
     names = [block.name for block in facts.blocks if passage is None or block.name not in passage.absent]
-    blocks = [model.get_submodule(name) for name in names]
+    blocks, inside = [model.get_submodule(name) for name in names], tuple(f"{name}." for name in names)
     groups = group_blocks(blocks, memory.checkpoint_strategy)
     replace_dropout(model)
     if facts.has_functional_dropout or (plan.attention and facts.has_attention_dropout):
@@ -98,9 +103,12 @@ def _part(
     head = None
     if plan.chunked_loss and facts.head and has_head:
         head = DeferredHead(model.get_submodule(facts.head), split.vocabulary)
+    if plan.float8:
+        here = [model.get_submodule(name) for name in plan.float8 if name.startswith(inside)]
+        use_float8(here, Float8(plan.job.precision.fp8, plan.job.precision.fp8_scaling))
     later = defer_weight_gradients(blocks) if plan.splits_backward else None
     if plan.job.model.compile:
-        _compile(blocks)
+        _compile(blocks, plan.job.model.cuda_graphs)
     if memory.activation_checkpointing != "none":
         horizon = memory.activation_loading_horizon
         offload = ActivationOffload(device, horizon) if memory.offload_activations else None
@@ -143,7 +151,8 @@ def _split(model: nn.Module, plan: Plan, layout: Layout, facts: ModelFacts) -> _
     return _Split(cuts | rows, vocabulary, border)
 
 
-def _compile(blocks: Sequence[nn.Module]) -> None:
+def _compile(blocks: Sequence[nn.Module], graphs: bool) -> None:
     """Compile each block's forward, below checkpointing and FSDP2's hooks, which then see one opaque region."""
+    mode = "reduce-overhead" if graphs else None  # torch's name for a compiled region in CUDA graphs
     for block in blocks:
-        block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
+        block.forward = torch.compile(block.forward, mode=mode)  # type: ignore[method-assign]

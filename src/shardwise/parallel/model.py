@@ -232,6 +232,8 @@ class ParallelModel:
 
         def begin(number: int, is_last: bool) -> None:
             begin_microbatch(self.parts[number].sharded, self.plan, last and is_last)
+            if self.plan.job.model.cuda_graphs:
+                torch.compiler.cudagraph_mark_step_begin()  # what the last microbatch's graphs hold is no longer read
 
         if self.pipeline is None:
             for index in range(count):

@@ -23,11 +23,10 @@ from shardwise.collectives.tensor import (
     gather,
     leave,
     leave_rows,
-    linear_of_parts,
     scatter,
 )
 from shardwise.kernels.dropout import active_scope
-from shardwise.kernels.linear import linear
+from shardwise.kernels.linear import linear, linear_of_parts
 
 
 class WholeRows:
@@ -73,7 +72,7 @@ class ScatteredRows(WholeRows):
         if self.entered is None or self.entered[0] is not values:
             return linear(module, values, transposed)
         _, part, source = self.entered
-        return linear_of_parts(values, part, module.weight.T if transposed else module.weight, module.bias, source)
+        return linear_of_parts(module, values, part, transposed, source)
 
     @torch.compiler.disable
     def leave(self, values: Tensor) -> Tensor:
