@@ -10,6 +10,12 @@ from torch import Tensor
 
 # No public name: torch documents FakeTensorMode only under its private module (torch 2.11 to 2.13).
 from torch._subclasses.fake_tensor import FakeTensorMode
+
+# No public name: puts a value of a checkpoint into its place in nested dicts (torch 2.11 to 2.13).
+from torch.distributed.checkpoint._nested_dict import set_element as set_state_element
+
+# No public name: scripts of SMP import the wrappers from here themselves (torch 2.11 to 2.13).
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, OffloadWrapper
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import debug
 
@@ -37,6 +43,12 @@ def fake_store() -> dist.Store:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore()
+
+
+def is_alive(group: dist.ProcessGroup) -> bool:
+    """Whether `group` was not destroyed."""
+    # No public name: torch keeps its groups in a private map (torch 2.11 to 2.13).
+    return group in dist.distributed_c10d._world.pg_map
 
 
 def has_flash_attention(query: Tensor) -> bool:
