@@ -11,11 +11,11 @@ from torch import Tensor
 # No public name: torch documents FakeTensorMode only under its private module (torch 2.11 to 2.13).
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-# No public name: puts a value of a checkpoint into its place in nested dicts (torch 2.11 to 2.13).
-from torch.distributed.checkpoint._nested_dict import set_element as set_state_element
-
 # No public name: scripts of SMP import the wrappers from here themselves (torch 2.11 to 2.13).
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, OffloadWrapper
+
+# No public name: puts a value of a checkpoint into its place in nested dicts (torch 2.11 to 2.13).
+from torch.distributed.checkpoint._nested_dict import set_element as set_state_element
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import debug
 
@@ -99,7 +99,9 @@ def reduce_left_gradients(modules: Sequence[FSDPModule]) -> None:
 
 
 __all__ = [
+    "CheckpointWrapper",
     "FakeTensorMode",
+    "OffloadWrapper",
     "TorchDispatchMode",
     "all_gather_single",
     "clear_placement_cache",
@@ -107,10 +109,12 @@ __all__ = [
     "flash_attention",
     "flash_attention_backward",
     "has_flash_attention",
+    "is_alive",
     "is_traceable_wrapper_subclass",
     "read_scalar",
     "reduce_left_gradients",
     "reduce_scatter_single",
+    "set_state_element",
     "tree_flatten",
     "tree_leaves",
 ]

@@ -1,8 +1,9 @@
 """The import hook: Amazon's module names lead to `shardwise.smp`, where nothing else answers to them.
 
-The finder of their roots stands last, so that a real `smdistributed`, `torch.sagemaker`, `transformer_engine` or `flash_attn` that is
-installed is always found first. An aliased module is the module of ours itself, not a copy: classes are one, whichever
-name they were imported by. Imports nothing heavy, because transformers asks for `smdistributed` while it is imported.
+The finder of their roots stands last, so that a real `smdistributed`, `torch.sagemaker`, `transformer_engine` or
+`flash_attn` that is installed is always found first. An aliased module is the module of ours itself, not a copy:
+classes are one, whichever name they were imported by. Imports nothing heavy, because transformers asks for
+`smdistributed` while it is imported.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ def _is_question() -> bool:
 
 
 def _exists(name: str) -> bool:
-    parent, _, leaf = name.rpartition(".")
+    parent = name.rpartition(".")[0]
     try:  # not find_spec, by which the finder knows a question
         found = importlib.import_module(parent)
     except ModuleNotFoundError:

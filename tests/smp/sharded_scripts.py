@@ -147,5 +147,3 @@ def train(config: dict[str, Any], family: str, how: str = "", **arguments: Any) 
         )
     finally:
         tsm.state.reset()
-
-

@@ -1,4 +1,4 @@
-"""SMP's Python API, version 2: `import torch.sagemaker as tsm` under `shardwise run`, or `import shardwise.smp.v2 as tsm`.
+"""SMP's Python API, version 2: `torch.sagemaker` under `shardwise run`, or `import shardwise.smp.v2 as tsm`.
 
 Version 2 is torch's own FSDP (`FullyShardedDataParallel`) with degrees: the script wraps and trains its model, and this
 package gives FSDP its groups, splits the model over tensor and context ranks, and keeps checkpoints and norms right.

@@ -80,10 +80,9 @@ class DelayedParamIniter:
                 self.own(module)
             else:
                 run_initializer(self.model, module)
-        for leaf, parameter in module._parameters.items():
-            if parameter is not None and f"{name}.{leaf}" in cuts:
-                part = cuts[f"{name}.{leaf}"].part_of(parameter)
-                module._parameters[leaf] = nn.Parameter(part, requires_grad=parameter.requires_grad)
+        for leaf in [leaf for leaf in held if f"{name}.{leaf}" in cuts]:
+            part = cuts[f"{name}.{leaf}"].part_of(module.get_parameter(leaf))
+            module._parameters[leaf] = nn.Parameter(part, requires_grad=held[leaf].requires_grad)
 
     def _tie(self, module: nn.Module) -> None:
         for (first, leaf), *others in self.ties:

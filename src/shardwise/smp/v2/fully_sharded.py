@@ -52,9 +52,7 @@ def _init_config(
 
 
 @functools.wraps(_fsdp_init)
-def _init(
-    self: Any, *args: Any, post_param_init_fn: Callable[[nn.Module], Any] | None = None, **kwargs: Any
-) -> None:
+def _init(self: Any, *args: Any, post_param_init_fn: Callable[[nn.Module], Any] | None = None, **kwargs: Any) -> None:
     global _wrapping
     if _wrapping:
         _fsdp_init(self, *args, **kwargs)

@@ -69,7 +69,8 @@ def _squares(model: nn.Module) -> Tensor:
 def _shard_groups(model: nn.Module) -> dict[int, Any]:
     """id of each parameter -> the ranks over which FSDP has sharded it; None where it is whole."""
     found: dict[int, Any] = {}
-    for module in FullyShardedDataParallel.fsdp_modules(model):
+    modules: list[Any] = FullyShardedDataParallel.fsdp_modules(model)
+    for module in modules:
         whole = module.sharding_strategy == ShardingStrategy.NO_SHARD or module.process_group.size() == 1
         for parameter in module.parameters():  # parents come first, so the innermost has the last word
             found[id(parameter)] = None if whole else module.process_group

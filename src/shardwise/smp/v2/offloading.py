@@ -32,7 +32,7 @@ def _init(self: Any, module: Any) -> None:
     from shardwise.smp.v2.state_handler import state
 
     _torch_init(self, module)
-    wrapped = [part for part in module.modules() if isinstance(part, CheckpointWrapper)]
+    wrapped: list[Any] = [part for part in module.modules() if isinstance(part, CheckpointWrapper)]
     if not state.sm_activation_offloading:
         return
     if not wrapped:

@@ -1,4 +1,4 @@
-"""The tensor parts of a transformed model: which parameters are cut, this rank's part of a whole one, and the way back."""
+"""The tensor parts of a transformed model: what is cut, this rank's part of a whole parameter, and the way back."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ PROBED = 256  # positions of the forward that is looked at; the script's own seq
 
 
 def transform(
-    model: nn.Module,
+    model: Any,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     config: Any = None,
@@ -53,6 +53,7 @@ def transform(
     layout = state.layout
     _check(model, config, cp_comm_type)
     model.config.use_cache = False  # recomputation would add to it a second time
+    model.tie_weights()  # moving a model to the meta device parts what was tied
     weights = take_weights(model)
     if load_state_dict_from_rank0:
         weights = _of_rank0(model, weights)

@@ -24,4 +24,5 @@ def flash_attn_func(
 
 def flash_attn_qkvpacked_func(qkv: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """[B, S, 3, heads, d] -> [B, S, heads, d]; arguments as of `flash_attn_func`."""
-    return flash_attn_func(*qkv.unbind(2), *args, **kwargs)
+    query, key, value = qkv.unbind(2)
+    return flash_attn_func(query, key, value, *args, **kwargs)

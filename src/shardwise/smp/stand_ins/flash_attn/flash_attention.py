@@ -20,6 +20,8 @@ class FlashAttention(nn.Module):
     ) -> tuple[Tensor, None]:
         """[B, S, 3, heads, d] -> ([B, S, heads, d], None). Raises ConfigError for padding that is masked."""
         if key_padding_mask is not None and not bool(key_padding_mask.all()):
-            raise ConfigError("key_padding_mask hides tokens, which this stand-in for flash_attn cannot; install flash_attn")
+            raise ConfigError(
+                "key_padding_mask hides tokens, which this stand-in for flash_attn cannot; install flash_attn"
+            )
         dropout = self.dropout_p if self.training else 0.0
         return flash_attn_qkvpacked_func(qkv, dropout, self.softmax_scale, causal), None

@@ -1,4 +1,4 @@
-"""Stands for Transformer Engine where scripts import it: its checkpoint is torch's, its fp8 is refused when it is used."""
+"""Stands for Transformer Engine where scripts import it: its checkpoint is torch's, its fp8 is refused when used."""
 
 from __future__ import annotations
 

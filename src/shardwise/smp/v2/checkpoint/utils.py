@@ -23,11 +23,12 @@ def SORT_BY_LAST_INT(name: str | Path) -> int:
 def limit_num_subdirs(
     dir: str | Path,  # SMP's name of it
     num_keep: int | None,
-    sort_fn: Callable[[Any], Any] | None = SORT_BY_LAST_INT,
+    sort_fn: Callable[[Any], Any] | None = None,
     regex: str | None = STEPS,
     log: bool = True,
 ) -> None:
-    """Remove all but the last `num_keep` subdirectories whose names match; nothing where `num_keep` is none or 0.
+    """Remove all but the last `num_keep` subdirectories whose names match, by their last number unless `sort_fn` gives
+    another order; nothing where `num_keep` is none or 0.
 
     Scripts pass the directory of all checkpoints, or that of the one they have just written or are about to: then its
     parent is meant. A directory that is not there is no error, since ranks and asynchronous saves come at any time.
@@ -37,7 +38,7 @@ def limit_num_subdirs(
         return
     if not _matching(root, pattern) and pattern.fullmatch(root.name):
         root = root.parent
-    found = sorted(_matching(root, pattern), key=lambda path: (sort_fn or str)(path.name))
+    found = sorted(_matching(root, pattern), key=lambda path: (sort_fn or SORT_BY_LAST_INT)(path.name))
     for path in found[:-num_keep]:
         if log:
             get_logger().info("removing %s: %d checkpoints are kept", path, num_keep)

@@ -48,9 +48,11 @@ class FlashSelfAttention(nn.Module):
         Raises:
             ConfigError: an unknown layout.
         """
+        _check(layout)
         if isinstance(qkv, Tensor):
             qkv = qkv.unbind(1 if layout == LAYOUTS[0] else 2)
-        return _attend(*qkv, self, attn_mask, causal, cast_dtype, layout)
+        query, key, value = qkv
+        return _attend(query, key, value, self, attn_mask, causal, cast_dtype, layout)
 
 
 class FlashGroupedQueryAttention(nn.Module):
@@ -65,20 +67,22 @@ class FlashGroupedQueryAttention(nn.Module):
         layout: str = "b s h d",
     ) -> Tensor:  # fmt: skip
         """As FlashSelfAttention's, of queries and of a tuple (or tensor) of keys and values."""
+        _check(layout)
         key, value = kv.unbind(1 if layout == LAYOUTS[0] else 2) if isinstance(kv, Tensor) else kv
         return _attend(q, key, value, self, None, causal, cast_dtype, layout)
+
+
+def _check(layout: str) -> None:
+    if layout not in LAYOUTS:
+        raise ConfigError(f"layout={layout!r} must be one of {LAYOUTS}")
 
 
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, module: Any, mask: Tensor | None, causal: bool,
     cast_dtype: torch.dtype | None, layout: str,
 ) -> Tensor:  # fmt: skip
-    if layout not in LAYOUTS:
-        raise ConfigError(f"layout={layout!r} must be one of {LAYOUTS}")
     dtype, turned = query.dtype, layout == LAYOUTS[1]
-    q, k, v = (
-        (each.transpose(1, 2) if turned else each).to(cast_dtype or dtype) for each in (query, key, value)
-    )
+    q, k, v = ((each.transpose(1, 2) if turned else each).to(cast_dtype or dtype) for each in (query, key, value))
     output = F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, dropout_p=module.dropout if module.training else 0.0, is_causal=causal,
         scale=module.scale, enable_gqa=q.shape[1] != k.shape[1],

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
+from typing import Any
 
 from torch import nn
 
@@ -22,11 +23,12 @@ def mark_blocks(model: nn.Module, names: Iterable[str]) -> None:
     """Let the blocks of `model` be `TransformerLayer`s."""
     for name in names:
         block = model.get_submodule(name)
-        block.__class__ = _marked(type(block))
+        cls: Any = type(block)
+        block.__class__ = _marked(cls)
 
 
 @functools.cache
-def _marked(cls: type[nn.Module]) -> type[nn.Module]:
+def _marked(cls: Any) -> type[nn.Module]:
     if issubclass(cls, TransformerLayer):
         return cls
     return type(cls.__name__, (cls, TransformerLayer), {"__module__": cls.__module__})

@@ -15,7 +15,9 @@ from shardwise.errors import ConfigError
 def fp8_autocast(enabled: bool = True, **settings: Any) -> Iterator[None]:
     """Nothing where fp8 is off. Raises ConfigError where it is on."""
     if enabled:
-        raise ConfigError("fp8_autocast(enabled=True) needs transformer_engine, which is not installed; run with fp8 off")
+        raise ConfigError(
+            "fp8_autocast(enabled=True) needs transformer_engine, which is not installed; run with fp8 off"
+        )
     yield
 
 

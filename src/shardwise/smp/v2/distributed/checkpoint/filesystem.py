@@ -69,7 +69,7 @@ class DistributedFileSystemReader(FileSystemReader):
         try:
             metadata = _Unpickler(io.BytesIO(file.read_bytes())).load()
         except (OSError, pickle.UnpicklingError, EOFError, AttributeError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{file} cannot be read: {error}; give a directory that a save has finished") from error
+            raise CheckpointError(f"{file} cannot be read: {error}; give a directory of a finished save") from error
         if not isinstance(metadata, Metadata):
             raise CheckpointError(f"{file} holds a {type(metadata).__name__}, not a checkpoint's metadata")
         return metadata
@@ -84,7 +84,7 @@ class LoadPlanner(DefaultLoadPlanner):
         try:
             found = torch.load(value, weights_only=True)
         except (pickle.UnpicklingError, RuntimeError) as error:
-            raise CheckpointError(f"{name!r} of the checkpoint is no plain data, and is not unpickled: {error}") from error
+            raise CheckpointError(f"{name!r} of the checkpoint is no plain data: {error}") from error
         if self.flatten_state_dict:
             set_state_element(self.original_state_dict, self.mappings[name], found)
         else:
