@@ -53,7 +53,7 @@ def test_every_example_is_run_here_and_short() -> None:
         "smp_sharded.py",
         "smp_tutorial.ipynb",
     }  # the last three in tests/smp/test_run.py
-    for path in files:
+    for path in [path for path in files if path.suffix != ".ipynb"]:
         assert len(path.read_text().splitlines()) <= MOST_LINES, path
 
 

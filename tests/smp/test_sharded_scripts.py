@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch.distributed import checkpoint
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import StateDictType
+from transformers import LlamaForCausalLM
+from transformers.utils import is_flash_attn_2_available
 
 import shardwise.smp.v2 as tsm
 from shardwise.errors import CheckpointError, ConfigError, LegalityError, ModelError
@@ -265,6 +267,8 @@ def test_environment_wins_and_notes_are_said(
             tsm.transform(torch.nn.Linear(2, 2))
         with pytest.raises(ConfigError, match="p2p, all_gather, a2a"):
             tsm.transform(make_model("llama"), cp_comm_type="ring")
+        flash = LlamaForCausalLM._from_config(make_model("llama").config, attn_implementation="flash_attention_2")
+        assert flash.config._attn_implementation == "sdpa" or is_flash_attn_2_available()
         tsm.transform(make_model("mixtral"), config=MoEConfig())
         assert "has no effect here: mixtral routes" in capsys.readouterr().err
     finally:

@@ -88,7 +88,7 @@ class State:
 
     def init(self, config: Any) -> None:
         """Read the parameters and take a place; see `tsm.init`."""
-        from shardwise.smp.v2 import fully_sharded, offloading
+        from shardwise.smp.v2 import attention_choice, fully_sharded, offloading
 
         values, notes = read_options(config, self._assigned)
         self.reset()
@@ -104,19 +104,19 @@ class State:
         for layout in self._layouts.values():  # here, where every rank is: a group is made by all
             for axes in fully_sharded.GROUPS:
                 layout.group(*axes)
-        fully_sharded.install()
-        offloading.install()
+        for changed in (fully_sharded, offloading, attention_choice):
+            changed.install()
         self.initialized = True
         if dist.get_rank() == 0:
             for note in notes:
                 print(f"note: {note}", file=sys.stderr)
 
     def reset(self) -> None:
-        """Forget everything, give FSDP back as it was, and leave the other ranks."""
-        from shardwise.smp.v2 import fully_sharded, offloading
+        """Forget everything, give torch and transformers back as they were, and leave the other ranks."""
+        from shardwise.smp.v2 import attention_choice, fully_sharded, offloading
 
-        fully_sharded.uninstall()
-        offloading.uninstall()
+        for changed in (fully_sharded, offloading, attention_choice):
+            changed.uninstall()
         self._exit.close()
         self.__init__()  # type: ignore[misc]
 
