@@ -14,9 +14,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 # No public name: scripts of SMP import the wrappers from here themselves (torch 2.11 to 2.13).
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, OffloadWrapper
 
+# No public name: where torch's file system storage says that a chunk lies (torch 2.11 to 2.13).
+from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo  # isort: skip
+
 # No public name: puts a value of a checkpoint into its place in nested dicts (torch 2.11 to 2.13).
 from torch.distributed.checkpoint._nested_dict import set_element as set_state_element
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, ShardingStrategy, fully_shard
 from torch.distributed.tensor import debug
 
 # No public name: torch documents TorchDispatchMode only under its private module (torch 2.11 to 2.13).
@@ -32,6 +35,9 @@ clear_placement_cache: Callable[[], None] = getattr(debug, "_clear_sharding_prop
 # Public names, but torch 2.13 warns of the older ones.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+# FSDP's strategies of shard groups and replicas; the second has a private name in torch 2.11 to 2.13.
+hybrid_strategies = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
 _ATEN = torch.ops.aten
 read_scalar = _ATEN._local_scalar_dense.default  # no public name: what `Tensor.item` dispatches to
@@ -102,6 +108,7 @@ __all__ = [
     "CheckpointWrapper",
     "FakeTensorMode",
     "OffloadWrapper",
+    "StorageInfo",
     "TorchDispatchMode",
     "all_gather_single",
     "clear_placement_cache",
@@ -109,6 +116,7 @@ __all__ = [
     "flash_attention",
     "flash_attention_backward",
     "has_flash_attention",
+    "hybrid_strategies",
     "is_alive",
     "is_traceable_wrapper_subclass",
     "read_scalar",

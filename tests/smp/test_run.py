@@ -72,10 +72,11 @@ def test_notebook_is_a_program() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # six commands, one after the other
 def test_notebook_runs_from_top_to_bottom(tmp_path: Path) -> None:
     environment = os.environ | {"TUTORIAL_DIRECTORY": str(tmp_path), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", _cells()], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280
+        [sys.executable, "-c", _cells()], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=880
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, ShardingStrategy, StateDictType
 
+from shardwise._torch_compat import hybrid_strategies
 from shardwise.smp.v2.split_model import hf_names, local_names
 
 SHARD, REPLICA, LINE = ("shard", "context"), ("replica",), ("replica", "shard", "context")
 GROUPS = (SHARD, REPLICA, LINE, ("tensor",), ("context",), (*SHARD, "tensor"), (*LINE, "pipeline", "tensor"))
-HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
 _fsdp_init: Any = FullyShardedDataParallel.__init__
 _config_init: Any = FullStateDictConfig.__init__
@@ -78,7 +78,7 @@ def _choose_groups(given: dict[str, Any]) -> None:
 
     if given.get("process_group") is not None or given.get("device_mesh") is not None:
         return
-    hybrid = given.get("sharding_strategy") in HYBRID
+    hybrid = given.get("sharding_strategy") in hybrid_strategies
     if state.native:
         state.native_hybrid = hybrid
     if state.native and not hybrid:

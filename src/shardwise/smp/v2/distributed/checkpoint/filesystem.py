@@ -1,18 +1,15 @@
-"""Where distributed checkpoints lie: torch's file system storage, whose metadata is read without trusting it.
+"""Where distributed checkpoints lie: torch's file system storage, with metadata that is read without trusting it.
 
-Torch's reader unpickles the metadata. Here only the classes that metadata consists of are made; anything else in the
-file is an error. What is not a tensor is read with `weights_only=True`.
+Torch's metadata is a pickle, which is written for torch's own reader. Beside it stands the same as JSON, and that is
+what is read here. What is not a tensor is read with `weights_only=True`.
 """
 
 from __future__ import annotations
 
-import builtins
-import importlib
 import io
-import pickle
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter
@@ -20,6 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from shardwise._torch_compat import set_state_element
 from shardwise.errors import CheckpointError, ConfigError
+from shardwise.smp.v2.distributed.checkpoint.metadata import FILE, from_text, to_text
 
 Hook = Callable[[], Any]
 S3 = "s3://"
@@ -56,23 +54,25 @@ class DistributedFileSystemWriter(FileSystemWriter):
             hook()
         return written
 
+    def finish(self, metadata: Metadata, results: Any) -> None:
+        """Writes the metadata, once all ranks' files are there."""
+        super().finish(metadata, results)
+        (Path(self.path) / FILE).write_text(to_text(metadata), encoding="utf-8")
+
 
 class DistributedFileSystemReader(FileSystemReader):
-    """Reads what DistributedFileSystemWriter, or torch's FileSystemWriter, has written."""
+    """Reads what DistributedFileSystemWriter has written; what torch's own has written torch's own reads."""
 
     def __init__(self, path: str | Path, **settings: Any) -> None:
         super().__init__(path_to_file_system(path), **settings)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Raises CheckpointError where there is none, or it holds anything but metadata."""
-        file = Path(self.path) / ".metadata"
+        """Raises CheckpointError where there is none, or it is none of ours."""
+        file = Path(self.path) / FILE
         try:
-            metadata = _Unpickler(io.BytesIO(file.read_bytes())).load()
-        except (OSError, pickle.UnpicklingError, EOFError, AttributeError, TypeError, ValueError) as error:
+            return from_text(file.read_text(encoding="utf-8"), self.load_id)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{file} cannot be read: {error}; give a directory of a finished save") from error
-        if not isinstance(metadata, Metadata):
-            raise CheckpointError(f"{file} holds a {type(metadata).__name__}, not a checkpoint's metadata")
-        return metadata
 
 
 class LoadPlanner(DefaultLoadPlanner):
@@ -83,32 +83,9 @@ class LoadPlanner(DefaultLoadPlanner):
         name = read_item.dest_index.fqn
         try:
             found = torch.load(value, weights_only=True)
-        except (pickle.UnpicklingError, RuntimeError) as error:
+        except Exception as error:  # of pickle, which is not imported, or of torch
             raise CheckpointError(f"{name!r} of the checkpoint is no plain data: {error}") from error
         if self.flatten_state_dict:
             set_state_element(self.original_state_dict, self.mappings[name], found)
         else:
             self.state_dict[name] = found
-
-
-class _Unpickler(pickle.Unpickler):
-    """Makes the classes of torch's metadata, and nothing else."""
-
-    ALLOWED: ClassVar[dict[str, set[str]]] = {
-        "torch.distributed.checkpoint.metadata": {
-            "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
-            "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
-        },
-        "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
-        "torch": {"Size", *(name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype))},
-        "torch.serialization": {"_get_layout"},
-        "collections": {"OrderedDict"},
-        "pathlib": {"Path", "PosixPath"},
-    }  # fmt: skip
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "builtins" and name in {"set", "frozenset", "list", "dict", "tuple", "int", "str"}:
-            return getattr(builtins, name)
-        if name not in self.ALLOWED.get(module, ()):
-            raise pickle.UnpicklingError(f"{module}.{name} does not belong into metadata")
-        return getattr(importlib.import_module(module), name)
