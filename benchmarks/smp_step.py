@@ -3,8 +3,8 @@
     python -m benchmarks.smp_step --rounds 9 --steps 2 --json result.json
 
 Both load the same weights and take the same batch on four CPU ranks over which parameters are sharded, in the same
-rounds, and must show the same losses. The ratio is the median of shardwise's time over the script's within each round:
-0.95 or more says that the script costs at most 1.05 of it.
+rounds, and must show the same losses. The ratio is shardwise's speed over the script's, the median of the rounds: up to
+1.05 is what a script may cost.
 """
 
 from __future__ import annotations
