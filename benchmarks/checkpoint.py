@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ):
         settings = (size, Path(directory), CONTENDERS, options.rounds, options.steps)
         results = pool.run(options.ranks, measure, *settings)
-    result = summarize_run(results)
+    result = summarize_run(results, options.steps)
     for table in (render_speed(result), render_stall(result)):
         console.print(table)
     if options.json:
@@ -131,7 +131,7 @@ def timed(work: Callable[[], Any]) -> float:
 class Bench:
     """One rank's state, the steps around a save, and what went wrong."""
 
-    def __init__(self, state: State, path: Path, steps: int, width: int = 512, products: int = 8) -> None:
+    def __init__(self, state: State, path: Path, steps: int, width: int = 512, products: int = 40) -> None:
         self.state, self.path, self.steps, self.products = state, path, steps, products
         self.expected = {name: local.clone() for name, local in state.locals.items()}
         self.matrix, self.message = torch.randn(width, width), torch.zeros(4)
@@ -169,7 +169,11 @@ class Bench:
         remove(self.path)
 
     def train(self, save: Callable[[], Any]) -> None:
-        """Training-like steps, products on this rank's core and a small message to all, with a save amid them."""
+        """Training-like steps with a save amid them.
+
+        Each is products on this rank's core, a small message to all, and the optimizer's step, which without gradients
+        changes nothing but must find the state saved or copied. A real step of this model takes seconds.
+        """
         for number in range(self.steps):
             if number == self.steps // 4:
                 start = time.perf_counter()
@@ -178,6 +182,7 @@ class Bench:
             for _ in range(self.products):
                 torch.mm(self.matrix, self.matrix)
             dist.all_reduce(self.message)
+            self.state.optimizer.inner.step()
 
     def overwrite(self) -> None:
         for local in self.state.locals.values():
@@ -206,12 +211,12 @@ class Bench:
         return found
 
     def copy_seconds(self) -> float:
-        """What the training thread does where the ring holds the state: a copy into memory that is there already."""
+        """What an update does where nothing is written yet and the ring holds all: a copy into memory that is there."""
         staging, parts = Staging(self.state.bytes + BLOCK_BYTES), list(self.state.locals.values())
         seconds = 0.0
         for _ in range(3):
-            staging.begin()
-            seconds = timed(lambda: staging.fill(parts))
+            staging.begin(parts)
+            seconds = timed(staging.settle)
             for _ in staging.drain():
                 pass
         return seconds
@@ -240,7 +245,7 @@ def peak_resident() -> Iterator[Callable[[], int]]:
 # --- the tables ------------------------------------------------------------------------------------------------------
 
 
-def summarize_run(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def summarize_run(results: Sequence[dict[str, Any]], steps: int) -> dict[str, Any]:
     """The numbers of the tables from those of each rank; of times the slowest rank's."""
     times: Times = {
         name: {kind: [max(each) for each in zip(*(r["times"][name][kind] for r in results))] for kind in kinds}
@@ -260,19 +265,20 @@ def summarize_run(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
         row["held"] = vars(summarize(found["held"])) if "held" in found else None
         row["memory"] = {k: max(r["memory"][name][k] for r in results) for k in results[0]["memory"].get(name, {})}
         rows.append(row)
-    predict(rows, results)
+    predict(rows, results, summarize(plain).median / steps)
     return {"bytes_of_a_rank": size, "copy_seconds": max(r["copy"] for r in results), "rows": rows,
             "plain_steps": vars(summarize(plain)), "problems": [p for r in results for p in r["problems"]]}  # fmt: skip
 
 
-def predict(rows: list[dict[str, Any]], results: Sequence[dict[str, Any]]) -> None:
-    """The closed form of `shardwise.checkpoint.staging` for the asynchronous saves, and the stall next to it."""
+def predict(rows: list[dict[str, Any]], results: Sequence[dict[str, Any]], step: float) -> None:
+    """The closed form of `shardwise.checkpoint.staging` for the asynchronous saves; `step` is seconds to the update."""
     by_name = {row["contender"]: row for row in rows}
     size, copy = results[0]["bytes"], max(result["copy"] for result in results)
+    speed = size / summarize(by_name[OURS]["seconds"]["save"]).median
+    rest = max(0.0, size - speed * step)
     for name, (budget, staged) in results[0]["rings"].items():
-        speed = size / summarize(by_name[OURS]["seconds"]["save"]).median
         by_name[name]["budget"], by_name[name]["staged"] = budget, staged
-        by_name[name]["predicted"] = copy + max(0, size - staged) / speed
+        by_name[name]["predicted"] = copy * min(rest, budget) / size + max(0.0, rest - budget) / speed
 
 
 def render_speed(result: dict[str, Any]) -> Table:

@@ -62,7 +62,7 @@ class State:
 
     model: ParallelModel
     optimizer: ShardedOptimizer
-    tensors: dict[str, DTensor]
+    tensors: dict[str, Tensor]  # DTensors where there is more than one rank
 
     def refresh(self) -> None:
         """After a load that gave the optimizer new tensors."""
@@ -70,7 +70,7 @@ class State:
 
     @property
     def locals(self) -> dict[str, Tensor]:
-        return {name: tensor.to_local() for name, tensor in self.tensors.items()}
+        return {n: t.to_local() if isinstance(t, DTensor) else t for n, t in self.tensors.items()}
 
     @property
     def bytes(self) -> int:
@@ -94,16 +94,25 @@ def make_state(size: Size) -> State:
     return State(model, optimizer, dtensors(optimizer))
 
 
-def dtensors(optimizer: ShardedOptimizer) -> dict[str, DTensor]:
+def dtensors(optimizer: ShardedOptimizer) -> dict[str, Tensor]:
     """Parameters and moments by name, all on the optimizer's present memory."""
-    tensors: dict[str, DTensor] = {}
+    tensors: dict[str, Tensor] = {}
     for entry, local in optimizer.locals:
         like: Any = entry.parameter
         parts = {"model": local.detach(), **optimizer.inner.state[local]}
         for key, value in parts.items():
             if value.dim():
-                tensors[f"{key}.{entry.name}"] = DTensor.from_local(
-                    value, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+                tensors[f"{key}.{entry.name}"] = (
+                    value
+                    if not isinstance(like, DTensor)
+                    else DTensor.from_local(
+                        value,
+                        like.device_mesh,
+                        like.placements,
+                        run_check=False,
+                        shape=like.shape,
+                        stride=like.stride(),
+                    )
                 )
     return tensors
 

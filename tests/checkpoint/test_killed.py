@@ -284,10 +284,10 @@ def undisturbed(world_pool: WorldPool, corpora: Path, tmp_path_factory: pytest.T
 
 
 def kill_and_resume(pool: WorldPool, corpora: Path, directory: Path, undisturbed: Path, faults: list[Fault]) -> None:
-    runs = [(a_job(corpora, directory / str(fault), "none"), fault) for fault in faults]
+    outputs = [directory / f"{number}-{fault}" for number, fault in enumerate(faults)]  # a fault may be drawn twice
+    runs = [(a_job(corpora, output, "none"), fault) for output, fault in zip(outputs, faults, strict=True)]
     kill_all(runs, directory)
-    for _, fault in runs:
-        output = directory / str(fault)
+    for output, fault in zip(outputs, faults, strict=True):
         assert_no_process_is_left(output)
         left = checkpoints(LocalStore(str(output / "checkpoints")))
         for name in left:

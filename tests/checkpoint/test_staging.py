@@ -20,6 +20,7 @@ from shardwise.checkpoint.manifest import BLOCK_BYTES
 from shardwise.checkpoint.staging import Broken, Staging, Straight, _aligned
 from shardwise.checkpoint.storage_write import hashed
 from shardwise.checkpoint.stores import _NewFile
+from shardwise.errors import CheckpointError
 
 HALF = BLOCK_BYTES // 2
 
@@ -38,9 +39,9 @@ def eventually(condition: Callable[[], bool], seconds: float = 100) -> None:
 
 @contextmanager
 def filling(staging: Staging, parts: list[Tensor]) -> Iterator[threading.Thread]:
-    """The training thread."""
-    staging.begin()
-    thread = threading.Thread(target=staging.fill, args=(parts,), daemon=True)
+    """The training thread, about to change `parts`."""
+    staging.begin(parts)
+    thread = threading.Thread(target=staging.settle, daemon=True)
     thread.start()
     yield thread
     thread.join(100)
@@ -69,7 +70,7 @@ def test_the_stream_arrives_whole_through_a_ring_of_three_blocks(parts: list[Ten
             blocks = [(bytes(block), staging.bytes) for block in staging.drain()]
         assert b"".join(block for block, _ in blocks) == expected
         assert all(len(block) == BLOCK_BYTES for block, _ in blocks[:-1])
-        assert max(held for _, held in blocks) <= 3 * BLOCK_BYTES
+        assert max((held for _, held in blocks), default=0) <= 3 * BLOCK_BYTES
 
 
 @pytest.mark.parametrize("parts", [pytest.param(parts, id=name) for name, parts in STATES])
@@ -115,8 +116,8 @@ def test_blocks_of_the_ring_go_around_the_page_cache_where_they_can(tmp_path: Pa
     except (OSError, AttributeError):
         pytest.skip("this file system goes through the page cache")
     staging = Staging(2 * BLOCK_BYTES)
-    staging.begin()
-    staging.fill(numbers(BLOCK_BYTES + 100))
+    staging.begin(numbers(BLOCK_BYTES + 100))
+    staging.settle()
     with _NewFile(tmp_path / "file") as file:
         direct = [file.write(block) and file._direct for block in staging.drain()]
     assert direct == [True, False]  # the tail is no whole page
@@ -137,8 +138,8 @@ def test_training_is_held_up_while_the_ring_is_full() -> None:
 
 def test_training_goes_on_at_once_where_the_ring_holds_the_state() -> None:
     staging = Staging(3 * BLOCK_BYTES)
-    staging.begin()
-    staging.fill(numbers(3 * BLOCK_BYTES))  # nobody takes a block
+    staging.begin(numbers(3 * BLOCK_BYTES))
+    staging.settle()  # nobody takes a block
     assert staging.bytes == 3 * BLOCK_BYTES
     assert sum(len(block) for block in staging.drain()) == 3 * BLOCK_BYTES
 
@@ -160,7 +161,60 @@ def test_a_writer_that_fails_sets_the_waiting_training_free_and_the_ring_is_used
 
 def test_a_writer_that_failed_before_the_first_block() -> None:
     staging = Staging(2 * BLOCK_BYTES)
-    staging.begin()
+    staging.begin(numbers(5 * BLOCK_BYTES))
     staging.cancel()
-    staging.fill(numbers(5 * BLOCK_BYTES))
+    staging.settle()
     assert staging.bytes == 0
+
+
+def test_a_stream_that_nobody_disturbs_needs_one_block() -> None:
+    staging, parts = Staging(8 * BLOCK_BYTES), numbers(*[HALF + 1] * 9)
+    staging.begin(parts)
+    assert b"".join(bytes(block) for block in staging.drain()) == b"".join(part.numpy().tobytes() for part in parts)
+    assert staging.bytes == BLOCK_BYTES
+    staging.settle()  # too late to matter
+
+
+def test_what_is_copied_before_a_change_is_what_was_there() -> None:
+    staging, parts = Staging(4 * BLOCK_BYTES), numbers(*[BLOCK_BYTES] * 4)
+    expected = [part.numpy().tobytes() for part in parts]
+    staging.begin(parts)
+    stream = staging.drain()
+    first = bytes(next(stream))  # copied by the writer
+    staging.settle()
+    for part in parts:
+        part.zero_()
+    assert [first, *(bytes(block) for block in stream)] == expected
+
+
+def collect(staging: Staging, blocks: list[bytes]) -> None:
+    blocks.extend(bytes(block) for block in staging.drain())
+
+
+def test_both_threads_fill_and_neither_waits_for_the_other() -> None:
+    staging = Staging(2 * BLOCK_BYTES)
+    for number in range(30):
+        parts = [torch.full((HALF + size,), number, dtype=torch.uint8) for size in range(1 + number % 9)]
+        staging.begin(parts)
+        blocks: list[bytes] = []
+        writer = threading.Thread(target=collect, args=(staging, blocks), daemon=True)
+        writer.start()
+        time.sleep(number % 7 / 5000)  # the update comes early or late
+        staging.settle()
+        for part in parts:
+            part.fill_(255)
+        writer.join(100)
+        assert not writer.is_alive() and b"".join(blocks) == bytes([number]) * sum(part.numel() for part in parts)
+
+
+def test_a_change_that_nobody_announced_is_refused_by_whoever_sees_it() -> None:
+    for sees in ("the writer", "training"):
+        staging, parts = Staging(4 * BLOCK_BYTES), numbers(*[BLOCK_BYTES] * 4)
+        staging.begin(parts)
+        stream = staging.drain()
+        next(stream)
+        parts[2][:1].zero_()  # through a view
+        if sees == "training":
+            staging.settle()
+        with pytest.raises(CheckpointError, match="changed while they were being saved"):
+            list(stream)

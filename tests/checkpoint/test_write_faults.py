@@ -56,13 +56,14 @@ class SlowStore(LocalStore):
 
 
 def save_twice(job: Job, path: Path) -> list[tuple[str, str]]:
-    """The second save comes while the first is held up; the weights change as soon as each save returns."""
+    """The second save comes while the first is held up; the weights change as soon as each save is settled."""
     run, store = set_up(job, torch.device("cpu")), SlowStore(str(path))
     checkpointer = Checkpointer(run.model, run.optimizer, store, data_facts(run))
     taken = saving.snapshot
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(saving, "snapshot", lambda *a: (store.log.append(("snapshot", "")), taken(*a))[1])
         for step in (1, 2):
+            checkpointer.settle()
             with torch.no_grad():
                 for entry in run.model.tensor_map:
                     entry.local.fill_(step)
@@ -70,6 +71,7 @@ def save_twice(job: Job, path: Path) -> list[tuple[str, str]]:
                 assert checkpoints(store) == []
                 threading.Timer(0.5, store.gate.set).start()
             checkpointer.save(Progress(step=step), run.scaler)
+        run.optimizer.step()  # settles by itself; without gradients it changes nothing
         with torch.no_grad():
             for entry in run.model.tensor_map:
                 entry.local.fill_(3.0)

@@ -1,8 +1,9 @@
 """Saving: when it may begin, on which thread it runs, and what becomes of a failure.
 
-`Checkpointer.save` copies the state into the staging ring on the training thread; a second thread plans with the other
-ranks through DCP, writes, and commits. One save at a time: the next waits for the last. A failure is kept until the
-training thread asks, at a step boundary, where the ranks agree on it.
+`Checkpointer.save` starts a second thread, which plans with the other ranks through DCP, copies the state block by
+block, writes, and commits. The optimizer's next step first has the rest of the state copied (`settle`). One save at a
+time: the next waits for the last. A failure is kept until the training thread asks, at a step boundary, where the ranks
+agree on it.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ PATIENCE = timedelta(days=1)  # ranks write at different speeds; one that dies c
 
 
 class Checkpointer:
-    """Saves one run's state. Every method but `failed` is collective.
+    """Saves one run's state. Every method but `failed` and `settle` is collective.
 
     Args:
         data: what the manifest says of the data.
@@ -55,6 +56,7 @@ class Checkpointer:
         self._staging: Staging | None = None
         self._thread: threading.Thread | None = None
         self._run = claim(store)
+        self._hook = optimizer.inner.register_step_pre_hook(lambda *_: self.settle())
 
     @property
     def failed(self) -> bool:
@@ -96,27 +98,29 @@ class Checkpointer:
         if failure is not None:
             raise failure  # it is not about files: a rank was lost, which the launcher explains
 
+    def settle(self) -> None:
+        """Hold what is being saved, so that it may change. The optimizer's step calls it."""
+        if self._thread is not None and self._staging is not None:
+            self._staging.settle()
+
     def close(self) -> None:
         """Wait for what is under way, whatever comes of it; used where another error is on its way."""
+        self._hook.remove()
         if self._thread is not None:
             self._thread.join(timeout=60)
 
     def _write_beside(
         self, name: str, taken: Snapshot, parts: Sequence[torch.Tensor], describe: Callable[..., Manifest]
     ) -> None:
-        """Start the writing thread and give it the state, as it is now."""
+        """Start the writing thread on the state as it is now."""
         staging = self._ring(taken)
-        staging.begin()
-        thread = threading.Thread(
+        staging.begin(parts)
+        self._thread = threading.Thread(
             target=self._write, args=(name, taken, staging, describe), name=f"shardwise-{name}", daemon=True
         )
-        if staging.holds(sum(part.nbytes for part in parts)):  # then the copy need not share the interpreter
-            staging.fill(parts)
-            thread.start()
-        else:
-            thread.start()
-            staging.fill(parts)
-        self._thread = thread
+        if self.model.device.type == "cuda":
+            staging.settle()  # from the stream that computed it; another one's copies would need an order of their own
+        self._thread.start()
 
     def _write(self, name: str, taken: Snapshot, staging: Source, describe: Callable[..., Manifest]) -> None:
         """Plan, write and commit; the writing thread's work."""

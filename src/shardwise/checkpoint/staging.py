@@ -1,10 +1,12 @@
-"""The bytes of a snapshot on their way from the training thread to the writing thread, in bounded host memory.
+"""The bytes of a snapshot on their way to the writing thread, in bounded host memory.
 
-A snapshot is a stream: the file's header, then its tensors one after the other. The training thread copies the stream
-into a ring of fixed blocks and waits where none is free; the writing thread takes full blocks, and gives them back. So
-training is held up for the copy of what fits into the ring and for the writing of the rest:
+A snapshot is a stream: the file's header, then its tensors one after the other, cut into blocks of a ring. Between two
+updates nothing changes parameters and optimizer state, so until the next one the writing thread copies block by block
+itself, as it comes to them (the lazy snapshot of DataStates-LLM, arXiv 2406.10707). The update then has what is left
+copied into the ring first, and waits where the ring is full. Training is held up for
 
-    stall = copy(state) + max(0, state - ring) / write speed
+    rest = max(0, state - write speed x time to the next update)
+    stall = copy(min(rest, ring)) + max(0, rest - ring) / write speed
 """
 
 from __future__ import annotations
@@ -13,12 +15,14 @@ import mmap
 import queue
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from shardwise.checkpoint.manifest import BLOCK_BYTES
+from shardwise.errors import CheckpointError
 
 FEWEST_BLOCKS = 2  # one is filled while one is written
 
@@ -54,6 +58,7 @@ class Staging:
         self._pinned = pinned
         self.allow(budget)
         self._broken = threading.Event()
+        self._filling = threading.Lock()  # blocks are filled by one thread at a time, in order
         self._empty()
 
     @property
@@ -65,50 +70,83 @@ class Staging:
         """Set how many bytes it may hold; what it holds already stays."""
         self.blocks = max(FEWEST_BLOCKS, budget // BLOCK_BYTES)
 
-    def holds(self, size: int) -> bool:
-        """Whether a stream of `size` bytes can be filled in before anything is taken out."""
-        return size <= self.blocks * BLOCK_BYTES
-
-    def begin(self) -> None:
-        """Ready for a new stream; the last one has ended."""
+    def begin(self, parts: Sequence[Tensor]) -> None:
+        """A new stream, of the bytes of `parts` in order; the last one has ended. Nothing is copied yet."""
         if self._broken.is_set():  # blocks were lost on the way
             self._empty()
             self._broken.clear()
+        self._changed: CheckpointError | None = None
+        self._blocks = _blocks(_versions(parts))
 
     def _empty(self) -> None:
         self._made = 0
         self._free: queue.SimpleQueue[Block] = queue.SimpleQueue()
         self._full: queue.SimpleQueue[Block | None] = queue.SimpleQueue()
 
-    def fill(self, parts: Sequence[Tensor]) -> None:
-        """Copy the bytes of `parts`, in order, into blocks. Returns when all are copied, or when the writer failed."""
+    def settle(self) -> None:
+        """Copy what is left of the stream, before its tensors change. At once where nothing is."""
         try:
-            block = self._take()
-            for at, run in _runs(parts):
-                if at == 0 and block.size:
-                    self._hand_over(block)
-                    block = self._take()
-                block.size = at + run.numel()
-                block.memory[at : block.size].copy_(run, non_blocking=self._pinned)
-            self._hand_over(block)
-            self._full.put(None)
-            if self._pinned:
-                torch.cuda.current_stream().synchronize()  # training overwrites the tensors from here on
-        except Broken:
-            return
+            more = True
+            while more:
+                with self._filling:
+                    more = self._fill()
+        except (Broken, CheckpointError):
+            return  # the writing thread says why
+        if self._pinned:
+            torch.cuda.current_stream().synchronize()
 
     def drain(self) -> Iterator[memoryview]:
-        """The blocks of the stream, each valid until the next is asked for."""
-        while (block := self._full.get()) is not None and not self._broken.is_set():
+        """The blocks of the stream, each valid until the next is asked for.
+
+        Raises:
+            Broken: it was cancelled.
+            CheckpointError: a tensor changed before it was copied.
+        """
+        while (block := self._next()) is not None:
             yield block.content()
             self._free.put(block)
-        if self._broken.is_set():
-            raise Broken
+
+    def _next(self) -> Block | None:
+        """The next full block, filled here unless the other thread is at it."""
+        while not self._broken.is_set():
+            if self._filling.acquire(blocking=False):
+                try:
+                    if self._full.empty():  # then all blocks are free, and filling one cannot wait
+                        self._fill()
+                finally:
+                    self._filling.release()
+            with suppress(queue.Empty):
+                return self._full.get(timeout=0.1)
+        raise self._changed or Broken
 
     def cancel(self) -> None:
         """End both sides: nothing more is taken, nothing more comes."""
         self._broken.set()
-        self._full.put(None)
+
+    def _fill(self) -> bool:
+        """Copy the next block; whether there was one. After the last comes None. Under the lock."""
+        runs = next(self._blocks, None)
+        if not runs:
+            if runs is not None:
+                self._full.put(None)
+            return False
+        block = self._take()
+        for run in runs:
+            block.memory[run.at : run.at + run.content.numel()].copy_(run.content, non_blocking=self._pinned)
+            block.size = run.at + run.content.numel()
+        self._check(runs)
+        self._hand_over(block)
+        return True
+
+    def _check(self, runs: Sequence[Run]) -> None:
+        """Refuse to write what is half old and half new."""
+        if any(run.changed for run in runs):
+            self._changed = CheckpointError(
+                "parameters or optimizer state were changed while they were being saved, by something other than the "
+                "optimizer's step; call Checkpointer.settle() before such a change"
+            )
+            self.cancel()
+            raise self._changed
 
     def _take(self) -> Block:
         while not self._broken.is_set():
@@ -145,8 +183,8 @@ class Straight:
 
     def drain(self) -> Iterator[memoryview]:
         """The stream in runs, none of them across the end of a block."""
-        for _, run in _runs(self._parts):
-            yield memoryview(run.numpy())  # type: ignore[arg-type]
+        for run in _runs(_versions(self._parts)):
+            yield memoryview(run.content.numpy())  # type: ignore[arg-type]
 
     def cancel(self) -> None:
         """Nobody waits at the other end."""
@@ -155,13 +193,48 @@ class Straight:
 Source = Staging | Straight
 
 
-def _runs(parts: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
+@dataclass
+class Run:
+    """Bytes of one tensor that lie together in one block, from `at` on."""
+
+    at: int
+    content: Tensor
+    tensor: Tensor
+    version: int
+
+    @property
+    def changed(self) -> bool:
+        """Whether the tensor was written to since the stream began."""
+        return self.tensor._version != self.version
+
+
+Versions = list[tuple[Tensor, int]]
+
+
+def _versions(parts: Sequence[Tensor]) -> Versions:
+    return [(part, part._version) for part in parts]
+
+
+def _runs(parts: Versions) -> Iterator[Run]:
     """The bytes of `parts`, cut where a block ends; each with its place in its block."""
     at = 0
-    for part in parts:
+    for part, version in parts:
         flat = part.detach().contiguous().view(-1).view(torch.uint8)
         start = 0
         while start < flat.numel():
             count = min(BLOCK_BYTES - at, flat.numel() - start)
-            yield at, flat[start : start + count]
+            yield Run(at, flat[start : start + count], part, version)
             start, at = start + count, (at + count) % BLOCK_BYTES
+
+
+def _blocks(parts: Versions) -> Iterator[list[Run]]:
+    """The runs of each block, then an empty list."""
+    block: list[Run] = []
+    for run in _runs(parts):
+        if run.at == 0 and block:
+            yield block
+            block = []
+        block.append(run)
+    if block:
+        yield block
+    yield []

@@ -45,7 +45,7 @@ class Snapshot:
 
 
 def snapshot(model: ParallelModel, optimizer: Optimizer) -> Snapshot:
-    """What this rank owns of the run's state, as it is now; tensors are not copied."""
+    """What this rank owns of the run's state, as it is now; tensors are not copied, but for buffers."""
     pieces: list[Piece] = []
     scalars: Scalars = {}
     states = {entry.name: optimizer.inner.state.get(local, {}) for entry, local in optimizer.locals}
@@ -58,7 +58,8 @@ def snapshot(model: ParallelModel, optimizer: Optimizer) -> Snapshot:
             elif value is not None:
                 pieces += _pieces(f"optimizer/{key}", entry, _like_parameter(entry, local, key, value))
     if dist.get_rank() == 0:
-        pieces += [_whole(f"buffer/{name}", buffer) for name, buffer in persistent_buffers(model.module)]
+        # A forward may change them (running statistics), unlike the rest, and they are small.
+        pieces += [_whole(f"buffer/{name}", buffer.clone()) for name, buffer in persistent_buffers(model.module)]
     return Snapshot([*pieces, *random_pieces(model.device, dist.get_rank())], scalars)
 
 

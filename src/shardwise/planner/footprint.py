@@ -12,6 +12,7 @@ gradients in the compute dtype beside those that accumulate (`Stack.gradient_cop
 
 from __future__ import annotations
 
+from shardwise.draft import V_SCHEDULES
 from shardwise.planner.compute import BYTES, tokens_of
 from shardwise.planner.prediction import Configuration
 
@@ -29,8 +30,9 @@ def footprint(configuration: Configuration) -> tuple[dict[str, float], list[floa
 def _rank(configuration: Configuration, rank: int) -> dict[str, float]:
     model, t, p = configuration.model, configuration.tensor, configuration.pipeline
     blocks = _blocks(configuration, rank)
-    first, last = rank == 0, rank == p - 1
-    ends = model.embedding_parameters * ((first or last) if model.tied or p > 1 else 2)
+    in_v = configuration.schedule in V_SCHEDULES
+    first, last = rank == 0, rank == (0 if in_v else p - 1)
+    ends = model.embedding_parameters * (1 if model.tied and first and last else first + last)
     elements = (blocks * model.layer_parameters + ends) / t
     causes = _states(configuration, elements) | _buffers(configuration, ends / t)
     kept, working = _activations(configuration)
@@ -55,6 +57,8 @@ def _in_flight(configuration: Configuration, rank: int) -> float:
         return 1.0
     if configuration.schedule == "simple":
         return float(m)
+    if configuration.schedule in V_SCHEDULES:  # arXiv 2401.10241, section 6: a forward of each stage
+        return min(float(m), p + (configuration.schedule == "dualpipev") / 2)
     if v > 1:
         return min(float(m), (p - rank) + (p - 1) / v)
     return float(min(m, p - rank))
