@@ -18,7 +18,7 @@ from shardwise.cli import main
 
 SCRIPT = Path(__file__).parent / "step_script.py"
 EXAMPLES = Path(__file__).parents[2] / "examples"
-CALLED = re.compile(r"shardwise\(('\w+')")
+CALLED = re.compile(r'shardwise\(("\w+")')
 
 
 def _run(*words: str | Path) -> subprocess.CompletedProcess[str]:
