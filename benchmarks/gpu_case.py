@@ -39,6 +39,8 @@ class Case:
     warmup: int
     compile_mode: str
     product: int  # side of the matrices of the peak measurement
+    base: str = ""  # contender that the others are held against; "" is shardwise
+    memory_bytes: int | None = None  # of the device; None is all of it
 
     @property
     def name(self) -> str:
@@ -56,6 +58,9 @@ def run_case(case: Case, send: Send) -> None:
     from shardwise.launch.session import session
 
     with session(case.device, "nccl" if case.device == "cuda" else "gloo") as device:
+        if device.type == "cuda" and case.memory_bytes is not None:
+            whole = torch.cuda.get_device_properties(device).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, case.memory_bytes / whole), device)
         config = model_config(case.family, case.size, case.sequence)
         with torch.device("meta"):
             send("flops_per_token", flops_per_token(build(config, torch.device("meta")), config, case.sequence))

@@ -1,4 +1,4 @@
-"""Who takes part in `training_gpu`: shardwise and bare PyTorch, each eager and compiled.
+"""Who takes part in `training_gpu`: shardwise and bare PyTorch, eager and compiled; shardwise with single switches.
 
 All train in bf16 with fp32 master weights and clip by the global norm. A builder gets (config, device, compile mode)
 and returns `step(ids) -> loss`. `torch` keeps the model in bf16 and updates fp32 copies of its parameters, which is the
@@ -8,12 +8,13 @@ arithmetic of shardwise and the least work that bare PyTorch does it with; `auto
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.gpu_models import build
+from benchmarks.gpu_models import build, optimizer_of
 
 IdStep = Callable[[Tensor], Tensor]
 LEARNING_RATE, WEIGHT_DECAY, CLIP_NORM = 3e-4, 0.1, 1.0
@@ -26,7 +27,7 @@ def bare(config: Any, device: torch.device, compiled: str | None) -> IdStep:
     masters = [parameter.detach().clone() for parameter in parameters]
     for parameter in parameters:  # parameters only: rotary frequencies stay fp32
         parameter.data = parameter.data.bfloat16()
-    optimizer = _adamw(masters)
+    optimizer = _optimizer(config, masters)
     forward = _compile(model, compiled)
 
     def step(ids: Tensor) -> Tensor:
@@ -49,7 +50,7 @@ def autocast(config: Any, device: torch.device, compiled: str | None) -> IdStep:
     """fp32 model under `torch.autocast`."""
     model = build(config, device)
     parameters = list(model.parameters())
-    optimizer = _adamw(parameters)
+    optimizer = _optimizer(config, parameters)
     forward = _compile(model, compiled)
 
     def step(ids: Tensor) -> Tensor:
@@ -64,17 +65,36 @@ def autocast(config: Any, device: torch.device, compiled: str | None) -> IdStep:
     return step
 
 
-def sharded(config: Any, device: torch.device, compiled: str | None) -> IdStep:
+CHECKPOINTED = {"activation_checkpointing": "full"}
+# Name of a contender without `shardwise-` and `-compile` -> sections of its Job.
+SWITCHES: dict[str, dict[str, Any]] = {
+    "fp8": {"precision": {"fp8": "torchao"}},
+    "fp8-rowwise": {"precision": {"fp8": "torchao", "fp8_scaling": "rowwise"}},
+    "liger": {"model": {"liger": True}},
+    "checkpointed": {"memory": CHECKPOINTED},
+    "checkpointed-eager": {"memory": CHECKPOINTED, "model": {"attention": "eager"}},
+    "offloaded": {"memory": {**CHECKPOINTED, "offload_activations": True}},
+}
+
+
+def sharded(config: Any, device: torch.device, compiled: str | None, switch: str = "") -> IdStep:
     """Shardwise on one rank, with the weights that the others draw. Its compilation is per block."""
     from benchmarks.contenders.shardwise_contender import gpu_stepper
 
-    return gpu_stepper(config, device, compiled is not None, (LEARNING_RATE, WEIGHT_DECAY, CLIP_NORM))
+    more = {name: dict(values) for name, values in SWITCHES.get(switch, {}).items()}
+    if device.type == "cpu" and "precision" in more:  # a toy: its layers are small, and a CPU has no float8
+        more["precision"] |= {"fp8": "emulate", "fp8_layers": "all"}
+    if compiled is not None:
+        more["model"] = {**more.get("model", {}), "compile": True}
+    return gpu_stepper(config, device, (LEARNING_RATE, WEIGHT_DECAY, CLIP_NORM), optimizer_of(config), more)
 
 
 Builder = Callable[[Any, torch.device, str | None], IdStep]
 BUILDERS: dict[str, tuple[Builder, bool]] = {  # name: (builder, compiled?)
     "shardwise": (sharded, False),
     "shardwise-compile": (sharded, True),
+    **{f"shardwise-{name}": (partial(sharded, switch=name), False) for name in SWITCHES},
+    **{f"shardwise-{name}-compile": (partial(sharded, switch=name), True) for name in ("fp8", "fp8-rowwise")},
     "torch": (bare, False),
     "torch-compile": (bare, True),
     "autocast": (autocast, False),
@@ -82,12 +102,13 @@ BUILDERS: dict[str, tuple[Builder, bool]] = {  # name: (builder, compiled?)
 }
 
 
-def _adamw(parameters: list[Any]) -> torch.optim.Optimizer:
+def _optimizer(config: Any, parameters: list[Any]) -> torch.optim.Optimizer:
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": WEIGHT_DECAY},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=LEARNING_RATE, fused=True)
+    kind: Any = getattr(torch.optim, optimizer_of(config))
+    return kind(groups, lr=LEARNING_RATE, fused=True)  # type: ignore[no-any-return]
 
 
 def _compile(model: nn.Module, how: str | None) -> Callable[..., Any]:

@@ -22,7 +22,8 @@ class Shape:
 
 
 # 1B and 3B are the sizes of Llama-3.2-1B and -3B with a vocabulary of 32000 and an untied head, and of Pythia-1b (with
-# heads of 128) and -2.8b; 0.5B is made to fit between.
+# heads of 128) and -2.8b; 0.5B is made to fit between. 13B-10L has 10 of the 40 layers of a GPT-NeoX of 13B: there
+# FlashAttention's gain is looked at.
 SHAPES: dict[tuple[str, str], Shape] = {
     ("llama", "0.5B"): Shape(1280, 20, 20, 20, 3840, 32000),
     ("llama", "1B"): Shape(2048, 16, 32, 8, 8192, 32000),
@@ -30,11 +31,18 @@ SHAPES: dict[tuple[str, str], Shape] = {
     ("neox", "0.5B"): Shape(1280, 20, 20, 20, 5120, 50304),
     ("neox", "1B"): Shape(2048, 16, 16, 16, 8192, 50304),
     ("neox", "3B"): Shape(2560, 32, 32, 32, 10240, 50304),
+    ("neox", "13B-10L"): Shape(5120, 10, 40, 40, 20480, 50304),
     ("llama", "toy"): Shape(64, 2, 4, 2, 128, 256),
     ("neox", "toy"): Shape(64, 2, 4, 4, 256, 256),
 }
 FAMILIES = ("llama", "neox")
-SIZES = ("0.5B", "1B", "3B")
+SIZES = ("0.5B", "1B", "3B", "13B-10L")
+WITHOUT_STATE = 5120  # width from which weights are updated by SGD: Adam's state would not fit beside them into 40 GB
+
+
+def optimizer_of(config: Any) -> str:
+    """Class in torch.optim with which every contender trains a model."""
+    return "SGD" if config.hidden_size >= WITHOUT_STATE else "AdamW"
 
 
 def model_config(family: str, size: str, sequence: int) -> Any:
@@ -70,7 +78,10 @@ def build(config: Any, device: torch.device, seed: int = 0) -> nn.Module:
 
 
 def flops_per_token(model: nn.Module, config: Any, sequence: int) -> float:
-    """Model FLOPs 6·P + 12·L·s·h of one token, forward and backward; P leaves out the input embedding."""
+    """Model FLOPs 6·P + 6·L·s·h of one token, forward and backward; P leaves out the input embedding.
+
+    Attention is 12·L·s·h (PaLM, arXiv 2204.02311, appendix B), of which a causal mask leaves half.
+    """
     embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
     parameters = sum(parameter.numel() for parameter in model.parameters()) - embedding.weight.numel()
-    return 6.0 * parameters + 12.0 * config.num_hidden_layers * sequence * config.hidden_size
+    return 6.0 * parameters + 6.0 * config.num_hidden_layers * sequence * config.hidden_size

@@ -2,7 +2,8 @@
 
     python -m benchmarks.parallelism_cpu --rounds 9 --steps 2 --json result.json
 
-All contenders of an axis load the same weights, take the same batch, run in the same rounds and must show the same
+With the pipeline it also measures what share of a step each schedule idles (`benchmarks.pipeline_bubble`). All
+contenders of an axis load the same weights, take the same batch, run in the same rounds and must show the same
 losses. Ratios are the medians of the ratios within each round.
 """
 
@@ -24,12 +25,14 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import parallelism_peers as peers
+from benchmarks import pipeline_bubble
 from benchmarks.harness import Contender, Series, Summary, agree, paired_ratio, run_rounds, start_groups, summarize
 from benchmarks.record import header, write_json
 from benchmarks.workload import Workload
 
 RANKS = 4
 LOSS_TOLERANCE = 1e-4  # same weights and data: only the order of sums differs
+BUBBLE_WAIT = 0.1  # seconds of a forward, and of either half of a backward, where a schedule's bubble is measured
 PACKAGES = ("torch", "transformers", "shardwise")
 
 
@@ -80,8 +83,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print(render(run))
         runs.append(run)
         problems += check(run)
+    bubbles: list[dict[str, Any]] = []
+    if "pipeline" in options.axes and options.bubble_rounds:
+        bubbles = pipeline_bubble.run(RANKS, 2 * RANKS, options.bubble_rounds, BUBBLE_WAIT, pipeline_bubble.SCHEDULES)
+        console.print(pipeline_bubble.render(bubbles, RANKS, 2 * RANKS, BUBBLE_WAIT))
     if options.json:
-        write_json(options.json, {**header(PACKAGES), "runs": runs, "problems": problems})
+        write_json(options.json, {**header(PACKAGES), "runs": runs, "bubbles": bubbles, "problems": problems})
         console.print(f"Written to {options.json}")
     for problem in problems:
         console.print(f"[bold red]{problem}[/]")
@@ -95,6 +102,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=9, help="rounds; each gives every contender one turn")
     parser.add_argument("--steps", type=int, default=2, help="optimizer steps of one turn")
     parser.add_argument("--warmup", type=int, default=2, help="steps of each contender before the first round")
+    parser.add_argument(
+        "--bubble-rounds", type=int, default=3, help="steps of each schedule, of which the median is said"
+    )
     parser.add_argument("--json", type=Path, help="write everything that was measured to this file")
     for name in ("layers", "width", "heads", "vocabulary"):
         parser.add_argument(

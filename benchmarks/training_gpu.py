@@ -3,8 +3,8 @@
     python -m benchmarks.training_gpu --sizes 0.5B 1B 3B --sequences 2048 8192 --json result.json
 
 Each contender trains with the largest micro-batch of a ladder that fits it. Printed: tokens/s, model TFLOP/s
-(6P + 12Lsh), their share of a bf16 matrix product of 8192^3 measured in the same process (MFU), and peak memory. A
-configuration that fails is reported and does not end the run; without a GPU the exit code is 2.
+(6P + 6Lsh: attention is causal), their share of a bf16 matrix product of 8192^3 measured in the same process (MFU),
+and peak memory. A configuration that fails is reported and does not end the run; without a GPU the exit code is 2.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rich.table import Table
 
 from benchmarks.gpu_case import Case, run_case
 from benchmarks.gpu_contenders import BUILDERS
-from benchmarks.gpu_models import FAMILIES, SIZES
+from benchmarks.gpu_models import FAMILIES, SHAPES, SIZES
 from benchmarks.harness import agree, environment, paired_ratio, redirect_output, summarize
 from benchmarks.record import header, write_json
 
@@ -71,10 +71,14 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--toy", action="store_true", help="toy models, sequences and matrices: a test of the logic")
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["0.5B", "1B", "3B"])
     parser.add_argument("--sequences", type=int, nargs="+", default=[2048, 8192])
     parser.add_argument("--contenders", nargs="+", choices=BUILDERS, default=list(DEFAULT_CONTENDERS))
     parser.add_argument("--ladder", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64], help="micro-batches to try")
+    parser.add_argument(
+        "--base", choices=BUILDERS, help="whose tokens/s are divided by the others'; unset: shardwise's"
+    )
+    parser.add_argument("--memory-gb", type=float, help="of the device that a contender may fill; unset: all of it")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=5, help="timed steps of one turn")
     parser.add_argument("--warmup", type=int, default=3, help="steps before them; compilation happens here")
@@ -101,10 +105,13 @@ def _cases(options: argparse.Namespace) -> list[Case]:
             warmup=options.warmup,
             compile_mode=options.compile_mode,
             product=256 if options.toy else 8192,
+            base=options.base or "",
+            memory_bytes=None if options.memory_gb is None else int(options.memory_gb * 1e9),
         )
         for size in options.sizes
         for family in options.families
         for sequence in options.sequences
+        if (family, size) in SHAPES
     ]
 
 
@@ -182,7 +189,7 @@ def collect(case: Case, messages: list[tuple[str, Any]], ended: str) -> dict[str
                 "peak_memory_bytes": None if None in peaks else max(peaks),
                 "turns": taken,
             }
-    _add_ratios(rows, turns)
+    _add_ratios(rows, turns, case.base)
     return {
         "case": vars(case),
         "name": case.name,
@@ -193,13 +200,13 @@ def collect(case: Case, messages: list[tuple[str, Any]], ended: str) -> dict[str
     }
 
 
-def _add_ratios(rows: dict[str, dict[str, Any]], turns: dict[str, list[dict[str, Any]]]) -> None:
-    """Tokens/s of shardwise over each row's, round by round; a compiled row is held against compiled shardwise."""
+def _add_ratios(rows: dict[str, dict[str, Any]], turns: dict[str, list[dict[str, Any]]], base: str) -> None:
+    """Tokens/s of `base` over each row's, round by round; without one of shardwise, compiled where the row is."""
     for name, taken in turns.items():
-        ours = turns.get("shardwise-compile" if name.endswith("-compile") else "shardwise", [])
+        ours = turns.get(base or ("shardwise-compile" if name.endswith("-compile") else "shardwise"), [])
         if taken and len(ours) == len(taken):
             mine, its = ([turn["seconds"] / turn["tokens"] for turn in side] for side in (ours, taken))
-            rows[name]["shardwise_ratio"] = vars(paired_ratio(mine, its))
+            rows[name]["base_ratio"] = vars(paired_ratio(mine, its))
 
 
 def check(result: dict[str, Any]) -> list[str]:
@@ -219,15 +226,24 @@ def render(result: dict[str, Any]) -> Table:
     limit = result["limit_flops_per_second"]
     side = result["case"]["product"]
     peak = f"bf16 product of {side}^3: {limit / 1e12:.3g} TFLOP/s." if limit else "No peak measured."
+    base = result["case"]["base"] or "shardwise"
     table = Table(title=result["name"], caption=f"{peak} {result['ended']}".strip())
-    for column in ("contender", "micro-batch", "tokens/s", "TFLOP/s", "MFU", "peak GiB", "shardwise ÷ it"):
+    for column in (
+        "contender",
+        "micro-batch",
+        "tokens/s",
+        "TFLOP/s",
+        "MFU",
+        "peak GiB",
+        f"{base} ÷ it",
+    ):
         table.add_column(column, justify="left" if column == "contender" else "right")
     for row in result["rows"]:
         if "tokens_per_second" not in row:
             reason = row.get("failed") or row.get("stopped_by") or "not measured"
             table.add_row(row["contender"], str(row.get("microbatch") or "none"), reason.strip().splitlines()[-1])
             continue
-        memory, ratio = row["peak_memory_bytes"], row.get("shardwise_ratio")
+        memory, ratio = row["peak_memory_bytes"], row.get("base_ratio")
         table.add_row(
             row["contender"],
             str(row["microbatch"]),

@@ -18,7 +18,7 @@ from shardwise.config import Job
 from shardwise.errors import DataError, WorkerError
 from shardwise.job_keys import leaves
 from shardwise.plan import resolve
-from tests.test_legality import CPU4, FACTS
+from tests.legality.jobs import CPU4, FACTS
 
 Calls = list[tuple[str, Job, dict[str, Any]]]
 
@@ -287,3 +287,4 @@ def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
     shown = capsys.readouterr().out
     assert all(word in shown for word in (__version__, "torch", "gloo", "cores", "memory", "extra test"))
+    assert "rank 0 (local 0)" in shown and "cpu: rank 0" in shown

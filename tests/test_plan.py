@@ -16,8 +16,9 @@ from shardwise.config import Job
 from shardwise.draft import even_cut
 from shardwise.errors import LegalityError
 from shardwise.families.facts import ModelFacts
-from shardwise.plan import Plan, World, describe, precheck, resolve
-from tests.test_legality import CPU4, CUDA4, FACTS, FLAT, FULL
+from shardwise.plan import Plan, World, precheck, resolve
+from shardwise.plan_table import describe
+from tests.legality.jobs import CPU4, CUDA4, FACTS, FLAT, FULL
 
 
 def plan(job: dict[str, Any] | None = None, world: World = CPU4, facts: ModelFacts = FACTS) -> Plan:
@@ -159,6 +160,11 @@ def test_even_cut(rows: int, limit: int, cut: int) -> None:
             "reshard_after_forward=False does nothing",
         ),
         ({"parallel": {"workers": 2}}, FACTS, "parallel.workers=2 is not used"),
+        (
+            {"parallel": {"collective_algorithm": "direct"}},
+            FACTS,
+            "collective_algorithm=direct does nothing: all ranks are on one host",
+        ),
         ({"training": {"sequences_per_step": 13}}, FACTS, "3 of 16 rows of a step are padding"),
         ({}, replace(FACTS, has_attention_dropout=True), "model.attention=eager"),
         ({}, replace(FACTS, head=None), "Logits exist whole"),
@@ -167,6 +173,25 @@ def test_even_cut(rows: int, limit: int, cut: int) -> None:
 )
 def test_notes(job: dict[str, Any], facts: ModelFacts, says: str) -> None:
     assert any(says in note for note in plan(job, facts=facts).notes)
+
+
+@pytest.mark.parametrize(
+    ("asked", "world", "runs", "rule"),
+    [
+        ("auto", World(4, "cpu", 4), "flat", "all ranks are on one host"),
+        ("auto", World(4, "cpu", 2, hosts=2), "measured", "auto on gloo: timed at start, 2 hosts of 2"),
+        ("auto", World(4, "cuda", 2, hosts=2), "flat", "nccl chooses for itself"),
+        ("direct", World(4, "cuda", 2, hosts=2), "direct", "given"),
+        ("flat", World(4, "cpu", 2, hosts=2), "flat", "given"),
+        ("measured", World(2, "cpu", 1, hosts=2), "flat", "each host has one rank"),
+    ],
+)
+def test_how_collectives_cross_hosts(asked: str, world: World, runs: str, rule: str) -> None:
+    result = plan({"parallel": {"collective_algorithm": asked}}, world)
+    assert result.collectives == runs and rule in result.rules["collectives"]
+    shown = Console(width=200, record=True, file=io.StringIO())
+    shown.print(describe(result))
+    assert ("collectives" in shown.export_text()) == (world.hosts > 1)
 
 
 def test_the_default_needs_no_note() -> None:
@@ -205,3 +230,11 @@ def test_to_dict_is_plain_and_the_fingerprint_ignores_what_is_only_shown() -> No
     assert plan({"output": "elsewhere", "observe": {"log_every": 5}}).fingerprint == base.fingerprint
     assert plan({"training": {"seed": 1}}).fingerprint != base.fingerprint
     assert plan(world=World(2, "cpu", 2)).fingerprint != base.fingerprint
+
+
+def test_scores_that_may_overflow_are_announced() -> None:
+    def notes(attention: str, compute: str) -> str:
+        return " ".join(plan({"model": {"attention": attention}, "precision": {"compute": compute}}).notes)
+
+    assert "overflow above 65504" in notes("eager", "fp16")
+    assert "65504" not in notes("sdpa", "fp16") + notes("eager", "bf16")

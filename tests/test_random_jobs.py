@@ -79,8 +79,8 @@ def draw_sections(draw: random.Random, size: int) -> dict[str, dict[str, Any]]:
 
 def draw_stages(draw: random.Random) -> dict[str, Any]:
     return {"pipeline_parallel_degree": draw.choice([2, 2, 3])} | maybe(draw, {
-        "pipeline": ["zero_bubble", "simple"], "virtual_pipeline_degree": [2], "active_microbatches": [2, 8],
-        "memory_weight": [0.8],
+        "pipeline": ["zero_bubble", "simple", "zbv", "dualpipev"], "virtual_pipeline_degree": [2],
+        "active_microbatches": [2, 8], "memory_weight": [0.8],
         "partition": [{}, {"transformer.h.0": 0}],
     }) | (draw.choice([{}, {}, {"auto_partition": False, "default_partition": 1}]))  # fmt: skip
 

@@ -22,7 +22,8 @@ sharded_data_parallel_degree sdp_reduce_bucket_size sdp_param_persistence_thresh
 sdp_hierarchical_allgather sdp_gradient_clipping contiguous horovod static_mode fast_mode
 delayed_parameter_initialization checkpoint_attentions _match_weights _fp32_grad_accumulation hybrid_shard_degree
 sm_activation_offloading fsdp_cache_flush_warnings allow_empty_shards context_parallel_degree expert_parallel_degree
-random_seed
+random_seed flash_attention attention_in_fp32 query_key_layer_scaling fused_softmax fused_bias_gelu fp8
+fp8_amax_history_len fp8_amax_compute_algo
 """
 
 MAPPED = [
@@ -43,10 +44,14 @@ MAPPED = [
     ("sharded_data_parallel_degree", 8, SHARDS, 8),
     ("sdp_gradient_clipping", 0.5, "optimizer.clip_norm", 0.5),
     ("sdp_gradient_clipping", 0, "optimizer.clip_norm", None),
+    ("sdp_hierarchical_allgather", True, "parallel.collective_algorithm", "measured"),
+    ("sdp_hierarchical_allgather", False, "parallel.collective_algorithm", "flat"),
     ("hybrid_shard_degree", 4, SHARDS, 4),
     ("hybrid_shard_degree", 0, SHARDS, None),
     ("sm_activation_offloading", False, "memory.offload_activations", False),
     ("context_parallel_degree", 2, "parallel.context_parallel_degree", 2),
+    ("flash_attention", False, "model.attention", "eager"),
+    ("fp8", True, "precision.fp8", "torchao"),
     ("random_seed", 7, "training.seed", 7),
 ]
 STAGED = [  # mean something with more than one stage
@@ -57,6 +62,14 @@ STAGED = [  # mean something with more than one stage
     ("memory_weight", 0.5, "parallel.memory_weight", 0.5),
 ]
 IGNORED = [
+    ("flash_attention", True),
+    ("attention_in_fp32", False),
+    ("query_key_layer_scaling", True),
+    ("fused_softmax", True),
+    ("fused_bias_gelu", True),
+    ("fp8", False),
+    ("fp8_amax_history_len", 1024),
+    ("fp8_amax_compute_algo", "max"),
     ("ddp", True),
     ("deterministic_server", True),
     ("prescaled_batch", True),
@@ -65,7 +78,6 @@ IGNORED = [
     ("sdp_reduce_bucket_size", 5e8),
     ("sdp_param_persistence_threshold", 1_000_000),
     ("sdp_max_live_parameters", 1e9),
-    ("sdp_hierarchical_allgather", True),
     ("static_mode", True),
     ("fast_mode", True),
     ("delayed_parameter_initialization", True),
@@ -76,7 +88,7 @@ IGNORED = [
     ("allow_empty_shards", False),
     ("expert_parallel_degree", 1),
 ]
-REFUSED = [("contiguous", True), ("horovod", False), ("expert_parallel_degree", 2)]
+REFUSED = [("contiguous", True), ("horovod", False), ("expert_parallel_degree", 2), ("attention_in_fp32", True)]
 
 
 def test_the_table_holds_every_documented_key_and_this_file_tries_each() -> None:

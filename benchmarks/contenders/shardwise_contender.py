@@ -127,28 +127,32 @@ def causal_batch(ids: Tensor, data_rank: int) -> Batch:
 
 
 def gpu_stepper(
-    config: Any, device: torch.device, compiled: bool, numbers: tuple[float, float, float]
+    config: Any, device: torch.device, numbers: tuple[float, float, float], optimizer: str, more: dict[str, Any]
 ) -> Callable[[Tensor], Tensor]:
-    """`step(ids)` of the GPU benchmark: one rank, bf16 compute, weights as `benchmarks.gpu_models.build` draws them."""
+    """`step(ids)` of the GPU benchmark: one rank, bf16 compute, weights as `benchmarks.gpu_models.build` draws them.
+
+    `more` holds sections of a Job, which are added to these.
+    """
     from benchmarks.gpu_models import build
 
     learning_rate, weight_decay, clip_norm = numbers
-    job = Job.model_validate(
-        {
-            "model": {"config": config.to_dict(), "attention": "sdpa", "compile": compiled},
-            "parallel": {"device": device.type, "workers": 1},
-            "precision": {"compute": "bf16"},
-            "data": {"sequence_length": config.max_position_embeddings},
-            "training": {"sequences_per_step": 1},
-            "optimizer": {
-                "learning_rate": learning_rate,
-                "weight_decay": weight_decay,
-                "clip_norm": clip_norm,
-                "schedule": "constant",
-            },
-        }
-    )
-    trainer = Trainable(job, device)
+    sections: dict[str, Any] = {
+        "model": {"config": config.to_dict(), "attention": "sdpa"},
+        "parallel": {"device": device.type, "workers": 1},
+        "precision": {"compute": "bf16"},
+        "data": {"sequence_length": config.max_position_embeddings},
+        "training": {"sequences_per_step": 1},
+        "optimizer": {
+            "name": optimizer,
+            "learning_rate": learning_rate,
+            "weight_decay": weight_decay,
+            "clip_norm": clip_norm,
+            "schedule": "constant",
+        },
+    }
+    for name, values in more.items():
+        sections[name] = {**sections.get(name, {}), **values}
+    trainer = Trainable(Job.model_validate(sections), device)
     with torch.no_grad():
         for name, value in build(config, device).named_parameters():
             trainer.model.tensor_map[name].store(value)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from torch import Tensor
 # No public name: torch documents FakeTensorMode only under its private module (torch 2.11 to 2.13).
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.pipelining import ScheduleDualPipeV
 from torch.distributed.tensor import debug
 
 # No public name: torch documents TorchDispatchMode only under its private module (torch 2.11 to 2.13).
@@ -26,6 +28,62 @@ clear_placement_cache: Callable[[], None] = getattr(debug, "_clear_sharding_prop
 # Public names, but torch 2.13 warns of the older ones.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+# Operations of a group that torch.distributed need not know. Public names exist for groups that it has made alone.
+def all_gather_whole(group: dist.ProcessGroup, output: Tensor, piece: Tensor) -> None:
+    """`piece` [c] of every rank to `output` [n * c]; returns when it is there (CUDA: for the current stream)."""
+    group._allgather_base(output, piece).wait()
+
+
+def all_gather_coalesced(group: dist.ProcessGroup, outputs: Sequence[Tensor], pieces: Sequence[Tensor]) -> None:
+    """Several `all_gather_whole` as one call."""
+    group.allgather_into_tensor_coalesced(list(outputs), list(pieces)).wait()
+
+
+def reduce_scatter_whole(group: dist.ProcessGroup, output: Tensor, whole: Tensor, reduction: Any) -> None:
+    """The rank's piece of the reduced `whole` [n * c] to `output` [c]."""
+    group._reduce_scatter_base(output, whole, _reduce_scatter_options(reduction)).wait()
+
+
+def reduce_scatter_coalesced(
+    group: dist.ProcessGroup, outputs: Sequence[Tensor], wholes: Sequence[Tensor], reduction: Any
+) -> None:
+    """Several `reduce_scatter_whole` as one call."""
+    group.reduce_scatter_tensor_coalesced(list(outputs), list(wholes), _reduce_scatter_options(reduction)).wait()
+
+
+def all_to_all(group: dist.ProcessGroup, output: Tensor, whole: Tensor) -> None:
+    """Equal pieces of `whole`, one for each rank, to `output`, one from each rank."""
+    group.alltoall_base(output, whole, [], []).wait()
+
+
+def _reduce_scatter_options(reduction: Any) -> dist.ReduceScatterOptions:
+    options = dist.ReduceScatterOptions()
+    options.reduceOp = reduction
+    return options
+
+
+def group_of(backends: Mapping[str, Any], store: dist.Store, rank: int, size: int) -> dist.ProcessGroup:
+    """A process group over backends by device type, which torch.distributed does not know of."""
+    group = dist.ProcessGroup(store, rank, size)
+    add_backends(group, backends)
+    return group
+
+
+def backends_of(group: dist.ProcessGroup) -> dict[str, Any]:
+    """The group's backends by device type."""
+    return {device.type: group._get_backend(device) for device in group._device_types}
+
+
+def add_backends(group: dist.ProcessGroup, backends: Mapping[str, Any]) -> None:
+    """What `group` itself does not do, these do, by device type."""
+    kinds = {"gloo": dist.ProcessGroup.BackendType.GLOO, "nccl": dist.ProcessGroup.BackendType.NCCL}
+    for device, backend in backends.items():
+        kind = kinds.get(backend.name(), dist.ProcessGroup.BackendType.CUSTOM)
+        group._register_backend(torch.device(device), kind, backend)
+        group._set_default_backend(kind)
+
 
 _ATEN = torch.ops.aten
 read_scalar = _ATEN._local_scalar_dense.default  # no public name: what `Tensor.item` dispatches to
@@ -73,6 +131,17 @@ def flash_attention_backward(
     return grads
 
 
+class UnpairedDualPipeV(ScheduleDualPipeV):
+    """DualPipeV whose paired forward and backward are two actions, so that what the first made leaves before the second
+    runs. Torch sends after the pair, which holds up the next rank where the two do not run at once: 2(p - 1) units of
+    idle time instead of p - 1, measured and counted."""
+
+    # No public name: a schedule's order can be changed by this method alone (torch 2.11 to 2.13).
+    def _calculate_single_rank_operations(self, rank: int) -> Any:
+        paired = super()._calculate_single_rank_operations(rank)
+        return [each for action in paired if action is not None for each in action.sub_actions or (action,)]
+
+
 # No public name: FSDP2 reduces gradients in a hook of autograd alone; torch's own pipeline stage reaches in like this.
 def reduce_left_gradients(modules: Sequence[FSDPModule]) -> None:
     """Run FSDP2's reduction of the gradients that stand in gathered parameters; the root is the first of `modules`."""
@@ -89,16 +158,25 @@ def reduce_left_gradients(modules: Sequence[FSDPModule]) -> None:
 __all__ = [
     "FakeTensorMode",
     "TorchDispatchMode",
+    "UnpairedDualPipeV",
+    "add_backends",
+    "all_gather_coalesced",
     "all_gather_single",
+    "all_gather_whole",
+    "all_to_all",
+    "backends_of",
     "clear_placement_cache",
     "fake_store",
     "flash_attention",
     "flash_attention_backward",
+    "group_of",
     "has_flash_attention",
     "is_traceable_wrapper_subclass",
     "read_scalar",
     "reduce_left_gradients",
+    "reduce_scatter_coalesced",
     "reduce_scatter_single",
+    "reduce_scatter_whole",
     "tree_flatten",
     "tree_leaves",
 ]

@@ -108,7 +108,7 @@ def _train(options: argparse.Namespace, keys: dict[str, Any]) -> int:
         return 0
     from rich.console import Console
 
-    from shardwise.plan import describe
+    from shardwise.plan_table import describe
     from shardwise.planner.report import stage_table
 
     plan, facts = entry.plan_with_facts(job)
@@ -201,7 +201,9 @@ def _doctor(options: argparse.Namespace, keys: dict[str, Any]) -> int:
 
     from shardwise.doctor import examine, examine_model
 
-    Console().print(examine() if options.model is None else examine_model(options.model))
+    table = examine() if options.model is None else examine_model(options.model)
+    if table is not None:
+        Console().print(table)
     return 0
 
 
@@ -277,8 +279,9 @@ COMMANDS = {
     ),
     "doctor": Command(
         "show what this machine offers, or a model",
-        "Show versions, devices, backends and extras; or of a Hugging Face model on which axes it can be split,\n"
-        "with which degrees, and why not on the others. Reads no weights.",
+        "Show versions, devices, backends, extras and, under a launcher, which ranks share a host or a device; or of\n"
+        "a Hugging Face model on which axes it can be split, with which degrees, and why not on the others. Reads no\n"
+        "weights.",
         _doctor_options,
         _doctor,
         takes_job=False,

@@ -51,7 +51,11 @@ class ModelSection(Section):
         description="`package.module:function(output, batch) -> (sum, count)` for a module of `factory` that does not "
         "return its own loss.",
     )
-    task: Literal["causal_lm", "masked_lm"] = Field(default="causal_lm", description="Which head and which loss.")
+    task: Literal["causal_lm", "masked_lm", "seq2seq_lm"] = Field(
+        default="causal_lm",
+        description="Which head and which loss. `seq2seq_lm` (T5 and its kind) learns to fill in spans of text that "
+        "are left out (arXiv 1910.10683, section 3.1.4).",
+    )
     attention: AttentionKernel = Field(
         default="auto",
         description="Attention kernel; `auto` takes the first that can do what the model, the data and the device ask "
@@ -62,6 +66,15 @@ class ModelSection(Section):
         description="Sets every dropout probability of a Hugging Face config; unset keeps the config's own.",
     )
     compile: bool = Field(default=False, description="`torch.compile` for every block.")
+    cuda_graphs: bool = Field(
+        default=False,
+        description="Compiled blocks run as CUDA graphs, which spares launches where a step is short: on one GPU whose "
+        "weights stay in place.",
+    )
+    liger: bool = Field(
+        default=False,
+        description="Liger's kernels for RMS norms, gated MLPs and rotary positions, on a GPU; extra `liger`.",
+    )
     trust_remote_code: bool = Field(default=False, description="Allow a model directory to run its own Python code.")
 
 
@@ -86,16 +99,17 @@ class ParallelSection(Section):
         "in parts (arXiv 2205.05198). SMP's `optimize: memory`.",
     )
     pipeline_parallel_degree: Positive = Field(default=1, description="Pipeline stages.")
-    pipeline: Literal["interleaved", "simple", "zero_bubble"] = Field(
+    pipeline: Literal["interleaved", "simple", "zero_bubble", "zbv", "dualpipev"] = Field(
         default="interleaved",
         description="Schedule of the stages: `interleaved` runs forward and backward in turn (1F1B, arXiv 2104.04473, "
         "section 2.2), `simple` all forwards first (GPipe, arXiv 1811.06965), `zero_bubble` in turn with the gradients "
-        "of weights where a rank would idle (ZB1P, arXiv 2401.10241, section 2).",
+        "of weights where a rank would idle (ZB1P, arXiv 2401.10241, section 2), `zbv` (section 6) and `dualpipev` "
+        "(arXiv 2412.19437, section 3.2.1) the same with stages that go down the ranks and up again.",
     )
-    virtual_pipeline_degree: Positive = Field(
-        default=1,
+    virtual_pipeline_degree: Positive | None = Field(
+        default=None,
         description="Stages on each pipeline rank, in turns around the ranks; more make the bubble smaller and the "
-        "traffic larger.",
+        "traffic larger. Unset: 2 where `pipeline` is `zbv` or `dualpipev`, which have no other number, else 1.",
     )
     active_microbatches: Positive | None = Field(
         default=None, description="Most forwards in flight on a pipeline rank; unset: as many as the schedule needs."
@@ -137,8 +151,16 @@ class ParallelSection(Section):
     )
     ddp_dist_backend: Literal["auto", "gloo", "shardwise", "nccl"] = Field(
         default="auto",
-        description="Collective backend. `shardwise` is the library's own engine for CPU ranks of one host. `auto` is "
-        "NCCL on CUDA; on a CPU the engine where several ranks share one host and it can be built, else Gloo.",
+        description="Collective backend. `shardwise` is the library's own engine for CPU ranks, on one host or "
+        "several. `auto` is NCCL on CUDA; on a CPU the engine where there are several ranks and it can be built, else "
+        "Gloo.",
+    )
+    collective_algorithm: Literal["auto", "measured", "flat", "two_level", "direct"] = Field(
+        default="auto",
+        description="How all-gather, reduce-scatter and all-reduce cross hosts. `flat` leaves it to the backend; "
+        "`two_level` goes between hosts at equal local index, then inside each (MiCS, arXiv 2205.00119, section 3.3); "
+        "`direct` does so with all peers at once; `measured` times them when a group is made and takes the fastest by "
+        "size. `auto` is `measured` on Gloo over several hosts; NCCL and the engine choose for themselves.",
     )
     timeout_seconds: Positive = Field(
         default=600, description="After this long a collective is taken as hung and the run ends."
@@ -189,12 +211,26 @@ class LossScaleSection(Section):
 
 
 class PrecisionSection(Section):
-    """Dtypes. Master weights, reduction and optimizer state are fp32 (fp64 for a fp64 job)."""
+    """Dtypes. Master weights, reduction and optimizer state are fp32 (fp64 for a fp64 job), with float8 too."""
 
     compute: Precision = Field(
         default="auto", description="Dtype of forward and backward; `auto`: bf16 on CUDA, fp32 on a CPU."
     )
     loss_scale: LossScaleSection = Field(default_factory=LossScaleSection, description="Loss scaling of fp16.")
+    fp8: Literal["none", "torchao", "transformer_engine", "emulate"] = Field(
+        default="none",
+        description="What multiplies the blocks' linear layers in float8: `torchao` on a GPU that has it, extra fp8; "
+        "`emulate` rounds to float8 and multiplies in fp32, on any device. `transformer_engine` is refused.",
+    )
+    fp8_scaling: Literal["tensorwise", "rowwise"] = Field(
+        default="tensorwise",
+        description="One scale a tensor, or one for each row and column that are multiplied.",
+    )
+    fp8_layers: Literal["auto", "all"] = Field(
+        default="auto",
+        description="`auto` leaves out the first and the last block and layers that are too small to gain; `all` takes "
+        "every linear layer of the blocks.",
+    )
 
 
 class OptimizerSection(Section):
@@ -268,7 +304,12 @@ class DataSection(Section):
         default=False, description="No attention across the documents packed into one sequence."
     )
     validation_fraction: float = Field(default=0.05, gt=0, lt=1, description="Share of sequences kept for validation.")
-    mask_probability: float = Field(default=0.15, gt=0, lt=1, description="Share of tokens masked for `masked_lm`.")
+    mask_probability: float = Field(
+        default=0.15, gt=0, lt=1, description="Share of tokens masked for `masked_lm`, or left out for `seq2seq_lm`."
+    )
+    mean_span_length: float = Field(
+        default=3.0, ge=1, description="Tokens of a span that is left out for `seq2seq_lm`, in the mean."
+    )
     max_documents: Positive | None = Field(default=None, description="Read only the first so many documents.")
     cache_directory: str | None = Field(
         default=None, description="Where tokenizers and tokens are cached; unset: `$XDG_CACHE_HOME/shardwise`."

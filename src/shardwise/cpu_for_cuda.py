@@ -32,7 +32,6 @@ FACTORIES = (
     "randint", "randn", "randperm", "scalar_tensor", "tensor", "zeros", "zeros_like",
 )  # fmt: skip
 CPU = torch.device("cpu")
-BACKENDS = ("nccl", "smddp")
 _real_device = torch.device
 
 
@@ -178,6 +177,6 @@ def _with_gloo(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def init(backend: str | None = None, *args: Any, **kwargs: Any) -> Any:
         kwargs.pop("device_id", None)
-        return function("gloo" if backend in BACKENDS else backend, *args, **kwargs)
+        return function("gloo" if backend == "nccl" else backend, *args, **kwargs)
 
     return init

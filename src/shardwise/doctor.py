@@ -5,6 +5,7 @@ Of a model each answer is the legality table's own: a small job with that axis i
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import re
@@ -15,22 +16,34 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.collectives import engine
+from shardwise.collectives import engine, topology
 from shardwise.config import Job
 from shardwise.draft import Draft, World, one_of
-from shardwise.errors import LegalityError, ModelError, listed
+from shardwise.errors import LegalityError, listed
 from shardwise.families.facts import ModelFacts
+from shardwise.launch.environment import detect
+from shardwise.launch.session import ALONE, session
 from shardwise.legality import check
 
 PACKAGES = ("shardwise", "torch", "transformers", "tokenizers", "datasets", "safetensors")
 GIB = 2**30
 TYPICAL_LENGTH = 2048  # tokens of a sequence, of a model without a limit
+MEETING_SECONDS = 120  # for all ranks of a launcher to come
 MOST_RANKS = 64  # up to which degrees are tried
 
 
-def examine() -> Table:
-    """A table of versions, devices, backends, host resources and extras."""
-    return _table((*_versions(), *_host(), *_devices(), *_backends(), *_extras()))
+def examine() -> Table | None:
+    """A table of versions, devices, backends, host resources and extras, and which ranks share what.
+
+    Under a launcher all ranks meet for the last; those other than 0 get None.
+
+    Raises:
+        MachineError: the ranks cannot meet.
+    """
+    place, ranks = detect() or ALONE, list(_topology())
+    if place.rank:
+        return None
+    return _table((*_versions(), *_host(), *_devices(), *_backends(), *ranks, *_extras()))
 
 
 def _table(rows: Iterable[tuple[str, str]]) -> Table:
@@ -62,18 +75,14 @@ def examine_model(where: str) -> Table:
 
 
 def _facts_of(where: str) -> tuple[ModelFacts, str]:
-    """The facts, and the task for which transformers has a head: causal language modelling, or else masked."""
-    from shardwise.families.build import build_model
+    """The facts, and the first task for which transformers has a head."""
+    from shardwise.families.build import HEADS, build_model, load_config
     from shardwise.families.discovery import discover
 
-    job = Job.model_validate({"model": {"config": where}})
-    try:
-        return discover(build_model(job), job), "causal_lm"
-    except ModelError as error:
-        if "use model.task='masked_lm'" not in str(error):
-            raise
-    job = Job.model_validate({"model": {"config": where, "task": "masked_lm"}})
-    return discover(build_model(job), job), "masked_lm"
+    config = load_config(Job.model_validate({"model": {"config": where}}))
+    task = next((task for task, (_, known, _) in HEADS.items() if type(config) in known), "causal_lm")
+    job = Job.model_validate({"model": {"config": where, "task": task}})
+    return discover(build_model(job), job), task
 
 
 def _support(base: dict[str, Any], facts: ModelFacts) -> Iterator[tuple[str, str]]:
@@ -174,6 +183,34 @@ def _backends() -> Iterator[tuple[str, str]]:
     there = [name for name in ("gloo", "nccl", "mpi") if distributed.is_backend_available(name)]
     yield "backends", ", ".join(there) or "none"
     yield "engine", engine.obstacle() or ("built" if engine.library().is_file() else "compiled when it is first used")
+
+
+def _topology() -> Iterator[tuple[str, str]]:
+    """The hosts of all ranks that a launcher has started, and the devices that ranks share. Collective."""
+    from torch import distributed
+
+    place = detect() or ALONE
+    with session("cpu", "gloo", MEETING_SECONDS):
+        store = distributed.group.WORLD.get_group_store()  # type: ignore[union-attr]
+        found = topology.discover(store, place.rank, place.world_size, _device(place.local_rank))
+        distributed.barrier()  # nobody ends the store that others still read
+    for node, (ranks, identity) in enumerate(zip(found.hosts, found.identities, strict=True)):
+        members = ", ".join(f"{rank} (local {local})" for local, rank in enumerate(ranks))
+        yield f"node {node}", f"{json.loads(identity)[0]}: rank {members}"
+        for sharers in dict.fromkeys(found.sharers(rank) for rank in ranks):
+            of = "ranks" if len(sharers) > 1 else "rank"
+            yield "", f"{found.devices[sharers[0]]}: {of} {', '.join(map(str, sharers))}"
+
+
+def _device(local_rank: int) -> str:
+    """What a rank computes on; GPUs are dealt out in turns, so that several ranks may share one."""
+    from torch import cuda
+
+    if not cuda.is_available():
+        return "cpu"
+    index = local_rank % cuda.device_count()
+    device = cuda.get_device_properties(index)
+    return f"cuda:{index} {device.name} {device.uuid}"
 
 
 def _extras() -> Iterator[tuple[str, str]]:

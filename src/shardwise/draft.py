@@ -23,12 +23,15 @@ from shardwise.config import (
 )
 from shardwise.families.balance import balance, block_costs
 from shardwise.families.facts import AttentionFacts, ModelFacts
+from shardwise.families.float8 import left_out
 from shardwise.families.kernels import Choice, Needs, choose
 
 DEFAULT_SEQUENCES = 16
 MICROBATCH_TOKENS = {"cpu": 4096, "cuda": 16384}  # a forward of this size keeps the device busy without filling it
 FILLING = 4  # microbatches for each pipeline rank; the bubble is then below a fifth of a step
 PLACEMENTS = {"CLUSTER": "DPT", "SPREAD": "TPD"}
+V_SCHEDULES = ("zbv", "dualpipev")  # stages go down the ranks and up again; two on each
+SPLIT_SCHEDULES = ("zero_bubble", *V_SCHEDULES)  # weights' gradients are taken apart from those of activations
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,7 @@ class World:
     accelerator: str = ""  # e.g. torch.cuda.get_device_name()
     hosts: int = 1
     engine: bool = False  # can its ranks use the native engine (`shardwise.collectives.engine`)
+    float8: bool | None = None  # do its devices multiply in float8; None: not known yet
 
 
 class Derived(NamedTuple):
@@ -184,7 +188,12 @@ class Draft:
     @cached_property
     def stages(self) -> int:
         """Pipeline stages of all ranks."""
-        return self.parallel.pipeline_parallel_degree * self.parallel.virtual_pipeline_degree
+        return len(stage_ranks(self.parallel))
+
+    @property
+    def in_v(self) -> bool:
+        """Whether the stages go down the ranks and up again."""
+        return self.parallel.pipeline_parallel_degree > 1 and self.parallel.pipeline in V_SCHEDULES
 
     @cached_property
     def partition(self) -> list[int]:
@@ -249,6 +258,13 @@ class Draft:
         return all(choice.kernel.dropout == "exact" for _, choice in self.attention_choices if choice)
 
     @cached_property
+    def float8_left(self) -> dict[str, str]:
+        """Each linear layer of the blocks -> why it is not in float8; empty where it is."""
+        everything = self.precision.fp8_layers == "all"
+        scaling = "" if everything else self.precision.fp8_scaling
+        return left_out(self.facts, scaling, self.parallel.tensor_parallel_degree)
+
+    @cached_property
     def sequences(self) -> Derived:
         """Global sequences of one step."""
         training, length = self.training, self.data.sequence_length
@@ -310,15 +326,31 @@ class Draft:
         return self.microbatch.value * self.accumulation.value * self.data_ranks - self.sequences.value
 
 
+def stages_of_a_rank(parallel: ParallelSection) -> int:
+    """Pipeline stages on each rank, `virtual_pipeline_degree` where it is given."""
+    return parallel.virtual_pipeline_degree or (2 if parallel.pipeline in V_SCHEDULES else 1)
+
+
+def stage_ranks(parallel: ParallelSection) -> tuple[int, ...]:
+    """The pipeline rank of every stage: in turns around the ranks, or down the ranks and up again."""
+    ranks = range(parallel.pipeline_parallel_degree)
+    down = (*ranks, *reversed(ranks)) if parallel.pipeline in V_SCHEDULES else (*ranks, *ranks)
+    return tuple(down[stage % len(down)] for stage in range(len(ranks) * stages_of_a_rank(parallel)))
+
+
 def in_flight(parallel: ParallelSection, microbatches: int, rank: int = 0) -> int:
     """Most forwards of a stage that await their backward on pipeline rank `rank`.
 
     All of them for `simple`; one for each rank that is behind, and its own, for 1F1B (arXiv 2104.04473, section 2.2.1);
-    with virtual stages its warm-up and one (section 2.2.2, as torch's schedules build it).
+    with virtual stages its warm-up and one (section 2.2.2, as torch's schedules build it). In a V equally many on every
+    rank: one for each stage (arXiv 2401.10241, section 6), and for DualPipeV one more, whose forward goes before the
+    backward that would make room for it.
     """
-    ranks, virtual = parallel.pipeline_parallel_degree, parallel.virtual_pipeline_degree
+    ranks, virtual = parallel.pipeline_parallel_degree, stages_of_a_rank(parallel)
     if parallel.pipeline == "simple":
         return microbatches
+    if parallel.pipeline in V_SCHEDULES:
+        return min(microbatches * virtual, virtual * ranks + (parallel.pipeline == "dualpipev"))
     if virtual == 1:
         return min(microbatches, ranks - rank)
     each = microbatches // max(1, microbatches // ranks)

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from shardwise.collectives import engine
+from shardwise.collectives import engine, hierarchical
 from shardwise.config import Job
 from shardwise.errors import MachineError
 from shardwise.families.facts import ModelFacts
@@ -95,7 +95,19 @@ def _launcher_notes(job: Job, place: RankEnvironment | None) -> Iterator[str]:
 
 
 def usable_backend(plan: Plan, say: Say) -> str:
-    """The plan's backend, its engine compiled; Gloo where that fails and the job leaves the choice to us."""
+    """The backend to join with: the plan's, and how its collectives cross hosts (`collectives/hierarchical.py`).
+
+    The engine is compiled; where that fails and the job leaves the choice to us, Gloo takes its place. Inside the hosts
+    of two-level collectives over Gloo that choice is the engine too.
+    """
+    between = _built_backend(plan, say)
+    inside = between
+    if plan.collectives != "flat" and between == "gloo" and plan.job.parallel.ddp_dist_backend == "auto":
+        inside = _built_backend(replace(plan, backend=engine.BACKEND), say)
+    return hierarchical.name_of(plan.collectives, between, inside)
+
+
+def _built_backend(plan: Plan, say: Say) -> str:
     if plan.backend != engine.BACKEND:
         return plan.backend
     try:
@@ -112,10 +124,14 @@ def _silent(text: str) -> None:
     pass
 
 
+def device_type_of(backend: str) -> str:
+    """Where the ranks that join with `backend` compute."""
+    return "cuda" if "nccl" in hierarchical.parts_of(backend) else "cpu"
+
+
 def _worker(job: Job, backend: str) -> TrainingResult:
     """One rank of a training."""
-    device_type = "cuda" if backend == "nccl" else "cpu"
-    with session(device_type, backend, job.parallel.timeout_seconds) as device:
+    with session(device_type_of(backend), backend, job.parallel.timeout_seconds) as device:
         return train_rank(after_restart(job), device)
 
 
@@ -137,9 +153,8 @@ def _size(job: Job, place: RankEnvironment | None) -> World:
 
 
 def _may_use_engine(job: Job, world: World) -> bool:
-    """Whether `auto` would take it: one rank has nobody to talk to, and several hosts do not share memory."""
-    one_host = world.device_type == "cpu" and world.size > 1 and world.hosts == 1
-    return one_host and job.parallel.ddp_dist_backend == "auto"
+    """Whether `auto` would take it: it moves CPU tensors, and one rank has nobody to talk to."""
+    return world.device_type == "cpu" and world.size > 1 and job.parallel.ddp_dist_backend == "auto"
 
 
 def _engine_problem(job: Job, world: World) -> str:

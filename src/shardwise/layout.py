@@ -142,14 +142,15 @@ class Layout:
         """The process group along `axes`. Collective on first use: every rank must ask in the same order."""
         return self._group(("axes", *axes), lambda rank: self.ranks(*axes, of=rank))
 
-    def ends_group(self) -> ProcessGroup:
-        """First and last stage of this rank's pipeline; for the stages between, those. Collective, as `group`."""
+    def ends_group(self, first: int, last: int) -> ProcessGroup:
+        """The pipeline ranks of the first and the last stage; for the others, those. Collective, as `group`."""
 
         def ends(rank: int) -> tuple[int, ...]:
-            first, *between, last = self.ranks("pipeline", of=rank)
-            return tuple(between) if rank in between else (first, last)
+            line = self.ranks("pipeline", of=rank)
+            both = (line[first], line[last])
+            return both if rank in both else tuple(other for other in line if other not in both)
 
-        return self._group(("ends",), ends)
+        return self._group(("ends", first, last), ends)
 
     def tensor_neighbours(self, copies: int) -> ProcessGroup:
         """This rank and those in the same run of `copies` ranks of their tensor group. Collective, as `group`."""

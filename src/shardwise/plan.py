@@ -13,16 +13,22 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from rich.console import Group
-from rich.table import Table
-from rich.text import Text
-
-from shardwise.config import Job
-from shardwise.draft import Draft, World, changed, lookup, placement_order
+from shardwise.config import Job, ParallelSection
+from shardwise.draft import (
+    SPLIT_SCHEDULES,
+    V_SCHEDULES,
+    Draft,
+    World,
+    changed,
+    lookup,
+    placement_order,
+    stage_ranks,
+)
 from shardwise.families.facts import ModelFacts
+from shardwise.families.float8 import summary
 from shardwise.legality import check
 
-__all__ = ["Dtypes", "Plan", "World", "describe", "precheck", "resolve"]
+__all__ = ["Dtypes", "Plan", "World", "collective_algorithm", "precheck", "resolve"]
 
 NORMALISATION = "global_tokens"
 
@@ -45,6 +51,7 @@ class Plan:
     job: Job
     world: World
     stages: tuple[tuple[str, ...], ...]  # names of the blocks of each pipeline stage; none without a pipeline
+    stage_ranks: tuple[int, ...]  # the pipeline rank of each stage
     degrees: dict[str, int]  # replica, shard, context, tensor, pipeline; their product is world.size
     placement: str  # D, P and T in order, right-most varying fastest
     dtypes: Dtypes
@@ -59,8 +66,10 @@ class Plan:
     chunked_loss: bool  # the head runs inside the loss
     rules: dict[str, str]  # the rule behind each derived value
     notes: tuple[str, ...]  # sentences a user should read before the run
+    float8: tuple[str, ...] = ()  # names of the linear layers that multiply in float8
     attention: str = ""  # kernel, or `auto` for a choice by call; empty where attention is transformers' own
     exact_dropout: bool = True  # attention dropout is equal on every layout
+    collectives: str = "flat"  # how they cross hosts: flat, two_level, direct or measured
     context_method: str = ""  # how attention reaches the other parts of a sequence; empty where it is whole
 
     @property
@@ -77,7 +86,21 @@ class Plan:
     @property
     def splits_backward(self) -> bool:
         """Whether the gradients of weights are taken apart from those of activations, and later."""
-        return self.degrees["pipeline"] > 1 and self.job.parallel.pipeline == "zero_bubble"
+        return self.degrees["pipeline"] > 1 and self.job.parallel.pipeline in SPLIT_SCHEDULES
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages of a pipeline rank, in order; none without a pipeline."""
+        return tuple(stage for stage, at in enumerate(self.stage_ranks) if at == rank)
+
+    @property
+    def in_v(self) -> bool:
+        """Whether the stages go down the ranks and up again."""
+        return bool(self.stages) and self.job.parallel.pipeline in V_SCHEDULES
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        """The pipeline ranks of the first and the last stage."""
+        return self.stage_ranks[0], self.stage_ranks[-1]
 
     @property
     def holds_whole(self) -> bool:
@@ -127,16 +150,19 @@ def resolve(job: Job, world: World, facts: ModelFacts) -> Plan:
         job=job,
         world=world,
         stages=_stages(draft, rules),
+        stage_ranks=stage_ranks(job.parallel) if draft.parallel.pipeline_parallel_degree > 1 else (),
         degrees=_degrees(draft, rules),
         placement=_placement(draft, rules),
         dtypes=_dtypes(draft, rules),
         sequence_length=job.data.sequence_length,
         backend=_backend(draft, rules),
+        collectives=_collectives(draft, rules),
         normalisation=NORMALISATION,
         sequence_parallel=draft.sequence_parallel,
         zero1=draft.zero1,
         chunked_loss=draft.chunked_loss,
         notes=tuple(_notes(draft)),
+        float8=_float8(draft, rules),
         attention=_attention(draft, rules),
         exact_dropout=draft.exact_dropout,
         context_method=_context_method(draft, rules),
@@ -184,6 +210,13 @@ def _context_method(draft: Draft, rules: dict[str, str]) -> str:
     return "all_gather"
 
 
+def _float8(draft: Draft, rules: dict[str, str]) -> tuple[str, ...]:
+    if draft.precision.fp8 == "none":
+        return ()
+    rules["float8"] = summary(draft.float8_left)
+    return tuple(name for name, reason in draft.float8_left.items() if not reason)
+
+
 def _attention(draft: Draft, rules: dict[str, str]) -> str:
     if not draft.led:
         rules["attention"] = f"transformers' own: {draft.facts.kernel_refusal}"
@@ -205,6 +238,7 @@ def _stages(draft: Draft, rules: dict[str, str]) -> tuple[tuple[str, ...], ...]:
         if draft.parallel.auto_partition
         else "partition and default_partition given"
     )
+    rules["stages"] += "; they go down the ranks and up again" if draft.in_v else ""
     placed = list(zip(draft.facts.blocks, draft.partition, strict=True))
     return tuple(tuple(block.name for block, at in placed if at == stage) for stage in range(draft.stages))
 
@@ -255,6 +289,23 @@ def _backend(draft: Draft, rules: dict[str, str]) -> str:
     return "shardwise" if draft.world.engine else "gloo"
 
 
+def _collectives(draft: Draft, rules: dict[str, str]) -> str:
+    algorithm, rules["collectives"] = collective_algorithm(draft.parallel, _backend(draft, {}), draft.world)
+    return algorithm
+
+
+def collective_algorithm(parallel: ParallelSection, backend: str, world: World) -> tuple[str, str]:
+    """How collectives cross hosts, and the rule that says so."""
+    asked = parallel.collective_algorithm
+    if world.hosts == 1 or world.local_size == 1:
+        return "flat", "all ranks are on one host" if world.hosts == 1 else "each host has one rank"
+    if asked != "auto":
+        return asked, "collective_algorithm given"
+    if backend != "gloo":
+        return "flat", f"collective_algorithm auto: {backend} chooses for itself"
+    return "measured", f"collective_algorithm auto on gloo: timed at start, {world.hosts} hosts of {world.local_size}"
+
+
 def _switch_rules(draft: Draft) -> dict[str, str]:
     chunk, asked = draft.memory.loss_chunk_tokens, draft.parallel.shard_optimizer_state
     chunked = f"head {draft.facts.head!r} runs inside the loss, on {chunk} rows at once"
@@ -302,6 +353,10 @@ def _parallel_notes(draft: Draft) -> Iterator[str]:
         yield f"parallel.workers={workers} is not used: the launcher started {draft.world.local_size} here."
     if draft.parallel.shard_optimizer_state and not draft.zero1:
         yield "parallel.shard_optimizer_state saves nothing: there is one data rank."
+    asked = draft.parallel.collective_algorithm
+    runs, why = collective_algorithm(draft.parallel, _backend(draft, {}), draft.world)
+    if asked not in ("auto", runs):
+        yield f"parallel.collective_algorithm={asked} does nothing: {why}."
     if draft.parallel.sequence_parallel and not draft.sequence_parallel:
         yield "parallel.sequence_parallel saves nothing: there is one tensor rank."
     if draft.sharded == 1:
@@ -319,6 +374,15 @@ def _memory_notes(draft: Draft) -> Iterator[str]:
 
 
 def _model_notes(draft: Draft) -> Iterator[str]:
+    if draft.compute == "fp16" and draft.model.attention == "eager":
+        yield (
+            "model.attention=eager in fp16 keeps scores in fp16, which overflow above 65504 and make the step skipped; "
+            "auto and sdpa sum them in fp32."
+        )
+    if draft.precision.fp8 == "emulate":
+        yield "precision.fp8=emulate shows the numbers of float8 and none of its speed: products run in fp32."
+    if draft.precision.fp8 == "torchao" and not draft.model.compile:
+        yield "precision.fp8=torchao without model.compile: casts are not fused, and eat most of what products gain."
     if not draft.chunked_loss:
         yield f"Logits exist whole: {_whole_logits(draft)}."
     if draft.facts.has_attention_dropout and not draft.exact_dropout:
@@ -326,35 +390,3 @@ def _model_notes(draft: Draft) -> Iterator[str]:
             "Attention dropout runs inside a fused kernel, whose random numbers depend on the layout; "
             "model.attention=eager makes it equal on every layout."
         )
-
-
-def describe(plan: Plan) -> Group:
-    """The plan as a table of key, value and rule, then its notes."""
-    table = Table(title=f"Plan {plan.fingerprint}", title_justify="left", title_style="bold")
-    table.add_column("key", style="cyan", no_wrap=True)
-    table.add_column("value", no_wrap=True)
-    table.add_column("rule", style="dim", overflow="fold")
-    world = plan.world
-    machine = f", {world.accelerator}" if world.accelerator else ""
-    table.add_row(
-        "world", f"{world.size} x {world.device_type}", f"{world.local_size} on each of {world.hosts} host(s){machine}"
-    )
-    for key, value in _rows(plan):
-        table.add_row(key, str(value), Text(plan.rules.get(key, "")))
-    return Group(table, *(Text(f"note: {note}", style="yellow") for note in plan.notes))
-
-
-def _rows(plan: Plan) -> Iterator[tuple[str, object]]:
-    yield from plan.degrees.items()
-    if plan.context_method:
-        yield "context_method", plan.context_method
-    if plan.stages:
-        yield "stages", " + ".join(str(len(blocks)) for blocks in plan.stages) + " blocks"
-    yield "attention", plan.attention or "transformers' own"
-    yield "placement", plan.placement
-    yield "backend", plan.backend
-    for key in ("sequence_length", "sequences_per_step", "microbatch", "accumulation"):
-        yield key, getattr(plan, key)
-    yield from asdict(plan.dtypes).items()
-    for key in ("normalisation", "sequence_parallel", "zero1", "chunked_loss"):
-        yield key, getattr(plan, key)

@@ -6,6 +6,7 @@ Every dtype of a run is named in `Plan.dtypes`; nothing is cast by autocast or b
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,15 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, 
 def torch_dtype(name: str) -> torch.dtype:
     """`fp64`, `fp32`, `bf16` or `fp16` as a torch dtype."""
     return DTYPES[name]
+
+
+def has_float8(device: torch.device) -> bool:
+    """Whether matrix products of float8 run on `device`: from Ada (compute capability 8.9) and CDNA 3 (gfx94) on."""
+    if device.type != "cuda":
+        return False
+    if torch.version.hip:
+        return re.match(r"gfx9[45]", torch.cuda.get_device_properties(device).gcnArchName) is not None
+    return torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 @dataclass

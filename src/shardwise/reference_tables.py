@@ -48,6 +48,10 @@ ENVIRONMENT_VARIABLES = {
     "XDG_CACHE_HOME": "tokenizers and tokens are cached in its `shardwise/`; unset: `~/.cache`. `data.cache_directory` "
     "wins",
     "SHARDWISE_ENGINE_DIRECTORY": "where the compiled engine is kept; unset: `engine/` in the cache above",
+    "SHARDWISE_HOST": "a name for this host; ranks with equal names share it. Unset: host name, boot id and network "
+    "namespace",
+    "SHARDWISE_SOCKET_IFNAME": "network interface of the engine between hosts; unset: that of the host's address "
+    "towards the store (MASTER_ADDR)",
     "OMP_NUM_THREADS": "threads of a CPU worker; unset: the usable cores divided by the workers of the host",
     "GLOO_SOCKET_IFNAME": "network interface of Gloo; unset and all ranks on one host: the loopback interface",
     "SHARDWISE_DEBUG": "1 shows the output of every local worker, not of rank 0 alone",

@@ -52,6 +52,7 @@ def _when(key: str, given: Any) -> Callable[[Any], Mapping[str, Any]]:
 
 SHARDS = "parallel.sharded_data_parallel_degree"
 TENSOR, PIPELINE = "parallel.tensor_parallel_degree", "parallel.pipeline_parallel_degree"
+ALGORITHM = "parallel.collective_algorithm"
 SEQUENCE = "parallel.sequence_parallel"
 OFFLOAD, HORIZON = "memory.offload_activations", "memory.activation_loading_horizon"
 CHECKPOINTING, COMPUTE, CLIP = "memory.activation_checkpointing", "precision.compute", "optimizer.clip_norm"
@@ -97,7 +98,8 @@ OPTIONS = (
     Option("sdp_reduce_bucket_size", "v1", float, BLOCKWISE),
     Option("sdp_param_persistence_threshold", "v1", float, "small parameters are sharded like all others"),
     Option("sdp_max_live_parameters", "v1", float, BLOCKWISE),
-    Option("sdp_hierarchical_allgather", "v1", bool, "the collective backend chooses its own algorithm"),
+    Option("sdp_hierarchical_allgather", "v1", bool, "measured: each size takes what is fastest; off is flat",
+           lambda on: {ALGORITHM: "measured" if on else "flat"}),
     Option("sdp_gradient_clipping", "v1", float, "clips by the global norm; 0 switches it off",
            lambda norm: {CLIP: norm or None}),
     # v1, TensorFlow only
@@ -110,7 +112,18 @@ OPTIONS = (
     Option("checkpoint_attentions", "v1", ANY, f"{CHECKPOINTING} says what is recomputed"),
     Option("_match_weights", "v1", ANY, "weights never depend on the layout"),
     Option("_fp32_grad_accumulation", "v1", ANY, "gradients are always summed in fp32 or wider"),
+    # v1, of distributed transformers, sent by published scripts
+    Option("flash_attention", "v1", bool, "model.attention auto takes a fused kernel where one can do what is asked",
+           lambda on: {} if on else {"model.attention": "eager"}),
+    Option("attention_in_fp32", "v1", bool, "kernels multiply in the compute dtype, with sums and softmax in fp32; use "
+           "precision.compute fp32, or smp.nn's layers, which take it", refused=bool),
+    Option("query_key_layer_scaling", "v1", bool, "kernels keep scores in fp32, where none overflows"),
+    Option("fused_softmax", "v1", bool, "attention kernels hold the softmax; model.attention says which"),
+    Option("fused_bias_gelu", "v1", bool, "model.compile fuses bias and activation"),
     # v2
+    Option("fp8", "v2", bool, "nothing is in float8", _when("precision.fp8", "torchao")),
+    Option("fp8_amax_history_len", "v2", int, "scales are taken from the numbers of each call, without a history"),
+    Option("fp8_amax_compute_algo", "v2", ("max", "most_recent"), "scales are taken from the numbers of each call"),
     Option("hybrid_shard_degree", "v2", int, "0 is as many ranks as possible", lambda n: {SHARDS: n or None}),
     Option("sm_activation_offloading", "v2", bool, MAPPED, _to(OFFLOAD)),
     Option("fsdp_cache_flush_warnings", "v2", bool, "the run's records show memory instead"),

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from shardwise.config import Job
 from shardwise.data.tokenizer import VOCABULARY_FILES
-from shardwise.entry import plan_job, usable_backend
+from shardwise.entry import device_type_of, plan_job, usable_backend
 from shardwise.errors import ConfigError, MachineError
 from shardwise.families.build import load_config
 from shardwise.families.facts import ModelFacts
@@ -262,5 +262,5 @@ def _note(text: str) -> None:
 
 
 def _worker(job: Job, backend: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    with session("cuda" if backend == "nccl" else "cpu", backend, job.parallel.timeout_seconds) as device:
+    with session(device_type_of(backend), backend, job.parallel.timeout_seconds) as device:
         return function(job, device, *args)

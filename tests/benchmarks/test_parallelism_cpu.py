@@ -12,7 +12,7 @@ import pytest
 from benchmarks import parallelism_cpu
 
 TOY = ["--layers", "4", "--width", "32", "--heads", "4", "--vocabulary", "128", "--sequence", "16", "--batch", "4",
-       "--rounds", "2", "--steps", "1", "--warmup", "1"]  # fmt: skip
+       "--rounds", "2", "--steps", "1", "--warmup", "1", "--bubble-rounds", "0"]  # fmt: skip
 
 
 def test_every_axis_has_a_step_of_ours_and_a_peer() -> None:

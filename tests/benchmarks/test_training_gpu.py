@@ -18,7 +18,7 @@ from benchmarks.gpu_contenders import BUILDERS, IdStep
 from benchmarks.gpu_models import SHAPES, build, flops_per_token, model_config
 
 CPU = torch.device("cpu")
-BILLIONS = {"0.5B": 0.5, "1B": 1.0, "3B": 3.0}
+BILLIONS = {"0.5B": 0.5, "1B": 1.0, "3B": 3.0, "13B-10L": 3.6}
 
 
 def case(**changes: Any) -> Case:
@@ -59,7 +59,7 @@ def test_sizes_are_as_named(family: str, size: str) -> None:
     model = build(config, torch.device("meta"))
     total = sum(parameter.numel() for parameter in model.parameters())
     assert total / 1e9 == pytest.approx(BILLIONS[size], rel=0.15)
-    expected = 6 * (total - config.vocab_size * config.hidden_size) + 12 * config.num_hidden_layers * 2048 * (
+    expected = 6 * (total - config.vocab_size * config.hidden_size) + 6 * config.num_hidden_layers * 2048 * (
         config.hidden_size
     )
     assert flops_per_token(model, config, 2048) == expected
@@ -145,11 +145,51 @@ def test_a_toy_run_on_the_cpu(family: str, tmp_path: Path) -> None:
     assert ours["turns"][0]["last_loss"] == pytest.approx(masters["turns"][0]["last_loss"], abs=5e-3)
 
 
+def test_single_switches_of_shardwise_run_at_toy_size(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    names = ["shardwise", "shardwise-fp8", "shardwise-checkpointed", "shardwise-checkpointed-eager"]
+    arguments = [
+        "--device",
+        "cpu",
+        "--toy",
+        "--families",
+        "neox",
+        "--ladder",
+        "1",
+        "--rounds",
+        "1",
+        "--memory-gb",
+        "40",
+    ]
+    arguments += ["--steps", "1", "--warmup", "1", "--base", "shardwise-checkpointed", "--json", str(path)]
+    assert training_gpu.main([*arguments, "--contenders", *names, "shardwise-offloaded"]) == 0
+    rows = {row["contender"]: row for row in json.loads(path.read_text())["cases"][0]["rows"]}
+    exact, rounded = (rows[name]["turns"][0]["last_loss"] for name in names[:2])
+    assert exact != rounded and rounded == pytest.approx(exact, rel=2e-2)
+    assert rows["shardwise-checkpointed"]["base_ratio"]["median"] == 1.0
+    assert all(row["base_ratio"]["median"] > 0 for row in rows.values()) and len(rows) == 5
+
+
+def test_a_switch_that_the_machine_lacks_is_reported() -> None:
+    this, messages = case(contenders=("shardwise-liger",)), []
+    run_case(this, lambda kind, value: messages.append((kind, value)))
+    (row,) = training_gpu.collect(this, messages, "")["rows"]
+    assert "Liger's kernels run on a GPU" in row["failed"]
+
+
 @pytest.mark.slow
 def test_compiled_contenders(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     arguments = ["--device", "cpu", "--toy", "--families", "llama", "--ladder", "1", "--rounds", "1", "--steps", "1"]
-    arguments += ["--contenders", "shardwise-compile", "torch-compile", "autocast-compile", "--json", str(path)]
+    arguments += [
+        "--contenders",
+        "shardwise-compile",
+        "shardwise-fp8-compile",
+        "torch-compile",
+        "autocast-compile",
+        "--json",
+        str(path),
+    ]
     assert training_gpu.main(arguments) == 0
     assert all(row["microbatch"] == 1 for row in json.loads(path.read_text())["cases"][0]["rows"])
 

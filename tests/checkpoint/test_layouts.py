@@ -36,19 +36,22 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tensor 2, shard 3, uneven": (6, {"tensor_parallel_degree": 2}),
     "context 2, replica 2": (4, {"context_parallel_degree": 2, "sharded_data_parallel_degree": 2}),
     "pipeline 2, tensor 2, shard 2": (8, {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2}),
+    "pipeline 2 in a V, shard 2": (4, {"pipeline_parallel_degree": 2, "pipeline": "dualpipev"}),
     "tensor 4, heads in copies": (4, {"tensor_parallel_degree": 4}),
 }
 MODELS: dict[str, dict[str, Any]] = {
-    "llama, tied, fp16": {"tied": True, "precision": {"compute": "fp16"}},
-    "gpt2, untied, NAdam": {"tied": False, "optimizer": {"name": "NAdam"}, "precision": {"compute": "fp64"}},
+    "llama, tied, fp16": {"tied": True, "layers": 4, "precision": {"compute": "fp16"}},
+    "gpt2, untied, NAdam": {
+        "tied": False, "layers": 4, "optimizer": {"name": "NAdam"}, "precision": {"compute": "fp64"},
+    },
     "module with buffers": {"optimizer": {"name": "SGD", "options": {"momentum": 0.9}}},
-}
+}  # fmt: skip
 
 
 def a_job(corpora: Path, model: str, parallel: dict[str, Any]) -> Job:
     settings = {**MODELS[model], "parallel": parallel}
     if model.startswith("module"):  # nothing says how its tensors and sequences are split, nor where stages are
-        split = ("tensor_parallel_degree", "pipeline_parallel_degree", "context_parallel_degree")
+        split = ("tensor_parallel_degree", "pipeline_parallel_degree", "context_parallel_degree", "pipeline")
         settings["parallel"] = {key: value for key, value in parallel.items() if key not in split}
         return make_module_job(corpora, **settings)
     return tensor_job(corpora, model.split(",")[0], **settings)

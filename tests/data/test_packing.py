@@ -10,7 +10,7 @@ import pytest
 
 from shardwise.data import store
 from shardwise.data.batch import IGNORED
-from shardwise.data.packing import Masking, Windows, entropy, mask, split_windows
+from shardwise.data.packing import Masking, Spans, Windows, entropy, leave_out, mask, split_windows
 from shardwise.data.store import Column, ColumnWriter
 from shardwise.errors import DataError
 
@@ -163,3 +163,26 @@ def test_neighbouring_windows_share_only_the_border(tmp_path: Path) -> None:
     train, _ = split(tmp_path, 100, 7)
     windows = [train.window(index) for index in range(len(train))]
     assert all(one[-1] == two[0] for one, two in pairwise(windows))
+
+
+@pytest.mark.parametrize("length, probability, mean", [(2, 0.15, 3.0), (20, 0.15, 2.0), (64, 0.5, 2.0), (31, 0.9, 3.0)])
+def test_spans_and_the_rest_make_up_the_window(length: int, probability: float, mean: float) -> None:
+    """All samples of a length have equal shapes, and no two the same spans."""
+    spans = Spans(probability, mean, tuple(range(1000, 1100)), eos_id=7)
+    left_out, count = spans.counts(length)
+    window, found = np.arange(100, 100 + length), set()
+    for counter in range(20):
+        inputs, labels = leave_out(window, spans, 3, counter)
+        assert (len(inputs), len(labels)) == (length - left_out + count + 1, left_out + count + 1)
+        assert inputs[-1] == labels[-1] == 7
+        kept, gone = (np.split(part[:-1], np.flatnonzero(part >= 1000)) for part in (inputs, labels))
+        assert [piece[0] for piece in gone[1:]] == list(spans.sentinel_ids[:count]) and all(
+            len(p) > 1 for p in gone[1:]
+        )
+        kept = [kept[0], *(piece[1:] for piece in kept[1:-1])]
+        assert all(len(piece) for piece in kept)
+        rebuilt = [part for pair in zip(kept, (piece[1:] for piece in gone[1:]), strict=True) for part in pair]
+        assert np.concatenate(rebuilt).tolist() == window.tolist()
+        found.add(tuple(inputs.tolist()))
+    assert len(found) > (1 if count > 1 else 0)
+    assert all(np.array_equal(a, b) for a, b in zip(leave_out(window, spans, 3, 5), leave_out(window, spans, 3, 5)))

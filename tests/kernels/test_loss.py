@@ -111,3 +111,14 @@ def test_peak_memory_never_holds_whole_logits() -> None:
     with LiveBytes(hidden, weight, labels) as control:
         plain(hidden.unsqueeze(0), weight, None, labels.unsqueeze(0)).backward()
     assert control.peak > whole
+
+
+def test_logits_of_one_chunk_are_gone_before_the_next() -> None:
+    rows, width, vocabulary, chunk = 256, 2, 4096, 64
+    hidden, weight = (torch.randn(size, width, requires_grad=True) for size in (rows, vocabulary))
+    labels = torch.randint(vocabulary, (rows,))
+    with LiveBytes(hidden, weight, labels) as memory:
+        linear_cross_entropy(hidden, weight, None, labels, chunk=chunk).backward()
+    one = chunk * vocabulary * 4
+    rest = 8 * (hidden.nbytes + weight.nbytes)
+    assert one < memory.peak < 1.5 * one + rest < 2 * one

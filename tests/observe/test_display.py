@@ -56,6 +56,18 @@ def test_log_every_thins_the_lines_but_keeps_first_and_last() -> None:
     assert [line.split()[1] for line in lines[1:]] == ["1/7", "3/7", "6/7", "7/7"]
 
 
+def test_what_compilation_took_is_said_after_the_second_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, file = Clock(monkeypatch), io.StringIO()
+    with Display(make_plan(model={"compile": True}), Console(file=file)) as display:
+        assert display._time_left() == "compiling in the first step"
+        for step, seconds in ((1, 31.5), (2, 1.25), (3, 1.0)):
+            clock.now += seconds
+            display.step(step_record(step))
+    said = [line for line in file.getvalue().splitlines() if "compilation" in line]
+    assert said == ["compilation: 30.2 s of the first step's 31.5 s"]
+    assert not [line for line in plain_lines([step_record(step) for step in (1, 2)]) if "compil" in line]
+
+
 def test_time_left_forgets_the_slow_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     display = Display(make_plan(training={"steps": 101}), Console(file=io.StringIO()))

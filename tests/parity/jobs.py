@@ -213,6 +213,21 @@ def t5_job(directory: str | Path, dropout: float = 0.1, tied: bool = True, gated
     return make_module_job(directory, model=model, **{"data": {"factory": "tests.parity.jobs:Pairs"}, **sections})
 
 
+def span_job(
+    directory: str | Path, dropout: float = 0.1, tied: bool = True, gated: bool = False, **sections: Any
+) -> Job:
+    """A tiny T5 of a config, which fills in spans of text that are left out."""
+    config = {
+        "model_type": "t5", "d_model": 24, "d_kv": 5, "d_ff": 13, "num_layers": 2, "num_heads": 4,
+        "dropout_rate": dropout, "tie_word_embeddings": tied, "feed_forward_proj": "gated-gelu" if gated else "relu",
+        "relative_attention_num_buckets": 8, "relative_attention_max_distance": 10, "initializer_factor": 0.5,
+        "decoder_start_token_id": 0,
+    }  # fmt: skip
+    data = {"vocabulary_size": 360, "format": "text", "path": str(Path(directory) / "text.txt"), "sequence_length": 20}
+    model = {"config": config, "task": "seq2seq_lm", "attention": "eager", **sections.pop("model", {})}
+    return make_job(directory, "gpt2", model=model, **{**sections, "data": data | {"mean_span_length": 2.0}})
+
+
 def verify_one(job: Job, steps: int = 3) -> Report | None:
     """Run on every rank of a world."""
     model = job.model.model_dump_json()

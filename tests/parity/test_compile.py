@@ -44,3 +44,25 @@ def test_a_compiled_model_with_split_tensors_agrees(
     report = world_pool.run(2, verify_one, job, 2, timeout=800)[0]
     assert report is not None
     assert report.agrees, (report.first, report.diagnosis)
+
+
+SPLIT: dict[str, dict[str, Any]] = {
+    "sequence": {"tensor_parallel_degree": 2, "sequence_parallel": True},
+    "context": {"context_parallel_degree": 2},
+    "ring": {"context_parallel_degree": 2, "context_parallel_method": "ring"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("axis", SPLIT)
+@pytest.mark.parametrize("family, depth", [("gpt2", "n_layer"), ("llama", "num_hidden_layers")])
+def test_a_compiled_model_with_split_sequences_agrees(
+    world_pool: WorldPool, corpora: Path, family: str, depth: str, axis: str
+) -> None:
+    """A graph ends where ranks exchange, and the next begins behind it; one time with recomputation in backward."""
+    more: dict[str, Any] = {"dropout": 0.1} if family == "gpt2" else {"memory": {"activation_checkpointing": "full"}}
+    job = tensor_job(corpora, family, config={depth: 2}, parallel=SPLIT[axis], model={"compile": True}, **FP32, **more)
+    report = world_pool.run(2, verify_one, job, 2, timeout=800)[0]
+    assert report is not None
+    assert report.agrees, (report.first, report.diagnosis)

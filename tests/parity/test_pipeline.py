@@ -24,6 +24,7 @@ TENSOR: dict[str, Any] = {"tensor_parallel_degree": 2}
 ALL: dict[str, Any] = {**TWO, "tensor_parallel_degree": 2, "sharded_data_parallel_degree": 2}
 FP32: dict[str, Any] = {"precision": {"compute": "fp32"}, "optimizer": {"name": "SGD", "learning_rate": 0.1}}
 UNEVEN = {"sequences_per_step": 7, "microbatch_size": 2}
+EIGHT = {"sequences_per_step": 15, "gradient_accumulation": 8}  # microbatches, the last one ragged
 SLOW: list[tuple[str, int, dict[str, Any]]] = [
     ("gpt2", 4, {"parallel": {**TWO, "sharded_data_parallel_degree": 1}, "tied": False}),
     ("gpt_neox", 4, {"parallel": {**TWO, "pipeline": "zero_bubble", "shard_optimizer_state": True}, "layers": 3}),
@@ -31,6 +32,19 @@ SLOW: list[tuple[str, int, dict[str, Any]]] = [
     ("llama", 8, {"parallel": {**ALL, "pipeline": "zero_bubble", "sequence_parallel": True}, "layers": 3}),
     ("bert", 4, {"parallel": {**TWO, "pipeline": "zero_bubble", "sharded_data_parallel_degree": 1}, "layers": 3,
                  "memory": {"activation_checkpointing": "selective"}, "dropout": 0.1}),
+    ("gpt2", 4, {"parallel": {**FOUR, "pipeline": "dualpipev"}, "dropout": 0.1, "layers": 9, "training": EIGHT}),
+    ("llama", 4, {"parallel": {**FOUR, "pipeline": "zbv"}, "tied": False, "layers": 9, "training": EIGHT}),
+    ("gpt2", 4, {"parallel": {**TWO, "pipeline": "dualpipev", "sharded_data_parallel_degree": 1}, "layers": 4}),
+    ("gpt_neox", 4, {"parallel": {**TWO, "pipeline": "zbv", "shard_optimizer_state": True}, "layers": 4}),
+    ("llama", 8, {"parallel": {**ALL, "pipeline": "dualpipev", "sequence_parallel": True}, "layers": 5}),
+    ("llama", 4, {"parallel": {**TWO, "pipeline": "dualpipev", "context_parallel_degree": 2}, "layers": 4}),
+    ("llama", 4, {"parallel": {**TWO, "pipeline": "dualpipev"}, "layers": 5, "precision": {"compute": "bf16"},
+                  "memory": {"activation_checkpointing": "full", "offload_activations": True}}),
+    ("llama", 4, {"parallel": {**TWO, "pipeline": "zbv"}, "layers": 5, "precision": {"compute": "fp16"},
+                  "memory": {"activation_checkpointing": "full", "offload_parameters": True}}),
+    ("bert", 4, {"parallel": {**TWO, "pipeline": "zbv"}, "layers": 5, "dropout": 0.1,
+                 "memory": {"activation_checkpointing": "selective"}}),
+    ("bloom", 4, {"parallel": {**TWO, "pipeline": "dualpipev"}, "layers": 5, "dropout": 0.1, **FP32}),
     ("gpt2", 2, {"parallel": {**TWO, "pipeline": "simple"}, "training": {"gradient_accumulation": 1}}),
     ("gpt2", 4, {"parallel": {**TWO, "tensor_parallel_degree": 2}, "dropout": 0.1, "layers": 3}),
     ("llama", 4, {"parallel": TWO, "memory": {"offload_parameters": True}}),
@@ -59,6 +73,9 @@ CASES = [
     ("llama", 4, {"parallel": {**TWO, "pipeline": "zero_bubble", "virtual_pipeline_degree": 2}, "layers": 5,
                   "memory": {"activation_checkpointing": "full"}, "precision": {"compute": "bf16"}}),
     ("gpt2", 4, {"parallel": {**TWO, **TENSOR, "pipeline": "zero_bubble"}, "dropout": 0.1, "layers": 3}),
+    # stages in a V: the tie is one parameter of rank 0, alone and sharded
+    ("gpt2", 2, {"parallel": {**TWO, "pipeline": "dualpipev"}, "dropout": 0.1, "layers": 5, "training": EIGHT}),
+    ("gpt2", 4, {"parallel": {**TWO, "pipeline": "zbv"}, "dropout": 0.1, "layers": 5, "training": EIGHT}),
     # virtual stages
     ("gpt2", 2, {"parallel": {**TWO, "virtual_pipeline_degree": 2}, "layers": 5, "dropout": 0.1}),
     ("llama", 4, {"parallel": {**FOUR, "virtual_pipeline_degree": 2}, "layers": 9}),
@@ -101,7 +118,8 @@ def initial(job: Job) -> dict[str, Tensor]:
 @pytest.mark.parametrize("family", ["roberta", *(pytest.param(f, marks=pytest.mark.slow) for f in ("gpt2", "llama"))])
 def test_initial_weights_are_bit_equal(world_pool: WorldPool, corpora: Path, family: str) -> None:
     alone = world_pool.run(1, initial, tensor_job(corpora, family, layers=5))[0]
-    for ranks, parallel in ((4, FOUR), (2, {**TWO, "virtual_pipeline_degree": 2}), (4, {**TWO, **TENSOR})):
+    turns, in_v = {**TWO, "virtual_pipeline_degree": 2}, {**TWO, "pipeline": "zbv"}
+    for ranks, parallel in ((4, FOUR), (2, turns), (2, in_v), (4, {**TWO, **TENSOR})):
         found = world_pool.run(ranks, initial, tensor_job(corpora, family, layers=5, parallel=parallel))[0]
         assert list(found) == list(alone)
         assert all(torch.equal(found[name], alone[name]) for name in alone)
@@ -123,6 +141,10 @@ def test_a_rank_keeps_its_stage_and_nothing_else(world_pool: WorldPool, corpora:
     assert [tied <= set(names) for names, _ in stages] == [True, False, False, True]
     assert ["transformer.wpe.weight" in names for names, _ in stages] == [True, False, False, False]
     assert sum(elements for _, elements in stages) == alone[1] + 97 * 24
+    in_v = world_pool.run(2, kept, tensor_job(corpora, "gpt2", layers=4, parallel={**TWO, "pipeline": "zbv"}))
+    assert [{name.split(".")[2] for name in names if ".h." in name} for names, _ in in_v] == [{"0", "3"}, {"1", "2"}]
+    assert [tied <= set(names) for names, _ in in_v] == [True, False]
+    assert sum(elements for _, elements in in_v) == alone[1]
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neo"])
@@ -148,7 +170,7 @@ def generated(job: Job) -> list[int]:
 
 def test_generation_runs_through_the_stages(world_pool: WorldPool, corpora: Path) -> None:
     alone = world_pool.run(1, generated, tensor_job(corpora, "gpt2", layers=4))[0]
-    for parallel in ({**TWO, **TENSOR}, {**TWO, "virtual_pipeline_degree": 2}):
+    for parallel in ({**TWO, **TENSOR}, {**TWO, "virtual_pipeline_degree": 2}, {**TWO, "pipeline": "zbv"}):
         assert world_pool.run(4, generated, tensor_job(corpora, "gpt2", layers=4, parallel=parallel)) == [alone] * 4
 
 
@@ -162,7 +184,7 @@ def validation(job: Job) -> tuple[float, float]:
 def test_every_rank_knows_the_losses(world_pool: WorldPool, corpora: Path) -> None:
     data = {"validation_fraction": 0.2}
     alone = world_pool.run(1, validation, tensor_job(corpora, "gpt2", layers=4, data=data))[0]
-    for parallel in (TWO, {**TWO, "virtual_pipeline_degree": 2}):
+    for parallel in (TWO, {**TWO, "virtual_pipeline_degree": 2}, {**TWO, "pipeline": "dualpipev"}):
         job = tensor_job(corpora, "gpt2", layers=4, data=data, parallel=parallel)
         for found in world_pool.run(4, validation, job):
             assert found == pytest.approx(alone, rel=1e-12)
@@ -202,6 +224,7 @@ def in_flight(job: Job) -> int:
         ({**TWO, "pipeline": "simple"}, 2),
         ({**TWO, "virtual_pipeline_degree": 2}, 2),
         ({**TWO, "virtual_pipeline_degree": 2, "pipeline": "zero_bubble"}, 2),
+        ({**TWO, "pipeline": "dualpipev"}, 2),
     ],
 )
 def test_forwards_in_flight_are_as_the_plan_says(

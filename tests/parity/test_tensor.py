@@ -15,7 +15,7 @@ from shardwise.testing.world import WorldPool
 from shardwise.training.sample import generate
 from shardwise.training.setup import set_up
 from shardwise.training.step import train_step
-from tests.parity.jobs import check_agrees, t5_job, tensor_job
+from tests.parity.jobs import check_agrees, span_job, t5_job, tensor_job
 
 TWO = {"tensor_parallel_degree": 2}
 FOUR = {"tensor_parallel_degree": 4}
@@ -85,6 +85,22 @@ def test_an_encoder_and_a_decoder_agree_with_one_process(
 ) -> None:
     """T5: relative position biases by head, which the first block of a stack makes for all; cross-attention."""
     check_agrees(world_pool, ranks, t5_job(corpora, **settings))
+
+
+SPANS = [
+    (4, {"parallel": {**TWO, "sharded_data_parallel_degree": 2}, "training": {"sequences_per_step": 7}, **FP32}),
+    pytest.param(2, {"tied": False, "gated": True, "memory": {"activation_checkpointing": "full"}, **FP32},
+                 marks=pytest.mark.slow),
+    pytest.param(4, {"parallel": FOUR, "dropout": 0.0, "model": {"attention": "auto"}, **FP32}, marks=pytest.mark.slow),
+    pytest.param(3, {"precision": {"compute": "bf16"}}, marks=pytest.mark.slow),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks, settings", SPANS)
+def test_a_t5_of_a_config_agrees_with_one_process(
+    world_pool: WorldPool, corpora: Path, ranks: int, settings: dict[str, Any]
+) -> None:
+    check_agrees(world_pool, ranks, span_job(corpora, **settings))
 
 
 def initial(job: Job) -> dict[str, Tensor]:

@@ -197,6 +197,7 @@ def test_states_of_each_tensor_rank_are_exact(world_pool: WorldPool, corpora: Pa
 STAGED = [
     (2, {"pipeline_parallel_degree": 2, "virtual_pipeline_degree": 2}),
     (4, {"pipeline_parallel_degree": 4}),
+    (2, {"pipeline_parallel_degree": 2, "pipeline": "dualpipev"}),
     pytest.param(8, {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2}, marks=pytest.mark.slow),
 ]
 
@@ -232,6 +233,10 @@ PIPES = [
     (2, {"pipeline": "zero_bubble"}, "full"),
     (4, {"pipeline": "zero_bubble", "pipeline_parallel_degree": 4}, "none"),
     (4, {"pipeline": "zero_bubble"}, "none"),
+    (2, {"pipeline": "zbv"}, "none"),
+    (2, {"pipeline": "zbv"}, "full"),
+    (2, {"pipeline": "dualpipev"}, "none"),
+    (4, {"pipeline": "dualpipev"}, "full"),
 ]
 
 

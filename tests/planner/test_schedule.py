@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.console import Console
-from torch.distributed.pipelining import ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
+from torch.distributed.pipelining import (
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
 
-from shardwise.config import Job
-from shardwise.draft import World
+from shardwise._torch_compat import UnpairedDualPipeV
+from shardwise.config import Job, ParallelSection
+from shardwise.draft import V_SCHEDULES, World, in_flight, stage_ranks
 from shardwise.families.facts import BlockFacts, ModelFacts, StageFacts
 from shardwise.plan import Plan, resolve
 from shardwise.planner.report import stage_table
 from shardwise.planner.schedule import bubble, stages
+from shardwise.planner.shapes import weights_put_off
+from shardwise.planner.timeline import order
 
 FACTS = ModelFacts(
     family="gpt_neox",
@@ -58,11 +66,12 @@ def test_the_bubble_is_what_the_schedule_idles() -> None:
 def order_of(kind: Any, ranks: int, virtual: int, count: int) -> list[list[Any]]:
     """What torch's schedule lets each rank do, in order."""
     turns = max(1, count // ranks)
-    asked = SimpleNamespace(
+    asked: Any = object.__new__(kind)  # a schedule without stages, of which only the order is asked
+    vars(asked).update(
         n_local_stages=virtual, pp_group_size=ranks, _n_microbatches=count, number_of_rounds=turns,
-        microbatches_per_round=count // turns,
+        microbatches_per_round=count // turns, num_stages=virtual * ranks,
     )  # fmt: skip
-    return [[action for action in kind._calculate_single_rank_operations(asked, r) if action] for r in range(ranks)]
+    return [[action for action in asked._calculate_single_rank_operations(r) if action] for r in range(ranks)]
 
 
 def makespan(orders: list[list[Any]], stages: int) -> float:
@@ -88,13 +97,45 @@ def makespan(orders: list[list[Any]], stages: int) -> float:
     return max(clocks)
 
 
-@pytest.mark.parametrize("virtual", [1, 2])
-@pytest.mark.parametrize("schedule", ["interleaved", "zero_bubble"])
+KINDS = {
+    "interleaved": ScheduleInterleaved1F1B,
+    "zero_bubble": ScheduleInterleavedZeroBubble,
+    "zbv": ScheduleZBVZeroBubble,
+    "dualpipev": UnpairedDualPipeV,
+}
+
+
+@pytest.mark.parametrize(
+    "schedule, virtual",
+    [("interleaved", 1), ("interleaved", 2), ("zero_bubble", 1), ("zero_bubble", 2), ("zbv", 2), ("dualpipev", 2)],
+)
 def test_the_formula_is_what_torch_schedules_idle(schedule: str, virtual: int) -> None:
-    kind = ScheduleInterleavedZeroBubble if schedule == "zero_bubble" else ScheduleInterleaved1F1B
-    whole = makespan(order_of(kind, 4, virtual, 8), 4 * virtual)
+    whole = makespan(order_of(KINDS[schedule], 4, virtual, 8), 4 * virtual)
     made = plan(pipeline_parallel_degree=4, virtual_pipeline_degree=virtual, pipeline=schedule)
     assert bubble(made) == pytest.approx(1 - 3 * virtual * 8 / whole)
+
+
+SAID = {
+    "FORWARD": "forward",
+    "BACKWARD_INPUT": "backward",
+    "BACKWARD_WEIGHT": "weights",
+    "FULL_BACKWARD": "whole backward",
+}
+
+
+@pytest.mark.parametrize("schedule", V_SCHEDULES)
+@pytest.mark.parametrize("ranks, count", [(2, 4), (3, 7), (4, 8), (5, 13)])
+def test_stages_in_a_v_are_drawn_and_counted_as_torch_orders_them(schedule: str, ranks: int, count: int) -> None:
+    parallel = ParallelSection.model_validate({"pipeline_parallel_degree": ranks, "pipeline": schedule})
+    for rank, actions in enumerate(order_of(KINDS[schedule], ranks, 2, count)):
+        said = [(each.stage_index, each.microbatch_index, SAID[each.computation_type.name]) for each in actions]
+        assert order(rank, ranks, 2, count, schedule) == said
+        assert {stage_ranks(parallel)[stage] for stage, _, _ in said} == {rank}
+        forwards = list(accumulate({"forward": 1, "weights": 0}.get(kind, -1) for _, _, kind in said))
+        waiting = list(accumulate({"backward": 1, "weights": -1}.get(kind, 0) for _, _, kind in said))
+        assert max(forwards) == in_flight(parallel, count, rank)
+        made = SimpleNamespace(splits_backward=True, job=SimpleNamespace(parallel=parallel))
+        assert max(waiting) == weights_put_off(made, rank) + 1  # type: ignore[arg-type]
 
 
 def test_the_table_shows_every_stage() -> None:

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import pairwise
 
 import pytest
 
+from shardwise.draft import SPLIT_SCHEDULES, V_SCHEDULES
 from shardwise.planner.timeline import timeline
 
 
 @pytest.mark.parametrize("ranks, virtual, count", [(2, 1, 2), (4, 1, 8), (4, 2, 8), (3, 3, 6), (8, 1, 3)])
-@pytest.mark.parametrize("schedule", ["interleaved", "simple", "zero_bubble"])
+@pytest.mark.parametrize("schedule", ["interleaved", "simple", "zero_bubble", "zbv", "dualpipev"])
 def test_the_bubble_is_that_of_the_formula(ranks: int, virtual: int, count: int, schedule: str) -> None:
     if (schedule == "simple" and virtual > 1) or (schedule == "zero_bubble" and count < ranks):
         pytest.skip("legality refuses it")
+    if schedule in V_SCHEDULES and (virtual != 2 or count < 2 * ranks):
+        pytest.skip("legality refuses it")
     blocks = timeline(ranks, virtual, count, 1.0, 2.0, schedule)
     end = max(block.start + block.seconds for block in blocks)
-    parts, idle = (3, 1.0) if schedule == "zero_bubble" else (2, 3.0)
+    idle = 1.0 if schedule in SPLIT_SCHEDULES else 3.0
     assert end == pytest.approx(3.0 * virtual * count + idle * (ranks - 1))
     assert len({(block.stage, block.microbatch, block.kind) for block in blocks}) == len(blocks)
-    assert len(blocks) == parts * ranks * virtual * count
+    tasks = ranks * virtual * count
+    done = Counter(block.kind for block in blocks)
+    assert done["forward"] == tasks and done["backward"] + done["whole backward"] == tasks
+    assert done["weights"] == (done["backward"] if schedule in SPLIT_SCHEDULES else 0)
 
 
 def test_no_rank_does_two_things_at_once_and_nothing_comes_before_what_it_needs() -> None:

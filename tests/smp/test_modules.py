@@ -152,3 +152,28 @@ def test_registered_class_takes_the_place_of_the_original(monkeypatch: pytest.Mo
         assert torch.isfinite(gradient).all() and gradient.abs().sum() > 0
     finally:
         smp.state.reset()
+
+
+def _attention(**settings: Any) -> nn.Module:
+    torch.manual_seed(5)
+    sizes = {"num_attention_heads": 4, "attention_head_size": 16, "hidden_size": 64, "intermediate_size": 64}
+    layer = smp.nn.DistributedTransformerLayer(**sizes, causal_mask_size=16, **settings)
+    return layer.attention.bfloat16().eval()
+
+
+def test_keywords_of_attention_act_or_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    hidden = torch.randn(2, 16, 64, dtype=torch.bfloat16)
+    fused, plain, wide = (
+        _attention(**settings)(hidden)
+        for settings in ({}, {"flash_attention": False}, {"flash_attention": False, "attention_in_fp32": True})
+    )
+    assert fused.dtype == wide.dtype == torch.bfloat16
+    torch.testing.assert_close(plain, fused, rtol=2e-2, atol=2e-2)
+    exact = _attention().float()(hidden.float()).detach()
+    errors = [float((each.detach().float() - exact).abs().max()) for each in (plain, wide)]
+    assert not torch.equal(plain, wide) and errors[1] <= errors[0]
+    _attention(query_key_layer_scaling=True, fused_bias_gelu=False)
+    said = capsys.readouterr().err
+    assert "query_key_layer_scaling=True has no effect here: queries are scaled" in said and "gelu" not in said
+    with pytest.raises(TypeError, match="fused_tanh"):
+        _attention(fused_tanh=True)

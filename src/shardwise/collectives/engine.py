@@ -12,11 +12,13 @@ import importlib.util
 import os
 import platform
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
@@ -28,10 +30,12 @@ import torch.distributed as dist
 from filelock import FileLock
 
 from shardwise.cache import cache_root
+from shardwise.collectives.topology import discover
 from shardwise.errors import MachineError
 
 BACKEND = "shardwise"
 DIRECTORY_VARIABLE = "SHARDWISE_ENGINE_DIRECTORY"
+INTERFACE_VARIABLE = "SHARDWISE_SOCKET_IFNAME"
 SOURCES = Path(__file__).with_name("native")
 MODULE = "_shardwise_engine"
 OPTIMIZED = ["-O3", "-ffp-contract=off", "-fno-trapping-math"]  # each operation rounds, on every processor alike
@@ -111,7 +115,23 @@ def register() -> None:
 def _create(options: Any, backend_options: Any) -> Any:
     """A group's backend; called by torch on each member with the group's own store."""
     names = list(options.global_ranks_in_group) or list(range(options.group_size))
-    return load().make(options.store, options.group_rank, options.group_size, names, options.timeout)
+    return create(options.store, options.group_rank, names, options.timeout)
+
+
+def create(store: Any, rank: int, names: Sequence[int], timeout: timedelta) -> Any:
+    """The backend of one rank of a group, from a store that its members alone see; `names` are its global ranks."""
+    hosts = discover(store, rank, len(names)).hosts
+    interface = os.environ.get(INTERFACE_VARIABLE, "")
+    return load().make(store, rank, hosts, list(names), interface, *_towards(store), timeout)
+
+
+def _towards(store: Any) -> tuple[str, str]:
+    """Host and port of the group's store, or the job's own where the store is none of the network."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    if hasattr(store, "host"):
+        return store.host, str(store.port)
+    return os.environ.get("MASTER_ADDR", socket.gethostname()), os.environ.get("MASTER_PORT", "0")
 
 
 def _compile(path: Path, say: Say) -> None:

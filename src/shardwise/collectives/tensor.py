@@ -90,39 +90,6 @@ class Regathered:
         return whole
 
 
-class _LinearOfParts(torch.autograd.Function):
-    """A linear of whole activations that saves a part of them."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, whole: Tensor, part: Tensor, weight: Tensor, bias: Tensor | None, source: Regathered
-    ) -> Tensor:
-        source.readers += 1
-        ctx.source = source
-        ctx.save_for_backward(part, weight)
-        return F.linear(whole, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        part, weight = ctx.saved_tensors
-        whole, gradient = ctx.source.again(part), gradients[0]
-        flat = gradient.flatten(0, -2)
-        _, _, of_weight, of_bias, _ = ctx.needs_input_grad
-        return (
-            gradient @ weight,
-            None,
-            flat.T @ whole.flatten(0, -2) if of_weight else None,
-            flat.sum(0) if of_bias else None,
-            None,
-        )
-
-
-def linear_of_parts(whole: Tensor, part: Tensor, weight: Tensor, bias: Tensor | None, source: Regathered) -> Tensor:
-    """`whole @ weight.T + bias`, where backward gathers `whole` again from each rank's `part`."""
-    result: Tensor = _LinearOfParts.apply(whole, part.detach(), weight, bias, source)
-    return result
-
-
 def enter(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     """`values`, equal on all ranks of `group`; their gradient is the sum of the ranks' gradients."""
     return _apply(values, _same, summed, group)

@@ -2,7 +2,7 @@
 
 Exact definitions, for whoever wants to check them. `T` tokens are the documents' token ids one after the other, each
 document ended by the end-of-sequence token where the tokenizer has one. S is the sequence length; e is 1 for
-`causal_lm` (a label is the next token) and 0 for `masked_lm`.
+`causal_lm` (a label is the next token) and 0 for `masked_lm` and `seq2seq_lm`.
 
     n = (T - 2e) // S                         windows in all
     v = max(1, floor(n * validation_fraction))  validation windows; a = n - v training windows; a >= 1
@@ -43,6 +43,21 @@ class Masking:
 
 
 @dataclass(frozen=True)
+class Spans:
+    """T5's span corruption (arXiv 1910.10683, section 3.1.4): a sentinel stands for each span that is left out."""
+
+    probability: float
+    mean_length: float
+    sentinel_ids: tuple[int, ...]
+    eos_id: int | None  # ends inputs and labels, where there is one
+
+    def counts(self, length: int) -> tuple[int, int]:
+        """(tokens left out, spans) of a window of `length` tokens: the same in all, so that shapes are."""
+        tokens = min(max(round(length * self.probability), 1), length - 1)
+        return tokens, min(max(round(tokens / self.mean_length), 1), length - tokens)
+
+
+@dataclass(frozen=True)
 class Windows:
     """`count` windows of `sequence_length` tokens (plus one, causal) from `base` on; stride is the sequence length."""
 
@@ -51,7 +66,8 @@ class Windows:
     base: int
     count: int
     sequence_length: int
-    masking: Masking | None = None  # None: causal
+    masking: Masking | None = None  # with neither: causal
+    spans: Spans | None = None
     isolate_documents: bool = False
 
     def __len__(self) -> int:
@@ -60,7 +76,7 @@ class Windows:
     @property
     def extra(self) -> int:
         """e of the definitions above."""
-        return 1 if self.masking is None else 0
+        return _extra(self.masking, self.spans)
 
     def window(self, index: int) -> np.ndarray:
         """Token ids of one window, [S + e]."""
@@ -72,10 +88,10 @@ class Windows:
     def batch(self, indices: Sequence[int], counters: Sequence[int], seed: int) -> Batch:
         """The windows `indices`, as samples `counters` of a run with this seed."""
         windows = np.stack([self.window(index) for index in indices]).astype(np.int64)
-        if self.masking is None:
+        if self.extra:
             inputs, labels = windows[:, :-1], windows[:, 1:].copy()
         else:
-            pairs = [mask(row, self.masking, seed, counter) for row, counter in zip(windows, counters, strict=True)]
+            pairs = [self._pair(row, seed, counter) for row, counter in zip(windows, counters, strict=True)]
             inputs, labels = np.stack([pair[0] for pair in pairs]), np.stack([pair[1] for pair in pairs])
         named = {"input_ids": torch.from_numpy(np.ascontiguousarray(inputs))}
         numbers = self._isolate(indices, named, labels) if self.isolate_documents else None
@@ -85,6 +101,13 @@ class Windows:
             rows=torch.tensor(counters, dtype=torch.int64),
             document_ids=numbers,
         )
+
+    def _pair(self, window: np.ndarray, seed: int, counter: int) -> tuple[np.ndarray, np.ndarray]:
+        """(inputs, labels) of a window that is not read causally."""
+        if self.spans:
+            return leave_out(window, self.spans, seed, counter)
+        assert self.masking is not None
+        return mask(window, self.masking, seed, counter)
 
     def _isolate(self, indices: Sequence[int], named: dict[str, torch.Tensor], labels: np.ndarray) -> torch.Tensor:
         """Document numbers [B, S]; adds position_ids and clears labels across borders."""
@@ -128,7 +151,7 @@ def split_windows(
     tokens: Column, documents: Column, sequence_length: int, validation_fraction: float, **options: Any
 ) -> tuple[Windows, Windows]:
     """(training, validation) windows as defined above; `options` are fields of Windows."""
-    extra = 1 if options.get("masking") is None else 0
+    extra = _extra(options.get("masking"), options.get("spans"))
     count = (len(tokens) - 2 * extra) // sequence_length
     if count < 2:
         largest = (len(tokens) - 2 * extra) // 2
@@ -142,6 +165,37 @@ def split_windows(
     base = training * sequence_length + extra
     common = {"tokens": tokens, "documents": documents, "sequence_length": sequence_length, **options}
     return Windows(base=0, count=training, **common), Windows(base=base, count=validation, **common)
+
+
+def _extra(masking: Masking | None, spans: Spans | None) -> int:
+    return 0 if masking or spans else 1
+
+
+def leave_out(tokens: np.ndarray, spans: Spans, seed: int, counter: int) -> tuple[np.ndarray, np.ndarray]:
+    """(inputs, labels) of one window [S] with spans left out: a pure function of (tokens, seed, sample counter).
+
+    With (N, K) of `Spans.counts`, the window is K times a stretch that stays and a span that goes. The lengths of the
+    spans are a composition of N into K parts: they end after 1 + i tokens for the K - 1 smallest of the first N - 1
+    64-bit draws, i of 0 … N - 2, from Philox with key (seed, counter); those of the stretches one of S - N, by the next
+    S - N - 1. Inputs are the stretches, each followed by its sentinel; labels are the spans, each after its sentinel.
+    """
+    left_out, count = spans.counts(len(tokens))
+    bits = np.random.Philox(key=np.array([seed, counter], dtype=np.uint64))
+    gone = _composition(bits.random_raw(left_out - 1), left_out, count)
+    kept = _composition(bits.random_raw(len(tokens) - left_out - 1), len(tokens) - left_out, count)
+    ends = np.cumsum(np.stack([kept, gone], axis=1).ravel())
+    parts = np.split(tokens, ends[:-1])
+    sentinels = np.array(spans.sentinel_ids[:count])[:, None]
+    end = [] if spans.eos_id is None else [np.array([spans.eos_id])]
+    inputs = [piece for pair in zip(parts[0::2], sentinels) for piece in pair]
+    labels = [piece for pair in zip(sentinels, parts[1::2]) for piece in pair]
+    return np.concatenate(inputs + end), np.concatenate(labels + end)
+
+
+def _composition(draws: np.ndarray, total: int, parts: int) -> np.ndarray:
+    """Lengths of `parts` parts that make up `total`, cut where the draws are smallest."""
+    cuts = np.sort(np.argsort(draws, kind="stable")[: parts - 1]) + 1
+    return np.diff(cuts, prepend=0, append=total)
 
 
 def mask(tokens: np.ndarray, masking: Masking, seed: int, counter: int) -> tuple[np.ndarray, np.ndarray]:

@@ -21,7 +21,7 @@ from shardwise.cache import cache_root
 from shardwise.config import Job
 from shardwise.data.corpus import Corpus, data_format, find_corpus
 from shardwise.data.factory import Samples, open_samples
-from shardwise.data.packing import Masking, Windows, entropy, split_windows
+from shardwise.data.packing import Masking, Spans, Windows, entropy, split_windows
 from shardwise.data.store import COMPLETE, Column, ColumnWriter, build_once, digest
 from shardwise.data.tokenizer import (
     TokenizerFacts,
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 Say = Callable[[str], None]
 
-VERSION = 1  # of the cached layout; part of the cache key
+VERSION = 2  # of the cached layout; part of the cache key
 GROUP_CHARACTERS = 1 << 21  # text that is tokenized in one call
 SECONDS_BETWEEN_REPORTS = 5.0
 TOKENS, DOCUMENTS = "tokens.arrow", "documents.arrow"
@@ -67,12 +67,13 @@ class TokenData:
 
     @cached_property
     def unigram_entropy(self) -> float | None:
-        """Nats a token: entropy of the unigram distribution of the validation tokens. None for a factory's samples."""
+        """Nats a token: entropy of the unigram distribution of the validation tokens. None for a factory's samples, and
+        where the targets are spans, whose sentinels no text has."""
         return self.entropy_of(None)
 
     def entropy_of(self, sequences: int | None) -> float | None:
         """The same for the first so many validation sequences: those that an evaluation of that size measures."""
-        if isinstance(self.validation, Samples):
+        if isinstance(self.validation, Samples) or self.validation.spans:
             return None
         return entropy(self.validation.target_counts(sequences))
 
@@ -146,6 +147,7 @@ def open_tokens(
         job.data.sequence_length,
         job.data.validation_fraction,
         masking=_masking(job, tokenizer),
+        spans=_spans(job, tokenizer),
         isolate_documents=job.data.isolate_documents,
     )
     return TokenData(
@@ -186,6 +188,26 @@ def _masking(job: Job, tokenizer: TokenizerFacts | None) -> Masking | None:
             f"model.task=masked_lm needs a mask token, {have} has none; set data.tokenizer to one that does"
         )
     return Masking(job.data.mask_probability, tokenizer.mask_id, tokenizer.vocabulary_size, tokenizer.special_ids)
+
+
+def _spans(job: Job, tokenizer: TokenizerFacts | None) -> Spans | None:
+    if job.model.task != "seq2seq_lm":
+        return None
+    spans = Spans(
+        job.data.mask_probability,
+        job.data.mean_span_length,
+        tokenizer.sentinel_ids if tokenizer else (),
+        tokenizer.eos_id if tokenizer else None,
+    )
+    needed = spans.counts(job.data.sequence_length)[1]
+    if len(spans.sentinel_ids) < needed:
+        have = "data.format=tokens without data.tokenizer" if tokenizer is None else "this tokenizer"
+        raise DataError(
+            f"model.task=seq2seq_lm leaves {needed} spans out of data.sequence_length={job.data.sequence_length} "
+            f"tokens and needs a token <extra_id_…> for each, {have} has {len(spans.sentinel_ids)}; set data.tokenizer "
+            "to one that has them, use a shorter sequence_length, or a larger data.mean_span_length"
+        )
+    return spans
 
 
 def _build(

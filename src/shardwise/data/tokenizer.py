@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,13 @@ if TYPE_CHECKING:
 SAMPLE = 1 << 24
 VERSION = 1  # of what a trained tokenizer is; part of its cache key
 END_OF_TEXT, PADDING, MASK = "<|endoftext|>", "<pad>", "<mask>"
+SENTINEL = "<extra_id_{}>"  # T5's, as many as its tokenizer has
+SENTINELS = 100
+SPECIAL = {  # of a tokenizer that is trained for a task, besides the end of a text
+    "causal_lm": [],
+    "masked_lm": [PADDING, MASK],
+    "seq2seq_lm": [PADDING, *(SENTINEL.format(n) for n in range(SENTINELS))],
+}
 VOCABULARY_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -40,12 +48,13 @@ BYTES = 256
 
 @dataclass(frozen=True)
 class TokenizerFacts:
-    """What packing needs to know of a tokenizer. `special_ids` are never masked."""
+    """What packing needs to know of a tokenizer. `special_ids` are never masked; `sentinel_ids` stand for spans."""
 
     vocabulary_size: int
     eos_id: int | None
     mask_id: int | None
     special_ids: tuple[int, ...]
+    sentinel_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -93,11 +102,14 @@ def load_tokenizer(source: TokenizerSource) -> PreTrainedTokenizerBase:
 def facts_of(tokenizer: PreTrainedTokenizerBase) -> TokenizerFacts:
     """Sizes and special tokens. A tokenizer without an end-of-sequence token ends documents with its separator."""
     end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
+    vocabulary = tokenizer.get_vocab()
+    sentinels = takewhile(vocabulary.__contains__, (SENTINEL.format(n) for n in count()))
     return TokenizerFacts(
-        vocabulary_size=max(tokenizer.get_vocab().values(), default=-1) + 1,
+        vocabulary_size=max(vocabulary.values(), default=-1) + 1,
         eos_id=end,
         mask_id=tokenizer.mask_token_id,
         special_ids=tuple(sorted(tokenizer.all_special_ids)),
+        sentinel_ids=tuple(vocabulary[token] for token in sentinels),
     )
 
 
@@ -134,12 +146,13 @@ def _source(directory: Path, key: str, trust_remote_code: bool) -> TokenizerSour
 
 
 def _trained(job: Job, corpus: Corpus, model_vocabulary: int | None, say: Callable[[str], None]) -> TokenizerSource:
-    special = [END_OF_TEXT, PADDING, MASK] if job.model.task == "masked_lm" else [END_OF_TEXT]
+    special = [END_OF_TEXT, *SPECIAL[job.model.task]]
     size = job.data.vocabulary_size
     least = BYTES + len(special)
     if size < least:
         raise DataError(
-            f"data.vocabulary_size={size} is below {least}: all bytes and {', '.join(special)}; use {least}"
+            f"data.vocabulary_size={size} is below {least}: all bytes and {', '.join(special[:3])}"
+            f"{f' and {len(special) - 3} more' if len(special) > 3 else ''}; use {least}"
         )
     if model_vocabulary is not None and size > model_vocabulary:
         raise DataError(
@@ -174,9 +187,10 @@ def train(corpus: Corpus, size: int, special: list[str], directory: Path) -> Non
     )
     tokenizer.train_from_iterator(_sample(corpus), trainer)
     names = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
-    if MASK in special:
-        names |= {"pad_token": PADDING, "mask_token": MASK}
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(str(directory))
+    named: dict[str, Any] = names | ({"pad_token": PADDING} if PADDING in special else {})
+    named |= {"mask_token": MASK} if MASK in special else {}
+    named |= {"additional_special_tokens": [token for token in special if token in SPECIAL["seq2seq_lm"][1:]]}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named).save_pretrained(str(directory))
 
 
 def _sample(corpus: Corpus) -> Iterator[str]:

@@ -40,7 +40,7 @@ LED = {
     "roberta": Family(),
     "bloom": Family("keys", note=f"{OWN}; ALiBi"),
     "opt": Family(),
-    "t5": Family("trained", note="memory grows with the square; by model.factory, which keeps its own attention"),
+    "t5": Family("trained", note="memory grows with the square; of a config or directory, by `task: seq2seq_lm`"),
     "llama": Family(),
     "mistral": Family(window=True),
     "qwen3": Family(),

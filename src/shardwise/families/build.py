@@ -27,9 +27,11 @@ from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -46,6 +48,7 @@ from shardwise.imports import load_object
 HEADS = {
     "causal_lm": (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING, "AutoModelForCausalLM"),
     "masked_lm": (AutoModelForMaskedLM, MODEL_FOR_MASKED_LM_MAPPING, "AutoModelForMaskedLM"),
+    "seq2seq_lm": (AutoModelForSeq2SeqLM, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, "AutoModelForSeq2SeqLM"),
 }
 BUILT = ("eager", "sdpa")  # attention that transformers' models have themselves
 DROPOUT_FIELD = re.compile(r"dropout|pdrop")
@@ -57,9 +60,10 @@ def build_model(job: Job) -> nn.Module:
     """The model of `job` in train mode, parameters on the meta device (fp32), key-value cache off."""
     model = _build_user_module(job.model) if job.model.factory else _build_hugging_face(job, load_config(job))
     model.train()
-    config = getattr(model, "config", None)
-    if isinstance(config, PreTrainedConfig):
-        config.use_cache = False
+    for module in model.modules():  # an encoder-decoder's stacks have configs of their own
+        config = getattr(module, "config", None)
+        if isinstance(config, PreTrainedConfig):
+            config.use_cache = False
     return model
 
 
@@ -232,6 +236,11 @@ def _build_hugging_face(job: Job, config: PreTrainedConfig) -> PreTrainedModel:
 def _check_head(config: PreTrainedConfig, section: ModelSection) -> None:
     _, mapping, auto_class = HEADS[section.task]
     if type(config) in mapping or auto_class in (getattr(config, "auto_map", None) or {}):
+        if section.task == "seq2seq_lm" and getattr(config, "decoder_start_token_id", None) is None:
+            raise ModelError(
+                f"the config of {config.model_type!r} has no decoder_start_token_id, with which the decoder begins; "
+                "set it (T5's is its pad_token_id)"
+            )
         return
     others = [task for task, (_, known, _) in HEADS.items() if type(config) in known]
     fix = f"use model.task={others[0]!r}" if others else "transformers has no language model of this type"

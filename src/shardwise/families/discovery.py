@@ -16,10 +16,12 @@ from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from shardwise.config import Job
 from shardwise.families.attention import context_refusal, kernel_refusal
 from shardwise.families.facts import BlockFacts, ModelFacts, StageFacts
+from shardwise.families.fusible import fusible
 from shardwise.families.probe import Probe, probe, rehearse_stage
 from shardwise.families.stage_cut import stage_facts
 from shardwise.families.tensor_plan import sequence_refusal, tensor_plan, vocabulary_parameters
@@ -75,12 +77,26 @@ def discover(model: nn.Module, job: Job, example: Mapping[str, Tensor] | None = 
         ),
         attention_arguments=seen.attention_arguments,
         attention=seen.attention_calls,
+        linears=_linears(model, blocks),
+        fusible=fusible(model),
         kernel_refusal=FACTORY_ATTENTION
         if job.model.factory
         else kernel_refusal(model, len(seen.attention_calls), seen.attention_arguments, seen.failure),
         sequence_refusal=sequence_refusal(shapes, blocks, splits, len(lists) == 1 and seen.blocks_are_chain),
         probe_failure=seen.failure,
     )
+
+
+def _linears(model: nn.Module, blocks: Iterable[str]) -> dict[str, tuple[int, int]]:
+    """Plain linear layers inside of blocks; classes with a forward of their own are not among them."""
+    found = {}
+    for block in blocks:
+        for name, module in model.get_submodule(block).named_modules(prefix=block):
+            if type(module) is nn.Linear:
+                found[name] = (module.in_features, module.out_features)
+            elif type(module) is Conv1D:
+                found[name] = (module.nx, module.nf)
+    return found
 
 
 def _stages(

@@ -144,6 +144,8 @@ class ModelFacts:
     context_refusal: str = ""  # why sequences cannot be split over ranks, where they cannot
     attention_arguments: tuple[str, ...] = ()  # what attention is given beside tensors, scale and dropout
     attention: tuple[AttentionFacts, ...] = ()  # calls of attention, in order
+    fusible: dict[str, str] = field(default_factory=dict)  # module name -> which of Liger's kernels can compute it
+    linears: dict[str, tuple[int, int]] = field(default_factory=dict)  # of blocks: name -> (inputs, outputs)
     kernel_refusal: str = "it was not looked at"  # why its attention cannot be led to a kernel, where it cannot
     stages: StageFacts = field(default_factory=lambda: StageFacts(refusal="it was not looked at"))
     sequence_refusal: str = ""  # why tensor ranks cannot share the sequence, where tensors can be split

@@ -111,7 +111,7 @@ def refusal(kernel: Kernel, needs: Needs) -> str:
     where, dtypes = f"on {needs.device}", NARROW if kernel.narrow_on_cuda and needs.device == "cuda" else kernel.dtypes
     checks = (
         (needs.device not in kernel.devices, f"it runs on {' and '.join(kernel.devices)} only"),
-        (kernel.package and not _installed(kernel.package), f"the package {kernel.package} is not installed"),
+        (kernel.package and not installed(kernel.package), f"the package {kernel.package} is not installed"),
         (needs.gradient and needs.device not in kernel.backward, f"it has no backward {where}"),
         (needs.dtype not in dtypes, f"it computes in {', '.join(dtypes)} {where}, not in {needs.dtype}"),
         (needs.masked and not kernel.masks, "it hides nothing but a causal triangle"),
@@ -147,5 +147,6 @@ def alternatives(needs: Needs) -> list[str]:
 
 
 @cache
-def _installed(package: str) -> bool:
+def installed(package: str) -> bool:
+    """Whether a package can be imported."""
     return util.find_spec(package) is not None

@@ -84,9 +84,9 @@ def probe(
     """
     if example is None and "input_ids" not in inspect.signature(model.forward).parameters:
         return Probe(failure=f"{type(model).__name__}.forward has no input_ids, and there is no example batch")
-    inputs = example or {
-        "input_ids": torch.empty(ROWS, min(POSITIONS, sequence_length), dtype=torch.long, device="meta")
-    }
+    tokens = torch.empty(ROWS, min(POSITIONS, sequence_length), dtype=torch.long, device="meta")
+    two_sided = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    inputs = example or {"input_ids": tokens} | ({"decoder_input_ids": tokens} if two_sided else {})
 
     def observe(device: str, dtype: torch.dtype) -> Probe:
         return _Observation(_copy(model), block_lists, _positions(inputs)).run(inputs, device, dtype)
@@ -163,6 +163,8 @@ class _Observation:
             stack.enter_context(_quiet())
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             state = {name: _fake(tensor, device, dtype) for name, tensor in _tensors(self.model)}
+            for name, parameter in self.model.named_parameters():  # a bias on scores may have a gradient
+                state[name].requires_grad_(parameter.requires_grad)
             fakes = {name: _fake(tensor, device, dtype) for name, tensor in inputs.items()}
             self.functions.names = {id(tensor): name for name, tensor in state.items()}
             stack.enter_context(torch.random.fork_rng(devices=[]))

@@ -1,8 +1,11 @@
-"""Linear layers whose weight gradients can wait: the split of backward that zero-bubble schedules ask for.
+"""Linear layers that are more than one matrix product: in float8, with weight gradients that wait, or of whole
+activations of which backward keeps a part.
 
 Backward of a linear layer is two matrix products. The input's gradient is what the stage before waits for; the
 weight's can be taken later, where the rank would idle (Zero Bubble, arXiv 2401.10241, section 2). A deferred layer
 computes the first in backward and notes the second, with the input and the output's gradient that it needs.
+
+A module that has `float8` (kernels/float8.py) multiplies so, whichever of these it is.
 """
 
 from __future__ import annotations
@@ -15,6 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
+
+from shardwise.collectives.tensor import Regathered
+from shardwise.kernels.float8 import Float8
 
 
 class WeightGradients:
@@ -39,27 +45,128 @@ class WeightGradients:
 def linear(module: Any, values: Tensor, transposed: bool = False, biased: bool = True) -> Tensor:
     """`values @ weight.T + bias` of `module`, whose weight is [out, in], or [in, out] where `transposed`.
 
-    Where `defer_weight_gradients` has been told of the module, its weight gradients wait.
+    Where `defer_weight_gradients` has been told of the module, its weight gradients wait; where `use_float8` has, its
+    products are in float8.
     """
     bias = module.bias if biased else None
+    float8: Float8 | None = getattr(module, "float8", None)
     later: WeightGradients | None = getattr(module, "weight_gradients", None)
     if later is not None and torch.is_grad_enabled():
         product: Tensor = _Deferred.apply(values, module.weight, bias, module, transposed, later)
         return product
-    return F.linear(values, module.weight.T if transposed else module.weight, bias)
+    weight = module.weight.T if transposed else module.weight
+    if float8 is None:
+        return F.linear(values, weight, bias)
+    rounded: Tensor = _InFloat8.apply(values, weight, float8)
+    return rounded if bias is None else rounded + bias
+
+
+def linear_of_parts(module: Any, whole: Tensor, part: Tensor, transposed: bool, source: Regathered) -> Tensor:
+    """`linear`, where backward gathers `whole` again from each rank's `part` of it."""
+    weight = module.weight.T if transposed else module.weight
+    float8: Float8 | None = getattr(module, "float8", None)
+    result: Tensor = _LinearOfParts.apply(whole, part.detach(), weight, module.bias, source, float8)
+    return result
 
 
 def defer_weight_gradients(blocks: Iterable[nn.Module]) -> WeightGradients:
-    """Let the linear layers of `blocks` leave their weight gradients for later; those that tensor parallelism has
-    rewritten call `linear` already."""
+    """Let the linear layers of `blocks` leave their weight gradients for later."""
     later = WeightGradients()
     for module in [module for block in blocks for module in block.modules()]:
-        if type(module) not in (nn.Linear, Conv1D):
-            continue
-        module.weight_gradients = later  # type: ignore[assignment]
-        if "forward" not in vars(module):
-            module.forward = partial(linear, module, transposed=type(module) is Conv1D)  # type: ignore[method-assign]
+        if type(module) in (nn.Linear, Conv1D):
+            module.weight_gradients = later  # type: ignore[assignment]
+            _lead(module)
     return later
+
+
+def use_float8(modules: Iterable[nn.Module], float8: Float8) -> None:
+    """Let the linear layers `modules` multiply in float8."""
+    for module in modules:
+        module.float8 = float8  # type: ignore[assignment]
+        _lead(module)
+
+
+def _lead(module: nn.Module) -> None:
+    """Lead the module's forward to `linear`; those that tensor parallelism has rewritten call it already."""
+    if "forward" not in vars(module):
+        module.forward = partial(linear, module, transposed=type(module) is Conv1D)  # type: ignore[method-assign]
+
+
+def _output(values: Tensor, weight: Tensor, bias: Tensor | None, float8: Float8 | None) -> Tensor:
+    """[..., in] of values and [out, in] of weight -> [..., out]."""
+    if float8 is None:
+        return F.linear(values, weight, bias)
+    output = float8.product(values.flatten(0, -2), weight.T, "output").view(*values.shape[:-1], -1)
+    return output if bias is None else output + bias
+
+
+def _of_values(gradient: Tensor, weight: Tensor, float8: Float8 | None) -> Tensor:
+    """The gradient [..., out] of the output and the weight [out, in] -> the gradient [..., in] of the input."""
+    if float8 is None:
+        return gradient @ weight
+    product = float8.product(gradient.flatten(0, -2), weight, "input gradient")
+    return product.view(*gradient.shape[:-1], -1)
+
+
+def _of_weight(gradient: Tensor, values: Tensor, float8: Float8 | None) -> Tensor:
+    """[..., out] and [..., in] -> the gradient [out, in] of the weight."""
+    outputs, inputs = gradient.flatten(0, -2), values.flatten(0, -2)
+    return outputs.T @ inputs if float8 is None else float8.product(outputs.T, inputs, "weight gradient")
+
+
+@torch.compiler.allow_in_graph  # the compiler's front end need not understand torchao's tensors; what is behind it does
+class _InFloat8(torch.autograd.Function):
+    """Saves what a linear layer saves, in its own dtype; both factors are rounded again in backward, along the dim that
+    is summed there."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, weight: Tensor, float8: Float8) -> Tensor:
+        ctx.float8 = float8
+        ctx.save_for_backward(values, weight)
+        return _output(values, weight, None, float8)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (values, weight), gradient = ctx.saved_tensors, gradients[0]
+        of_values, of_weight, _ = ctx.needs_input_grad
+        return (
+            _of_values(gradient, weight, ctx.float8) if of_values else None,
+            _of_weight(gradient, values, ctx.float8) if of_weight else None,
+            None,
+        )
+
+
+class _LinearOfParts(torch.autograd.Function):
+    """A linear of whole activations that saves a part of them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        whole: Tensor,
+        part: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        source: Regathered,
+        float8: Float8 | None,
+    ) -> Tensor:
+        source.readers += 1
+        ctx.source, ctx.float8 = source, float8
+        ctx.save_for_backward(part, weight)
+        return _output(whole, weight, bias, float8)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        part, weight = ctx.saved_tensors
+        whole, gradient = ctx.source.again(part), gradients[0]
+        _, _, of_weight, of_bias, *_ = ctx.needs_input_grad
+        return (
+            _of_values(gradient, weight, ctx.float8),
+            None,
+            _of_weight(gradient, whole, ctx.float8) if of_weight else None,
+            gradient.flatten(0, -2).sum(0) if of_bias else None,
+            None,
+            None,
+        )
 
 
 class _Deferred(torch.autograd.Function):
@@ -78,23 +185,23 @@ class _Deferred(torch.autograd.Function):
     ) -> Tensor:
         ctx.module, ctx.transposed, ctx.later = module, transposed, later
         ctx.save_for_backward(values)
-        return F.linear(values, weight.T if transposed else weight, bias)
+        return _output(values, weight.T if transposed else weight, bias, getattr(module, "float8", None))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (values,), gradient = ctx.saved_tensors, gradients[0]
+        (values,), gradient, module = ctx.saved_tensors, gradients[0], ctx.module
         _, of_weight, of_bias, *_ = ctx.needs_input_grad
-        weight, bias = ctx.module.weight, ctx.module.bias
         if of_weight:
-            ctx.later.pending.append(partial(_add_product, weight, values, gradient, ctx.transposed))
+            ctx.later.pending.append(partial(_add_product, module, values, gradient, ctx.transposed))
         if of_bias:
-            ctx.later.pending.append(partial(_add_sum, bias, gradient))
-        return gradient @ (weight.T if ctx.transposed else weight), None, None, None, None, None
+            ctx.later.pending.append(partial(_add_sum, module.bias, gradient))
+        weight = module.weight.T if ctx.transposed else module.weight
+        return _of_values(gradient, weight, getattr(module, "float8", None)), None, None, None, None, None
 
 
-def _add_product(weight: Tensor, values: Tensor, gradient: Tensor, transposed: bool) -> None:
-    inputs, outputs = values.flatten(0, -2), gradient.flatten(0, -2)
-    _add(weight, inputs.T @ outputs if transposed else outputs.T @ inputs)
+def _add_product(module: Any, values: Tensor, gradient: Tensor, transposed: bool) -> None:
+    product = _of_weight(gradient, values, getattr(module, "float8", None))
+    _add(module.weight, product.T if transposed else product)
 
 
 def _add_sum(bias: Tensor, gradient: Tensor) -> None:

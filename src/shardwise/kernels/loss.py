@@ -110,12 +110,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         total = rows.new_zeros((), dtype=dtype)
         wanted = any(ctx.needs_input_grad[:3])  # type: ignore[attr-defined]
         grads = _Gradients(rows, weight, bias, dtype) if wanted else None
-        for start in range(0, rows.shape[0], chunk):
-            part = slice(start, start + chunk)
+
+        def add(part: slice) -> None:
+            """In a function, so that a chunk's logits are gone before the next one's are made."""
             logits = F.linear(rows[part], weight, bias).to(dtype)
-            total += _chunk(logits, targets[part], seed if grads else None, vocabulary, terms)
+            total.add_(_chunk(logits, targets[part], seed if grads else None, vocabulary, terms))
             if grads:
                 grads.add(part, logits)
+
+        for start in range(0, rows.shape[0], chunk):
+            add(slice(start, start + chunk))
         if grads:
             if vocabulary is not None:  # each rank's logits contribute to the hidden states' gradient
                 dist.all_reduce(grads.hidden, group=vocabulary.group)

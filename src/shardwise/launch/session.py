@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.collectives import engine
+from shardwise.collectives import engine, hierarchical
 from shardwise.errors import MachineError
 from shardwise.launch import failure, loopback
 from shardwise.launch.environment import RankEnvironment, detect
@@ -82,8 +82,10 @@ def _keep_on_host(place: RankEnvironment) -> list[str]:
 
 def _join(place: RankEnvironment, device: torch.device, backend: str, timeout: timedelta) -> None:
     options: dict[str, Any] = {"timeout": timeout}
-    if backend == engine.BACKEND:
+    parts = hierarchical.parts_of(backend)
+    if engine.BACKEND in parts:
         engine.register()
+    hierarchical.register(*parts)
     if device.type == "cuda" and backend == "nccl":
         # Offloaded parameters and counters live on the CPU. No `device_id`: with it every new group is split from the
         # default one by all ranks together, and a layout makes its groups on their members alone.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from shardwise.draft import Draft
+from shardwise.draft import SPLIT_SCHEDULES, Draft, stages_of_a_rank
 from shardwise.errors import nearest
 from shardwise.legality.rule import Rule, idle
 
@@ -27,12 +27,17 @@ def _unplaced(d: Draft) -> list[str]:
 
 
 def _too_few(d: Draft) -> bool:
-    piped = not _one_stage(d) and d.parallel.pipeline != "simple"
-    return piped and d.accumulation.value < d.parallel.pipeline_parallel_degree
+    return not _one_stage(d) and d.parallel.pipeline != "simple" and d.accumulation.value < _fewest(d)
+
+
+def _fewest(d: Draft) -> int:
+    """Microbatches that a schedule needs: in a V one for each stage, else one for each rank."""
+    return d.stages if d.in_v else d.parallel.pipeline_parallel_degree
 
 
 def _takes_turns(d: Draft) -> bool:
-    return d.parallel.virtual_pipeline_degree > 1 or (not _one_stage(d) and d.parallel.pipeline == "zero_bubble")
+    turns = stages_of_a_rank(d.parallel) > 1 or d.parallel.pipeline == "zero_bubble"
+    return turns and not _one_stage(d) and not d.in_v
 
 
 def _rounds(d: Draft) -> int:
@@ -58,17 +63,22 @@ PIPELINE_RULES = (
          because=lambda d: f"{d.stages} stages, and the model has {len(d.facts.blocks)} blocks",
          use=lambda d: f"use a product of at most {len(d.facts.blocks)}"),
     Rule("virtual-simple", ("parallel.pipeline", VIRTUAL), "only the interleaved schedule takes turns",
-         lambda d: d.parallel.pipeline == "simple" and d.parallel.virtual_pipeline_degree > 1,
+         lambda d: d.parallel.pipeline == "simple" and stages_of_a_rank(d.parallel) > 1,
          fix="use pipeline interleaved, or virtual_pipeline_degree 1"),
+    Rule("virtual-v", ("parallel.pipeline", VIRTUAL), "stages that go down the ranks and up again are two on each rank",
+         lambda d: d.in_v and stages_of_a_rank(d.parallel) != 2,
+         fix="leave virtual_pipeline_degree out, or use pipeline zero_bubble"),
     Rule("zero-bubble-compile", ("parallel.pipeline", "model.compile"),
          "a compiled block takes all its gradients at once",
-         lambda d: not _one_stage(d) and d.parallel.pipeline == "zero_bubble" and d.model.compile,
+         lambda d: not _one_stage(d) and d.parallel.pipeline in SPLIT_SCHEDULES and d.model.compile,
          fix="use model.compile false, or pipeline interleaved"),
-    Rule("pipeline-microbatches", (DEGREE, COUNT), "interleaved stages need a microbatch for every rank",
+    Rule("pipeline-microbatches", (DEGREE, "parallel.pipeline", COUNT),
+         "interleaved stages need a microbatch for every rank, those of zbv and dualpipev one for every stage",
          _too_few,
-         fix="use as many microbatches as pipeline ranks or more, or pipeline simple",
-         because=lambda d: f"a step has {d.accumulation.value} microbatches on each rank, fewer than pipeline ranks",
-         use=lambda d: f"use at least {d.parallel.pipeline_parallel_degree} (and training.sequences_per_step to hold "
+         fix="use as many microbatches as pipeline ranks (in a V: stages) or more, or pipeline simple",
+         because=lambda d: f"a step has {d.accumulation.value} microbatches on each rank, fewer than pipeline "
+         f"{'stages' if d.in_v else 'ranks'}",
+         use=lambda d: f"use at least {_fewest(d)} (and training.sequences_per_step to hold "
          "them), or parallel.pipeline simple"),
     Rule("virtual-microbatches", (VIRTUAL, "parallel.pipeline", COUNT),
          "virtual stages, and zero_bubble, take the microbatches in equal turns",

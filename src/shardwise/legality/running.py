@@ -4,11 +4,26 @@ from __future__ import annotations
 
 from shardwise.config import LossScaleSection
 from shardwise.draft import Draft, changed, one_of
+from shardwise.families.float8 import summary
+from shardwise.families.kernels import installed
 from shardwise.legality.rule import Rule, idle, spelling
 from shardwise.optimizers import ELEMENTWISE, UNUSABLE, classes, complaint, options, unknown_options
 
 SCALE = "precision.loss_scale"
 DYNAMIC_SCALE = tuple(f"{SCALE}.{name}" for name in LossScaleSection.model_fields if name != "static")
+
+FP8 = "precision.fp8"
+FP8_COMPUTE = {"torchao": ("bf16",), "emulate": ("bf16", "fp32")}
+
+
+def _no_float8(d: Draft) -> bool:
+    return d.precision.fp8 == "torchao" and (d.world.device_type != "cuda" or d.world.float8 is False)
+
+
+def _float8_device(d: Draft) -> str:
+    device = d.world.accelerator or d.world.device_type
+    return f"{device} has no products of float8; GPUs have them from Ada, Hopper and CDNA 3 on"
+
 
 # fmt: off
 PRECISION_RULES = (
@@ -23,6 +38,30 @@ PRECISION_RULES = (
          lambda d: d.precision.loss_scale.init_scale < d.precision.loss_scale.min_scale,
          fix="raise init_scale or lower min_scale",
          use=lambda d: f"use a min_scale of at most {d.precision.loss_scale.init_scale}"),
+    *(idle(f"fp8-{key}", f"precision.fp8_{key}", "nothing is in float8", lambda d: d.precision.fp8 == "none",
+           "set precision.fp8, or leave it out") for key in ("scaling", "layers")),
+    Rule("fp8-transformer-engine", (FP8,), "there is one implementation of float8 layers, torchao's",
+         lambda d: d.precision.fp8 == "transformer_engine",
+         fix="use torchao",
+         because=lambda d: "Transformer Engine brings modules of its own for a model's linear layers, and this project "
+         "has none of them"),
+    Rule("fp8-device", (FP8, "parallel.device"), "products of float8 need a device that has them", _no_float8,
+         fix="use emulate, which shows the numbers on any device, or none",
+         because=_float8_device),
+    Rule("fp8-installed", (FP8,), "torchao has to be installed",
+         lambda d: d.precision.fp8 == "torchao" and not installed("torchao"),
+         fix="pip install 'shardwise[fp8]', or use emulate",
+         because=lambda d: "the package torchao is not installed"),
+    Rule("fp8-compute", (FP8, "precision.compute"), "what is not in float8 is in bf16, or in emulation in fp32",
+         lambda d: d.precision.fp8 != "none" and d.compute not in FP8_COMPUTE[d.precision.fp8],
+         fix="use precision.compute bf16",
+         because=lambda d: f"this job computes in {d.compute}, and {d.precision.fp8} takes "
+         f"{one_of(FP8_COMPUTE[d.precision.fp8])}",
+         use=lambda d: f"use precision.compute {one_of(FP8_COMPUTE[d.precision.fp8])}"),
+    Rule("fp8-gains", (FP8, "precision.fp8_scaling", "precision.fp8_layers"), "some linear layer has to be in float8",
+         lambda d: d.precision.fp8 != "none" and all(d.float8_left.values()),
+         fix="use precision.fp8 none, or fp8_layers all",
+         because=lambda d: summary(d.float8_left)),
 )
 # fmt: on
 

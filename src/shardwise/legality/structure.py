@@ -6,9 +6,12 @@ from math import gcd
 
 from shardwise.draft import Draft, changed, divisors, group_size, one_of, placement_order
 from shardwise.families.facts import AttentionFacts
-from shardwise.families.kernels import BY_NAME, KERNELS, alternatives, refusal
+from shardwise.families.kernels import BY_NAME, KERNELS, alternatives, installed, refusal
 from shardwise.legality.rule import Rule, idle
 
+LIGER, GRAPHS = "model.liger", "model.cuda_graphs"
+CHECKPOINTING, COUNT = "memory.activation_checkpointing", "training.gradient_accumulation"
+SPLIT_KEYS = tuple(f"parallel.{axis}_parallel_degree" for axis in ("tensor", "pipeline", "context"))
 SOURCES = ("model.path", "model.config", "model.factory")
 
 
@@ -65,6 +68,41 @@ MODEL_RULES = (
     Rule("compile-blocks", ("model.compile",), "blocks are compiled one by one, and this model has no repeated blocks",
          lambda d: d.model.compile and not d.facts.blocks,
          fix="use false"),
+    Rule("graphs-compile", (GRAPHS, "model.compile"), "what is captured are compiled blocks",
+         lambda d: d.model.cuda_graphs and not d.model.compile,
+         fix="use model.compile true"),
+    Rule("graphs-device", (GRAPHS, "parallel.device"), "CUDA graphs need a GPU",
+         lambda d: d.model.cuda_graphs and d.world.device_type != "cuda",
+         fix="use cuda_graphs false",
+         because=lambda d: f"CUDA graphs need a GPU, and the ranks run on {d.world.device_type}"),
+    Rule("graphs-alone", (GRAPHS, *SPLIT_KEYS), "a graph reads weights where they were when it was captured",
+         lambda d: d.model.cuda_graphs and d.world.size > 1,
+         fix="use one rank, or cuda_graphs false",
+         because=lambda d: f"{d.world.size} ranks gather weights and exchange activations, each time in other memory"),
+    Rule("graphs-dtype", (GRAPHS, "precision.compute"), "weights that are cast for each step are never in place",
+         lambda d: d.model.cuda_graphs and d.compute in ("bf16", "fp16"),
+         fix="use precision.compute fp32, or cuda_graphs false",
+         because=lambda d: f"weights are fp32, and cast to {d.compute} in other memory each time"),
+    Rule("graphs-memory", (GRAPHS, CHECKPOINTING, "memory.offload_parameters", COUNT),
+         "a graph's memory is its own until the step ends",
+         lambda d: d.model.cuda_graphs and (not _no_checkpointing(d) or d.memory.offload_parameters
+                                            or d.accumulation.value > 1),
+         fix="use checkpointing none, offload_parameters false and one microbatch, or cuda_graphs false"),
+    Rule("liger-model", (LIGER,), "the model has to have something that Liger's kernels compute",
+         lambda d: d.model.liger and not d.facts.fusible,
+         fix="use false",
+         because=lambda d: f"no module of {d.facts.family} is a norm, MLP or rotation that Liger's kernels compute"),
+    Rule("liger-device", (LIGER, "parallel.device"), "Liger's kernels run on a GPU",
+         lambda d: d.model.liger and d.world.device_type != "cuda",
+         fix="use false",
+         because=lambda d: f"Liger's kernels run on a GPU, and the ranks run on {d.world.device_type}"),
+    Rule("liger-installed", (LIGER,), "Liger has to be installed",
+         lambda d: d.model.liger and not installed("liger_kernel"),
+         fix="pip install 'shardwise[liger]', or use false",
+         because=lambda d: "the package liger-kernel is not installed"),
+    Rule("liger-compile", (LIGER, "model.compile"), "a compiled block has fused kernels of its own",
+         lambda d: d.model.liger and d.model.compile,
+         fix="use one of them"),
 )
 # fmt: on
 
@@ -104,8 +142,17 @@ DATA_RULES = (
          fix="give training.sequences_per_step, the samples of a step"),
     idle("vocabulary-size", "data.vocabulary_size", "no tokenizer is trained, since data.tokenizer is given",
           lambda d: d.data.tokenizer is not None, "leave one of them out"),
-    idle("mask-probability", "data.mask_probability", "only model.task masked_lm masks tokens",
-          lambda d: d.model.task != "masked_lm", "use model.task masked_lm, or leave it out"),
+    idle("mask-probability", "data.mask_probability", "model.task causal_lm masks no tokens",
+          lambda d: d.model.task == "causal_lm", "use model.task masked_lm or seq2seq_lm, or leave it out"),
+    idle("mean-span-length", "data.mean_span_length", "only model.task seq2seq_lm leaves out spans",
+          lambda d: d.model.task != "seq2seq_lm", "use model.task seq2seq_lm, or leave it out"),
+    Rule("spans", ("model.task", "data.sequence_length"), "of a span that is left out something else has to stay",
+         lambda d: d.model.task == "seq2seq_lm" and d.data.sequence_length < 2,
+         fix="use at least 2"),
+    Rule("spans-documents", ("model.task", "data.isolate_documents"),
+         "encoder, decoder and the attention between them would each need a mask of documents, and have none",
+         lambda d: d.model.task == "seq2seq_lm" and d.data.isolate_documents,
+         fix="use isolate_documents false"),
     Rule("positions", ("data.sequence_length",), "a sequence has to fit the model's positions",
          lambda d: d.facts.max_positions is not None and d.data.sequence_length > d.facts.max_positions,
          fix="use a shorter sequence",
@@ -122,7 +169,6 @@ DATA_RULES = (
 # fmt: on
 
 ENGINE = "shardwise"  # of parallel.ddp_dist_backend
-SPLIT_KEYS = tuple(f"parallel.{axis}_parallel_degree" for axis in ("tensor", "pipeline", "context"))
 
 
 CONTEXT_DEGREE, CONTEXT_METHOD = "parallel.context_parallel_degree", "parallel.context_parallel_method"
@@ -158,10 +204,6 @@ PARALLEL_RULES = (
          lambda d: d.parallel.ddp_dist_backend in {"cpu": ("nccl",), "cuda": ("gloo", ENGINE)}[d.world.device_type],
          fix="use auto",
          because=lambda d: f"NCCL is for CUDA, Gloo and the engine for a CPU; the ranks run on {d.world.device_type}"),
-    Rule("backend-hosts", ("parallel.ddp_dist_backend",), "the engine moves data through the memory of one host",
-         lambda d: d.parallel.ddp_dist_backend == ENGINE and d.world.hosts > 1,
-         fix="use auto or gloo",
-         because=lambda d: f"the engine joins the ranks of one host, and these are on {d.world.hosts}"),
     Rule("world", SPLIT_KEYS, "the product of the degrees has to divide the number of ranks",
          lambda d: d.world.size % _split(d),
          fix="use degrees whose product divides the number of ranks",
@@ -184,9 +226,6 @@ PARALLEL_RULES = (
          lambda d: d.sequence_parallel and d.facts.sequence_refusal,
          fix="use sequence_parallel false",
          because=lambda d: d.facts.sequence_refusal),
-    Rule("sequence-compile", ("parallel.sequence_parallel", "model.compile"),
-         "compiled blocks do not gather parts of the sequence", lambda d: d.sequence_parallel and d.model.compile,
-         fix="use model.compile false, or sequence_parallel false"),
     Rule("context-model", (CONTEXT_DEGREE,),
          "every look at another position has to go through transformers' AttentionInterface",
          lambda d: d.parallel.context_parallel_degree > 1 and d.facts.context_refusal,
@@ -213,9 +252,6 @@ PARALLEL_RULES = (
     Rule("context-dropout", (CONTEXT_METHOD, "model.attention"), "a ring drops attention in eager arithmetic only",
          lambda d: _method(d) == "ring" and d.facts.has_attention_dropout and not d.exact_dropout,
          fix="use model.attention eager, or all_gather"),
-    Rule("context-compile", (CONTEXT_DEGREE, "model.compile"), "compiled blocks hold no collectives",
-         lambda d: d.parallel.context_parallel_degree > 1 and d.model.compile,
-         fix="use model.compile false"),
     Rule("context-shard", (CONTEXT_DEGREE, "parallel.sharded_data_parallel_degree"),
          "parameters are sharded over the context ranks too",
          lambda d: d.sharded % d.parallel.context_parallel_degree,
@@ -239,7 +275,6 @@ PARALLEL_RULES = (
 )
 # fmt: on
 
-CHECKPOINTING = "memory.activation_checkpointing"
 STRATEGY = "memory.checkpoint_strategy"
 
 

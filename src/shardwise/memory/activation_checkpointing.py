@@ -30,6 +30,7 @@ KEPT = [
         _ATEN.addmm,
         _ATEN.bmm,
         _ATEN.baddbmm,
+        _ATEN._scaled_mm,
         _ATEN._scaled_dot_product_flash_attention,
         _ATEN._scaled_dot_product_efficient_attention,
         _ATEN._scaled_dot_product_cudnn_attention,

@@ -45,6 +45,8 @@ class Display:
         self._steps = plan.job.training.steps
         self._log_every = plan.job.observe.log_every
         self._title = _title(plan)
+        self._compiles = plan.job.model.compile
+        self._first_seconds = 0.0
         self._live: Live | None = None
         self._step = 0
         self._seen = 0
@@ -71,6 +73,7 @@ class Display:
                 self._line(f"step {self._step}/{self._steps}  validation loss {figures['validation']}")
             return
         self._measure_pace()
+        self._say_compilation()
         due = self._step % self._log_every == 0 or self._step in (1, self._steps)
         if self._live is None and due:
             self._line(f"step {self._step}/{self._steps}  {_joined(figures)}  {self._time_left()}")
@@ -118,9 +121,19 @@ class Display:
         else:
             self._seconds_a_step += _RECENT * (seconds - self._seconds_a_step)
 
+    def _say_compilation(self) -> None:
+        """What the compiler took of the first step, once the second has shown how long a step is without it."""
+        if not self._compiles or self._seconds_a_step is None or self._seen > 2:
+            return
+        if self._seen == 1:
+            self._first_seconds = self._seconds_a_step
+        else:
+            share = max(0.0, self._first_seconds - self._seconds_a_step)
+            self.say(f"compilation: {share:.1f} s of the first step's {self._first_seconds:.1f} s")
+
     def _time_left(self) -> str:
         if self._seconds_a_step is None:
-            return "starting"
+            return "compiling in the first step" if self._compiles else "starting"
         return f"{duration((self._steps - self._step) * self._seconds_a_step)} left"
 
     def _line(self, text: str) -> None:

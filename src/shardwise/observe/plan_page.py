@@ -37,7 +37,10 @@ from shardwise.planner.timeline import timeline
 SHOWN = 8  # layouts in the bars
 SCALES = (0.25, 0.5, 1, 2, 4)  # of the cluster's nodes
 DRAWN = 4  # microbatches a pipeline rank in the timeline, of which a real step may have more
-SCHEDULE = (("forward", "forward", "c1"), ("backward", "backward", "c2"), ("weights", "gradients of weights", "c3"))
+SCHEDULE = (
+    ("forward", "forward", "c1"), ("backward", "backward", "c2"), ("weights", "gradients of weights", "c3"),
+    ("whole backward", "backward with gradients of weights", "c6"),
+)  # fmt: skip
 # Causes by colour of the page; traffic of the axes shares one, ever paler.
 TIME_COLOURS = {
     "matmul": "c1", "attention": "c6", "memory_bound": "c3", "recomputation": "c4", "bubble": "c5", "launch": "c7",
@@ -153,7 +156,7 @@ def _schedule(asked: Candidate) -> Chart:
     plan, prediction = asked.plan, asked.prediction
     ranks = plan.degrees["pipeline"]
     virtual = len(plan.stages) // ranks
-    count = min(plan.accumulation, DRAWN * ranks, 48)
+    count = min(plan.accumulation, DRAWN * ranks, max(48, len(plan.stages)))
     busy = (prediction.step_seconds - prediction.seconds.get("bubble", 0.0)) / plan.accumulation / virtual
     again = prediction.seconds.get("recomputation", 0.0) / plan.accumulation / virtual
     forward = (busy - again) / 3  # backward is twice a forward, and computes again what was not kept

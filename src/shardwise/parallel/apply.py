@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -16,21 +17,23 @@ from torch import nn
 
 from shardwise.families.facts import ModelFacts
 from shardwise.kernels.dropout import name_functional_dropout, replace_dropout
-from shardwise.kernels.linear import defer_weight_gradients
+from shardwise.kernels.float8 import Float8
+from shardwise.kernels.liger import use_liger
+from shardwise.kernels.linear import defer_weight_gradients, use_float8
 from shardwise.kernels.loss import Vocabulary
 from shardwise.layout import Layout
 from shardwise.memory.activation_checkpointing import apply_activation_checkpointing, group_blocks
 from shardwise.memory.offload import ActivationOffload
 from shardwise.parallel.attention import lead_attention
 from shardwise.parallel.context import Context
-from shardwise.parallel.model import DeferredHead, ParallelModel, Part
-from shardwise.parallel.pipeline import Passage, Pipeline, cut_stage
+from shardwise.parallel.model import DeferredHead, Joined, ParallelModel, Part
+from shardwise.parallel.pipeline import Passage, Pipeline, cut_stage, join_ends
 from shardwise.parallel.sequence import ScatteredRows, WholeRows, scatter_between
 from shardwise.parallel.sharded import materialize, shard
 from shardwise.parallel.tensor import partial_parameters, split_tensors, split_vocabulary
 from shardwise.parallel.tensor_map import Cut, TensorMap
 from shardwise.plan import Plan
-from shardwise.planner.schedule import holders
+from shardwise.planner.schedule import tied_across
 from shardwise.precision import torch_dtype
 
 Allocation = Callable[[], AbstractContextManager[Any]]  # surrounds what gives tensors their storage
@@ -59,18 +62,24 @@ def parallelize(
     if plan.attention:
         lead_attention(model, plan.attention)
     context = Context(model, plan, layout) if layout.size("context") > 1 else None
-    stages = range(layout.index("pipeline"), len(plan.stages), layout.size("pipeline"))
+    stages = plan.stages_of(layout.index("pipeline"))
     models = [model, *(copy.deepcopy(model) for _ in stages[1:])]
+    if plan.job.model.liger:
+        for each in models:
+            use_liger(each, facts.fusible)
     splits = [_split(each, plan, layout, facts) for each in models]
     passages = [cut_stage(each, facts, plan, stage) for each, stage in zip(models, stages)]
+    together = join_ends(models)
     parts = [
-        _part(each, plan, layout, facts, device, split, passage, allocation)
+        _part(each, plan, facts, device, split, passage)
         for each, split, passage in zip_longest(models, splits, passages)
     ]
+    for joined in [parts] if together else [[part] for part in parts]:
+        _store(joined, plan, layout, device, allocation)
     cuts = splits[0].cuts
-    tied = [name for name, stages in holders(plan, facts).items() if len(stages) > 1] if passages else []
+    tied = tied_across(plan, facts)
     if tied:
-        layout.ends_group()  # here, where every rank is, for a group is made by all
+        layout.ends_group(*plan.ends)  # here, where every rank is, for a group is made by all
     tensor_map = TensorMap.of(models, layout, cuts, tied)
     partial = partial_parameters(tensor_map, facts, layout, plan.sequence_parallel) if cuts else ()
     hidden = facts.stages.hidden or (plan.positions, facts.hidden_size)
@@ -80,19 +89,12 @@ def parallelize(
 
 
 def _part(
-    model: nn.Module,
-    plan: Plan,
-    layout: Layout,
-    facts: ModelFacts,
-    device: torch.device,
-    split: _Split,
-    passage: Passage | None,
-    allocation: Allocation,
+    model: nn.Module, plan: Plan, facts: ModelFacts, device: torch.device, split: _Split, passage: Passage | None
 ) -> Part:
-    """The order below tensors and stages."""
+    """The order below tensors and stages, down to what is sharded."""
     memory = plan.job.memory
     names = [block.name for block in facts.blocks if passage is None or block.name not in passage.absent]
-    blocks = [model.get_submodule(name) for name in names]
+    blocks, inside = [model.get_submodule(name) for name in names], tuple(f"{name}." for name in names)
     groups = group_blocks(blocks, memory.checkpoint_strategy)
     replace_dropout(model)
     if facts.has_functional_dropout or (plan.attention and facts.has_attention_dropout):
@@ -101,19 +103,32 @@ def _part(
     head = None
     if plan.chunked_loss and facts.head and has_head:
         head = DeferredHead(model.get_submodule(facts.head), split.vocabulary)
+    if plan.float8:
+        here = [model.get_submodule(name) for name in plan.float8 if name.startswith(inside)]
+        use_float8(here, Float8(plan.job.precision.fp8, plan.job.precision.fp8_scaling))
     later = defer_weight_gradients(blocks) if plan.splits_backward else None
     if plan.job.model.compile:
-        _compile(blocks)
+        _compile(blocks, plan.job.model.cuda_graphs)
     if memory.activation_checkpointing != "none":
         horizon = memory.activation_loading_horizon
         offload = ActivationOffload(device, horizon) if memory.offload_activations else None
         apply_activation_checkpointing(groups, memory, offload)
     if isinstance(split.border, ScatteredRows):
         scatter_between(blocks, split.border)
-    sharded = shard(model, groups, plan, layout) if plan.needs_fsdp else []
+    return Part(model, head, groups, passage, later)
+
+
+def _store(parts: Sequence[Part], plan: Plan, layout: Layout, device: torch.device, allocation: Allocation) -> None:
+    """Shard parts under one root and give them storage."""
+    root: nn.Module = parts[0].module
+    if len(parts) > 1:
+        root = Joined(part.module for part in parts)
+    groups = [group for part in parts for group in part.groups]
+    sharded = shard(root, groups, plan, layout) if plan.needs_fsdp else []
+    for number, part in enumerate(parts):
+        part.sharded, part.call = sharded, partial(root, number) if len(parts) > 1 else None
     with allocation():
-        materialize(model, device, torch.device("cpu") if memory.offload_parameters else device)
-    return Part(model, head, sharded, passage, later)
+        materialize(root, device, torch.device("cpu") if plan.job.memory.offload_parameters else device)
 
 
 class _Split(NamedTuple):
@@ -136,7 +151,8 @@ def _split(model: nn.Module, plan: Plan, layout: Layout, facts: ModelFacts) -> _
     return _Split(cuts | rows, vocabulary, border)
 
 
-def _compile(blocks: Sequence[nn.Module]) -> None:
+def _compile(blocks: Sequence[nn.Module], graphs: bool) -> None:
     """Compile each block's forward, below checkpointing and FSDP2's hooks, which then see one opaque region."""
+    mode = "reduce-overhead" if graphs else None  # torch's name for a compiled region in CUDA graphs
     for block in blocks:
-        block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
+        block.forward = torch.compile(block.forward, mode=mode)  # type: ignore[method-assign]

@@ -138,6 +138,7 @@ def _reroute(model: Any) -> None:
     set_implementation(model, name)
 
 
+@torch.compiler.disable  # a compiled block ends here and begins again behind: which sequences run is not the graph's
 def _attend(
     name: str,
     module: nn.Module,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -84,16 +84,20 @@ class Part:
     Attributes:
         module: the user's model, sharded in place, less what belongs to other stages.
         head: set when logits are never whole and the head is here.
-        sharded: FSDP2's modules, empty when nothing is sharded.
+        groups: its blocks, as they are checkpointed and gathered together.
         passage: where hidden states enter and leave; None without a pipeline.
         later: the gradients of weights that backward leaves for later, if the schedule wants it so.
+        sharded: FSDP2's modules, the root first; empty when nothing is sharded. Parts with a root together share it.
+        call: the module's forward, through the root that it shares with other parts, if it does.
     """
 
     module: nn.Module
     head: DeferredHead | None = None
-    sharded: list[FSDPModule] = field(default_factory=list)
+    groups: Sequence[list[nn.Module]] = ()
     passage: Passage | None = None
     later: WeightGradients | None = None
+    sharded: list[FSDPModule] = field(default_factory=list)
+    call: Callable[..., Any] | None = None
 
     @property
     def is_last(self) -> bool:
@@ -104,12 +108,20 @@ class Part:
         """The model's forward, with the hidden states [B, S, H] that `arrived` from the stage before."""
         if self.passage is not None:
             self.passage.arrived = arrived
-        return self.module(**inputs)
+        return self.module(**inputs) if self.call is None else self.call(**inputs)
 
     def leave(self) -> Tensor:
         """The hidden states [B, S, H] for the next stage."""
         assert self.passage is not None
         return self.passage.take()
+
+
+class Joined(nn.ModuleList):
+    """Parts of one rank under one root, which owns the parameters that several of them hold."""
+
+    def forward(self, number: int, **inputs: Any) -> Any:
+        """Forward of part `number`."""
+        return self[number](**inputs)
 
 
 @dataclass
@@ -150,7 +162,12 @@ class ParallelModel:
     @property
     def sharded(self) -> list[FSDPModule]:
         """FSDP2's modules of all parts."""
-        return [module for part in self.parts for module in part.sharded]
+        return [module for modules in self._roots for module in modules]
+
+    @property
+    def _roots(self) -> list[list[FSDPModule]]:
+        """FSDP2's modules by root; parts may share one."""
+        return list({id(part.sharded): part.sharded for part in self.parts}.values())
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -215,6 +232,8 @@ class ParallelModel:
 
         def begin(number: int, is_last: bool) -> None:
             begin_microbatch(self.parts[number].sharded, self.plan, last and is_last)
+            if self.plan.job.model.cuda_graphs:
+                torch.compiler.cudagraph_mark_step_begin()  # what the last microbatch's graphs hold is no longer read
 
         if self.pipeline is None:
             for index in range(count):
@@ -225,8 +244,8 @@ class ParallelModel:
         elif backward:
             self.pipeline.train(work, begin, count, [part.later for part in self.parts])
             if self.plan.splits_backward and last:
-                for part in self.parts:
-                    reduce_gradients(part.sharded)
+                for modules in self._roots:
+                    reduce_gradients(modules)
         else:
             self.pipeline.evaluate(work, count)
 
@@ -236,7 +255,8 @@ class ParallelModel:
         for names, group in self.partial:
             sum_together(self.tensor_map.gradients(names), group, self.device)
         if self.tied:
-            sum_together(self.tensor_map.gradients(self.tied), self.layout.ends_group(), self.device)
+            ends = self.layout.ends_group(*self.plan.ends)
+            sum_together(self.tensor_map.gradients(self.tied), ends, self.device)
 
     def wholes(self, gradients: bool = False) -> Iterator[tuple[str, Tensor]]:
         """(logical name, whole tensor or gradient) of every parameter of the model, on every rank. Collective."""
@@ -246,7 +266,7 @@ class ParallelModel:
         dtype, group = torch_dtype(self.plan.dtypes.parameters), self.layout.group("pipeline")
         held = holders(self.plan, self.facts)
         for name, shape in self.facts.parameter_shapes.items():
-            owner = self.layout.rank_at(pipeline=held[name][0] % self.layout.size("pipeline"))
+            owner = self.layout.rank_at(pipeline=self.plan.stage_ranks[held[name][0]])
             here = name in self.tensor_map.names
             mine = self.tensor_map[name].whole(gradients) if here else torch.empty(shape, dtype=dtype)
             whole = mine.to(self.device).contiguous()

@@ -7,7 +7,8 @@ the right shape, which nobody reads. Only hidden states [B, S, H] and their grad
 
 Schedules are torch's: fill-drain (GPipe, arXiv 1811.06965), 1F1B and its interleaved form (arXiv 2104.04473, sections
 2.2.1 and 2.2.2), and the latter with the gradients of weights put off to where a rank would idle (ZB1P, arXiv
-2401.10241, section 2).
+2401.10241, section 2). In a V (ZB-V, section 6 there; DualPipeV after arXiv 2412.19437, section 3.2.1) stages go down
+the ranks and up again, so that the ends of the model meet on rank 0, and tied embeddings are one parameter there.
 """
 
 from __future__ import annotations
@@ -25,14 +26,25 @@ from torch.distributed.pipelining import (
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
 )
 
+from shardwise._torch_compat import UnpairedDualPipeV
 from shardwise.errors import ModelError, ShardwiseError
 from shardwise.families.facts import ModelFacts, StandIn
 from shardwise.kernels.linear import WeightGradients
 from shardwise.layout import Layout
 from shardwise.plan import Plan
 from shardwise.precision import torch_dtype
+
+# By `parallel.pipeline`, for one stage on each rank and for several.
+SCHEDULES: dict[str, tuple[Any, Any]] = {
+    "simple": (ScheduleGPipe, None),
+    "interleaved": (Schedule1F1B, ScheduleInterleaved1F1B),
+    "zero_bubble": (None, ScheduleInterleavedZeroBubble),
+    "zbv": (None, ScheduleZBVZeroBubble),
+    "dualpipev": (None, UnpairedDualPipeV),
+}
 
 # Runs one microbatch of one part: (part, microbatch, arrived hidden states) -> what leaves, or the seeded loss.
 Work = Callable[[int, int, Tensor | None], Tensor]
@@ -97,6 +109,18 @@ def cut_stage(model: nn.Module, facts: ModelFacts, plan: Plan, stage: int) -> Pa
             absent.add(name)
     passage.absent = frozenset(absent)
     return passage
+
+
+def join_ends(models: Sequence[nn.Module]) -> bool:
+    """Let parts of one rank share parameters of the same name; whether there are any: where the ends meet, ties."""
+    held: dict[str, nn.Parameter] = {}
+    joined = False
+    for model in models:
+        for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+            owner, _, leaf = name.rpartition(".")
+            model.get_submodule(owner)._parameters[leaf] = held.setdefault(name, parameter)
+            joined = joined or held[name] is not parameter
+    return joined
 
 
 def _empty(block: Any, forward: Callable[..., Any]) -> None:
@@ -167,7 +191,10 @@ class Pipeline:
     @property
     def last_rank(self) -> int:
         """The global rank that holds the last stage."""
-        return self.ranks[-1]
+        return self._rank_of(self.passages[0].stages - 1)
+
+    def _rank_of(self, stage: int) -> int:
+        return self.ranks[self.plan.stage_ranks[stage]]
 
     def train(
         self,
@@ -210,13 +237,17 @@ class Pipeline:
         """
         results: list[Tensor] = []
         sending: list[tuple[Any, Tensor]] = []
+        here: list[Tensor] = []  # for this rank's own next stage, where a V turns
         for part, passage in enumerate(self.passages):
+            arriving, here = here, []
             for index in range(count):
-                value = work(part, index, self._receive(passage, shape or self.shape))
+                arrived = arriving[index] if arriving else self._receive(passage, shape or self.shape)
+                value = work(part, index, arrived)
                 if passage.is_last:
                     results.append(value)
+                elif (target := self._rank_of(passage.stage + 1)) == dist.get_rank():
+                    here.append(value)
                 else:
-                    target = self.ranks[(passage.stage + 1) % len(self.ranks)]
                     sending.append((dist.isend(value, target, group=self.group), value))
         for handle, _ in sending:
             handle.wait()
@@ -226,19 +257,17 @@ class Pipeline:
         if passage.is_first:
             return None
         arrived = torch.empty(shape, dtype=self.dtype, device=self.device)
-        dist.recv(arrived, self.ranks[(passage.stage - 1) % len(self.ranks)], group=self.group)
+        dist.recv(arrived, self._rank_of(passage.stage - 1), group=self.group)
         return arrived
 
     def _make_schedule(self, count: int, later: Sequence[WeightGradients | None]) -> Any:
         parts = enumerate(zip(self.passages, later, strict=True))
         stages = [_Stage(self, part, passage, left) for part, (passage, left) in parts]
+        single, multiple = SCHEDULES[self.plan.job.parallel.pipeline]
         arguments: Any = {"loss_fn": lambda output, target: output, "scale_grads": False}
-        if self.plan.splits_backward:
-            return ScheduleInterleavedZeroBubble(stages, count, **arguments)  # type: ignore[arg-type]
-        if self.plan.job.parallel.virtual_pipeline_degree > 1:
-            return ScheduleInterleaved1F1B(stages, count, **arguments)  # type: ignore[arg-type]
-        schedule = ScheduleGPipe if self.plan.job.parallel.pipeline == "simple" else Schedule1F1B
-        return schedule(stages[0], count, **arguments)
+        if single and len(stages) == 1:
+            return single(stages[0], count, **arguments)
+        return multiple(stages, count, **arguments)
 
 
 class _Stage(PipelineStage):

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -22,11 +23,10 @@ from shardwise.collectives.tensor import (
     gather,
     leave,
     leave_rows,
-    linear_of_parts,
     scatter,
 )
 from shardwise.kernels.dropout import active_scope
-from shardwise.kernels.linear import linear
+from shardwise.kernels.linear import linear, linear_of_parts
 
 
 class WholeRows:
@@ -48,7 +48,9 @@ class WholeRows:
 class ScatteredRows(WholeRows):
     """The border of a region when each rank holds a run of positions, as the forward that runs has scattered them.
 
-    Recomputation in backward finds the same runs, since all microbatches of a step have one shape.
+    A compiled block is compiled up to the border and from there on: what is remembered here for backward would be
+    fixed when the graph is made. Recomputation in backward finds the same runs, since all microbatches of a step have
+    one shape.
     """
 
     def __init__(self, group: dist.ProcessGroup, index: int) -> None:
@@ -57,19 +59,22 @@ class ScatteredRows(WholeRows):
         self.rows: Rows | None = None
         self.entered: tuple[Tensor, Tensor, Regathered] | None = None  # the region's input: whole, this rank's part
 
+    @torch.compiler.disable
     def enter(self, values: Tensor) -> Tensor:
         assert self.rows is not None
         whole = enter_rows(values, self.rows)
         self.entered = whole, values, Regathered(self.rows)
         return whole
 
+    @torch.compiler.disable
     def linear(self, module: Any, values: Tensor, transposed: bool) -> Tensor:
         """A column module's product; of what has entered the region as it is, backward keeps this rank's part."""
         if self.entered is None or self.entered[0] is not values:
             return linear(module, values, transposed)
         _, part, source = self.entered
-        return linear_of_parts(values, part, module.weight.T if transposed else module.weight, module.bias, source)
+        return linear_of_parts(module, values, part, transposed, source)
 
+    @torch.compiler.disable
     def leave(self, values: Tensor) -> Tensor:
         assert self.rows is not None
         self.entered = None

@@ -180,13 +180,14 @@ class TensorMap:
 
         Args:
             cuts: parameters that tensor parallelism has cut before, by name.
-            tied: names of the parameters that the first and the last pipeline stage both hold.
+            tied: names of the parameters that the ranks of the first and the last pipeline stage both hold.
         """
         names: dict[int, list[str]] = {}
         parameters: dict[int, nn.Parameter] = {}
         for part in parts:
             for name, parameter in part.named_parameters(remove_duplicate=False):
-                names.setdefault(id(parameter), []).append(name)
+                own = names.setdefault(id(parameter), [])
+                own += [name] if name not in own else []  # two parts of a rank may hold it, under the same names
                 parameters[id(parameter)] = parameter
         cuts = cuts or {}
         return cls(

@@ -31,7 +31,7 @@ def configuration_of(
         sequence_parallel=plan.sequence_parallel,
         zero=1 if plan.zero1 else 3 if plan.needs_fsdp else 0,
         placement=plan.placement,
-        precision=plan.dtypes.compute,
+        precision="fp8" if plan.float8 and job.precision.fp8 != "emulate" else plan.dtypes.compute,
         reduction=plan.dtypes.reduction,
         checkpointing=memory.activation_checkpointing,
         checkpointed=1.0 / memory.checkpoint_every,

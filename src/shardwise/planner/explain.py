@@ -11,7 +11,12 @@ from shardwise.legality import rules
 from shardwise.planner.search import Candidate, Found, written
 
 TRAFFIC = ("shard", "replica", "tensor", "context", "pipeline")  # exposed communication, by axis
-SCHEDULES = {"simple": "GPipe", "zero_bubble": "zero bubble"}  # said beside a layout; 1F1B is not
+SCHEDULES = {  # said beside a layout; 1F1B is not
+    "simple": "GPipe",
+    "zero_bubble": "zero bubble",
+    "zbv": "ZB-V",
+    "dualpipev": "DualPipeV",
+}
 TIMES = ("matmul", "attention", "memory_bound", "recomputation", *TRAFFIC, "bubble", "launch", "optimizer", "offload")
 DAY = 86400.0
 GIB = 2**30

@@ -31,6 +31,7 @@ import math
 from functools import lru_cache
 from itertools import pairwise
 
+from shardwise.draft import SPLIT_SCHEDULES, V_SCHEDULES
 from shardwise.planner.compute import BYTES, tokens_of
 from shardwise.planner.prediction import Configuration, ModelShape
 
@@ -49,9 +50,10 @@ def footprint(configuration: Configuration) -> tuple[dict[str, float], list[floa
 
 def _rank(configuration: Configuration, rank: int, kept: float, working: float) -> dict[str, float]:
     model, t, p = configuration.model, configuration.tensor, configuration.pipeline
-    blocks = stage_blocks(model, p, configuration.cuts_by_cost)[rank]
-    first, last = rank == 0, rank == p - 1
-    ends = model.embedding_parameters * ((first or last) if model.tied or p > 1 else 2)
+    in_v = configuration.schedule in V_SCHEDULES
+    first, last = rank == 0, rank == (0 if in_v else p - 1)
+    blocks = stage_blocks(model, p, configuration.cuts_by_cost)[p - 1 - rank if in_v else rank]  # least with the head
+    ends = model.embedding_parameters * (1 if model.tied and first and last else first + last)
     elements = (blocks * model.layer_parameters + ends) / t
     causes = _states(configuration, elements) | _buffers(configuration, elements, ends / t)
     causes["activations"] = configuration.stack.activations * kept * blocks * _in_flight(configuration, rank)
@@ -80,6 +82,8 @@ def _in_flight(configuration: Configuration, rank: int) -> float:
         return 1.0
     if configuration.schedule == "simple":
         return float(m)
+    if configuration.schedule in V_SCHEDULES:  # arXiv 2401.10241, section 6: a forward of each stage
+        return min(float(m), p + (configuration.schedule == "dualpipev") / 2)
     if v > 1:
         return min(float(m), (p - rank) + (p - 1) / v)
     return float(min(m, p - rank))
@@ -111,7 +115,7 @@ def _buffers(configuration: Configuration, elements: float, ends: float) -> dict
         return {"gathered": 0.0, "communication": 0.0}
     size, reduction = BYTES[configuration.precision], BYTES[configuration.reduction]
     one = configuration.model.layer_parameters / configuration.tensor
-    if configuration.schedule == "zero_bubble" and configuration.pipeline > 1:
+    if configuration.schedule in SPLIT_SCHEDULES and configuration.pipeline > 1:
         return {"gathered": size * elements, "communication": reduction * elements}
     flat = (size + reduction) * max(one, ends)
     return {"gathered": size * (2 * one + ends), "communication": size * one + flat}

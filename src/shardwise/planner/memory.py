@@ -44,7 +44,7 @@ from shardwise.planner.activations import (
     saved_bytes,
 )
 from shardwise.planner.memory_estimate import MemoryEstimate
-from shardwise.planner.shapes import local_shapes, optimizer_states, split_backward_features
+from shardwise.planner.shapes import local_shapes, optimizer_states, split_backward_features, weights_put_off
 
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -84,7 +84,7 @@ class _Step:
 
     def __init__(self, plan: Plan, facts: ModelFacts, kind: BlockKind, pipeline: int, first: bool = False) -> None:
         self.plan, self.facts, self.kind, self.pipeline, self.first = plan, facts, kind, pipeline, first
-        self.stages = range(pipeline, len(plan.stages), plan.degrees["pipeline"])  # none without a pipeline
+        self.stages = plan.stages_of(pipeline)  # none without a pipeline
         self.job = plan.job
         self.master, self.compute = BYTES[plan.dtypes.parameters], BYTES[plan.dtypes.compute]
         self.reduction, self.loss = BYTES[plan.dtypes.reduction], BYTES[plan.dtypes.loss]
@@ -100,13 +100,17 @@ class _Step:
     @cached_property
     def units(self) -> list[_Unit]:
         """The groups of blocks that are one unit of FSDP2, in forward order."""
+        return [self._unit(names) for part in self._groups for names in part]
+
+    @cached_property
+    def _groups(self) -> list[list[tuple[str, ...]]]:
+        """The names of each unit's blocks, stage by stage."""
         whole = tuple(block.name for block in self.facts.blocks)
-        parts = [self.plan.stages[stage] for stage in self.stages] or [whole]
-        strategy, units = self.job.memory.checkpoint_strategy, []
-        for names in parts:
+        strategy, found = self.job.memory.checkpoint_strategy, []
+        for names in [self.plan.stages[stage] for stage in self.stages] or [whole]:
             size = len(names) if strategy == "contiguous" else group_size(strategy) or 1
-            units += [self._unit(names[start : start + size]) for start in range(0, len(names), max(1, size))]
-        return units
+            found.append([names[start : start + size] for start in range(0, len(names), max(1, size))])
+        return found
 
     @cached_property
     def root(self) -> _Unit:
@@ -198,9 +202,12 @@ class _Step:
         microbatches keep on a pipeline stage, the stages' traffic, and what weight gradients wait with."""
         documents = self.tokens * self.plan.sequence_length if self.job.data.isolate_documents else 0.0
         mask = documents * self.compute * self.plan.masks_whole
-        others = (self.flights - 1) * (self.kept_before(len(self.units)) / max(1, len(self.stages)) + mask)
+        one = self._kept_until[-1] / max(1, len(self.stages)) + mask
         later = split_backward_features(self.facts, self.plan, self.pipeline) * self.tokens * self.compute
-        return mask + (0.0 if self.on_cuda else self._pool) + others + self._traffic + later
+        others = (self.flights - 1) * one + later
+        if self.plan.in_v:  # they wait when no forward comes any more: by then as many fewer are in flight
+            others = max(others - later, others - weights_put_off(self.plan, self.pipeline) * one)
+        return mask + (0.0 if self.on_cuda else self._pool) + others + self._traffic
 
     @property
     def _traffic(self) -> float:
@@ -284,7 +291,9 @@ class _Step:
         return self.between * (1 + ahead) + self.units[index].blocks * self._saved
 
     def kept_before(self, index: int) -> float:
-        return self._kept_until[index]
+        """What the units before `index` that are of its stage keep."""
+        starts = accumulate((len(part) for part in self._groups[:-1]), initial=0)
+        return self._kept_until[index] - self._kept_until[max(start for start in starts if start <= index)]
 
     @cached_property
     def _kept_until(self) -> list[float]:

@@ -23,6 +23,7 @@ import math
 from dataclasses import replace
 from typing import NamedTuple
 
+from shardwise.draft import SPLIT_SCHEDULES, V_SCHEDULES
 from shardwise.planner.communication import gather, group, join, message, reduce
 from shardwise.planner.compute import BYTES, Work, block, head, optimizer_seconds, recomputed, tokens_of
 from shardwise.planner.footprint import footprint
@@ -67,7 +68,7 @@ def predict(configuration: Configuration) -> Prediction:
     seconds["launch"] = m * _launch(configuration, layer, ends, blocks)
     mean = (configuration.model.layers * layer.device + ends.device) / p
     seconds["pipeline"] = _pipeline(configuration) * (m + p - 1) if p > 1 else 0.0
-    idle = 1 / 3 if configuration.schedule == "zero_bubble" else 1.0
+    idle = 1 / 3 if configuration.schedule in SPLIT_SCHEDULES else 1.0
     seconds["bubble"] = idle * (p - 1) / configuration.virtual * max(mean, mean + seconds["launch"] / m)
     seconds |= _once(configuration, layer, blocks)
     seconds["shard"] += m * _root(configuration)
@@ -224,10 +225,15 @@ def _stalls(configuration: Configuration, full: bool) -> float:
     return configuration.accumulation * configuration.stack.stall * min(2.0, p / 2)
 
 
+def _ends_meet(configuration: Configuration) -> bool:
+    """Whether one rank has the first and the last stage."""
+    return configuration.pipeline == 1 or configuration.schedule in V_SCHEDULES
+
+
 def _once(configuration: Configuration, layer: _Layer, blocks: int) -> dict[str, float]:
     """What happens once a step: reduction between replicas, optimizer."""
     model, exponent = configuration.model, configuration.stack.overlap
-    ends = model.embedding_parameters * (1 if model.tied or configuration.pipeline > 1 else 2)
+    ends = model.embedding_parameters * (1 if model.tied or not _ends_meet(configuration) else 2)
     elements = (blocks * model.layer_parameters + ends) / configuration.tensor
     parameter, reduction = BYTES[configuration.precision], BYTES[configuration.reduction]
     data = configuration.shard * configuration.context

@@ -34,7 +34,7 @@ def stages(plan: Plan, facts: ModelFacts) -> list[Stage]:
         before = sum(facts.stages.before.values()) if number == 0 else 0
         after = sum(facts.stages.after.values()) if number == last else 0
         flops = 6.0 * (blocks + after) + attention * len(names)
-        found.append(Stage(number, number % plan.degrees["pipeline"], len(names), blocks + before + after, flops))
+        found.append(Stage(number, plan.stage_ranks[number], len(names), blocks + before + after, flops))
     return found
 
 
@@ -54,12 +54,21 @@ def holders(plan: Plan, facts: ModelFacts) -> dict[str, tuple[int, ...]]:
     return found
 
 
+def tied_across(plan: Plan, facts: ModelFacts) -> list[str]:
+    """Names of the parameters that two pipeline ranks hold: tied embeddings, unless the ends are on one."""
+    if not plan.stages or len(set(plan.ends)) == 1:
+        return []
+    return [name for name, stages in holders(plan, facts).items() if len(stages) > 1]
+
+
 def bubble(plan: Plan) -> float:
     """Share of a step in which a pipeline rank idles, if all stages take the same time and messages take none.
 
     (p - 1) / (v·m + p - 1) for p ranks, m microbatches and v stages a rank (arXiv 2104.04473, sections 2.2.1 and 2.2.2,
     there over the ideal time instead of the whole). Where the gradients of weights fill in, a third of that idle time
     is left, if forward and the two halves of backward take the same (arXiv 2401.10241, section 2.2, T_F = T_B = T_W).
+    Stages in a V (v = 2) idle as long: rank r begins r forwards late and ends together with the others. (Section 6
+    counts a rank's time from its own start and so finds none.)
     """
     ranks = plan.degrees["pipeline"]
     virtual = len(plan.stages) // ranks if plan.stages else 1

@@ -231,7 +231,8 @@ def world_of(cluster: Cluster) -> World:
     """The world that a launcher would make of all of a cluster."""
     if cluster.accelerator.name == "CPU":
         return World(cluster.size, "cpu", cluster.per_node, hosts=cluster.nodes)
-    return World(cluster.size, "cuda", cluster.per_node, cluster.accelerator.name, hosts=cluster.nodes)
+    device = cluster.accelerator
+    return World(cluster.size, "cuda", cluster.per_node, device.name, hosts=cluster.nodes, float8=device.fp8)
 
 
 def sized(question: Question) -> tuple[Job, list[str]]:

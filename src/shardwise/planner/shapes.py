@@ -24,11 +24,11 @@ def local_shapes(facts: ModelFacts, plan: Plan, index: int = 0, pipeline: int = 
 
     Tensor rank 0 has the largest part of everything.
     """
-    shapes, stages = _of_tensor(facts, plan, index), plan.degrees["pipeline"]
+    shapes, here = _of_tensor(facts, plan, index), set(plan.stages_of(pipeline))
     if not plan.stages:
         return shapes
     held = holders(plan, facts)
-    return {name: shape for name, shape in shapes.items() if any(stage % stages == pipeline for stage in held[name])}
+    return {name: shape for name, shape in shapes.items() if here & set(held[name])}
 
 
 def optimizer_states(plan: Plan) -> int:
@@ -68,17 +68,28 @@ def _cut_shapes(model: _Same, degree: int, chunked_loss: bool, index: int) -> di
     return shapes
 
 
-def split_backward_features(facts: ModelFacts, plan: Plan, pipeline: int) -> int:
-    """Features of a token that weight gradients put off wait with: inputs and outputs of a stage's linear layers.
+def weights_put_off(plan: Plan, pipeline: int) -> int:
+    """Backwards of a stage whose weight gradients wait at once on a rank, those of the one that has just run aside.
 
-    A stage's wait once for each rank before this one, as torch's schedule puts them off. 0 where backward is not split.
+    One for each rank before this one, as torch's schedules put them off; ZB-V takes both of a rank's stages back so.
     """
     if not plan.splits_backward:
         return 0
-    inside = tuple(f"{name}." for name in plan.stages[pipeline])
+    return pipeline * (2 if plan.job.parallel.pipeline == "zbv" else 1)
+
+
+def split_backward_features(facts: ModelFacts, plan: Plan, pipeline: int) -> float:
+    """Features of a token that weight gradients put off wait with: inputs and outputs of a stage's linear layers.
+
+    0 where backward is not split; in a V the mean of a rank's two stages, which take turns.
+    """
+    if not plan.splits_backward:
+        return 0
+    stages = plan.stages_of(pipeline) if plan.in_v else (pipeline,)
+    inside = tuple(f"{name}." for stage in stages for name in plan.stages[stage])
     shapes = local_shapes(facts, plan, pipeline=pipeline)
     rows = sum(sum(shape) for name, shape in shapes.items() if len(shape) == 2 and name.startswith(inside))
-    return pipeline * rows
+    return weights_put_off(plan, pipeline) * rows / len(stages)
 
 
 def local_elements(facts: ModelFacts, plan: Plan, tensor: int, shard: int, pipeline: int = 0) -> int:

@@ -15,7 +15,7 @@ from itertools import permutations
 from typing import Any
 
 from shardwise.config import Job
-from shardwise.draft import divisors, lookup
+from shardwise.draft import V_SCHEDULES, divisors, lookup
 from shardwise.families.facts import ModelFacts
 
 Changes = dict[str, Any]  # dotted key -> value
@@ -25,6 +25,7 @@ LARGEST_MICROBATCH = 64  # sequences; powers of two are tried
 TENSOR, PIPELINE = "parallel.tensor_parallel_degree", "parallel.pipeline_parallel_degree"
 CONTEXT, SHARDED = "parallel.context_parallel_degree", "parallel.sharded_data_parallel_degree"
 SCATTERED, VIRTUAL = "parallel.sequence_parallel", "parallel.virtual_pipeline_degree"
+SCHEDULE = "parallel.pipeline"
 SIZE, COUNT = "training.microbatch_size", "training.gradient_accumulation"
 CHECKPOINTING = "memory.activation_checkpointing"
 
@@ -130,8 +131,9 @@ class Space:
         for key in (TENSOR, PIPELINE, SHARDED):
             yield key, _around(divisors(self.ranks), changes[key])
         if changes[PIPELINE] > 1:
-            yield VIRTUAL, [1, 2, 3, 4, 6, 8]
-            yield "parallel.pipeline", ["interleaved", "simple", "zero_bubble"]
+            if changes.get(SCHEDULE) not in V_SCHEDULES:
+                yield VIRTUAL, [None, 2, 3, 4, 6, 8]
+            yield SCHEDULE, ["interleaved", "simple", "zero_bubble", *V_SCHEDULES]
         if changes[TENSOR] > 1:
             yield SCATTERED, [False, True]
         if changes[TENSOR] > 1 or changes[PIPELINE] > 1:

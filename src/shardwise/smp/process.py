@@ -14,11 +14,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from shardwise.collectives import hierarchical
 from shardwise.draft import Draft
 from shardwise.errors import ConfigError
+from shardwise.launch.environment import detect
 from shardwise.launch.session import session
 from shardwise.layout import SMP_AXES, Layout
-from shardwise.plan import World, precheck
+from shardwise.plan import World, collective_algorithm, precheck
+from shardwise.precision import has_float8
 from shardwise.smp.config import Configuration, read_configuration
 from shardwise.smp.exceptions import NotInitializedError
 
@@ -86,7 +89,9 @@ class State:
         job = cfg.base_job()
         device_type = os.environ.get(DEVICE_VARIABLE) or ("cuda" if torch.cuda.is_available() else "cpu")
         backend = "nccl" if device_type == "cuda" else "gloo"
-        self._device = self._exit.enter_context(session(device_type, backend))
+        algorithm, _ = collective_algorithm(job.parallel, backend, _world_to_come(device_type))
+        name = hierarchical.name_of(algorithm, backend, backend)
+        self._device = self._exit.enter_context(session(device_type, name))
         world = current_world(self._device)
         precheck(job, world)
         draft = Draft(job, world)
@@ -111,11 +116,20 @@ class State:
         self.__init__()  # type: ignore[misc]
 
 
+def _world_to_come(device_type: str) -> World:
+    """What the launcher says of it, before the ranks have met."""
+    place = detect()
+    if place is None:
+        return World(1, device_type, 1)
+    hosts = -(-place.world_size // place.local_world_size)
+    return World(place.world_size, device_type, place.local_world_size, hosts=hosts)
+
+
 def current_world(device: torch.device) -> World:
     """The world of the process group that this process has joined."""
     size = dist.get_world_size()
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    return World(size, device.type, local_size, hosts=-(-size // local_size))
+    return World(size, device.type, local_size, hosts=-(-size // local_size), float8=has_float8(device))
 
 
 state = State()

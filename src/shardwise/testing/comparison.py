@@ -44,8 +44,14 @@ class Tolerances:
     replicas: Tolerance = Tolerance(0.0)
 
     @classmethod
-    def of(cls, compute: str) -> Tolerances:
-        """For a compute dtype: fp64 1e-9, fp32 1e-5, bf16 and fp16 2e-2 with parameters (fp32 masters) 1e-5."""
+    def of(cls, compute: str, float8: bool = False) -> Tolerances:
+        """For a compute dtype: fp64 1e-9, fp32 1e-5, bf16 and fp16 2e-2 with parameters (fp32 masters) 1e-5.
+
+        With layers in float8, whose rounding unit is 1/8 in gradients: loss 1e-2, norm 5e-2, gradients 0.25.
+        """
+        if float8:
+            gradient = Tolerance.of(0.25, 0.1)
+            return cls(Tolerance(1e-2), gradient, Tolerance(5e-2), cls.of("fp32").parameter)
         forward = {"fp64": (1e-9, 2.3e-16), "fp32": (1e-5, 1.2e-7), "bf16": (2e-2, 7.9e-3), "fp16": (2e-2, 9.8e-4)}
         master = forward["fp64" if compute == "fp64" else "fp32"]
         error = Tolerance.of(*forward[compute])

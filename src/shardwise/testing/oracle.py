@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
 from shardwise.config import Job, OptimizerSection
 from shardwise.data.batch import Batch
@@ -137,6 +137,8 @@ class Oracle:
             inputs: dict[str, Any] = dict(rows.inputs)
             if rows.documents is not None and not self._packs_by_positions():
                 inputs["attention_mask"] = self._document_mask(rows.documents)
+            if self.job.model.task == "seq2seq_lm":
+                inputs["decoder_input_ids"] = self.model.prepare_decoder_input_ids_from_labels(rows.labels)  # type: ignore
             logits = self.model(**inputs).logits
         assert rows.labels is not None
         wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
@@ -251,7 +253,9 @@ def _build(job: Job, eager: bool) -> nn.Module:
     config = load_config(job)
     config.use_cache = False
     attention = {"attn_implementation": "eager"} if eager or section.attention == "eager" else {}
-    auto = AutoModelForCausalLM if section.task == "causal_lm" else AutoModelForMaskedLM
+    auto = {"causal_lm": AutoModelForCausalLM, "masked_lm": AutoModelForMaskedLM, "seq2seq_lm": AutoModelForSeq2SeqLM}[
+        section.task
+    ]
     model = auto.from_config(config, trust_remote_code=section.trust_remote_code, dtype=torch.float32, **attention)
     return model.train()
 

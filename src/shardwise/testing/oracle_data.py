@@ -78,6 +78,8 @@ class TokenSource:
         window = self.tokens.slice(start, self.length + self.causal).to_numpy().astype(np.int64)
         if self.causal:
             sample = {"input_ids": window[:-1], "labels": window[1:].copy()}
+        elif self.job.model.task == "seq2seq_lm":
+            sample = self._with_spans(window.tolist(), counter)
         else:
             sample = self._masked(window, counter)
         if self.job.data.isolate_documents:
@@ -93,6 +95,29 @@ class TokenSource:
         sample["documents"] = document[:-1] - document[0]
         if self.causal:
             sample["labels"][document[1:] != document[:-1]] = NOT_COUNTED
+
+    def _with_spans(self, window: list[int], counter: int) -> dict[str, np.ndarray]:
+        """T5's spans, by cutting at the places of the smallest draws, token by token."""
+        data = self.job.data
+        gone = min(max(round(len(window) * data.mask_probability), 1), len(window) - 1)
+        spans = min(max(round(gone / data.mean_span_length), 1), len(window) - gone)
+        philox = np.random.Philox(key=np.array([self.seed, counter], dtype=np.uint64))
+        draws = philox.random_raw(len(window) - 2).tolist() if len(window) > 2 else []
+        ends = []
+        for count, own in ((gone, draws[: gone - 1]), (len(window) - gone, draws[gone - 1 :])):
+            places = sorted(range(count - 1), key=lambda place, own=own: (own[place], place))[: spans - 1]  # type: ignore
+            ends.append([*sorted(place + 1 for place in places), count])
+        inputs: list[int] = []
+        labels: list[int] = []
+        at = last_gone = last_kept = 0
+        for sentinel, end_gone, end_kept in zip(self.tokenizer["sentinel_ids"], *ends):
+            kept, left_out = end_kept - last_kept, end_gone - last_gone
+            inputs += [*window[at : at + kept], sentinel]
+            labels += [sentinel, *window[at + kept : at + kept + left_out]]
+            at, last_gone, last_kept = at + kept + left_out, end_gone, end_kept
+        if self.tokenizer["eos_id"] is not None:
+            inputs, labels = [*inputs, self.tokenizer["eos_id"]], [*labels, self.tokenizer["eos_id"]]
+        return {"input_ids": np.array(inputs), "labels": np.array(labels)}
 
     def _masked(self, window: np.ndarray, counter: int) -> dict[str, np.ndarray]:
         """BERT's 80/10/10 masking with three rows of Philox draws keyed by (seed, counter), token by token."""

@@ -36,6 +36,10 @@ from shardwise.testing.oracle import Oracle
 
 FREE = ("SGD", "Adam", "AdamW")  # in fp64 these keep rounding small; others (Rprop looks at signs) do not
 OTHER_DATA = "the two runs read other samples: the corpus, or what its tokens are made with, changed between them"
+FLOAT8 = (
+    "The oracle does not round to float8, so gradients are held to a quarter of their size: a rank's part that is lost "
+    "shows only where it is more than that. Prove the layout with --precision.fp8 none."
+)
 FLOOR_EXPECTED = 1e-12  # an fp64 model whose own rounding is above this computes partly in a smaller dtype
 
 
@@ -51,8 +55,10 @@ class OracleReference:
 
     def __post_init__(self) -> None:
         compute, name = self.plan.dtypes.compute, self.plan.job.optimizer.name
-        self.tolerances = Tolerances.of(compute)
-        self.led = not ((compute == "fp64" and name in FREE) or (compute == "fp32" and name == "SGD"))
+        self.tolerances = Tolerances.of(compute, bool(self.plan.float8))
+        self.led = bool(self.plan.float8) or not (
+            (compute == "fp64" and name in FREE) or (compute == "fp32" and name == "SGD")
+        )
         if compute == "fp64":
             self._measure_floor()
         if self.led:
@@ -60,6 +66,8 @@ class OracleReference:
                 f"{name} in {compute}: the oracle updates with our gradients once they are compared, so parameters "
                 f"are held to {self.tolerances.parameter.error:g} although the optimizer magnifies rounding."
             )
+        if self.plan.float8:
+            self.report.notes.append(FLOAT8)
         if compute in ("bf16", "fp16"):
             self.report.notes.append(f"The oracle computes in {oracle_dtype(self.plan)}, its weights are fp32 masters.")
 
@@ -132,8 +140,8 @@ class RecordedReference:
 
     def judge(self, step: int, ours: Captured) -> bool:
         """Compare one step; True where everything agrees."""
-        tolerances = Tolerances.of(self.plan.dtypes.compute)
-        if self.plan.dtypes.compute in ("bf16", "fp16"):  # weights differ from the second step on
+        tolerances = Tolerances.of(self.plan.dtypes.compute, bool(self.plan.float8))
+        if self.plan.float8 or self.plan.dtypes.compute in ("bf16", "fp16"):  # weights differ from the second step on
             tolerances = Tolerances(tolerances.loss, tolerances.gradient, tolerances.norm, tolerances.gradient)
         numbers = json.loads((self.directory / f"{step}.json").read_text())
         found = [compare_data(step, ours.data_hash, numbers["data_hash"])]

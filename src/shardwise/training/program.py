@@ -23,7 +23,7 @@ LossFunction = Callable[[Any, Batch], tuple[Tensor, Tensor]]
 
 
 class LanguageModelProgram:
-    """Causal and masked language models of transformers."""
+    """Causal, masked and encoder-decoder language models of transformers."""
 
     needs_whole_batches = False
 
@@ -31,6 +31,8 @@ class LanguageModelProgram:
         self.model = model
         self.chunk = model.plan.job.memory.loss_chunk_tokens
         training = model.plan.job.training
+        span = model.plan.job.model.task == "seq2seq_lm"
+        self.starts_with: int | None = model.module.config.decoder_start_token_id if span else None  # type: ignore
         self.terms = Terms(training.label_smoothing, training.z_loss)
 
     def inputs(self, microbatch: Batch) -> dict[str, Any]:
@@ -46,6 +48,11 @@ class LanguageModelProgram:
             causal = self.model.plan.job.model.task == "causal_lm"
             dtype = self.model.compute_dtype
             inputs["attention_mask"] = document_mask(microbatch.document_ids, causal, dtype)
+        if self.starts_with is not None:
+            assert microbatch.labels is not None
+            before = microbatch.labels.roll(1, dims=1).clamp(min=0)  # IGNORED, in rows that are not counted
+            before[:, 0] = self.starts_with
+            inputs["decoder_input_ids"] = before
         return inputs
 
     def loss(self, microbatch: Batch, output: Any, seed: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.collectives import engine
+from shardwise.collectives import engine, hierarchical
 from shardwise.config import Job
 from shardwise.data.corpus import data_format
 from shardwise.data.loader import Stream
@@ -23,7 +23,7 @@ from shardwise.layout import Layout
 from shardwise.parallel.apply import parallelize
 from shardwise.parallel.model import ParallelModel, Program
 from shardwise.plan import Plan, World, resolve
-from shardwise.precision import LossScaler
+from shardwise.precision import LossScaler, has_float8
 from shardwise.training.init import initialize, match_weights
 from shardwise.training.optimizer import ShardedOptimizer
 from shardwise.training.program import make_program
@@ -56,8 +56,9 @@ def current_world(device: torch.device) -> World:
     size = dist.get_world_size()
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    uses_engine = dist.get_backend() == engine.BACKEND
-    return World(size, device.type, local_size, name, hosts=-(-size // local_size), engine=uses_engine)
+    uses_engine = hierarchical.parts_of(dist.get_backend())[1] == engine.BACKEND
+    hosts = -(-size // local_size)
+    return World(size, device.type, local_size, name, hosts, engine=uses_engine, float8=has_float8(device))
 
 
 def study(job: Job) -> ModelFacts:

@@ -16,9 +16,11 @@ namespace {
 
 class Engine : public c10d::Backend {
  public:
-  Engine(c10d::Store& store, int rank, int size, const std::vector<int>& names, Milliseconds timeout)
-      : Backend(rank, size), timeout_(timeout), room_(meet(store, rank, size, names, timeout)), group_(*room_),
-        messenger_(std::make_unique<Messenger>(*room_)) {}
+  Engine(Met met, const Places& places, const std::vector<int>& names, Milliseconds timeout)
+      : Backend(places.rank, places.size()), timeout_(timeout), room_(std::move(met.room)), wire_(std::move(met.wire)),
+        peers_(wire_ ? Peers(*room_, *wire_, rank_, in_room(places), names) : Peers(*room_)),
+        group_(wire_ ? new Hosts(*room_, *wire_, places) : new Group(*room_)),
+        messenger_(std::make_unique<Messenger>(peers_)) {}
 
   ~Engine() override { shutdown(); }
 
@@ -31,13 +33,14 @@ class Engine : public c10d::Backend {
   void shutdown() override {
     turns_.stop();
     messenger_.reset();
+    wire_.reset();
     if (room_) room_->leave();
   }
 
   // Every waiting operation of the group ends with an error, on all ranks.
   void abort() override {
     try {
-      room_->fail("rank " + room_->called(rank_) + " aborted the group");
+      if (messenger_) peers_.fail("rank " + peers_.called(rank_) + " aborted the group");
     } catch (const Failure&) {  // which the waiting operations raise
     }
     shutdown();
@@ -105,7 +108,7 @@ class Engine : public c10d::Backend {
   c10::intrusive_ptr<Work> broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
     const Call call = call_of(Kind::broadcast, only(tensors), tensors[0].numel(), rooted(options.rootRank));
     return enqueue(OpType::BROADCAST, tensors, options, [this, call, outputs = Outputs(tensors)](int64_t timeout) mutable {
-      group_.broadcast(call, outputs.written[0].data_ptr(), timeout);
+      group_->broadcast(call, outputs.written[0].data_ptr(), timeout);
       outputs.put_back();
     });
   }
@@ -114,7 +117,7 @@ class Engine : public c10d::Backend {
     const Call call =
         with(call_of(Kind::reduce, only(tensors), tensors[0].numel(), rooted(options.rootRank)), options.reduceOp);
     return enqueue(OpType::REDUCE, tensors, options, [this, call, outputs = Outputs(tensors)](int64_t timeout) mutable {
-      group_.reduce(call, outputs.written[0].const_data_ptr(), outputs.written[0].data_ptr(), timeout);
+      group_->reduce(call, outputs.written[0].const_data_ptr(), outputs.written[0].data_ptr(), timeout);
       if (call.root == rank_) outputs.put_back();
     });
   }
@@ -125,7 +128,7 @@ class Engine : public c10d::Backend {
     check_alike(list, inputs[0]);
     const Tensor input = readable(inputs[0]);
     return enqueue(OpType::GATHER, list, options, [this, call, input, made = Outputs(list)](int64_t timeout) mutable {
-      group_.gather(call, input.const_data_ptr(), pointers(made.written), timeout);
+      group_->gather(call, input.const_data_ptr(), pointers(made.written), timeout);
       made.put_back();
     });
   }
@@ -136,7 +139,7 @@ class Engine : public c10d::Backend {
     check_alike(list, outputs[0]);
     const Outputs given(list);
     return enqueue(OpType::SCATTER, outputs, options, [this, call, given, made = Outputs(outputs)](int64_t timeout) mutable {
-      group_.scatter(call, const_pointers(given.written), made.written[0].data_ptr(), timeout);
+      group_->scatter(call, const_pointers(given.written), made.written[0].data_ptr(), timeout);
       made.put_back();
     });
   }
@@ -149,7 +152,7 @@ class Engine : public c10d::Backend {
     const auto inputs = pieces_of(given, input_sizes, size_), outputs = pieces_of(made.written[0], output_sizes, size_);
     const Call call = call_of(Kind::all_to_all, input, 0);
     return enqueue(OpType::ALLTOALL_BASE, {output}, options, [this, call, given, inputs, outputs, made](int64_t timeout) mutable {
-      group_.all_to_all(call, inputs, outputs, timeout);  // `given` and `made` keep their memory
+      group_->all_to_all(call, inputs, outputs, timeout);  // `given` and `made` keep their memory
       made.put_back();
     });
   }
@@ -163,7 +166,7 @@ class Engine : public c10d::Backend {
     for (const Tensor& tensor : made.written) to.push_back({tensor.data_ptr(), tensor.nbytes()});
     const Call call = call_of(Kind::all_to_all, inputs[0], 0);
     return enqueue(OpType::ALLTOALL, outputs, options, [this, call, given, from, to, made](int64_t timeout) mutable {
-      group_.all_to_all(call, from, to, timeout);  // `given` and `made` keep their memory
+      group_->all_to_all(call, from, to, timeout);  // `given` and `made` keep their memory
       made.put_back();
     });
   }
@@ -173,7 +176,7 @@ class Engine : public c10d::Backend {
     call.kind = Kind::barrier;
     call.reduce = Reduce::none;
     call.root = -1;
-    return enqueue(OpType::BARRIER, {}, options, [this, call](int64_t timeout) { group_.barrier(call, timeout); });
+    return enqueue(OpType::BARRIER, {}, options, [this, call](int64_t timeout) { group_->barrier(call, timeout); });
   }
 
   c10::intrusive_ptr<Work> send(Tensors& tensors, int to, int tag) override {
@@ -211,6 +214,12 @@ class Engine : public c10d::Backend {
       return std::current_exception();
     }
     return error;
+  }
+
+  static std::vector<int> in_room(const Places& places) {
+    std::vector<int> found;
+    for (int peer = 0; peer < places.size(); ++peer) found.push_back(places.is_remote(peer) ? -1 : places.local[peer]);
+    return found;
   }
 
   int64_t rooted(int64_t root) const {
@@ -253,7 +262,7 @@ class Engine : public c10d::Backend {
       check_alike(parts, each.own);
       steps.push_back([this, call = call_of(Kind::all_gather, each.own, each.own.numel()), input = readable(each.own), parts,
                        made](int64_t timeout) mutable {
-        group_.all_gather(call, input.const_data_ptr(), pointers(parts), timeout);
+        group_->all_gather(call, input.const_data_ptr(), pointers(parts), timeout);
         made.put_back();
       });
     }
@@ -270,7 +279,7 @@ class Engine : public c10d::Backend {
       check_alike(parts, each.own);
       const Call call = with(call_of(Kind::reduce_scatter, each.own, each.own.numel()), options.reduceOp);
       steps.push_back([this, call, parts, made = Outputs({each.own})](int64_t timeout) mutable {
-        group_.reduce_scatter(call, const_pointers(parts), made.written[0].data_ptr(), timeout);
+        group_->reduce_scatter(call, const_pointers(parts), made.written[0].data_ptr(), timeout);
         made.put_back();
       });
     }
@@ -282,7 +291,7 @@ class Engine : public c10d::Backend {
     for (const Tensor& tensor : tensors) {
       const Call call = with(call_of(Kind::all_reduce, tensor, tensor.numel()), options.reduceOp);
       steps.push_back([this, call, made = Outputs({tensor})](int64_t timeout) mutable {
-        group_.all_reduce(call, made.written[0].const_data_ptr(), made.written[0].data_ptr(), timeout);
+        group_->all_reduce(call, made.written[0].const_data_ptr(), made.written[0].data_ptr(), timeout);
         made.put_back();
       });
     }
@@ -315,16 +324,21 @@ class Engine : public c10d::Backend {
 
   Milliseconds timeout_;
   std::unique_ptr<Room> room_;
-  Group group_;
+  std::unique_ptr<Wire> wire_;
+  const Peers peers_;
+  std::unique_ptr<Group> group_;
   std::unique_ptr<Messenger> messenger_;
   std::atomic<uint64_t> calls_{0};
   Turns turns_;
 };
 
-c10::intrusive_ptr<c10d::Backend> make(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                                       const std::vector<int>& names, std::chrono::duration<float> timeout) {
+c10::intrusive_ptr<c10d::Backend> make(const c10::intrusive_ptr<c10d::Store>& store, int rank,
+                                       const std::vector<std::vector<int>>& hosts, const std::vector<int>& names,
+                                       const std::string& interface, const std::string& host, const std::string& port,
+                                       std::chrono::duration<float> timeout) {
   const auto patience = std::chrono::duration_cast<Milliseconds>(timeout);
-  return c10::make_intrusive<Engine>(*store, rank, size, names, patience);
+  const Places places(rank, hosts);
+  return c10::make_intrusive<Engine>(meet({*store, places, names, interface, host, port, patience}), places, names, patience);
 }
 
 // Why this machine cannot make shared memory for a group; empty where it can.

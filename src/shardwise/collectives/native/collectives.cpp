@@ -1,7 +1,4 @@
 // The collectives themselves, as rounds. M is the bytes of the full buffer, n the ranks; docs/collectives.md has the costs.
-#include <algorithm>
-#include <cstring>
-
 #include "group.h"
 
 namespace shardwise {
@@ -10,42 +7,22 @@ namespace {
 // Up to this many bytes of all inputs together, every rank adding everything is quicker than a second barrier.
 constexpr uint64_t kAtOnce = 64 << 10;
 
-void copy(void* to, const void* from, uint64_t bytes) {
-  if (to != from && bytes != 0) std::memcpy(to, from, bytes);
-}
-
-const char* at(const void* data, uint64_t offset) { return static_cast<const char*>(data) + offset; }
-char* at(void* data, uint64_t offset) { return static_cast<char*>(data) + offset; }
-
-// Pieces of a staging area start where vectors like them to.
-uint64_t aligned(uint64_t bytes) { return bytes / 64 * 64; }
-
 }  // namespace
 
-// Moves `bytes` in rounds of `step`: `stage(offset, length)` before and `take(offset, length)` after each barrier.
-template <class Stage, class Take>
-void Group::rounds(uint64_t bytes, uint64_t step, Stage stage, Take take) {
-  uint64_t offset = 0;
-  do {
-    const uint64_t length = std::min(step, bytes - offset);
-    stage(offset, length);
-    meet();
-    if (offset == 0) compare();
-    take(offset, length);
-    offset += length;
-  } while (offset < bytes);
-}
-
-void Group::sum(void* out, const std::vector<const void*>& inputs, uint64_t bytes) const {
+void Group::sum(void* out, const std::vector<const void*>& inputs, uint64_t elements, Number to) const {
   std::vector<double> factors(inputs.size(), 1.0);
   if (call_.reduce == Reduce::scaled_sum) {
     for (int peer = 0; peer < room_.size; ++peer) factors[peer] = room_.member(peer).calls[call_.sequence % 2].factor;
   }
-  shardwise::reduce(call_.number, call_.reduce, out, inputs, factors, bytes / call_.item);
+  shardwise::reduce({call_.number, to}, call_.reduce, out, inputs, factors, elements, inputs.size());
 }
 
 void Group::all_gather(Call call, const void* input, const std::vector<void*>& outputs, int64_t timeout) {
   begin(call, timeout);
+  all_gather_here(input, outputs);
+}
+
+void Group::all_gather_here(const void* input, const std::vector<void*>& outputs) {
   const auto stage = [&](uint64_t offset, uint64_t length) { copy(mine(), at(input, offset), length); };
   const auto take = [&](uint64_t offset, uint64_t length) {
     for (int peer = 0; peer < room_.size; ++peer) {
@@ -53,7 +30,7 @@ void Group::all_gather(Call call, const void* input, const std::vector<void*>& o
       copy(at(outputs[peer], offset), from, length);
     }
   };
-  rounds(call.count * call.item, room_.slot, stage, take);
+  rounds(call_.count * call_.item, room_.slot, stage, take);
 }
 
 // A rank's area holds a part for each of the others. Everyone adds what is meant for it, in the order of the ranks.
@@ -69,7 +46,7 @@ void Group::reduce_scatter(Call call, const std::vector<const void*>& inputs, vo
   const auto take = [&](uint64_t offset, uint64_t length) {
     for (int peer = 0; peer < room_.size; ++peer) parts[peer] = theirs(peer) + room_.rank * step;
     parts[room_.rank] = at(inputs[room_.rank], offset);
-    sum(at(output, offset), parts, length);
+    sum(at(output, offset), parts, length / call.item, call.number);
   };
   rounds(call.count * call.item, step, stage, take);
 }
@@ -89,7 +66,7 @@ void Group::all_reduce_at_once(const char* input, char* output, uint64_t bytes) 
   const auto stage = [&](uint64_t offset, uint64_t length) { copy(mine(), input + offset, length); };
   const auto take = [&](uint64_t offset, uint64_t length) {
     for (int peer = 0; peer < room_.size; ++peer) parts[peer] = theirs(peer);
-    sum(output + offset, parts, length);
+    sum(output + offset, parts, length / call_.item, call_.number);
   };
   rounds(bytes, room_.slot, stage, take);
 }
@@ -113,7 +90,7 @@ void Group::all_reduce_in_parts(const char* input, char* output, uint64_t bytes)
       const uint64_t at = (round - 1) * step + own, length = std::min(part, length_of(round - 1) - own);
       for (int peer = 0; peer < room_.size; ++peer) parts[peer] = theirs(peer) + own;
       parts[room_.rank] = input + at;
-      sum(output + at, parts, length);
+      sum(output + at, parts, length / call_.item, call_.number);
       copy(room_.result((round_ + 1) % 2) + own, output + at, length);
     }
     if (round >= 2) copy_others(output + (round - 2) * step, room_.result(round_ % 2), length_of(round - 2));
@@ -136,7 +113,11 @@ void Group::broadcast(Call call, void* data, int64_t timeout) {
 
 void Group::gather(Call call, const void* input, const std::vector<void*>& outputs, int64_t timeout) {
   begin(call, timeout);
-  const bool root = room_.rank == call.root;
+  gather_here(call.root, input, outputs);
+}
+
+void Group::gather_here(int to, const void* input, const std::vector<void*>& outputs) {
+  const bool root = room_.rank == to;
   const auto stage = [&](uint64_t offset, uint64_t length) {
     if (!root) copy(mine(), at(input, offset), length);
   };
@@ -145,12 +126,16 @@ void Group::gather(Call call, const void* input, const std::vector<void*>& outpu
       copy(at(outputs[peer], offset), peer == room_.rank ? at(input, offset) : theirs(peer), length);
     }
   };
-  rounds(call.count * call.item, room_.slot, stage, take);
+  rounds(call_.count * call_.item, room_.slot, stage, take);
 }
 
 void Group::scatter(Call call, const std::vector<const void*>& inputs, void* output, int64_t timeout) {
   begin(call, timeout);
-  const bool root = room_.rank == call.root;
+  scatter_here(call.root, inputs, output);
+}
+
+void Group::scatter_here(int source, const std::vector<const void*>& inputs, void* output) {
+  const bool root = room_.rank == source;
   const uint64_t step = aligned(room_.slot / room_.size);
   const auto stage = [&](uint64_t offset, uint64_t length) {
     for (int peer = 0; root && peer < room_.size; ++peer) {
@@ -158,9 +143,9 @@ void Group::scatter(Call call, const std::vector<const void*>& inputs, void* out
     }
   };
   const auto take = [&](uint64_t offset, uint64_t length) {
-    copy(at(output, offset), root ? at(inputs[room_.rank], offset) : theirs(call.root) + room_.rank * step, length);
+    copy(at(output, offset), root ? at(inputs[room_.rank], offset) : theirs(source) + room_.rank * step, length);
   };
-  rounds(call.count * call.item, step, stage, take);
+  rounds(call_.count * call_.item, step, stage, take);
 }
 
 void Group::reduce(Call call, const void* input, void* output, int64_t timeout) {
@@ -173,14 +158,18 @@ void Group::reduce(Call call, const void* input, void* output, int64_t timeout) 
   const auto take = [&](uint64_t offset, uint64_t length) {
     for (int peer = 0; peer < room_.size; ++peer) parts[peer] = theirs(peer);
     parts[room_.rank] = at(input, offset);
-    if (root) sum(at(output, offset), parts, length);
+    if (root) sum(at(output, offset), parts, length / call.item, call.number);
   };
   rounds(call.count * call.item, room_.slot, stage, take);
 }
 
-// How many rounds there are is known only when all sizes are, so the first round is made before that.
 void Group::all_to_all(Call call, const std::vector<Piece>& inputs, const std::vector<Piece>& outputs, int64_t timeout) {
   begin(call, timeout);
+  all_to_all_here(inputs, outputs);
+}
+
+// How many rounds there are is known only when all sizes are, so the first round is made before that.
+void Group::all_to_all_here(const std::vector<Piece>& inputs, const std::vector<Piece>& outputs) {
   const uint64_t step = aligned(room_.slot / room_.size);
   uint64_t* sizes = room_.sizes(room_.rank, call_.sequence % 2);
   for (int peer = 0; peer < room_.size; ++peer) {

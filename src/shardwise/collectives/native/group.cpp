@@ -1,8 +1,6 @@
 // Rounds, the barrier between them, and the comparison of what the ranks were asked to do.
 #include "group.h"
 
-#include <cstring>
-
 namespace shardwise {
 
 void Group::begin(Call call, int64_t timeout) {
@@ -11,7 +9,9 @@ void Group::begin(Call call, int64_t timeout) {
   call_ = call;
   began_ = now();
   timeout_ = timeout;
-  room_.member(room_.rank).calls[call.sequence % 2] = call;  // read by others after the barrier
+  Member& own = room_.member(room_.rank);
+  own.calls[call.sequence % 2] = call;  // read by others after the barrier
+  own.announced.store(call.sequence, std::memory_order_release);
 }
 
 // The barrier. Nobody can arrive at the next one before all have left this one's predecessor, so one counter serves all.
@@ -55,25 +55,35 @@ void Group::look_around() {
   if (now() - began_ > timeout_) give_up();
 }
 
-void Group::give_up() {
+void Group::give_up() { room_.fail(describe(call_) + " timed out after " + seconds_since(began_) + ": missing " + missing()); }
+
+std::string Group::missing() const {
   std::string text;
   for (int peer = 0; peer < room_.size; ++peer) {
     if (!is_missing(peer)) continue;
     const Member& member = room_.member(peer);
-    const Call& last = member.calls[0].sequence > member.calls[1].sequence ? member.calls[0] : member.calls[1];
-    text += (text.empty() ? "rank " : "; rank ") + room_.called(peer) + " (last call " + describe(last) + ", heard of " +
-            seconds_since(member.heard.load(std::memory_order_relaxed)) + " ago)";
+    const int64_t heard = member.heard.load(std::memory_order_relaxed);
+    text += (text.empty() ? "" : "; ") + last_seen(room_.called(peer), last_call(member), heard);
   }
-  room_.fail(describe(call_) + " timed out after " + seconds_since(began_) + ": missing " + text);
+  return text;
+}
+
+const Call& Group::last_call(const Member& member) {
+  return member.calls[0].sequence > member.calls[1].sequence ? member.calls[0] : member.calls[1];
+}
+
+std::string Group::last_seen(const std::string& called, const Call& last, int64_t heard) {
+  return "rank " + called + " (last call " + describe(last) + ", heard of " + seconds_since(heard) + " ago)";
+}
+
+bool differs(const Call& a, const Call& b) {
+  return a.sequence != b.sequence || a.kind != b.kind || a.reduce != b.reduce || a.dtype != b.dtype || a.root != b.root ||
+         (a.count != b.count && a.kind != Kind::all_to_all);
 }
 
 // All ranks compare the same calls, so all come to the same end.
 void Group::compare() {
   const uint64_t parity = call_.sequence % 2;
-  const auto differs = [&](const Call& a, const Call& b) {
-    return a.sequence != b.sequence || a.kind != b.kind || a.reduce != b.reduce || a.dtype != b.dtype || a.root != b.root ||
-           (a.count != b.count && a.kind != Kind::all_to_all);
-  };
   const Call& first = room_.member(0).calls[parity];
   bool equal = true;
   for (int peer = 1; peer < room_.size; ++peer) equal = equal && !differs(first, room_.member(peer).calls[parity]);

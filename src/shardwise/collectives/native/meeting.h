@@ -8,7 +8,8 @@
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
-#include "room.h"
+#include "gate.h"
+#include "hosts.h"
 
 namespace shardwise {
 
@@ -26,56 +27,130 @@ void translated(F run) {
   }
 }
 
-struct Place {
-  int process = 0, descriptor = -1;
-  uint64_t token[2] = {};
+struct Met {
+  std::unique_ptr<Room> room;
+  std::unique_ptr<Wire> wire;  // none where all are on one host
 };
 
-// Rank 0 makes the shared memory and says in the store where; the others open it and say how it went. So all know.
-inline std::unique_ptr<Room> meet(c10d::Store& store, int rank, int size, const std::vector<int>& names, Milliseconds timeout) {
-  const auto say = [&](const std::string& key, const std::string& text) {
+// Who makes a group, and where it talks to other hosts.
+struct Meeting {
+  c10d::Store& store;
+  const Places& places;
+  const std::vector<int>& names;
+  std::string interface, host, port;  // of the network; the host to reach where no interface is named
+  Milliseconds timeout;
+
+  void say(const std::string& key, const std::string& text) {
     store.set(key, std::vector<uint8_t>(text.begin(), text.end()));
-  };
-  const auto hear = [&](const std::string& key) {
+  }
+  std::string hear(const std::string& key) {
     store.wait({key}, timeout);
     const std::vector<uint8_t> text = store.get(key);
     return std::string(text.begin(), text.end());
-  };
-  std::unique_ptr<Room> room;
+  }
+};
+
+template <class Words>
+void draw(Words& words) {
+  std::random_device random;
+  for (auto& word : words) word = static_cast<std::decay_t<decltype(word)>>((static_cast<uint64_t>(random()) << 32) | random());
+}
+
+// The first rank of a host makes the shared memory and says in the store where; the others open it.
+inline std::unique_ptr<Room> find_room(Meeting& meeting, int& shown) {
+  const Places& places = meeting.places;
+  const std::vector<int>& here = places.hosts[places.node[places.rank]];
+  const int local = places.local[places.rank], size = static_cast<int>(here.size());
+  const std::string key = "place/" + std::to_string(here[0]);
+  std::vector<int> names;
+  for (const int rank : here) names.push_back(meeting.names[rank]);
+  int process = 0, descriptor = -1;
+  uint64_t token[2] = {};
+  if (local == 0) {
+    draw(token);
+    try {
+      shown = Room::create(size, token);
+    } catch (const Failure& failure) {
+      meeting.say(key, failure.what());
+      throw;
+    }
+    std::ostringstream text;
+    text << getpid() << ' ' << shown << ' ' << token[0] << ' ' << token[1];
+    meeting.say(key, text.str());
+    descriptor = dup(shown);
+  } else {
+    const std::string said = meeting.hear(key);
+    std::istringstream text(said);
+    text >> process >> descriptor >> token[0] >> token[1];
+    if (text.fail()) throw Failure("shardwise engine: rank " + std::to_string(names[0]) + " made no shared memory: " + said);
+    descriptor = Room::open(process, descriptor);
+  }
+  return std::make_unique<Room>(descriptor, local, size, token, names);
+}
+
+// Every rank says where it listens; the group's first rank draws what all of them know and nobody else does.
+inline std::unique_ptr<Wire> connect(Meeting& meeting, Room& room) {
+  const Places& places = meeting.places;
+  const auto key = [](int rank) { return "gate/" + std::to_string(rank); };
+  std::unique_ptr<Gate> gate;
+  try {
+    gate = std::make_unique<Gate>(meeting.interface.empty() ? address_towards(meeting.host, meeting.port)
+                                                            : address_of_interface(meeting.interface));
+  } catch (const Failure& failure) {
+    meeting.say(key(places.rank), failure.what());
+    throw;
+  }
+  Gate::Party party;
+  party.rank = places.rank;
+  party.addresses.resize(places.size()), party.ports.resize(places.size()), party.who.resize(places.size());
+  if (places.rank == 0) {
+    draw(party.asked);
+    draw(party.answered);
+    meeting.say("secret", std::string(party.asked.begin(), party.asked.end()) + std::string(party.answered.begin(), party.answered.end()));
+  }
+  const std::string secret = meeting.hear("secret");
+  if (secret.size() != party.asked.size() + party.answered.size()) throw Failure("shardwise engine: the group's secret is not one");
+  std::copy_n(secret.begin(), party.asked.size(), party.asked.begin());
+  std::copy_n(secret.begin() + static_cast<std::ptrdiff_t>(party.asked.size()), party.answered.size(), party.answered.begin());
+  meeting.say(key(places.rank), gate->address() + ' ' + gate->port() + ' ' + std::to_string(getpid()));
+  for (int peer = 0; peer < places.size(); ++peer) {
+    if (!places.is_remote(peer) && peer != places.rank) continue;
+    const std::string said = meeting.hear(key(peer)), name = "rank " + std::to_string(meeting.names[peer]);
+    std::istringstream text(said);
+    std::string process;
+    text >> party.addresses[peer] >> party.ports[peer] >> process;
+    if (text.fail() || said.find("shardwise") == 0) throw Failure("shardwise engine: " + name + " does not listen: " + said);
+    party.who[peer] = name + " (process " + process + " at " + party.addresses[peer] + ")";
+  }
+  party.addresses[places.rank].clear();
+  const int64_t patience = std::chrono::nanoseconds(meeting.timeout).count();
+  return std::make_unique<Wire>(room, gate->meet(party, patience), meeting.names, party.who);
+}
+
+// Makes what a group has in common. All ranks say how it went, so all know, and all fail where one does.
+inline Met meet(Meeting meeting) {
+  const Places& places = meeting.places;
+  const auto key = [](int rank) { return "here/" + std::to_string(rank); };
+  Met met;
   int shown = -1;
   std::string problem;
   try {
-    Place place;
-    if (rank == 0) {
-      std::random_device random;
-      for (uint64_t& word : place.token) word = (static_cast<uint64_t>(random()) << 32) | random();
-      place.process = getpid();
-      place.descriptor = Room::create(size, place.token);
-      shown = place.descriptor;
-      std::ostringstream text;
-      text << place.process << ' ' << place.descriptor << ' ' << place.token[0] << ' ' << place.token[1];
-      say("place", text.str());
-      place.descriptor = dup(shown);
-    } else {
-      const std::string said = hear("place");
-      std::istringstream text(said);
-      text >> place.process >> place.descriptor >> place.token[0] >> place.token[1];
-      if (text.fail()) throw Failure("shardwise engine: rank " + std::to_string(names[0]) + " made no shared memory: " + said);
-      place.descriptor = Room::open(place.process, place.descriptor);
-    }
-    room = std::make_unique<Room>(place.descriptor, rank, size, place.token, names);
+    met.room = find_room(meeting, shown);
+    if (places.hosts.size() > 1) met.wire = connect(meeting, *met.room);
   } catch (const Failure& failure) {
     problem = failure.what();
-    if (rank == 0 && shown < 0) say("place", problem);
   }
-  say("here/" + std::to_string(rank), problem);
-  for (int peer = 0; peer < size; ++peer) {
-    const std::string theirs = hear("here/" + std::to_string(peer));
+  meeting.say(key(places.rank), problem);
+  for (int peer = 0; peer < places.size(); ++peer) {
+    const std::string theirs = meeting.hear(key(peer));
     if (problem.empty()) problem = theirs;
   }
   if (shown >= 0) close(shown);
-  if (!problem.empty()) raise(problem);
-  return room;
+  if (!problem.empty()) {
+    met.wire.reset();
+    raise(problem);
+  }
+  return met;
 }
 
 }  // namespace shardwise

@@ -6,7 +6,7 @@
 
 namespace shardwise {
 
-Messenger::Messenger(Room& room) : room_(room), peers_(room.size) {}
+Messenger::Messenger(Peers peers) : group_(std::move(peers)), peers_(group_.size) {}
 
 Messenger::~Messenger() {
   {
@@ -16,7 +16,7 @@ Messenger::~Messenger() {
     hand_over(lock);
   }
   work_.notify_all();
-  room_.member(room_.rank).bell.add();
+  group_.bell().add();
   if (thread_.joinable()) thread_.join();
 }
 
@@ -30,7 +30,7 @@ void Messenger::receive(int peer, int tag, int32_t dtype, void* data, uint64_t b
 }
 
 void Messenger::submit(Transfer transfer) {
-  room_.throw_if_broken();
+  group_.throw_if_broken();
   std::unique_lock<std::mutex> lock(mutex_);
   auto& queue = transfer.kind == Kind::send ? peers_[transfer.peer].outgoing : incoming_;
   queue.push_back(std::move(transfer));
@@ -40,11 +40,11 @@ void Messenger::submit(Transfer transfer) {
   hand_over(lock);
   if (!rest) return;
   work_.notify_all();
-  room_.member(room_.rank).bell.add();
+  group_.bell().add();
 }
 
 void Messenger::run() {
-  Signal& bell = room_.member(room_.rank).bell;
+  Signal& bell = group_.bell();
   int64_t looked = now();
   std::unique_lock<std::mutex> lock(mutex_);
   while (!closing_) {
@@ -55,8 +55,8 @@ void Messenger::run() {
     }
     const uint32_t seen = bell.value.load(std::memory_order_acquire);
     const bool look = now() - looked >= kLookAround;
-    std::vector<std::string> gone(look ? room_.size : 0);
-    for (size_t peer = 0; peer < gone.size(); ++peer) gone[peer] = room_.gone(static_cast<int>(peer));
+    std::vector<std::string> gone(look ? group_.size : 0);
+    for (size_t peer = 0; peer < gone.size(); ++peer) gone[peer] = group_.gone(static_cast<int>(peer));
     progress();  // after that: what a rank sent before it went is not lost
     if (look) {
       looked = now();
@@ -79,7 +79,7 @@ void Messenger::hand_over(std::unique_lock<std::mutex>& lock) {
 
 void Messenger::progress() {
   try {
-    for (int peer = 0; peer < room_.size; ++peer) {
+    for (int peer = 0; peer < group_.size; ++peer) {
       if (!peers_[peer].outgoing.empty()) push(peer);
       if (!incoming_.empty()) deliver_kept(peer);
       if (wanted(peer)) pull(peer);
@@ -90,7 +90,7 @@ void Messenger::progress() {
 }
 
 void Messenger::push(int to) {
-  Ring& ring = room_.ring(room_.rank, to);
+  Ring& ring = group_.to(to);
   std::list<Transfer>& queue = peers_[to].outgoing;
   uint64_t written = ring.written.load(std::memory_order_relaxed);
   bool any = false;
@@ -104,14 +104,14 @@ void Messenger::push(int to) {
     ring.written.store(++written, std::memory_order_release);
     any = true;
     if (transfer.moved < transfer.bytes) continue;
-    finish(transfer, room_.rank);
+    finish(transfer, group_.rank);
     queue.pop_front();
   }
-  if (any) room_.member(to).bell.add();
+  if (any) group_.notify(to);
 }
 
 void Messenger::pull(int from) {
-  Ring& ring = room_.ring(from, room_.rank);
+  Ring& ring = group_.from(from);
   uint64_t read = ring.read.load(std::memory_order_relaxed);
   bool any = false;
   while (read != ring.written.load(std::memory_order_acquire)) {
@@ -125,7 +125,7 @@ void Messenger::pull(int from) {
     any = true;
     if (whole) finish_arrival(from);
   }
-  if (any) room_.member(from).bell.add();
+  if (any) group_.notify(from);
 }
 
 // False where nobody waits for anything of this sender: the message stays in the ring, and its sender waits.
@@ -190,17 +190,17 @@ bool Messenger::pending() const {
 void Messenger::check_size(const Transfer& transfer, int from, int32_t dtype, uint64_t total) {
   if (transfer.bytes == total && transfer.dtype == dtype) return;
   const std::string what = transfer.bytes == total ? "other dtype" : "size: " + std::to_string(total) + " bytes";
-  const std::string text = describe(transfer) + " met a message of rank " + room_.called(from) + " of an" +
+  const std::string text = describe(transfer) + " met a message of rank " + group_.called(from) + " of an" +
                            (transfer.bytes == total ? " " + what : "other " + what);
   finished_.push_back({transfer.done, std::make_exception_ptr(Failure("shardwise engine: " + text)), from});
-  room_.fail(text);
+  group_.fail(text);
 }
 
 void Messenger::finish(Transfer& transfer, int source) { finished_.push_back({transfer.done, nullptr, source}); }
 
 void Messenger::look_around(const std::vector<std::string>& gone) {
   try {
-    room_.throw_if_broken();
+    group_.throw_if_broken();
     for (const Transfer& transfer : incoming_) look_at(transfer, gone);
     for (const Peer& peer : peers_) {
       for (const Transfer& transfer : peer.outgoing) look_at(transfer, gone);
@@ -214,12 +214,12 @@ void Messenger::look_around(const std::vector<std::string>& gone) {
 }
 
 void Messenger::look_at(const Transfer& transfer, const std::vector<std::string>& gone) {
-  for (int peer = 0; peer < room_.size; ++peer) {
-    const bool awaited = peer != room_.rank && (transfer.peer == peer || transfer.peer < 0);
-    if (awaited && !gone[peer].empty()) room_.fail(gone[peer] + "; " + describe(transfer) + " waits for it");
+  for (int peer = 0; peer < group_.size; ++peer) {
+    const bool awaited = peer != group_.rank && (transfer.peer == peer || transfer.peer < 0);
+    if (awaited && !gone[peer].empty()) group_.fail(gone[peer] + "; " + describe(transfer) + " waits for it");
   }
   if (now() - transfer.began > transfer.timeout) {
-    room_.fail(describe(transfer) + " timed out after " + seconds_since(transfer.began));
+    group_.fail(describe(transfer) + " timed out after " + seconds_since(transfer.began));
   }
 }
 
@@ -238,7 +238,7 @@ void Messenger::fail_all(std::exception_ptr error) {
 }
 
 std::string Messenger::describe(const Transfer& transfer) const {
-  const std::string peer = transfer.peer < 0 ? "any rank" : "rank " + room_.called(transfer.peer);
+  const std::string peer = transfer.peer < 0 ? "any rank" : "rank " + group_.called(transfer.peer);
   return std::string(name(transfer.kind)) + " of " + std::to_string(transfer.bytes) + " bytes (tag " +
          std::to_string(transfer.tag) + ") " + (transfer.kind == Kind::send ? "to " : "from ") + peer;
 }

@@ -1,6 +1,6 @@
-// Messages with tags between two ranks of a host, in any number at once.
+// Messages with tags between two ranks, in any number at once.
 //
-// Each ordered pair of ranks has a ring of frames in the shared memory. A message is cut into frames; the ring's capacity is
+// Each ordered pair of ranks has a ring of frames in the shared memory, or one at each end of a connection. A message is cut into frames; the ring's capacity is
 // what a sender may be ahead of its receiver. A message whose tag nobody waits for yet is kept aside while other messages
 // of its sender are awaited. A thread of its own moves frames as soon as there is more than a call can finish itself.
 #pragma once
@@ -14,7 +14,7 @@
 #include <thread>
 #include <vector>
 
-#include "room.h"
+#include "peers.h"
 
 namespace shardwise {
 
@@ -23,7 +23,7 @@ class Messenger {
   // Called once, on any thread: the error or null, and which rank the message came from.
   using Done = std::function<void(std::exception_ptr, int source)>;
 
-  explicit Messenger(Room& room);
+  explicit Messenger(Peers peers);
   ~Messenger();  // what is still pending fails
 
   // The buffers must live until `done` is called. `peer` of `receive` is -1 for any rank.
@@ -78,7 +78,7 @@ class Messenger {
   void check_size(const Transfer& transfer, int from, int32_t dtype, uint64_t total);
   std::string describe(const Transfer& transfer) const;
 
-  Room& room_;
+  const Peers group_;
   std::mutex mutex_;
   std::condition_variable work_;
   std::vector<Peer> peers_;

@@ -117,8 +117,9 @@ inline A combine(A a, A b) {
 
 // Reads two inputs in the first pass and writes the output in the last one, so that two ranks need one pass. Inputs and
 // output are one memory or apart, never shifted against each other, which `ivdep` tells the compiler.
-template <Reduce R, class T>
-void block(T* out, const std::vector<const void*>& inputs, const std::vector<double>& factors, size_t at, size_t count) {
+template <Reduce R, class T, class Out>
+void block(Out* out, const std::vector<const void*>& inputs, const std::vector<double>& factors, size_t at, size_t count,
+           size_t divisor) {
   using A = Accumulator<T>;
   const size_t ranks = inputs.size();
   const auto input = [&](size_t rank) { return static_cast<const T*>(inputs[rank]) + at; };
@@ -126,14 +127,14 @@ void block(T* out, const std::vector<const void*>& inputs, const std::vector<dou
   const auto value = [](const T& x, A by) {
     return R == Reduce::scaled_sum ? times(static_cast<A>(widen(x)), by) : static_cast<A>(widen(x));
   };
-  const auto finished = [ranks](A sum) {
-    if constexpr (R == Reduce::average) sum = static_cast<A>(sum / static_cast<A>(ranks));
-    return narrow(sum, T{});
+  const auto finished = [divisor](A sum) {
+    if constexpr (R == Reduce::average) sum = static_cast<A>(sum / static_cast<A>(divisor));
+    return narrow(sum, Out{});
   };
   A sums[kBlock];
   const T *first = input(0), *second = ranks > 1 ? input(1) : nullptr;
   const A by = factor(0), and_by = ranks > 1 ? factor(1) : by;
-  T* to = out + at;
+  Out* to = out + at;
   if (ranks == 1) {
 #pragma GCC ivdep
     for (size_t i = 0; i < count; ++i) to[i] = finished(value(first[i], by));
@@ -155,27 +156,38 @@ void block(T* out, const std::vector<const void*>& inputs, const std::vector<dou
   }
 }
 
-template <Reduce R, class T>
-void blocks(void* out, const std::vector<const void*>& inputs, const std::vector<double>& factors, size_t count) {
+template <Reduce R, class T, class Out>
+void blocks(void* out, const std::vector<const void*>& inputs, const std::vector<double>& factors, size_t count,
+            size_t divisor) {
   for (size_t at = 0; at < count; at += kBlock) {
-    block<R>(static_cast<T*>(out), inputs, factors, at, std::min(kBlock, count - at));
+    block<R, T>(static_cast<Out*>(out), inputs, factors, at, std::min(kBlock, count - at), divisor);
   }
 }
 
-template <class T>
+template <class T, class Out = T>
 void reduce_as(Reduce operation, void* out, const std::vector<const void*>& inputs, const std::vector<double>& factors,
-               size_t count) {
+               size_t count, size_t divisor) {
+  const auto run = [&](auto blocks_of) { blocks_of(out, inputs, factors, count, divisor); };
   switch (operation) {
-    case Reduce::average: return blocks<Reduce::average, T>(out, inputs, factors, count);
-    case Reduce::product: return blocks<Reduce::product, T>(out, inputs, factors, count);
-    case Reduce::min: return blocks<Reduce::min, T>(out, inputs, factors, count);
-    case Reduce::max: return blocks<Reduce::max, T>(out, inputs, factors, count);
-    case Reduce::bit_and: return blocks<Reduce::bit_and, T>(out, inputs, factors, count);
-    case Reduce::bit_or: return blocks<Reduce::bit_or, T>(out, inputs, factors, count);
-    case Reduce::bit_xor: return blocks<Reduce::bit_xor, T>(out, inputs, factors, count);
-    case Reduce::scaled_sum: return blocks<Reduce::scaled_sum, T>(out, inputs, factors, count);
-    default: return blocks<Reduce::sum, T>(out, inputs, factors, count);
+    case Reduce::average: return run(blocks<Reduce::average, T, Out>);
+    case Reduce::product: return run(blocks<Reduce::product, T, Out>);
+    case Reduce::min: return run(blocks<Reduce::min, T, Out>);
+    case Reduce::max: return run(blocks<Reduce::max, T, Out>);
+    case Reduce::bit_and: return run(blocks<Reduce::bit_and, T, Out>);
+    case Reduce::bit_or: return run(blocks<Reduce::bit_or, T, Out>);
+    case Reduce::bit_xor: return run(blocks<Reduce::bit_xor, T, Out>);
+    case Reduce::scaled_sum: return run(blocks<Reduce::scaled_sum, T, Out>);
+    default: return run(blocks<Reduce::sum, T, Out>);
   }
+}
+
+// fp16 and bf16: to and from their sums in fp32 too.
+template <class T>
+void reduce_short(Types types, Reduce operation, void* out, const std::vector<const void*>& inputs,
+                  const std::vector<double>& factors, size_t count, size_t divisor) {
+  if (types.from == types.to) return reduce_as<T>(operation, out, inputs, factors, count, divisor);
+  if (types.to == Number::f32) return reduce_as<T, float>(operation, out, inputs, factors, count, divisor);
+  return reduce_as<float, T>(operation, out, inputs, factors, count, divisor);
 }
 
 // A sum of truth values is whether one is true, a product whether all are: what they are in torch.
@@ -214,19 +226,24 @@ const char* refusal(Number number, Reduce reduce) {
   return nullptr;
 }
 
-void reduce(Number number, Reduce operation, void* out, const std::vector<const void*>& inputs,
-            const std::vector<double>& factors, size_t count) {
-  switch (number) {
-    case Number::f32: return reduce_as<float>(operation, out, inputs, factors, count);
-    case Number::f64: return reduce_as<double>(operation, out, inputs, factors, count);
-    case Number::f16: return reduce_as<Half>(operation, out, inputs, factors, count);
-    case Number::bf16: return reduce_as<BFloat16>(operation, out, inputs, factors, count);
-    case Number::i8: return reduce_as<int8_t>(operation, out, inputs, factors, count);
-    case Number::u8: return reduce_as<uint8_t>(operation, out, inputs, factors, count);
-    case Number::i16: return reduce_as<int16_t>(operation, out, inputs, factors, count);
-    case Number::i32: return reduce_as<int32_t>(operation, out, inputs, factors, count);
-    case Number::i64: return reduce_as<int64_t>(operation, out, inputs, factors, count);
-    case Number::boolean: return reduce_as<Bool>(of_truth(operation), out, inputs, factors, count);
+Number accumulator(Number number) {
+  return number == Number::f16 || number == Number::bf16 ? Number::f32 : number;
+}
+
+void reduce(Types types, Reduce operation, void* out, const std::vector<const void*>& inputs,
+            const std::vector<double>& factors, size_t count, size_t divisor) {
+  const auto run = [&](auto reduce_of) { reduce_of(operation, out, inputs, factors, count, divisor); };
+  switch (types.from == Number::f32 ? types.to : types.from) {
+    case Number::f32: return run(reduce_as<float, float>);
+    case Number::f64: return run(reduce_as<double, double>);
+    case Number::f16: return reduce_short<Half>(types, operation, out, inputs, factors, count, divisor);
+    case Number::bf16: return reduce_short<BFloat16>(types, operation, out, inputs, factors, count, divisor);
+    case Number::i8: return run(reduce_as<int8_t, int8_t>);
+    case Number::u8: return run(reduce_as<uint8_t, uint8_t>);
+    case Number::i16: return run(reduce_as<int16_t, int16_t>);
+    case Number::i32: return run(reduce_as<int32_t, int32_t>);
+    case Number::i64: return run(reduce_as<int64_t, int64_t>);
+    case Number::boolean: operation = of_truth(operation); return run(reduce_as<Bool, Bool>);
     case Number::other: break;  // refused before
   }
 }

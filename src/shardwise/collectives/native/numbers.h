@@ -18,10 +18,19 @@ size_t bytes_of(Number number);
 // Why `reduce` cannot be applied to `number`, or null.
 const char* refusal(Number number, Reduce reduce);
 
+// What sums of a number are kept in: fp32 for fp16 and bf16, else the number itself.
+Number accumulator(Number number);
+
+// Element types of a reduction: of its inputs and of its output. Equal, or one is the other's accumulator: sums of one
+// host's ranks travel to the next host unrounded.
+struct Types {
+  Number from, to;
+};
+
 // out[i] = inputs[0][i] (+) inputs[1][i] (+) ..., always in this order, so that the result does not depend on who came
-// first. fp16 and bf16 are accumulated in fp32 and rounded once. `factors` are one number an input for `scaled_sum`.
-// `out` may be one of the inputs.
-void reduce(Number number, Reduce operation, void* out, const std::vector<const void*>& inputs,
-            const std::vector<double>& factors, size_t count);
+// first. fp16 and bf16 are accumulated in fp32 and rounded once. `factors` are one number an input for `scaled_sum`;
+// `average` divides the sum by `divisor`. `out` may be one of the inputs where the types are equal.
+void reduce(Types types, Reduce operation, void* out, const std::vector<const void*>& inputs,
+            const std::vector<double>& factors, size_t count, size_t divisor);
 
 }  // namespace shardwise

@@ -46,6 +46,7 @@ struct alignas(64) Member {
   std::atomic<uint64_t> rounds; // barriers at which it has arrived
   std::atomic<int64_t> heard;   // when
   Call calls[2];                // by the parity of the sequence number
+  std::atomic<uint64_t> announced; // the highest of them
   Signal bell;                  // rung when there is a message, or room for one
 };
 

@@ -1,7 +1,8 @@
-// A stress of the engine without torch, for the sanitizers: ranks as threads over one shared memory, random operations
-// with checked results, messages beside them, and a group that breaks. Built by tests/collectives/test_engine_native.py.
+// A stress of the engine without torch, for the sanitizers: ranks as threads over one shared memory, or over several and
+// connections between them, random operations with checked results, messages beside them, and a group that breaks. While
+// hosts meet, a stranger calls at their gates. Built by tests/collectives/test_engine_build.py.
 //
-//   stress RANKS ROUNDS SEED
+//   stress RANKS ROUNDS SEED [HOSTS]
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -9,7 +10,12 @@
 #include <random>
 #include <thread>
 
+#include <arpa/inet.h>
+#include <sys/socket.h>
+
+#include "gate.h"
 #include "group.h"
+#include "hosts.h"
 #include "messages.h"
 
 using namespace shardwise;
@@ -87,6 +93,34 @@ void all_to_all(Group& group, int round, int rank, int ranks, uint64_t count) {
   }
 }
 
+void gather(Group& group, int round, int rank, int ranks, uint64_t count) {
+  const int root = round % ranks;
+  const std::vector<float> mine = input(round, rank, count);
+  std::vector<float> all(count * ranks);
+  std::vector<void*> outputs;
+  for (int peer = 0; peer < ranks; ++peer) outputs.push_back(all.data() + peer * count);
+  group.gather(call_of(Kind::gather, count, root), mine.data(), rank == root ? outputs : std::vector<void*>{}, kPatience);
+  for (uint64_t i = 0; i < all.size() && rank == root; ++i) require(all[i] == value(round, i / count, i % count), "gather");
+}
+
+void scatter(Group& group, int round, int rank, int ranks, uint64_t count) {
+  const int root = round % ranks;
+  const std::vector<float> all = input(round, rank, count * ranks);
+  std::vector<float> mine(count);
+  std::vector<const void*> inputs;
+  for (int peer = 0; peer < ranks; ++peer) inputs.push_back(all.data() + peer * count);
+  group.scatter(call_of(Kind::scatter, count, root), rank == root ? inputs : std::vector<const void*>{}, mine.data(), kPatience);
+  for (uint64_t i = 0; i < count; ++i) require(mine[i] == value(round, root, rank * count + i), "scatter");
+}
+
+void reduce(Group& group, int round, int rank, int ranks, uint64_t count) {
+  const int root = round % ranks;
+  const std::vector<float> data = input(round, rank, count);
+  std::vector<float> sum(count);
+  group.reduce(call_of(Kind::reduce, count, root, Reduce::sum), data.data(), sum.data(), kPatience);
+  for (uint64_t i = 0; i < count && rank == root; ++i) require(sum[i] == total(round, ranks, i), "reduce");
+}
+
 // Every rank sends to the next one and receives from the one before.
 void pass_on(Messenger& messenger, int round, int rank, int ranks, uint64_t count) {
   const std::vector<float> mine = input(round, rank, count);
@@ -103,49 +137,108 @@ void pass_on(Messenger& messenger, int round, int rank, int ranks, uint64_t coun
   for (uint64_t i = 0; i < count; ++i) require(other[i] == value(round, before, i), "message");
 }
 
-void run(Room& room, int rounds, unsigned seed) {
-  const int rank = room.rank, ranks = room.size;
-  Group group(room);
-  Messenger messenger(room);
+void run(Group& group, Messenger& messenger, int rank, int ranks, int rounds, unsigned seed) {
   std::mt19937 random(seed);  // the same on all ranks
   const uint64_t counts[] = {0, 1, 100, 5000, 40000, 200000};
   for (int round = 0; round < rounds; ++round) {
     const uint64_t count = counts[random() % 6];
-    switch (random() % 6) {
+    switch (random() % 10) {
       case 0: all_gather(group, round, rank, ranks, count); break;
       case 1: reduce_scatter(group, round, rank, ranks, count); break;
       case 2: all_reduce(group, round, rank, ranks, count); break;
       case 3: broadcast(group, round, rank, ranks, count); break;
       case 4: all_to_all(group, round, rank, ranks, count); break;
+      case 5: gather(group, round, rank, ranks, count); break;
+      case 6: scatter(group, round, rank, ranks, count); break;
+      case 7: reduce(group, round, rank, ranks, count); break;
+      case 8: group.barrier(call_of(Kind::barrier, 0), kPatience); break;
       default: if (ranks > 1) pass_on(messenger, round, rank, ranks, count);
     }
   }
-  // At the end the ranks disagree, and all have to hear of it.
+  // At the end the ranks disagree, and all have to hear of it; some while they are still in the barrier before.
   bool told = false;
   try {
+    group.barrier(call_of(Kind::barrier, 0), kPatience);
     if (rank == 0) group.barrier(call_of(Kind::barrier, 0), kPatience);
     if (rank != 0) all_reduce(group, 0, rank, ranks, 10);
-  } catch (const Failure&) {
-    told = true;
+  } catch (const Failure& failure) {
+    told = std::strstr(failure.what(), "different collectives") != nullptr;
   }
   require(told || ranks == 1, "different calls went unnoticed");
+}
+
+// One rank of the group: its part of its host's memory and its connections.
+struct Rank {
+  std::unique_ptr<Room> room;
+  std::unique_ptr<Wire> wire;
+  std::unique_ptr<Group> group;
+  std::unique_ptr<Messenger> messenger;
+};
+
+void open_alone(Rank& rank) {
+  rank.group = std::make_unique<Group>(*rank.room);
+  rank.messenger = std::make_unique<Messenger>(Peers(*rank.room));
+}
+
+void open(Rank& rank, const Places& places, Gate& gate, const std::vector<std::unique_ptr<Gate>>& gates) {
+  Gate::Party party{places.rank, {1, 2, 3}, {4, 5, 6}, {}, {}, {}};
+  std::vector<int> names, in_room;
+  for (int peer = 0; peer < places.size(); ++peer) {
+    names.push_back(peer);
+    in_room.push_back(places.is_remote(peer) ? -1 : places.local[peer]);
+    party.addresses.push_back(places.is_remote(peer) ? gates[peer]->address() : "");
+    party.ports.push_back(gates[peer]->port());
+    party.who.push_back("rank " + std::to_string(peer));
+  }
+  rank.wire = std::make_unique<Wire>(*rank.room, gate.meet(party, kPatience), names, party.who);
+  rank.group = std::make_unique<Hosts>(*rank.room, *rank.wire, places);
+  rank.messenger = std::make_unique<Messenger>(Peers(*rank.room, *rank.wire, places.rank, in_room, names));
+}
+
+// Calls at a gate, talks nonsense and stays.
+int stranger(const Gate& gate) {
+  const int caller = socket(AF_INET, SOCK_STREAM, 0);
+  sockaddr_in to{};
+  to.sin_family = AF_INET, to.sin_port = htons(static_cast<uint16_t>(std::atoi(gate.port().c_str())));
+  inet_pton(AF_INET, gate.address().c_str(), &to.sin_addr);
+  require(connect(caller, reinterpret_cast<sockaddr*>(&to), sizeof to) == 0, "the stranger's call");
+  const std::string nonsense(1000, 'x');
+  require(send(caller, nonsense.data(), nonsense.size(), MSG_NOSIGNAL) > 0, "the stranger's words");
+  return caller;
 }
 
 }  // namespace
 
 int main(int count, char** words) {
-  require(count == 4, "usage: stress RANKS ROUNDS SEED");
-  const int ranks = std::atoi(words[1]), rounds = std::atoi(words[2]);
+  require(count == 4 || count == 5, "usage: stress RANKS ROUNDS SEED [HOSTS]");
+  const int ranks = std::atoi(words[1]), rounds = std::atoi(words[2]), host_count = count == 5 ? std::atoi(words[4]) : 1;
+  const unsigned seed = static_cast<unsigned>(std::atoi(words[3]));
   const uint64_t token[2] = {11, 22};
-  std::vector<int> names;
-  for (int rank = 0; rank < ranks; ++rank) names.push_back(rank);
-  Room first(Room::create(ranks, token), 0, ranks, token, names);
-  std::vector<std::unique_ptr<Room>> rooms;
-  for (int rank = 1; rank < ranks; ++rank) rooms.push_back(std::make_unique<Room>(first, rank));
+  std::vector<std::vector<int>> hosts(host_count);
+  for (int rank = 0; rank < ranks; ++rank) hosts[rank % host_count].push_back(rank);
+  std::vector<Rank> all(ranks);
+  std::vector<std::unique_ptr<Gate>> gates;
+  std::vector<int> strangers;
+  for (int rank = 0; rank < ranks; ++rank) {
+    const std::vector<int>& here = hosts[rank % host_count];
+    const int local = rank / host_count, size = static_cast<int>(here.size());
+    all[rank].room = local == 0 ? std::make_unique<Room>(Room::create(size, token), 0, size, token, here)
+                                : std::make_unique<Room>(*all[here[0]].room, local);
+    gates.push_back(std::make_unique<Gate>("127.0.0.1"));
+    if (host_count > 1) strangers.push_back(stranger(*gates.back()));
+  }
   std::vector<std::thread> threads;
   for (int rank = 0; rank < ranks; ++rank) {
-    threads.emplace_back([&, rank] { run(rank ? *rooms[rank - 1] : first, rounds, static_cast<unsigned>(std::atoi(words[3]))); });
+    threads.emplace_back([&, rank] {
+      Rank& own = all[rank];
+      host_count > 1 ? open(own, Places(rank, hosts), *gates[rank], gates) : open_alone(own);
+      run(*own.group, *own.messenger, rank, ranks, rounds, seed);
+      own.messenger.reset();
+      own.wire.reset();
+    });
   }
   for (std::thread& thread : threads) thread.join();
+  while (!all.empty()) all.pop_back();  // a host's first rank last: it owns the memory
+  for (const int each : strangers) close(each);
   std::puts("ok");
 }

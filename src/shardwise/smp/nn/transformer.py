@@ -8,21 +8,43 @@ keywords of the layer.
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from shardwise.smp.nn.norms import FusedLayerNorm
 
-# Keywords that scripts pass for kernels of Amazon's own: the numbers do not depend on them.
-ACCEPTED = {
-    "fused_softmax", "fused_dropout", "fused_bias_gelu", "flash_attention", "distribute_embedding", "zero_init",
-    "query_key_layer_scaling", "attention_in_fp32", "fp32_residual_addition", "use_normal_initialization",
-    "_skip_allgather", "_skip_scatter_and_merge",
-}  # fmt: skip
+COMPILED = "the numbers are the same; model.compile fuses such steps"
+# Keywords of scripts that change nothing here, and why; one that is set is named once on rank 0.
+WITHOUT_EFFECT = {
+    "fused_softmax": "torch's attention kernels hold the softmax",
+    "fused_dropout": COMPILED,
+    "fused_bias_gelu": COMPILED,
+    "query_key_layer_scaling": "queries are scaled before the product and softmax is in fp32 in torch's kernels, so "
+    "that no score overflows that a layer's number would have to divide",
+    "fp32_residual_addition": "residuals are added in the compute dtype",
+    "distribute_embedding": "embeddings are split by vocabulary where tensor ranks can share them",
+    "zero_init": "weights never depend on the layout",
+    "use_normal_initialization": "initializer_range says it",
+    "_skip_allgather": "the engine places collectives",
+    "_skip_scatter_and_merge": "the engine places collectives",
+}
+_named: set[str] = set()
+
+
+def take_out(settings: dict[str, Any]) -> dict[str, Any]:
+    """`settings` without those that have no effect, of which the ones that are set are named on rank 0."""
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    for key in sorted(settings.keys() & WITHOUT_EFFECT.keys() - _named):
+        if settings[key] and first and not key.startswith("_"):
+            print(f"note: smp.nn: {key}={settings[key]!r} has no effect here: {WITHOUT_EFFECT[key]}.", file=sys.stderr)
+            _named.add(key)
+    return {key: value for key, value in settings.items() if key not in WITHOUT_EFFECT}
 
 
 class DistributedAttentionLayer(nn.Module):
@@ -39,6 +61,8 @@ class DistributedAttentionLayer(nn.Module):
         window: how far back attention sees; 0 for everything.
         rotary_dim, rotary_base, rotary_interleaved: rotary positions of so many features of a head (arXiv 2104.09864).
         qkv_bias, dense_bias: whether the projections have biases.
+        flash_attention: scores stay inside of torch's kernels; off, and under dropout, they are plain products.
+        attention_in_fp32: queries, keys and values of fewer bits are multiplied in fp32.
     """
 
     def __init__(
@@ -60,8 +84,11 @@ class DistributedAttentionLayer(nn.Module):
         rotary_interleaved: bool = False,
         qkv_bias: bool = True,
         dense_bias: bool = True,
+        flash_attention: bool = True,
+        attention_in_fp32: bool = False,
     ) -> None:
         super().__init__()
+        self.fused, self.in_fp32 = flash_attention, attention_in_fp32
         inner = num_attention_heads * attention_head_size
         self.head_size, self.causal, self.window = attention_head_size, causal_mask_size is not None, window
         self.scale = (1 / math.sqrt(attention_head_size) if scale_attention_scores else 1.0) / scale
@@ -87,14 +114,16 @@ class DistributedAttentionLayer(nn.Module):
         )
         if self.rotary_dim:
             query, key = self._rotate(query), self._rotate(key)
+        if self.in_fp32 and query.dtype.itemsize < 4:
+            query, key, value = query.float(), key.float(), value.float()
         mask = self._mask(mask, query)
-        if self.training and self.attention_dropout.p:
-            scores = query @ key.transpose(-1, -2) * self.scale
+        if not self.fused or (self.training and self.attention_dropout.p):
+            scores = (query * self.scale) @ key.transpose(-1, -2)
             scores = scores if mask is None else scores + mask
             found = self.attention_dropout(scores.softmax(-1)) @ value
         else:
             found = F.scaled_dot_product_attention(query, key, value, mask, scale=self.scale)
-        return self.dropout(self.dense(found.transpose(1, 2).flatten(2)))
+        return self.dropout(self.dense(found.to(hidden.dtype).transpose(1, 2).flatten(2)))
 
     def _mask(self, mask: Tensor | None, query: Tensor) -> Tensor | None:
         """The given mask as an addend, with what the layer's own rule hides."""
@@ -199,7 +228,7 @@ class DistributedTransformerLayer(nn.Module):
             asked = "use_alibi" if use_alibi else "add_cross_attention"
             raise TypeError(f"{asked}=True is not built; use the model's own module instead of smp.nn's")
         self.parallel = parallel_attn_output
-        settings = {key: value for key, value in settings.items() if key not in ACCEPTED}
+        settings = take_out(settings)
         shared: dict[str, Any] = {"layernorm_epsilon": layernorm_epsilon, "hidden_dropout_prob": hidden_dropout_prob}
         self.attention = DistributedAttentionLayer(
             num_attention_heads, attention_head_size, hidden_size, attention_dropout_prob,

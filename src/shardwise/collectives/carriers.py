@@ -1,0 +1,83 @@
+"""The backends that carry a group's bytes, made by name and without torch.distributed: Gloo, NCCL, the native engine.
+
+What is put together from other groups (`hierarchical.py`) makes its parts here, on the members alone and from the store
+that torch gives a backend, as torch makes its own.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from shardwise._torch_compat import group_of
+from shardwise.collectives import engine
+from shardwise.errors import MachineError
+
+GLOO, NCCL = "gloo", "nccl"
+NAMES = (GLOO, NCCL, engine.BACKEND)
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A rank's place in a group that is to be made.
+
+    Attributes:
+        store: seen by the members alone, by no other group.
+        rank: in the group.
+        members: global ranks by rank in the group, for messages.
+        timeout: of each operation.
+    """
+
+    store: dist.Store
+    rank: int
+    members: tuple[int, ...]
+    timeout: timedelta
+
+    @classmethod
+    def of(cls, options: Any) -> Seat:
+        """From what torch gives the creator of a backend; its list of members is empty for the world."""
+        members = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
+        return cls(options.store, options.group_rank, members, options.timeout)
+
+    @property
+    def size(self) -> int:
+        return len(self.members)
+
+    def among(self, name: str, ranks: list[int]) -> Seat:
+        """The seat in a part of this group, of `ranks` of it; `name` must be the part's own."""
+        store = dist.PrefixStore(name, self.store)
+        return replace(self, store=store, rank=ranks.index(self.rank), members=tuple(self.members[r] for r in ranks))
+
+
+def make(name: str, seat: Seat) -> dist.ProcessGroup:
+    """A process group whose tensors `name` carries; beside NCCL, Gloo carries those of the CPU."""
+    backends = {"cpu": _backend(GLOO if name == NCCL else name, seat)}
+    if name == NCCL:
+        backends["cuda"] = _backend(NCCL, replace(seat, store=dist.PrefixStore(NCCL, seat.store)))
+    return group_of(backends, seat.store, seat.rank, seat.size)
+
+
+def make_or(name: str, instead: str, seat: Seat) -> dist.ProcessGroup:
+    """`make`; where the engine cannot join these ranks, which all of them see, a group of `instead`, with a line."""
+    try:
+        return make(name, seat)
+    except (RuntimeError, MachineError) as error:
+        if name != engine.BACKEND or instead == engine.BACKEND:
+            raise
+        if seat.rank == 0:
+            warnings.warn(f"{instead} carries the collectives of these {seat.size} ranks: {error}", stacklevel=2)
+        return make(instead, seat.among("instead", list(range(seat.size))))
+
+
+def _backend(name: str, seat: Seat) -> Any:
+    if name == engine.BACKEND:
+        return engine.create(seat.store, seat.rank, seat.members, seat.timeout)
+    if name == NCCL:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = seat.timeout
+        return dist.ProcessGroupNCCL(seat.store, seat.rank, seat.size, options)
+    return dist.ProcessGroupGloo(seat.store, seat.rank, seat.size, timeout=seat.timeout)

@@ -1,0 +1,88 @@
+"""FSDP2's communication objects over two-level collectives, for models whose groups torch.distributed made itself.
+
+    hierarchies = use_two_levels(model, "direct")     # after fully_shard, on every rank
+    ...
+    hierarchies.close()                               # before destroy_process_group
+
+They serve the gathering of parameters and the reduce-scatter of gradients; a replica group's all-reduce is
+torch.distributed's own, which takes two levels where the group's backend is that of `hierarchical.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from shardwise._torch_compat import all_gather_single, reduce_scatter_single
+from shardwise.collectives.hierarchical import Choice, Hierarchy, around
+
+
+class Hierarchies:
+    """The two levels of each group that is met, made at its first collective, when all its ranks are there."""
+
+    def __init__(self, algorithm: Choice) -> None:
+        self.algorithm = algorithm
+        self._made: dict[dist.ProcessGroup, Hierarchy | None] = {}
+
+    def of(self, group: dist.ProcessGroup) -> Hierarchy | None:
+        """None where the group's shape has no two levels."""
+        if group not in self._made:
+            self._made[group] = around(group, self.algorithm)
+        return self._made[group]
+
+    def close(self) -> None:
+        """End the groups and threads; the model cannot communicate afterwards."""
+        for hierarchy in self._made.values():
+            if hierarchy is not None:
+                hierarchy.close()
+
+
+class _Communication:
+    """What FSDP2 asks of both objects: memory. It is freed after use, since several gathers may be in flight."""
+
+    def __init__(self, hierarchies: Hierarchies) -> None:
+        self.hierarchies = hierarchies
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class TwoLevelAllGather(_Communication):
+    """For `FSDPModule.set_custom_all_gather`."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        hierarchy = self.hierarchies.of(group)
+        work = hierarchy.all_gather([output_tensor], [input_tensor], not async_op) if hierarchy else None
+        if work is None:
+            return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+        return work if async_op else None
+
+
+class TwoLevelReduceScatter(_Communication):
+    """For `FSDPModule.set_custom_reduce_scatter`."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        hierarchy = self.hierarchies.of(group)
+        work = hierarchy.reduce_scatter([output_tensor], [input_tensor], op, not async_op) if hierarchy else None
+        if work is None:
+            return reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        return work if async_op else None
+
+
+def use_two_levels(model: nn.Module, algorithm: Choice = "measured") -> Hierarchies:
+    """Let every FSDP module in `model` communicate in two levels; the setters do not recurse."""
+    hierarchies = Hierarchies(algorithm)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_all_gather(TwoLevelAllGather(hierarchies))  # type: ignore[arg-type]
+            module.set_custom_reduce_scatter(TwoLevelReduceScatter(hierarchies))  # type: ignore[arg-type]
+    return hierarchies

@@ -1,0 +1,314 @@
+"""Two-level collectives as a backend of torch.distributed, over Gloo, NCCL or the native engine.
+
+    name = hierarchical.register("measured", between="gloo", inside="shardwise")
+    torch.distributed.init_process_group(name)
+
+Every group that is made then looks at its ranks' hosts. Where it has several hosts with equally many ranks, and more
+than one on each, all-gather, reduce-scatter and all-reduce take what the group's table says (`choice.py`): flat, or the
+two levels of `two_level.py`. Everything else, and groups of another shape, run flat on `between`.
+
+`around` does the same for a group that exists, for FSDP2's communication objects (`fsdp.py`).
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise._torch_compat import add_backends, all_gather_whole, backends_of, reduce_scatter_whole
+from shardwise.collectives import carriers, choice
+from shardwise.collectives.carriers import Seat
+from shardwise.collectives.choice import Algorithm, Operation, Table
+from shardwise.collectives.topology import Topology, discover
+from shardwise.collectives.turns import Turns
+from shardwise.collectives.two_level import TwoLevel, can_reduce
+from shardwise.errors import ConfigError
+
+Choice = Literal["measured", "flat", "two_level", "direct"]
+TIMEOUT = timedelta(minutes=10)  # torch's own for NCCL
+
+
+class Hierarchy:
+    """The two levels of a group beside its flat form, and which of them a call takes.
+
+    The operations return None where the table says flat or the tensors cannot be moved in two levels; the caller then
+    makes the flat call. That is decided on the caller's thread, so that flat calls keep their order.
+    """
+
+    def __init__(self, levels: TwoLevel, table: Table, turns: Turns) -> None:
+        self.levels, self.table, self.turns = levels, table, turns
+
+    def all_gather(self, outputs: Sequence[Tensor], pieces: Sequence[Tensor], blocking: bool) -> dist.Work | None:
+        """Pieces [c] of all ranks to outputs [n * c], pair by pair."""
+        algorithm = self._algorithm("all_gather", outputs)
+        pairs = list(zip(outputs, pieces, strict=True))
+        if algorithm == "flat" or not all(self._fits(output, piece) for output, piece in pairs):
+            return None
+
+        def operation() -> None:
+            for output, piece in pairs:
+                self.levels.all_gather(output, piece, algorithm == "direct")
+
+        return self.turns.run(operation, pieces, outputs, blocking)
+
+    def reduce_scatter(
+        self, outputs: Sequence[Tensor], wholes: Sequence[Tensor], reduction: Any, blocking: bool
+    ) -> dist.Work | None:
+        """Wholes [n * c], reduced over the ranks, to outputs [c] by rank, pair by pair."""
+        algorithm, reduction = self._algorithm("reduce_scatter", wholes), _kind(reduction)
+        pairs = list(zip(outputs, wholes, strict=True))
+        fits = all(self._fits(whole, output) and can_reduce(whole, reduction) for output, whole in pairs)
+        if algorithm == "flat" or not fits:
+            return None
+
+        def operation() -> None:
+            for output, whole in pairs:
+                self.levels.reduce_scatter(output, whole, reduction, algorithm == "direct")
+
+        return self.turns.run(operation, wholes, outputs, blocking)
+
+    def all_reduce(self, tensors: Sequence[Tensor], reduction: Any, blocking: bool) -> dist.Work | None:
+        """Each of `tensors` reduced over the ranks, in place."""
+        algorithm, reduction = self._algorithm("all_reduce", tensors), _kind(reduction)
+        fits = all(t.numel() and t.is_contiguous() and can_reduce(t, reduction) for t in tensors)
+        if algorithm == "flat" or not fits:
+            return None
+
+        def operation() -> None:
+            for tensor in tensors:
+                self.levels.all_reduce(tensor, reduction, algorithm == "direct")
+
+        return self.turns.run(operation, tensors, tensors, blocking)
+
+    def close(self) -> None:
+        """End the thread and the groups of the levels."""
+        self.turns.close()
+        self.levels.local.shutdown()
+        self.levels.cross.shutdown()
+
+    def _algorithm(self, operation: Operation, wholes: Sequence[Tensor]) -> Algorithm:
+        return self.table.algorithm(operation, sum(whole.nbytes for whole in wholes))
+
+    def _fits(self, whole: Tensor, piece: Tensor) -> bool:
+        """Whether the flat operation would take the pair, as far as the levels ask for it."""
+        same = whole.dtype == piece.dtype and whole.device == piece.device
+        contiguous = whole.is_contiguous() and piece.is_contiguous()
+        return same and contiguous and piece.numel() > 0 and whole.numel() == self.levels.size * piece.numel()
+
+
+def _flat(name: str) -> Callable[..., Any]:
+    def call(self: HierarchicalGroup, *arguments: Any, **keywords: Any) -> Any:
+        return getattr(self.flat, name)(*arguments, **keywords)
+
+    return call
+
+
+class HierarchicalGroup(dist.ProcessGroup):
+    """A process group that takes two levels where its table says so, and is flat otherwise.
+
+    Operations that are not here go to the backends of `flat` by its C++ base. Those that C++ looks up in Python have to
+    be here: where there is none, it calls its own with Python's lock held, for which a thread of Gloo may be waiting
+    with Gloo's lock held (torch 2.13, PyProcessGroup.hpp).
+    """
+
+    def __init__(self, seat: Seat, flat: dist.ProcessGroup, hierarchy: Hierarchy) -> None:
+        super().__init__(seat.rank, seat.size)  # type: ignore[call-arg]
+        add_backends(self, backends_of(flat))
+        self.flat, self.hierarchy = flat, hierarchy
+
+    def all_gather_single(self, output: Tensor, piece: Tensor, options: Any = None) -> Any:
+        work = self.hierarchy.all_gather([output], [piece], _blocking(options))
+        return work or self.flat._allgather_base(output, piece, *_given(options))
+
+    def all_gather_single_coalesced(self, outputs: list[Tensor], pieces: list[Tensor], options: Any = None) -> Any:
+        work = self.hierarchy.all_gather(outputs, pieces, _blocking(options))
+        return work or self.flat.allgather_into_tensor_coalesced(outputs, pieces, *_given(options))
+
+    def reduce_scatter_single(self, output: Tensor, whole: Tensor, options: Any = None) -> Any:
+        work = self.hierarchy.reduce_scatter([output], [whole], _reduction(options), _blocking(options))
+        return work or self.flat._reduce_scatter_base(output, whole, *_given(options))
+
+    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], wholes: list[Tensor], options: Any = None) -> Any:
+        work = self.hierarchy.reduce_scatter(outputs, wholes, _reduction(options), _blocking(options))
+        return work or self.flat.reduce_scatter_tensor_coalesced(outputs, wholes, *_given(options))
+
+    def allreduce(self, tensors: list[Tensor] | Tensor, options: Any = None) -> Any:  # type: ignore[override]
+        tensors = [tensors] if isinstance(tensors, Tensor) else tensors
+        work = self.hierarchy.all_reduce(tensors, _reduction(options), _blocking(options))
+        return work or self.flat.allreduce(tensors, *_given(options))
+
+    def allreduce_coalesced(self, tensors: list[Tensor], options: Any = None) -> Any:  # type: ignore[override]
+        work = self.hierarchy.all_reduce(tensors, _reduction(options), _blocking(options))
+        return work or self.flat.allreduce_coalesced(tensors, *_given(options))
+
+    broadcast = _flat("broadcast")
+    allgather = _flat("allgather")
+    reduce_scatter = _flat("reduce_scatter")
+    all_to_all_single = _flat("alltoall_base")
+    barrier = _flat("barrier")
+    send = _flat("send")
+    recv = _flat("recv")
+
+    # The names of torch before 2.13, which it still calls in places.
+    alltoall_base = all_to_all_single
+    _allgather_base = all_gather_single  # type: ignore[assignment]
+    allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
+
+    def shutdown(self) -> None:
+        self.hierarchy.close()
+        self.flat.shutdown()
+
+
+def name_of(algorithm: str, between: str, inside: str) -> str:
+    """The backend's name for a choice: `direct_gloo_shardwise`; of flat collectives that of `between`."""
+    return between if algorithm == "flat" else f"{algorithm}_{between}_{inside}"
+
+
+def parts_of(name: str) -> tuple[str, str, str]:
+    """(algorithm, between, inside) of a backend's name; of one that is not ours it is flat."""
+    parts = name.rsplit("_", 2)
+    return (parts[0], parts[1], parts[2]) if len(parts) == 3 else ("flat", name, name)
+
+
+def register(algorithm: str, between: str, inside: str) -> str:
+    """Make a backend of torch.distributed for this choice and return its name; a second call does nothing.
+
+    Args:
+        algorithm: for everything, or `measured`: a group's table is measured when it is made, or read from the cache.
+        between: what carries flat operations and those between hosts, one of `carriers.NAMES`.
+        inside: what carries operations inside a host.
+
+    Raises:
+        ConfigError: there is no such algorithm or carrier.
+    """
+    for word, words in ((algorithm, get_args(Choice)), (between, carriers.NAMES), (inside, carriers.NAMES)):
+        if word not in words:
+            raise ConfigError(f"{word!r} is none of {', '.join(words)}")
+    name = name_of(algorithm, between, inside)
+    if algorithm != "flat" and not hasattr(dist.Backend, name.upper()):
+        devices = ["cpu", "cuda"] if between == carriers.NCCL else ["cpu"]
+        create = partial(_create, algorithm, between, inside)
+        dist.Backend.register_backend(name, create, extended_api=True, devices=devices)
+    return name
+
+
+def around(group: dist.ProcessGroup, algorithm: Choice, timeout: timedelta = TIMEOUT) -> Hierarchy | None:
+    """The two levels of a group of torch.distributed's own; None where its shape has none. Collective.
+
+    Raises:
+        ConfigError: its backend is none that parts of it could be made of.
+    """
+    backend = dist.get_backend(group)
+    names = [name for name in carriers.NAMES if name in backend]
+    if not names:
+        raise ConfigError(f"backend {backend!r} has no two-level form; use one of {', '.join(carriers.NAMES)}")
+    carrier = carriers.NCCL if carriers.NCCL in names else names[0]
+    members = tuple(dist.get_process_group_ranks(group))
+    seat = Seat(dist.PrefixStore("two_level", group.get_group_store()), group.rank(), members, timeout)
+    return _hierarchy(seat, group, algorithm, carrier, carrier)
+
+
+def _create(algorithm: str, between: str, inside: str, options: Any, backend_options: Any) -> dist.ProcessGroup:
+    """A group; called by torch on each member with the group's own store."""
+    seat = Seat.of(options)
+    flat = carriers.make(between, seat.among("flat", list(range(seat.size))))
+    hierarchy = _hierarchy(seat, flat, algorithm, between, inside)
+    return flat if hierarchy is None else HierarchicalGroup(seat, flat, hierarchy)
+
+
+def _hierarchy(seat: Seat, flat: dist.ProcessGroup, algorithm: str, between: str, inside: str) -> Hierarchy | None:
+    if algorithm == "flat":
+        return None
+    found = discover(seat.store, seat.rank, seat.size)
+    if not has_two_levels(found):
+        _say_why_flat(found, seat.rank)
+        return None
+    levels = _levels(seat, found, between, inside)
+    if algorithm != "measured":
+        return Hierarchy(levels, Table.given(algorithm), Turns())
+    device = torch.device("cuda" if between == carriers.NCCL else "cpu")
+    holds_for = (between, levels.local.name(), device.type, found.hosts, *sorted(found.identities))
+    return Hierarchy(levels, _measured(seat, flat, levels, holds_for, device), Turns())
+
+
+def has_two_levels(found: Topology) -> bool:
+    """Whether there are several hosts, more than one rank on each, and equally many."""
+    return len(found.hosts) > 1 and found.is_uniform and len(found.hosts[0]) > 1
+
+
+def _say_why_flat(found: Topology, rank: int) -> None:
+    """One line where a group has unequally many ranks on its hosts; other shapes are flat by nature."""
+    if rank == 0 and not found.is_uniform:
+        spread = " and ".join(str(len(ranks)) for ranks in found.hosts)
+        text = f"collectives of these {sum(map(len, found.hosts))} ranks stay flat: their hosts have {spread} of them"
+        warnings.warn(text, stacklevel=2)
+
+
+def _levels(seat: Seat, found: Topology, between: str, inside: str) -> TwoLevel:
+    host, index = found.node_index(seat.rank), found.local_index(seat.rank)
+    beside, across = list(found.hosts[host]), [ranks[index] for ranks in found.hosts]
+    places = [(found.node_index(rank), found.local_index(rank)) for rank in range(seat.size)]
+    local = carriers.make_or(inside, between, seat.among(f"host-{host}", beside))
+    cross = carriers.make(between, seat.among(f"index-{index}", across))
+    return TwoLevel(local, cross, host, index, [node * len(beside) + local_index for node, local_index in places])
+
+
+def _measured(
+    seat: Seat, flat: dist.ProcessGroup, levels: TwoLevel, holds_for: Sequence[object], device: torch.device
+) -> Table:
+    """The group's table: what its first rank finds in the cache goes for all, else all measure."""
+    path = choice.file_of(holds_for)
+    if seat.rank == 0:
+        kept = choice.read(path)
+        seat.store.set("table", kept.to_json() if kept else "")
+    text = seat.store.get("table").decode()
+    table = Table.from_json(text) if text else choice.measure(partial(_call, flat, levels), flat, device)
+    if seat.rank == 0 and not text:
+        choice.keep(path, table)
+    if seat.members[seat.rank] == 0:  # of all ranks the one whose output is shown
+        where = f"{levels.hosts} hosts of {levels.locals} ranks, {'kept' if text else 'measured'}"
+        print(f"note: collectives over {where}: {table.describe()}", file=sys.stderr)
+    return table
+
+
+def _call(flat: dist.ProcessGroup, levels: TwoLevel, operation: Operation, algorithm: Algorithm, whole: Tensor) -> None:
+    """One call with the full buffer `whole`, for the measurement."""
+    part, summed, direct = whole.numel() // levels.size, dist.ReduceOp.SUM, algorithm == "direct"
+    piece = whole[:part].clone()
+    calls: dict[tuple[Operation, bool], Callable[[], object]] = {
+        ("all_gather", True): lambda: all_gather_whole(flat, whole, piece),
+        ("reduce_scatter", True): lambda: reduce_scatter_whole(flat, piece, whole, summed),
+        ("all_reduce", True): lambda: flat.allreduce([whole]).wait(),
+        ("all_gather", False): lambda: levels.all_gather(whole, piece, direct),
+        ("reduce_scatter", False): lambda: levels.reduce_scatter(piece, whole, summed, direct),
+        ("all_reduce", False): lambda: levels.all_reduce(whole, summed, direct),
+    }
+    calls[operation, algorithm == "flat"]()
+
+
+def _kind(reduction: Any) -> Any:
+    """The kind of a ReduceOp; options hold objects that do not hash like the constants."""
+    return getattr(reduction, "op", reduction)
+
+
+def _reduction(options: Any) -> Any:
+    return dist.ReduceOp.SUM if options is None else getattr(options, "reduceOp", options)
+
+
+def _blocking(options: Any) -> bool:
+    """Whether the caller waits at once. Options that do not say come from C++ (DDP, functional collectives)."""
+    return not getattr(options, "asyncOp", True)
+
+
+def _given(options: Any) -> tuple[Any, ...]:
+    return () if options is None else (options,)

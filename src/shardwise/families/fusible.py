@@ -1,0 +1,55 @@
+"""Where Liger's kernels can take the place of a model's code: modules whose forward is line by line what they compute.
+
+transformers writes its families out in full, so the same norm, MLP or rotation stands in many files. A module is taken
+where the source of its forward is that of Llama's; a family that departs in one line is not. Nothing here needs Liger.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from functools import cache
+from typing import Any
+
+from torch import nn
+from transformers.activations import GELUTanh, SiLUActivation
+from transformers.models.llama import modeling_llama as llama
+
+NORM, SWIGLU, GEGLU, ROTARY = "RMS norm", "SwiGLU", "GeGLU", "rotary positions"
+ROTATION = "apply_rotary_pos_emb"  # what transformers' attention modules call, from their own file
+
+
+def fusible(model: nn.Module) -> dict[str, str]:
+    """Module name -> which kernel can compute it: NORM, SWIGLU, GEGLU, or ROTARY of an attention module."""
+    found = {name: _kind(module) for name, module in model.named_modules()}
+    return {name: kind for name, kind in found.items() if kind}
+
+
+def _kind(module: Any) -> str:
+    source = _source(type(module).forward)
+    if source == _source(llama.LlamaRMSNorm.forward):
+        return NORM
+    if source == _source(llama.LlamaMLP.forward):
+        activation = module.act_fn
+        if isinstance(activation, (nn.SiLU, SiLUActivation)):
+            return SWIGLU
+        return GEGLU if isinstance(activation, GELUTanh) else ""  # the kernel has the approximation by tanh alone
+    kind: type[nn.Module] = type(module)
+    return ROTARY if _rotates(kind) else ""
+
+
+def _rotates(kind: type[nn.Module]) -> bool:
+    """Whether its forward calls a rotation that is Llama's."""
+    rotation = getattr(sys.modules[kind.__module__], ROTATION, None)
+    code = getattr(kind.forward, "__code__", None)
+    calls = code is not None and ROTATION in code.co_names and not hasattr(kind.forward, "__wrapped__")
+    return calls and rotation is not None and _source(rotation) == _source(llama.apply_rotary_pos_emb)
+
+
+@cache
+def _source(function: Any) -> str:
+    """Empty where there is none to read."""
+    try:
+        return inspect.getsource(function)
+    except (OSError, TypeError):
+        return ""
