@@ -157,7 +157,7 @@ def probe_job(ranks: int, rows: int = ROWS[0]) -> Job:
     return Job.model_validate(
         {
             "parallel": {"workers": ranks, "device": "cpu"},
-            "training": {"sequences_per_step": 2 * max(PROCESSES), "microbatch_size": rows},
+            "training": {"sequences_per_step": max(rows, ROWS[0] * max(PROCESSES)), "microbatch_size": rows},
         }
     )
 
