@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.test_legality import FACTS
 
 from shardwise import doctor, entry
 from shardwise.collectives import engine, topology
