@@ -13,7 +13,7 @@ import argparse
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,13 +67,13 @@ AXES = {
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark; 1 when losses disagree or a contender did not run."""
-    options = _parse(arguments)
+def main(arguments: Sequence[str] | None = None, axes: Mapping[str, Axis] = AXES) -> int:
+    """Run the benchmark of `axes`; 1 when losses disagree or a contender did not run."""
+    options = _parse(arguments, axes)
     console = Console(width=None if sys.stdout.isatty() else 130)
     shape, runs, problems = Workload(batch=8), [], []
     for name in options.axes:
-        axis = AXES[name]
+        axis = axes[name]
         workload = Workload(
             options.layers, options.width, options.heads, options.vocabulary,
             options.sequence or axis.sequence or shape.sequence, options.batch or axis.batch or shape.batch,
@@ -95,10 +95,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if problems else 0
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def _parse(arguments: Sequence[str] | None, axes: Mapping[str, Axis]) -> argparse.Namespace:
     shape = Workload()
     parser = argparse.ArgumentParser(prog="benchmarks.parallelism_cpu", description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--axes", nargs="+", choices=AXES, default=list(AXES))
+    parser.add_argument("--axes", nargs="+", choices=axes, default=list(axes))
     parser.add_argument("--rounds", type=int, default=9, help="rounds; each gives every contender one turn")
     parser.add_argument("--steps", type=int, default=2, help="optimizer steps of one turn")
     parser.add_argument("--warmup", type=int, default=2, help="steps of each contender before the first round")

@@ -11,7 +11,16 @@ from torch import Tensor
 
 # No public name: torch documents FakeTensorMode only under its private module (torch 2.11 to 2.13).
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.fsdp import FSDPModule, fully_shard
+
+# No public name: scripts of SMP import the wrappers from here themselves (torch 2.11 to 2.13).
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, OffloadWrapper
+
+# No public name: where torch's file system storage says that a chunk lies (torch 2.11 to 2.13).
+from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo  # isort: skip
+
+# No public name: puts a value of a checkpoint into its place in nested dicts (torch 2.11 to 2.13).
+from torch.distributed.checkpoint._nested_dict import set_element as set_state_element
+from torch.distributed.fsdp import FSDPModule, ShardingStrategy, fully_shard
 from torch.distributed.pipelining import ScheduleDualPipeV
 from torch.distributed.tensor import debug
 
@@ -28,6 +37,9 @@ clear_placement_cache: Callable[[], None] = getattr(debug, "_clear_sharding_prop
 # Public names, but torch 2.13 warns of the older ones.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+# FSDP's strategies of shard groups and replicas; the second has a private name in torch 2.11 to 2.13.
+hybrid_strategies = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
 
 # Operations of a group that torch.distributed need not know. Public names exist for groups that it has made alone.
@@ -97,6 +109,12 @@ def fake_store() -> dist.Store:
     return FakeStore()
 
 
+def is_alive(group: dist.ProcessGroup) -> bool:
+    """Whether `group` was not destroyed."""
+    # No public name: torch keeps its groups in a private map (torch 2.11 to 2.13).
+    return group in dist.distributed_c10d._world.pg_map
+
+
 def has_flash_attention(query: Tensor) -> bool:
     """Whether the fused kernel that also gives the log-sum-exp runs on these tensors [B, h, S, d]."""
     return query.device.type == "cpu"
@@ -156,7 +174,10 @@ def reduce_left_gradients(modules: Sequence[FSDPModule]) -> None:
 
 
 __all__ = [
+    "CheckpointWrapper",
     "FakeTensorMode",
+    "OffloadWrapper",
+    "StorageInfo",
     "TorchDispatchMode",
     "UnpairedDualPipeV",
     "add_backends",
@@ -171,12 +192,15 @@ __all__ = [
     "flash_attention_backward",
     "group_of",
     "has_flash_attention",
+    "hybrid_strategies",
+    "is_alive",
     "is_traceable_wrapper_subclass",
     "read_scalar",
     "reduce_left_gradients",
     "reduce_scatter_coalesced",
     "reduce_scatter_single",
     "reduce_scatter_whole",
+    "set_state_element",
     "tree_flatten",
     "tree_leaves",
 ]

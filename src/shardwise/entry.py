@@ -99,6 +99,10 @@ def usable_backend(plan: Plan, say: Say) -> str:
 
     The engine is compiled; where that fails and the job leaves the choice to us, Gloo takes its place. Inside the hosts
     of two-level collectives over Gloo that choice is the engine too.
+
+    Raises:
+        MachineError: the engine fails and Gloo is no choice: the job asks for the engine, or ranks of other hosts, whom
+            this one cannot ask, may have it.
     """
     between = _built_backend(plan, say)
     inside = between
@@ -116,6 +120,8 @@ def _built_backend(plan: Plan, say: Say) -> str:
     except MachineError as error:
         if plan.job.parallel.ddp_dist_backend != "auto":
             raise
+        if plan.world.hosts > 1:
+            raise MachineError(f"{error}; all hosts need it, or parallel.ddp_dist_backend: gloo") from error
         say(f"note: the ranks talk over Gloo. {error}")
         return "gloo"
 
@@ -158,4 +164,5 @@ def _may_use_engine(job: Job, world: World) -> bool:
 
 
 def _engine_problem(job: Job, world: World) -> str:
-    return engine.obstacle() if _may_use_engine(job, world) else ""
+    """Why `auto` is Gloo. On several hosts it is the engine on all: each rank would know of its own host alone."""
+    return engine.obstacle() if world.hosts == 1 and _may_use_engine(job, world) else ""

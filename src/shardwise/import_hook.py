@@ -1,15 +1,18 @@
 """The import hook: Amazon's module names lead to `shardwise.smp`, where nothing else answers to them.
 
-The finder stands last, so that a real `smdistributed`, `torch.sagemaker`, `transformer_engine` or `flash_attn` that is
-installed is always found first. An aliased module is the module of ours itself, not a copy: classes are one, whichever
-name they were imported by. Imports nothing heavy, because transformers asks for `smdistributed` while it is imported.
+The finder of their roots stands last, so that a real `smdistributed`, `torch.sagemaker`, `transformer_engine` or
+`flash_attn` that is installed is always found first. An aliased module is the module of ours itself, not a copy:
+classes are one, whichever name they were imported by. Imports nothing heavy, because transformers asks for
+`smdistributed` while it is imported.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.abc
+import importlib.machinery
 import importlib.util
+import os
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
@@ -26,12 +29,16 @@ NAMESPACES: dict[str, dict[str, Any]] = {
     "smdistributed.dataparallel": {},
     "smdistributed.dataparallel.torch": {},
 }
-# Their name -> ours; what is below the first of them follows it.
+# Their name -> ours.
 ALIASES = {
     "smdistributed.modelparallel.torch": ROOT,
     "smdistributed.modelparallel.backend.exceptions": f"{ROOT}.exceptions",
     "smdistributed.dataparallel.torch.torch_smddp": f"{ROOT}.smddp",
+    "torch.sagemaker": f"{ROOT}.v2",
 }
+# Packages that scripts import whatever they then do: thin ones of ours where the real ones are missing.
+STAND_INS = {name: f"{ROOT}.stand_ins.{name}" for name in ("transformer_engine", "flash_attn")}
+WITH_CHILDREN = ("smdistributed.modelparallel.torch", "torch.sagemaker", *STAND_INS)
 
 
 class Finder(importlib.abc.MetaPathFinder):
@@ -43,7 +50,22 @@ class Finder(importlib.abc.MetaPathFinder):
         if fullname in NAMESPACES:
             return ModuleSpec(fullname, _Namespace(), is_package=True)
         ours = _ours(fullname)
-        if ours is None or not _exists(ours):
+        if ours is None or not _exists(ours) or (fullname.partition(".")[0] in STAND_INS and _is_question()):
+            return None
+        if fullname in STAND_INS and os.environ.get("RANK", "0") == "0":
+            print(f"note: {fullname} is not installed: what the script imports of it is a stand-in.", file=sys.stderr)
+        return ModuleSpec(fullname, _Alias(ours), is_package=True)
+
+
+class Below(Finder):
+    """Finds what is below a module of ours, before others do: they would make a second module of the same file."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        parent = sys.modules.get(fullname.rpartition(".")[0])
+        ours = _ours(fullname)
+        if ours is None or parent is None or ours.rpartition(".")[0] != parent.__name__ or not _exists(ours):
             return None
         return ModuleSpec(fullname, _Alias(ours), is_package=True)
 
@@ -71,9 +93,9 @@ class _Alias(importlib.abc.Loader):
 
 
 def install() -> None:
-    """Put the hook last among the finders; a second call does nothing."""
+    """Put the hook among the finders; a second call does nothing."""
     if not any(isinstance(finder, Finder) for finder in sys.meta_path):
-        sys.meta_path.append(Finder())
+        sys.meta_path[:] = [Below(), *sys.meta_path, Finder()]
 
 
 def uninstall() -> None:
@@ -81,20 +103,32 @@ def uninstall() -> None:
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, Finder)]
     for name in [name for name in sys.modules if name in NAMESPACES or _ours(name)]:
         del sys.modules[name]
+    if "torch" in sys.modules:
+        vars(sys.modules["torch"]).pop("sagemaker", None)
 
 
 def _ours(fullname: str) -> str | None:
-    """Our name of an alias, or of what is below the root's."""
-    if fullname in ALIASES:
-        return ALIASES[fullname]
-    for name, ours in ALIASES.items():
-        if ours == ROOT and fullname.startswith(f"{name}."):
-            return ours + fullname.removeprefix(name)
-    return None
+    """Our name of an alias, or of what is below one of `WITH_CHILDREN`."""
+    names = ALIASES | STAND_INS
+    if fullname in names:
+        return names[fullname]
+    above = next((name for name in WITH_CHILDREN if fullname.startswith(f"{name}.")), None)
+    return None if above is None else names[above] + fullname.removeprefix(above)
+
+
+def _is_question() -> bool:
+    """Whether a library only asks if a package is there (`importlib.util.find_spec`): it is told the truth."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not importlib.util.find_spec.__code__:
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None
 
 
 def _exists(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except (ModuleNotFoundError, ValueError):  # of a parent that is no package, or a module without a spec
-        return name in sys.modules
+    parent = name.rpartition(".")[0]
+    try:  # not find_spec, by which the finder knows a question
+        found = importlib.import_module(parent)
+    except ModuleNotFoundError:
+        return False
+    paths = getattr(found, "__path__", None)
+    return paths is not None and importlib.machinery.PathFinder.find_spec(name, paths) is not None

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import parallelism_cpu
+from benchmarks import parallelism_cpu, smp_step
 
 TOY = ["--layers", "4", "--width", "32", "--heads", "4", "--vocabulary", "128", "--sequence", "16", "--batch", "4",
        "--rounds", "2", "--steps", "1", "--warmup", "1", "--bubble-rounds", "0"]  # fmt: skip
@@ -34,6 +34,15 @@ def test_what_makes_numbers_unusable_is_said() -> None:
     assert "first_loss disagrees" in parallelism_cpu.check(run("tensor", first_loss=5.1, last_loss=4.0))[0]
     assert "last_loss disagrees" in parallelism_cpu.check(run("tensor", first_loss=5.0, last_loss=4.1))[0]
     assert parallelism_cpu.check(run("tensor", skipped="no\nmemory")) == ["tensor: torch did not run: memory"]
+
+
+@pytest.mark.slow
+def test_a_script_of_smp_beside_the_engine(tmp_path: Path) -> None:
+    target = tmp_path / "result.json"
+    assert smp_step.main([*TOY, "--json", str(target)]) == 0
+    rows = json.loads(target.read_text())["runs"][0]["rows"]
+    assert [row["contender"] for row in rows] == ["shardwise", "smp script"]
+    assert rows[0]["last_loss"] == pytest.approx(rows[1]["last_loss"], rel=1e-4)
 
 
 @pytest.mark.parametrize(

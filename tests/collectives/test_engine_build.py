@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,14 @@ def test_without_a_compiler_auto_is_gloo_with_one_line(no_compiler: None) -> Non
         "the ranks talk over Gloo, the native engine is not usable: it is not built yet and there is no C++ compiler "
         "(no-such-compiler); install one or set CXX."
     ]
+
+
+def test_on_several_hosts_a_host_without_a_compiler_is_an_error(no_compiler: None) -> None:
+    plan = entry.plan_job(job())
+    assert entry._engine_problem(job(), World(4, "cpu", 2, hosts=2)) == ""
+    several = replace(plan, world=World(4, "cpu", 2, hosts=2), backend="shardwise")
+    with pytest.raises(MachineError, match="all hosts need it, or parallel"):
+        entry.usable_backend(several, print)
 
 
 def test_asked_for_without_a_compiler_it_is_an_error(no_compiler: None, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.test_legality import FACTS
 
 from shardwise import doctor, entry
 from shardwise.collectives import engine, topology
@@ -22,8 +23,8 @@ from shardwise.plan import World, resolve
 from shardwise.smp import smddp
 from shardwise.smp.process import _world_to_come, state
 from shardwise.testing.world import WorldPool
+from tests.legality.jobs import FACTS
 from tests.parity.jobs import make_job
-from tests.test_legality import FACTS
 
 
 def rows(hosts: str) -> list[tuple[str, str]]:

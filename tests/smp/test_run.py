@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import ast
+import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoXForCausalLM
 
 from shardwise.cli import main
 
 SCRIPT = Path(__file__).parent / "step_script.py"
+EXAMPLES = Path(__file__).parents[2] / "examples"
+CALLED = re.compile(r'shardwise\(("\w+")')
 
 
 def _run(*words: str | Path) -> subprocess.CompletedProcess[str]:
@@ -32,7 +38,7 @@ def test_script_runs_unchanged_on_two_stages(tmp_path: Path) -> None:
 
 
 def test_example_learns_and_leaves_a_model_of_transformers(tmp_path: Path) -> None:
-    example = Path(__file__).parents[2] / "examples" / "smp_gpt.py"
+    example = EXAMPLES / "smp_gpt.py"
     options = '{"tensor_parallel_degree": 2, "prescaled_batch": true, "optimize": "speed"}'
     where = ("--model-dir", tmp_path, "--channel", f"train={tmp_path / 'data'}")
     done = _run("--workers", "2", "--smp-options", options, *where, example, "--steps", "8")
@@ -41,6 +47,39 @@ def test_example_learns_and_leaves_a_model_of_transformers(tmp_path: Path) -> No
     assert len(losses) == 8 and losses[-1] < losses[0] - 0.5
     config = GPT2Config(n_embd=64, n_layer=4, n_head=4, vocab_size=256)
     GPT2LMHeadModel(config).load_state_dict(torch.load(tmp_path / "model.pt"))
+
+
+@pytest.mark.slow
+def test_example_of_version_2_learns_and_leaves_a_model_of_transformers(tmp_path: Path) -> None:
+    options = '{"tensor_parallel_degree": 2, "sm_activation_offloading": false}'
+    example = EXAMPLES / "smp_sharded.py"
+    done = _run("--workers", "2", "--smp-options", options, "--model-dir", tmp_path, example, "--steps", "8")
+    assert done.returncode == 0, done.stderr
+    losses = [float(line.split()[-1]) for line in done.stdout.splitlines() if line.startswith("step")]
+    assert len(losses) == 8 and losses[-1] < losses[0] - 0.5
+    assert GPTNeoXForCausalLM.from_pretrained(tmp_path).config.hidden_size == 64
+
+
+def _cells() -> str:
+    """The code of the notebook, as one program."""
+    cells = json.loads((EXAMPLES / "smp_tutorial.ipynb").read_text())["cells"]
+    return "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+
+
+def test_notebook_is_a_program() -> None:
+    assert {"train", "plan"} <= set(ast.literal_eval(f"[{', '.join(CALLED.findall(_cells()))}]"))
+    compile(_cells(), "smp_tutorial.ipynb", "exec")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # six commands, one after the other
+def test_notebook_runs_from_top_to_bottom(tmp_path: Path) -> None:
+    environment = os.environ | {"TUTORIAL_DIRECTORY": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", _cells()], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=880
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
 
 
 def test_mistakes_end_without_a_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -210,6 +210,6 @@ def _add_sum(bias: Tensor, gradient: Tensor) -> None:
 
 def _add(parameter: Tensor, gradient: Tensor) -> None:
     if parameter.grad is None:
-        parameter.grad = gradient
+        parameter.grad = gradient.contiguous()  # fused optimizers read it in the order of the parameter
     else:
         parameter.grad += gradient

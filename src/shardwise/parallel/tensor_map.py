@@ -68,6 +68,13 @@ class Cut:
             first, held = first + section, held + size
         return tuple(boxes)
 
+    def part_of(self, whole: Tensor) -> Tensor:
+        """This rank's part of the whole parameter, as a tensor of its own."""
+        part = whole.new_empty(self.local_shape())
+        for region in self.regions():
+            part[region.local] = whole[region.logical]
+        return part
+
     @property
     def columns(self) -> tuple[int, int]:
         """First of this rank's features along `dim`, and how many there are in all."""
@@ -75,6 +82,18 @@ class Cut:
 
     def _chunks(self, index: int | None) -> list[slice]:
         return [chunk(size, self.degree, self.index if index is None else index) for size in self.sections]
+
+
+def joined(part: Tensor, cut: Cut, group: dist.ProcessGroup) -> Tensor:
+    """The whole of a tensor whose parts the tensor group holds; they may differ in size, so each is sent by itself."""
+    whole = part.new_empty(cut.shape)
+    for index, rank in enumerate(dist.get_process_group_ranks(group)[:: cut.copies]):
+        mine = index == cut.index and cut.copy == 0
+        other = part.contiguous() if mine else part.new_empty(cut.local_shape(index))
+        dist.broadcast(other, rank, group=group)
+        for region in cut.regions(index):
+            whole[region.logical] = other[region.local]
+    return whole
 
 
 @dataclass(frozen=True)
@@ -128,19 +147,10 @@ class Entry:
         if value is None:
             return torch.zeros(self.shape, dtype=self.parameter.dtype)
         part = value.full_tensor() if isinstance(value, DTensor) else value
-        return part if self.cut is None else self._joined(part, self.cut)
-
-    def _joined(self, part: Tensor, cut: Cut) -> Tensor:
-        """The parts of all tensor ranks, which may differ in size, so each is sent by itself."""
+        if self.cut is None:
+            return part
         assert self.tensor_group is not None
-        whole = part.new_empty(self.shape)
-        for index, rank in enumerate(dist.get_process_group_ranks(self.tensor_group)[:: cut.copies]):
-            mine = index == cut.index and cut.copy == 0
-            other = part.contiguous() if mine else part.new_empty(cut.local_shape(index))
-            dist.broadcast(other, rank, group=self.tensor_group)
-            for region in cut.regions(index):
-                whole[region.logical] = other[region.local]
-        return whole
+        return joined(part, self.cut, self.tensor_group)
 
     def store(self, whole: Tensor) -> None:
         """Keep this rank's slices of the logical tensor `whole`."""

@@ -51,6 +51,7 @@ def footprint(configuration: Configuration) -> tuple[dict[str, float], list[floa
 def _rank(configuration: Configuration, rank: int, kept: float, working: float) -> dict[str, float]:
     model, t, p = configuration.model, configuration.tensor, configuration.pipeline
     in_v = configuration.schedule in V_SCHEDULES
+    blocks = _blocks(configuration, rank)
     first, last = rank == 0, rank == (0 if in_v else p - 1)
     blocks = stage_blocks(model, p, configuration.cuts_by_cost)[p - 1 - rank if in_v else rank]  # least with the head
     ends = model.embedding_parameters * (1 if model.tied and first and last else first + last)
@@ -62,6 +63,15 @@ def _rank(configuration: Configuration, rank: int, kept: float, working: float) 
     causes["logits"] = logits
     causes["slack"] = configuration.stack.memory_gb * GB
     return causes
+
+
+def _blocks(configuration: Configuration, rank: int) -> int:
+    """Blocks of a pipeline rank; in a V it has a stage on the way down and one on the way up."""
+    model, p, by_cost = configuration.model, configuration.pipeline, configuration.cuts_by_cost
+    if configuration.schedule not in V_SCHEDULES:
+        return stage_blocks(model, p, by_cost)[rank]
+    stages = stage_blocks(model, 2 * p, by_cost)
+    return stages[rank] + stages[-1 - rank]
 
 
 @lru_cache(maxsize=4096)
@@ -109,7 +119,7 @@ def _buffers(configuration: Configuration, elements: float, ends: float) -> dict
     """ZeRO-3's parameters and gradients that are whole, and its flat buffers.
 
     Gathered: two blocks and the ends. Communication: the flat buffers of the largest gathering and the largest
-    reduction, and the gradients of a block. Zero bubble: everything gathered, all gradients whole.
+    reduction, and the gradients of a block. Backwards in two halves: everything gathered, all gradients whole.
     """
     if configuration.zero < 3 or configuration.shard * configuration.context * configuration.tensor == 1:
         return {"gathered": 0.0, "communication": 0.0}

@@ -211,6 +211,11 @@ def _pipeline(configuration: Configuration) -> float:
     return 2 * configuration.virtual * (message(size, group("pipeline", configuration)) + gathered)
 
 
+def _ends_meet(configuration: Configuration) -> bool:
+    """Whether one rank has the first and the last stage."""
+    return configuration.pipeline == 1 or configuration.schedule in V_SCHEDULES
+
+
 def _stalls(configuration: Configuration, full: bool) -> float:
     """What a stack loses where something waits for the whole device in every microbatch of a pipeline.
 
@@ -223,11 +228,6 @@ def _stalls(configuration: Configuration, full: bool) -> float:
     if p == 1 or not (full or reduced):
         return 0.0
     return configuration.accumulation * configuration.stack.stall * min(2.0, p / 2)
-
-
-def _ends_meet(configuration: Configuration) -> bool:
-    """Whether one rank has the first and the last stage."""
-    return configuration.pipeline == 1 or configuration.schedule in V_SCHEDULES
 
 
 def _once(configuration: Configuration, layer: _Layer, blocks: int) -> dict[str, float]:

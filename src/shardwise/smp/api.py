@@ -49,7 +49,8 @@ def page() -> list[str]:
         "# SMP's Python API",
         "",
         "Generated from `shardwise/smp/api.yaml`. *acts*: as in SMP. *accepted*: no error and no effect. *refused*: an "
-        "error says why. `shardwise.smp` is `smdistributed.modelparallel.torch` under `shardwise run`.",
+        "error says why. Under `shardwise run` `shardwise.smp` is `smdistributed.modelparallel.torch`, "
+        "`shardwise.smp.v2` is `torch.sagemaker`, and what is below `stand_ins` has that name where it is missing.",
     ]
     owner = ""
     for entry in entries():

@@ -121,6 +121,16 @@ def read_configuration(config: Mapping[str, Any] | None) -> Configuration:
     Raises:
         ConfigError: the variable holds no JSON object, or a key is unknown, wrong or refused.
     """
+    launched = launched_options()
+    given = dict(config or {})
+    for one, other in (("partitions", "pipeline_parallel_degree"), ("pipeline_parallel_degree", "partitions")):
+        if one in launched and other not in launched:
+            given.pop(other, None)
+    return Configuration(given | launched)
+
+
+def launched_options() -> dict[str, Any]:
+    """The launcher's options, from `SM_HP_MP_PARAMETERS`. Raises ConfigError if it holds no JSON object."""
     text = os.environ.get(VARIABLE) or "{}"
     try:
         launched = json.loads(text)
@@ -128,8 +138,4 @@ def read_configuration(config: Mapping[str, Any] | None) -> Configuration:
         raise ConfigError(f"{VARIABLE}={text!r} is not JSON ({error}); give an object of SMP's parameters") from error
     if not isinstance(launched, dict):
         raise ConfigError(f"{VARIABLE}={text!r} is not a JSON object; give SMP's parameters as keys and values")
-    given = dict(config or {})
-    for one, other in (("partitions", "pipeline_parallel_degree"), ("pipeline_parallel_degree", "partitions")):
-        if one in launched and other not in launched:
-            given.pop(other, None)
-    return Configuration(given | launched)
+    return launched

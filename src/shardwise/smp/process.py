@@ -87,11 +87,11 @@ class State:
         self.reset()
         cfg = read_configuration(config)
         job = cfg.base_job()
-        device_type = os.environ.get(DEVICE_VARIABLE) or ("cuda" if torch.cuda.is_available() else "cpu")
-        backend = "nccl" if device_type == "cuda" else "gloo"
-        algorithm, _ = collective_algorithm(job.parallel, backend, _world_to_come(device_type))
+        kind = device_type()
+        backend = "nccl" if kind == "cuda" else "gloo"
+        algorithm, _ = collective_algorithm(job.parallel, backend, _world_to_come(kind))
         name = hierarchical.name_of(algorithm, backend, backend)
-        self._device = self._exit.enter_context(session(device_type, name))
+        self._device = self._exit.enter_context(session(kind, name))
         world = current_world(self._device)
         precheck(job, world)
         draft = Draft(job, world)
@@ -102,7 +102,7 @@ class State:
             "pipeline": job.parallel.pipeline_parallel_degree,
         }
         placement = job.parallel.placement_strategy
-        self._layout = Layout(degrees, placement, dist.get_rank(), world.local_size, device_type)
+        self._layout = Layout(degrees, placement, dist.get_rank(), world.local_size, kind)
         for axes in SMP_AXES.values():  # here, where every rank is: a group is made by all, and asked for by some
             self._layout.group(*axes)
         self._cfg, self.initialized = cfg, True
@@ -114,6 +114,11 @@ class State:
         """Forget everything and leave the other ranks."""
         self._exit.close()
         self.__init__()  # type: ignore[misc]
+
+
+def device_type() -> str:
+    """What `shardwise run --device` says, or CUDA where there is any."""
+    return os.environ.get(DEVICE_VARIABLE) or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _world_to_come(device_type: str) -> World:

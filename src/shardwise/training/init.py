@@ -97,8 +97,8 @@ def _draw(model: ParallelModel, root: nn.Module, unit: tuple[str, bool], seed: i
     with _whole_parameters(model, owned) as wholes:
         unset = {key: whole for key, whole in wholes.items() if not whole.is_meta}
         for owner, part in reversed(owners):  # children first: a parent's initializer overrides theirs
-            with _seeded(seed, owner, model.device):
-                _run_initializer(root, part, owner)
+            with seeded(seed, owner, model.device):
+                run_initializer(root, part)
         for key, whole in unset.items():
             if torch.isnan(whole).any():
                 raise ModelError(
@@ -129,7 +129,7 @@ def _blank(entry: Entry, key: str, device: torch.device) -> nn.Parameter:
     return nn.Parameter(torch.full(entry.shape, float("nan"), dtype=entry.parameter.dtype, device=on))
 
 
-def _run_initializer(model: nn.Module, module: nn.Module, name: str) -> None:
+def run_initializer(model: nn.Module, module: nn.Module) -> None:
     """The model's own `_init_weights` (transformers' convention), else the module's `reset_parameters`."""
     init_weights = getattr(model, "_init_weights", None)
     if callable(init_weights):
@@ -139,7 +139,7 @@ def _run_initializer(model: nn.Module, module: nn.Module, name: str) -> None:
 
 
 @contextmanager
-def _seeded(seed: int, name: str, device: torch.device) -> Iterator[None]:
+def seeded(seed: int, name: str, device: torch.device) -> Iterator[None]:
     """Default generators seeded by (seed, name) inside, as they were outside."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     devices = [device] if device.type == "cuda" else []

@@ -1,0 +1,1 @@
+"""Helpers of SMP's checkpoints, version 2."""

@@ -1,0 +1,1 @@
+"""Context parallelism of SMP, version 2."""

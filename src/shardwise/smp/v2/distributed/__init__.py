@@ -1,0 +1,1 @@
+"""SMP's version 2 beside torch.distributed."""

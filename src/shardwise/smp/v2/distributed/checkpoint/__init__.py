@@ -1,0 +1,1 @@
+"""Distributed checkpoints of SMP, version 2."""

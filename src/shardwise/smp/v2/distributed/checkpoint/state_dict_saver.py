@@ -1,0 +1,115 @@
+"""Saving state dicts of SMP's models, at once or while training goes on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.planner import SavePlanner
+
+from shardwise._torch_compat import is_alive
+from shardwise.errors import ConfigError
+from shardwise.smp.v2.distributed.checkpoint.async_utils import AsyncCallsQueue
+from shardwise.smp.v2.distributed.checkpoint.filesystem import DistributedFileSystemWriter, path_to_file_system
+
+_QUEUE = AsyncCallsQueue()
+_groups: dict[tuple[int, ...], Any] = {}
+
+
+class PyTorchDistSaveShardedStrategy:
+    """SMP's name for how shards are written; there is one way, so it holds nothing."""
+
+
+def save(
+    state_dict: dict[str, Any],
+    *,
+    checkpoint_id: Any = None,
+    storage_writer: Any = None,
+    planner: SavePlanner | None = None,
+    process_group: Any = None,
+    coordinator_rank: int = 0,
+    wait_error_handling: bool = True,
+    force_check_all_plans: bool = True,
+    s3_region: str | None = None,
+    s3client_config: Any = None,
+) -> None:
+    """Write `state_dict`, of which each rank of `process_group` holds its shards. Collective over the group.
+
+    Args:
+        checkpoint_id: the directory, or `storage_writer` that knows it.
+        coordinator_rank, wait_error_handling, force_check_all_plans: accepted; torch's coordinator is the group's first
+            rank, and all plans are always looked at.
+        s3_region, s3client_config: of S3, which is refused.
+    """
+    writer = _writer(checkpoint_id, storage_writer)
+    checkpoint.save(state_dict, storage_writer=writer, planner=planner, process_group=process_group)
+
+
+def async_save(
+    state_dict: dict[str, Any],
+    *,
+    checkpoint_id: Any = None,
+    storage_writer: Any = None,
+    planner: SavePlanner | None = None,
+    process_group: Any = None,
+    coordinator_rank: int = 0,
+    queue: AsyncCallsQueue | None = None,
+    sharded_strategy: Any = None,
+    wait_error_handling: bool = True,
+    force_check_all_plans: bool = True,
+    s3_region: str | None = None,
+    s3client_config: Any = None,
+) -> None:
+    """As `save`, but only the copy to host memory is waited for; `maybe_finalize_async_calls` tells when it is done.
+
+    The ranks talk over a group of their own, so that messages of training and of the save do not meet.
+    """
+    writer = _writer(checkpoint_id, storage_writer)
+    group = _own_group(process_group)
+    staged = _staged(state_dict)
+    (queue or _QUEUE).schedule(
+        lambda: checkpoint.save(staged, storage_writer=writer, planner=planner, process_group=group)
+    )
+
+
+def maybe_finalize_async_calls(blocking: bool = True, process_group: Any = None) -> list[int]:
+    """As the method of AsyncCallsQueue, of saves that were given no queue."""
+    return _QUEUE.maybe_finalize_async_calls(blocking, process_group)
+
+
+def _writer(checkpoint_id: Any, storage_writer: Any) -> Any:
+    if storage_writer is not None:
+        return storage_writer
+    if checkpoint_id is None:
+        raise ConfigError("a checkpoint needs checkpoint_id, its directory, or a storage_writer")
+    return DistributedFileSystemWriter(path_to_file_system(checkpoint_id))
+
+
+def _own_group(group: Any) -> Any:
+    """A Gloo group of the same ranks, made once."""
+    ranks = tuple(dist.get_process_group_ranks(group))
+    if ranks not in _groups or not is_alive(_groups[ranks]):
+        _groups[ranks] = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
+    return _groups[ranks]
+
+
+def _staged(value: Any) -> Any:
+    """A copy in host memory, which training does not change."""
+    if isinstance(value, dict):
+        return {key: _staged(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_staged(each) for each in value)
+    if hasattr(value, "local_shards"):  # ShardedTensor
+        copy = value.cpu()
+        for mine, theirs in zip(copy.local_shards(), value.local_shards(), strict=True):
+            if mine.tensor.data_ptr() == theirs.tensor.data_ptr():
+                mine.tensor = theirs.tensor.detach().clone()
+        return copy
+    if isinstance(value, Tensor):
+        with torch.no_grad():
+            host = value.detach().cpu()
+            return host.clone() if host.data_ptr() == value.data_ptr() else host
+    return value

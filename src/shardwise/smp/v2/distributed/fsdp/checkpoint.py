@@ -1,0 +1,76 @@
+"""Checkpoints of SMP 2.0 to 2.5: one file for each rank, with its own shards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.errors import CheckpointError
+from shardwise.smp.v2.distributed.checkpoint.state_dict_utils import (
+    SMStateDictType,
+    init_optim_state,
+    sm_state_dict_type,
+)
+from shardwise.smp.v2.logger import get_logger
+from shardwise.smp.v2.state_handler import state
+
+EXPORT_KEY_MODEL, EXPORT_KEY_OPTIMIZER, EXPORT_KEY_SCHEDULER = "model", "optimizer", "scheduler"
+EXPORT_KEY_IDENTITY = "identity"
+
+
+def save_model_checkpoint(
+    model: nn.Module, state_dict_type: Any, dir: str, sharding_strategy: Any, pg_metadata: Any,
+    log: bool = False, optimizer: Any = None, scheduler: Any = None, extra_exports: Any = None,
+) -> None:  # fmt: skip
+    """Write this rank's shards to `<dir>/<rank>.pt`; `state_dict_type`, strategy and groups are noted, not used."""
+    with sm_state_dict_type(model, SMStateDictType.SM_LOCAL_STATE_DICT):
+        content = {EXPORT_KEY_MODEL: model.state_dict(), EXPORT_KEY_IDENTITY: _identity(sharding_strategy)}
+    if optimizer is not None:
+        content[EXPORT_KEY_OPTIMIZER] = optimizer.state_dict()
+    if scheduler is not None:
+        content[EXPORT_KEY_SCHEDULER] = scheduler.state_dict()
+    file = _file(dir)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(content | dict(extra_exports or {}), file)
+    if log:
+        get_logger().info("wrote %s", file)
+
+
+def load_model_checkpoint(
+    model: nn.Module, state_dict_type: Any, dir: str, sharding_strategy: Any, pg_metadata: Any,
+    log: bool = False, optimizer: Any = None, scheduler: Any = None, extra_imports: Any = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Read what `save_model_checkpoint` wrote into model, optimizer and scheduler; all that the file holds.
+
+    Raises:
+        CheckpointError: there is no file of this rank, it is no plain data, or it is of other degrees.
+    """
+    file = _file(dir)
+    try:
+        content: dict[str, Any] = torch.load(file, weights_only=True, map_location=state.device)
+    except Exception as error:  # of the file, of torch, or of pickle, which is not imported
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    theirs, ours = content[EXPORT_KEY_IDENTITY], _identity(sharding_strategy)
+    if theirs != ours:
+        raise CheckpointError(f"{file} is of {theirs}, and this run is {ours}; use the same degrees")
+    with sm_state_dict_type(model, SMStateDictType.SM_LOCAL_STATE_DICT):
+        model.load_state_dict(content[EXPORT_KEY_MODEL])
+    if optimizer is not None:
+        init_optim_state(optimizer)
+        optimizer.load_state_dict(content[EXPORT_KEY_OPTIMIZER])
+    if scheduler is not None:
+        scheduler.load_state_dict(content[EXPORT_KEY_SCHEDULER])
+    if log:
+        get_logger().info("read %s", file)
+    return content
+
+
+def _file(directory: str) -> Path:
+    return Path(directory) / f"{state.rank}.pt"
+
+
+def _identity(strategy: Any) -> dict[str, Any]:
+    return {"strategy": str(strategy), **state.layout.degrees}

@@ -1,0 +1,165 @@
+"""What `tsm.init` changes in torch's `FullyShardedDataParallel`: groups by degree, and SMP's further keywords.
+
+Scripts import the class before `init`, so it is changed in place, and given back at the end. A call without SMP's
+degrees reaches torch as it came. On the CPU, where FSDP refuses to spread weights itself, that is done before.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, ShardingStrategy, StateDictType
+
+from shardwise._torch_compat import hybrid_strategies
+from shardwise.smp.v2.split_model import hf_names, local_names
+
+SHARD, REPLICA, LINE = ("shard", "context"), ("replica",), ("replica", "shard", "context")
+GROUPS = (SHARD, REPLICA, LINE, ("tensor",), ("context",), (*SHARD, "tensor"), (*LINE, "pipeline", "tensor"))
+
+_fsdp_init: Any = FullyShardedDataParallel.__init__
+_config_init: Any = FullStateDictConfig.__init__
+_wrapping = False  # FSDP wraps children by the same constructor
+
+
+def install() -> None:
+    """Change FSDP in place; a second call does nothing."""
+    classes: Any = (FullyShardedDataParallel, FullStateDictConfig)
+    classes[0].__init__, classes[1].__init__ = _init, _init_config
+
+
+def uninstall() -> None:
+    """Give FSDP back as torch has it."""
+    classes: Any = (FullyShardedDataParallel, FullStateDictConfig)
+    classes[0].__init__, classes[1].__init__ = _fsdp_init, _config_init
+
+
+@functools.wraps(_config_init)
+def _init_config(
+    self: Any, offload_to_cpu: bool = False, rank0_only: bool = False, translate_on_save: bool = True
+) -> None:
+    """With `translate_on_save`: whole tensors under the model's own names, also of a model in tensor parts."""
+    from shardwise.smp.v2.state_handler import state
+
+    # Parameters of the CPU are there already: FSDP would free them with its gathered copy.
+    _config_init(self, offload_to_cpu and state.device.type != "cpu", rank0_only)
+    self.translate_on_save = translate_on_save
+
+
+@functools.wraps(_fsdp_init)
+def _init(self: Any, *args: Any, post_param_init_fn: Callable[[nn.Module], Any] | None = None, **kwargs: Any) -> None:
+    global _wrapping
+    if _wrapping:
+        _fsdp_init(self, *args, **kwargs)
+        return
+    given = inspect.signature(_fsdp_init).bind(self, *args, **kwargs).arguments
+    given.pop("self")
+    given |= given.pop("kwargs", {})
+    _choose_groups(given)
+    _initialize(given, post_param_init_fn)
+    _wrapping = True
+    try:
+        _fsdp_init(self, **given)
+    finally:
+        _wrapping = False
+    if local_names(self):
+        self.register_state_dict_post_hook(_to_whole)
+        self.register_load_state_dict_pre_hook(_to_parts)
+
+
+def _choose_groups(given: dict[str, Any]) -> None:
+    """FSDP's `process_group` and strategy by SMP's degrees, where the script has not given groups of its own."""
+    from shardwise.smp.v2.state_handler import state
+
+    if given.get("process_group") is not None or given.get("device_mesh") is not None:
+        return
+    hybrid = given.get("sharding_strategy") in hybrid_strategies
+    if state.native:
+        state.native_hybrid = hybrid
+    if state.native and not hybrid:
+        return
+    layout = state.layout
+    if local_names(given["module"]):
+        given["use_orig_params"] = True  # a norm counts each parameter by how it is split
+    if layout.size(*SHARD) == 1:
+        given |= {"sharding_strategy": ShardingStrategy.NO_SHARD, "process_group": layout.group(*LINE)}
+        return
+    if not hybrid:
+        given["sharding_strategy"] = ShardingStrategy.HYBRID_SHARD
+    given["process_group"] = (layout.group(*SHARD), layout.group(*REPLICA))
+
+
+def _initialize(given: dict[str, Any], after: Callable[[nn.Module], Any] | None) -> None:
+    """Lead to `after` what the script gives to be called once parameters have values, before they are sharded."""
+    from shardwise.smp.v2.state_handler import state
+
+    module, create = given["module"], given.get("param_init_fn")
+    if state.device.type == "cpu":
+        given["device_id"] = state.device
+        _materialize(module, create)
+        given.pop("param_init_fn", None)
+        if after is not None:
+            after(module)  # before tied weights are spread, which are one on rank 0
+        if given.pop("sync_module_states", False):
+            _spread(module)
+    elif after is not None and create is not None and any(p.is_meta for p in module.parameters()):
+
+        def both(part: nn.Module) -> None:
+            create(part)
+            after(part)
+
+        given["param_init_fn"] = both
+    elif after is not None:
+        after(module)
+
+
+@torch.no_grad()
+def _materialize(module: nn.Module, create: Callable[[nn.Module], Any] | None) -> None:
+    """Give values to what is on the meta device, as FSDP does itself elsewhere."""
+    for part in module.modules():
+        own = [*part.parameters(recurse=False), *part.buffers(recurse=False)]
+        if not any(value.is_meta for value in own):
+            continue
+        if create is not None:
+            create(part)
+        else:
+            part.to_empty(device="cpu", recurse=False)
+            reset: Any = part.reset_parameters
+            reset()
+
+
+@torch.no_grad()
+def _spread(module: nn.Module) -> None:
+    """The weights of the first rank of each line of data ranks, for all of it."""
+    from shardwise.smp.v2.state_handler import state
+
+    group = state.layout.group(*LINE)
+    for value in dict.fromkeys([*module.parameters(), *module.buffers()]):
+        dist.broadcast(value.data, dist.get_process_group_ranks(group)[0], group=group)
+
+
+# ---- whole state dicts of a model in tensor parts
+
+
+def _is_whole(model: Any) -> bool:
+    settings = FullyShardedDataParallel.get_state_dict_type(model)
+    return settings.state_dict_type == StateDictType.FULL_STATE_DICT and getattr(
+        settings.state_dict_config, "translate_on_save", True
+    )
+
+
+def _to_whole(model: Any, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
+    if _is_whole(model):
+        hf_names(model, state_dict, prefix)
+
+
+def _to_parts(model: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    for name, cut in local_names(model).items():
+        whole = state_dict.get(prefix + name)
+        if whole is not None and tuple(whole.shape) == cut.shape:
+            state_dict[prefix + name] = cut.part_of(whole)

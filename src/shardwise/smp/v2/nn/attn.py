@@ -1,0 +1,90 @@
+"""SMP's FlashAttention modules, on torch's fused attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shardwise.errors import ConfigError
+
+LAYOUTS = ("b h s d", "b s h d")
+
+
+class FlashSelfAttention(nn.Module):
+    """Attention of packed or separate queries, keys and values.
+
+    Args:
+        attention_dropout_prob: probability that an attention weight is dropped in training.
+        scale: of the scores; unset: 1/sqrt(head size).
+        triton_flash_attention: accepted; the kernel is torch's.
+        use_alibi: refused.
+
+    Raises:
+        ConfigError: `use_alibi`.
+    """
+
+    def __init__(
+        self,
+        attention_dropout_prob: float = 0.0,
+        scale: float | None = None,
+        triton_flash_attention: bool = False,
+        use_alibi: bool = False,
+    ) -> None:
+        super().__init__()
+        if use_alibi:
+            raise ConfigError("use_alibi=True is not built; leave it out, or use a model of transformers with ALiBi")
+        self.dropout, self.scale = attention_dropout_prob, scale
+
+    def forward(
+        self, qkv: Any, attn_mask: Tensor | None = None, causal: bool = False,
+        cast_dtype: torch.dtype | None = None, layout: str = "b h s d",
+    ) -> Tensor:  # fmt: skip
+        """[B, heads, S, d] (or [B, S, heads, d], as `layout` says) of a tuple of three, or of one tensor [..., 3, ...]
+        whose dim 2 in "b s h d" and dim 1 in "b h s d" holds queries, keys and values.
+
+        Raises:
+            ConfigError: an unknown layout.
+        """
+        _check(layout)
+        if isinstance(qkv, Tensor):
+            qkv = qkv.unbind(1 if layout == LAYOUTS[0] else 2)
+        query, key, value = qkv
+        return _attend(query, key, value, self, attn_mask, causal, cast_dtype, layout)
+
+
+class FlashGroupedQueryAttention(nn.Module):
+    """Attention in which several query heads share a key and a value head; arguments as of FlashSelfAttention."""
+
+    def __init__(self, attention_dropout_prob: float = 0.0, scale: float | None = None) -> None:
+        super().__init__()
+        self.dropout, self.scale = attention_dropout_prob, scale
+
+    def forward(
+        self, q: Tensor, kv: Any, causal: bool = False, cast_dtype: torch.dtype | None = None,
+        layout: str = "b s h d",
+    ) -> Tensor:  # fmt: skip
+        """As FlashSelfAttention's, of queries and of a tuple (or tensor) of keys and values."""
+        _check(layout)
+        key, value = kv.unbind(1 if layout == LAYOUTS[0] else 2) if isinstance(kv, Tensor) else kv
+        return _attend(q, key, value, self, None, causal, cast_dtype, layout)
+
+
+def _check(layout: str) -> None:
+    if layout not in LAYOUTS:
+        raise ConfigError(f"layout={layout!r} must be one of {LAYOUTS}")
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, module: Any, mask: Tensor | None, causal: bool,
+    cast_dtype: torch.dtype | None, layout: str,
+) -> Tensor:  # fmt: skip
+    dtype, turned = query.dtype, layout == LAYOUTS[1]
+    q, k, v = ((each.transpose(1, 2) if turned else each).to(cast_dtype or dtype) for each in (query, key, value))
+    output = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, dropout_p=module.dropout if module.training else 0.0, is_causal=causal,
+        scale=module.scale, enable_gqa=q.shape[1] != k.shape[1],
+    )  # fmt: skip
+    return (output.transpose(1, 2) if turned else output).to(dtype)

@@ -1,0 +1,1 @@
+"""Attention in the place of that of transformers."""

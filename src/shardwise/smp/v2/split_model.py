@@ -1,0 +1,92 @@
+"""The tensor parts of a transformed model: what is cut, this rank's part of a whole parameter, and the way back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shardwise.collectives.tensor import enter
+from shardwise.families.facts import ModelFacts
+from shardwise.layout import Layout
+from shardwise.parallel.sequence import WholeRows
+from shardwise.parallel.tensor import split_tensors
+from shardwise.parallel.tensor_map import Cut, joined
+
+CUTS = "_tensor_cuts"  # where a transformed model keeps what was cut: parameter name -> Cut
+
+
+def local_names(model: nn.Module) -> Mapping[str, Cut]:
+    """Parameter name -> how it was cut, of the transformed model inside of `model`; nothing where none was."""
+    for inner in model.modules():
+        if CUTS in vars(inner):
+            cuts: Mapping[str, Cut] = vars(inner)[CUTS]
+            return cuts
+    return {}
+
+
+def split_model(model: nn.Module, facts: ModelFacts, layout: Layout, weights: Mapping[str, Tensor]) -> None:
+    """Cut `model` (on the meta device) to this rank's part; of whole `weights` its slices are kept."""
+    cuts = split_tensors(model, facts, layout, WholeRows(layout.group("tensor")))
+    vars(model)[CUTS] = cuts
+    for name, cut in cuts.items():
+        module, leaf = _owner(model, name)
+        if cut.copies > 1 and leaf == "weight":
+            _sum_gradient(module, layout.tensor_neighbours(cut.copies))
+        if not weights[name].is_meta:
+            module._parameters[leaf] = nn.Parameter(cut.part_of(weights[name]))
+
+
+def hf_names(model: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
+    """Join the tensor parts in a whole state dict, in place. Collective over the tensor group."""
+    from shardwise.smp.v2.state_handler import state
+
+    group = state.layout.group("tensor")
+    for name, cut in local_names(model).items():
+        part = state_dict.get(prefix + name)
+        if part is not None and tuple(part.shape) == cut.local_shape():
+            state_dict[prefix + name] = joined(part, cut, group)
+
+
+def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    owner, _, leaf = name.rpartition(".")
+    return model.get_submodule(owner), leaf
+
+
+def _sum_gradient(module: Any, group: dist.ProcessGroup) -> None:
+    """A projection that neighbours hold too, for query heads of their own: its gradient is the sum of theirs."""
+
+    def forward(values: Tensor) -> Tensor:
+        bias = None if module.bias is None else enter(module.bias, group)
+        return F.linear(values, enter(module.weight, group), bias)
+
+    module.forward = forward
+
+
+def take_weights(model: nn.Module) -> dict[str, Tensor]:
+    """The values of all parameters by all their names, out of the model, whose parameters are then on meta."""
+    taken: dict[str, Tensor] = {}
+    made: dict[int, nn.Parameter] = {}
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        blank = torch.empty_like(parameter.detach(), device="meta")
+        made.setdefault(id(parameter), nn.Parameter(blank, requires_grad=parameter.requires_grad))
+        taken[name] = parameter.detach()
+        owner, leaf = _owner(model, name)
+        owner._parameters[leaf] = made[id(parameter)]
+    return taken
+
+
+def give_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """The values back into parameters that were not cut; ties stay ties, and what was on meta stays there."""
+    made: dict[int, nn.Parameter] = {}
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        value = weights[name]
+        if name in local_names(model) or value.is_meta:
+            continue
+        made.setdefault(id(parameter), nn.Parameter(value, requires_grad=parameter.requires_grad))
+        owner, leaf = _owner(model, name)
+        owner._parameters[leaf] = made[id(parameter)]

@@ -1,0 +1,1 @@
+"""Modules of SMP's tensor parallelism, version 2."""

@@ -1,0 +1,118 @@
+"""`tsm.transform`: a model of transformers becomes this rank's part of it, over tensor and context ranks.
+
+It stays the model it was, with its names; FSDP then shards what is here. At degrees of 1 only dtype and device change.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from shardwise.errors import ConfigError, ModelError
+from shardwise.families.discovery import discover
+from shardwise.plan import resolve
+from shardwise.smp.config import make_job
+from shardwise.smp.process import current_world
+from shardwise.smp.v2.moe.moe_config import MoEConfig
+from shardwise.smp.v2.split_model import give_weights, split_model, take_weights
+from shardwise.smp.v2.split_sequences import METHODS, split_sequences
+from shardwise.smp.v2.state_handler import state
+from shardwise.smp.v2.tensor_parallel.transformer import mark_blocks
+
+PROBED = 256  # positions of the forward that is looked at; the script's own sequences may be longer
+
+
+def transform(
+    model: Any,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    config: Any = None,
+    load_state_dict_from_rank0: bool = False,
+    cp_comm_type: str = "p2p",
+) -> nn.Module:
+    """Split `model` over tensor and context ranks, in place, as `tsm.init` was told. Collective.
+
+    Args:
+        model: a causal language model of transformers, with values or on the meta device.
+        device, dtype: where its parameters and buffers go, and as what.
+        config: a `MoEConfig`, for Mixtral; it has no effect, since its experts are transformers' own.
+        load_state_dict_from_rank0: rank 0 has the values, the others are on meta; afterwards the first tensor group has
+            its slices, and FSDP's `sync_module_states=True` spreads them.
+        cp_comm_type: how attention reaches the rest of the sequence: `p2p` (a ring), `all_gather` or `a2a`.
+
+    Raises:
+        ConfigError: an argument or degree cannot be had.
+        ModelError: the model is not of transformers.
+    """
+    layout = state.layout
+    _check(model, config, cp_comm_type)
+    model.config.use_cache = False  # recomputation would add to it a second time
+    model.tie_weights()  # moving a model to the meta device parts what was tied
+    weights = take_weights(model)
+    if load_state_dict_from_rank0:
+        weights = _of_rank0(model, weights)
+    length = {"data.sequence_length": min(PROBED, getattr(model.config, "max_position_embeddings", PROBED))}
+    plan, facts = None, discover(model, make_job(length))
+    if layout.size("tensor", "context") > 1:
+        values: dict[str, Any] = {
+            **length,
+            "parallel.tensor_parallel_degree": layout.size("tensor"),
+            "parallel.context_parallel_degree": layout.size("context"),
+            "parallel.sharded_data_parallel_degree": layout.size("shard", "context"),
+            "parallel.device": state.device.type,
+        }
+        if layout.size("context") > 1:
+            values["parallel.context_parallel_method"] = METHODS[cp_comm_type]
+        plan = replace(resolve(make_job(values), current_world(state.device), facts), attention="")
+    if layout.size("tensor") > 1:
+        split_model(model, facts, layout, weights)
+    give_weights(model, weights)
+    if plan is not None and layout.size("context") > 1:
+        split_sequences(model, plan, layout)
+    mark_blocks(model, [block.name for block in facts.blocks])
+    return model.to(device=device, dtype=dtype)
+
+
+def _check(model: nn.Module, config: Any, cp_comm_type: str) -> None:
+    if not isinstance(model, PreTrainedModel):
+        raise ModelError(f"tsm.transform splits models of transformers; {type(model).__name__} is none")
+    if cp_comm_type not in METHODS:
+        raise ConfigError(f"tsm.transform: cp_comm_type={cp_comm_type!r} must be one of {', '.join(METHODS)}")
+    if config is not None and not isinstance(config, MoEConfig):
+        raise ConfigError(f"tsm.transform: config={config!r} must be a MoEConfig or None")
+    if config is not None and state.rank == 0:
+        print(
+            f"note: {config} has no effect here: {model.config.model_type} routes to its experts by its own code.",
+            file=sys.stderr,
+        )
+    if getattr(model.config, "attention_dropout", 0.0) and state.cp_size > 1:
+        raise ConfigError("attention_dropout over context ranks would drop other elements; set it to 0 in the config")
+
+
+@torch.no_grad()
+def _of_rank0(model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Rank 0's values for its tensor group; the others keep what they have."""
+    layout = state.layout
+    if any(layout.coordinates()[axis] for axis in ("replica", "shard", "context")):
+        return weights
+    group, sent, found = layout.group("tensor"), {}, {}
+    shared = {id(parameter): name for name, parameter in reversed(list(model.named_parameters(remove_duplicate=False)))}
+    names = {name: shared[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}  # ties: the first name
+    for name, value in weights.items():
+        if names[name] == name:
+            sent[name] = value.to(state.device) if layout.rank == 0 else torch.empty_like(value, device=state.device)
+            dist.broadcast(sent[name], 0, group=group)
+        found[name] = sent[names[name]]
+    for owner in model.modules():
+        for leaf, buffer in owner._buffers.items():
+            if buffer is not None:
+                here = buffer.to(state.device) if layout.rank == 0 else torch.empty_like(buffer, device=state.device)
+                dist.broadcast(here, 0, group=group)
+                owner._buffers[leaf] = here
+    return found

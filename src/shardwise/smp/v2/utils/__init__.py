@@ -1,0 +1,1 @@
+"""Small helpers of SMP, version 2."""
