@@ -53,7 +53,6 @@ def _rank(configuration: Configuration, rank: int, kept: float, working: float) 
     in_v = configuration.schedule in V_SCHEDULES
     blocks = _blocks(configuration, rank)
     first, last = rank == 0, rank == (0 if in_v else p - 1)
-    blocks = stage_blocks(model, p, configuration.cuts_by_cost)[p - 1 - rank if in_v else rank]  # least with the head
     ends = model.embedding_parameters * (1 if model.tied and first and last else first + last)
     elements = (blocks * model.layer_parameters + ends) / t
     causes = _states(configuration, elements) | _buffers(configuration, elements, ends / t)
