@@ -279,9 +279,9 @@ COMMANDS = {
     ),
     "doctor": Command(
         "show what this machine offers, or a model",
-        "Show versions, devices, backends, extras and, under a launcher, which ranks share a host or a device; or of\n"
-        "a Hugging Face model on which axes it can be split, with which degrees, and why not on the others. Reads no\n"
-        "weights.",
+        "Show versions, devices, backends, extras and, under a launcher, which ranks share a host or a\n"
+        "device; or of a Hugging Face model on which axes it can be split, with which degrees, and why not\n"
+        "on the others. Reads no weights.",
         _doctor_options,
         _doctor,
         takes_job=False,
