@@ -80,7 +80,7 @@ def test_a_killed_rank_is_named(world_pool: WorldPool, kind: str) -> None:
 def stopped() -> tuple[str, float]:
     """Rank 1 stops for longer than the timeout; rank 0 lets it go on. What each rank was told, and after how long."""
     group = engine_group(seconds=1.5)
-    processes: list[Any] = [None] * 3
+    processes: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(processes, os.getpid())
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGSTOP)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import threading
 import time
@@ -20,7 +19,7 @@ from shardwise.collectives import engine
 from shardwise.collectives.topology import HOST_VARIABLE
 from shardwise.testing.world import WorldError, WorldPool
 from tests.collectives.test_engine import fuzz, messages, numbers, special_cases
-from tests.collectives.test_engine_faults import KINDS, disagree, engine_group, killed_in, leave_early
+from tests.collectives.test_engine_faults import KINDS, disagree, engine_group, killed_in, leave_early, stopped
 
 
 def spread(hosts: int, function: Callable[..., Any], *args: Any) -> Any:
@@ -92,24 +91,6 @@ def test_different_calls_are_told_on_every_host(world_pool: WorldPool, case: str
 def test_a_rank_that_left_is_named(world_pool: WorldPool) -> None:
     told = world_pool.run(2, spread, 2, leave_early)[1]
     assert "rank 0 (process" in told and "has left the group; barrier #1 waits for it" in told
-
-
-def stopped() -> tuple[str, float]:
-    """Rank 1 stops for longer than the timeout; rank 0 lets it go on. What each rank was told, and after how long."""
-    group = engine_group(seconds=1.5)
-    processes: list[Any] = [None] * 4
-    dist.all_gather_object(processes, os.getpid())
-    if dist.get_rank() == 1:
-        os.kill(os.getpid(), signal.SIGSTOP)
-    began = time.monotonic()
-    try:
-        dist.all_reduce(torch.ones(9), group=group)
-    except dist.DistBackendError as error:
-        return str(error), time.monotonic() - began
-    finally:
-        if dist.get_rank() == 0:
-            os.kill(processes[1], signal.SIGCONT)
-    return "", 0.0
 
 
 def test_a_stopped_rank_is_named_on_every_host(world_pool: WorldPool) -> None:
