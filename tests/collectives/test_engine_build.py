@@ -64,9 +64,9 @@ def test_asked_for_without_a_compiler_it_is_an_error(no_compiler: None, capsys: 
     assert "no C++ compiler (no-such-compiler); install one or set CXX" in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_compiler_that_fails_leaves_gloo_and_nothing_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_compiler_that_fails_leaves_gloo_and_its_words_in_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     compiler = tmp_path / "c++"
-    fails = 'case " $* " in *" -c "*) echo the disk is on fire >&2; exit 1;; esac'
+    fails = 'case " $* " in *" -c "*) echo x.cpp:1: error: the disk is on fire >&2; echo and so on >&2; exit 1;; esac'
     compiler.write_text(f'#!/bin/sh\n{fails}\nexec c++ "$@"\n')
     compiler.chmod(0o755)
     plan = entry.plan_job(job())
@@ -75,8 +75,9 @@ def test_a_compiler_that_fails_leaves_gloo_and_nothing_behind(monkeypatch: pytes
     said: list[str] = []
     assert entry.usable_backend(plan, said.append) == "gloo"
     assert said[-1].startswith("note: the ranks talk over Gloo. the native engine could not be compiled")
-    assert "the disk is on fire" in said[-1]
-    assert not [path for path in (tmp_path / "engine").rglob("*") if path.is_file() and path.suffix != ".lock"]
+    assert "x.cpp:1: error: the disk is on fire (all of it: " in said[-1] and "\n" not in said[-1]
+    [log] = [path for path in (tmp_path / "engine").rglob("*") if path.is_file() and path.suffix != ".lock"]
+    assert str(log) in said[-1] and "and so on" in log.read_text()
 
 
 def test_importing_shardwise_neither_loads_nor_registers_the_engine() -> None:

@@ -151,10 +151,19 @@ def _compile(path: Path, say: Say) -> None:
             )
         except (RuntimeError, OSError, subprocess.SubprocessError) as error:
             raise MachineError(
-                f"the native engine could not be compiled: {error}; set parallel.ddp_dist_backend to gloo to go without"
+                f"the native engine could not be compiled: {_first_complaint(str(error), path.parent)}; "
+                "set parallel.ddp_dist_backend to gloo to go without"
             ) from error
         os.replace(Path(where) / path.name, path)  # whole or not at all
     say(f"compiled in {time.monotonic() - began:.0f} s: {path}")
+
+
+def _first_complaint(output: str, directory: Path) -> str:
+    """The first error in a compiler's output, one line of hundreds, and where all of it is kept."""
+    log = directory / "compile.log"
+    log.write_text(output)
+    lines = output.strip().splitlines() or ["no word of why"]
+    return f"{next((line for line in lines if 'error:' in line), lines[-1]).strip()} (all of it: {log})"
 
 
 @contextlib.contextmanager

@@ -94,7 +94,7 @@ class Engine : public c10d::Backend {
     TORCH_CHECK(outputs.size() == inputs.size(), "shardwise engine: as many outputs as inputs are expected");
     std::vector<Gathering> all;
     for (size_t i = 0; i < inputs.size(); ++i) all.push_back({{inputs[i]}, outputs[i]});
-    return scatter_sums(OpType::REDUCE_SCATTER_TENSOR_COALESCED, all, options);
+    return scatter_sums(OpType::COALESCED, all, options);
   }
 
   c10::intrusive_ptr<Work> allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {

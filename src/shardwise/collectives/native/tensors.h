@@ -134,7 +134,8 @@ inline Call with(Call call, const c10d::ReduceOp& operation) {
     case c10d::ReduceOp::BOR: call.reduce = Reduce::bit_or; break;
     case c10d::ReduceOp::BXOR: call.reduce = Reduce::bit_xor; break;
     case c10d::ReduceOp::PREMUL_SUM: {
-      const auto* scale = static_cast<const c10d::PreMulSumSupplement*>(operation.supplement_.get());
+      // torch 2.11 has this name alone, later ones keep it beside a new one
+      const auto* scale = static_cast<const c10d::NCCLPreMulSumSupplement*>(operation.supplement_.get());
       TORCH_CHECK(scale != nullptr, "shardwise engine: a premultiplied sum needs its factor");
       call.reduce = Reduce::scaled_sum;
       call.factor = scale->tensor_factor.defined() ? scale->tensor_factor.item<double>() : scale->double_factor;
