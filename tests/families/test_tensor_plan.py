@@ -80,3 +80,15 @@ def test_the_sequence_is_not_shared_where_positions_may_meet() -> None:
     assert "no plan" in plans.sequence_refusal(shapes, ["h.0"], {}, chain=True)
     convolution = {**shapes, "h.0.mix.weight": (2, 1, 3)}
     assert "'h.0.mix.weight'" in plans.sequence_refusal(convolution, ["h.0"], splits, chain=True)
+
+
+def test_a_plan_that_names_the_input_embeddings_too_is_none_the_less_taken() -> None:
+    """Transformers 5.17 names them in the configuration of every tied model; a table inside of a block is another matter."""
+    llama = model("llama", intermediate_size=8, tie_word_embeddings=True)
+    splits, _ = plans.tensor_plan(llama)
+    assert splits and not any("embed_tokens" in name for name in splits)
+    plan = dict(llama.config.base_model_tp_plan)
+    llama.config.base_model_tp_plan = {**plan, "embed_tokens": "embedding_rowwise", "elsewhere": "embedding_rowwise"}
+    assert plans.tensor_plan(llama) == (splits, "")
+    llama.config.base_model_tp_plan = {**plan, "layers.*.mlp.down_proj": "embedding_rowwise"}
+    assert "embedding_rowwise, which is not built yet" in plans.tensor_plan(llama)[1]

@@ -70,7 +70,7 @@ def tensor_plan(model: nn.Module) -> tuple[dict[str, TensorSplit], str]:
     if not isinstance(model, PreTrainedModel):
         return {}, "a module of model.factory says nothing about which of its layers belong together"
     family = str(model.config.model_type)
-    published: Mapping[str, str] = getattr(model.config, "base_model_tp_plan", None) or {}
+    published = _published(model)
     if not published and family not in OWN:
         return {}, f"there is no plan for {family} yet"
     strange = sorted(set(published.values()) - PUBLISHED.keys())
@@ -133,13 +133,32 @@ def _beside(model: nn.Module, splits: Mapping[str, TensorSplit]) -> list[str]:
     return [name for name in names if name.startswith(regions) and not name.startswith(known)]
 
 
-def _matched(model: PreTrainedModel, rules: Mapping[str, TensorSplit]) -> dict[str, TensorSplit]:
+def _published(model: PreTrainedModel) -> dict[str, str]:
+    """Transformers' plan without the input embeddings, which `vocabulary_parameters` splits in its place.
+
+    Transformers 5.17 names them in the configuration of every tied model, others too where the module has another name.
+    """
+    plan: Mapping[str, str] = getattr(model.config, "base_model_tp_plan", None) or {}
+    table = model.get_input_embeddings()
+    return {
+        rule: kind
+        for rule, kind in plan.items()
+        if kind != "embedding_rowwise" or any(part is not table for _, part in _named_by(model, rule))
+    }
+
+
+def _named_by(model: PreTrainedModel, rule: str) -> list[tuple[str, nn.Module]]:
+    """The modules that a rule such as `layers.*.mlp.up_proj` of the base model names."""
     base = f"{model.base_model_prefix}." if hasattr(model, model.base_model_prefix) else ""
+    pattern = re.compile(re.escape(base + rule).replace(r"\*", r"\d+"))
+    return [(name, part) for name, part in model.named_modules() if pattern.fullmatch(name)]
+
+
+def _matched(model: PreTrainedModel, rules: Mapping[str, TensorSplit]) -> dict[str, TensorSplit]:
     splits: dict[str, TensorSplit] = {}
     for rule, split in rules.items():
-        pattern = re.compile(re.escape(base + rule).replace(r"\*", r"\d+"))
         split = replace(split, key_value=split.kind == "column" and rule.rpartition(".")[2] in KEY_VALUE)
-        splits |= {name: _of(part, split) for name, part in model.named_modules() if pattern.fullmatch(name)}
+        splits |= {name: _of(part, split) for name, part in _named_by(model, rule)}
     return splits
 
 

@@ -293,6 +293,10 @@ class _Stage(PipelineStage):
         )
         self._pipeline, self._part = pipeline, part
 
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """What opens the connections, but those to itself: in a V both stages of a neighbourhood lie on one rank."""
+        return [one for one in super()._get_init_p2p_neighbors_ops() if one.group_peer != self.group_rank]
+
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self._runner.number = fwd_chunk_id  # as a number: a tensor's value would not be known in a dry run
         return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
