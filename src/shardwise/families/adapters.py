@@ -44,7 +44,8 @@ def eager_attention_forward(
         scores = scores.masked_fill(far, torch.finfo(scores.dtype).min)
     if attention_mask is not None:
         scores = scores + attention_mask
-    weights = scores.softmax(-1, dtype=module.softmax_in).to(value.dtype)  # type: ignore[arg-type]
+    softmax_in: Any = module.softmax_in
+    weights = scores.softmax(-1, dtype=softmax_in).to(value.dtype)
     weights = module.attention_drop(weights)  # type: ignore[operator]
     return (weights @ value).transpose(1, 2), weights
 

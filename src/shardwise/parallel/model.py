@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -116,12 +116,19 @@ class Part:
         return self.passage.take()
 
 
-class Joined(nn.ModuleList):
-    """Parts of one rank under one root, which owns the parameters that several of them hold."""
+class Joined(nn.Module):
+    """Parts of one rank under one root, which owns the parameters that several of them hold.
+
+    No ModuleList itself: FSDP2 of torch 2.11 refuses one, also where it has a forward.
+    """
+
+    def __init__(self, parts: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
 
     def forward(self, number: int, **inputs: Any) -> Any:
         """Forward of part `number`."""
-        return self[number](**inputs)
+        return self.parts[number](**inputs)
 
 
 @dataclass

@@ -115,7 +115,8 @@ class DistributedTransformerLMHead(nn.Module):
         if self.lm_head is None:
             return hidden
         logits = self.lm_head(hidden)
-        return CausalLMOutput(loss=None if labels is None else self._loss(logits, labels), logits=logits)
+        loss: Any = None if labels is None else self._loss(logits, labels)
+        return CausalLMOutput(loss=loss, logits=logits)
 
     def _embed(self, ids: Tensor, types: Tensor | None, positions: Tensor | None) -> Tensor:
         hidden: Tensor = self.word_embedding(ids)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,8 @@ class DistributedFileSystemWriter(FileSystemWriter):
     def finish(self, metadata: Metadata, results: Any) -> None:
         """Writes the metadata, once all ranks' files are there."""
         super().finish(metadata, results)
-        (Path(self.path) / FILE).write_text(to_text(metadata), encoding="utf-8")
+        places = {one.index: one.storage_data for of_rank in results for one in of_rank}
+        (Path(self.path) / FILE).write_text(to_text(replace(metadata, storage_data=places)), encoding="utf-8")
 
 
 class DistributedFileSystemReader(FileSystemReader):
