@@ -97,7 +97,7 @@ def test_sanitizers_have_nothing_to_report(tmp_path: Path, sanitizer: str) -> No
     program = tmp_path / "stress"
     flags = ["-std=c++17", "-O1", "-g", "-pthread", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
     subprocess.run(["c++", *flags, *map(str, sources), "-o", str(program)], check=True)
-    for ranks, hosts in ((2, 1), (5, 1), (4, 2), (5, 2), (3, 3)):
+    for ranks, hosts in ((2, 1), (5, 1), (4, 2), (5, 2), (3, 3), (7, 4)):
         done = subprocess.run(
             [program, str(ranks), "150", "7", str(hosts)], capture_output=True, text=True, timeout=120
         )

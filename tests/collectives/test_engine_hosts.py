@@ -31,12 +31,13 @@ def spread(hosts: int, function: Callable[..., Any], *args: Any) -> Any:
         del os.environ[HOST_VARIABLE]
 
 
-def test_random_operations_over_random_groups(world_pool: WorldPool) -> None:
-    assert world_pool.run(4, spread, 2, fuzz, 20261122, 120) == [120] * 4
+@pytest.mark.parametrize(("world", "hosts", "rounds"), [(4, 2, 100), (3, 3, 60)])
+def test_random_operations_over_random_groups(world_pool: WorldPool, world: int, hosts: int, rounds: int) -> None:
+    assert world_pool.run(world, spread, hosts, fuzz, 20261122, rounds) == [rounds] * world
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world", "hosts"), [(2, 2), (3, 2), (6, 2), (8, 4), (5, 5)])
+@pytest.mark.parametrize(("world", "hosts"), [(2, 2), (3, 2), (6, 2), (8, 4), (5, 5), (7, 4)])
 def test_many_random_operations(world_pool: WorldPool, world: int, hosts: int) -> None:
     assert world_pool.run(world, spread, hosts, fuzz, 9 * world, 1000, timeout=290) == [1000] * world
 

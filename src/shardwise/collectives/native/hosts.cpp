@@ -4,6 +4,13 @@
 #include "hosts_await.h"
 
 namespace shardwise {
+namespace {
+
+constexpr uint64_t kUnderWay = 640 << 10;           // bytes on a host's link: 5 ms of 1 Gbit/s, 0.5 ms of 10 Gbit/s
+constexpr uint64_t kShare = 24;                     // or this part of an operation, where that is more
+constexpr uint64_t kShallowest = 2, kDeepest = 64;  // in chunks of a pair
+
+}  // namespace
 
 Places::Places(int rank, std::vector<std::vector<int>> all) : rank(rank), hosts(std::move(all)) {
   size_t count = 0;
@@ -24,11 +31,19 @@ bool Places::uniform() const {
 Hosts::Hosts(Room& room, Wire& wire, Places places)
     : Group(room), wire_(wire), places_(std::move(places)), node_(places_.node[places_.rank]), uniform_(places_.uniform()),
       greeted_(places_.size()) {
-  for (int peer = 0; peer < places_.size(); ++peer) {
-    if (!places_.is_remote(peer)) continue;
-    remote_.push_back(peer);
-    if (!uniform_ || places_.local[peer] == room_.rank) partners_.push_back(peer);
+  for (int i = 1; i < host_count(); ++i) {
+    for (const int peer : places_.hosts[(node_ + i) % host_count()]) {
+      remote_.push_back(peer);
+      if (!uniform_ || places_.local[peer] == room_.rank) partners_.push_back(peer);
+    }
   }
+}
+
+// Ranks that are far ahead of others leave links idle at the end, ranks that are not ahead at all while they wait.
+uint64_t Hosts::depth(uint64_t chunks, uint64_t bytes) const {
+  const uint64_t pairs = partners_.size() * room_.size;
+  const uint64_t most = std::max<uint64_t>(1, std::min(chunks, kDeepest));
+  return std::min(most, std::max({kShallowest, chunks / kShare, kUnderWay / std::max<uint64_t>(1, bytes * pairs)}));
 }
 
 // With whom headings are exchanged in an operation with a root that exchanges data with every rank.

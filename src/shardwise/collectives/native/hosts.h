@@ -81,6 +81,7 @@ class Hosts : public Group {
     bool open = false;  // sent and not compared yet
   };
   class Exchange;  // rings of chunks to and from some peers, in collectives between hosts
+  class Relay;     // a broadcast's blocks
 
   // Runs one operation: begins it, and where it fails lets nothing touch the caller's memory and tells all hosts.
   template <class Body>
@@ -106,10 +107,14 @@ class Hosts : public Group {
   void all_reduce_from_all(const char* input, char* output, uint64_t count);
   std::vector<int> with_root(int root) const;
   int leader(int node, int root) const;
+  std::vector<int> helpers(int root) const;
   void partial(void* out, const std::vector<const void*>& inputs, uint64_t elements) const;
   void final_sum(void* out, const std::vector<const void*>& partials, uint64_t elements) const;
   void sum_all(void* out, const std::vector<const void*>& inputs, uint64_t elements) const;
   uint64_t accumulated(uint64_t elements) const { return elements * bytes_of(accumulator(call_.number)); }
+
+  // How many chunks of `bytes` a rank may be ahead of each of its partners.
+  uint64_t depth(uint64_t chunks, uint64_t bytes) const;
 
   int host_count() const { return static_cast<int>(places_.hosts.size()); }
   int rank_at(int node, int local) const { return places_.hosts[node][local]; }
@@ -120,7 +125,7 @@ class Hosts : public Group {
   const int node_;
   const bool uniform_;
   std::vector<int> remote_;    // all ranks of other hosts
-  std::vector<int> partners_;  // whom headings are compared with: of equal local index, else all of `remote_`
+  std::vector<int> partners_;  // whom headings are compared with: of equal local index, else all of `remote_`; the next host's first
   std::vector<Greeted> greeted_;
   Scratch scratch_;
 };

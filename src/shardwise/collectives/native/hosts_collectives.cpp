@@ -4,7 +4,8 @@
 namespace shardwise {
 namespace {
 
-constexpr uint64_t kSmall = 32 << 10;      // up to this many bytes of all inputs, one exchange of everything is quicker
+constexpr uint64_t kPiece = 32 << 10;  // bytes that an all-gather sends a partner at a time, at most
+constexpr uint64_t kSmall = 32 << 10;  // up to this many bytes of all inputs, one exchange of everything is quicker
 
 }  // namespace
 
@@ -16,22 +17,29 @@ void Hosts::all_gather(Call call, const void* input, const std::vector<void*>& o
 }
 
 // What comes from the partners goes straight to its place. Chunk by chunk, as soon as one is there from all of them, the
-// host's ranks give each other what they have.
+// host's ranks give each other what they have, and one more is sent: no partner gets far ahead of another, whose links
+// would be idle at the end.
 void Hosts::gather_pieces(const void* input, const std::vector<void*>& outputs) {
-  const uint64_t bytes = call_.count * call_.item, step = aligned(room_.slot / host_count());
+  const uint64_t bytes = call_.count * call_.item, step = aligned(std::min(room_.slot / host_count(), kPiece));
+  const uint64_t lag = depth(chunks_of(bytes, step), step) * step;
   std::vector<std::vector<uint64_t>> until(places_.size());
   for (const int peer : partners_) {
     until[peer].push_back(wire_.posted_in(peer));
     for (uint64_t offset = 0; offset < bytes; offset += step) {
       until[peer].push_back(wire_.receive(peer, at(outputs[peer], offset), std::min(step, bytes - offset)));
     }
-    wire_.send(peer, input, bytes);
   }
+  const auto send = [&](uint64_t from, uint64_t to) {
+    for (uint64_t offset = from; offset < std::min(to, bytes); offset += step) {
+      for (const int peer : partners_) wire_.send(peer, at(input, offset), std::min(step, bytes - offset));
+    }
+  };
+  send(0, lag);
   const auto stage = [&](uint64_t offset, uint64_t length) {
-    for (int h = 0; h < host_count(); ++h) {
-      const int peer = rank_at(h, room_.rank);
-      if (h != node_ && length) await_received(peer, until[peer][offset / step + 1]);
-      if (room_.size > 1) copy(mine() + h * step, at(h == node_ ? input : outputs[peer], offset), length);
+    for (const int peer : partners_) await_received(peer, until[peer][length ? offset / step + 1 : 0]);
+    send(offset + lag, offset + lag + step);
+    for (int h = 0; h < host_count() && room_.size > 1; ++h) {
+      copy(mine() + h * step, at(h == node_ ? input : outputs[rank_at(h, room_.rank)], offset), length);
     }
   };
   const auto take = [&](uint64_t offset, uint64_t length) {
@@ -75,8 +83,8 @@ void Hosts::sum_pieces(const std::vector<const void*>& inputs, void* output) {
       }
       meet();
       if (round == 0) compare();
-      for (int h = 0; h < host_count(); ++h) {
-        const int to = rank_at(h, room_.rank);
+      for (int i = 1; i <= host_count(); ++i) {
+        const int h = (node_ + i) % host_count(), to = rank_at(h, room_.rank);
         for (int l = 0; l < room_.size; ++l) parts[l] = l == room_.rank ? at(inputs[to], from) : theirs(l) + to * step;
         partial(h == node_ ? own + round % slots * wide : exchange.outgoing(to, round), parts, count);
         if (h != node_) exchange.send(to, round, accumulated(count));
@@ -166,7 +174,8 @@ void Hosts::all_reduce_in_pieces(const char* input, char* output, uint64_t count
     meet();
     if (round == 0) compare();
     if (round < chunks) {
-      for (int h = 0; h < host_count(); ++h) {
+      for (int i = 1; i <= host_count(); ++i) {
+        const int h = (node_ + i) % host_count();
         const uint64_t from = mine_at + h * step, elements_here = piece(round, h) / item;
         for (int l = 0; l < room_.size; ++l) parts[l] = l == room_.rank ? input + round * block + from : theirs(l) + from;
         const int to = rank_at(h, room_.rank);

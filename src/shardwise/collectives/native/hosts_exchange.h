@@ -6,15 +6,7 @@
 
 namespace shardwise {
 
-constexpr uint64_t kUnderWay = 512 << 10;  // bytes between two ranks that one may be ahead of the other
-constexpr uint64_t kDeepest = 64;          // the same in chunks
-
 inline uint64_t chunks_of(uint64_t count, uint64_t step) { return (count + step - 1) / step; }
-
-// How many chunks may be under way.
-inline uint64_t depth(uint64_t chunks, uint64_t chunk_bytes) {
-  return std::max<uint64_t>(1, std::min({chunks, kDeepest, kUnderWay / std::max<uint64_t>(chunk_bytes, 1)}));
-}
 
 // Slots for chunks to and from each of some peers, used in turn.
 class Hosts::Exchange {
