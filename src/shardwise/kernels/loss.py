@@ -175,7 +175,7 @@ def _chunk(
 
 
 def _softmax_(logits: Tensor) -> Tensor:
-    """[R, 1] log-sum-exp of the rows, which become their softmax: no second [R, V] is made, and memory is passed thrice.
+    """[R, 1] log-sum-exp of the rows, which become their softmax: no second [R, V] is made.
 
     The largest logit's share is 1 / sum(exp(logit - largest)), at least 1 / V: the sum need not be taken again.
     """
