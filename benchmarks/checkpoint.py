@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tempfile.TemporaryDirectory(prefix="shardwise-bench-", dir=options.directory) as directory,
         WorldPool(limit=options.ranks, timeout=3600.0) as pool,
     ):
-        settings = (size, Path(directory), CONTENDERS, options.rounds, options.steps)
+        settings = (size, Path(directory), CONTENDERS, options.rounds, options.steps, options.products)
         results = pool.run(options.ranks, measure, *settings)
     result = summarize_run(results, options.steps)
     for table in (render_speed(result), render_stall(result)):
@@ -84,6 +84,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=20, help="training-like steps around a save")
+    parser.add_argument("--products", type=int, default=40, help="512 x 512 matrix products that a step takes")
     parser.add_argument("--directory", help="where checkpoints are written; default: the temporary directory")
     parser.add_argument("--json", type=Path, help="write everything that was measured to this file")
     for name, default in vars(Size()).items():
@@ -94,10 +95,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 # --- on a rank -------------------------------------------------------------------------------------------------------
 
 
-def measure(size: Size, directory: Path, contenders: dict[str, str], rounds: int, steps: int) -> dict[str, Any]:
+def measure(
+    size: Size, directory: Path, contenders: dict[str, str], rounds: int, steps: int, products: int
+) -> dict[str, Any]:
     """Everything of one rank. Collective."""
     torch.set_num_threads(1)
-    bench = Bench(make_state(size), directory / "turn", steps)
+    bench = Bench(make_state(size), directory / "turn", steps, products)
     made = {name: load_class(where)(bench.state) for name, where in contenders.items()}
     memory = {name: bench.extra_memory(one, PARTS.get(name, {ALONE})) for name, one in made.items()}
     times: Times = {}
@@ -131,7 +134,7 @@ def timed(work: Callable[[], Any]) -> float:
 class Bench:
     """One rank's state, the steps around a save, and what went wrong."""
 
-    def __init__(self, state: State, path: Path, steps: int, width: int = 512, products: int = 40) -> None:
+    def __init__(self, state: State, path: Path, steps: int, products: int = 40, width: int = 512) -> None:
         self.state, self.path, self.steps, self.products = state, path, steps, products
         self.expected = {name: local.clone() for name, local in state.locals.items()}
         self.matrix, self.message = torch.randn(width, width), torch.zeros(4)
@@ -161,6 +164,8 @@ class Bench:
             found["held"] = self.held
             waits[0]()
             remove(self.path)
+            if isinstance(one, Shardwise):
+                found["processor"] = one.processor
         return found
 
     def level(self) -> None:
@@ -262,7 +267,8 @@ def summarize_run(results: Sequence[dict[str, Any]], steps: int) -> dict[str, An
         for kind in (AMID, ASYNCHRONOUS):
             if kind in found and name != PLAIN:
                 row[kind] = vars(summarize([a - b for a, b in zip(found[kind], plain)]))
-        row["held"] = vars(summarize(found["held"])) if "held" in found else None
+        for kind in ("held", "processor"):
+            row[kind] = vars(summarize(found[kind])) if kind in found else None
         row["memory"] = {k: max(r["memory"][name][k] for r in results) for k in results[0]["memory"].get(name, {})}
         rows.append(row)
     predict(rows, results, summarize(plain).median / steps)
@@ -303,13 +309,14 @@ def render_stall(result: dict[str, Any]) -> Table:
     """What a save adds to the steps around it."""
     plain = result["plain_steps"]["median"]
     table = Table(title=f"Seconds that a save adds to steps of {plain:.2f} s; {result['copy_seconds']:.3f} s is a copy")
-    columns = ("contender", "synchronous", "asynchronous", "in the call", "predicted", "budget MB", "extra MB, peak")
+    columns = ("contender", "synchronous", "asynchronous", "in the call", "writer's processor", "predicted",
+               "budget MB", "extra MB, peak")  # fmt: skip
     for column in columns:
         table.add_column(column, justify="left" if column == "contender" else "right")
     for row in result["rows"]:
         if ASYNCHRONOUS not in row:
             continue
-        cells = [spread(row.get(kind), ".3f") for kind in (AMID, ASYNCHRONOUS, "held")]
+        cells = [spread(row.get(kind), ".3f") for kind in (AMID, ASYNCHRONOUS, "held", "processor")]
         predicted = f"{row['predicted']:.3f}" if "predicted" in row else ""
         budget = f"{row['budget'] / MB:.0f}" if "budget" in row else ""
         table.add_row(row["contender"], *cells, predicted, budget, f"{row['memory']['asynchronous'] / MB:.0f}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -142,6 +143,7 @@ class Shardwise:
         self.state, self.scaler = state, LossScaler.of("fp32", state.model.plan.job.precision.loss_scale)
         self.data = {"content": "benchmark", "order": "none"}
         self._writers: dict[bool, Checkpointer] = {}
+        self.processor = 0.0  # seconds of it that the last asynchronous save's thread took
 
     @property
     def budget(self) -> int:
@@ -162,6 +164,15 @@ class Shardwise:
         writer.save(Progress(step=1), self.scaler)
         return writer.wait
 
+    def _counted(self, write: Callable[..., None]) -> Callable[..., None]:
+        """`write`, which runs on a thread of its own, with that thread's processor time noted."""
+
+        def run(*args: Any) -> None:
+            write(*args)
+            self.processor = time.thread_time()
+
+        return run
+
     def load(self, path: Path) -> None:
         model = self.state.model
         checkpoint = model.plan.job.checkpoint.model_copy(update={"resume": "auto"})
@@ -173,7 +184,9 @@ class Shardwise:
         """The one of the whole run, on another directory: a run has one, and its staging ring lives as long."""
         store = LocalStore(str(path))
         if asynchronous not in self._writers:
-            self._writers[asynchronous] = Checkpointer(self.state.model, self.state.optimizer, store, self.data)
+            writer = Checkpointer(self.state.model, self.state.optimizer, store, self.data)
+            writer._write = self._counted(writer._write)  # type: ignore[method-assign]
+            self._writers[asynchronous] = writer
         writer = self._writers[asynchronous]
         settings = {"asynchronous": asynchronous, "staging_bytes": self.budget}
         writer.settings = writer.settings.model_copy(update=settings)

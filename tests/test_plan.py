@@ -230,11 +230,3 @@ def test_to_dict_is_plain_and_the_fingerprint_ignores_what_is_only_shown() -> No
     assert plan({"output": "elsewhere", "observe": {"log_every": 5}}).fingerprint == base.fingerprint
     assert plan({"training": {"seed": 1}}).fingerprint != base.fingerprint
     assert plan(world=World(2, "cpu", 2)).fingerprint != base.fingerprint
-
-
-def test_scores_that_may_overflow_are_announced() -> None:
-    def notes(attention: str, compute: str) -> str:
-        return " ".join(plan({"model": {"attention": attention}, "precision": {"compute": compute}}).notes)
-
-    assert "overflow above 65504" in notes("eager", "fp16")
-    assert "65504" not in notes("sdpa", "fp16") + notes("eager", "bf16")

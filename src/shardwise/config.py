@@ -231,6 +231,10 @@ class PrecisionSection(Section):
         description="`auto` leaves out the first and the last block and layers that are too small to gain; `all` takes "
         "every linear layer of the blocks.",
     )
+    fp8_all_gather: bool = Field(
+        default=False,
+        description="Gather sharded parameters in float8. Refused: they are gathered in the compute dtype.",
+    )
 
 
 class OptimizerSection(Section):

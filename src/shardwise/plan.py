@@ -374,11 +374,6 @@ def _memory_notes(draft: Draft) -> Iterator[str]:
 
 
 def _model_notes(draft: Draft) -> Iterator[str]:
-    if draft.compute == "fp16" and draft.model.attention == "eager":
-        yield (
-            "model.attention=eager in fp16 keeps scores in fp16, which overflow above 65504 and make the step skipped; "
-            "auto and sdpa sum them in fp32."
-        )
     if draft.precision.fp8 == "emulate":
         yield "precision.fp8=emulate shows the numbers of float8 and none of its speed: products run in fp32."
     if draft.precision.fp8 == "torchao" and not draft.model.compile:

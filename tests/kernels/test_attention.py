@@ -134,6 +134,25 @@ def test_alibi_is_a_slope_of_the_distance(kernel: str) -> None:
     torch.testing.assert_close(ratios, torch.full((8,), 0.3).exp(), rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("kernel", ["blockwise", "eager"])
+def test_products_beyond_fp16(kernel: str) -> None:
+    """Scores before their scale and the gradients of weights leave the range of fp16, and come back in fp32."""
+    case = {"causal": True, "documents": DOCUMENTS, "softcap": 30.0, "scale": 1e-5}
+
+    def outcome(dtype: torch.dtype, kernel: str) -> list[Tensor]:
+        scaled = zip(tensors(torch.float64), (300, 300, 300, 300), strict=True)
+        query, key, value, gradient = ((each * factor).half().to(dtype) for each, factor in scaled)
+        inputs = [each.requires_grad_() for each in (query, key, value)]
+        output = attention(*inputs, kernel=kernel, **case)
+        output.backward(gradient)
+        return [output.detach(), *(each.grad for each in inputs if each.grad is not None)]
+
+    wanted = outcome(torch.float64, "eager")
+    assert not (tensors(torch.float16)[0] * 300 @ tensors(torch.float16)[0].mT * 300).isfinite().all()
+    for ours, theirs in zip(outcome(torch.float16, kernel), wanted, strict=True):
+        assert (ours - theirs).abs().max() <= 1e-2 * theirs.abs().max()
+
+
 def test_a_query_that_sees_nothing_gets_zeros_and_no_gradient() -> None:
     query, key, value, gradient = tensors(torch.float64)
     seen = torch.zeros(BATCH, LENGTH, dtype=torch.bool)

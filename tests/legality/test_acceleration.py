@@ -35,6 +35,12 @@ CASES = {
     "fp8-transformer-engine": case(
         {"precision": {"fp8": "transformer_engine"}}, EMULATE, "modules of its own", facts=LINEAR
     ),
+    "fp8-all-gather": case(
+        {"precision": {"fp8": "emulate", "fp8_all_gather": True}},
+        EMULATE,
+        "FSDP2 gathers in float8 what is a tensor type of torchao's",
+        facts=LINEAR,
+    ),
     "fp8-device": case(
         {"precision": {"fp8": "torchao"}}, EMULATE, "cpu has no products of float8; GPUs have them", facts=LINEAR
     ),

@@ -162,6 +162,11 @@ CASES = {
         CPU4,
         replace(LED, attention=(AttentionFacts("layers.0.attn", 8, 8, softcap=True),)),
     ),
+    "attention-overflow": case(
+        {"model": {"attention": "eager"}, "precision": {"compute": "fp16"}},
+        {"model": {"attention": "eager"}, "precision": {"compute": "bf16"}},
+        "overflow above 65504; use model.attention auto or sdpa, or precision.compute bf16",
+    ),
     "context-shard": case(
         {"parallel": {**CONTEXT, "sharded_data_parallel_degree": 1}},
         {"parallel": {**CONTEXT, "sharded_data_parallel_degree": 2}},

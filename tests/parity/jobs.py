@@ -100,6 +100,8 @@ def make_job(
     }
     for name, values in sections.items():
         base[name] = {**base.get(name, {}), **values}
+    if base["precision"]["compute"] == "fp16" and base["model"].get("attention") == "eager":
+        base["model"]["attention"] = "auto"  # eager is refused there, since its scores overflow
     return Job.model_validate(base)
 
 

@@ -155,7 +155,7 @@ class SafetensorsWriter(StorageWriter):
         files: dict[str, FileRecord] = {}
         for result in (result for rank in results for result in rank):
             stored: Stored = result.storage_data
-            place = Slice(**stored.place)
+            place = Slice.model_construct(**stored.place)  # the manifest's own checks see what is built here
             slices.setdefault(result.index.fqn, []).append(place)
             if place.file not in files:
                 files[place.file] = FileRecord(**stored.record)
@@ -163,7 +163,8 @@ class SafetensorsWriter(StorageWriter):
         for name, parts in sorted(slices.items()):
             known = metadata.state_dict_metadata[name]
             assert isinstance(known, TensorStorageMetadata)
-            tensors[name] = TensorRecord(dtype=DTYPES[known.properties.dtype], shape=list(known.size), slices=parts)
+            dtype = DTYPES[known.properties.dtype]
+            tensors[name] = TensorRecord.model_construct(dtype=dtype, shape=list(known.size), slices=parts)
         self.store.commit(self.name, self.describe(metadata, tensors, files).to_json())
 
     @classmethod

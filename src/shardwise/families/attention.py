@@ -50,6 +50,7 @@ LED = {
     "falcon": Family("keys", note="own calls of SDPA in transformers; ALiBi, or rotary positions without a bias"),
 }
 OWN_PRODUCTS = ("gptj", "gpt_neo", "bloom")  # transformers has nothing but eager for them
+WIDENING = ("gptj", "gpt_neo")  # whose eager attention takes queries and keys to fp32 before it multiplies them
 # Arguments of a call that kernels know.
 LEADABLE = {"softcap", "position_bias", "key_bias"}
 # Keyword arguments that say nothing about the result, or nothing that masks, scale and dropout do not say.

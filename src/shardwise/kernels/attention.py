@@ -168,7 +168,7 @@ def _eager(call: Call) -> Tensor:
     if call.dropout > 0:
         dropped = _dropped(call)
         weights = weights * dropped.factors(weights.shape[1], slice(None), slice(None), wide)
-    return weights.to(value.dtype) @ value
+    return (weights @ value.to(wide)).to(value.dtype)  # in backward too: products of fp16 leave its range
 
 
 def _blockwise(call: Call) -> Tensor:

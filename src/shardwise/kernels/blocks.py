@@ -72,7 +72,7 @@ class Block:
             return flash_attention_backward(query, key, value, self.diagonal, self.scale, *saved, mask)
         scores, slope = self._scores(query, key)
         weights = _weights(scores, saved.normaliser)
-        for_weights = (saved.gradient @ value.mT).to(weights.dtype)
+        for_weights = _product(saved.gradient, value)
         kept = weights
         if self.factors is not None:
             factors = self.factors()
@@ -97,10 +97,7 @@ class Block:
 
     def _scores(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor | None]:
         """[B, h, Q, K] scores, hidden ones -inf; and with a soft cap its derivative."""
-        wide, slope = loss_dtype(query.dtype), None
-        if query.dtype == torch.float16:  # products of fp16 leave its range
-            query, key = query.to(wide), key.to(wide)
-        scores = (query @ key.mT).to(wide) * self.scale
+        scores, slope = _product(query, key) * self.scale, None
         if self.softcap is not None:
             bent = (scores / self.softcap).tanh_()
             scores, slope = bent * self.softcap, 1 - bent.square()
@@ -113,6 +110,14 @@ class Block:
             mask = self.mask()
             scores = scores.masked_fill_(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
         return scores, slope
+
+
+def _product(rows: Tensor, columns: Tensor) -> Tensor:
+    """[B, h, Q, K] products of [B, h, Q, d] and [B, h, K, d] in fp32 or wider; those of fp16 leave its range."""
+    wide = loss_dtype(rows.dtype)
+    if rows.dtype == torch.float16:
+        rows, columns = rows.to(wide), columns.to(wide)
+    return (rows @ columns.mT).to(wide)
 
 
 def _weights(scores: Tensor, normaliser: Tensor) -> Tensor:

@@ -147,7 +147,7 @@ def _chunk(
     vocabulary: Vocabulary | None = None,
     terms: Terms = PLAIN,
 ) -> Tensor:
-    """Summed loss of one chunk; with a seed, `logits` [R, V] becomes its gradient times the seed in place.
+    """Summed loss of one chunk; `logits` [R, V] becomes its gradient times the seed in place, without a seed nothing.
 
     That is softmax - onehot; with `terms` (1 + 2 * z_loss * Z) * softmax - (1 - smoothing) * onehot - smoothing / V.
     """
@@ -160,28 +160,37 @@ def _chunk(
     columns = [logits.gather(1, index) * here]
     if terms.smoothing:  # the sum of all logits, and over how many
         columns += [logits.sum(1, keepdim=True), torch.full_like(columns[0], logits.shape[1])]
-    log_normaliser, wanted, *sums = _normaliser(logits, columns, vocabulary)
+    local = _softmax_(logits)
+    log_normaliser, wanted, *sums = _normaliser(local, columns, vocabulary)
     share = terms.smoothing / sums[1] if sums else 0.0  # of every class
     each = log_normaliser - (1 - terms.smoothing) * wanted + terms.z_loss * log_normaliser.square()
     loss = torch.where(counted, (each - share * sums[0] if sums else each).squeeze(1), 0.0).sum()
     if seed is not None:
-        logits.sub_(log_normaliser).exp_()
-        if terms.z_loss:
-            logits.mul_(1 + 2 * terms.z_loss * log_normaliser)
-        logits.scatter_add_(1, index, here.to(logits.dtype) * (terms.smoothing - 1))
+        scale = counted.to(logits.dtype).unsqueeze(1) * seed
+        logits.mul_(scale * (1 + 2 * terms.z_loss * log_normaliser) * (local - log_normaliser).exp())
+        logits.scatter_add_(1, index, here.to(logits.dtype) * (terms.smoothing - 1) * scale)
         if sums:
-            logits.sub_(share)
-        logits.mul_((counted.to(logits.dtype) * seed).unsqueeze(1))
+            logits.sub_(share * scale)
     return loss
 
 
-def _normaliser(logits: Tensor, columns: list[Tensor], vocabulary: Vocabulary | None) -> list[Tensor]:
-    """[R, 1] log of the sum of exponentials over the whole vocabulary, and `columns` [R, 1] summed over its parts."""
-    if vocabulary is None:
-        return [torch.logsumexp(logits, dim=1, keepdim=True), *columns]
+def _softmax_(logits: Tensor) -> Tensor:
+    """[R, 1] log-sum-exp of the rows, which become their softmax: no second [R, V] is made.
+
+    The largest logit's share is 1 / sum(exp(logit - largest)), at least 1 / V: the sum need not be taken again.
+    """
     highest = logits.amax(1, keepdim=True)
+    torch.softmax(logits, 1, out=logits)
+    return highest - logits.amax(1, keepdim=True).log()
+
+
+def _normaliser(local: Tensor, columns: list[Tensor], vocabulary: Vocabulary | None) -> list[Tensor]:
+    """[R, 1] log-sum-exp over the whole vocabulary from that of its parts, and `columns` [R, 1] summed over them."""
+    if vocabulary is None:
+        return [local, *columns]
+    highest = local.clone()
     dist.all_reduce(highest, dist.ReduceOp.MAX, group=vocabulary.group)
-    together = torch.cat([(logits - highest).exp_().sum(1, keepdim=True), *columns], dim=1)
+    together = torch.cat([(local - highest).exp(), *columns], dim=1)
     dist.all_reduce(together, group=vocabulary.group)
     exponentials, *sums = together.split(1, dim=1)
     return [highest + exponentials.log(), *sums]

@@ -45,6 +45,11 @@ PRECISION_RULES = (
          fix="use torchao",
          because=lambda d: "Transformer Engine brings modules of its own for a model's linear layers, and this project "
          "has none of them"),
+    Rule("fp8-all-gather", ("precision.fp8_all_gather",), "sharded parameters are gathered in the compute dtype",
+         lambda d: d.precision.fp8_all_gather,
+         fix="leave it out; products are in float8 without it",
+         because=lambda d: "FSDP2 gathers in float8 what is a tensor type of torchao's, and parameters here are plain "
+         "tensors, which optimizer and checkpoint share"),
     Rule("fp8-device", (FP8, "parallel.device"), "products of float8 need a device that has them", _no_float8,
          fix="use emulate, which shows the numbers on any device, or none",
          because=_float8_device),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import gcd
 
 from shardwise.draft import Draft, changed, divisors, group_size, one_of, placement_order
+from shardwise.families.attention import WIDENING
 from shardwise.families.facts import AttentionFacts
 from shardwise.families.kernels import BY_NAME, KERNELS, alternatives, installed, refusal
 from shardwise.legality.rule import Rule, idle
@@ -36,6 +37,11 @@ def _possible_kernels(d: Draft) -> list[str]:
     return ["auto", *(kernel.name for kernel in KERNELS if all(kernel.name in names for names in each))]
 
 
+def _widens(d: Draft) -> bool:
+    """Whether attention that is called eager sums its scores in fp32: some families' own, and a ring's."""
+    return d.facts.family in WIDENING or _method(d) == "ring"
+
+
 # fmt: off
 MODEL_RULES = (
     Rule("one-model", SOURCES, "a model comes from at most one of them (none: the embedded default)",
@@ -65,6 +71,10 @@ MODEL_RULES = (
          fix="use auto",
          because=lambda d: _kernel_reason(d),
          use=lambda d: f"use {one_of(_possible_kernels(d))}"),
+    Rule("attention-overflow", ("model.attention", "precision.compute"), "scores of fp16 are summed in fp32",
+         lambda d: d.compute == "fp16" and d.model.attention == "eager" and not _widens(d),
+         fix="use model.attention auto or sdpa, or precision.compute bf16",
+         because=lambda d: f"{d.facts.family}'s eager attention keeps scores in fp16, where they overflow above 65504"),
     Rule("compile-blocks", ("model.compile",), "blocks are compiled one by one, and this model has no repeated blocks",
          lambda d: d.model.compile and not d.facts.blocks,
          fix="use false"),
