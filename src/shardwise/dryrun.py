@@ -89,7 +89,7 @@ REFUSALS: tuple[tuple[Callable[[Plan, ModelFacts], Any], str], ...] = (
     (lambda plan, facts: not facts.is_hugging_face, "model.factory: the inputs of a module of your own are not known"),
     (
         lambda plan, facts: plan.stages and facts.stages.traced,
-        "parallel.pipeline_parallel_degree above 1: torch traces this model's forward to cut it, and no trace in a trace",
+        "parallel.pipeline_parallel_degree above 1: torch traces this model's forward to cut it, in no other trace",
     ),
     (
         lambda plan, facts: plan.job.model.task == "seq2seq_lm",

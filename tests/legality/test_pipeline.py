@@ -10,7 +10,6 @@ import pytest
 from shardwise.families.facts import StageFacts
 from tests.legality.jobs import CPU4, FACTORY, FACTS, LISTS, case, check_case
 
-
 TRACED = replace(FACTS, stages=StageFacts(traced=True))
 
 

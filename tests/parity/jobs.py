@@ -39,7 +39,7 @@ VOCABULARY = 97
 DROPOUT_FIELDS = {
     "gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
     "gpt_neox": ("hidden_dropout", "attention_dropout"),
-    "llama": (),
+    **dict.fromkeys(("llama", "mistral", "qwen3", "gemma"), ("attention_dropout",)),
     "bert": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
     "roberta": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
     "gptj": ("resid_pdrop", "embd_pdrop", "attn_pdrop"),

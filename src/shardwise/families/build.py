@@ -219,8 +219,8 @@ def _check_layer_drop(config: PreTrainedConfig) -> None:
 def _check_router_loss(config: PreTrainedConfig) -> None:
     if getattr(config, "output_router_logits", False):
         raise ModelError(
-            f"output_router_logits=True in the config of {config.model_type!r} asks for a loss that balances experts. It "
-            "is a product of means over the tokens of a forward, so that it would depend on how a step is cut into "
+            f"output_router_logits=True in the config of {config.model_type!r} asks for a loss that balances experts. "
+            "It is a product of means over the tokens of a forward, so that it would depend on how a step is cut into "
             "microbatches and ranks, and is not built; set it to false"
         )
 
