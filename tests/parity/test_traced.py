@@ -69,7 +69,7 @@ def test_agrees_with_one_process(
 
 
 def start(job: Job) -> tuple[dict[str, Tensor], set[str], list[float]]:
-    """All weights at the start, this rank's names, and the validation loss."""
+    """All weights at the start (on rank 0), this rank's names, and the validation loss."""
     run = set_up(job, torch.device("cpu"))
     batches = list(run.stream.evaluation(run.data.validation, run.evaluation_batches))
     losses = [evaluate(run.model, run.program, batches)]
@@ -81,10 +81,10 @@ def test_names_and_weights_are_those_of_the_model(world_pool: WorldPool, corpora
     data = {"validation_fraction": 0.2}
     alone = world_pool.run(1, start, traced_job(corpora, "Interleaved", data=data))[0]
     stages = world_pool.run(2, start, traced_job(corpora, "Interleaved", data=data, parallel=TWO))
-    for weights, _, losses in stages:
-        assert list(weights) == list(alone[0])
-        assert all(torch.equal(weights[name], alone[0][name]) for name in weights)
-        assert losses == pytest.approx(alone[2], rel=1e-12)
+    weights = stages[0][0]
+    assert list(weights) == list(alone[0])
+    assert all(torch.equal(weights[name], alone[0][name]) for name in weights)
+    assert all(losses == pytest.approx(alone[2], rel=1e-12) for _, _, losses in stages)
     first, last = (names for _, names, _ in stages)
     assert first | last == alone[1]
     assert first & last == {"first.weight", "last.weight"}
@@ -99,7 +99,7 @@ def test_a_checkpoint_changes_layout(world_pool: WorldPool, corpora: Path, tmp_p
     source, middle, back = (tmp_path / name for name in ("staged", "alone", "again"))
     step = "step-00000002"
     found = world_pool.run(1, read_and_write, alone, [source / step], [middle])[0]
-    assert found == [Progress(step=2, samples=30)]
+    assert found == [Progress(step=2, samples=16)]  # as `write` says
     world_pool.run(2, read_and_write, staged, [middle / step], [back])
     assert_same(source / step, middle / step)
     assert_same(middle / step, back / step)
@@ -108,14 +108,14 @@ def test_a_checkpoint_changes_layout(world_pool: WorldPool, corpora: Path, tmp_p
 @pytest.mark.parametrize(
     "name, says",
     [
-        ("Branching", "torch cannot cut it either: .*data-dependent"),
-        ("Everywhere", "beside.weight is used with down.0 and with up.2"),
-        ("Counting", "changes a buffer or an input in place"),
+        ("Branching", "the forward of Branching cannot run on fake tensors: DataDependent"),
+        ("Everywhere", "2 lists of blocks, and .*beside.weight is used with down.0 and with up.2"),
+        ("Counting", "2 lists of blocks, and torch cannot cut it either: .*changes a buffer or an input in place"),
     ],
 )
 def test_what_cannot_be_traced_is_refused_with_the_reason(corpora: Path, name: str, says: str) -> None:
     job = traced_job(corpora, name, parallel=TWO)
-    with pytest.raises(LegalityError, match=f"pipeline_parallel_degree=2: it has 2 lists of blocks, and .*{says}"):
+    with pytest.raises(LegalityError, match=f"pipeline_parallel_degree=2: .*{says}"):
         resolve(job, World(2, "cpu", 2), study(job))
 
 

@@ -69,12 +69,10 @@ def stage_facts(
     model: nn.Module,
     lists: Sequence[Sequence[str]],
     ties: Sequence[Sequence[str]],
-    watch: OrderWatch | None,
+    watch: OrderWatch,
     is_chain: bool,
 ) -> StageFacts:
-    """The facts of `model` from one watched forward; `watch` is None where it could not be run."""
-    if watch is None:
-        return StageFacts(refusal="its forward cannot be probed")
+    """The facts of `model` from one watched forward."""
     order = tuple(watch.calls) if sorted(watch.calls) == sorted(name for names in lists for name in names) else ()
     if len(lists) != 1:
         return StageFacts(refusal=f"it has {len(lists)} lists of blocks", order=order)
