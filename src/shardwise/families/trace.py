@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from io import StringIO
-from itertools import chain, zip_longest
+from itertools import chain, repeat
 from types import MethodType, SimpleNamespace
 from typing import Any
 
@@ -243,7 +243,8 @@ def _read(split: Any, found: Trace, model: nn.Module, blocks: Collection[str]) -
         elif node.target is operator.getitem:
             values[node] = (values[node.args[0]][0], node.args[1])
     for number in range(len(calls)):
-        takes = tuple(values[each] for each in calls[number].args)
+        arguments: Any = calls[number].args
+        takes = tuple(values[each] for each in arguments)
         found.pieces.append(_piece(split.get_submodule(calls[number].target), found, state, takes))
         _follow(found, bound)
     return found
@@ -251,7 +252,7 @@ def _read(split: Any, found: Trace, model: nn.Module, blocks: Collection[str]) -
 
 def _piece(module: Any, found: Trace, state: set[str], takes: tuple[Value, ...]) -> Piece:
     """Torch's module of a piece: what it reads becomes arguments, its output a list."""
-    graph, names = fx.Graph(), []  # without torch's calling convention for the first piece
+    graph, names = fx.Graph(), list[str]()  # without torch's calling convention for the first piece
     graph.output(graph.graph_copy(module.graph, {}))
     reads = [node for node in graph.nodes if node.op == "get_attr"]
     for node in reversed(reads):
@@ -278,7 +279,8 @@ def _follow(found: Trace, names: set[str]) -> None:
     piece, number = found.pieces[-1], len(found.pieces) - 1
     sources = (name in names for name in piece.state), (value not in found.free for value in piece.takes)
     bound: set[fx.Node] = set()
-    for node, is_bound in zip_longest(piece.run.graph.nodes, chain(*sources), fillvalue=False):
+    nodes: list[Any] = list(piece.run.graph.nodes)
+    for node, is_bound in zip(nodes, chain(*sources, repeat(False)), strict=False):
         if is_bound or any(source in bound for source in node.all_input_nodes):
             bound.add(node)
             for written in _written(node):  # and what it is a view of
@@ -310,14 +312,14 @@ def _check_writes(graph: fx.Graph) -> None:
 
 def _pruned(piece: Piece, outputs: Iterable[int]) -> Piece:
     """The part of a piece that leads to `outputs`; it gives None for the others."""
-    graph, copies = fx.Graph(), {}
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     graph.graph_copy(piece.run.graph, copies)
     end, wanted = next(node for node in piece.run.graph.nodes if node.op == "output"), set(outputs)
     graph.output([copies[node] if number in wanted else None for number, node in enumerate(end.args[0])])
     writing = {copies[node] for node in copies if _written(node) and node.name not in piece.bound}
     graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or node in writing)
     arguments = [node for node in graph.nodes if node.op == "placeholder"]
-    sources = [*piece.state, *piece.takes]
+    sources: list[Any] = [*piece.state, *piece.takes]
     kept = [source for node, source in zip(arguments, sources, strict=True) if node.users]
     for node in arguments:
         if not node.users:
