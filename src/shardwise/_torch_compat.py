@@ -28,7 +28,7 @@ from torch.distributed.tensor import debug
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 # Waits for torch.utils.pytree, which does not exist in torch 2.13.
-from torch.utils._pytree import tree_flatten, tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 # No public name: DTensor's cache of output placements keeps the meshes of process groups that are gone. A torch without
 # this function (it may be absent from 2.11) has no second group in one process, which only tests make.
@@ -203,4 +203,5 @@ __all__ = [
     "set_state_element",
     "tree_flatten",
     "tree_leaves",
+    "tree_unflatten",
 ]

@@ -104,7 +104,8 @@ class ParallelSection(Section):
         description="Schedule of the stages: `interleaved` runs forward and backward in turn (1F1B, arXiv 2104.04473, "
         "section 2.2), `simple` all forwards first (GPipe, arXiv 1811.06965), `zero_bubble` in turn with the gradients "
         "of weights where a rank would idle (ZB1P, arXiv 2401.10241, section 2), `zbv` (section 6) and `dualpipev` "
-        "(arXiv 2412.19437, section 3.2.1) the same with stages that go down the ranks and up again.",
+        "(arXiv 2412.19437, section 3.2.1) the same with stages that go down the ranks and up again; the pairs of "
+        "`dualpipev` run one after the other and overlap nothing, so that `zbv` does the same with less memory.",
     )
     virtual_pipeline_degree: Positive | None = Field(
         default=None,

@@ -28,6 +28,7 @@ from shardwise.legality import check
 PACKAGES = ("shardwise", "torch", "transformers", "tokenizers", "datasets", "safetensors")
 GIB = 2**30
 TYPICAL_LENGTH = 2048  # tokens of a sequence, of a model without a limit
+TRACE_LENGTH = 128  # tokens with which a model is traced that cannot be cut otherwise
 MEETING_SECONDS = 120  # for all ranks of a launcher to come
 MOST_RANKS = 64  # up to which degrees are tried
 
@@ -67,32 +68,36 @@ def examine_model(where: str) -> Table:
     Raises:
         ModelError: it is not there, or transformers has no language model of its type.
     """
-    facts, task = _facts_of(where)
+    facts, traced, task = _facts_of(where)
     length = min(facts.max_positions or 128, 128)
     enough = {"sequences_per_step": MOST_RANKS}  # that no degree is refused for want of samples
     base = {"model": {"config": where, "task": task}, "data": {"sequence_length": length}, "training": enough}
-    return _table(_support(base, facts))
+    return _table(_support(base, facts, traced))
 
 
-def _facts_of(where: str) -> tuple[ModelFacts, str]:
-    """The facts, and the first task for which transformers has a head."""
+def _facts_of(where: str) -> tuple[ModelFacts, ModelFacts, str]:
+    """The facts, those with more than one stage, and the first task for which transformers has a head."""
     from shardwise.families.build import HEADS, build_model, load_config
     from shardwise.families.discovery import discover
+    from shardwise.families.traced_cut import cut_by_trace
 
     config = load_config(Job.model_validate({"model": {"config": where}}))
     task = next((task for task, (_, known, _) in HEADS.items() if type(config) in known), "causal_lm")
     job = Job.model_validate({"model": {"config": where, "task": task}})
-    return discover(build_model(job), job), task
+    model = build_model(job)
+    facts = discover(model, job)
+    return facts, cut_by_trace(model, facts, min(facts.max_positions or TRACE_LENGTH, TRACE_LENGTH)), task
 
 
-def _support(base: dict[str, Any], facts: ModelFacts) -> Iterator[tuple[str, str]]:
+def _support(base: dict[str, Any], facts: ModelFacts, traced: ModelFacts) -> Iterator[tuple[str, str]]:
     blocks = f"{len(facts.blocks)} blocks" if facts.blocks else "no repeated blocks"
     yield "model", f"{facts.family}, {facts.parameters:,} parameters, {blocks}"
     yield "sharding", f"any degree, {'block by block' if facts.blocks else 'as one unit'}"
     yield "tensor", _degrees(base, facts, "tensor_parallel_degree", {})
     yield "sequence", _degrees(base, facts, "tensor_parallel_degree", {"sequence_parallel": True})
     yield "context", _degrees(base, facts, "context_parallel_degree", {})
-    yield "pipeline", _degrees(base, facts, "pipeline_parallel_degree", {})
+    how = ", stages cut from its traced forward" if traced.stages.traced else ""
+    yield "pipeline", _degrees(base, traced, "pipeline_parallel_degree", {}) + how
     yield "loss", "in chunks, logits never whole" if facts.chunkable_head else "of whole logits: the head is not last"
     yield from _attention(base, facts)
     if facts.probe_failure:

@@ -203,7 +203,7 @@ class Draft:
             rest = -1 if parallel.default_partition is None else parallel.default_partition
             return [parallel.partition.get(block.name, rest) for block in blocks]
         costs, first, last = block_costs(self.facts, self.data.sequence_length, parallel.memory_weight)
-        sizes = balance(costs, self.stages, first, last)
+        sizes = balance(costs, stage_ranks(parallel), first, last)
         return [stage for stage, size in enumerate(sizes) for _ in range(size)]
 
     @cached_property

@@ -88,6 +88,10 @@ class DryRun:
 REFUSALS: tuple[tuple[Callable[[Plan, ModelFacts], Any], str], ...] = (
     (lambda plan, facts: not facts.is_hugging_face, "model.factory: the inputs of a module of your own are not known"),
     (
+        lambda plan, facts: plan.stages and facts.stages.traced,
+        "parallel.pipeline_parallel_degree above 1: torch traces this model's forward to cut it, in no other trace",
+    ),
+    (
         lambda plan, facts: plan.job.model.task == "seq2seq_lm",
         "model.task=seq2seq_lm: encoder and decoder get sequences of two lengths, which the closed form does not know",
     ),

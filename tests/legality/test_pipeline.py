@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 
+from shardwise.families.facts import StageFacts
 from tests.legality.jobs import CPU4, FACTORY, FACTS, LISTS, case, check_case
+
+TRACED = replace(FACTS, stages=StageFacts(traced=True))
 
 
 def staged(**parallel: Any) -> dict[str, Any]:
@@ -34,6 +37,13 @@ CASES = {
         )
     },
     "pipeline-model": case(staged(), staged(), "two lists", CPU4, LISTS, FACTS),
+    "traced-modules": case(
+        {**staged(), "memory": {"activation_checkpointing": "full"}},
+        staged(),
+        "use checkpointing none",
+        facts=TRACED,
+    ),
+    "traced-schedule": case(staged(pipeline="zero_bubble"), staged(), "pipeline interleaved or simple", facts=TRACED),
     "zero-bubble-compile": case(
         {**staged(pipeline="zero_bubble"), "model": {"compile": True}},
         {**staged(), "model": {"compile": True}},

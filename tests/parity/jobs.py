@@ -39,7 +39,7 @@ VOCABULARY = 97
 DROPOUT_FIELDS = {
     "gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
     "gpt_neox": ("hidden_dropout", "attention_dropout"),
-    "llama": (),
+    **dict.fromkeys(("llama", "mistral", "qwen3", "gemma"), ("attention_dropout",)),
     "bert": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
     "roberta": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
     "gptj": ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
@@ -309,3 +309,79 @@ def make_module_job(directory: str | Path, **sections: dict[str, Any]) -> Job:
     for name, values in sections.items():
         base[name] = {**base.get(name, {}), **values}
     return Job.model_validate(base)
+
+
+# --- modules that are no chain of blocks -----------------------------------------------------------------------------
+
+
+class SkipNet(nn.Module):
+    """Two lists of blocks, the second of which also reads what the first made, in reverse; a mask made of numbers."""
+
+    def __init__(self, width: int = 6, inner: int = 13, depth: int = 3) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(width, width), nn.Linear(width, width)
+        self.down = nn.ModuleList(Layer(width, inner) for _ in range(depth))
+        self.up = nn.ModuleList(Layer(width, inner) for _ in range(depth))
+        self.middle = nn.Linear(width, width, bias=False)
+        self.shared = nn.Dropout(0.2)
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.arange(x.shape[-1], device=x.device) < 5
+        kept, x = [], nn.functional.dropout(self.first(x), 0.1, self.training)
+        for block in self.down:
+            x = x + self.shared(block(x) * self.scale)
+            kept.append(x)
+        x = torch.tanh(self.middle(x)) + torch.tensor(0.25)
+        for block in self.up:
+            x = self.shared(block(x + kept.pop())) * mask
+        return self.last(x)
+
+
+class Interleaved(nn.Module):
+    """Blocks of two lists in turns on two streams, with a weight that is tied across the ends."""
+
+    def __init__(self, width: int = 6, inner: int = 13, depth: int = 3) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False)
+        self.last.weight = self.first.weight
+        self.left = nn.ModuleList(Layer(width, inner) for _ in range(depth))
+        self.right = nn.ModuleList(Layer(width, inner) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = b = self.first(x)
+        for left, right in zip(self.left, self.right, strict=True):
+            a, b = a + left(b), b + right(a)
+        return self.last(a * b)
+
+
+class Branching(SkipNet):
+    """Its forward goes one way or the other by what it computes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if x.sum() > 0 else -x)
+
+
+class Everywhere(SkipNet):
+    """One weight is used between all blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.beside = nn.Linear(6, 6, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in (*self.down, *self.up):
+            x = self.beside(block(x))
+        return self.last(self.middle(self.first(x)))
+
+
+class Counting(SkipNet):
+    """It counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1  # type: ignore[operator]
+        return super().forward(x)

@@ -59,6 +59,10 @@ SLOW: list[tuple[str, int, str, int, dict[str, Any]]] = [
     ("bert", 4, "all_gather", 2, {"parallel": {"tensor_parallel_degree": 2}, "dropout": 0.1}),
     ("llama", 4, "ulysses", 2, {"parallel": STAGES, "memory": {"activation_checkpointing": "full"}, **UNEVEN, **FOUR}),
     ("bert", 4, "auto", 2, {"parallel": STAGES, "dropout": 0.1, **DOCUMENTS, **FOUR}),
+    ("mistral", 2, "ulysses", 2, {"config": {"sliding_window": 4}, **UNEVEN}),
+    ("bert", 2, "all_gather", 2, {"dropout": 0.1, **UNEVEN}),
+    ("roberta", 2, "ring", 2, {"attention": "sdpa"}),
+    ("gpt2", 8, "ring", 2, {"parallel": {"tensor_parallel_degree": 2, "placement_strategy": "spread"}, "dropout": 0.1}),
 ]  # fmt: skip
 CASES: list[tuple[str, int, str, int, dict[str, Any]]] = [  # family, ranks, method, degree, settings
     ("gpt2", 2, "all_gather", 2, {"dropout": 0.1, **UNEVEN}),
@@ -72,13 +76,10 @@ CASES: list[tuple[str, int, str, int, dict[str, Any]]] = [  # family, ranks, met
     ("llama", 2, "ring", 2, {"memory": {"activation_checkpointing": "selective"}, **UNEVEN}),
     ("llama", 2, "ulysses", 2, {"memory": {"activation_checkpointing": "full"}, **DOCUMENTS}),
     ("llama", 4, "ring", 4, {"precision": {"compute": "fp16"}, **DOCUMENTS}),
-    ("mistral", 2, "ulysses", 2, {"config": {"sliding_window": 4}, **UNEVEN}),
     ("mistral", 2, "ring", 2, {"config": {"sliding_window": 4}, **UNEVEN}),
     ("gemma", 2, "ring", 2, {"memory": {"activation_checkpointing": "full", "offload_activations": True}, **DOCUMENTS}),
     ("opt", 2, "ring", 2, {"dropout": 0.1, **UNEVEN, **FP32}),
-    ("bert", 2, "all_gather", 2, {"dropout": 0.1, **UNEVEN}),
     ("bert", 2, "ring", 2, {"dropout": 0.1, **DOCUMENTS}),
-    ("roberta", 2, "ring", 2, {"attention": "sdpa"}),
     ("gpt2", 2, "ring", 2, {"dropout": 0.1, "memory": {
         "activation_checkpointing": "full", "checkpoint_strategy": "group_2", "offload_activations": True,
         "offload_parameters": True}, **DOCUMENTS}),
@@ -97,7 +98,6 @@ TOGETHER: list[tuple[str, int, str, int, dict[str, Any]]] = [
     ("gpt2", 4, "ulysses", 2, {"parallel": {"tensor_parallel_degree": 2}, "dropout": 0.1, **UNEVEN}),
     ("llama", 4, "all_gather", 2, {"parallel": {"tensor_parallel_degree": 2}, **UNEVEN}),
     ("gpt2", 4, "ring", 2, {"parallel": STAGES, "dropout": 0.1, **DOCUMENTS, **FOUR}),
-    ("gpt2", 8, "ring", 2, {"parallel": {"tensor_parallel_degree": 2, "placement_strategy": "spread"}, "dropout": 0.1}),
 ]
 
 

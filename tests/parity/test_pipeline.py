@@ -62,6 +62,10 @@ SLOW: list[tuple[str, int, dict[str, Any]]] = [
     ("mistral", 2, {"parallel": TWO, "layers": 3}),
     ("gemma", 2, {"parallel": TWO, "layers": 3}),
     ("bert", 2, {"parallel": TWO, "layers": 3, "dropout": 0.1}),
+    ("llama", 4, {"parallel": {**FOUR, "virtual_pipeline_degree": 2}, "layers": 9}),
+    ("llama", 2, {"parallel": TWO, "layers": 4,
+                  "memory": {"activation_checkpointing": "full", "checkpoint_strategy": "group_2"}}),
+    ("gpt_neox", 4, {"parallel": TWO, "precision": {"compute": "bf16"}}),
 ]  # fmt: skip
 CASES = [
     # 1F1B and fill-drain, blocks that stages do not divide, a ragged last microbatch, ties across the ends
@@ -78,7 +82,6 @@ CASES = [
     ("gpt2", 4, {"parallel": {**TWO, "pipeline": "zbv"}, "dropout": 0.1, "layers": 5, "training": EIGHT}),
     # virtual stages
     ("gpt2", 2, {"parallel": {**TWO, "virtual_pipeline_degree": 2}, "layers": 5, "dropout": 0.1}),
-    ("llama", 4, {"parallel": {**FOUR, "virtual_pipeline_degree": 2}, "layers": 9}),
     # sharding, replicas, ZeRO-1, and the placements
     ("gpt2", 4, {"parallel": {**TWO, "sharded_data_parallel_degree": 2}, "dropout": 0.1, "training": UNEVEN}),
     ("gpt2", 4, {"parallel": {**TWO, "shard_optimizer_state": True}}),
@@ -91,9 +94,6 @@ CASES = [
     # memory and precision
     ("gpt2", 2, {"parallel": TWO, "memory": {"activation_checkpointing": "full"}, "dropout": 0.1}),
     ("llama", 4, {"parallel": TWO, "memory": {"activation_checkpointing": "full", "offload_activations": True}}),
-    ("llama", 2, {"parallel": TWO, "layers": 4,
-                  "memory": {"activation_checkpointing": "full", "checkpoint_strategy": "group_2"}}),
-    ("gpt_neox", 4, {"parallel": TWO, "precision": {"compute": "bf16"}}),
     ("llama", 4, {"parallel": TWO, "precision": {"compute": "fp16"}}),
     # the other families
     ("gptj", 2, {"parallel": TWO, "layers": 3, "dropout": 0.1, **FP32}),  # this one's attention and the next's

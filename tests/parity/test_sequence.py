@@ -21,6 +21,13 @@ TWO = {"tensor_parallel_degree": 2, "sequence_parallel": True}
 FOUR = {"tensor_parallel_degree": 4, "sequence_parallel": True}
 UNEVEN: dict[str, Any] = {"data": {"sequence_length": 13}}
 FP32: dict[str, Any] = {"precision": {"compute": "fp32"}, "optimizer": {"name": "SGD", "learning_rate": 0.1}}
+SLOW: list[tuple[str, int, dict[str, Any]]] = [
+    ("roberta", 2, {"parallel": TWO, "dropout": 0.1, **UNEVEN}),
+    ("mistral", 4, {"parallel": FOUR, **UNEVEN}),
+    ("qwen3", 2, {"parallel": TWO}),
+    ("gpt2", 2, {"parallel": TWO, "dropout": 0.1, "memory": {"activation_checkpointing": "selective"}}),
+    ("gpt_neox", 4, {"parallel": TWO, "precision": {"compute": "fp16"}}),
+]
 CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("gpt2", 2, {"parallel": TWO, "dropout": 0.1, **UNEVEN}),
     ("gpt2", 4, {"parallel": FOUR, "dropout": 0.1, "data": {"sequence_length": 3}}),  # a rank without positions
@@ -30,21 +37,18 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("gpt_neo", 2, {"parallel": TWO, "dropout": 0.1, **UNEVEN, **FP32}),  # its attention computes in fp32
     ("opt", 2, {"parallel": TWO, "dropout": 0.1, **UNEVEN}),
     ("bert", 2, {"parallel": TWO, "dropout": 0.1}),
-    ("roberta", 2, {"parallel": TWO, "dropout": 0.1, **UNEVEN}),
     ("llama", 4, {"parallel": TWO, "tied": False, **UNEVEN}),
-    ("mistral", 4, {"parallel": FOUR, **UNEVEN}),
-    ("qwen3", 2, {"parallel": TWO}),
     ("gemma", 2, {"parallel": TWO, "memory": {"activation_checkpointing": "full", "offload_activations": True}}),
-    ("gpt2", 2, {"parallel": TWO, "dropout": 0.1, "memory": {"activation_checkpointing": "selective"}}),
     ("gpt2", 2, {"parallel": TWO, "dropout": 0.1, "memory": {"activation_checkpointing": "full",
                  "checkpoint_strategy": "contiguous"}}),
     ("llama", 2, {"parallel": TWO, "precision": {"compute": "bf16"}}),
-    ("gpt_neox", 4, {"parallel": TWO, "precision": {"compute": "fp16"}}),
     ("llama", 2, {"parallel": TWO, "data": {"isolate_documents": True}}),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("family, ranks, settings", CASES)
+@pytest.mark.parametrize(
+    "family, ranks, settings", [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
+)
 def test_agrees_with_one_process(
     world_pool: WorldPool, corpora: Path, family: str, ranks: int, settings: dict[str, Any]
 ) -> None:

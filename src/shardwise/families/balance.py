@@ -1,16 +1,20 @@
-"""Where to cut a chain of blocks into pipeline stages so that the costliest stage costs least.
+"""Where to cut a chain of blocks into pipeline stages so that the costliest rank costs least.
 
 The cost of a block is SMP's: a weighted sum of its share of the memory and of the compute. What stands before the
-blocks and after them belongs to the first and the last stage and counts there.
+blocks and after them belongs to the first and the last stage and counts there. A rank computes and holds all of its
+stages, so that their sum is balanced first, and the largest stage, for which the others wait, second.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, combinations_with_replacement, pairwise, product
 
 from shardwise.families.facts import ModelFacts
+
+ROUND = 12  # decimals of a cost; what differs by less is alike
+FEW = 8  # stages up to which pairs of moves are tried: their number grows with the fourth power
 
 
 def block_costs(facts: ModelFacts, sequence_length: int, memory_weight: float) -> tuple[list[float], float, float]:
@@ -21,8 +25,9 @@ def block_costs(facts: ModelFacts, sequence_length: int, memory_weight: float) -
     """
     attention = 2.0 * sequence_length * facts.hidden_size
     before, after = sum(facts.stages.before.values()), sum(facts.stages.after.values())
-    memory = [*(float(block.parameters) for block in facts.blocks), float(before), float(after)]
-    compute = [*(block.parameters + attention for block in facts.blocks), 0.0, float(after)]
+    sizes = [block.parameters + facts.stages.between.get(number, 0) for number, block in enumerate(facts.blocks)]
+    memory = [*map(float, sizes), float(before), float(after)]
+    compute = [*(size + attention for size in sizes), 0.0, float(after)]
     whole_memory, whole_compute = max(1.0, sum(memory)), max(1.0, sum(compute))
     *blocks, first, last = (
         memory_weight * m / whole_memory + (1 - memory_weight) * c / whole_compute
@@ -31,24 +36,34 @@ def block_costs(facts: ModelFacts, sequence_length: int, memory_weight: float) -
     return blocks, first, last
 
 
-def balance(costs: Sequence[float], stages: int, first: float = 0.0, last: float = 0.0) -> list[int]:
-    """Number of blocks in each stage, at least one, such that the largest stage is smallest; empty if there are fewer.
+def balance(costs: Sequence[float], ranks: Sequence[int], first: float = 0.0, last: float = 0.0) -> list[int]:
+    """Number of blocks in each stage, at least one, such that the costliest rank costs least; empty if there are fewer.
 
-    Exact, by dynamic programming over (blocks placed, stages used); of equal cuts the one with the longest last stage.
+    Exact with one stage on a rank, by dynamic programming over (blocks placed, stages used); of equal cuts the one with
+    the longest last stage. With several the cut of equal stages is improved by moving blocks from stage to stage.
+
+    Args:
+        costs: of the blocks.
+        ranks: of each stage the rank that holds it.
+        first, last: what the first and the last stage cost besides.
     """
-    return list(_balance(tuple(costs), stages, first, last))
+    return list(_balance(tuple(costs), tuple(ranks), first, last))
 
 
 @lru_cache(maxsize=256)  # a search asks for the same few cuts thousands of times
-def _balance(costs: tuple[float, ...], stages: int, first: float, last: float) -> tuple[int, ...]:
-    count = len(costs)
-    if count < stages:
+def _balance(costs: tuple[float, ...], ranks: tuple[int, ...], first: float, last: float) -> tuple[int, ...]:
+    if len(costs) < len(ranks):
         return ()
-    until = [0.0, *accumulate(costs)]
-    extra = [0.0] * stages
+    until = (0.0, *accumulate(costs))
+    extra = [0.0] * len(ranks)
     extra[0] += first
     extra[-1] += last
+    sizes = _even_stages(until, extra)
+    return _even_ranks(sizes, until, ranks, extra) if len(set(ranks)) < len(ranks) else sizes
 
+
+def _even_stages(until: Sequence[float], extra: Sequence[float]) -> tuple[int, ...]:
+    count, stages = len(until) - 1, len(extra)
     best = [float("inf")] * (count + 1)  # largest stage, with this many blocks placed
     best[0] = 0.0
     cuts: list[list[int]] = []
@@ -67,3 +82,47 @@ def _balance(costs: tuple[float, ...], stages: int, first: float, last: float) -
         sizes.append(end - cut[end])
         end = cut[end]
     return tuple(reversed(sizes))
+
+
+def _even_ranks(
+    sizes: tuple[int, ...], until: Sequence[float], ranks: Sequence[int], extra: Sequence[float]
+) -> tuple[int, ...]:
+    """`sizes` with blocks moved between stages, one at a time or two, as long as that helps."""
+    cost = _Cost(until, ranks, extra)
+    best, together = cost(sizes), 1
+    while together <= (2 if len(sizes) <= FEW else 1):
+        found, other = min(((cost(each), each) for each in _moves(sizes, together)), default=(best, sizes))
+        if found < best:
+            best, sizes, together = found, other, 1
+        else:
+            together += 1
+    return sizes
+
+
+class _Cost:
+    """What is made small: the loads of the ranks, the largest first, then the largest stage."""
+
+    def __init__(self, until: Sequence[float], ranks: Sequence[int], extra: Sequence[float]) -> None:
+        self.until, self.ranks, self.extra = until, ranks, extra
+
+    def __call__(self, sizes: Sequence[int]) -> tuple[float, ...]:
+        ends = accumulate(sizes, initial=0)
+        stages = [self.until[e] - self.until[s] + more for (s, e), more in zip(pairwise(ends), self.extra)]
+        loads = dict.fromkeys(self.ranks, 0.0)
+        for rank, stage in zip(self.ranks, stages):
+            loads[rank] += stage
+        return tuple(round(cost, ROUND) for cost in (max(loads.values()), max(stages), *sorted(loads.values())[::-1]))
+
+
+def _moves(sizes: tuple[int, ...], together: int) -> Iterator[tuple[int, ...]]:
+    """Fewer by a block in as many stages as are moved `together`, and more by one in others."""
+    places = list(combinations_with_replacement(range(len(sizes)), together))
+    for less, more in product(places, places):
+        if set(less) & set(more):
+            continue
+        other = list(sizes)
+        for fewer, larger in zip(less, more):
+            other[fewer] -= 1
+            other[larger] += 1
+        if min(other) > 0:
+            yield tuple(other)

@@ -82,6 +82,7 @@ def load_config(job: Job) -> PreTrainedConfig:
     if dropout is not None:
         _guarded(f"model.dropout={dropout}", lambda: _set_dropout(config, dropout))
     _check_layer_drop(config)
+    _check_router_loss(config)
     if section.task == "causal_lm" and type(config) in MODEL_FOR_MASKED_LM_MAPPING and hasattr(config, "is_decoder"):
         config.is_decoder = True  # an encoder such as BERT would see the labels: its attention is not causal otherwise
     return config
@@ -213,6 +214,15 @@ def _check_layer_drop(config: PreTrainedConfig) -> None:
                 f"{name}={value} in the config of {config.model_type!r} skips layers at random, and each rank would "
                 "skip others; set it to 0"
             )
+
+
+def _check_router_loss(config: PreTrainedConfig) -> None:
+    if getattr(config, "output_router_logits", False):
+        raise ModelError(
+            f"output_router_logits=True in the config of {config.model_type!r} asks for a loss that balances experts. "
+            "It is a product of means over the tokens of a forward, so that it would depend on how a step is cut into "
+            "microbatches and ranks, and is not built; set it to false"
+        )
 
 
 def _build_hugging_face(job: Job, config: PreTrainedConfig) -> PreTrainedModel:

@@ -106,6 +106,8 @@ def _stages(
     seen: Probe,
     example: Mapping[str, Tensor] | None,
 ) -> StageFacts:
+    if seen.order is None:
+        return StageFacts(refusal=seen.failure)
     stages = stage_facts(model, lists, ties, seen.order, seen.blocks_are_chain)
     if stages.refusal or isinstance(model, PreTrainedModel) or example is None:
         return stages

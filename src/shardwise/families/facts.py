@@ -69,7 +69,7 @@ class StandIn:
 
 @dataclass(frozen=True)
 class StageFacts:
-    """How a model is cut into pipeline stages: between blocks, which are a chain.
+    """How a model is cut into pipeline stages: between blocks, if they are a chain, else by tracing its forward.
 
     Attributes:
         before: modules outside of the blocks that run before them -> elements of their own parameters.
@@ -78,6 +78,11 @@ class StageFacts:
         outputs: 0 where a block returns its hidden states; n where they are the first of a tuple of n.
         hidden: shape of one sample's hidden states in a module of model.factory; transformers' models have [S, H].
         refusal: why the model cannot be cut, where it cannot.
+        order: the blocks as they run, where each runs once.
+        uses: of a traced model, parameter (outside of blocks) -> numbers of the blocks with which it is used; empty for
+            a chain.
+        between: block number -> elements of the parameters that are used behind it, neither `before` nor `after`.
+        traced: whether stages are pieces of a traced forward.
     """
 
     before: dict[str, int] = field(default_factory=dict)
@@ -86,6 +91,10 @@ class StageFacts:
     outputs: int = 0
     hidden: tuple[int, ...] = ()
     refusal: str = ""
+    order: tuple[str, ...] = ()
+    uses: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    between: dict[int, int] = field(default_factory=dict)
+    traced: bool = False
 
 
 @dataclass(frozen=True)

@@ -84,15 +84,20 @@ def probe(
     """
     if example is None and "input_ids" not in inspect.signature(model.forward).parameters:
         return Probe(failure=f"{type(model).__name__}.forward has no input_ids, and there is no example batch")
-    tokens = torch.empty(ROWS, min(POSITIONS, sequence_length), dtype=torch.long, device="meta")
-    two_sided = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    inputs = example or {"input_ids": tokens} | ({"decoder_input_ids": tokens} if two_sided else {})
+    inputs = example or token_inputs(model, min(POSITIONS, sequence_length))
 
     def observe(device: str, dtype: torch.dtype) -> Probe:
         return _Observation(_copy(model), block_lists, _positions(inputs)).run(inputs, device, dtype)
 
     seen, failure = _attempt(observe)
     return seen or Probe(failure=f"the forward of {type(model).__name__} cannot run on fake tensors: {failure}")
+
+
+def token_inputs(model: nn.Module, positions: int) -> dict[str, Tensor]:
+    """What a language model is called with, on the meta device."""
+    tokens = torch.empty(ROWS, positions, dtype=torch.long, device="meta")
+    two_sided = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    return {"input_ids": tokens} | ({"decoder_input_ids": tokens} if two_sided else {})
 
 
 def _attempt(run: Callable[[str, torch.dtype], Result]) -> tuple[Result | None, str]:

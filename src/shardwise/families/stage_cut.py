@@ -29,16 +29,18 @@ class OrderWatch:
         self.stand_ins: dict[str, StandIn | None] = {}
         self.outputs = 0
         self.hidden: set[tuple[int, ...]] = set()
+        self.calls: list[str] = []
         for name in blocks:
-            model.get_submodule(name).register_forward_pre_hook(self._start)
+            model.get_submodule(name).register_forward_pre_hook(partial(self._start, name))
             model.get_submodule(name).register_forward_hook(self._end)
         for name in outside(model, blocks):
             self.phases[name] = set()
             module = model.get_submodule(name)
             module.register_forward_hook(partial(self._see, name), with_kwargs=True)
 
-    def _start(self, module: nn.Module, args: Any) -> None:
+    def _start(self, name: str, module: nn.Module, args: Any) -> None:
         self.started += 1
+        self.calls.append(name)
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         self.ended += 1
@@ -67,16 +69,17 @@ def stage_facts(
     model: nn.Module,
     lists: Sequence[Sequence[str]],
     ties: Sequence[Sequence[str]],
-    watch: OrderWatch | None,
+    watch: OrderWatch,
     is_chain: bool,
 ) -> StageFacts:
-    """The facts of `model` from one watched forward; `watch` is None where it could not be run."""
-    if watch is None or len(lists) != 1:
-        return StageFacts(refusal=f"it has {len(lists)} lists of blocks" if watch else "its forward cannot be probed")
+    """The facts of `model` from one watched forward."""
+    order = tuple(watch.calls) if sorted(watch.calls) == sorted(name for names in lists for name in names) else ()
+    if len(lists) != 1:
+        return StageFacts(refusal=f"it has {len(lists)} lists of blocks", order=order)
     first = [name for name, phases in watch.phases.items() if phases == {"before"}]
     refusal = next(_refusals(model, lists[0], ties, watch, is_chain), "")
     if refusal:
-        return StageFacts(refusal=refusal)
+        return StageFacts(refusal=refusal, order=order)
     return StageFacts(
         before={name: _own_parameters(model, name) for name in first},
         after={name: _own_parameters(model, name) for name in watch.phases if name not in first},

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from shardwise.draft import SPLIT_SCHEDULES, Draft, stages_of_a_rank
+from shardwise.draft import SPLIT_SCHEDULES, Draft, changed, stages_of_a_rank
 from shardwise.errors import nearest
 from shardwise.legality.rule import Rule, idle
 
 DEGREE, VIRTUAL = "parallel.pipeline_parallel_degree", "parallel.virtual_pipeline_degree"
 MAP, DEFAULT, AUTO = "parallel.partition", "parallel.default_partition", "parallel.auto_partition"
 COUNT = "training.gradient_accumulation"
+BLOCK_KEYS = ("memory.activation_checkpointing", "model.compile", "precision.fp8")
 
 
 def _one_stage(d: Draft) -> bool:
@@ -50,10 +51,18 @@ PIPELINE_RULES = (
     *(idle(f"{key.rpartition('.')[2].replace('_', '-')}-without-stages", key, "there is one pipeline stage", _one_stage)
       for key in ("parallel.pipeline", VIRTUAL, "parallel.active_microbatches", AUTO, "parallel.memory_weight", DEFAULT,
                   MAP)),
-    Rule("pipeline-model", (DEGREE,), "the model has to be a chain of blocks",
+    Rule("pipeline-model", (DEGREE,), "the model has to be a chain of blocks, or one that torch can trace and cut",
          lambda d: not _one_stage(d) and d.facts.stages.refusal,
          fix="use 1",
          because=lambda d: d.facts.stages.refusal),
+    Rule("traced-modules", (DEGREE, *BLOCK_KEYS),
+         "stages that are cut from a traced forward have operators, and no blocks that something could be done to",
+         lambda d: not _one_stage(d) and d.facts.stages.traced and changed(d.job, *BLOCK_KEYS),
+         fix="use checkpointing none, compile false and fp8 none, or pipeline_parallel_degree 1"),
+    Rule("traced-schedule", (DEGREE, "parallel.pipeline"),
+         "in a traced forward the gradients of weights cannot be put off",
+         lambda d: not _one_stage(d) and d.facts.stages.traced and d.parallel.pipeline in SPLIT_SCHEDULES,
+         fix="use pipeline interleaved or simple"),
     Rule("pipeline-loss", (DEGREE, "model.loss"), "the loss of a module of model.factory is taken on the last stage",
          lambda d: not _one_stage(d) and not d.facts.is_hugging_face and d.model.loss is None,
          fix="give model.loss, a function of output and batch, or use pipeline_parallel_degree 1"),

@@ -32,6 +32,7 @@ from shardwise.parallel.sequence import ScatteredRows, WholeRows, scatter_betwee
 from shardwise.parallel.sharded import materialize, shard
 from shardwise.parallel.tensor import partial_parameters, split_tensors, split_vocabulary
 from shardwise.parallel.tensor_map import Cut, TensorMap
+from shardwise.parallel.traced import Tracer, cut_traced
 from shardwise.plan import Plan
 from shardwise.planner.schedule import tied_across
 from shardwise.precision import torch_dtype
@@ -68,7 +69,11 @@ def parallelize(
         for each in models:
             use_liger(each, facts.fusible)
     splits = [_split(each, plan, layout, facts) for each in models]
-    passages = [cut_stage(each, facts, plan, stage) for each, stage in zip(models, stages)]
+    tracer = Tracer(model, facts, plan, device) if stages and facts.stages.traced else None
+    passages = [
+        cut_traced(each, tracer, stage) if tracer else cut_stage(each, facts, plan, stage)
+        for each, stage in zip(models, stages)
+    ]
     together = join_ends(models)
     parts = [
         _part(each, plan, facts, device, split, passage)
@@ -93,7 +98,8 @@ def _part(
 ) -> Part:
     """The order below tensors and stages, down to what is sharded."""
     memory = plan.job.memory
-    names = [block.name for block in facts.blocks if passage is None or block.name not in passage.absent]
+    absent = () if passage is None else passage.absent
+    names = [block.name for block in facts.blocks if block.name not in absent and not facts.stages.traced]
     blocks, inside = [model.get_submodule(name) for name in names], tuple(f"{name}." for name in names)
     groups = group_blocks(blocks, memory.checkpoint_strategy)
     replace_dropout(model)

@@ -220,10 +220,17 @@ class ParallelModel:
             totals.append(torch.stack([loss.detach(), count.to(loss.dtype)]).to(self.accumulation_dtype))
             return loss if seed is None else loss * seed.to(loss.dtype)
 
+        self.prepare(program.inputs(microbatches[0]))
         self.drive(work, len(microbatches), backward=seed is not None)
         if seed is not None:
             self.sum_shared_gradients()
         return torch.stack(totals).sum(0)
+
+    def prepare(self, inputs: dict[str, Any]) -> None:
+        """Let traced stages see what the model is about to be called with."""
+        for part in self.parts:
+            if part.passage is not None and part.passage.prepare is not None:
+                part.passage.prepare(inputs)
 
     def drive(self, work: Work, count: int, backward: bool, last: bool = True) -> None:
         """Call `work` for every microbatch of every part, in the schedule's order, and backward on what it returns.
@@ -291,7 +298,9 @@ class ParallelModel:
 
         if self.pipeline is None:
             return work(0, 0, None)
-        found = self.pipeline.evaluate(work, 1, (*ids.shape, self.facts.hidden_size))
+        self.prepare({"input_ids": ids})
+        shape = None if self.facts.stages.traced else (*ids.shape, self.facts.hidden_size)
+        found = self.pipeline.evaluate(work, 1, shape)
         logits = found[0] if found else torch.empty(len(ids), self.facts.vocabulary_size, device=self.device)
         dist.broadcast(logits, self.pipeline.last_rank, group=self.layout.group("pipeline"))
         return logits

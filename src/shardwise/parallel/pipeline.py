@@ -13,7 +13,7 @@ the ranks and up again, so that the ends of the model meet on rank 0, and tied e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +59,8 @@ class Passage:
         absent: modules of which the stage holds nothing.
         arrived: [B, S, H] from the stage before, for the forward that runs now.
         leaving: [B, S, H] for the stage behind.
+        prepare: of a traced stage, told the inputs of the next forward; it then knows `shapes`.
+        shapes: of what arrives and of what leaves, where these are not hidden states [B, S, H].
     """
 
     stage: int
@@ -66,6 +68,8 @@ class Passage:
     absent: frozenset[str] = frozenset()
     arrived: Tensor | None = None
     leaving: Tensor | None = None
+    prepare: Callable[[Mapping[str, Any]], None] | None = None
+    shapes: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
     @property
     def is_first(self) -> bool:
@@ -187,6 +191,7 @@ class Pipeline:
         self.work: Work | None = None
         self.begin: Callable[[int, bool], None] | None = None
         self._schedule: Any = None
+        self._made_for: Any = None
 
     @property
     def last_rank(self) -> int:
@@ -211,7 +216,9 @@ class Pipeline:
             later: of each part, what its backward leaves for later.
         """
         self.work, self.begin = work, begin
-        self._schedule = self._schedule or self._make_schedule(count, later)
+        shapes = [self.shapes(passage) for passage in self.passages]
+        if self._schedule is None or self._made_for != shapes:
+            self._schedule, self._made_for = self._make_schedule(count, later), shapes
         first = (torch.zeros(count),) if self.passages[0].is_first else ()
         target = {"target": torch.zeros(count)} if self.passages[-1].is_last else {}
         try:
@@ -225,9 +232,11 @@ class Pipeline:
 
     def reshape(self, rows: int, positions: int) -> None:
         """Make ready for hidden states [rows, positions, H], if they were of another shape before."""
-        shape = (rows, positions, self.shape[-1])
-        if shape != self.shape:
-            self.shape, self._schedule = shape, None
+        self.shape = (rows, positions, self.shape[-1])
+
+    def shapes(self, passage: Passage) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of what arrives at a stage and of what leaves it."""
+        return passage.shapes or (self.shape, self.shape)
 
     def evaluate(self, work: Work, count: int, shape: tuple[int, ...] | None = None) -> list[Tensor]:
         """Forward alone, part by part; what the last stage's `work` returned, nothing on other ranks. Collective.
@@ -241,7 +250,7 @@ class Pipeline:
         for part, passage in enumerate(self.passages):
             arriving, here = here, []
             for index in range(count):
-                arrived = arriving[index] if arriving else self._receive(passage, shape or self.shape)
+                arrived = arriving[index] if arriving else self._receive(passage, shape or self.shapes(passage)[0])
                 value = work(part, index, arrived)
                 if passage.is_last:
                     results.append(value)
@@ -278,7 +287,10 @@ class _Stage(PipelineStage):
     """
 
     def __init__(self, pipeline: Pipeline, part: int, passage: Passage, later: WeightGradients | None) -> None:
-        hidden = torch.empty(pipeline.shape, dtype=pipeline.dtype, device="meta", requires_grad=True)
+        arriving, leaving = (
+            torch.empty(shape, dtype=pipeline.dtype, device="meta", requires_grad=True)
+            for shape in pipeline.shapes(passage)
+        )
         loss = torch.empty(1, dtype=torch_dtype(pipeline.plan.dtypes.loss), device="meta", requires_grad=True)
         self._runner = runner = _Runner(pipeline, part, passage)
         super().__init__(
@@ -286,8 +298,8 @@ class _Stage(PipelineStage):
             passage.stage,
             passage.stages,
             pipeline.device,
-            input_args=(torch.empty(1, device="meta") if passage.is_first else hidden,),
-            output_args=(loss if passage.is_last else hidden,),
+            input_args=(torch.empty(1, device="meta") if passage.is_first else arriving,),
+            output_args=(loss if passage.is_last else leaving,),
             group=pipeline.group,
             dw_builder=None if later is None else later.take,
         )
@@ -321,9 +333,10 @@ class _Runner(nn.Module):
         value = self.pipeline.work(self.part, self.number, None if self.passage.is_first else arrived)
         if self.passage.is_last:
             return value.view(1)
-        if value.shape != self.pipeline.shape or value.dtype != self.pipeline.dtype:
+        awaited = self.pipeline.shapes(self.passage)[1]
+        if value.shape != awaited or value.dtype != self.pipeline.dtype:
             raise ModelError(
                 f"stage {self.passage.stage} makes hidden states {list(value.shape)} of {value.dtype}, and the next "
-                f"one waits for {list(self.pipeline.shape)} of {self.pipeline.dtype}; use pipeline_parallel_degree 1"
+                f"one waits for {list(awaited)} of {self.pipeline.dtype}; use pipeline_parallel_degree 1"
             )
         return value

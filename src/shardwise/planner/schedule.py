@@ -25,7 +25,8 @@ class Stage:
 
 def stages(plan: Plan, facts: ModelFacts) -> list[Stage]:
     """The stages of `plan`, in order; none without a pipeline."""
-    sizes = {block.name: block.parameters for block in facts.blocks}
+    between = facts.stages.between
+    sizes = {block.name: block.parameters + between.get(n, 0) for n, block in enumerate(facts.blocks)}
     attention = 12.0 * plan.sequence_length * facts.hidden_size
     last = len(plan.stages) - 1
     found = []
@@ -47,6 +48,9 @@ def holders(plan: Plan, facts: ModelFacts) -> dict[str, tuple[int, ...]]:
     for name in facts.parameter_shapes:
         if name in facts.block_of:
             found[name] = (stage_of[facts.block_of[name]],)
+            continue
+        if facts.stages.traced:
+            found[name] = tuple(sorted({stage_of[facts.blocks[n].name] for n in facts.stages.uses[name]}))
             continue
         owners = {each.rpartition(".")[0] for each in groups.get(name, (name,))}
         ends = ((0, facts.stages.before), (last, facts.stages.after))

@@ -19,6 +19,7 @@ from shardwise.errors import DataError, ModelError
 from shardwise.families.build import build_model
 from shardwise.families.discovery import discover
 from shardwise.families.facts import ModelFacts
+from shardwise.families.traced_cut import cut_by_trace
 from shardwise.layout import Layout
 from shardwise.parallel.apply import parallelize
 from shardwise.parallel.model import ParallelModel, Program
@@ -69,6 +70,8 @@ def study(job: Job) -> ModelFacts:
     example = _example(job, prepare(job)) if data_format(job.data) == "factory" else None
     model = build_model(job)
     facts = discover(model, job, example)
+    if job.parallel.pipeline_parallel_degree > 1:
+        facts = cut_by_trace(model, facts, job.data.sequence_length, example)
     if job.model.path is not None:
         match_weights(model, facts, job.model.path)
     return facts

@@ -1,0 +1,329 @@
+"""Cuts the forward of a model that is no chain of blocks, by torch's `pipeline()` (`torch.export`), into pieces.
+
+The traced pieces call operators, not modules; they read parameters by the names of the unmodified model. What crosses a
+cut may come from any piece before it (skip connections). Values that follow from the batch alone, such as masks, need
+not travel: whoever wants them makes them again, by the part of a piece that leads to them.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import operator
+import warnings
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass, field
+from io import StringIO
+from itertools import chain, repeat
+from types import MethodType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.distributed.pipelining import pipe_split, pipeline
+from transformers import PreTrainedModel
+
+from shardwise._torch_compat import FakeTensorMode, tree_flatten, tree_leaves, tree_unflatten
+
+Value = tuple[int, int]  # (piece, number of its output); piece -1: a tensor of the batch
+Dropout = Callable[..., Tensor]  # (values, probability, name, use), in the place of torch's
+PIECE = "submod_pp_"  # torch's names of the pieces: with their numbers
+_ROOT = {"": ("", "torch.nn.Module")}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The operators between two cuts.
+
+    Attributes:
+        state: names of the parameters, buffers and constants it reads.
+        takes: what it computes from.
+        run: (state ..., takes ...) -> list of the tensors it gives.
+        bound: names of its operators that work on more than the batch.
+    """
+
+    state: tuple[str, ...]
+    takes: tuple[Value, ...]
+    run: fx.GraphModule
+    bound: set[str] = field(default_factory=set)
+
+
+@dataclass
+class Trace:
+    """A forward in pieces.
+
+    Attributes:
+        inputs: names of the batch's tensors, in order.
+        constants: tensors that the forward made from numbers.
+        outputs: the tensors of the model's output.
+        rebuild: those tensors -> the output.
+        shapes: of every value that leaves a piece.
+        free: values that follow from the batch alone.
+        dtype: of parameters.
+    """
+
+    inputs: tuple[str, ...]
+    pieces: list[Piece]
+    constants: dict[str, Tensor]
+    outputs: list[Value]
+    rebuild: Callable[[list[Tensor]], Any]
+    shapes: dict[Value, tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
+    free: set[Value] = field(default_factory=set)
+    dtype: torch.dtype = torch.float32
+    _remade: dict[int, list[Piece]] = field(default_factory=dict)
+
+    def needed(self, piece: int) -> list[Value]:
+        """What piece `piece`, or one behind it, or the output needs of the pieces before."""
+        later = [value for each in self.pieces[piece:] for value in each.takes] + self.outputs
+        return sorted({value for value in later if 0 <= value[0] < piece})
+
+    def crossing(self, piece: int) -> list[Value]:
+        """What has to travel over the cut before `piece`."""
+        return [value for value in self.needed(piece) if value not in self.free]
+
+    def remade(self, piece: int) -> list[Piece]:
+        """For each piece before `piece` the part of it that makes what `piece` needs from the batch alone, in order."""
+        if piece not in self._remade:
+            wanted = {value for value in (*self.pieces[piece].takes, *self.outputs) if value in self.free}
+            parts: list[Piece] = []
+            for number in reversed(range(piece)):
+                part = _pruned(self.pieces[number], [out for maker, out in sorted(wanted) if maker == number])
+                wanted |= {value for value in part.takes if value[0] >= 0}
+                parts.insert(0, part)
+            self._remade[piece] = parts
+        return self._remade[piece]
+
+
+def trace(
+    model: nn.Module,
+    starts: Sequence[str],
+    inputs: Mapping[str, Tensor],
+    device: torch.device,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    blocks: Collection[str],
+    dropout: Dropout | None = None,
+) -> Trace:
+    """The forward of `model` (on meta; it stays as it is) in pieces that begin with the calls of `starts`.
+
+    Args:
+        inputs: the forward's keyword arguments; shapes and dtypes count, and stay those of the pieces.
+        device: where the pieces run.
+        dtypes: of parameters when they are used, and of buffers.
+        blocks: names of blocks, by which functional dropout is counted.
+        dropout: what the pieces call to drop; unset: torch's own.
+
+    Raises:
+        Exception: whatever torch raises where it cannot trace; `reason` says it in a sentence.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    traced, spec = _stand_in(model, mode, device, dtypes), SimpleNamespace()
+    traced.forward = MethodType(_flat_forward(traced.forward, tuple(inputs), spec), traced)
+    for name in starts:
+        traced.get_submodule(name).register_forward_pre_hook(lambda module, args: pipe_split())
+    kinds = {name: type(module) for name, module in model.named_modules(remove_duplicate=False)}
+    values = tuple(_fake(mode, tensor, device, tensor.dtype) for tensor in inputs.values())
+    with _quiet():
+        pipe = pipeline(traced, values, split_policy=lambda gm: _flatten(gm, kinds, blocks, dropout))
+    if pipe.num_stages != len(starts) + 1:
+        raise RuntimeError(f"{pipe.num_stages} pieces came out of {len(starts)} cuts: a block runs more than once")
+    return _read(pipe.split_gm, Trace(tuple(inputs), [], {}, [], spec.rebuild, dtype=dtypes[0]), model, blocks)
+
+
+def reason(error: Exception) -> str:
+    """What torch says, in its first line."""
+    cause: BaseException = error.__cause__ or error
+    lines = str(cause).strip().splitlines()
+    return f"{type(cause).__name__}: {lines[0]}" if lines else type(cause).__name__
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Where torch cannot trace it prints the graph so far and logs; the error alone says enough."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
+
+
+def _fake(mode: Any, tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    with mode:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=device)
+
+
+def _stand_in(model: nn.Module, mode: Any, device: torch.device, dtypes: tuple[torch.dtype, torch.dtype]) -> Any:
+    """A copy on fake tensors in which nothing is tied: torch 2.13 cannot sink a parameter of two names."""
+    traced = copy.deepcopy(model, {id(buffer): buffer for buffer in model.buffers()})
+    seen: set[int] = set()
+    for name, module in list(traced.named_modules(remove_duplicate=False)):
+        if id(module) in seen:
+            owner, _, leaf = name.rpartition(".")
+            module = copy.copy(module)
+            module._parameters, module._buffers = dict(module._parameters), dict(module._buffers)
+            traced.get_submodule(owner)._modules[leaf] = module
+        seen.add(id(module))
+        for held, dtype in zip((module._parameters, module._buffers), dtypes, strict=True):
+            for leaf, tensor in held.items():
+                if tensor is not None:
+                    kind = dtype if tensor.is_floating_point() else tensor.dtype
+                    fake = _fake(mode, tensor, device, kind)
+                    held[leaf] = nn.Parameter(fake, tensor.requires_grad) if held is module._parameters else fake
+    return traced
+
+
+def _flat_forward(forward: Callable[..., Any], names: Sequence[str], spec: SimpleNamespace) -> Callable[..., Any]:
+    """`forward` from tensors to a tuple of tensors; how the output is put together again goes to `spec.rebuild`."""
+
+    def run(self: nn.Module, *values: Tensor) -> tuple[Tensor, ...]:
+        output = forward(**dict(zip(names, values, strict=True)))
+        if isinstance(self, PreTrainedModel):  # the loss reads nothing else, and caches would cross the cuts
+            spec.rebuild = lambda tensors: SimpleNamespace(logits=tensors[0])
+            return (output.logits,)
+        leaves, form = tree_flatten(output)
+        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+        def rebuild(tensors: list[Tensor]) -> Any:
+            whole = list(others)
+            for place, tensor in zip(places, tensors, strict=True):
+                whole[place] = tensor
+            return tree_unflatten(whole, form)
+
+        spec.rebuild = rebuild
+        return tuple(leaves[place] for place in places)
+
+    return run
+
+
+def _flatten(
+    graph: fx.GraphModule, kinds: Mapping[str, type], blocks: Collection[str], dropout: Dropout | None
+) -> fx.GraphModule:
+    """Let pieces be plain lists of operators, and name each dropout by its module and its use."""
+    uses: Counter[str] = Counter()
+    for node in graph.graph.nodes:
+        stack = [name for name, _ in (node.meta.get("nn_module_stack") or {}).values()]
+        if dropout is not None and node.target is torch.ops.aten.dropout.default:
+            values, probability, training = node.args
+            inner = stack[-1] if stack else ""
+            block = next((name for name in stack if name in blocks), "")
+            name = inner if issubclass(kinds.get(inner, nn.Module), nn.Dropout) else f"{block}/functional"
+            uses[name] += 1
+            node.target = dropout
+            node.args = (values, probability if training else 0.0, name, uses[name])
+        node.meta["nn_module_stack"] = _ROOT
+    return graph
+
+
+# --- torch's split graph ---------------------------------------------------------------------------------------------
+
+
+def _read(split: Any, found: Trace, model: nn.Module, blocks: Collection[str]) -> Trace:
+    """Torch's graph of pieces into `found`."""
+    values: dict[fx.Node, Value] = {}
+    weights = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    state = weights | {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    owners = (*(name.rpartition(".")[0] for name in weights if "." in name), *blocks)
+    # A buffer that stands beside weights, or in a block, has values only on the stage of those.
+    bound = weights | {name for name in state if name.startswith(tuple(f"{owner}." for owner in owners))}
+    calls: dict[int, fx.Node] = {}  # torch sorts pieces by what they need; their numbers are the forward's order
+    for node in split.graph.nodes:
+        if node.op == "placeholder":
+            values[node] = (-1, len(found.free))
+            found.free.add(values[node])
+        elif node.op == "call_module":
+            number = int(node.target.removeprefix(PIECE))
+            calls[number], values[node] = node, (number, 0)
+        elif node.op == "output":
+            found.outputs = [values[leaf] for leaf in tree_leaves(node.args) if isinstance(leaf, fx.Node)]
+        elif node.target is operator.getitem:
+            values[node] = (values[node.args[0]][0], node.args[1])
+    for number in range(len(calls)):
+        arguments: Any = calls[number].args
+        takes = tuple(values[each] for each in arguments)
+        found.pieces.append(_piece(split.get_submodule(calls[number].target), found, state, takes))
+        _follow(found, bound)
+    return found
+
+
+def _piece(module: Any, found: Trace, state: set[str], takes: tuple[Value, ...]) -> Piece:
+    """Torch's module of a piece: what it reads becomes arguments, its output a list."""
+    graph, names = fx.Graph(), list[str]()  # without torch's calling convention for the first piece
+    graph.output(graph.graph_copy(module.graph, {}))
+    reads = [node for node in graph.nodes if node.op == "get_attr"]
+    for node in reversed(reads):
+        name = node.target
+        if name not in state:
+            constant = operator.attrgetter(name)(module)
+            if not isinstance(constant, Tensor):
+                raise RuntimeError(f"torch traced a graph inside of the graph, {name}")
+            name = f"{len(found.pieces)}/{name}"
+            found.constants[name] = constant
+        names.insert(0, name)
+        with graph.inserting_before(None):
+            argument = graph.placeholder(f"read_{len(names)}")
+        node.replace_all_uses_with(argument)
+        graph.erase_node(node)
+    end = next(node for node in graph.nodes if node.op == "output")
+    end.args = (list(end.args[0]) if isinstance(end.args[0], tuple | list) else [end.args[0]],)
+    _check_writes(graph)
+    return Piece(tuple(names), takes, fx.GraphModule(nn.Module(), graph))
+
+
+def _follow(found: Trace, names: set[str]) -> None:
+    """Shapes of what the last piece gives, and which of it follows from the batch alone: from no state in `names`."""
+    piece, number = found.pieces[-1], len(found.pieces) - 1
+    sources = (name in names for name in piece.state), (value not in found.free for value in piece.takes)
+    bound: set[fx.Node] = set()
+    nodes: list[Any] = list(piece.run.graph.nodes)
+    for node, is_bound in zip(nodes, chain(*sources, repeat(False)), strict=False):
+        if is_bound or any(source in bound for source in node.all_input_nodes):
+            bound.add(node)
+            for written in _written(node):  # and what it is a view of
+                while isinstance(written, fx.Node) and written.op != "placeholder":
+                    bound.add(written)
+                    written = written.args[0] if written.args else None
+        if node.op == "output":
+            for output, given in enumerate(node.args[0]):
+                found.shapes[number, output] = given.meta["val"].shape, given.meta["val"].dtype
+                if given not in bound:
+                    found.free.add((number, output))
+    piece.bound.update(node.name for node in bound)
+
+
+def _written(node: fx.Node) -> list[Any]:
+    """The arguments that an operator writes into."""
+    schema = getattr(node.target, "_schema", None)
+    pairs = zip(node.args, schema.arguments, strict=False) if schema is not None else ()
+    return [value for value, argument in pairs if argument.alias_info and argument.alias_info.is_write]
+
+
+def _check_writes(graph: fx.Graph) -> None:
+    """Refuse what changes a buffer, or a tensor that came over a cut."""
+    for node in graph.nodes:
+        name = str(node.target)
+        if "batch_norm" in name or any(getattr(value, "op", "") == "placeholder" for value in _written(node)):
+            raise RuntimeError(f"its forward changes a buffer or an input in place, by {name}")
+
+
+def _pruned(piece: Piece, outputs: Iterable[int]) -> Piece:
+    """The part of a piece that leads to `outputs`; it gives None for the others."""
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    graph.graph_copy(piece.run.graph, copies)
+    end, wanted = next(node for node in piece.run.graph.nodes if node.op == "output"), set(outputs)
+    graph.output([copies[node] if number in wanted else None for number, node in enumerate(end.args[0])])
+    writing = {copies[node] for node in copies if _written(node) and node.name not in piece.bound}
+    graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or node in writing)
+    arguments = [node for node in graph.nodes if node.op == "placeholder"]
+    sources: list[Any] = [*piece.state, *piece.takes]
+    kept = [source for node, source in zip(arguments, sources, strict=True) if node.users]
+    for node in arguments:
+        if not node.users:
+            graph.erase_node(node)
+    state = tuple(source for source in kept if isinstance(source, str))
+    takes = tuple(source for source in kept if not isinstance(source, str))
+    return Piece(state, takes, fx.GraphModule(nn.Module(), graph))
