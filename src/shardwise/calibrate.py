@@ -1,9 +1,13 @@
 """This machine's own probe: what its CPU, memory and collectives do, and how long short trainings take.
 
 On 1, 2 and 4 processes that share the cores, as a job's workers would: a ladder of fp32 matrix products, a copy, a
-ladder of all-gathers (time = hops + bytes / bandwidth, by least squares), and a few steps of the default model, against
-whose predicted time every later prediction is corrected. The constants are kept in the cache
-(`shardwise.planner.local`), with when and how they were measured. A machine with other work gives worse constants.
+ladder of all-gathers (time = hops + bytes / bandwidth, by least squares), and a few steps of the default job, against
+whose predicted time every later prediction is corrected. All of it is done in several rounds that go through the
+numbers of processes in turn, and medians over the rounds are kept: a machine is slower and faster from one minute to
+the next, and whatever else ran during one round should not stand for one number of processes alone. The constants are
+kept in the cache (`shardwise.planner.local`), with when and how they were measured. A machine with other work gives
+worse constants.
+
 Collectives are those that training takes by default: the native engine's where it can run, else Gloo's.
 
 A process grows in its first steps beside what the closed form of memory counts: libraries make buffers, and the C
@@ -53,9 +57,10 @@ PROCESSES = (1, 2, 4)
 PRODUCTS = ((2048, 256, 1024), (2048, 384, 384), (1024, 384, 4096))  # rows, inner, columns, as of the default model
 COPIED = 64 << 20  # bytes
 GATHERED = (1 << 14, 1 << 17, 1 << 20, 1 << 22)  # bytes of each rank
-REPEATS = 5
-STEPS = 4  # of the short trainings; the first does not count
-ROWS = (2, 8)  # sequences of a microbatch; the short trainings that are timed have the first
+ROUNDS = 2  # through the numbers of processes
+REPEATS = 9
+STEPS = 4  # of the short trainings; the first does not count, in which buffers are made
+ROWS = (2, 8)  # sequences of a microbatch of the trainings that tell how a process grows
 TIMEOUT = 600
 
 Say = Callable[[str], None]
@@ -80,15 +85,17 @@ class RankProbe:
 
 
 def probe(say: Say = print) -> MachineConstants:
-    """Measure this machine. Starts and ends processes of its own; takes about a minute where nothing else runs."""
-    found: dict[int, RankProbe] = {}
+    """Measure this machine. Starts and ends processes of its own; takes some two minutes where nothing else runs."""
+    rounds: dict[int, list[RankProbe]] = {ranks: [] for ranks in PROCESSES}
     backend = _backend(say)
-    for ranks in PROCESSES:
-        say(f"measuring with {ranks} process{'es' if ranks > 1 else ''}")
-        found[ranks] = slowest(run_local(_rank, (probe_job(ranks).model_dump(), backend), ranks))
+    for number in range(1, ROUNDS + 1):
+        for ranks, probes in rounds.items():
+            say(f"round {number} of {ROUNDS}: measuring with {ranks} process{'es' if ranks > 1 else ''}")
+            probes.append(slowest(run_local(_rank, (probe_job(ranks).model_dump(), backend), ranks)))
+    found = {ranks: middle(probes) for ranks, probes in rounds.items()}
     say("measuring how a process grows")
     growth, share = fitted_growth(
-        *(run_local(_grown, (probe_job(1, rows).model_dump(), backend), 1)[0] for rows in ROWS)
+        *(run_local(_grown, (growing_job(rows).model_dump(), backend), 1)[0] for rows in ROWS)
     )
     gathers = {ranks: each.gathers for ranks, each in found.items() if ranks > 1}
     hop, link = fitted(gathers)
@@ -139,6 +146,17 @@ def slowest(ranks: Sequence[RankProbe]) -> RankProbe:
     )
 
 
+def middle(rounds: Sequence[RankProbe]) -> RankProbe:
+    """The median of each measurement over the rounds."""
+    sizes = [size for size, _ in rounds[0].gathers]
+    return RankProbe(
+        median(each.tflops for each in rounds),
+        median(each.bandwidth for each in rounds),
+        [(size, median(each.gathers[number][1] for each in rounds)) for number, size in enumerate(sizes)],
+        median(each.step_seconds for each in rounds),
+    )
+
+
 def fitted(gathers: dict[int, list[tuple[int, float]]]) -> tuple[float, float]:
     """(seconds of a hop, GB/s) of rings: (n - 1) hops, each of one rank's bytes; least squares of relative errors."""
     import numpy as np
@@ -152,12 +170,17 @@ def fitted(gathers: dict[int, list[tuple[int, float]]]) -> tuple[float, float]:
     return max(float(hop), 1e-7), 1.0 / max(float(inverse), 1e-6)
 
 
-def probe_job(ranks: int, rows: int = ROWS[0]) -> Job:
-    """The default model on few rows."""
+def probe_job(ranks: int) -> Job:
+    """The default job on so many processes."""
+    return Job.model_validate({"parallel": {"workers": ranks, "device": "cpu"}})
+
+
+def growing_job(rows: int) -> Job:
+    """The default model on one process, with so many sequences in a microbatch."""
     return Job.model_validate(
         {
-            "parallel": {"workers": ranks, "device": "cpu"},
-            "training": {"sequences_per_step": max(rows, ROWS[0] * max(PROCESSES)), "microbatch_size": rows},
+            "parallel": {"workers": 1, "device": "cpu"},
+            "training": {"sequences_per_step": max(ROWS), "microbatch_size": rows},
         }
     )
 

@@ -100,9 +100,12 @@ def test_intervals_hold_what_they_say() -> None:
 
 
 def test_a_stack_nobody_measured_is_as_uncertain_as_the_others_differ() -> None:
-    near, far = [(0.02, 0.0)] * 50, [(0.3, 0.0)] * 5
-    assert unknown_spread([near] * 9 + [far], 0.0) == 0.05
-    assert unknown_spread([near] * 3 + [far], 0.0) == pytest.approx(0.3 / EIGHTY)
+    """Each of the others counts once, by its usual error, however many rows it has and however wrong the worst are."""
+    near, far = [(0.02, 0.0)] * 50, [(0.3, 0.0)] * 4 + [(5.0, 0.0)]
+    assert unknown_spread([near] * 4) == 0.05
+    half = 0.3 / 0.6745
+    assert unknown_spread([near] * 3 + [far]) == pytest.approx((half**2 / 4) ** 0.5, rel=0.01)
+    assert unknown_spread([near] * 3 + [far]) == unknown_spread([near[:5]] * 3 + [far])
     assert probed_spread([0.0, 0.0, 0.0]) < probed_spread([0.2, -0.2, 0.0])
 
 

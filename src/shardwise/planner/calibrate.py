@@ -208,7 +208,7 @@ def _with_spread(given: Sequence[Sample], constants: Constants) -> Constants:
     waits = wait_spread(list(scatter.values()))
     unknown = Constants(constants.accelerators, {"default": constants.stacks["default"]})
     strangers = [_scatter(own, unknown) for own in groups.values()]
-    found = {"default": replace(constants.stacks["default"], spread=unknown_spread(strangers, waits))}
+    found = {"default": replace(constants.stacks["default"], spread=unknown_spread(strangers))}
     for name, own in groups.items():
         errors = [error for error, _ in scatter[name]]
         source = _source(errors, [sample.row for sample in own])

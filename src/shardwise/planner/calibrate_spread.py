@@ -6,18 +6,23 @@ traffic, launching and waiting, which no row's configuration tells as well. Each
 
 - `wait_spread`, one for all stacks: of several, that with the narrowest intervals on the geometric mean.
 - `spread` of a stack: of its own rows, drawn to the usual one where there are few.
-- `unknown_spread`: of rows predicted without their stack's constants, each stack counting alike. A stack's rows err
-  together, so this holds for 80 % of stacks' rows in the long run, not in each stack.
+- `unknown_spread`: variance between stacks, of rows predicted without their stack's constants. A stack's rows err
+  together, so which stacks are measured matters more than how many rows they have: each counts once, by the size of its
+  usual error, and the mean of their squares is what a further stack is expected to have (the between-group variance of
+  a random-effects model; Higgins, Thompson and Spiegelhalter 2009, section 4). Some stacks' rows are then all inside
+  and some stacks' half outside; 80 % is meant over stacks.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from statistics import median
 
 from shardwise.planner.prediction import EIGHTY
 
 Scatter = Sequence[tuple[float, float]]  # (log error, share of waits) of rows
+HALF = 0.6745  # standard deviations that hold half of a normal distribution
 HELD = 0.8  # share of the rows that an interval holds
 USUAL = 0.05  # spread of computation on a stack that is well known
 USUAL_ROWS = 8.0  # rows that the usual spread counts as
@@ -32,13 +37,14 @@ def wait_spread(stacks: Sequence[Scatter]) -> float:
 def spread(scatter: Scatter, waits: float) -> float:
     """Of computation on a stack, from its rows."""
     rows = len(scatter)
-    own = _needed([(scatter, 1.0 / (rows + 1))], waits)  # a further row is among those that have to be held
+    own = _needed(scatter, waits)
     return math.sqrt((rows * own**2 + USUAL_ROWS * USUAL**2) / (rows + USUAL_ROWS))
 
 
-def unknown_spread(stacks: Sequence[Scatter], waits: float) -> float:
-    """Of computation on a stack that nobody has measured, from rows predicted as if nobody had."""
-    return max(USUAL, _needed([(scatter, 1.0 / len(scatter)) for scatter in stacks], waits))
+def unknown_spread(stacks: Sequence[Scatter]) -> float:
+    """Of a stack that nobody has measured, from rows of others that were predicted as if nobody had."""
+    usual = [median(abs(error) for error, _ in scatter) / HALF for scatter in stacks]
+    return max(USUAL, math.sqrt(math.fsum(size**2 for size in usual) / len(usual)))
 
 
 def probed_spread(errors: Sequence[float]) -> float:
@@ -49,19 +55,10 @@ def probed_spread(errors: Sequence[float]) -> float:
     return math.sqrt(own * (1 + 1 / max(1, len(errors))))
 
 
-def _needed(stacks: Sequence[tuple[Scatter, float]], waits: float) -> float:
-    """The spread with which intervals hold 80 % of every stack's weight; each of its rows has that given."""
-    rows = sorted(
-        (math.sqrt(max(0.0, (error / EIGHTY) ** 2 - (waits * share) ** 2)), weight)
-        for scatter, weight in stacks
-        for error, share in scatter
-    )
-    wanted, below = HELD * len(stacks), 0.0
-    for needed, weight in rows:
-        below += weight
-        if below >= wanted - 1e-9:
-            return needed
-    return rows[-1][0]
+def _needed(scatter: Scatter, waits: float) -> float:
+    """The spread with which intervals hold 80 % of the rows and of one more, which is yet to come."""
+    needed = sorted(math.sqrt(max(0.0, (error / EIGHTY) ** 2 - (waits * share) ** 2)) for error, share in scatter)
+    return needed[min(len(needed), math.ceil(HELD * (len(needed) + 1) - 1e-9)) - 1]
 
 
 def _width(scatter: Scatter, waits: float) -> float:

@@ -4,8 +4,11 @@ A group has n ranks, r of them on each node, m = n/r nodes. S bytes are the whol
 a second: its own link inside a node, and between nodes its share of the node's network, B·r/per_node over the r rings
 that leave it (all groups of the axis run at once).
 
-- ring (Thakur, Rabenseifner and Gropp 2005, section 4.1): all-gather and reduce-scatter (n-1)/n·S/b + (n-1)·hop, with
-  b of the slower kind of link; all-reduce moves twice as much, its two halves one behind the other.
+- ring (Thakur, Rabenseifner and Gropp 2005, section 4.1): all-gather and reduce-scatter (n-1)/n·S/b + (n-1)·hop inside
+  a node. Between nodes a ring's steps are cut in slices, of which one is on its way while the next is sent, so that
+  latency hides behind transfer and the other way round: hypot of the two terms, with b of the slower kind of link. So
+  groups over nodes take (n-1) hops for small tensors, and large ones b. All-reduce moves twice as much, its two halves
+  one behind the other.
 - tree (Sanders, Speck and Traff 2009, double binary trees as NCCL builds them): all-reduce 2·S/b + 2·log2(m)·hops.
 - hierarchical: inside the nodes and between them one after the other, so that only m - 1 hops are between nodes.
 - direct, SMDDP's all-gather: every rank sends its part to its peers of all nodes at once, so that one hop is paid, and
@@ -89,7 +92,7 @@ def gather(size: float, over: Group, algorithm: str = "nccl") -> float:
     if over.nodes == 1:
         return share / over.intra + (over.ranks - 1) * over.hop
     if algorithm == "nccl":
-        return share / min(over.intra, over.inter) + (over.ranks - 1) * over.far_hop
+        return math.hypot(share / min(over.intra, over.inter), (over.ranks - 1) * over.far_hop)
     far = (over.nodes - 1) / over.nodes * size
     if algorithm == "smddp":
         return max(share / over.intra, far / (over.nominal * DIRECT)) + over.far_hop + over.local * over.hop

@@ -7,6 +7,7 @@ import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import combinations
 from typing import Any
 
@@ -82,7 +83,7 @@ def evaluate(
     others are scored. `leave_one_stack_out`: each stack is predicted by constants refitted without any of its rows.
     """
     given = constants or shipped()
-    choose = _left_out(rows) if leave_one_stack_out else lambda stack: given
+    choose: Choice = _left_out if leave_one_stack_out else lambda stack: given
     probed, probes = _probe(rows, choose, probe_rows, probe_seed) if probe_rows else ({}, set())
     results = []
     for index, row in enumerate(rows):
@@ -92,20 +93,12 @@ def evaluate(
     return results
 
 
-def _left_out(rows: Sequence[Row]) -> Choice:
-    """Constants refitted without the stack asked for, once for each stack that has rows to fit on."""
+@cache
+def _left_out(stack: str) -> Constants:
+    """Constants refitted without a stack; those shipped where none of its rows was fitted on."""
     known = samples(shipped_rows())
-    fitted: dict[str, Constants] = {}
-
-    def choose(stack: str) -> Constants:
-        rest = [sample for sample in known if sample.row.text["stack"] != stack]
-        if len(rest) == len(known):
-            return without(shipped(), stack)
-        if stack not in fitted:
-            fitted[stack] = fit(rest)
-        return without(fitted[stack], stack)
-
-    return choose
+    rest = [sample for sample in known if sample.row.text["stack"] != stack]
+    return without(shipped() if len(rest) == len(known) else fit(rest), stack)
 
 
 def without(constants: Constants, stack: str) -> Constants:

@@ -44,10 +44,18 @@ class MachineConstants:
     source: str
     growth_share: float = 0.0
 
-    def at(self, of: dict[int, float], ranks: int) -> float:
-        """The value for `ranks` processes: the nearest number that was measured, at a rank's share beyond it."""
-        known = min(of, key=lambda count: (abs(count - ranks), count))
-        return of[known]
+    def rate(self, of: dict[int, float], ranks: int) -> float:
+        """A rate of one of `ranks` processes: its share of what the nearest number that was measured does together."""
+        known = _nearest(of, ranks)
+        return of[known] * known / ranks
+
+    def factor(self, ranks: int) -> float:
+        """The correction of a step of `ranks` processes: that of the nearest number that was measured."""
+        return self.step_factor[_nearest(self.step_factor, ranks)]
+
+
+def _nearest(of: dict[int, float], ranks: int) -> int:
+    return min(of, key=lambda count: (abs(count - ranks), count))
 
 
 def constants_path() -> Path:
@@ -94,10 +102,10 @@ def cpu_cluster(ranks: int, constants: MachineConstants | None = None) -> Cluste
     constants = constants or machine_constants()
     if constants is None:
         return replace(named, accelerator=replace(CPU, memory_bytes=memory))
-    rate = constants.at(constants.tflops, ranks)
+    rate = constants.rate(constants.tflops, ranks)
     measured: Accelerator = replace(
         CPU, memory_bytes=memory, fp64=rate / 2, fp32=rate, fp16=rate / 2, bf16=rate / 2,
-        bandwidth=constants.at(constants.bandwidth, ranks), matmul=1.0, memory_bound=1.0,
+        bandwidth=constants.rate(constants.bandwidth, ranks), matmul=1.0, memory_bound=1.0,
     )  # fmt: skip
     link = Fabric("measured", 1.0, constants.hop_seconds)
     return replace(named, accelerator=measured, intra=constants.link, link=link)
@@ -127,4 +135,4 @@ def step_factor(world: World) -> float:
     constants = machine_constants()
     if world.device_type != "cpu" or constants is None:
         return 1.0
-    return constants.at(constants.step_factor, world.size)
+    return constants.factor(world.size)

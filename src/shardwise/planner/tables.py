@@ -14,11 +14,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from shardwise.errors import TableError
-from shardwise.planner.hardware import ACCELERATORS, GIB, USABLE, Accelerator, read_data
+from shardwise.planner.hardware import ACCELERATORS, GIB, USABLE, Accelerator, find_accelerator, read_data
 from shardwise.planner.inventory import fabrics, presets
 from shardwise.planner.prediction import Cluster, Configuration, ModelShape, Prediction, Stack
+from shardwise.planner.unstated import with_checkpointing, with_microbatch
 
 # Column -> the largest value that its unit allows.
 NUMBERS = {
@@ -35,12 +37,15 @@ COLUMNS = (
 _ZERO_ALLOWED = ("zero_stage",)
 # Words of act_ckpt in the order in which they are looked for -> kind and share of the blocks.
 _CHECKPOINTING = (
-    (r"selective-op|op-level|\bsac\b", ("half", 1.0)),
+    (r"^(none|no|off|false|0|disabled)?$", ("none", 0.0)),
+    (r"selective.*\bop|op-level|\bsac\b|^op$", ("half", 1.0)),
     (r"selective-layer|every|layer", ("full", 0.5)),
-    (r"selective|attention", ("attention", 1.0)),
-    (r"^(none|no|off|false|0)?$", ("none", 0.0)),
-    (r"full|block|uniform|true|yes|on|1", ("full", 1.0)),
+    (r"^sel|attention|attn|granular", ("attention", 1.0)),
+    (r"full|block|uniform|true|yes|on\b|^1$", ("full", 1.0)),
+    (r"partial", ("full", 0.5)),
 )
+_UNSTATED = re.compile(r"-*|\?|n/?a|unknown|un(stated|specified)|not-(stated|specified|known|given)|default|auto")
+_TRUE = ("1", "yes", "true", "on")
 _EFA = re.compile(r"\bEFA\b|\bp[345]d?[en]?n?\b|SMDDP|amazon", re.IGNORECASE)
 LAYER_METRIC = "layer"
 
@@ -133,24 +138,24 @@ def configuration(row: Row) -> Configuration:
         raise Unmapped(f"column n_gpus: dp x tp x pp x cp is not {cluster.size}")
     if row.numbers.get("ep", 1) > 1:
         raise Unmapped(f"column ep: {row.numbers['ep']:g} expert ranks; experts are not modelled")
-    zero = row.whole("zero_stage", 0)
+    zero = row.whole("zero_stage", _sharding(row))
     shard = min(data, row.whole("sdp", data if zero else 1))
-    microbatch, accumulation = _batch(row, data, pipeline)
+    batch = _batch(row, data, pipeline)
     checkpointing, share = _checkpointing(row)
-    return Configuration(
+    found = Configuration(
         model=_model(row),
         cluster=cluster,
         stack=Stack(row.text["stack"]),
         sequence=row.whole("seq"),
-        microbatch=microbatch,
-        accumulation=accumulation,
+        microbatch=batch.microbatch or 1,
+        accumulation=batch.accumulation or 1,
         replica=max(1, data // shard),
         shard=shard,
         context=context,
         tensor=tensor,
         pipeline=pipeline,
         virtual=row.whole("vpp", 1),
-        sequence_parallel=row.text["sp"] == "1" and tensor > 1,
+        sequence_parallel=_is(row, "sp") and tensor > 1,
         zero=zero,
         placement="PDT",
         precision=_precision(row),
@@ -158,17 +163,31 @@ def configuration(row: Row) -> Configuration:
         checkpointing=checkpointing,
         checkpointed=share,
         offload_activations="act" in row.text.get("offload", ""),
-        flash=row.text["flash"] != "0",
-        compile=row.text.get("compile") == "1",
+        flash=row.text["flash"].lower() not in ("0", "no", "false", "off", "none"),
+        compile=_is(row, "compile"),
         dropout=row.text["mlp"] == "gelu" and row.text["flash"] == "0",
         collectives="smddp" if "smddp" in row.text.get("collectives", "").lower() else "nccl",
         scattered_messages=True,
         async_tensor="asynctp" in row.text.get("strategy", "").lower().replace("-", ""),
     )
+    if _UNSTATED.fullmatch(_word(row)):
+        found = with_checkpointing(found)
+    return found if batch.microbatch else with_microbatch(found, batch.sequences, batch.accumulation)
+
+
+def _sharding(row: Row) -> int:
+    """The ZeRO stage that a strategy's name means."""
+    words = re.sub(r"[-_ ]", "", row.text.get("strategy", "").lower())
+    stages = ((r"zero3|fsdp|hsdp|mics|shardeddp", 3), ("zero2", 2), (r"zero1|distributedoptimizer|optstate", 1))
+    return next((stage for pattern, stage in stages if re.search(pattern, words)), 0)
+
+
+def _is(row: Row, column: str) -> bool:
+    return row.text.get(column, "").lower() in _TRUE
 
 
 def _model(row: Row) -> ModelShape:
-    known = presets().get(row.text["model"].lower())
+    known = {_plain(name): shape for name, shape in presets().items()}.get(_plain(row.text["model"]))
     if "layers" not in row.numbers and known:
         return known
     hidden = row.whole("hidden")
@@ -184,31 +203,59 @@ def _model(row: Row) -> ModelShape:
         intermediate=row.whole("ffn", 8 * hidden / 3 if gated else 4 * hidden),
         vocabulary=0 if row.text["metric"].startswith(LAYER_METRIC) else row.whole("vocab", 50304),
         gated=gated,
-        tied=row.text["tied"] == "1",
+        tied=_is(row, "tied"),
     )
 
 
-def _batch(row: Row, data: int, pipeline: int) -> tuple[int, int]:
-    """(sequences of a microbatch on a rank, microbatches of a step); what is missing follows from the global batch.
+def _plain(name: str) -> str:
+    """Llama-2 70B, llama2-70b and meta-llama/Llama-2-70b-hf are one name; Llama 3.1 has the shapes of Llama 3."""
+    short = re.sub(r"-(hf|base|chat|instruct)$", "", name.lower().rpartition("/")[2])
+    return re.sub(r"[^a-z0-9]", "", re.sub(r"(llama-? ?3)\.1", r"\1", short))
+
+
+class _Batch(NamedTuple):
+    """Sequences of a microbatch and microbatches of a step, of one data rank, and their product; None: not stated."""
+
+    microbatch: int | None
+    accumulation: int | None
+    sequences: int | None = None
+
+
+def _batch(row: Row, data: int, pipeline: int) -> _Batch:
+    """What is missing follows from the global batch.
 
     Where nothing is said of it, there are twice as many microbatches as stages, which fill any schedule.
     """
     total = row.numbers.get("gbs", math.nan) / data
+    stated = row.whole("grad_accum") if "grad_accum" in row.numbers else None
     if "mbs" in row.numbers:
         microbatch = row.whole("mbs")
+        if microbatch < 1:
+            raise Unmapped(f"column mbs: {row.numbers['mbs']:g} is no whole sequence")
         derived = total / microbatch
-        return microbatch, row.whole("grad_accum", derived if derived >= 1 else 2 * pipeline if pipeline > 1 else 1)
-    accumulation = row.whole("grad_accum", 1)
-    if math.isnan(total) or total < accumulation:
+        return _Batch(microbatch, stated or int(derived if derived >= 1 else 2 * pipeline if pipeline > 1 else 1))
+    if total >= (stated or 1):
+        return _Batch(int(total / stated), stated) if stated else _Batch(None, None, int(total))
+    if not math.isnan(total) or "step_s" in row.numbers:
         raise Unmapped("neither mbs nor a gbs to derive it from is stated")
-    return int(total / accumulation), accumulation
+    return _Batch(None, stated)
+
+
+def _word(row: Row) -> str:
+    """What stands in act_ckpt, without its share."""
+    return re.sub(r"[_ ()]+", "-", row.text["act_ckpt"].lower().partition(":")[0].strip()).strip("-")
 
 
 def _checkpointing(row: Row) -> tuple[str, float]:
-    """(kind, share of the blocks); a number behind a colon is that share."""
-    word, _, share = row.text["act_ckpt"].lower().replace("_", "-").partition(":")
+    """(kind, share of the blocks); a number behind a colon, or alone, is that share."""
+    word, share = _word(row), row.text["act_ckpt"].partition(":")[2].strip()
+    if _UNSTATED.fullmatch(word):
+        return "none", 0.0
+    if parts := re.fullmatch(r"(0?\.\d+|\d+(?=%))%?|(\d+)-?(?:/|of)-?(\d+)", word):
+        alone = float(parts[1] or 0) / (100 if "%" in word else 1) if parts[1] else int(parts[2]) / int(parts[3])
+        return "full", min(1.0, alone)
     for pattern, (kind, usual) in _CHECKPOINTING:
-        if re.search(pattern, word.strip()):
+        if re.search(pattern, word):
             return kind, float(share) if re.fullmatch(r"0?\.\d+|1", share) else usual
     raise Unmapped(f"act_ckpt={word!r} is not known; none, full, selective, selective-op and selective-layer are")
 
@@ -237,6 +284,8 @@ def _cluster(row: Row, model_ranks: int) -> Cluster:
     per_node = row.whole("gpus_per_node", 8)
     ranks = row.whole("n_gpus", row.whole("dp", 1) * model_ranks)
     nodes = -(-ranks // per_node)
+    while ranks % nodes:  # as many ranks on each node
+        nodes += 1
     words = " ".join(row.text.get(column, "") for column in ("collectives", "assumed", "notes", "table", "url"))
     fabric = fabrics()["efa" if _EFA.search(words) else "rdma"]
     inter = row.number("inter_Gbps_per_node", _usual(device, "inter_gbps", 800)) / 8
@@ -245,7 +294,7 @@ def _cluster(row: Row, model_ranks: int) -> Cluster:
         name=row.text["gpu"],
         accelerator=device,
         nodes=nodes,
-        per_node=min(per_node, ranks),
+        per_node=ranks // nodes,
         intra=intra,
         inter=inter,
         link=fabrics()["nvlink" if intra > 100 else "pcie"],
@@ -261,23 +310,28 @@ def _usual(device: Accelerator, key: str, otherwise: float) -> float:
 
 
 def _accelerator(row: Row, strict: bool = True) -> Accelerator | None:
-    """`A100-40`, `H100`, `H100-96-500W`: the part of nearest memory; a stated power limit slows it."""
-    name, *words = re.split(r"[-_ ]+", re.sub(r"(?i)^(nvidia|amd|tesla|instinct)[-_ ]+", "", row.text["gpu"]))
-    stem = name.lower()
-    parts = [each for each in ACCELERATORS if stem and each.name.lower().split()[0] == stem]
-    if not parts:
+    """`A100-40`, `8x H100`, `H100-96-500W`: the part of nearest memory; a stated power limit slows it."""
+    text = re.sub(r"(?i)^\d+ ?[x*] ?", "", row.text["gpu"]).replace("_", " ")
+    found = find_accelerator(text)
+    if found is None:
         if strict:
             raise Unmapped(f"gpu={row.text['gpu']!r} is not a known accelerator")
         return None
-    memory = row.numbers.get("gpu_mem_gb", parts[0].memory_bytes / GIB)
-    fitting = [each for each in parts if "PCIe" in each.name or "NVL" in each.name]
-    usual = [each for each in parts if each not in fitting] or parts
-    wanted = fitting if fitting and any(word.lower() in ("pcie", "nvl") for word in words) else usual
-    part = min(wanted, key=lambda each: abs(each.memory_bytes / GIB - memory))
-    watts = next((float(word[:-1]) for word in words if re.fullmatch(r"\d+W", word)), part.watts)
-    return replace(
-        part, memory_bytes=int(memory * GIB * USABLE), watts=watts, matmul=part.matmul * (watts / part.watts) ** POWER
+    words = [word.upper() for word in re.split(r"[- ]+", text)]
+    alike = [each for each in ACCELERATORS if each.name.split()[0] == found.name.split()[0] and found.name[:3] != "RTX"]
+    parts = alike or [found]
+    sizes = {f"{each.memory_bytes / GIB / USABLE:.0f}": each.memory_bytes / GIB for each in parts}
+    named = next(
+        (sizes[size] for word in words if (size := word.removesuffix("GB")) in sizes), parts[0].memory_bytes / GIB
     )
+    memory = row.numbers.get("gpu_mem_gb", named)
+    special = {each: set(each.name.upper().split()) & {"PCIE", "NVL"} for each in parts}
+    said = {"PCIE", "NVL"}.intersection(words)
+    wanted = [each for each in parts if said and special[each] == said] or [each for each in parts if not special[each]]
+    part = min(wanted or parts, key=lambda each: abs(each.memory_bytes / GIB - memory))
+    watts = next((float(word[:-1]) for word in words if re.fullmatch(r"\d+W", word)), part.watts)
+    size = int(row.numbers["gpu_mem_gb"] * GIB * USABLE) if "gpu_mem_gb" in row.numbers else part.memory_bytes
+    return replace(part, memory_bytes=size, watts=watts, matmul=part.matmul * (watts / part.watts) ** POWER)
 
 
 POWER = 0.4  # exponent of the rate of matrix products against the power limit

@@ -1,0 +1,112 @@
+"""Tables that nobody saw before: other software, accelerators and words, empty cells, and what stays unmapped."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shardwise.planner.evaluate import evaluate, summary
+from shardwise.planner.predict import predict
+from shardwise.planner.tables import COLUMNS, configuration, read_table
+from shardwise.planner.unstated import MICROBATCHES, fits, with_checkpointing
+
+EIGHT_B = {
+    "model": "an 8B", "layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "mlp": "swiglu",
+    "vocab": 128256, "seq": 4096, "gpus_per_node": 8, "zero_stage": 3, "mbs": 1, "act_ckpt": "full", "flash": 1,
+    "metric": "tokens/s/GPU", "tok_s_gpu": 5000, "fit_role": "test", "stack": "somebody's own trainer",
+}  # fmt: skip
+
+
+def written(folder: Path, *rows: dict[str, object]) -> Path:
+    """A table of rows that differ from one usual run; what none says is empty."""
+    path = folder / "unseen.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [*COLUMNS, "strategy", "compile", "remarks of the author"])
+        writer.writeheader()
+        for number, row in enumerate(rows):
+            writer.writerow({"row": number, **EIGHT_B, "gpu": "H100", "n_gpus": 16, "dp": 16, **row})
+    return path
+
+
+# What a table calls it -> what it is called here, and its memory in GiB, as it is labelled.
+PARTS = {
+    "8x H100": ("H100 SXM", 80),
+    "NVIDIA H100 80GB HBM3": ("H100 SXM", 80),
+    "H100-PCIe": ("H100 PCIe", 80),
+    "H800": ("H100 SXM", 80),
+    "A800-80GB": ("A100 80GB", 80),
+    "A100-PCIE-40GB": ("A100 40GB", 40),
+    "V100-SXM2-16GB": ("V100 SXM", 16),
+    "AMD Instinct MI300X": ("MI300X", 192),
+    "B200": ("B200", 180),
+    "L40S": ("L40S", 48),
+}
+
+
+@pytest.mark.parametrize("words", PARTS)
+def test_accelerators_by_other_names(words: str, tmp_path: Path) -> None:
+    found = configuration(read_table(written(tmp_path, {"gpu": words}))[0]).cluster.accelerator
+    assert (found.name, round(found.memory_bytes / 2**30 / 0.99)) == PARTS[words]
+
+
+CHECKPOINTED = {
+    "Full recompute": ("full", 1.0),
+    "selective (op)": ("half", 1.0),
+    "core_attn": ("attention", 1.0),
+    "every 2nd layer": ("full", 0.5),
+    "8 of 32": ("full", 0.25),
+    "25%": ("full", 0.25),
+    "disabled": ("none", 0.0),
+}
+
+
+@pytest.mark.parametrize("words", CHECKPOINTED)
+def test_checkpointing_in_other_words(words: str, tmp_path: Path) -> None:
+    found = configuration(read_table(written(tmp_path, {"act_ckpt": words}))[0])
+    assert (found.checkpointing, found.checkpointed) == CHECKPOINTED[words]
+
+
+def test_a_stack_of_odd_tables_is_mapped_but_for_what_is_not_modelled(tmp_path: Path) -> None:
+    rows: list[dict[str, object]] = [
+        {"gpu": "H200", "precision": "FP8-hybrid", "compile": "yes"},
+        {"gpu": "MI300X", "n_gpus": 12, "dp": 12},
+        {"model": "Llama-2-70B", "layers": "", "hidden": "", "n_gpus": 64, "dp": 64},
+        {"zero_stage": "", "strategy": "HSDP", "dp": ""},
+        {"mbs": "", "act_ckpt": "n/a", "remarks of the author": "fast"},
+        {"mbs": "", "tok_s_gpu": "", "step_s": 2.0},
+        {"ep": 8},
+        {"gpu": "TPU v5p"},
+    ]
+    found = evaluate(read_table(written(tmp_path, *rows)))
+    assert all(result.predicted and result.predicted > 0 for result in found[:5])
+    reasons = [result.unmapped or "" for result in found[5:]]
+    assert "neither mbs nor a gbs" in reasons[0] and "experts" in reasons[1] and "TPU v5p" in reasons[2]
+    assert summary(found)["mapped_percent"] == 62.5
+
+
+def test_a_strategys_name_says_what_is_sharded(tmp_path: Path) -> None:
+    names = {"FSDP2": 3, "MiCS": 3, "ZeRO-2": 2, "ZeRO 1": 1, "distributed optimizer": 1, "DDP": 0}
+    rows = read_table(written(tmp_path, *({"zero_stage": "", "strategy": name} for name in names)))
+    assert [configuration(row).zero for row in rows] == list(names.values())
+
+
+def test_a_microbatch_nobody_states_is_the_quickest_that_fits(tmp_path: Path) -> None:
+    stated, without, of_batch = (
+        configuration(row) for row in read_table(written(tmp_path, {}, {"mbs": ""}, {"mbs": "", "gbs": 16 * 12}))
+    )
+    ways = [replace(stated, microbatch=size) for size in MICROBATCHES]
+    fitting = [way for way in ways if fits(way)]
+    assert 1 < len(fitting) < len(ways)
+    assert without.microbatch == max(fitting, key=lambda way: predict(way).tokens_per_second).microbatch
+    assert of_batch.microbatch * of_batch.accumulation == 12 and fits(of_batch)
+
+
+def test_checkpointing_nobody_states_is_what_it_takes_to_fit(tmp_path: Path) -> None:
+    small, large = (
+        configuration(row) for row in read_table(written(tmp_path, *({"act_ckpt": "", "mbs": size} for size in (1, 8))))
+    )
+    assert (small.checkpointing, large.checkpointing) == ("none", "full")
+    assert with_checkpointing(large) == large
