@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 # Functions of torch.cuda -> what they return here.
 RETURNS: dict[str, Any] = {
@@ -117,7 +117,9 @@ def _redirect_tensors() -> None:
     for name in FACTORIES:
         setattr(target, name, _on_cpu(getattr(torch, name)))
     tensor: Any = Tensor
-    tensor.to = _on_cpu(Tensor.to)
+    tensor.to = _with_number(_on_cpu(Tensor.to))
+    module: Any = nn.Module
+    module.to = _with_number(_on_cpu(nn.Module.to))
     tensor.cuda = lambda self, *args, **kwargs: self
     tensor.pin_memory = lambda self, *args, **kwargs: self
     target.load = _with_map(torch.load)
@@ -156,9 +158,22 @@ def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         args = tuple(CPU if _is_cuda(value) else value for value in args)
-        if _is_cuda(kwargs.get("device")):
+        given = kwargs.get("device")
+        if _is_cuda(given) or type(given) is int:
             kwargs["device"] = CPU
         return function(*args, **kwargs)
+
+    return call
+
+
+def _with_number(to: Callable[..., Any]) -> Callable[..., Any]:
+    """`to`, whose first argument may be a device's number, as `torch.cuda.current_device` gives it."""
+
+    @functools.wraps(to)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if args and type(args[0]) is int:
+            args = (CPU, *args[1:])
+        return to(self, *args, **kwargs)
 
     return call
 

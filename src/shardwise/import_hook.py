@@ -37,7 +37,8 @@ ALIASES = {
     "torch.sagemaker": f"{ROOT}.v2",
 }
 # Packages that scripts import whatever they then do: thin ones of ours where the real ones are missing.
-STAND_INS = {name: f"{ROOT}.stand_ins.{name}" for name in ("transformer_engine", "flash_attn")}
+STAND_INS = {name: f"{ROOT}.stand_ins.{name}" for name in ("transformer_engine", "flash_attn", "accelerate")}
+TRAINER = "transformers.trainer"
 WITH_CHILDREN = ("smdistributed.modelparallel.torch", "torch.sagemaker", *STAND_INS)
 
 
@@ -70,6 +71,26 @@ class Below(Finder):
         return ModuleSpec(fullname, _Alias(ours), is_package=True)
 
 
+class Completing(importlib.abc.MetaPathFinder):
+    """Leads the import of transformers' trainer to `smp.trainer_mode`, to complete its SMP mode where that is on."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != TRAINER:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
+        if spec is not None and spec.loader is not None:
+            execute: Any = spec.loader.exec_module
+
+            def run(module: ModuleType) -> None:
+                execute(module)
+                importlib.import_module(f"{ROOT}.trainer_mode").complete(module)
+
+            spec.loader.exec_module = run  # type: ignore[method-assign]
+        return spec
+
+
 class _Namespace(importlib.abc.Loader):
     def create_module(self, spec: ModuleSpec) -> None:
         return None
@@ -95,12 +116,12 @@ class _Alias(importlib.abc.Loader):
 def install() -> None:
     """Put the hook among the finders; a second call does nothing."""
     if not any(isinstance(finder, Finder) for finder in sys.meta_path):
-        sys.meta_path[:] = [Below(), *sys.meta_path, Finder()]
+        sys.meta_path[:] = [Below(), Completing(), *sys.meta_path, Finder()]
 
 
 def uninstall() -> None:
     """Take the hook and what it has led here out again, for tests."""
-    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, Finder)]
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, (Finder, Completing))]
     for name in [name for name in sys.modules if name in NAMESPACES or _ours(name)]:
         del sys.modules[name]
     if "torch" in sys.modules:

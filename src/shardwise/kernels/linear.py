@@ -79,8 +79,8 @@ def defer_weight_gradients(blocks: Iterable[nn.Module]) -> WeightGradients:
     return later
 
 
-def use_float8(modules: Iterable[nn.Module], float8: Float8) -> None:
-    """Let the linear layers `modules` multiply in float8."""
+def use_float8(modules: Iterable[nn.Module], float8: Float8 | None) -> None:
+    """Let the linear layers `modules` multiply in float8; None: not yet, until their `float8` is set."""
     for module in modules:
         module.float8 = float8  # type: ignore[assignment]
         _lead(module)

@@ -73,7 +73,7 @@ class DistributedModel(Inspection, nn.Module):
         self.module = replace_modules(module)
         self.parallel: ParallelModel | None = None
         self.average = average_grads_across_microbatches
-        self.passes, self._pass, self._synchronise = backward_passes_per_step, 0, True
+        self.passes, self._pass, self._synchronise, self._held = backward_passes_per_step, 0, True, False
         self.names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         self._run: StepRun | None = None
         self._shapes: dict[Any, Shape] = {}
@@ -230,7 +230,12 @@ class DistributedModel(Inspection, nn.Module):
     def _completes(self) -> bool:
         """Whether the gradients are complete after the backward that comes."""
         self._pass += 1
-        return self._synchronise and self._pass % self.passes == 0
+        if not self._synchronise:
+            self._held = True
+            return False
+        complete = self._held or self._pass % self.passes == 0  # what no_sync has held back goes out with this one
+        self._held = False
+        return complete
 
     def _finish_backward(self) -> None:
         self.unsettled = True

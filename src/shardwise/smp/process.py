@@ -9,6 +9,8 @@ import atexit
 import os
 import sys
 from contextlib import ExitStack
+from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,6 +56,15 @@ class State:
         # Of older scripts: filled once the model's parameters are split.
         self.param_index_to_name_tp_group: dict[int, dict[int, str]] = {}
         self.param_name_to_index_tp_group: dict[int, dict[str, int]] = {}
+
+    @property
+    def module_manager(self) -> SimpleNamespace:
+        """For transformers' `save_pretrained`: (SMP's names to its own, and back) of a replaced model's weights."""
+        from shardwise.smp.replacement import translate_in, translate_out
+
+        module = None if self.model is None else self.model.module
+        both = [] if module is None else [(partial(translate_out, module), partial(translate_in, module))]
+        return SimpleNamespace(translate_functions=both)
 
     @property
     def cfg(self) -> Configuration:

@@ -25,6 +25,7 @@ from shardwise.smp.messages import barrier
 from shardwise.smp.optimizer import DistributedOptimizerMixin, Side
 from shardwise.smp.process import state
 from shardwise.smp.replacement import translate_in, translate_out
+from shardwise.smp.safetensors_files import in_safetensors
 from shardwise.smp.weights import local_weights, marked, whole_weights
 
 NEWEST, SUFFIX, USER = "newest", "_partial", "user_content"
@@ -154,7 +155,7 @@ def resume_from_checkpoint(
         _load_parts(folder, strict, load_optimizer and load_sharded_optimizer_state)
         file = folder / f"{USER}.pt"
     else:
-        whole = read(directory / tag)
+        whole = in_safetensors(model, directory, tag) or read(directory / tag)
         weights = whole.get("model", whole) if isinstance(whole, Mapping) else whole
         weights = translate_function(weights) if translate_function else translate_in(model.module, weights)
         model.load_state_dict({**weights, "_smp_is_partial": False}, strict=strict)

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from shardwise.smp.v2.removed_names import accept_process_group
 from shardwise.smp.v2.state_handler import state
 from shardwise.smp.v2.transforming import transform
+
+accept_process_group()
 
 __all__ = ["init", "is_initialized", "state", "transform"]
 

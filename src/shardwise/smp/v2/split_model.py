@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from shardwise.collectives.tensor import enter
 from shardwise.families.facts import ModelFacts
+from shardwise.kernels.linear import linear
 from shardwise.layout import Layout
 from shardwise.parallel.sequence import WholeRows
 from shardwise.parallel.tensor import split_tensors
@@ -62,7 +63,8 @@ def _sum_gradient(module: Any, group: dist.ProcessGroup) -> None:
 
     def forward(values: Tensor) -> Tensor:
         bias = None if module.bias is None else enter(module.bias, group)
-        return F.linear(values, enter(module.weight, group), bias)
+        summed = SimpleNamespace(weight=enter(module.weight, group), bias=bias, float8=getattr(module, "float8", None))
+        return linear(summed, values)
 
     module.forward = forward
 

@@ -88,7 +88,7 @@ class State:
 
     def init(self, config: Any) -> None:
         """Read the parameters and take a place; see `tsm.init`."""
-        from shardwise.smp.v2 import attention_choice, fully_sharded, offloading
+        from shardwise.smp.v2 import attention_choice, fully_sharded, offloading, removed_names
 
         values, notes = read_options(config, self._assigned)
         self.reset()
@@ -104,7 +104,7 @@ class State:
         for layout in self._layouts.values():  # here, where every rank is: a group is made by all
             for axes in fully_sharded.GROUPS:
                 layout.group(*axes)
-        for changed in (fully_sharded, offloading, attention_choice):
+        for changed in (fully_sharded, offloading, attention_choice, removed_names):
             changed.install()
         self.initialized = True
         if dist.get_rank() == 0:
@@ -113,9 +113,9 @@ class State:
 
     def reset(self) -> None:
         """Forget everything, give torch and transformers back as they were, and leave the other ranks."""
-        from shardwise.smp.v2 import attention_choice, fully_sharded, offloading
+        from shardwise.smp.v2 import attention_choice, fully_sharded, offloading, removed_names
 
-        for changed in (fully_sharded, offloading, attention_choice):
+        for changed in (fully_sharded, offloading, attention_choice, removed_names):
             changed.uninstall()
         self._exit.close()
         self.__init__()  # type: ignore[misc]

@@ -16,9 +16,11 @@ from transformers import PreTrainedModel
 
 from shardwise.errors import ConfigError, ModelError
 from shardwise.families.discovery import discover
+from shardwise.families.float8 import left_out
 from shardwise.plan import resolve
 from shardwise.smp.config import make_job
 from shardwise.smp.process import current_world
+from shardwise.smp.v2.float8 import lead_layers
 from shardwise.smp.v2.moe.moe_config import MoEConfig
 from shardwise.smp.v2.split_model import give_weights, split_model, take_weights
 from shardwise.smp.v2.split_sequences import METHODS, split_sequences
@@ -75,6 +77,8 @@ def transform(
     give_weights(model, weights)
     if plan is not None and layout.size("context") > 1:
         split_sequences(model, plan, layout)
+    left = left_out(facts, "", layout.size("tensor"))
+    lead_layers(model.get_submodule(name) for name, why in left.items() if not why)
     mark_blocks(model, [block.name for block in facts.blocks])
     return model.to(device=device, dtype=dtype)
 

@@ -1,4 +1,4 @@
-"""Settings of fp8, which are kept and shown."""
+"""Settings of fp8."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Format(enum.Enum):
-    """Formats of 8 bits."""
+    """Formats of 8 bits: of activations and weights, and (HYBRID) another one of gradients."""
 
     E4M3 = "E4M3"
     E5M2 = "E5M2"
@@ -15,7 +15,7 @@ class Format(enum.Enum):
 
 
 class DelayedScaling:
-    """Settings of scaling by the past steps' largest values."""
+    """A recipe: `fp8_format` acts; the rest is of histories of largest values, which are not kept here."""
 
-    def __init__(self, **settings: Any) -> None:
-        self.settings = settings
+    def __init__(self, fp8_format: Format = Format.HYBRID, **settings: Any) -> None:
+        self.fp8_format, self.settings = fp8_format, settings

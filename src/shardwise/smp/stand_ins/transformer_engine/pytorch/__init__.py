@@ -8,22 +8,35 @@ from typing import Any
 
 from torch.utils.checkpoint import checkpoint as _checkpoint
 
-from shardwise.errors import ConfigError
+from shardwise.smp.v2.float8 import chosen, multiplying, now
+
+# What tells Transformer Engine of tensor ranks and their random numbers.
+ITS_OWN = ("distribute_saved_activations", "get_rng_state_tracker", "get_cuda_rng_tracker", "tp_group")
 
 
 @contextmanager
-def fp8_autocast(enabled: bool = True, **settings: Any) -> Iterator[None]:
-    """Nothing where fp8 is off. Raises ConfigError where it is on."""
-    if enabled:
-        raise ConfigError(
-            "fp8_autocast(enabled=True) needs transformer_engine, which is not installed; run with fp8 off"
-        )
-    yield
+def fp8_autocast(enabled: bool = True, fp8_recipe: Any = None, **settings: Any) -> Iterator[None]:
+    """Inside, the linear layers of a transformed model's blocks multiply in float8, as `fp8_recipe`'s format says.
+
+    Args:
+        enabled: whether; off, a scope inside of another one is not in float8.
+        fp8_recipe: a `DelayedScaling`, of which the format acts.
+        settings: of amax histories and the ranks that share them; there are none here, each rank scales for itself.
+
+    Raises:
+        ConfigError: an unknown format, or no model was transformed.
+    """
+    with multiplying(chosen(fp8_recipe) if enabled else None):
+        yield
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Torch's checkpoint; what tells Transformer Engine of tensor ranks and its random numbers is left out."""
-    for name in ("distribute_saved_activations", "get_rng_state_tracker", "tp_group"):
-        kwargs.pop(name, None)
-    kwargs.setdefault("use_reentrant", True)
-    return _checkpoint(function, *args, **kwargs)
+    """Torch's checkpoint without reentrant backward; the recomputation is in float8 where the forward was."""
+    kwargs = {name: value for name, value in kwargs.items() if name not in (*ITS_OWN, "use_reentrant")}
+    float8 = now()
+
+    def run(*inputs: Any, **named: Any) -> Any:
+        with multiplying(float8):
+            return function(*inputs, **named)
+
+    return _checkpoint(run, *args, use_reentrant=False, **kwargs)

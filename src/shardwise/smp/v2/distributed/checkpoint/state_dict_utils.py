@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from shardwise.errors import ConfigError
 from shardwise.smp.v2.grad_norm import plain_name
+from shardwise.smp.v2.state_handler import state
 
 
 class SMStateDictType(enum.Enum):
@@ -39,6 +45,49 @@ def sm_state_dict_type(model: nn.Module, state_dict_type: SMStateDictType) -> It
         yield
     finally:
         del module.state_dict, module.load_state_dict
+
+
+@dataclass
+class _Interval:
+    """How often to save, and the durations behind it, in seconds: the slowest rank's medians.
+
+    Attributes:
+        interval: steps between saves; 0: not known yet.
+        step_duration: of a step without a save.
+        step_ckpt_duration: of a step that begins one.
+        ckpt_preprocessing_duration: of the copy to host memory, which is waited for.
+        ckpt_io_duration: of the writing, which goes on beside training.
+    """
+
+    interval: int = 0
+    step_duration: float = 0.0
+    step_ckpt_duration: float = 0.0
+    ckpt_preprocessing_duration: float = 0.0
+    ckpt_io_duration: float = 0.0
+
+
+def compute_auto_checkpoint_interval(
+    step_durations: Sequence[float],
+    step_ckpt_durations: Sequence[float],
+    ckpt_preprocessing_durations: Sequence[float],
+    ckpt_io_durations: Sequence[float],
+) -> _Interval:
+    """The most frequent saves that do not wait for one another: ceil((copy + writing) / step) steps. Collective.
+
+    Each argument holds one duration in seconds for each step that was measured, and at least one.
+
+    Raises:
+        ConfigError: nothing was measured.
+    """
+    measured = (step_durations, step_ckpt_durations, ckpt_preprocessing_durations, ckpt_io_durations)
+    if not all(measured):
+        raise ConfigError("compute_auto_checkpoint_interval: each of its lists needs at least one duration")
+    mine = torch.tensor([median(durations) for durations in measured], dtype=torch.float64)
+    slowest = mine.to(state.device) if state.initialized else mine
+    if dist.is_initialized():
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    step, with_save, copy, writing = slowest.tolist()
+    return _Interval(max(1, math.ceil((copy + writing) / max(step, 1e-9))), step, with_save, copy, writing)
 
 
 @torch.no_grad()

@@ -19,6 +19,7 @@ from shardwise.smp.v2.state_handler import state
 
 EXPORT_KEY_MODEL, EXPORT_KEY_OPTIMIZER, EXPORT_KEY_SCHEDULER = "model", "optimizer", "scheduler"
 EXPORT_KEY_IDENTITY = "identity"
+KEYS = (EXPORT_KEY_MODEL, EXPORT_KEY_OPTIMIZER, EXPORT_KEY_SCHEDULER, EXPORT_KEY_IDENTITY)
 
 
 def save_model_checkpoint(
@@ -43,16 +44,21 @@ def load_model_checkpoint(
     model: nn.Module, state_dict_type: Any, dir: str, sharding_strategy: Any, pg_metadata: Any,
     log: bool = False, optimizer: Any = None, scheduler: Any = None, extra_imports: Any = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Read what `save_model_checkpoint` wrote into model, optimizer and scheduler; all that the file holds.
+    """Read what `save_model_checkpoint` wrote into model, optimizer and scheduler.
+
+    Returns:
+        Those three under their keys, and under `identity` what was exported beside them, with `extra_imports` for what
+        was not.
 
     Raises:
-        CheckpointError: there is no file of this rank, it is no plain data, or it is of other degrees.
+        CheckpointError: there is no file of this rank, it is no plain data, of another writer, or of other degrees.
     """
     file = _file(dir)
     try:
         content: dict[str, Any] = torch.load(file, weights_only=True, map_location=state.device)
     except Exception as error:  # of the file, of torch, or of pickle, which is not imported
         raise CheckpointError(f"{file} cannot be read: {error}") from error
+    _check_keys(file, content, optimizer, scheduler)
     theirs, ours = content[EXPORT_KEY_IDENTITY], _identity(sharding_strategy)
     if theirs != ours:
         raise CheckpointError(f"{file} is of {theirs}, and this run is {ours}; use the same degrees")
@@ -65,7 +71,19 @@ def load_model_checkpoint(
         scheduler.load_state_dict(content[EXPORT_KEY_SCHEDULER])
     if log:
         get_logger().info("read %s", file)
-    return content
+    exports = {name: value for name, value in content.items() if name not in KEYS}
+    found = {EXPORT_KEY_MODEL: model, EXPORT_KEY_OPTIMIZER: optimizer, EXPORT_KEY_SCHEDULER: scheduler}
+    return found | {EXPORT_KEY_IDENTITY: dict(extra_imports or {}) | exports}
+
+
+def _check_keys(file: Path, content: Any, optimizer: Any, scheduler: Any) -> None:
+    asked = {EXPORT_KEY_OPTIMIZER: optimizer, EXPORT_KEY_SCHEDULER: scheduler}
+    needed = [EXPORT_KEY_MODEL, EXPORT_KEY_IDENTITY, *(key for key, value in asked.items() if value is not None)]
+    missing = [key for key in needed if not isinstance(content, dict) or key not in content]
+    if missing:
+        raise CheckpointError(
+            f"{file} has no {', '.join(missing)}: save_model_checkpoint did not write it so; load it with what wrote it"
+        )
 
 
 def _file(directory: str) -> Path:

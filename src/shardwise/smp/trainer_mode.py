@@ -1,0 +1,125 @@
+"""What transformers' own `Trainer` lacks in its SMP mode, which transformers 5 still has and no longer runs.
+
+Looked at in 5.17 and 5.23: the mode makes no optimizer (`_prepare_for_training` puts that off and has no later place),
+wraps the model anew for each evaluation, deals batches and gathers results by rank instead of by data-parallel rank,
+and clips each rank's gradients by a norm of its own. Four methods are wrapped here, while the mode is on and under
+`shardwise run` alone; a line says so. With the mode off the class is left as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.layout import SMP_AXES
+from shardwise.smp.model import DistributedModel
+from shardwise.smp.nesting import map_leaves
+from shardwise.smp.process import state
+
+NOTE = (
+    "transformers' Trainer is in its SMP mode: shardwise makes its optimizer, clips by the whole model's norm, and "
+    "deals batches and gathers results by data-parallel rank."
+)
+
+
+def complete(trainer: Any) -> None:
+    """Complete the class of the module `transformers.trainer`, if the environment asks for the mode."""
+    if not trainer.is_sagemaker_mp_enabled():
+        return
+    cls = trainer.Trainer
+    cls._wrap_model = _once(cls._wrap_model)
+    cls.create_scheduler = _with_optimizer(cls.create_scheduler)
+    cls._clip_grad_norm = _clip
+    cls.create_accelerator_and_postprocess = _by_data_rank(cls.create_accelerator_and_postprocess)
+    if state.layout.rank == 0:
+        print(f"note: {NOTE}", file=sys.stderr)
+
+
+def _once(wrap: Callable[..., Any]) -> Callable[..., Any]:
+    """Evaluation is given the model without its wrapper: it gets the one that training has made."""
+
+    @functools.wraps(wrap)
+    def wrap_once(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        made = state.model
+        if made is not None and (model is made or model is made.get_module()):
+            self.model_wrapped = made
+            return made
+        return wrap(self, model, *args, **kwargs)
+
+    return wrap_once
+
+
+def _with_optimizer(create: Callable[..., Any]) -> Callable[..., Any]:
+    """The scheduler is made right after the model was wrapped, which is when the optimizer is due."""
+
+    @functools.wraps(create)
+    def create_both(self: Any, num_training_steps: int, optimizer: Any = None) -> Any:
+        if self.optimizer is None and optimizer is None:
+            self.create_optimizer()
+        return create(self, num_training_steps, optimizer)
+
+    return create_both
+
+
+def _clip(self: Any, model: DistributedModel) -> float:
+    return float(self.optimizer.clip_master_grads(self.args.max_grad_norm))
+
+
+def _by_data_rank(create: Callable[..., Any]) -> Callable[..., Any]:
+    """accelerate knows of no data-parallel ranks but its own: it is told, and what talks between ranks is done here."""
+
+    @functools.wraps(create)
+    def create_told(self: Any) -> None:
+        create(self)
+        accelerator = self.accelerator
+        kind = "rdp" if state.cfg.prescaled_batch else "dp"
+        place, count, _ = state.layout.smp(kind)
+        group = state.layout.group(*SMP_AXES[kind])
+        prepare = accelerator.prepare_data_loader
+
+        @functools.wraps(prepare)
+        def dealt(*args: Any, **kwargs: Any) -> Any:
+            shown = vars(accelerator.state)
+            kept = {name: shown[name] for name in ("num_processes", "process_index")}
+            shown.update(num_processes=count, process_index=place)
+            try:
+                return prepare(*args, **kwargs)
+            finally:
+                shown.update(kept)
+
+        def padded(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+            return map_leaves(lambda leaf: _padded(leaf, dim, pad_index, pad_first, group), tensor)
+
+        accelerator.prepare_data_loader, accelerator.pad_across_processes = dealt, padded
+        accelerator.gather = lambda tensor: map_leaves(lambda leaf: _gathered(leaf, group), tensor)
+        accelerator.no_sync = lambda model: model.no_sync()
+
+    return create_told
+
+
+def _gathered(value: Any, group: dist.ProcessGroup) -> Any:
+    """[B, ...] of each member -> [members x B, ...]; a number of each -> [members]."""
+    if not isinstance(value, Tensor):
+        return value
+    mine = value.detach().reshape(1) if value.dim() == 0 else value.detach().contiguous()
+    parts = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(parts, mine, group=group)
+    return torch.cat(parts)
+
+
+def _padded(value: Any, dim: int, index: int, first: bool, group: dist.ProcessGroup) -> Any:
+    """With the length along `dim` of the longest among the members'."""
+    if not isinstance(value, Tensor) or dim >= value.dim():
+        return value
+    longest = torch.tensor(value.shape[dim], device=value.device)
+    dist.all_reduce(longest, dist.ReduceOp.MAX, group=group)
+    missing = int(longest) - value.shape[dim]
+    shape = [missing if axis == dim else size for axis, size in enumerate(value.shape)]
+    fill = value.new_full(shape, index)
+    return torch.cat([fill, value] if first else [value, fill], dim) if missing else value
