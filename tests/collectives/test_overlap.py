@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -23,7 +24,7 @@ def sharded(mesh: DeviceMesh, mixed: MixedPrecisionPolicy) -> nn.Sequential:
         fully_shard(block, mesh=mesh, mp_policy=mixed)
     fully_shard(model, mesh=mesh, mp_policy=mixed)
     blocks = [block for block in model if isinstance(block, FSDPModule)]
-    for block, following in zip(blocks, blocks[1:], strict=False):
+    for block, following in itertools.pairwise(blocks):
         block.set_modules_to_forward_prefetch([following])
     return model
 
