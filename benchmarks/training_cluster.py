@@ -204,6 +204,7 @@ def _start(
 def _take(worlds: dict[str, World], entry: Series, steps: int, timed: bool) -> None:
     answers = worlds[entry.contender.backend].ask("turn", entry.contender, steps)
     entry.losses += answers[0][1]
+    print(f"  {entry.contender.name}: {max(seconds for seconds, _ in answers) / steps:.2f} s a step", flush=True)
     if timed:
         entry.seconds.append(max(seconds for seconds, _ in answers))
 
