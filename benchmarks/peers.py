@@ -24,6 +24,12 @@ FSDP2 = Contender(
     "torch",
     "fully_shard on every block and the root, fused AdamW",
 )
+FSDP2_AT_2 = Contender(
+    "FSDP2 at 2",
+    "benchmarks.peers:fsdp2_at_2",
+    "torch",
+    "the same on a mesh of (ranks / 2, 2): sharded over every two ranks, gradients summed over all pairs",
+)
 DEEPSPEED = Contender(
     "DeepSpeed ZeRO-3",
     "benchmarks.peers:deepspeed_zero3",
@@ -33,7 +39,7 @@ DEEPSPEED = Contender(
 MICS = Contender(
     "DeepSpeed MiCS 2",
     "benchmarks.peers:deepspeed_mics",
-    "deepspeed",
+    "deepspeed.runtime.zero.mics",  # gone from DeepSpeed 0.19
     "stage 3 within every two ranks (mics_shard_size 2, MiCS_Init), otherwise as ZeRO-3",
 )
 ACCELERATE = Contender(
@@ -46,10 +52,20 @@ ACCELERATE = Contender(
 
 def fsdp2(workload: Workload, directory: Path, rank: int, world: int) -> Step:
     """Bare PyTorch: `fully_shard` on each block and on the root, which keeps its own parameters gathered."""
+    return _fsdp2(workload, directory, rank, (world,))
+
+
+def fsdp2_at_2(workload: Workload, directory: Path, rank: int, world: int) -> Step:
+    """Hybrid sharding, as MiCS does it."""
+    return _fsdp2(workload, directory, rank, (world // 2, 2))
+
+
+def _fsdp2(workload: Workload, directory: Path, rank: int, shape: tuple[int, ...]) -> Step:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("cpu", (world,))
+    names = ("replica", "shard")[-len(shape) :]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     model = load_model(directory)
     for block in model.get_submodule("transformer.h").children():
         fully_shard(block, mesh=mesh, reshard_after_forward=workload.reshard)
@@ -114,12 +130,12 @@ def deepspeed_zero3(workload: Workload, directory: Path, rank: int, world: int) 
 def deepspeed_mics(workload: Workload, directory: Path, rank: int, world: int) -> Step:
     """The same within every two ranks, whose gradients are then summed over all pairs."""
     _prepare_deepspeed()
-    import deepspeed
+    from deepspeed.runtime.zero.mics import MiCS_Init
 
     config = _deepspeed_config(workload)
     config["zero_optimization"] |= {"mics_shard_size": 2, "mics_hierarchical_params_gather": False}
     model = load_model(directory)
-    with deepspeed.zero.MiCS_Init(module=model, config_dict_or_path=config):
+    with MiCS_Init(module=model, config_dict_or_path=config):
         pass
     return _deepspeed(workload, rank, model, config)
 
