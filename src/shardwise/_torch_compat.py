@@ -200,7 +200,7 @@ def keeps_reduced_gradients_as_they_are(module: FSDPModule, dtype: torch.dtype) 
 # No public name: FSDP2 and DDP end their own backward like this.
 def at_end_of_backward(callback: Callable[[], object]) -> None:
     """Call `callback` when the backward that is running ends."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[arg-type]
 
 
 __all__ = [

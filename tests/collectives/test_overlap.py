@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +17,11 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from shardwise._torch_compat import clear_placement_cache
 from shardwise.collectives import engine, fsdp
+from shardwise.collectives.topology import HOST_VARIABLE
+from shardwise.parallel import sharded as sharded_data
 from shardwise.testing.world import WorldPool
+from shardwise.verify import verify_rank
+from tests.parity.jobs import make_job
 
 
 def sharded(mesh: DeviceMesh, mixed: MixedPrecisionPolicy) -> nn.Sequential:
@@ -72,3 +79,32 @@ def test_gradients_that_come_late_are_the_same(
     world_pool: WorldPool, mixed: MixedPrecisionPolicy, late: list[int]
 ) -> None:
     assert world_pool.run(2, both_ways, mixed) == [late] * 2
+
+
+def verified(directory: str) -> tuple[bool, int]:
+    """A job over two hosts of one rank: whether it agrees with one process, and how many modules overlap."""
+    rank, world, asked = dist.get_rank(), dist.group.WORLD, list[int]()
+    assert world is not None
+    os.environ |= {HOST_VARIABLE: "ab"[rank], "LOCAL_WORLD_SIZE": "1"}
+    store = dist.PrefixStore("overlap", world.get_group_store())
+    dist.destroy_process_group()
+    engine.register()
+    dist.init_process_group(engine.BACKEND, store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    plain = sharded_data.overlap
+
+    def counted(modules: Sequence[FSDPModule]) -> None:
+        asked.append(len(modules))
+        plain(modules)
+
+    sharded_data.overlap = counted
+    try:
+        report = verify_rank(make_job(directory, "gpt2"), torch.device("cpu"), steps=2)
+        dist.barrier()
+    finally:
+        sharded_data.overlap = plain
+    return report is None or bool(report.agrees), max(asked, default=0)
+
+
+def test_a_job_on_two_hosts_agrees_with_one_process(world_pool: WorldPool, corpora: Path) -> None:
+    for agrees, modules in world_pool.run(2, verified, str(corpora)):
+        assert agrees and modules > 1
