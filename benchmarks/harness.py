@@ -27,6 +27,8 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from shardwise.collectives import engine
+
 Step = Callable[[], torch.Tensor]  # one optimizer step; returns the loss (of the rank, or of all ranks)
 
 
@@ -38,12 +40,15 @@ class Contender:
     build: str
     package: str  # what must be importable
     settings: str = ""  # what it runs with, for the record
+    backend: str = "gloo"  # of the ranks' group
 
     def missing(self) -> str | None:
         """Why it cannot take part, or None."""
-        if importlib.util.find_spec(self.package) is None:
-            return f"{self.package} is not installed"
-        return None
+        try:
+            found = importlib.util.find_spec(self.package)
+        except ModuleNotFoundError:  # of a module in it
+            found = None
+        return None if found else f"{self.package} is not installed"
 
 
 class GroupFailed(RuntimeError):
@@ -69,7 +74,7 @@ class WorkerGroup:
         self.processes: list[Any] = []
         for rank in range(ranks):
             ours, theirs = context.Pipe()
-            job = _WorkerJob(contender.build, arguments, rank, ranks, threads, self.scratch.name)
+            job = _WorkerJob(contender, arguments, rank, ranks, threads, self.scratch.name)
             process = context.Process(target=_serve, args=(theirs, job), daemon=True)
             with environment(OMP_NUM_THREADS=str(threads)):
                 process.start()
@@ -141,7 +146,7 @@ class WorkerGroup:
 
 @dataclass(frozen=True)
 class _WorkerJob:
-    build: str
+    contender: Contender
     arguments: tuple[Any, ...]
     rank: int
     world: int
@@ -156,7 +161,7 @@ def _serve(pipe: Connection, job: _WorkerJob) -> None:
         step = _build(job)
         pipe.send(("ready", None))
         while (steps := pipe.recv()) is not None:
-            pipe.send(("turn", _turn(step, steps)))
+            pipe.send(("turn", take_turn(step, steps)))
     except EOFError:  # the parent is gone
         pass
     except BaseException:
@@ -175,13 +180,21 @@ def _build(job: _WorkerJob) -> Step:
     )
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(job.threads)
-    store = Path(job.scratch) / "store"
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=job.rank, world_size=job.world)
-    module, function = job.build.split(":")
-    return getattr(importlib.import_module(module), function)(*job.arguments, job.rank, job.world)
+    store = f"file://{Path(job.scratch) / 'store'}"
+    if job.contender.backend == engine.BACKEND:
+        engine.register()
+    dist.init_process_group(job.contender.backend, init_method=store, rank=job.rank, world_size=job.world)
+    return build_step(job.contender, job.arguments, job.rank, job.world)
 
 
-def _turn(step: Step, steps: int) -> tuple[float, list[float]]:
+def build_step(contender: Contender, arguments: tuple[Any, ...], rank: int, world: int) -> Step:
+    """What `contender.build` names, called; the group must exist."""
+    module, function = contender.build.split(":")
+    step: Step = getattr(importlib.import_module(module), function)(*arguments, rank, world)
+    return step
+
+
+def take_turn(step: Step, steps: int) -> tuple[float, list[float]]:
     """Seconds of `steps` steps between two barriers, and the loss of each, averaged over the ranks."""
     dist.barrier()
     start = time.perf_counter()

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.harness import Contender, Step
 from benchmarks.workload import Workload, load_model, parameter_groups, token_ids
@@ -23,11 +24,23 @@ FSDP2 = Contender(
     "torch",
     "fully_shard on every block and the root, fused AdamW",
 )
+FSDP2_AT_2 = Contender(
+    "FSDP2 at 2",
+    "benchmarks.peers:fsdp2_at_2",
+    "torch",
+    "the same on a mesh of (ranks / 2, 2): sharded over every two ranks, gradients summed over all pairs",
+)
 DEEPSPEED = Contender(
     "DeepSpeed ZeRO-3",
     "benchmarks.peers:deepspeed_zero3",
     "deepspeed",
     "stage 3, CPU accelerator over Gloo, contiguous gradients, buckets of one block, its own CPU Adam kernel",
+)
+MICS = Contender(
+    "DeepSpeed MiCS 2",
+    "benchmarks.peers:deepspeed_mics",
+    "deepspeed.runtime.zero.mics",  # gone from DeepSpeed 0.19
+    "stage 3 within every two ranks (mics_shard_size 2, MiCS_Init), otherwise as ZeRO-3",
 )
 ACCELERATE = Contender(
     "Accelerate FSDP2",
@@ -39,10 +52,20 @@ ACCELERATE = Contender(
 
 def fsdp2(workload: Workload, directory: Path, rank: int, world: int) -> Step:
     """Bare PyTorch: `fully_shard` on each block and on the root, which keeps its own parameters gathered."""
+    return _fsdp2(workload, directory, rank, (world,))
+
+
+def fsdp2_at_2(workload: Workload, directory: Path, rank: int, world: int) -> Step:
+    """Hybrid sharding, as MiCS does it."""
+    return _fsdp2(workload, directory, rank, (world // 2, 2))
+
+
+def _fsdp2(workload: Workload, directory: Path, rank: int, shape: tuple[int, ...]) -> Step:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("cpu", (world,))
+    names = ("replica", "shard")[-len(shape) :]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     model = load_model(directory)
     for block in model.get_submodule("transformer.h").children():
         fully_shard(block, mesh=mesh, reshard_after_forward=workload.reshard)
@@ -100,12 +123,33 @@ def accelerate_fsdp2(workload: Workload, directory: Path, rank: int, world: int)
 
 def deepspeed_zero3(workload: Workload, directory: Path, rank: int, world: int) -> Step:
     """DeepSpeed on its CPU accelerator; its Adam kernel is compiled on first use (minutes, a C++ compiler, ninja)."""
-    os.environ.update(DS_ACCELERATOR="cpu", LOCAL_SIZE=str(world))
+    _prepare_deepspeed()
+    return _deepspeed(workload, rank, load_model(directory), _deepspeed_config(workload))
+
+
+def deepspeed_mics(workload: Workload, directory: Path, rank: int, world: int) -> Step:
+    """The same within every two ranks, whose gradients are then summed over all pairs."""
+    _prepare_deepspeed()
+    from deepspeed.runtime.zero.mics import MiCS_Init
+
+    config = _deepspeed_config(workload)
+    config["zero_optimization"] |= {"mics_shard_size": 2, "mics_hierarchical_params_gather": False}
+    model = load_model(directory)
+    with MiCS_Init(module=model, config_dict_or_path=config):
+        pass
+    return _deepspeed(workload, rank, model, config)
+
+
+def _prepare_deepspeed() -> None:
+    os.environ.update(DS_ACCELERATOR="cpu", LOCAL_SIZE=os.environ["LOCAL_WORLD_SIZE"])
     import deepspeed
 
     deepspeed.init_distributed(dist_backend="gloo")
-    model, width = load_model(directory), workload.width
-    config = {
+
+
+def _deepspeed_config(workload: Workload) -> dict[str, Any]:
+    width = workload.width
+    return {
         "train_micro_batch_size_per_gpu": workload.batch,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": workload.clip_norm,
@@ -123,6 +167,11 @@ def deepspeed_zero3(workload: Workload, directory: Path, rank: int, world: int) 
             "stage3_max_reuse_distance": 0 if workload.reshard else 10**9,
         },
     }
+
+
+def _deepspeed(workload: Workload, rank: int, model: nn.Module, config: dict[str, Any]) -> Step:
+    import deepspeed
+
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=parameter_groups(model, workload), config=config, dist_init_required=False
     )

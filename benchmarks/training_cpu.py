@@ -1,10 +1,11 @@
-"""Tokens/s of shardwise, bare FSDP2, DeepSpeed ZeRO-3 and Accelerate FSDP2: the same GPT-2 on CPU ranks over Gloo.
+"""Tokens/s of shardwise, bare FSDP2, DeepSpeed ZeRO-3 and Accelerate FSDP2: the same GPT-2 on CPU ranks.
 
     python -m benchmarks.training_cpu --ranks 2 4 --rounds 9 --steps 2 --json result.json
 
-All contenders load the same weights, see the same token ids, run in the same rounds, and must show the same losses.
-Ratios are the medians of the ratios within each round. The physical limit is the rate of `torch.mm` over the model's
-own shapes on all cores, measured before every round (the fastest counts).
+All talk over Gloo; shardwise runs a second time over its own backend, the engine, which its `auto` takes. All load the
+same weights, see the same token ids, run in the same rounds, and must show the same losses. Ratios are the medians of
+the ratios within each round. The physical limit is the rate of `torch.mm` over the model's own shapes on all cores,
+measured before every round (the fastest counts).
 """
 
 from __future__ import annotations
@@ -24,13 +25,20 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from benchmarks.contenders.shardwise_contender import SHARDWISE
+from benchmarks.contenders.shardwise_contender import ON_ENGINE, SHARDWISE
 from benchmarks.harness import Contender, Series, Summary, agree, paired_ratio, run_rounds, start_groups, summarize
 from benchmarks.peers import ACCELERATE, DEEPSPEED, FSDP2
 from benchmarks.record import header, write_json
 from benchmarks.workload import Workload, product_rate, save_model
 
-CONTENDERS = {"shardwise": SHARDWISE, "fsdp2": FSDP2, "deepspeed": DEEPSPEED, "accelerate": ACCELERATE}
+CONTENDERS = {
+    "shardwise": SHARDWISE,
+    "engine": ON_ENGINE,
+    "fsdp2": FSDP2,
+    "deepspeed": DEEPSPEED,
+    "accelerate": ACCELERATE,
+}
+OURS = {"shardwise_ratio": SHARDWISE, "engine_ratio": ON_ENGINE}
 FIRST_LOSS_TOLERANCE = 1e-4  # same weights and data: only the order of sums differs
 LATER_LOSS_TOLERANCE = 1e-2  # after the warm-up steps: another optimizer or another gradient scale is seen here
 IDLE_SHARE, IDLE_SECONDS = 0.05, 1.0  # more of a core than this, for this long, is not waiting
@@ -119,7 +127,7 @@ def summarize_run(
 ) -> dict[str, Any]:
     """The numbers of one table, ready for JSON."""
     tokens = workload.tokens * ranks * steps
-    ours = next((entry for entry in series if entry.contender.name == SHARDWISE.name and not entry.skipped), None)
+    ran = {entry.contender.name: entry for entry in series if not entry.skipped}
     rows = []
     for entry in series:
         row: dict[str, Any] = {"contender": entry.contender.name, "settings": entry.contender.settings}
@@ -138,8 +146,9 @@ def summarize_run(
             "idle_share": entry.idle_share,
             "idle_cpu_seconds": entry.idle_cpu_seconds,
         }
-        if ours is not None:
-            row["shardwise_ratio"] = vars(paired_ratio(ours.seconds, entry.seconds))
+        for key, ours in OURS.items():
+            if ours.name in ran:
+                row[key] = vars(paired_ratio(ran[ours.name].seconds, entry.seconds))
         rows.append(row)
     return {"ranks": ranks, "steps": steps, "warmup": warmup, "limit_flops_per_second": limit, "rows": rows}
 
@@ -158,7 +167,7 @@ def check(run: dict[str, Any]) -> list[str]:
                 f"{run['ranks']} ranks: {row['contender']} used {row['idle_share']:.2f} cores while waiting"
             )
     for row in run["rows"]:
-        if "skipped" in row and row["contender"] in (SHARDWISE.name, FSDP2.name):
+        if "skipped" in row and row["contender"] in (SHARDWISE.name, ON_ENGINE.name, FSDP2.name):
             problems.append(f"{run['ranks']} ranks: {row['contender']} did not run: {row['skipped']}")
     return problems
 
@@ -171,8 +180,17 @@ def render(run: dict[str, Any]) -> Table:
         f"{limit:.0f} GFLOP/s."
     )
     skipped: list[str] = []
-    table = Table(title=f"{run['ranks']} ranks on {len(os.sched_getaffinity(0))} cores, Gloo, fp32")
-    for column in ("contender", "tokens/s", "shardwise ÷ it", "of limit", "core s/step", "first loss", "last loss"):
+    table = Table(title=f"{run['ranks']} ranks on {len(os.sched_getaffinity(0))} cores, fp32")
+    for column in (
+        "contender",
+        "tokens/s",
+        "shardwise ÷ it",
+        "engine ÷ it",
+        "of limit",
+        "core s/step",
+        "first loss",
+        "last loss",
+    ):
         table.add_column(column, justify="left" if column == "contender" else "right", no_wrap=True)
     for row in run["rows"]:
         if "skipped" in row:
@@ -183,7 +201,7 @@ def render(run: dict[str, Any]) -> Table:
         table.add_row(
             row["contender"],
             _spread(row["tokens_per_second"], "{:.0f}"),
-            _spread(row["shardwise_ratio"], "{:.3f}") if "shardwise_ratio" in row else "",
+            *(_spread(row[key], "{:.3f}") if key in row else "" for key in OURS),
             f"{row['share_of_limit']:.1%}",
             f"{row['core_seconds_per_step']:.2f}",
             f"{row['first_loss']:.6f}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +34,37 @@ SHARDWISE = Contender(
     "its defaults: parameters, gradients and optimizer state sharded over all ranks, head inside the loss",
 )
 
+ON_ENGINE = replace(
+    SHARDWISE, name="shardwise, engine", settings=f"{SHARDWISE.settings}; its own backend", backend="shardwise"
+)
+AT_2 = replace(
+    ON_ENGINE,
+    name="shardwise at 2",
+    build=f"{__name__}:shardwise_at_2",
+    settings="the same, sharded over every two ranks",
+)
+
 
 def shardwise(workload: Workload, directory: Path, rank: int, world: int) -> Step:
     """The CPU benchmark's step."""
+    return _data_parallel(workload, directory, rank, world, {})
+
+
+def shardwise_at_2(workload: Workload, directory: Path, rank: int, world: int) -> Step:
+    """The same, sharded over every two ranks."""
+    return _data_parallel(workload, directory, rank, world, {"sharded_data_parallel_degree": 2})
+
+
+def _data_parallel(workload: Workload, directory: Path, rank: int, world: int, parallel: dict[str, Any]) -> Step:
     job = Job.model_validate(
         {
             "model": {"path": str(directory), "attention": "sdpa"},
-            "parallel": {"device": "cpu", "workers": world, "reshard_after_forward": workload.reshard},
+            "parallel": {
+                "device": "cpu",
+                "workers": world,
+                "reshard_after_forward": workload.reshard,
+                **parallel,
+            },
             "precision": {"compute": "fp32"},
             "data": {"sequence_length": workload.sequence},
             "training": {"sequences_per_step": workload.batch * world, "microbatch_size": workload.batch},

@@ -164,13 +164,43 @@ class UnpairedDualPipeV(ScheduleDualPipeV):
 def reduce_left_gradients(modules: Sequence[FSDPModule]) -> None:
     """Run FSDP2's reduction of the gradients that stand in gathered parameters; the root is the first of `modules`."""
     for module in modules[::-1]:
-        state = fully_shard.state(module)  # type: ignore[attr-defined]
-        groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.12 on; one group before
-        for group in [state._fsdp_param_group] if groups is None else groups:
-            if group is not None:
-                group.post_backward()
+        for group in _fsdp_groups(module):
+            group.post_backward()
     if modules:
         fully_shard.state(modules[0])._root_post_backward_final_callback()  # type: ignore[attr-defined]
+
+
+def _fsdp_groups(module: FSDPModule) -> list[Any]:
+    state = fully_shard.state(module)  # type: ignore[attr-defined]
+    groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.12 on; one group before
+    return [group for group in ([state._fsdp_param_group] if groups is None else groups) if group is not None]
+
+
+# No public name: that gathering may be asynchronous on the CPU too, where there are no streams.
+def gather_asynchronously(root: FSDPModule) -> None:
+    """Let every FSDP module in `root` gather by calls that are waited for where the parameters are needed."""
+    root._set_unshard_async_op(True)
+
+
+# No public name: only FSDP2 knows what it does with a reduced gradient right away.
+def keeps_reduced_gradients_as_they_are(module: FSDPModule, dtype: torch.dtype) -> bool:
+    """Whether nothing reads or converts what a reduce-scatter of `dtype` gives `module` before backward ends."""
+    for group in _fsdp_groups(module):
+        if group.mesh_info.replicate_mesh_dim is not None or group._all_reduce_hook is not None:
+            return False
+        for each in group.fsdp_params:
+            sharded = each.sharded_param
+            if sharded.grad is not None or each.orig_dtype != dtype or each.offload_to_cpu:
+                return False
+            if getattr(sharded, "_post_accumulate_grad_hooks", None):
+                return False
+    return True
+
+
+# No public name: FSDP2 and DDP end their own backward like this.
+def at_end_of_backward(callback: Callable[[], object]) -> None:
+    """Call `callback` when the backward that is running ends."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[arg-type]
 
 
 __all__ = [
@@ -185,16 +215,19 @@ __all__ = [
     "all_gather_single",
     "all_gather_whole",
     "all_to_all",
+    "at_end_of_backward",
     "backends_of",
     "clear_placement_cache",
     "fake_store",
     "flash_attention",
     "flash_attention_backward",
+    "gather_asynchronously",
     "group_of",
     "has_flash_attention",
     "hybrid_strategies",
     "is_alive",
     "is_traceable_wrapper_subclass",
+    "keeps_reduced_gradients_as_they_are",
     "read_scalar",
     "reduce_left_gradients",
     "reduce_scatter_coalesced",

@@ -20,7 +20,7 @@ from shardwise.launch.environment import RankEnvironment, detect
 from shardwise.launch.local import run_local
 from shardwise.launch.session import session
 from shardwise.observe.trackers import require_extras
-from shardwise.plan import Plan, World, precheck, resolve
+from shardwise.plan import Plan, World, collective_algorithm, precheck, resolve
 from shardwise.training.keeper import after_restart
 from shardwise.training.output import check_output, claim_output
 from shardwise.training.setup import prepare_data, study
@@ -97,15 +97,18 @@ def _launcher_notes(job: Job, place: RankEnvironment | None) -> Iterator[str]:
 def usable_backend(plan: Plan, say: Say) -> str:
     """The backend to join with: the plan's, and how its collectives cross hosts (`collectives/hierarchical.py`).
 
-    The engine is compiled; where that fails and the job leaves the choice to us, Gloo takes its place. Inside the hosts
+    The engine is compiled; where that fails and the job leaves the choice to us, Gloo takes its place, on several hosts
+    for all ranks, as they agree when they meet. Inside the hosts
     of two-level collectives over Gloo that choice is the engine too.
 
     Raises:
-        MachineError: the engine fails and Gloo is no choice: the job asks for the engine, or ranks of other hosts, whom
-            this one cannot ask, may have it.
+        MachineError: the engine fails and the job asks for it.
     """
     between = _built_backend(plan, say)
     inside = between
+    if between != plan.backend:
+        algorithm, _ = collective_algorithm(plan.job.parallel, between, plan.world)
+        return hierarchical.name_of(algorithm, between, between)
     if plan.collectives != "flat" and between == "gloo" and plan.job.parallel.ddp_dist_backend == "auto":
         inside = _built_backend(replace(plan, backend=engine.BACKEND), say)
     return hierarchical.name_of(plan.collectives, between, inside)
@@ -120,8 +123,6 @@ def _built_backend(plan: Plan, say: Say) -> str:
     except MachineError as error:
         if plan.job.parallel.ddp_dist_backend != "auto":
             raise
-        if plan.world.hosts > 1:
-            raise MachineError(f"{error}; all hosts need it, or parallel.ddp_dist_backend: gloo") from error
         say(f"note: the ranks talk over Gloo. {error}")
         return "gloo"
 
@@ -164,5 +165,5 @@ def _may_use_engine(job: Job, world: World) -> bool:
 
 
 def _engine_problem(job: Job, world: World) -> str:
-    """Why `auto` is Gloo. On several hosts it is the engine on all: each rank would know of its own host alone."""
+    """Why `auto` is Gloo. On several hosts a rank knows of its own host alone: all plan with the engine, then agree."""
     return engine.obstacle() if world.hosts == 1 and _may_use_engine(job, world) else ""

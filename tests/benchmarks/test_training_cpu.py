@@ -97,9 +97,11 @@ def run(tmp_path: Path, *contenders: str) -> dict[str, Any]:
 
 @pytest.mark.timeout(600)
 def test_shardwise_beside_fsdp2(tmp_path: Path) -> None:
-    rows = run(tmp_path, "shardwise", "fsdp2")["runs"][0]["rows"]
-    assert [row["contender"] for row in rows] == ["shardwise", "FSDP2"]
-    ours, theirs = rows
+    rows = run(tmp_path, "shardwise", "engine", "fsdp2")["runs"][0]["rows"]
+    assert [row["contender"] for row in rows] == ["shardwise", "shardwise, engine", "FSDP2"]
+    ours, on_engine, theirs = rows
+    assert on_engine["last_loss"] == pytest.approx(ours["last_loss"], abs=1e-5)
+    assert theirs["engine_ratio"]["median"] > 0
     assert ours["first_loss"] == pytest.approx(theirs["first_loss"], abs=1e-5)
     assert ours["last_loss"] == pytest.approx(theirs["last_loss"], abs=1e-4)
     assert ours["last_loss"] < ours["first_loss"]

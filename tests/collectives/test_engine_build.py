@@ -6,16 +6,20 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from shardwise import bench, entry
 from shardwise.cli import main
 from shardwise.collectives import engine
 from shardwise.config import Job
 from shardwise.errors import MachineError
+from shardwise.launch import session
+from shardwise.launch.environment import RankEnvironment
 from shardwise.plan import World
 
 
@@ -49,12 +53,33 @@ def test_without_a_compiler_auto_is_gloo_with_one_line(no_compiler: None) -> Non
     ]
 
 
-def test_on_several_hosts_a_host_without_a_compiler_is_an_error(no_compiler: None) -> None:
+def test_on_several_hosts_all_take_gloo_where_one_has_no_compiler(
+    no_compiler: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     plan = entry.plan_job(job())
     assert entry._engine_problem(job(), World(4, "cpu", 2, hosts=2)) == ""
     several = replace(plan, world=World(4, "cpu", 2, hosts=2), backend="shardwise")
-    with pytest.raises(MachineError, match="all hosts need it, or parallel"):
-        entry.usable_backend(several, print)
+    here = entry.usable_backend(several, print)
+    assert here == "measured_gloo_gloo"  # what two hosts of two ranks take without the engine
+    store = dist.HashStore()
+    places = [RankEnvironment(rank, 4, rank % 2, 2, "", 1, "torchrun") for rank in range(4)]
+    names = ["shardwise", "shardwise", here, here]
+    with ThreadPoolExecutor(4) as pool:
+        agreed = [*pool.map(lambda place, name: session.agree(store, place, name), places, names)]
+    assert agreed == [here] * 4
+    said = capsys.readouterr()
+    assert "note: the ranks talk over Gloo. the native engine cannot be used" in said.out
+    assert said.err == (
+        "note: the ranks talk over Gloo: rank 2 cannot use the native engine; `shardwise build` on its host says why.\n"
+    )
+
+
+def test_ranks_that_ask_for_different_backends_are_told() -> None:
+    store = dist.HashStore()
+    store.set("backend/1", "gloo")
+    store.set("backend/2", "measured_gloo_gloo")
+    with pytest.raises(MachineError, match="different backends: shardwise, gloo, measured_gloo_gloo; give all"):
+        session.agree(store, RankEnvironment(0, 3, 0, 1, "", 1, "torchrun"), "shardwise")
 
 
 def test_asked_for_without_a_compiler_it_is_an_error(no_compiler: None, capsys: pytest.CaptureFixture[str]) -> None:

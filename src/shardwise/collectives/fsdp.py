@@ -1,10 +1,12 @@
-"""FSDP2's communication objects over two-level collectives, for models whose groups torch.distributed made itself.
+"""FSDP2's communication objects: overlapped ones for CPUs, and two-level ones for groups that torch.distributed made.
+
+    overlap(modules)                                  # after fully_shard: compute while the network works
 
     hierarchies = use_two_levels(model, "direct")     # after fully_shard, on every rank
     ...
     hierarchies.close()                               # before destroy_process_group
 
-They serve the gathering of parameters and the reduce-scatter of gradients; a replica group's all-reduce is
+Two-level ones serve the gathering of parameters and the reduce-scatter of gradients; a replica group's all-reduce is
 torch.distributed's own, which takes two levels where the group's backend is that of `hierarchical.py`.
 """
 
@@ -18,7 +20,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from shardwise._torch_compat import all_gather_single, reduce_scatter_single
+from shardwise._torch_compat import (
+    all_gather_single,
+    at_end_of_backward,
+    gather_asynchronously,
+    keeps_reduced_gradients_as_they_are,
+    reduce_scatter_single,
+)
 from shardwise.collectives.hierarchical import Choice, Hierarchy, around
 
 
@@ -42,14 +50,16 @@ class Hierarchies:
                 hierarchy.close()
 
 
-class _Communication:
-    """What FSDP2 asks of both objects: memory. It is freed after use, since several gathers may be in flight."""
-
-    def __init__(self, hierarchies: Hierarchies) -> None:
-        self.hierarchies = hierarchies
+class _Memory:
+    """What FSDP2 asks of all these objects. It is freed after use, since several gathers may be in flight."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _Communication(_Memory):
+    def __init__(self, hierarchies: Hierarchies) -> None:
+        self.hierarchies = hierarchies
 
 
 class TwoLevelAllGather(_Communication):
@@ -76,6 +86,40 @@ class TwoLevelReduceScatter(_Communication):
         if work is None:
             return reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
         return work if async_op else None
+
+
+class OverlappedReduceScatter(_Memory):
+    """For `FSDPModule.set_custom_reduce_scatter`: gradients arrive while backward goes on, all before it returns.
+
+    FSDP2 waits for each reduce-scatter where there are no streams. Where it only keeps the result, as `.grad`, the call
+    goes out asynchronously and is waited for at the end of backward. Where it adds, converts or moves the result at
+    once (a second microbatch, replicas, another dtype, offload) the call is waited for here.
+    """
+
+    def __init__(self, module: FSDPModule) -> None:
+        self.module = module
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        late = not async_op and keeps_reduced_gradients_as_they_are(self.module, output_tensor.dtype)
+        work: dist.Work | None = reduce_scatter_single(
+            output_tensor, input_tensor, op=op, group=group, async_op=async_op or late
+        )
+        if late and work is not None:
+            at_end_of_backward(work.wait)
+            return None
+        return work
+
+
+def overlap(modules: Sequence[FSDPModule]) -> None:
+    """Let ranks on CPUs compute while their parameters and gradients travel; `modules` are all of a model, root first.
+
+    Parameters are gathered ahead only as far as prefetching is set. Sums are those without overlap, bit for bit.
+    """
+    gather_asynchronously(modules[0])
+    for module in modules:
+        module.set_custom_reduce_scatter(OverlappedReduceScatter(module))  # type: ignore[arg-type]
 
 
 def use_two_levels(model: nn.Module, algorithm: Choice = "measured") -> Hierarchies:

@@ -7,6 +7,7 @@ already (a user's own, or a test's) is used and left alone.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -82,6 +83,10 @@ def _keep_on_host(place: RankEnvironment) -> list[str]:
 
 def _join(place: RankEnvironment, device: torch.device, backend: str, timeout: timedelta) -> None:
     options: dict[str, Any] = {"timeout": timeout}
+    if not place.one_host and device.type == "cpu":
+        store = _meet(place, timeout)
+        backend = agree(dist.PrefixStore("shardwise", store), place, backend)
+        options |= {"store": dist.PrefixStore("default_pg", store), "rank": place.rank, "world_size": place.world_size}
     parts = hierarchical.parts_of(backend)
     if engine.BACKEND in parts:
         engine.register()
@@ -92,8 +97,45 @@ def _join(place: RankEnvironment, device: torch.device, backend: str, timeout: t
         backend = "cpu:gloo,cuda:nccl"
     if place.world_size == 1:
         options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    try:
+    with _meeting(place):
         dist.init_process_group(backend, **options)
+
+
+def _meet(place: RankEnvironment, timeout: timedelta) -> dist.Store:
+    """The job's store, which torch makes of the launcher's variables."""
+    with _meeting(place):
+        store: dist.Store = next(dist.rendezvous("env://", timeout=timeout))[0]
+    store.set_timeout(timeout)
+    return store
+
+
+def agree(store: dist.Store, place: RankEnvironment, backend: str) -> str:
+    """The backend that every rank can join with: each brings what its host can use; Gloo, where one has no engine.
+
+    Raises:
+        MachineError: ranks were told to use different backends.
+    """
+    store.set(f"backend/{place.rank}", backend)
+    names = [store.get(f"backend/{rank}").decode() for rank in range(place.world_size)]
+    if len(set(names)) == 1:
+        return backend
+    without = {name: rank for rank, name in reversed([*enumerate(names)]) if engine.BACKEND not in name}
+    if len(without) != 1:
+        raise MachineError(f"the ranks ask for different backends: {', '.join(names)}; give all hosts one job file")
+    [(name, rank)] = without.items()
+    if place.rank == 0:
+        print(
+            f"note: the ranks talk over Gloo: rank {rank} cannot use the native engine; `shardwise build` on its host "
+            "says why.",
+            file=sys.stderr,
+        )
+    return name
+
+
+@contextmanager
+def _meeting(place: RankEnvironment) -> Iterator[None]:
+    try:
+        yield
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         raise MachineError(
             f"rank {place.rank} of {place.world_size} could not meet the others at "

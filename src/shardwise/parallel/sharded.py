@@ -14,6 +14,8 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from shardwise._torch_compat import clear_placement_cache, reduce_left_gradients
+from shardwise.collectives import engine
+from shardwise.collectives.fsdp import overlap
 from shardwise.layout import Layout
 from shardwise.plan import Plan
 from shardwise.precision import torch_dtype
@@ -39,7 +41,18 @@ def shard(model: nn.Module, groups: Sequence[list[nn.Module]], plan: Plan, layou
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     _prefetch([group[0] for group in groups], plan.job.parallel.prefetch_depth)
+    if _overlaps(plan):
+        overlap(modules)
     return modules
+
+
+def _overlaps(plan: Plan) -> bool:
+    """Where the network works, a CPU is free to compute. On one host it is the CPU that carries the bytes.
+
+    Backwards in a pipeline, and those that leave gradients for later, reduce outside of autograd.
+    """
+    from_cpus = plan.world.device_type == "cpu" and plan.backend == engine.BACKEND
+    return from_cpus and plan.world.hosts > 1 and plan.degrees["pipeline"] == 1 and not plan.holds_whole
 
 
 def begin_microbatch(modules: Sequence[FSDPModule], plan: Plan, last: bool) -> None:
