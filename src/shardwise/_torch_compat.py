@@ -109,6 +109,12 @@ def fake_store() -> dist.Store:
     return FakeStore()
 
 
+def default_store() -> dist.Store:
+    """The store in which the ranks of the job have met; waits for a public way to ask for it."""
+    store: dist.Store = dist.distributed_c10d._get_default_store()
+    return store
+
+
 def is_alive(group: dist.ProcessGroup) -> bool:
     """Whether `group` was not destroyed."""
     # No public name: torch keeps its groups in a private map (torch 2.11 to 2.13).

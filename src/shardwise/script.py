@@ -103,6 +103,9 @@ def _execute(script: Script, workers: int) -> None:
         if os.environ.get("RANK", "0") == "0":
             print("note: --device cpu: what the script asks of CUDA is done on the CPU.", file=sys.stderr)
     import shardwise.smp  # noqa: F401 - before the script imports transformers, which asks for it half-way
+    from shardwise.smp.reading import for_scripts
+
+    torch.load = for_scripts(torch.load)
 
     sys.argv = [script.path, *script.arguments]
     sys.path.insert(0, str(Path(script.path).resolve().parent))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -41,7 +43,11 @@ def _go_on(directory: str, config: dict[str, Any]) -> tuple[list[float], list[fl
     try:
         model, optimizer, train = _start(config)
         train(first), train(second)
-        smp.save_checkpoint(directory, tag="two", model=model, optimizer=optimizer, user_content={"step": 2})
+        content = {"step": 2, "config": model.config, "count": np.prod((2, 3)), "args": argparse.Namespace(lr=1.0)}
+        smp.save_checkpoint(directory, tag="two", model=model, optimizer=optimizer, user_content=content)
+        named = dict(model.module.named_parameters())
+        for parameter in (one for group in optimizer.fp16_groups for one in group):
+            assert any(parameter is one for one in named.values()) and parameter.ds_shape.numel() == parameter.ds_numel
         smp.save(optimizer.local_state_dict(gather_if_shard=False), f"{directory}/state.pt", v3=True)
         weights, state = model.state_dict(), optimizer.state_dict()
         straight = [train(third)]
@@ -70,13 +76,39 @@ def test_training_goes_on_as_if_it_had_not_stopped(
     for straight, resumed, files, content in world_pool.run(2, _go_on, str(tmp_path), config):
         assert resumed == pytest.approx(straight, rel=1e-6)
         assert names | {"newest", "two_partial", "user_content.pt"} <= set(files)
-        assert content["step"] == 2
+        assert (content["step"], content["count"], content["config"].n_embd, content["args"].lr) == (2, 6, 24, 1.0)
+    _check_foreign(tmp_path)
     assert (tmp_path / "newest").read_text() == "two_partial"
     if "optimizer_0.pt" in names:
         shards = [torch.load(tmp_path / "two_partial" / f"optimizer_{index}.pt") for index in range(2)]
         assert shards[0]["partition_count"] == 2
         total = sum(-(-p.numel() // 2) for p in make_model("gpt2").parameters())
         assert all(len(shard["fp32_flat_groups"][0]) == total for shard in shards)
+
+
+def _check_foreign(directory: Path) -> None:
+    """Without the file of this library's own the same parts are read as Amazon's, into one process."""
+    folder = directory / "two_partial"
+    (folder / "partition.pt").rename(directory / "kept")
+    try:
+        smp.init({})
+        model = smp.DistributedModel(make_model("gpt2"))
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        assert smp.resume_from_checkpoint(directory)["step"] == 2
+        assert any(not torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        if (folder / "model_0.pt").is_file():
+            for name, value in torch.load(folder / "model_0.pt")["module"].items():
+                torch.testing.assert_close(model.state_dict()[name], value, rtol=1e-6, atol=1e-6)
+            (folder / "optimizer_1.pt").rename(directory / "optimizer_1.pt")
+            with pytest.raises(CheckpointError, match="of 2 shards and has 1"):
+                smp.resume_from_checkpoint(directory)
+            (directory / "optimizer_1.pt").rename(folder / "optimizer_1.pt")
+        else:
+            (folder / "model_0_0.pt").rename(folder / "model_0_1.pt")
+            with pytest.raises(CheckpointError, match="parts of split tensors"):
+                smp.resume_from_checkpoint(directory)
+    finally:
+        smp.state.reset()
 
 
 def _full(directory: str) -> float:

@@ -146,6 +146,72 @@ def test_partitions_hooks_evaluation_and_messages(world_pool: WorldPool) -> None
     assert (first[4], second[4]) == ("back", 2.0)
 
 
+def _mismatched(what: str) -> str:
+    smp.init({"ddp": True})
+    me, other = smp.rank(), 1 - smp.rank()
+    try:
+        if what == "both send":
+            smp.send(me, other)
+        elif what == "both receive":
+            smp.recv_from(other)
+        elif what == "barrier" and me:
+            smp.barrier()
+            return ""
+        elif what == "end" and me:
+            return ""
+        else:
+            smp.recv_from(other)
+    except MessageError as error:
+        if what == "barrier":
+            smp.barrier()
+        return str(error)
+    finally:
+        smp.state.reset()
+    return "it went on"
+
+
+@pytest.mark.parametrize(
+    "what, said",
+    [
+        ("both send", "is in smp.send or smp.broadcast with this rank too"),
+        ("both receive", "is in smp.recv_from with this rank too"),
+        ("barrier", "waits for this rank in smp.barrier"),
+        ("end", "has ended"),
+    ],
+)
+def test_messages_that_do_not_match_are_found_at_once(world_pool: WorldPool, what: str, said: str) -> None:
+    first, second = world_pool.run(2, _mismatched, what)
+    found = [text for text in (first, second) if text]  # of two that wait for each other one may have ended already
+    assert any(said in text for text in found) and all("neither can go on" in text for text in found)
+    assert len(found) == (1 if what in ("barrier", "end") else 2)
+
+
+class Trainer:
+    """Of scripts whose step stands in a class and leaves the instance out."""
+
+    scale = 2.0
+
+    @smp.step
+    def without(x: Any, factor: float) -> Any:  # type: ignore[misc]
+        return x * factor
+
+    @smp.step
+    def with_it(self, x: Any) -> Any:
+        return x * self.scale
+
+
+def test_steps_in_a_class_may_leave_the_instance_out() -> None:
+    smp.init({})
+    try:
+        x = torch.ones(2, 2)
+        assert torch.equal(Trainer().without(x, 3.0).concat(), x * 3)  # type: ignore[call-arg,arg-type]
+        assert torch.equal(Trainer().with_it(x).concat(), x * 2)
+        with pytest.raises(TypeError):
+            Trainer().without(x)  # type: ignore[call-arg,arg-type]
+    finally:
+        smp.state.reset()
+
+
 class Net(nn.Module):
     """A module that is no language model."""
 

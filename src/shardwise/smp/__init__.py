@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardwise.smp import amp, exceptions, nn, state_mod, utils
+from shardwise.smp import amp, exceptions, nn, optimizers, sharded_data_parallel_checkpoint, state_mod, utils
 from shardwise.smp.messages import allgather, barrier, broadcast, dp_barrier, mp_barrier, recv_from, send
 from shardwise.smp.model import DistributedModel
 from shardwise.smp.nesting import StepOutput
@@ -118,6 +118,7 @@ __all__ = [
     "mp_size",
     "nn",
     "num_microbatches",
+    "optimizers",
     "partition",
     "pp_rank",
     "pp_size",
@@ -133,6 +134,7 @@ __all__ = [
     "set_activation_checkpointing",
     "set_partition",
     "set_tensor_parallelism",
+    "sharded_data_parallel_checkpoint",
     "size",
     "state",
     "state_mod",

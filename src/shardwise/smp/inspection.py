@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from shardwise.parallel.model import ParallelModel
@@ -97,7 +99,13 @@ def show_shards(module: nn.Module) -> None:
     for parameter in module.parameters():
         size = -(-parameter.numel() // state.layout.size("shard"))
         first = size * state.layout.index("shard")
-        shard: Any = parameter.detach().flatten()[first : first + size]
-        shard.ds_numel = size
-        held: Any = parameter
-        held.ds_shape, held.ds_numel, held.ds_tensor = parameter.shape, parameter.numel(), shard
+        show_shard(parameter, tuple(parameter.shape), parameter.detach().flatten()[first : first + size])
+
+
+def show_shard(parameter: nn.Parameter, shape: tuple[int, ...], elements: Tensor) -> None:
+    """The attributes of one parameter of the whole `shape`, of which `elements` are here."""
+    held: Any = parameter
+    held.ds_shape, held.ds_numel = torch.Size(shape), math.prod(shape)
+    shard: Any = elements.detach().flatten()
+    shard.ds_numel = -(-held.ds_numel // state.layout.size("shard"))
+    held.ds_tensor = shard

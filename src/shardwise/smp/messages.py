@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.smp.exceptions import MessageError
+from shardwise.smp.meeting import RECEIVE, SEND
 from shardwise.smp.process import state
 from shardwise.smp.ranks import CommGroup, RankType, members, process_group
 
@@ -45,9 +46,13 @@ def recv_from(src_rank: int, rank_type: RankType = RankType.WORLD_RANK) -> Any:
     """
     source = _global(src_rank, rank_type)
     box: list[Any] = [None]
+
+    def receive(rank: int) -> None:
+        dist.recv_object_list(box, rank, device=HOST)
+        dist.send(torch.ones(1), rank)
+
     try:
-        dist.recv_object_list(box, source, device=HOST)
-        dist.send(torch.ones(1), source)
+        state.meeting.message(RECEIVE, [source], receive)
     except (RuntimeError, dist.DistError) as error:
         raise MessageError(f"rank {state.layout.rank} waited for a message of rank {source}: {error}") from error
     return box[0]
@@ -58,13 +63,15 @@ def allgather(obj: Any, group: CommGroup = CommGroup.WORLD) -> list[Any]:
     gathered: list[Any] = [None] * len(members(group))
     if len(gathered) == 1:
         return [obj]
-    dist.all_gather_object(gathered, obj, group=process_group(group))
+    with state.meeting.together("smp.allgather", members(group)):
+        dist.all_gather_object(gathered, obj, group=process_group(group))
     return gathered
 
 
 def barrier(group: CommGroup = CommGroup.WORLD) -> None:
     """Wait for all ranks of `group`."""
-    dist.barrier(group=process_group(group))
+    with state.meeting.together("smp.barrier", members(group)):
+        dist.barrier(group=process_group(group))
 
 
 def dp_barrier() -> None:
@@ -78,9 +85,11 @@ def mp_barrier() -> None:
 
 
 def _exchange(obj: Any, ranks: list[int]) -> None:
+    def send_to(rank: int) -> None:
+        dist.send_object_list([obj], rank, device=HOST)
+
     try:
-        for rank in ranks:
-            dist.send_object_list([obj], rank, device=HOST)
+        state.meeting.message(SEND, ranks, send_to)
         for rank in ranks:
             dist.recv(torch.empty(1), rank)
     except (RuntimeError, dist.DistError) as error:

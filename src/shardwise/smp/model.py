@@ -305,6 +305,19 @@ class DistributedModel(Inspection, nn.Module):
         """Refused: FSDP2 reduces gradients, and has no hooks of DDP."""
         raise StepUsageError("register_comm_hook is not to be had: gradients are reduced by FSDP2; leave it out")
 
+    def cpu(self) -> DistributedModel:
+        """The model on the host, before it is distributed.
+
+        Raises:
+            StepUsageError: it is distributed; `state_dict()` returns whole tensors on the CPU.
+        """
+        if self.parallel is not None:
+            raise StepUsageError(
+                "model.cpu(): a distributed model stays on its devices; model.state_dict() brings whole weights to the "
+                "CPU, and smp.save_checkpoint(..., partial=False) writes them"
+            )
+        return super().cpu()
+
     @contextmanager
     def join(self, **settings: Any) -> Iterator[None]:
         """Accepted; all ranks have to make equally many steps."""

@@ -8,6 +8,7 @@ element where it lives. Under `fp16` a wrapper scales the loss and skips steps w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from shardwise.optimizers import ELEMENTWISE
 from shardwise.parallel.model import ParallelModel
 from shardwise.parallel.tensor_map import Entry
 from shardwise.precision import LossScaler
+from shardwise.smp.inspection import show_shard
 from shardwise.smp.optimizer_state import full_state, load_state, local_state
 from shardwise.smp.process import state
 from shardwise.training.step import squared_share
@@ -100,6 +102,20 @@ class Side:
         """Let the optimizer's tensors show the gradients, which GradScaler and scripts read there."""
         for entry, local in self.locals:
             local.grad = entry.local_gradient
+
+    def parameters_of_groups(self) -> list[list[nn.Parameter]]:
+        """The module's own parameters of every group; the optimizer may hold this rank's elements in their place."""
+        model, parallel = state.model, self.parallel
+        if parallel is None or model is None:
+            return [list(group["params"]) for group in self.optimizer.param_groups]
+        here = dict(model.module.named_parameters())
+        groups, names = [], iter(self.order)
+        for count in self.group_sizes:
+            found = [(name, here[name]) for name in islice(names, count) if name in here]
+            groups.append([parameter for _, parameter in found])
+            for name, parameter in found:
+                show_shard(parameter, parallel.facts.parameter_shapes[name], parallel.tensor_map[name].local)
+        return groups
 
     def settle(self) -> None:
         """Complete the gradients of this step. Collective."""
@@ -187,8 +203,8 @@ class DistributedOptimizerMixin:
 
     @property
     def fp16_groups(self) -> list[list[nn.Parameter]]:
-        """The parameters of every group."""
-        return [list(group["params"]) for group in self._smp.optimizer.param_groups]
+        """The model's parameters of every group, as `model.named_parameters()` has them, with `ds_shape`."""
+        return self._smp.parameters_of_groups()
 
     @property
     def ds_param_shard_group(self) -> dist.ProcessGroup:

@@ -26,6 +26,7 @@ from shardwise.plan import World, collective_algorithm, precheck
 from shardwise.precision import has_float8
 from shardwise.smp.config import Configuration, read_configuration
 from shardwise.smp.exceptions import NotInitializedError
+from shardwise.smp.meeting import Meeting
 
 if TYPE_CHECKING:
     from shardwise.smp.model import DistributedModel
@@ -52,6 +53,7 @@ class State:
         self._cfg: Configuration | None = None
         self._layout: Layout | None = None
         self._device: torch.device | None = None
+        self._meeting: Meeting | None = None
         self._exit = ExitStack()
         # Of older scripts: filled once the model's parameters are split.
         self.param_index_to_name_tp_group: dict[int, dict[int, str]] = {}
@@ -87,6 +89,13 @@ class State:
             raise NotInitializedError("smp is used before smp.init(); call smp.init() first")
         return self._device
 
+    @property
+    def meeting(self) -> Meeting:
+        """Who waits for whom in messages."""
+        if self._meeting is None:
+            raise NotInitializedError("smp is used before smp.init(); call smp.init() first")
+        return self._meeting
+
     def init(self, config: Any = None) -> None:
         """Join the other ranks and take a place among them; `config` is SMP's dict of options.
 
@@ -116,6 +125,7 @@ class State:
         self._layout = Layout(degrees, placement, dist.get_rank(), world.local_size, kind)
         for axes in SMP_AXES.values():  # here, where every rank is: a group is made by all, and asked for by some
             self._layout.group(*axes)
+        self._meeting = Meeting(dist.get_rank())
         self._cfg, self.initialized = cfg, True
         if dist.get_rank() == 0:
             for note in cfg.notes:
@@ -123,6 +133,8 @@ class State:
 
     def reset(self) -> None:
         """Forget everything and leave the other ranks."""
+        if self._meeting is not None:
+            self._meeting.leave()
         self._exit.close()
         self.__init__()  # type: ignore[misc]
 

@@ -4,15 +4,15 @@ Partial files are a rank's own: `<f>_<pp>_<tp>`, and `<f>_<pp>_<tp>_<rdp>` where
 is `<path>/<tag>_partial/` (`model_*.pt`, `optimizer_*.pt`, `fp16_states_*.pt`, `user_content.pt`, `partition.pt`) or,
 full, the file `<path>/<tag>` with `<path>/user_content_<tag>`; the text file `<path>/newest` names the last one. Under
 sharded data parallelism there are `model_0.pt` and an `optimizer_<i>.pt` for each shard, whose `fp32_flat_groups` hold
-ceil(numel/degree) elements of every parameter in turn. Whatever is read is read with `weights_only=True`.
+ceil(numel/degree) elements of every parameter in turn. `reading` says what is read.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import shutil
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,13 @@ from shardwise.errors import CheckpointError
 from shardwise.smp.messages import barrier
 from shardwise.smp.optimizer import DistributedOptimizerMixin, Side
 from shardwise.smp.process import state
+from shardwise.smp.reading import read
 from shardwise.smp.replacement import translate_in, translate_out
 from shardwise.smp.safetensors_files import in_safetensors
+from shardwise.smp.sharded_data_parallel_checkpoint import whole_of_parts
 from shardwise.smp.weights import local_weights, marked, whole_weights
 
 NEWEST, SUFFIX, USER = "newest", "_partial", "user_content"
-SAFE: list[Any] = [argparse.Namespace]  # scripts keep their arguments beside the weights
 
 
 def save(
@@ -164,19 +165,6 @@ def resume_from_checkpoint(
     return content if isinstance(content, dict) else {USER: content}
 
 
-def read(path: Path, map_location: Any = None) -> Any:
-    """A file of `torch.save`, of tensors and plain values alone. Raises CheckpointError for any other."""
-    if not path.is_file():
-        raise CheckpointError(f"{path} is not there")
-    try:
-        with torch.serialization.safe_globals(SAFE):
-            return torch.load(path, map_location=map_location or "cpu", weights_only=True)
-    except Exception as error:  # of pickle's class, of zipfile's, or torch's own
-        raise CheckpointError(
-            f"{path} cannot be read: {str(error).splitlines()[0]}; it has to hold tensors and plain values only"
-        ) from error
-
-
 # ---- parts
 
 
@@ -229,16 +217,25 @@ def _slice(whole: Tensor, degree: int, index: int) -> Tensor:
 
 
 def _load_parts(folder: Path, strict: bool, with_optimizer: bool) -> None:
-    saved = read(folder / "partition.pt")
+    file = folder / "partition.pt"
+    model, side = state.model, state.optimizer
+    assert model is not None
+    if not file.is_file():  # which Amazon's library does not write
+        weights = _with_ties(model.module, whole_of_parts(folder))
+        model.load_state_dict({**weights, "_smp_is_partial": False}, strict=strict)
+        if _leads():
+            print(f"note: {folder} is not of this library: its weights are loaded, and the optimizer starts anew.",
+                  file=sys.stderr)  # fmt: skip
+        return
+    saved = read(file)
     if saved != _degrees():
         changed = ", ".join(f"{key} {saved.get(key)} there and {value} here" for key, value in _degrees().items()
                             if saved.get(key) != value)  # fmt: skip
         raise CheckpointError(f"{folder} is of other degrees: {changed}; use the same, or a full checkpoint")
-    model, side = state.model, state.optimizer
-    assert model is not None
     if state.layout.size("shard") > 1:
         suffix = "" if state.layout.size("tensor") == 1 else f"_{state.layout.index('tensor')}"
-        shard = read(folder / f"optimizer_{state.layout.index('shard')}{suffix}.pt")
+        file = folder / f"optimizer_{state.layout.index('shard')}{suffix}.pt"
+        shard = read(file)
         weights, optimizer = shard["weights"], shard.get("optimizer")
     else:
         weights = read(folder / f"model{_ranks(False)}.pt")
@@ -247,6 +244,18 @@ def _load_parts(folder: Path, strict: bool, with_optimizer: bool) -> None:
     model.load_state_dict(weights, strict=strict)
     if with_optimizer and side is not None and optimizer is not None:
         side.load(optimizer)
+
+
+def _with_ties(module: torch.nn.Module, weights: Mapping[str, Any]) -> dict[str, Any]:
+    """`weights` under all names of a parameter that has several; such parts hold it once."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    found = dict(weights)
+    for tied in names.values():
+        known = [name for name in tied if name in weights]
+        found |= dict.fromkeys(tied, weights[known[0]]) if known else {}
+    return found
 
 
 def _optimizer_state(side: Side) -> dict[str, Any]:

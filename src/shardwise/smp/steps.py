@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -66,11 +66,22 @@ def step(
     def decorate(body: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(body)
         def run(*args: Any, **kwargs: Any) -> Any:
-            return _run_step(body, settings, args, kwargs)
+            return _run_step(body, settings, _without_instance(body, args, kwargs), kwargs)
 
         return run
 
     return decorate if function is None else decorate(function)
+
+
+def _without_instance(body: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[Any]:
+    """SMP's steps are no methods: a body in a class that does not take the instance does not get it."""
+    if not args or not hasattr(type(args[0]), body.__name__):
+        return args
+    for given in (args, args[1:]):
+        with suppress(TypeError):
+            inspect.signature(body).bind(*given, **kwargs)
+            return given
+    return args
 
 
 def _run_step(body: Callable[..., Any], settings: StepSettings, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

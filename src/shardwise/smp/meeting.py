@@ -1,0 +1,101 @@
+"""Who waits for whom: a message that can never be answered ends as an error, and not at the group's timeout.
+
+Before a rank waits it notes in the job's store for what. A rank that waits for another one reads that one's note. If
+the other waits for this rank too, in a call that does not fit the one that this rank is in, neither will ever go on.
+Both count what they have exchanged, so that a note which is out of date is known as such. The objects themselves do not
+go through the store.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise._torch_compat import default_store
+from shardwise.smp.exceptions import MessageError
+
+LONGEST = 600.0  # seconds, as long as torch's own calls wait for a peer
+PAUSES = (0.0005, 0.02)  # seconds between looks: at first, and at most
+SEND, RECEIVE, LEFT = "smp.send or smp.broadcast", "smp.recv_from", "left"
+
+
+class Meeting:
+    """This rank's notes and counters. Made by all ranks together."""
+
+    def __init__(self, rank: int) -> None:
+        name = torch.tensor([secrets.randbits(62)])  # not a number of the script's own sequence
+        dist.broadcast(name, 0)  # an earlier `smp.init` has left notes in the same store
+        self.store, self.rank, self.prefix = default_store(), rank, f"shardwise/smp/{int(name)}"
+        self.done: Counter[tuple[str, int]] = Counter()  # (SEND or RECEIVE, peer) -> messages
+        self.entered: Counter[str] = Counter()  # ranks of a group -> its barriers and gathers
+
+    def message(self, call: str, peers: Sequence[int], exchange: Callable[[int], None]) -> None:
+        """`exchange(peer)` with each of `peers`, once it is at the same message.
+
+        Raises:
+            MessageError: a peer waits for something else, has ended, or did not come in time.
+        """
+        numbers = {peer: self.done[call, peer] + 1 for peer in peers}
+        with self._noted({"call": call, "of": {str(peer): number for peer, number in numbers.items()}}):
+            for peer in peers:
+                self.store.add(self._key(call, self.rank, peer), 1)
+            for peer in peers:
+                self._await(call, peer, numbers[peer])
+                exchange(peer)
+        self.done.update((call, peer) for peer in peers)
+
+    @contextmanager
+    def together(self, call: str, ranks: Sequence[int]) -> Iterator[None]:
+        """Around a call that waits for all of `ranks`."""
+        group = json.dumps(list(ranks))
+        self.entered[group] += 1
+        with self._noted({"call": call, "group": group, "number": self.entered[group]}):
+            yield
+
+    def leave(self) -> None:
+        """Note that this rank will wait for nobody any more."""
+        with suppress(RuntimeError, dist.DistError):  # rank 0 keeps the store, and may have ended before
+            self.store.set(f"{self.prefix}/{self.rank}", json.dumps({"call": LEFT}))
+
+    @contextmanager
+    def _noted(self, note: dict[str, Any]) -> Iterator[None]:
+        self.store.set(f"{self.prefix}/{self.rank}", json.dumps(note))
+        yield  # after an error the note stays, so that the peer finds it too
+        self.store.set(f"{self.prefix}/{self.rank}", "{}")
+
+    def _key(self, call: str, one: int, other: int) -> str:
+        return f"{self.prefix}/{call}/{one}/{other}"
+
+    def _await(self, call: str, peer: int, number: int) -> None:
+        theirs = self._key(RECEIVE if call == SEND else SEND, peer, self.rank)
+        start, pause = time.monotonic(), PAUSES[0]
+        while self.store.add(theirs, 0) < number:
+            if said := self._hindrance(call, peer):
+                raise MessageError(f"rank {self.rank} is in {call} with rank {peer}, which {said}; neither can go on")
+            if time.monotonic() - start > LONGEST:
+                raise MessageError(f"rank {self.rank} is in {call}, and rank {peer} did not come in {LONGEST:g} s")
+            time.sleep(pause)
+            pause = min(2 * pause, PAUSES[1])
+
+    def _hindrance(self, call: str, peer: int) -> str:
+        """Why `peer` will never be at this message, as far as its note says."""
+        key = f"{self.prefix}/{peer}"
+        note = json.loads(self.store.get(key)) if self.store.check([key]) else {}
+        theirs = note.get("call")
+        if theirs == LEFT:
+            return "has ended"
+        if theirs == call:  # both send, or both receive; done means here the other half of the peer's message
+            half = RECEIVE if call == SEND else SEND
+            number = note["of"].get(str(self.rank), 0)
+            return f"is in {theirs} with this rank too" if number > self.done[half, peer] else ""
+        if "group" in note and self.rank in json.loads(note["group"]) and note["number"] > self.entered[note["group"]]:
+            return f"waits for this rank in {theirs}"
+        return ""
