@@ -89,7 +89,9 @@ def test_asked_for_without_a_compiler_it_is_an_error(no_compiler: None, capsys: 
     assert "no C++ compiler (no-such-compiler); install one or set CXX" in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_compiler_that_fails_leaves_gloo_and_its_words_in_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_compiler_that_fails_leaves_gloo_and_its_words_in_a_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     compiler = tmp_path / "c++"
     fails = 'case " $* " in *" -c "*) echo x.cpp:1: error: the disk is on fire >&2; echo and so on >&2; exit 1;; esac'
     compiler.write_text(f'#!/bin/sh\n{fails}\nexec c++ "$@"\n')

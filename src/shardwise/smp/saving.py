@@ -156,7 +156,7 @@ def resume_from_checkpoint(
         _load_parts(folder, strict, load_optimizer and load_sharded_optimizer_state)
         file = folder / f"{USER}.pt"
     else:
-        whole = in_safetensors(model, directory, tag) or read(directory / tag)
+        whole: Any = in_safetensors(model, directory, tag) or read(directory / tag)
         weights = whole.get("model", whole) if isinstance(whole, Mapping) else whole
         weights = translate_function(weights) if translate_function else translate_in(model.module, weights)
         model.load_state_dict({**weights, "_smp_is_partial": False}, strict=strict)
