@@ -83,7 +83,7 @@ def test_the_sequence_is_not_shared_where_positions_may_meet() -> None:
 
 
 def test_a_plan_that_names_the_input_embeddings_too_is_none_the_less_taken() -> None:
-    """Transformers 5.17 names them in the configuration of every tied model; a table inside of a block is another matter."""
+    """Transformers 5.17 names them in every tied model's configuration; a table inside of a block is another matter."""
     llama = model("llama", intermediate_size=8, tie_word_embeddings=True)
     splits, _ = plans.tensor_plan(llama)
     assert splits and not any("embed_tokens" in name for name in splits)
