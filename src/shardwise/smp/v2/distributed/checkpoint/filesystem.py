@@ -67,6 +67,7 @@ class DistributedFileSystemReader(FileSystemReader):
 
     def __init__(self, path: str | Path, **settings: Any) -> None:
         super().__init__(path_to_file_system(path), **settings)
+        self.problem: CheckpointError | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Raises CheckpointError where there is none, or it is none of ours."""
@@ -74,7 +75,8 @@ class DistributedFileSystemReader(FileSystemReader):
         try:
             return from_text(file.read_text(encoding="utf-8"), self.load_id)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{file} cannot be read: {error}; give a directory of a finished save") from error
+            self.problem = CheckpointError(f"{file} cannot be read: {error}; give a directory of a finished save")
+            raise self.problem from error
 
 
 class LoadPlanner(DefaultLoadPlanner):

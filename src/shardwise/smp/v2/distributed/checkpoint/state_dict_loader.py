@@ -42,6 +42,7 @@ def load(
     try:
         checkpoint.load(state_dict, storage_reader=reader, planner=planner, process_group=process_group)
     except checkpoint.CheckpointException as error:
-        first = next(iter(error.failures.values()))[0] if error.failures else error
+        missing = getattr(reader, "problem", None)  # which torch 2.11 swallows, to say that the metadata is None
+        first = missing or (next(iter(error.failures.values()))[0] if error.failures else error)
         where = getattr(reader, "path", checkpoint_id)
         raise CheckpointError(f"the checkpoint in {where} cannot be loaded: {first}") from error
