@@ -2,13 +2,15 @@
 
 Looked at in 5.17 and 5.23: the mode makes no optimizer (`_prepare_for_training` puts that off and has no later place),
 wraps the model anew for each evaluation, deals batches and gathers results by rank instead of by data-parallel rank,
-and clips each rank's gradients by a norm of its own. Four methods are wrapped here, while the mode is on and under
+clips each rank's gradients by a norm of its own, and under sharded data parallelism saves the optimizer's shard of one
+rank in each group alone. Five methods are wrapped here, while the mode is on and under
 `shardwise run` alone; a line says so. With the mode off the class is left as it is.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +23,7 @@ from shardwise.layout import SMP_AXES
 from shardwise.smp.model import DistributedModel
 from shardwise.smp.nesting import map_leaves
 from shardwise.smp.process import state
+from shardwise.smp.saving import save
 
 NOTE = (
     "transformers' Trainer is in its SMP mode: shardwise makes its optimizer, clips by the whole model's norm, and "
@@ -36,6 +39,7 @@ def complete(trainer: Any) -> None:
     cls._wrap_model = _once(cls._wrap_model)
     cls.create_scheduler = _with_optimizer(cls.create_scheduler)
     cls._clip_grad_norm = _clip
+    cls._save_optimizer_and_scheduler = _with_shards(cls._save_optimizer_and_scheduler, trainer.OPTIMIZER_NAME)
     cls.create_accelerator_and_postprocess = _by_data_rank(cls.create_accelerator_and_postprocess)
     if state.layout.rank == 0:
         print(f"note: {NOTE}", file=sys.stderr)
@@ -65,6 +69,18 @@ def _with_optimizer(create: Callable[..., Any]) -> Callable[..., Any]:
         return create(self, num_training_steps, optimizer)
 
     return create_both
+
+
+def _with_shards(save_state: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Each rank's shard goes to a file of its own, which `smp.load` prefers to the one that all ranks would share."""
+
+    @functools.wraps(save_state)
+    def save_all(self: Any, output_dir: str) -> None:
+        save_state(self, output_dir)
+        if state.cfg.sharded_data_parallel_degree > 1:
+            save(self.optimizer.local_state_dict(gather_if_shard=False), os.path.join(output_dir, name), v3=True)
+
+    return save_all
 
 
 def _clip(self: Any, model: DistributedModel) -> float:
