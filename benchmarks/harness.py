@@ -44,11 +44,9 @@ class Contender:
 
     def missing(self) -> str | None:
         """Why it cannot take part, or None."""
-        try:
-            found = importlib.util.find_spec(self.package)
-        except ModuleNotFoundError:  # of a module in it
-            found = None
-        return None if found else f"{self.package} is not installed"
+        if importlib.util.find_spec(self.package) is None:
+            return f"{self.package} is not installed"
+        return None
 
 
 class GroupFailed(RuntimeError):

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks.harness import Contender, Step
 from benchmarks.workload import Workload, load_model, parameter_groups, token_ids
@@ -35,12 +34,6 @@ DEEPSPEED = Contender(
     "benchmarks.peers:deepspeed_zero3",
     "deepspeed",
     "stage 3, CPU accelerator over Gloo, contiguous gradients, buckets of one block, its own CPU Adam kernel",
-)
-MICS = Contender(
-    "DeepSpeed MiCS 2",
-    "benchmarks.peers:deepspeed_mics",
-    "deepspeed.runtime.zero.mics",  # gone from DeepSpeed 0.19
-    "stage 3 within every two ranks (mics_shard_size 2, MiCS_Init), otherwise as ZeRO-3",
 )
 ACCELERATE = Contender(
     "Accelerate FSDP2",
@@ -123,33 +116,12 @@ def accelerate_fsdp2(workload: Workload, directory: Path, rank: int, world: int)
 
 def deepspeed_zero3(workload: Workload, directory: Path, rank: int, world: int) -> Step:
     """DeepSpeed on its CPU accelerator; its Adam kernel is compiled on first use (minutes, a C++ compiler, ninja)."""
-    _prepare_deepspeed()
-    return _deepspeed(workload, rank, load_model(directory), _deepspeed_config(workload))
-
-
-def deepspeed_mics(workload: Workload, directory: Path, rank: int, world: int) -> Step:
-    """The same within every two ranks, whose gradients are then summed over all pairs."""
-    _prepare_deepspeed()
-    from deepspeed.runtime.zero.mics import MiCS_Init
-
-    config = _deepspeed_config(workload)
-    config["zero_optimization"] |= {"mics_shard_size": 2, "mics_hierarchical_params_gather": False}
-    model = load_model(directory)
-    with MiCS_Init(module=model, config_dict_or_path=config):
-        pass
-    return _deepspeed(workload, rank, model, config)
-
-
-def _prepare_deepspeed() -> None:
     os.environ.update(DS_ACCELERATOR="cpu", LOCAL_SIZE=os.environ["LOCAL_WORLD_SIZE"])
     import deepspeed
 
     deepspeed.init_distributed(dist_backend="gloo")
-
-
-def _deepspeed_config(workload: Workload) -> dict[str, Any]:
-    width = workload.width
-    return {
+    model, width = load_model(directory), workload.width
+    config = {
         "train_micro_batch_size_per_gpu": workload.batch,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": workload.clip_norm,
@@ -167,11 +139,6 @@ def _deepspeed_config(workload: Workload) -> dict[str, Any]:
             "stage3_max_reuse_distance": 0 if workload.reshard else 10**9,
         },
     }
-
-
-def _deepspeed(workload: Workload, rank: int, model: nn.Module, config: dict[str, Any]) -> Step:
-    import deepspeed
-
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=parameter_groups(model, workload), config=config, dist_init_required=False
     )

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from shardwise.planner.evaluate import evaluate
+from shardwise.planner.evaluate import Result, evaluate
 from shardwise.planner.prediction import Configuration
 from shardwise.planner.tables import LAYER_METRIC, Row, Unmapped, configuration, measured, read_table
 
@@ -138,7 +138,7 @@ def compared(rows: Sequence[Row], theirs: Seconds, unmeasured: bool) -> dict[str
             found[kind] = {
                 "rows": len(numbers),
                 "calculon": min((_summary(errors) for errors in ways), key=lambda each: each["median"]),
-                "planner": _summary([ours[number].error_percent or 0.0 for number in numbers]),
+                "planner": _summary([_ours(ours[number]) for number in numbers]),
             }
     return found
 
@@ -175,6 +175,13 @@ def _error(row: Row, given: Configuration, theirs: Seconds, beside: bool) -> flo
         "mfu_pct": 100 * speed * flops["palm"] / 1e12 / peak,
     }[found.unit]
     return 100 * abs(value / found.value - 1)
+
+
+def _ours(result: Result) -> float:
+    """An error in per cent; a row that was kept has one."""
+    if result.error_percent is None:
+        raise ValueError(f"the planner does not score a row that Calculon runs: {result}")
+    return result.error_percent
 
 
 def _summary(errors: Sequence[float]) -> dict[str, float]:

@@ -98,17 +98,17 @@ def usable_backend(plan: Plan, say: Say) -> str:
     """The backend to join with: the plan's, and how its collectives cross hosts (`collectives/hierarchical.py`).
 
     The engine is compiled; where that fails and the job leaves the choice to us, Gloo takes its place, on several hosts
-    for all ranks, as they agree when they meet. Inside the hosts
-    of two-level collectives over Gloo that choice is the engine too.
+    for all ranks, as they agree when they meet. Inside the hosts of two-level collectives over Gloo that choice is the
+    engine too.
 
     Raises:
         MachineError: the engine fails and the job asks for it.
     """
     between = _built_backend(plan, say)
-    inside = between
     if between != plan.backend:
         algorithm, _ = collective_algorithm(plan.job.parallel, between, plan.world)
         return hierarchical.name_of(algorithm, between, between)
+    inside = between
     if plan.collectives != "flat" and between == "gloo" and plan.job.parallel.ddp_dist_backend == "auto":
         inside = _built_backend(replace(plan, backend=engine.BACKEND), say)
     return hierarchical.name_of(plan.collectives, between, inside)

@@ -12,7 +12,7 @@ from rich.console import Console
 from benchmarks import cluster, training_cluster
 from benchmarks.contenders.shardwise_contender import AT_2, ON_ENGINE
 from benchmarks.harness import Contender, Series
-from benchmarks.peers import DEEPSPEED, FSDP2, MICS
+from benchmarks.peers import DEEPSPEED, FSDP2, FSDP2_AT_2
 
 TOY = "--hosts 2 --layers 2 --width 32 --heads 2 --vocabulary 128 --sequence 16 --rounds 2 --steps 1 --warmup 1"
 
@@ -26,7 +26,7 @@ def test_communication_is_what_a_step_takes_beyond_computing_alone() -> None:
         series(training_cluster.ALONE, [2.0, 4.0], 5.0, 5.0),
         series(FSDP2, [10.0, 12.0]),
         series(DEEPSPEED, [8.0, 10.0]),
-        series(MICS, [6.0, 8.0]),
+        series(FSDP2_AT_2, [6.0, 8.0]),
         series(ON_ENGINE, [4.0, 6.0]),
         series(AT_2, [3.0, 5.0]),
     ]
@@ -36,7 +36,7 @@ def test_communication_is_what_a_step_takes_beyond_computing_alone() -> None:
     ours, at_2 = rows[ON_ENGINE.name], rows[AT_2.name]
     assert ours["seconds_per_step"]["median"] == 2.5 and ours["communication_seconds"]["median"] == 1.0
     assert ours["communication_share"] == 0.4
-    assert (ours["best_rival"], at_2["best_rival"]) == (DEEPSPEED.name, MICS.name)
+    assert (ours["best_rival"], at_2["best_rival"]) == (DEEPSPEED.name, FSDP2_AT_2.name)
     assert ours["step_ratio"] == pytest.approx((8 / 4 + 10 / 6) / 2)
     assert (ours["communication_ratio"], at_2["communication_ratio"]) == (pytest.approx(1 / 3), 0.25)
     assert "communication_seconds" not in rows["alone"] and "step_ratio" not in rows[FSDP2.name]
@@ -48,7 +48,7 @@ def test_communication_is_what_a_step_takes_beyond_computing_alone() -> None:
 
 
 def test_losses_that_differ_are_a_problem() -> None:
-    entries = [series(FSDP2, [1.0]), series(ON_ENGINE, [1.0], 5.0, 4.001), Series(MICS, skipped="not installed")]
+    entries = [series(FSDP2, [1.0]), series(ON_ENGINE, [1.0], 5.0, 4.001), Series(FSDP2_AT_2, skipped="not installed")]
     [problem] = training_cluster.check(entries)
     assert problem.startswith("step 2: losses differ")
 

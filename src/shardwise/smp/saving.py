@@ -217,25 +217,23 @@ def _slice(whole: Tensor, degree: int, index: int) -> Tensor:
 
 
 def _load_parts(folder: Path, strict: bool, with_optimizer: bool) -> None:
-    file = folder / "partition.pt"
     model, side = state.model, state.optimizer
     assert model is not None
-    if not file.is_file():  # which Amazon's library does not write
+    if not (folder / "partition.pt").is_file():  # which Amazon's library does not write
         weights = _with_ties(model.module, whole_of_parts(folder))
         model.load_state_dict({**weights, "_smp_is_partial": False}, strict=strict)
         if _leads():
             print(f"note: {folder} is not of this library: its weights are loaded, and the optimizer starts anew.",
                   file=sys.stderr)  # fmt: skip
         return
-    saved = read(file)
+    saved = read(folder / "partition.pt")
     if saved != _degrees():
         changed = ", ".join(f"{key} {saved.get(key)} there and {value} here" for key, value in _degrees().items()
                             if saved.get(key) != value)  # fmt: skip
         raise CheckpointError(f"{folder} is of other degrees: {changed}; use the same, or a full checkpoint")
     if state.layout.size("shard") > 1:
         suffix = "" if state.layout.size("tensor") == 1 else f"_{state.layout.index('tensor')}"
-        file = folder / f"optimizer_{state.layout.index('shard')}{suffix}.pt"
-        shard = read(file)
+        shard = read(folder / f"optimizer_{state.layout.index('shard')}{suffix}.pt")
         weights, optimizer = shard["weights"], shard.get("optimizer")
     else:
         weights = read(folder / f"model{_ranks(False)}.pt")
