@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardwise.planner.calibrate_memory import Held, fit_memory
-from shardwise.planner.calibrate_spread import spread, unknown_spread, wait_spread
+from shardwise.planner.calibrate_spread import spread, unknown_offset, unknown_spread, wait_spread
 from shardwise.planner.hardware import DATA, GIB
 from shardwise.planner.inventory import Constants, family
 from shardwise.planner.predict import predict
@@ -159,7 +159,7 @@ def _constants(unknowns: Sequence[Unknown], at: np.ndarray, bases: Mapping[str, 
             accelerators[unknown.name] = math.exp(value + (0.0 if unknown.name == "*" else at[0]))
         else:
             departures.setdefault(unknown.name, {})[unknown.constant] = float(value)
-    neutral = Stack("default")
+    neutral = Stack("default", cuts_by_cost=True)
     found = {}
     for name, own in departures.items():
         values: dict[str, float] = {}
@@ -204,20 +204,22 @@ def _with_spread(given: Sequence[Sample], constants: Constants) -> Constants:
     Of a stack that is not among the rows: how far each stack's rows lie from what the default's constants predict.
     """
     groups = _by_stack(given)
-    scatter = {name: _scatter(own, constants) for name, own in groups.items()}
+    scatter = {name: scattered(own, constants) for name, own in groups.items()}
     waits = wait_spread(list(scatter.values()))
     unknown = Constants(constants.accelerators, {"default": constants.stacks["default"]})
-    strangers = [_scatter(own, unknown) for own in groups.values()]
-    found = {"default": replace(constants.stacks["default"], spread=unknown_spread(strangers))}
+    strangers = [scattered(own, unknown) for own in groups.values()]
+    default, between = constants.stacks["default"], unknown_offset(strangers)
+    found = {"default": replace(default, spread=unknown_spread(strangers), offset=between)}
     for name, own in groups.items():
         errors = [error for error, _ in scatter[name]]
         source = _source(errors, [sample.row for sample in own])
-        found[name] = replace(constants.stacks[name], spread=spread(scatter[name], waits), source=source)
+        width = spread(scatter[name], waits)
+        found[name] = replace(constants.stacks[name], spread=width, offset=width, source=source)
     return Constants(constants.accelerators, {name: replace(each, wait_spread=waits) for name, each in found.items()})
 
 
-def _scatter(own: Sequence[Sample], constants: Constants) -> list[tuple[float, float]]:
-    """(log error, share of waits) of each row."""
+def scattered(own: Sequence[Sample], constants: Constants) -> list[tuple[float, float]]:
+    """(log error, share of waits) of each row under `constants`."""
     applied = [constants.applied(sample.configuration) for sample in own]
     return [(sample.error(each), predict(each).waits) for sample, each in zip(own, applied)]
 

@@ -11,8 +11,8 @@ from functools import cache
 from itertools import combinations
 from typing import Any
 
-from shardwise.planner.calibrate import Sample, fit, samples, shipped_rows
-from shardwise.planner.calibrate_spread import probed_spread
+from shardwise.planner.calibrate import Sample, fit, samples, scattered, shipped_rows
+from shardwise.planner.calibrate_spread import STRANGER_ROWS, USUAL, USUAL_ROWS, Prior, probed
 from shardwise.planner.hardware import GIB
 from shardwise.planner.inventory import Constants, shipped
 from shardwise.planner.predict import predict
@@ -84,11 +84,11 @@ def evaluate(
     """
     given = constants or shipped()
     choose: Choice = _left_out if leave_one_stack_out else lambda stack: given
-    probed, probes = _probe(rows, choose, probe_rows, probe_seed) if probe_rows else ({}, set())
+    by_name, probes = _probe(rows, choose, probe_rows, probe_seed) if probe_rows else ({}, set())
     results = []
     for index, row in enumerate(rows):
         stack = row.text["stack"]
-        result = _result(row, *probed.get(stack, (choose(stack), 1.0)))
+        result = _result(row, *by_name.get(stack, (choose(stack), 1.0)))
         results.append(replace(result, probe=index in probes))
     return results
 
@@ -139,17 +139,24 @@ def _probe(
     for index, row in enumerate(rows):
         if row.text["fit_role"] != "context" and _sample(row):
             by_stack.setdefault(row.text["stack"], []).append(index)
-    draw, probed, probes = random.Random(seed), {}, set()
+    draw, by_name, probes = random.Random(seed), {}, set()
     for stack in sorted(by_stack):
         drawn = draw.sample(by_stack[stack], min(count, len(by_stack[stack])))
         found = [sample for index in drawn if (sample := _sample(rows[index]))]
         constants = choose(stack)
-        errors = [sample.error(constants.applied(sample.configuration)) for sample in found]
-        middle = statistics.median(errors)
-        own = replace(constants.stack(stack), spread=probed_spread([error - middle for error in errors]))
-        probed[stack] = Constants(constants.accelerators, {**constants.stacks, stack: own}), math.exp(-middle)
+        known = probed(scattered(found, constants), _prior(constants, stack))
+        own = replace(constants.stack(stack), spread=known.spread, wait_spread=known.waits)
+        by_name[stack] = Constants(constants.accelerators, {**constants.stacks, stack: own}), math.exp(-known.offset)
         probes |= set(drawn)
-    return probed, probes
+    return by_name, probes
+
+
+def _prior(constants: Constants, stack: str) -> Prior:
+    """Of a stack before its probes: its own spread where it was fitted, the usual one where it was not."""
+    known = constants.stack(stack)
+    if stack in constants.stacks:
+        return Prior(known.offset, known.spread, known.wait_spread, USUAL_ROWS)
+    return Prior(known.offset, USUAL, known.wait_spread, STRANGER_ROWS)
 
 
 def _sample(row: Row) -> Sample | None:

@@ -155,6 +155,7 @@ class Stack:
         spread: log-standard deviation of what is measured about what is predicted, of computation.
         wait_spread: and what a step that is all traffic, launching and waiting adds to it (`Prediction.waits`).
         memory_spread: likewise of memory.
+        offset: scale of the error that all rows of the stack share, before a probe of some of them.
         source: rows these were fitted on, and how well they fit.
     """
 
@@ -177,6 +178,7 @@ class Stack:
     spread: float = 0.1
     wait_spread: float = 0.3
     memory_spread: float = 0.06
+    offset: float = 0.07
     source: str = "not fitted"
 
 
