@@ -29,6 +29,11 @@ def fabrics() -> dict[str, Fabric]:
     return {name: Fabric(name, row["bandwidth"], row["hop_seconds"]) for name, row in rows.items()}
 
 
+def link_of(intra: float) -> Fabric:
+    """The kind of link inside a node that has so many GB/s, one direction: NVLink since Hopper's switch, before, or none."""
+    return fabrics()["nvlink4" if intra >= 400 else "nvlink" if intra > 100 else "pcie"]
+
+
 @dataclass(frozen=True)
 class Constants:
     """Fitted: stacks by name, with `default`; factors on the rate of products by accelerator family (`*`: others)."""
@@ -148,9 +153,9 @@ def _cluster(name: str, row: dict[str, Any], nodes: int) -> Cluster:
     device = accelerator(row["accelerator"])
     if "memory_gb" in row:
         device = replace(device, memory_bytes=int(row["memory_gb"] * GIB * USABLE))
-    link, fabric = (_fabric(row.get(key, other), key) for key, other in (("link", "nvlink"), ("fabric", "rdma")))
-    inter = row.get("inter_gbps", 3200) / 8
-    return Cluster(name, device, nodes, row.get("per_node", 8), row.get("intra", 300), inter, link, fabric)
+    intra, inter = row.get("intra", 300), row.get("inter_gbps", 3200) / 8
+    link = _fabric(row["link"], "link") if "link" in row else link_of(intra)
+    return Cluster(name, device, nodes, row.get("per_node", 8), intra, inter, link, _fabric(row.get("fabric", "rdma"), "fabric"))
 
 
 def _fabric(name: str, key: str) -> Fabric:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from shardwise.errors import TableError
 from shardwise.planner.hardware import ACCELERATORS, GIB, USABLE, Accelerator, find_accelerator, read_data
-from shardwise.planner.inventory import fabrics, presets
+from shardwise.planner.inventory import fabrics, link_of, presets
 from shardwise.planner.prediction import Cluster, Configuration, ModelShape, Prediction, Stack
 from shardwise.planner.unstated import with_checkpointing, with_microbatch
 
@@ -297,7 +297,7 @@ def _cluster(row: Row, model_ranks: int) -> Cluster:
         per_node=ranks // nodes,
         intra=intra,
         inter=inter,
-        link=fabrics()["nvlink" if intra > 100 else "pcie"],
+        link=link_of(intra),
         fabric=fabric,
     )
 
