@@ -47,7 +47,9 @@ class Group(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _group(ranks: int, stride: int, cluster: Cluster, stack: Stack) -> Group:
-    local = max(1, min(ranks, cluster.per_node // max(1, stride)))
+    # Groups that do not divide a node lie over the edges of some: those of the slowest group count.
+    whole = cluster.per_node if cluster.nodes == 1 else math.gcd(ranks * stride, cluster.per_node)
+    local = max(1, min(ranks, whole // max(1, stride)))
     # The node's network is shared by all of its ranks; those of one group form rings that use their share together.
     share = cluster.inter * 1e9 * local / cluster.per_node
     return Group(

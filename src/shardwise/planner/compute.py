@@ -172,6 +172,7 @@ def _host(configuration: Configuration) -> float:
     return kernels * LAUNCH * configuration.stack.launch
 
 
+OPTIMIZER_BYTES = 34.0  # of an element: norm and Adam's update read and write them
 LOGIT_BYTES = (14.0, 12.0)  # forward: written, read and cast to fp32, log-softmax; backward: the same back
 
 
@@ -206,6 +207,6 @@ def recomputed(configuration: Configuration, forward: Work) -> Work:
 
 
 def optimizer_seconds(elements: float, configuration: Configuration) -> float:
-    """A step of Adam over `elements` of this rank: norm and update read and write 34 bytes an element, once a step."""
+    """A step of Adam over `elements` of this rank, once a step."""
     accelerator = configuration.cluster.accelerator
-    return 34.0 * elements / (accelerator.bandwidth * 1e9 * accelerator.memory_bound)
+    return OPTIMIZER_BYTES * elements / (accelerator.bandwidth * 1e9 * accelerator.memory_bound)

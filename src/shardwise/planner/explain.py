@@ -89,6 +89,9 @@ def why_slower(candidate: Candidate, best: Candidate) -> str:
 def why_not_fit(candidate: Candidate) -> str:
     """How many bytes are missing, and what most of them are."""
     room = candidate.configuration.cluster.accelerator.memory_bytes
+    if not candidate.fits_host:
+        needed, share = candidate.prediction.host_bytes / GIB, candidate.configuration.cluster.host_bytes / GIB
+        return f"offloads {needed:.1f} GiB a rank, whose share of the host's memory is {share:.1f} GiB"
     causes = sorted(candidate.memory.items(), key=lambda item: -item[1])[:2]
     largest = " and ".join(f"{BYTES_SAID.get(cause, cause)} {size / GIB:.1f}" for cause, size in causes)
     return f"needs {candidate.memory_bytes / GIB:.1f} of {room / GIB:.1f} GiB: {largest}"

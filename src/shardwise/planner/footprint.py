@@ -48,6 +48,21 @@ def footprint(configuration: Configuration) -> tuple[dict[str, float], list[floa
     return found[totals.index(max(totals))], totals
 
 
+def host_bytes(configuration: Configuration) -> float:
+    """Bytes that offloading puts into the host's memory, of the rank that has most: parameters, gradients and Adam's
+    states in fp32; inputs of checkpointed blocks."""
+    model, size, found = configuration.model, 0.0, 0.0
+    data = configuration.shard * configuration.context
+    if configuration.offload_activations and configuration.checkpointing == "full":
+        size = configuration.checkpointed * tokens_of(configuration) * model.hidden * BYTES[configuration.precision]
+    for rank in range(configuration.pipeline):
+        blocks = _blocks(configuration, rank)
+        elements = (blocks * model.layer_parameters + model.embedding_parameters) / configuration.tensor / data
+        states = 16 * elements if configuration.host_optimizer else 0.0
+        found = max(found, states + blocks * size * _in_flight(configuration, rank))
+    return found
+
+
 def _rank(configuration: Configuration, rank: int, kept: float, working: float) -> dict[str, float]:
     model, t, p = configuration.model, configuration.tensor, configuration.pipeline
     in_v = configuration.schedule in V_SCHEDULES

@@ -30,7 +30,7 @@ def fabrics() -> dict[str, Fabric]:
 
 
 def link_of(intra: float) -> Fabric:
-    """The kind of link inside a node that has so many GB/s, one direction: NVLink since Hopper's switch, before, or none."""
+    """The kind of link inside a node that has so many GB/s, one direction: NVLink 4 and later, before, or PCIe."""
     return fabrics()["nvlink4" if intra >= 400 else "nvlink" if intra > 100 else "pcie"]
 
 
@@ -122,7 +122,8 @@ def cluster(text: str) -> Cluster:
     """A cluster: `p5.48xlarge:16` (16 nodes), `h200:4` (4 accelerators), `cpu:4` (4 processes), or a YAML file.
 
     A file's keys: accelerator, nodes, per_node, intra (GB/s of one accelerator, one direction), inter_gbps (Gbit/s of a
-    node), link and fabric (names of data/fabrics.json), memory_gb (of one accelerator). Raises ConfigError.
+    node), link and fabric (names of data/fabrics.json), memory_gb (of one accelerator), host_gb (of a node's own
+    memory; unset: what is offloaded is taken to fit). Raises ConfigError.
     """
     if Path(text).suffix in (".yaml", ".yml"):
         return _from_file(Path(text))
@@ -139,14 +140,17 @@ def _named(name: str, count: int) -> Cluster:
     if name not in known:
         if find_accelerator(name) is None:
             raise ConfigError(f"cluster={name!r} is not known.{nearest(name, [*known, 'cpu'])}")
-        return _cluster(name, {**known["dgx-h100"], "accelerator": name, "per_node": min(8, count)}, -(-count // 8))
-    row = known[name]
+        row = {key: known["dgx-h100"][key] for key in ("intra", "inter_gbps", "link", "fabric")}
+        row |= {"accelerator": name, "per_node": 8, "host_gb": 0.0}
+    else:
+        row = known[name]
     if "." in name or name.startswith("dgx"):
         return _cluster(name, row, count)
     per_node = min(row["per_node"], count)
     if count % per_node:
         raise ConfigError(f"cluster={name}:{count}: {count} accelerators do not fill nodes of {per_node}")
-    return _cluster(name, {**row, "per_node": per_node}, count // per_node)
+    host = row["host_gb"] * per_node / row["per_node"]
+    return _cluster(name, {**row, "per_node": per_node, "host_gb": host}, count // per_node)
 
 
 def _cluster(name: str, row: dict[str, Any], nodes: int) -> Cluster:
@@ -155,7 +159,8 @@ def _cluster(name: str, row: dict[str, Any], nodes: int) -> Cluster:
         device = replace(device, memory_bytes=int(row["memory_gb"] * GIB * USABLE))
     intra, inter = row.get("intra", 300), row.get("inter_gbps", 3200) / 8
     link = _fabric(row["link"], "link") if "link" in row else link_of(intra)
-    return Cluster(name, device, nodes, row.get("per_node", 8), intra, inter, link, _fabric(row.get("fabric", "rdma"), "fabric"))
+    fabric, host = _fabric(row.get("fabric", "rdma"), "fabric"), row.get("host_gb", 0.0)
+    return Cluster(name, device, nodes, row.get("per_node", 8), intra, inter, link, fabric, host)
 
 
 def _fabric(name: str, key: str) -> Fabric:
@@ -164,7 +169,7 @@ def _fabric(name: str, key: str) -> Fabric:
     return fabrics()[name]
 
 
-_KEYS = ("accelerator", "nodes", "per_node", "intra", "inter_gbps", "link", "fabric", "memory_gb")
+_KEYS = ("accelerator", "nodes", "per_node", "intra", "inter_gbps", "link", "fabric", "memory_gb", "host_gb")
 
 
 def _from_file(path: Path) -> Cluster:
@@ -179,4 +184,6 @@ def _from_file(path: Path) -> Cluster:
             raise ConfigError(f"cluster={path}: unknown key {key!r}.{nearest(key, _KEYS)}")
         if key not in ("accelerator", "link", "fabric") and not (isinstance(value, (int, float)) and value > 0):
             raise ConfigError(f"cluster={path}: {key}={value!r} has to be a number above 0")
+        if key in ("nodes", "per_node") and value != int(value):
+            raise ConfigError(f"cluster={path}: {key}={value!r} has to be a whole number")
     return _cluster(path.stem, row, int(row.get("nodes", 1)))

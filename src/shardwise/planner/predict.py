@@ -25,13 +25,23 @@ from typing import NamedTuple
 
 from shardwise.draft import SPLIT_SCHEDULES, V_SCHEDULES
 from shardwise.planner.communication import gather, group, join, message, reduce
-from shardwise.planner.compute import BYTES, Work, block, head, optimizer_seconds, recomputed, tokens_of
-from shardwise.planner.footprint import footprint
+from shardwise.planner.compute import (
+    BYTES,
+    OPTIMIZER_BYTES,
+    Work,
+    block,
+    head,
+    optimizer_seconds,
+    recomputed,
+    tokens_of,
+)
+from shardwise.planner.footprint import footprint, host_bytes
 from shardwise.planner.prediction import EIGHTY, Configuration, Prediction
 
 ASYNC = 0.6  # of tensor traffic that stays exposed when it is cut in pieces (torchtitan gains 9 and 10 % a step by it)
 GIVEN_BACK = 1.03  # reserved bytes against those in use: an allocator that is full gives back what it only kept
 HOST_BANDWIDTH = 12e9  # bytes a second of one accelerator to its host; two of them share 16 lanes of PCIe 4
+HOST_MEMORY = 25e9  # bytes a second of host memory for one accelerator: 12 channels of DDR4-2933, 70 %, shared by 8
 STRAGGLERS = 0.006  # a step waits for the slowest node; so much more with each doubling of the nodes
 FULL = 0.9  # of the memory, from which an allocator has to free before it can allocate
 HOST = 4.0  # exponent that joins host and accelerator
@@ -84,6 +94,7 @@ def predict(configuration: Configuration) -> Prediction:
         interval=(step, step),
         memory=memory,
         memory_interval=(total / room, total * room),
+        host_bytes=host_bytes(configuration),
         stage_memory=tuple(stages),
         fits=total <= accelerator.memory_bytes,
         may_fit=total / GIVEN_BACK <= accelerator.memory_bytes,
@@ -151,18 +162,33 @@ def _launch(configuration: Configuration, layer: _Layer, ends: Work, blocks: int
 
 
 def _shard(configuration: Configuration, busy: tuple[float, float]) -> tuple[float, float]:
-    """Exposed in one block and microbatch: (gathering and scattering of parameters, activations to the host and back).
+    """Exposed in one block and microbatch: (gathering and scattering of parameters, what goes to the host and back).
 
     Both hide behind the same computation, and share the way to the host's side of the machine.
     """
-    exponent, traffic = configuration.stack.overlap, _parameter_traffic(configuration)
+    exponent = configuration.stack.overlap
+    traffic, host = _parameter_traffic(configuration), _host_traffic(configuration)
     shard = sum(join(work, moved, exponent) - work for work, moved in zip(busy, traffic))
-    offloaded = configuration.offload_activations and configuration.checkpointing != "none"
-    if not offloaded:
-        return shard, 0.0
-    host = tokens_of(configuration) * configuration.model.hidden * BYTES[configuration.precision] / HOST_BANDWIDTH
-    both = sum(join(work, moved + host, exponent) - work for work, moved in zip(busy, traffic))
+    both = sum(join(work, moved + more, exponent) - work for work, moved, more in zip(busy, traffic, host))
     return shard, both - shard
+
+
+def _host_traffic(configuration: Configuration) -> tuple[float, float]:
+    """Seconds of (forward's, backward's) copies of a block between accelerator and host.
+
+    Offloaded activations go there and come back. Of offloaded parameters the shard in fp32 comes before each gathering,
+    and its gradient goes (torch, CPUOffloadPolicy).
+    """
+    forward = backward = 0.0
+    if configuration.offload_activations and configuration.checkpointing != "none":
+        forward = float(tokens_of(configuration) * configuration.model.hidden * BYTES[configuration.precision])
+        backward = forward
+    if configuration.host_optimizer:
+        shard = 4.0 * configuration.model.layer_parameters / configuration.tensor
+        shard /= configuration.shard * configuration.context
+        forward += shard
+        backward += shard * (2 if configuration.reshard_after_forward else 1)
+    return forward / HOST_BANDWIDTH, backward / HOST_BANDWIDTH
 
 
 def _parameter_traffic(configuration: Configuration) -> tuple[float, float]:
@@ -249,7 +275,8 @@ def _once(configuration: Configuration, layer: _Layer, blocks: int) -> dict[str,
         traffic += reduce(elements / data * reduction, group("replica", configuration))
         after = gather(elements * parameter, over)
     local = elements / data if configuration.zero else elements
+    on_host = OPTIMIZER_BYTES * local / HOST_MEMORY
     return {
         "replica": join(hidden, traffic, exponent) - hidden + after,
-        "optimizer": optimizer_seconds(local, configuration),
+        "optimizer": on_host if configuration.host_optimizer else optimizer_seconds(local, configuration),
     }

@@ -6,11 +6,12 @@ A Configuration comes from a row of a table (`shardwise.planner.tables`), from a
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from shardwise.families.facts import ModelFacts
-from shardwise.planner.hardware import Accelerator
+from shardwise.planner.hardware import GIB, Accelerator
 
 WAITS = ("shard", "replica", "tensor", "context", "pipeline", "bubble", "launch", "stalls")
 EIGHTY = 1.2816  # standard deviations that hold 80 % of a normal distribution
@@ -113,7 +114,10 @@ class Fabric:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Equal nodes. `intra`: GB/s of one accelerator, one direction; `inter`: GB/s of a whole node."""
+    """Equal nodes. `intra`: GB/s of one accelerator, one direction; `inter`: GB/s of a whole node.
+
+    `host_gb`: GiB of a node's own memory, 0 where it is not known.
+    """
 
     name: str
     accelerator: Accelerator
@@ -123,6 +127,12 @@ class Cluster:
     inter: float
     link: Fabric
     fabric: Fabric
+    host_gb: float = 0.0
+
+    @property
+    def host_bytes(self) -> float:
+        """Of the host's memory, one accelerator's share; infinite where it is not known."""
+        return self.host_gb * GIB / self.per_node if self.host_gb else math.inf
 
     @property
     def size(self) -> int:
@@ -238,6 +248,11 @@ class Configuration:
         return self.stack.cuts_by_cost if self.balanced is None else self.balanced
 
     @property
+    def host_optimizer(self) -> bool:
+        """Whether parameters and optimizer state are kept, and updated, in another memory than the accelerator's."""
+        return self.offload_parameters and self.cluster.accelerator.name != "CPU"
+
+    @property
     def ranks(self) -> int:
         return self.replica * self.shard * self.context * self.tensor * self.pipeline
 
@@ -274,6 +289,7 @@ class Prediction:
     ranks: int
     peak_tflops: float  # of one accelerator
     flops_per_token: dict[str, float] = field(default_factory=dict)
+    host_bytes: float = 0.0  # that one rank keeps in its host's memory
 
     @property
     def waits(self) -> float:

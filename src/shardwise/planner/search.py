@@ -83,7 +83,12 @@ class Candidate:
 
     @property
     def fits(self) -> bool:
-        return self.memory_bytes <= self.configuration.cluster.accelerator.memory_bytes
+        return self.memory_bytes <= self.configuration.cluster.accelerator.memory_bytes and self.fits_host
+
+    @property
+    def fits_host(self) -> bool:
+        """Whether what is offloaded fits into the rank's share of its host's memory, where that is known."""
+        return self.prediction.host_bytes <= self.configuration.cluster.host_bytes
 
     @property
     def tokens_per_second(self) -> float:
@@ -177,8 +182,6 @@ def search(question: Question, limit: int = LIMIT, world: World | None = None) -
     if not ranked:
         made.all(more for each in misfits[:SHOWN] for more in space.neighbours(each.changes, offload=True))
         ranked, misfits = _ranked(made.everything(), question.facts)
-    if any(each.job.memory.offload_parameters or each.job.memory.offload_activations for each in ranked[:1]):
-        notes.append("the time that offloading takes is not in the prediction")
     left_out, seconds = len(jobs) - len(jobs[::stride]), time.perf_counter() - started
     return Found(question, ranked, misfits, made.illegal, len(made.seen), left_out, seconds, tuple(notes))
 

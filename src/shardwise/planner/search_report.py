@@ -29,7 +29,9 @@ BAR = 24  # characters of the longest bar
 
 def ranking(found: Found, most: int, budget: Budget) -> Table:
     """The best layouts, and why each loses to the first."""
-    table = Table(title=f"{found.question.facts.family} on {_cluster(found)}", title_justify="left", title_style="bold")
+    facts = found.question.facts
+    title = f"{facts.family}, {facts.parameters / 1e9:.3g}B parameters, on {_cluster(found)}"
+    table = Table(title=title, title_justify="left", title_style="bold")
     table.add_column("#", justify="right")
     table.add_column("layout, microbatches, checkpointing", min_width=24)
     columns = ["step", "MFU", "tokens/s", "GiB", *(["days"] if budget.tokens else [])]

@@ -120,7 +120,7 @@ class Space:
         return changes
 
     def neighbours(self, changes: Changes, offload: bool = False) -> Iterator[Changes]:
-        """`changes` with one more key changed; offloading, whose time is not predicted, only where it is asked for."""
+        """`changes` with one more key changed; offloading, which is slow, only where it is asked for."""
         job = changed_job(self.job, changes)
         for key, values in [*self._finer(changes), *(self._offloads(changes) if offload else ())]:
             for value in self.open(key, values):
