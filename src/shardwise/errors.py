@@ -80,8 +80,11 @@ def listed(names: Iterable[str], most: int = 4, separator: str = ", ") -> str:
     return separator.join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
+LISTED = 60  # names that a message lists, at most
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """` Did you mean 'x'?` for the closest of `known`, or the list of them when nothing is close."""
     known = sorted(known)
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.55)
-    return f" Did you mean {close[0]!r}?" if close else f" Known: {', '.join(known)}."
+    return f" Did you mean {close[0]!r}?" if close else f" Known: {listed(known, LISTED)}."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,15 @@ from pathlib import Path
 import pytest
 
 from shardwise.planner.calibrate_memory import Held, fit_memory
-from shardwise.planner.calibrate_spread import probed_spread, spread, unknown_spread, wait_spread
+from shardwise.planner.calibrate_spread import (
+    Prior,
+    probed,
+    spread,
+    student,
+    unknown_offset,
+    unknown_spread,
+    wait_spread,
+)
 from shardwise.planner.footprint import footprint, stage_blocks
 from shardwise.planner.hardware import GIB
 from shardwise.planner.inventory import cluster, presets, stack_of
@@ -49,7 +58,7 @@ def test_what_fsdp2_reserves_is_what_was_measured() -> None:
 
 
 def test_zero_bubble_keeps_gradients_and_parameters_whole() -> None:
-    plain = made(pipeline=2, shard=4)
+    plain = made(pipeline=2, shard=4, balanced=False)
     (before, _), (after, _) = footprint(plain), footprint(replace(plain, schedule="zero_bubble"))
     elements = (16 * plain.model.layer_parameters + plain.model.embedding_parameters) / 4
     assert after["gathered"] == pytest.approx(2 * elements) and after["communication"] == pytest.approx(4 * elements)
@@ -104,9 +113,40 @@ def test_a_stack_nobody_measured_is_as_uncertain_as_the_others_differ() -> None:
     near, far = [(0.02, 0.0)] * 50, [(0.3, 0.0)] * 4 + [(5.0, 0.0)]
     assert unknown_spread([near] * 4) == 0.05
     half = 0.3 / 0.6745
-    assert unknown_spread([near] * 3 + [far]) == pytest.approx((half**2 / 4) ** 0.5, rel=0.01)
+    assert unknown_spread([near] * 3 + [far]) == pytest.approx((half**2 / 4) ** 0.5 * student(2), rel=0.01)
     assert unknown_spread([near] * 3 + [far]) == unknown_spread([near[:5]] * 3 + [far])
-    assert probed_spread([0.0, 0.0, 0.0]) < probed_spread([0.2, -0.2, 0.0])
+    assert unknown_offset([[(-0.1, 0.0)], [(0.2, 0.0)], far]) == pytest.approx(0.2)
+
+
+def test_students_t() -> None:
+    """80 % of it, by a table, over that of a normal distribution."""
+    for freedom, quantile in ((2, 1.886), (3, 1.638), (10, 1.372), (1e6, 1.2816)):
+        assert student(freedom) == pytest.approx(quantile / 1.2816, rel=0.005)
+
+
+def test_probe_rows_that_disagree_make_intervals_wide() -> None:
+    prior = Prior(0.07, 0.05, 0.15, 1.0)
+    agree, disagree = (probed([(0.2 + e, 0.0) for e in errors], prior) for errors in ((0, 0, 0), (0.4, -0.4, 0)))
+    assert disagree.spread > 5 * agree.spread and disagree.waits > 5 * agree.waits
+    assert 0.15 < agree.offset < 0.2  # drawn to none, since most stacks have none
+    assert abs(probed([(0.01, 0.0), (0.05, 0.0), (-0.02, 0.0)], prior).offset) < 0.01
+    waiting = probed([(0.0, 0.0), (0.0, 0.0), (0.3, 1.0)], prior)
+    assert waiting.offset < 0.03 < probed([(0.0, 0.0), (0.0, 0.0), (0.3, 0.0)], prior).offset
+
+
+def test_intervals_after_a_probe_hold_what_they_say() -> None:
+    """Stacks drawn as the prior has them: of a further row of each, 80 % are inside."""
+    draw, prior, inside = random.Random(1), Prior(0.07, 0.05, 0.15, 3.0), []
+    for _ in range(300):
+        offset = prior.offset * math.tan(math.pi * (draw.random() - 0.5))
+        wider = (prior.rows / (2 * draw.gammavariate(prior.rows / 2, 1.0))) ** 0.5
+        rows = [
+            (draw.gauss(offset, wider * math.hypot(prior.spread, prior.waits * share)), share)
+            for share in (draw.random() for _ in range(4))
+        ]
+        found, (error, share) = probed(rows[:3], prior), rows[3]
+        inside.append(abs(error - found.offset) <= EIGHTY * math.hypot(found.spread, found.waits * share))
+    assert 0.74 <= sum(inside) / len(inside) <= 0.87
 
 
 def test_a_step_of_traffic_is_less_certain() -> None:

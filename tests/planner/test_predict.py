@@ -161,3 +161,38 @@ def test_a_cluster_of_a_file(tmp_path: Path) -> None:
 def test_an_accelerator_that_is_not_known_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match="Did you mean 'H100"):
         accelerator("H1000 SXM")
+
+
+def test_groups_that_lie_over_a_nodes_edge_are_between_nodes() -> None:
+    """Of 6 tensor ranks on nodes of 8 the second group is on two nodes, and all wait for it."""
+    inside, over = (group("tensor", made(tensor=t, shard=48 // t, cluster=cluster("p5.48xlarge:6"))) for t in (8, 6))
+    assert (inside.nodes, over.nodes > 1) == (1, True)
+    alone = group("tensor", made(tensor=6, shard=1, cluster=replace(cluster("p5.48xlarge:1"), per_node=6)))
+    assert alone.nodes == 1
+    size = 1e8
+    assert gather(size, over) > 3 * gather(size, inside)
+
+
+def test_offloaded_parameters_take_time_and_room_of_the_host() -> None:
+    plain, offloaded = (predict(made(offload_parameters=flag)) for flag in (False, True))
+    elements = made().model.parameters / 16
+    assert offloaded.host_bytes == pytest.approx(16 * elements, rel=0.05) and plain.host_bytes == 0
+    assert offloaded.seconds["optimizer"] == pytest.approx(34 * elements / 25e9, rel=0.05)
+    moved = 3 * 4 * elements / 12e9  # a copy forward, one backward, gradients back
+    assert plain.seconds["offload"] == 0 < offloaded.seconds["offload"] < moved
+    assert offloaded.step_seconds > plain.step_seconds
+    longer = predict(made(offload_parameters=True, microbatch=8))
+    assert longer.seconds["offload"] < offloaded.seconds["offload"]  # hidden behind more work
+    assert cluster("h100:4").host_bytes == pytest.approx(256 * GIB)
+
+
+def test_a_clusters_file_has_whole_nodes(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("accelerator: H100\nnodes: 2\nintra: 450\nhost_gb: 1024\n")
+    found = cluster(str(path))
+    assert (found.size, found.link.name, found.host_bytes) == (16, "nvlink4", 128 * GIB)
+    path.write_text("accelerator: H100\nnodes: 1.5\n")
+    with pytest.raises(ConfigError, match="nodes=1.5 has to be a whole number"):
+        cluster(str(path))
+    with pytest.raises(ConfigError, match="12 accelerators do not fill nodes of 8"):
+        cluster("l40s:12")

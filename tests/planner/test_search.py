@@ -237,3 +237,8 @@ def test_a_model_too_large_names_the_smallest_cluster(capsys: pytest.CaptureFixt
 def test_mistakes_are_named(words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = plan(capsys, *words)
     assert code == 2 and said in err and "Traceback" not in err
+
+
+def test_what_is_offloaded_has_to_fit_into_the_host(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = plan(capsys, "--model", "llama3-405b", "--cluster", "h100:8", "--limit", "200")
+    assert code == 2 and "share of the host's memory is 256.0 GiB" in err and "nodes would do" in err

@@ -144,7 +144,8 @@ def _check_model_type(model_type: object, where: str) -> None:
         raise ModelError(f"{where} has no model_type, e.g. 'gpt_neox' or 'llama'")
     if model_type not in CONFIG_MAPPING:
         raise ModelError(
-            f"{where}: transformers does not know model_type={model_type!r}.{nearest(str(model_type), CONFIG_MAPPING)}"
+            f"{where}: transformers does not know model_type={model_type!r}; a model_type that it knows is needed, "
+            f"with its sizes.{nearest(str(model_type), CONFIG_MAPPING)}"
         )
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from shardwise.draft import World
-from shardwise.planner.calibrate_spread import probed_spread
+from shardwise.planner.calibrate_spread import USUAL, USUAL_ROWS, Prior, probed
 from shardwise.planner.hardware import Accelerator, find_accelerator
 from shardwise.planner.inventory import CPU, cluster, stack_of
 from shardwise.planner.prediction import Cluster, Fabric, Stack
@@ -127,7 +127,10 @@ def growth(activations: float) -> float:
 def stack_here(world: World) -> Stack:
     """Shardwise's constants; on a CPU whose step time was measured with the spread that its own factor leaves."""
     stack = stack_of("shardwise")
-    return replace(stack, spread=probed_spread([0.0])) if world.device_type == "cpu" else stack
+    if world.device_type != "cpu":
+        return stack
+    measured = probed([(0.0, 0.0)], Prior(USUAL, USUAL, stack.wait_spread, USUAL_ROWS))
+    return replace(stack, spread=measured.spread)
 
 
 def step_factor(world: World) -> float:
