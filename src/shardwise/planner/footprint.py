@@ -90,13 +90,20 @@ def _blocks(configuration: Configuration, rank: int) -> int:
 
 @lru_cache(maxsize=4096)
 def stage_blocks(model: ModelShape, pipeline: int, balanced: bool) -> tuple[int, ...]:
-    """Blocks of each pipeline rank: equal shares, or of the whole cost, with the head's matrix products counted in."""
+    """Blocks of each pipeline rank: equal shares, or of the whole cost, with the head's matrix products counted in.
+
+    Shares of the cost are rounded up to whole blocks, stage after stage; where that costs the slowest stage more than
+    equal shares of the blocks do, these are taken.
+    """
+    head = model.embedding_parameters / model.layer_parameters
+    even = tuple(model.layers // pipeline + (rank < model.layers % pipeline) for rank in range(pipeline))
     if not balanced:
-        return tuple(model.layers // pipeline + (rank < model.layers % pipeline) for rank in range(pipeline))
-    cost = model.layers + model.embedding_parameters / model.layer_parameters
+        return even
+    cost = model.layers + head
     ends = [min(model.layers, math.ceil(cost * (rank + 1) / pipeline)) for rank in range(pipeline - 1)]
     bounds = [0, *ends, model.layers]
-    return tuple(end - start for start, end in pairwise(bounds))
+    by_cost = tuple(end - start for start, end in pairwise(bounds))
+    return min((by_cost, even), key=lambda blocks: max((*blocks[:-1], blocks[-1] + head)))
 
 
 def _in_flight(configuration: Configuration, rank: int) -> float:
