@@ -30,6 +30,7 @@ def test_the_page_says_what_the_code_gives(part: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # six fits and ten draws, on a busy machine
 def test_the_page_says_what_is_left_without_a_stacks_own_rows() -> None:
     assert accuracy.part(PAGE.read_text(), "unknown") == accuracy.unknown(TABLES)
 
@@ -111,10 +112,10 @@ def test_probe_rows_are_drawn_by_seed_and_not_scored() -> None:
 
 
 def test_a_factor_of_a_stack_is_found_by_its_probes() -> None:
-    """Everything twice as slow as predicted: three rows are enough to say so."""
+    """Everything twice as slow as predicted: three rows are enough to say so, all but for what the prior keeps."""
     slow = [_measured(row, 2.0) for row in read_table(TABLES / "fms_fsdp.csv")]
     assert summary(evaluate(slow))["median_percent"] == pytest.approx(100.0)
-    assert summary(evaluate(slow, probe_rows=3))["max_percent"] == pytest.approx(0.0, abs=1e-6)
+    assert summary(evaluate(slow, probe_rows=3))["max_percent"] < 0.5
 
 
 def _measured(row: Row, factor: float) -> Row:
