@@ -192,7 +192,7 @@ def test_a_clusters_file_has_whole_nodes(tmp_path: Path) -> None:
     found = cluster(str(path))
     assert (found.size, found.link.name, found.host_bytes) == (16, "nvlink4", 128 * GIB)
     path.write_text("accelerator: H100\nnodes: 1.5\n")
-    with pytest.raises(ConfigError, match="nodes=1.5 has to be a whole number"):
+    with pytest.raises(ConfigError, match=r"nodes=1\.5 has to be a whole number"):
         cluster(str(path))
     with pytest.raises(ConfigError, match="12 accelerators do not fill nodes of 8"):
         cluster("l40s:12")
