@@ -55,7 +55,7 @@ def _group(ranks: int, stride: int, cluster: Cluster, stack: Stack) -> Group:
     return Group(
         ranks,
         local,
-        cluster.intra * 1e9 * cluster.link.bandwidth * stack.network,
+        cluster.intra * 1e9 * cluster.link.bandwidth,
         share * cluster.fabric.bandwidth * stack.network,
         cluster.link.hop_seconds,
         cluster.fabric.hop_seconds,

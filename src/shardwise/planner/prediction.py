@@ -152,7 +152,7 @@ class Stack:
             nobody needs).
         launch: host time of a kernel against `compute.LAUNCH`.
         overlap: exponent of the norm that joins computation and traffic (1: one after the other; large: the longer).
-        network: share of the rate of fabric and links.
+        network: share of the fabric's rate.
         pipeline_wait: seconds that a host loses for each block, microbatch and tensor rank where stages lie on several
             nodes.
         stall: seconds of one wait for the whole device in a pipeline (`predict.py`).
