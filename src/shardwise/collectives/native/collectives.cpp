@@ -97,14 +97,16 @@ void Group::all_reduce_in_parts(const char* input, char* output, uint64_t bytes)
   const uint64_t part = aligned(room_.slot / room_.size), step = part * room_.size, own = part * room_.rank;
   const uint64_t chunks = (bytes + step - 1) / step;
   const auto length_of = [&](uint64_t chunk) { return std::min(step, bytes - chunk * step); };
+  // The input's lines, which the output is written to, are still in the caches of two ranks, not of more.
+  const Copy put = room_.size <= 2 ? copy : copier(bytes * room_.size);
   // All of the chunk but this rank's part of it.
-  const auto copy_others = [&](char* to, const char* from, uint64_t length) {
-    copy(to, from, std::min(own, length));
-    if (own + part < length) copy(to + own + part, from + own + part, length - own - part);
+  const auto copy_others = [&](Copy by, char* to, const char* from, uint64_t length) {
+    by(to, from, std::min(own, length));
+    if (own + part < length) by(to + own + part, from + own + part, length - own - part);
   };
   std::vector<const void*> parts(room_.size);
   for (uint64_t round = 0; round < chunks + 2; ++round) {
-    if (round < chunks) copy_others(mine(), input + round * step, length_of(round));
+    if (round < chunks) copy_others(copy, mine(), input + round * step, length_of(round));
     if (round >= 1 && round <= chunks && own < length_of(round - 1)) {
       const uint64_t at = (round - 1) * step + own, length = std::min(part, length_of(round - 1) - own);
       for (int peer = 0; peer < room_.size; ++peer) parts[peer] = theirs(peer) + own;
@@ -112,7 +114,7 @@ void Group::all_reduce_in_parts(const char* input, char* output, uint64_t bytes)
       sum(output + at, parts, length / call_.item, call_.number);
       copy(room_.result((round_ + 1) % 2) + own, output + at, length);
     }
-    if (round >= 2) copy_others(output + (round - 2) * step, room_.result(round_ % 2), length_of(round - 2));
+    if (round >= 2) copy_others(put, output + (round - 2) * step, room_.result(round_ % 2), length_of(round - 2));
     if (round <= chunks) meet();
     if (round == 0) compare();
   }
