@@ -1,4 +1,4 @@
-"""Large tensors on one host take other ways through the engine (a chain of sums, stores past the caches): the same bits."""
+"""Large tensors on one host go other ways (a chain of sums, stores past the caches), with the same bits."""
 
 from __future__ import annotations
 
