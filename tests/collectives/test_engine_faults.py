@@ -18,6 +18,7 @@ from shardwise.collectives import engine
 from shardwise.testing.world import WorldError, WorldPool
 
 COUNT = 300_000
+LARGE = 4_200_003  # on three ranks sums go in a chain, and outputs past the caches
 
 
 def engine_group(seconds: float = 60) -> Any:
@@ -25,9 +26,9 @@ def engine_group(seconds: float = 60) -> Any:
     return dist.new_group(backend="shardwise", timeout=timedelta(seconds=seconds))
 
 
-def operate(kind: str, group: Any) -> None:
+def operate(kind: str, group: Any, count: int = COUNT) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
-    data, parts = torch.ones(COUNT), [torch.ones(COUNT) for _ in range(size)]
+    data, parts = torch.ones(count), [torch.ones(count) for _ in range(size)]
     if kind == "all_gather":
         dist.all_gather(parts, data, group)
     elif kind == "reduce_scatter":
@@ -37,7 +38,7 @@ def operate(kind: str, group: Any) -> None:
     elif kind == "broadcast":
         dist.broadcast(data, 1, group)
     elif kind == "all_to_all":
-        dist.all_to_all([torch.empty(COUNT) for _ in parts], parts, group)
+        dist.all_to_all([torch.empty(count) for _ in parts], parts, group)
     elif kind == "gather":
         dist.gather(data, parts if rank == 0 else None, 0, group)
     elif kind == "scatter":
@@ -52,24 +53,27 @@ def operate(kind: str, group: Any) -> None:
         sent.wait()
 
 
-def killed_in(kind: str) -> None:
+def killed_in(kind: str, count: int) -> None:
     group = engine_group()
-    operate(kind, group)
+    operate(kind, group, count)
     if dist.get_rank() == 1:
         threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGKILL)).start()
     while True:
-        operate(kind, group)
+        operate(kind, group, count)
 
 
 KINDS = ["all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all"]
 KINDS += ["gather", "scatter", "reduce", "barrier", "messages"]
-OFTEN = ("all_reduce", "messages")
+FAULTS = [(kind, COUNT) for kind in KINDS] + [(kind, LARGE) for kind in KINDS[:8]]
+OFTEN = (("all_reduce", COUNT), ("messages", COUNT), ("all_reduce", LARGE))
 
 
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=() if k in OFTEN else pytest.mark.slow) for k in KINDS])
-def test_a_killed_rank_is_named(world_pool: WorldPool, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "count"), [pytest.param(*f, marks=() if f in OFTEN else pytest.mark.slow) for f in FAULTS]
+)
+def test_a_killed_rank_is_named(world_pool: WorldPool, kind: str, count: int) -> None:
     with pytest.raises(WorldError) as caught:
-        world_pool.run(3, killed_in, kind, timeout=60)
+        world_pool.run(3, killed_in, kind, count, timeout=60)
     reports = caught.value.reports
     assert "SIGKILL" in reports[1].what
     for rank in (0, 2):
@@ -101,6 +105,32 @@ def test_a_stopped_rank_is_named_after_the_timeout_and_told_itself(world_pool: W
     assert "all_reduce #1 (9 x float32, sum) timed out after" in answers[0][0]
     assert "missing rank 1 (last call start #0, heard of" in answers[0][0]
     assert answers[0][1] < 3.5
+
+
+def stopped_inside(kind: str) -> str:
+    """Rank 1 stops somewhere in the middle of large operations, and goes on when the others were told."""
+    group, rank = engine_group(seconds=2), dist.get_rank()
+    processes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(processes, os.getpid())
+    operate(kind, group, LARGE)
+    if rank == 1:
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+    try:
+        while True:
+            operate(kind, group, LARGE)
+    except dist.DistBackendError as error:
+        return str(error)
+    finally:
+        if rank == 0:
+            os.kill(processes[1], signal.SIGCONT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS[:8])
+def test_a_rank_stopped_inside_a_large_operation_is_named(world_pool: WorldPool, kind: str) -> None:
+    answers = world_pool.run(3, stopped_inside, kind)
+    assert len(set(answers)) == 1
+    assert f"{kind} #" in answers[0] and "timed out after" in answers[0] and "missing rank 1 (" in answers[0]
 
 
 def disagree(case: str) -> str:
@@ -173,6 +203,7 @@ def leavings() -> tuple[int, int, int]:
     group = engine_group()
     for kind in KINDS:
         operate(kind, group)
+    operate("all_reduce", group, LARGE)
     dist.all_reduce(torch.ones(3), group=group, async_op=True).wait()
     during = count()
     dist.destroy_process_group(group)

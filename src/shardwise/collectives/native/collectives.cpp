@@ -6,6 +6,8 @@ namespace {
 
 // Up to this many bytes of all inputs together, every rank adding everything is quicker than a second barrier.
 constexpr uint64_t kAtOnce = 64 << 10;
+// What of a sum is in the first-level cache between being made and being written past the caches.
+constexpr uint64_t kPiece = 16 << 10;
 
 }  // namespace
 
@@ -17,26 +19,44 @@ void Group::sum(void* out, const std::vector<const void*>& inputs, uint64_t elem
   shardwise::reduce({call_.number, to}, call_.reduce, out, inputs, factors, elements, inputs.size());
 }
 
+void Group::sum_and_put(Copy put, void* out, const std::vector<const void*>& inputs, uint64_t elements) const {
+  if (put == copy) return sum(out, inputs, elements, call_.number);
+  alignas(64) char piece[kPiece];
+  const uint64_t item = call_.item, step = kPiece / item;
+  std::vector<const void*> parts(inputs.size());
+  for (uint64_t done = 0; done < elements; done += step) {
+    const uint64_t count = std::min(step, elements - done);
+    for (size_t i = 0; i < parts.size(); ++i) parts[i] = at(inputs[i], done * item);
+    sum(piece, parts, count, call_.number);
+    put(at(out, done * item), piece, count * item);
+  }
+}
+
 void Group::all_gather(Call call, const void* input, const std::vector<void*>& outputs, int64_t timeout) {
   begin(call, timeout);
   all_gather_here(input, outputs);
 }
 
 void Group::all_gather_here(const void* input, const std::vector<void*>& outputs) {
+  const uint64_t bytes = call_.count * call_.item;
+  const Copy put = copier(bytes * room_.size * room_.size);
   const auto stage = [&](uint64_t offset, uint64_t length) { copy(mine(), at(input, offset), length); };
   const auto take = [&](uint64_t offset, uint64_t length) {
     for (int peer = 0; peer < room_.size; ++peer) {
       const char* from = peer == room_.rank ? at(input, offset) : theirs(peer);
-      copy(at(outputs[peer], offset), from, length);
+      put(at(outputs[peer], offset), from, length);
     }
   };
-  rounds(call_.count * call_.item, room_.slot, stage, take);
+  rounds(bytes, room_.slot, stage, take);
 }
 
 // A rank's area holds a part for each of the others. Everyone adds what is meant for it, in the order of the ranks.
 void Group::reduce_scatter(Call call, const std::vector<const void*>& inputs, void* output, int64_t timeout) {
   begin(call, timeout);
-  const uint64_t step = aligned(room_.slot / room_.size);
+  const uint64_t bytes = call.count * call.item, step = aligned(room_.slot / room_.size);
+  if (chains(bytes * room_.size)) return reduce_scatter_in_chain(inputs, output);
+  // An output that is an input is in the caches still.
+  const Copy put = output == inputs[room_.rank] ? copy : copier(bytes * room_.size);
   const auto stage = [&](uint64_t offset, uint64_t length) {
     for (int peer = 0; peer < room_.size; ++peer) {
       if (peer != room_.rank) copy(mine() + peer * step, at(inputs[peer], offset), length);
@@ -46,19 +66,18 @@ void Group::reduce_scatter(Call call, const std::vector<const void*>& inputs, vo
   const auto take = [&](uint64_t offset, uint64_t length) {
     for (int peer = 0; peer < room_.size; ++peer) parts[peer] = theirs(peer) + room_.rank * step;
     parts[room_.rank] = at(inputs[room_.rank], offset);
-    sum(at(output, offset), parts, length / call.item, call.number);
+    sum_and_put(put, at(output, offset), parts, length / call.item);
   };
-  rounds(call.count * call.item, step, stage, take);
+  rounds(bytes, step, stage, take);
 }
 
 void Group::all_reduce(Call call, const void* input, void* output, int64_t timeout) {
   begin(call, timeout);
   const uint64_t bytes = call.count * call.item;
-  if (bytes * room_.size <= kAtOnce) {
-    all_reduce_at_once(static_cast<const char*>(input), static_cast<char*>(output), bytes);
-  } else {
-    all_reduce_in_parts(static_cast<const char*>(input), static_cast<char*>(output), bytes);
-  }
+  const char* from = static_cast<const char*>(input);
+  char* to = static_cast<char*>(output);
+  if (bytes * room_.size <= kAtOnce) return all_reduce_at_once(from, to, bytes);
+  chains(bytes) ? all_reduce_in_chain(from, to, bytes) : all_reduce_in_parts(from, to, bytes);
 }
 
 void Group::all_reduce_at_once(const char* input, char* output, uint64_t bytes) {
@@ -78,14 +97,16 @@ void Group::all_reduce_in_parts(const char* input, char* output, uint64_t bytes)
   const uint64_t part = aligned(room_.slot / room_.size), step = part * room_.size, own = part * room_.rank;
   const uint64_t chunks = (bytes + step - 1) / step;
   const auto length_of = [&](uint64_t chunk) { return std::min(step, bytes - chunk * step); };
+  // The input's lines, which the output is written to, are still in the caches of two ranks, not of more.
+  const Copy put = room_.size <= 2 ? copy : copier(bytes * room_.size);
   // All of the chunk but this rank's part of it.
-  const auto copy_others = [&](char* to, const char* from, uint64_t length) {
-    copy(to, from, std::min(own, length));
-    if (own + part < length) copy(to + own + part, from + own + part, length - own - part);
+  const auto copy_others = [&](Copy by, char* to, const char* from, uint64_t length) {
+    by(to, from, std::min(own, length));
+    if (own + part < length) by(to + own + part, from + own + part, length - own - part);
   };
   std::vector<const void*> parts(room_.size);
   for (uint64_t round = 0; round < chunks + 2; ++round) {
-    if (round < chunks) copy_others(mine(), input + round * step, length_of(round));
+    if (round < chunks) copy_others(copy, mine(), input + round * step, length_of(round));
     if (round >= 1 && round <= chunks && own < length_of(round - 1)) {
       const uint64_t at = (round - 1) * step + own, length = std::min(part, length_of(round - 1) - own);
       for (int peer = 0; peer < room_.size; ++peer) parts[peer] = theirs(peer) + own;
@@ -93,7 +114,7 @@ void Group::all_reduce_in_parts(const char* input, char* output, uint64_t bytes)
       sum(output + at, parts, length / call_.item, call_.number);
       copy(room_.result((round_ + 1) % 2) + own, output + at, length);
     }
-    if (round >= 2) copy_others(output + (round - 2) * step, room_.result(round_ % 2), length_of(round - 2));
+    if (round >= 2) copy_others(put, output + (round - 2) * step, room_.result(round_ % 2), length_of(round - 2));
     if (round <= chunks) meet();
     if (round == 0) compare();
   }
@@ -102,13 +123,15 @@ void Group::all_reduce_in_parts(const char* input, char* output, uint64_t bytes)
 void Group::broadcast(Call call, void* data, int64_t timeout) {
   begin(call, timeout);
   const bool root = room_.rank == call.root;
+  const uint64_t bytes = call.count * call.item;
+  const Copy put = copier(bytes * (room_.size - 1));
   const auto stage = [&](uint64_t offset, uint64_t length) {
     if (root) copy(mine(), at(data, offset), length);
   };
   const auto take = [&](uint64_t offset, uint64_t length) {
-    if (!root) copy(at(data, offset), theirs(call.root), length);
+    if (!root) put(at(data, offset), theirs(call.root), length);
   };
-  rounds(call.count * call.item, room_.slot, stage, take);
+  rounds(bytes, room_.slot, stage, take);
 }
 
 void Group::gather(Call call, const void* input, const std::vector<void*>& outputs, int64_t timeout) {
@@ -118,12 +141,13 @@ void Group::gather(Call call, const void* input, const std::vector<void*>& outpu
 
 void Group::gather_here(int to, const void* input, const std::vector<void*>& outputs) {
   const bool root = room_.rank == to;
+  const Copy put = copier(call_.count * call_.item * room_.size);
   const auto stage = [&](uint64_t offset, uint64_t length) {
     if (!root) copy(mine(), at(input, offset), length);
   };
   const auto take = [&](uint64_t offset, uint64_t length) {
     for (int peer = 0; root && peer < room_.size; ++peer) {
-      copy(at(outputs[peer], offset), peer == room_.rank ? at(input, offset) : theirs(peer), length);
+      put(at(outputs[peer], offset), peer == room_.rank ? at(input, offset) : theirs(peer), length);
     }
   };
   rounds(call_.count * call_.item, room_.slot, stage, take);
@@ -137,13 +161,14 @@ void Group::scatter(Call call, const std::vector<const void*>& inputs, void* out
 void Group::scatter_here(int source, const std::vector<const void*>& inputs, void* output) {
   const bool root = room_.rank == source;
   const uint64_t step = aligned(room_.slot / room_.size);
+  const Copy put = copier(call_.count * call_.item * room_.size);
   const auto stage = [&](uint64_t offset, uint64_t length) {
     for (int peer = 0; root && peer < room_.size; ++peer) {
       if (peer != room_.rank) copy(mine() + peer * step, at(inputs[peer], offset), length);
     }
   };
   const auto take = [&](uint64_t offset, uint64_t length) {
-    copy(at(output, offset), root ? at(inputs[room_.rank], offset) : theirs(source) + room_.rank * step, length);
+    put(at(output, offset), root ? at(inputs[room_.rank], offset) : theirs(source) + room_.rank * step, length);
   };
   rounds(call_.count * call_.item, step, stage, take);
 }
@@ -172,10 +197,12 @@ void Group::all_to_all(Call call, const std::vector<Piece>& inputs, const std::v
 void Group::all_to_all_here(const std::vector<Piece>& inputs, const std::vector<Piece>& outputs) {
   const uint64_t step = aligned(room_.slot / room_.size);
   uint64_t* sizes = room_.sizes(room_.rank, call_.sequence % 2);
+  uint64_t received = 0;
   for (int peer = 0; peer < room_.size; ++peer) {
     sizes[peer] = inputs[peer].bytes;
-    sizes[room_.size + peer] = outputs[peer].bytes;
+    received += sizes[room_.size + peer] = outputs[peer].bytes;
   }
+  const Copy put = copier(received * room_.size);
   uint64_t most = 1;
   const auto part = [&](uint64_t bytes, uint64_t offset) { return bytes > offset ? std::min(step, bytes - offset) : 0; };
   for (uint64_t offset = 0; offset < most; offset += step) {
@@ -191,7 +218,7 @@ void Group::all_to_all_here(const std::vector<Piece>& inputs, const std::vector<
     for (int peer = 0; peer < room_.size; ++peer) {
       const uint64_t length = part(outputs[peer].bytes, offset);
       const bool own = peer == room_.rank;
-      if (length) copy(at(outputs[peer].data, offset), own ? at(inputs[peer].data, offset) : theirs(peer) + room_.rank * step, length);
+      if (length) put(at(outputs[peer].data, offset), own ? at(inputs[peer].data, offset) : theirs(peer) + room_.rank * step, length);
     }
   }
 }

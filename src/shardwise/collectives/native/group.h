@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "room.h"
+#include "stream.h"
 
 namespace shardwise {
 
@@ -61,6 +62,8 @@ class Group {
   void compare();
   // The sum of one input a rank of this host, into `to`, which is the call's number or its accumulator.
   void sum(void* out, const std::vector<const void*>& inputs, uint64_t elements, Number to) const;
+  // The same into an output that `put` writes.
+  void sum_and_put(Copy put, void* out, const std::vector<const void*>& inputs, uint64_t elements) const;
   // The part of an operation on this host; `root` is a rank of the room.
   void all_gather_here(const void* input, const std::vector<void*>& outputs);
   void all_to_all_here(const std::vector<Piece>& inputs, const std::vector<Piece>& outputs);
@@ -89,12 +92,15 @@ class Group {
   void compare_sizes(uint64_t& most);
   void all_reduce_at_once(const char* input, char* output, uint64_t bytes);
   void all_reduce_in_parts(const char* input, char* output, uint64_t bytes);
+  // chain.cpp
+  bool chains(uint64_t bytes) const;
+  template <class Add, class Take>
+  void chain(uint64_t blocks, Add add, Take take);
+  void add_own(void* out, const void* area, const void* input, uint64_t elements) const;
+  void reduce_scatter_in_chain(const std::vector<const void*>& inputs, void* output);
+  void all_reduce_in_chain(const char* input, char* output, uint64_t bytes);
   bool is_missing(int peer) const;
 };
-
-inline void copy(void* to, const void* from, uint64_t bytes) {
-  if (to != from && bytes != 0) std::memcpy(to, from, bytes);
-}
 
 inline const char* at(const void* data, uint64_t offset) { return static_cast<const char*>(data) + offset; }
 inline char* at(void* data, uint64_t offset) { return static_cast<char*>(data) + offset; }
