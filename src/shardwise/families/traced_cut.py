@@ -35,7 +35,7 @@ def cut_by_trace(
     refusal = facts.stages.refusal
     if not refusal or facts.stages.traced:
         return facts
-    inputs = example or token_inputs(model, sequence_length)
+    inputs = {name: _as_tried(value) for name, value in (example or token_inputs(model, sequence_length)).items()}
     if not facts.blocks:
         facts = _with_units(model, facts, inputs)
     order = facts.stages.order
@@ -63,6 +63,11 @@ def cut_by_trace(
         kernel_refusal=TRACED,
         fusible={},
     )
+
+
+def _as_tried(value: Any) -> Any:
+    is_number = isinstance(value, Tensor) and value.is_floating_point()
+    return value.to("meta", DTYPE) if is_number else value
 
 
 def _with_units(model: nn.Module, facts: ModelFacts, inputs: Mapping[str, Any]) -> ModelFacts:
