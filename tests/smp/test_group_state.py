@@ -1,4 +1,4 @@
-"""Checkpoints as scripts of version 2 write and read them with torch's functions, in shard groups of a part of the world."""
+"""Checkpoints as scripts of version 2 write and read them by torch's functions, in groups of a part of the world."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import checkpoint
 from torch.distributed._shard.api import load_with_process_group
-from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, ShardedOptimStateDictConfig, StateDictType
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    ShardedOptimStateDictConfig,
+    StateDictType,
+)
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 import shardwise.smp.v2 as tsm
@@ -20,7 +25,6 @@ from shardwise.smp.v2.utils.process_group_utils import get_global_ranks
 from shardwise.testing.world import WorldPool
 from tests.smp.scripts import batches
 from tests.smp.sharded_scripts import make_model, wrap
-
 
 
 def _start(config: dict[str, Any], flat: bool) -> tuple[Any, Any]:

@@ -86,7 +86,7 @@ def _plain(kind: str) -> tuple[list[float], dict[str, Tensor]]:
 
 
 def _staged(kind: str, config: dict[str, Any]) -> tuple[float, float, list[int], int]:
-    """Largest errors of losses and weights, the model's own count of right answers, and how many parameters are here."""
+    """Largest errors of losses and weights, answers counted by microbatch, and how many parameters are here."""
     smp.init(config)
     try:
         plain = _model(kind)

@@ -117,7 +117,9 @@ class Meeting:
         if theirs in (SEND, RECEIVE) and (theirs == call or call not in (SEND, RECEIVE)):
             half = RECEIVE if theirs == SEND else SEND
             number = note["of"].get(str(self.rank), 0)
-            return f"is in {theirs} with this rank" + " too" * (theirs == call) if number > self.done[half, peer] else ""
+            return (
+                f"is in {theirs} with this rank" + " too" * (theirs == call) if number > self.done[half, peer] else ""
+            )
         if "group" in note and self.rank in json.loads(note["group"]) and note["number"] > self.entered[note["group"]]:
             return f"waits for this rank in {theirs}"
         return ""

@@ -342,9 +342,10 @@ class DistributedModel(Inspection, nn.Module):
     # ---- weights
 
     def state_dict(self, *args: Any, gather_to_rank0: bool = False, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """All weights by name, whole, on the CPU. Collective over the ranks that hold them together: of one reduced data
-        rank, or under sharded data parallelism of the shard group too. Under `shard_optimizer_state` in the dtype of
-        computing.
+        """All weights by name, whole, on the CPU; under `shard_optimizer_state` in the dtype of computing.
+
+        Collective over the ranks that hold them together: those of one reduced data rank, under sharded data parallelism
+        of the shard group too.
 
         Args:
             gather_to_rank0: only reduced data rank 0 keeps them; the others get an empty dict.

@@ -1,7 +1,8 @@
 """What files of SMP's scripts may hold, and how they are read: nothing that they name is called.
 
 Beside tensors and plain values scripts keep their arguments, numpy's numbers, a model's config and the shards of FSDP's
-local state. Those classes are let in by name; anything else in a file is an error. The rest is torch's `weights_only=True`.
+local state. Those classes are let in by name; anything else in a file is an error. The rest is torch's
+`weights_only=True`.
 """
 
 from __future__ import annotations

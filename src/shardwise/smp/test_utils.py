@@ -1,4 +1,4 @@
-"""`smdistributed.modelparallel.test.torch.utils`: names of SMP's own tests, which a public script imports, not calls."""
+"""`smdistributed.modelparallel.test.torch.utils`: names of SMP's own tests. A public script imports them."""
 
 from __future__ import annotations
 

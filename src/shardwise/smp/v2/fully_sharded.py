@@ -64,7 +64,7 @@ def _init_config(
 
 @functools.wraps(_state_init)
 def _init_state(self: Any, offload_to_cpu: bool = True, rank0_only: bool = False) -> None:
-    """On the CPU nothing is moved: torch (2.11, 2.13) would give out a buffer that it fills again with the next state."""
+    """On the CPU nothing is moved: torch (2.11, 2.13) would give out a buffer that it fills again with the next."""
     from shardwise.smp.v2.state_handler import state
 
     _state_init(self, offload_to_cpu and state.device.type != "cpu", rank0_only)
