@@ -36,6 +36,7 @@ class Meeting:
         self.store, self.rank, self.prefix = default_store(), rank, f"shardwise/smp/{int(name)}"
         self.done: Counter[tuple[str, int]] = Counter()  # (SEND or RECEIVE, peer) -> messages
         self.entered: Counter[str] = Counter()  # ranks of a group -> its barriers and gathers
+        self.inside: dict[str, str] = {}  # ranks of a group -> the call in which this rank is with them
         self.assembled: Counter[str] = Counter()  # call and ranks of its group -> times
 
     def message(self, call: str, peers: Sequence[int], exchange: Callable[[int], None]) -> None:
@@ -58,8 +59,10 @@ class Meeting:
         """Around a call that waits for all of `ranks`."""
         group = json.dumps(list(ranks))
         self.entered[group] += 1
+        self.inside[group] = call
         with self._noted({"call": call, "group": group, "number": self.entered[group]}):
             yield
+        del self.inside[group]
 
     def assemble(self, call: str, ranks: Sequence[int]) -> None:
         """Return when all of `ranks` are in `call`, which needs what each of them holds.
@@ -75,8 +78,8 @@ class Meeting:
 
         with self.together(call, ranks):
             self.store.add(key, 1)
-            for peer in ranks:
-                self._wait(is_met, call, peer, f"all of ranks {list(ranks)} have to call it")
+            others = [rank for rank in ranks if rank != self.rank]
+            self._wait(is_met, call, others, f"all of ranks {list(ranks)} have to call it")
 
     def leave(self) -> None:
         """Note that this rank will wait for nobody any more."""
@@ -94,15 +97,16 @@ class Meeting:
 
     def _await(self, call: str, peer: int, number: int) -> None:
         theirs = self._key(RECEIVE if call == SEND else SEND, peer, self.rank)
-        self._wait(lambda: self.store.add(theirs, 0) >= number, call, peer, "neither can go on")
+        self._wait(lambda: self.store.add(theirs, 0) >= number, call, [peer], "neither can go on")
 
-    def _wait(self, is_met: Callable[[], bool], call: str, peer: int, consequence: str) -> None:
+    def _wait(self, is_met: Callable[[], bool], call: str, peers: Sequence[int], consequence: str) -> None:
         start, pause = time.monotonic(), PAUSES[0]
         while not is_met():
-            if said := self._hindrance(call, peer):
-                raise MessageError(f"rank {self.rank} is in {call} with rank {peer}, which {said}; {consequence}")
+            for peer in peers:
+                if said := self._hindrance(call, peer):
+                    raise MessageError(f"rank {self.rank} is in {call} with rank {peer}, which {said}; {consequence}")
             if time.monotonic() - start > LONGEST:
-                raise MessageError(f"rank {self.rank} is in {call}, and rank {peer} did not come in {LONGEST:g} s")
+                raise MessageError(f"rank {self.rank} is in {call}, and not all of {list(peers)} came in {LONGEST:g} s")
             time.sleep(pause)
             pause = min(2 * pause, PAUSES[1])
 
@@ -120,6 +124,9 @@ class Meeting:
             return (
                 f"is in {theirs} with this rank" + " too" * (theirs == call) if number > self.done[half, peer] else ""
             )
-        if "group" in note and self.rank in json.loads(note["group"]) and note["number"] > self.entered[note["group"]]:
-            return f"waits for this rank in {theirs}"
-        return ""
+        group = note.get("group")
+        if group is None or self.rank not in json.loads(group):
+            return ""
+        # A call of all of a group's ranks is met by the same call of the same number alone.
+        other = theirs != call and call == self.inside.get(group) and note["number"] == self.entered[group]
+        return f"waits for this rank in {theirs}" if other or note["number"] > self.entered[group] else ""

@@ -344,8 +344,8 @@ class DistributedModel(Inspection, nn.Module):
     def state_dict(self, *args: Any, gather_to_rank0: bool = False, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """All weights by name, whole, on the CPU; under `shard_optimizer_state` in the dtype of computing.
 
-        Collective over the ranks that hold them together: those of one reduced data rank, under sharded data parallelism
-        of the shard group too.
+        Collective over the ranks that hold them together: those of one reduced data rank, and of the shard group under
+        sharded data parallelism.
 
         Args:
             gather_to_rank0: only reduced data rank 0 keeps them; the others get an empty dict.

@@ -4,8 +4,8 @@
 which the script's model is sharded. FSDP's `LOCAL_STATE_DICT` names the shards of such a group by their places in it,
 and torch (2.11, 2.13) then looks for global ranks: groups that do not begin at rank 0 fail. `save_state_dict` and
 `load_state_dict` took the coordinator by its global rank, and take it by its place now. Scripts import the functions
-before `tsm.init`, so they are changed when `torch.sagemaker` is imported, for good; a call for all ranks reaches torch as
-it is.
+before `tsm.init`, so they are changed when `torch.sagemaker` is imported, for good; a call for all ranks reaches
+torch as it is.
 """
 
 from __future__ import annotations
