@@ -8,12 +8,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 # No public name: torch documents FakeTensorMode only under its private module (torch 2.11 to 2.13).
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._shard.sharded_tensor import Shard as Shard
+from torch.distributed._shard.sharded_tensor import ShardedTensor as ShardedTensor
 
 # No public name: scripts of SMP import the wrappers from here themselves (torch 2.11 to 2.13).
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, OffloadWrapper
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict as unflatten_state_dict
+from torch.distributed.fsdp import _state_dict_utils as fsdp_state_dicts  # noqa: F401
+from torch.distributed.fsdp._shard_utils import _create_chunk_sharded_tensor as create_chunk_sharded_tensor  # noqa: F401
 
 # No public name: where torch's file system storage says that a chunk lies (torch 2.11 to 2.13).
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo  # isort: skip

@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy
 import torch
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 
+from shardwise._torch_compat import ShardedTensor
 from shardwise.errors import CheckpointError
 
 _SCALAR: Any = numpy.int64(0).__reduce__()[0]  # how numpy pickles a number, wherever its version keeps it

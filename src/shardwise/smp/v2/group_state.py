@@ -18,17 +18,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import checkpoint
-from torch.distributed._shard.sharded_tensor import Shard
 from torch.distributed.checkpoint import optimizer as optimizer_files
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
-from torch.distributed.fsdp import _state_dict_utils
-from torch.distributed.fsdp._shard_utils import _create_chunk_sharded_tensor
+
+from shardwise._torch_compat import Shard, create_chunk_sharded_tensor, fsdp_state_dicts, unflatten_state_dict
 
 _PLACE = "process_group"
 _files: Any = optimizer_files
-_hooks: Any = _state_dict_utils
+_hooks: Any = fsdp_state_dicts
 
 
 def install() -> None:
@@ -92,7 +90,7 @@ def _empty(what: TensorStorageMetadata | BytesStorageMetadata, group: dist.Proce
     if what.size.numel() == 1:
         return whole
     devices = torch.cuda.device_count() if device == "cuda" else dist.get_world_size()
-    return _create_chunk_sharded_tensor(whole, dist.get_rank(group), dist.get_world_size(group), devices, group)
+    return create_chunk_sharded_tensor(whole, dist.get_rank(group), dist.get_world_size(group), devices, group)
 
 
 def _with_global_ranks(make: Callable[..., Any]) -> Callable[..., Any]:
