@@ -142,7 +142,7 @@ class Cluster:
 
 @contextmanager
 def cluster(hosts: int = HOSTS, rate: int = RATE) -> Iterator[Cluster]:
-    """A built cluster, taken down at the end.
+    """A built cluster, taken down at the end, SIGTERM's too; from the main thread.
 
     Raises:
         ClusterError: it cannot be built here.
@@ -151,11 +151,13 @@ def cluster(hosts: int = HOSTS, rate: int = RATE) -> Iterator[Cluster]:
     if problem:
         raise ClusterError(problem)
     made = Cluster(hosts)
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         made.build(rate)
         yield made
     finally:
         made.tear_down()
+        signal.signal(signal.SIGTERM, before)
 
 
 def _do(*words: str) -> None:

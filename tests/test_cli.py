@@ -250,7 +250,7 @@ def test_help_and_mistakes_need_no_torch() -> None:
         (
             "falcon",
             {"num_kv_heads": 1, "new_decoder_architecture": True},
-            ["tensor no: does not share out the 4 attention heads and 1 key-value heads"],
+            ["tensor degree 2 or 4", "context any degree"],
         ),
         (
             "codegen",

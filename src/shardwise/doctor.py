@@ -133,7 +133,8 @@ def _degrees(base: dict[str, Any], facts: ModelFacts, key: str, more: dict[str, 
         return f"no: {refusals[2]}"
     if len(legal) == len(refusals):
         return "any degree"
-    return f"degree {one_of(legal)}"
+    together = len(legal) > 3 and legal[-1] - legal[0] == len(legal) - 1
+    return f"degree {legal[0]} to {legal[-1]}" if together else f"degree {one_of(legal)}"
 
 
 def _refusal(base: dict[str, Any], facts: ModelFacts, parallel: dict[str, Any]) -> str:

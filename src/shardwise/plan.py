@@ -203,7 +203,7 @@ def _context_method(draft: Draft, rules: dict[str, str]) -> str:
     if asked != "auto":
         rules["context_method"] = "context_parallel_method given"
         return asked
-    if draft.heads_divide and not draft.facts.attention_arguments:
+    if draft.heads_divide and not draft.facts.own_attention_arguments:
         rules["context_method"] = "context_parallel_method auto: the heads divide"
         return "ulysses"
     rules["context_method"] = "context_parallel_method auto: ulysses cannot share these heads"

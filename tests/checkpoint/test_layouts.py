@@ -44,6 +44,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt2, untied, NAdam": {
         "tied": False, "layers": 4, "optimizer": {"name": "NAdam"}, "precision": {"compute": "fp64"},
     },
+    "falcon, heads in groups": {"layers": 4},
     "module with buffers": {"optimizer": {"name": "SGD", "options": {"momentum": 0.9}}},
 }  # fmt: skip
 

@@ -67,8 +67,10 @@ def test_what_each_layer_asks_of_its_kernel() -> None:
     assert {layer.head_size for layer in facts_of("llama").attention} == {8}
 
 
-def test_positions_that_cannot_be_given() -> None:
-    assert "takes no position_ids" in facts_of("bloom").context_refusal
+def test_biases_that_can_be_asked_for_other_keys() -> None:
+    facts = facts_of("bloom")
+    assert facts.context_refusal == ""
+    assert facts.attention_arguments == ("key_bias",) and facts.own_attention_arguments == ()
 
 
 def test_rotary_angles_by_length() -> None:

@@ -61,6 +61,26 @@ def test_published_plans_are_followed(family: str) -> None:
         assert plans.PUBLISHED[published[rule]].kind == split.kind
 
 
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gemma", "gpt_neox"])
+def test_stages_and_units_are_those_of_published_plans(family: str) -> None:
+    """In the order of `base_model_pp_plan`; what `_fsdp_plan` keeps gathered is ours that stays with the root."""
+    job = Job.model_validate({"model": {"config": {"model_type": family, **TENSOR_CONFIGS[family]}}})
+    made: Any = build_model(job)
+    facts = discover(made, job)
+    blocks = {block.name.rpartition(".")[0] for block in facts.blocks}
+    base = [f"{made.base_model_prefix}.{name}" for name in CONFIG_MAPPING[family].base_model_pp_plan]
+    assert [*facts.stages.before, *blocks, *facts.stages.after] == [*base, *type(made)._pp_plan]
+    units = {name.removesuffix(".*"): kind for name, kind in made._fsdp_plan.items() if not _missing(made, name)}
+    kept = {name for name, kind in units.items() if kind == "keep_full_weight"}
+    assert kept <= set(facts.stages.after)
+    assert {name for name in units.keys() - kept if f"{name}.*" in made._fsdp_plan} == blocks
+
+
+def _missing(made: nn.Module, name: str) -> bool:
+    """Defaults of transformers' plan name modules that GPT-NeoX calls otherwise."""
+    return name.removesuffix(".*") not in dict(made.named_modules())
+
+
 @pytest.mark.parametrize("family", ["gpt2", "gptj", "gpt_neo", "opt", "bloom", "falcon", "llama", "qwen3", "gpt_neox"])
 def test_every_matrix_of_a_block_is_split(family: str) -> None:
     job = Job.model_validate({"model": {"config": {"model_type": family, **TENSOR_CONFIGS[family]}}})

@@ -18,6 +18,9 @@ FP32: dict[str, Any] = {"precision": {"compute": "fp32"}, "optimizer": {"name": 
 FULL: dict[str, Any] = {"memory": {"activation_checkpointing": "full"}}
 SELECTIVE: dict[str, Any] = {"memory": {"activation_checkpointing": "selective"}}
 TERMS: dict[str, Any] = {"training": {"sequences_per_step": 8, "label_smoothing": 0.1, "z_loss": 1e-2}}
+ALIBI: dict[str, Any] = {
+    "config": {"alibi": True, "new_decoder_architecture": False, "multi_query": False, "num_kv_heads": 4}
+}
 CASES: list[tuple[str, str, dict[str, Any]]] = [  # family, kernel, settings
     ("mistral", "auto", {**DOCUMENTS, **WINDOW}),
     ("mistral", "eager", {**DOCUMENTS, **WINDOW, **FP32}),
@@ -27,14 +30,9 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [  # family, kernel, settings
     ("gptj", "auto", {**SEQUENCE, **FP32, "dropout": 0.1}),
     ("gptj", "sdpa", {**TENSOR, **FP32, **DOCUMENTS}),
     ("bloom", "auto", {**TENSOR, **FP32, "dropout": 0.1}),
-    (
-        "falcon",
-        "auto",
-        {
-            **TENSOR,
-            "config": {"alibi": True, "new_decoder_architecture": False, "multi_query": False, "num_kv_heads": 4},
-        },
-    ),
+    ("bloom", "eager", {**DOCUMENTS, **FP32, "dropout": 0.1}),
+    ("falcon", "auto", {**TENSOR, **ALIBI}),
+    ("falcon", "auto", {**DOCUMENTS, **ALIBI}),
     ("bert", "auto", {**DOCUMENTS, **SEQUENCE}),
     ("gpt2", "auto", {**TENSOR, **TERMS}),  # a loss of parts of the vocabulary
     (

@@ -90,6 +90,9 @@ CASES: list[tuple[str, int, str, int, dict[str, Any]]] = [  # family, ranks, met
     ("gpt_neo", 2, "ring", 2, {"attention": "auto", **UNEVEN, **FP32}),
     ("gpt_neo", 2, "all_gather", 2, {"attention": "auto", "dropout": 0.1, **DOCUMENTS, **FP32}),
     ("falcon", 2, "ulysses", 2, {"attention": "auto", **DOCUMENTS}),
+    ("bloom", 2, "ulysses", 2, {"attention": "auto", "dropout": 0.1, **UNEVEN, **FP32}),
+    ("bloom", 2, "ring", 2, {"attention": "auto", "dropout": 0.1, **DOCUMENTS, **FP32}),
+    ("bloom", 2, "all_gather", 2, {"attention": "auto", **DOCUMENTS, **FP32}),
     ("mistral", 2, "ring", 2, {"attention": "auto", "config": {"sliding_window": 4}, **DOCUMENTS}),
     ("mistral", 2, "all_gather", 2, {"attention": "auto", "config": {"sliding_window": 4}, **DOCUMENTS}),
     ("gpt2", 2, "all_gather", 2, {"attention": "blockwise", "dropout": 0.1, **DOCUMENTS}),
@@ -98,6 +101,7 @@ TOGETHER: list[tuple[str, int, str, int, dict[str, Any]]] = [
     ("gpt2", 4, "ulysses", 2, {"parallel": {"tensor_parallel_degree": 2}, "dropout": 0.1, **UNEVEN}),
     ("llama", 4, "all_gather", 2, {"parallel": {"tensor_parallel_degree": 2}, **UNEVEN}),
     ("gpt2", 4, "ring", 2, {"parallel": STAGES, "dropout": 0.1, **DOCUMENTS, **FOUR}),
+    ("bloom", 4, "auto", 2, {"parallel": {"tensor_parallel_degree": 2}, "attention": "auto", **UNEVEN, **FP32}),
 ]
 
 

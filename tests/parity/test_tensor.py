@@ -56,6 +56,7 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("bloom", 2, {"parallel": {**TWO, "sequence_parallel": True}, "dropout": 0.1, **FP32}),
     ("falcon", 2, {"parallel": {**TWO, "sequence_parallel": True}, "config": ALIBI, "dropout": 0.1}),
     ("falcon", 4, {"parallel": FOUR, "config": ONE_HEAD, "dropout": 0.1}),
+    ("falcon", 4, {"parallel": {**FOUR, "sequence_parallel": True}, "dropout": 0.1, **FP32}),  # two ranks a group
     ("gptj", 4, {"parallel": FOUR, "dropout": 0.1, **FP32}),  # its attention computes in fp32
     ("gpt_neo", 2, {"parallel": TWO, "dropout": 0.1}),
     ("bert", 4, {"parallel": FOUR, "dropout": 0.1}),

@@ -51,6 +51,7 @@ LED = {
 }
 OWN_PRODUCTS = ("gptj", "gpt_neo", "bloom")  # transformers has nothing but eager for them
 WIDENING = ("gptj", "gpt_neo")  # whose eager attention takes queries and keys to fp32 before it multiplies them
+ALIBI = "build_alibi_tensor"  # Bloom's method that makes biases of keys: it can be asked for those of all ranks
 # Arguments of a call that kernels know.
 LEADABLE = {"softcap", "position_bias", "key_bias"}
 # Keyword arguments that say nothing about the result, or nothing that masks, scale and dropout do not say.
@@ -159,7 +160,8 @@ def context_refusal(
     if not isinstance(model, PreTrainedModel):
         return "a module of model.factory says nothing about where it looks at other positions"
     family = str(model.config.model_type)
-    if "position_ids" not in inspect.signature(model.forward).parameters:
+    by_biases = any(hasattr(module, ALIBI) for module in model.modules())
+    if "position_ids" not in inspect.signature(model.forward).parameters and not by_biases:
         return f"{family} takes no position_ids, and counts positions from its own inputs"
     kinds = _rotary_kinds(model.config.get_text_config())
     if kinds & set(BY_LENGTH):
@@ -169,7 +171,7 @@ def context_refusal(
     inside = [sum(name.startswith(f"{block}.") for name in attention) for block in blocks]
     if len(attention) != len(blocks) or set(inside) != {1}:
         return f"the attention of {family} does not go through transformers' AttentionInterface once in each block"
-    if "key_bias" in arguments:
+    if "key_bias" in arguments and not by_biases:
         return f"{family} makes its ALiBi biases from its own inputs"
     if mixes:
         return f"{family} mixes positions outside of attention, by a convolution or a scan"

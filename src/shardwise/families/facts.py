@@ -30,8 +30,9 @@ class TensorSplit:
             dropout of activations that exist in parts, between a column and the row module beside it.
         dim: of the weight.
         sections: fused projections that lie side by side along `dim`, each of which is split.
-        shared: features of the one key head, and of the one value head, that lie behind the queries and serve all of
-            them; each rank makes its part of both, and the parts are gathered.
+        shared: features of the one key head, and of the one value head, that lie behind the queries of each group and
+            serve all of them; ranks that share a group each make a part of both, and the parts are gathered.
+        groups: of queries with the key and the value head that `shared` speaks of, one after the other.
         alone: a column module whose parent also works on whole activations.
         key_value: a column module of key or value heads alone; of fewer heads than ranks each is held by several.
     """
@@ -40,20 +41,33 @@ class TensorSplit:
     dim: int = 0
     sections: int = 1
     shared: int = 0
+    groups: int = 1
     alone: bool = False
     key_value: bool = False
 
-    def along(self, size: int) -> tuple[int, ...]:
-        """The sizes of the projections along a `dim` of `size`."""
-        if self.shared:
-            return (size - 2 * self.shared, self.shared, self.shared)
-        return (size // self.sections,) * self.sections
+    def shares_groups(self, degree: int) -> bool:
+        """Whether one of `degree` ranks holds a part of a group, and not whole ones."""
+        return self.shared > 0 and self.groups % degree > 0
+
+    def along(self, size: int, degree: int) -> tuple[tuple[int, ...], int]:
+        """(sizes of the projections along a `dim` of `size`, groups of ranks that share them in turn)."""
+        if self.shares_groups(degree):
+            queries = size // self.groups - 2 * self.shared
+            return (queries, self.shared, self.shared) * self.groups, self.groups
+        return (size // self.sections,) * self.sections, 1
 
 
 def chunk(size: int, degree: int, index: int) -> slice:
     """Part `index` of `size` in chunks of ceil(size / degree), the last ones short or empty (torch.chunk's rule)."""
     most = -(-size // degree)
     return slice(min(index * most, size), min((index + 1) * most, size))
+
+
+def chunks(sections: tuple[int, ...], degree: int, index: int, groups: int = 1) -> list[slice]:
+    """Part `index` of each of the `sections`; of several groups of ranks each has as many sections, for it alone."""
+    ranks, count = degree // groups, len(sections) // groups
+    mine = range(index // ranks * count, (index // ranks + 1) * count)
+    return [chunk(size, ranks, index % ranks) if n in mine else slice(0, 0) for n, size in enumerate(sections)]
 
 
 @dataclass(frozen=True)
@@ -168,6 +182,11 @@ class ModelFacts:
         """Of each layer of `attention`, the number of the first that differs from it in nothing but its name."""
         first: dict[AttentionFacts, int] = {}
         return tuple(first.setdefault(replace(layer, name=""), n) for n, layer in enumerate(self.attention))
+
+    @property
+    def own_attention_arguments(self) -> tuple[str, ...]:
+        """Those of `attention_arguments` that cannot be cut as keys are: only attention of whole rows knows them."""
+        return tuple(name for name in self.attention_arguments if name != "key_bias")
 
     @cached_property
     def key_values_apart(self) -> bool:

@@ -30,6 +30,9 @@ COLUMN, ROW = PUBLISHED["colwise"], PUBLISHED["rowwise"]
 SEPARATE = {"q_proj": COLUMN, "k_proj": COLUMN, "v_proj": COLUMN, "out_proj": ROW}
 
 
+FUSED = "query_key_value"
+
+
 def _in(parent: str, rules: Mapping[str, TensorSplit]) -> dict[str, TensorSplit]:
     return {f"{parent}.{name}": split for name, split in rules.items()}
 
@@ -39,7 +42,7 @@ ENCODER = (
     | _in("encoder.layer.*", {"attention.output.dense": ROW, "intermediate.dense": COLUMN, "output.dense": ROW})
 )  # fmt: skip
 INTERLEAVED = (  # one projection of [heads, (query, key, value), head size]
-    _in("h.*.self_attention", {"query_key_value": COLUMN, "dense": ROW})
+    _in("h.*.self_attention", {FUSED: COLUMN, "dense": ROW})
     | _in("h.*.mlp", {"dense_h_to_4h": COLUMN, "dense_4h_to_h": ROW})
 )  # fmt: skip
 T5_ATTENTION = {"q": COLUMN, "k": COLUMN, "v": COLUMN, "o": ROW, "relative_attention_bias": COLUMN}
@@ -163,12 +166,13 @@ def _matched(model: PreTrainedModel, rules: Mapping[str, TensorSplit]) -> dict[s
 
 
 def _of_falcon(config: Any, splits: dict[str, TensorSplit]) -> dict[str, TensorSplit]:
-    """In its first layers one key and one value head serve all queries (multi-query), where it was not asked not to."""
-    if config.new_decoder_architecture or not config.multi_query:
+    """One key and one value head serve all queries (multi-query), or all of a group of the new decoder's."""
+    if not (config.new_decoder_architecture or config.multi_query):
         return splits
     shared = config.hidden_size // config.num_attention_heads
-    fused = "query_key_value"
-    return {name: replace(split, shared=shared) if name.endswith(fused) else split for name, split in splits.items()}
+    groups = config.num_kv_heads if config.new_decoder_architecture else 1
+    fused = {name: replace(splits[name], shared=shared, groups=groups) for name in splits if name.endswith(FUSED)}
+    return splits | fused
 
 
 def _of(module: Any, split: TensorSplit) -> TensorSplit:

@@ -34,6 +34,7 @@ class Ring:
         causal: whether later keys are hidden; only without a mask, which says it itself.
         mask: [1 or B, 1, Q, K] of a block, bool (True: attend) or additive; None hides nothing.
         dropped: [B, h, Q, K] dropout factors of a block, 0 or 1 / (1 - probability); None drops nothing.
+        bias: [1 or B, 1 or h, 1 or Q, K] of a block, added to its scores, without a gradient.
     """
 
     group: dist.ProcessGroup
@@ -41,6 +42,7 @@ class Ring:
     causal: bool
     mask: OfBlock | None = None
     dropped: OfBlock | None = None
+    bias: OfBlock | None = None
 
 
 def ring_attention(query: Tensor, key: Tensor, value: Tensor, ring: Ring) -> Tensor:
@@ -114,6 +116,7 @@ def _blocks(query: Tensor, value: Tensor, ring: Ring, source: int) -> Iterator[B
                 diagonal,
                 start - rows.start,
                 mask=ring.mask and partial(ring.mask, source, piece, columns),
+                bias=ring.bias and partial(ring.bias, source, piece, columns),
                 factors=ring.dropped and partial(ring.dropped, source, piece, columns),
             )
 

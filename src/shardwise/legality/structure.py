@@ -197,7 +197,8 @@ def _shares_heads(d: Draft, degree: int) -> bool:
     heads, key_value = d.facts.attention_heads, d.facts.key_value_heads
     apart, shared = d.facts.key_values_apart, d.facts.shared_parts
     whole = key_value % degree == 0 or (apart and degree % key_value == 0)
-    return heads % degree == 0 and (whole or (shared > 0 and shared % degree == 0))
+    parts = degree // key_value if degree % key_value == 0 else 0  # of ranks that share a key-value head
+    return heads % degree == 0 and (whole or (shared > 0 and parts > 0 and shared % parts == 0))
 
 
 def _split(d: Draft) -> int:
@@ -224,8 +225,7 @@ PARALLEL_RULES = (
          fix="use 1",
          because=lambda d: d.facts.tensor_refusal),
     Rule("tensor-heads", ("parallel.tensor_parallel_degree",), "has to divide the attention heads, and to divide the "
-         "key-value heads or, where these have projections of their own, to be a multiple of them; of one head behind "
-         "the queries, its size",
+         "key-value heads or to be a multiple of them; ranks that share a head behind its queries divide its size",
          lambda d: d.parallel.tensor_parallel_degree > 1 and not _shares_heads(d, d.parallel.tensor_parallel_degree),
          fix="use a divisor of both",
          because=lambda d: f"does not share out the {d.facts.attention_heads} attention heads and "
@@ -252,10 +252,11 @@ PARALLEL_RULES = (
          because=lambda d: f"tensor x context does not divide the {d.facts.attention_heads} attention heads and "
          f"{d.facts.key_value_heads} key-value heads",
          use=lambda d: f"use all_gather or ring, or a product of the degrees of {one_of(divisors(_common_heads(d)))}"),
-    Rule("context-arguments", (CONTEXT_METHOD,), "ulysses and ring know attention of scale, masks and dropout alone",
-         lambda d: _method(d) in ("ulysses", "ring") and d.facts.attention_arguments,
+    Rule("context-arguments", (CONTEXT_METHOD,),
+         "ulysses and ring know attention of scale, masks, dropout and biases of keys alone",
+         lambda d: _method(d) in ("ulysses", "ring") and d.facts.own_attention_arguments,
          fix="use all_gather",
-         because=lambda d: f"this model's attention also takes {', '.join(d.facts.attention_arguments)}"),
+         because=lambda d: f"this model's attention also takes {', '.join(d.facts.own_attention_arguments)}"),
     Rule("context-kernel", (CONTEXT_METHOD, "model.attention"), "a ring is a kernel of its own",
          lambda d: _method(d) == "ring" and d.model.attention not in ("auto", "eager", "sdpa"),
          fix="use model.attention auto"),

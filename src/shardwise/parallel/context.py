@@ -12,6 +12,7 @@ microbatch runs the exchange happens in one of three ways. Where sequences are w
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from shardwise.collectives.context import dealt, gather_sequence, heads_for_rows, rows_for_heads
+from shardwise.families.attention import ALIBI
 from shardwise.kernels.dropout import Square, active_scope, keep_mask
 from shardwise.kernels.loss import IGNORED, loss_dtype
 from shardwise.kernels.masks import Mask, Seen, additive, document_mask, make_mask, same_document
@@ -89,14 +91,15 @@ class Context:
         self.method, self.causal = plan.context_method, plan.job.model.task == "causal_lm"
         self.dtype = torch_dtype(plan.dtypes.compute)
         self.led = bool(plan.attention)
-        self.count_positions = _position_counter(model)
+        self.positions_of = _position_counter(model)
         _reroute(model)
+        _place_biases(model)
 
     def part(self, microbatch: Any) -> tuple[Any, Sequences]:
         """This rank's part of a whole microbatch, and which part that is."""
         ids = microbatch.inputs["input_ids"]
         here = self._rows(ids.shape[1], ids.device, microbatch.document_ids)
-        inputs = {"position_ids": self.count_positions(ids), **microbatch.inputs}
+        inputs = {**self.positions_of(ids), **microbatch.inputs}
         inputs = {name: here.take(value) for name, value in inputs.items()}
         inputs["attention_mask"] = self._mask(here, inputs["input_ids"])
         labels = here.take(microbatch.labels).masked_fill(here.positions >= here.length, IGNORED)
@@ -120,13 +123,34 @@ class Context:
         return here.document_mask(here.whole if self.method == "ulysses" else here.positions, here.whole)
 
 
-def _position_counter(model: nn.Module) -> Callable[[Tensor], Tensor]:
-    """[B, S] ids -> [B, S] positions, from 0, or as embeddings of RoBERTa's kind count them: behind the padding id."""
+def _position_counter(model: nn.Module) -> Callable[[Tensor], dict[str, Tensor]]:
+    """[B, S] ids -> the argument with their [B, S] positions; none for a model that knows them by its biases alone.
+
+    They count from 0, or as embeddings of RoBERTa's kind do: behind the padding id.
+    """
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return lambda ids: {}
     for module in model.modules():
         count = getattr(module, "create_position_ids_from_input_ids", None)
         if count is not None:
-            return partial(count, padding_idx=module.padding_idx)
-    return lambda ids: torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+            behind = partial(count, padding_idx=module.padding_idx)
+            return lambda ids: {"position_ids": behind(ids)}
+    return lambda ids: {"position_ids": torch.arange(ids.shape[1], device=ids.device).expand_as(ids)}
+
+
+def _place_biases(model: nn.Module) -> None:
+    """Let Bloom make the ALiBi biases of all keys, wherever they are: its own count would begin anew on every rank."""
+    for module in model.modules():
+        if hasattr(module, ALIBI):
+            setattr(module, ALIBI, partial(_alibi, getattr(module, ALIBI)))
+
+
+def _alibi(own: Callable[..., Tensor], attention_mask: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """[B*h, 1, K] biases, K the keys of whole sequences while split ones run."""
+    here = _running()
+    if here is not None:
+        attention_mask = attention_mask.new_ones(len(attention_mask), here.padded)
+    return own(attention_mask, *args, **kwargs)
 
 
 def _reroute(model: Any) -> None:
@@ -155,6 +179,8 @@ def _attend(
         return own(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
     if here.context.method == "ring":
         return _ring(here, module, query, key, value, attention_mask, **kwargs), None
+    if here.context.method == "ulysses" and "key_bias" in kwargs:
+        kwargs["key_bias"] = kwargs["key_bias"].chunk(here.context.degree, 1)[here.context.index]
     run = partial(own, module, attention_mask=attention_mask, **kwargs)
     return (_ulysses if here.context.method == "ulysses" else _all_gather)(here, run, query, key, value), None
 
@@ -179,7 +205,7 @@ def _ulysses(here: Sequences, run: Callable[..., Any], query: Tensor, key: Tenso
 def _ring(
     here: Sequences, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Mask | Tensor | None,
     scaling: float | None = None, dropout: float = 0.0, is_causal: bool | None = None, local_window: int | None = None,
-    dropout_name: str | None = None, **rest: Any,
+    dropout_name: str | None = None, key_bias: Tensor | None = None, **rest: Any,
 ) -> Tensor:  # fmt: skip
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -188,7 +214,8 @@ def _ring(
         attention_mask = known.within(local_window)
     mask = _ring_mask(here, attention_mask)
     dropped = _ring_dropout(here, query, dropout, dropout_name) if dropout > 0 else None
-    ring = Ring(here.context.group, scale, causal and mask is None, mask, dropped)
+    bias = None if key_bias is None else partial(_ring_bias, here, key_bias)
+    ring = Ring(here.context.group, scale, causal and mask is None, mask, dropped, bias)
     return ring_attention(query, key, value, ring).transpose(1, 2)
 
 
@@ -202,6 +229,11 @@ def _ring_mask(here: Sequences, mask: Mask | Tensor | None) -> OfBlock | None:
     if mask is None:
         return None
     return lambda rank, rows, columns: mask[:, :, rows, here.positions_of(rank)[columns]]
+
+
+def _ring_bias(here: Sequences, bias: Tensor, rank: int, rows: slice, columns: slice) -> Tensor:
+    """[B, h, 1, K] of a block; `bias` is that of all keys in their own order."""
+    return bias[..., here.positions_of(rank)[columns]]
 
 
 def _ring_dropout(here: Sequences, query: Tensor, probability: float, name: str | None = None) -> OfBlock:

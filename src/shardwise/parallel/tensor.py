@@ -67,7 +67,8 @@ def split_tensors(model: nn.Module, facts: ModelFacts, layout: Layout, border: W
             parameter = module._parameters[leaf]
             assert parameter is not None
             copies = facts.key_value_copies(layout.size("tensor")) if split.key_value else 1
-            cut = cut_of(tuple(parameter.shape), dim, split.along(parameter.shape[dim]), layout, copies)
+            sections, groups = split.along(parameter.shape[dim], layout.size("tensor"))
+            cut = cut_of(tuple(parameter.shape), dim, sections, layout, copies, groups)
             local = parameter.new_empty(cut.local_shape())
             module._parameters[leaf] = nn.Parameter(local, requires_grad=parameter.requires_grad)
             cuts[f"{name}.{leaf}"] = cut
@@ -75,7 +76,7 @@ def split_tensors(model: nn.Module, facts: ModelFacts, layout: Layout, border: W
             _sum_output(module, split, border)
         else:
             _narrow(module, OUTPUTS, cuts[f"{name}.weight"])
-            _make_part(module, split, border)
+            _make_part(module, split, border, layout)
     for region in sorted({region_of(name, split) for name, split in splits.items() if split.kind == "column"}):
         _enter(model.get_submodule(region), facts, layout, border)
     for name in [name for name, split in splits.items() if split.kind == "inner"]:
@@ -87,10 +88,12 @@ def split_tensors(model: nn.Module, facts: ModelFacts, layout: Layout, border: W
     return cuts
 
 
-def cut_of(shape: tuple[int, ...], dim: int, sections: tuple[int, ...], layout: Coordinates, copies: int = 1) -> Cut:
-    """The cut of a tensor group in which `copies` neighbours hold the same part."""
+def cut_of(
+    shape: tuple[int, ...], dim: int, sections: tuple[int, ...], layout: Coordinates, copies: int = 1, groups: int = 1
+) -> Cut:
+    """The cut of a tensor group in which `copies` neighbours hold the same part, or `groups` of them share sections."""
     index, copy = divmod(layout.index("tensor"), copies)
-    return Cut(shape, dim, sections, layout.size("tensor") // copies, index, copies, copy)
+    return Cut(shape, dim, sections, layout.size("tensor") // copies, index, copies, copy, groups)
 
 
 def partial_parameters(
@@ -128,20 +131,23 @@ def _sum_output(module: Any, split: TensorSplit, border: WholeRows) -> None:
     module.forward = forward
 
 
-def _make_part(module: Any, split: TensorSplit, border: WholeRows) -> None:
+def _make_part(module: Any, split: TensorSplit, border: WholeRows, layout: Layout) -> None:
     """A column module's product, by the border, which knows what backward has to keep. Other kinds stay as they are."""
     if not isinstance(module, (nn.Linear, Conv1D)):
         return
 
+    degree = layout.size("tensor")
+    sharing = layout.tensor_neighbours(degree // split.groups) if split.shares_groups(degree) else None
+
     def forward(values: Tensor) -> Tensor:
         part = border.linear(module, values, transposed=split.dim == 1)
-        return _with_shared_heads(part, split.shared, border.group) if split.shared else part
+        return part if sharing is None else _with_shared_heads(part, split.shared, sharing)
 
     module.forward = forward  # type: ignore[method-assign]
 
 
 def _with_shared_heads(part: Tensor, features: int, group: dist.ProcessGroup) -> Tensor:
-    """This rank's queries and its part of the key and value that serve all -> its queries, the whole key and value.
+    """This rank's queries and its part of the key and value of their group -> its queries, the whole key and value.
 
     The gradients of key and value, one from every rank's queries, are summed.
     """

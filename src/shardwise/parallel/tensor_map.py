@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from shardwise.families.facts import chunk
+from shardwise.families.facts import chunk, chunks
 
 Slices = tuple[slice, ...]
 
@@ -40,6 +40,7 @@ class Cut:
         degree, index: parts there are, and which of them this rank holds.
         copies, copy: neighbouring ranks that hold the same part, and which of them this is; several where a model has
             fewer key-value heads than there are ranks.
+        groups: of parts; each has as many of the sections, for it alone.
     """
 
     shape: tuple[int, ...]
@@ -49,6 +50,7 @@ class Cut:
     index: int
     copies: int = 1
     copy: int = 0
+    groups: int = 1
 
     def local_shape(self, index: int | None = None) -> tuple[int, ...]:
         """Shape of part `index`; this rank's if unset."""
@@ -81,7 +83,7 @@ class Cut:
         return self._chunks(None)[0].start, self.shape[self.dim]
 
     def _chunks(self, index: int | None) -> list[slice]:
-        return [chunk(size, self.degree, self.index if index is None else index) for size in self.sections]
+        return chunks(self.sections, self.degree, self.index if index is None else index, self.groups)
 
 
 def joined(part: Tensor, cut: Cut, group: dist.ProcessGroup) -> Tensor:

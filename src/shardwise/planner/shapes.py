@@ -6,9 +6,10 @@ The same rules as `shardwise.parallel` follows when it cuts a model; a test hold
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 
-from shardwise.families.facts import ModelFacts, TensorSplit, chunk
+from shardwise.families.facts import ModelFacts, TensorSplit, chunk, chunks
 from shardwise.plan import Plan
 from shardwise.planner.schedule import holders
 
@@ -64,7 +65,7 @@ def _cut_shapes(model: _Same, degree: int, chunked_loss: bool, index: int) -> di
     shapes = {name: _of_block(name, shape, facts, degree, index) for name, shape in facts.parameter_shapes.items()}
     for name in facts.vocabulary_parameters if chunked_loss else ():
         shape = facts.parameter_shapes[name]
-        shapes[name] = _cut(shape, 0, shape[:1], degree, index)
+        shapes[name] = _cut(shape, 0, [chunk(shape[0], degree, index)])
     return shapes
 
 
@@ -112,7 +113,8 @@ def _of_block(name: str, shape: tuple[int, ...], facts: ModelFacts, degree: int,
     if split is None or dim is None:
         return shape
     copies = facts.key_value_copies(degree) if split.key_value else 1
-    return _cut(shape, dim, split.along(shape[dim]), degree // copies, index // copies)
+    sections, groups = split.along(shape[dim], degree)
+    return _cut(shape, dim, chunks(sections, degree // copies, index // copies, groups))
 
 
 def _dim(split: TensorSplit, leaf: str) -> int | None:
@@ -122,6 +124,5 @@ def _dim(split: TensorSplit, leaf: str) -> int | None:
     return split.dim if leaf == "weight" else 0 if split.kind == "column" else None
 
 
-def _cut(shape: tuple[int, ...], dim: int, sections: tuple[int, ...], degree: int, index: int) -> tuple[int, ...]:
-    parts = [chunk(size, degree, index) for size in sections]
+def _cut(shape: tuple[int, ...], dim: int, parts: Sequence[slice]) -> tuple[int, ...]:
     return (*shape[:dim], sum(part.stop - part.start for part in parts), *shape[dim + 1 :])

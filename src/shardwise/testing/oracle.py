@@ -11,9 +11,11 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +30,7 @@ from shardwise.testing.oracle_data import NOT_COUNTED, Rows, Source
 from shardwise.testing.oracle_dropout import OracleDropout
 
 FORWARD_TOKENS = 4096  # of one forward; more would only cost memory
+ALIBI = "build_alibi_tensor"  # a function in the files of Bloom and Falcon
 
 
 @dataclass(frozen=True)
@@ -139,7 +142,8 @@ class Oracle:
                 inputs["attention_mask"] = self._document_mask(rows.documents)
             if self.job.model.task == "seq2seq_lm":
                 inputs["decoder_input_ids"] = self.model.prepare_decoder_input_ids_from_labels(rows.labels)  # type: ignore
-            logits = self.model(**inputs).logits
+            with _whole_alibi(self.model):
+                logits = self.model(**inputs).logits
         assert rows.labels is not None
         wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
         flat, targets = logits.reshape(-1, logits.shape[-1]).to(wide), rows.labels.reshape(-1)
@@ -242,6 +246,28 @@ class Oracle:
             parameter.grad = None
             if parameter is not self.live[name]:
                 self.live[name].data.copy_(parameter.data)
+
+
+@contextmanager
+def _whole_alibi(model: nn.Module) -> Iterator[None]:
+    """Bloom and Falcon count their ALiBi biases from a [B, S] mask; beside one of documents they count every token.
+
+    A bias that is the same for all keys of a query changes nothing, so documents need no count of their own.
+    """
+    files = {sys.modules[type(module).__module__] for module in model.modules()}
+    own = {file: getattr(file, ALIBI) for file in files if hasattr(file, ALIBI)}
+
+    def counted(make: Callable[..., Tensor], mask: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        whole = torch.ones(mask.shape[0], mask.shape[-1], dtype=torch.long, device=mask.device)
+        return make(mask if mask.dim() == 2 else whole, *args, **kwargs)
+
+    try:
+        for file, make in own.items():
+            setattr(file, ALIBI, partial(counted, make))
+        yield
+    finally:
+        for file, make in own.items():
+            setattr(file, ALIBI, make)
 
 
 def _build(job: Job, eager: bool) -> nn.Module:
