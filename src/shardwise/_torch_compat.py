@@ -8,12 +8,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 # No public name: torch documents FakeTensorMode only under its private module (torch 2.11 to 2.13).
-from torch._subclasses.fake_tensor import FakeTensorMode
+# No public names: what FSDP's local and sharded state dicts are made of and by (torch 2.11 to 2.13).
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 
 # No public name: scripts of SMP import the wrappers from here themselves (torch 2.11 to 2.13).
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, OffloadWrapper
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
+from torch.distributed.fsdp import _state_dict_utils as fsdp_state_dicts
+from torch.distributed.fsdp._shard_utils import _create_chunk_sharded_tensor as create_chunk_sharded_tensor
 
 # No public name: where torch's file system storage says that a chunk lies (torch 2.11 to 2.13).
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo  # isort: skip
@@ -213,6 +218,8 @@ __all__ = [
     "CheckpointWrapper",
     "FakeTensorMode",
     "OffloadWrapper",
+    "Shard",
+    "ShardedTensor",
     "StorageInfo",
     "TorchDispatchMode",
     "UnpairedDualPipeV",
@@ -224,9 +231,11 @@ __all__ = [
     "at_end_of_backward",
     "backends_of",
     "clear_placement_cache",
+    "create_chunk_sharded_tensor",
     "fake_store",
     "flash_attention",
     "flash_attention_backward",
+    "fsdp_state_dicts",
     "gather_asynchronously",
     "group_of",
     "has_flash_attention",
@@ -243,4 +252,5 @@ __all__ = [
     "tree_flatten",
     "tree_leaves",
     "tree_unflatten",
+    "unflatten_state_dict",
 ]

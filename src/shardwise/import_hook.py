@@ -26,6 +26,8 @@ NAMESPACES: dict[str, dict[str, Any]] = {
     "smdistributed": {},
     "smdistributed.modelparallel": {"__version__": VERSION},
     "smdistributed.modelparallel.backend": {},
+    "smdistributed.modelparallel.test": {},
+    "smdistributed.modelparallel.test.torch": {},
     "smdistributed.dataparallel": {},
     "smdistributed.dataparallel.torch": {},
 }
@@ -33,6 +35,7 @@ NAMESPACES: dict[str, dict[str, Any]] = {
 ALIASES = {
     "smdistributed.modelparallel.torch": ROOT,
     "smdistributed.modelparallel.backend.exceptions": f"{ROOT}.exceptions",
+    "smdistributed.modelparallel.test.torch.utils": f"{ROOT}.test_utils",
     "smdistributed.dataparallel.torch.torch_smddp": f"{ROOT}.smddp",
     "torch.sagemaker": f"{ROOT}.v2",
 }

@@ -33,6 +33,7 @@ SMP_AXES = {
     "dp": (*DATA_AXES, "tensor"),
     "mp": ("pipeline", "tensor"),
 }
+ONE_COPY = ("shard", "context", "pipeline", "tensor")  # the axes of the ranks that hold one copy of the parameters
 
 
 def normalise_placement(placement: str) -> str:

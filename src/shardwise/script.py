@@ -7,6 +7,7 @@ Workers are started as for `shardwise train`; under torchrun, Slurm or Open MPI 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import runpy
 import sys
@@ -95,6 +96,9 @@ def _worker(script: Script, count: int) -> None:
 def _execute(script: Script, workers: int) -> None:
     """The script as `__main__`, in its own surroundings; what it raises is this rank's error."""
     _set_variables(script, workers)
+    # A local worker is itself spawned and would hand that on: the script's data loaders would import the script anew,
+    # in a process without the hook. Under launchers, and when such scripts were written, processes are forked.
+    multiprocessing.set_start_method("fork", force=True)
     import_hook.install()
     if script.device_type == "cpu":
         from shardwise.cpu_for_cuda import redirect

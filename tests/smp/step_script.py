@@ -37,7 +37,8 @@ def main():
     model = smp.DistributedModel(model)
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3), dynamic_loss_args={})
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    ids = torch.ones(8, 16, dtype=torch.long, device=device) if smp.pp_rank() == 0 else torch.Tensor(8, 0)
+    rows = torch.utils.data.DataLoader([torch.ones(16, dtype=torch.long)] * 8, batch_size=8, num_workers=1)
+    ids = next(iter(rows)).to(device) if smp.pp_rank() == 0 else torch.Tensor(8, 0)
     for _ in range(2):
         optimizer.zero_grad(set_to_none=True)
         loss = train_step(model, ids, torch.ones_like(ids)).reduce_mean()

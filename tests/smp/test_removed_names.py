@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import optimizer as optimizer_files
 from transformers.models.gpt_neox import modeling_gpt_neox
 from transformers.models.llama import modeling_llama
 
@@ -21,7 +20,6 @@ from shardwise.errors import CheckpointError, ConfigError
 from shardwise.smp.stand_ins.accelerate import init_empty_weights
 from shardwise.smp.v2.distributed.checkpoint.state_dict_utils import _Interval, compute_auto_checkpoint_interval
 from shardwise.smp.v2.distributed.fsdp.checkpoint import load_model_checkpoint, save_model_checkpoint
-from shardwise.smp.v2.removed_names import _with_group, accept_process_group
 from tests.smp.sharded_scripts import make_model
 
 
@@ -110,18 +108,3 @@ def test_files_of_other_writers_are_named(tmp_path: Any) -> None:
             load_model_checkpoint(model, None, str(tmp_path / "other"), "hybrid", None)
     finally:
         tsm.state.reset()
-
-
-def test_a_group_of_some_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[dict[str, Any]] = []
-    load = _with_group(lambda **given: calls.append(given))
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 2 if group is None else group)
-    load(optimizer_key="optimizer", process_group=2)
-    load(optimizer_key="optimizer")
-    assert calls == [{"optimizer_key": "optimizer"}] * 2
-    with pytest.raises(ConfigError, match="all 2 ranks, and process_group has 1"):
-        load(optimizer_key="optimizer", process_group=1)
-    accept_process_group()
-    loader = optimizer_files.load_sharded_optimizer_state_dict
-    accept_process_group()
-    assert optimizer_files.load_sharded_optimizer_state_dict is loader  # changed once

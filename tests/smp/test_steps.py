@@ -186,6 +186,40 @@ def test_messages_that_do_not_match_are_found_at_once(world_pool: WorldPool, wha
     assert len(found) == (1 if what in ("barrier", "end") else 2)
 
 
+def _asked_alone(config: dict[str, Any]) -> str:
+    """One rank asks for a whole state that others hold a part of, and these wait for it elsewhere."""
+    smp.init({"ddp": True, **config})
+    try:
+        model: Any = smp.DistributedModel(make_model("gpt2"))
+        optimizer: Any = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters()))
+
+        @smp.step
+        def train(model: Any, ids: Tensor) -> Tensor:
+            loss: Tensor = model(input_ids=ids, labels=ids)["loss"]
+            model.backward(loss)
+            return loss
+
+        train(model, batches()[0])
+        optimizer.step()
+        try:
+            if smp.rank() == 0:
+                model.state_dict()
+        except MessageError as error:
+            return str(error)
+        finally:
+            smp.barrier()
+        return ""
+    finally:
+        smp.state.reset()
+
+
+@pytest.mark.parametrize("config", [{"partitions": 2, "microbatches": 2}, {"sharded_data_parallel_degree": 2}])
+def test_a_state_that_others_do_not_come_for_is_found_at_once(world_pool: WorldPool, config: dict[str, Any]) -> None:
+    said, other = world_pool.run(2, _asked_alone, config)
+    assert "model.state_dict with rank 1, which waits for this rank in smp.barrier" in said
+    assert "all of ranks [0, 1] have to call it" in said and not other
+
+
 class Trainer:
     """Of scripts whose step stands in a class and leaves the instance out."""
 

@@ -19,6 +19,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -122,14 +123,53 @@ def rehearse_stage(model: nn.Module, blocks: Sequence[str], stages: StageFacts, 
         own = rehearsed.get_submodule(name)
         own.forward = lambda *args, **kwargs: args[0] if args else next(iter(kwargs.values()))
 
-    def run(device: str, dtype: torch.dtype) -> None:
-        with _quiet(), FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]):
-            state = {name: _fake(tensor, device, dtype) for name, tensor in _tensors(rehearsed)}
-            inputs = {name: _fake(tensor, device, dtype) for name, tensor in example.items()}
-            torch.func.functional_call(rehearsed, state, (), inputs)
-
-    failure = _attempt(run)[1]
+    failure = _attempt(partial(_run_fake, rehearsed, example))[1]
     return f"its forward needs what stands behind the blocks: {failure}" if failure else ""
+
+
+def units_in_order(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[str, ...]:
+    """The smallest modules that together hold all parameters and run once each, in that order: what takes the place of
+    blocks in a model where nothing repeats. None where the model itself is the smallest, or cannot run.
+
+    Args:
+        inputs: keyword arguments of the forward; of tensors shapes and dtypes count.
+    """
+    calls: list[str] = []
+    watched = _copy(model)
+    for name, module in watched.named_modules():
+        module.register_forward_pre_hook(partial(lambda name, module, args: calls.append(name), name))
+
+    def run(device: str, dtype: torch.dtype) -> None:
+        calls.clear()
+        _run_fake(watched, inputs, device, dtype)
+
+    if _attempt(run)[1]:
+        return ()
+    found = _smallest(model, "", calls)
+    return () if found == [""] else tuple(sorted(found, key=calls.index))
+
+
+def _smallest(module: nn.Module, name: str, calls: Sequence[str]) -> list[str]:
+    children = {
+        f"{name}.{key}" if name else key: child for key, child in module.named_children() if _holds_parameters(child)
+    }
+    holds_some = any(parameter is not None for parameter in module._parameters.values())
+    if holds_some or not children or any(calls.count(each) != 1 for each in children):
+        return [name]
+    return [unit for each, child in children.items() for unit in _smallest(child, each, calls)]
+
+
+def _holds_parameters(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())
+
+
+def _run_fake(model: nn.Module, inputs: Mapping[str, Any], device: str, dtype: torch.dtype) -> None:
+    with _quiet(), FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]):
+        state = {name: _fake(tensor, device, dtype) for name, tensor in _tensors(model)}
+        given = {
+            name: _fake(value, device, dtype) if isinstance(value, Tensor) else value for name, value in inputs.items()
+        }
+        torch.func.functional_call(model, state, (), given)
 
 
 def _positions(inputs: Mapping[str, Tensor]) -> int:

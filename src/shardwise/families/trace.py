@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
+from functools import partial
 from io import StringIO
 from itertools import chain, repeat
 from types import MethodType, SimpleNamespace
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.distributed.pipelining import pipe_split, pipeline
-from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
 
 from shardwise._torch_compat import FakeTensorMode, tree_flatten, tree_leaves, tree_unflatten
 
@@ -99,7 +100,7 @@ class Trace:
 def trace(
     model: nn.Module,
     starts: Sequence[str],
-    inputs: Mapping[str, Tensor],
+    inputs: Mapping[str, Any],
     device: torch.device,
     dtypes: tuple[torch.dtype, torch.dtype],
     blocks: Collection[str],
@@ -108,7 +109,8 @@ def trace(
     """The forward of `model` (on meta; it stays as it is) in pieces that begin with the calls of `starts`.
 
     Args:
-        inputs: the forward's keyword arguments; shapes and dtypes count, and stay those of the pieces.
+        inputs: the forward's keyword arguments; of tensors shapes and dtypes count, and stay those of the pieces, as
+            other values do.
         device: where the pieces run.
         dtypes: of parameters when they are used, and of buffers.
         blocks: names of blocks, by which functional dropout is counted.
@@ -119,16 +121,18 @@ def trace(
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     traced, spec = _stand_in(model, mode, device, dtypes), SimpleNamespace()
-    traced.forward = MethodType(_flat_forward(traced.forward, tuple(inputs), spec), traced)
+    tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
+    others = {name: value for name, value in inputs.items() if name not in tensors}
+    traced.forward = MethodType(_flat_forward(partial(traced.forward, **others), tuple(tensors), spec), traced)
     for name in starts:
         traced.get_submodule(name).register_forward_pre_hook(lambda module, args: pipe_split())
     kinds = {name: type(module) for name, module in model.named_modules(remove_duplicate=False)}
-    values = tuple(_fake(mode, tensor, device, tensor.dtype) for tensor in inputs.values())
+    values = tuple(_fake(mode, tensor, device, tensor.dtype) for tensor in tensors.values())
     with _quiet():
         pipe = pipeline(traced, values, split_policy=lambda gm: _flatten(gm, kinds, blocks, dropout))
     if pipe.num_stages != len(starts) + 1:
         raise RuntimeError(f"{pipe.num_stages} pieces came out of {len(starts)} cuts: a block runs more than once")
-    return _read(pipe.split_gm, Trace(tuple(inputs), [], {}, [], spec.rebuild, dtype=dtypes[0]), model, blocks)
+    return _read(pipe.split_gm, Trace(tuple(tensors), [], {}, [], spec.rebuild, dtype=dtypes[0]), model, blocks)
 
 
 def reason(error: Exception) -> str:
@@ -181,9 +185,8 @@ def _flat_forward(forward: Callable[..., Any], names: Sequence[str], spec: Simpl
 
     def run(self: nn.Module, *values: Tensor) -> tuple[Tensor, ...]:
         output = forward(**dict(zip(names, values, strict=True)))
-        if isinstance(self, PreTrainedModel):  # the loss reads nothing else, and caches would cross the cuts
-            spec.rebuild = lambda tensors: SimpleNamespace(logits=tensors[0])
-            return (output.logits,)
+        if isinstance(output, ModelOutput):
+            output = _without_caches(output)
         leaves, form = tree_flatten(output)
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -198,6 +201,14 @@ def _flat_forward(forward: Callable[..., Any], names: Sequence[str], spec: Simpl
         return tuple(leaves[place] for place in places)
 
     return run
+
+
+def _without_caches(output: ModelOutput) -> ModelOutput:
+    """What is read of a model's output; caches and hidden states would cross the cuts."""
+    names = [name for name, value in output.items() if isinstance(value, Tensor)]
+    if "logits" in names:
+        names = [name for name in names if name in ("loss", "logits")]
+    return type(output)(**{name: output[name] for name in names})
 
 
 def _flatten(

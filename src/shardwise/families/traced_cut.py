@@ -1,6 +1,7 @@
 """Whether a model that is no chain of blocks can be cut into stages by tracing it, and which stage then holds what.
 
-Found by a trace that is cut before every block. The facts that come out of it are those of the traced forward, which
+Found by a trace that is cut before every block; where nothing repeats, before every module that holds parameters and
+runs once. The facts that come out of it are those of the traced forward, which
 has operators on weights and no modules that could be split, checkpointed or replaced: what does that is refused.
 """
 
@@ -14,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.families.facts import ModelFacts, StageFacts
-from shardwise.families.probe import token_inputs
+from shardwise.families.facts import BlockFacts, ModelFacts, StageFacts
+from shardwise.families.probe import token_inputs, units_in_order
 from shardwise.families.trace import Trace, reason, trace
 
 TRACED = "stages of this model are cut from its traced forward, in which there are no modules any more"
@@ -23,7 +24,7 @@ DTYPE = torch.float32  # of the trial; a cut of another compute dtype is tried a
 
 
 def cut_by_trace(
-    model: nn.Module, facts: ModelFacts, sequence_length: int, example: Mapping[str, Tensor] | None = None
+    model: nn.Module, facts: ModelFacts, sequence_length: int, example: Mapping[str, Any] | None = None
 ) -> ModelFacts:
     """`facts` with stages from a trace, where the model cannot be cut between blocks; else as they are.
 
@@ -31,10 +32,15 @@ def cut_by_trace(
         model: on the meta device; it stays as it is.
         sequence_length: tokens of a sequence; counts where there is no `example`, the forward's keyword arguments.
     """
-    refusal, order = facts.stages.refusal, facts.stages.order
-    if not refusal or facts.stages.traced or not order:
+    refusal = facts.stages.refusal
+    if not refusal or facts.stages.traced:
         return facts
-    inputs = example or token_inputs(model, sequence_length)
+    inputs = {name: _as_tried(value) for name, value in (example or token_inputs(model, sequence_length)).items()}
+    if not facts.blocks:
+        facts = _with_units(model, facts, inputs)
+    order = facts.stages.order
+    if not order:
+        return facts
     try:
         found = trace(model, order[1:], inputs, torch.device("cpu"), (DTYPE, DTYPE), order)
         stages = _stages(facts, found)
@@ -42,7 +48,7 @@ def cut_by_trace(
         stages = replace(facts.stages, refusal=f"{refusal}, and torch cannot cut it either: {reason(error)}")
         return replace(facts, stages=stages)
     sizes = {block.name: block for block in facts.blocks}
-    rows = next(iter(inputs.values())).shape[0]
+    rows = next(value.shape[0] for value in inputs.values() if isinstance(value, Tensor))
     widest = max(elements(found, piece) for piece in range(1, len(found.pieces)))
     return replace(
         facts,
@@ -57,6 +63,18 @@ def cut_by_trace(
         kernel_refusal=TRACED,
         fusible={},
     )
+
+
+def _as_tried(value: Any) -> Any:
+    is_number = isinstance(value, Tensor) and value.is_floating_point()
+    return value.to("meta", DTYPE) if is_number else value
+
+
+def _with_units(model: nn.Module, facts: ModelFacts, inputs: Mapping[str, Any]) -> ModelFacts:
+    order = units_in_order(model, inputs)
+    sizes = [sum(each.numel() for each in model.get_submodule(name).parameters()) for name in order]
+    blocks = tuple(BlockFacts(name, size) for name, size in zip(order, sizes, strict=True))
+    return replace(facts, blocks=blocks, stages=replace(facts.stages, order=order))
 
 
 def elements(found: Trace, piece: int) -> int:

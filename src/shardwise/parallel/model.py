@@ -272,20 +272,36 @@ class ParallelModel:
             ends = self.layout.ends_group(*self.plan.ends)
             sum_together(self.tensor_map.gradients(self.tied), ends, self.device)
 
-    def wholes(self, gradients: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """(logical name, whole tensor or gradient) of every parameter of the model, on every rank. Collective."""
+    def wholes(self, gradients: bool = False, gathered: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """(logical name, whole tensor or gradient) of every parameter of the model, on every rank. Collective; with
+        `gathered`, of parameters that `gather` has gathered, over the ranks of one copy of the model alone."""
+        parts = self._gathered() if gathered else {}
         if self.pipeline is None:
-            yield from ((entry.name, entry.whole(gradients)) for entry in self.tensor_map)
+            yield from ((entry.name, entry.whole(gradients, parts.get(entry.name))) for entry in self.tensor_map)
             return
         dtype, group = torch_dtype(self.plan.dtypes.parameters), self.layout.group("pipeline")
         held = holders(self.plan, self.facts)
         for name, shape in self.facts.parameter_shapes.items():
             owner = self.layout.rank_at(pipeline=self.plan.stage_ranks[held[name][0]])
             here = name in self.tensor_map.names
-            mine = self.tensor_map[name].whole(gradients) if here else torch.empty(shape, dtype=dtype)
+            part = parts.get(self.tensor_map[name].name) if here else None
+            mine = self.tensor_map[name].whole(gradients, part) if here else torch.empty(shape, dtype=dtype)
             whole = mine.to(self.device).contiguous()
             dist.broadcast(whole, owner, group=group)
             yield name, whole
+
+    def gather(self) -> None:
+        """Begin to gather all parameters, for the next forward or for `wholes`. Collective over the shard group."""
+        for module in self.sharded:
+            module.unshard(async_op=True)
+
+    def _gathered(self) -> dict[str, Tensor]:
+        """Parameters as the modules hold them while they are gathered, in the dtype of parameters."""
+        for module in self.sharded:
+            module.unshard()
+        dtype = torch_dtype(self.plan.dtypes.parameters)
+        held = ((name, value) for part in self.parts for name, value in part.module.named_parameters())
+        return {self.tensor_map.names[name]: value.detach().to(dtype) for name, value in held}
 
     def last_logits(self, ids: Tensor) -> Tensor:
         """[B, V] fp32 logits of the last of [B, S] token ids, on every rank. Collective; under `whole_logits`."""
@@ -325,8 +341,9 @@ class ParallelModel:
                 self.head.deferred = True
 
     def release_gathered(self) -> None:
-        """Free parameters that stay gathered after a forward that no backward follows."""
+        """Free parameters that stay gathered after a forward that no backward follows, or are being gathered."""
         for module in self.sharded:
+            module.unshard()
             module.reshard()
 
     def scope(self, microbatch: Microbatch, step: int, sequences: Sequences | None = None) -> Any:

@@ -143,12 +143,18 @@ class Entry:
         gradient = self.parameter.grad
         return None if gradient is None else _plain(gradient)
 
-    def whole(self, gradient: bool = False) -> Tensor:
-        """The logical tensor, or its gradient, on every rank. Collective over shard and tensor groups."""
+    def whole(self, gradient: bool = False, part: Tensor | None = None) -> Tensor:
+        """The logical tensor, or its gradient, on every rank. Collective over shard and tensor groups.
+
+        Args:
+            gradient: that of the gradient.
+            part: what the shard group holds together, where it is known; collective then over the tensor group alone.
+        """
         value = self.parameter.grad if gradient else self.parameter.detach()
         if value is None:
             return torch.zeros(self.shape, dtype=self.parameter.dtype)
-        part = value.full_tensor() if isinstance(value, DTensor) else value
+        if part is None:
+            part = value.full_tensor() if isinstance(value, DTensor) else value
         if self.cut is None:
             return part
         assert self.tensor_group is not None

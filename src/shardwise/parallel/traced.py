@@ -40,15 +40,16 @@ class Tracer:
         Raises:
             ModelError: the forward cannot be traced, or cut, with them.
         """
-        tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
-        key = training, *((name, value.shape, value.dtype) for name, value in tensors.items())
+        given = {name: value for name, value in inputs.items() if value is not None}
+        facts = ((value.shape, value.dtype) if isinstance(value, Tensor) else repr(value) for value in given.values())
+        key = training, *zip(given, facts)
         if key not in self.known:
             self.model.train(training)
             dtypes = torch_dtype(self.plan.dtypes.compute), torch_dtype(self.plan.dtypes.parameters)
             starts, blocks = [names[0] for names in self.plan.stages[1:]], self.facts.stages.order
             drop = numbered_dropout if training else None
             try:
-                found = trace(self.model, starts, tensors, self.device, dtypes, blocks, drop)
+                found = trace(self.model, starts, given, self.device, dtypes, blocks, drop)
                 [elements(found, piece) for piece in range(1, len(found.pieces))]
             except Exception as error:  # torch raises anything where it cannot trace
                 raise ModelError(
@@ -104,7 +105,8 @@ class TracedPiece:
         self._run(found, stage, found.pieces[stage], values)
         if self.passage.is_last:
             return found.rebuild([values[value] for value in found.outputs])
-        self.passage.leaving = torch.cat([values[value].reshape(-1) for value in found.crossing(stage + 1)])
+        leaving = torch.cat([values[value].reshape(-1) for value in found.crossing(stage + 1)])
+        self.passage.leaving = leaving.to(found.dtype)  # under a script's autocast they may be of another
         return self.passage.leaving
 
     def _run(self, found: Trace, number: int, piece: Any, values: dict[Value, Tensor]) -> None:

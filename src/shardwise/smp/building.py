@@ -16,6 +16,7 @@ from shardwise.config import MemorySection
 from shardwise.errors import ModelError
 from shardwise.families.discovery import discover
 from shardwise.families.facts import ModelFacts
+from shardwise.families.traced_cut import cut_by_trace
 from shardwise.memory.activation_checkpointing import apply_activation_checkpointing
 from shardwise.memory.offload import ActivationOffload
 from shardwise.parallel.apply import parallelize
@@ -68,7 +69,7 @@ def build(module: nn.Module, inputs: Mapping[str, Any]) -> ParallelModel:
     }
     values.setdefault("precision.compute", _dtype_of(weights))
     example = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
-    facts = _facts(module, values, None if "input_ids" in example else example)
+    facts = _facts(module, values, example)
     values |= _partition(module, facts) if state.layout.size("pipeline") > 1 else {}
     values = _settle_checkpointing(module, facts, values)
     plan = replace(
@@ -126,13 +127,15 @@ def _dtype_of(weights: Mapping[str, Tensor]) -> str:
     return DTYPES[widest]
 
 
-def _facts(module: nn.Module, values: dict[str, Any], example: Mapping[str, Tensor] | None) -> ModelFacts:
-    """A script's own module is cut into stages like any other, if it is a chain of blocks."""
+def _facts(module: nn.Module, values: dict[str, Any], example: Mapping[str, Tensor]) -> ModelFacts:
+    """A script's own module is cut into stages like any other: between its blocks, or by tracing it."""
     from shardwise.smp.nn.splits import tensor_splits
 
-    base = make_job({"data.sequence_length": values["data.sequence_length"]})
+    length = values["data.sequence_length"]
     state.tracing = True
-    facts = discover(module, base, example)
+    facts = discover(module, make_job({"data.sequence_length": length}), None if "input_ids" in example else example)
+    if state.layout.size("pipeline") > 1:
+        facts = cut_by_trace(module, facts, length, example)
     state.tracing = False
     own = tensor_splits(module)
     if own:
@@ -172,9 +175,13 @@ def _settle_checkpointing(module: nn.Module, facts: ModelFacts, values: dict[str
     asked = {
         name: requests.checkpointing[inner] for name, inner in module.named_modules() if inner in requests.checkpointing
     }
+    offload = bool(state.cfg.offload_activations)
+    if asked and facts.stages.traced:
+        _say("smp.set_activation_checkpointing has no effect: stages of this model are cut from its traced forward, "
+             "which has operators and no modules.")  # fmt: skip
+        return values
     names = [block.name for block in facts.blocks]
     strategies = {_strategy(name, asked) for name in names}
-    offload = bool(state.cfg.offload_activations)
     if names and None not in strategies and len(strategies) == 1:
         values |= {"memory.activation_checkpointing": "full", "memory.checkpoint_strategy": strategies.pop()}
         if offload:
@@ -182,12 +189,16 @@ def _settle_checkpointing(module: nn.Module, facts: ModelFacts, values: dict[str
             values["memory.activation_loading_horizon"] = int(state.cfg.activation_loading_horizon)
         return values
     if not asked:
-        if offload and dist.get_rank() == 0:
-            print("note: offload_activations has no effect: smp.set_activation_checkpointing was not called.",
-                  file=sys.stderr)  # fmt: skip
+        if offload:
+            _say("offload_activations has no effect: smp.set_activation_checkpointing was not called.")
         return values
     _checkpoint_each(module, asked, offload)
     return values
+
+
+def _say(text: str) -> None:
+    if dist.get_rank() == 0:
+        print(f"note: {text}", file=sys.stderr)
 
 
 def _strategy(block: str, asked: Mapping[str, Checkpointing]) -> str | None:

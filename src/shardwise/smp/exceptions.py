@@ -12,6 +12,7 @@ __all__ = [
     "NotInitializedError",
     "PartitionError",
     "SMPRuntimeError",
+    "SMPUnsupportedError",
     "SMPValidationError",
     "StepUsageError",
 ]
@@ -39,3 +40,7 @@ class MessageError(SMPRuntimeError):
 
 class SMPValidationError(SMPRuntimeError, ValueError):
     """An argument's value is outside of what is allowed."""
+
+
+class SMPUnsupportedError(SMPRuntimeError):
+    """A name of SMP's that is there and cannot be had."""

@@ -36,6 +36,8 @@ class Meeting:
         self.store, self.rank, self.prefix = default_store(), rank, f"shardwise/smp/{int(name)}"
         self.done: Counter[tuple[str, int]] = Counter()  # (SEND or RECEIVE, peer) -> messages
         self.entered: Counter[str] = Counter()  # ranks of a group -> its barriers and gathers
+        self.inside: dict[str, str] = {}  # ranks of a group -> the call in which this rank is with them
+        self.assembled: Counter[str] = Counter()  # call and ranks of its group -> times
 
     def message(self, call: str, peers: Sequence[int], exchange: Callable[[int], None]) -> None:
         """`exchange(peer)` with each of `peers`, once it is at the same message.
@@ -57,8 +59,27 @@ class Meeting:
         """Around a call that waits for all of `ranks`."""
         group = json.dumps(list(ranks))
         self.entered[group] += 1
+        self.inside[group] = call
         with self._noted({"call": call, "group": group, "number": self.entered[group]}):
             yield
+        del self.inside[group]
+
+    def assemble(self, call: str, ranks: Sequence[int]) -> None:
+        """Return when all of `ranks` are in `call`, which needs what each of them holds.
+
+        Raises:
+            MessageError: one of them waits for this rank elsewhere, has ended, or did not come in time.
+        """
+        key = f"{self.prefix}/{call}/{json.dumps(list(ranks))}"
+        self.assembled[key] += 1
+
+        def is_met() -> bool:
+            return self.store.add(key, 0) >= self.assembled[key] * len(ranks)
+
+        with self.together(call, ranks):
+            self.store.add(key, 1)
+            others = [rank for rank in ranks if rank != self.rank]
+            self._wait(is_met, call, others, f"all of ranks {list(ranks)} have to call it")
 
     def leave(self) -> None:
         """Note that this rank will wait for nobody any more."""
@@ -76,26 +97,36 @@ class Meeting:
 
     def _await(self, call: str, peer: int, number: int) -> None:
         theirs = self._key(RECEIVE if call == SEND else SEND, peer, self.rank)
+        self._wait(lambda: self.store.add(theirs, 0) >= number, call, [peer], "neither can go on")
+
+    def _wait(self, is_met: Callable[[], bool], call: str, peers: Sequence[int], consequence: str) -> None:
         start, pause = time.monotonic(), PAUSES[0]
-        while self.store.add(theirs, 0) < number:
-            if said := self._hindrance(call, peer):
-                raise MessageError(f"rank {self.rank} is in {call} with rank {peer}, which {said}; neither can go on")
+        while not is_met():
+            for peer in peers:
+                if said := self._hindrance(call, peer):
+                    raise MessageError(f"rank {self.rank} is in {call} with rank {peer}, which {said}; {consequence}")
             if time.monotonic() - start > LONGEST:
-                raise MessageError(f"rank {self.rank} is in {call}, and rank {peer} did not come in {LONGEST:g} s")
+                raise MessageError(f"rank {self.rank} is in {call}, and not all of {list(peers)} came in {LONGEST:g} s")
             time.sleep(pause)
             pause = min(2 * pause, PAUSES[1])
 
     def _hindrance(self, call: str, peer: int) -> str:
-        """Why `peer` will never be at this message, as far as its note says."""
+        """Why `peer` will never be where this rank is, as far as its note says."""
         key = f"{self.prefix}/{peer}"
         note = json.loads(self.store.get(key)) if self.store.check([key]) else {}
         theirs = note.get("call")
         if theirs == LEFT:
             return "has ended"
-        if theirs == call:  # both send, or both receive; done means here the other half of the peer's message
-            half = RECEIVE if call == SEND else SEND
+        # Both send, or both receive, or this rank does neither; done means here the other half of the peer's message.
+        if theirs in (SEND, RECEIVE) and (theirs == call or call not in (SEND, RECEIVE)):
+            half = RECEIVE if theirs == SEND else SEND
             number = note["of"].get(str(self.rank), 0)
-            return f"is in {theirs} with this rank too" if number > self.done[half, peer] else ""
-        if "group" in note and self.rank in json.loads(note["group"]) and note["number"] > self.entered[note["group"]]:
-            return f"waits for this rank in {theirs}"
-        return ""
+            return (
+                f"is in {theirs} with this rank" + " too" * (theirs == call) if number > self.done[half, peer] else ""
+            )
+        group = note.get("group")
+        if group is None or self.rank not in json.loads(group):
+            return ""
+        # A call of all of a group's ranks is met by the same call of the same number alone.
+        other = theirs != call and call == self.inside.get(group) and note["number"] == self.entered[group]
+        return f"waits for this rank in {theirs}" if other or note["number"] > self.entered[group] else ""

@@ -76,12 +76,13 @@ class DistributedModel(Inspection, nn.Module):
         self.passes, self._pass, self._synchronise, self._held = backward_passes_per_step, 0, True, False
         self.names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         self._run: StepRun | None = None
-        self._shapes: dict[Any, Shape] = {}
+        self._shapes: dict[Any, tuple[Shape, dict[str, Any]]] = {}
         self._forward_parameters = inspect.signature(self.module.forward)
         self._after_partition: OrderedDict[int, Hook] = OrderedDict()
         self._after_step: OrderedDict[int, Hook] = OrderedDict()
         self._stepped = False
         self.pending_weights: list[tuple[Mapping[str, Any], bool, bool]] = []
+        self.gathered = False  # parameters whose optimizer state alone is sharded are whole on every rank
         self.unsettled = False  # gradients that several ranks hold in part are not summed yet
         if state.layout.size("pipeline") == 1 and state.cfg.sharded_data_parallel_degree == 1:
             self.module.to(device)
@@ -160,15 +161,17 @@ class DistributedModel(Inspection, nn.Module):
 
     def _prepare(self, run: StepRun) -> None:
         """Build the model for the first step, and its stages' traffic for microbatches of another shape."""
-        key = tuple(tuple(leaf.shape) for leaf in _tensors(run.calls[0]))
+        key = self.training, *(tuple(leaf.shape) for leaf in _tensors(run.calls[0]))
         if key not in self._shapes:
             inputs = run.first_inputs()
             merged = inputs if state.cfg.prescaled_batch else merge(inputs)
             self.build(merged)
-            self._shapes[key] = shape_of(merged)
-        pipeline = self.require_parallel().pipeline
-        if pipeline is not None:
-            pipeline.reshape(*self._shapes[key])
+            self._shapes[key] = shape_of(merged), _forms(merged)
+        shape, inputs = self._shapes[key]
+        parallel = self.require_parallel()
+        if parallel.pipeline is not None:
+            parallel.pipeline.reshape(*shape)
+            parallel.prepare(inputs)
 
     def build(self, inputs: Mapping[str, Any]) -> ParallelModel:
         """Distribute the module, if that has not happened; `inputs` are its keyword arguments. Collective."""
@@ -205,7 +208,7 @@ class DistributedModel(Inspection, nn.Module):
         rows = shape_of(merged).rows
         first = (parallel.layout.data_rank * count + index) * rows
         microbatch = Batch({}, None, torch.arange(first, first + rows, device=state.device))
-        if not part.is_last:  # the model would compare hidden states with them
+        if not part.is_last and not parallel.facts.stages.traced:  # the model would compare hidden states with them
             merged = {name: None if name in LABELS else value for name, value in merged.items()}
         with parallel.scope(microbatch, state.step_count):
             output = part.forward(merged, arrived)
@@ -238,7 +241,7 @@ class DistributedModel(Inspection, nn.Module):
         return complete
 
     def _finish_backward(self) -> None:
-        self.unsettled = True
+        self.unsettled, self.gathered = True, False
         if state.optimizer is not None:
             state.optimizer.show_gradients()
 
@@ -247,6 +250,19 @@ class DistributedModel(Inspection, nn.Module):
         if self.unsettled and self.parallel is not None:
             self.parallel.sum_shared_gradients()
         self.unsettled = False
+
+    def gather(self) -> None:
+        """After an optimizer step under `shard_optimizer_state`: every rank gets whole parameters, as in SMP, so that
+        scripts may ask for them on some ranks alone. Collective over the shard group."""
+        if self.parallel is not None and state.cfg.shard_optimizer_state:
+            self.parallel.gather()
+            self.gathered = True
+
+    def release(self) -> None:
+        """Let go of whole parameters, before the shards change."""
+        if self.gathered and self.parallel is not None:
+            self.parallel.release_gathered()
+        self.gathered = False
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -326,12 +342,18 @@ class DistributedModel(Inspection, nn.Module):
     # ---- weights
 
     def state_dict(self, *args: Any, gather_to_rank0: bool = False, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """All weights by name, whole, on the CPU. Collective over all ranks.
+        """All weights by name, whole, on the CPU; under `shard_optimizer_state` in the dtype of computing.
+
+        Collective over the ranks that hold them together: those of one reduced data rank, and of the shard group under
+        sharded data parallelism.
 
         Args:
             gather_to_rank0: only reduced data rank 0 keeps them; the others get an empty dict.
+
+        Raises:
+            MessageError: one of these ranks does not call it.
         """
-        weights = whole_weights(self)
+        weights = whole_weights(self, "model.state_dict", exact=False)
         return weights if not gather_to_rank0 or state.layout.smp("rdp")[0] == 0 else {}
 
     def local_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -358,6 +380,11 @@ def _register(hooks: OrderedDict[int, Hook], hook: Hook) -> RemovableHandle:
     handle = RemovableHandle(hooks)
     hooks[handle.id] = hook
     return handle
+
+
+def _forms(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """`inputs` with tensors that hold nothing, to see what a forward with such gives."""
+    return {name: value.to("meta") if isinstance(value, Tensor) else value for name, value in inputs.items()}
 
 
 def _tensors(call: Any) -> list[Tensor]:

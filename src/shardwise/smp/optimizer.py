@@ -216,6 +216,8 @@ class DistributedOptimizerMixin:
         value = closure() if closure is not None else None
         if self._smp.ready():
             self._inner_step()
+        if state.model is not None:
+            state.model.gather()
         return value
 
     def _inner_step(self) -> None:

@@ -14,15 +14,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.errors import CheckpointError
+from shardwise.layout import ONE_COPY
 from shardwise.parallel.tensor_map import Entry
 from shardwise.smp.nesting import to_device
 from shardwise.smp.process import state
+from shardwise.smp.weights import HOST, PARTIAL
 
 if TYPE_CHECKING:
     from shardwise.smp.optimizer import Side
-
-PARTIAL = "_smp_is_partial"
-HOST = torch.device("cpu")
 
 
 def local_state(side: Side, gather_if_shard: bool) -> dict[str, Any]:
@@ -39,13 +38,19 @@ def local_state(side: Side, gather_if_shard: bool) -> dict[str, Any]:
 
 
 def full_state(side: Side) -> dict[str, Any]:
-    """Whole tensors by number of the parameter. Collective."""
+    """Whole tensors by number of the parameter. Collective over the ranks that hold the state together.
+
+    Raises:
+        MessageError: one of them will not come.
+    """
+    ranks = state.layout.ranks(*ONE_COPY)
+    state.meeting.assemble("optimizer.state_dict", ranks)
     mine: dict[str, list[Any]] = {}
     for entry, local in side.locals:
         values = side.optimizer.state.get(local, {})
         mine[entry.name] = [_pieces(entry, values)]
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+    everyone: list[Any] = [None] * len(ranks)
+    dist.all_gather_object(everyone, mine, group=state.layout.group(*ONE_COPY))
     shapes = side.parallel.facts.parameter_shapes if side.parallel is not None else {}
     whole = {
         index: _joined([found for rank in everyone for found in rank.get(name, [])], shapes[name])

@@ -21,7 +21,7 @@ from shardwise.draft import Draft
 from shardwise.errors import ConfigError
 from shardwise.launch.environment import detect
 from shardwise.launch.session import session
-from shardwise.layout import SMP_AXES, Layout
+from shardwise.layout import ONE_COPY, SMP_AXES, Layout
 from shardwise.plan import World, collective_algorithm, precheck
 from shardwise.precision import has_float8
 from shardwise.smp.config import Configuration, read_configuration
@@ -123,7 +123,10 @@ class State:
         }
         placement = job.parallel.placement_strategy
         self._layout = Layout(degrees, placement, dist.get_rank(), world.local_size, kind)
-        for axes in SMP_AXES.values():  # here, where every rank is: a group is made by all, and asked for by some
+        for axes in (
+            *SMP_AXES.values(),
+            ONE_COPY,
+        ):  # here, where every rank is: a group is made by all, and asked for by some
             self._layout.group(*axes)
         self._meeting = Meeting(dist.get_rank())
         self._cfg, self.initialized = cfg, True

@@ -1,12 +1,14 @@
 """What files of SMP's scripts may hold, and how they are read: nothing that they name is called.
 
-Beside tensors and plain values scripts keep their arguments, numpy's numbers and a model's config. Those classes are
-let in by name; anything else in a file is an error. The rest is torch's `weights_only=True`.
+Beside tensors and plain values scripts keep their arguments, numpy's numbers, a model's config and the shards of FSDP's
+local state. Those classes are let in by name; anything else in a file is an error. The rest is torch's
+`weights_only=True`.
 """
 
 from __future__ import annotations
 
 import argparse
+import enum
 import functools
 import importlib
 import os
@@ -18,11 +20,23 @@ from typing import Any
 import numpy
 import torch
 
+from shardwise._torch_compat import ShardedTensor
 from shardwise.errors import CheckpointError
 
 _SCALAR: Any = numpy.int64(0).__reduce__()[0]  # how numpy pickles a number, wherever its version keeps it
 _DTYPES = {type(numpy.dtype(code)) for code in "?bhilqBHILQefd"}
 _NUMPY = ("numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar")
+# What a ShardedTensor is made of: plain records, and a device's name.
+_SHARDS = {
+    f"torch.distributed.{name}"
+    for name in (
+        "_shard.sharded_tensor.api.ShardedTensor", "_shard.sharded_tensor.shard.Shard", "_shard.metadata.ShardMetadata",
+        "_shard.sharded_tensor.metadata.ShardedTensorMetadata", "_shard.sharded_tensor.metadata.TensorProperties",
+        "_shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING",
+        "_shard.sharding_spec.api.EnumerableShardingSpec", "_shard.sharding_spec.chunk_sharding_spec.ChunkShardingSpec",
+        "remote_device._remote_device",
+    )
+}  # fmt: skip
 _CONFIGS = ("transformers.models.", "transformers.configuration_utils")
 
 
@@ -45,7 +59,8 @@ def read(path: Path, map_location: Any = None) -> Any:
 def allowing(path: str | os.PathLike[str]) -> AbstractContextManager[Any]:
     """While it lasts, torch lets in those classes among the ones that the file names which are known to be harmless."""
     known = [item for name in _names(path) if (item := _known(name)) is not None]
-    manager: AbstractContextManager[Any] = torch.serialization.safe_globals([argparse.Namespace, *_DTYPES, *known])
+    plain = (argparse.Namespace, ShardedTensor.ProcessGroupState, *_DTYPES)
+    manager: AbstractContextManager[Any] = torch.serialization.safe_globals([*plain, *known])
     return manager
 
 
@@ -75,13 +90,27 @@ def _unknown(path: Path) -> list[str]:
     return [name for name in _names(path) if name != "argparse.Namespace" and _known(name) is None]
 
 
+def _member(kind: Any, name: str) -> Any:
+    """In the place of `getattr`, by which members of enums (until Python 3.11) and a class inside of ShardedTensor are
+    pickled: nothing else can be asked for."""
+    if kind is ShardedTensor and name == "ProcessGroupState":
+        return ShardedTensor.ProcessGroupState
+    if not (isinstance(kind, type) and issubclass(kind, enum.Enum)):
+        raise CheckpointError(f"a file asks for {name!r} of {kind!r}, which is neither an enum nor of a ShardedTensor")
+    return kind[name]
+
+
 def _known(name: str) -> tuple[Any, str] | None:
-    """(what the name stands for, the name), if it is a number of numpy's or a config of transformers."""
+    """(what the name stands for, the name), if it is a number of numpy's, of shards, or a config of transformers."""
     module, _, leaf = name.rpartition(".")
     if name in _NUMPY:
         return _SCALAR, name
     if name == "numpy.dtype":
         return numpy.dtype, name
+    if name == "builtins.getattr":
+        return _member, name
+    if name in _SHARDS:
+        return getattr(importlib.import_module(module), leaf), name
     if not module.startswith(_CONFIGS):
         return None
     from transformers import PreTrainedConfig

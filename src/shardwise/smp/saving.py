@@ -102,7 +102,7 @@ def save_checkpoint(
             torch.save(content, folder / f"{USER}.pt")
         name = folder.name
     else:
-        weights: Mapping[str, Any] = whole_weights(model)
+        weights: Mapping[str, Any] = whole_weights(model, "smp.save_checkpoint")
         weights = translate_out(model.module, weights) if translate_if_full else weights
         if _leads():
             torch.save(dict(weights), directory / tag)
@@ -187,7 +187,7 @@ def _save_parts(folder: Path, model: Any, side: Side | None) -> None:
 def _save_shards(folder: Path, model: Any, side: Side | None, first: bool) -> None:
     """SMP's files of sharded data parallelism, each shard's exact state beside its flat groups."""
     degree, index = state.layout.size("shard"), state.layout.index("shard")
-    weights = whole_weights(model)
+    weights = whole_weights(model, "smp.save_checkpoint")
     suffix = "" if state.layout.size("tensor") == 1 else f"_{state.layout.index('tensor')}"
     if first and index == 0:
         torch.save({"module": weights}, folder / f"model_0{suffix}.pt")

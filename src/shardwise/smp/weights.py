@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shardwise.checkpoint.state import persistent_buffers
 from shardwise.errors import CheckpointError, listed
+from shardwise.layout import ONE_COPY, SMP_AXES
 from shardwise.smp.process import state
 
 if TYPE_CHECKING:
@@ -30,12 +31,24 @@ def is_partial(weights: Mapping[str, Any]) -> bool:
     return bool(weights.get(PARTIAL, False))
 
 
-def whole_weights(model: DistributedModel) -> dict[str, Tensor]:
-    """Whole tensors by name, ties under all their names, persistent buffers too. Collective once distributed."""
+def whole_weights(model: DistributedModel, call: str, exact: bool = True) -> dict[str, Tensor]:
+    """Whole tensors by name, ties under all their names, persistent buffers too. Collective once distributed, over the
+    ranks that hold the model together.
+
+    Args:
+        call: what the script has called.
+        exact: False takes parameters that are gathered already as they are, maybe in the dtype of computing; collective
+            then over the ranks of one copy of the model, which may be called where the reduced data rank is 0.
+
+    Raises:
+        MessageError: one of the ranks will not come.
+    """
     parallel = model.parallel
     if parallel is None:
         return {name: value.detach().to(HOST) for name, value in model.module.state_dict().items()}
-    found = {name: value.detach().to(HOST, copy=True) for name, value in parallel.wholes()}
+    gathered = model.gathered and not exact
+    state.meeting.assemble(call, state.layout.ranks(*(SMP_AXES["mp"] if gathered else ONE_COPY)))
+    found = {name: value.detach().to(HOST, copy=True) for name, value in parallel.wholes(gathered=gathered)}
     found |= _all_buffers(model)
     for group in parallel.facts.ties:
         found |= dict.fromkeys(group[1:], found[group[0]])
@@ -54,7 +67,7 @@ def _all_buffers(model: DistributedModel) -> dict[str, Tensor]:
 def local_weights(model: DistributedModel) -> dict[str, Tensor]:
     """This rank's elements by name, and its persistent buffers."""
     if model.parallel is None:
-        return whole_weights(model)
+        return whole_weights(model, "model.local_state_dict")
     found = {entry.name: entry.local.to(HOST, copy=True) for entry in model.parallel.tensor_map}
     return found | {name: buffer.detach().to(HOST) for name, buffer in persistent_buffers(model.module)}
 
@@ -84,6 +97,7 @@ def load_weights(model: DistributedModel, weights: Mapping[str, Any], strict: bo
     if strict:
         known = set(buffers) | set(parallel.facts.parameter_shapes) | set(names)
         _check_names(sorted(local - tensors.keys()), sorted(tensors.keys() - known))
+    model.release()
     for entry in parallel.tensor_map:
         if entry.name not in tensors:
             continue

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardwise.smp.v2.removed_names import accept_process_group
+from shardwise.smp.v2 import group_state
 from shardwise.smp.v2.state_handler import state
 from shardwise.smp.v2.transforming import transform
 
-accept_process_group()
+group_state.install()
 
 __all__ = ["init", "is_initialized", "state", "transform"]
 

@@ -14,7 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, ShardingStrategy, StateDictType
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    FullyShardedDataParallel,
+    ShardingStrategy,
+    StateDictType,
+)
 
 from shardwise._torch_compat import hybrid_strategies
 from shardwise.smp.v2.split_model import hf_names, local_names
@@ -24,19 +30,24 @@ GROUPS = (SHARD, REPLICA, LINE, ("tensor",), ("context",), (*SHARD, "tensor"), (
 
 _fsdp_init: Any = FullyShardedDataParallel.__init__
 _config_init: Any = FullStateDictConfig.__init__
+_state_init: Any = FullOptimStateDictConfig.__init__
 _wrapping = False  # FSDP wraps children by the same constructor
 
 
 def install() -> None:
     """Change FSDP in place; a second call does nothing."""
-    classes: Any = (FullyShardedDataParallel, FullStateDictConfig)
-    classes[0].__init__, classes[1].__init__ = _init, _init_config
+    _change(_init, _init_config, _init_state)
 
 
 def uninstall() -> None:
     """Give FSDP back as torch has it."""
-    classes: Any = (FullyShardedDataParallel, FullStateDictConfig)
-    classes[0].__init__, classes[1].__init__ = _fsdp_init, _config_init
+    _change(_fsdp_init, _config_init, _state_init)
+
+
+def _change(*constructors: Any) -> None:
+    classes: Any = (FullyShardedDataParallel, FullStateDictConfig, FullOptimStateDictConfig)
+    for kind, constructor in zip(classes, constructors, strict=True):
+        kind.__init__ = constructor
 
 
 @functools.wraps(_config_init)
@@ -49,6 +60,14 @@ def _init_config(
     # Parameters of the CPU are there already: FSDP would free them with its gathered copy.
     _config_init(self, offload_to_cpu and state.device.type != "cpu", rank0_only)
     self.translate_on_save = translate_on_save
+
+
+@functools.wraps(_state_init)
+def _init_state(self: Any, offload_to_cpu: bool = True, rank0_only: bool = False) -> None:
+    """On the CPU nothing is moved: torch (2.11, 2.13) would give out a buffer that it fills again with the next."""
+    from shardwise.smp.v2.state_handler import state
+
+    _state_init(self, offload_to_cpu and state.device.type != "cpu", rank0_only)
 
 
 @functools.wraps(_fsdp_init)

@@ -1,0 +1,105 @@
+"""State of shard groups that are not the whole world, in torch's own functions that scripts save and load with.
+
+`load_sharded_optimizer_state_dict` deals the state over all ranks; SMP's build of torch takes the `process_group` over
+which the script's model is sharded. FSDP's `LOCAL_STATE_DICT` names the shards of such a group by their places in it,
+and torch (2.11, 2.13) then looks for global ranks: groups that do not begin at rank 0 fail. `save_state_dict` and
+`load_state_dict` took the coordinator by its global rank, and take it by its place now. Scripts import the functions
+before `tsm.init`, so they are changed when `torch.sagemaker` is imported, for good; a call for all ranks reaches
+torch as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint import optimizer as optimizer_files
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
+
+from shardwise._torch_compat import Shard, create_chunk_sharded_tensor, fsdp_state_dicts, unflatten_state_dict
+
+_PLACE = "process_group"
+_files: Any = optimizer_files
+_hooks: Any = fsdp_state_dicts
+
+
+def install() -> None:
+    """Change them; a second call does nothing."""
+    if _PLACE not in inspect.signature(_files.load_sharded_optimizer_state_dict).parameters:
+        _files.load_sharded_optimizer_state_dict = _with_group(_files.load_sharded_optimizer_state_dict)
+    if not hasattr(_hooks.init_from_local_shards, "__wrapped__"):
+        _hooks.init_from_local_shards = _with_global_ranks(_hooks.init_from_local_shards)
+    for module, name in ((state_dict_saver, "save_state_dict"), (state_dict_loader, "load_state_dict")):
+        if "coordinator" not in vars(getattr(module, name)):
+            changed = _with_coordinator(getattr(module, name))
+            for place in (module, checkpoint):
+                setattr(place, name, changed)
+
+
+def _with_coordinator(function: Callable[..., Any]) -> Callable[..., Any]:
+    taken = inspect.signature(function)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = taken.bind(*args, **kwargs)
+        group, rank = given.arguments.get(_PLACE), given.arguments.get("coordinator_rank", 0)
+        members = dist.get_process_group_ranks(group) if group is not None else []
+        if rank in members:  # whichever is meant: all members choose the same one
+            given.arguments["coordinator_rank"] = members.index(rank)
+        return function(*given.args, **given.kwargs)
+
+    vars(call)["coordinator"] = True
+    return call
+
+
+def _with_group(load: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(load)
+    def call(
+        model_state_dict: Any, optimizer_key: str, storage_reader: Any, planner: Any = None, process_group: Any = None
+    ) -> Any:
+        if process_group is None or dist.get_world_size(process_group) == dist.get_world_size():
+            return load(model_state_dict, optimizer_key, storage_reader, planner)
+        return _load_in_group(optimizer_key, storage_reader, planner, process_group)
+
+    call.__signature__ = inspect.signature(call, follow_wrapped=False)  # type: ignore[attr-defined]
+    return call
+
+
+def _load_in_group(key: str, reader: Any, planner: Any, group: dist.ProcessGroup) -> Any:
+    """The optimizer's state in chunks along dim 0 over `group`, each rank reading its own."""
+    metadata = reader.read_metadata()
+    places = metadata.planner_data
+    wanted = {name: what for name, what in metadata.state_dict_metadata.items() if places[name][0] == key}
+    found = {name: _empty(what, group) for name, what in wanted.items()}
+    checkpoint.load(found, storage_reader=reader, planner=planner, no_dist=True)
+    return unflatten_state_dict(found, places)
+
+
+def _empty(what: TensorStorageMetadata | BytesStorageMetadata, group: dist.ProcessGroup) -> Any:
+    """What the entry is read into: a tensor in chunks, a whole one of a single element, or any other value."""
+    if isinstance(what, BytesStorageMetadata):
+        return None
+    device = "cuda" if torch.cuda.is_available() and dist.get_backend(group) == "nccl" else "cpu"
+    whole = torch.empty(what.size, dtype=what.properties.dtype, device=device)
+    if what.size.numel() == 1:
+        return whole
+    devices = torch.cuda.device_count() if device == "cuda" else dist.get_world_size()
+    return create_chunk_sharded_tensor(whole, dist.get_rank(group), dist.get_world_size(group), devices, group)
+
+
+def _with_global_ranks(make: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(make)
+    def call(local_shards: list[Shard], *size: Any, process_group: Any = None, **kwargs: Any) -> Any:
+        rank = dist.get_rank()
+        named = [
+            Shard.from_tensor_and_offsets(shard.tensor, shard.metadata.shard_offsets, rank) for shard in local_shards
+        ]
+        return make(named, *size, process_group=process_group, **kwargs)
+
+    return call
