@@ -112,7 +112,9 @@ class Oracle:
         everything = self.rows_of(step)
         total = self.source.rows(everything).count()
         chosen = everything if counters is None else list(counters)
-        size = max(1, FORWARD_TOKENS // self.job.data.sequence_length)
+        size = 1  # of sums in 16 bits: what more sequences add up to is summed in the master's dtype, by `_collect`
+        if self.compute.itemsize > 2:
+            size = max(1, FORWARD_TOKENS // self.job.data.sequence_length)
         if reverse:
             chosen, size = chosen[::-1], max(1, -(-min(size, len(chosen)) // 2))
         self._zero()
