@@ -19,7 +19,7 @@ from shardwise.collectives import engine
 from shardwise.collectives.topology import HOST_VARIABLE
 from shardwise.testing.world import WorldError, WorldPool
 from tests.collectives.test_engine import fuzz, messages, numbers, special_cases
-from tests.collectives.test_engine_faults import KINDS, disagree, engine_group, killed_in, leave_early, stopped
+from tests.collectives.test_engine_faults import COUNT, KINDS, disagree, engine_group, killed_in, leave_early, stopped
 
 
 def spread(hosts: int, function: Callable[..., Any], *args: Any) -> Any:
@@ -63,7 +63,7 @@ def test_sums_have_the_same_bits_on_all_ranks_and_runs(world_pool: WorldPool, wo
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=() if k == "all_gather" else pytest.mark.slow) for k in KINDS])
 def test_a_killed_rank_is_named_on_every_host(world_pool: WorldPool, kind: str) -> None:
     with pytest.raises(WorldError) as caught:
-        world_pool.run(4, spread, 2, killed_in, kind, timeout=60)
+        world_pool.run(4, spread, 2, killed_in, kind, COUNT, timeout=60)
     reports = caught.value.reports
     assert "SIGKILL" in reports[1].what
     for rank in (0, 2, 3):
