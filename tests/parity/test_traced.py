@@ -20,6 +20,7 @@ from shardwise.training.setup import set_up, study
 from shardwise.training.step import evaluate
 from tests.checkpoint.test_layouts import assert_same, read_and_write, write
 from tests.parity.jobs import LENGTH, VOCABULARY, check_agrees, make_job, make_module_job
+from tests.planner.test_memory import states
 
 TWO: dict[str, Any] = {"pipeline_parallel_degree": 2}
 FOUR: dict[str, Any] = {"pipeline_parallel_degree": 4}
@@ -64,6 +65,19 @@ def test_agrees_with_one_process(
     world_pool: WorldPool, corpora: Path, name: str, ranks: int, settings: dict[str, Any]
 ) -> None:
     check_agrees(world_pool, ranks, traced_job(corpora, name, **settings))
+
+
+@pytest.mark.parametrize(
+    "ranks, name, parallel", [(3, "SkipNet", {"pipeline_parallel_degree": 3}), (4, "Interleaved", TWO)]
+)
+def test_states_of_a_traced_stage_are_exact(
+    world_pool: WorldPool, corpora: Path, ranks: int, name: str, parallel: dict[str, Any]
+) -> None:
+    """Parameters, gradients and momentum, with a tie over both ends and shards inside of a stage."""
+    momentum = {"name": "SGD", "options": {"momentum": 0.9}}
+    for rank in world_pool.run(ranks, states, [traced_job(corpora, name, parallel=parallel, optimizer=momentum)]):
+        for measured, expected in rank:
+            assert measured == expected
 
 
 def start(job: Job) -> tuple[dict[str, Tensor], set[str], list[float]]:
