@@ -8,9 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 # No public name: torch documents FakeTensorMode only under its private module (torch 2.11 to 2.13).
+from torch._subclasses.fake_tensor import FakeTensorMode
+
 # No public names: what FSDP's local and sharded state dicts are made of and by (torch 2.11 to 2.13).
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 

@@ -129,7 +129,7 @@ def rehearse_stage(model: nn.Module, blocks: Sequence[str], stages: StageFacts, 
 
 def units_in_order(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[str, ...]:
     """The smallest modules that together hold all parameters and run once each, in that order: what takes the place of
-    blocks in a model where nothing repeats. None where the model itself is the smallest, or cannot run.
+    blocks in a model where nothing repeats. Empty where the model itself is the smallest, or cannot run.
 
     Args:
         inputs: keyword arguments of the forward; of tensors shapes and dtypes count.

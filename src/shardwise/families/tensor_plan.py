@@ -28,8 +28,6 @@ PUBLISHED = {
 KEY_VALUE = ("k_proj", "v_proj", "key", "value")
 COLUMN, ROW = PUBLISHED["colwise"], PUBLISHED["rowwise"]
 SEPARATE = {"q_proj": COLUMN, "k_proj": COLUMN, "v_proj": COLUMN, "out_proj": ROW}
-
-
 FUSED = "query_key_value"
 
 

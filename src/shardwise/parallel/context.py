@@ -91,7 +91,7 @@ class Context:
         self.method, self.causal = plan.context_method, plan.job.model.task == "causal_lm"
         self.dtype = torch_dtype(plan.dtypes.compute)
         self.led = bool(plan.attention)
-        self.positions_of = _position_counter(model)
+        self.count_positions = _position_counter(model)
         _reroute(model)
         _place_biases(model)
 
@@ -99,7 +99,7 @@ class Context:
         """This rank's part of a whole microbatch, and which part that is."""
         ids = microbatch.inputs["input_ids"]
         here = self._rows(ids.shape[1], ids.device, microbatch.document_ids)
-        inputs = {**self.positions_of(ids), **microbatch.inputs}
+        inputs = {**self.count_positions(ids), **microbatch.inputs}
         inputs = {name: here.take(value) for name, value in inputs.items()}
         inputs["attention_mask"] = self._mask(here, inputs["input_ids"])
         labels = here.take(microbatch.labels).masked_fill(here.positions >= here.length, IGNORED)

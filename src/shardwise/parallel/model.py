@@ -290,15 +290,17 @@ class ParallelModel:
             dist.broadcast(whole, owner, group=group)
             yield name, whole
 
-    def gather(self) -> None:
-        """Begin to gather all parameters, for the next forward or for `wholes`. Collective over the shard group."""
+    def gather(self, wait: bool = False) -> None:
+        """Begin to gather all parameters, for the next forward or for `wholes`; with `wait`, until they are there.
+
+        Collective over the shard group.
+        """
         for module in self.sharded:
-            module.unshard(async_op=True)
+            module.unshard(async_op=not wait)
 
     def _gathered(self) -> dict[str, Tensor]:
         """Parameters as the modules hold them while they are gathered, in the dtype of parameters."""
-        for module in self.sharded:
-            module.unshard()
+        self.gather(wait=True)
         dtype = torch_dtype(self.plan.dtypes.parameters)
         held = ((name, value) for part in self.parts for name, value in part.module.named_parameters())
         return {self.tensor_map.names[name]: value.detach().to(dtype) for name, value in held}
@@ -341,9 +343,8 @@ class ParallelModel:
                 self.head.deferred = True
 
     def release_gathered(self) -> None:
-        """Free parameters that stay gathered after a forward that no backward follows, or are being gathered."""
+        """Free parameters that stay gathered after a forward that no backward follows."""
         for module in self.sharded:
-            module.unshard()
             module.reshard()
 
     def scope(self, microbatch: Microbatch, step: int, sequences: Sequences | None = None) -> Any:

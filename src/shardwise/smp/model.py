@@ -261,6 +261,7 @@ class DistributedModel(Inspection, nn.Module):
     def release(self) -> None:
         """Let go of whole parameters, before the shards change."""
         if self.gathered and self.parallel is not None:
+            self.parallel.gather(wait=True)  # what is under way cannot be let go of
             self.parallel.release_gathered()
         self.gathered = False
 

@@ -123,10 +123,7 @@ class State:
         }
         placement = job.parallel.placement_strategy
         self._layout = Layout(degrees, placement, dist.get_rank(), world.local_size, kind)
-        for axes in (
-            *SMP_AXES.values(),
-            ONE_COPY,
-        ):  # here, where every rank is: a group is made by all, and asked for by some
+        for axes in (*SMP_AXES.values(), ONE_COPY):  # here, where all are who make a group that some ask for
             self._layout.group(*axes)
         self._meeting = Meeting(dist.get_rank())
         self._cfg, self.initialized = cfg, True
