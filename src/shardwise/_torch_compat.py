@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 # No public name: torch documents FakeTensorMode only under its private module (torch 2.11 to 2.13).
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -186,6 +186,14 @@ def _fsdp_groups(module: FSDPModule) -> list[Any]:
     state = fully_shard.state(module)  # type: ignore[attr-defined]
     groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.12 on; one group before
     return [group for group in ([state._fsdp_param_group] if groups is None else groups) if group is not None]
+
+
+# No public name: how parameters lie in the flat buffer that FSDP2 hands to a custom all-gather.
+def gathered_parameters(module: FSDPModule) -> Iterator[tuple[int, nn.Module, str]]:
+    """(elements of a rank's part, padding included, owner, name) of what `module` gathers at once, in its order."""
+    for group in _fsdp_groups(module):
+        for each in group.fsdp_params:
+            yield each._sharded_param_data.numel(), each._module_info.module, each._module_info.param_name
 
 
 # No public name: that gathering may be asynchronous on the CPU too, where there are no streams.

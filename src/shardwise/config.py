@@ -234,7 +234,8 @@ class PrecisionSection(Section):
     )
     fp8_all_gather: bool = Field(
         default=False,
-        description="Gather sharded parameters in float8. Refused: they are gathered in the compute dtype.",
+        description="Gather the sharded weights of float8 layers in float8, half the bytes of bf16. Weights' scales "
+        "are powers of two then.",
     )
 
 

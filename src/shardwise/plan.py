@@ -108,6 +108,11 @@ class Plan:
         return self.zero1 or self.splits_backward
 
     @property
+    def gathers_float8(self) -> bool:
+        """Whether the weights of float8 layers are gathered in float8."""
+        return bool(self.float8) and self.job.precision.fp8_all_gather
+
+    @property
     def masks_whole(self) -> bool:
         """Whether attention has a mask of all queries and keys; our blocks make it for one block."""
         auto = self.attention == "auto" and self.world.device_type == "cpu"

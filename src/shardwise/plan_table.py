@@ -43,6 +43,7 @@ def _rows(plan: Plan) -> Iterator[tuple[str, object]]:
         yield key, getattr(plan, key)
     yield from asdict(plan.dtypes).items()
     if plan.float8:
-        yield "float8", f"{plan.job.precision.fp8}, {plan.job.precision.fp8_scaling}"
+        gathered = ", gathered too" if plan.gathers_float8 else ""
+        yield "float8", f"{plan.job.precision.fp8}, {plan.job.precision.fp8_scaling}{gathered}"
     for key in ("normalisation", "sequence_parallel", "zero1", "chunked_loss"):
         yield key, getattr(plan, key)

@@ -85,14 +85,15 @@ def test_a_layer_multiplies_rounded_factors(kind: str, scaling: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("gathered", [False, True])
 @pytest.mark.parametrize("scaling", SCALINGS)
-def test_torchao_emulates_the_same_numbers(scaling: str, dtype: torch.dtype) -> None:
+def test_torchao_emulates_the_same_numbers(scaling: str, gathered: bool, dtype: torch.dtype) -> None:
     pytest.importorskip("torchao")
     torch.manual_seed(2)
     x, weight, g = (torch.randn(*shape).to(dtype) for shape in ((48, 32), (64, 32), (48, 64)))
-    ours = Float8("emulate", scaling)
+    ours = Float8("emulate", scaling, gathered)
     for a, b, what in ((x, weight.T, "output"), (g, weight, "input gradient"), (g.T, x, "weight gradient")):
-        theirs = float8._by_torchao(a, b, what, scaling, emulate=True)
+        theirs = float8._by_torchao(a, b, what, ours, emulate=True)
         assert torch.equal(ours.product(a, b, what), theirs)
 
 
@@ -129,7 +130,7 @@ def test_a_compiled_layer_has_the_same_gradients(scaling: str, door: str, monkey
     if door == "torchao":
         pytest.importorskip("torchao")
         monkeypatch.setattr(
-            Float8, "product", lambda self, a, b, what: float8._by_torchao(a, b, what, self.scaling, emulate=True)
+            Float8, "product", lambda self, a, b, what: float8._by_torchao(a, b, what, self, emulate=True)
         )
     torch.manual_seed(4)
     modules = [nn.Linear(32, 64) for _ in range(2)]

@@ -35,10 +35,16 @@ CASES = {
     "fp8-transformer-engine": case(
         {"precision": {"fp8": "transformer_engine"}}, EMULATE, "modules of its own", facts=LINEAR
     ),
-    "fp8-all-gather": case(
+    "fp8-all_gather": case(
+        {"precision": {"fp8_all_gather": True}},
         {"precision": {"fp8": "emulate", "fp8_all_gather": True}},
-        EMULATE,
-        "FSDP2 gathers in float8 what is a tensor type of torchao's",
+        "nothing is in float8",
+        facts=LINEAR,
+    ),
+    "fp8-gathered": case(
+        {"precision": {"fp8": "emulate", "fp8_all_gather": True}, "parallel": {"sharded_data_parallel_degree": 1}},
+        {"precision": {"fp8": "emulate", "fp8_all_gather": True}, "parallel": {"sharded_data_parallel_degree": 2}},
+        "only sharded parameters are gathered",
         facts=LINEAR,
     ),
     "fp8-device": case(

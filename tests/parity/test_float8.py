@@ -81,6 +81,30 @@ def test_rowwise_scales_give_every_layout_the_same_gradients(
     assert all(each.error < 0.05 for each in worst), worst
 
 
+def gathered(job: Job) -> Job:
+    return job.model_copy(update={"precision": job.precision.model_copy(update={"fp8_all_gather": True})})
+
+
+@pytest.mark.parametrize(
+    "family, ranks, sections",
+    [
+        ("llama", 3, {"training": {"sequences_per_step": 6}}),
+        ("gpt2", 4, {"parallel": {**TENSOR, "sharded_data_parallel_degree": 2}}),
+        ("gpt2", 2, {"parallel": {"shard_optimizer_state": True}}),
+    ],
+)
+def test_weights_that_were_gathered_in_float8_are_multiplied_as_if_they_had_been_gathered_whole(
+    world_pool: WorldPool, corpora: Path, family: str, ranks: int, sections: dict[str, Any]
+) -> None:
+    """Powers of two both times: what the second rounding finds is rounded already."""
+    job = float8_job(corpora, family, **sections)
+    whole, expected, _ = world_pool.run(ranks, steps, job, 2)[0]
+    losses, gradients, _ = world_pool.run(ranks, steps, gathered(job), 2)[0]
+    assert losses == pytest.approx(whole, rel=1e-5)
+    found = compare_tensors(0, "gradient", gradients, expected, Tolerance(2e-3))
+    assert all(each.agrees for each in found), max(found, key=lambda each: each.error)
+
+
 @pytest.mark.parametrize("family, scaling, parallel", [("llama", "tensorwise", {}), ("gpt2", "rowwise", TENSOR)])
 def test_verify_holds_float8_to_its_rounding(
     world_pool: WorldPool, corpora: Path, family: str, scaling: str, parallel: dict[str, Any]

@@ -50,14 +50,14 @@ class Hierarchies:
                 hierarchy.close()
 
 
-class _Memory:
+class Memory:
     """What FSDP2 asks of all these objects. It is freed after use, since several gathers may be in flight."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class _Communication(_Memory):
+class _Communication(Memory):
     def __init__(self, hierarchies: Hierarchies) -> None:
         self.hierarchies = hierarchies
 
@@ -88,7 +88,7 @@ class TwoLevelReduceScatter(_Communication):
         return work if async_op else None
 
 
-class OverlappedReduceScatter(_Memory):
+class OverlappedReduceScatter(Memory):
     """For `FSDPModule.set_custom_reduce_scatter`: gradients arrive while backward goes on, all before it returns.
 
     FSDP2 waits for each reduce-scatter where there are no streams. Where it only keeps the result, as `.grad`, the call

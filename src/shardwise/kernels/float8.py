@@ -36,10 +36,12 @@ class Float8:
     Attributes:
         door: `emulate`, or `torchao` for the hardware's products.
         scaling: `tensorwise` or `rowwise`.
+        gathered: weights come rounded to float8 by a power of two (kernels/float8_gather.py), so this one is too.
     """
 
     door: str
     scaling: str
+    gathered: bool = False
 
     def product(self, a: Tensor, b: Tensor, what: str) -> Tensor:
         """[M, K] x [K, N] -> [M, N] in the dtype of `a`.
@@ -50,11 +52,15 @@ class Float8:
             what: a key of ROLES.
         """
         if self.door == "torchao":
-            return _by_torchao(a, b, what, self.scaling, emulate=False)
+            return _by_torchao(a, b, what, self, emulate=False)
         rowwise = self.scaling == "rowwise"
         first = quantize(a, gradient_format(self.scaling) if what != "output" else E4M3, 1 if rowwise else None)
-        second = quantize(b, E4M3, 0 if rowwise else None)
+        second = quantize(b, E4M3, 0 if rowwise else None, self.by_powers(ROLES[what][1]))
         return ((first.values.float() / first.scale) @ (second.values.float() / second.scale)).to(a.dtype)
+
+    def by_powers(self, role: str) -> bool:
+        """Whether the scale of a factor is a power of two."""
+        return self.scaling == "rowwise" or (self.gathered and role == "WEIGHT")
 
 
 class Quantized(NamedTuple):
@@ -69,13 +75,16 @@ def gradient_format(scaling: str) -> torch.dtype:
     return E4M3 if scaling == "rowwise" else E5M2
 
 
-def quantize(values: Tensor, dtype: torch.dtype, dim: int | None = None) -> Quantized:
-    """`values` in float8 `dtype`, with one scale for all, or one for each line along `dim`, then a power of two."""
+def quantize(values: Tensor, dtype: torch.dtype, dim: int | None = None, by_powers: bool = False) -> Quantized:
+    """`values` in float8 `dtype`, with one scale for all, or one for each line along `dim`, then a power of two.
+
+    `by_powers` makes the one for all a power of two as well.
+    """
     size = values.detach().abs()
     most = size.amax() if dim is None else size.amax(dim, keepdim=True)
     largest = torch.finfo(dtype).max
     scale = (largest / most.to(torch.float64).clamp(min=SMALLEST)).to(torch.float32)
-    if dim is not None:
+    if dim is not None or by_powers:
         scale = scale.log2().floor().exp2()
     return Quantized((values.float() * scale).clamp(-largest, largest).to(dtype), scale)
 
@@ -118,10 +127,10 @@ def _torchao() -> _Torchao:
     )
 
 
-def _by_torchao(a: Tensor, b: Tensor, what: str, scaling: str, emulate: bool) -> Tensor:
-    ao, rowwise = _torchao(), scaling == "rowwise"
+def _by_torchao(a: Tensor, b: Tensor, what: str, how: Float8, emulate: bool) -> Tensor:
+    ao, rowwise = _torchao(), how.scaling == "rowwise"
     granularity = ao.granularity.AXISWISE if rowwise else ao.granularity.TENSORWISE
-    first = E4M3 if what == "output" else gradient_format(scaling)
+    first = E4M3 if what == "output" else gradient_format(how.scaling)
 
     def cast(values: Tensor, dtype: torch.dtype, role: str, dim: int) -> Tensor:
         made: Tensor = ao.cast(
@@ -131,7 +140,7 @@ def _by_torchao(a: Tensor, b: Tensor, what: str, scaling: str, emulate: bool) ->
             gemm_input_role=ao.role[role],
             scaling_granularity=granularity,
             axiswise_dim=dim if rowwise else None,
-            round_scales_to_power_of_2=rowwise,
+            round_scales_to_power_of_2=how.by_powers(role),
         )
         return made
 

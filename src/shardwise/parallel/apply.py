@@ -111,7 +111,7 @@ def _part(
         head = DeferredHead(model.get_submodule(facts.head), split.vocabulary)
     if plan.float8:
         here = [model.get_submodule(name) for name in plan.float8 if name.startswith(inside)]
-        use_float8(here, Float8(plan.job.precision.fp8, plan.job.precision.fp8_scaling))
+        use_float8(here, Float8(plan.job.precision.fp8, plan.job.precision.fp8_scaling, plan.gathers_float8))
     later = defer_weight_gradients(blocks) if plan.splits_backward else None
     if plan.job.model.compile:
         _compile(blocks, plan.job.model.cuda_graphs)

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from shardwise._torch_compat import clear_placement_cache, reduce_left_gradients
 from shardwise.collectives import engine
 from shardwise.collectives.fsdp import overlap
+from shardwise.kernels.float8_gather import gather_in_float8
 from shardwise.layout import Layout
 from shardwise.plan import Plan
 from shardwise.precision import torch_dtype
@@ -40,6 +41,8 @@ def shard(model: nn.Module, groups: Sequence[list[nn.Module]], plan: Plan, layou
         # These switches do not recurse; on the root alone the blocks' gradients would be divided silently.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+    if plan.gathers_float8:
+        gather_in_float8(modules)
     _prefetch([group[0] for group in groups], plan.job.parallel.prefetch_depth)
     if _overlaps(plan):
         overlap(modules)

@@ -32,6 +32,7 @@ def configuration_of(
         zero=1 if plan.zero1 else 3 if plan.needs_fsdp else 0,
         placement=plan.placement,
         precision="fp8" if plan.float8 and job.precision.fp8 != "emulate" else plan.dtypes.compute,
+        gathers_float8=plan.gathers_float8,
         reduction=plan.dtypes.reduction,
         checkpointing=memory.activation_checkpointing,
         checkpointed=1.0 / memory.checkpoint_every,

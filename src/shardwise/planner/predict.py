@@ -196,7 +196,8 @@ def _parameter_traffic(configuration: Configuration) -> tuple[float, float]:
     if configuration.zero < 3 or configuration.shard * configuration.context == 1:
         return 0.0, 0.0
     over, elements = group("shard", configuration), configuration.model.layer_parameters / configuration.tensor
-    parameters = gather(elements * BYTES[configuration.precision], over, configuration.collectives)
+    size = 1 if configuration.gathers_float8 else BYTES[configuration.precision]
+    parameters = gather(elements * size, over, configuration.collectives)
     gradients = gather(elements * BYTES[configuration.reduction], over, configuration.collectives)
     return parameters, gradients + (parameters if configuration.reshard_after_forward else 0.0)
 

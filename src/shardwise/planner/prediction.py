@@ -202,6 +202,7 @@ class Configuration:
         placement: D (replica x shard x context), P and T in order, right-most varying fastest.
         checkpointing: `none`, `full`, `selective` (all but matrix products and attention is recomputed),
             `attention` (the attention core only, arXiv 2205.05198), `half` (as selective, and half of the products).
+        gathers_float8: blocks' sharded parameters travel in a byte each.
         checkpointed: share of the blocks that checkpoint.
         collectives: `nccl`, `hierarchical`, or `smddp` (`communication.py`).
         async_tensor: tensor traffic is cut in pieces that hide behind matrix products.
@@ -229,6 +230,7 @@ class Configuration:
     placement: str = "DPT"
     precision: str = "bf16"
     reduction: str = "fp32"
+    gathers_float8: bool = False
     checkpointing: str = "none"
     checkpointed: float = 1.0
     offload_activations: bool = False

@@ -1,0 +1,116 @@
+"""FSDP2's gathering with the weights of float8 layers in float8: half the bytes of bf16.
+
+    gather_in_float8(modules)     # after fully_shard and `use_float8`; products have `Float8(..., gathered=True)`
+
+Parameters stay plain tensors, for optimizer and checkpoint alike: it is the message that is in float8. Each rank scales
+its part of a weight by a power of two, which goes along, and what arrives is written out in the compute dtype. That is
+exact, as a number of e4m3 and a power of two fit into any wider format. The layer's products round the weight again,
+with a power of two as well, and so find it rounded already: what is gathered in float8 is multiplied in float8 as if it
+had been gathered whole, but for numbers that fall below float8's smallest normal one. Biases, norms and all that stands
+outside of those layers travel as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from shardwise._torch_compat import all_gather_single, gathered_parameters
+from shardwise.collectives.fsdp import Memory
+from shardwise.kernels.float8 import E4M3, quantize
+
+ALIGNED = 16  # bytes; each rank's message begins so, and numbers of any dtype can be read where they lie
+
+
+class Piece(NamedTuple):
+    """A rank's part of one parameter in FSDP2's flat buffer."""
+
+    elements: int
+    rounded: bool
+
+
+class Float8AllGather(Memory):
+    """For `FSDPModule.set_custom_all_gather` of `module`."""
+
+    def __init__(self, module: FSDPModule) -> None:
+        self.module = module
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        pieces = self._pieces()
+        if not any(piece.rounded for piece in pieces):
+            return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+        message = pack(input_tensor, pieces)
+        arrived = message.new_empty(group.size() * message.numel())
+        work = all_gather_single(arrived, message, group=group, async_op=async_op)
+
+        def write() -> None:
+            unpack(arrived.view(group.size(), -1), pieces, output_tensor.view(group.size(), -1))
+
+        if work is not None:
+            return _Written(work, write)
+        write()
+        return None
+
+    def _pieces(self) -> list[Piece]:
+        """Asked anew each time: a layer that is in float8 in some calls alone has its `float8` set for those."""
+        return [
+            Piece(elements, name == "weight" and getattr(owner, "float8", None) is not None)
+            for elements, owner, name in gathered_parameters(self.module)
+        ]
+
+
+def gather_in_float8(modules: Sequence[FSDPModule]) -> None:
+    """Let all FSDP `modules` of a model gather the weights of their float8 layers in float8."""
+    for module in modules:
+        module.set_custom_all_gather(Float8AllGather(module))  # type: ignore[arg-type]
+
+
+def pack(values: Tensor, pieces: Sequence[Piece]) -> Tensor:
+    """Numbers [elements of all pieces] -> bytes: scales in fp32, then what is not rounded, then what is, in e4m3."""
+    parts = values.split([piece.elements for piece in pieces])
+    rounded = [quantize(part, E4M3, by_powers=True) for part, piece in zip(parts, pieces, strict=True) if piece.rounded]
+    scales = [each.scale.view(1) for each in rounded]
+    whole = [part for part, piece in zip(parts, pieces, strict=True) if not piece.rounded]
+    content = [each.view(torch.uint8) for each in (*scales, *whole, *(each.values for each in rounded))]
+    content.append(content[0].new_zeros(-sum(map(len, content)) % ALIGNED))
+    return torch.cat(content)
+
+
+def unpack(messages: Tensor, pieces: Sequence[Piece], output: Tensor) -> None:
+    """Bytes [ranks, message] -> numbers in `output` [ranks, elements of all pieces]."""
+    count = sum(piece.rounded for piece in pieces)
+    scales = iter(messages[:, : 4 * count].view(torch.float32).split(1, dim=1))
+    for piece, part, content in _placed(messages[:, 4 * count :], pieces, output):
+        if piece.rounded:
+            part.copy_(content.view(E4M3)).div_(next(scales))
+        else:
+            part.copy_(content.view(output.dtype))
+
+
+def _placed(messages: Tensor, pieces: Sequence[Piece], output: Tensor) -> Iterator[tuple[Piece, Tensor, Tensor]]:
+    """Each piece, its columns of the output and its bytes, in the order of the message."""
+    at, columns = 0, output.split([piece.elements for piece in pieces], dim=1)
+    for piece, part in sorted(zip(pieces, columns, strict=True), key=lambda pair: pair[0].rounded):
+        size = piece.elements * (1 if piece.rounded else output.element_size())
+        yield piece, part, messages[:, at : at + size]
+        at += size
+
+
+class _Written(dist.Work):
+    """Waits for the bytes, then writes the numbers."""
+
+    def __init__(self, work: dist.Work, write: Callable[[], None]) -> None:
+        super().__init__()
+        self._work, self._write = work, write
+
+    def wait(self, timeout: Any = None) -> bool:
+        self._work.wait()
+        self._write()
+        return True
