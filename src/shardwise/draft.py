@@ -6,9 +6,10 @@ So a rule can never look at another number than the one that runs. Pure arithmet
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache, cached_property
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from shardwise.config import (
@@ -66,10 +67,12 @@ def one_of(values: Iterable[object]) -> str:
 
 def lookup(job: Job, key: str) -> Any:
     """The value at a dotted key."""
-    value: Any = job
-    for name in key.split("."):
-        value = getattr(value, name)
-    return value
+    return _getter(key)(job)
+
+
+@cache
+def _getter(key: str) -> Callable[[Job], Any]:
+    return attrgetter(key)
 
 
 @cache

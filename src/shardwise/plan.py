@@ -244,8 +244,10 @@ def _stages(draft: Draft, rules: dict[str, str]) -> tuple[tuple[str, ...], ...]:
         else "partition and default_partition given"
     )
     rules["stages"] += "; they go down the ranks and up again" if draft.in_v else ""
-    placed = list(zip(draft.facts.blocks, draft.partition, strict=True))
-    return tuple(tuple(block.name for block, at in placed if at == stage) for stage in range(draft.stages))
+    placed: list[list[str]] = [[] for _ in range(draft.stages)]
+    for block, stage in zip(draft.facts.blocks, draft.partition, strict=True):
+        placed[stage].append(block.name)
+    return tuple(map(tuple, placed))
 
 
 def _placement(draft: Draft, rules: dict[str, str]) -> str:

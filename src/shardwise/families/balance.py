@@ -7,12 +7,16 @@ stages, so that their sum is balanced first, and the largest stage, for which th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import lru_cache
-from itertools import accumulate, combinations_with_replacement, pairwise, product
+from collections.abc import Sequence
+from functools import cache, lru_cache
+from itertools import accumulate, combinations_with_replacement, product
+from typing import Any
+
+import numpy as np
 
 from shardwise.families.facts import ModelFacts
 
+Array = np.ndarray[Any, Any]
 ROUND = 12  # decimals of a cost; what differs by less is alike
 FEW = 8  # stages up to which pairs of moves are tried: their number grows with the fourth power
 
@@ -88,41 +92,37 @@ def _even_ranks(
     sizes: tuple[int, ...], until: Sequence[float], ranks: Sequence[int], extra: Sequence[float]
 ) -> tuple[int, ...]:
     """`sizes` with blocks moved between stages, one at a time or two, as long as that helps."""
-    cost = _Cost(until, ranks, extra)
-    best, together = cost(sizes), 1
+    cut, together = np.array(sizes), 1
+    best = _costs(cut[None], until, ranks, extra)[0]
     while together <= (2 if len(sizes) <= FEW else 1):
-        found, other = min(((cost(each), each) for each in _moves(sizes, together)), default=(best, sizes))
-        if found < best:
-            best, sizes, together = found, other, 1
+        moved = cut + _moves(len(sizes), together)
+        moved = moved[moved.min(axis=1) > 0]
+        costs = _costs(moved, until, ranks, extra)
+        # The least first number, among equals the least second, and so on; then the cut itself, so that one is chosen.
+        order = np.lexsort(np.hstack([costs, moved]).T[::-1])
+        if len(order) and tuple(costs[order[0]]) < tuple(best):
+            best, cut, together = costs[order[0]], moved[order[0]], 1
         else:
             together += 1
-    return sizes
+    return tuple(map(int, cut))
 
 
-class _Cost:
-    """What is made small: the loads of the ranks, the largest first, then the largest stage."""
-
-    def __init__(self, until: Sequence[float], ranks: Sequence[int], extra: Sequence[float]) -> None:
-        self.until, self.ranks, self.extra = until, ranks, extra
-
-    def __call__(self, sizes: Sequence[int]) -> tuple[float, ...]:
-        ends = accumulate(sizes, initial=0)
-        stages = [self.until[e] - self.until[s] + more for (s, e), more in zip(pairwise(ends), self.extra)]
-        loads = dict.fromkeys(self.ranks, 0.0)
-        for rank, stage in zip(self.ranks, stages):
-            loads[rank] += stage
-        return tuple(round(cost, ROUND) for cost in (max(loads.values()), max(stages), *sorted(loads.values())[::-1]))
+def _costs(cuts: Array, until: Sequence[float], ranks: Sequence[int], extra: Sequence[float]) -> Array:
+    """What is made small, for each of `cuts` [cuts, stages]: the largest load of a rank, the largest stage, and the
+    loads of all ranks, the largest first."""
+    ends = np.pad(np.cumsum(cuts, axis=1), ((0, 0), (1, 0)))
+    stages = np.diff(np.array(until)[ends]) + np.array(extra)
+    loads = np.sort(stages @ (np.array(ranks)[:, None] == np.unique(ranks)))[:, ::-1]
+    return np.column_stack([loads[:, 0], stages.max(axis=1), loads]).round(ROUND)
 
 
-def _moves(sizes: tuple[int, ...], together: int) -> Iterator[tuple[int, ...]]:
-    """Fewer by a block in as many stages as are moved `together`, and more by one in others."""
-    places = list(combinations_with_replacement(range(len(sizes)), together))
-    for less, more in product(places, places):
-        if set(less) & set(more):
-            continue
-        other = list(sizes)
-        for fewer, larger in zip(less, more):
-            other[fewer] -= 1
-            other[larger] += 1
-        if min(other) > 0:
-            yield tuple(other)
+@cache
+def _moves(stages: int, together: int) -> Array:
+    """[moves, stages]: fewer by a block in as many stages as are moved `together`, and more by one in others."""
+    places = list(combinations_with_replacement(range(stages), together))
+    pairs = [(less, more) for less, more in product(places, places) if not set(less) & set(more)]
+    change = np.zeros((len(pairs), stages), dtype=int)
+    for row, (less, more) in zip(change, pairs):
+        np.add.at(row, [*less], -1)
+        np.add.at(row, [*more], 1)
+    return change
