@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo 
 # No public name: puts a value of a checkpoint into its place in nested dicts (torch 2.11 to 2.13).
 from torch.distributed.checkpoint._nested_dict import set_element as set_state_element
 from torch.distributed.fsdp import FSDPModule, ShardingStrategy, fully_shard
-from torch.distributed.pipelining import ScheduleDualPipeV
+from torch.distributed.pipelining import PipelineStage, ScheduleDualPipeV
 from torch.distributed.tensor import debug
 
 # No public name: torch documents TorchDispatchMode only under its private module (torch 2.11 to 2.13).
@@ -263,3 +264,60 @@ __all__ = [
     "tree_unflatten",
     "unflatten_state_dict",
 ]
+
+
+# No public names: torch's stage makes a buffer for every microbatch of a step before the first (torch 2.11 to 2.13, a
+# TODO there), which for hundreds of them is more memory than anything else on the rank.
+class LazyStage(PipelineStage):
+    """Torch's stage, with memory for a hidden state or gradient from when it is on its way to when it has been read."""
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        with self._described(self.args_recv_info):
+            return super()._prepare_forward_infra(*args, **kwargs)
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        with self._described(self.grad_recv_info):
+            return super()._prepare_backward_infra(*args, **kwargs)
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        for info in _received(self.args_recv_info[fwd_chunk_id]):
+            info.buffer = self._room(info.buffer, self.has_backward)
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        for info in _received(self.grad_recv_info[bwd_chunk_id]):
+            info.buffer = self._room(info.buffer)
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        _let_go(self.args_recv_info[fwd_chunk_id])  # the stage has it until its backward
+        return output
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        _let_go(self.grad_recv_info[bwd_chunk_id])
+
+    def _room(self, like: Tensor, requires_grad: bool = False) -> Tensor:
+        return torch.empty(like.shape, dtype=like.dtype, device=self.device, requires_grad=requires_grad)
+
+    @contextmanager
+    def _described(self, infos: Mapping[int, Sequence[Any]]) -> Iterator[None]:
+        """What torch makes meanwhile for `infos` has a shape and no memory."""
+        device, self.device = self.device, torch.device("meta")
+        try:
+            yield
+        finally:
+            self.device = device
+            for each in infos.values():
+                _let_go(each)
+
+
+def _received(infos: Sequence[Any]) -> list[Any]:
+    """Without what comes from the schedule itself."""
+    return [info for info in infos if getattr(info, "buffer", None) is not None]
+
+
+def _let_go(infos: Sequence[Any]) -> None:
+    for info in _received(infos):
+        info.buffer = torch.empty((), dtype=info.buffer.dtype, device="meta").expand(info.buffer.shape)

@@ -258,6 +258,17 @@ def test_agrees_with_measured_peaks_of_stages(
     )
 
 
+def test_further_microbatches_take_no_more_memory_on_stages(world_pool: WorldPool) -> None:
+    """Hidden states and gradients have room from when they are on their way to when they have been read."""
+    peaks = []
+    for count in (4, 16):
+        training = {"gradient_accumulation": count, "sequences_per_step": 2 * count}
+        job = settings(2, parallel={"pipeline_parallel_degree": 2}, training=training)
+        peaks.append([peak for peak, _ in world_pool.run(2, measure, job)])
+    for few, many in zip(*peaks, strict=True):
+        assert many < 1.02 * few
+
+
 RUNS = [(1, "none"), (2, "none"), (2, "full")]
 SLOW_RUNS = [(1, "full"), (4, "none"), (4, "full"), (8, "none"), (8, "full")]
 

@@ -29,7 +29,7 @@ from shardwise.planner.memory import estimate
 from shardwise.planner.predict import predict
 from shardwise.planner.presets import preset_config
 from shardwise.planner.remedies import remedies
-from shardwise.planner.search import Found, Question, distinct, matching, of_changes, on_nodes, search, world_of
+from shardwise.planner.search import SHOWN, Found, Question, distinct, matching, of_changes, on_nodes, search, world_of
 from shardwise.planner.search_report import explanation, ranking, remarks
 from shardwise.planner.space import Space, changed_job, thinned
 
@@ -61,6 +61,7 @@ def test_every_ranked_layout_is_what_training_would_resolve() -> None:
     for candidate in (*found().ranked[:40], *found().misfits[:10]):
         world = world_of(found().question.cluster)
         assert resolve(candidate.job, world, found().question.facts) == candidate.plan
+    assert all(candidate.exact for candidate in found().ranked[:SHOWN])
     assert found().looked_at == len(found().ranked) + len(found().misfits) + sum(found().illegal.values())
 
 

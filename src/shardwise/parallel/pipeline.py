@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
-    PipelineStage,
     Schedule1F1B,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
@@ -29,7 +28,7 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from shardwise._torch_compat import UnpairedDualPipeV
+from shardwise._torch_compat import LazyStage, UnpairedDualPipeV
 from shardwise.errors import ModelError, ShardwiseError
 from shardwise.families.facts import ModelFacts, StandIn
 from shardwise.kernels.linear import WeightGradients
@@ -279,7 +278,7 @@ class Pipeline:
         return multiple(stages, count, **arguments)
 
 
-class _Stage(PipelineStage):
+class _Stage(LazyStage):
     """torch's stage over a part that is no child of it.
 
     Torch would see FSDP2's modules in a child and keep whole gradients until the last backward; here FSDP2's own hooks
@@ -332,7 +331,7 @@ class _Runner(nn.Module):
         assert self.pipeline.work is not None
         value = self.pipeline.work(self.part, self.number, None if self.passage.is_first else arrived)
         if self.passage.is_last:
-            return value.view(1)
+            return value.view(1).clone()  # torch lets go of what made it, the hidden states too, unless it is a view
         awaited = self.pipeline.shapes(self.passage)[1]
         if value.shape != awaited or value.dtype != self.pipeline.dtype:
             raise ModelError(

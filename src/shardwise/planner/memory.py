@@ -211,14 +211,13 @@ class _Step:
 
     @property
     def _traffic(self) -> float:
-        """Torch's stages hold a buffer for every microbatch that arrives and for every gradient that comes back.
+        """A hidden state that arrives and a gradient that comes back, one at a time.
 
         A stage's output waits for its backward; its input is in what its first block keeps already.
         """
         last = len(self.plan.stages) - 1
         into, out = (sum(stage != end for stage in self.stages) for end in (0, last))
-        waiting = self.flights * (out - into) / max(1, len(self.stages))
-        return ((into + out) * self.plan.accumulation + waiting) * self.row
+        return (bool(into) + bool(out) + self.flights * out / max(1, len(self.stages))) * self.row
 
     @cached_property
     def _pool(self) -> float:

@@ -195,7 +195,8 @@ def _may_fit(candidate: Candidate) -> bool:
 
 
 def _ranked(candidates: list[Candidate], facts: ModelFacts) -> tuple[tuple[Candidate, ...], tuple[Candidate, ...]]:
-    """(those that fit, by speed; those that do not, by memory). The fastest are measured exactly, until enough fit."""
+    """(those that fit, by speed; those that do not, by memory). The fastest are measured exactly, until enough fit: what
+    is shown is never the quick sum's word alone."""
     by_speed = sorted(filter(_may_fit, candidates), key=_speed, reverse=True)
     ranked: list[Candidate] = []
     misfits = [each for each in candidates if not _may_fit(each)]
@@ -203,7 +204,7 @@ def _ranked(candidates: list[Candidate], facts: ModelFacts) -> tuple[tuple[Candi
     for candidate in rest:
         exact = exactly(candidate, facts)
         (ranked if exact.fits else misfits).append(exact)
-        if len(ranked) == SHOWN or len(misfits) > len(candidates) - len(by_speed) + 4 * SHOWN:
+        if len(ranked) == SHOWN:
             break
     for candidate in rest:
         (ranked if candidate.fits else misfits).append(candidate)
