@@ -18,6 +18,7 @@ from shardwise.data.batch import Batch
 from shardwise.families.build import build_model
 from shardwise.families.discovery import discover
 from shardwise.layout import Layout
+from shardwise.memory.heap import keep_freed_memory
 from shardwise.parallel.apply import parallelize
 from shardwise.plan import resolve
 from shardwise.precision import LossScaler
@@ -125,6 +126,8 @@ class Trainable:
     """`train_step` of a job on token ids that the caller brings."""
 
     def __init__(self, job: Job, device: torch.device) -> None:
+        if device.type == "cpu":
+            keep_freed_memory()  # as `launch.session` does, which here is the benchmark's own
         facts = discover(build_model(job), job)
         plan = resolve(job, current_world(device), facts)
         self.layout = Layout.from_plan(plan, dist.get_rank())

@@ -53,6 +53,8 @@ ENVIRONMENT_VARIABLES = {
     "SHARDWISE_SOCKET_IFNAME": "network interface of the engine between hosts; unset: that of the host's address "
     "towards the store (MASTER_ADDR)",
     "OMP_NUM_THREADS": "threads of a CPU worker; unset: the usable cores divided by the workers of the host",
+    "MALLOC_MMAP_THRESHOLD_, MALLOC_TRIM_THRESHOLD_, MALLOC_TOP_PAD_, GLIBC_TUNABLES": "glibc's own; where one is set, "
+    "CPU workers leave malloc as it is. Unset: they keep up to 2 GiB of freed memory for the next step",
     "GLOO_SOCKET_IFNAME": "network interface of Gloo; unset and all ranks on one host: the loopback interface",
     "SHARDWISE_DEBUG": "1 shows the output of every local worker, not of rank 0 alone",
     "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT": "torchrun's; where RANK is set this "

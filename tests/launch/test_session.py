@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -64,6 +67,34 @@ def test_workers_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
             assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)
+
+
+FREED = """
+import resource, sys
+import torch
+from shardwise.launch.session import session
+
+def touch():
+    for _ in range(8):
+        large, larger = torch.ones(1 << 22), torch.ones(10 << 20)  # 16 and 40 MiB
+        del large, larger
+
+with session("cpu", "gloo"):
+    touch()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    touch()
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def test_a_cpu_rank_keeps_the_memory_that_it_frees() -> None:
+    """Else every step has its pages anew from the system, unless the user has a say in malloc."""
+    pages = 8 * (56 << 20) // os.sysconf("SC_PAGE_SIZE")
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(("MALLOC_", "GLIBC_"))}
+    clean["PYTHONPATH"] = os.pathsep.join(sys.path)
+    run = partial(subprocess.run, [sys.executable, "-c", FREED], check=True, capture_output=True, text=True)
+    assert int(run(env=clean).stdout) < pages / 20
+    assert int(run(env=clean | {"MALLOC_TRIM_THRESHOLD_": "131072"}).stdout) > pages / 2
 
 
 def test_a_rank_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

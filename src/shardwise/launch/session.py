@@ -20,6 +20,7 @@ from shardwise.collectives import engine, hierarchical
 from shardwise.errors import MachineError
 from shardwise.launch import failure, loopback
 from shardwise.launch.environment import RankEnvironment, detect
+from shardwise.memory.heap import keep_freed_memory
 
 ALONE = RankEnvironment(0, 1, 0, 1, loopback.ADDRESS, 1, "")
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -50,6 +51,7 @@ def session(device_type: str, backend: str, timeout_seconds: float = 600) -> Ite
 def _device(device_type: str, place: RankEnvironment) -> torch.device:
     if device_type == "cpu":
         _share_cores(place.local_world_size)
+        keep_freed_memory()
         return torch.device("cpu")
     count = torch.cuda.device_count()
     if place.local_rank >= count:
