@@ -27,14 +27,14 @@ def _run(*words: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_script_runs_unchanged_on_two_stages(tmp_path: Path) -> None:
-    options = '{"pipeline_parallel_degree": 2, "microbatches": 4}'
+    options = '{"pipeline_parallel_degree": 2, "microbatches": 4, "ddp_dist_backend": "nccl"}'
     done = _run(
         "--workers", "2", "--smp-options", options, "--model-dir", tmp_path, "--channel", "train=here", SCRIPT, 2
     )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "done").read_text() == "here 2"
     assert done.stderr.count("--device cpu: ") == 1
-    assert "stage 1: transformer.h.1" in done.stderr
+    assert "stage 1: transformer.h.1" in done.stderr and done.stderr.count("NCCL is for CUDA") == 1
 
 
 def test_example_learns_and_leaves_a_model_of_transformers(tmp_path: Path) -> None:
