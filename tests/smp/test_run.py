@@ -82,6 +82,12 @@ def test_notebook_runs_from_top_to_bottom(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
 
 
+def test_a_rank_that_ends_while_others_wait_is_named(tmp_path: Path) -> None:
+    done = _run("--workers", "2", SCRIPT.with_name("step_script_alone.py"), tmp_path)
+    assert done.returncode == 2
+    assert "rank 0 is in smp.barrier with rank 1, which has ended; all of ranks [0, 1] have to call it" in done.stderr
+
+
 def test_mistakes_end_without_a_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, said in (
         ((tmp_path / "none.py",), "is not a file"),

@@ -131,10 +131,14 @@ class State:
             for note in cfg.notes:
                 print(f"note: {note}", file=sys.stderr)
 
-    def reset(self) -> None:
-        """Forget everything and leave the other ranks."""
+    def leave(self) -> None:
+        """Let ranks that wait for this one know that it comes no more."""
         if self._meeting is not None:
             self._meeting.leave()
+
+    def reset(self) -> None:
+        """Forget everything and leave the other ranks."""
+        self.leave()
         self._exit.close()
         self.__init__()  # type: ignore[misc]
 
