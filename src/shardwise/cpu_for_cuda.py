@@ -26,13 +26,18 @@ RETURNS: dict[str, Any] = {
     "memory_cached": 0, "max_memory_cached": 0, "reset_peak_memory_stats": None, "reset_max_memory_allocated": None,
     "reset_max_memory_cached": None, "memory_summary": "", "get_device_name": "cpu", "manual_seed": None,
     "manual_seed_all": None, "seed": None, "ipc_collect": None, "get_device_capability": (0, 0), "mem_get_info": (0, 0),
+    "reset_accumulated_memory_stats": None, "set_per_process_memory_fraction": None, "utilization": 0,
+    "can_device_access_peer": False,
 }  # fmt: skip
 FACTORIES = (
-    "arange", "as_tensor", "empty", "empty_like", "eye", "full", "full_like", "linspace", "ones", "ones_like", "rand",
-    "randint", "randn", "randperm", "scalar_tensor", "tensor", "zeros", "zeros_like",
+    "arange", "as_tensor", "empty", "empty_like", "empty_strided", "eye", "full", "full_like", "linspace", "logspace",
+    "normal", "ones", "ones_like", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "randperm",
+    "scalar_tensor", "tensor", "tril_indices", "triu_indices", "zeros", "zeros_like",
 )  # fmt: skip
+METHODS = ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros")
+TYPES = ("BFloat16", "Bool", "Byte", "Char", "Double", "Float", "Half", "Int", "Long", "Short")
 CPU = torch.device("cpu")
-_real_device = torch.device
+_real_device, _real_generator = torch.device, torch.Generator
 
 
 class _DeviceType(type):
@@ -54,6 +59,20 @@ class device(metaclass=_DeviceType):
         )
 
 
+class _GeneratorType(type):
+    """So that `isinstance(x, torch.Generator)` holds of real ones."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, _real_generator)
+
+
+class generator(metaclass=_GeneratorType):
+    """`torch.Generator`, which makes one of the CPU where CUDA is asked for."""
+
+    def __new__(cls, device: Any = "cpu") -> Any:
+        return _real_generator(CPU if _is_cuda(device) or type(device) is int else device)
+
+
 class _Event:
     """`torch.cuda.Event`, by the clock."""
 
@@ -72,6 +91,10 @@ class _Event:
     def synchronize(self) -> None:
         """Nothing runs apart from the program."""
 
+    def query(self) -> bool:
+        """What was recorded is done."""
+        return True
+
     def wait(self, *args: Any) -> None:
         """Nothing runs apart from the program."""
 
@@ -84,6 +107,10 @@ class _Stream:
 
     def synchronize(self) -> None:
         """Nothing runs apart from the program."""
+
+    def query(self) -> bool:
+        """Everything is done."""
+        return True
 
     wait_stream = wait_event = record_event = lambda self, *args: None
 
@@ -106,18 +133,26 @@ def redirect(workers: int, directory: str) -> None:
     cuda.current_stream = cuda.default_stream = lambda *args: _Stream()
     cuda.stream = cuda.device = lambda *args: nullcontext()
     cuda.nvtx.range_push = cuda.nvtx.range_pop = cuda.nvtx.mark = _returning(None)
-    cuda.nvtx.range = _nothing
+    cuda.nvtx.range, cuda.nvtx.range_start, cuda.nvtx.range_end = _nothing, _returning(0), _returning(None)
+    cuda.memory._record_memory_history = cuda.memory._dump_snapshot = _returning(None)
+    for name in TYPES:
+        setattr(cuda, f"{name}Tensor", getattr(torch, f"{name}Tensor"))
+    cuda.get_rng_state, cuda.get_rng_state_all = lambda *args: torch.get_rng_state(), lambda: [torch.get_rng_state()]
+    cuda.set_rng_state = lambda state, *args: torch.set_rng_state(state)
+    cuda.set_rng_state_all = lambda states: torch.set_rng_state(states[0])
     _redirect_tensors()
     dist.init_process_group = _with_gloo(dist.init_process_group)
 
 
 def _redirect_tensors() -> None:
     target: Any = torch
-    target.device = device
+    target.device, target.Generator = device, generator
     for name in FACTORIES:
         setattr(target, name, _on_cpu(getattr(torch, name)))
     tensor: Any = Tensor
     tensor.to = _with_number(_on_cpu(Tensor.to))
+    for name in METHODS:
+        setattr(tensor, name, _on_cpu(getattr(Tensor, name)))
     module: Any = nn.Module
     module.to = _with_number(_on_cpu(nn.Module.to))
     tensor.cuda = lambda self, *args, **kwargs: self
@@ -153,7 +188,7 @@ def _is_cuda(value: Any) -> bool:
 
 
 def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` with CUDA devices among its arguments replaced."""
+    """`function` with CUDA devices among its arguments replaced, and memory as it is."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -161,6 +196,7 @@ def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
         given = kwargs.get("device")
         if _is_cuda(given) or type(given) is int:
             kwargs["device"] = CPU
+        kwargs.pop("pin_memory", None)
         return function(*args, **kwargs)
 
     return call

@@ -91,6 +91,9 @@ def run(script: Script, workers: int | None) -> None:
 
 def _worker(script: Script, count: int) -> None:
     _execute(script, count)
+    from shardwise.smp.process import state
+
+    state.leave()  # elastic keeps a worker that has returned until all have: who waits for this one learns it now
 
 
 def _execute(script: Script, workers: int) -> None:

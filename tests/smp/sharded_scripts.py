@@ -35,6 +35,7 @@ from shardwise.collectives.context import dealt
 from shardwise.smp.v2.delayed_param import DelayedParamIniter
 from shardwise.smp.v2.grad_norm import clip_grad_norm_
 from shardwise.smp.v2.tensor_parallel.transformer import TransformerLayer
+from tests.smp import scripts
 from tests.smp.scripts import LEARNING_RATE, LENGTH, VOCABULARY, _error, batches
 
 CLIP = 0.5
@@ -47,6 +48,8 @@ def make_model(family: str, dtype: torch.dtype = torch.float64) -> nn.Module:
         "hidden_size": 24, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 48,
         "vocab_size": VOCABULARY, "max_position_embeddings": LENGTH,
     }  # fmt: skip
+    if family == "gpt2":
+        return scripts.make_model(family, dtype)
     if family == "gpt_neox":
         return GPTNeoXForCausalLM(GPTNeoXConfig(**sizes)).to(dtype)
     sizes["num_key_value_heads"] = 1 if family == "llama_1" else 2

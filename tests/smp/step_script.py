@@ -29,8 +29,18 @@ def main():
     smp.init({"ddp": True, "microbatches": 2})
     torch.cuda.set_device(smp.local_rank())
     device = torch.device("cuda")
+    pinned = torch.zeros(2, pin_memory=True).pin_memory().cuda(non_blocking=True)
+    drawn = torch.rand(2, device=device, generator=torch.Generator(device="cuda").manual_seed(1))
+    assert (
+        isinstance(torch.Generator(), torch.Generator)
+        and drawn.new_tensor([1.0], device=device).device == pinned.device
+    )
+    assert pinned.type(torch.cuda.HalfTensor).dtype == torch.half and torch.cuda.Stream().query()
+    torch.cuda.set_rng_state(torch.cuda.get_rng_state())
+    torch.cuda.nvtx.range_end(torch.cuda.nvtx.range_start("here"))
     assert torch.cuda.is_available() and torch.cuda.device_count() == 2 and isinstance(device, torch.device)
     assert smdistributed.modelparallel.__version__ == __version__ and isinstance(FusedLayerNorm, type)
+    assert torch.distributed.get_backend() in ("shardwise", "gloo")
     assert smp.pp_size() == int(sys.argv[1]) and smp.state.cfg.microbatches == 4
     torch.manual_seed(0)
     model = GPT2LMHeadModel(GPT2Config(n_embd=24, n_head=4, n_layer=2, n_positions=16, vocab_size=97)).cuda()

@@ -17,6 +17,7 @@ from shardwise.smp.exceptions import SMPValidationError
 from shardwise.smp.nn.huggingface.gpt2 import get_hf_gpt2_transformer_layer_hooks
 from shardwise.smp.nn.huggingface.models import REPLACED, distributed
 from shardwise.smp.nn.huggingface.translation import to_hf, to_smp
+from shardwise.smp.v2.nn.attn import FlashSelfAttention
 from shardwise.testing.world import WorldPool
 from tests.smp.scripts import batches, make_model
 
@@ -74,11 +75,16 @@ def _replaced(model: nn.Module) -> nn.Module:
     return other.double().eval()
 
 
-def test_weights_of_another_family_are_refused() -> None:
-    with pytest.raises(SMPValidationError, match="not transformers's weights of gpt_neox"):
-        to_smp(dict(make_model("gpt2").state_dict()), "gpt_neox", 4)
-    with pytest.raises(SMPValidationError, match=r"not smp\.nn's weights of gpt2"):
-        to_hf(dict(make_model("gpt2").state_dict()), "gpt2")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_of_another_family_are_refused(family: str) -> None:
+    """Six families, five strangers each: several share the names around their blocks, or all of them but a bias."""
+    theirs = dict(_make(family).state_dict())
+    ours = to_smp(dict(theirs), family, 4)
+    for other in FAMILIES.keys() - {family}:
+        with pytest.raises(SMPValidationError, match=f"not transformers's weights of {other}"):
+            to_smp(dict(theirs), other, 4)
+        with pytest.raises(SMPValidationError, match=rf"not smp\.nn's weights of {other}"):
+            to_hf(dict(ours), other, 4)
 
 
 def test_translation_keeps_no_second_copy() -> None:
@@ -177,3 +183,89 @@ def test_keywords_of_attention_act_or_are_named(capsys: pytest.CaptureFixture[st
     assert "query_key_layer_scaling=True has no effect here: queries are scaled" in said and "gelu" not in said
     with pytest.raises(TypeError, match="fused_tanh"):
         _attention(fused_tanh=True)
+
+
+LAYER: dict[str, Any] = {
+    "num_attention_heads": 4, "attention_head_size": 8, "hidden_size": 32, "attention_dropout_prob": 0.0,
+    "hidden_dropout_prob": 0.0, "layernorm_epsilon": 1e-5, "initializer_range": 0.5, "use_normal_initialization": True,
+    "pre_layernorm": False, "post_layernorm": True,
+}  # fmt: skip
+BLOCK: dict[str, Any] = LAYER | {"intermediate_size": 64, "activation": "gelu", "causal_mask_size": None}
+
+
+def test_modules_take_their_documented_keywords() -> None:
+    torch.manual_seed(0)
+    hidden, mask = torch.randn(2, 6, 32), torch.zeros(2, 1, 1, 6)
+    attention = smp.nn.DistributedAttentionLayer(**LAYER, causal_mask_size=None, cross_attention=False)
+    sizes = {name: BLOCK[name] for name in BLOCK if "attention" not in name and name != "causal_mask_size"}
+    output = smp.nn.DistributedTransformerOutputLayer(**sizes, fp32_residual_addition=False)
+    assert attention((hidden, mask)).shape == output(hidden).shape == hidden.shape
+    for projection in (attention.query, attention.dense, output.dense1):
+        assert 0.4 < float(projection.weight.detach().std()) < 0.6 and not projection.bias.any()
+    layer = smp.nn.DistributedTransformerLayer(**BLOCK, add_cross_attention=False, use_alibi=False, alibi_bias_max=8)
+    found, same = layer((hidden, mask))
+    assert found.shape == hidden.shape and same is mask
+    both = smp.nn.DistributedTransformer(num_layers=1, **BLOCK | {"pre_layernorm": True})
+    with torch.no_grad():
+        both.layernorm.weight.zero_()
+    assert not both(hidden).any()  # the last thing that it does
+    with pytest.raises(ValueError, match="one of them has to be on"):
+        smp.nn.DistributedTransformerLayer(**BLOCK | {"post_layernorm": False})
+    with pytest.raises(TypeError, match="intermediat_size"):
+        smp.nn.DistributedTransformerOutputLayer(intermediat_size=3)
+
+
+def test_cross_attention_looks_at_other_states() -> None:
+    torch.manual_seed(0)
+    sizes = BLOCK | {"num_layers": 2, "vocab_size": 61, "num_positions": 8, "add_cross_attention": True}
+    model = smp.nn.DistributedTransformerLMHead(**sizes).double()
+    ids, states = torch.randint(0, 61, (2, 8)), torch.randn(2, 5, 32, dtype=torch.float64)
+    hidden_from = torch.zeros(2, 5, dtype=torch.long)
+    hidden_from[:, 4] = 1
+
+    def logits(states: Tensor) -> Tensor:
+        found: Tensor = model((ids, None, None, None, states, hidden_from, None))
+        return found
+
+    changed = states.clone()
+    changed[:, 4] = 7.0  # which nobody sees
+    assert torch.equal(logits(states), logits(changed))
+    changed[:, 3] = 7.0
+    assert not torch.allclose(logits(states), logits(changed))
+    loss, _ = model((ids, None, None, None, states, hidden_from, ids))
+    loss.backward()
+    assert model.transformer.seq_layers[1].cross_attention.key.weight.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("heads", [4, 6, 12])
+def test_alibi_is_blooms(heads: int) -> None:
+    build = transformers.models.bloom.modeling_bloom.build_alibi_tensor
+    theirs = build(torch.ones(1, 5), heads, torch.float64).view(heads, 5)
+    torch.manual_seed(0)
+    qkv = torch.randn(2, 5, 3, heads, 8, dtype=torch.float64)
+    query, key, value = qkv.permute(2, 0, 3, 1, 4)
+    scores = query @ key.transpose(-1, -2) / 8**0.5 + theirs[None, :, None, :]
+    ahead = torch.ones(5, 5, dtype=torch.bool).triu(1)
+    expected = scores.masked_fill(ahead, float("-inf")).softmax(-1) @ value
+    flash = smp.nn.FlashAttentionLayer(attention_dropout_prob=0.0, use_alibi=True)(qkv, causal=True)
+    torch.testing.assert_close(flash, expected, rtol=1e-6, atol=1e-6)  # their slopes are in fp32
+    other = FlashSelfAttention(use_alibi=True)((query, key, value), causal=True)
+    torch.testing.assert_close(other, expected, rtol=1e-6, atol=1e-6)
+
+
+def _alibi(config: dict[str, Any]) -> float:
+    smp.init({**config, "_match_weights": True})
+    try:
+        with smp.model_creation(tensor_parallelism=True, use_alibi=True, alibi_bias_max=8):
+            module = make_model("gpt2")
+        model: Any = smp.DistributedModel(module)
+        ids = batches()[0]
+        return float(model(input_ids=ids, labels=ids)["loss"].detach())
+    finally:
+        smp.state.reset()
+
+
+def test_alibi_is_split_with_the_heads(world_pool: WorldPool) -> None:
+    (whole,) = world_pool.run(1, _alibi, {})
+    split = world_pool.run(2, _alibi, {"tensor_parallel_degree": 2, "prescaled_batch": True, "optimize": "speed"})
+    assert split == pytest.approx([whole, whole], rel=1e-6)

@@ -90,3 +90,89 @@ def test_stages_train_as_one_process_and_shards_are_refused(world_pool: WorldPoo
     assert len(alone) == 3 and alone[-1] < alone[0]
     assert staged[0] == pytest.approx(alone, rel=1e-9)
     assert world_pool.run(2, _losses, {"sharded_data_parallel_degree": 2}, kind) == [[], []]
+
+
+class Own:
+    """As scripts of 2021 wrap theirs: no optimizer of torch's, with attributes of its own that it sets itself."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer, self.overflow, self.seen = optimizer, True, 0.0
+
+    def step(self) -> None:
+        self.overflow = False
+        self.optimizer.step()
+
+    def zero_grad(self, set_grads_to_None: bool = False) -> None:
+        self.optimizer.zero_grad(set_grads_to_None)
+
+    def update_master_grads(self) -> None:
+        gradients = [p.grad for group in self.optimizer.param_groups for p in group["params"]]
+        self.seen = sum(float(gradient.square().sum()) for gradient in gradients)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"optimizer_state_dict": self.optimizer.state_dict(), "overflow": self.overflow}
+
+
+def _owned(config: dict[str, Any], own: bool) -> Any:
+    smp.init(config)
+    try:
+        model: Any = smp.DistributedModel(make_model("gpt2"))
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer: Any = smp.DistributedOptimizer(Own(inner) if own else inner, dynamic_loss_args={})
+
+        @smp.step
+        def step(model: Any, ids: Tensor) -> Tensor:
+            loss: Tensor = model(input_ids=ids, labels=ids)["loss"]
+            model.backward(loss)
+            return loss
+
+        losses, seen = [], 0.0
+        for ids in batches():
+            optimizer.zero_grad(set_grads_to_None=True)
+            losses.append(float(step(model, ids).reduce_mean()))
+            if own:
+                optimizer.update_master_grads()
+                seen = optimizer.seen
+            optimizer.step()
+        if own:
+            optimizer.overflow = "set"
+            assert optimizer.local_state_dict()["overflow"] == "set" and optimizer.optimizer is inner
+        assert optimizer.redefined_params
+        return losses, seen, _numbers(model, optimizer)
+    finally:
+        smp.state.reset()
+
+
+def _numbers(model: Any, optimizer: Any) -> tuple[int, int]:
+    """How many numbers there are, and how many lead by every way to the same parameter of the right name and size."""
+    index, by_id, local = optimizer.param_name_to_index(), optimizer._param_id_to_index(), {}
+    names = smp.state_mod.state.param_index_to_name_tp_group[smp.tp_rank()]
+    back = smp.state_mod.state.param_name_to_index_tp_group[smp.tp_rank()]
+    local = optimizer._param_index_to_param_local()
+    virtual = dict(model.virtual_named_parameters())
+    right = [
+        name for name, number in index.items()
+        if names[number] == name and back[name] == number and by_id[id(local[number])] == number
+        and local[number] is virtual[name]
+    ]  # fmt: skip
+    return len(local), len(right)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"pipeline_parallel_degree": 2, "microbatches": 2}, {"tensor_parallel_degree": 2, "prescaled_batch": True}],
+)
+def test_an_optimizer_of_the_scripts_own_class_keeps_its_ways(world_pool: WorldPool, config: dict[str, Any]) -> None:
+    owned, plain = (world_pool.run(2, _owned, config, own) for own in (True, False))
+    for (losses, seen, numbers), (expected, _, same) in zip(owned, plain):
+        assert losses == expected and seen > 0  # gradients are complete before its own step
+        assert 0 < numbers[0] == numbers[1] and numbers == same
+
+
+def test_what_holds_no_optimizer_is_refused() -> None:
+    smp.init({})
+    try:
+        with pytest.raises(ModelError, match="object is none of torch"):
+            smp.DistributedOptimizer(object())
+    finally:
+        smp.state.reset()

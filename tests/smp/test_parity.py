@@ -26,6 +26,7 @@ CASES = [
 ]
 SLOW = [
     *((ranks, family, {**config, **more}) for family in ("gpt2", "gpt_neox") for ranks, config, more in (
+        (1, {}, {}),
         (2, DDP, {}), (4, DDP, {"sharded_data_parallel_degree": 4}), (4, DDP, {"sharded_data_parallel_degree": 2}),
         (2, TWO, {}), (2, TWO, {"pipeline": "simple"}), (2, TWO, {"microbatches": 1}),
         (8, TWO, {**TENSOR, "microbatches": 2}),
@@ -53,12 +54,36 @@ def test_numbers_on_every_layout(world_pool: WorldPool, ranks: int, family: str,
     _check(world_pool, ranks, family, config)
 
 
-@pytest.mark.parametrize("config", [{"fp16": True}, {"bf16": True, "sharded_data_parallel_degree": 2}])
-def test_half_precision_keeps_close(world_pool: WorldPool, config: dict[str, Any]) -> None:
-    for loss, weights in world_pool.run(2, train, {**DDP, **config}, "gpt2"):
+HALVES: list[Any] = [
+    ("gpt2", {"fp16": True}),
+    ("gpt2", {"bf16": True, "sharded_data_parallel_degree": 2}),
+    *(
+        pytest.param("gpt_neox", config, marks=pytest.mark.slow)
+        for config in ({"fp16": True}, {"bf16": True}, {"bf16": True, "sharded_data_parallel_degree": 2})
+    ),
+]
+
+
+@pytest.mark.parametrize("family, config", HALVES)
+def test_half_precision_keeps_close(world_pool: WorldPool, family: str, config: dict[str, Any]) -> None:
+    for loss, weights in world_pool.run(2, train, {**DDP, **config}, family):
         assert loss <= HALF and weights <= HALF, (loss, weights)
 
 
-def test_checkpointed_and_offloaded_blocks_give_the_same_numbers(world_pool: WorldPool) -> None:
-    for loss, weights in world_pool.run(2, train, {**TWO, "offload_activations": True}, "gpt2", True):
+CHECKPOINTED: list[Any] = [
+    ("gpt2", {**TWO, "offload_activations": True}),
+    *(
+        pytest.param(family, config, marks=pytest.mark.slow)
+        for family in ("gpt2", "gpt_neox")
+        for config in (TWO, DDP, {**DDP, "offload_activations": True}, {**TENSOR, "offload_activations": True})
+    ),
+    pytest.param("gpt_neox", {**TWO, "offload_activations": True}, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("family, config", CHECKPOINTED)
+def test_checkpointed_and_offloaded_blocks_give_the_same_numbers(
+    world_pool: WorldPool, family: str, config: dict[str, Any]
+) -> None:
+    for loss, weights in world_pool.run(2, train, config, family, True):
         assert loss <= LOSS and weights <= WEIGHTS, (loss, weights)

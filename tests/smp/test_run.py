@@ -27,14 +27,14 @@ def _run(*words: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_script_runs_unchanged_on_two_stages(tmp_path: Path) -> None:
-    options = '{"pipeline_parallel_degree": 2, "microbatches": 4}'
+    options = '{"pipeline_parallel_degree": 2, "microbatches": 4, "ddp_dist_backend": "nccl"}'
     done = _run(
         "--workers", "2", "--smp-options", options, "--model-dir", tmp_path, "--channel", "train=here", SCRIPT, 2
     )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "done").read_text() == "here 2"
     assert done.stderr.count("--device cpu: ") == 1
-    assert "stage 1: transformer.h.1" in done.stderr
+    assert "stage 1: transformer.h.1" in done.stderr and done.stderr.count("NCCL is for CUDA") == 1
 
 
 def test_example_learns_and_leaves_a_model_of_transformers(tmp_path: Path) -> None:
@@ -80,6 +80,12 @@ def test_notebook_runs_from_top_to_bottom(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
+
+
+def test_a_rank_that_ends_while_others_wait_is_named(tmp_path: Path) -> None:
+    done = _run("--workers", "2", SCRIPT.with_name("step_script_alone.py"), tmp_path)
+    assert done.returncode == 2
+    assert "rank 0 is in smp.barrier with rank 1, which has ended; all of ranks [0, 1] have to call it" in done.stderr
 
 
 def test_mistakes_end_without_a_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

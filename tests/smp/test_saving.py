@@ -119,6 +119,8 @@ def _full(directory: str) -> float:
         expected = train(batches()[1])
         model, optimizer, train = _start({"ddp": True, "pipeline_parallel_degree": 2})
         assert smp.resume_from_checkpoint(directory, tag="all", partial=False) == {}
+        smp.save_checkpoint(directory, tag="more", partial=False, user_content=[1, 2])
+        assert smp.resume_from_checkpoint(directory, partial=False) == [1, 2]  # as it was given
         return abs(train(batches()[1]) - expected)
     finally:
         smp.state.reset()

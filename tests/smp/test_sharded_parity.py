@@ -28,6 +28,13 @@ SLOW = [
     (4, "llama", {"context_parallel_degree": 2, "hybrid_shard_degree": 2}, ""),
     (8, "llama", {"context_parallel_degree": 2, "tensor_parallel_degree": 2}, "checkpointed"),
     (2, "llama", {}, "checkpointed"),
+    (2, "gpt_neox", {"hybrid_shard_degree": 1}, ""),
+    (4, "gpt_neox", {"hybrid_shard_degree": 4}, "checkpointed"),
+    (2, "gpt2", {"hybrid_shard_degree": 1}, ""),
+    (2, "gpt2", {"hybrid_shard_degree": 2}, "checkpointed"),
+    (4, "gpt2", {"hybrid_shard_degree": 4}, ""),
+    (2, "gpt2", {"tensor_parallel_degree": 2}, ""),
+    (2, "gpt2", {"context_parallel_degree": 2, "hybrid_shard_degree": 2}, ""),
 ]
 
 

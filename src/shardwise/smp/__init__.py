@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardwise.smp import amp, exceptions, nn, optimizers, sharded_data_parallel_checkpoint, state_mod, utils
+from shardwise.smp import amp, exceptions, nn, optimizers, patches, sharded_data_parallel_checkpoint, state_mod, utils
 from shardwise.smp.messages import allgather, barrier, broadcast, dp_barrier, mp_barrier, recv_from, send
 from shardwise.smp.model import DistributedModel
 from shardwise.smp.nesting import StepOutput
@@ -120,6 +120,7 @@ __all__ = [
     "num_microbatches",
     "optimizers",
     "partition",
+    "patches",
     "pp_rank",
     "pp_size",
     "rank",

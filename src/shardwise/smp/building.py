@@ -23,9 +23,11 @@ from shardwise.parallel.apply import parallelize
 from shardwise.parallel.model import ParallelModel
 from shardwise.plan import Plan, resolve
 from shardwise.smp.config import OFFLOAD, make_job
-from shardwise.smp.process import current_world, state
+from shardwise.smp.exceptions import PartitionError
+from shardwise.smp.process import state
 from shardwise.smp.requests import Checkpointing, requests
 from shardwise.training.init import initialize
+from shardwise.training.setup import current_world
 
 NORMALISATION = "smp_mean"  # microbatches and data ranks are averaged; the script's loss is a mean already
 DTYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -55,6 +57,7 @@ def build(module: nn.Module, inputs: Mapping[str, Any]) -> ParallelModel:
     Raises:
         LegalityError: the configuration asks for what this model cannot do.
         ModelError: a parameter has no value and no initializer.
+        PartitionError: a module to be checkpointed lies on several stages, where the script has placed them.
     """
     config = getattr(module, "config", None)
     if isinstance(config, PreTrainedConfig):
@@ -70,12 +73,15 @@ def build(module: nn.Module, inputs: Mapping[str, Any]) -> ParallelModel:
     values.setdefault("precision.compute", _dtype_of(weights))
     example = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
     facts = _facts(module, values, example)
+    if state.layout.size("tensor") > 1 and facts.sequence_refusal and values.pop("parallel.sequence_parallel", False):
+        _say(f"smp_options: optimize='memory' has no effect here: {facts.sequence_refusal}.")
     values |= _partition(module, facts) if state.layout.size("pipeline") > 1 else {}
-    values = _settle_checkpointing(module, facts, values)
+    values, apart = _settle_checkpointing(module, facts, values)
     plan = replace(
         resolve(make_job(values), current_world(state.device), facts), chunked_loss=False, normalisation=NORMALISATION
     )
     _say_partition(plan)
+    _checkpoint_each(module, _on_one_stage(module, apart, plan))
     parallel = parallelize(module, plan, state.layout, facts, state.device)
     _give_weights(parallel, weights)
     return parallel
@@ -139,7 +145,8 @@ def _facts(module: nn.Module, values: dict[str, Any], example: Mapping[str, Tens
     state.tracing = False
     own = tensor_splits(module)
     if own:
-        facts = replace(facts, tensor_splits=own, tensor_refusal="", vocabulary_parameters=())
+        whole = "layers of smp.nn hand whole activations to one another"
+        facts = replace(facts, tensor_splits=own, tensor_refusal="", vocabulary_parameters=(), sequence_refusal=whole)
     return facts if facts.stages.refusal else replace(facts, is_hugging_face=True)
 
 
@@ -169,8 +176,10 @@ def _say_partition(plan: Plan) -> None:
 # ---- checkpointing
 
 
-def _settle_checkpointing(module: nn.Module, facts: ModelFacts, values: dict[str, Any]) -> dict[str, Any]:
-    """Checkpointing of all blocks is the engine's; of some of them or of other modules it is put around each."""
+def _settle_checkpointing(
+    module: nn.Module, facts: ModelFacts, values: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Checkpointing]]:
+    """Checkpointing of all blocks is the engine's; what is to be put around some of them or other modules by name."""
     values = {key: value for key, value in values.items() if key not in OFFLOAD}
     asked = {
         name: requests.checkpointing[inner] for name, inner in module.named_modules() if inner in requests.checkpointing
@@ -179,7 +188,7 @@ def _settle_checkpointing(module: nn.Module, facts: ModelFacts, values: dict[str
     if asked and facts.stages.traced:
         _say("smp.set_activation_checkpointing has no effect: stages of this model are cut from its traced forward, "
              "which has operators and no modules.")  # fmt: skip
-        return values
+        return values, {}
     names = [block.name for block in facts.blocks]
     strategies = {_strategy(name, asked) for name in names}
     if names and None not in strategies and len(strategies) == 1:
@@ -187,13 +196,39 @@ def _settle_checkpointing(module: nn.Module, facts: ModelFacts, values: dict[str
         if offload:
             values["memory.offload_activations"] = True
             values["memory.activation_loading_horizon"] = int(state.cfg.activation_loading_horizon)
-        return values
+        return values, {}
     if not asked:
         if offload:
             _say("offload_activations has no effect: smp.set_activation_checkpointing was not called.")
-        return values
-    _checkpoint_each(module, asked, offload)
-    return values
+        return values, {}
+    return values, asked
+
+
+def _on_one_stage(module: nn.Module, asked: Mapping[str, Checkpointing], plan: Plan) -> list[str]:
+    """`asked` without what lies on several stages: a note where these are cut automatically, else an error."""
+    kept = []
+    for name in asked:
+        inner = module.get_submodule(name)
+        alone = not isinstance(inner, (nn.Sequential, nn.ModuleList))
+        parts = [name] if alone else [f"{name}.{child}" for child, _ in inner.named_children()]
+        over = {part: stages for part in parts if len(stages := _stages(part, plan)) > 1}
+        if not over:
+            kept.append(name)
+        for part, stages in over.items():
+            text = f"smp.set_activation_checkpointing: {part or 'the model'} lies on stages {stages}"
+            if not state.cfg.auto_partition:
+                raise PartitionError(f"{text}; checkpoint modules that are on one stage, such as its blocks")
+            _say(f"{text}: it is not checkpointed.")
+    return kept
+
+
+def _stages(name: str, plan: Plan) -> list[int]:
+    prefix = f"{name}." if name else ""
+    return [
+        stage
+        for stage, blocks in enumerate(plan.stages)
+        if any(block == name or block.startswith(prefix) for block in blocks)
+    ]
 
 
 def _say(text: str) -> None:
@@ -208,9 +243,9 @@ def _strategy(block: str, asked: Mapping[str, Checkpointing]) -> str | None:
     return asked[container].strategy if container in asked else None
 
 
-def _checkpoint_each(module: nn.Module, asked: Mapping[str, Checkpointing], offload: bool) -> None:
+def _checkpoint_each(module: nn.Module, asked: Sequence[str]) -> None:
     """Of containers the children, of others the module itself."""
-    memory = MemorySection(activation_checkpointing="full")
+    memory, offload = MemorySection(activation_checkpointing="full"), bool(state.cfg.offload_activations)
     horizon = int(state.cfg.activation_loading_horizon)
     for name in asked:
         inner = module.get_submodule(name)

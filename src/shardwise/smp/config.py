@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.config import Job
 from shardwise.errors import ConfigError
-from shardwise.smp_options import translate
+from shardwise.job_sources import validate
+from shardwise.smp_options import BY_NAME, translate
 
 VARIABLE = "SM_HP_MP_PARAMETERS"
 # SMP's own defaults, which `state.cfg` shows for keys that nobody gave.
@@ -28,7 +29,14 @@ DEFAULTS: dict[str, Any] = {
     "delayed_parameter_initialization": False, "checkpoint_attentions": False, "_match_weights": False,
     "_fp32_grad_accumulation": False,
 }  # fmt: skip
-ACT_IN_SCRIPTS = ("prescaled_batch", "delayed_parameter_initialization", "_match_weights", "ddp")
+ACT_IN_SCRIPTS = ("prescaled_batch=", "delayed_parameter_initialization=", "_match_weights=", "ddp=True")
+# What means something beside another option alone: option -> (that option, from which value on, why it is idle).
+BESIDE: dict[str, tuple[str, int, str]] = {
+    "activation_loading_horizon": ("offload_activations", 1, "nothing is offloaded"),
+    "sdp_gradient_clipping": ("sharded_data_parallel_degree", 2, "parameters are whole; the script clips itself"),
+    "sdp_hierarchical_allgather": ("sharded_data_parallel_degree", 2, "parameters are whole"),
+}
+BACKEND = "parallel.ddp_dist_backend"
 # What only the first step can tell, once it knows which modules are checkpointed.
 OFFLOAD = ("memory.offload_activations", "memory.activation_loading_horizon", "memory.activation_checkpointing")
 
@@ -39,13 +47,14 @@ class Configuration:
     `given` are the keys that script or launcher gave, `notes` what has no effect here and why.
     """
 
-    def __init__(self, given: Mapping[str, Any]) -> None:
+    def __init__(self, given: Mapping[str, Any], device_type: str = "cpu") -> None:
         given = {key: value for key, value in given.items() if value is not None}
         degree = given.get("pipeline_parallel_degree", given.get("partitions", 1))
         derived = {"pipeline_parallel_degree": degree, "partitions": degree, "active_microbatches": degree + 2}
         derived |= {"memory_weight": 0.2 if given.get("optimize") == "speed" else 0.8}
         vars(self).update(DEFAULTS | derived | given)
         self.given = dict(given)
+        self.device_type = device_type
         self.notes: list[str] = []
 
     if TYPE_CHECKING:  # every option is an attribute
@@ -65,6 +74,7 @@ class Configuration:
     @property
     def job_keys(self) -> dict[str, Any]:
         """The keys of a Job that these options mean. Raises ConfigError for what is unknown, wrong or refused."""
+        self._refuse()
         given = {key: value for key, value in self.given.items() if key != "partitions"}
         if "partitions" in self.given:
             translate(self.given)  # which complains if the two names of one key disagree
@@ -79,7 +89,33 @@ class Configuration:
         if self.given.get("sharded_data_parallel_degree", 1) > 1:
             values.setdefault("optimizer.clip_norm", float(self["sdp_gradient_clipping"]))
         self._settle_schedule(values)
+        self._settle_idle(values)
         return values
+
+    def _refuse(self) -> None:
+        """Options of version 2, and two that SMP's documents say exclude each other."""
+        for key, value in self.given.items():
+            if key in BY_NAME and "v1" not in BY_NAME[key].versions:
+                raise ConfigError(
+                    f"smp.init: {key}={value!r} is of SMP version 2; give it to torch.sagemaker.init, or leave it out"
+                )
+        degree = self.given.get("sharded_data_parallel_degree", 1)
+        if self.given.get("shard_optimizer_state") and isinstance(degree, int) and degree > 1:
+            raise ConfigError(
+                f"smp.init: sharded_data_parallel_degree={degree} shards the optimizer's state too, and "
+                "shard_optimizer_state=True the state alone; keep one"
+            )
+
+    def _settle_idle(self, values: dict[str, Any]) -> None:
+        """A line for each option that has no effect beside the others, or on this device."""
+        for key, (other, least, why) in BESIDE.items():
+            if key in self.given and self[other] < least:
+                self.notes.append(f"smp_options: {key}={self.given[key]!r} has no effect here: {why}.")
+        if values.get(BACKEND) == "nccl" and self.device_type == "cpu":
+            values[BACKEND] = "auto"
+            self.notes.append(
+                "smp_options: ddp_dist_backend='nccl' has no effect here: NCCL is for CUDA, and this is a CPU."
+            )
 
     def _settle_schedule(self, values: dict[str, Any]) -> None:
         """What SMP's server of requests allows, and fixed schedules do not."""
@@ -99,11 +135,18 @@ class Configuration:
             )
 
     def base_job(self) -> Job:
-        """A Job of the layout alone, without what depends on model and batch."""
-        return make_job({key: value for key, value in self.job_keys.items() if key not in OFFLOAD})
+        """A Job of the layout alone, without what depends on model and batch. Raises ConfigError for a wrong value."""
+        values = self.job_keys
+        try:
+            make_job(values)
+        except ConfigError as error:
+            origins = translate(self.given).origins
+            given = [origin for key, origin in origins.items() if key in str(error)]
+            raise ConfigError(f"smp.init: {', '.join(given)}: {error}") from error
+        return make_job({key: value for key, value in values.items() if key not in OFFLOAD})
 
 
-_SILENT = tuple(f"smp_options: {key}=" for key in ACT_IN_SCRIPTS)
+_SILENT = tuple(f"smp_options: {start}" for start in ACT_IN_SCRIPTS)
 
 
 def make_job(values: Mapping[str, Any]) -> Job:
@@ -112,10 +155,10 @@ def make_job(values: Mapping[str, Any]) -> Job:
     for key, value in values.items():
         section, _, name = key.partition(".")
         sections.setdefault(section, {})[name] = value
-    return Job.model_validate(sections)
+    return validate(sections)
 
 
-def read_configuration(config: Mapping[str, Any] | None) -> Configuration:
+def read_configuration(config: Mapping[str, Any] | None, device_type: str) -> Configuration:
     """The script's `config`, keys of the launcher's `SM_HP_MP_PARAMETERS` taking precedence.
 
     Raises:
@@ -126,7 +169,7 @@ def read_configuration(config: Mapping[str, Any] | None) -> Configuration:
     for one, other in (("partitions", "pipeline_parallel_degree"), ("pipeline_parallel_degree", "partitions")):
         if one in launched and other not in launched:
             given.pop(other, None)
-    return Configuration(given | launched)
+    return Configuration(given | launched, device_type)
 
 
 def launched_options() -> dict[str, Any]:

@@ -8,9 +8,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.parallel.model import ParallelModel
+from shardwise.smp.exceptions import SMPValidationError
 from shardwise.smp.process import state
+
+BY_ITSELF = "smp.DistributedModel reduces gradients itself; leave DistributedDataParallel out, around and inside"
+
+
+def refuse_data_parallel(module: nn.Module) -> None:
+    """Raises SMPValidationError where the script has put torch's DistributedDataParallel into the model."""
+    if any(isinstance(inner, DistributedDataParallel) for inner in module.modules()):
+        raise SMPValidationError(BY_ITSELF)
 
 
 class Inspection:
@@ -59,6 +69,11 @@ class Inspection:
         """What the optimizer updates: this rank's elements of each parameter, by its name."""
         locals_ = state.optimizer.locals if state.optimizer is not None else []
         return ((entry.name, local) for entry, local in locals_)
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> None:
+        """What torch's DistributedDataParallel asks the module that it is put around. Raises SMPValidationError."""
+        raise SMPValidationError(BY_ITSELF)
 
     # ---- tensor parallelism
 

@@ -59,19 +59,27 @@ def recv_from(src_rank: int, rank_type: RankType = RankType.WORLD_RANK) -> Any:
 
 
 def allgather(obj: Any, group: CommGroup = CommGroup.WORLD) -> list[Any]:
-    """The objects of all ranks of `group`, by rank in it. Collective."""
+    """The objects of all ranks of `group`, by rank in it. Collective.
+
+    Raises:
+        MessageError: one of them waits for this rank elsewhere, has ended, or did not come in time.
+    """
     gathered: list[Any] = [None] * len(members(group))
     if len(gathered) == 1:
         return [obj]
-    with state.meeting.together("smp.allgather", members(group)):
-        dist.all_gather_object(gathered, obj, group=process_group(group))
+    state.meeting.assemble("smp.allgather", members(group))
+    dist.all_gather_object(gathered, obj, group=process_group(group))
     return gathered
 
 
 def barrier(group: CommGroup = CommGroup.WORLD) -> None:
-    """Wait for all ranks of `group`."""
-    with state.meeting.together("smp.barrier", members(group)):
-        dist.barrier(group=process_group(group))
+    """Wait for all ranks of `group`.
+
+    Raises:
+        MessageError: one of them waits for this rank elsewhere, has ended, or did not come in time.
+    """
+    if len(members(group)) > 1:
+        state.meeting.assemble("smp.barrier", members(group))
 
 
 def dp_barrier() -> None:

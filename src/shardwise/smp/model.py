@@ -20,7 +20,7 @@ from shardwise.data.batch import Batch
 from shardwise.parallel.model import ParallelModel, Part
 from shardwise.smp.building import Shape, build, shape_of
 from shardwise.smp.exceptions import SMPValidationError, StepUsageError
-from shardwise.smp.inspection import Inspection, show_shards
+from shardwise.smp.inspection import Inspection, refuse_data_parallel, show_shards
 from shardwise.smp.nesting import to_device
 from shardwise.smp.process import state
 from shardwise.smp.rows import merge, narrow
@@ -47,7 +47,7 @@ class DistributedModel(Inspection, nn.Module):
 
     Raises:
         NotInitializedError: `smp.init` was not called.
-        SMPValidationError: `trace_execution_times` with `trace_device="cpu"`.
+        SMPValidationError: `trace_execution_times` with `trace_device="cpu"`, or DistributedDataParallel inside.
     """
 
     def __init__(
@@ -69,6 +69,7 @@ class DistributedModel(Inspection, nn.Module):
             raise SMPValidationError("trace_execution_times=True needs trace_device='gpu'")
         from shardwise.smp.replacement import replace_modules
 
+        refuse_data_parallel(module)
         device = state.device
         self.module = replace_modules(module)
         self.parallel: ParallelModel | None = None
@@ -84,8 +85,9 @@ class DistributedModel(Inspection, nn.Module):
         self.pending_weights: list[tuple[Mapping[str, Any], bool, bool]] = []
         self.gathered = False  # parameters whose optimizer state alone is sharded are whole on every rank
         self.unsettled = False  # gradients that several ranks hold in part are not summed yet
-        if state.layout.size("pipeline") == 1 and state.cfg.sharded_data_parallel_degree == 1:
-            self.module.to(device)
+        whole = state.layout.size("pipeline") == 1 and state.cfg.sharded_data_parallel_degree == 1
+        if whole and not any(parameter.is_meta for parameter in self.module.parameters()):
+            self.module.to(device)  # what has no values yet is drawn where it will live
         if state.layout.size("shard") > 1:
             show_shards(self.module)
         state.model = self
@@ -122,8 +124,9 @@ class DistributedModel(Inspection, nn.Module):
             return
         self._needs_step("model.backward(...)")
         parallel = self.require_parallel()
-        parallel.drive(lambda *_: total * self.seed(1), 1, backward=True, last=self._completes())
-        self._finish_backward()
+        last = self._completes()
+        parallel.drive(lambda *_: total * self.seed(1), 1, backward=True, last=last)
+        self._finish_backward(last)
 
     def _needs_step(self, what: str) -> None:
         degree = state.layout.size("pipeline")
@@ -154,7 +157,7 @@ class DistributedModel(Inspection, nn.Module):
             self._run = None
         state.step_count += 1
         if run.backward:
-            self._finish_backward()
+            self._finish_backward(last)
         if not self._stepped:
             self._stepped = True
             self._call(self._after_step)
@@ -240,9 +243,11 @@ class DistributedModel(Inspection, nn.Module):
         self._held = False
         return complete
 
-    def _finish_backward(self) -> None:
+    def _finish_backward(self, complete: bool) -> None:
         self.unsettled, self.gathered = True, False
-        if state.optimizer is not None:
+        if state.optimizer is not None and complete and state.optimizer.eager:
+            state.optimizer.settle()
+        elif state.optimizer is not None:
             state.optimizer.show_gradients()
 
     def settle_gradients(self) -> None:
@@ -364,14 +369,15 @@ class DistributedModel(Inspection, nn.Module):
     def load_state_dict(  # type: ignore[override]
         self, state_dict: Mapping[str, Any], strict: bool = True, same_partition_load: bool = False
     ) -> None:
-        """Weights, whole or this rank's part of them (`_smp_is_partial`); before the first step they wait for it.
+        """Weights, whole or this rank's part of them (`_smp_is_partial`); a part waits for the first step.
 
         A dict without that key that holds a Hugging Face model's names is translated where the model was replaced.
 
         Raises:
             CheckpointError: names or shapes do not fit, and `strict` is True.
         """
-        if self.parallel is None and (is_partial(state_dict) or state.layout.size("pipeline") > 1):
+        waits = is_partial(state_dict) or any(parameter.is_meta for parameter in self.module.parameters())
+        if self.parallel is None and waits:
             self.pending_weights.append((state_dict, strict, same_partition_load))
             return
         load_weights(self, state_dict, strict, same_partition_load)

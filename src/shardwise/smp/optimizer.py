@@ -23,6 +23,7 @@ from shardwise.parallel.tensor_map import Entry
 from shardwise.precision import LossScaler
 from shardwise.smp.inspection import show_shard
 from shardwise.smp.optimizer_state import full_state, load_state, local_state
+from shardwise.smp.own_optimizer import Numbering, OwnOptimizer, inner_optimizer
 from shardwise.smp.process import state
 from shardwise.training.step import squared_share
 
@@ -33,15 +34,16 @@ class Side:
     """What an optimizer and its model share: which tensors are updated, the norm, the loss scale.
 
     Attributes:
-        optimizer: the script's torch optimizer.
+        optimizer: the script's torch optimizer, or that in an object of another class.
         public: what the script holds: the optimizer, or the wrapper around it.
         locals: parameters that have elements here, with the tensors that the optimizer updates.
         overflow: the last step was skipped.
     """
 
     def __init__(self, optimizer: Any, scaler: LossScaler | None, public: Any = None) -> None:
-        self.optimizer, self.scaler = optimizer, scaler
+        self.optimizer, self.scaler = inner_optimizer(optimizer), scaler
         self.public = optimizer if public is None else public
+        self.eager = self.optimizer is not optimizer  # it reads gradients itself, maybe before its step
         self.locals: list[tuple[Entry, nn.Parameter]] = []
         self.order: list[str] = []  # names of all parameters of all groups, in the optimizer's order
         self.group_sizes: list[int] = []
@@ -79,10 +81,29 @@ class Side:
             made |= {name: nn.Parameter(parallel.tensor_map[name].local) for name in here}
             group["params"] = [made[name] for name in here if made[name].numel()]
         self.locals = [(parallel.tensor_map[name], local) for name, local in made.items() if local.numel()]
+        self._name_tensor_group()
         self.optimizer.state.clear()
         if self.pending is not None:
             load_state(self, self.pending)
             self.pending = None
+
+    def numbered(self) -> list[tuple[str, nn.Parameter]]:
+        """(name, what the optimizer updates here), in the order of its numbers on this rank."""
+        names = {id(local): entry.name for entry, local in self.locals}
+        names = names or (dict(state.model.names) if state.model is not None else {})
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        return [(names.get(id(parameter), ""), parameter) for parameter in parameters]
+
+    def _name_tensor_group(self) -> None:
+        """For scripts that join the state of tensor ranks themselves: each one's numbers by name. Collective."""
+        everyone: list[Any] = [[name for name, _ in self.numbered()]]
+        if state.layout.size("tensor") > 1:
+            everyone *= state.layout.size("tensor")
+            dist.all_gather_object(everyone, everyone[0], group=state.layout.group("tensor"))
+        state.param_index_to_name_tp_group = {rank: dict(enumerate(names)) for rank, names in enumerate(everyone)}
+        state.param_name_to_index_tp_group = {
+            rank: {name: number for number, name in enumerate(names)} for rank, names in enumerate(everyone)
+        }
 
     def load(self, saved: Mapping[str, Any]) -> None:
         """Take a state, or keep it until the model is distributed."""
@@ -176,20 +197,13 @@ class Side:
             torch._foreach_mul_(gradients, factor.to(gradients[0]))
 
 
-class DistributedOptimizerMixin:
+class DistributedOptimizerMixin(Numbering):
     """What a script's optimizer gains; its own class comes behind it."""
-
-    _smp: Side
 
     @property
     def overflow(self) -> bool:
         """Whether the last step was skipped because its gradients were not finite."""
         return self._smp.overflow
-
-    @property
-    def redefined_params(self) -> bool:
-        """Whether the groups hold this rank's elements in the place of the model's parameters."""
-        return self._smp.parallel is not None
 
     @property
     def _global_grad_norm(self) -> float | None:
@@ -256,18 +270,6 @@ class DistributedOptimizerMixin:
         """What `state_dict` or `local_state_dict` returned; before the first step it waits for it."""
         self._smp.load(state_dict)
 
-    def _param_id_to_index(self) -> dict[int, int]:
-        parameters = [p for group in self._smp.optimizer.param_groups for p in group["params"]]
-        return {id(parameter): index for index, parameter in enumerate(parameters)}
-
-    def param_name_to_index(self) -> dict[str, int]:
-        """Name of a parameter -> its number in the optimizer."""
-        return {name: index for index, name in enumerate(self._smp.order)}
-
-    def _param_index_to_param_local(self) -> dict[int, nn.Parameter]:
-        parameters = [p for group in self._smp.optimizer.param_groups for p in group["params"]]
-        return dict(enumerate(parameters))
-
 
 class Fp16Optimizer(DistributedOptimizerMixin):
     """The wrapper under `fp16`: `optimizer` is the script's own, for schedulers; everything else reaches it too."""
@@ -311,7 +313,8 @@ def DistributedOptimizer(
     It is returned itself, of a subclass of its class; under `fp16` inside of a wrapper that scales the loss.
 
     Args:
-        optimizer: of torch.optim's kind. One that needs whole tensors is refused where they are in parts.
+        optimizer: of torch.optim's kind, or an object that holds such a one as its `optimizer` and keeps its own step
+            and state. One that needs whole tensors is refused where they are in parts.
         static_loss_scale: a scale that stays; of use under `fp16` alone.
         dynamic_loss_scale: let the scale move (Micikevicius et al., arXiv 1710.03740, section 3.2).
         dynamic_loss_args: init_scale, scale_factor, scale_window, min_scale, delayed_shift, consecutive_hysteresis;
@@ -319,14 +322,17 @@ def DistributedOptimizer(
 
     Raises:
         NotInitializedError: `smp.init` was not called.
+        ModelError: there is no torch optimizer in `optimizer`.
     """
     if state.cfg.fp16:
         settings = {"init_scale": 2.0**32} | dict(dynamic_loss_args or {}) | loss_args
         if not dynamic_loss_scale:
             settings = {"static": static_loss_scale or 1.0}
         return Fp16Optimizer(optimizer, LossScaler.of("fp16", LossScaleSection.model_validate(settings)))
+    inner_optimizer(optimizer)
     kind = type(optimizer)
-    optimizer.__class__ = type(kind.__name__, (DistributedOptimizerMixin, kind), {"__module__": kind.__module__})
+    before = DistributedOptimizerMixin if isinstance(optimizer, torch.optim.Optimizer) else OwnOptimizer
+    optimizer.__class__ = type(kind.__name__, (before, kind), {"__module__": kind.__module__})
     optimizer._smp = Side(optimizer, None)
     return optimizer
 

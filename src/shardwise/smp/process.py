@@ -16,17 +16,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from shardwise.collectives import hierarchical
 from shardwise.draft import Draft
 from shardwise.errors import ConfigError
 from shardwise.launch.environment import detect
 from shardwise.launch.session import session
 from shardwise.layout import ONE_COPY, SMP_AXES, Layout
-from shardwise.plan import World, collective_algorithm, precheck
-from shardwise.precision import has_float8
+from shardwise.plan import World, precheck
+from shardwise.smp.backend import choose, differs
 from shardwise.smp.config import Configuration, read_configuration
 from shardwise.smp.exceptions import NotInitializedError
 from shardwise.smp.meeting import Meeting
+from shardwise.training.setup import current_world
 
 if TYPE_CHECKING:
     from shardwise.smp.model import DistributedModel
@@ -105,13 +105,13 @@ class State:
         if config is not None and not isinstance(config, dict):
             raise ConfigError(f"smp.init takes a dict of options, not {config!r}; pass a dict or nothing")
         self.reset()
-        cfg = read_configuration(config)
-        job = cfg.base_job()
         kind = device_type()
-        backend = "nccl" if kind == "cuda" else "gloo"
-        algorithm, _ = collective_algorithm(job.parallel, backend, _world_to_come(kind))
-        name = hierarchical.name_of(algorithm, backend, backend)
+        cfg = read_configuration(config, kind)
+        job = cfg.base_job()
+        name = choose(job.parallel, _world_to_come(kind), cfg.notes)
         self._device = self._exit.enter_context(session(kind, name))
+        if note := differs(job.parallel.ddp_dist_backend):
+            cfg.notes.append(note)
         world = current_world(self._device)
         precheck(job, world)
         draft = Draft(job, world)
@@ -131,10 +131,14 @@ class State:
             for note in cfg.notes:
                 print(f"note: {note}", file=sys.stderr)
 
-    def reset(self) -> None:
-        """Forget everything and leave the other ranks."""
+    def leave(self) -> None:
+        """Let ranks that wait for this one know that it comes no more."""
         if self._meeting is not None:
             self._meeting.leave()
+
+    def reset(self) -> None:
+        """Forget everything and leave the other ranks."""
+        self.leave()
         self._exit.close()
         self.__init__()  # type: ignore[misc]
 
@@ -151,13 +155,6 @@ def _world_to_come(device_type: str) -> World:
         return World(1, device_type, 1)
     hosts = -(-place.world_size // place.local_world_size)
     return World(place.world_size, device_type, place.local_world_size, hosts=hosts)
-
-
-def current_world(device: torch.device) -> World:
-    """The world of the process group that this process has joined."""
-    size = dist.get_world_size()
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    return World(size, device.type, local_size, hosts=-(-size // local_size), float8=has_float8(device))
 
 
 state = State()

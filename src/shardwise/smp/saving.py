@@ -22,7 +22,8 @@ from torch import Tensor
 
 from shardwise.errors import CheckpointError
 from shardwise.smp.messages import barrier
-from shardwise.smp.optimizer import DistributedOptimizerMixin, Side
+from shardwise.smp.optimizer import Side
+from shardwise.smp.own_optimizer import Numbering
 from shardwise.smp.process import state
 from shardwise.smp.reading import read
 from shardwise.smp.replacement import translate_in, translate_out
@@ -124,7 +125,7 @@ def resume_from_checkpoint(
     load_optimizer: bool = True,
     load_sharded_optimizer_state: bool = True,
     translate_function: Callable[[Any], Any] | None = None,
-) -> dict[str, Any]:
+) -> Any:
     """Load the script's model, and with `partial` its optimizer; before the first step they wait for it.
 
     Args:
@@ -137,7 +138,7 @@ def resume_from_checkpoint(
         translate_function: applied to a full one's weights.
 
     Returns:
-        What the user added; an empty dict where there is nothing.
+        What the user added, as it was; an empty dict where there is nothing.
 
     Raises:
         CheckpointError: it is not there, of other degrees, or of another model.
@@ -162,7 +163,7 @@ def resume_from_checkpoint(
         model.load_state_dict({**weights, "_smp_is_partial": False}, strict=strict)
         file = directory / f"{USER}_{tag}"
     content = read(file) if file.exists() else {}
-    return content if isinstance(content, dict) else {USER: content}
+    return {} if content is None else content
 
 
 # ---- parts
@@ -269,7 +270,7 @@ def _degrees() -> dict[str, int]:
 
 
 def _side(optimizer: Any) -> Side | None:
-    return optimizer._smp if isinstance(optimizer, DistributedOptimizerMixin) else state.optimizer
+    return optimizer._smp if isinstance(optimizer, Numbering) else state.optimizer
 
 
 def _user_content(given: Any) -> Any:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.smp.exceptions import NotInitializedError, StepUsageError
+from shardwise.smp.exceptions import NotInitializedError, SMPValidationError, StepUsageError
 from shardwise.smp.nesting import collect, map_leaves, piece, share, splits, to_device
 from shardwise.smp.process import state
 
@@ -102,16 +102,17 @@ def _microbatches(
     """The arguments of every microbatch, on this rank's device; with stages, those of pipeline rank 0."""
     count, stages = int(state.cfg.microbatches), state.layout.size("pipeline")
     calls: list[Call] = [(list(args), dict(kwargs)) for _ in range(count)]
-    cut: list[dict[str | int, Any]] = [{} for _ in range(count)]
+    cut, problem = [dict[str | int, Any]() for _ in range(count)], ""
     if state.layout.index("pipeline") == 0:
-        for place, name, value in _named(body, args, kwargs):
-            if splits(value):
-                for index in range(count):
-                    axis = settings.input_split_axes.get(name, 0)
-                    whole = name in settings.non_split_inputs
-                    cut[index][place] = value if whole else piece(value, name, count, index, axis)
+        try:
+            _cut(cut, body, settings, args, kwargs)
+        except SMPValidationError as error:
+            problem = str(error)  # for all stages, which would wait
     if stages > 1:
-        cut = share(cut, state.layout.ranks("pipeline")[0], state.layout.group("pipeline"), state.device)
+        ranks, group = state.layout.ranks("pipeline"), state.layout.group("pipeline")
+        problem, cut = share((problem, [] if problem else cut), ranks[0], group, state.device)
+    if problem:
+        raise SMPValidationError(problem)
     for (positional, named), values in zip(calls, to_device(cut, state.device)):
         for place, value in values.items():
             if isinstance(place, int):
@@ -119,6 +120,18 @@ def _microbatches(
             else:
                 named[place] = value
     return calls
+
+
+def _cut(
+    cut: list[dict[str | int, Any]], body: Callable[..., Any], settings: StepSettings, args: Sequence[Any],
+    kwargs: dict[str, Any],
+) -> None:  # fmt: skip
+    """Put each microbatch's part of the arguments that are cut into `cut`, by position or keyword."""
+    for place, name, value in _named(body, args, kwargs):
+        if splits(value):
+            axis, whole = settings.input_split_axes.get(name, 0), name in settings.non_split_inputs
+            for index, values in enumerate(cut):
+                values[place] = value if whole else piece(value, name, len(cut), index, axis)
 
 
 def _named(

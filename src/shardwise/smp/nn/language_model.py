@@ -97,20 +97,27 @@ class DistributedTransformerLMHead(nn.Module):
         token_type_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
         labels: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
         **unused: Any,
     ) -> Any:
         """Logits and loss of [B, S] ids, with transformers' arguments and output.
 
-        SMP's one tuple (input_ids, attention_mask, token_type_ids, position_ids, labels) is taken too, in which a mask
-        has ones where nothing is seen; the logits alone, or (loss, logits), are then returned.
+        SMP's one tuple (input_ids, attention_mask, token_type_ids, position_ids, labels), with cross attention
+        (..., cross_states, cross_mask, labels), is taken too, in which a mask has ones where nothing is seen; the
+        logits alone, or (loss, logits), are then returned.
         """
         if isinstance(input_ids, tuple):
-            ids, hidden_from, types, positions, wanted = input_ids
-            mask = None if hidden_from is None else 1 - hidden_from
-            found = self(ids, mask, types, positions, wanted)
+            ids, hidden_from, types, positions, *cross, wanted = input_ids
+            states, their_mask = cross or (None, None)
+            masks = (None if mask is None else 1 - mask for mask in (hidden_from, their_mask))
+            found = self(ids, next(masks), types, positions, wanted, states, next(masks))
             return found.logits if wanted is None else (found.loss, found.logits)
-        mask = None if attention_mask is None else attention_mask[:, None, None, :] != 0
-        hidden = self.transformer(self._embed(input_ids, token_type_ids, position_ids), mask)
+        mask, their_mask = (
+            None if mask is None else mask[:, None, None, :] != 0 for mask in (attention_mask, encoder_attention_mask)
+        )
+        hidden = self._embed(input_ids, token_type_ids, position_ids)
+        hidden = self.transformer(hidden, mask, encoder_hidden_states, their_mask)
         hidden = hidden if self.post_layernorm else self.layernorm(hidden)
         if self.lm_head is None:
             return hidden

@@ -7,6 +7,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwise.smp.nn.alibi import with_alibi
+
 
 class DistributedLinear(nn.Linear):
     """`nn.Linear`; by itself it is whole on every tensor rank, and only inside of a transformer is it split."""
@@ -55,7 +57,7 @@ class FlashAttentionLayer(nn.Module):
         scale_attn_by_layer_idx, layer_idx: divide them by layer_idx + 1 too.
         scale: the factor of scores.
         triton_flash_attention: accepted; torch chooses its kernel.
-        use_alibi: refused.
+        use_alibi: scores fall with the distance; see `alibi.py`.
     """
 
     def __init__(
@@ -70,8 +72,7 @@ class FlashAttentionLayer(nn.Module):
         use_alibi: bool = False,
     ) -> None:
         super().__init__()
-        if use_alibi:
-            raise TypeError("FlashAttentionLayer: use_alibi=True is not built; add the biases to attn_mask")
+        self.alibi = use_alibi
         self.p, self.scale = attention_dropout_prob, 1.0 if scale is None and not scale_attention_scores else scale
         self.by_layer = (layer_idx or 0) + 1 if scale_attn_by_layer_idx else 1
 
@@ -80,4 +81,6 @@ class FlashAttentionLayer(nn.Module):
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
         scale = (query.shape[-1] ** -0.5 if self.scale is None else self.scale) / self.by_layer
         dropout = self.p if self.training else 0.0
+        if self.alibi:
+            attn_mask, causal = with_alibi(query, attn_mask, causal), False
         return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout, causal, scale=scale)

@@ -17,7 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
+from shardwise.smp.nn.alibi import LARGEST, alibi_bias, alibi_slopes
 from shardwise.smp.nn.norms import FusedLayerNorm
+from shardwise.smp.process import state
 
 COMPILED = "the numbers are the same; model.compile fuses such steps"
 # Keywords of scripts that change nothing here, and why; one that is set is named once on rank 0.
@@ -30,7 +32,6 @@ WITHOUT_EFFECT = {
     "fp32_residual_addition": "residuals are added in the compute dtype",
     "distribute_embedding": "embeddings are split by vocabulary where tensor ranks can share them",
     "zero_init": "weights never depend on the layout",
-    "use_normal_initialization": "initializer_range says it",
     "_skip_allgather": "the engine places collectives",
     "_skip_scatter_and_merge": "the engine places collectives",
 }
@@ -47,6 +48,36 @@ def take_out(settings: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if key not in WITHOUT_EFFECT}
 
 
+def refuse_unknown(name: str, settings: dict[str, Any]) -> None:
+    """Raises TypeError for settings that nobody knows, as Python does."""
+    if settings:
+        raise TypeError(f"{name}.__init__() got an unexpected keyword argument {next(iter(settings))!r}")
+
+
+def additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """A mask that is true where attention looks, as one that is added to scores; any other as it is."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+
+
+class Projection(nn.Linear):
+    """`nn.Linear`, whose fresh weights are normal where a standard deviation is given."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool, std: float | None) -> None:
+        self.std = std
+        super().__init__(inputs, outputs, bias=bias)
+
+    def reset_parameters(self) -> None:
+        """Normal weights and zero biases, or torch's own."""
+        if self.std is None:
+            super().reset_parameters()
+            return
+        nn.init.normal_(self.weight, std=self.std)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+
 class DistributedAttentionLayer(nn.Module):
     """Multi-head attention with its norm and residual; [B, S, H] -> [B, S, H].
 
@@ -58,6 +89,9 @@ class DistributedAttentionLayer(nn.Module):
         pre_layernorm, post_layernorm: whether input, or sum with the residual, is normalized.
         scale_attention_scores: divide scores by sqrt(attention_head_size).
         scale: divide them by this too.
+        cross_attention: keys and values are of other states than queries.
+        use_alibi, alibi_bias_max: scores fall with the distance; see `alibi.py`.
+        initializer_range: standard deviation of fresh weights, where `use_normal_initialization`.
         window: how far back attention sees; 0 for everything.
         rotary_dim, rotary_base, rotary_interleaved: rotary positions of so many features of a head (arXiv 2104.09864).
         qkv_bias, dense_bias: whether the projections have biases.
@@ -86,37 +120,53 @@ class DistributedAttentionLayer(nn.Module):
         dense_bias: bool = True,
         flash_attention: bool = True,
         attention_in_fp32: bool = False,
+        cross_attention: bool = False,
+        use_alibi: bool = False,
+        alibi_bias_max: int = LARGEST,
+        initializer_range: float = 0.02,
+        use_normal_initialization: bool = False,
+        **settings: Any,
     ) -> None:
         super().__init__()
-        self.fused, self.in_fp32 = flash_attention, attention_in_fp32
+        refuse_unknown(type(self).__name__, take_out(settings))
+        self.fused, self.in_fp32, self.cross = flash_attention, attention_in_fp32, cross_attention
+        self.alibi = alibi_slopes(num_attention_heads, alibi_bias_max) if use_alibi else []
+        std = initializer_range if use_normal_initialization else None
         inner = num_attention_heads * attention_head_size
         self.head_size, self.causal, self.window = attention_head_size, causal_mask_size is not None, window
         self.scale = (1 / math.sqrt(attention_head_size) if scale_attention_scores else 1.0) / scale
         self.rotary_dim, self.rotary_base, self.interleaved = rotary_dim, rotary_base, rotary_interleaved
-        self.query = nn.Linear(hidden_size, inner, bias=qkv_bias)
-        self.key = nn.Linear(hidden_size, inner, bias=qkv_bias)
-        self.value = nn.Linear(hidden_size, inner, bias=qkv_bias)
-        self.dense = nn.Linear(inner, hidden_size, bias=dense_bias)
+        self.query = Projection(hidden_size, inner, qkv_bias, std)
+        self.key = Projection(hidden_size, inner, qkv_bias, std)
+        self.value = Projection(hidden_size, inner, qkv_bias, std)
+        self.dense = Projection(inner, hidden_size, dense_bias, std)
         self.attention_dropout, self.dropout = nn.Dropout(attention_dropout_prob), nn.Dropout(hidden_dropout_prob)
         self.pre_layernorm = FusedLayerNorm(hidden_size, eps=layernorm_epsilon) if pre_layernorm else None
         self.layernorm = FusedLayerNorm(hidden_size, eps=layernorm_epsilon) if post_layernorm else None
 
-    def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
-        """`mask` is additive, or true where attention looks, and broadcasts to [B, heads, S, S]."""
-        total = hidden + self.attend(hidden if self.pre_layernorm is None else self.pre_layernorm(hidden), mask)
+    def forward(self, hidden: Any, mask: Tensor | None = None, states: Tensor | None = None) -> Tensor:
+        """`mask` is additive, or true where attention looks, and broadcasts to [B, heads, S, S].
+
+        Cross attention looks at `states` [B, T, H]. SMP's tuples (hidden, mask), (hidden, states, mask) are taken too.
+        """
+        if isinstance(hidden, tuple):
+            return self(hidden[0], hidden[-1], hidden[1]) if self.cross else self(*hidden)
+        normed = hidden if self.pre_layernorm is None else self.pre_layernorm(hidden)
+        total = hidden + self.attend(normed, mask, states)
         return total if self.layernorm is None else self.layernorm(total)
 
-    def attend(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
+    def attend(self, hidden: Tensor, mask: Tensor | None, states: Tensor | None = None) -> Tensor:
         """Without norms and residual."""
+        source = hidden if states is None else states
         query, key, value = (
-            part(hidden).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
-            for part in (self.query, self.key, self.value)
+            part(x).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+            for part, x in ((self.query, hidden), (self.key, source), (self.value, source))
         )
         if self.rotary_dim:
             query, key = self._rotate(query), self._rotate(key)
         if self.in_fp32 and query.dtype.itemsize < 4:
             query, key, value = query.float(), key.float(), value.float()
-        mask = self._mask(mask, query)
+        mask = self._mask(mask, query) if states is None else additive(mask, query.dtype)
         if not self.fused or (self.training and self.attention_dropout.p):
             scores = (query * self.scale) @ key.transpose(-1, -2)
             scores = scores if mask is None else scores + mask
@@ -127,9 +177,10 @@ class DistributedAttentionLayer(nn.Module):
 
     def _mask(self, mask: Tensor | None, query: Tensor) -> Tensor | None:
         """The given mask as an addend, with what the layer's own rule hides."""
-        least = torch.finfo(query.dtype).min
-        if mask is not None and mask.dtype == torch.bool:
-            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, least)
+        least, mask = torch.finfo(query.dtype).min, additive(mask, query.dtype)
+        if self.alibi:
+            bias = self._distances(query)
+            mask = bias if mask is None else torch.clamp(bias + mask.to(query.dtype), min=least)
         if not self.causal:
             return mask
         length = query.shape[-2]
@@ -137,6 +188,12 @@ class DistributedAttentionLayer(nn.Module):
         seen = ones.tril() if not self.window else ones.tril() & ~ones.tril(-self.window)
         own = torch.zeros(length, length, dtype=query.dtype, device=query.device).masked_fill(~seen, least)
         return own if mask is None else torch.clamp(own + mask.to(query.dtype), min=least)
+
+    def _distances(self, query: Tensor) -> Tensor:
+        """[heads that are here, S, S]: what ALiBi takes off the scores."""
+        here = query.shape[1]
+        first = state.layout.index("tensor") * here if here < len(self.alibi) else 0
+        return alibi_bias(self.alibi[first : first + here], query.shape[-2], query)
 
     def _rotate(self, heads: Tensor) -> Tensor:
         """Rotary positions on the first `rotary_dim` features of [B, heads, S, D], in fp32 tables."""
@@ -162,7 +219,8 @@ class DistributedTransformerOutputLayer(nn.Module):
         hidden_size, intermediate_size: of the whole layer.
         hidden_dropout_prob: of the output.
         activation: a name of transformers'.
-        layernorm_epsilon, pre_layernorm, post_layernorm: as of attention.
+        attention_dropout_prob: accepted, as SMP's own layers pass it on.
+        layernorm_epsilon, pre_layernorm, post_layernorm, initializer_range, use_normal_initialization: as of attention.
     """
 
     def __init__(
@@ -174,9 +232,16 @@ class DistributedTransformerOutputLayer(nn.Module):
         layernorm_epsilon: float = 1e-5,
         pre_layernorm: bool = False,
         post_layernorm: bool = True,
+        attention_dropout_prob: float = 0.1,
+        initializer_range: float = 0.02,
+        use_normal_initialization: bool = False,
+        **settings: Any,
     ) -> None:
         super().__init__()
-        self.dense1, self.dense2 = nn.Linear(hidden_size, intermediate_size), nn.Linear(intermediate_size, hidden_size)
+        refuse_unknown(type(self).__name__, take_out(settings))
+        std = initializer_range if use_normal_initialization else None
+        self.dense1 = Projection(hidden_size, intermediate_size, True, std)
+        self.dense2 = Projection(intermediate_size, hidden_size, True, std)
         self.activation, self.dropout = ACT2FN[activation], nn.Dropout(hidden_dropout_prob)
         self.pre_layernorm = FusedLayerNorm(hidden_size, eps=layernorm_epsilon) if pre_layernorm else None
         self.layernorm = FusedLayerNorm(hidden_size, eps=layernorm_epsilon) if post_layernorm else None
@@ -198,10 +263,12 @@ class DistributedTransformerLayer(nn.Module):
     Args:
         parallel_attn_output: "" for one after the other; "own" and "shared": both read the block's input, through
             a norm of each one's own (GPT-NeoX) or through one norm (GPT-J).
+        add_cross_attention: look at other states too, between attention and MLP.
         settings: those of DistributedAttentionLayer and DistributedTransformerOutputLayer.
 
     Raises:
-        TypeError: a setting is unknown, or one that is not built (ALiBi, cross attention).
+        TypeError: a setting is unknown.
+        ValueError: neither input nor output of the parts is normalized.
     """
 
     def __init__(
@@ -219,33 +286,43 @@ class DistributedTransformerLayer(nn.Module):
         initializer_range: float = 0.02,
         pre_layernorm: bool = False,
         post_layernorm: bool = True,
-        use_alibi: bool = False,
+        use_normal_initialization: bool = False,
         parallel_attn_output: str = "",
         **settings: Any,
     ) -> None:
         super().__init__()
-        if use_alibi or add_cross_attention:
-            asked = "use_alibi" if use_alibi else "add_cross_attention"
-            raise TypeError(f"{asked}=True is not built; use the model's own module instead of smp.nn's")
+        if not (pre_layernorm or post_layernorm):
+            raise ValueError("pre_layernorm=False, post_layernorm=False: one of them has to be on, or both")
         self.parallel = parallel_attn_output
-        settings = take_out(settings)
-        shared: dict[str, Any] = {"layernorm_epsilon": layernorm_epsilon, "hidden_dropout_prob": hidden_dropout_prob}
-        self.attention = DistributedAttentionLayer(
-            num_attention_heads, attention_head_size, hidden_size, attention_dropout_prob,
-            causal_mask_size=causal_mask_size, pre_layernorm=pre_layernorm, post_layernorm=post_layernorm,
-            **shared, **settings,
-        )  # fmt: skip
+        shared: dict[str, Any] = {
+            "layernorm_epsilon": layernorm_epsilon, "hidden_dropout_prob": hidden_dropout_prob,
+            "initializer_range": initializer_range, "use_normal_initialization": use_normal_initialization,
+        }  # fmt: skip
+        heads: dict[str, Any] = shared | {
+            "num_attention_heads": num_attention_heads, "attention_head_size": attention_head_size,
+            "hidden_size": hidden_size, "attention_dropout_prob": attention_dropout_prob,
+            "pre_layernorm": pre_layernorm, "post_layernorm": post_layernorm,
+        }  # fmt: skip
+        self.attention = DistributedAttentionLayer(causal_mask_size=causal_mask_size, **heads, **settings)
+        self.cross_attention = DistributedAttentionLayer(cross_attention=True, **heads) if add_cross_attention else None
         self.output = DistributedTransformerOutputLayer(
             hidden_size, intermediate_size, activation=activation,
             pre_layernorm=pre_layernorm and parallel_attn_output != "shared", post_layernorm=post_layernorm, **shared,
         )  # fmt: skip
 
-    def forward(self, hidden: Any, mask: Tensor | None = None) -> Any:
-        """[B, S, H], or SMP's tuple (hidden, mask), which is then what is returned."""
+    def forward(
+        self, hidden: Any, mask: Tensor | None = None, states: Tensor | None = None, states_mask: Tensor | None = None
+    ) -> Any:
+        """[B, S, H], or SMP's tuple (hidden, mask), which is then what is returned.
+
+        With cross attention it looks at `states` [B, T, H], and the tuple is (hidden, states, mask, states_mask).
+        """
         if isinstance(hidden, tuple):
-            return (self(*hidden), *hidden[1:])
+            return (self(*in_order(hidden)), *hidden[1:])
         if not self.parallel:
-            return self.output(self.attention(hidden, mask))
+            hidden = self.attention(hidden, mask)
+            hidden = hidden if self.cross_attention is None else self.cross_attention(hidden, states_mask, states)
+            return self.output(hidden)
         normed = hidden if self.attention.pre_layernorm is None else self.attention.pre_layernorm(hidden)
         other = normed if self.output.pre_layernorm is None else self.output.pre_layernorm(hidden)
         return self.output.transform(other) + self.attention.attend(normed, mask) + hidden
@@ -258,13 +335,16 @@ class DistributedTransformer(nn.Module):
         num_layers: blocks.
         windows: of each block, how far back attention sees; unset: everything.
         scales: of each block, by what its scores are divided.
-        settings: of DistributedTransformerLayer.
+        settings: of DistributedTransformerLayer; with both of its norms input and output are normalized as well.
     """
 
     def __init__(
         self, num_layers: int = 12, windows: list[int] | None = None, scales: list[float] | None = None, **settings: Any
     ) -> None:
         super().__init__()
+        both = settings.get("pre_layernorm", False) and settings.get("post_layernorm", True)
+        shape, eps = settings.get("hidden_size", 1024), settings.get("layernorm_epsilon", 1e-5)
+        self.pre_layernorm = FusedLayerNorm(shape, eps=eps) if both else None
         self.seq_layers = nn.Sequential(
             *(
                 DistributedTransformerLayer(
@@ -273,11 +353,20 @@ class DistributedTransformer(nn.Module):
                 for i in range(num_layers)
             )
         )
+        self.layernorm = FusedLayerNorm(shape, eps=eps) if both else None
 
-    def forward(self, hidden: Any, mask: Tensor | None = None) -> Any:
-        """[B, S, H], or SMP's tuple (hidden, mask)."""
+    def forward(
+        self, hidden: Any, mask: Tensor | None = None, states: Tensor | None = None, states_mask: Tensor | None = None
+    ) -> Any:
+        """As DistributedTransformerLayer's."""
         if isinstance(hidden, tuple):
-            return (self(*hidden), *hidden[1:])
+            return (self(*in_order(hidden)), *hidden[1:])
+        hidden = hidden if self.pre_layernorm is None else self.pre_layernorm(hidden)
         for layer in self.seq_layers:
-            hidden = layer(hidden, mask)
-        return hidden
+            hidden = layer(hidden, mask) if states is None else layer(hidden, mask, states, states_mask)
+        return hidden if self.layernorm is None else self.layernorm(hidden)
+
+
+def in_order(given: tuple[Any, ...]) -> tuple[Any, ...]:
+    """SMP's tuple (hidden, mask) or (hidden, states, mask, states_mask) as arguments."""
+    return given if len(given) < 4 else (given[0], given[2], given[1], given[3])

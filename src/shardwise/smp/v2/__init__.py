@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardwise.smp.v2 import group_state
+from shardwise.smp.v2 import fully_sharded, group_state
 from shardwise.smp.v2.state_handler import state
 from shardwise.smp.v2.transforming import transform
 
 group_state.install()
+fully_sharded.install_configs()
 
 __all__ = ["init", "is_initialized", "state", "transform"]
 

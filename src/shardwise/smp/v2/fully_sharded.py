@@ -1,6 +1,7 @@
 """What `tsm.init` changes in torch's `FullyShardedDataParallel`: groups by degree, and SMP's further keywords.
 
-Scripts import the class before `init`, so it is changed in place, and given back at the end. A call without SMP's
+Scripts import the class before `init`, so it is changed in place, and given back at the end; the configs of whole state
+dicts are changed when `torch.sagemaker` is imported. A call without SMP's
 degrees reaches torch as it came. On the CPU, where FSDP refuses to spread weights itself, that is done before.
 """
 
@@ -23,11 +24,13 @@ from torch.distributed.fsdp import (
 )
 
 from shardwise._torch_compat import hybrid_strategies
+from shardwise.smp.process import device_type
 from shardwise.smp.v2.split_model import hf_names, local_names
 
 SHARD, REPLICA, LINE = ("shard", "context"), ("replica",), ("replica", "shard", "context")
 GROUPS = (SHARD, REPLICA, LINE, ("tensor",), ("context",), (*SHARD, "tensor"), (*LINE, "pipeline", "tensor"))
 
+_fsdp: Any = FullyShardedDataParallel
 _fsdp_init: Any = FullyShardedDataParallel.__init__
 _config_init: Any = FullStateDictConfig.__init__
 _state_init: Any = FullOptimStateDictConfig.__init__
@@ -36,17 +39,18 @@ _wrapping = False  # FSDP wraps children by the same constructor
 
 def install() -> None:
     """Change FSDP in place; a second call does nothing."""
-    _change(_init, _init_config, _init_state)
+    _fsdp.__init__ = _init
 
 
 def uninstall() -> None:
     """Give FSDP back as torch has it."""
-    _change(_fsdp_init, _config_init, _state_init)
+    _fsdp.__init__ = _fsdp_init
 
 
-def _change(*constructors: Any) -> None:
-    classes: Any = (FullyShardedDataParallel, FullStateDictConfig, FullOptimStateDictConfig)
-    for kind, constructor in zip(classes, constructors, strict=True):
+def install_configs() -> None:
+    """Change the configs of whole states, for good: scripts make them before `tsm.init` too."""
+    configs: Any = FullStateDictConfig, FullOptimStateDictConfig
+    for kind, constructor in zip(configs, (_init_config, _init_state), strict=True):
         kind.__init__ = constructor
 
 
@@ -55,19 +59,15 @@ def _init_config(
     self: Any, offload_to_cpu: bool = False, rank0_only: bool = False, translate_on_save: bool = True
 ) -> None:
     """With `translate_on_save`: whole tensors under the model's own names, also of a model in tensor parts."""
-    from shardwise.smp.v2.state_handler import state
-
     # Parameters of the CPU are there already: FSDP would free them with its gathered copy.
-    _config_init(self, offload_to_cpu and state.device.type != "cpu", rank0_only)
+    _config_init(self, offload_to_cpu and device_type() != "cpu", rank0_only)
     self.translate_on_save = translate_on_save
 
 
 @functools.wraps(_state_init)
 def _init_state(self: Any, offload_to_cpu: bool = True, rank0_only: bool = False) -> None:
     """On the CPU nothing is moved: torch (2.11, 2.13) would give out a buffer that it fills again with the next."""
-    from shardwise.smp.v2.state_handler import state
-
-    _state_init(self, offload_to_cpu and state.device.type != "cpu", rank0_only)
+    _state_init(self, offload_to_cpu and device_type() != "cpu", rank0_only)
 
 
 @functools.wraps(_fsdp_init)

@@ -15,8 +15,9 @@ from shardwise.errors import ConfigError
 from shardwise.launch.session import session
 from shardwise.layout import Layout
 from shardwise.smp.exceptions import NotInitializedError
-from shardwise.smp.process import current_world, device_type
+from shardwise.smp.process import device_type
 from shardwise.smp.v2.options import DEFAULTS, DEGREES, read_options
+from shardwise.training.setup import current_world
 
 NATIVE_SHARDS = 8  # of torch's own hybrid sharding on SMP's machines, where no degree is given
 Group = dist.ProcessGroup | None

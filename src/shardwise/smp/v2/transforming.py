@@ -19,13 +19,13 @@ from shardwise.families.discovery import discover
 from shardwise.families.float8 import left_out
 from shardwise.plan import resolve
 from shardwise.smp.config import make_job
-from shardwise.smp.process import current_world
 from shardwise.smp.v2.float8 import lead_layers
 from shardwise.smp.v2.moe.moe_config import MoEConfig
 from shardwise.smp.v2.split_model import give_weights, split_model, take_weights
 from shardwise.smp.v2.split_sequences import METHODS, split_sequences
 from shardwise.smp.v2.state_handler import state
 from shardwise.smp.v2.tensor_parallel.transformer import mark_blocks
+from shardwise.training.setup import current_world
 
 PROBED = 256  # positions of the forward that is looked at; the script's own sequences may be longer
 

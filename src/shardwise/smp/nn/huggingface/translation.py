@@ -18,7 +18,7 @@ from torch import Tensor
 from shardwise.smp.exceptions import SMPValidationError
 from shardwise.smp.process import state
 
-QKV = ("query", "key", "value")
+QKV, POSITIONS = ("query", "key", "value"), "position_embedding"
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class Family:
         others: prefix there -> prefix here, outside of blocks.
         transposed: weights are kept [in, out].
         by_head: the fused projection is [heads, 3, head size].
+        qkv_bias: whether queries, keys and values have biases; None: either.
         ignored: buffers of older versions, which hold no weights.
     """
 
@@ -43,12 +44,13 @@ class Family:
     target: str = "transformer.seq_layers.{}"
     transposed: bool = False
     by_head: bool = False
+    qkv_bias: bool | None = None
     ignored: str = r"\.(attn\.bias|attn\.masked_bias|attention\.bias|attention\.masked_bias|rotary_emb\.inv_freq)$"
 
 
 SEPARATE = {f"{letter}_proj": f"attention.{name}" for letter, name in zip("qkv", QKV)}
 MLP = {"c_fc": "output.dense1", "c_proj": "output.dense2"}
-GPT_OTHERS = {"transformer.wte": "word_embedding", "transformer.wpe": "position_embedding",
+GPT_OTHERS = {"transformer.wte": "word_embedding", "transformer.wpe": POSITIONS,
               "transformer.ln_f": "layernorm", "lm_head": "lm_head"}  # fmt: skip
 
 
@@ -71,14 +73,14 @@ FAMILIES = {
             "transformer.h.{}",
             {"ln_1": "attention.pre_layernorm", "attn.c_attn": "qkv", "attn.c_proj": "attention.dense",
              "ln_2": "output.pre_layernorm"} | {f"mlp.{old}": new for old, new in MLP.items()},
-            GPT_OTHERS, transposed=True,
+            GPT_OTHERS, transposed=True, qkv_bias=True,
         ),
         Family(
             "gptj",
             "transformer.h.{}",
             {"ln_1": "attention.pre_layernorm", "attn.out_proj": "attention.dense", "mlp.fc_in": "output.dense1",
              "mlp.fc_out": "output.dense2"} | {f"attn.{old}": new for old, new in SEPARATE.items()},
-            GPT_OTHERS,
+            {old: new for old, new in GPT_OTHERS.items() if new != POSITIONS}, qkv_bias=False,
         ),
         Family(
             "gpt_neo",
@@ -87,7 +89,7 @@ FAMILIES = {
              "ln_2": "output.pre_layernorm"}
             | {f"attn.attention.{old}": new for old, new in SEPARATE.items()}
             | {f"mlp.{old}": new for old, new in MLP.items()},
-            GPT_OTHERS,
+            GPT_OTHERS, qkv_bias=False,
             ignored=r"\.attn\.attention\.(bias|masked_bias)$",
         ),
         Family(
@@ -175,11 +177,33 @@ def _pattern(block: str) -> re.Pattern[str]:
 
 
 def _check(family: Family, weights: Any, pattern: re.Pattern[str], whose: str) -> None:
-    if not any(pattern.match(key) for key in weights):
+    """Raises SMPValidationError unless the blocks hold what the family's do: several share the names around them."""
+    inside = [key[match.end() :] for key in weights if (match := pattern.match(key))]
+    here = whose == "smp.nn"
+    why = _stranger(family, inside, here) if inside else ""
+    if not inside:
+        why = f"none is called like {family.block.format(0)}... or {family.target.format(0)}..."
+    elif not why and here and "word_embedding.weight" in weights:
+        found, wanted = (POSITIONS in (key.rpartition(".")[0] for key in weights), POSITIONS in family.others.values())
+        why = "" if found == wanted else f"they have {'a' if found else 'no'} {POSITIONS}"
+    if why:
         raise SMPValidationError(
-            f"these are not {whose}'s weights of {family.name}: none is called like {family.block.format(0)}... or "
-            f"{family.target.format(0)}...; use the function of their own family"
+            f"these are not {whose}'s weights of {family.name}: {why}; use the function of their own family"
         )
+
+
+def _stranger(family: Family, inside: list[str], here: bool) -> str:
+    """What tells names in blocks, ours (`here`) or transformers', from the family's; empty where nothing does."""
+    fused = [f"attention.{part}" for part in QKV]
+    ours = {name for new in family.leaves.values() for name in (fused if new == "qkv" else [new])}
+    wanted, found = ours if here else set(family.leaves), {name.rpartition(".")[0] for name in inside}
+    query = next(old for old, new in family.leaves.items() if new in ("qkv", fused[0])) if not here else fused[0]
+    biased = f"{query}.bias" in inside
+    if missing := wanted - found:
+        return f"no block has {', '.join(sorted(missing))}"
+    if here and (unknown := found - wanted):
+        return f"blocks have {', '.join(sorted(unknown))} too"
+    return "" if family.qkv_bias in (None, biased) else f"queries have {'a' if biased else 'no'} bias"
 
 
 def _drained(weights: Any) -> Iterator[tuple[str, Tensor]]:

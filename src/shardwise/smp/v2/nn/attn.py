@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardwise.errors import ConfigError
+from shardwise.smp.nn.alibi import with_alibi
 
 LAYOUTS = ("b h s d", "b s h d")
 
@@ -20,10 +21,7 @@ class FlashSelfAttention(nn.Module):
         attention_dropout_prob: probability that an attention weight is dropped in training.
         scale: of the scores; unset: 1/sqrt(head size).
         triton_flash_attention: accepted; the kernel is torch's.
-        use_alibi: refused.
-
-    Raises:
-        ConfigError: `use_alibi`.
+        use_alibi: scores fall with the distance; see `smp/nn/alibi.py`.
     """
 
     def __init__(
@@ -34,9 +32,7 @@ class FlashSelfAttention(nn.Module):
         use_alibi: bool = False,
     ) -> None:
         super().__init__()
-        if use_alibi:
-            raise ConfigError("use_alibi=True is not built; leave it out, or use a model of transformers with ALiBi")
-        self.dropout, self.scale = attention_dropout_prob, scale
+        self.dropout, self.scale, self.alibi = attention_dropout_prob, scale, use_alibi
 
     def forward(
         self, qkv: Any, attn_mask: Tensor | None = None, causal: bool = False,
@@ -60,7 +56,7 @@ class FlashGroupedQueryAttention(nn.Module):
 
     def __init__(self, attention_dropout_prob: float = 0.0, scale: float | None = None) -> None:
         super().__init__()
-        self.dropout, self.scale = attention_dropout_prob, scale
+        self.dropout, self.scale, self.alibi = attention_dropout_prob, scale, False
 
     def forward(
         self, q: Tensor, kv: Any, causal: bool = False, cast_dtype: torch.dtype | None = None,
@@ -83,6 +79,8 @@ def _attend(
 ) -> Tensor:  # fmt: skip
     dtype, turned = query.dtype, layout == LAYOUTS[1]
     q, k, v = ((each.transpose(1, 2) if turned else each).to(cast_dtype or dtype) for each in (query, key, value))
+    if module.alibi:
+        mask, causal = with_alibi(q, mask, causal), False
     output = F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, dropout_p=module.dropout if module.training else 0.0, is_causal=causal,
         scale=module.scale, enable_gqa=q.shape[1] != k.shape[1],

@@ -1,0 +1,118 @@
+"""SMP's options in a script: each acts, or has a line that says why not, or is refused; none is dropped in silence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import shardwise.smp as smp
+from shardwise.collectives import engine
+from shardwise.errors import ConfigError, MachineError
+from shardwise.plan import World
+from shardwise.smp.backend import choose
+from shardwise.smp.config import ACT_IN_SCRIPTS, Configuration
+from shardwise.smp_options import OPTIONS
+from shardwise.testing.world import WorldPool
+from tests.smp.scripts import batches, make_model
+
+TWO: dict[str, Any] = {"partitions": 2, "microbatches": 4}
+SHARDED: dict[str, Any] = {"sharded_data_parallel_degree": 2}
+# A value that is not the default, and what it is given beside.
+VALUES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "pipeline_parallel_degree": (2, {}), "partitions": (2, {}), "microbatches": (4, {}),
+    "active_microbatches": (2, TWO), "pipeline": ("simple", TWO), "optimize": ("memory", {"tensor_parallel_degree": 2}),
+    "placement_strategy": ("spread", {}), "auto_partition": (False, TWO), "default_partition": (1, TWO),
+    "memory_weight": (0.3, TWO), "ddp": (False, {}), "ddp_dist_backend": ("gloo", {}),
+    "tensor_parallel_degree": (2, {}),
+    "activation_loading_horizon": (2, {"offload_activations": True}), "sharded_data_parallel_degree": (2, {}),
+    "sdp_reduce_bucket_size": (7, SHARDED), "sdp_param_persistence_threshold": (7, SHARDED),
+    "sdp_max_live_parameters": (7, SHARDED), "sdp_hierarchical_allgather": (False, SHARDED),
+    "sdp_gradient_clipping": (0.5, SHARDED), "flash_attention": (False, {}),
+}  # fmt: skip
+READ = {start.partition("=")[0] for start in ACT_IN_SCRIPTS} - {"ddp"}  # by smp itself, from state.cfg
+
+
+@pytest.mark.parametrize("option", [each for each in OPTIONS if "v1" in each.versions], ids=lambda each: each.name)
+def test_each_option_acts_or_is_named(option: Any) -> None:
+    value, beside = VALUES.get(option.name, (True, {}))
+    try:
+        found, before = Configuration({**beside, option.name: value}), Configuration(beside)
+        acts = found.job_keys != before.job_keys or option.name in READ
+    except ConfigError as error:
+        assert f"{option.name}={value!r} is refused" in str(error)
+        return
+    assert found.get(option.name) == value
+    assert acts != any(f"{option.name}={value!r}" in note and "no effect here: " in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    "given, named",
+    [
+        ({"activation_loading_horizon": 3}, "activation_loading_horizon=3 has no effect here: nothing is offloaded"),
+        ({"sdp_gradient_clipping": 0.5}, "sdp_gradient_clipping=0.5 has no effect here: parameters are whole"),
+        ({"sdp_hierarchical_allgather": False}, "sdp_hierarchical_allgather=False has no effect here: parameters are"),
+        ({"ddp_dist_backend": "nccl"}, "ddp_dist_backend='nccl' has no effect here: NCCL is for CUDA"),
+    ],
+)
+def test_what_is_idle_beside_the_others_is_named_once(
+    given: dict[str, Any], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    smp.init(given)
+    smp.state.reset()
+    assert capsys.readouterr().err.count(named) == 1
+
+
+def test_backend_is_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def chosen(asked: str, size: int = 2, device: str = "cpu") -> tuple[str, list[str]]:
+        notes: list[str] = []
+        parallel = Configuration({"ddp_dist_backend": asked}, device).base_job().parallel
+        return choose(parallel, World(size, device, size), notes), notes
+
+    monkeypatch.setattr(engine, "obstacle", lambda: "")
+    monkeypatch.setattr(engine, "build", lambda say: None)
+    assert (
+        chosen("gloo") == ("gloo", []) and chosen("auto", 1) == ("gloo", []) and chosen("auto", 2, "cuda")[0] == "nccl"
+    )
+    assert chosen("auto") == chosen("shardwise") == chosen("nccl") == ("shardwise", [])
+    monkeypatch.setattr(engine, "obstacle", lambda: "no compiler")
+    assert chosen("auto")[0] == "gloo" and "not usable: no compiler" in chosen("auto")[1][0]
+    with pytest.raises(MachineError, match="ddp_dist_backend='shardwise': no compiler"):
+        chosen("shardwise")
+
+
+def test_delayed_parameters_are_drawn_without_shards_too() -> None:
+    smp.init({"delayed_parameter_initialization": True})
+    try:
+        with smp.model_creation():
+            module = make_model("gpt2")
+        assert all(parameter.is_meta for parameter in module.parameters())
+        model: Any = smp.DistributedModel(module)
+        ids, plain = batches()[0], make_model("gpt2")
+        model.load_state_dict(plain.state_dict())  # which waits for the places of what has none yet
+        found, expected = model(input_ids=ids, labels=ids)["loss"], plain(input_ids=ids, labels=ids)["loss"]
+        assert torch.equal(found.detach(), expected.detach())
+        with smp.model_creation():
+            drawn = smp.DistributedModel(make_model("gpt2"))
+        assert torch.isfinite(drawn(input_ids=ids, labels=ids)["loss"])
+    finally:
+        smp.state.reset()
+
+
+def _replaced_for_memory() -> float:
+    smp.init({"tensor_parallel_degree": 2, "prescaled_batch": True, "optimize": "memory"})
+    try:
+        with smp.model_creation(tensor_parallelism=True):
+            module = make_model("gpt2")
+        model: Any = smp.DistributedModel(module)
+        ids = batches()[0]
+        return float(model(input_ids=ids, labels=ids)["loss"].detach())
+    finally:
+        smp.state.reset()
+
+
+def test_replaced_models_take_smps_own_default(world_pool: WorldPool) -> None:
+    """`optimize` is memory unless it is said: layers of smp.nn, whose activations are whole, do not refuse it."""
+    first, second = world_pool.run(2, _replaced_for_memory)
+    assert first == second > 0
