@@ -50,7 +50,9 @@ class _DeviceType(type):
 
 
 class device(metaclass=_DeviceType):
-    """`torch.device`, which makes a device of the CPU where CUDA is asked for."""
+    """`torch.device`, which makes a device of the CPU where CUDA is asked for. Files name it as they name torch's."""
+
+    __module__, __qualname__ = "torch", "device"
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         kind = str(args[0] if args else kwargs.get("type", kwargs.get("device", "")))
@@ -160,7 +162,7 @@ def _is_cuda(value: Any) -> bool:
 
 
 def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` with CUDA devices among its arguments replaced."""
+    """`function` with CUDA devices among its arguments replaced, and without pinned memory."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -168,6 +170,7 @@ def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
         given = kwargs.get("device")
         if _is_cuda(given) or type(given) is int:
             kwargs["device"] = CPU
+        kwargs.pop("pin_memory", None)
         return function(*args, **kwargs)
 
     return call

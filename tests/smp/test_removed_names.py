@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -121,6 +122,13 @@ def test_generated_code_of_traces_knows_the_device_that_stands_in(monkeypatch: p
     graph.output(graph.call_function(torch.ones, (2,), {"device": torch.device("cpu")}))
     monkeypatch.setattr(torch, "device", cpu_for_cuda.device)
     assert torch.fx.GraphModule(nn.Module(), graph)().tolist() == [1, 1]
+
+
+def test_files_name_the_device_that_stands_in_as_torch_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "device", cpu_for_cuda.device)
+    written = pickle.dumps(torch.device("cuda", 1), protocol=2)
+    assert b"ctorch\ndevice" in written and pickle.loads(written).type == "cpu"
+    assert cpu_for_cuda._on_cpu(torch.tensor)([1], device="cuda", pin_memory=True).tolist() == [1]
 
 
 def test_a_device_may_be_a_number() -> None:
