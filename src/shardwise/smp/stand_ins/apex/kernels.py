@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 
 def multi_tensor_scale(chunk_size: int, overflow: Tensor, lists: Sequence[Sequence[Tensor]], scale: float) -> None:
@@ -27,11 +26,10 @@ def multi_tensor_l2norm(
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
     """[elements of all `tensors`]."""
-    flat: Tensor = _flatten_dense_tensors(tensors)
-    return flat
+    return torch.cat([tensor.flatten() for tensor in tensors])
 
 
 def unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """Views of `flat` of the shapes of `tensors`."""
-    views: Sequence[Tensor] = _unflatten_dense_tensors(flat, tensors)
-    return views
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors)]
