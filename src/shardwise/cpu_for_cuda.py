@@ -41,14 +41,23 @@ _real_device, _real_generator = torch.device, torch.Generator
 
 
 class _DeviceType(type):
-    """So that `isinstance(x, torch.device)` holds of real devices."""
+    """So that `isinstance(x, torch.device)` holds of real devices, and torch finds its own class to be this one: its
+    generated code of traces asks that before it names a device."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, _real_device)
 
+    def __eq__(cls, other: object) -> bool:
+        return other is cls or other is _real_device
+
+    def __hash__(cls) -> int:
+        return hash(_real_device)
+
 
 class device(metaclass=_DeviceType):
-    """`torch.device`, which makes a device of the CPU where CUDA is asked for."""
+    """`torch.device`, which makes a device of the CPU where CUDA is asked for. Files name it as they name torch's."""
+
+    __module__, __qualname__ = "torch", "device"
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         kind = str(args[0] if args else kwargs.get("type", kwargs.get("device", "")))

@@ -1,9 +1,8 @@
 """The import hook: Amazon's module names lead to `shardwise.smp`, where nothing else answers to them.
 
-The finder of their roots stands last, so that a real `smdistributed`, `torch.sagemaker`, `transformer_engine` or
-`flash_attn` that is installed is always found first. An aliased module is the module of ours itself, not a copy:
-classes are one, whichever name they were imported by. Imports nothing heavy, because transformers asks for
-`smdistributed` while it is imported.
+The finder of their roots stands last, so that a real `smdistributed`, `torch.sagemaker` or `apex` that is installed is
+always found first. An aliased module is the module of ours itself, not a copy: classes are one, whichever name they
+were imported by. Imports nothing heavy, because transformers asks for `smdistributed` while it is imported.
 """
 
 from __future__ import annotations
@@ -39,8 +38,10 @@ ALIASES = {
     "smdistributed.dataparallel.torch.torch_smddp": f"{ROOT}.smddp",
     "torch.sagemaker": f"{ROOT}.v2",
 }
-# Packages that scripts import whatever they then do: thin ones of ours where the real ones are missing.
-STAND_INS = {name: f"{ROOT}.stand_ins.{name}" for name in ("transformer_engine", "flash_attn", "accelerate")}
+# What scripts import whatever they then do: thin modules of ours where the real ones are missing.
+STAND_INS = {name: f"{ROOT}.stand_ins.{name}" for name in ("transformer_engine", "flash_attn", "accelerate", "apex")}
+STAND_INS |= dict.fromkeys(("amp_C", "apex_C"), f"{ROOT}.stand_ins.apex.kernels")
+STAND_INS["torch._six"] = f"{ROOT}.stand_ins.torch_six"
 TRAINER = "transformers.trainer"
 WITH_CHILDREN = ("smdistributed.modelparallel.torch", "torch.sagemaker", *STAND_INS)
 
@@ -54,7 +55,8 @@ class Finder(importlib.abc.MetaPathFinder):
         if fullname in NAMESPACES:
             return ModuleSpec(fullname, _Namespace(), is_package=True)
         ours = _ours(fullname)
-        if ours is None or not _exists(ours) or (fullname.partition(".")[0] in STAND_INS and _is_question()):
+        stands_in = fullname in STAND_INS or fullname.partition(".")[0] in STAND_INS
+        if ours is None or not _exists(ours) or (stands_in and _is_question()):
             return None
         if fullname in STAND_INS and os.environ.get("RANK", "0") == "0":
             print(f"note: {fullname} is not installed: what the script imports of it is a stand-in.", file=sys.stderr)

@@ -120,10 +120,19 @@ def _execute(script: Script, workers: int) -> None:
         runpy.run_path(script.path, run_name="__main__")
     except SystemExit as end:
         if end.code not in (None, 0):
+            _end_processes()
             raise WorkerError(f"the script ended with exit code {end.code}") from end
     except BaseException as error:
         failure.report(error)  # before other ranks see this one leave and fail themselves
+        _end_processes()
         raise
+
+
+def _end_processes() -> None:
+    """End what a failed script has forked. Its process pools wait for work, and this process, which was forked or
+    spawned itself, would wait for them at its end: Python shuts pools down at the end of a main process alone."""
+    for process in multiprocessing.active_children():
+        process.terminate()
 
 
 def _set_variables(script: Script, workers: int) -> None:

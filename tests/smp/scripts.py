@@ -8,7 +8,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM
+from transformers import (
+    FalconConfig,
+    FalconForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 import shardwise.smp as smp
 
@@ -23,6 +32,19 @@ def make_model(family: str, dtype: torch.dtype = torch.float64) -> nn.Module:
         off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
         config: Any = GPT2Config(n_embd=24, n_head=4, n_layer=3, n_positions=LENGTH, vocab_size=VOCABULARY, **off)
         return GPT2LMHeadModel(config).to(dtype)
+    if family == "t5":
+        config = T5Config(
+            d_model=24, d_kv=6, d_ff=48, num_layers=2, num_heads=4, vocab_size=VOCABULARY, dropout_rate=0.0,
+            relative_attention_num_buckets=8, relative_attention_max_distance=10, initializer_factor=0.5,
+            feed_forward_proj="gated-gelu", tie_word_embeddings=False, decoder_start_token_id=0,
+        )  # fmt: skip
+        return T5ForConditionalGeneration(config).to(dtype)
+    if family == "falcon":
+        config = FalconConfig(
+            hidden_size=24, num_attention_heads=4, num_kv_heads=2, num_hidden_layers=3, vocab_size=VOCABULARY,
+            new_decoder_architecture=True, alibi=False, bias=False, attention_dropout=0.0, hidden_dropout=0.0,
+        )  # fmt: skip
+        return FalconForCausalLM(config).to(dtype)
     config = GPTNeoXConfig(
         hidden_size=24, num_attention_heads=4, num_hidden_layers=3, intermediate_size=48, vocab_size=VOCABULARY,
         max_position_embeddings=LENGTH, attention_dropout=0.0, hidden_dropout=0.0,

@@ -14,7 +14,11 @@ from torch import Tensor, nn
 import shardwise.smp as smp
 from shardwise.smp import replacement
 from shardwise.smp.exceptions import SMPValidationError
-from shardwise.smp.nn.huggingface.gpt2 import get_hf_gpt2_transformer_layer_hooks
+from shardwise.smp.nn.huggingface.gpt2 import (
+    get_hf_gpt2_transformer_layer_hooks,
+    translate_hf_block_state_dict_to_smdistributed,
+    translate_layer_state_dict_to_hf_gpt2_block,
+)
 from shardwise.smp.nn.huggingface.models import REPLACED, distributed
 from shardwise.smp.nn.huggingface.translation import to_hf, to_smp
 from shardwise.smp.v2.nn.attn import FlashSelfAttention
@@ -87,6 +91,20 @@ def test_weights_of_another_family_are_refused(family: str) -> None:
             to_hf(dict(ours), other, 4)
 
 
+def test_blocks_are_translated_alone_and_in_a_whole_model() -> None:
+    weights = {name: value.clone() for name, value in make_model("gpt2").state_dict().items()}
+    there = translate_hf_block_state_dict_to_smdistributed(dict(weights), 16)
+    assert "transformer.h.1.attention.query.weight" in there and "transformer.wte.weight" in there
+    assert translate_hf_block_state_dict_to_smdistributed(dict(there)).keys() == there.keys()  # already translated
+    back = translate_layer_state_dict_to_hf_gpt2_block(there, 16)
+    assert back.keys() == weights.keys() and all(torch.equal(back[name], value) for name, value in weights.items())
+    prefix = "transformer.h.0."
+    block = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
+    alone = translate_hf_block_state_dict_to_smdistributed(dict(block))
+    assert "attention.query.weight" in alone
+    assert translate_layer_state_dict_to_hf_gpt2_block(alone).keys() == block.keys()
+
+
 def test_translation_keeps_no_second_copy() -> None:
     weights = dict(make_model("gpt2").state_dict())
     to_smp(weights, "gpt2")
@@ -144,13 +162,15 @@ def test_registered_class_takes_the_place_of_the_original(monkeypatch: pytest.Mo
     block = transformers.models.gpt2.modeling_gpt2.GPT2Block
     monkeypatch.setattr(block, "__init__", block.__init__)  # put back afterwards
     monkeypatch.setattr(replacement, "_registered", {})
-    smp.init({})
+    smp.init({"ddp": True})
     try:
         plain: Any = make_model("gpt2")
         smp.set_tensor_parallelism(plain.transformer.h)
         smp.tp_register_with_module(block, smp.nn.DistributedTransformerLayer, *get_hf_gpt2_transformer_layer_hooks())
         model: Any = smp.DistributedModel(plain)
         assert {type(layer) for layer in model.get_module().transformer.h} == {smp.nn.DistributedTransformerLayer}
+        assert model.module.module is model.get_module()  # scripts of 2021 and 2022 count SMP's wrappers
+        assert model.module.transformer is plain.transformer
         ids = batches()[0]
         loss = model(input_ids=ids, labels=ids)["loss"]
         model.backward(loss)

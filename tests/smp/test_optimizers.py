@@ -32,7 +32,9 @@ def _start() -> tuple[nn.Parameter, Tensor, Tensor]:
 
 def test_lamb_is_the_papers() -> None:
     parameter, x, gradients = _start()
-    found = _run(FusedLAMB([parameter], RATE, betas=BETAS, eps=1e-6, weight_decay=DECAY), parameter, gradients)
+    optimizer = FusedLAMB([parameter], RATE, betas=BETAS, eps=1e-6, weight_decay=DECAY)
+    found = _run(optimizer, parameter, gradients)
+    assert optimizer.param_groups[0]["step"] == 3  # where schedules of apex's users look for it
     m, v = torch.zeros_like(x), torch.zeros_like(x)
     for step, g in enumerate(gradients, 1):
         g = g * min(1.0, 1.0 / float(g.norm()))

@@ -33,6 +33,8 @@ SLOW = [
         (8, TWO, {**TENSOR, "placement_strategy": "spread", "microbatches": 2}),
         (4, TENSOR, {"optimize": "memory", "prescaled_batch": False}), (4, DDP, {"shard_optimizer_state": True}),
     )),
+    (2, "t5", TENSOR), (2, "t5", {**TENSOR, "prescaled_batch": False}), (4, "t5", {**TENSOR, "microbatches": 2}),
+    (2, "falcon", TENSOR), (2, "falcon", TWO), (2, "falcon", {**DDP, "sharded_data_parallel_degree": 2}),
 ]  # fmt: skip
 
 

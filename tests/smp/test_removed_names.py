@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -10,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.models.gpt_neox import modeling_gpt_neox
 from transformers.models.llama import modeling_llama
 
 import shardwise.smp.v2 as tsm
+from shardwise import cpu_for_cuda
 from shardwise.cpu_for_cuda import _with_number
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.smp.stand_ins.accelerate import init_empty_weights
@@ -75,6 +77,58 @@ def test_a_missing_accelerate_is_a_stand_in_for_scripts_alone() -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "accelerate is not installed" in done.stderr
+
+
+APEX = """
+import importlib.util
+from shardwise import import_hook
+import_hook.install()
+assert importlib.util.find_spec("apex") is None and importlib.util.find_spec("torch._six") is None
+import amp_C, apex_C, torch
+from apex import amp
+from apex.amp import _amp_state
+from apex.multi_tensor_apply import multi_tensor_applier
+from apex.parallel import DistributedDataParallel
+from apex.parallel.distributed import flat_dist_call
+from torch._six import inf
+overflow, values = torch.zeros(1, dtype=torch.int), [torch.tensor([3.0, 4.0]), torch.tensor([12.0])]
+norm, _ = multi_tensor_applier(amp_C.multi_tensor_l2norm, overflow, [values], False)
+halves = [torch.empty(2), torch.empty(1)]
+multi_tensor_applier(amp_C.multi_tensor_scale, overflow, [values, halves], 0.5)
+assert norm.tolist() == [13.0] and halves[0].tolist() == [1.5, 2.0] and overflow.item() == 0
+multi_tensor_applier(amp_C.multi_tensor_scale, overflow, [values, halves], inf)
+assert overflow.item() == 1
+flat_dist_call(values, torch.Tensor.neg_)
+assert [tensor.tolist() for tensor in values] == [[-3.0, -4.0], [-12.0]]
+assert torch.equal(apex_C.flatten(values), torch.tensor([-3.0, -4.0, -12.0])) and not _amp_state.loss_scalers
+try:
+    amp.initialize(None, None)
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+
+
+@pytest.mark.skipif(find_spec("apex") is not None, reason="apex is installed")
+def test_a_missing_apex_and_a_module_that_torch_has_removed_are_stand_ins() -> None:
+    done = subprocess.run([sys.executable, "-c", APEX], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "SMPUnsupportedError apex.amp.initialize is not to be had" in done.stdout
+    for name in ("apex", "amp_C", "apex_C", "torch._six"):
+        assert f"note: {name} is not installed" in done.stderr
+
+
+def test_generated_code_of_traces_knows_the_device_that_stands_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = torch.fx.Graph()
+    graph.output(graph.call_function(torch.ones, (2,), {"device": torch.device("cpu")}))
+    monkeypatch.setattr(torch, "device", cpu_for_cuda.device)
+    assert torch.fx.GraphModule(nn.Module(), graph)().tolist() == [1, 1]
+
+
+def test_files_name_the_device_that_stands_in_as_torch_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "device", cpu_for_cuda.device)
+    written = pickle.dumps(torch.device("cuda", 1), protocol=2)
+    assert b"ctorch\ndevice" in written and pickle.loads(written).type == "cpu"
+    assert cpu_for_cuda._on_cpu(torch.tensor)([1], device="cuda", pin_memory=True).tolist() == [1]
 
 
 def test_a_device_may_be_a_number() -> None:

@@ -37,6 +37,20 @@ def test_script_runs_unchanged_on_two_stages(tmp_path: Path) -> None:
     assert "stage 1: transformer.h.1" in done.stderr and done.stderr.count("NCCL is for CUDA") == 1
 
 
+POOL = """
+import concurrent.futures
+pool = concurrent.futures.ProcessPoolExecutor(1)
+assert pool.submit(abs, -1).result() == 1
+raise RuntimeError("of the script")
+"""
+
+
+def test_failed_script_does_not_wait_for_its_process_pool(tmp_path: Path) -> None:
+    (tmp_path / "pool.py").write_text(POOL)
+    done = _run("--workers", "2", tmp_path / "pool.py")
+    assert done.returncode == 1 and "RuntimeError: of the script" in done.stderr
+
+
 def test_example_learns_and_leaves_a_model_of_transformers(tmp_path: Path) -> None:
     example = EXAMPLES / "smp_gpt.py"
     options = '{"tensor_parallel_degree": 2, "prescaled_batch": true, "optimize": "speed"}'

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import collections
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ def _go_on(directory: str, config: dict[str, Any]) -> tuple[list[float], list[fl
         model, optimizer, train = _start(config)
         train(first), train(second)
         content = {"step": 2, "config": model.config, "count": np.prod((2, 3)), "args": argparse.Namespace(lr=1.0)}
+        content["sums"] = collections.defaultdict(dict, first={"lost": 1})
         smp.save_checkpoint(directory, tag="two", model=model, optimizer=optimizer, user_content=content)
         named = dict(model.module.named_parameters())
         for parameter in (one for group in optimizer.fp16_groups for one in group):
@@ -76,6 +78,7 @@ def test_training_goes_on_as_if_it_had_not_stopped(
     for straight, resumed, files, content in world_pool.run(2, _go_on, str(tmp_path), config):
         assert resumed == pytest.approx(straight, rel=1e-6)
         assert names | {"newest", "two_partial", "user_content.pt"} <= set(files)
+        assert content["sums"] == {"first": {"lost": 1}}
         assert (content["step"], content["count"], content["config"].n_embd, content["args"].lr) == (2, 6, 24, 1.0)
     _check_foreign(tmp_path)
     assert (tmp_path / "newest").read_text() == "two_partial"

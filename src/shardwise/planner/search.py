@@ -195,8 +195,8 @@ def _may_fit(candidate: Candidate) -> bool:
 
 
 def _ranked(candidates: list[Candidate], facts: ModelFacts) -> tuple[tuple[Candidate, ...], tuple[Candidate, ...]]:
-    """(those that fit, by speed; those that do not, by memory). The fastest are measured exactly, until enough fit: what
-    is shown is never the quick sum's word alone."""
+    """(those that fit, by speed; those that do not, by memory). The fastest are measured exactly, until enough fit to
+    be shown."""
     by_speed = sorted(filter(_may_fit, candidates), key=_speed, reverse=True)
     ranked: list[Candidate] = []
     misfits = [each for each in candidates if not _may_fit(each)]

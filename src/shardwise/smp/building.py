@@ -139,7 +139,8 @@ def _facts(module: nn.Module, values: dict[str, Any], example: Mapping[str, Tens
 
     length = values["data.sequence_length"]
     state.tracing = True
-    facts = discover(module, make_job({"data.sequence_length": length}), None if "input_ids" in example else example)
+    published = isinstance(getattr(module, "config", None), PreTrainedConfig)  # whose inputs are known
+    facts = discover(module, make_job({"data.sequence_length": length}), None if published else example)
     if state.layout.size("pipeline") > 1:
         facts = cut_by_trace(module, facts, length, example)
     state.tracing = False

@@ -23,43 +23,64 @@ def refuse_data_parallel(module: nn.Module) -> None:
         raise SMPValidationError(BY_ITSELF)
 
 
+class DataParallelLevel:
+    """What `DistributedModel.module` is under `ddp`, where SMP has one wrapper more: `.module` is the script's module.
+
+    Scripts of 2021 and 2022 count the levels (`model.module.module.transformer`); there is nothing in this one.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["module"], name)
+
+
 class Inspection:
     """A part of DistributedModel, which has the attributes."""
 
-    module: nn.Module
     parallel: ParallelModel | None
     names: dict[int, str]
 
+    def get_module(self) -> nn.Module:
+        """The script's module (or what took its place), unwrapped."""
+        raise NotImplementedError
+
+    @property
+    def partitioned(self) -> bool:
+        """Whether the model has been distributed."""
+        return self.parallel is not None
+
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """By the module's own names: all of them before the first step, then those that live here."""
-        return self.module.named_parameters(*args, **kwargs)
+        return self.get_module().named_parameters(*args, **kwargs)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         """By the module's own names."""
-        return self.module.named_buffers(*args, **kwargs)
+        return self.get_module().named_buffers(*args, **kwargs)
 
     def local_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters of this pipeline rank."""
-        return self.module.named_parameters()
+        return self.get_module().named_parameters()
 
     def local_parameters(self) -> Iterator[nn.Parameter]:
         """Parameters of this pipeline rank."""
-        return self.module.parameters()
+        return self.get_module().parameters()
 
     def local_named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Buffers of this pipeline rank."""
-        return self.module.named_buffers()
+        return self.get_module().named_buffers()
 
     def local_buffers(self) -> Iterator[Tensor]:
         """Buffers of this pipeline rank."""
-        return self.module.buffers()
+        return self.get_module().buffers()
 
     def local_named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """Modules of this pipeline rank: those that hold something, and those they are in."""
         parallel = self.parallel
         passage = parallel.parts[0].passage if parallel is not None else None
         absent = passage.absent if passage is not None else frozenset()
-        return ((name, module) for name, module in self.module.named_modules() if name not in absent)
+        return ((name, module) for name, module in self.get_module().named_modules() if name not in absent)
 
     def local_modules(self) -> Iterator[nn.Module]:
         """Modules of this pipeline rank."""
@@ -80,7 +101,7 @@ class Inspection:
     def distributed_modules(self) -> Iterator[nn.Module]:
         """Modules whose tensors are split over tensor ranks."""
         splits = self.parallel.facts.tensor_splits if self.parallel is not None else {}
-        return (self.module.get_submodule(name) for name in splits if state.layout.size("tensor") > 1)
+        return (self.get_module().get_submodule(name) for name in splits if state.layout.size("tensor") > 1)
 
     def is_distributed_parameter(self, parameter: nn.Parameter) -> bool:
         """Whether tensor ranks hold parts of it."""

@@ -20,7 +20,7 @@ from shardwise.data.batch import Batch
 from shardwise.parallel.model import ParallelModel, Part
 from shardwise.smp.building import Shape, build, shape_of
 from shardwise.smp.exceptions import SMPValidationError, StepUsageError
-from shardwise.smp.inspection import Inspection, refuse_data_parallel, show_shards
+from shardwise.smp.inspection import DataParallelLevel, Inspection, refuse_data_parallel, show_shards
 from shardwise.smp.nesting import to_device
 from shardwise.smp.process import state
 from shardwise.smp.rows import merge, narrow
@@ -75,10 +75,10 @@ class DistributedModel(Inspection, nn.Module):
         self.parallel: ParallelModel | None = None
         self.average = average_grads_across_microbatches
         self.passes, self._pass, self._synchronise, self._held = backward_passes_per_step, 0, True, False
-        self.names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        self.names = {id(parameter): name for name, parameter in self.get_module().named_parameters()}
         self._run: StepRun | None = None
         self._shapes: dict[Any, tuple[Shape, dict[str, Any]]] = {}
-        self._forward_parameters = inspect.signature(self.module.forward)
+        self._forward_parameters = inspect.signature(self.get_module().forward)
         self._after_partition: OrderedDict[int, Hook] = OrderedDict()
         self._after_step: OrderedDict[int, Hook] = OrderedDict()
         self._stepped = False
@@ -86,10 +86,10 @@ class DistributedModel(Inspection, nn.Module):
         self.gathered = False  # parameters whose optimizer state alone is sharded are whole on every rank
         self.unsettled = False  # gradients that several ranks hold in part are not summed yet
         whole = state.layout.size("pipeline") == 1 and state.cfg.sharded_data_parallel_degree == 1
-        if whole and not any(parameter.is_meta for parameter in self.module.parameters()):
-            self.module.to(device)  # what has no values yet is drawn where it will live
+        if whole and not any(parameter.is_meta for parameter in self.get_module().parameters()):
+            self.get_module().to(device)  # what has no values yet is drawn where it will live
         if state.layout.size("shard") > 1:
-            show_shards(self.module)
+            show_shards(self.get_module())
         state.model = self
 
     # ---- forward and backward
@@ -179,8 +179,8 @@ class DistributedModel(Inspection, nn.Module):
     def build(self, inputs: Mapping[str, Any]) -> ParallelModel:
         """Distribute the module, if that has not happened; `inputs` are its keyword arguments. Collective."""
         if self.parallel is None:
-            given = list(self.module.parameters())
-            self.parallel = build(self.module, inputs)
+            given = list(self.get_module().parameters())
+            self.parallel = build(self.get_module(), inputs)
             for parameter in given:  # an optimizer may hold them, and its names go by their identity: only memory goes
                 parameter.data = parameter.data.new_empty(0)
             self._given = given
@@ -281,11 +281,6 @@ class DistributedModel(Inspection, nn.Module):
 
     # ---- the module
 
-    @property
-    def partitioned(self) -> bool:
-        """Whether the model has been distributed."""
-        return self.parallel is not None
-
     def require_parallel(self) -> ParallelModel:
         """The distributed model. Raises StepUsageError before the first forward."""
         if self.parallel is None:
@@ -294,7 +289,9 @@ class DistributedModel(Inspection, nn.Module):
 
     def get_module(self) -> nn.Module:
         """The script's module (or what took its place), unwrapped."""
-        return self.module
+        module = self._modules["module"]
+        assert module is not None
+        return module
 
     def train(self, mode: bool = True) -> DistributedModel:
         """Training or evaluation mode; returns the model."""
@@ -303,10 +300,12 @@ class DistributedModel(Inspection, nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         """What the wrapper does not have is the module's: `config`, `generate`, `gradient_checkpointing_enable`."""
+        if name == "module" and state.cfg.ddp:
+            return DataParallelLevel(self.get_module())
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(super().__getattr__("module"), name)
+            return getattr(self.get_module(), name)
 
     # ---- hooks
 

@@ -129,7 +129,7 @@ class Side:
         model, parallel = state.model, self.parallel
         if parallel is None or model is None:
             return [list(group["params"]) for group in self.optimizer.param_groups]
-        here = dict(model.module.named_parameters())
+        here = dict(model.get_module().named_parameters())
         groups, names = [], iter(self.order)
         for count in self.group_sizes:
             found = [(name, here[name]) for name in islice(names, count) if name in here]

@@ -1,7 +1,7 @@
 """`smp.optimizers`: the two optimizers of apex that SMP's scripts import, in plain torch.
 
 Both scale each parameter's update by norms of whole tensors, so that a distributed model is refused where its tensors
-are in parts.
+are in parts. Steps are counted in the groups, as apex does: schedules of its users read `group["step"]`.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ class FusedLAMB(Optimizer):
         value = _closed(closure)
         norm = self._norm()
         for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
             most = group["max_grad_norm"]
             factor = (most / (norm + _DENOMINATOR)).clamp(max=1.0) if most else torch.ones_like(norm)
             for parameter in group["params"]:
@@ -77,13 +78,12 @@ class FusedLAMB(Optimizer):
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         state, (beta1, beta2), decay = self.state[parameter], group["betas"], group["weight_decay"]
         if not state:
-            state |= {"step": 0, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
-        state["step"] += 1
+            state |= {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
         if decay and not group["adam_w_mode"]:
             gradient = gradient + decay * parameter
         state["exp_avg"].mul_(beta1).add_(gradient, alpha=1 - beta1 if group["grad_averaging"] else 1.0)
         state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        first, second = _corrections(group, state["step"])
+        first, second = _corrections(group)
         update = state["exp_avg"] / first / ((state["exp_avg_sq"] / second).sqrt() + group["eps"])
         if decay and group["adam_w_mode"]:
             update = update + decay * parameter
@@ -135,6 +135,7 @@ class FusedNovoGrad(Optimizer):
         """One update of every parameter that has a gradient."""
         value = _closed(closure)
         for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._update(parameter, parameter.grad, group)
@@ -145,10 +146,9 @@ class FusedNovoGrad(Optimizer):
         size = gradient.norm() if group["norm_type"] == 2 else gradient.abs().max()
         if not state:
             start = torch.zeros_like(size) if group["init_zero"] else size.square()
-            state |= {"step": 0, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": start}
-        state["step"] += 1
+            state |= {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": start}
         state["exp_avg_sq"].mul_(beta2).add_(size.square(), alpha=1 - beta2)
-        first, second = _corrections(group, state["step"])
+        first, second = _corrections(group)
         scaled = gradient / ((state["exp_avg_sq"] / second).sqrt() + group["eps"])
         if decay and group["reg_inside_moment"]:
             scaled = scaled + decay * parameter
@@ -174,9 +174,9 @@ def _closed(closure: Callable[[], Any] | None) -> Any:
         return closure()
 
 
-def _corrections(group: dict[str, Any], step: int) -> tuple[float, float]:
+def _corrections(group: dict[str, Any]) -> tuple[float, float]:
     """By what the two moments are divided."""
     if not group["bias_correction"]:
         return 1.0, 1.0
     beta1, beta2 = group["betas"]
-    return 1 - beta1**step, 1 - beta2**step
+    return 1 - beta1 ** group["step"], 1 - beta2 ** group["step"]

@@ -64,7 +64,7 @@ class State:
         """For transformers' `save_pretrained`: (SMP's names to its own, and back) of a replaced model's weights."""
         from shardwise.smp.replacement import translate_in, translate_out
 
-        module = None if self.model is None else self.model.module
+        module = None if self.model is None else self.model.get_module()
         both = [] if module is None else [(partial(translate_out, module), partial(translate_in, module))]
         return SimpleNamespace(translate_functions=both)
 

@@ -1,8 +1,8 @@
 """What files of SMP's scripts may hold, and how they are read: nothing that they name is called.
 
-Beside tensors and plain values scripts keep their arguments, numpy's numbers, a model's config and the shards of FSDP's
-local state. Those classes are let in by name; anything else in a file is an error. The rest is torch's
-`weights_only=True`.
+Beside tensors and plain values scripts keep their arguments, dicts with defaults, numpy's numbers, a model's config and
+the shards of FSDP's local state. Those classes are let in by name; anything else in a file is an error. The rest is
+torch's `weights_only=True`.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ _SHARDS = {
         "remote_device._remote_device",
     )
 }  # fmt: skip
+# Of what kind a defaultdict's defaults are.
+_FACTORIES: dict[str, Any] = {f"builtins.{kind.__name__}": kind for kind in (dict, list, int, float)}
 _CONFIGS = ("transformers.models.", "transformers.configuration_utils")
 
 
@@ -100,11 +102,20 @@ def _member(kind: Any, name: str) -> Any:
     return kind[name]
 
 
+def _without_default(factory: Any = None) -> dict[Any, Any]:
+    """In the place of `collections.defaultdict`, which torch does not fill: a plain dict."""
+    return {}
+
+
 def _known(name: str) -> tuple[Any, str] | None:
-    """(what the name stands for, the name), if it is a number of numpy's, of shards, or a config of transformers."""
+    """(what the name stands for, the name), if it is of plain dicts, numpy's numbers, shards, or a config."""
     module, _, leaf = name.rpartition(".")
     if name in _NUMPY:
         return _SCALAR, name
+    if name == "collections.defaultdict":
+        return _without_default, name
+    if name in _FACTORIES:
+        return _FACTORIES[name], name
     if name == "numpy.dtype":
         return numpy.dtype, name
     if name == "builtins.getattr":

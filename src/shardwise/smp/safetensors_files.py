@@ -39,6 +39,6 @@ def _ties(model: Any) -> Iterable[Iterable[str]]:
     if model.parallel is not None:
         return list(model.parallel.facts.ties)
     groups: dict[int, list[str]] = {}
-    for name, parameter in model.module.named_parameters(remove_duplicate=False):
+    for name, parameter in model.get_module().named_parameters(remove_duplicate=False):
         groups.setdefault(id(parameter), []).append(name)
     return groups.values()

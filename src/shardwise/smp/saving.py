@@ -104,7 +104,7 @@ def save_checkpoint(
         name = folder.name
     else:
         weights: Mapping[str, Any] = whole_weights(model, "smp.save_checkpoint")
-        weights = translate_out(model.module, weights) if translate_if_full else weights
+        weights = translate_out(model.get_module(), weights) if translate_if_full else weights
         if _leads():
             torch.save(dict(weights), directory / tag)
             torch.save(content, directory / f"{USER}_{tag}")
@@ -159,7 +159,7 @@ def resume_from_checkpoint(
     else:
         whole: Any = in_safetensors(model, directory, tag) or read(directory / tag)
         weights = whole.get("model", whole) if isinstance(whole, Mapping) else whole
-        weights = translate_function(weights) if translate_function else translate_in(model.module, weights)
+        weights = translate_function(weights) if translate_function else translate_in(model.get_module(), weights)
         model.load_state_dict({**weights, "_smp_is_partial": False}, strict=strict)
         file = directory / f"{USER}_{tag}"
     content = read(file) if file.exists() else {}
@@ -221,7 +221,7 @@ def _load_parts(folder: Path, strict: bool, with_optimizer: bool) -> None:
     model, side = state.model, state.optimizer
     assert model is not None
     if not (folder / "partition.pt").is_file():  # which Amazon's library does not write
-        weights = _with_ties(model.module, whole_of_parts(folder))
+        weights = _with_ties(model.get_module(), whole_of_parts(folder))
         model.load_state_dict({**weights, "_smp_is_partial": False}, strict=strict)
         if _leads():
             print(f"note: {folder} is not of this library: its weights are loaded, and the optimizer starts anew.",
@@ -279,7 +279,7 @@ def _user_content(given: Any) -> Any:
     if state.layout.size("shard") == 1 or model is None or not isinstance(given, (dict, type(None))):
         return {} if given is None else given
     shapes = dict(model.parallel.facts.parameter_shapes) if model.parallel else {}
-    added = {"buffer_names": [name for name, _ in model.module.named_buffers()], "param_shapes": [shapes]}
+    added = {"buffer_names": [name for name, _ in model.get_module().named_buffers()], "param_shapes": [shapes]}
     return added | (given or {})
 
 

@@ -45,7 +45,7 @@ def whole_weights(model: DistributedModel, call: str, exact: bool = True) -> dic
     """
     parallel = model.parallel
     if parallel is None:
-        return {name: value.detach().to(HOST) for name, value in model.module.state_dict().items()}
+        return {name: value.detach().to(HOST) for name, value in model.get_module().state_dict().items()}
     gathered = model.gathered and not exact
     state.meeting.assemble(call, state.layout.ranks(*(SMP_AXES["mp"] if gathered else ONE_COPY)))
     found = {name: value.detach().to(HOST, copy=True) for name, value in parallel.wholes(gathered=gathered)}
@@ -56,7 +56,9 @@ def whole_weights(model: DistributedModel, call: str, exact: bool = True) -> dic
 
 
 def _all_buffers(model: DistributedModel) -> dict[str, Tensor]:
-    mine = {name: buffer.detach().to(HOST) for name, buffer in persistent_buffers(model.module) if not buffer.is_meta}
+    mine = {
+        name: buffer.detach().to(HOST) for name, buffer in persistent_buffers(model.get_module()) if not buffer.is_meta
+    }
     if state.layout.size("pipeline") == 1:
         return mine
     everyone: list[Any] = [None] * state.layout.size("pipeline")
@@ -69,7 +71,7 @@ def local_weights(model: DistributedModel) -> dict[str, Tensor]:
     if model.parallel is None:
         return whole_weights(model, "model.local_state_dict")
     found = {entry.name: entry.local.to(HOST, copy=True) for entry in model.parallel.tensor_map}
-    return found | {name: buffer.detach().to(HOST) for name, buffer in persistent_buffers(model.module)}
+    return found | {name: buffer.detach().to(HOST) for name, buffer in persistent_buffers(model.get_module())}
 
 
 def load_weights(model: DistributedModel, weights: Mapping[str, Any], strict: bool, same: bool) -> None:
@@ -82,17 +84,17 @@ def load_weights(model: DistributedModel, weights: Mapping[str, Any], strict: bo
 
     partial = is_partial(weights)
     if PARTIAL not in weights:
-        weights = translate_in(model.module, weights)
+        weights = translate_in(model.get_module(), weights)
     tensors = {name: value for name, value in weights.items() if name != PARTIAL}
     parallel = model.parallel
     if parallel is None:
         try:
-            model.module.load_state_dict(tensors, strict=strict)
+            model.get_module().load_state_dict(tensors, strict=strict)
         except RuntimeError as error:
             raise CheckpointError(f"the weights do not fit the model: {error}") from error
         return
     names = parallel.tensor_map.names
-    buffers = dict(persistent_buffers(model.module))
+    buffers = dict(persistent_buffers(model.get_module()))
     local = {entry.name for entry in parallel.tensor_map}
     if strict:
         known = set(buffers) | set(parallel.facts.parameter_shapes) | set(names)

@@ -32,15 +32,21 @@ translate_hf_gpt2_state_dict_to_smdistributed = translate_hf_state_dict_to_smdis
 def translate_hf_block_state_dict_to_smdistributed(
     state_dict: Any, max_seq_len: int | None = None
 ) -> dict[str, Tensor]:
-    """One block's weights, by the names inside of `DistributedTransformerLayer`."""
-    whole = to_smp({f"transformer.h.0.{name}": value for name, value in state_dict.items()}, "gpt2")
-    return {name.removeprefix("transformer.seq_layers.0."): value for name, value in whole.items()}
+    """Weights of one block, or of those in a whole model, by the names inside of `DistributedTransformerLayer`."""
+    return _blocks(state_dict, to_smp)
 
 
 def translate_layer_state_dict_to_hf_gpt2_block(state_dict: Any, max_seq_len: int | None = None) -> dict[str, Tensor]:
     """The way back."""
-    whole = to_hf({f"transformer.seq_layers.0.{name}": value for name, value in state_dict.items()}, "gpt2")
-    return {name.removeprefix("transformer.h.0."): value for name, value in whole.items()}
+    return _blocks(state_dict, to_hf)
+
+
+def _blocks(weights: Any, translate: Callable[[Any, str], dict[str, Tensor]]) -> dict[str, Tensor]:
+    if any(name.startswith("transformer.h.") for name in weights):
+        return translate(weights, "gpt2_blocks")
+    alone = "transformer.h.0."
+    made = translate({alone + name: value for name, value in weights.items()}, "gpt2_blocks")
+    return {name.removeprefix(alone): value for name, value in made.items()}
 
 
 def get_hf_gpt2_transformer_layer_hooks() -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:

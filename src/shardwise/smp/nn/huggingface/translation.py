@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -108,6 +108,10 @@ FAMILIES = {
 }  # fmt: skip
 
 
+# GPT-2 of transformers with registered layers in the place of its blocks: the names around them stay.
+FAMILIES["gpt2_blocks"] = replace(FAMILIES["gpt2"], name="gpt2_blocks", target="transformer.h.{}", others={})
+
+
 def to_smp(weights: Any, name: str, heads: int | None = None) -> dict[str, Tensor]:
     """transformers' state dict of the family `name` as `smp.nn`'s; emptied meanwhile, where it can be.
 
@@ -166,9 +170,11 @@ def to_hf(weights: Any, name: str, heads: int | None = None) -> dict[str, Tensor
             if len(parts) == len(QKV):
                 made[fused] = _join([parts[each] for each in QKV], family, heads)
                 del waiting[fused]
-        else:
+        elif module in back:
             turned = value.t().contiguous() if family.transposed and value.dim() == 2 else value
             made[f"{prefix}.{back[module]}.{leaf}"] = turned
+        else:
+            made[key] = value
     return made
 
 
@@ -238,7 +244,8 @@ def _join(parts: list[Tensor], family: Family, heads: int | None) -> Tensor:
 
 def _heads(given: int | None) -> int:
     """GPT-NeoX's fused projection does not say how many heads it has."""
-    found = given or getattr(getattr(state.model, "module", None), "num_attention_heads", None)
+    module = None if state.model is None else state.model.get_module()
+    found = given or getattr(module, "num_attention_heads", None)
     if found is None:
         raise SMPValidationError("GPT-NeoX's weights do not say how many heads there are; give heads=")
     return int(found)

@@ -1,0 +1,5 @@
+"""apex's data parallelism: torch's."""
+
+from torch.nn.parallel import DistributedDataParallel
+
+__all__ = ["DistributedDataParallel"]
