@@ -9,20 +9,21 @@ from __future__ import annotations
 import ctypes
 import os
 
-# glibc's names and numbers of its settings (malloc.h), and what they are set to.
+# glibc's names and numbers of its settings (malloc.h), and what they are set to; the first value that it takes.
 _SETTINGS = {
-    "MALLOC_MMAP_THRESHOLD_": (-3, 1 << 30),  # smaller buffers come from the heap, not each from a mapping of its own
-    "MALLOC_TRIM_THRESHOLD_": (-1, (1 << 31) - 1),  # so much may lie free at the heap's end; the largest it takes
-    "MALLOC_TOP_PAD_": (-2, 64 << 20),  # by which the heap grows
+    # Smaller buffers come from the heap, not each from a mapping of its own; older ones take 32 MiB at most.
+    "MALLOC_MMAP_THRESHOLD_": (-3, (1 << 30, 32 << 20)),
+    "MALLOC_TRIM_THRESHOLD_": (-1, ((1 << 31) - 1,)),  # so much may lie free at the heap's end; the largest it takes
+    "MALLOC_TOP_PAD_": (-2, (64 << 20,)),  # by which the heap grows
 }
 
 
 def keep_freed_memory() -> None:
     """Let this process keep what it frees. A setting of glibc in the environment is the user's word on that.
 
-    Where malloc is not glibc's, nothing changes; where a glibc takes no threshold as high, it keeps its own.
+    Where malloc is not glibc's, nothing changes.
     """
     settle = getattr(ctypes.CDLL(None), "mallopt", None)
     if settle is not None and not any(name in os.environ for name in (*_SETTINGS, "GLIBC_TUNABLES")):
-        for number, value in _SETTINGS.values():
-            settle(number, value)
+        for number, values in _SETTINGS.values():
+            any(settle(number, value) for value in values)
