@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch.distributed as dist
 
 from shardwise.collectives import carriers, engine, hierarchical
@@ -32,7 +34,7 @@ def _for_cpu(asked: str, world: World, notes: list[str]) -> str:
     problem = engine.obstacle()
     try:
         if not problem:
-            engine.build(lambda text: None)
+            engine.build(lambda text: print(f"note: {text}", file=sys.stderr, flush=True))
             return engine.BACKEND
     except MachineError as error:
         problem = str(error)
