@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-
 import torch.distributed as dist
 
 from shardwise.collectives import carriers, engine, hierarchical
+from shardwise.command_words import say_note
 from shardwise.config import ParallelSection
 from shardwise.errors import MachineError
 from shardwise.plan import World, collective_algorithm
@@ -34,7 +33,7 @@ def _for_cpu(asked: str, world: World, notes: list[str]) -> str:
     problem = engine.obstacle()
     try:
         if not problem:
-            engine.build(lambda text: print(f"note: {text}", file=sys.stderr, flush=True))
+            engine.build(say_note)
             return engine.BACKEND
     except MachineError as error:
         problem = str(error)
