@@ -122,7 +122,9 @@ def _go_on(directory: str, how: str, degree: int, flat: bool = False) -> tuple[f
         tsm.state.reset()
 
 
-@pytest.mark.parametrize("how, flat", [("sharded", False), ("sharded", True), ("local", True), ("full", False)])
+@pytest.mark.parametrize(
+    "how, flat", [("sharded", False), ("sharded", True), ("local", False), ("local", True), ("full", False)]
+)
 def test_groups_of_two_of_four_ranks_go_on_with_equal_state(
     world_pool: WorldPool, tmp_path: Path, how: str, flat: bool
 ) -> None:

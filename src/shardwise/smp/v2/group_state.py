@@ -2,10 +2,11 @@
 
 `load_sharded_optimizer_state_dict` deals the state over all ranks; SMP's build of torch takes the `process_group` over
 which the script's model is sharded. FSDP's `LOCAL_STATE_DICT` names the shards of such a group by their places in it,
-and torch (2.11, 2.13) then looks for global ranks: groups that do not begin at rank 0 fail. `save_state_dict` and
-`load_state_dict` took the coordinator by its global rank, and take it by its place now. Scripts import the functions
-before `tsm.init`, so they are changed when `torch.sagemaker` is imported, for good; a call for all ranks reaches
-torch as it is.
+and torch (2.11, 2.13) then looks for global ranks: groups that do not begin at rank 0 fail. With `use_orig_params`, in
+groups of any ranks, it saves each shard twice, flat and under the parameters' names, and does not take the flat one
+back. `save_state_dict` and `load_state_dict` took the coordinator by its global rank, and take it by its place now.
+Scripts import the functions before `tsm.init`, so they are changed when `torch.sagemaker` is imported, for good; a call
+for all ranks reaches torch as it is.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ def install() -> None:
         _files.load_sharded_optimizer_state_dict = _with_group(_files.load_sharded_optimizer_state_dict)
     if not hasattr(_hooks.init_from_local_shards, "__wrapped__"):
         _hooks.init_from_local_shards = _with_global_ranks(_hooks.init_from_local_shards)
+    if not hasattr(_hooks._local_pre_load_state_dict_hook, "__wrapped__"):
+        _hooks._local_pre_load_state_dict_hook = _without_flat(_hooks._local_pre_load_state_dict_hook)
     for module, name in ((state_dict_saver, "save_state_dict"), (state_dict_loader, "load_state_dict")):
         if "coordinator" not in vars(getattr(module, name)):
             changed = _with_coordinator(getattr(module, name))
@@ -101,5 +104,17 @@ def _with_global_ranks(make: Callable[..., Any]) -> Callable[..., Any]:
             Shard.from_tensor_and_offsets(shard.tensor, shard.metadata.shard_offsets, rank) for shard in local_shards
         ]
         return make(named, *size, process_group=process_group, **kwargs)
+
+    return call
+
+
+def _without_flat(prepare: Callable[..., Any]) -> Callable[..., Any]:
+    """Under `use_orig_params` the shard is loaded by its parameters' names: its flat form is no parameter there."""
+
+    @functools.wraps(prepare)
+    def call(module: Any, fsdp_state: Any, state_dict: dict[str, Any], prefix: str) -> None:
+        prepare(module, fsdp_state, state_dict, prefix)
+        if fsdp_state._use_orig_params:
+            state_dict.pop(f"{prefix}{_hooks.FSDP_PREFIX}{_hooks.FLAT_PARAM}", None)
 
     return call
