@@ -31,6 +31,18 @@ def everyone(text: str) -> tuple[int, float, str, str]:
         return dist.get_rank(), total.item(), text, os.environ["MASTER_ADDR"]
 
 
+def one_after_the_other(count: int) -> list[float]:
+    """As a script does that leaves its group and joins again: what is left of a group must not lead the next astray."""
+    totals = []
+    for index in range(count):
+        with session("cpu", "gloo", 60):
+            total = torch.full((1,), float(index))
+            dist.all_reduce(total)
+            totals.append(total.item())
+        time.sleep(0.2 * (os.environ["RANK"] == "0"))  # the other is there before
+    return totals
+
+
 def fail_on_one(how: str) -> None:
     with session("cpu", "gloo", 60):
         if dist.get_rank() == 1:
@@ -77,6 +89,10 @@ def test_results_come_back_by_rank(empty_directory: Path, capfd: pytest.CaptureF
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
     assert capfd.readouterr().out.splitlines() == ["rank 0 speaks"]
     assert not list(empty_directory.iterdir())
+
+
+def test_ranks_that_have_left_meet_again() -> None:
+    assert run_local(one_after_the_other, (3,), 2) == [[0.0, 2.0, 4.0]] * 2
 
 
 @pytest.mark.parametrize(

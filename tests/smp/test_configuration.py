@@ -83,7 +83,8 @@ def test_backend_is_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_delayed_parameters_are_drawn_without_shards_too() -> None:
-    smp.init({"delayed_parameter_initialization": True})
+    settings = {"delayed_parameter_initialization": True}
+    smp.init(settings)
     try:
         with smp.model_creation():
             module = make_model("gpt2")
@@ -93,6 +94,7 @@ def test_delayed_parameters_are_drawn_without_shards_too() -> None:
         model.load_state_dict(plain.state_dict())  # which waits for the places of what has none yet
         found, expected = model(input_ids=ids, labels=ids)["loss"], plain(input_ids=ids, labels=ids)["loss"]
         assert torch.equal(found.detach(), expected.detach())
+        smp.init(settings)
         with smp.model_creation():
             drawn = smp.DistributedModel(make_model("gpt2"))
         assert torch.isfinite(drawn(input_ids=ids, labels=ids)["loss"])

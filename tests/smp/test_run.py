@@ -51,6 +51,42 @@ def test_failed_script_does_not_wait_for_its_process_pool(tmp_path: Path) -> Non
     assert done.returncode == 1 and "RuntimeError: of the script" in done.stderr
 
 
+MISTAKEN = """
+import sys
+import smdistributed.modelparallel.torch as smp
+import torch
+
+smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "ddp": True})
+model = smp.DistributedModel(torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(2))))
+
+@smp.step
+def train(model, x):
+    loss = model(x).sum()
+    if sys.argv[1] == "backward":
+        loss.backward()
+    try:
+        {}["no such key"]
+    except KeyError as error:
+        raise ValueError("of the script") from error
+
+train(model, torch.ones(4, 4, 4))
+"""
+
+
+@pytest.mark.parametrize("mistake, code", [("backward", 2), ("raise", 1)])
+def test_mistakes_after_the_last_stage_are_seen_as_they_are(tmp_path: Path, mistake: str, code: int) -> None:
+    """Torch's schedule, in which the body runs, puts an error of its own around each."""
+    (tmp_path / "mistaken.py").write_text(MISTAKEN)
+    done = _run("--workers", "2", tmp_path / "mistaken.py", mistake)
+    assert done.returncode == code and "failed to run forward" not in done.stderr
+    last = done.stderr.splitlines()[-1]
+    if mistake == "backward":
+        assert last.startswith("error: rank 1: the step 'train' runs backward itself")
+        assert last.endswith("use model.backward(loss) in the place of loss.backward()")
+    else:
+        assert last == "ValueError: of the script" and "KeyError: 'no such key'" in done.stderr
+
+
 def test_example_learns_and_leaves_a_model_of_transformers(tmp_path: Path) -> None:
     example = EXAMPLES / "smp_gpt.py"
     options = '{"tensor_parallel_degree": 2, "prescaled_batch": true, "optimize": "speed"}'

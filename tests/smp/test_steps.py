@@ -327,6 +327,31 @@ def test_torchs_own_data_parallelism_is_refused() -> None:
         smp.state.reset()
 
 
+def test_a_script_has_one_model_and_its_backward() -> None:
+    @smp.step
+    def train(model: Any, x: Tensor, own: bool) -> Tensor:
+        loss: Tensor = model(x).sum()
+        if own:
+            loss.backward()
+        model.backward(loss)
+        return loss
+
+    for _ in range(2):  # after reset and init there is none
+        smp.init({"microbatches": 2})
+        try:
+            net = Net()
+            model: Any = smp.DistributedModel(net)
+            with pytest.raises(SMPValidationError, match=r"DistributedModel\(Net\): .* use that one"):
+                smp.DistributedModel(net)
+            with pytest.raises(StepUsageError, match=r"'train' runs backward itself.* use model\.backward\(loss\)"):
+                train(model, torch.ones(4, 4), True)
+            assert all(parameter.grad is None for parameter in model.parameters())
+            train(model, torch.ones(4, 4), False)
+            assert all(parameter.grad is not None for parameter in model.parameters())
+        finally:
+            smp.state.reset()
+
+
 def _checkpointed_across(automatic: bool) -> str:
     smp.init(PIPELINE | ({} if automatic else {"auto_partition": False, "default_partition": 0}))
     try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -24,6 +25,10 @@ from shardwise.memory.heap import keep_freed_memory
 
 ALONE = RankEnvironment(0, 1, 0, 1, loopback.ADDRESS, 1, "")
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+# The job's store, which torch makes of the launcher's variables. It stays: without a launcher's, rank 0 itself serves
+# it, and others, quicker with the next group, would meet at a server that is about to end.
+_stores: dict[RankEnvironment, dist.Store] = {}
+_groups: Counter[RankEnvironment] = Counter()  # that this process has begun
 
 
 @contextmanager
@@ -84,11 +89,14 @@ def _keep_on_host(place: RankEnvironment) -> list[str]:
 
 
 def _join(place: RankEnvironment, device: torch.device, backend: str, timeout: timedelta) -> None:
-    options: dict[str, Any] = {"timeout": timeout}
-    if not place.one_host and device.type == "cpu":
+    options: dict[str, Any] = {"timeout": timeout, "rank": place.rank, "world_size": place.world_size}
+    if place.world_size == 1:
+        options["store"] = dist.HashStore()
+    else:
         store = _meet(place, timeout)
-        backend = agree(dist.PrefixStore("shardwise", store), place, backend)
-        options |= {"store": dist.PrefixStore("default_pg", store), "rank": place.rank, "world_size": place.world_size}
+        if not place.one_host and device.type == "cpu":
+            backend = agree(dist.PrefixStore("shardwise", store), place, backend)
+        options["store"] = dist.PrefixStore("default_pg", store)
     parts = hierarchical.parts_of(backend)
     if engine.BACKEND in parts:
         engine.register()
@@ -97,18 +105,19 @@ def _join(place: RankEnvironment, device: torch.device, backend: str, timeout: t
         # Offloaded parameters and counters live on the CPU. No `device_id`: with it every new group is split from the
         # default one by all ranks together, and a layout makes its groups on their members alone.
         backend = "cpu:gloo,cuda:nccl"
-    if place.world_size == 1:
-        options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     with _meeting(place):
         dist.init_process_group(backend, **options)
 
 
 def _meet(place: RankEnvironment, timeout: timedelta) -> dist.Store:
-    """The job's store, which torch makes of the launcher's variables."""
-    with _meeting(place):
-        store: dist.Store = next(dist.rendezvous("env://", timeout=timeout))[0]
+    """A part of the job's store for the group that begins: the keys of one that has ended would lead ranks astray."""
+    if place not in _stores:
+        with _meeting(place):
+            _stores[place] = next(dist.rendezvous("env://", timeout=timeout))[0]
+    store = _stores[place]
     store.set_timeout(timeout)
-    return store
+    _groups[place] += 1
+    return dist.PrefixStore(f"group{_groups[place]}", store)
 
 
 def agree(store: dist.Store, place: RankEnvironment, backend: str) -> str:

@@ -29,7 +29,7 @@ from torch.distributed.pipelining import (
 )
 
 from shardwise._torch_compat import LazyStage, UnpairedDualPipeV
-from shardwise.errors import ModelError, ShardwiseError
+from shardwise.errors import ModelError
 from shardwise.families.facts import ModelFacts, StandIn
 from shardwise.kernels.linear import WeightGradients
 from shardwise.layout import Layout
@@ -220,14 +220,17 @@ class Pipeline:
             self._schedule, self._made_for = self._make_schedule(count, later), shapes
         first = (torch.zeros(count),) if self.passages[0].is_first else ()
         target = {"target": torch.zeros(count)} if self.passages[-1].is_last else {}
+        own: BaseException | None = None
         try:
             self._schedule.step(*first, **target)
-        except RuntimeError as error:  # torch wraps what a stage raises
-            if isinstance(error.__cause__, ShardwiseError):
-                raise error.__cause__ from None
-            raise
+        except RuntimeError as error:  # torch wraps what a stage raises, a script's own mistake too
+            own = error.__cause__
+            if own is None or type(error) is not RuntimeError:
+                raise
         finally:
             self.work = self.begin = None
+        if own is not None:
+            raise own  # here, where torch's is not shown above it, and with its own cause
 
     def reshape(self, rows: int, positions: int) -> None:
         """Make ready for hidden states [rows, positions, H], if they were of another shape before."""

@@ -21,7 +21,7 @@ from shardwise.parallel.model import ParallelModel, Part
 from shardwise.smp.building import Shape, build, shape_of
 from shardwise.smp.exceptions import SMPValidationError, StepUsageError
 from shardwise.smp.inspection import DataParallelLevel, Inspection, refuse_data_parallel, show_shards
-from shardwise.smp.nesting import to_device
+from shardwise.smp.nesting import tensors, to_device
 from shardwise.smp.process import state
 from shardwise.smp.rows import merge, narrow
 from shardwise.smp.weights import is_partial, load_weights, local_weights, marked, whole_weights
@@ -47,7 +47,8 @@ class DistributedModel(Inspection, nn.Module):
 
     Raises:
         NotInitializedError: `smp.init` was not called.
-        SMPValidationError: `trace_execution_times` with `trace_device="cpu"`, or DistributedDataParallel inside.
+        SMPValidationError: `trace_execution_times` with `trace_device="cpu"`, DistributedDataParallel inside, or a
+            second distributed model.
     """
 
     def __init__(
@@ -67,6 +68,11 @@ class DistributedModel(Inspection, nn.Module):
         super().__init__()
         if trace_execution_times and trace_device == "cpu":
             raise SMPValidationError("trace_execution_times=True needs trace_device='gpu'")
+        if state.model is not None:
+            raise SMPValidationError(
+                f"DistributedModel({type(module).__name__}): the script has a distributed model already, and there is "
+                "one in a script; use that one, or call smp.state.reset() and smp.init() before another"
+            )
         from shardwise.smp.replacement import replace_modules
 
         refuse_data_parallel(module)
@@ -164,7 +170,7 @@ class DistributedModel(Inspection, nn.Module):
 
     def _prepare(self, run: StepRun) -> None:
         """Build the model for the first step, and its stages' traffic for microbatches of another shape."""
-        key = self.training, *(tuple(leaf.shape) for leaf in _tensors(run.calls[0]))
+        key = self.training, *(tuple(leaf.shape) for leaf in tensors(run.calls[0]))
         if key not in self._shapes:
             inputs = run.first_inputs()
             merged = inputs if state.cfg.prescaled_batch else merge(inputs)
@@ -391,9 +397,3 @@ def _register(hooks: OrderedDict[int, Hook], hook: Hook) -> RemovableHandle:
 def _forms(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """`inputs` with tensors that hold nothing, to see what a forward with such gives."""
     return {name: value.to("meta") if isinstance(value, Tensor) else value for name, value in inputs.items()}
-
-
-def _tensors(call: Any) -> list[Tensor]:
-    from shardwise.smp.nesting import leaves
-
-    return [leaf for leaf in leaves(call) if isinstance(leaf, Tensor)]

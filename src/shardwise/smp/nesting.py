@@ -31,6 +31,11 @@ def leaves(value: Any) -> list[Any]:
     return found
 
 
+def tensors(value: Any) -> list[Tensor]:
+    """The tensors in the containers of `value`."""
+    return [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
+
+
 def _like(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     if type(mapping) is dict:
         return items

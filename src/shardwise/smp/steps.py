@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.smp.exceptions import NotInitializedError, SMPValidationError, StepUsageError
-from shardwise.smp.nesting import collect, map_leaves, piece, share, splits, to_device
+from shardwise.smp.nesting import collect, map_leaves, piece, share, splits, tensors, to_device
 from shardwise.smp.process import state
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def step(
     Raises:
         NotInitializedError: a call came before `smp.init()`.
         SMPValidationError: a batch does not divide by the microbatches.
-        StepUsageError: the body calls the model twice, or not at all, where there are stages.
+        StepUsageError: the body calls the model twice, or not at all, where there are stages; or `loss.backward()`.
     """
     settings = StepSettings(tuple(non_split_inputs or ()), dict(input_split_axes or {}), detach_outputs)
 
@@ -166,6 +166,7 @@ class StepRun:
         self._outcome: Any = None
         self._called = False
         self._losses: list[Tensor] = []
+        self._in_body = False
         self._seed = _shared_seed() if self.staged else 0
 
     def work(self, number: int, index: int, arrived: Tensor | None) -> Tensor:
@@ -175,12 +176,15 @@ class StepRun:
         self._called, self._losses = False, []
         args, kwargs = self.calls[index]
         with _same_random_numbers(self._seed + index) if self.staged else nullcontext():
+            self._in_body = True
             try:
                 self.results[index] = self.body(*args, **kwargs)
             except BodyLeft:
                 left: Tensor = self._outcome
                 self._outcome = None
                 return left
+            finally:
+                self._in_body = False
         if self.staged and not self._called:
             raise StepUsageError(
                 f"the step {self.body.__name__!r} did not call the model; with pipeline_parallel_degree "
@@ -216,7 +220,7 @@ class StepRun:
             self._outcome = self.model.bind(args, kwargs)
             raise BodyLeft
         if not self.staged:
-            return self.model.compute(self.part, args, kwargs, self.index, len(self.calls))
+            return self._watched(self.model.compute(self.part, args, kwargs, self.index, len(self.calls)))
         if self._called:
             raise StepUsageError(
                 f"the step {self.body.__name__!r} calls the model more than once for a microbatch, which stages of a "
@@ -226,7 +230,21 @@ class StepRun:
         self._outcome = self.model.compute(self.part, args, kwargs, self.index, len(self.calls), self._arrived)
         if not self.part.is_last:
             raise BodyLeft
-        return self._outcome
+        return self._watched(self._outcome)
+
+    def _watched(self, output: Any) -> Any:
+        """The model's `output`, which knows of a backward of the body's own: no other stage would take part in it."""
+        for tensor in tensors(output):
+            if tensor.requires_grad:
+                tensor.register_hook(self._refuse_in_body)
+        return output
+
+    def _refuse_in_body(self, gradient: Tensor) -> None:
+        if self._in_body:
+            raise StepUsageError(
+                f"the step {self.body.__name__!r} runs backward itself, which reaches no other stage and leaves out "
+                "the means over microbatches and ranks; use model.backward(loss) in the place of loss.backward()"
+            )
 
     def note(self, loss: Tensor) -> None:
         """A loss times its seed, to run backward from when the microbatch's turn comes."""
@@ -258,8 +276,7 @@ class _WithoutGradient(torch.autograd.Function):
 
 
 def _without_gradient(output: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
-    found: list[Tensor] = []
-    map_leaves(lambda leaf: found.append(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else None, output)
+    found = [tensor for tensor in tensors(output) if tensor.requires_grad]
     if found:
         zero: Tensor = _WithoutGradient.apply(found[0], dtype)
         return zero
