@@ -32,7 +32,12 @@ translate_hf_gpt2_state_dict_to_smdistributed = translate_hf_state_dict_to_smdis
 def translate_hf_block_state_dict_to_smdistributed(
     state_dict: Any, max_seq_len: int | None = None
 ) -> dict[str, Tensor]:
-    """Weights of one block, or of those in a whole model, by the names inside of `DistributedTransformerLayer`."""
+    """Weights of one block, or of those in a whole model, by the names inside of `DistributedTransformerLayer`.
+
+    What has these names is returned as it is: scripts translate a file that may have been written by either.
+    """
+    if any(name.endswith("attention.query.weight") for name in state_dict):
+        return dict(state_dict)
     return _blocks(state_dict, to_smp)
 
 
