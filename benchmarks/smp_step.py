@@ -37,7 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def script(workload: Workload, directory: Path, rank: int, world: int) -> Step:
     """The step of a script; it clips no gradients, as its peer does not."""
     import shardwise.smp as smp
+    from shardwise.memory.heap import keep_freed_memory
 
+    keep_freed_memory()  # as where a script's own smp.init joins the ranks; here the benchmark has
     smp.init({"ddp": True, "sharded_data_parallel_degree": world, "sdp_gradient_clipping": 0.0})
     model = smp.DistributedModel(load_model(directory))
     groups = parameter_groups(model, workload)

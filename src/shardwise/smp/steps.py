@@ -152,6 +152,21 @@ class BodyLeft(BaseException):
     """
 
 
+class _InBody:
+    """Whether a step's body runs, for the hooks of tensors: nothing here leads back to them, so that a step's memory
+    goes with the step and does not wait for Python to look for cycles."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.runs = name, False
+
+    def refuse(self, gradient: Tensor) -> None:
+        if self.runs:
+            raise StepUsageError(
+                f"the step {self.name!r} runs backward itself, which reaches no other stage and leaves out the means "
+                "over microbatches and ranks; use model.backward(loss) in the place of loss.backward()"
+            )
+
+
 class StepRun:
     """One call of a step function: its microbatches, and what became of them on this rank."""
 
@@ -166,7 +181,7 @@ class StepRun:
         self._outcome: Any = None
         self._called = False
         self._losses: list[Tensor] = []
-        self._in_body = False
+        self._in_body = _InBody(body.__name__)
         self._seed = _shared_seed() if self.staged else 0
 
     def work(self, number: int, index: int, arrived: Tensor | None) -> Tensor:
@@ -176,7 +191,7 @@ class StepRun:
         self._called, self._losses = False, []
         args, kwargs = self.calls[index]
         with _same_random_numbers(self._seed + index) if self.staged else nullcontext():
-            self._in_body = True
+            self._in_body.runs = True
             try:
                 self.results[index] = self.body(*args, **kwargs)
             except BodyLeft:
@@ -184,7 +199,7 @@ class StepRun:
                 self._outcome = None
                 return left
             finally:
-                self._in_body = False
+                self._in_body.runs = False
         if self.staged and not self._called:
             raise StepUsageError(
                 f"the step {self.body.__name__!r} did not call the model; with pipeline_parallel_degree "
@@ -236,15 +251,8 @@ class StepRun:
         """The model's `output`, which knows of a backward of the body's own: no other stage would take part in it."""
         for tensor in tensors(output):
             if tensor.requires_grad:
-                tensor.register_hook(self._refuse_in_body)
+                tensor.register_hook(self._in_body.refuse)
         return output
-
-    def _refuse_in_body(self, gradient: Tensor) -> None:
-        if self._in_body:
-            raise StepUsageError(
-                f"the step {self.body.__name__!r} runs backward itself, which reaches no other stage and leaves out "
-                "the means over microbatches and ranks; use model.backward(loss) in the place of loss.backward()"
-            )
 
     def note(self, loss: Tensor) -> None:
         """A loss times its seed, to run backward from when the microbatch's turn comes."""
