@@ -224,48 +224,6 @@ def at_end_of_backward(callback: Callable[[], object]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[arg-type]
 
 
-__all__ = [
-    "CheckpointWrapper",
-    "FakeTensorMode",
-    "OffloadWrapper",
-    "Shard",
-    "ShardedTensor",
-    "StorageInfo",
-    "TorchDispatchMode",
-    "UnpairedDualPipeV",
-    "add_backends",
-    "all_gather_coalesced",
-    "all_gather_single",
-    "all_gather_whole",
-    "all_to_all",
-    "at_end_of_backward",
-    "backends_of",
-    "clear_placement_cache",
-    "create_chunk_sharded_tensor",
-    "fake_store",
-    "flash_attention",
-    "flash_attention_backward",
-    "fsdp_state_dicts",
-    "gather_asynchronously",
-    "group_of",
-    "has_flash_attention",
-    "hybrid_strategies",
-    "is_alive",
-    "is_traceable_wrapper_subclass",
-    "keeps_reduced_gradients_as_they_are",
-    "read_scalar",
-    "reduce_left_gradients",
-    "reduce_scatter_coalesced",
-    "reduce_scatter_single",
-    "reduce_scatter_whole",
-    "set_state_element",
-    "tree_flatten",
-    "tree_leaves",
-    "tree_unflatten",
-    "unflatten_state_dict",
-]
-
-
 # No public names: torch's stage makes a buffer for every microbatch of a step before the first (torch 2.11 to 2.13, a
 # TODO there), which for hundreds of them is more memory than anything else on the rank.
 class LazyStage(PipelineStage):
@@ -321,3 +279,47 @@ def _received(infos: Sequence[Any]) -> list[Any]:
 def _let_go(infos: Sequence[Any]) -> None:
     for info in _received(infos):
         info.buffer = torch.empty((), dtype=info.buffer.dtype, device="meta").expand(info.buffer.shape)
+
+
+__all__ = [
+    "CheckpointWrapper",
+    "FakeTensorMode",
+    "LazyStage",
+    "OffloadWrapper",
+    "Shard",
+    "ShardedTensor",
+    "StorageInfo",
+    "TorchDispatchMode",
+    "UnpairedDualPipeV",
+    "add_backends",
+    "all_gather_coalesced",
+    "all_gather_single",
+    "all_gather_whole",
+    "all_to_all",
+    "at_end_of_backward",
+    "backends_of",
+    "clear_placement_cache",
+    "create_chunk_sharded_tensor",
+    "fake_store",
+    "flash_attention",
+    "flash_attention_backward",
+    "fsdp_state_dicts",
+    "gather_asynchronously",
+    "gathered_parameters",
+    "group_of",
+    "has_flash_attention",
+    "hybrid_strategies",
+    "is_alive",
+    "is_traceable_wrapper_subclass",
+    "keeps_reduced_gradients_as_they_are",
+    "read_scalar",
+    "reduce_left_gradients",
+    "reduce_scatter_coalesced",
+    "reduce_scatter_single",
+    "reduce_scatter_whole",
+    "set_state_element",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_unflatten",
+    "unflatten_state_dict",
+]

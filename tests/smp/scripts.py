@@ -57,6 +57,27 @@ def batches() -> Tensor:
     return torch.randint(0, VOCABULARY, (STEPS, ROWS, LENGTH), generator=torch.Generator().manual_seed(5))
 
 
+@smp.step
+def train_step(model: Any, ids: Tensor) -> Tensor:
+    """Forward and backward of a causal language model."""
+    loss: Tensor = model(input_ids=ids, labels=ids)["loss"]
+    model.backward(loss)
+    return loss
+
+
+def replaced_loss(config: dict[str, Any], **creation: Any) -> float:
+    """The loss of a GPT-2 whose blocks are those of smp.nn, made with the settings `creation`."""
+    smp.init(config)
+    try:
+        with smp.model_creation(tensor_parallelism=True, **creation):
+            module = make_model("gpt2")
+        model: Any = smp.DistributedModel(module)
+        ids = batches()[0]
+        return float(model(input_ids=ids, labels=ids)["loss"].detach())
+    finally:
+        smp.state.reset()
+
+
 def reference(model: nn.Module, ways: int, clip: float | None) -> tuple[list[list[float]], dict[str, Tensor]]:
     """Losses by step and piece, and the weights after the steps, of plain torch on one process."""
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
@@ -98,12 +119,6 @@ def _train(module: nn.Module, plain: nn.Module, config: dict[str, Any], checkpoi
         torch.optim.SGD(model.parameters(), lr=LEARNING_RATE), static_loss_scale=1024.0
     )
 
-    @smp.step
-    def step(model: Any, ids: Tensor) -> Tensor:
-        loss: Tensor = model(input_ids=ids, labels=ids)["loss"]
-        model.backward(loss)
-        return loss
-
     shared = config.get("prescaled_batch", False)
     ranks, mine = (smp.rdp_size(), smp.rdp_rank()) if shared else (smp.dp_size(), smp.dp_rank())
     count = config.get("microbatches", 1)
@@ -111,7 +126,7 @@ def _train(module: nn.Module, plain: nn.Module, config: dict[str, Any], checkpoi
     for batch in batches():
         rows = batch.chunk(ranks)[mine]
         optimizer.zero_grad(set_to_none=True)
-        out = step(model, rows if smp.pp_rank() == 0 else torch.zeros(len(rows), 0))
+        out = train_step(model, rows if smp.pp_rank() == 0 else torch.zeros(len(rows), 0))
         optimizer.step()
         losses.append([float(loss) for loss in out.outputs])
     clip = 1.0 if config.get("sharded_data_parallel_degree", 1) > 1 else None

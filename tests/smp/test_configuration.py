@@ -15,7 +15,7 @@ from shardwise.smp.backend import choose
 from shardwise.smp.config import ACT_IN_SCRIPTS, Configuration
 from shardwise.smp_options import OPTIONS
 from shardwise.testing.world import WorldPool
-from tests.smp.scripts import batches, make_model
+from tests.smp.scripts import batches, make_model, replaced_loss
 
 TWO: dict[str, Any] = {"partitions": 2, "microbatches": 4}
 SHARDED: dict[str, Any] = {"sharded_data_parallel_degree": 2}
@@ -102,19 +102,8 @@ def test_delayed_parameters_are_drawn_without_shards_too() -> None:
         smp.state.reset()
 
 
-def _replaced_for_memory() -> float:
-    smp.init({"tensor_parallel_degree": 2, "prescaled_batch": True, "optimize": "memory"})
-    try:
-        with smp.model_creation(tensor_parallelism=True):
-            module = make_model("gpt2")
-        model: Any = smp.DistributedModel(module)
-        ids = batches()[0]
-        return float(model(input_ids=ids, labels=ids)["loss"].detach())
-    finally:
-        smp.state.reset()
-
-
 def test_replaced_models_take_smps_own_default(world_pool: WorldPool) -> None:
     """`optimize` is memory unless it is said: layers of smp.nn, whose activations are whole, do not refuse it."""
-    first, second = world_pool.run(2, _replaced_for_memory)
+    config = {"tensor_parallel_degree": 2, "prescaled_batch": True, "optimize": "memory"}
+    first, second = world_pool.run(2, replaced_loss, config)
     assert first == second > 0

@@ -23,7 +23,7 @@ from shardwise.smp.nn.huggingface.models import REPLACED, distributed
 from shardwise.smp.nn.huggingface.translation import to_hf, to_smp
 from shardwise.smp.v2.nn.attn import FlashSelfAttention
 from shardwise.testing.world import WorldPool
-from tests.smp.scripts import batches, make_model
+from tests.smp.scripts import batches, make_model, replaced_loss
 
 WIDE: dict[str, Any] = {"hidden_size": 24, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 97}
 OFF = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -274,15 +274,7 @@ def test_alibi_is_blooms(heads: int) -> None:
 
 
 def _alibi(config: dict[str, Any]) -> float:
-    smp.init({**config, "_match_weights": True})
-    try:
-        with smp.model_creation(tensor_parallelism=True, use_alibi=True, alibi_bias_max=8):
-            module = make_model("gpt2")
-        model: Any = smp.DistributedModel(module)
-        ids = batches()[0]
-        return float(model(input_ids=ids, labels=ids)["loss"].detach())
-    finally:
-        smp.state.reset()
+    return replaced_loss({**config, "_match_weights": True}, use_alibi=True, alibi_bias_max=8)
 
 
 def test_alibi_is_split_with_the_heads(world_pool: WorldPool) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +23,7 @@ from shardwise.smp.exceptions import (
     StepUsageError,
 )
 from shardwise.testing.world import WorldPool
-from tests.smp.scripts import batches, make_model
+from tests.smp.scripts import batches, make_model, train_step
 
 PIPELINE: dict[str, Any] = {"pipeline_parallel_degree": 2, "microbatches": 2, "ddp": True}
 
@@ -212,13 +214,7 @@ def _asked_alone(config: dict[str, Any]) -> str:
         model: Any = smp.DistributedModel(make_model("gpt2"))
         optimizer: Any = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters()))
 
-        @smp.step
-        def train(model: Any, ids: Tensor) -> Tensor:
-            loss: Tensor = model(input_ids=ids, labels=ids)["loss"]
-            model.backward(loss)
-            return loss
-
-        train(model, batches()[0])
+        train_step(model, batches()[0])
         optimizer.step()
         try:
             if smp.rank() == 0:
@@ -327,6 +323,27 @@ def test_torchs_own_data_parallelism_is_refused() -> None:
         smp.state.reset()
 
 
+def test_a_steps_outputs_go_with_the_step() -> None:
+    """Not with Python's search for cycles: logits are what is largest in a step."""
+    seen: list[weakref.ref[Tensor]] = []
+
+    @smp.step
+    def train(model: Any, x: Tensor) -> Tensor:
+        output: Tensor = model(x)
+        seen.append(weakref.ref(output))
+        model.backward(output.sum())
+        return x
+
+    smp.init({"microbatches": 2})
+    gc.disable()
+    try:
+        train(smp.DistributedModel(Net()), torch.ones(4, 4))
+        assert [output() for output in seen] == [None, None]
+    finally:
+        gc.enable()
+        smp.state.reset()
+
+
 def test_a_script_has_one_model_and_its_backward() -> None:
     @smp.step
     def train(model: Any, x: Tensor, own: bool) -> Tensor:
@@ -361,13 +378,7 @@ def _checkpointed_across(automatic: bool) -> str:
             smp.set_partition(module.transformer.h[2], 1)
         smp.set_activation_checkpointing(module.transformer)
 
-        @smp.step
-        def train(model: Any, ids: Tensor) -> Tensor:
-            loss: Tensor = model(input_ids=ids, labels=ids)["loss"]
-            model.backward(loss)
-            return loss
-
-        train(model, batches()[0])
+        train_step(model, batches()[0])
         return ""
     except PartitionError as error:
         return str(error)

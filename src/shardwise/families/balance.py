@@ -8,7 +8,7 @@ stages, so that their sum is balanced first, and the largest stage, for which th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import accumulate, combinations_with_replacement, product
 from typing import Any
 
@@ -116,12 +116,12 @@ def _costs(cuts: Array, until: Sequence[float], ranks: Sequence[int], extra: Seq
     return np.column_stack([loads[:, 0], stages.max(axis=1), loads]).round(ROUND)
 
 
-@cache
+@lru_cache(maxsize=16)
 def _moves(stages: int, together: int) -> Array:
     """[moves, stages]: fewer by a block in as many stages as are moved `together`, and more by one in others."""
     places = list(combinations_with_replacement(range(stages), together))
     pairs = [(less, more) for less, more in product(places, places) if not set(less) & set(more)]
-    change = np.zeros((len(pairs), stages), dtype=int)
+    change = np.zeros((len(pairs), stages), dtype=np.int8)
     for row, (less, more) in zip(change, pairs):
         np.add.at(row, [*less], -1)
         np.add.at(row, [*more], 1)

@@ -26,4 +26,6 @@ def keep_freed_memory() -> None:
     settle = getattr(ctypes.CDLL(None), "mallopt", None)
     if settle is not None and not any(name in os.environ for name in (*_SETTINGS, "GLIBC_TUNABLES")):
         for number, values in _SETTINGS.values():
-            any(settle(number, value) for value in values)
+            for value in values:
+                if settle(number, value):
+                    break
