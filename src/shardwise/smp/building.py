@@ -47,6 +47,11 @@ def shape_of(inputs: Mapping[str, Any]) -> Shape:
     return Shape(1, 1) if first is None else Shape(first.shape[0], first.shape[1] if first.dim() > 1 else 1)
 
 
+def forms_of(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """`inputs` with tensors that hold nothing, to see what a forward with such gives."""
+    return {name: value.to("meta") if isinstance(value, Tensor) else value for name, value in inputs.items()}
+
+
 def build(module: nn.Module, inputs: Mapping[str, Any]) -> ParallelModel:
     """Distribute `module`, in place, as the configuration asks; weights and buffers are those of rank 0. Collective.
 

@@ -18,10 +18,11 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise.data.batch import Batch
 from shardwise.parallel.model import ParallelModel, Part
-from shardwise.smp.building import Shape, build, shape_of
+from shardwise.smp.building import Shape, build, forms_of, shape_of
 from shardwise.smp.exceptions import SMPValidationError, StepUsageError
 from shardwise.smp.inspection import DataParallelLevel, Inspection, refuse_data_parallel, show_shards
 from shardwise.smp.nesting import tensors, to_device
+from shardwise.smp.own_backward import OwnBackward
 from shardwise.smp.process import state
 from shardwise.smp.rows import merge, narrow
 from shardwise.smp.weights import is_partial, load_weights, local_weights, marked, whole_weights
@@ -83,6 +84,7 @@ class DistributedModel(Inspection, nn.Module):
         self.passes, self._pass, self._synchronise, self._held = backward_passes_per_step, 0, True, False
         self.names = {id(parameter): name for name, parameter in self.get_module().named_parameters()}
         self._run: StepRun | None = None
+        self._own = OwnBackward("a backward outside of a step leaves out the mean over ranks", refused=True)
         self._shapes: dict[Any, tuple[Shape, dict[str, Any]]] = {}
         self._forward_parameters = inspect.signature(self.get_module().forward)
         self._after_partition: OrderedDict[int, Hook] = OrderedDict()
@@ -111,7 +113,7 @@ class DistributedModel(Inspection, nn.Module):
             return self._run.call(args, kwargs)
         self._needs_step("model(...)")
         parallel = self.build(self.bind(args, kwargs))
-        return self.compute(parallel.parts[0], args, kwargs, 0, 1)
+        return self._own.watch(self.compute(parallel.parts[0], args, kwargs, 0, 1))
 
     def backward(self, tensors: Tensor | Sequence[Tensor], grad_tensors: Any = None) -> None:
         """Backward from a loss (or several tensors with the gradients they get); in the place of `loss.backward()`.
@@ -131,7 +133,8 @@ class DistributedModel(Inspection, nn.Module):
         self._needs_step("model.backward(...)")
         parallel = self.require_parallel()
         last = self._completes()
-        parallel.drive(lambda *_: total * self.seed(1), 1, backward=True, last=last)
+        with self._own.allowed():
+            parallel.drive(lambda *_: total * self.seed(1), 1, backward=True, last=last)
         self._finish_backward(last)
 
     def _needs_step(self, what: str) -> None:
@@ -175,7 +178,7 @@ class DistributedModel(Inspection, nn.Module):
             inputs = run.first_inputs()
             merged = inputs if state.cfg.prescaled_batch else merge(inputs)
             self.build(merged)
-            self._shapes[key] = shape_of(merged), _forms(merged)
+            self._shapes[key] = shape_of(merged), forms_of(merged)
         shape, inputs = self._shapes[key]
         parallel = self.require_parallel()
         if parallel.pipeline is not None:
@@ -392,8 +395,3 @@ def _register(hooks: OrderedDict[int, Hook], hook: Hook) -> RemovableHandle:
     handle = RemovableHandle(hooks)
     hooks[handle.id] = hook
     return handle
-
-
-def _forms(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """`inputs` with tensors that hold nothing, to see what a forward with such gives."""
-    return {name: value.to("meta") if isinstance(value, Tensor) else value for name, value in inputs.items()}

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from shardwise.smp.exceptions import NotInitializedError, SMPValidationError, StepUsageError
 from shardwise.smp.nesting import collect, map_leaves, piece, share, splits, tensors, to_device
+from shardwise.smp.own_backward import OwnBackward
 from shardwise.smp.process import state
 
 if TYPE_CHECKING:
@@ -152,21 +153,6 @@ class BodyLeft(BaseException):
     """
 
 
-class _InBody:
-    """Whether a step's body runs, for the hooks of tensors: nothing here leads back to them, so that a step's memory
-    goes with the step and does not wait for Python to look for cycles."""
-
-    def __init__(self, name: str) -> None:
-        self.name, self.runs = name, False
-
-    def refuse(self, gradient: Tensor) -> None:
-        if self.runs:
-            raise StepUsageError(
-                f"the step {self.name!r} runs backward itself, which reaches no other stage and leaves out the means "
-                "over microbatches and ranks; use model.backward(loss) in the place of loss.backward()"
-            )
-
-
 class StepRun:
     """One call of a step function: its microbatches, and what became of them on this rank."""
 
@@ -181,7 +167,10 @@ class StepRun:
         self._outcome: Any = None
         self._called = False
         self._losses: list[Tensor] = []
-        self._in_body = _InBody(body.__name__)
+        self._own = OwnBackward(
+            f"the step {body.__name__!r} runs backward itself, which reaches no other stage and leaves out the means "
+            "over microbatches and ranks"
+        )
         self._seed = _shared_seed() if self.staged else 0
 
     def work(self, number: int, index: int, arrived: Tensor | None) -> Tensor:
@@ -191,7 +180,7 @@ class StepRun:
         self._called, self._losses = False, []
         args, kwargs = self.calls[index]
         with _same_random_numbers(self._seed + index) if self.staged else nullcontext():
-            self._in_body.runs = True
+            self._own.refused = True
             try:
                 self.results[index] = self.body(*args, **kwargs)
             except BodyLeft:
@@ -199,7 +188,7 @@ class StepRun:
                 self._outcome = None
                 return left
             finally:
-                self._in_body.runs = False
+                self._own.refused = False
         if self.staged and not self._called:
             raise StepUsageError(
                 f"the step {self.body.__name__!r} did not call the model; with pipeline_parallel_degree "
@@ -235,7 +224,7 @@ class StepRun:
             self._outcome = self.model.bind(args, kwargs)
             raise BodyLeft
         if not self.staged:
-            return self._watched(self.model.compute(self.part, args, kwargs, self.index, len(self.calls)))
+            return self._own.watch(self.model.compute(self.part, args, kwargs, self.index, len(self.calls)))
         if self._called:
             raise StepUsageError(
                 f"the step {self.body.__name__!r} calls the model more than once for a microbatch, which stages of a "
@@ -245,14 +234,7 @@ class StepRun:
         self._outcome = self.model.compute(self.part, args, kwargs, self.index, len(self.calls), self._arrived)
         if not self.part.is_last:
             raise BodyLeft
-        return self._watched(self._outcome)
-
-    def _watched(self, output: Any) -> Any:
-        """The model's `output`, which knows of a backward of the body's own: no other stage would take part in it."""
-        for tensor in tensors(output):
-            if tensor.requires_grad:
-                tensor.register_hook(self._in_body.refuse)
-        return output
+        return self._own.watch(self._outcome)
 
     def note(self, loss: Tensor) -> None:
         """A loss times its seed, to run backward from when the microbatch's turn comes."""
