@@ -1,4 +1,4 @@
-"""Who takes part in `training_gpu`: shardwise and bare PyTorch, eager and compiled; shardwise with single switches.
+"""Who takes part in `training_gpu`: shardwise, bare PyTorch, litgpt, torchtitan; shardwise with single switches.
 
 All train in bf16 with fp32 master weights and clip by the global norm. A builder gets (config, device, compile mode)
 and returns `step(ids) -> loss`. `torch` keeps the model in bf16 and updates fp32 copies of its parameters, which is the
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks import gpu_peers
 from benchmarks.gpu_models import build, optimizer_of
 
 IdStep = Callable[[Tensor], Tensor]
@@ -23,15 +24,26 @@ LEARNING_RATE, WEIGHT_DECAY, CLIP_NORM = 3e-4, 0.1, 1.0
 def bare(config: Any, device: torch.device, compiled: str | None) -> IdStep:
     """bf16 model, fp32 masters, SDPA; `compiled` is None, "model" or "blocks"."""
     model = build(config, device)
+    forward = _compile(model, compiled)
+    return _with_masters(config, model, lambda ids: forward(input_ids=ids, labels=ids).loss)
+
+
+def other(config: Any, device: torch.device, compiled: str | None, project: str) -> IdStep:
+    """The model of litgpt or torchtitan, in the loop of bare PyTorch."""
+    module, losses = getattr(gpu_peers, project)(config, build(config, device), compiled)
+    return _with_masters(config, module, losses)
+
+
+def _with_masters(config: Any, model: nn.Module, losses: Callable[[Tensor], Tensor]) -> IdStep:
+    """Steps with bf16 parameters in `model` and fp32 copies of them that the optimizer updates."""
     parameters = list(model.parameters())
     masters = [parameter.detach().clone() for parameter in parameters]
     for parameter in parameters:  # parameters only: rotary frequencies stay fp32
         parameter.data = parameter.data.bfloat16()
     optimizer = _optimizer(config, masters)
-    forward = _compile(model, compiled)
 
     def step(ids: Tensor) -> Tensor:
-        loss: Tensor = forward(input_ids=ids, labels=ids).loss
+        loss = losses(ids)
         loss.backward()
         for master, parameter in zip(masters, parameters):
             assert parameter.grad is not None
@@ -70,6 +82,7 @@ CHECKPOINTED = {"activation_checkpointing": "full"}
 SWITCHES: dict[str, dict[str, Any]] = {
     "fp8": {"precision": {"fp8": "torchao"}},
     "fp8-rowwise": {"precision": {"fp8": "torchao", "fp8_scaling": "rowwise"}},
+    "fp8-te": {"precision": {"fp8": "transformer_engine"}},
     "liger": {"model": {"liger": True}},
     "checkpointed": {"memory": CHECKPOINTED},
     "checkpointed-eager": {"memory": CHECKPOINTED, "model": {"attention": "eager"}},
@@ -89,6 +102,7 @@ def sharded(config: Any, device: torch.device, compiled: str | None, switch: str
     return gpu_stepper(config, device, (LEARNING_RATE, WEIGHT_DECAY, CLIP_NORM), optimizer_of(config), more)
 
 
+PROJECTS = ("litgpt", "torchtitan")  # functions of gpu_peers
 Builder = Callable[[Any, torch.device, str | None], IdStep]
 BUILDERS: dict[str, tuple[Builder, bool]] = {  # name: (builder, compiled?)
     "shardwise": (sharded, False),
@@ -99,6 +113,8 @@ BUILDERS: dict[str, tuple[Builder, bool]] = {  # name: (builder, compiled?)
     "torch-compile": (bare, True),
     "autocast": (autocast, False),
     "autocast-compile": (autocast, True),
+    **{name: (partial(other, project=name), False) for name in PROJECTS},
+    **{f"{name}-compile": (partial(other, project=name), True) for name in PROJECTS},
 }
 
 

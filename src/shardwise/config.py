@@ -221,7 +221,8 @@ class PrecisionSection(Section):
     fp8: Literal["none", "torchao", "transformer_engine", "emulate"] = Field(
         default="none",
         description="What multiplies the blocks' linear layers in float8: `torchao` on a GPU that has it, extra fp8; "
-        "`emulate` rounds to float8 and multiplies in fp32, on any device. `transformer_engine` is refused.",
+        "`transformer_engine` on the same, where it is installed; `emulate` rounds to float8 and multiplies in fp32, "
+        "on any device.",
     )
     fp8_scaling: Literal["tensorwise", "rowwise"] = Field(
         default="tensorwise",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,26 @@ def test_a_switch_that_the_machine_lacks_is_reported() -> None:
     run_case(this, lambda kind, value: messages.append((kind, value)))
     (row,) = training_gpu.collect(this, messages, "")["rows"]
     assert "Liger's kernels run on a GPU" in row["failed"]
+
+
+@pytest.mark.parametrize("name", ["litgpt", "torchtitan"])
+def test_other_projects_train_the_same_model(name: str) -> None:
+    """Where they are installed; elsewhere the table says that they are not."""
+    config = model_config("llama", "toy", 32)
+    ids = token_ids(config, 2, 32, CPU)
+    if find_spec(name) is None:
+        with pytest.raises(ModuleNotFoundError, match=name):
+            BUILDERS[name][0](config, CPU, None)
+        return
+    ours, theirs = (BUILDERS[each][0](config, CPU, None) for each in ("torch", name))
+    for _ in range(3):
+        assert float(theirs(ids)) == pytest.approx(float(ours(ids)), abs=2e-3)
+
+
+def test_torchtitan_has_no_neox() -> None:
+    config = model_config("neox", "toy", 32)
+    with pytest.raises((ValueError, ModuleNotFoundError), match=r"no gpt_neox|torchtitan"):
+        BUILDERS["torchtitan"][0](config, CPU, None)
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from tests.legality.jobs import CPU4, CUDA4, FACTS, FULL, case, check_case, chec
 LINEAR = replace(FACTS, linears={f"layers.{i}.{name}": (4096, 4096) for i in range(4) for name in ("up", "down")})
 FUSIBLE = replace(FACTS, fusible={"layers.0.norm": "RMS norm"})
 SMALL = replace(FACTS, linears={"layers.1.up": (512, 512)})
+H100 = World(4, "cuda", 4, "NVIDIA H100", float8=True)
 CUDA1 = World(1, "cuda", 1)
 GRAPHS = {"model": {"compile": True, "cuda_graphs": True}, "precision": {"compute": "fp32"}}
 EMULATE = {"precision": {"fp8": "emulate"}}
@@ -33,7 +34,18 @@ CASES = {
         facts=LINEAR,
     ),
     "fp8-transformer-engine": case(
-        {"precision": {"fp8": "transformer_engine"}}, EMULATE, "modules of its own", facts=LINEAR
+        {"precision": {"fp8": "transformer_engine", "fp8_scaling": "rowwise"}},
+        {"precision": {"fp8": "transformer_engine"}},
+        "one scale a tensor here; use precision.fp8_scaling tensorwise, or precision.fp8 torchao",
+        H100,
+        LINEAR,
+    ),
+    "fp8-transformer-engine-compile": case(
+        {"precision": {"fp8": "transformer_engine"}, "model": {"compile": True}},
+        {"precision": {"fp8": "torchao"}, "model": {"compile": True}},
+        "cannot see into Transformer Engine; use precision.fp8 torchao",
+        H100,
+        LINEAR,
     ),
     "fp8-all_gather": case(
         {"precision": {"fp8_all_gather": True}},
@@ -54,7 +66,7 @@ CASES = {
         {"precision": {"fp8": "torchao"}},
         EMULATE,
         "pip install 'shardwise[fp8]'",
-        World(4, "cuda", 4, "NVIDIA H100", float8=True),
+        H100,
         LINEAR,
     ),
     "fp8-compute": case(
@@ -86,6 +98,8 @@ MORE = [
     ("graphs-memory", {**GRAPHS, "training": {"gradient_accumulation": 2}}, CUDA1, FACTS),
     ("graphs-memory", {**GRAPHS, "memory": {"offload_parameters": True}}, CUDA1, FACTS),
     ("fp8-device", {"precision": {"fp8": "torchao"}}, World(4, "cuda", 4, "NVIDIA A100", float8=False), LINEAR),
+    ("fp8-device", {"precision": {"fp8": "transformer_engine"}}, CPU4, LINEAR),
+    ("fp8-installed", {"precision": {"fp8": "transformer_engine"}}, H100, LINEAR),
     ("fp8-gains", EMULATE, CPU4, replace(LINEAR, linears={"layers.0.up": (4096, 4096), "layers.3.up": (4096, 4096)})),
 ]
 

@@ -6,8 +6,9 @@ Scales are taken from the numbers of each call. `tensorwise` has one for a tenso
 e5m2 for gradients (section 3 of the paper). `rowwise` has one for each row of the first and column of the second
 factor, a power of two, and e4m3 throughout. These are the recipes of torchao.
 
-On a GPU torchao casts and multiplies. The emulation does the same arithmetic with torch alone, on any device: factors
-are rounded to float8 and multiplied in fp32. It is bit-equal to torchao's own emulation, which a test looks at.
+On a GPU torchao casts and multiplies, or Transformer Engine (kernels/float8_transformer_engine.py). The emulation does
+the same arithmetic with torch alone, on any device: factors are rounded to float8 and multiplied in fp32. It is
+bit-equal to torchao's own emulation, which a test looks at.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Float8:
     """How a linear layer multiplies.
 
     Attributes:
-        door: `emulate`, or `torchao` for the hardware's products.
+        door: `emulate`, or `torchao` or `transformer_engine` for the hardware's products.
         scaling: `tensorwise` or `rowwise`.
         gathered: weights come rounded to float8 by a power of two (kernels/float8_gather.py), so this one is too.
     """
@@ -53,8 +54,13 @@ class Float8:
         """
         if self.door == "torchao":
             return _by_torchao(a, b, what, self, emulate=False)
-        rowwise = self.scaling == "rowwise"
-        first = quantize(a, gradient_format(self.scaling) if what != "output" else E4M3, 1 if rowwise else None)
+        rowwise, dtype = self.scaling == "rowwise", gradient_format(self.scaling) if what != "output" else E4M3
+        if self.door == "transformer_engine":
+            from shardwise.kernels import float8_transformer_engine
+
+            powers = (False, self.by_powers(ROLES[what][1]))
+            return float8_transformer_engine.product(a, b, (dtype, E4M3), powers, quick=what == "output")
+        first = quantize(a, dtype, 1 if rowwise else None)
         second = quantize(b, E4M3, 0 if rowwise else None, self.by_powers(ROLES[what][1]))
         return ((first.values.float() / first.scale) @ (second.values.float() / second.scale)).to(a.dtype)
 

@@ -13,11 +13,17 @@ SCALE = "precision.loss_scale"
 DYNAMIC_SCALE = tuple(f"{SCALE}.{name}" for name in LossScaleSection.model_fields if name != "static")
 
 FP8 = "precision.fp8"
-FP8_COMPUTE = {"torchao": ("bf16",), "emulate": ("bf16", "fp32")}
+FP8_COMPUTE = {"torchao": ("bf16",), "transformer_engine": ("bf16",), "emulate": ("bf16", "fp32")}
+# What `shardwise run` puts in the place of Transformer Engine has its name, and not that of its compiled part.
+FP8_PACKAGES = {"torchao": "torchao", "transformer_engine": "transformer_engine_torch"}
+FP8_INSTALL = {
+    "torchao": "pip install 'shardwise[fp8]'",
+    "transformer_engine": "pip install 'transformer_engine[pytorch]', which compiles against the installed torch",
+}
 
 
 def _no_float8(d: Draft) -> bool:
-    return d.precision.fp8 == "torchao" and (d.world.device_type != "cuda" or d.world.float8 is False)
+    return d.precision.fp8 in FP8_PACKAGES and (d.world.device_type != "cuda" or d.world.float8 is False)
 
 
 def _float8_device(d: Draft) -> str:
@@ -40,11 +46,12 @@ PRECISION_RULES = (
          use=lambda d: f"use a min_scale of at most {d.precision.loss_scale.init_scale}"),
     *(idle(f"fp8-{key}", f"precision.fp8_{key}", "nothing is in float8", lambda d: d.precision.fp8 == "none",
            "set precision.fp8, or leave it out") for key in ("scaling", "layers", "all_gather")),
-    Rule("fp8-transformer-engine", (FP8,), "there is one implementation of float8 layers, torchao's",
-         lambda d: d.precision.fp8 == "transformer_engine",
-         fix="use torchao",
-         because=lambda d: "Transformer Engine brings modules of its own for a model's linear layers, and this project "
-         "has none of them"),
+    Rule("fp8-transformer-engine", (FP8, "precision.fp8_scaling"), "Transformer Engine has one scale a tensor here",
+         lambda d: d.precision.fp8 == "transformer_engine" and d.precision.fp8_scaling != "tensorwise",
+         fix="use precision.fp8_scaling tensorwise, or precision.fp8 torchao"),
+    Rule("fp8-transformer-engine-compile", (FP8, "model.compile"), "the compiler cannot see into Transformer Engine",
+         lambda d: d.precision.fp8 == "transformer_engine" and d.model.compile,
+         fix="use precision.fp8 torchao, or model.compile false"),
     Rule("fp8-gathered", ("precision.fp8_all_gather", "parallel.sharded_data_parallel_degree"),
          "only sharded parameters are gathered",
          lambda d: d.precision.fp8 != "none" and d.precision.fp8_all_gather and d.sharded == 1,
@@ -52,10 +59,11 @@ PRECISION_RULES = (
     Rule("fp8-device", (FP8, "parallel.device"), "products of float8 need a device that has them", _no_float8,
          fix="use emulate, which shows the numbers on any device, or none",
          because=_float8_device),
-    Rule("fp8-installed", (FP8,), "torchao has to be installed",
-         lambda d: d.precision.fp8 == "torchao" and not installed("torchao"),
-         fix="pip install 'shardwise[fp8]', or use emulate",
-         because=lambda d: "the package torchao is not installed"),
+    Rule("fp8-installed", (FP8,), "what multiplies has to be installed",
+         lambda d: d.precision.fp8 in FP8_PACKAGES and not installed(FP8_PACKAGES[d.precision.fp8]),
+         fix="pip install 'shardwise[fp8]' for torchao, or use emulate",
+         because=lambda d: f"the package {FP8_PACKAGES[d.precision.fp8]} is not installed",
+         use=lambda d: f"{FP8_INSTALL[d.precision.fp8]}, or use emulate"),
     Rule("fp8-compute", (FP8, "precision.compute"), "what is not in float8 is in bf16, or in emulation in fp32",
          lambda d: d.precision.fp8 != "none" and d.compute not in FP8_COMPUTE[d.precision.fp8],
          fix="use precision.compute bf16",
