@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import sys
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -63,6 +65,35 @@ def test_the_blocks_multiply_as_the_engine_does_and_only_inside() -> None:
         assert torch.equal(_loss(model), _loss(plain)) and not torch.equal(_loss(plain), expected)
         with pytest.raises(ConfigError, match="E5M2"), te.fp8_autocast(fp8_recipe=DelayedScaling(Format.E5M2)):
             pass
+    finally:
+        tsm.state.reset()
+
+
+def test_an_installed_transformer_engines_scope_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Scope:
+        enabled = False
+
+        @classmethod
+        def is_fp8_enabled(cls) -> bool:
+            return cls.enabled
+
+        @classmethod
+        def get_fp8_recipe(cls) -> DelayedScaling:
+            return DelayedScaling(fp8_format=Format.E4M3)
+
+    for name in ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.fp8"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    vars(sys.modules["transformer_engine.pytorch.fp8"])["FP8GlobalStateManager"] = Scope
+    rounded = _model()
+    use_float8(
+        [m for m in rounded.model.layers.modules() if isinstance(m, torch.nn.Linear)], Float8("emulate", "rowwise")
+    )
+    try:
+        tsm.init({"hybrid_shard_degree": 1})
+        model = tsm.transform(_model())
+        assert torch.equal(_loss(model), _loss(_model()))
+        Scope.enabled = True
+        assert torch.equal(_loss(model), _loss(rounded)) and not torch.equal(_loss(rounded), _loss(_model()))
     finally:
         tsm.state.reset()
 

@@ -1,8 +1,9 @@
 """Float8 of version 2: the linear layers of a transformed model's blocks multiply so inside of `fp8_autocast`.
 
-Scripts switch it on around their forward, by Transformer Engine's name; the stand-in for that package leads here. The
-arithmetic is the engine's (kernels/float8.py): scales come from the numbers of each call, so that a recipe's history
-has nothing to do. Backward multiplies as its forward did, wherever it runs.
+Scripts switch it on around their forward, by Transformer Engine's name; the stand-in for that package leads here, and
+where the package itself is installed, layers ask for the state of its scope when their forward begins. Arithmetic is
+the engine's (kernels/float8.py): scales come from the numbers of each call, so that a recipe's history has nothing to
+do. Backward multiplies as its forward did, wherever it runs.
 """
 
 from __future__ import annotations
@@ -36,7 +37,15 @@ def lead_layers(layers: Iterable[nn.Module]) -> None:
     _layers.update(chosen)
     real = sys.modules.get("transformer_engine")
     if real is not None and not real.__name__.startswith("shardwise."):
-        _tell("transformer_engine is installed: its fp8_autocast reaches modules of its own, and this model has none.")
+        for layer in chosen:
+            layer.register_forward_pre_hook(_follow)
+
+
+def _follow(layer: Any, inputs: Any) -> None:
+    """Let `layer` multiply as the installed Transformer Engine's scope says."""
+    from transformer_engine.pytorch.fp8 import FP8GlobalStateManager as Scope
+
+    layer.float8 = chosen(Scope.get_fp8_recipe()) if Scope.is_fp8_enabled() else None
 
 
 def chosen(recipe: Any) -> Float8:
@@ -50,11 +59,19 @@ def chosen(recipe: Any) -> Float8:
         raise ConfigError(f"fp8_format={name} cannot be had: gradients need range; use Format.HYBRID or Format.E4M3")
     if not _layers:
         raise ConfigError("fp8_autocast(enabled=True) finds no layers; give the model to tsm.transform before")
-    by_hardware = state.device.type == "cuda" and has_float8(state.device) and find_spec("torchao") is not None
-    door = "torchao" if by_hardware else "emulate"
-    how = "by torchao" if by_hardware else "numbers are rounded and multiplied in fp32, which is slow"
+    door = _door(SCALING[name])
+    how = "numbers are rounded and multiplied in fp32, which is slow" if door == "emulate" else f"by {door}"
     _tell(f"fp8: {SCALING[name]} scales, taken from each call's numbers and not from a history; {how}.")
     return Float8(door, SCALING[name])
+
+
+def _door(scaling: str) -> str:
+    if state.device.type == "cuda" and has_float8(state.device):
+        if find_spec("torchao") is not None:
+            return "torchao"
+        if scaling == "tensorwise" and find_spec("transformer_engine_torch") is not None:
+            return "transformer_engine"
+    return "emulate"
 
 
 @contextmanager
