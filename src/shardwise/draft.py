@@ -46,6 +46,12 @@ class World:
     hosts: int = 1
     engine: bool = False  # can its ranks use the native engine (`shardwise.collectives.engine`)
     float8: bool | None = None  # do its devices multiply in float8; None: not known yet
+    gpus: int = 0  # that the ranks of a host have; 0 on a CPU, and where it is not known
+
+    @property
+    def shares_gpus(self) -> bool:
+        """Whether several ranks compute on one GPU, where NCCL refuses to join them."""
+        return 0 < self.gpus < self.local_size
 
 
 class Derived(NamedTuple):
