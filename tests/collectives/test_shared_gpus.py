@@ -1,4 +1,4 @@
-"""Several ranks on one GPU: what carries their tensors, with GPUs that are not there; and on one, where there is one."""
+"""Several ranks on one GPU: what carries their tensors, with GPUs that are not there; the last tests need one."""
 
 from __future__ import annotations
 

@@ -59,10 +59,18 @@ def test_messages(device_pool: WorldPool) -> None:
 # --- the order
 
 
+def pending_copy(data: Tensor) -> Tensor:
+    """A tensor that holds `data` once its stream gets there; before that other bytes."""
+    return torch.empty_like(data, device=lazy_device.NAME).copy_(data.pin_memory(lazy_device.NAME), non_blocking=True)
+
+
 def pending(*shape: int, value: float) -> Tensor:
-    """A tensor that holds `value` once its stream gets there; before that other bytes."""
-    full = torch.full(shape, value, device="cpu").pin_memory(lazy_device.NAME)
-    return torch.empty(shape).copy_(full, non_blocking=True)
+    return pending_copy(torch.full(shape, value, device="cpu"))
+
+
+def an_eighth(future: torch.futures.Future[list[Tensor]]) -> Tensor:
+    """Queued on the stream of the callback, not computed yet."""
+    return pending_copy(future.value()[0].cpu() / 8)
 
 
 def orders(backend: str) -> None:
@@ -82,8 +90,9 @@ def orders(backend: str) -> None:
         event = side.record_event()  # as FSDP2 does
     torch.lazy.current_stream().wait_event(event)
     assert given.tolist() == [2.0] * 1000
-    futures = dist.all_reduce(pending(3, value=4.0), group=group, async_op=True).get_future()
-    assert futures.then(lambda done: done.value()[0] / 8).wait().tolist() == [1.0] * 3
+    future = dist.all_reduce(pending(3, value=4.0), group=group, async_op=True).get_future()
+    with torch.lazy.stream(side):  # which waits for the stream of the callback
+        assert future.then(an_eighth).wait().tolist() == [1.0] * 3
     if rank == 0:
         dist.send(pending(70_000, value=5.0), 1, group)
     else:
@@ -91,7 +100,7 @@ def orders(backend: str) -> None:
         torch.lazy.synchronize()
         assert received.unique().tolist() == [5.0]
     dist.barrier(group)
-    weight = nn.Parameter(pending(6, value=rank))
+    weight = nn.Parameter(pending(6, value=float(rank)))
     version = weight._version
     dist.broadcast(weight, 1, group)
     assert weight.tolist() == [1.0] * 6
