@@ -50,8 +50,15 @@ class World:
 
     @property
     def shares_gpus(self) -> bool:
-        """Whether several ranks compute on one GPU, where NCCL refuses to join them."""
+        """Whether several ranks of a host compute on one GPU."""
         return 0 < self.gpus < self.local_size
+
+    @property
+    def nccl_refusal(self) -> str:
+        """Why NCCL cannot join these ranks; empty where it can."""
+        if self.shares_gpus:
+            return f"{self.local_size} ranks of a host share {self.gpus} GPU(s), and NCCL joins one rank of each"
+        return "ranks of another host share a GPU, and NCCL joins one rank of each" if self.engine else ""
 
 
 class Derived(NamedTuple):

@@ -292,20 +292,11 @@ def _backend(draft: Draft, rules: dict[str, str]) -> str:
         return asked
     rules["backend"] = f"ddp_dist_backend auto on {device}"
     if device == "cuda":
-        return _cuda_backend(draft.world, rules)
+        refusal = draft.world.nccl_refusal
+        rules["backend"] += f": {refusal}; the engine moves their tensors through the host's memory" if refusal else ""
+        return "shardwise" if refusal else "nccl"
     rules["backend"] += ", the engine is usable" if draft.world.engine else ""
     return "shardwise" if draft.world.engine else "gloo"
-
-
-def _cuda_backend(world: World, rules: dict[str, str]) -> str:
-    if world.shares_gpus:
-        rules["backend"] += f": {world.local_size} ranks of a host share {world.gpus} GPU(s), which NCCL refuses"
-    elif world.engine:
-        rules["backend"] += ": ranks of another host share a GPU, which NCCL refuses"
-    else:
-        return "nccl"
-    rules["backend"] += "; the engine moves tensors through the host's memory"
-    return "shardwise"
 
 
 def _collectives(draft: Draft, rules: dict[str, str]) -> str:

@@ -218,8 +218,7 @@ PARALLEL_RULES = (
     Rule("nccl-shared", ("parallel.ddp_dist_backend",), "NCCL joins one rank of each GPU",
          lambda d: d.parallel.ddp_dist_backend == "nccl" and d.world.shares_gpus,
          fix="use auto",
-         because=lambda d: f"{d.world.local_size} ranks of a host share {d.world.gpus} GPU(s), and NCCL joins one rank "
-         "of each; the engine moves their tensors through the host's memory",
+         because=lambda d: f"{d.world.nccl_refusal}; the engine moves their tensors through the host's memory",
          use=lambda d: f"use auto or shardwise, or {d.world.gpus} rank(s) a host"),
     Rule("world", SPLIT_KEYS, "the product of the degrees has to divide the number of ranks",
          lambda d: d.world.size % _split(d),
