@@ -153,8 +153,8 @@ class ParallelSection(Section):
     ddp_dist_backend: Literal["auto", "gloo", "shardwise", "nccl"] = Field(
         default="auto",
         description="Collective backend. `shardwise` is the library's own engine for CPU ranks, on one host or "
-        "several. `auto` is NCCL on CUDA; on a CPU the engine where there are several ranks and it can be built, else "
-        "Gloo.",
+        "several; tensors of a GPU go through the host's memory. `auto` is NCCL on CUDA, but the engine where several "
+        "ranks share a GPU; on a CPU the engine where there are several ranks and it can be built, else Gloo.",
     )
     collective_algorithm: Literal["auto", "measured", "flat", "two_level", "direct"] = Field(
         default="auto",

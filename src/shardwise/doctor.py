@@ -214,9 +214,7 @@ def _device(local_rank: int) -> str:
 
     if not cuda.is_available():
         return "cpu"
-    index = local_rank % cuda.device_count()
-    device = cuda.get_device_properties(index)
-    return f"cuda:{index} {device.name} {device.uuid}"
+    return topology.gpu_identity(local_rank % cuda.device_count())
 
 
 def _extras() -> Iterator[tuple[str, str]]:

@@ -46,6 +46,19 @@ class World:
     hosts: int = 1
     engine: bool = False  # can its ranks use the native engine (`shardwise.collectives.engine`)
     float8: bool | None = None  # do its devices multiply in float8; None: not known yet
+    gpus: int = 0  # that the ranks of a host have; 0 on a CPU, and where it is not known
+
+    @property
+    def shares_gpus(self) -> bool:
+        """Whether several ranks of a host compute on one GPU."""
+        return 0 < self.gpus < self.local_size
+
+    @property
+    def nccl_refusal(self) -> str:
+        """Why NCCL cannot join these ranks; empty where it can."""
+        if self.shares_gpus:
+            return f"{self.local_size} ranks of a host share {self.gpus} GPU(s), and NCCL joins one rank of each"
+        return "ranks of another host share a GPU, and NCCL joins one rank of each" if self.engine else ""
 
 
 class Derived(NamedTuple):

@@ -18,7 +18,7 @@ from shardwise.errors import MachineError
 from shardwise.families.facts import ModelFacts
 from shardwise.launch.environment import RankEnvironment, detect
 from shardwise.launch.local import run_local
-from shardwise.launch.session import session
+from shardwise.launch.session import gpus_of_host, session
 from shardwise.observe.trackers import require_extras
 from shardwise.plan import Plan, World, collective_algorithm, precheck, resolve
 from shardwise.training.keeper import after_restart
@@ -61,11 +61,11 @@ def train(job: Job, notes: Iterable[str] = (), say: Say = print) -> TrainingResu
     prepare_data(job, facts, say if speaks else _silent)
     if place is not None:
         with claim_output(job) if place.rank == 0 else nullcontext():
-            return _worker(job, backend)
+            return _worker(job, plan.world.device_type, backend)
     with claim_output(job):
         return run_local(
             _worker,
-            (job, backend),
+            (job, plan.world.device_type, backend),
             plan.world.size,
             device_type=plan.world.device_type,
             forward_signals=True,
@@ -121,6 +121,8 @@ def _built_backend(plan: Plan, say: Say) -> str:
         engine.build(say)
         return plan.backend
     except MachineError as error:
+        if plan.world.device_type == "cuda":
+            raise MachineError(f"{error}. The ranks share GPUs, which NCCL refuses; use a rank a GPU") from error
         if plan.job.parallel.ddp_dist_backend != "auto":
             raise
         say(f"note: the ranks talk over Gloo. {error}")
@@ -131,14 +133,9 @@ def _silent(text: str) -> None:
     pass
 
 
-def device_type_of(backend: str) -> str:
-    """Where the ranks that join with `backend` compute."""
-    return "cuda" if "nccl" in hierarchical.parts_of(backend) else "cpu"
-
-
-def _worker(job: Job, backend: str) -> TrainingResult:
+def _worker(job: Job, device_type: str, backend: str) -> TrainingResult:
     """One rank of a training."""
-    with session(device_type_of(backend), backend, job.parallel.timeout_seconds) as device:
+    with session(device_type, backend, job.parallel.timeout_seconds) as device:
         return train_rank(after_restart(job), device)
 
 
@@ -154,9 +151,11 @@ def _size(job: Job, place: RankEnvironment | None) -> World:
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
     if place is not None:
         hosts = -(-place.world_size // place.local_world_size)
-        return World(place.world_size, device_type, place.local_world_size, hosts=hosts)
-    workers = job.parallel.workers or (torch.cuda.device_count() if device_type == "cuda" else CPU_WORKERS)
-    return World(workers, device_type, workers)
+        gpus = gpus_of_host(device_type, place)
+        return World(place.world_size, device_type, place.local_world_size, hosts=hosts, gpus=gpus)
+    gpus = gpus_of_host(device_type, None)
+    workers = job.parallel.workers or (gpus if device_type == "cuda" else CPU_WORKERS)
+    return World(workers, device_type, workers, gpus=gpus)
 
 
 def _may_use_engine(job: Job, world: World) -> bool:

@@ -138,6 +138,7 @@ class Plan:
             del data["job"][key]
         for key in ("timeout_seconds", "max_restarts"):
             del data["job"]["parallel"][key]
+        del data["world"]["gpus"]
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -291,7 +292,9 @@ def _backend(draft: Draft, rules: dict[str, str]) -> str:
         return asked
     rules["backend"] = f"ddp_dist_backend auto on {device}"
     if device == "cuda":
-        return "nccl"
+        refusal = draft.world.nccl_refusal
+        rules["backend"] += f": {refusal}; the engine moves their tensors through the host's memory" if refusal else ""
+        return "shardwise" if refusal else "nccl"
     rules["backend"] += ", the engine is usable" if draft.world.engine else ""
     return "shardwise" if draft.world.engine else "gloo"
 

@@ -85,7 +85,13 @@ def run(script: Script, workers: int | None) -> None:
             )
         _execute(script, place.local_world_size)
         return
-    count = workers or (torch.cuda.device_count() if script.device_type == "cuda" else CPU_WORKERS)
+    gpus = torch.cuda.device_count() if script.device_type == "cuda" else 0
+    count = workers or gpus or CPU_WORKERS
+    if 0 < gpus < count:
+        raise ConfigError(
+            f"--workers={count} needs as many GPUs, this host shows {gpus}: scripts take the GPU of their local rank; "
+            f"use --workers={gpus} or less, or --device cpu"
+        )
     run_local(_worker, (script, count), count, device_type=script.device_type)
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from shardwise.config import Job
 from shardwise.data.tokenizer import VOCABULARY_FILES
-from shardwise.entry import device_type_of, plan_job, usable_backend
+from shardwise.entry import plan_job, usable_backend
 from shardwise.errors import ConfigError, MachineError
 from shardwise.families.build import load_config
 from shardwise.families.facts import ModelFacts
@@ -251,16 +251,17 @@ def _layouts(job: Job, against: Job) -> tuple[Job, Job, list[str]]:
 def _in_workers(job: Job, function: Callable[..., Any], *args: Any) -> Any:
     """`function(job, device, *args)` on every rank: a launcher's, or the job's own local workers; rank 0's result."""
     plan = plan_job(job)
+    device_type = plan.world.device_type
+    call = (job, device_type, usable_backend(plan, _note), function, args)
     if detect() is not None:
-        return _worker(job, usable_backend(plan, _note), function, args)
-    call = (job, usable_backend(plan, _note), function, args)
-    return run_local(_worker, call, plan.world.size, device_type=plan.world.device_type)[0]
+        return _worker(*call)
+    return run_local(_worker, call, plan.world.size, device_type=device_type)[0]
 
 
 def _note(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def _worker(job: Job, backend: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    with session(device_type_of(backend), backend, job.parallel.timeout_seconds) as device:
+def _worker(job: Job, device_type: str, backend: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    with session(device_type, backend, job.parallel.timeout_seconds) as device:
         return function(job, device, *args)

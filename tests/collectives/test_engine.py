@@ -34,11 +34,11 @@ REDUCTIONS = {
 
 
 def numbers(seed: int, rank: int, count: int, dtype: torch.dtype) -> Tensor:
-    """This rank's input of a round."""
-    generator = torch.Generator().manual_seed(seed * 1000 + rank)
+    """This rank's input of a round, on the default device."""
+    generator, device = torch.Generator("cpu").manual_seed(seed * 1000 + rank), torch.get_default_device()
     if dtype.is_floating_point:
-        return (torch.rand(count, generator=generator) * 2 - 1).to(dtype)
-    return torch.randint(0, 3, (count,), generator=generator).to(dtype)
+        return (torch.rand(count, generator=generator, device="cpu") * 2 - 1).to(device, dtype)
+    return torch.randint(0, 3, (count,), generator=generator, device="cpu").to(device, dtype)
 
 
 def reduced(name: str, inputs: list[Tensor]) -> Tensor:
@@ -157,7 +157,7 @@ def large_count(operation: Callable[..., Round], ranks: int, dtype: torch.dtype,
     return CHAINED // dtype.itemsize * (ranks if whole else 1) + pick.randrange(200_000)
 
 
-def fuzz(seed: int, rounds: int, large: float = 0.0) -> int:
+def fuzz(seed: int, rounds: int, large: float = 0.0, backend: str = "shardwise") -> int:
     """Random operations over random groups, up to three under way at once. The seed says it all.
 
     A share of `large` of the rounds of up to four ranks is of large tensors; references for more need much memory.
@@ -165,7 +165,7 @@ def fuzz(seed: int, rounds: int, large: float = 0.0) -> int:
     engine.register()
     world, rank, pick = dist.get_world_size(), dist.get_rank(), random.Random(seed)
     subsets = [list(range(world))] + [sorted(pick.sample(range(world), pick.randint(2, world))) for _ in range(4)]
-    groups = [dist.new_group(members, backend="shardwise") for members in subsets]
+    groups = [dist.new_group(members, backend=backend) for members in subsets]
     under_way: list[tuple[Any, Callable[[], None]]] = []
     for number in range(rounds):
         which, operation = pick.randrange(len(groups)), pick.choice(OPERATIONS)
@@ -199,9 +199,9 @@ def test_many_random_operations(world_pool: WorldPool, world: int) -> None:
 # --- what the fuzz does not reach
 
 
-def special_cases() -> None:
+def special_cases(backend: str = "shardwise") -> None:
     engine.register()
-    group, rank = dist.new_group(backend="shardwise"), dist.get_rank()
+    group, rank = dist.new_group(backend=backend), dist.get_rank()
     scaled = torch.full((5,), 2.0)
     dist.all_reduce(scaled, dist._make_nccl_premul_sum(0.5), group)
     equal(scaled, torch.full((5,), 2.0))
@@ -226,10 +226,10 @@ def test_reductions_layouts_coalescing_futures_objects(world_pool: WorldPool) ->
     world_pool.run(2, special_cases)
 
 
-def messages() -> None:
+def messages(backend: str = "shardwise") -> None:
     """Large messages both ways at once, tags out of order, and from any rank."""
     engine.register()
-    group, rank, size = dist.new_group(backend="shardwise"), dist.get_rank(), dist.get_world_size()
+    group, rank, size = dist.new_group(backend=backend), dist.get_rank(), dist.get_world_size()
     out = torch.full((500_000,), rank)
     others = [peer for peer in range(size) if peer != rank]
     received = {peer: torch.empty_like(out) for peer in others}

@@ -65,7 +65,7 @@ def test_on_several_hosts_all_take_gloo_where_one_has_no_compiler(
     places = [RankEnvironment(rank, 4, rank % 2, 2, "", 1, "torchrun") for rank in range(4)]
     names = ["shardwise", "shardwise", here, here]
     with ThreadPoolExecutor(4) as pool:
-        agreed = [*pool.map(lambda place, name: session.agree(store, place, name), places, names)]
+        agreed = [*pool.map(lambda place, name: session.agree(store, place, name, "cpu"), places, names)]
     assert agreed == [here] * 4
     said = capsys.readouterr()
     assert "note: the ranks talk over Gloo. the native engine cannot be used" in said.out
@@ -79,7 +79,7 @@ def test_ranks_that_ask_for_different_backends_are_told() -> None:
     store.set("backend/1", "gloo")
     store.set("backend/2", "measured_gloo_gloo")
     with pytest.raises(MachineError, match="different backends: shardwise, gloo, measured_gloo_gloo; give all"):
-        session.agree(store, RankEnvironment(0, 3, 0, 1, "", 1, "torchrun"), "shardwise")
+        session.agree(store, RankEnvironment(0, 3, 0, 1, "", 1, "torchrun"), "shardwise", "cpu")
 
 
 def test_asked_for_without_a_compiler_it_is_an_error(no_compiler: None, capsys: pytest.CaptureFixture[str]) -> None:

@@ -123,9 +123,9 @@ def test_a_result_that_cannot_be_sent_is_an_error_of_its_rank() -> None:
         run_local(unpicklable, (), 1)
 
 
-def test_more_gpu_workers_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(MachineError, match=r"parallel\.workers=4 .* use parallel\.workers=2"):
+def test_gpu_workers_without_a_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(MachineError, match=r"shows no GPU; use parallel\.device=cpu"):
         run_local(everyone, ("",), 4, device_type="cuda")
 
 

@@ -95,6 +95,13 @@ CASES = {
     ),
     "device": case({"parallel": {"device": "cuda"}}, {"parallel": {"device": "cpu"}}, "run on cpu"),
     "backend": case({"parallel": {"ddp_dist_backend": "nccl"}}, {"parallel": {"ddp_dist_backend": "gloo"}}, "use auto"),
+    "nccl-shared": case(
+        {"parallel": {"ddp_dist_backend": "nccl"}},
+        {"parallel": {"ddp_dist_backend": "shardwise"}},
+        "4 ranks of a host share 2 GPU(s), and NCCL joins one rank of each; the engine moves their tensors through the "
+        "host's memory; use auto or shardwise, or 2 rank(s) a host",
+        replace(CUDA4, gpus=2),
+    ),
     "world": case(
         {"parallel": {"tensor_parallel_degree": 3}}, {}, "3 does not divide the 4 ranks; use a product of 1, 2"
     ),
@@ -242,7 +249,6 @@ CASES = {
 
 MORE = [
     ("backend", {"parallel": {"ddp_dist_backend": "gloo"}}, CUDA4, FACTS),
-    ("backend", {"parallel": {"ddp_dist_backend": "shardwise"}}, CUDA4, FACTS),
     ("device", {"parallel": {"device": "cpu"}}, CUDA4, FACTS),
     ("shard-degree", {"parallel": {"sharded_data_parallel_degree": 8}}, CPU4, FACTS),
     ("checkpoint-strategy-name", {"memory": {**FULL, "checkpoint_strategy": "group_x"}}, CPU4, FACTS),

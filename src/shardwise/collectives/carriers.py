@@ -58,6 +58,8 @@ def make(name: str, seat: Seat) -> dist.ProcessGroup:
     backends = {"cpu": _backend(GLOO if name == NCCL else name, seat)}
     if name == NCCL:
         backends["cuda"] = _backend(NCCL, replace(seat, store=dist.PrefixStore(NCCL, seat.store)))
+    elif name == engine.BACKEND:
+        backends["cuda"] = backends["cpu"]
     return group_of(backends, seat.store, seat.rank, seat.size)
 
 

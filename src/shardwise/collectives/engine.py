@@ -1,4 +1,4 @@
-"""The native engine for CPU tensors: building it once, loading it, and the c10d backend `shardwise`.
+"""The native engine: building it once, loading it, and the c10d backend `shardwise`.
 
 `register()` makes `torch.distributed.init_process_group("shardwise")` work. The sources (`native/`, C++17) are compiled
 on first use with torch's own extension builder; the library is kept in the user's cache under a name that says what it
@@ -107,9 +107,12 @@ def load() -> ModuleType:
 
 
 def register() -> None:
-    """Make `shardwise` a backend of torch.distributed for CPU tensors. Builds nothing until a group is made."""
+    """Make `shardwise` a backend of torch.distributed. Builds nothing until a group is made.
+
+    It moves tensors of the CPU; those of CUDA go through the host's memory (`native/staging.h`).
+    """
     if not hasattr(dist.Backend, BACKEND.upper()):
-        dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
+        dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
 
 
 def _create(options: Any, backend_options: Any) -> Any:

@@ -196,7 +196,7 @@ def register(algorithm: str, between: str, inside: str) -> str:
             raise ConfigError(f"{word!r} is none of {', '.join(words)}")
     name = name_of(algorithm, between, inside)
     if algorithm != "flat" and not hasattr(dist.Backend, name.upper()):
-        devices = ["cpu", "cuda"] if between == carriers.NCCL else ["cpu"]
+        devices = ["cpu"] if between == carriers.GLOO else ["cpu", "cuda"]
         create = partial(_create, algorithm, between, inside)
         dist.Backend.register_backend(name, create, extended_api=True, devices=devices)
     return name

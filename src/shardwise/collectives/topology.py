@@ -92,5 +92,24 @@ def discover(store: Any, rank: int, world: int, device: str | None = None) -> To
     return replace(found, devices=tuple(_of_all(store, "device", world)))
 
 
+def gpu_identity(index: int) -> str:
+    """What a rank computes on that sees a GPU as `cuda:index`, uniquely in its host."""
+    import torch
+
+    device = torch.cuda.get_device_properties(index)
+    return f"cuda:{index} {device.name} {device.uuid}"
+
+
+def tell_device(store: Any, local_rank: int, device: str) -> None:
+    """Tell the ranks of this host what this one computes on."""
+    store.set(f"device/{host_identity()}/{local_rank}", device)
+
+
+def count_devices(store: Any, local_ranks: int) -> int:
+    """On how many devices the ranks of this host compute; waits until all of them have called `tell_device`."""
+    keys = [f"device/{host_identity()}/{local_rank}" for local_rank in range(local_ranks)]
+    return len({store.get(key) for key in keys})
+
+
 def _of_all(store: Any, what: str, world: int) -> list[str]:
     return [store.get(f"{what}/{rank}").decode() for rank in range(world)]

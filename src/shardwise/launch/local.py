@@ -68,7 +68,8 @@ def run_local(
         KeyboardInterrupt: Ctrl-C.
         SystemExit: another deadly signal, here or (if it was passed on) in a worker.
     """
-    _check_devices(workers, device_type)
+    if device_type == "cuda" and torch.cuda.device_count() == 0:
+        raise MachineError("the workers are for CUDA and this host shows no GPU; use parallel.device=cpu")
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shardwise-run-")))  # mode 0700
         for surrounding in (_own_children_ended(), _signals_handled(forward_signals), _elastic_log_hidden()):
@@ -83,15 +84,6 @@ def run_local(
         finally:
             spec.rdzv_handler.shutdown()
     return [results[rank] for rank in range(workers)]
-
-
-def _check_devices(workers: int, device_type: str) -> None:
-    if device_type != "cuda":
-        return
-    count = torch.cuda.device_count()
-    if workers > count:
-        fix = f"use parallel.workers={count} or less" if count else "use parallel.device=cpu"
-        raise MachineError(f"parallel.workers={workers} needs as many GPUs, this host shows {count}; {fix}")
 
 
 def _spec(call: Call, workers: int, max_restarts: int) -> WorkerSpec:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.collectives import engine, hierarchical
+from shardwise.collectives import engine, hierarchical, topology
 from shardwise.errors import MachineError
 from shardwise.launch import failure, loopback
 from shardwise.launch.environment import RankEnvironment, detect
@@ -25,6 +25,9 @@ from shardwise.memory.heap import keep_freed_memory
 
 ALONE = RankEnvironment(0, 1, 0, 1, loopback.ADDRESS, 1, "")
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+TIMEOUT = timedelta(minutes=10)  # for the ranks to come
+NO_ENGINE = "Gloo: rank {} cannot use the native engine; `shardwise build` on its host says why."
+SHARED = "the native engine: rank {} shares a GPU with another, which NCCL refuses."
 # The job's store, which torch makes of the launcher's variables. It stays: without a launcher's, rank 0 itself serves
 # it, and others, quicker with the next group, would meet at a server that is about to end.
 _stores: dict[RankEnvironment, dist.Store] = {}
@@ -58,14 +61,42 @@ def _device(device_type: str, place: RankEnvironment) -> torch.device:
         _share_cores(place.local_world_size)
         keep_freed_memory()
         return torch.device("cpu")
-    count = torch.cuda.device_count()
-    if place.local_rank >= count:
+    if torch.cuda.device_count() == 0:
         raise MachineError(
-            f"local rank {place.local_rank} has no GPU of its own: this host shows {count}; "
-            f"start {count or 'no'} workers on it or set parallel.device to cpu"
+            f"local rank {place.local_rank} finds no GPU: this host shows none; set parallel.device to cpu"
         )
-    torch.cuda.set_device(place.local_rank)
-    return torch.device("cuda", place.local_rank)
+    index = _gpu(place)
+    torch.cuda.set_device(index)
+    torch.cuda.init()  # a DeviceMesh takes the GPU of the local rank, which need not be there, unless one is in use
+    return torch.device("cuda", index)
+
+
+def _gpu(place: RankEnvironment) -> int:
+    """The GPU of this rank, among those that it sees. They are dealt out in turns where there are fewer than ranks."""
+    return place.local_rank % torch.cuda.device_count()
+
+
+def gpus_of_host(device_type: str, place: RankEnvironment | None) -> int:
+    """How many GPUs the ranks of this host compute on, or may; 0 on a CPU.
+
+    Where a rank of a launcher sees fewer than there are ranks, all tell one another which: it may have its own.
+
+    Raises:
+        MachineError: the ranks cannot meet for that.
+    """
+    if device_type == "cpu":
+        return 0
+    seen = torch.cuda.device_count()
+    if place is None or not 0 < seen < place.local_world_size:
+        return seen
+    store = _job_store(place, TIMEOUT)
+    _tell_gpu(store, place)
+    with _meeting(place):
+        return topology.count_devices(store, place.local_world_size)
+
+
+def _tell_gpu(store: dist.Store, place: RankEnvironment) -> None:
+    topology.tell_device(store, place.local_rank, topology.gpu_identity(_gpu(place)))
 
 
 def _share_cores(local_world_size: int) -> None:
@@ -94,8 +125,11 @@ def _join(place: RankEnvironment, device: torch.device, backend: str, timeout: t
         options["store"] = dist.HashStore()
     else:
         store = _meet(place, timeout)
-        if not place.one_host and device.type == "cpu":
-            backend = agree(dist.PrefixStore("shardwise", store), place, backend)
+        if device.type == "cuda":
+            _tell_gpu(_job_store(place, timeout), place)  # hosts with fewer GPUs than ranks ask
+        if not place.one_host:
+            backend = agree(dist.PrefixStore("shardwise", store), place, backend, device.type)
+        _check_shared(backend, device, place)
         options["store"] = dist.PrefixStore("default_pg", store)
     parts = hierarchical.parts_of(backend)
     if engine.BACKEND in parts:
@@ -111,35 +145,53 @@ def _join(place: RankEnvironment, device: torch.device, backend: str, timeout: t
 
 def _meet(place: RankEnvironment, timeout: timedelta) -> dist.Store:
     """A part of the job's store for the group that begins: the keys of one that has ended would lead ranks astray."""
+    store = _job_store(place, timeout)
+    _groups[place] += 1
+    return dist.PrefixStore(f"group{_groups[place]}", store)
+
+
+def _job_store(place: RankEnvironment, timeout: timedelta) -> dist.Store:
     if place not in _stores:
         with _meeting(place):
             _stores[place] = next(dist.rendezvous("env://", timeout=timeout))[0]
     store = _stores[place]
     store.set_timeout(timeout)
-    _groups[place] += 1
-    return dist.PrefixStore(f"group{_groups[place]}", store)
+    return store
 
 
-def agree(store: dist.Store, place: RankEnvironment, backend: str) -> str:
-    """The backend that every rank can join with: each brings what its host can use; Gloo, where one has no engine.
+def _check_shared(backend: str, device: torch.device, place: RankEnvironment) -> None:
+    """NCCL's own error of two ranks on a GPU comes with the first operation and says less."""
+    if "nccl" not in backend:
+        return
+    gpus = gpus_of_host(device.type, place)
+    if gpus < place.local_world_size:
+        raise MachineError(
+            f"the {place.local_world_size} ranks of this host share {gpus} GPU(s), and NCCL joins one rank of each; "
+            f"set parallel.ddp_dist_backend to auto or shardwise, or start {gpus} rank(s) a host"
+        )
+
+
+def agree(store: dist.Store, place: RankEnvironment, backend: str, device_type: str) -> str:
+    """The backend that every rank can join with: each brings what its host can use.
+
+    On CPUs that is Gloo, where one has no engine; on CUDA the engine, where ranks of a host share a GPU.
 
     Raises:
         MachineError: ranks were told to use different backends.
     """
     store.set(f"backend/{place.rank}", backend)
-    names = [store.get(f"backend/{rank}").decode() for rank in range(place.world_size)]
+    if place.rank == 0:  # one rank asks all, and all ask one
+        store.set("backends", " ".join(store.get(f"backend/{rank}").decode() for rank in range(place.world_size)))
+    names = store.get("backends").decode().split()
     if len(set(names)) == 1:
         return backend
-    without = {name: rank for rank, name in reversed([*enumerate(names)]) if engine.BACKEND not in name}
-    if len(without) != 1:
+    engine_for_all = device_type == "cuda"
+    found = {name: rank for rank, name in reversed([*enumerate(names)]) if (engine.BACKEND in name) == engine_for_all}
+    if len(found) != 1:
         raise MachineError(f"the ranks ask for different backends: {', '.join(names)}; give all hosts one job file")
-    [(name, rank)] = without.items()
+    [(name, rank)] = found.items()
     if place.rank == 0:
-        print(
-            f"note: the ranks talk over Gloo: rank {rank} cannot use the native engine; `shardwise build` on its host "
-            "says why.",
-            file=sys.stderr,
-        )
+        print(f"note: the ranks talk over {(SHARED if engine_for_all else NO_ENGINE).format(rank)}", file=sys.stderr)
     return name
 
 

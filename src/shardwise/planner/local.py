@@ -86,10 +86,10 @@ def keep_constants(constants: MachineConstants) -> Path:
 
 
 def cluster_of(world: World) -> Cluster | None:
-    """The cluster of a running world; None for an accelerator that is not in the table."""
+    """The cluster of a running world; None for an accelerator that is not in the table or not a rank's own."""
     if world.device_type == "cpu":
         return cpu_cluster(world.size)
-    if find_accelerator(world.accelerator) is None:
+    if world.shares_gpus or find_accelerator(world.accelerator) is None:
         return None
     named = cluster(f"{world.accelerator}:{world.size}")
     return replace(named, nodes=world.hosts, per_node=world.local_size)

@@ -12,7 +12,9 @@ from shardwise.plan import World, collective_algorithm
 
 
 def choose(parallel: ParallelSection, world: World, notes: list[str]) -> str:
-    """The name to join with: NCCL for CUDA; for the CPU, as for `shardwise train`, the engine, or Gloo with a note.
+    """The name to join with, as for `shardwise train`.
+
+    NCCL for CUDA, but the engine where ranks share a GPU; for the CPU the engine, or Gloo with a note.
 
     Args:
         parallel: with `ddp_dist_backend`, which SMP's documents know as `auto` and `nccl`.
@@ -22,7 +24,8 @@ def choose(parallel: ParallelSection, world: World, notes: list[str]) -> str:
     Raises:
         MachineError: the engine is asked for and cannot be used.
     """
-    carrier = carriers.NCCL if world.device_type == "cuda" else _for_cpu(parallel.ddp_dist_backend, world, notes)
+    for_cuda = engine.BACKEND if world.shares_gpus else carriers.NCCL
+    carrier = for_cuda if world.device_type == "cuda" else _for_cpu(parallel.ddp_dist_backend, world, notes)
     algorithm, _ = collective_algorithm(parallel, carrier, world)
     return hierarchical.name_of(algorithm, carrier, carrier)
 

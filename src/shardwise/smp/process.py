@@ -19,7 +19,7 @@ import torch.distributed as dist
 from shardwise.draft import Draft
 from shardwise.errors import ConfigError
 from shardwise.launch.environment import detect
-from shardwise.launch.session import session
+from shardwise.launch.session import gpus_of_host, session
 from shardwise.layout import ONE_COPY, SMP_AXES, Layout
 from shardwise.plan import World, precheck
 from shardwise.smp.backend import choose, differs
@@ -108,7 +108,7 @@ class State:
         kind = device_type()
         cfg = read_configuration(config, kind)
         job = cfg.base_job()
-        name = choose(job.parallel, _world_to_come(kind), cfg.notes)
+        name = choose(job.parallel, world_to_come(kind), cfg.notes)
         self._device = self._exit.enter_context(session(kind, name))
         if note := differs(job.parallel.ddp_dist_backend):
             cfg.notes.append(note)
@@ -148,13 +148,14 @@ def device_type() -> str:
     return os.environ.get(DEVICE_VARIABLE) or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _world_to_come(device_type: str) -> World:
+def world_to_come(device_type: str) -> World:
     """What the launcher says of it, before the ranks have met."""
     place = detect()
     if place is None:
         return World(1, device_type, 1)
     hosts = -(-place.world_size // place.local_world_size)
-    return World(place.world_size, device_type, place.local_world_size, hosts=hosts)
+    gpus = gpus_of_host(device_type, place)
+    return World(place.world_size, device_type, place.local_world_size, hosts=hosts, gpus=gpus)
 
 
 state = State()

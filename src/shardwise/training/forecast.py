@@ -57,6 +57,7 @@ class Forecast:
             return cls(memory, reason="the model's blocks are not known", resident=resident)
         if cluster is None:
             reason = f"{plan.world.accelerator!r} is not in the planner's table of accelerators"
+            reason = "ranks share a GPU, which the planner does not know" if plan.world.shares_gpus else reason
             return cls(memory, reason=reason, resident=resident)
         if not is_calibrated(plan.world):
             reason = "this CPU has not been measured; `shardwise plan calibrate` does it"

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.collectives import engine, hierarchical
+from shardwise.collectives import engine, hierarchical, topology
 from shardwise.config import Job
 from shardwise.data.corpus import data_format
 from shardwise.data.loader import Stream
@@ -57,9 +57,21 @@ def current_world(device: torch.device) -> World:
     size = dist.get_world_size()
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    gpus = _gpus(device, local_size) if device.type == "cuda" else 0
     uses_engine = hierarchical.parts_of(dist.get_backend())[1] == engine.BACKEND
     hosts = -(-size // local_size)
-    return World(size, device.type, local_size, name, hosts, engine=uses_engine, float8=has_float8(device))
+    return World(size, device.type, local_size, name, hosts, engine=uses_engine, float8=has_float8(device), gpus=gpus)
+
+
+def _gpus(device: torch.device, local_size: int) -> int:
+    """GPUs of this host's ranks. Where one sees fewer than there are ranks it may have its own, so they compare."""
+    seen = torch.cuda.device_count()
+    if seen >= local_size:
+        return seen
+    store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
+    local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
+    topology.tell_device(store, local_rank, topology.gpu_identity(device.index))
+    return topology.count_devices(store, local_size)
 
 
 def study(job: Job) -> ModelFacts:

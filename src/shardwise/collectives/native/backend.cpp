@@ -107,41 +107,43 @@ class Engine : public c10d::Backend {
 
   c10::intrusive_ptr<Work> broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
     const Call call = call_of(Kind::broadcast, only(tensors), tensors[0].numel(), rooted(options.rootRank));
-    return enqueue(OpType::BROADCAST, tensors, options, [this, call, outputs = Outputs(tensors)](int64_t timeout) mutable {
+    auto run = [this, call, outputs = Outputs(tensors, call.root == rank_)](int64_t timeout) mutable {
       group_->broadcast(call, outputs.written[0].data_ptr(), timeout);
-      outputs.put_back();
-    });
+      if (call.root != rank_) outputs.put_back();
+    };
+    return enqueue(OpType::BROADCAST, tensors, devices_of({&tensors}), options, std::move(run));
   }
 
   c10::intrusive_ptr<Work> reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
     const Call call =
         with(call_of(Kind::reduce, only(tensors), tensors[0].numel(), rooted(options.rootRank)), options.reduceOp);
-    return enqueue(OpType::REDUCE, tensors, options, [this, call, outputs = Outputs(tensors)](int64_t timeout) mutable {
+    auto run = [this, call, outputs = Outputs(tensors, true)](int64_t timeout) mutable {
       group_->reduce(call, outputs.written[0].const_data_ptr(), outputs.written[0].data_ptr(), timeout);
       if (call.root == rank_) outputs.put_back();
-    });
+    };
+    return enqueue(OpType::REDUCE, tensors, devices_of({&tensors}), options, std::move(run));
   }
 
   c10::intrusive_ptr<Work> gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& options) override {
     const Call call = call_of(Kind::gather, only(inputs), inputs[0].numel(), rooted(options.rootRank));
     const Tensors list = rank_ == call.root ? only_list(outputs, size_) : Tensors{};
     check_alike(list, inputs[0]);
-    const Tensor input = readable(inputs[0]);
-    return enqueue(OpType::GATHER, list, options, [this, call, input, made = Outputs(list)](int64_t timeout) mutable {
+    auto run = [this, call, input = readable(inputs[0]), made = Outputs(list)](int64_t timeout) mutable {
       group_->gather(call, input.const_data_ptr(), pointers(made.written), timeout);
       made.put_back();
-    });
+    };
+    return enqueue(OpType::GATHER, list, devices_of({&list, &inputs}), options, std::move(run));
   }
 
   c10::intrusive_ptr<Work> scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& options) override {
     const Call call = call_of(Kind::scatter, only(outputs), outputs[0].numel(), rooted(options.rootRank));
     const Tensors list = rank_ == call.root ? only_list(inputs, size_) : Tensors{};
     check_alike(list, outputs[0]);
-    const Outputs given(list);
-    return enqueue(OpType::SCATTER, outputs, options, [this, call, given, made = Outputs(outputs)](int64_t timeout) mutable {
-      group_->scatter(call, const_pointers(given.written), made.written[0].data_ptr(), timeout);
+    auto run = [this, call, given = readable(list), made = Outputs(outputs)](int64_t timeout) mutable {
+      group_->scatter(call, const_pointers(given), made.written[0].data_ptr(), timeout);
       made.put_back();
-    });
+    };
+    return enqueue(OpType::SCATTER, outputs, devices_of({&outputs, &list}), options, std::move(run));
   }
 
   c10::intrusive_ptr<Work> alltoall_base(Tensor& output, Tensor& input, std::vector<int64_t>& output_sizes,
@@ -151,24 +153,28 @@ class Engine : public c10d::Backend {
     Outputs made({output});
     const auto inputs = pieces_of(given, input_sizes, size_), outputs = pieces_of(made.written[0], output_sizes, size_);
     const Call call = call_of(Kind::all_to_all, input, 0);
-    return enqueue(OpType::ALLTOALL_BASE, {output}, options, [this, call, given, inputs, outputs, made](int64_t timeout) mutable {
+    const Tensors all{output, input};
+    auto run = [this, call, given, inputs, outputs, made](int64_t timeout) mutable {
       group_->all_to_all(call, inputs, outputs, timeout);  // `given` and `made` keep their memory
       made.put_back();
-    });
+    };
+    return enqueue(OpType::ALLTOALL_BASE, {output}, devices_of({&all}), options, std::move(run));
   }
 
   c10::intrusive_ptr<Work> alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) override {
     const size_t ranks = static_cast<size_t>(size_);
     TORCH_CHECK(inputs.size() == ranks && outputs.size() == ranks, "shardwise engine: all_to_all needs one tensor a rank");
-    Outputs given(inputs), made(outputs);
+    const Tensors given = readable(inputs);
+    const Outputs made(outputs);
     std::vector<Piece> from, to;
-    for (const Tensor& tensor : given.written) from.push_back({tensor.data_ptr(), tensor.nbytes()});
+    for (const Tensor& tensor : given) from.push_back({tensor.data_ptr(), tensor.nbytes()});
     for (const Tensor& tensor : made.written) to.push_back({tensor.data_ptr(), tensor.nbytes()});
     const Call call = call_of(Kind::all_to_all, inputs[0], 0);
-    return enqueue(OpType::ALLTOALL, outputs, options, [this, call, given, from, to, made](int64_t timeout) mutable {
+    auto run = [this, call, given, from, to, made](int64_t timeout) mutable {
       group_->all_to_all(call, from, to, timeout);  // `given` and `made` keep their memory
       made.put_back();
-    });
+    };
+    return enqueue(OpType::ALLTOALL, outputs, devices_of({&outputs, &inputs}), options, std::move(run));
   }
 
   c10::intrusive_ptr<Work> barrier(const c10d::BarrierOptions& options) override {
@@ -176,11 +182,14 @@ class Engine : public c10d::Backend {
     call.kind = Kind::barrier;
     call.reduce = Reduce::none;
     call.root = -1;
-    return enqueue(OpType::BARRIER, {}, options, [this, call](int64_t timeout) { group_->barrier(call, timeout); });
+    std::vector<c10::Device> devices;
+    if (options.device && !options.device->is_cpu()) devices.push_back(*options.device);
+    return enqueue(OpType::BARRIER, {}, devices, options, [this, call](int64_t timeout) { group_->barrier(call, timeout); });
   }
 
   c10::intrusive_ptr<Work> send(Tensors& tensors, int to, int tag) override {
     const Tensor data = readable(only(tensors));
+    Earlier(devices_of({&tensors})).wait();
     const auto work = c10::make_intrusive<Handle>(rank_, OpType::SEND, tensors, calls_);
     const auto done = [work, data](std::exception_ptr error, int) { work->complete(as_torch(error)); };
     translated([&] {
@@ -240,8 +249,13 @@ class Engine : public c10d::Backend {
   c10::intrusive_ptr<Work> receive(OpType type, Tensors& tensors, int from, int tag) {
     const auto made = std::make_shared<Outputs>(Tensors{only(tensors)});
     const auto work = c10::make_intrusive<Handle>(rank_, type, tensors, calls_);
-    const auto done = [work, made](std::exception_ptr error, int source) {
-      if (!error) made->put_back();
+    const auto done = [work, made, earlier = Earlier(devices_of({&tensors}))](std::exception_ptr error, int source) {
+      try {
+        if (!error) earlier.wait();
+        if (!error) made->put_back();
+      } catch (...) {
+        error = std::current_exception();
+      }
       work->complete(as_torch(error), source);
     };
     const Tensor& to = made->written[0];
@@ -253,10 +267,11 @@ class Engine : public c10d::Backend {
 
   // Each of a coalesced call is an operation of its own.
   c10::intrusive_ptr<Work> gather_all(OpType type, const std::vector<Gathering>& all, const c10d::AllgatherOptions& options) {
-    Tensors results;
+    Tensors results, inputs;
     std::vector<std::function<void(int64_t)>> steps;
     for (const Gathering& each : all) {
       results.insert(results.end(), each.parts.begin(), each.parts.end());
+      inputs.push_back(each.own);
       Outputs made(each.parts);
       const Tensors parts = each.parts.size() == 1 ? parts_of(made.written[0], size_) : made.written;
       check_alike(parts, each.own);
@@ -266,16 +281,16 @@ class Engine : public c10d::Backend {
         made.put_back();
       });
     }
-    return enqueue(type, results, options, in_turn(std::move(steps)));
+    return enqueue(type, results, devices_of({&results, &inputs}), options, in_turn(std::move(steps)));
   }
 
   c10::intrusive_ptr<Work> scatter_sums(OpType type, const std::vector<Gathering>& all, const c10d::ReduceScatterOptions& options) {
-    Tensors results;
+    Tensors results, inputs;
     std::vector<std::function<void(int64_t)>> steps;
     for (const Gathering& each : all) {
       results.push_back(each.own);
-      Outputs given(each.parts);
-      const Tensors parts = each.parts.size() == 1 ? parts_of(given.written[0], size_) : given.written;
+      inputs.insert(inputs.end(), each.parts.begin(), each.parts.end());
+      const Tensors given = readable(each.parts), parts = given.size() == 1 ? parts_of(given[0], size_) : given;
       check_alike(parts, each.own);
       const Call call = with(call_of(Kind::reduce_scatter, each.own, each.own.numel()), options.reduceOp);
       steps.push_back([this, call, parts, made = Outputs({each.own})](int64_t timeout) mutable {
@@ -283,19 +298,19 @@ class Engine : public c10d::Backend {
         made.put_back();
       });
     }
-    return enqueue(type, results, options, in_turn(std::move(steps)));
+    return enqueue(type, results, devices_of({&results, &inputs}), options, in_turn(std::move(steps)));
   }
 
   c10::intrusive_ptr<Work> reduce_all(OpType type, const Tensors& tensors, const c10d::AllreduceOptions& options) {
     std::vector<std::function<void(int64_t)>> steps;
     for (const Tensor& tensor : tensors) {
       const Call call = with(call_of(Kind::all_reduce, tensor, tensor.numel()), options.reduceOp);
-      steps.push_back([this, call, made = Outputs({tensor})](int64_t timeout) mutable {
+      steps.push_back([this, call, made = Outputs({tensor}, true)](int64_t timeout) mutable {
         group_->all_reduce(call, made.written[0].const_data_ptr(), made.written[0].data_ptr(), timeout);
         made.put_back();
       });
     }
-    return enqueue(type, tensors, options, in_turn(std::move(steps)));
+    return enqueue(type, tensors, devices_of({&tensors}), options, in_turn(std::move(steps)));
   }
 
   static std::function<void(int64_t)> in_turn(std::vector<std::function<void(int64_t)>> steps) {
@@ -304,13 +319,16 @@ class Engine : public c10d::Backend {
     };
   }
 
+  // `devices` hold tensors of the call, which are copied to the host by now or will be when what they have queued is done.
   template <class Options>
-  c10::intrusive_ptr<Work> enqueue(OpType type, Tensors outputs, const Options& options, std::function<void(int64_t)> run) {
+  c10::intrusive_ptr<Work> enqueue(OpType type, Tensors outputs, const std::vector<c10::Device>& devices,
+                                   const Options& options, std::function<void(int64_t)> run) {
     const int64_t timeout = nanoseconds(options.timeout == c10d::kUnsetTimeout ? timeout_ : options.timeout);
     auto work = c10::make_intrusive<Handle>(rank_, type, std::move(outputs), ++calls_);
-    auto task = [work, timeout, run = std::move(run)]() mutable {
+    auto task = [work, timeout, earlier = Earlier(devices), run = std::move(run)]() mutable {
       std::exception_ptr error;
       try {
+        earlier.wait();
         translated([&] { run(timeout); });
       } catch (...) {
         error = std::current_exception();

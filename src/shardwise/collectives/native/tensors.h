@@ -7,11 +7,9 @@
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
 #include "group.h"
+#include "staging.h"
 
 namespace shardwise {
-
-using at::Tensor;
-using Tensors = std::vector<Tensor>;
 
 inline Number number_of(at::ScalarType type) {
   switch (type) {
@@ -28,30 +26,6 @@ inline Number number_of(at::ScalarType type) {
     default: return Number::other;
   }
 }
-
-inline void check(const Tensor& tensor) {
-  TORCH_CHECK(tensor.layout() == at::kStrided, "shardwise engine: only dense tensors can be sent, not ", tensor.layout());
-  TORCH_CHECK(tensor.device().is_cpu(), "shardwise engine: only tensors of the CPU can be sent, not of ", tensor.device());
-}
-
-// What an operation reads: the tensor itself or, where its elements do not lie one after the other, a copy.
-inline Tensor readable(const Tensor& tensor) {
-  check(tensor);
-  return tensor.contiguous();
-}
-
-// What an operation writes to: as above; `put_back` brings the copies home.
-struct Outputs {
-  Tensors asked, written;
-  explicit Outputs(const Tensors& tensors) : asked(tensors) {
-    for (const Tensor& tensor : tensors) written.push_back(readable(tensor));
-  }
-  void put_back() {
-    for (size_t i = 0; i < asked.size(); ++i) {
-      if (!written[i].is_same(asked[i])) asked[i].copy_(written[i]);
-    }
-  }
-};
 
 inline void check_alike(const Tensors& tensors, const Tensor& like) {
   for (const Tensor& tensor : tensors) {

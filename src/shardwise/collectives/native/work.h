@@ -20,7 +20,7 @@ class Handle : public Work {
  public:
   Handle(int rank, OpType type, Tensors outputs, uint64_t sequence)
       : Work(rank, type, nullptr), outputs_(std::move(outputs)), sequence_(sequence) {
-    future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+    future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()), devices_of({&outputs_}));
   }
 
   void complete(std::exception_ptr error, int source = -1) {

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwise.collectives import engine
 from shardwise.errors import ConfigError
 from shardwise.launch.session import session
 from shardwise.layout import Layout
 from shardwise.smp.exceptions import NotInitializedError
-from shardwise.smp.process import device_type
+from shardwise.smp.process import device_type, world_to_come
 from shardwise.smp.v2.options import DEFAULTS, DEGREES, read_options
 from shardwise.training.setup import current_world
 
@@ -94,7 +95,8 @@ class State:
         values, notes = read_options(config, self._assigned)
         self.reset()
         kind = device_type()
-        self._device = self._exit.enter_context(session(kind, "nccl" if kind == "cuda" else "gloo"))
+        for_cuda = engine.BACKEND if world_to_come(kind).shares_gpus else "nccl"
+        self._device = self._exit.enter_context(session(kind, for_cuda if kind == "cuda" else "gloo"))
         world = current_world(self._device)
         self._values = values
         self.native = values["hybrid_shard_degree"] == 0 and all(values[name] == 1 for name in DEGREES)
