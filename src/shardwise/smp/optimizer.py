@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,10 +22,13 @@ from shardwise.parallel.model import ParallelModel
 from shardwise.parallel.tensor_map import Entry
 from shardwise.precision import LossScaler
 from shardwise.smp.inspection import show_shard
-from shardwise.smp.optimizer_state import full_state, load_state, local_state
+from shardwise.smp.optimizer_state import full_state, load_state, local_state, scaler_state
 from shardwise.smp.own_optimizer import Numbering, OwnOptimizer, inner_optimizer
 from shardwise.smp.process import state
 from shardwise.training.step import squared_share
+
+if TYPE_CHECKING:
+    from shardwise.smp.model import DistributedModel
 
 OVERFLOWN = -1.0  # what clip_master_grads returns where the norm is not finite
 
@@ -74,11 +77,12 @@ class Side:
         made: dict[str, nn.Parameter] = {}
         for group in self.optimizer.param_groups:
             # Scripts that walk all modules for their groups find a tied parameter twice.
-            names = list(dict.fromkeys(_name_of(model.names, parameter) for parameter in group["params"]))
+            dtypes = {_name_of(model.names, parameter): parameter.dtype for parameter in group["params"]}
+            names = list(dtypes)
             self.order += names
             self.group_sizes.append(len(names))
             here = [name for name in names if name in parallel.tensor_map.names]
-            made |= {name: nn.Parameter(parallel.tensor_map[name].local) for name in here}
+            made |= {name: self._held(parallel.tensor_map[name], model, dtypes[name]) for name in here}
             group["params"] = [made[name] for name in here if made[name].numel()]
         self.locals = [(parallel.tensor_map[name], local) for name, local in made.items() if local.numel()]
         self._name_tensor_group()
@@ -86,6 +90,20 @@ class Side:
         if self.pending is not None:
             load_state(self, self.pending)
             self.pending = None
+
+    def _held(self, entry: Entry, model: DistributedModel, dtype: torch.dtype) -> nn.Parameter:
+        """What the optimizer updates of `entry`: the elements themselves. An object that keeps masters of 16-bit weights
+        and scales its loss knows them by their `dtype`; it gets them as its script made them, and `write_back` follows.
+        """
+        held = nn.Parameter(entry.local.to(dtype) if self.eager else entry.local)
+        model.names[id(held)] = entry.name
+        return held
+
+    def write_back(self) -> None:
+        """What the optimizer's object made of weights that it holds in a dtype of their own."""
+        for entry, local in self.locals:
+            if local.dtype != entry.parameter.dtype:
+                entry.local.copy_(local.detach())
 
     def numbered(self) -> list[tuple[str, nn.Parameter]]:
         """(name, what the optimizer updates here), in the order of its numbers on this rank."""
@@ -122,7 +140,8 @@ class Side:
     def show_gradients(self) -> None:
         """Let the optimizer's tensors show the gradients, which GradScaler and scripts read there."""
         for entry, local in self.locals:
-            local.grad = entry.local_gradient
+            gradient = entry.local_gradient
+            local.grad = None if gradient is None else gradient.to(local.dtype)
 
     def parameters_of_groups(self) -> list[list[nn.Parameter]]:
         """The module's own parameters of every group; the optimizer may hold this rank's elements in their place."""
@@ -260,7 +279,8 @@ class DistributedOptimizerMixin(Numbering):
         Where state is sharded and `gather_if_shard`, reduced data rank 0 gets under `state` a list of all ranks' states
         of its group, by rank; the others their own. Collective then.
         """
-        return local_state(self._smp, gather_if_shard)
+        own = {**self.orig_state_dict(), "scaler": scaler_state(self._smp)}
+        return local_state(own, gather_if_shard)
 
     def orig_state_dict(self) -> dict[str, Any]:
         """The torch optimizer's own state dict on this rank."""

@@ -24,12 +24,11 @@ if TYPE_CHECKING:
     from shardwise.smp.optimizer import Side
 
 
-def local_state(side: Side, gather_if_shard: bool) -> dict[str, Any]:
-    """This rank's state; with sharded state and `gather_if_shard` a list of them on reduced data rank 0."""
-    own = to_device(torch.optim.Optimizer.state_dict(side.optimizer), HOST)
-    own[PARTIAL] = True
-    own["scaler"] = _scaler_state(side)
-    if gather_if_shard and state.layout.size("shard") > 1:
+def local_state(found: Mapping[str, Any], gather_if_shard: bool) -> dict[str, Any]:
+    """The state `found` on this rank, marked; with sharded state and `gather_if_shard` a list of them on reduced data
+    rank 0. Collective then."""
+    own: dict[str, Any] = to_device({**found, PARTIAL: True}, HOST)
+    if gather_if_shard and "state" in own and state.layout.size("shard") > 1:
         ranks: list[Any] = [None] * state.layout.size("replica", "shard", "context")
         dist.all_gather_object(ranks, own["state"], group=state.layout.group("replica", "shard", "context"))
         if state.layout.smp("rdp")[0] == 0:
@@ -65,7 +64,7 @@ def full_state(side: Side) -> dict[str, Any]:
         "state": {index: values for index, values in whole.items() if values},
         "param_groups": groups,
         PARTIAL: False,
-        "scaler": _scaler_state(side),
+        "scaler": scaler_state(side),
     }
 
 
@@ -102,8 +101,7 @@ def load_state(side: Side, saved: Mapping[str, Any]) -> None:
     scaler, partial = saved.pop("scaler", None), saved.pop(PARTIAL, False)
     if side.scaler is not None and scaler:
         side.scaler.scale, side.scaler.good_steps, side.scaler.hysteresis = scaler
-    if isinstance(saved["state"], list):
-        saved["state"] = saved["state"][state.layout.smp("rdp")[0]]
+    saved = own_state(saved)
     if not partial:
         saved = _local_of(side, saved)
     try:
@@ -112,6 +110,12 @@ def load_state(side: Side, saved: Mapping[str, Any]) -> None:
         raise CheckpointError(
             f"the optimizer's state does not fit: {error}; it is of other degrees or another model"
         ) from error
+
+
+def own_state(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a state that was gathered over the ranks this rank's."""
+    listed = isinstance(saved.get("state"), list)
+    return {**saved, "state": saved["state"][state.layout.smp("rdp")[0]]} if listed else dict(saved)
 
 
 def _local_of(side: Side, saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -148,6 +152,6 @@ def _cut(entry: Entry, parameter: Tensor, value: Any) -> Any:
     return local
 
 
-def _scaler_state(side: Side) -> tuple[float, int, int] | None:
+def scaler_state(side: Side) -> tuple[float, int, int] | None:
     scaler = side.scaler
     return None if scaler is None else (scaler.scale, scaler.good_steps, scaler.hysteresis)

@@ -6,14 +6,15 @@ scripts save, and finds gradients that are complete. Its parameters are those of
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.errors import ModelError
+from shardwise.smp.optimizer_state import local_state, own_state
 from shardwise.smp.process import state
-from shardwise.smp.weights import marked
 
 if TYPE_CHECKING:
     from shardwise.smp.optimizer import Side
@@ -60,6 +61,7 @@ class OwnOptimizer(Numbering):
         """The object's own, on complete gradients. Collective."""
         self._smp.settle()
         value = super().step(*args, **kwargs)  # type: ignore[misc]
+        self._smp.write_back()
         if state.model is not None:
             state.model.gather()
         return value
@@ -70,10 +72,14 @@ class OwnOptimizer(Numbering):
         self._smp.zero(True)
 
     def local_state_dict(self, gather_if_shard: bool = True) -> dict[str, Any]:
-        """The object's own state, with the key `_smp_is_partial`."""
-        return marked(self.orig_state_dict())
+        """The object's own state, with the key `_smp_is_partial`; gathered as that of torch's optimizers."""
+        return local_state(self.orig_state_dict(), gather_if_shard)
 
     def orig_state_dict(self) -> dict[str, Any]:
         """The object's own state."""
         found: dict[str, Any] = super().state_dict()  # type: ignore[misc]
         return found
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], gather_if_shard: bool = True) -> None:
+        """What `local_state_dict` returned, by the object's own way."""
+        super().load_state_dict(own_state(state_dict))  # type: ignore[misc]
