@@ -7,6 +7,7 @@ weights have the names without it. The model below it is distributed, and it is 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from torch import nn
@@ -67,10 +68,8 @@ class CastingLevel:
             taken.extend((given, named))
             raise _Called
 
-        try:
+        with suppress(_Called):
             self._forward(take, args, kwargs)
-        except _Called:
-            pass
         return (taken[0], taken[1]) if taken else (args, kwargs)
 
     def output(self, args: Sequence[Any], kwargs: Mapping[str, Any], value: Any) -> Any:

@@ -25,7 +25,7 @@ from shardwise.smp.levels import CastingLevel, DataParallelLevel
 from shardwise.smp.nesting import tensors, to_device
 from shardwise.smp.process import state
 from shardwise.smp.rows import merge, narrow
-from shardwise.smp.weights import is_partial, load_weights, local_weights, marked, whole_weights
+from shardwise.smp.weights import is_partial, load_weights, marked, part_of_weights, whole_weights
 
 if TYPE_CHECKING:
     from shardwise.smp.steps import StepRun
@@ -356,8 +356,9 @@ class DistributedModel(Inspection, Hooks, nn.Module):
         return weights if not gather_to_rank0 or state.layout.smp("rdp")[0] == 0 else {}
 
     def local_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """This rank's part of the weights, with the key `_smp_is_partial`."""
-        return marked(local_weights(self))
+        """This rank's part of the weights, with the key `_smp_is_partial`; under `shard_optimizer_state` parameters are
+        whole, as in SMP, and ranks that share them may all load one's."""
+        return marked(part_of_weights(self))
 
     def load_state_dict(  # type: ignore[override]
         self, state_dict: Mapping[str, Any], strict: bool = True, same_partition_load: bool = False

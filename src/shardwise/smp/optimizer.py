@@ -22,7 +22,7 @@ from shardwise.parallel.model import ParallelModel
 from shardwise.parallel.tensor_map import Entry
 from shardwise.precision import LossScaler
 from shardwise.smp.inspection import show_shard
-from shardwise.smp.optimizer_state import full_state, load_state, local_state, scaler_state
+from shardwise.smp.optimizer_state import full_state, load_state, local_state, masters, scaler_state
 from shardwise.smp.own_optimizer import Numbering, OwnOptimizer, inner_optimizer
 from shardwise.smp.process import state
 from shardwise.training.step import squared_share
@@ -75,13 +75,15 @@ class Side:
         assert model is not None
         _check_class(self.optimizer, parallel)
         made: dict[str, nn.Parameter] = {}
+        # An object of the script's own counts every element in its norm: the first stage alone has what is tied.
+        elsewhere = parallel.tied if self.eager and parallel.layout.index("pipeline") else ()
         for group in self.optimizer.param_groups:
             # Scripts that walk all modules for their groups find a tied parameter twice.
             dtypes = {_name_of(model.names, parameter): parameter.dtype for parameter in group["params"]}
             names = list(dtypes)
             self.order += names
             self.group_sizes.append(len(names))
-            here = [name for name in names if name in parallel.tensor_map.names]
+            here = [name for name in names if name in parallel.tensor_map.names and name not in elsewhere]
             made |= {name: self._held(parallel.tensor_map[name], model, dtypes[name]) for name in here}
             group["params"] = [made[name] for name in here if made[name].numel()]
         self.locals = [(parallel.tensor_map[name], local) for name, local in made.items() if local.numel()]
@@ -92,25 +94,35 @@ class Side:
             self.pending = None
 
     def _held(self, entry: Entry, model: DistributedModel, dtype: torch.dtype) -> nn.Parameter:
-        """What the optimizer updates of `entry`: the elements themselves. An object that keeps masters of 16-bit weights
-        and scales its loss knows them by their `dtype`; it gets them as its script made them, and `write_back` follows.
+        """What the optimizer updates of `entry`: the elements themselves. An object of the script's own that keeps
+        masters knows 16-bit weights by their `dtype`: it gets copies in that, and `write_back` takes what it makes.
         """
         held = nn.Parameter(entry.local.to(dtype) if self.eager else entry.local)
         model.names[id(held)] = entry.name
         return held
 
     def write_back(self) -> None:
-        """What the optimizer's object made of weights that it holds in a dtype of their own."""
+        """What the optimizer's object made of weights that it holds in a dtype of their own. Collective."""
         for entry, local in self.locals:
             if local.dtype != entry.parameter.dtype:
                 entry.local.copy_(local.detach())
+        if self.parallel is not None:
+            self.parallel.copy_tied()
 
     def numbered(self) -> list[tuple[str, nn.Parameter]]:
         """(name, what the optimizer updates here), in the order of its numbers on this rank."""
-        names = {id(local): entry.name for entry, local in self.locals}
-        names = names or (dict(state.model.names) if state.model is not None else {})
+        if self.parallel is not None:
+            return [(entry.name, parameter) for entry, parameter in self.updated()]
+        names = state.model.names if state.model is not None else {}
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         return [(names.get(id(parameter), ""), parameter) for parameter in parameters]
+
+    def updated(self) -> list[tuple[Entry, nn.Parameter]]:
+        """(entry, what the torch optimizer updates of it), in its order: `locals`, or what an object of another class
+        has put in their place since."""
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        own = {id(local): entry for entry, local in self.locals}
+        return [(own.get(id(parameter), entry), parameter) for (entry, _), parameter in zip(self.locals, parameters)]
 
     def _name_tensor_group(self) -> None:
         """For scripts that join the state of tensor ranks themselves: each one's numbers by name. Collective."""
@@ -219,6 +231,8 @@ class Side:
 class DistributedOptimizerMixin(Numbering):
     """What a script's optimizer gains; its own class comes behind it."""
 
+    __slots__ = ()
+
     @property
     def overflow(self) -> bool:
         """Whether the last step was skipped because its gradients were not finite."""
@@ -279,7 +293,7 @@ class DistributedOptimizerMixin(Numbering):
         Where state is sharded and `gather_if_shard`, reduced data rank 0 gets under `state` a list of all ranks' states
         of its group, by rank; the others their own. Collective then.
         """
-        own = {**self.orig_state_dict(), "scaler": scaler_state(self._smp)}
+        own = self.orig_state_dict() | {"scaler": scaler_state(self._smp)} | masters(self._smp)
         return local_state(own, gather_if_shard)
 
     def orig_state_dict(self) -> dict[str, Any]:
@@ -352,9 +366,22 @@ def DistributedOptimizer(
     inner_optimizer(optimizer)
     kind = type(optimizer)
     before = DistributedOptimizerMixin if isinstance(optimizer, torch.optim.Optimizer) else OwnOptimizer
-    optimizer.__class__ = type(kind.__name__, (before, kind), {"__module__": kind.__module__})
+    optimizer.__class__ = _class_with(before, kind)
     optimizer._smp = Side(optimizer, None)
     return optimizer
+
+
+def _class_with(before: type, kind: type) -> type:
+    """A subclass of `kind` that looks for its methods in `before` first. Objects of `kind` can change to it, also where
+    that is an abstract class: Python compares what the first base adds to an object, so only the lookup is turned."""
+    metaclass: type = type(kind)
+
+    class Looked(metaclass):  # type: ignore[valid-type,misc]
+        def mro(cls) -> list[type]:
+            return [cls, *(base for base in before.__mro__ if base is not object), *kind.__mro__]
+
+    made: type = Looked(kind.__name__, (kind, before), {"__module__": kind.__module__})
+    return made
 
 
 def _name_of(names: Mapping[int, str], parameter: nn.Parameter) -> str:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.errors import ModelError
-from shardwise.smp.optimizer_state import local_state, own_state
+from shardwise.smp.optimizer_state import full_state, local_of, local_state
 from shardwise.smp.process import state
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ def inner_optimizer(given: Any) -> Optimizer:
 class Numbering:
     """The numbers that an optimizer's parameters have on this rank; scripts put functions of theirs in the place."""
 
+    __slots__ = ()  # nor what comes before a script's class: objects of it could not change theirs
     _smp: Side
 
     @property
@@ -56,6 +57,8 @@ class Numbering:
 
 class OwnOptimizer(Numbering):
     """Comes before the object's own class."""
+
+    __slots__ = ()
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """The object's own, on complete gradients. Collective."""
@@ -80,6 +83,12 @@ class OwnOptimizer(Numbering):
         found: dict[str, Any] = super().state_dict()  # type: ignore[misc]
         return found
 
+    def state_dict(self) -> dict[str, Any]:
+        """The object's own; where that is the torch optimizer's, whole in the place of this rank's. Collective then."""
+        found = self.orig_state_dict()
+        known = self._smp.parallel is not None and {"state", "param_groups"} <= found.keys()
+        return found | full_state(self._smp) if known else found
+
     def load_state_dict(self, state_dict: Mapping[str, Any], gather_if_shard: bool = True) -> None:
-        """What `local_state_dict` returned, by the object's own way."""
-        super().load_state_dict(own_state(state_dict))  # type: ignore[misc]
+        """What `state_dict` or `local_state_dict` returned, by the object's own way."""
+        super().load_state_dict(local_of(self._smp, state_dict))  # type: ignore[misc]

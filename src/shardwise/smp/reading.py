@@ -2,8 +2,8 @@
 
 Beside tensors and plain values scripts keep their arguments, dicts with defaults, numpy's numbers, a model's config and
 the shards of FSDP's local state; those of 2021 and 2022 also keep their loss scaler, an object of a class of their own.
-Those classes are let in by name, a script's own where it has loaded them from files beside it; anything else in a file is
-an error. The rest is torch's `weights_only=True`.
+Those classes are let in by name, a script's own where it has loaded them from files beside it; anything else in a file
+is an error. The rest is torch's `weights_only=True`.
 """
 
 from __future__ import annotations
