@@ -40,7 +40,7 @@ class Halved(nn.Module):
 
 class Scale:
     def __init__(self) -> None:
-        self.value = 2.0**21  # the first gradients overflow
+        self.value = 2.0**19  # the first gradients overflow
 
     def backward(self, model: Any, loss: Tensor) -> None:
         model.backward(loss * self.value)
