@@ -23,7 +23,7 @@ from shardwise.parallel.tensor_map import Entry
 from shardwise.precision import LossScaler
 from shardwise.smp.inspection import show_shard
 from shardwise.smp.optimizer_state import full_state, load_state, local_state, masters, scaler_state
-from shardwise.smp.own_optimizer import Numbering, OwnOptimizer, inner_optimizer
+from shardwise.smp.own_optimizer import Numbering, OwnOptimizer, class_with, inner_optimizer
 from shardwise.smp.process import state
 from shardwise.training.step import squared_share
 
@@ -366,22 +366,9 @@ def DistributedOptimizer(
     inner_optimizer(optimizer)
     kind = type(optimizer)
     before = DistributedOptimizerMixin if isinstance(optimizer, torch.optim.Optimizer) else OwnOptimizer
-    optimizer.__class__ = _class_with(before, kind)
+    optimizer.__class__ = class_with(before, kind)
     optimizer._smp = Side(optimizer, None)
     return optimizer
-
-
-def _class_with(before: type, kind: type) -> type:
-    """A subclass of `kind` that looks for its methods in `before` first. Objects of `kind` can change to it, also where
-    that is an abstract class: Python compares what the first base adds to an object, so only the lookup is turned."""
-    metaclass: type = type(kind)
-
-    class Looked(metaclass):  # type: ignore[valid-type,misc]
-        def mro(cls) -> list[type]:
-            return [cls, *(base for base in before.__mro__ if base is not object), *kind.__mro__]
-
-    made: type = Looked(kind.__name__, (kind, before), {"__module__": kind.__module__})
-    return made
 
 
 def _name_of(names: Mapping[int, str], parameter: nn.Parameter) -> str:

@@ -33,6 +33,19 @@ def inner_optimizer(given: Any) -> Optimizer:
     return inner
 
 
+def class_with(before: type, kind: type) -> type:
+    """A subclass of `kind` that looks for its methods in `before` first. Objects of `kind` can change to it, also where
+    that is an abstract class: Python compares what the first base adds to an object, so only the lookup is turned."""
+    metaclass: type = type(kind)
+
+    class Looked(metaclass):  # type: ignore[valid-type,misc]
+        def mro(cls) -> list[type]:
+            return [cls, *(base for base in before.__mro__ if base is not object), *kind.__mro__]
+
+    made: type = Looked(kind.__name__, (kind, before), {"__module__": kind.__module__})
+    return made
+
+
 class Numbering:
     """The numbers that an optimizer's parameters have on this rank; scripts put functions of theirs in the place."""
 
