@@ -175,6 +175,8 @@ def test_an_optimizer_of_the_scripts_own_class_keeps_its_ways(world_pool: WorldP
 def test_what_holds_no_optimizer_is_refused() -> None:
     smp.init({})
     try:
+        plain: Any = smp.DistributedOptimizer(torch.optim.SGD([nn.Parameter(torch.ones(1))]))
+        assert plain.optimizer is plain and not hasattr(plain, "inner")  # SMP's may be a wrapper of it
         with pytest.raises(ModelError, match="object is none of torch"):
             smp.DistributedOptimizer(object())
     finally:

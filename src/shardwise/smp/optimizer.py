@@ -233,6 +233,13 @@ class DistributedOptimizerMixin(Numbering):
 
     __slots__ = ()
 
+    def __getattr__(self, name: str) -> Any:
+        """`optimizer`: SMP wraps under sharded data parallelism too, and scripts give what is inside to schedulers."""
+        if name == "optimizer" and "_smp" in vars(self):
+            return self._smp.optimizer
+        inherited = getattr(super(), "__getattr__", super().__getattribute__)  # which says that there is none
+        return inherited(name)
+
     @property
     def overflow(self) -> bool:
         """Whether the last step was skipped because its gradients were not finite."""
