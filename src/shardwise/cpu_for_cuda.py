@@ -134,8 +134,8 @@ def redirect(workers: int, directory: str) -> None:
     cuda: Any = torch.cuda
     for name, value in RETURNS.items():
         setattr(cuda, name, _returning(value))
-    cuda.is_available = _for_script(cuda.is_available, True, directory)
-    cuda.device_count = _for_script(cuda.device_count, workers, directory)
+    cuda.is_available = _for_script(cuda.is_available, _returning(True), directory)
+    cuda.device_count = _for_script(cuda.device_count, _returning(workers), directory)
     cuda.get_device_properties = _returning(SimpleNamespace(name="cpu", total_memory=0, major=0, minor=0))
     cuda.memory_stats = lambda *args, **kwargs: {}
     cuda.Event, cuda.Stream = _Event, _Stream
@@ -150,6 +150,7 @@ def redirect(workers: int, directory: str) -> None:
     cuda.set_rng_state = lambda state, *args: torch.set_rng_state(state)
     cuda.set_rng_state_all = lambda states: torch.set_rng_state(states[0])
     _redirect_tensors()
+    _show_cuda(directory)
     dist.init_process_group = _with_gloo(dist.init_process_group)
 
 
@@ -169,6 +170,44 @@ def _redirect_tensors() -> None:
     target.load = _with_map(torch.load)
 
 
+def _show_cuda(directory: str) -> None:
+    """Where scripts of 2021 and 2022 look whether they have weights on a GPU: the names of tensors' types, and the
+    devices of parameters, of which they leave those on the CPU alone."""
+    tensor: Any = Tensor
+    tensor.type = _for_script(_typed(Tensor.type), _cuda_type(Tensor.type), directory)
+    parameter: Any = nn.Parameter
+    device_of, is_cuda = Tensor.device.__get__, Tensor.is_cuda.__get__  # type: ignore[attr-defined]
+    parameter.device = property(_for_script(device_of, lambda self: _shown(device_of(self)), directory))
+    parameter.is_cuda = property(_for_script(is_cuda, lambda self: not self.is_meta, directory))
+
+
+def _shown(real: torch.device) -> torch.device:
+    return _real_device("cuda", 0) if real.type == "cpu" else real
+
+
+def _typed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`Tensor.type`, to the CPU's types by the names of CUDA's."""
+
+    @functools.wraps(function)
+    def call(self: Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        wanted = dtype.replace("torch.cuda.", "torch.") if isinstance(dtype, str) else dtype
+        return function(self, *(() if dtype is None else (wanted,)), *args, **kwargs)
+
+    return call
+
+
+def _cuda_type(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`Tensor.type`, which names the types of the CPU as CUDA's."""
+    typed = _typed(function)
+
+    def call(self: Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        found = typed(self, dtype, *args, **kwargs)
+        named = dtype is None and self.device.type == "cpu"
+        return found.replace("torch.", "torch.cuda.", 1) if named else found
+
+    return call
+
+
 def _returning(value: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: value
 
@@ -178,14 +217,14 @@ def _nothing(*args: Any, **kwargs: Any) -> Any:
     yield
 
 
-def _for_script(function: Callable[[], Any], answer: Any, directory: str) -> Callable[[], Any]:
-    """`answer` where the caller's file is below `directory`."""
+def _for_script(function: Callable[..., Any], other: Callable[..., Any], directory: str) -> Callable[..., Any]:
+    """`other` where the caller's file is below `directory`."""
     inside = directory.rstrip(os.sep) + os.sep
 
     @functools.wraps(function)
-    def ask() -> Any:
+    def ask(*args: Any, **kwargs: Any) -> Any:
         caller = sys._getframe(1).f_globals.get("__file__") or ""
-        return answer if os.path.abspath(caller).startswith(inside) else function()
+        return (other if os.path.abspath(caller).startswith(inside) else function)(*args, **kwargs)
 
     return ask
 

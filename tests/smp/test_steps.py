@@ -394,3 +394,20 @@ def test_what_lies_on_two_stages_is_not_checkpointed(world_pool: WorldPool, auto
     """As SMP documents it: a line where stages are cut automatically, an error where the script has placed them."""
     for said in world_pool.run(2, _checkpointed_across, automatic):
         assert ("transformer lies on stages [0, 1]; checkpoint modules" in said) != automatic
+
+
+def test_a_model_that_is_evaluated_first_drops_nothing() -> None:
+    smp.init({})
+    try:
+        module: Any = make_model("gpt2")
+        for inner in module.modules():
+            if isinstance(inner, nn.Dropout):
+                inner.p = 0.5
+        module.eval()
+        ids = batches()[0]
+        expected = float(module(input_ids=ids, labels=ids).loss.detach())
+        model: Any = smp.DistributedModel(module)
+        with torch.no_grad():
+            assert abs(float(model(input_ids=ids, labels=ids).loss) - expected) < 1e-12
+    finally:
+        smp.state.reset()

@@ -236,7 +236,8 @@ def replace_dropout(model: nn.Module) -> None:
         for child_name, child in list(module.named_children()):
             if type(child) is nn.Dropout:
                 columns = getattr(child, "columns", None)  # left there by tensor parallelism
-                setattr(module, child_name, IndexedDropout(child.p, f"{name}.{child_name}".lstrip("."), columns))
+                indexed = IndexedDropout(child.p, f"{name}.{child_name}".lstrip("."), columns)
+                setattr(module, child_name, indexed.train(child.training))
 
 
 def name_functional_dropout(blocks: Sequence[nn.Module], names: Sequence[str]) -> None:

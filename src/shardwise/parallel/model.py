@@ -272,10 +272,17 @@ class ParallelModel:
             ends = self.layout.ends_group(*self.plan.ends)
             sum_together(self.tensor_map.gradients(self.tied), ends, self.device)
 
+    def copy_tied(self) -> None:
+        """What the first stage holds of embeddings that are tied across the ends of the pipeline, to the last."""
+        if self.tied:
+            ends = self.layout.ends_group(*self.plan.ends)
+            for name in self.tied:
+                dist.broadcast(self.tensor_map[name].local, dist.get_process_group_ranks(ends)[0], group=ends)
+
     def wholes(self, gradients: bool = False, gathered: bool = False) -> Iterator[tuple[str, Tensor]]:
         """(logical name, whole tensor or gradient) of every parameter of the model, on every rank. Collective; with
         `gathered`, of parameters that `gather` has gathered, over the ranks of one copy of the model alone."""
-        parts = self._gathered() if gathered else {}
+        parts = self.gathered() if gathered else {}
         if self.pipeline is None:
             yield from ((entry.name, entry.whole(gradients, parts.get(entry.name))) for entry in self.tensor_map)
             return
@@ -298,7 +305,7 @@ class ParallelModel:
         for module in self.sharded:
             module.unshard(async_op=not wait)
 
-    def _gathered(self) -> dict[str, Tensor]:
+    def gathered(self) -> dict[str, Tensor]:
         """Parameters as the modules hold them while they are gathered, in the dtype of parameters."""
         self.gather(wait=True)
         dtype = torch_dtype(self.plan.dtypes.parameters)

@@ -143,6 +143,15 @@ class Entry:
         gradient = self.parameter.grad
         return None if gradient is None else _plain(gradient)
 
+    def store_part(self, part: Tensor) -> None:
+        """Keep this rank's rows of `part`, which is what the shard group holds together."""
+        rows = slice(None)
+        if isinstance(self.parameter, DTensor) and part.dim():
+            mesh = self.parameter.device_mesh
+            rows = chunk(part.shape[0], mesh.size(-1), mesh.get_local_rank(-1))
+        with torch.no_grad():
+            self.local.copy_(part[rows] if part.dim() else part)
+
     def whole(self, gradient: bool = False, part: Tensor | None = None) -> Tensor:
         """The logical tensor, or its gradient, on every rank. Collective over shard and tensor groups.
 

@@ -23,19 +23,6 @@ def refuse_data_parallel(module: nn.Module) -> None:
         raise SMPValidationError(BY_ITSELF)
 
 
-class DataParallelLevel:
-    """What `DistributedModel.module` is under `ddp`, where SMP has one wrapper more: `.module` is the script's module.
-
-    Scripts of 2021 and 2022 count the levels (`model.module.module.transformer`); there is nothing in this one.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["module"], name)
-
-
 class Inspection:
     """A part of DistributedModel, which has the attributes."""
 

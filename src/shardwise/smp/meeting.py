@@ -103,7 +103,7 @@ class Meeting:
         start, pause = time.monotonic(), PAUSES[0]
         while not is_met():
             for peer in peers:
-                if said := self._hindrance(call, peer):
+                if (said := self._hindrance(call, peer)) and not is_met():  # a peer that was met has gone on since
                     raise MessageError(f"rank {self.rank} is in {call} with rank {peer}, which {said}; {consequence}")
             if time.monotonic() - start > LONGEST:
                 raise MessageError(f"rank {self.rank} is in {call}, and not all of {list(peers)} came in {LONGEST:g} s")

@@ -8,34 +8,34 @@ from __future__ import annotations
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from shardwise.data.batch import Batch
 from shardwise.parallel.model import ParallelModel, Part
 from shardwise.smp.building import Shape, build, forms_of, shape_of
 from shardwise.smp.exceptions import SMPValidationError, StepUsageError
-from shardwise.smp.inspection import DataParallelLevel, Inspection, refuse_data_parallel, show_shards
+from shardwise.smp.hooks import Hook, Hooks
+from shardwise.smp.inspection import Inspection, refuse_data_parallel, show_shards
+from shardwise.smp.levels import CastingLevel, DataParallelLevel
 from shardwise.smp.nesting import tensors, to_device
 from shardwise.smp.own_backward import OwnBackward
 from shardwise.smp.process import state
 from shardwise.smp.rows import merge, narrow
-from shardwise.smp.weights import is_partial, load_weights, local_weights, marked, whole_weights
+from shardwise.smp.weights import is_partial, load_weights, marked, part_of_weights, whole_weights
 
 if TYPE_CHECKING:
     from shardwise.smp.steps import StepRun
 
-Hook = Callable[[Any, Any], Any]
 # From what transformers' models compute their own losses; of use on the last stage alone.
 LABELS = {"labels", "label", "next_sentence_label", "start_positions", "end_positions"}
 
 
-class DistributedModel(Inspection, nn.Module):
+class DistributedModel(Inspection, Hooks, nn.Module):
     """Wraps a model; one in a script. Calls of it inside of a step run this rank's part of it.
 
     Args:
@@ -78,7 +78,10 @@ class DistributedModel(Inspection, nn.Module):
 
         refuse_data_parallel(module)
         device = state.device
-        self.module = replace_modules(module)
+        self._level = CastingLevel.around(module)
+        self.module = replace_modules(module if self._level is None else self._level.model)
+        if self._level is not None:
+            self._level.hold(self.get_module())
         self.parallel: ParallelModel | None = None
         self.average = average_grads_across_microbatches
         self.passes, self._pass, self._synchronise, self._held = backward_passes_per_step, 0, True, False
@@ -226,10 +229,13 @@ class DistributedModel(Inspection, nn.Module):
             output = part.forward(merged, arrived)
         if not part.is_last:
             return part.leave()
-        return output if own else narrow(output, shape_of(inputs).rows)
+        output = output if own else narrow(output, shape_of(inputs).rows)
+        return output if self._level is None else self._level.output(args, kwargs, output)
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Arguments of the module's forward by name."""
+        if self._level is not None:
+            args, kwargs = self._level.arguments(args, kwargs)
         bound = self._forward_parameters.bind(*args, **kwargs)
         named: dict[str, Any] = {}
         for name, value in bound.arguments.items():
@@ -309,31 +315,13 @@ class DistributedModel(Inspection, nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         """What the wrapper does not have is the module's: `config`, `generate`, `gradient_checkpointing_enable`."""
-        if name == "module" and state.cfg.ddp:
-            return DataParallelLevel(self.get_module())
+        if name == "module":
+            below = self.get_module() if self._level is None else self._level.outer
+            return DataParallelLevel(below) if state.cfg.ddp else below
         try:
             return super().__getattr__(name)
         except AttributeError:
             return getattr(self.get_module(), name)
-
-    # ---- hooks
-
-    def _call(self, hooks: OrderedDict[int, Hook]) -> None:
-        optimizer = state.optimizer.public if state.optimizer is not None else None
-        for hook in list(hooks.values()):
-            hook(self, optimizer)
-
-    def register_post_partition_hook(self, hook: Hook) -> RemovableHandle:
-        """Call `hook(model, optimizer)` once the model has been distributed."""
-        return _register(self._after_partition, hook)
-
-    def register_post_step_hook(self, hook: Hook) -> RemovableHandle:
-        """Call `hook(model, optimizer)` after the first step."""
-        return _register(self._after_step, hook)
-
-    def register_comm_hook(self, hook_state: Any, hook: Any) -> None:
-        """Refused: FSDP2 reduces gradients, and has no hooks of DDP."""
-        raise StepUsageError("register_comm_hook is not to be had: gradients are reduced by FSDP2; leave it out")
 
     def cpu(self) -> DistributedModel:
         """The model on the host, before it is distributed.
@@ -371,8 +359,9 @@ class DistributedModel(Inspection, nn.Module):
         return weights if not gather_to_rank0 or state.layout.smp("rdp")[0] == 0 else {}
 
     def local_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """This rank's part of the weights, with the key `_smp_is_partial`."""
-        return marked(local_weights(self))
+        """This rank's part of the weights, with the key `_smp_is_partial`; under `shard_optimizer_state` parameters are
+        whole, as in SMP, and ranks that share them may all load one's."""
+        return marked(part_of_weights(self))
 
     def load_state_dict(  # type: ignore[override]
         self, state_dict: Mapping[str, Any], strict: bool = True, same_partition_load: bool = False
@@ -389,9 +378,3 @@ class DistributedModel(Inspection, nn.Module):
             self.pending_weights.append((state_dict, strict, same_partition_load))
             return
         load_weights(self, state_dict, strict, same_partition_load)
-
-
-def _register(hooks: OrderedDict[int, Hook], hook: Hook) -> RemovableHandle:
-    handle = RemovableHandle(hooks)
-    hooks[handle.id] = hook
-    return handle

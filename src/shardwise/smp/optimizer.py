@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,10 +22,13 @@ from shardwise.parallel.model import ParallelModel
 from shardwise.parallel.tensor_map import Entry
 from shardwise.precision import LossScaler
 from shardwise.smp.inspection import show_shard
-from shardwise.smp.optimizer_state import full_state, load_state, local_state
-from shardwise.smp.own_optimizer import Numbering, OwnOptimizer, inner_optimizer
+from shardwise.smp.optimizer_state import full_state, load_state, local_state, masters, scaler_state
+from shardwise.smp.own_optimizer import Numbering, OwnOptimizer, class_with, inner_optimizer
 from shardwise.smp.process import state
 from shardwise.training.step import squared_share
+
+if TYPE_CHECKING:
+    from shardwise.smp.model import DistributedModel
 
 OVERFLOWN = -1.0  # what clip_master_grads returns where the norm is not finite
 
@@ -72,13 +75,16 @@ class Side:
         assert model is not None
         _check_class(self.optimizer, parallel)
         made: dict[str, nn.Parameter] = {}
+        # An object of the script's own counts every element in its norm: the first stage alone has what is tied.
+        elsewhere = parallel.tied if self.eager and parallel.layout.index("pipeline") else ()
         for group in self.optimizer.param_groups:
             # Scripts that walk all modules for their groups find a tied parameter twice.
-            names = list(dict.fromkeys(_name_of(model.names, parameter) for parameter in group["params"]))
+            dtypes = {_name_of(model.names, parameter): parameter.dtype for parameter in group["params"]}
+            names = list(dtypes)
             self.order += names
             self.group_sizes.append(len(names))
-            here = [name for name in names if name in parallel.tensor_map.names]
-            made |= {name: nn.Parameter(parallel.tensor_map[name].local) for name in here}
+            here = [name for name in names if name in parallel.tensor_map.names and name not in elsewhere]
+            made |= {name: self._held(parallel.tensor_map[name], model, dtypes[name]) for name in here}
             group["params"] = [made[name] for name in here if made[name].numel()]
         self.locals = [(parallel.tensor_map[name], local) for name, local in made.items() if local.numel()]
         self._name_tensor_group()
@@ -87,12 +93,36 @@ class Side:
             load_state(self, self.pending)
             self.pending = None
 
+    def _held(self, entry: Entry, model: DistributedModel, dtype: torch.dtype) -> nn.Parameter:
+        """What the optimizer updates of `entry`: the elements themselves. An object of the script's own that keeps
+        masters knows 16-bit weights by their `dtype`: it gets copies in that, and `write_back` takes what it makes.
+        """
+        held = nn.Parameter(entry.local.to(dtype) if self.eager else entry.local)
+        model.names[id(held)] = entry.name
+        return held
+
+    def write_back(self) -> None:
+        """What the optimizer's object made of weights that it holds in a dtype of their own. Collective."""
+        for entry, local in self.locals:
+            if local.dtype != entry.parameter.dtype:
+                entry.local.copy_(local.detach())
+        if self.parallel is not None:
+            self.parallel.copy_tied()
+
     def numbered(self) -> list[tuple[str, nn.Parameter]]:
         """(name, what the optimizer updates here), in the order of its numbers on this rank."""
-        names = {id(local): entry.name for entry, local in self.locals}
-        names = names or (dict(state.model.names) if state.model is not None else {})
+        if self.parallel is not None:
+            return [(entry.name, parameter) for entry, parameter in self.updated()]
+        names = state.model.names if state.model is not None else {}
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         return [(names.get(id(parameter), ""), parameter) for parameter in parameters]
+
+    def updated(self) -> list[tuple[Entry, nn.Parameter]]:
+        """(entry, what the torch optimizer updates of it), in its order: `locals`, or what an object of another class
+        has put in their place since."""
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        own = {id(local): entry for entry, local in self.locals}
+        return [(own.get(id(parameter), entry), parameter) for (entry, _), parameter in zip(self.locals, parameters)]
 
     def _name_tensor_group(self) -> None:
         """For scripts that join the state of tensor ranks themselves: each one's numbers by name. Collective."""
@@ -122,7 +152,8 @@ class Side:
     def show_gradients(self) -> None:
         """Let the optimizer's tensors show the gradients, which GradScaler and scripts read there."""
         for entry, local in self.locals:
-            local.grad = entry.local_gradient
+            gradient = entry.local_gradient
+            local.grad = None if gradient is None else gradient.to(local.dtype)
 
     def parameters_of_groups(self) -> list[list[nn.Parameter]]:
         """The module's own parameters of every group; the optimizer may hold this rank's elements in their place."""
@@ -200,6 +231,15 @@ class Side:
 class DistributedOptimizerMixin(Numbering):
     """What a script's optimizer gains; its own class comes behind it."""
 
+    __slots__ = ()
+
+    def __getattr__(self, name: str) -> Any:
+        """`optimizer`: SMP wraps under sharded data parallelism too, and scripts give what is inside to schedulers."""
+        if name == "optimizer" and "_smp" in vars(self):
+            return self._smp.optimizer
+        inherited = getattr(super(), "__getattr__", super().__getattribute__)  # which says that there is none
+        return inherited(name)
+
     @property
     def overflow(self) -> bool:
         """Whether the last step was skipped because its gradients were not finite."""
@@ -260,7 +300,8 @@ class DistributedOptimizerMixin(Numbering):
         Where state is sharded and `gather_if_shard`, reduced data rank 0 gets under `state` a list of all ranks' states
         of its group, by rank; the others their own. Collective then.
         """
-        return local_state(self._smp, gather_if_shard)
+        own = self.orig_state_dict() | {"scaler": scaler_state(self._smp)} | masters(self._smp)
+        return local_state(own, gather_if_shard)
 
     def orig_state_dict(self) -> dict[str, Any]:
         """The torch optimizer's own state dict on this rank."""
@@ -332,7 +373,7 @@ def DistributedOptimizer(
     inner_optimizer(optimizer)
     kind = type(optimizer)
     before = DistributedOptimizerMixin if isinstance(optimizer, torch.optim.Optimizer) else OwnOptimizer
-    optimizer.__class__ = type(kind.__name__, (before, kind), {"__module__": kind.__module__})
+    optimizer.__class__ = class_with(before, kind)
     optimizer._smp = Side(optimizer, None)
     return optimizer
 

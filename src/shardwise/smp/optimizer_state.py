@@ -24,16 +24,19 @@ if TYPE_CHECKING:
     from shardwise.smp.optimizer import Side
 
 
-def local_state(side: Side, gather_if_shard: bool) -> dict[str, Any]:
-    """This rank's state; with sharded state and `gather_if_shard` a list of them on reduced data rank 0."""
-    own = to_device(torch.optim.Optimizer.state_dict(side.optimizer), HOST)
-    own[PARTIAL] = True
-    own["scaler"] = _scaler_state(side)
-    if gather_if_shard and state.layout.size("shard") > 1:
+MASTERS = "masters"  # this rank's fp32 elements, where parameters are shown to scripts in 16 bits
+
+
+def local_state(found: Mapping[str, Any], gather_if_shard: bool) -> dict[str, Any]:
+    """The state `found` on this rank, marked; with sharded state and `gather_if_shard` a list of them on reduced data
+    rank 0. Collective then."""
+    own: dict[str, Any] = to_device({**found, PARTIAL: True}, HOST)
+    if gather_if_shard and "state" in own and state.layout.size("shard") > 1:
         ranks: list[Any] = [None] * state.layout.size("replica", "shard", "context")
-        dist.all_gather_object(ranks, own["state"], group=state.layout.group("replica", "shard", "context"))
+        gathered = {key: own[key] for key in (MASTERS, "state") if key in own}
+        dist.all_gather_object(ranks, gathered, group=state.layout.group("replica", "shard", "context"))
         if state.layout.smp("rdp")[0] == 0:
-            own["state"] = ranks
+            own |= {key: [rank[key] for rank in ranks] for key in gathered}
     return own
 
 
@@ -46,7 +49,7 @@ def full_state(side: Side) -> dict[str, Any]:
     ranks = state.layout.ranks(*ONE_COPY)
     state.meeting.assemble("optimizer.state_dict", ranks)
     mine: dict[str, list[Any]] = {}
-    for entry, local in side.locals:
+    for entry, local in side.updated():
         values = side.optimizer.state.get(local, {})
         mine[entry.name] = [_pieces(entry, values)]
     everyone: list[Any] = [None] * len(ranks)
@@ -65,7 +68,7 @@ def full_state(side: Side) -> dict[str, Any]:
         "state": {index: values for index, values in whole.items() if values},
         "param_groups": groups,
         PARTIAL: False,
-        "scaler": _scaler_state(side),
+        "scaler": scaler_state(side),
     }
 
 
@@ -102,10 +105,12 @@ def load_state(side: Side, saved: Mapping[str, Any]) -> None:
     scaler, partial = saved.pop("scaler", None), saved.pop(PARTIAL, False)
     if side.scaler is not None and scaler:
         side.scaler.scale, side.scaler.good_steps, side.scaler.hysteresis = scaler
-    if isinstance(saved["state"], list):
-        saved["state"] = saved["state"][state.layout.smp("rdp")[0]]
-    if not partial:
-        saved = _local_of(side, saved)
+    saved = local_of(side, {**saved, PARTIAL: partial})
+    kept = saved.pop(MASTERS, [])
+    if kept and state.model is not None:
+        state.model.release()
+    for (_, local), master in zip(side.locals, kept):
+        local.data.copy_(master)
     try:
         torch.optim.Optimizer.load_state_dict(side.optimizer, saved)
     except ValueError as error:
@@ -114,11 +119,21 @@ def load_state(side: Side, saved: Mapping[str, Any]) -> None:
         ) from error
 
 
+def local_of(side: Side, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """This rank's of a state that was gathered over ranks, or is whole. Raises CheckpointError for other groups."""
+    saved = dict(saved)
+    if isinstance(saved.get("state"), list):
+        own = {key: saved[key][state.layout.smp("rdp")[0]] for key in (MASTERS, "state") if key in saved}
+        saved |= own
+    whole = saved.pop(PARTIAL, None) is False
+    return _local_of(side, saved) if whole else saved
+
+
 def _local_of(side: Side, saved: Mapping[str, Any]) -> dict[str, Any]:
     """This rank's elements of whole tensors, under the numbers that the local parameters have."""
     numbers = {name: index for index, name in enumerate(side.order)}
     local: dict[int, Any] = {}
-    for index, (entry, parameter) in enumerate(_in_order(side)):
+    for index, (entry, parameter) in enumerate(side.updated()):
         values = saved["state"].get(numbers[entry.name], {})
         local[index] = {key: _cut(entry, parameter, value) for key, value in values.items()}
     groups, first = [], 0
@@ -134,11 +149,6 @@ def _local_of(side: Side, saved: Mapping[str, Any]) -> dict[str, Any]:
     return {"state": {index: values for index, values in local.items() if values}, "param_groups": groups}
 
 
-def _in_order(side: Side) -> list[tuple[Entry, Tensor]]:
-    entries = {id(local): entry for entry, local in side.locals}
-    return [(entries[id(p)], p) for group in side.optimizer.param_groups for p in group["params"]]
-
-
 def _cut(entry: Entry, parameter: Tensor, value: Any) -> Any:
     if not isinstance(value, Tensor) or tuple(value.shape) != entry.shape or not value.dim():
         return value
@@ -148,6 +158,15 @@ def _cut(entry: Entry, parameter: Tensor, value: Any) -> Any:
     return local
 
 
-def _scaler_state(side: Side) -> tuple[float, int, int] | None:
+def masters(side: Side) -> dict[str, Any]:
+    """What a script's file of the model cannot hold: parameters whose optimizer state alone is sharded are shown to it
+    as they are gathered."""
+    parallel = side.parallel
+    if parallel is None or not state.cfg.shard_optimizer_state or parallel.plan.dtypes.compute in ("fp32", "fp64"):
+        return {}
+    return {MASTERS: [local.detach().clone() for _, local in side.locals]}
+
+
+def scaler_state(side: Side) -> tuple[float, int, int] | None:
     scaler = side.scaler
     return None if scaler is None else (scaler.scale, scaler.good_steps, scaler.hysteresis)

@@ -6,14 +6,15 @@ scripts save, and finds gradients that are complete. Its parameters are those of
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.errors import ModelError
+from shardwise.smp.optimizer_state import full_state, local_of, local_state
 from shardwise.smp.process import state
-from shardwise.smp.weights import marked
 
 if TYPE_CHECKING:
     from shardwise.smp.optimizer import Side
@@ -32,9 +33,23 @@ def inner_optimizer(given: Any) -> Optimizer:
     return inner
 
 
+def class_with(before: type, kind: type) -> type:
+    """A subclass of `kind` that looks for its methods in `before` first. Objects of `kind` can change to it, also where
+    that is an abstract class: Python compares what the first base adds to an object, so only the lookup is turned."""
+    metaclass: type = type(kind)
+
+    class Looked(metaclass):  # type: ignore[valid-type,misc]
+        def mro(cls) -> list[type]:
+            return [cls, *(base for base in before.__mro__ if base is not object), *kind.__mro__]
+
+    made: type = Looked(kind.__name__, (kind, before), {"__module__": kind.__module__})
+    return made
+
+
 class Numbering:
     """The numbers that an optimizer's parameters have on this rank; scripts put functions of theirs in the place."""
 
+    __slots__ = ()  # nor what comes before a script's class: objects of it could not change theirs
     _smp: Side
 
     @property
@@ -56,10 +71,13 @@ class Numbering:
 class OwnOptimizer(Numbering):
     """Comes before the object's own class."""
 
+    __slots__ = ()
+
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """The object's own, on complete gradients. Collective."""
         self._smp.settle()
         value = super().step(*args, **kwargs)  # type: ignore[misc]
+        self._smp.write_back()
         if state.model is not None:
             state.model.gather()
         return value
@@ -70,10 +88,20 @@ class OwnOptimizer(Numbering):
         self._smp.zero(True)
 
     def local_state_dict(self, gather_if_shard: bool = True) -> dict[str, Any]:
-        """The object's own state, with the key `_smp_is_partial`."""
-        return marked(self.orig_state_dict())
+        """The object's own state, with the key `_smp_is_partial`; gathered as that of torch's optimizers."""
+        return local_state(self.orig_state_dict(), gather_if_shard)
 
     def orig_state_dict(self) -> dict[str, Any]:
         """The object's own state."""
         found: dict[str, Any] = super().state_dict()  # type: ignore[misc]
         return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """The object's own; where that is the torch optimizer's, whole in the place of this rank's. Collective then."""
+        found = self.orig_state_dict()
+        known = self._smp.parallel is not None and {"state", "param_groups"} <= found.keys()
+        return found | full_state(self._smp) if known else found
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], gather_if_shard: bool = True) -> None:
+        """What `state_dict` or `local_state_dict` returned, by the object's own way."""
+        super().load_state_dict(local_of(self._smp, state_dict))  # type: ignore[misc]

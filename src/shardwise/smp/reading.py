@@ -1,8 +1,9 @@
 """What files of SMP's scripts may hold, and how they are read: nothing that they name is called.
 
 Beside tensors and plain values scripts keep their arguments, dicts with defaults, numpy's numbers, a model's config and
-the shards of FSDP's local state. Those classes are let in by name; anything else in a file is an error. The rest is
-torch's `weights_only=True`.
+the shards of FSDP's local state; those of 2021 and 2022 also keep their loss scaler, an object of a class of their own.
+Those classes are let in by name, a script's own where it has loaded them from files beside it; anything else in a file
+is an error. The rest is torch's `weights_only=True`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import enum
 import functools
 import importlib
 import os
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -53,8 +55,8 @@ def read(path: Path, map_location: Any = None) -> Any:
         refused = ", ".join(_unknown(path))
         why = f"it names {refused}" if refused else str(error).splitlines()[0]
         raise CheckpointError(
-            f"{path} cannot be read: {why}; it has to hold tensors, plain values, numpy's numbers and configs of "
-            "transformers only"
+            f"{path} cannot be read: {why}; it has to hold tensors, plain values, numpy's numbers, configs of "
+            "transformers and objects of the script's own classes only"
         ) from error
 
 
@@ -107,6 +109,15 @@ def _without_default(factory: Any = None) -> dict[Any, Any]:
     return {}
 
 
+def _of_script(module: str, leaf: str) -> type | None:
+    """A class that the script has defined, or loaded from files below its directory."""
+    main, loaded = getattr(sys.modules.get("__main__"), "__file__", None), sys.modules.get(module)
+    kind, file = getattr(loaded, leaf, None), getattr(loaded, "__file__", None)
+    if not (main and file and isinstance(kind, type) and kind.__module__ == module):
+        return None
+    return kind if Path(file).resolve().is_relative_to(Path(main).resolve().parent) else None
+
+
 def _known(name: str) -> tuple[Any, str] | None:
     """(what the name stands for, the name), if it is of plain dicts, numpy's numbers, shards, or a config."""
     module, _, leaf = name.rpartition(".")
@@ -122,6 +133,8 @@ def _known(name: str) -> tuple[Any, str] | None:
         return _member, name
     if name in _SHARDS:
         return getattr(importlib.import_module(module), leaf), name
+    if (own := _of_script(module, leaf)) is not None:
+        return own, name
     if not module.startswith(_CONFIGS):
         return None
     from transformers import PreTrainedConfig

@@ -23,6 +23,7 @@ from torch import Tensor
 from shardwise.errors import CheckpointError
 from shardwise.smp.messages import barrier
 from shardwise.smp.optimizer import Side
+from shardwise.smp.optimizer_state import local_state, scaler_state
 from shardwise.smp.own_optimizer import Numbering
 from shardwise.smp.process import state
 from shardwise.smp.reading import read
@@ -189,7 +190,7 @@ def _save_shards(folder: Path, model: Any, side: Side | None, first: bool) -> No
     """SMP's files of sharded data parallelism, each shard's exact state beside its flat groups."""
     degree, index = state.layout.size("shard"), state.layout.index("shard")
     weights = whole_weights(model, "smp.save_checkpoint")
-    suffix = "" if state.layout.size("tensor") == 1 else f"_{state.layout.index('tensor')}"
+    suffix = _split_suffix()
     if first and index == 0:
         torch.save({"module": weights}, folder / f"model_0{suffix}.pt")
     if not first:
@@ -233,8 +234,7 @@ def _load_parts(folder: Path, strict: bool, with_optimizer: bool) -> None:
                             if saved.get(key) != value)  # fmt: skip
         raise CheckpointError(f"{folder} is of other degrees: {changed}; use the same, or a full checkpoint")
     if state.layout.size("shard") > 1:
-        suffix = "" if state.layout.size("tensor") == 1 else f"_{state.layout.index('tensor')}"
-        shard = read(folder / f"optimizer_{state.layout.index('shard')}{suffix}.pt")
+        shard = read(folder / f"optimizer_{state.layout.index('shard')}{_split_suffix()}.pt")
         weights, optimizer = shard["weights"], shard.get("optimizer")
     else:
         weights = read(folder / f"model{_ranks(False)}.pt")
@@ -258,9 +258,7 @@ def _with_ties(module: torch.nn.Module, weights: Mapping[str, Any]) -> dict[str,
 
 
 def _optimizer_state(side: Side) -> dict[str, Any]:
-    from shardwise.smp.optimizer_state import local_state
-
-    return local_state(side, gather_if_shard=False)
+    return local_state(torch.optim.Optimizer.state_dict(side.optimizer) | {"scaler": scaler_state(side)}, False)
 
 
 def _degrees() -> dict[str, int]:
@@ -289,6 +287,13 @@ def _user_content(given: Any) -> Any:
 def _ranks(with_data: bool) -> str:
     ranks = [state.layout.smp(kind)[0] for kind in ("pp", "tp", *(("rdp",) if with_data else ()))]
     return "".join(f"_{rank}" for rank in ranks)
+
+
+def _split_suffix() -> str:
+    """Of files of shards: nothing, the tensor rank, or stage and tensor rank (beside sharded optimizer state)."""
+    if state.layout.size("pipeline") > 1:
+        return _ranks(False)
+    return "" if state.layout.size("tensor") == 1 else f"_{state.layout.index('tensor')}"
 
 
 def _leads() -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor
 from shardwise.checkpoint.state import persistent_buffers
 from shardwise.errors import CheckpointError, listed
 from shardwise.layout import ONE_COPY, SMP_AXES
+from shardwise.parallel.tensor_map import Entry
 from shardwise.smp.process import state
 
 if TYPE_CHECKING:
@@ -74,6 +75,24 @@ def local_weights(model: DistributedModel) -> dict[str, Tensor]:
     return found | {name: buffer.detach().to(HOST) for name, buffer in persistent_buffers(model.get_module())}
 
 
+def part_of_weights(model: DistributedModel) -> dict[str, Tensor]:
+    """What SMP has on a rank: `local_weights`, or, where the optimizer's state alone is sharded, whole parameters in
+    the dtype of computing. Collective over the shard group then, unless an optimizer step has gathered them.
+
+    Raises:
+        MessageError: one of its ranks will not come.
+    """
+    parallel = model.parallel
+    if parallel is None or not state.cfg.shard_optimizer_state or state.layout.size("shard") == 1:
+        return local_weights(model)
+    if not model.gathered:
+        state.meeting.assemble("model.local_state_dict", state.layout.ranks("shard"))
+    found = {name: value.to(HOST, copy=True) for name, value in parallel.gathered().items()}
+    if not model.gathered:
+        parallel.release_gathered()
+    return found | {name: buffer.detach().to(HOST) for name, buffer in persistent_buffers(model.get_module())}
+
+
 def load_weights(model: DistributedModel, weights: Mapping[str, Any], strict: bool, same: bool) -> None:
     """Whole weights or one rank's part into the module, distributed or not.
 
@@ -103,20 +122,26 @@ def load_weights(model: DistributedModel, weights: Mapping[str, Any], strict: bo
     for entry in parallel.tensor_map:
         if entry.name not in tensors:
             continue
-        value = tensors[entry.name]
-        wanted = tuple(entry.local.shape) if partial else entry.shape
-        if tuple(value.shape) != wanted:
-            raise CheckpointError(
-                f"{entry.name} is {list(value.shape)} in the checkpoint and {list(wanted)} here; it is of other "
-                "degrees or another model"
-            )
-        if partial:
-            entry.local.copy_(value)
-        else:
-            entry.store(value.to(entry.local.device))
+        _load(entry, tensors[entry.name], partial)
     for name, buffer in buffers.items():
         if name in tensors:
             buffer.copy_(tensors[name])
+
+
+def _load(entry: Entry, value: Tensor, partial: bool) -> None:
+    """A rank's part is its elements, or what its shard group holds together."""
+    shapes = [tuple(entry.local.shape), tuple(entry.parameter.shape)] if partial else [entry.shape]
+    if tuple(value.shape) not in shapes:
+        raise CheckpointError(
+            f"{entry.name} is {list(value.shape)} in the checkpoint and {list(shapes[-1])} here; it is of other "
+            "degrees or another model"
+        )
+    if not partial:
+        entry.store(value.to(entry.local.device))
+    elif tuple(value.shape) == shapes[-1]:
+        entry.store_part(value)
+    else:
+        entry.local.copy_(value)
 
 
 def _check_names(missing: list[str], unknown: list[str]) -> None:

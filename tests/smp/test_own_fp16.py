@@ -1,0 +1,138 @@
+"""Scripts of 2021 and 2022 that bring their own 16 bits: halved model, masters, loss scale, and files of them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import shardwise.smp as smp
+from shardwise.smp.meeting import LEFT
+from shardwise.testing.world import WorldPool
+from tests.smp.scripts import batches, make_model
+
+SCRIPT = Path(__file__).with_name("own_fp16_script.py")
+TWO = {"pipeline_parallel_degree": 2, "microbatches": 2}
+
+
+def _train(options: dict[str, Any], workers: int, place: Path) -> tuple[Tensor, Tensor]:
+    """[steps, 2] losses and norms of a run, and of its last steps once more from its files."""
+    command = [sys.executable, "-m", "shardwise", "run", "--device", "cpu", "--workers", str(workers)]
+    words = ["--model-dir", str(place), str(SCRIPT), json.dumps(options)]
+    done = subprocess.run([*command, *words], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    whole, rest = json.loads((place / "losses.json").read_text())
+    return torch.tensor(whole), torch.tensor(rest)
+
+
+def test_masters_of_the_scripts_own_train_alike_on_every_layout_and_go_on(tmp_path: Path) -> None:
+    whole, rest = _train({}, 1, tmp_path)
+    assert whole[0, 1] == -1 and bool((whole[1:, 1] > 0).all())  # one overflow, then steps
+    assert torch.equal(whole[-len(rest) :], rest)
+    for options in (TWO, {"tensor_parallel_degree": 2, "prescaled_batch": True}, {"shard_optimizer_state": True}):
+        other, again = _train(options, 2, tmp_path)
+        torch.testing.assert_close(other, whole, rtol=2e-2, atol=0)
+        assert torch.equal(other[-len(again) :], again)
+
+
+def _shared_file(config: dict[str, Any]) -> list[float]:
+    """Losses of a run that goes on from rank 0's files, beside those of one that does not stop."""
+
+    def start() -> tuple[Any, Any]:
+        smp.init(config | {"ddp": True})
+        model: Any = smp.DistributedModel(make_model("gpt2", torch.float32))
+        return model, smp.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=1e-2), static_loss_scale=8.0)
+
+    @smp.step
+    def step(model: Any, ids: Tensor) -> Tensor:
+        loss: Tensor = model(input_ids=ids, labels=ids)["loss"]
+        model.backward(loss)
+        return loss
+
+    def train(model: Any, optimizer: Any, ids: Tensor) -> float:
+        optimizer.zero_grad()
+        loss = float(step(model, ids).reduce_mean())
+        optimizer.step()
+        return loss
+
+    try:
+        model, optimizer = start()
+        train(model, optimizer, batches()[0])
+        box = [model.local_state_dict(), optimizer.local_state_dict()]
+        weights, moments = smp.allgather(box, smp.CommGroup.RDP_GROUP)[0]  # one file for all that share parameters
+        expected = [train(model, optimizer, ids) for ids in batches()[1:]]
+        smp.state.reset()
+        model, optimizer = start()
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(moments)
+        return [train(model, optimizer, ids) - loss for ids, loss in zip(batches()[1:], expected)]
+    finally:
+        smp.state.reset()
+
+
+@pytest.mark.parametrize("more", [{}, {"fp16": True}, {"bf16": True}])
+def test_ranks_that_shard_the_state_alone_go_on_from_one_file(world_pool: WorldPool, more: dict[str, Any]) -> None:
+    for errors in world_pool.run(2, _shared_file, {"shard_optimizer_state": True} | more):
+        assert errors == [0.0, 0.0]
+
+
+def _stages_with_shards(place: str) -> list[float]:
+    smp.init(TWO | {"shard_optimizer_state": True, "ddp": True})
+    try:
+        model: Any = smp.DistributedModel(make_model("gpt2"))
+        optimizer: Any = smp.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=1e-2))
+
+        @smp.step
+        def step(model: Any, ids: Tensor) -> Tensor:
+            loss: Tensor = model(input_ids=ids, labels=ids)["loss"]
+            model.backward(loss)
+            return loss
+
+        losses = []
+        for number in (0, 1, 1):
+            if number and len(losses) == 2:
+                smp.resume_from_checkpoint(place, "kept", partial=True)
+            optimizer.zero_grad()
+            losses.append(float(step(model, batches()[number]).reduce_mean()))
+            optimizer.step()
+            if not number:
+                smp.save_checkpoint(place, "kept", partial=True, model=model, optimizer=optimizer)
+        return losses
+    finally:
+        smp.state.reset()
+
+
+def test_stages_with_sharded_state_have_files_of_their_own(world_pool: WorldPool, tmp_path: Path) -> None:
+    for losses in world_pool.run(4, _stages_with_shards, str(tmp_path)):
+        assert losses[1] == losses[2] != losses[0]
+    assert len(list((tmp_path / "kept_partial").glob("optimizer_*.pt"))) == 4
+
+
+def test_hooks_for_a_model_that_is_distributed_are_called_at_once() -> None:
+    smp.init({})
+    try:
+        model: Any = smp.DistributedModel(make_model("gpt2"))
+        called: list[str] = []
+        model.register_post_partition_hook(lambda model, optimizer: called.append("before"))
+        model(input_ids=batches()[0])
+        model.register_post_partition_hook(lambda model, optimizer: called.append("after"))
+        assert called == ["before", "after"]
+    finally:
+        smp.state.reset()
+
+
+def test_a_peer_that_was_met_and_has_ended_since_is_no_mistake() -> None:
+    smp.init({})
+    try:
+        meeting = smp.state.meeting
+        meeting.store.set(f"{meeting.prefix}/1", json.dumps({"call": LEFT}))
+        looks = iter([False, True, True])  # it comes, and ends, between this rank's look at the count and at its note
+        meeting._wait(lambda: next(looks), "smp.barrier", [1], "")
+    finally:
+        smp.state.reset()
