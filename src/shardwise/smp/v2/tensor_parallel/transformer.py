@@ -34,7 +34,7 @@ def mark(model: nn.Module, names: Iterable[str], kind: type[nn.Module]) -> None:
 
 
 @functools.cache
-def _marked(cls: Any, kind: type[nn.Module]) -> type[nn.Module]:
+def _marked(cls: Any, kind: Any) -> type[nn.Module]:
     if issubclass(cls, kind):
         return cls
     return type(cls.__name__, (cls, kind), {"__module__": cls.__module__})
