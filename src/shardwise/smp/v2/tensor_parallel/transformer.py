@@ -25,8 +25,8 @@ class MultiheadAttention(nn.Module):
     """Base of the attention in those blocks; scripts find it in Transformer Engine, which has a stand-in."""
 
 
-def mark(model: nn.Module, names: Iterable[str], kind: type[nn.Module]) -> None:
-    """Let the named modules of `model` be of `kind` too."""
+def mark(model: nn.Module, names: Iterable[str], kind: Any) -> None:
+    """Let the named modules of `model` be of class `kind` too."""
     for name in names:
         module = model.get_submodule(name)
         cls: Any = type(module)
