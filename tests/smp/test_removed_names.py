@@ -139,10 +139,15 @@ with torch.device("meta"):
     assert torch.nn.Linear(2, 2).weight.is_meta
 with torch.device("cuda"):
     assert torch.zeros(2).device.type == "cpu"
+torch.cuda.cudart().cudaProfilerStart()
+with torch.cuda.profiler.profile():
+    assert torch.cuda.memory.mem_get_info() == (0, 0) and torch.cuda.memory_stats()["num_alloc_retries"] == 0
+assert torch.equal(torch.cuda.random.get_rng_state(), torch.get_rng_state())
+torch.ones(2).record_stream(torch.cuda.current_stream())
 """
 
 
-def test_scopes_of_the_meta_device_reach_functions_that_lead_to_the_cpu() -> None:
+def test_scopes_of_meta_and_what_profilers_call_work_on_the_cpu() -> None:
     done = subprocess.run([sys.executable, "-c", META], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 
