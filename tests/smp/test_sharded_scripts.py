@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed import checkpoint
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import StateDictType
@@ -33,10 +32,6 @@ from shardwise.smp.v2.distributed.checkpoint.state_dict_utils import (
 )
 from shardwise.smp.v2.distributed.fsdp.checkpoint import load_model_checkpoint, save_model_checkpoint
 from shardwise.smp.v2.moe.moe_config import MoEConfig
-from shardwise.smp.v2.nn.attn import FlashGroupedQueryAttention, FlashSelfAttention
-from shardwise.smp.v2.nn.huggingface.llama_flashattn import LlamaFlashAttention
-from shardwise.smp.v2.tensor_parallel.transformer import MultiheadAttention
-from shardwise.smp.v2.utils.module_utils import empty_module_params
 from shardwise.testing.world import WorldPool
 from tests.smp.scripts import batches
 from tests.smp.sharded_scripts import make_model, whole, wrap
@@ -196,12 +191,31 @@ def test_a_checkpoint_is_not_trusted(tmp_path: Path) -> None:
         load(target, checkpoint_id="s3://bucket/key")
 
 
+def _several(directory: str) -> list[Any]:
+    try:
+        tsm.init({"hybrid_shard_degree": 1})
+        queue = AsyncCallsQueue()
+        for number in range(4):
+            content = {"weight": torch.full((2,), float(number))}
+            async_save(content, checkpoint_id=f"{directory}/{number}", queue=queue)
+        done = queue.maybe_finalize_async_calls(blocking=True)
+        target = {"weight": torch.zeros(2)}
+        load(target, checkpoint_id=f"{directory}/3")
+        return [done, target["weight"].tolist()]
+    finally:
+        tsm.state.reset()
+
+
+def test_saves_that_are_begun_at_once_take_turns(world_pool: WorldPool, tmp_path: Path) -> None:
+    assert world_pool.run(2, _several, str(tmp_path)) == [[[1, 2, 3, 4], [3, 3]]] * 2
+
+
 def test_old_checkpoints_go(tmp_path: Path) -> None:
     for name in ("llama-20steps", "llama-100steps", "llama-30steps", "data"):
         (tmp_path / name).mkdir()
     limit_num_subdirs(tmp_path / "llama-200steps", 2, log=False)  # about to be written
     assert {path.name for path in tmp_path.iterdir()} == {"llama-100steps", "llama-30steps", "data"}
-    limit_num_subdirs(tmp_path, 1, log=False)
+    limit_num_subdirs(tmp_path / "llama-100steps" / "tp2-1" / "ep2-0", 1, regex=r"^.*\d+steps$", log=False)
     limit_num_subdirs(tmp_path / "nowhere", 1, log=False)
     limit_num_subdirs(tmp_path, 0, log=False)
     assert {path.name for path in tmp_path.iterdir()} == {"llama-100steps", "data"}
@@ -295,63 +309,7 @@ def test_mixtral_over_tensor_ranks_is_refused(world_pool: WorldPool) -> None:
     assert all("mixtral" in said for said in world_pool.run(2, _cannot_be_split))
 
 
-# ---- modules
-
-
-def _classes() -> dict[str, Any]:
-    try:
-        tsm.init({"hybrid_shard_degree": 1})
-        with torch.device("meta"):
-            model = make_model("mixtral")
-        kept = nn.Buffer(torch.arange(3.0))
-        model.model.norm.register_buffer("kept", kept)  # type: ignore[union-attr]
-        model = tsm.transform(model, device="cpu", dtype=torch.bfloat16)
-        marked = [name for name, part in model.named_modules() if isinstance(part, MultiheadAttention)]
-        norm = empty_module_params(model.model.norm, "cpu")  # type: ignore[union-attr]
-        return {
-            "marked": marked,
-            "devices": {str(parameter.device) for parameter in model.lm_head.parameters()},  # type: ignore[union-attr]
-            "dtypes": {parameter.dtype for parameter in model.parameters()},
-            "buffers": norm.kept.tolist(),
-            "emptied": str(norm.weight.device),
-        }
-    finally:
-        tsm.state.reset()
-
-
-def test_models_on_meta_stay_there_and_name_their_attention(world_pool: WorldPool) -> None:
-    found = world_pool.run(1, _classes)[0]
-    assert found["marked"] == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
-    assert found["devices"] == {"meta"} and found["dtypes"] == {torch.bfloat16}
-    assert found["emptied"] == "cpu" and found["buffers"] == [0, 1, 2]
-
-
-def test_attention_modules_are_attention() -> None:
-    torch.manual_seed(0)
-    qkv = torch.randn(2, 3, 4, 5, 6)  # [B, 3, heads, S, d]
-    output = FlashSelfAttention()(qkv, causal=True)
-    q, k, v = qkv.unbind(1)
-    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-    assert torch.allclose(output, expected)
-    heads = torch.cat([q, k, v], 1)  # [B, 3 heads, S, d]
-    assert torch.equal(FlashSelfAttention()(heads, causal=True), output)
-    turned = FlashSelfAttention()(heads.transpose(1, 2), causal=True, layout="b s h d")
-    assert torch.equal(turned.transpose(1, 2), output)
-    both = torch.cat([k[:, :2], v[:, :2]], 1).transpose(1, 2)
-    packed = FlashGroupedQueryAttention()(q.transpose(1, 2), both)
-    with pytest.raises(ConfigError, match=r"3 x heads in dim 1 \(b h s d\), not \(2, 5, 12, 6\)"):
-        FlashSelfAttention()(heads.transpose(1, 2))
-    grouped = FlashGroupedQueryAttention()(q.transpose(1, 2), (k[:, :2].transpose(1, 2), v[:, :2].transpose(1, 2)))
-    assert grouped.shape == (2, 5, 4, 6) and torch.equal(grouped, packed)
-    with pytest.raises(ConfigError, match="layout"):
-        FlashSelfAttention()(qkv, layout="s b h d")
-    model = make_model("llama", torch.float32)
-    attention = LlamaFlashAttention(model.config)
-    own: Any = model.model.layers[0].self_attn  # type: ignore[union-attr, index]
-    attention.load_state_dict(own.state_dict())
-    hidden = torch.randn(2, 8, 24)
-    places = attention.rotary_emb(hidden, torch.arange(8).unsqueeze(0))
-    assert torch.allclose(attention(hidden)[0], own(hidden, places, None)[0], atol=1e-6)
+# ---- imports
 
 
 SCRIPT = """

@@ -29,7 +29,10 @@ class _Call:
 
 
 class AsyncCallsQueue:
-    """Saves in the order in which they were begun. One is finished when it is so on all ranks of its group."""
+    """Saves in the order in which they were begun. One is finished when it is so on all ranks of its group.
+
+    Work that is begun runs at once, beside what runs already; `async_save` lets saves of one group take turns.
+    """
 
     def __init__(self) -> None:
         self._calls: list[_Call] = []
