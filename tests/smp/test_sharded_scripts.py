@@ -210,6 +210,19 @@ def test_saves_that_are_begun_at_once_take_turns(world_pool: WorldPool, tmp_path
     assert world_pool.run(2, _several, str(tmp_path)) == [[[1, 2, 3, 4], [3, 3]]] * 2
 
 
+LOST = """
+from shardwise.smp.v2.distributed.checkpoint.async_utils import AsyncCallsQueue
+queue = AsyncCallsQueue()
+queue.schedule(lambda: None)
+queue.schedule(lambda: 1 / 0)
+"""
+
+
+def test_a_save_that_fails_after_the_last_question_is_named() -> None:
+    done = subprocess.run([sys.executable, "-c", LOST], capture_output=True, text=True, timeout=120)
+    assert done.stderr.count("error: the asynchronous save 2 failed and its checkpoint is incomplete: division") == 1
+
+
 def test_old_checkpoints_go(tmp_path: Path) -> None:
     for name in ("llama-20steps", "llama-100steps", "llama-30steps", "data"):
         (tmp_path / name).mkdir()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -10,12 +12,15 @@ import torch.distributed as dist
 
 from shardwise.errors import CheckpointError
 
+_untold: list[_Call] = []  # saves of which nobody has asked whether they are finished
+
 
 class _Call:
     """A save on a thread."""
 
     def __init__(self, number: int, work: Callable[[], Any]) -> None:
         self.number, self.error = number, None
+        _untold.append(self)
         self.thread = threading.Thread(target=self._run, args=(work,), name=f"checkpoint-{number}")
         self.thread.start()
 
@@ -68,7 +73,7 @@ class AsyncCallsQueue:
                 running = any(states)
             if running:
                 break
-            self._calls.pop(0)
+            _untold.remove(self._calls.pop(0))
             if call.error is not None:
                 raise CheckpointError(f"the asynchronous save {call.number} failed: {call.error}") from call.error
             done.append(call.number)
@@ -78,3 +83,15 @@ class AsyncCallsQueue:
         """Wait for all."""
         for call in self._calls:
             call.thread.join()
+
+
+@atexit.register
+def _tell() -> None:
+    """Name the failures that the script has not asked for: they may be of groups that it has ended too early."""
+    for call in _untold:
+        if call.error is not None:
+            print(
+                f"error: the asynchronous save {call.number} failed and its checkpoint is incomplete: {call.error}; "
+                "call maybe_finalize_async_calls(blocking=True) before the process groups are destroyed",
+                file=sys.stderr,
+            )
