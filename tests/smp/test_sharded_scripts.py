@@ -201,6 +201,10 @@ def _several(directory: str) -> list[Any]:
         done = queue.maybe_finalize_async_calls(blocking=True)
         target = {"weight": torch.zeros(2)}
         load(target, checkpoint_id=f"{directory}/3")
+        if tsm.state.rank == 0:  # as of several replicas one writes
+            alone = dist.new_group([0], use_local_synchronization=True)
+            async_save(target, checkpoint_id=f"{directory}/alone", process_group=alone, queue=queue)
+        assert queue.maybe_finalize_async_calls(blocking=True) == [5][tsm.state.rank :]
         return [done, target["weight"].tolist()]
     finally:
         tsm.state.reset()

@@ -18,8 +18,8 @@ _untold: list[_Call] = []  # saves of which nobody has asked whether they are fi
 class _Call:
     """A save on a thread."""
 
-    def __init__(self, number: int, work: Callable[[], Any]) -> None:
-        self.number, self.error = number, None
+    def __init__(self, number: int, work: Callable[[], Any], group: Any) -> None:
+        self.number, self.error, self.group = number, None, group
         _untold.append(self)
         self.thread = threading.Thread(target=self._run, args=(work,), name=f"checkpoint-{number}")
         self.thread.start()
@@ -43,10 +43,10 @@ class AsyncCallsQueue:
         self._calls: list[_Call] = []
         self._count = 0
 
-    def schedule(self, work: Callable[[], Any]) -> int:
-        """Begin `work` on a thread; its number."""
+    def schedule(self, work: Callable[[], Any], group: Any = None) -> int:
+        """Begin `work` on a thread; its number. `group`: the ranks that do so, all where it is None."""
         self._count += 1
-        self._calls.append(_Call(self._count, work))
+        self._calls.append(_Call(self._count, work, group))
         return self._count
 
     def get_num_unfinalized_calls(self) -> int:
@@ -56,7 +56,8 @@ class AsyncCallsQueue:
     def maybe_finalize_async_calls(
         self, blocking: bool = True, process_group: Any = None, skip_sync: bool = False
     ) -> list[int]:
-        """Numbers of the saves that have finished since, waiting for all if `blocking`. Collective over the group.
+        """Numbers of the saves that have finished since, waiting for all if `blocking`. Collective over the group;
+        without one over that of each save, since other ranks have none to tell of.
 
         Raises:
             CheckpointError: a save has failed on this rank.
@@ -68,8 +69,9 @@ class AsyncCallsQueue:
                 call.thread.join()
             running = call.thread.is_alive()
             if not skip_sync and dist.is_initialized():
-                states: list[Any] = [None] * dist.get_world_size(process_group)
-                dist.all_gather_object(states, running, group=process_group)
+                group = call.group if process_group is None else process_group
+                states: list[Any] = [None] * dist.get_world_size(group)
+                dist.all_gather_object(states, running, group=group)
                 running = any(states)
             if running:
                 break

@@ -83,7 +83,7 @@ def async_save(
         finally:
             ended.set()
 
-    (queue or _QUEUE).schedule(write)
+    (queue or _QUEUE).schedule(write, process_group)
     _turns[id(group)] = ended
 
 
