@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -27,7 +28,10 @@ RETURNS: dict[str, Any] = {
     "reset_max_memory_cached": None, "memory_summary": "", "get_device_name": "cpu", "manual_seed": None,
     "manual_seed_all": None, "seed": None, "ipc_collect": None, "get_device_capability": (0, 0), "mem_get_info": (0, 0),
     "reset_accumulated_memory_stats": None, "set_per_process_memory_fraction": None, "utilization": 0,
-    "can_device_access_peer": False,
+    "can_device_access_peer": False, "is_current_stream_capturing": False, "check_error": None, "memory_snapshot": [],
+    "get_allocator_backend": "native", "get_sync_debug_mode": 0, "set_sync_debug_mode": None, "temperature": 0,
+    "power_draw": 0, "clock_rate": 0, "memory_usage": 0, "device_memory_used": 0,
+    "reset_peak_host_memory_stats": None, "reset_accumulated_host_memory_stats": None,
 }  # fmt: skip
 FACTORIES = (
     "arange", "as_tensor", "empty", "empty_like", "empty_strided", "eye", "full", "full_like", "linspace", "logspace",
@@ -124,6 +128,13 @@ class _Stream:
     wait_stream = wait_event = record_event = lambda self, *args: None
 
 
+class _Runtime:
+    """`torch.cuda.cudart()`: calls of the CUDA runtime, such as a profiler's, all of which succeed."""
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        return _returning(0)
+
+
 def redirect(workers: int, directory: str) -> None:
     """Lead CUDA to the CPU in this process, for good.
 
@@ -133,11 +144,15 @@ def redirect(workers: int, directory: str) -> None:
     """
     cuda: Any = torch.cuda
     for name, value in RETURNS.items():
-        setattr(cuda, name, _returning(value))
+        for place in (cuda, cuda.memory, cuda.random):
+            if place is cuda or hasattr(place, name):
+                setattr(place, name, _returning(value))
     cuda.is_available = _for_script(cuda.is_available, _returning(True), directory)
     cuda.device_count = _for_script(cuda.device_count, _returning(workers), directory)
     cuda.get_device_properties = _returning(SimpleNamespace(name="cpu", total_memory=0, major=0, minor=0))
-    cuda.memory_stats = lambda *args, **kwargs: {}
+    for place in (cuda, cuda.memory):
+        place.memory_stats = lambda *args, **kwargs: defaultdict(int)
+    cuda.cudart, cuda.profiler.start, cuda.profiler.stop = _returning(_Runtime()), _returning(None), _returning(None)
     cuda.Event, cuda.Stream = _Event, _Stream
     cuda.current_stream = cuda.default_stream = lambda *args: _Stream()
     cuda.stream = cuda.device = lambda *args: nullcontext()
@@ -146,15 +161,19 @@ def redirect(workers: int, directory: str) -> None:
     cuda.memory._record_memory_history = cuda.memory._dump_snapshot = _returning(None)
     for name in TYPES:
         setattr(cuda, f"{name}Tensor", getattr(torch, f"{name}Tensor"))
-    cuda.get_rng_state, cuda.get_rng_state_all = lambda *args: torch.get_rng_state(), lambda: [torch.get_rng_state()]
-    cuda.set_rng_state = lambda state, *args: torch.set_rng_state(state)
-    cuda.set_rng_state_all = lambda states: torch.set_rng_state(states[0])
+    for place in (cuda, cuda.random):
+        place.get_rng_state, place.initial_seed = lambda *args: torch.get_rng_state(), torch.initial_seed
+        place.get_rng_state_all = lambda: [torch.get_rng_state()]
+        place.set_rng_state = lambda state, *args: torch.set_rng_state(state)
+        place.set_rng_state_all = lambda states: torch.set_rng_state(states[0])
     _redirect_tensors()
     _show_cuda(directory)
     dist.init_process_group = _with_gloo(dist.init_process_group)
 
 
 def _redirect_tensors() -> None:
+    with torch.device("meta"):  # the first such scope notes which functions all of them reach: torch's own, not these
+        torch.empty(0)
     target: Any = torch
     target.device, target.Generator = device, generator
     for name in FACTORIES:
@@ -167,6 +186,7 @@ def _redirect_tensors() -> None:
     module.to = _with_number(_on_cpu(nn.Module.to))
     tensor.cuda = lambda self, *args, **kwargs: self
     tensor.pin_memory = lambda self, *args, **kwargs: self
+    tensor.record_stream = _returning(None)
     target.load = _with_map(torch.load)
 
 

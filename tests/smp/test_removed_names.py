@@ -131,6 +131,27 @@ def test_files_name_the_device_that_stands_in_as_torch_s(monkeypatch: pytest.Mon
     assert cpu_for_cuda._on_cpu(torch.tensor)([1], device="cuda", pin_memory=True).tolist() == [1]
 
 
+META = """
+import torch
+from shardwise.cpu_for_cuda import redirect
+redirect(1, "/nowhere")
+with torch.device("meta"):
+    assert torch.nn.Linear(2, 2).weight.is_meta
+with torch.device("cuda"):
+    assert torch.zeros(2).device.type == "cpu"
+torch.cuda.cudart().cudaProfilerStart()
+with torch.cuda.profiler.profile():
+    assert torch.cuda.memory.mem_get_info() == (0, 0) and torch.cuda.memory_stats()["num_alloc_retries"] == 0
+assert torch.equal(torch.cuda.random.get_rng_state(), torch.get_rng_state())
+torch.ones(2).record_stream(torch.cuda.current_stream())
+"""
+
+
+def test_scopes_of_meta_and_what_profilers_call_work_on_the_cpu() -> None:
+    done = subprocess.run([sys.executable, "-c", META], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_device_may_be_a_number() -> None:
     assert _with_number(Tensor.to)(torch.ones(2), 0).device.type == "cpu"
     assert _with_number(Tensor.to)(torch.ones(2), torch.float64).dtype == torch.float64

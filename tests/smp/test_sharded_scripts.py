@@ -32,8 +32,6 @@ from shardwise.smp.v2.distributed.checkpoint.state_dict_utils import (
 )
 from shardwise.smp.v2.distributed.fsdp.checkpoint import load_model_checkpoint, save_model_checkpoint
 from shardwise.smp.v2.moe.moe_config import MoEConfig
-from shardwise.smp.v2.nn.attn import FlashGroupedQueryAttention, FlashSelfAttention
-from shardwise.smp.v2.nn.huggingface.llama_flashattn import LlamaFlashAttention
 from shardwise.testing.world import WorldPool
 from tests.smp.scripts import batches
 from tests.smp.sharded_scripts import make_model, whole, wrap
@@ -193,12 +191,48 @@ def test_a_checkpoint_is_not_trusted(tmp_path: Path) -> None:
         load(target, checkpoint_id="s3://bucket/key")
 
 
+def _several(directory: str) -> list[Any]:
+    try:
+        tsm.init({"hybrid_shard_degree": 1})
+        queue = AsyncCallsQueue()
+        for number in range(4):
+            content = {"weight": torch.full((2,), float(number))}
+            async_save(content, checkpoint_id=f"{directory}/{number}", queue=queue)
+        done = queue.maybe_finalize_async_calls(blocking=True)
+        target = {"weight": torch.zeros(2)}
+        load(target, checkpoint_id=f"{directory}/3")
+        if tsm.state.rank == 0:  # as of several replicas one writes
+            alone = dist.new_group([0], use_local_synchronization=True)
+            async_save(target, checkpoint_id=f"{directory}/alone", process_group=alone, queue=queue)
+        assert queue.maybe_finalize_async_calls(blocking=True) == [5][tsm.state.rank :]
+        return [done, target["weight"].tolist()]
+    finally:
+        tsm.state.reset()
+
+
+def test_saves_that_are_begun_at_once_take_turns(world_pool: WorldPool, tmp_path: Path) -> None:
+    assert world_pool.run(2, _several, str(tmp_path)) == [[[1, 2, 3, 4], [3, 3]]] * 2
+
+
+LOST = """
+from shardwise.smp.v2.distributed.checkpoint.async_utils import AsyncCallsQueue
+queue = AsyncCallsQueue()
+queue.schedule(lambda: None)
+queue.schedule(lambda: 1 / 0)
+"""
+
+
+def test_a_save_that_fails_after_the_last_question_is_named() -> None:
+    done = subprocess.run([sys.executable, "-c", LOST], capture_output=True, text=True, timeout=120)
+    assert done.stderr.count("error: the asynchronous save 2 failed and its checkpoint is incomplete: division") == 1
+
+
 def test_old_checkpoints_go(tmp_path: Path) -> None:
     for name in ("llama-20steps", "llama-100steps", "llama-30steps", "data"):
         (tmp_path / name).mkdir()
     limit_num_subdirs(tmp_path / "llama-200steps", 2, log=False)  # about to be written
     assert {path.name for path in tmp_path.iterdir()} == {"llama-100steps", "llama-30steps", "data"}
-    limit_num_subdirs(tmp_path, 1, log=False)
+    limit_num_subdirs(tmp_path / "llama-100steps" / "tp2-1" / "ep2-0", 1, regex=r"^.*\d+steps$", log=False)
     limit_num_subdirs(tmp_path / "nowhere", 1, log=False)
     limit_num_subdirs(tmp_path, 0, log=False)
     assert {path.name for path in tmp_path.iterdir()} == {"llama-100steps", "data"}
@@ -292,27 +326,7 @@ def test_mixtral_over_tensor_ranks_is_refused(world_pool: WorldPool) -> None:
     assert all("mixtral" in said for said in world_pool.run(2, _cannot_be_split))
 
 
-# ---- modules
-
-
-def test_attention_modules_are_attention() -> None:
-    torch.manual_seed(0)
-    qkv = torch.randn(2, 3, 4, 5, 6)  # [B, 3, heads, S, d]
-    output = FlashSelfAttention()(qkv, causal=True)
-    q, k, v = qkv.unbind(1)
-    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-    assert torch.allclose(output, expected)
-    grouped = FlashGroupedQueryAttention()(q.transpose(1, 2), (k[:, :2].transpose(1, 2), v[:, :2].transpose(1, 2)))
-    assert grouped.shape == (2, 5, 4, 6)
-    with pytest.raises(ConfigError, match="layout"):
-        FlashSelfAttention()(qkv, layout="s b h d")
-    model = make_model("llama", torch.float32)
-    attention = LlamaFlashAttention(model.config)
-    own: Any = model.model.layers[0].self_attn  # type: ignore[union-attr, index]
-    attention.load_state_dict(own.state_dict())
-    hidden = torch.randn(2, 8, 24)
-    places = attention.rotary_emb(hidden, torch.arange(8).unsqueeze(0))
-    assert torch.allclose(attention(hidden)[0], own(hidden, places, None)[0], atol=1e-6)
+# ---- imports
 
 
 SCRIPT = """
@@ -326,6 +340,7 @@ from torch.sagemaker.tensor_parallel.transformer import TransformerLayer
 import torch.sagemaker.distributed.checkpoint.state_dict_saver
 from transformer_engine.common.recipe import Format
 import transformer_engine.pytorch as te
+from transformer_engine.pytorch.attention import MultiheadAttention
 from flash_attn.flash_attention import FlashAttention
 import shardwise.smp.v2.tensor_parallel.transformer as ours
 assert state is tsm.state and TransformerLayer is ours.TransformerLayer

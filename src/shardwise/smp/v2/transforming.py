@@ -24,7 +24,7 @@ from shardwise.smp.v2.moe.moe_config import MoEConfig
 from shardwise.smp.v2.split_model import give_weights, split_model, take_weights
 from shardwise.smp.v2.split_sequences import METHODS, split_sequences
 from shardwise.smp.v2.state_handler import state
-from shardwise.smp.v2.tensor_parallel.transformer import mark_blocks
+from shardwise.smp.v2.tensor_parallel.transformer import MultiheadAttention, TransformerLayer, mark
 from shardwise.training.setup import current_world
 
 PROBED = 256  # positions of the forward that is looked at; the script's own sequences may be longer
@@ -42,7 +42,8 @@ def transform(
 
     Args:
         model: a causal language model of transformers, with values or on the meta device.
-        device, dtype: where its parameters and buffers go, and as what.
+        device, dtype: where its parameters and buffers go, and as what. A model of which a parameter is on the meta
+            device stays where it is: its values are drawn later, where FSDP asks for them.
         config: a `MoEConfig`, for Mixtral; it has no effect, since its experts are transformers' own.
         load_state_dict_from_rank0: rank 0 has the values, the others are on meta; afterwards the first tensor group has
             its slices, and FSDP's `sync_module_states=True` spreads them.
@@ -79,8 +80,9 @@ def transform(
         split_sequences(model, plan, layout)
     left = left_out(facts, "", layout.size("tensor"))
     lead_layers(model.get_submodule(name) for name, why in left.items() if not why)
-    mark_blocks(model, [block.name for block in facts.blocks])
-    return model.to(device=device, dtype=dtype)
+    mark(model, [block.name for block in facts.blocks], TransformerLayer)
+    mark(model, dict.fromkeys(layer.name for layer in facts.attention), MultiheadAttention)
+    return model.to(device=None if any(p.is_meta for p in model.parameters()) else device, dtype=dtype)
 
 
 def _check(model: nn.Module, config: Any, cp_comm_type: str) -> None:

@@ -12,6 +12,7 @@ from shardwise.smp.v2.logger import get_logger
 
 # Names that are of checkpoints without a doubt: `llama_v2-20steps`, `step_20`, `checkpoint-20`.
 STEPS = r".*\d+steps?$|.*[-_]\d+$"
+RANKS = re.compile(r"[te]p\d+[-_].*")  # `tp2-0`, `ep2-1`, `tp0_ep0_fsdp1`: below a checkpoint, of some of the ranks
 
 
 def SORT_BY_LAST_INT(name: str | Path) -> int:
@@ -30,14 +31,17 @@ def limit_num_subdirs(
     """Remove all but the last `num_keep` subdirectories whose names match, by their last number unless `sort_fn` gives
     another order; nothing where `num_keep` is none or 0.
 
-    Scripts pass the directory of all checkpoints, or that of the one they have just written or are about to: then its
-    parent is meant. A directory that is not there is no error, since ranks and asynchronous saves come at any time.
+    Scripts pass the directory of all checkpoints, or that of the one they have just written or are about to, or what
+    a tensor rank has there: then the parent of the checkpoint is meant. A directory that is not there is no error,
+    since ranks and asynchronous saves come at any time.
     """
     root, pattern = Path(dir), re.compile(regex or STEPS)
     if not num_keep or num_keep < 0:
         return
-    if not _matching(root, pattern) and pattern.fullmatch(root.name):
-        root = root.parent
+    if not _matching(root, pattern):
+        while RANKS.fullmatch(root.name):
+            root = root.parent
+        root = root.parent if pattern.fullmatch(root.name) else root
     found = sorted(_matching(root, pattern), key=lambda path: (sort_fn or SORT_BY_LAST_INT)(path.name))
     for path in found[:-num_keep]:
         if log:

@@ -38,15 +38,15 @@ class FlashSelfAttention(nn.Module):
         self, qkv: Any, attn_mask: Tensor | None = None, causal: bool = False,
         cast_dtype: torch.dtype | None = None, layout: str = "b h s d",
     ) -> Tensor:  # fmt: skip
-        """[B, heads, S, d] (or [B, S, heads, d], as `layout` says) of a tuple of three, or of one tensor [..., 3, ...]
-        whose dim 2 in "b s h d" and dim 1 in "b h s d" holds queries, keys and values.
+        """[B, heads, S, d] (or [B, S, heads, d], as `layout` says) of a tuple of three, or of one tensor with queries,
+        keys and values one behind the other where heads are ([B, S, 3 heads, d] in "b s h d"), or in a dim of 3 there.
 
         Raises:
             ConfigError: an unknown layout.
         """
         _check(layout)
         if isinstance(qkv, Tensor):
-            qkv = qkv.unbind(1 if layout == LAYOUTS[0] else 2)
+            qkv = _unpacked(qkv, 3, layout)
         query, key, value = qkv
         return _attend(query, key, value, self, attn_mask, causal, cast_dtype, layout)
 
@@ -62,15 +62,26 @@ class FlashGroupedQueryAttention(nn.Module):
         self, q: Tensor, kv: Any, causal: bool = False, cast_dtype: torch.dtype | None = None,
         layout: str = "b s h d",
     ) -> Tensor:  # fmt: skip
-        """As FlashSelfAttention's, of queries and of a tuple (or tensor) of keys and values."""
+        """As FlashSelfAttention's, of queries and of a tuple of keys and values, or of one tensor of both."""
         _check(layout)
-        key, value = kv.unbind(1 if layout == LAYOUTS[0] else 2) if isinstance(kv, Tensor) else kv
+        key, value = _unpacked(kv, 2, layout) if isinstance(kv, Tensor) else kv
         return _attend(q, key, value, self, None, causal, cast_dtype, layout)
 
 
 def _check(layout: str) -> None:
     if layout not in LAYOUTS:
         raise ConfigError(f"layout={layout!r} must be one of {LAYOUTS}")
+
+
+def _unpacked(packed: Tensor, parts: int, layout: str) -> tuple[Tensor, ...]:
+    """Its parts: [B, parts x heads, S, d] by heads, or [B, parts, heads, S, d]; with heads behind S in "b s h d"."""
+    place = LAYOUTS.index(layout) + 1
+    if packed.dim() == 4 and packed.shape[place] % parts == 0:
+        return packed.chunk(parts, place)
+    if packed.dim() == 5 and packed.shape[place] == parts:
+        return packed.unbind(place)
+    shape = tuple(packed.shape)
+    raise ConfigError(f"a tensor of {parts} packed parts has {parts} x heads in dim {place} ({layout}), not {shape}")
 
 
 def _attend(

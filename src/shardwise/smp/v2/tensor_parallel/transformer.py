@@ -1,6 +1,8 @@
-"""The class that scripts name to FSDP's wrapping policy and to activation checkpointing: a transformed model's blocks.
+"""The classes that scripts name to FSDP's wrapping policy and to activation checkpointing.
 
-Blocks stay what they were, so the class of each becomes one that is both its own and `TransformerLayer`.
+Those of a transformed model's blocks, and of the attention in them.
+
+Modules stay what they were, so the class of each becomes one that is both its own and the one that scripts name.
 """
 
 from __future__ import annotations
@@ -19,16 +21,20 @@ class TransformerLayer(nn.Module):
 TETransformerLayer = TransformerLayer  # its name in SMP 2.0
 
 
-def mark_blocks(model: nn.Module, names: Iterable[str]) -> None:
-    """Let the blocks of `model` be `TransformerLayer`s."""
+class MultiheadAttention(nn.Module):
+    """Base of the attention in those blocks; scripts find it in Transformer Engine, which has a stand-in."""
+
+
+def mark(model: nn.Module, names: Iterable[str], kind: Any) -> None:
+    """Let the named modules of `model` be of class `kind` too."""
     for name in names:
-        block = model.get_submodule(name)
-        cls: Any = type(block)
-        block.__class__ = _marked(cls)
+        module = model.get_submodule(name)
+        cls: Any = type(module)
+        module.__class__ = _marked(cls, kind)
 
 
 @functools.cache
-def _marked(cls: Any) -> type[nn.Module]:
-    if issubclass(cls, TransformerLayer):
+def _marked(cls: Any, kind: Any) -> type[nn.Module]:
+    if issubclass(cls, kind):
         return cls
-    return type(cls.__name__, (cls, TransformerLayer), {"__module__": cls.__module__})
+    return type(cls.__name__, (cls, kind), {"__module__": cls.__module__})

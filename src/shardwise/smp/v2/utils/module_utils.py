@@ -9,8 +9,19 @@ from torch import nn
 
 
 def empty_module_params(module: nn.Module, device: Any = None, recurse: bool = False) -> nn.Module:
-    """`module` with its parameters in new storage without values, on `device` or the current CUDA device."""
-    return module.to_empty(device=device if device is not None else _current(), recurse=recurse)
+    """`module` with its parameters in new storage without values, on `device` or this rank's; ties stay ties.
+
+    Its buffers stay as they are: models on the meta device have theirs with values where they were computed.
+    """
+    place = _current() if device is None else device
+    made: dict[int, nn.Parameter] = {}
+    for part in module.modules() if recurse else [module]:
+        for leaf, parameter in part._parameters.items():
+            if parameter is not None:
+                blank = torch.empty_like(parameter.detach(), device=place)
+                made.setdefault(id(parameter), nn.Parameter(blank, requires_grad=parameter.requires_grad))
+                part._parameters[leaf] = made[id(parameter)]
+    return module
 
 
 def move_buffers_to_device(module: nn.Module, device: Any, recurse: bool = False) -> nn.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from shardwise.smp.v2.distributed.checkpoint.filesystem import DistributedFileSy
 
 _QUEUE = AsyncCallsQueue()
 _groups: dict[tuple[int, ...], Any] = {}
+_turns: dict[int, threading.Event] = {}  # of each group the last save that was begun: set when it has ended
 
 
 class PyTorchDistSaveShardedStrategy:
@@ -65,14 +67,24 @@ def async_save(
 ) -> None:
     """As `save`, but only the copy to host memory is waited for; `maybe_finalize_async_calls` tells when it is done.
 
-    The ranks talk over a group of their own, so that messages of training and of the save do not meet.
+    The ranks talk over a group of their own, so that messages of training and of the save do not meet. A save begins
+    when the one before it in the same group has ended, or their messages would meet.
     """
     writer = _writer(checkpoint_id, storage_writer)
     group = _own_group(process_group)
     staged = _staged(state_dict)
-    (queue or _QUEUE).schedule(
-        lambda: checkpoint.save(staged, storage_writer=writer, planner=planner, process_group=group)
-    )
+    before, ended = _turns.get(id(group)), threading.Event()
+
+    def write() -> None:
+        if before is not None:
+            before.wait()
+        try:
+            checkpoint.save(staged, storage_writer=writer, planner=planner, process_group=group)
+        finally:
+            ended.set()
+
+    (queue or _QUEUE).schedule(write, process_group)
+    _turns[id(group)] = ended
 
 
 def maybe_finalize_async_calls(blocking: bool = True, process_group: Any = None) -> list[int]:
