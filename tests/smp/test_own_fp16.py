@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -13,9 +14,11 @@ import torch
 from torch import Tensor
 
 import shardwise.smp as smp
+from shardwise.errors import CheckpointError
 from shardwise.smp.meeting import LEFT
+from shardwise.smp.reading import read
 from shardwise.testing.world import WorldPool
-from tests.smp.scripts import batches, make_model
+from tests.smp.scripts import batches, make_model, train_step
 
 SCRIPT = Path(__file__).with_name("own_fp16_script.py")
 TWO = {"pipeline_parallel_degree": 2, "microbatches": 2}
@@ -49,15 +52,9 @@ def _shared_file(config: dict[str, Any]) -> list[float]:
         model: Any = smp.DistributedModel(make_model("gpt2", torch.float32))
         return model, smp.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=1e-2), static_loss_scale=8.0)
 
-    @smp.step
-    def step(model: Any, ids: Tensor) -> Tensor:
-        loss: Tensor = model(input_ids=ids, labels=ids)["loss"]
-        model.backward(loss)
-        return loss
-
     def train(model: Any, optimizer: Any, ids: Tensor) -> float:
         optimizer.zero_grad()
-        loss = float(step(model, ids).reduce_mean())
+        loss = float(train_step(model, ids).reduce_mean())
         optimizer.step()
         return loss
 
@@ -88,18 +85,12 @@ def _stages_with_shards(place: str) -> list[float]:
         model: Any = smp.DistributedModel(make_model("gpt2"))
         optimizer: Any = smp.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=1e-2))
 
-        @smp.step
-        def step(model: Any, ids: Tensor) -> Tensor:
-            loss: Tensor = model(input_ids=ids, labels=ids)["loss"]
-            model.backward(loss)
-            return loss
-
         losses = []
         for number in (0, 1, 1):
             if number and len(losses) == 2:
                 smp.resume_from_checkpoint(place, "kept", partial=True)
             optimizer.zero_grad()
-            losses.append(float(step(model, batches()[number]).reduce_mean()))
+            losses.append(float(train_step(model, batches()[number]).reduce_mean()))
             optimizer.step()
             if not number:
                 smp.save_checkpoint(place, "kept", partial=True, model=model, optimizer=optimizer)
@@ -136,3 +127,39 @@ def test_a_peer_that_was_met_and_has_ended_since_is_no_mistake() -> None:
         meeting._wait(lambda: next(looks), "smp.barrier", [1], "")
     finally:
         smp.state.reset()
+
+
+THEIRS = """
+called = []
+
+class Scaler:
+    def __init__(self, scale=1.0):
+        called.append("made")
+        self.scale = scale
+
+    def __setstate__(self, values):
+        called.append("filled")
+
+class Asking:
+    def __reduce__(self):
+        return Scaler, (4.0,)
+"""
+
+
+def test_files_fill_objects_of_a_scripts_classes_and_call_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "their_scaler.py").write_text(THEIRS)
+    monkeypatch.syspath_prepend(tmp_path)
+    their = importlib.import_module("their_scaler")
+    monkeypatch.setitem(sys.modules, "their_scaler", their)
+    torch.save({"scaler": their.Scaler(8.0)}, tmp_path / "scaler.pt")
+    torch.save([their.Asking()], tmp_path / "asking.pt")
+    their.called.clear()
+    with pytest.raises(CheckpointError, match=r"names their_scaler\.Scaler"):  # of no script that runs
+        read(tmp_path / "scaler.pt")
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(tmp_path / "train.py"))
+    found = read(tmp_path / "scaler.pt")["scaler"]
+    assert type(found) is their.Scaler and found.scale == 8.0
+    assert not hasattr(read(tmp_path / "asking.pt")[0], "scale")
+    assert their.called == []

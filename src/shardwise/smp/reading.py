@@ -110,12 +110,29 @@ def _without_default(factory: Any = None) -> dict[Any, Any]:
 
 
 def _of_script(module: str, leaf: str) -> type | None:
-    """A class that the script has defined, or loaded from files below its directory."""
+    """What stands for a class that the script has defined, or loaded from files below its directory."""
     main, loaded = getattr(sys.modules.get("__main__"), "__file__", None), sys.modules.get(module)
     kind, file = getattr(loaded, leaf, None), getattr(loaded, "__file__", None)
     if not (main and file and isinstance(kind, type) and kind.__module__ == module):
         return None
-    return kind if Path(file).resolve().is_relative_to(Path(main).resolve().parent) else None
+    return _blank(kind) if Path(file).resolve().is_relative_to(Path(main).resolve().parent) else None
+
+
+def _blank(kind: type) -> type:
+    """In the place of a script's class: its objects get the attributes that the file has, and nothing of the class is
+    called for that."""
+
+    class Blank(kind):  # type: ignore[valid-type,misc]
+        def __new__(cls, *given: Any, **named: Any) -> Any:
+            return object.__new__(cls)
+
+        def __init__(self, *given: Any, **named: Any) -> None: ...
+
+        def __setstate__(self, values: dict[str, Any]) -> None:
+            self.__class__ = kind
+            vars(self).update(values)
+
+    return Blank
 
 
 def _known(name: str) -> tuple[Any, str] | None:
