@@ -130,7 +130,7 @@ def _blank(kind: type) -> type:
 
         def __setstate__(self, values: dict[str, Any]) -> None:
             self.__class__ = kind
-            vars(self).update(values)
+            self.__dict__ |= values
 
     return Blank
 
