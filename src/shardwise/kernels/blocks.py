@@ -7,7 +7,8 @@ gradients from the merged output and log-sum-exp, as in FlashAttention-2 (arXiv 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,6 +19,23 @@ from shardwise._torch_compat import flash_attention, flash_attention_backward
 from shardwise.kernels.loss import loss_dtype
 
 EVERY = slice(None)
+
+
+@contextmanager
+def _flushing_denormals(where: torch.device) -> Iterator[None]:
+    """While it lasts, a CPU takes numbers below the smallest normal one (1.2e-38 in fp32) for 0.
+
+    A bias such as ALiBi's leaves many probabilities there, with which a product takes ten times as long and more.
+    """
+    if where.type != "cpu":
+        yield
+        return
+    flushed = float(torch.full((), 1e-40) * 1.0) == 0.0
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(flushed)
 
 
 class Saved(NamedTuple):
@@ -55,6 +73,15 @@ class Block:
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """(output [B, h, Q, d], log-sum-exp [B, h, Q])."""
+        with _flushing_denormals(query.device) if self.bias is not None else nullcontext():
+            return self._forward(query, key, value)
+
+    def backward(self, query: Tensor, key: Tensor, value: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of query, key and value."""
+        with _flushing_denormals(query.device) if self.bias is not None else nullcontext():
+            return self._backward(query, key, value, saved)
+
+    def _forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         if self.fused:
             mask, hidden = self._fused_mask(query)
             part, logs = flash_attention(query, key, value, self.diagonal, self.scale, mask)
@@ -65,8 +92,7 @@ class Block:
         kept = weights if self.factors is None else weights * self.factors()
         return kept.to(value.dtype) @ value, logs
 
-    def backward(self, query: Tensor, key: Tensor, value: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of query, key and value."""
+    def _backward(self, query: Tensor, key: Tensor, value: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
         if self.fused:
             mask, _ = self._fused_mask(query)
             return flash_attention_backward(query, key, value, self.diagonal, self.scale, *saved, mask)
