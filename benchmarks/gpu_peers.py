@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
+IGNORED = -100  # a label that counts in neither project's loss
 Losses = Callable[[Tensor], Tensor]
 
 
@@ -34,7 +36,7 @@ def litgpt(config: Any, model: nn.Module, compiled: str | None) -> tuple[nn.Modu
 
     def losses(ids: Tensor) -> Tensor:
         with torch.autocast(ids.device.type, torch.bfloat16):  # as its bf16-mixed: the loss of each chunk in fp32
-            loss: Tensor = chunked_cross_entropy(forward(ids)[:, :-1], ids[:, 1:])
+            loss: Tensor = chunked_cross_entropy(forward(ids), _next(ids))
         return loss
 
     return made, losses
@@ -100,10 +102,15 @@ def torchtitan(config: Any, model: nn.Module, compiled: str | None) -> tuple[nn.
             made.layers.register_module(name, torch.compile(block, fullgraph=True))  # type: ignore[union-attr,operator]
 
     def losses(ids: Tensor) -> Tensor:
-        loss: Tensor = summed(made(ids)[:, :-1], ids[:, 1:])
+        loss: Tensor = summed(made(ids), _next(ids))
         return loss / ids[:, 1:].numel()
 
     return made, losses
+
+
+def _next(ids: Tensor) -> Tensor:
+    """What each position is to say, nothing at the last: so no logits are cut, which would copy them."""
+    return functional.pad(ids[:, 1:], (0, 1), value=IGNORED)
 
 
 def _filled(kind: Any, config: Any, weights: dict[str, Tensor], model: nn.Module) -> nn.Module:

@@ -5,11 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 
+from shardwise._torch_compat import FakeTensorMode
 from shardwise.kernels.blockwise import Blockwise, blockwise_attention
 
 
 def _kept() -> bool:
     return float(torch.full((), 1e-40) * 1.0) != 0.0
+
+
+def test_a_dry_run_asks_for_no_number() -> None:
+    with FakeTensorMode():
+        query, key, value = (torch.randn(1, 2, 64, 8, requires_grad=True) for _ in range(3))
+        settings = Blockwise(8**-0.5, causal=True, bias=torch.zeros(1, 2, 1, 64))
+        blockwise_attention(query, key, value, settings).sum().backward()
+    assert query.grad is not None and query.grad.shape == query.shape
 
 
 @pytest.mark.parametrize("before", [False, True])

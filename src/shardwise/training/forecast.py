@@ -56,9 +56,9 @@ class Forecast:
         if not facts.attention_heads:
             return cls(memory, reason="the model's blocks are not known", resident=resident)
         if cluster is None:
-            reason = f"{plan.world.accelerator!r} is not in the planner's table of accelerators"
-            reason = "ranks share a GPU, which the planner does not know" if plan.world.shares_gpus else reason
-            return cls(memory, reason=reason, resident=resident)
+            unknown = f"{plan.world.accelerator!r} is not in the planner's table of accelerators"
+            shared = "ranks share a GPU, which the planner does not know"
+            return cls(memory, reason=shared if plan.world.shares_gpus else unknown, resident=resident)
         if not is_calibrated(plan.world):
             reason = "this CPU has not been measured; `shardwise plan calibrate` does it"
             return cls(memory, reason=reason, resident=resident)
