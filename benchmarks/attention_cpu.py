@@ -4,8 +4,9 @@
 
 GPT-NeoX has SDPA in transformers; GPT-J, GPT-Neo and Bloom have eager attention only. Each family is 4 layers x 512,
 vocabulary 50,304, one sequence of 2048, fp32, AdamW, dropout off. Both sides start from the same weights, see the same
-tokens, run in one process and take turns; ratios are medians of the ratios within a round. The peak is that of one
-whole step, live tensor storages counted. A run fails when the losses differ or a family misses its line.
+tokens and take turns, each in a process of its own as its user would have it (a rank of shardwise keeps the memory that
+it frees, which in one process would serve both); ratios are medians of the ratios within a round. The peak is that of
+one whole step, live tensor storages counted. A run fails when the losses differ or a family misses its line.
 """
 
 from __future__ import annotations
@@ -13,8 +14,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from benchmarks.contenders.shardwise_contender import Trainable
+from benchmarks.harness import Contender, GroupFailed, Step, paired_ratio, run_rounds, start_groups
 from benchmarks.record import header, write_json
 from shardwise.config import Job
 from shardwise.observe.memory import LiveBytes
@@ -39,11 +40,17 @@ LEARNING_RATE, WEIGHT_DECAY = 3e-4, 0.1
 PACKAGES = ("torch", "transformers", "shardwise")
 
 
-class Sides(NamedTuple):
-    """`step()` -> loss of transformers and of shardwise, and what each holds from the start."""
+SIDES = (
+    Contender("transformers", "benchmarks.attention_cpu:theirs", "transformers"),
+    Contender("shardwise", "benchmarks.attention_cpu:ours", "shardwise"),
+)
+WARMUP = 2  # steps before the rounds
 
-    theirs: Callable[[], Tensor]
-    ours: Callable[[], Tensor]
+
+class Side(NamedTuple):
+    """A step that returns its loss, and what is held from the start."""
+
+    step: Step
     roots: tuple[Any, Any]
 
 
@@ -53,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(width=None if sys.stdout.isatty() else 150)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        rows = [measure(family, options) for family in options.families]
+        rows = [measure(family, options, console) for family in options.families]
     finally:
         dist.destroy_process_group()
     console.print(render(rows))
@@ -75,63 +82,93 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--vocabulary", type=int, default=50304, help="GPT-NeoX's, for all families")
     parser.add_argument("--sequence", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=5, help="each side takes one step in each, in turns")
+    parser.add_argument("--rounds", type=int, default=5, help="each side takes one step in each")
     parser.add_argument("--json", type=Path, default=None)
     return parser.parse_args(arguments)
 
 
-def measure(family: str, options: argparse.Namespace) -> dict[str, Any]:
+def measure(family: str, options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Seconds and peak bytes of both sides."""
-    sides = build(family, options)
-    peaks, losses = [], []
-    for step, root in zip((sides.theirs, sides.ours), sides.roots, strict=True):
-        losses.append(float(step()))  # makes the optimizer state
-        with LiveBytes(root) as memory:
-            step()
-        peaks.append(memory.peak)
-    rounds = []
-    for number in range(options.rounds):
-        turns = [(0, sides.theirs), (1, sides.ours)]
-        seconds = [0.0, 0.0]
-        for side, step in turns if number % 2 == 0 else turns[::-1]:
-            start = time.perf_counter()
-            step()
-            seconds[side] = time.perf_counter() - start
-        rounds.append(seconds)
+    held = [_losses_and_peak(side(family, options)) for side in (their_side, our_side)]
+    theirs, ours = time_both(family, options, console)
     return {
         "family": family,
-        "losses": losses,
-        "peaks": peaks,
-        "rounds": rounds,
-        "speed": statistics.median(theirs / ours for theirs, ours in rounds),
-        "share": peaks[1] / peaks[0],
+        "losses": [loss for loss, _ in held],
+        "peaks": [peak for _, peak in held],
+        "rounds": list(zip(theirs, ours, strict=True)),
+        "speed": paired_ratio(ours, theirs).median,
+        "share": held[1][1] / held[0][1],
     }
 
 
-def build(family: str, options: argparse.Namespace) -> Sides:
-    """Both sides, from the same weights, on the same tokens."""
-    config = make_config(family, options)
-    torch.manual_seed(0)
-    ids = torch.randint(config.vocab_size, (options.batch, options.sequence))
-    model = AutoModelForCausalLM.from_config(config).train()
-    trainer = Trainable(make_job(config, options), torch.device("cpu"))
-    with torch.no_grad():
-        for name, value in model.named_parameters():
-            trainer.model.tensor_map[name].store(value.detach())
+def _losses_and_peak(side: Side) -> tuple[float, int]:
+    """The first step's loss, and the peak bytes of the second: the first makes the optimizer state."""
+    loss = float(side.step())
+    with LiveBytes(side.roots) as memory:
+        side.step()
+    return loss, memory.peak
+
+
+def time_both(family: str, options: argparse.Namespace, console: Console) -> list[list[float]]:
+    """Seconds of each round's step, of transformers and of shardwise, each in its process with all cores."""
+    threads = torch.get_num_threads()
+    groups, series = start_groups(SIDES, (family, options), 1, threads, lambda text: console.log(f"{family}: {text}"))
+    try:
+        run_rounds(groups, series, WARMUP, options.rounds, 1, lambda number: None)
+    finally:
+        for group in groups.values():
+            group.close()
+    for entry in series:
+        if entry.skipped:
+            raise GroupFailed(entry.skipped)
+    return [entry.seconds for entry in series]
+
+
+def theirs(family: str, options: argparse.Namespace, rank: int, world: int) -> Step:
+    """The contender of plain transformers."""
+    return their_side(family, options).step
+
+
+def ours(family: str, options: argparse.Namespace, rank: int, world: int) -> Step:
+    """The contender of shardwise."""
+    return our_side(family, options).step
+
+
+def their_side(family: str, options: argparse.Namespace) -> Side:
+    """transformers as it comes, and torch's AdamW."""
+    model, ids = start(family, options)
     groups = [
         {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": WEIGHT_DECAY},
         {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE)
 
-    def theirs() -> Tensor:
+    def step() -> Tensor:
         optimizer.zero_grad()
         loss: Tensor = model(input_ids=ids, labels=ids).loss
         loss.backward()
         optimizer.step()
         return loss.detach()
 
-    return Sides(theirs, lambda: trainer.step(ids), ((model, ids), (trainer.model.module, ids)))
+    return Side(step, (model, ids))
+
+
+def our_side(family: str, options: argparse.Namespace) -> Side:
+    """Shardwise with its defaults, from the same weights."""
+    model, ids = start(family, options)
+    trainer = Trainable(make_job(model.config, options), torch.device("cpu"))
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            trainer.model.tensor_map[name].store(value.detach())
+    return Side(lambda: trainer.step(ids), (trainer.model.module, ids))
+
+
+def start(family: str, options: argparse.Namespace) -> tuple[Any, Tensor]:
+    """The family's model and the tokens [B, S], the same whenever they are asked for."""
+    config = make_config(family, options)
+    torch.manual_seed(0)
+    ids = torch.randint(config.vocab_size, (options.batch, options.sequence))
+    return AutoModelForCausalLM.from_config(config).train(), ids
 
 
 def make_config(family: str, options: argparse.Namespace) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -88,6 +90,27 @@ def test_no_counted_label_gives_zero_and_zero_gradients() -> None:
     assert loss.item() == 0.0
     assert all(float(value.grad.abs().max()) == 0.0 for value in (hidden, weight, bias))
     assert int(count_labels(torch.full_like(labels, IGNORED))) == 0 and int(count_labels(labels)) == ROWS - 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_no_rows_at_all_give_zero_and_zero_gradients(dtype: torch.dtype) -> None:
+    _, weight, bias, _ = problem(dtype, True)
+    hidden = torch.empty(2, 0, WIDTH, dtype=dtype, requires_grad=True)
+    loss = linear_cross_entropy(hidden, weight, bias, torch.empty(2, 0, dtype=torch.int64), chunk=8)
+    loss.backward()
+    assert loss.item() == 0.0 and hidden.grad.shape == hidden.shape
+    assert all(float(value.grad.abs().max()) == 0.0 for value in (weight, bias))
+
+
+def test_the_seed_keeps_small_shares_in_the_range_of_fp16() -> None:
+    """Shares of 1e-9 are 0 in fp16; a loss scale of 2**16, which the seed brings, makes them numbers."""
+    hidden = torch.eye(2, dtype=torch.float16).requires_grad_()
+    weight = torch.tensor([[20.0, 0.0], [0.0, 20.0]], dtype=torch.float16).requires_grad_()
+    labels = torch.tensor([0, 1])
+    seed = torch.tensor(2.0**16)
+    loss = linear_cross_entropy(hidden, weight, None, labels, chunk=2, seed=seed)
+    (ours,) = torch.autograd.grad(loss, [weight], seed)
+    assert float(ours[1, 0]) == pytest.approx(2.0**16 / (1 + math.exp(20)), rel=2e-3)
 
 
 def test_without_gradients_nothing_is_kept_for_backward() -> None:

@@ -110,16 +110,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         total = rows.new_zeros((), dtype=dtype)
         wanted = any(ctx.needs_input_grad[:3])  # type: ignore[attr-defined]
         grads = _Gradients(rows, weight, bias, dtype) if wanted else None
-
-        def add(part: slice) -> None:
-            """In a function, so that a chunk's logits are gone before the next one's are made."""
-            logits = F.linear(rows[part], weight, bias).to(dtype)
-            total.add_(_chunk(logits, targets[part], seed if grads else None, vocabulary, terms))
+        memory = _Logits(min(chunk, rows.shape[0]), weight, dtype)
+        for start in range(0, max(rows.shape[0], 1), chunk):
+            part = slice(start, start + chunk)
+            logits = memory.make(rows[part], weight, bias)
+            total.add_(_chunk(logits, targets[part], bool(grads), vocabulary, terms))
             if grads:
-                grads.add(part, logits)
-
-        for start in range(0, rows.shape[0], chunk):
-            add(slice(start, start + chunk))
+                scale = (targets[part] != IGNORED).to(dtype).unsqueeze(1) * seed
+                grads.add(part, logits, scale, memory.low[: logits.shape[0]])
         if grads:
             if vocabulary is not None:  # each rank's logits contribute to the hidden states' gradient
                 dist.all_reduce(grads.hidden, group=vocabulary.group)
@@ -143,15 +141,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _chunk(
     logits: Tensor,
     targets: Tensor,
-    seed: Tensor | float | None,
+    wanted: bool,
     vocabulary: Vocabulary | None = None,
     terms: Terms = PLAIN,
 ) -> Tensor:
-    """Summed loss of one chunk; `logits` [R, V] becomes its gradient times the seed in place, without a seed nothing.
+    """Summed loss of one chunk; where `wanted`, `logits` [R, V] become the gradients of each row's loss, in place.
 
     That is softmax - onehot; with `terms` (1 + 2 * z_loss * Z) * softmax - (1 - smoothing) * onehot - smoothing / V.
+    Rows that are not counted have one too, and no share in the sum.
     """
-    counted = targets != IGNORED
     index = targets.clamp(min=0).unsqueeze(1)
     here = torch.ones_like(index, dtype=torch.bool)  # whether this rank holds the target's logit
     if vocabulary is not None:
@@ -161,16 +159,16 @@ def _chunk(
     if terms.smoothing:  # the sum of all logits, and over how many
         columns += [logits.sum(1, keepdim=True), torch.full_like(columns[0], logits.shape[1])]
     local = _softmax_(logits)
-    log_normaliser, wanted, *sums = _normaliser(local, columns, vocabulary)
+    log_normaliser, target, *sums = _normaliser(local, columns, vocabulary)
     share = terms.smoothing / sums[1] if sums else 0.0  # of every class
-    each = log_normaliser - (1 - terms.smoothing) * wanted + terms.z_loss * log_normaliser.square()
-    loss = torch.where(counted, (each - share * sums[0] if sums else each).squeeze(1), 0.0).sum()
-    if seed is not None:
-        scale = counted.to(logits.dtype).unsqueeze(1) * seed
-        logits.mul_(scale * (1 + 2 * terms.z_loss * log_normaliser) * (local - log_normaliser).exp())
-        logits.scatter_add_(1, index, here.to(logits.dtype) * (terms.smoothing - 1) * scale)
+    each = log_normaliser - (1 - terms.smoothing) * target + terms.z_loss * log_normaliser.square()
+    loss = torch.where(targets != IGNORED, (each - share * sums[0] if sums else each).squeeze(1), 0.0).sum()
+    if wanted:
+        if vocabulary is not None or terms.z_loss:  # else 1
+            logits.mul_((1 + 2 * terms.z_loss * log_normaliser) * (local - log_normaliser).exp())
+        logits.scatter_add_(1, index, here.to(logits.dtype) * (terms.smoothing - 1))
         if sums:
-            logits.sub_(share * scale)
+            logits.sub_(share)
     return loss
 
 
@@ -196,21 +194,48 @@ def _normaliser(local: Tensor, columns: list[Tensor], vocabulary: Vocabulary | N
     return [highest + exponentials.log(), *sums]
 
 
+class _Logits:
+    """The memory of the one chunk of logits that exists: [R, V] in the loss dtype, and `low` in the weight's.
+
+    All chunks are made in it: on a CPU fresh pages cost a fifth of the product that fills them.
+    """
+
+    def __init__(self, rows: int, weight: Tensor, dtype: torch.dtype) -> None:
+        self.low = weight.new_empty(rows, weight.shape[0])
+        self.whole = self.low if weight.dtype == dtype else torch.empty_like(self.low, dtype=dtype)
+
+    def make(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """`rows @ weight.T + bias` [R, V] in the loss dtype."""
+        low, whole = self.low[: rows.shape[0]], self.whole[: rows.shape[0]]
+        if bias is None:
+            torch.mm(rows, weight.T, out=low)
+        else:
+            torch.addmm(bias, rows, weight.T, out=low)
+        return whole if whole.dtype == low.dtype else whole.copy_(low)
+
+
 class _Gradients:
     """Accumulators of one call: d hidden [R, H] in its dtype, d weight [V, H] and d bias [V] in the loss dtype."""
 
     def __init__(self, rows: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
         self.rows, self.matrix = rows, weight
         self.hidden = torch.empty_like(rows)
-        self.weight = torch.zeros_like(weight, dtype=dtype)
+        self.weight = torch.empty_like(weight, dtype=dtype)
         self.bias = None if bias is None else torch.zeros_like(bias, dtype=dtype)
 
-    def add(self, part: slice, grad_logits: Tensor) -> None:
+    def add(self, part: slice, gradient: Tensor, scale: Tensor, low: Tensor) -> None:
+        """The share of rows `part`, whose logits' gradient is scale [R, 1] * gradient [R, V]; `low` [R, V] is lost.
+
+        In full precision the few columns of the hidden states are scaled in place of the many of the vocabulary; lower
+        precisions scale before they round, which keeps fp16 in range.
+        """
         if self.bias is not None:
-            self.bias += grad_logits.sum(0)
-        low = grad_logits.to(self.matrix.dtype)
-        torch.mm(low, self.matrix, out=self.hidden[part])
-        if low.dtype == self.weight.dtype:
-            self.weight.addmm_(low.T, self.rows[part])
+            self.bias.addmv_(gradient.T, scale.squeeze(1))
+        rows, first = self.rows[part], part.start == 0  # what the first chunk finds in self.weight is not a number yet
+        if gradient.dtype == self.matrix.dtype:
+            torch.mm(gradient, self.matrix, out=self.hidden[part]).mul_(scale)
+            self.weight.addmm_(gradient.T, rows * scale, beta=0 if first else 1)
         else:
-            self.weight += low.T @ self.rows[part]
+            torch.mul(gradient, scale, out=low)
+            torch.mm(low, self.matrix, out=self.hidden[part])
+            (self.weight.copy_ if first else self.weight.add_)(low.T @ rows)
