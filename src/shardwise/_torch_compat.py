@@ -183,6 +183,21 @@ def reduce_left_gradients(modules: Sequence[FSDPModule]) -> None:
         fully_shard.state(modules[0])._root_post_backward_final_callback()  # type: ignore[attr-defined]
 
 
+# No public name: FSDP2 keeps to itself what backwards leave that it is told not to reduce after.
+def take_left_gradients(modules: Sequence[FSDPModule]) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """(sharded parameter, whole gradient) of all that backwards without reduction have left; afterwards it is gone."""
+    for module in modules:
+        for group in _fsdp_groups(module):
+            for each in group.fsdp_params:
+                if not hasattr(each, "_unsharded_param"):  # it was never gathered
+                    continue
+                gradient = each.unsharded_accumulated_grad
+                gradient = each._unsharded_param.grad if gradient is None else gradient
+                if gradient is not None:
+                    each.unsharded_accumulated_grad = each._unsharded_param.grad = None
+                    yield each.sharded_param, gradient
+
+
 def _fsdp_groups(module: FSDPModule) -> list[Any]:
     state = fully_shard.state(module)  # type: ignore[attr-defined]
     groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.12 on; one group before
@@ -318,6 +333,7 @@ __all__ = [
     "reduce_scatter_single",
     "reduce_scatter_whole",
     "set_state_element",
+    "take_left_gradients",
     "tree_flatten",
     "tree_leaves",
     "tree_unflatten",

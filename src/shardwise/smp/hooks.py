@@ -1,4 +1,4 @@
-"""What a script has a DistributedModel call once it is distributed, and after its first step."""
+"""What a script has a DistributedModel call: once it is distributed, after its first step, for its gradients."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any
 
 from torch.utils.hooks import RemovableHandle
 
-from shardwise.smp.exceptions import StepUsageError
+from shardwise.parallel.model import ParallelModel
+from shardwise.smp.communication_hook import CommunicationHook
+from shardwise.smp.exceptions import SMPValidationError, StepUsageError
 from shardwise.smp.process import state
 
 Hook = Callable[[Any, Any], Any]
@@ -19,6 +21,11 @@ class Hooks:
 
     _after_partition: OrderedDict[int, Hook]
     _after_step: OrderedDict[int, Hook]
+    parallel: ParallelModel | None
+    communication: CommunicationHook | None
+    overlapping: bool
+    bucket_mb: float
+    reduced: bool
 
     @property
     def partitioned(self) -> bool:
@@ -41,9 +48,34 @@ class Hooks:
         """Call `hook(model, optimizer)` after the first step."""
         return _register(self._after_step, hook)
 
-    def register_comm_hook(self, hook_state: Any, hook: Any) -> None:
-        """Refused: FSDP2 reduces gradients, and has no hooks of DDP."""
-        raise StepUsageError("register_comm_hook is not to be had: gradients are reduced by FSDP2; leave it out")
+    def register_comm_hook(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
+        """Let `hook(state, bucket)` take the mean of gradients, in the place of the library; once, before the first
+        backward.
+
+        The bucket is as DistributedDataParallel's: `buffer()`, `gradients()`, `parameters()`, `index()`, `is_last()`,
+        `set_buffer(tensor)`. It holds sums over microbatches, divided by nothing (under fp16 times the loss scale). The
+        hook returns a future of one tensor of as many elements: the mean over `smp.get_rdp_process_group()`, without
+        tensor parallelism the data ranks, and over the microbatches. A bucket comes when the future of the one before
+        it is done.
+
+        Raises:
+            SMPUnsupportedError: parameters, gradients or the optimizer's state are sharded.
+            SMPValidationError: `overlapping_allreduce` is False; `hook` cannot be called, or is torch's own with a
+                group of ranks that hold different parameters.
+            StepUsageError: there is a hook already, or a backward was run.
+        """
+        if not self.overlapping:
+            raise SMPValidationError(
+                "register_comm_hook needs overlapping_allreduce=True, and DistributedModel was given False; leave that "
+                "out"
+            )
+        if self.communication is not None:
+            raise StepUsageError("register_comm_hook was called before: a model has one communication hook")
+        if self.reduced:
+            raise StepUsageError("register_comm_hook comes after a backward; call it before the first step")
+        self.communication = CommunicationHook(state, hook, self.bucket_mb)
+        if self.parallel is not None:
+            self.communication.install(self.parallel)
 
 
 def _register(hooks: OrderedDict[int, Hook], hook: Hook) -> RemovableHandle:

@@ -20,6 +20,7 @@ from shardwise.parallel.model import ParallelModel, Part
 from shardwise.smp.building import Shape, build, forms_of, shape_of
 from shardwise.smp.exceptions import SMPValidationError, StepUsageError
 from shardwise.smp.hooks import Hook, Hooks
+from shardwise.smp.host import Host
 from shardwise.smp.inspection import Inspection, refuse_data_parallel, show_shards
 from shardwise.smp.levels import CastingLevel, DataParallelLevel
 from shardwise.smp.nesting import tensors, to_device
@@ -35,13 +36,15 @@ if TYPE_CHECKING:
 LABELS = {"labels", "label", "next_sentence_label", "start_positions", "end_positions"}
 
 
-class DistributedModel(Inspection, Hooks, nn.Module):
+class DistributedModel(Inspection, Hooks, Host, nn.Module):
     """Wraps a model; one in a script. Calls of it inside of a step run this rank's part of it.
 
     Args:
         module: the model, equal on every rank, or without values where it was created under delayed initialization.
         trace_device, trace_execution_times, trace_memory_usage: accepted; the structure is read without running it.
-        overlapping_allreduce, bucket_cap_mb, gradient_as_bucket_view: accepted; FSDP2 overlaps by blocks.
+        overlapping_allreduce: accepted; FSDP2 overlaps by blocks. False refuses `register_comm_hook`.
+        bucket_cap_mb: MiB of gradients from which on a hook of `register_comm_hook` gets them.
+        gradient_as_bucket_view: accepted.
         backward_passes_per_step: step calls whose gradients are summed before an optimizer step.
         average_grads_across_microbatches: whether gradients are the mean over microbatches, or their sum.
         broadcast_buffers: accepted; buffers are rank 0's at the start and each rank's own afterwards.
@@ -96,6 +99,9 @@ class DistributedModel(Inspection, Hooks, nn.Module):
         self.pending_weights: list[tuple[Mapping[str, Any], bool, bool]] = []
         self.gathered = False  # parameters whose optimizer state alone is sharded are whole on every rank
         self.unsettled = False  # gradients that several ranks hold in part are not summed yet
+        self.communication, self.reduced = None, False
+        self.overlapping, self.bucket_mb = overlapping_allreduce, bucket_cap_mb
+        self.host = None
         whole = state.layout.size("pipeline") == 1 and state.cfg.sharded_data_parallel_degree == 1
         if whole and not any(parameter.is_meta for parameter in self.get_module().parameters()):
             self.get_module().to(device)  # what has no values yet is drawn where it will live
@@ -111,6 +117,7 @@ class DistributedModel(Inspection, Hooks, nn.Module):
         Raises:
             StepUsageError: outside of a step, where there are stages.
         """
+        self.come_back()
         args, kwargs = to_device(args, state.device), to_device(kwargs, state.device)
         if self._run is not None:
             return self._run.call(args, kwargs)
@@ -135,6 +142,7 @@ class DistributedModel(Inspection, Hooks, nn.Module):
             return
         self._needs_step("model.backward(...)")
         parallel = self.require_parallel()
+        self.come_back()
         last = self._completes()
         with self._own.allowed():
             parallel.drive(lambda *_: total * self.seed(1), 1, backward=True, last=last)
@@ -149,15 +157,17 @@ class DistributedModel(Inspection, Hooks, nn.Module):
             )
 
     def seed(self, microbatches: int) -> float:
-        """The gradient of each microbatch's loss: SMP averages over microbatches and over data-parallel ranks."""
-        ranks = state.layout.size("replica", "shard") * (
-            1 if state.cfg.prescaled_batch else state.layout.size("tensor")
-        )
+        """The gradient of each microbatch's loss: SMP averages over microbatches and over data-parallel ranks, or
+        leaves both to a communication hook."""
         scale = state.optimizer.loss_scale if state.optimizer is not None else 1.0
-        return scale / ranks / (microbatches if self.average else 1)
+        scale /= 1 if state.cfg.prescaled_batch else state.layout.size("tensor")
+        if self.communication is not None:
+            return scale
+        return scale / state.layout.size("replica", "shard") / (microbatches if self.average else 1)
 
     def stepping(self, run: StepRun) -> None:
         """Run all microbatches of a step, forward and, unless under `no_grad`, backward."""
+        self.come_back()
         self._run = run
         try:
             if self.parallel is None or run.staged:
@@ -201,6 +211,8 @@ class DistributedModel(Inspection, Hooks, nn.Module):
             for weights, strict, same in self.pending_weights:
                 load_weights(self, weights, strict, same)
             self.pending_weights.clear()
+            if self.communication is not None:
+                self.communication.install(self.parallel)
             if state.optimizer is not None:
                 state.optimizer.adopt(self.parallel)
             self._call(self._after_partition)
@@ -259,6 +271,9 @@ class DistributedModel(Inspection, Hooks, nn.Module):
         return complete
 
     def _finish_backward(self, complete: bool) -> None:
+        self.reduced = True
+        if complete and self.communication is not None:
+            self.communication.reduce(self.require_parallel())
         self.unsettled, self.gathered = True, False
         if state.optimizer is not None and complete and state.optimizer.eager:
             state.optimizer.settle()
@@ -267,6 +282,7 @@ class DistributedModel(Inspection, Hooks, nn.Module):
 
     def settle_gradients(self) -> None:
         """Sum what several ranks hold in part, once for each optimizer step. Collective."""
+        self.come_back()
         if self.unsettled and self.parallel is not None:
             self.parallel.sum_shared_gradients()
         self.unsettled = False
@@ -280,6 +296,7 @@ class DistributedModel(Inspection, Hooks, nn.Module):
 
     def release(self) -> None:
         """Let go of whole parameters, before the shards change."""
+        self.come_back()
         if self.gathered and self.parallel is not None:
             self.parallel.gather(wait=True)  # what is under way cannot be let go of
             self.parallel.release_gathered()
@@ -322,19 +339,6 @@ class DistributedModel(Inspection, Hooks, nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(self.get_module(), name)
-
-    def cpu(self) -> DistributedModel:
-        """The model on the host, before it is distributed.
-
-        Raises:
-            StepUsageError: it is distributed; `state_dict()` returns whole tensors on the CPU.
-        """
-        if self.parallel is not None:
-            raise StepUsageError(
-                "model.cpu(): a distributed model stays on its devices; model.state_dict() brings whole weights to the "
-                "CPU, and smp.save_checkpoint(..., partial=False) writes them"
-            )
-        return super().cpu()
 
     @contextmanager
     def join(self, **settings: Any) -> Iterator[None]:

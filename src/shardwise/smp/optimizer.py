@@ -194,13 +194,12 @@ class Side:
 
     def ready(self) -> bool:
         """Settle, clip and unscale before the optimizer's step; False where it is to be skipped. Collective."""
+        if state.model is not None:
+            state.model.come_back()
         sharded = self.parallel is not None and state.cfg.sharded_data_parallel_degree > 1
         most = float(state.cfg.sdp_gradient_clipping) if sharded else 0.0
         if self.scaler is None:
-            if most:
-                self.clip(most)
-            else:
-                self.settle()
+            self.clip(most) if most else self.settle()
             self._unscaled = False
             return True
         self.overflow = self.norm is not None and not bool(torch.isfinite(self.norm))

@@ -47,6 +47,8 @@ def whole_weights(model: DistributedModel, call: str, exact: bool = True) -> dic
     parallel = model.parallel
     if parallel is None:
         return {name: value.detach().to(HOST) for name, value in model.get_module().state_dict().items()}
+    if model.host is not None:
+        return {name: value.detach().to(HOST, copy=True) for name, value in model.host.weights().items()}
     gathered = model.gathered and not exact
     state.meeting.assemble(call, state.layout.ranks(*(SMP_AXES["mp"] if gathered else ONE_COPY)))
     found = {name: value.detach().to(HOST, copy=True) for name, value in parallel.wholes(gathered=gathered)}
@@ -71,6 +73,7 @@ def local_weights(model: DistributedModel) -> dict[str, Tensor]:
     """This rank's elements by name, and its persistent buffers."""
     if model.parallel is None:
         return whole_weights(model, "model.local_state_dict")
+    model.come_back()
     found = {entry.name: entry.local.to(HOST, copy=True) for entry in model.parallel.tensor_map}
     return found | {name: buffer.detach().to(HOST) for name, buffer in persistent_buffers(model.get_module())}
 
@@ -85,6 +88,7 @@ def part_of_weights(model: DistributedModel) -> dict[str, Tensor]:
     parallel = model.parallel
     if parallel is None or not state.cfg.shard_optimizer_state or state.layout.size("shard") == 1:
         return local_weights(model)
+    model.come_back()
     if not model.gathered:
         state.meeting.assemble("model.local_state_dict", state.layout.ranks("shard"))
     found = {name: value.to(HOST, copy=True) for name, value in parallel.gathered().items()}
