@@ -184,6 +184,28 @@ def test_what_was_held_back_comes_to_the_hook_once(world_pool: WorldPool) -> Non
         assert shown == 0.0 and lonely == 3.0  # as without a hook: no gradient, no weight decay
 
 
+def _not_zeroed() -> float:
+    """How far the gradients of a second step on top of the first one's are from what the hook makes of both."""
+    smp.init(DDP)
+    try:
+        model: Any = smp.DistributedModel(make_model("gpt2"))
+        model.register_comm_hook([], _mean)
+        for batch in batches()[:2]:
+            train_step(model, batch.chunk(smp.dp_size())[smp.dp_rank()])
+        found = {entry.name: entry.local_gradient for entry in model.parallel.tensor_map}
+    finally:
+        smp.state.reset()
+    plain = make_model("gpt2")
+    for batch, again in zip(batches()[:2], (2, 1)):  # what the hook has averaged is divided by the microbatches again
+        (plain(input_ids=batch, labels=batch).loss / again).backward()
+    return max(float((found[name] - each.grad).abs().max()) for name, each in plain.named_parameters())  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_gradients_that_were_not_zeroed_go_through_the_hook(world_pool: WorldPool, ranks: int) -> None:
+    assert max(world_pool.run(ranks, _not_zeroed)) <= 1e-12
+
+
 def _nothing() -> float:
     _, weights = _hooked(DDP, _zeros)
     return max(float((weights[name] - value).abs().max()) for name, value in make_model("gpt2").state_dict().items())
