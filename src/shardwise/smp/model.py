@@ -44,7 +44,7 @@ class DistributedModel(Inspection, Hooks, Host, nn.Module):
         trace_device, trace_execution_times, trace_memory_usage: accepted; the structure is read without running it.
         overlapping_allreduce: accepted; FSDP2 overlaps by blocks. False refuses `register_comm_hook`.
         bucket_cap_mb: MiB of gradients from which on a hook of `register_comm_hook` gets them.
-        gradient_as_bucket_view: accepted.
+        gradient_as_bucket_view, find_unused_parameters: accepted; parameters without gradients are found.
         backward_passes_per_step: step calls whose gradients are summed before an optimizer step.
         average_grads_across_microbatches: whether gradients are the mean over microbatches, or their sum.
         broadcast_buffers: accepted; buffers are rank 0's at the start and each rank's own afterwards.
