@@ -38,13 +38,14 @@ PACKAGES = ("torch", "transformers", "shardwise")
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis: the keys of shardwise's job, its peers, and what it needs of the workload."""
+    """One axis: the keys of shardwise's job, its peers, what it needs of the workload, and what its ranks talk over."""
 
     name: str
     parallel: dict[str, Any]
     peers: tuple[Contender, ...]
     sequence: int | None = None
     batch: int | None = None
+    backend: str = "gloo"
 
     @property
     def ours(self) -> Contender:
@@ -53,6 +54,7 @@ class Axis:
             f"benchmarks.contenders.shardwise_contender:{self.name}_axis",
             "shardwise",
             ", ".join(f"{key} {value}" for key, value in self.parallel.items()),
+            self.backend,
         )
 
 
@@ -151,7 +153,7 @@ def summarize_axis(axis: Axis, series: list[Series], workload: Workload, steps: 
         if not ours.skipped:
             row["shardwise_ratio"] = vars(paired_ratio(ours.seconds, entry.seconds))
         rows.append(row)
-    return {"axis": axis.name, "workload": workload.to_dict(), "rows": rows}
+    return {"axis": axis.name, "backend": axis.backend, "workload": workload.to_dict(), "rows": rows}
 
 
 def check(run: dict[str, Any]) -> list[str]:
@@ -172,8 +174,8 @@ def render(run: dict[str, Any]) -> Table:
     """The table of one axis."""
     shape = run["workload"]
     table = Table(
-        title=f"{run['axis']} {RANKS}: {shape['batch']} sequences of {shape['sequence']} tokens, fp32, Gloo, "
-        f"{len(os.sched_getaffinity(0))} cores"
+        title=f"{run['axis']} {RANKS}: {shape['batch']} sequences of {shape['sequence']} tokens, fp32, "
+        f"{run['backend']}, {len(os.sched_getaffinity(0))} cores"
     )
     for column in ("contender", "seconds a step", "shardwise ÷ it (speed)", "core s/step", "first loss", "last loss"):
         table.add_column(column, justify="left" if column == "contender" else "right", no_wrap=True)

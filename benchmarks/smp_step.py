@@ -2,6 +2,7 @@
 
     python -m benchmarks.smp_step --rounds 9 --steps 2 --json result.json
 
+Over Gloo, and over the native engine (`--axes shard`, `--axes engine` for one of them).
 Both load the same weights and take the same batch on four CPU ranks over which parameters are sharded, in the same
 rounds, and must show the same losses. The ratio is shardwise's speed over the script's, the median of the rounds: up to
 1.05 is what a script may cost.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 if __package__ in (None, ""):  # run as a file: make the package importable, here and in the workers
@@ -24,9 +26,12 @@ from benchmarks.harness import Contender, Step
 from benchmarks.parallelism_cpu import RANKS, Axis
 from benchmarks.parallelism_peers import load_model
 from benchmarks.workload import Workload, parameter_groups, token_ids
+from shardwise.collectives import engine
 
 SCRIPT = Contender("smp script", "benchmarks.smp_step:script", "shardwise", "@smp.step, DistributedOptimizer")
-AXES = {"shard": Axis("shard", {"sharded_data_parallel_degree": RANKS}, (SCRIPT,))}
+SHARDED = Axis("shard", {"sharded_data_parallel_degree": RANKS}, (SCRIPT,))
+ON_ENGINE = replace(SHARDED, peers=(replace(SCRIPT, backend=engine.BACKEND),), backend=engine.BACKEND)
+AXES = {"shard": SHARDED, "engine": ON_ENGINE}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

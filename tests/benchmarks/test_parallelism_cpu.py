@@ -40,9 +40,11 @@ def test_what_makes_numbers_unusable_is_said() -> None:
 def test_a_script_of_smp_beside_the_engine(tmp_path: Path) -> None:
     target = tmp_path / "result.json"
     assert smp_step.main([*TOY, "--json", str(target)]) == 0
-    rows = json.loads(target.read_text())["runs"][0]["rows"]
-    assert [row["contender"] for row in rows] == ["shardwise", "smp script"]
-    assert rows[0]["last_loss"] == pytest.approx(rows[1]["last_loss"], rel=1e-4)
+    runs = json.loads(target.read_text())["runs"]
+    assert [run["backend"] for run in runs] == ["gloo", "shardwise"]
+    for rows in (run["rows"] for run in runs):
+        assert [row["contender"] for row in rows] == ["shardwise", "smp script"]
+        assert rows[0]["last_loss"] == pytest.approx(rows[1]["last_loss"], rel=1e-4)
 
 
 @pytest.mark.parametrize(
