@@ -21,7 +21,11 @@ def evaluate_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--all", action="store_true", help=f"print every row, not the {SHOWN} with the largest errors")
     parser.add_argument(
-        "--probe-rows", type=_whole, default=0, metavar="N", help="fit one factor a stack on N rows and score the rest"
+        "--probe-rows",
+        type=_whole,
+        default=0,
+        metavar="N",
+        help="fit the rate of each stack's matrix products on N rows and score the rest",
     )
     parser.add_argument("--probe-seed", type=_whole, default=0, metavar="S", help="seed with which they are drawn")
     parser.add_argument(

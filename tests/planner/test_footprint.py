@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,8 @@ import pytest
 from shardwise.planner.calibrate_memory import Held, fit_memory
 from shardwise.planner.calibrate_spread import (
     Prior,
+    Seen,
+    alike,
     probed,
     spread,
     student,
@@ -115,7 +118,8 @@ def test_a_stack_nobody_measured_is_as_uncertain_as_the_others_differ() -> None:
     half = 0.3 / 0.6745
     assert unknown_spread([near] * 3 + [far]) == pytest.approx((half**2 / 4) ** 0.5 * student(2), rel=0.01)
     assert unknown_spread([near] * 3 + [far]) == unknown_spread([near[:5]] * 3 + [far])
-    assert unknown_offset([[(-0.1, 0.0)], [(0.2, 0.0)], far]) == pytest.approx(0.2)
+    departing = [[alike(error, 0.0) for error, _ in rows] for rows in ([(-0.1, 0.0)], [(0.2, 0.0)], far)]
+    assert unknown_offset(departing) == pytest.approx(0.2)
 
 
 def test_students_t() -> None:
@@ -124,14 +128,19 @@ def test_students_t() -> None:
         assert student(freedom) == pytest.approx(quantile / 1.2816, rel=0.005)
 
 
+def rows(scatter: Iterable[tuple[float, float]]) -> list[Seen]:
+    """Rows of (log error, share of waits) all of whose step departs alike."""
+    return [alike(error, share) for error, share in scatter]
+
+
 def test_probe_rows_that_disagree_make_intervals_wide() -> None:
     prior = Prior(0.07, 0.05, 0.15, 1.0)
-    agree, disagree = (probed([(0.2 + e, 0.0) for e in errors], prior) for errors in ((0, 0, 0), (0.4, -0.4, 0)))
+    agree, disagree = (probed(rows((0.2 + e, 0.0) for e in errors), prior) for errors in ((0, 0, 0), (0.4, -0.4, 0)))
     assert disagree.spread > 5 * agree.spread and disagree.waits > 5 * agree.waits
     assert 0.15 < agree.offset < 0.2  # drawn to none, since most stacks have none
-    assert abs(probed([(0.01, 0.0), (0.05, 0.0), (-0.02, 0.0)], prior).offset) < 0.01
-    waiting = probed([(0.0, 0.0), (0.0, 0.0), (0.3, 1.0)], prior)
-    assert waiting.offset < 0.03 < probed([(0.0, 0.0), (0.0, 0.0), (0.3, 0.0)], prior).offset
+    assert 0 < probed(rows([(0.01, 0.0), (0.05, 0.0), (-0.02, 0.0)]), prior).offset < 0.9 * 0.04 / 3  # their mean
+    waiting = probed(rows([(0.0, 0.0), (0.0, 0.0), (0.3, 1.0)]), prior)
+    assert waiting.offset < 0.03 < probed(rows([(0.0, 0.0), (0.0, 0.0), (0.3, 0.0)]), prior).offset
 
 
 def test_intervals_after_a_probe_hold_what_they_say() -> None:
@@ -140,11 +149,11 @@ def test_intervals_after_a_probe_hold_what_they_say() -> None:
     for _ in range(300):
         offset = prior.offset * math.tan(math.pi * (draw.random() - 0.5))
         wider = (prior.rows / (2 * draw.gammavariate(prior.rows / 2, 1.0))) ** 0.5
-        rows = [
+        drawn = [
             (draw.gauss(offset, wider * math.hypot(prior.spread, prior.waits * share)), share)
             for share in (draw.random() for _ in range(4))
         ]
-        found, (error, share) = probed(rows[:3], prior), rows[3]
+        found, (error, share) = probed(rows(drawn[:3]), prior), drawn[3]
         inside.append(abs(error - found.offset) <= EIGHTY * math.hypot(found.spread, found.waits * share))
     assert 0.74 <= sum(inside) / len(inside) <= 0.87
 

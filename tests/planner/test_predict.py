@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from shardwise.config import Job
 from shardwise.draft import World
 from shardwise.errors import ConfigError
 from shardwise.plan import resolve
 from shardwise.planner.communication import gather, group, join, reduce
-from shardwise.planner.compute import matmul_seconds, rates
+from shardwise.planner.compute import block, matmul_seconds, rates, recomputed
 from shardwise.planner.configure import configuration_of
 from shardwise.planner.footprint import footprint
 from shardwise.planner.hardware import GIB
@@ -113,6 +118,50 @@ def test_memory_is_that_of_the_paper(index: int) -> None:
         states, rel=0.085
     )
     assert causes["activations"] / GIB == pytest.approx(kept, rel=0.01)
+
+
+class _Mlp(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.up, self.down, self.drop = nn.Linear(16, 64), nn.Linear(64, 16), nn.Dropout(dropout)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + self.drop(self.down(torch.nn.functional.gelu(self.up(hidden))))
+
+
+@pytest.mark.parametrize(("reentrant", "dropout", "again"), [(False, 0.0, 1), (True, 0.0, 2), (False, 0.1, 2)])
+def test_torchs_checkpoint_stops_before_a_last_product_that_nothing_keeps(
+    reentrant: bool, dropout: float, again: int
+) -> None:
+    """FLOPs of torch itself: of two products `again` many run once more."""
+    block, hidden, flops = _Mlp(dropout), torch.randn(8, 16, requires_grad=True), []
+    for run in (block, partial(checkpoint, block, use_reentrant=reentrant)):
+        with FlopCounterMode(display=False) as counter:
+            run(hidden).sum().backward()
+        flops.append(counter.get_total_flops())
+    assert flops[1] - flops[0] == again * 2 * 8 * 16 * 64
+
+
+def test_recomputation_that_stops_early_spares_the_last_product() -> None:
+    stack = replace(stack_of("default"), recompute=1.0)
+    whole, early = (
+        recomputed(given, block(given)[0])
+        for given in (made(checkpointing="full", stack=replace(stack, stops_early=stops)) for stops in (False, True))
+    )
+    given = made(stack=stack)
+    model, speed = given.model, rates(given.cluster.accelerator, stack, given.precision)
+    last = matmul_seconds(4096, model.hidden, model.intermediate, speed)
+    assert whole.matmul - early.matmul == pytest.approx(last) and early.device > 0.5 * whole.device
+    assert (whole.attention, whole.memory_bound) == (early.attention, early.memory_bound)
+
+
+def test_a_dropout_behind_the_last_product_keeps_recomputation_to_the_end() -> None:
+    def stops(**model: object) -> bool:
+        job = {"model": model, "data": {"sequence_length": 32}, "training": {"sequences_per_step": 4}}
+        plan = resolve(Job.model_validate(job), World(4, "cpu", 4), FACTS)
+        return configuration_of(plan, FACTS, cluster("cpu:4")).stack.stops_early
+
+    assert stops() and not stops(dropout=0.1)
 
 
 def test_more_sharding_needs_less_memory_and_checkpointing_more_time() -> None:

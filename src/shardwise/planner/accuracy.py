@@ -23,7 +23,7 @@ from shardwise.planner.prediction import Configuration
 from shardwise.planner.tables import read_table
 
 PROBES = 3  # rows of a stack on which its factor is fitted
-SEEDS = 10  # draws of such rows
+SEEDS = 50  # draws of such rows
 KEYS = ("median_percent", "p90_percent", "inside_interval_percent")
 
 

@@ -24,7 +24,14 @@ from typing import NamedTuple
 import numpy as np
 
 from shardwise.planner.calibrate_memory import Held, fit_memory
-from shardwise.planner.calibrate_spread import spread, unknown_offset, unknown_spread, wait_spread
+from shardwise.planner.calibrate_spread import (
+    DEPARTURES,
+    Seen,
+    spread,
+    unknown_offset,
+    unknown_spread,
+    wait_spread,
+)
 from shardwise.planner.hardware import DATA, GIB
 from shardwise.planner.inventory import Constants, family
 from shardwise.planner.predict import predict
@@ -44,6 +51,7 @@ STACK_SD = {
     "matmul": 0.10, "attention": 0.2, "memory_bound": 0.5, "score_passes": 0.4, "launch": 0.5, "overlap": 0.2,
     "recompute": 0.2, "network": 0.2, "pipeline_wait": 1.0, "stall": 1.0,
 }  # fmt: skip
+TRIED = 20  # of the departures of products every 20th is predicted, 0.1 apart; a line in between is off by 0.0004
 WAITS = {"pipeline_wait": 3e-3, "stall": 0.5}  # constants in seconds, and the unit in which each is fitted
 
 
@@ -103,13 +111,14 @@ def _by_stack(given: Sequence[Sample]) -> dict[str, list[Sample]]:
 
 
 def _base(own: Sequence[Sample]) -> Stack:
-    """A stack before its times are fitted: how it cuts pipeline stages, whichever explains them better, and memory."""
-    even = Stack(own[0].configuration.stack.name)
-    by_cost = replace(even, cuts_by_cost=True)
+    """A stack before its times are fitted: memory, and what explains them best of the ways to cut and recompute."""
+    ways = [Stack(own[0].configuration.stack.name)]
     if any(sample.configuration.pipeline > 1 for sample in own):
-        even, by_cost = (fit_memory(_held(own), each) for each in (even, by_cost))
-        return min((even, by_cost), key=lambda each: _solved(own, {each.name: each})[1])
-    return fit_memory(_held(own), even)
+        ways += [replace(way, cuts_by_cost=True) for way in ways]
+    if any(sample.configuration.checkpointing == "full" for sample in own):
+        ways += [replace(way, stops_early=True) for way in ways]
+    ways = [fit_memory(_held(own), way) for way in ways]
+    return min(ways, key=lambda way: _solved(own, {way.name: way})[1]) if len(ways) > 1 else ways[0]
 
 
 def _held(own: Sequence[Sample]) -> list[Held]:
@@ -159,7 +168,7 @@ def _constants(unknowns: Sequence[Unknown], at: np.ndarray, bases: Mapping[str, 
             accelerators[unknown.name] = math.exp(value + (0.0 if unknown.name == "*" else at[0]))
         else:
             departures.setdefault(unknown.name, {})[unknown.constant] = float(value)
-    neutral = Stack("default", cuts_by_cost=True)
+    neutral = Stack("default", cuts_by_cost=True, stops_early=True)
     found = {}
     for name, own in departures.items():
         values: dict[str, float] = {}
@@ -208,7 +217,7 @@ def _with_spread(given: Sequence[Sample], constants: Constants) -> Constants:
     waits = wait_spread(list(scatter.values()))
     unknown = Constants(constants.accelerators, {"default": constants.stacks["default"]})
     strangers = [scattered(own, unknown) for own in groups.values()]
-    default, between = constants.stacks["default"], unknown_offset(strangers)
+    default, between = constants.stacks["default"], unknown_offset([seen(own, unknown) for own in groups.values()])
     found = {"default": replace(default, spread=unknown_spread(strangers), offset=between)}
     for name, own in groups.items():
         errors = [error for error, _ in scatter[name]]
@@ -222,6 +231,26 @@ def scattered(own: Sequence[Sample], constants: Constants) -> list[tuple[float, 
     """(log error, share of waits) of each row under `constants`."""
     applied = [constants.applied(sample.configuration) for sample in own]
     return [(sample.error(each), predict(each).waits) for sample, each in zip(own, applied)]
+
+
+def seen(own: Sequence[Sample], constants: Constants) -> list[Seen]:
+    """Each row's error where the stack's matrix products depart from `constants`, and its share of waits.
+
+    Products are most of a step's time, and what software differs in (the fitted stacks lie at 0.74 to 1.02). A factor
+    on all of the step would also scale what it waits for, which is the fabric's.
+    """
+    return [_seen(sample, constants.applied(sample.configuration)) for sample in own]
+
+
+def _seen(sample: Sample, applied: Configuration) -> Seen:
+    tried = DEPARTURES[::TRIED]
+    errors = [sample.error(faster(applied, float(departure))) for departure in tried]
+    return Seen(np.interp(DEPARTURES, tried, errors), predict(applied).waits)
+
+
+def faster(given: Configuration, departure: float) -> Configuration:
+    """`given` with matrix products exp(departure) times as fast."""
+    return replace(given, stack=replace(given.stack, matmul=given.stack.matmul * math.exp(departure)))
 
 
 def _source(errors: Sequence[float], rows: Sequence[Row]) -> str:

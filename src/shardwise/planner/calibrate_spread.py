@@ -12,7 +12,8 @@ traffic, launching and waiting, which no row's configuration tells as well. Each
   Student's t since there are few (the predictive interval of a random-effects model; Higgins, Thompson and
   Spiegelhalter 2009, section 4). Some stacks' rows are then all inside and some stacks' half outside; 80 % is meant
   over stacks.
-- `probed`: of a stack of which a few rows were measured, what these say joined with what is known of others.
+- `probed`: of a stack of which a few rows were measured, what these say joined with what is known of others. What
+  departs there is one factor, of which each row says how wrong it would be under any value (`Seen`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from collections.abc import Sequence
 from statistics import median
 from typing import NamedTuple
 
+import numpy as np
+
 from shardwise.planner.prediction import EIGHTY
 
 Scatter = Sequence[tuple[float, float]]  # (log error, share of waits) of rows
@@ -30,8 +33,7 @@ HELD = 0.8  # share of the rows that an interval holds
 USUAL = 0.05  # spread of computation on a stack that is well known
 USUAL_ROWS = 8.0  # rows that the usual spread counts as, in a fit of many constants
 STRANGER_ROWS = 1.0  # and of a stranger, of which it says little: stacks' spreads lie a factor of 20 apart
-OFFSETS = 401  # common errors of a stack that are tried, over
-REACH = 1.25  # times the largest of its rows' errors
+DEPARTURES = np.linspace(-2.0, 2.0, 801)  # logarithms of a stack's factor that are tried: up to seven times as fast
 WAIT_SPREADS = tuple(step / 20 for step in range(17))  # those tried
 
 
@@ -54,14 +56,30 @@ def unknown_spread(stacks: Sequence[Scatter]) -> float:
     return max(USUAL, between * student(max(1, len(usual) - 2)))
 
 
-def unknown_offset(stacks: Sequence[Scatter]) -> float:
-    """How far a stack's rows usually lie from predictions together: the scale of a Cauchy distribution, its median."""
-    return max(USUAL / 2, median(abs(median(error for error, _ in scatter)) for scatter in stacks))
+class Seen(NamedTuple):
+    """A measured row: its log error under each of DEPARTURES, float64 [801], and its share of waits."""
+
+    errors: np.ndarray
+    waits: float
+
+
+def alike(error: float, waits: float) -> Seen:
+    """A row all of whose step a factor makes quicker."""
+    return Seen(error - DEPARTURES, waits)
+
+
+def unknown_offset(stacks: Sequence[Sequence[Seen]]) -> float:
+    """How far stacks usually depart from the default: the scale of a Cauchy distribution, its median.
+
+    A stack's departure is that with the least sum of absolute errors.
+    """
+    found = (abs(float(DEPARTURES[np.abs([seen.errors for seen in own]).sum(axis=0).argmin()])) for own in stacks)
+    return max(USUAL / 2, median(found))
 
 
 class Prior(NamedTuple):
-    """What is known of a stack before any of its rows: the scale of its common error, its rows' spread about that and
-    what waiting adds, and how many rows that spread counts as."""
+    """What is known of a stack before any of its rows: the scale of its departure, its rows' spread about that and what
+    waiting adds, and how many rows that spread counts as."""
 
     offset: float
     spread: float
@@ -70,39 +88,36 @@ class Prior(NamedTuple):
 
 
 class Probed(NamedTuple):
-    """After some rows: the common log error, and the components of the spread that a further row has about it."""
+    """After some rows: the stack's departure, and the components of the spread that a further row has about it."""
 
     offset: float
     spread: float
     waits: float
 
 
-def probed(scatter: Scatter, prior: Prior) -> Probed:
+def probed(rows: Sequence[Seen], prior: Prior) -> Probed:
     """What a few rows of a stack say of the next one.
 
-    A row's error is the stack's offset b and its own, of variance k^2 u with u = spread^2 + (waits · w)^2. b is drawn
+    A row's error e(b) under the stack's departure b has the variance k^2 u, u = spread^2 + (waits · w)^2. b is drawn
     from a Cauchy distribution, as stacks lie close together but for a few; 1 / k^2 from a gamma distribution of mean 1
     with `rows` degrees of freedom. Then b given n rows has the density
 
-        (rows + sum of (error - b)^2 / u)^(-(rows + n) / 2) / (1 + (b / offset)^2),
+        (rows + sum of e(b)^2 / u)^(-(rows + n) / 2) / (1 + (b / offset)^2),
 
-    whose mean is the offset that is taken off, and a further row's error is Student's t with rows + n - 1 degrees of
+    whose mean is the departure that is taken, and a further row's error is Student's t with rows + n - 1 degrees of
     freedom, as wide as the rows seen disagree (Gelman et al., Bayesian Data Analysis, 3rd ed., sections 3.2 and 5.4).
     """
-    size = [prior.spread**2 + (prior.waits * share) ** 2 for _, share in scatter]
-    reach = max(USUAL, REACH * max(abs(error) for error, _ in scatter))
-    tried = [reach * (2 * step / (OFFSETS - 1) - 1) for step in range(OFFSETS)]
-
-    def misfit(offset: float) -> float:
-        return math.fsum((error - offset) ** 2 / one for (error, _), one in zip(scatter, size))
-
-    power = (prior.rows + len(scatter)) / 2
-    logs = [-power * math.log(prior.rows + misfit(b)) - math.log1p((b / prior.offset) ** 2) for b in tried]
-    weights = [math.exp(each - max(logs)) for each in logs]
-    offset = math.fsum(weight * b for weight, b in zip(weights, tried)) / math.fsum(weights)
-    freedom = prior.rows + len(scatter) - 1
-    wider = (prior.rows + misfit(offset)) / freedom * student(freedom) ** 2
-    own = wider * (prior.spread**2 + 1 / math.fsum(1 / one for one in size))
+    size = np.array([prior.spread**2 + (prior.waits * seen.waits) ** 2 for seen in rows])
+    errors = np.array([seen.errors for seen in rows])
+    misfit = (errors**2 / size[:, None]).sum(axis=0)
+    logs = -(prior.rows + len(rows)) / 2 * np.log(prior.rows + misfit) - np.log1p((DEPARTURES / prior.offset) ** 2)
+    weights = np.exp(logs - logs.max())
+    offset = float((weights * DEPARTURES).sum() / weights.sum())
+    slopes = np.array([np.interp(offset, DEPARTURES, each) for each in np.gradient(errors, DEPARTURES, axis=1)])
+    freedom = prior.rows + len(rows) - 1
+    left = float(np.interp(offset, DEPARTURES, misfit))
+    wider = (prior.rows + left) / freedom * student(freedom) ** 2
+    own = wider * (prior.spread**2 + float((slopes**2).mean() / (slopes**2 / size).sum()))
     return Probed(offset, math.sqrt(own), math.sqrt(wider) * prior.waits)
 
 

@@ -193,7 +193,10 @@ def head(configuration: Configuration) -> tuple[Work, Work]:
 
 
 def recomputed(configuration: Configuration, forward: Work) -> Work:
-    """What a checkpointed block does again in its backward, given its forward."""
+    """What a checkpointed block does again in its backward, given its forward.
+
+    torch.utils.checkpoint without reentrant backward stops, since torch 2.1, once all that backward needs is there.
+    """
     shares = {
         "none": (0.0, 0.0, 0.0),
         "full": (1.0, 1.0, 1.0),
@@ -202,8 +205,17 @@ def recomputed(configuration: Configuration, forward: Work) -> Work:
         "half": (0.5, 0.0, 1.0),
     }[configuration.checkpointing]
     matmul, attention, memory_bound = (share * part for share, part in zip(shares, forward))
+    if configuration.checkpointing == "full" and configuration.stack.stops_early:
+        matmul -= _last_product(configuration)
     host = forward.host if configuration.checkpointing != "none" else 0.0
     return Work(matmul, attention, memory_bound, host).times(configuration.checkpointed * configuration.stack.recompute)
+
+
+def _last_product(configuration: Configuration) -> float:
+    """Of a block's forward."""
+    speed = rates(configuration.cluster.accelerator, configuration.stack, configuration.precision)
+    inner = max(1, configuration.model.intermediate // configuration.tensor)
+    return matmul_seconds(tokens_of(configuration), configuration.model.hidden, inner, speed)
 
 
 def optimizer_seconds(elements: float, configuration: Configuration) -> float:

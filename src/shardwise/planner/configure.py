@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from shardwise.families.facts import ModelFacts
 from shardwise.plan import Plan
 from shardwise.planner.inventory import stack_of
@@ -13,11 +15,14 @@ def configuration_of(
 ) -> Configuration:
     """The configuration of `plan` on `cluster`. `shape`, where it is known, spares reading it off the facts again."""
     job, degrees = plan.job, plan.degrees
-    memory, parallel = job.memory, job.parallel
+    memory, parallel, stack = job.memory, job.parallel, stack or stack_of("shardwise")
+    dropout = bool(job.model.dropout) or facts.has_attention_dropout
+    if dropout:  # the mask of one behind a block's last product is kept, so that this is recomputed too
+        stack = replace(stack, stops_early=False)
     return Configuration(
         model=shape or ModelShape.of(facts),
         cluster=cluster,
-        stack=stack or stack_of("shardwise"),
+        stack=stack,
         sequence=plan.sequence_length,
         microbatch=plan.microbatch,
         accumulation=plan.accumulation,
@@ -40,7 +45,7 @@ def configuration_of(
         offload_parameters=memory.offload_parameters,
         flash=job.model.attention != "eager",
         compile=job.model.compile,
-        dropout=bool(job.model.dropout) or facts.has_attention_dropout,
+        dropout=dropout,
         balanced=parallel.auto_partition,
         chunked_loss=plan.chunked_loss,
         reshard_after_forward=parallel.reshard_after_forward,

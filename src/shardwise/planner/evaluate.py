@@ -11,7 +11,7 @@ from functools import cache
 from itertools import combinations
 from typing import Any
 
-from shardwise.planner.calibrate import Sample, fit, samples, scattered, shipped_rows
+from shardwise.planner.calibrate import Sample, fit, samples, seen, shipped_rows
 from shardwise.planner.calibrate_spread import STRANGER_ROWS, USUAL, USUAL_ROWS, Prior, probed
 from shardwise.planner.hardware import GIB
 from shardwise.planner.inventory import Constants, shipped
@@ -79,8 +79,9 @@ def evaluate(
 ) -> list[Result]:
     """Every row's result. `constants`: those of a file instead of the shipped ones.
 
-    `probe_rows`: for each stack one factor on time is fitted on so many of its rows, drawn with `probe_seed`, and the
-    others are scored. `leave_one_stack_out`: each stack is predicted by constants refitted without any of its rows.
+    `probe_rows`: for each stack the rate of its matrix products is fitted on so many of its rows, drawn with
+    `probe_seed`, and the others are scored. `leave_one_stack_out`: each stack is predicted by constants refitted
+    without any of its rows.
     """
     given = constants or shipped()
     choose: Choice = _left_out if leave_one_stack_out else lambda stack: given
@@ -88,7 +89,7 @@ def evaluate(
     results = []
     for index, row in enumerate(rows):
         stack = row.text["stack"]
-        result = _result(row, *by_name.get(stack, (choose(stack), 1.0)))
+        result = _result(row, by_name[stack] if stack in by_name else choose(stack))
         results.append(replace(result, probe=index in probes))
     return results
 
@@ -106,8 +107,7 @@ def without(constants: Constants, stack: str) -> Constants:
     return Constants(constants.accelerators, {name: s for name, s in constants.stacks.items() if name != stack})
 
 
-def _result(row: Row, constants: Constants, factor: float) -> Result:
-    """`factor` multiplies the predicted time."""
+def _result(row: Row, constants: Constants) -> Result:
     try:
         found = measured(row)
         prediction = predict(constants.applied(configuration(row)))
@@ -115,8 +115,6 @@ def _result(row: Row, constants: Constants, factor: float) -> Result:
     except Unmapped as reason:
         return Result(row, unmapped=str(reason))
     unit = found.unit if found else "step_s"
-    slower = factor if unit == "step_s" else 1 / factor
-    value *= slower
     low, high = (seconds / prediction.step_seconds for seconds in prediction.interval)
     around = (value * low, value * high) if unit == "step_s" else (value / high, value / low)
     only_memory = found is None and "mem_gb" in row.numbers
@@ -131,22 +129,21 @@ def _result(row: Row, constants: Constants, factor: float) -> Result:
     )
 
 
-def _probe(
-    rows: Sequence[Row], choose: Choice, count: int, seed: int
-) -> tuple[dict[str, tuple[Constants, float]], set[int]]:
-    """(by stack its constants, whose spread is what the probes leave, and a factor on time; the probes' indices)."""
+def _probe(rows: Sequence[Row], choose: Choice, count: int, seed: int) -> tuple[dict[str, Constants], set[int]]:
+    """(by stack its constants, with the rate of products that the probes give and the spread that they leave; the
+    probes' indices)."""
     by_stack: dict[str, list[int]] = {}
     for index, row in enumerate(rows):
         if row.text["fit_role"] != "context" and _sample(row):
             by_stack.setdefault(row.text["stack"], []).append(index)
-    draw, by_name, probes = random.Random(seed), {}, set()
+    draw, by_name, probes = random.Random(seed), dict[str, Constants](), set[int]()
     for stack in sorted(by_stack):
         drawn = draw.sample(by_stack[stack], min(count, len(by_stack[stack])))
         found = [sample for index in drawn if (sample := _sample(rows[index]))]
         constants = choose(stack)
-        known = probed(scattered(found, constants), _prior(constants, stack))
-        own = replace(constants.stack(stack), spread=known.spread, wait_spread=known.waits)
-        by_name[stack] = Constants(constants.accelerators, {**constants.stacks, stack: own}), math.exp(-known.offset)
+        known, own = probed(seen(found, constants), _prior(constants, stack)), constants.stack(stack)
+        own = replace(own, matmul=own.matmul * math.exp(known.offset), spread=known.spread, wait_spread=known.waits)
+        by_name[stack] = Constants(constants.accelerators, {**constants.stacks, stack: own})
         probes |= set(drawn)
     return by_name, probes
 

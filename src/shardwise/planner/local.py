@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from shardwise.draft import World
-from shardwise.planner.calibrate_spread import USUAL, USUAL_ROWS, Prior, probed
+from shardwise.planner.calibrate_spread import USUAL, USUAL_ROWS, Prior, alike, probed
 from shardwise.planner.hardware import Accelerator, find_accelerator
 from shardwise.planner.inventory import CPU, cluster, stack_of
 from shardwise.planner.prediction import Cluster, Fabric, Stack
@@ -129,7 +129,7 @@ def stack_here(world: World) -> Stack:
     stack = stack_of("shardwise")
     if world.device_type != "cpu":
         return stack
-    measured = probed([(0.0, 0.0)], Prior(USUAL, USUAL, stack.wait_spread, USUAL_ROWS))
+    measured = probed([alike(0.0, 0.0)], Prior(USUAL, USUAL, stack.wait_spread, USUAL_ROWS))
     return replace(stack, spread=measured.spread)
 
 

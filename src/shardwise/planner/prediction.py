@@ -148,8 +148,7 @@ class Stack:
         matmul, attention: share of the accelerator's rate that its kernels reach.
         memory_bound: passes over memory against the count of `compute.py`.
         score_passes: passes over score matrices without flash attention, likewise.
-        recompute: share of a checkpointed forward that runs again (torch may stop before the last product, whose result
-            nobody needs).
+        recompute: time of what a checkpoint runs again against that of the forward.
         launch: host time of a kernel against `compute.LAUNCH`.
         overlap: exponent of the norm that joins computation and traffic (1: one after the other; large: the longer).
         network: share of the fabric's rate.
@@ -162,10 +161,11 @@ class Stack:
         logit_bytes: bytes of a logit while the loss turns round (`footprint.py`).
         cuts_by_cost: a pipeline's stages are cut by cost, with the head's products counted in; else blocks are shared
             out evenly.
+        stops_early: recomputation of a whole block stops before its last product, whose result nobody needs.
         spread: log-standard deviation of what is measured about what is predicted, of computation.
         wait_spread: and what a step that is all traffic, launching and waiting adds to it (`Prediction.waits`).
         memory_spread: likewise of memory.
-        offset: scale of the error that all rows of the stack share, before a probe of some of them.
+        offset: scale of how far its `matmul` departs from what stands here (logarithm), before a probe of some rows.
         source: rows these were fitted on, and how well they fit.
     """
 
@@ -185,6 +185,7 @@ class Stack:
     memory_gb: float = 1.0
     logit_bytes: float = 12.0
     cuts_by_cost: bool = False
+    stops_early: bool = False
     spread: float = 0.1
     wait_spread: float = 0.3
     memory_spread: float = 0.06
