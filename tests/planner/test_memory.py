@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import math
+import weakref
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import foreach_reduce
 
 from benchmarks.memory_cpu import measure
+from shardwise._torch_compat import all_gather_single
 from shardwise.config import Job
 from shardwise.families.build import build_model
 from shardwise.families.discovery import discover
 from shardwise.families.facts import ModelFacts
+from shardwise.kernels import float8_gather
 from shardwise.plan import Plan, World, resolve
 from shardwise.planner.memory import estimate, moments
 from shardwise.planner.shapes import local_elements
@@ -319,6 +325,32 @@ CASES: dict[str, dict[str, Any]] = {
     "bf16": {"precision": {"compute": "bf16"}},
     "long": {"training": {"microbatch_size": 8, "sequences_per_step": 16}},
 }
+
+
+def messages_left(job: dict[str, Any]) -> list[int]:
+    """Bytes of float8's messages that exist at each reduction of a unit; last, how many were gathered."""
+    messages, left = list[weakref.ref[torch.Tensor]](), []
+
+    def gather(output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if output.dtype == torch.uint8:
+            messages.append(weakref.ref(output))
+        return all_gather_single(output, *args, **kwargs)
+
+    def reduce(*args: Any, **kwargs: Any) -> Any:
+        left.append(sum(message.numel() for each in messages if (message := each()) is not None))
+        return foreach_reduce(*args, **kwargs)
+
+    patch = mock.patch.object
+    with patch(float8_gather, "all_gather_single", gather), patch(_fsdp_param_group, "foreach_reduce", reduce):
+        measure(job)
+    return [*left, len(messages)]
+
+
+def test_no_message_of_float8_is_left_where_a_unit_is_reduced(world_pool: WorldPool) -> None:
+    """So the formula leaves them out."""
+    precision = {"compute": "bf16", "fp8": "emulate", "fp8_layers": "all", "fp8_all_gather": True}
+    for found in world_pool.run(2, messages_left, settings(2, precision=precision)):
+        assert len(found) > 4 and not any(found[:-1]) and found[-1] >= 8
 
 
 LONG: dict[str, Any] = {"data": {"sequence_length": 500}, "training": {"sequences_per_step": 2}}

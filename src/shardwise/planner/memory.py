@@ -17,7 +17,8 @@ lives until the next unit's. The root stays gathered from first use to the end o
 is no flat buffer. Gloo reduces a copy of its input; with one shard rank FSDP2 makes that copy.
 
 Not in it: what a kernel allocates inside one operator, a backend's own buffers, the allocator's fragmentation, CUDA's
-context, and buffers of the model (rotary tables).
+context, and buffers of the model (rotary tables). Float8's messages live inside the gathering's call, a byte a number,
+before gradients and reduction buffers of the same unit exist, which take more: no moment has them at its peak.
 """
 
 from __future__ import annotations
