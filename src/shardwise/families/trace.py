@@ -102,7 +102,7 @@ def trace(
     starts: Sequence[str],
     inputs: Mapping[str, Any],
     device: torch.device,
-    dtypes: tuple[torch.dtype, torch.dtype],
+    dtypes: tuple[torch.dtype, torch.dtype | None],
     blocks: Collection[str],
     dropout: Dropout | None = None,
 ) -> Trace:
@@ -112,7 +112,7 @@ def trace(
         inputs: the forward's keyword arguments; of tensors shapes and dtypes count, and stay those of the pieces, as
             other values do.
         device: where the pieces run.
-        dtypes: of parameters when they are used, and of buffers.
+        dtypes: of parameters when they are used, and of buffers; None leaves these as they are.
         blocks: names of blocks, by which functional dropout is counted.
         dropout: what the pieces call to drop; unset: torch's own.
 
@@ -160,7 +160,7 @@ def _fake(mode: Any, tensor: Tensor, device: torch.device, dtype: torch.dtype) -
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=device)
 
 
-def _stand_in(model: nn.Module, mode: Any, device: torch.device, dtypes: tuple[torch.dtype, torch.dtype]) -> Any:
+def _stand_in(model: nn.Module, mode: Any, device: torch.device, dtypes: tuple[torch.dtype, torch.dtype | None]) -> Any:
     """A copy on fake tensors in which nothing is tied: torch 2.13 cannot sink a parameter of two names."""
     traced = copy.deepcopy(model, {id(buffer): buffer for buffer in model.buffers()})
     seen: set[int] = set()
@@ -174,7 +174,7 @@ def _stand_in(model: nn.Module, mode: Any, device: torch.device, dtypes: tuple[t
         for held, dtype in zip((module._parameters, module._buffers), dtypes, strict=True):
             for leaf, tensor in held.items():
                 if tensor is not None:
-                    kind = dtype if tensor.is_floating_point() else tensor.dtype
+                    kind = dtype if dtype and tensor.is_floating_point() else tensor.dtype
                     fake = _fake(mode, tensor, device, kind)
                     held[leaf] = nn.Parameter(fake, tensor.requires_grad) if held is module._parameters else fake
     return traced

@@ -13,7 +13,7 @@ from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardwise.families.facts import ModelFacts
 from shardwise.kernels.dropout import name_functional_dropout, replace_dropout
@@ -59,7 +59,7 @@ def parallelize(
         allocation: in which parameters and buffers get their storage; a dry run's gives them none.
     """
     device = device or torch.device(plan.world.device_type)
-    model.to(torch_dtype(plan.dtypes.parameters))
+    _to_dtypes(model, plan)
     if plan.attention:
         lead_attention(model, plan.attention)
     context = Context(model, plan, layout) if layout.size("context") > 1 else None
@@ -91,6 +91,24 @@ def parallelize(
     pipeline = Pipeline(plan, layout, passages, hidden, device) if passages else None
     tied = [name for name in tied if name in tensor_map.names]
     return ParallelModel(parts, plan, layout, facts, tensor_map, device, partial, tied, pipeline, context)
+
+
+def _to_dtypes(model: nn.Module, plan: Plan) -> None:
+    """Parameters, and buffers with them: but those that are in the dtype of computing already stay in it.
+
+    A module that its author has halved computes with halves of its buffers too; wider ones would widen activations.
+    """
+    compute = torch_dtype(plan.dtypes.compute)
+    halved = [(held, leaf, buffer) for held, leaf, buffer in _buffers(model) if buffer.dtype == compute]
+    model.to(torch_dtype(plan.dtypes.parameters))
+    for held, leaf, buffer in halved:
+        held[leaf] = buffer
+
+
+def _buffers(model: nn.Module) -> list[tuple[dict[str, Tensor | None], str, Tensor]]:
+    """(where it is held, name there, buffer)."""
+    held = [module._buffers for module in model.modules()]
+    return [(names, leaf, buffer) for names in held for leaf, buffer in names.items() if buffer is not None]
 
 
 def _part(

@@ -45,7 +45,7 @@ class Tracer:
         key = training, *zip(given, facts)
         if key not in self.known:
             self.model.train(training)
-            dtypes = torch_dtype(self.plan.dtypes.compute), torch_dtype(self.plan.dtypes.parameters)
+            dtypes = torch_dtype(self.plan.dtypes.compute), None
             starts, blocks = [names[0] for names in self.plan.stages[1:]], self.facts.stages.order
             drop = numbered_dropout if training else None
             try:

@@ -76,8 +76,7 @@ def build(module: nn.Module, inputs: Mapping[str, Any]) -> ParallelModel:
         "parallel.device": state.device.type,
     }
     values.setdefault("precision.compute", _dtype_of(weights))
-    example = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
-    facts = _facts(module, values, example)
+    facts = _facts(module, values, inputs)
     if state.layout.size("tensor") > 1 and facts.sequence_refusal and values.pop("parallel.sequence_parallel", False):
         _say(f"smp_options: optimize='memory' has no effect here: {facts.sequence_refusal}.")
     values |= _partition(module, facts) if state.layout.size("pipeline") > 1 else {}
@@ -138,22 +137,35 @@ def _dtype_of(weights: Mapping[str, Tensor]) -> str:
     return DTYPES[widest]
 
 
-def _facts(module: nn.Module, values: dict[str, Any], example: Mapping[str, Tensor]) -> ModelFacts:
+def _facts(module: nn.Module, values: dict[str, Any], inputs: Mapping[str, Any]) -> ModelFacts:
     """A script's own module is cut into stages like any other: between its blocks, or by tracing it."""
     from shardwise.smp.nn.splits import tensor_splits
 
-    length = values["data.sequence_length"]
+    length, example = values["data.sequence_length"], {n: v for n, v in inputs.items() if isinstance(v, Tensor)}
     state.tracing = True
     published = isinstance(getattr(module, "config", None), PreTrainedConfig)  # whose inputs are known
     facts = discover(module, make_job({"data.sequence_length": length}), None if published else example)
     if state.layout.size("pipeline") > 1:
-        facts = cut_by_trace(module, facts, length, example)
+        facts = _untraceable(facts, inputs) or cut_by_trace(module, facts, length, example)
     state.tracing = False
     own = tensor_splits(module)
     if own:
         whole = "layers of smp.nn hand whole activations to one another"
         facts = replace(facts, tensor_splits=own, tensor_refusal="", vocabulary_parameters=(), sequence_refusal=whole)
     return facts if facts.stages.refusal else replace(facts, is_hugging_face=True)
+
+
+def _untraceable(facts: ModelFacts, inputs: Mapping[str, Any]) -> ModelFacts | None:
+    """`facts` that name an argument of the forward with which no stages can be cut by tracing it, if there is one."""
+    known = (Tensor, bool, int, float, str, type(None))
+    name = next((name for name, value in inputs.items() if not isinstance(value, known)), None)
+    if name is None or not facts.stages.refusal:
+        return None
+    refusal = (
+        f"the argument {name!r} of the forward is of class {type(inputs[name]).__name__}; stages of {facts.family}, "
+        "which is no chain of blocks, are cut with tensors and plain values as arguments"
+    )
+    return replace(facts, stages=replace(facts.stages, refusal=refusal))
 
 
 # ---- stages
