@@ -53,6 +53,8 @@ class Targets:
 
 
 class Detector(nn.Module):
+    scale: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         with smp.partition(0):
@@ -186,7 +188,7 @@ def batch(number: int) -> tuple[Images, list[Boxes]]:
     return Images(pixels[mine], [(8, 8)] * (mine.stop - mine.start)), [Boxes(each) for each in corners[mine]]
 
 
-def train(model: Any, optimizer: Any, schedule: Any, steps: range, place: Path | None = None) -> list[float]:
+def train(model: Any, optimizer: Any, schedule: Any, steps: range, place: Path | None = None) -> list[list[float]]:
     found, device = [], torch.device("cuda", smp.local_rank())
     model.train()
     for number in steps:

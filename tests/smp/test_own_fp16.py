@@ -163,3 +163,40 @@ def test_files_fill_objects_of_a_scripts_classes_and_call_nothing(
     assert type(found) is their.Scaler and found.scale == 8.0
     assert not hasattr(read(tmp_path / "asking.pt")[0], "scale")
     assert their.called == []
+
+
+REMOTE = """
+from transformers import PreTrainedConfig
+
+class TheirConfig(PreTrainedConfig):
+    model_type = "theirs"
+    def __init__(self, width=1, **kwargs):
+        self.width = width
+        super().__init__(**kwargs)
+
+class Other:
+    pass
+"""
+
+
+def test_a_config_of_remote_code_is_read_where_the_script_has_loaded_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, kept = "transformers_modules.theirs.configuration", tmp_path / "kept.pt"
+    file = tmp_path / "remote" / f"{name.replace('.', '/')}.py"
+    file.parent.mkdir(parents=True)
+    file.write_text(REMOTE)
+    monkeypatch.syspath_prepend(tmp_path / "remote")
+    for part in ("transformers_modules", "transformers_modules.theirs", name):
+        monkeypatch.delitem(sys.modules, part, raising=False)
+    module = importlib.import_module(name)
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(tmp_path / "elsewhere" / "train.py"))
+    torch.save({"model_config": module.TheirConfig(width=3)}, kept)
+    found = read(kept)["model_config"]
+    assert type(found) is module.TheirConfig and found.width == 3 and found.model_type == "theirs"
+    torch.save(module.Other(), tmp_path / "other.pt")
+    with pytest.raises(CheckpointError, match=r"names transformers_modules\.theirs\.configuration\.Other"):
+        read(tmp_path / "other.pt")
+    del sys.modules[name]
+    with pytest.raises(CheckpointError, match="TheirConfig"):
+        read(kept)

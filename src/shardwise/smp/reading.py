@@ -2,8 +2,8 @@
 
 Beside tensors and plain values scripts keep their arguments, dicts with defaults, numpy's numbers, a model's config and
 the shards of FSDP's local state; those of 2021 and 2022 also keep their loss scaler, an object of a class of their own.
-Those classes are let in by name, a script's own where it has loaded them from files beside it; anything else in a file
-is an error. The rest is torch's `weights_only=True`.
+Those classes are let in by name, a script's own where it has loaded them from files beside it, configs of remote code
+where it has let transformers load that; anything else in a file is an error. The rest is torch's `weights_only=True`.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ _SHARDS = {
 # Of what kind a defaultdict's defaults are.
 _FACTORIES: dict[str, Any] = {f"builtins.{kind.__name__}": kind for kind in (dict, list, int, float)}
 _CONFIGS = ("transformers.models.", "transformers.configuration_utils")
+_REMOTE = "transformers_modules."  # what transformers loads for `trust_remote_code=True`
 
 
 def read(path: Path, map_location: Any = None) -> Any:
@@ -110,12 +111,14 @@ def _without_default(factory: Any = None) -> dict[Any, Any]:
 
 
 def _of_script(module: str, leaf: str) -> type | None:
-    """What stands for a class that the script has defined, or loaded from files below its directory."""
+    """What stands for a class that the script has defined, or loaded from files below its directory; or for a config of
+    a model whose code it has let transformers load."""
     main, loaded = getattr(sys.modules.get("__main__"), "__file__", None), sys.modules.get(module)
     kind, file = getattr(loaded, leaf, None), getattr(loaded, "__file__", None)
     if not (main and file and isinstance(kind, type) and kind.__module__ == module):
         return None
-    return _blank(kind) if Path(file).resolve().is_relative_to(Path(main).resolve().parent) else None
+    beside = Path(file).resolve().is_relative_to(Path(main).resolve().parent)
+    return _blank(kind) if beside or (module.startswith(_REMOTE) and _is_config(kind)) else None
 
 
 def _blank(kind: type) -> type:
@@ -154,10 +157,14 @@ def _known(name: str) -> tuple[Any, str] | None:
         return own, name
     if not module.startswith(_CONFIGS):
         return None
-    from transformers import PreTrainedConfig
-
     try:
         kind = getattr(importlib.import_module(module), leaf, None)
     except ImportError:  # of a model that the installed version does not have
         return None
-    return (kind, name) if isinstance(kind, type) and issubclass(kind, PreTrainedConfig) else None
+    return (kind, name) if _is_config(kind) else None
+
+
+def _is_config(kind: Any) -> bool:
+    from transformers import PreTrainedConfig
+
+    return isinstance(kind, type) and issubclass(kind, PreTrainedConfig)
