@@ -12,6 +12,7 @@ import pytest
 
 from shardwise.collectives import engine
 from shardwise.testing.world import WorldPool
+from tests.s3 import s3, s3_server  # noqa: F401 fixtures
 
 # Tests that move the cache, and the processes they start, share one build of the engine.
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()

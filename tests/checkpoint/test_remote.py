@@ -28,36 +28,9 @@ from shardwise.testing.world import WorldError, WorldPool
 from shardwise.training.trainer import train_rank
 from tests.checkpoint.made import save_steps
 from tests.parity.jobs import make_job
+from tests.s3 import BUCKET, SECRET
 
-SECRET = "not-to-be-found-anywhere"
-BUCKET = "shardwise-test"
 NEWEST = "step-00000004"
-
-
-@pytest.fixture(scope="module")
-def s3_server() -> Iterator[str]:
-    """Address of an S3 server of this process, with one bucket."""
-    pytest.importorskip("s3fs")
-    server = pytest.importorskip("moto.server").ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    try:
-        yield f"http://{host}:{port}"
-    finally:
-        server.stop()
-
-
-@pytest.fixture
-def s3(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """URL of an empty bucket; botocore reads the rest from the environment."""
-    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_server)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "somebody")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    system = fsspec.filesystem("s3")
-    system.mkdir(BUCKET)
-    yield f"s3://{BUCKET}/runs/one"
-    system.rm(BUCKET, recursive=True)
 
 
 @pytest.fixture

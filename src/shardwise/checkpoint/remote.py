@@ -26,6 +26,11 @@ def open_remote(root: str) -> RemoteStore:
     Raises:
         CheckpointError: the URL holds a password, or its scheme is unknown, or the scheme's package is not installed.
     """
+    return RemoteStore(root, *open_system(root))
+
+
+def open_system(root: str, **settings: Any) -> tuple[Any, str]:
+    """fsspec's file system of a URL, which gets `settings`, and the path in it; CheckpointError as `open_remote`."""
     import fsspec
 
     if PASSWORD.search(root):  # it would stand in every message, and in the job that a run writes down
@@ -38,7 +43,7 @@ def open_remote(root: str) -> RemoteStore:
         common = {"s3", "gs", "az", "abfs", "memory", "file", "sftp", "hdfs"}
         raise CheckpointError(f"checkpoint path {root!r}: fsspec knows no scheme {scheme!r}.{nearest(scheme, common)}")
     try:
-        return RemoteStore(root, *fsspec.core.url_to_fs(root))
+        system, path = fsspec.core.url_to_fs(root, **settings)
     except ImportError as error:
         extra = EXTRAS.get(scheme)
         how = f"`pip install 'shardwise[{extra}]'`" if extra else "install it"
@@ -48,6 +53,7 @@ def open_remote(root: str) -> RemoteStore:
         ) from None
     except Exception as error:
         raise CheckpointError(f"checkpoint path {root!r} cannot be opened: {type(error).__name__}: {error}") from error
+    return system, path
 
 
 class RemoteStore:
@@ -58,7 +64,7 @@ class RemoteStore:
         self._system, self._path = system, path.rstrip("/")
 
     def claim(self, run: str) -> None:
-        with _os_errors():
+        with os_errors():
             self._make_directory(self._path)
             self._system.pipe_file(self._at(OWNER), run.encode())
 
@@ -77,30 +83,30 @@ class RemoteStore:
 
     def begin(self, name: str) -> None:
         self.remove(name)
-        with _os_errors():
+        with os_errors():
             self._make_directory(self._at(name))
 
     @contextmanager
     def create(self, name: str, file: str) -> Iterator[BinaryIO]:
-        with _os_errors():
+        with os_errors():
             handle = self._system.open(self._at(name, file), "wb")
         try:
             yield _File(handle)  # type: ignore[misc]
         except BaseException:
             _throw_away(handle)
             raise
-        with _os_errors():
+        with os_errors():
             handle.close()
 
     def commit(self, name: str, manifest: bytes) -> None:
-        with _os_errors():
+        with os_errors():
             self._system.pipe_file(self._at(name, FILE), manifest)
 
     def read(self, name: str, file: str) -> bytes:
         return self._content(self._at(name, file))
 
     def open(self, name: str, file: str) -> BinaryIO:
-        with _os_errors():  # what is read is a block; its successor is often wanted too
+        with os_errors():  # what is read is a block; its successor is often wanted too
             handle: Any = self._system.open(self._at(name, file), "rb", block_size=2 * BLOCK_BYTES)
         return _File(handle)  # type: ignore[return-value]
 
@@ -109,13 +115,13 @@ class RemoteStore:
         return {_last(entry): entry["size"] for entry in entries if entry["type"] == "file"}
 
     def remove(self, name: str) -> None:
-        with _os_errors():
+        with os_errors():
             with suppress(FileNotFoundError):
                 self._system.rm_file(self._at(name, FILE))
             self._remove_files(name)
 
     def abandon(self, name: str) -> None:
-        with _os_errors():
+        with os_errors():
             if not self._system.exists(self._at(name, FILE)):
                 self._remove_files(name)
 
@@ -130,7 +136,7 @@ class RemoteStore:
             self._system.makedirs(path, exist_ok=True)
 
     def _entries(self, path: str, missing_ok: bool = True) -> list[dict[str, Any]]:
-        with _os_errors():
+        with os_errors():
             self._system.invalidate_cache()
             try:
                 entries: list[dict[str, Any]] = self._system.ls(path, detail=True)
@@ -141,7 +147,7 @@ class RemoteStore:
             return entries
 
     def _content(self, path: str) -> bytes:
-        with _os_errors():
+        with os_errors():
             content: bytes = self._system.cat_file(path)
             return content
 
@@ -156,16 +162,16 @@ class _File:
         self._handle = handle
 
     def write(self, block: memoryview) -> int:
-        with _os_errors():
+        with os_errors():
             count: int = self._handle.write(block)
             return count
 
     def seek(self, position: int) -> None:
-        with _os_errors():
+        with os_errors():
             self._handle.seek(position)
 
     def readinto(self, target: memoryview) -> int:
-        with _os_errors():
+        with os_errors():
             count: int = self._handle.readinto(target)
             return count
 
@@ -188,7 +194,7 @@ def _throw_away(handle: Any) -> None:
 
 
 @contextmanager
-def _os_errors() -> Iterator[None]:
+def os_errors() -> Iterator[None]:
     """Errors of the packages below fsspec, such as botocore's, are of no common kind."""
     try:
         yield

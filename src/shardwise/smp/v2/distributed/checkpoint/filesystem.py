@@ -1,4 +1,5 @@
-"""Where distributed checkpoints lie: torch's file system storage, with metadata that is read without trusting it.
+"""Where distributed checkpoints lie: torch's file system storage, in a directory or in S3, with metadata that is read
+without trusting it.
 
 Torch's metadata is a pickle, which is written for torch's own reader. Beside it stands the same as JSON, and that is
 what is read here. What is not a tensor is read with `weights_only=True`.
@@ -7,76 +8,111 @@ what is read here. What is not a tensor is read with `weights_only=True`.
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemBase
 from torch.distributed.checkpoint.metadata import Metadata
 
 from shardwise._torch_compat import set_state_element
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.smp.v2.distributed.checkpoint.metadata import FILE, from_text, to_text
+from shardwise.smp.v2.distributed.checkpoint.s3_filesystem import S3FileSystem, is_s3_uri
 
-Hook = Callable[[], Any]
-S3 = "s3://"
+_SCHEME = re.compile(r"[a-z][a-z0-9+.-]*:/", re.IGNORECASE)
+Hook = Callable[["DistributedFileSystemWriter"], Any]
 
 
-def path_to_file_system(path: str | Path) -> str:
-    """The path as a checkpoint's directory. Raises ConfigError for an S3 address."""
-    if str(path).startswith(S3):
-        raise ConfigError(
-            f"{path} is in S3, where this API does not write; give a directory, or use `shardwise train` with "
-            "checkpoint.directory in S3"
-        )
-    return str(path)
+def path_to_file_system(path: Any, s3_region: str | None = None, s3client_config: Any = None) -> FileSystemBase:
+    """The file system of a path or address: an S3FileSystem, or torch's of this machine.
+
+    Raises:
+        ConfigError: it is an address elsewhere.
+        CheckpointError: it is in S3 and s3fs is not installed.
+    """
+    if is_s3_uri(path):
+        files = S3FileSystem(s3_region, s3client_config)
+        files.init_path(path)
+        return files
+    if _SCHEME.match(str(path)):
+        raise ConfigError(f"{path} is neither a directory nor in S3, where this API writes; give one of these")
+    return FileSystem()
 
 
 class DistributedFileSystemWriter(FileSystemWriter):
-    """Writes one file for each rank, and the metadata. Hooks are called before and after a rank's file is written."""
+    """Writes one file for each rank, and the metadata.
+
+    Args:
+        path: a directory, or an address in S3.
+        pre_write_hooks, post_write_hooks: called with the writer before and after this rank's file is written.
+        s3_region, s3client_config: of `S3FileSystem`.
+        settings: of torch's FileSystemWriter.
+    """
 
     def __init__(
         self,
         path: str | Path,
         pre_write_hooks: Iterable[Hook] | None = None,
         post_write_hooks: Iterable[Hook] | None = None,
+        s3_region: str | None = None,
+        s3client_config: Any = None,
         **settings: Any,
     ) -> None:
-        super().__init__(path_to_file_system(path), **settings)
+        super().__init__(str(path), **settings)
+        self.fs = path_to_file_system(path, s3_region, s3client_config)  # type: ignore[assignment]
+        self.path = self.fs.init_path(path)
         self.before, self.after = list(pre_write_hooks or []), list(post_write_hooks or [])
+        self.is_coordinator = False
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Called by torch; hooks ask whether this rank is the one that writes the metadata."""
+        self.is_coordinator = is_coordinator
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         for hook in self.before:
-            hook()
+            hook(self)
         written = super().write_data(plan, planner)
         for hook in self.after:
-            hook()
+            hook(self)
         return written
 
     def finish(self, metadata: Metadata, results: Any) -> None:
         """Writes the metadata, once all ranks' files are there."""
         super().finish(metadata, results)
         places = {one.index: one.storage_data for of_rank in results for one in of_rank}
-        (Path(self.path) / FILE).write_text(to_text(replace(metadata, storage_data=places)), encoding="utf-8")
+        with self.fs.create_stream(self.fs.concat_path(self.path, FILE), "wb") as stream:
+            stream.write(to_text(replace(metadata, storage_data=places)).encode())
 
 
 class DistributedFileSystemReader(FileSystemReader):
     """Reads what DistributedFileSystemWriter has written; what torch's own has written torch's own reads."""
 
-    def __init__(self, path: str | Path, **settings: Any) -> None:
-        super().__init__(path_to_file_system(path), **settings)
+    def __init__(self, path: str | Path, s3_region: str | None = None, s3client_config: Any = None, **settings: Any):
+        super().__init__(str(path), **settings)
+        self.fs = path_to_file_system(path, s3_region, s3client_config)  # type: ignore[assignment]
+        self.path = self.fs.init_path(path)
         self.problem: CheckpointError | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Raises CheckpointError where there is none, or it is none of ours."""
-        file = Path(self.path) / FILE
+        file = self.fs.concat_path(self.path, FILE)
         try:
-            return from_text(file.read_text(encoding="utf-8"), self.load_id)
+            with self.fs.create_stream(file, "rb") as stream:
+                return from_text(stream.read().decode(), self.load_id)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             self.problem = CheckpointError(f"{file} cannot be read: {error}; give a directory of a finished save")
             raise self.problem from error
+
+
+def first_failure(error: CheckpointException) -> BaseException:
+    """What went wrong on the first of the ranks that torch's error lists."""
+    return next(iter(error.failures.values()))[0] if error.failures else error
 
 
 class LoadPlanner(DefaultLoadPlanner):

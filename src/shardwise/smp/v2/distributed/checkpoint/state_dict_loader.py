@@ -7,11 +7,7 @@ from typing import Any
 from torch.distributed import checkpoint
 
 from shardwise.errors import CheckpointError, ConfigError
-from shardwise.smp.v2.distributed.checkpoint.filesystem import (
-    DistributedFileSystemReader,
-    LoadPlanner,
-    path_to_file_system,
-)
+from shardwise.smp.v2.distributed.checkpoint.filesystem import DistributedFileSystemReader, LoadPlanner, first_failure
 
 
 def load(
@@ -29,6 +25,8 @@ def load(
     """Fill the tensors of `state_dict`, and replace its other values. Collective over `process_group`.
 
     Args:
+        checkpoint_id: the directory or address in S3, or `storage_reader` that knows it.
+        s3_region, s3client_config: of `S3FileSystem`, for `checkpoint_id`.
         check_keys_matched: whether a key that the checkpoint lacks is an error.
 
     Raises:
@@ -37,12 +35,14 @@ def load(
     """
     if storage_reader is None and checkpoint_id is None:
         raise ConfigError("a checkpoint needs checkpoint_id, its directory, or a storage_reader")
-    reader = storage_reader or DistributedFileSystemReader(path_to_file_system(checkpoint_id))
+    reader = storage_reader or DistributedFileSystemReader(checkpoint_id, s3_region, s3client_config)
     planner = planner or LoadPlanner(allow_partial_load=not check_keys_matched)
     try:
         checkpoint.load(state_dict, storage_reader=reader, planner=planner, process_group=process_group)
     except checkpoint.CheckpointException as error:
-        missing = getattr(reader, "problem", None)  # which torch 2.11 swallows, to say that the metadata is None
-        first = missing or (next(iter(error.failures.values()))[0] if error.failures else error)
+        # Torch 2.11 swallows it, to say that the metadata is None.
+        first = getattr(reader, "problem", None) or first_failure(error)
         where = getattr(reader, "path", checkpoint_id)
-        raise CheckpointError(f"the checkpoint in {where} cannot be loaded: {first}") from error
+        raise CheckpointError(
+            f"the checkpoint in {where} cannot be loaded: {first}"
+        ) from error

@@ -12,9 +12,9 @@ from torch.distributed import checkpoint
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from shardwise._torch_compat import is_alive
-from shardwise.errors import ConfigError
+from shardwise.errors import CheckpointError, ConfigError
 from shardwise.smp.v2.distributed.checkpoint.async_utils import AsyncCallsQueue
-from shardwise.smp.v2.distributed.checkpoint.filesystem import DistributedFileSystemWriter, path_to_file_system
+from shardwise.smp.v2.distributed.checkpoint.filesystem import DistributedFileSystemWriter, first_failure
 
 _QUEUE = AsyncCallsQueue()
 _groups: dict[tuple[int, ...], Any] = {}
@@ -41,13 +41,17 @@ def save(
     """Write `state_dict`, of which each rank of `process_group` holds its shards. Collective over the group.
 
     Args:
-        checkpoint_id: the directory, or `storage_writer` that knows it.
+        checkpoint_id: the directory or address in S3, or `storage_writer` that knows it.
         coordinator_rank, wait_error_handling, force_check_all_plans: accepted; torch's coordinator is the group's first
             rank, and all plans are always looked at.
-        s3_region, s3client_config: of S3, which is refused.
+        s3_region, s3client_config: of `S3FileSystem`, for `checkpoint_id`; a `storage_writer` has its own.
+
+    Raises:
+        CheckpointError: a rank could not write; every rank is told.
+        ConfigError: neither a directory nor a writer is given.
     """
-    writer = _writer(checkpoint_id, storage_writer)
-    checkpoint.save(state_dict, storage_writer=writer, planner=planner, process_group=process_group)
+    writer = _writer(checkpoint_id, storage_writer, s3_region, s3client_config)
+    _save(state_dict, writer, planner, process_group)
 
 
 def async_save(
@@ -70,7 +74,7 @@ def async_save(
     The ranks talk over a group of their own, so that messages of training and of the save do not meet. A save begins
     when the one before it in the same group has ended, or their messages would meet.
     """
-    writer = _writer(checkpoint_id, storage_writer)
+    writer = _writer(checkpoint_id, storage_writer, s3_region, s3client_config)
     group = _own_group(process_group)
     staged = _staged(state_dict)
     before, ended = _turns.get(id(group)), threading.Event()
@@ -79,7 +83,7 @@ def async_save(
         if before is not None:
             before.wait()
         try:
-            checkpoint.save(staged, storage_writer=writer, planner=planner, process_group=group)
+            _save(staged, writer, planner, group)
         finally:
             ended.set()
 
@@ -92,12 +96,21 @@ def maybe_finalize_async_calls(blocking: bool = True, process_group: Any = None)
     return _QUEUE.maybe_finalize_async_calls(blocking, process_group)
 
 
-def _writer(checkpoint_id: Any, storage_writer: Any) -> Any:
+def _save(state_dict: dict[str, Any], writer: Any, planner: SavePlanner | None, group: Any) -> None:
+    """Torch's own error is a BaseException, which passes by what a script does against errors."""
+    try:
+        checkpoint.save(state_dict, storage_writer=writer, planner=planner, process_group=group)
+    except checkpoint.CheckpointException as error:
+        where = getattr(writer, "path", "storage_writer")
+        raise CheckpointError(f"the checkpoint in {where} cannot be written: {first_failure(error)}") from error
+
+
+def _writer(checkpoint_id: Any, storage_writer: Any, s3_region: str | None, s3client_config: Any) -> Any:
     if storage_writer is not None:
         return storage_writer
     if checkpoint_id is None:
         raise ConfigError("a checkpoint needs checkpoint_id, its directory, or a storage_writer")
-    return DistributedFileSystemWriter(path_to_file_system(checkpoint_id))
+    return DistributedFileSystemWriter(checkpoint_id, s3_region=s3_region, s3client_config=s3client_config)
 
 
 def _own_group(group: Any) -> Any:
