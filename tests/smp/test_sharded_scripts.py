@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import checkpoint
+from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
+from torch.distributed.fsdp import FullStateDictConfig, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp import StateDictType
 from transformers import LlamaForCausalLM
 from transformers.utils import is_flash_attn_2_available
 
@@ -22,7 +23,7 @@ from shardwise.errors import CheckpointError, ConfigError, LegalityError, ModelE
 from shardwise.smp.v2.checkpoint.utils import limit_num_subdirs
 from shardwise.smp.v2.delayed_param import DelayedParamIniter
 from shardwise.smp.v2.distributed.checkpoint.async_utils import AsyncCallsQueue
-from shardwise.smp.v2.distributed.checkpoint.filesystem import DistributedFileSystemWriter
+from shardwise.smp.v2.distributed.checkpoint.filesystem import DistributedFileSystemReader, DistributedFileSystemWriter
 from shardwise.smp.v2.distributed.checkpoint.state_dict_loader import load
 from shardwise.smp.v2.distributed.checkpoint.state_dict_saver import async_save, save
 from shardwise.smp.v2.distributed.checkpoint.state_dict_utils import (
@@ -187,8 +188,43 @@ def test_a_checkpoint_is_not_trusted(tmp_path: Path) -> None:
     load({"weight": target["weight"]}, checkpoint_id=tmp_path / "one")
     with pytest.raises(CheckpointError, match="give a directory of a finished save"):
         load(target, checkpoint_id=tmp_path / "none")
-    with pytest.raises(ConfigError, match="is in S3"):
-        load(target, checkpoint_id="s3://bucket/key")
+    with pytest.raises(ConfigError, match="gs://bucket/key is neither a directory nor in S3"):
+        load(target, checkpoint_id="gs://bucket/key")
+
+
+def _other_types(directory: str) -> None:
+    """As the adapter for NeMo takes them: whole states by the same name, optimizers through torch's own loader."""
+    try:
+        model, optimizer, train = _start({"hybrid_shard_degree": 2, "sm_activation_offloading": False})
+        train(batches()[0])
+        settings = FullStateDictConfig(rank0_only=True, offload_to_cpu=True)
+        with sm_state_dict_type(model, StateDictType.FULL_STATE_DICT, state_dict_config=settings):
+            found = model.state_dict()
+        with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, settings):
+            expected = model.state_dict()
+        assert found.keys() == expected.keys() and bool(found) == (dist.get_rank() == 0)
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        state = _sharded(model, optimizer)
+        save({"state_dict": state["model"], "optimizer_0": state["optimizer"]}, checkpoint_id=directory)
+        loaded = load_sharded_optimizer_state_dict(
+            model_state_dict=state["model"],
+            optimizer_key="optimizer_0",
+            storage_reader=DistributedFileSystemReader(directory),
+        )
+        before = [{key: torch.as_tensor(v).clone() for key, v in each.items()} for each in optimizer.state.values()]
+        train(batches()[1])
+        optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, loaded["optimizer_0"]))
+        after = list(optimizer.state.values())
+        assert before and all(torch.equal(a[key], b[key]) for a, b in zip(before, after, strict=True) for key in a)
+        for kind, config in ((SMStateDictType.SM_LOCAL_STATE_DICT, settings), ("local", None)):
+            with pytest.raises(ConfigError, match="sm_state_dict_type"), sm_state_dict_type(model, kind, config):
+                pass
+    finally:
+        tsm.state.reset()
+
+
+def test_states_of_torchs_types(world_pool: WorldPool, tmp_path: Path) -> None:
+    world_pool.run(2, _other_types, str(tmp_path))
 
 
 def _several(directory: str) -> list[Any]:

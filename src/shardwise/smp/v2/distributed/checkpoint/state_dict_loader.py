@@ -43,6 +43,4 @@ def load(
         # Torch 2.11 swallows it, to say that the metadata is None.
         first = getattr(reader, "problem", None) or first_failure(error)
         where = getattr(reader, "path", checkpoint_id)
-        raise CheckpointError(
-            f"the checkpoint in {where} cannot be loaded: {first}"
-        ) from error
+        raise CheckpointError(f"the checkpoint in {where} cannot be loaded: {first}") from error

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateDictConfig, StateDictConfig, StateDictType
 
 from shardwise.errors import ConfigError
 from shardwise.smp.v2.grad_norm import plain_name
@@ -26,9 +27,37 @@ class SMStateDictType(enum.Enum):
 
 
 @contextmanager
-def sm_state_dict_type(model: nn.Module, state_dict_type: SMStateDictType) -> Iterator[None]:
-    """Inside, `model.state_dict()` holds this rank's shards by name: live, so that `load` fills the model itself."""
-    assert state_dict_type is SMStateDictType.SM_LOCAL_STATE_DICT
+def sm_state_dict_type(
+    model: nn.Module,
+    state_dict_type: SMStateDictType | StateDictType,
+    state_dict_config: StateDictConfig | None = None,
+    optim_state_dict_config: OptimStateDictConfig | None = None,
+) -> Iterator[None]:
+    """Inside, `model.state_dict()` is of that type.
+
+    SM_LOCAL_STATE_DICT: this rank's shards by name, live, so that `load` fills the model itself; it has no configs.
+    Torch's types: as in `FullyShardedDataParallel.state_dict_type`, which gets the configs.
+
+    Raises:
+        ConfigError: the type is none of these, or a config comes with the first.
+    """
+    if isinstance(state_dict_type, StateDictType):
+        inside = FullyShardedDataParallel.state_dict_type(
+            model, state_dict_type, state_dict_config, optim_state_dict_config
+        )
+    elif state_dict_type is not SMStateDictType.SM_LOCAL_STATE_DICT or state_dict_config or optim_state_dict_config:
+        raise ConfigError(
+            f"sm_state_dict_type: state_dict_type={state_dict_type!r} must be SMStateDictType.SM_LOCAL_STATE_DICT, "
+            "without configs, or one of torch.distributed.fsdp.StateDictType"
+        )
+    else:
+        inside = _local_state_dict(model)
+    with inside:
+        yield
+
+
+@contextmanager
+def _local_state_dict(model: nn.Module) -> Iterator[None]:
     module: Any = model
 
     def local(*args: Any, **kwargs: Any) -> dict[str, Any]:
