@@ -46,6 +46,7 @@ class Axis:
     sequence: int | None = None
     batch: int | None = None
     backend: str = "gloo"
+    reshard: bool = False  # gathered parameters are freed between forward and backward
 
     @property
     def ours(self) -> Contender:
@@ -79,6 +80,7 @@ def main(arguments: Sequence[str] | None = None, axes: Mapping[str, Axis] = AXES
         workload = Workload(
             options.layers, options.width, options.heads, options.vocabulary,
             options.sequence or axis.sequence or shape.sequence, options.batch or axis.batch or shape.batch,
+            reshard=axis.reshard,
         )  # fmt: skip
         series = measure(axis, workload, options, console)
         run = summarize_axis(axis, series, workload, options.steps)

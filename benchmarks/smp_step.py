@@ -29,7 +29,7 @@ from benchmarks.workload import Workload, parameter_groups, token_ids
 from shardwise.collectives import engine
 
 SCRIPT = Contender("smp script", "benchmarks.smp_step:script", "shardwise", "@smp.step, DistributedOptimizer")
-SHARDED = Axis("shard", {"sharded_data_parallel_degree": RANKS}, (SCRIPT,))
+SHARDED = Axis("shard", {"sharded_data_parallel_degree": RANKS}, (SCRIPT,), reshard=True)  # the default of both
 ON_ENGINE = replace(SHARDED, peers=(replace(SCRIPT, backend=engine.BACKEND),), backend=engine.BACKEND)
 AXES = {"shard": SHARDED, "engine": ON_ENGINE}
 
