@@ -238,4 +238,6 @@ class _Gradients:
         else:
             torch.mul(gradient, scale, out=low)
             torch.mm(low, self.matrix, out=self.hidden[part])
-            (self.weight.copy_ if first else self.weight.add_)(low.T @ rows)
+            if first:
+                self.weight.zero_()
+            self.weight.add_(low.T @ rows)
