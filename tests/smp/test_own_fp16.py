@@ -186,6 +186,8 @@ def test_a_config_of_remote_code_is_read_where_the_script_has_loaded_that(
     file = tmp_path / "remote" / f"{name.replace('.', '/')}.py"
     file.parent.mkdir(parents=True)
     file.write_text(REMOTE)
+    for package in (file.parent, file.parent.parent):  # else transformers' own, further down the path, comes first
+        (package / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path / "remote")
     for part in ("transformers_modules", "transformers_modules.theirs", name):
         monkeypatch.delitem(sys.modules, part, raising=False)
