@@ -21,7 +21,7 @@ from shardwise.smp.process import state
 from shardwise.smp.weights import HOST, PARTIAL
 
 if TYPE_CHECKING:
-    from shardwise.smp.optimizer import Side
+    from shardwise.smp.optimizer_side import Side
 
 
 MASTERS = "masters"  # this rank's fp32 elements, where parameters are shown to scripts in 16 bits

@@ -17,7 +17,7 @@ from shardwise.smp.optimizer_state import full_state, local_of, local_state
 from shardwise.smp.process import state
 
 if TYPE_CHECKING:
-    from shardwise.smp.optimizer import Side
+    from shardwise.smp.optimizer_side import Side
 
 
 def inner_optimizer(given: Any) -> Optimizer:

@@ -30,7 +30,7 @@ from shardwise.training.setup import current_world
 
 if TYPE_CHECKING:
     from shardwise.smp.model import DistributedModel
-    from shardwise.smp.optimizer import Side
+    from shardwise.smp.optimizer_side import Side
 
 DEVICE_VARIABLE = "SHARDWISE_DEVICE"  # set by `shardwise run --device`
 

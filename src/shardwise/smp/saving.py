@@ -22,7 +22,7 @@ from torch import Tensor
 
 from shardwise.errors import CheckpointError
 from shardwise.smp.messages import barrier
-from shardwise.smp.optimizer import Side
+from shardwise.smp.optimizer_side import Side
 from shardwise.smp.optimizer_state import local_state, scaler_state
 from shardwise.smp.own_optimizer import Numbering
 from shardwise.smp.process import state
