@@ -37,7 +37,10 @@ def plan_options(parser: argparse.ArgumentParser) -> None:
         "--limit", type=count, default=10_000, metavar="N", help="combinations to look at (default: 10000)"
     )
     parser.add_argument(
-        "--explain", metavar="WHICH", help="a number of the table, or keys: tensor_parallel_degree=8,microbatch_size=2"
+        "--explain",
+        metavar="WHICH",
+        help="a number of the table, `sure` (the fastest whose interval of memory fits), or keys: "
+        "tensor_parallel_degree=8,microbatch_size=2",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--html", metavar="FILE", help="write a page with charts of memory, time, schedule and scaling")
@@ -207,6 +210,10 @@ def _asked(found: Found, text: str) -> Candidate:
                 f"--explain={text}: the table has {len(distinct(found.ranked, 10**6))} layouts; use 1 or more"
             )
         return shown[-1]
+    if text == "sure":
+        if found.surest is None:
+            raise ConfigError("--explain=sure: of no layout does the interval of memory fit; use a number of the table")
+        return found.surest
     wanted = _wanted(text)
     return matching(found, wanted) or of_changes(found, wanted)
 
@@ -223,7 +230,8 @@ def _wanted(text: str) -> Changes:
         key = known.get(name.rpartition(".")[2])
         if not equals or key is None or (name != key and "." in name):
             raise ConfigError(
-                f"--explain={text!r}: {word!r} is neither a number of the table nor key=value.{nearest(name, known)}"
+                f"--explain={text!r}: {word!r} is neither a number of the table, nor `sure`, nor key=value."
+                f"{nearest(name, known)}"
             )
         wanted[key] = read_value(key, value)
     return wanted

@@ -23,7 +23,7 @@ from shardwise.families.facts import ModelFacts
 from shardwise.job_sources import load_job
 from shardwise.plan import resolve
 from shardwise.planner.configure import configuration_of
-from shardwise.planner.explain import Budget, times_of, to_dict, why_not_fit, why_slower
+from shardwise.planner.explain import Budget, may_not_fit, times_of, to_dict, why_not_fit, why_slower
 from shardwise.planner.inventory import cluster, presets
 from shardwise.planner.memory import estimate
 from shardwise.planner.predict import predict
@@ -120,6 +120,32 @@ def test_the_text_names_causes_conventions_and_losers() -> None:
     text = captured.get()
     for word in ("matrix products", "8P", "megatron-2021", "palm", "megatron-2022", "MFU", "slower", "$"):
         assert word in text, word
+
+
+def test_a_layout_whose_interval_of_memory_does_not_fit_is_marked_and_a_surer_one_named() -> None:
+    asked, need = found().question, found().ranked[0].memory_bytes
+    accelerator = replace(asked.cluster.accelerator, memory_bytes=need * 1.01)
+    tight = search(asked._replace(cluster=replace(asked.cluster, accelerator=accelerator)))
+    best, surest = tight.best, tight.surest
+    assert best is not None and best.fits and not best.fits_surely and best.memory_interval[1] > need * 1.01
+    assert surest is not None and surest.memory_interval[1] <= need * 1.01
+    faster = tight.ranked[: tight.ranked.index(next(each for each in tight.ranked if each.changes == surest.changes))]
+    assert not any(each.fits_surely for each in faster if each.exact)
+    said = may_not_fit(best, tight)
+    assert said is not None and "--explain sure" in said and why_slower(surest, best) in said
+    assert may_not_fit(surest, tight) is None and to_dict(surest)["fits_surely"] and not to_dict(best)["fits_surely"]
+    least = replace(tight, ranked=tuple(each for each in tight.ranked if not each.fits_surely))
+    assert least.surest is None and (said := may_not_fit(best, least)) is not None and "every layout" in said
+    console = Console(width=100)
+    with console.capture() as captured:
+        console.print(explanation(best, tight, Budget()))
+    assert "may not fit" in captured.get()
+
+
+def test_the_surest_layout_can_be_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--model", config(tmp_path), "--cluster", "dgx-h100:1", "--limit", "200", "--json", "--explain", "sure")
+    code, out, _ = plan(capsys, *words)
+    assert code == 0 and json.loads(out)["explained"]["fits_surely"]
 
 
 def test_a_layout_is_found_by_its_keys_or_made() -> None:

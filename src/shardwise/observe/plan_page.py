@@ -81,7 +81,9 @@ def _figures(asked: Candidate, budget: Budget) -> Iterator[Figure]:
     yield Figure("TFLOP/s of each", f"{prediction.tflops['palm']:.3g}", f"palm; {rates}")
     yield Figure("MFU", f"{prediction.mfu:.1%}", f"of {prediction.peak_tflops:g} TFLOP/s")
     room = asked.configuration.cluster.accelerator.memory_bytes / GIB
-    yield Figure("Peak memory", f"{asked.memory_bytes / GIB:.1f} GiB", f"of {room:.1f}, fullest rank")
+    low, high = (size / GIB for size in asked.memory_interval)
+    said = f"of {room:.1f}, fullest rank; 80 % between {low:.1f} and {high:.1f}"
+    yield Figure("Peak memory", f"{asked.memory_bytes / GIB:.1f} GiB", said)
     days, cost = budget.days(asked), budget.cost(asked)
     if days is not None:
         yield Figure(

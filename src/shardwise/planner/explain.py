@@ -97,6 +97,18 @@ def why_not_fit(candidate: Candidate) -> str:
     return f"needs {candidate.memory_bytes / GIB:.1f} of {room / GIB:.1f} GiB: {largest}"
 
 
+def may_not_fit(candidate: Candidate, found: Found) -> str | None:
+    """What to know of a layout that fits as predicted but whose interval of memory ends beyond the accelerator's."""
+    if not candidate.fits or candidate.fits_surely:
+        return None
+    room, high = candidate.configuration.cluster.accelerator.memory_bytes, candidate.memory_interval[1]
+    said = f"may not fit: the interval of its memory ends at {high / GIB:.1f} of {room / GIB:.1f} GiB"
+    if found.surest is None:
+        return f"{said}, as that of every layout"
+    sure = f"{layout_of(found.surest)}, {memory_policy(found.surest)}: {why_slower(found.surest, candidate)}"
+    return f"{said}; the fastest that ends within, for `--explain sure`, is {sure}"
+
+
 def refusals(found: Found, most: int = 5) -> Iterator[tuple[int, str, str]]:
     """(how many combinations, rule's id, rule's sentence) of the legality table, the commonest first."""
     sentences = {rule.id: rule.sentence for rule in rules()}
@@ -134,16 +146,10 @@ def to_dict(candidate: Candidate, budget: Budget = Budget()) -> dict[str, Any]:
         "tflops": prediction.tflops,
         "mfu": prediction.mfu,
         "memory_bytes": candidate.memory_bytes,
-        "memory_interval": list(memory_interval(candidate)),
+        "memory_interval": list(candidate.memory_interval),
+        "fits_surely": candidate.fits_surely,
         "memory": candidate.memory,
         "stage_memory": list(candidate.stage_memory),
         "days": budget.days(candidate),
         "cost_dollars": budget.cost(candidate),
     }
-
-
-def memory_interval(candidate: Candidate) -> tuple[float, float]:
-    """The prediction's interval, about the memory that is shown."""
-    low, high = candidate.prediction.memory_interval
-    quick = candidate.prediction.memory_bytes
-    return low / quick * candidate.memory_bytes, high / quick * candidate.memory_bytes

@@ -86,6 +86,18 @@ class Candidate:
         return self.memory_bytes <= self.configuration.cluster.accelerator.memory_bytes and self.fits_host
 
     @property
+    def memory_interval(self) -> tuple[float, float]:
+        """Bytes between which 80 % of measured peaks are expected: the prediction's interval, about `memory_bytes`."""
+        low, high = self.prediction.memory_interval
+        scale = self.memory_bytes / self.prediction.memory_bytes
+        return low * scale, high * scale
+
+    @property
+    def fits_surely(self) -> bool:
+        """Whether all of that interval fits, so that nine in ten such runs do."""
+        return self.fits and self.memory_interval[1] <= self.configuration.cluster.accelerator.memory_bytes
+
+    @property
     def fits_host(self) -> bool:
         """Whether what is offloaded fits into the rank's share of its host's memory, where that is known."""
         return self.prediction.host_bytes <= self.configuration.cluster.host_bytes
@@ -115,6 +127,12 @@ class Found:
     @property
     def best(self) -> Candidate | None:
         return self.ranked[0] if self.ranked else None
+
+    @cached_property
+    def surest(self) -> Candidate | None:
+        """The fastest of those that fit surely. A search fills the memory, so `best` is often not among them."""
+        likely = (exactly(each, self.question.facts) for each in self.ranked if each.fits_surely)
+        return next((each for each in likely if each.fits_surely), None)
 
 
 @dataclass

@@ -15,7 +15,7 @@ from shardwise.planner.explain import (
     TRAFFIC,
     Budget,
     layout_of,
-    memory_interval,
+    may_not_fit,
     memory_policy,
     refusals,
     times_of,
@@ -54,14 +54,16 @@ def _layout_cell(candidate: Candidate, against: str) -> Text:
     return Text.assemble((layout_of(candidate), "bold"), batches, (against, "dim"))
 
 
-def _numbers(candidate: Candidate, budget: Budget) -> list[str]:
+def _numbers(candidate: Candidate, budget: Budget) -> list[str | Text]:
     prediction, days = candidate.prediction, budget.days(candidate)
     low, high = prediction.interval
-    numbers = [
+    least, most = (size / GIB for size in candidate.memory_interval)
+    unsure = "" if candidate.fits_surely else "yellow"
+    numbers: list[str | Text] = [
         f"{prediction.step_seconds:.3g} s\n{low:.3g}–{high:.3g}",
         f"{prediction.mfu:.1%}",
         f"{candidate.tokens_per_second:,.0f}",
-        f"{candidate.memory_bytes / GIB:.1f}",
+        Text.assemble(f"{candidate.memory_bytes / GIB:.1f}\n", (f"{least:.1f}–{most:.1f}", unsure)),
     ]
     return numbers if days is None else [*numbers, f"{days:,.1f}"]
 
@@ -70,6 +72,8 @@ def explanation(candidate: Candidate, found: Found, budget: Budget) -> Group:
     """Where the time and the bytes of a layout go, its rates in each convention, days and cost; and why it loses."""
     title = Text(f"{layout_of(candidate)}, {memory_policy(candidate)}", style="bold")
     parts: list[RenderableType] = [title, _times(candidate), _bytes(candidate)]
+    if unsure := may_not_fit(candidate, found):
+        parts.append(Text(unsure, style="yellow"))
     if not candidate.fits:
         parts.append(Text(f"does not fit: {why_not_fit(candidate)}", style="red"))
     if found.best is not None and candidate is not found.best:
@@ -94,7 +98,7 @@ def _times(candidate: Candidate) -> Table:
 
 def _bytes(candidate: Candidate) -> Table:
     total, room = candidate.memory_bytes, candidate.configuration.cluster.accelerator.memory_bytes
-    low, high = memory_interval(candidate)
+    low, high = candidate.memory_interval
     table = Table(box=None, title_justify="left", caption_justify="left")
     table.title = (
         f"memory of the fullest rank: {total / GIB:.2f} of {room / GIB:.1f} GiB, "
