@@ -201,6 +201,7 @@ def test_take_overrides_keeps_the_other_words() -> None:
         ({"training": 3}, "training=3: must be a section with keys of its own; known: steps, "),
         ({"model": {"dropout": 1.5}}, "model.dropout=1.5: must be less than or equal to 1; use 1"),
         ({"precision": {"compute": "bf61"}}, "must be 'auto', 'fp64', 'fp32', 'bf16' or 'fp16'; use bf16"),
+        ({"precision": {"compute": "fp8"}}, "'bf16' or 'fp16'; or set precision.fp8"),
         ({"model": {"config": 3}}, "model.config=3: must be a valid string or a valid dictionary"),
         ({"observe": {"profile": [1, "b"]}}, "observe.profile[1]='b': must be a valid integer"),
     ],

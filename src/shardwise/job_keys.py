@@ -142,6 +142,9 @@ def _fix(item: Mapping[str, Any]) -> str:
             return f"; use {context[bound]}"
     if item["type"] == "literal_error":
         words = context["expected"].replace("'", "").replace(" or ", ", ").split(", ")
+        key = next((leaf for leaf in leaves() if leaf.rpartition(".")[2] == value), None)
+        if key is not None:
+            return f"; or set {key}"
         close = difflib.get_close_matches(str(value), words, n=1, cutoff=0.5)
         return f"; use {close[0] if close else words[0]}"
     if item["type"] == "int_from_float":

@@ -180,11 +180,13 @@ def _as_json(found: Found, asked: Candidate, budget: Budget, top: int, notes: li
 
 def _too_large(found: Found) -> str:
     from shardwise.planner.explain import layout_of, memory_policy, why_not_fit
-    from shardwise.planner.search import smallest_cluster
+    from shardwise.plan import resolve
+    from shardwise.planner.search import smallest_cluster, world_of
 
     cluster = found.question.cluster
     where = f"{cluster.nodes} x {cluster.per_node} {cluster.accelerator.name}"
     if not found.misfits:
+        resolve(found.question.job, world_of(cluster), found.question.facts)  # what the job itself sets is refused best
         rule, count = found.illegal.most_common(1)[0]
         return f"no layout of this job is legal on {where}: {count:,} of {found.looked_at:,} break the rule {rule!r}"
     least = found.misfits[0]

@@ -257,6 +257,7 @@ def test_a_model_too_large_names_the_smallest_cluster(capsys: pytest.CaptureFixt
         (("--price", "2"), "does nothing without --tokens"),
         (("--rank", "1"), "does nothing without --dry-run"),
         (("--dry-run", "--write", "x.yaml"), "does nothing with --dry-run"),
+        (("--cluster", "cpu:4", "--parallel.tensor_parallel_degree", "3"), "3 does not divide the 4 ranks; use"),
         (("--cluster", "cpu:2", "--explain", "tensor_degree=2"), "Did you mean 'tensor_parallel_degree'?"),
         (("--tokens", "many"), "not a number above 0"),
     ],
