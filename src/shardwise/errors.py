@@ -7,7 +7,9 @@ without a traceback and exits with code 2 (`exit_code`).
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable
+from pathlib import Path
 
 
 class ShardwiseError(Exception):
@@ -88,3 +90,11 @@ def nearest(word: str, known: Iterable[str]) -> str:
     known = sorted(known)
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.55)
     return f" Did you mean {close[0]!r}?" if close else f" Known: {listed(known, LISTED)}."
+
+
+def nearest_file(path: Path, *suffixes: str) -> str:
+    """Of a file that is not there: the one beside it with the closest name, or that there is none of these kinds."""
+    if not path.parent.is_dir():
+        return f" There is no directory {str(path.parent)!r}."
+    files = [str(path.parent / name) for name in os.listdir(path.parent) if name.endswith(suffixes)]
+    return nearest(str(path), files) if files else f" There is no {' or '.join(suffixes)} file beside it."

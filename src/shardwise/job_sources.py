@@ -19,7 +19,7 @@ import yaml
 from pydantic import ValidationError
 
 from shardwise.config import Job
-from shardwise.errors import ConfigError, nearest
+from shardwise.errors import ConfigError, nearest_file
 from shardwise.job_keys import explain, is_switch, kinds, leaf_of, leaves, refuse_stray_switches
 from shardwise.smp_options import is_smp, translate
 
@@ -104,7 +104,9 @@ def _read_file(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError(f"job file {str(path)!r} does not exist.{_nearest_file(path)}") from None
+        raise ConfigError(
+            f"job file {str(path)!r} does not exist.{nearest_file(path, '.yaml', '.yml', '.json')}"
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"job file {str(path)!r} cannot be read: {error}; give a YAML file in UTF-8") from None
     data = parse_yaml(text, f"job file {str(path)!r}")
@@ -112,13 +114,6 @@ def _read_file(path: Path) -> dict[str, Any]:
         what = "is empty" if data is None else f"holds {type(data).__name__} at its top"
         raise ConfigError(f"job file {str(path)!r} {what}; it must hold sections, e.g. `training: {{steps: 30}}`")
     return data
-
-
-def _nearest_file(path: Path) -> str:
-    if not path.parent.is_dir():
-        return f" There is no directory {str(path.parent)!r}."
-    files = [str(path.parent / name) for name in os.listdir(path.parent) if name.endswith((".yaml", ".yml", ".json"))]
-    return nearest(str(path), files) if files else " There is no YAML file beside it."
 
 
 def _split(data: dict[str, Any]) -> tuple[dict[str, Any], Mapping[str, Any]]:

@@ -179,8 +179,8 @@ def _as_json(found: Found, asked: Candidate, budget: Budget, top: int, notes: li
 
 
 def _too_large(found: Found) -> str:
-    from shardwise.planner.explain import layout_of, memory_policy, why_not_fit
     from shardwise.plan import resolve
+    from shardwise.planner.explain import layout_of, memory_policy, why_not_fit
     from shardwise.planner.search import smallest_cluster, world_of
 
     cluster = found.question.cluster

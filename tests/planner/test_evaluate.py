@@ -231,6 +231,8 @@ def test_a_table_without_its_columns_ends_in_one_message(tmp_path: Path, capsys:
     assert main(["plan", "evaluate", str(path)]) == 2
     said = capsys.readouterr().err
     assert "columns are missing" in said and "Traceback" not in said
+    assert main(["plan", "evaluate", str(tmp_path / "shot.csv")]) == 2
+    assert "does not exist. Did you mean" in (said := capsys.readouterr().err) and "short.csv" in said
 
 
 def test_options_that_would_do_nothing_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

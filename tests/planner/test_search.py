@@ -254,6 +254,7 @@ def test_a_model_too_large_names_the_smallest_cluster(capsys: pytest.CaptureFixt
         (("--model", "llama2-7c"), "Did you mean 'llama2-7b'?"),
         (("--cluster", "p4d.24xlage:2"), "Did you mean 'p4d.24xlarge'?"),
         (("--cluster", "cpu:none"), "no count of nodes"),
+        (("--cluster", "/nowhere/cluster.yaml"), "does not exist. There is no directory '/nowhere'."),
         (("--price", "2"), "does nothing without --tokens"),
         (("--rank", "1"), "does nothing without --dry-run"),
         (("--dry-run", "--write", "x.yaml"), "does nothing with --dry-run"),

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from shardwise.errors import ConfigError, nearest
+from shardwise.errors import ConfigError, nearest, nearest_file
 from shardwise.planner.hardware import ACCELERATORS, GIB, USABLE, Accelerator, find_accelerator, read_data
 from shardwise.planner.prediction import Cluster, Configuration, Fabric, ModelShape, Stack
 
@@ -175,6 +175,8 @@ _KEYS = ("accelerator", "nodes", "per_node", "intra", "inter_gbps", "link", "fab
 def _from_file(path: Path) -> Cluster:
     try:
         row = yaml.safe_load(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"cluster={path} does not exist.{nearest_file(path, '.yaml', '.yml')}") from None
     except (OSError, yaml.YAMLError) as error:
         raise ConfigError(f"cluster={path}: {error}") from error
     if not isinstance(row, dict) or "accelerator" not in row:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from shardwise.errors import TableError
+from shardwise.errors import TableError, nearest_file
 from shardwise.planner.hardware import ACCELERATORS, GIB, USABLE, Accelerator, find_accelerator, read_data
 from shardwise.planner.inventory import fabrics, link_of, presets
 from shardwise.planner.prediction import Cluster, Configuration, ModelShape, Prediction, Stack
@@ -85,6 +85,8 @@ def read_table(path: Path) -> list[Row]:
             if missing:
                 raise TableError(f"{path}: columns are missing: {', '.join(missing)}")
             rows = [_row(path, index, record) for index, record in enumerate(reader)]
+    except FileNotFoundError:
+        raise TableError(f"table {str(path)!r} does not exist.{nearest_file(path, '.csv')}") from None
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise TableError(f"{path}: {error}") from error
     if not rows:
