@@ -14,14 +14,14 @@ import torch
 
 from shardwise.collectives import engine, hierarchical
 from shardwise.config import Job
-from shardwise.errors import MachineError
+from shardwise.errors import MachineError, WorkerError
 from shardwise.families.facts import ModelFacts
 from shardwise.launch.environment import RankEnvironment, detect
 from shardwise.launch.local import run_local
 from shardwise.launch.session import gpus_of_host, session
 from shardwise.observe.trackers import require_extras
 from shardwise.plan import Plan, World, collective_algorithm, precheck, resolve
-from shardwise.training.keeper import after_restart
+from shardwise.training.keeper import after_restart, way_on
 from shardwise.training.output import check_output, claim_output
 from shardwise.training.setup import prepare_data, study
 from shardwise.training.trainer import TrainingResult, train_rank
@@ -63,14 +63,23 @@ def train(job: Job, notes: Iterable[str] = (), say: Say = print) -> TrainingResu
         with claim_output(job) if place.rank == 0 else nullcontext():
             return _worker(job, plan.world.device_type, backend)
     with claim_output(job):
-        return run_local(
-            _worker,
-            (job, plan.world.device_type, backend),
-            plan.world.size,
-            device_type=plan.world.device_type,
-            forward_signals=True,
-            max_restarts=job.parallel.max_restarts,
-        )[0]
+        try:
+            return _run_workers(job, plan, backend)
+        except WorkerError:
+            if way := way_on(job):
+                say(f"note: {way}")
+            raise
+
+
+def _run_workers(job: Job, plan: Plan, backend: str) -> TrainingResult:
+    return run_local(
+        _worker,
+        (job, plan.world.device_type, backend),
+        plan.world.size,
+        device_type=plan.world.device_type,
+        forward_signals=True,
+        max_restarts=job.parallel.max_restarts,
+    )[0]
 
 
 def _plan(job: Job, place: RankEnvironment | None) -> tuple[Plan, ModelFacts]:

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from shardwise import entry
 from shardwise.config import Job
-from shardwise.errors import DamagedError, OutputError
+from shardwise.errors import DamagedError, OutputError, WorkerError
 from shardwise.observe.metrics import read_metrics
 from shardwise.testing.world import WorldPool
-from shardwise.training.keeper import Keeper
+from shardwise.training.keeper import Keeper, way_on
 from shardwise.training.output import check_output, claim_output, clear_output
 from shardwise.training.setup import set_up
 from shardwise.training.trainer import TrainingResult, train_rank
@@ -162,6 +163,23 @@ def test_two_runs_never_write_into_one_directory(corpora: Path, tmp_path: Path) 
             claim_output(second)
     first.release()
     claim_output(job).release()
+
+
+def test_a_run_that_fails_says_what_it_can_go_on_from(
+    world_pool: WorldPool, corpora: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, said = a_job(corpora, tmp_path / "run"), list[str]()
+    claimed(job)
+
+    def killed(*_: Any, **__: Any) -> Any:
+        world_pool.run(2, train, job)
+        raise WorkerError("rank 1 of 2 was killed")
+
+    monkeypatch.setattr(entry, "run_local", killed)
+    with pytest.raises(WorkerError, match="was killed"):
+        entry.train(job, say=said.append)
+    assert said[-1] == "note: the newest complete checkpoint is step-00000006; --checkpoint.resume auto goes on from it"
+    assert way_on(a_job(corpora, tmp_path / "never")) is None
 
 
 def notes(job: Job) -> str:

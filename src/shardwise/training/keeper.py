@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import Any
 
@@ -25,6 +26,14 @@ def after_restart(job: Job) -> Job:
     if not again or (named and next(complete(checkpoint_store(job)), None) is None):
         return job
     return job.model_copy(update={"checkpoint": job.checkpoint.model_copy(update={"resume": "auto"})})
+
+
+def way_on(job: Job) -> str | None:
+    """For a run that failed: what it can go on from, and how. None: nothing that is complete."""
+    with contextlib.suppress(CheckpointError):
+        for name, _ in complete(checkpoint_store(job)):
+            return f"the newest complete checkpoint is {name}; --checkpoint.resume auto goes on from it"
+    return None
 
 
 class Keeper:
