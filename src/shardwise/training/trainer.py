@@ -209,7 +209,10 @@ class Trainer:
             say(f"sample:\n{text}")
         report = self.recorder.finish(vars(result))
         assert result.validation_loss is not None
-        say(f"validation loss  {result.validation_loss:.4f} nats a token")
+        if result.skipped:
+            say(f"skipped          {result.skipped} of {result.steps} steps: loss or gradients were not finite")
+        unit = "" if self.job.model.factory else " nats a token"  # another's loss is counted in what it likes
+        say(f"validation loss  {result.validation_loss:.4f}{unit}")
         if result.unigram_entropy is not None:
             gain = result.unigram_entropy - result.validation_loss
             where = "below" if gain >= 0 else "above"
