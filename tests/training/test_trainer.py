@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from shardwise.config import Job
-from shardwise.training.recorder import Recorder
 from shardwise.testing.world import WorldPool
+from shardwise.training.recorder import Recorder
 from shardwise.training.trainer import train_rank
 from tests.parity.jobs import Points, make_module_job
 
