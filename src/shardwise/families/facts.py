@@ -27,7 +27,8 @@ class TensorSplit:
     Attributes:
         kind: a linear module is split by `column` (output features) or `row` (input features); a `partial` one is whole
             but sees only a part of the activations, so the gradients of its parameters are summed; an `inner` one is
-            dropout of activations that exist in parts, between a column and the row module beside it.
+            dropout of activations that exist in parts, between a column and the row module beside it; `experts` are
+            stacks of MLPs, each of which is split by its inner features.
         dim: of the weight.
         sections: fused projections that lie side by side along `dim`, each of which is split.
         shared: features of the one key head, and of the one value head, that lie behind the queries of each group and
@@ -35,6 +36,7 @@ class TensorSplit:
         groups: of queries with the key and the value head that `shared` speaks of, one after the other.
         alone: a column module whose parent also works on whole activations.
         key_value: a column module of key or value heads alone; of fewer heads than ranks each is held by several.
+        grouped: experts that transformers' grouped products compute, which read rows of a multiple of 16 bytes.
     """
 
     kind: str
@@ -44,6 +46,15 @@ class TensorSplit:
     groups: int = 1
     alone: bool = False
     key_value: bool = False
+    grouped: bool = False
+
+    def of(self, leaf: str) -> TensorSplit | None:
+        """How a parameter of the module is split; None where it is whole: the bias of a row module belongs to the sum."""
+        if self.kind == "experts":
+            return EXPERTS.get(leaf)
+        if leaf == "weight" and self.kind in ("column", "row"):
+            return self
+        return replace(self, dim=0) if leaf == "bias" and self.kind == "column" else None
 
     def shares_groups(self, degree: int) -> bool:
         """Whether one of `degree` ranks holds a part of a group, and not whole ones."""
@@ -55,6 +66,10 @@ class TensorSplit:
             queries = size // self.groups - 2 * self.shared
             return (queries, self.shared, self.shared) * self.groups, self.groups
         return (size // self.sections,) * self.sections, 1
+
+
+# Stacks [experts, (gate, up), hidden] and [experts, hidden, inner features]: their parameters by name.
+EXPERTS = {"gate_up_proj": TensorSplit("column", dim=1, sections=2), "down_proj": TensorSplit("row", dim=2)}
 
 
 def chunk(size: int, degree: int, index: int) -> slice:
@@ -158,7 +173,7 @@ class ModelFacts:
     head: str | None = None  # module name of the output projection, when its output is the model's last operation
     head_has_bias: bool = False
     has_attention_dropout: bool = False
-    has_functional_dropout: bool = False  # calls torch.nn.functional.dropout outside of nn.Dropout
+    has_functional_dropout: bool = False  # calls functional dropout outside of nn.Dropout, or draws uniform noise
     blocks_share_arguments: bool = True  # every block is called with the same keyword arguments
     buffers: tuple[str, ...] = ()
     tensor_splits: dict[str, TensorSplit] = field(default_factory=dict)  # module name -> how it can be split
@@ -187,6 +202,12 @@ class ModelFacts:
     def own_attention_arguments(self) -> tuple[str, ...]:
         """Those of `attention_arguments` that cannot be cut as keys are: only attention of whole rows knows them."""
         return tuple(name for name in self.attention_arguments if name != "key_bias")
+
+    @cached_property
+    def grouped_features(self) -> tuple[int, ...]:
+        """Inner features of the experts that grouped products compute, each size once."""
+        names = [name for name, split in self.tensor_splits.items() if split.grouped]
+        return tuple(sorted({self.parameter_shapes[f"{name}.down_proj"][-1] for name in names}))
 
     @cached_property
     def key_values_apart(self) -> bool:

@@ -4,7 +4,7 @@ The forward runs in train mode on fake tensors (shapes only), so a model of any 
 
 - the head: is the output of a plain `nn.Linear` returned as the logits, untouched? Only then can it run inside a
   chunked loss. Gemma 2's soft cap or Granite's scale come after the head and are seen as operations on its output;
-- dropout: through `torch.nn.functional.dropout` outside of `nn.Dropout`, and on attention probabilities;
+- dropout: through `torch.nn.functional.dropout` outside of `nn.Dropout`, and on attention probabilities; noise;
 - blocks: does each take its first argument from the one before, and do all get the same other arguments?
 - which parameters a matrix product reads, tied or not.
 
@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedConfig
 
 from shardwise._torch_compat import FakeTensorMode, tree_leaves
 from shardwise.families.attention import MIXERS, AttentionCalls
@@ -178,8 +179,16 @@ def _positions(inputs: Mapping[str, Tensor]) -> int:
 
 
 def _copy(model: nn.Module) -> nn.Module:
-    """A copy of the module tree that shares the buffers, which may be large; the probe never reads them."""
-    return copy.deepcopy(model, {id(buffer): buffer for buffer in model.buffers()})
+    """A copy of the module tree that shares the buffers, which may be large; the probe never reads them.
+
+    Its experts, if it has some, are computed in the one way of transformers' whose shapes do not depend on the routing
+    and whose widths may be any.
+    """
+    copied = copy.deepcopy(model, {id(buffer): buffer for buffer in model.buffers()})
+    for config in [config for module in copied.modules() if (config := getattr(module, "config", None)) is not None]:
+        if isinstance(config, PreTrainedConfig):
+            config._experts_implementation = "batched_mm"
+    return copied
 
 
 class _Observation:
@@ -264,6 +273,8 @@ class _FunctionWatch(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in DROPOUTS:
             self._see_dropout(*_dropout_arguments(*args, **kwargs))
+        elif func is Tensor.uniform_:
+            self.functional_dropout = True  # noise on activations
         elif func is F.scaled_dot_product_attention:
             self.attention_dropout |= _attention_dropout(*args, **kwargs) > 0
         elif func in MATRIX_PRODUCTS:

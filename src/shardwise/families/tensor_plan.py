@@ -3,10 +3,12 @@
 A column module makes a part of its output features on each rank, a row module reads a part of its input features and
 its partial outputs are summed (Megatron-LM, arXiv 1909.08053, section 3). What lies between them - heads, the
 inner activations of an MLP - exists in parts only, so every pair begins and ends inside one module, the *region*.
+Stacked experts are a region by themselves: what the router gives them enters it, and the router stays outside, whole.
 """
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -16,18 +18,26 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from shardwise.families.facts import TensorSplit
+from shardwise.families.facts import EXPERTS, TensorSplit
 
 # Kinds of `base_model_tp_plan` that are understood here.
 PUBLISHED = {
     "colwise": TensorSplit("column"),
     "rowwise": TensorSplit("row"),
     "replicated_with_grad_allreduce": TensorSplit("partial"),
+    "moe_tp_experts": TensorSplit("experts"),
 }
+# How transformers' plans speak of the parameters of experts, where these are stacked as `facts.EXPERTS` says.
+STACKED = {"gate_up_proj": "packed_colwise", "down_proj": "rowwise"}
+ROUTED = ["hidden_states", "top_k_index", "top_k_weights"]  # arguments of their forward
+UNGROUPED = ("eager", "batched_mm")  # transformers' implementations that take rows of any size
+# Modules beside experts that score them for each position by itself.
+ROUTERS = ("gate", "shared_expert_gate")
 # Names of projections of keys or values alone, with or without a plan of transformers'.
 KEY_VALUE = ("k_proj", "v_proj", "key", "value")
 COLUMN, ROW = PUBLISHED["colwise"], PUBLISHED["rowwise"]
 SEPARATE = {"q_proj": COLUMN, "k_proj": COLUMN, "v_proj": COLUMN, "out_proj": ROW}
+GATED = {"gate_proj": COLUMN, "up_proj": COLUMN, "down_proj": ROW}
 FUSED = "query_key_value"
 
 
@@ -50,7 +60,7 @@ T5_STACK = (
     | _in("block.*.layer.*.DenseReluDense", {"wi": COLUMN, "wi_0": COLUMN, "wi_1": COLUMN, "wo": ROW})
     | _in("block.*.layer.*.DenseReluDense", {"dropout": TensorSplit("inner")})
 )  # fmt: skip
-# Of models for which transformers has no plan.
+# Of models for which transformers has no plan, or one that leaves something whole.
 OWN: dict[str, dict[str, TensorSplit]] = {
     "gpt2": _in("h.*.attn", {"c_attn": TensorSplit("column", sections=3), "c_proj": ROW})
     | _in("h.*.mlp", {"c_fc": COLUMN, "c_proj": ROW}),
@@ -63,6 +73,9 @@ OWN: dict[str, dict[str, TensorSplit]] = {
     "bloom": INTERLEAVED,
     "falcon": INTERLEAVED,
     "t5": _in("encoder", T5_STACK) | _in("decoder", T5_STACK),
+    "qwen2_moe": _in("layers.*.self_attn", {"q_proj": COLUMN, "k_proj": COLUMN, "v_proj": COLUMN, "o_proj": ROW})
+    | _in("layers.*.mlp", {**GATED, "experts": TensorSplit("experts")})
+    | _in("layers.*.mlp.shared_expert", GATED),
 }
 
 
@@ -88,6 +101,9 @@ def tensor_plan(model: nn.Module) -> tuple[dict[str, TensorSplit], str]:
     beside = _beside(model, splits)
     if beside:
         return {}, f"{beside[0]!r} of {family} sees parts of activations, and its plan does not name it"
+    other = [name for name, split in splits.items() if split.kind == "experts" and not _stacked(model, name)]
+    if other:
+        return {}, f"{other[0]!r} of {family} is no pair of stacks of gate and up and of down projections"
     return splits, ""
 
 
@@ -115,7 +131,9 @@ def sequence_refusal(
         return "there is no plan of what is split"
     if not chain:
         return "its blocks are not one chain in which each works on the output of the one before"
-    known, inside = (tuple(f"{name}." for name in names) for names in (splits, blocks))
+    parents = [name.rpartition(".")[0] for name, split in splits.items() if split.kind == "experts"]
+    routers = [f"{parent}.{leaf}" for parent in parents for leaf in ROUTERS]
+    known, inside = (tuple(f"{name}." for name in names) for names in ([*splits, *routers], blocks))
     others = [name for name in shapes if name.startswith(inside) and not name.startswith(known)]
     wide = [name for name in others if len(shapes[name]) > 1]
     return f"{wide[0]!r} of a block is not split, and may work across positions" if wide else ""
@@ -134,17 +152,33 @@ def _beside(model: nn.Module, splits: Mapping[str, TensorSplit]) -> list[str]:
     return [name for name in names if name.startswith(regions) and not name.startswith(known)]
 
 
+def _stacked(model: nn.Module, name: str) -> bool:
+    """Whether experts hold the two stacks that `facts.EXPERTS` splits, in those shapes, and take what a router gives."""
+    module = model.get_submodule(name)
+    shapes = {leaf: tuple(parameter.shape) for leaf, parameter in module.named_parameters()}
+    if shapes.keys() != EXPERTS.keys() or any(len(shape) != 3 for shape in shapes.values()):
+        return False
+    (experts, fused, hidden), down = shapes["gate_up_proj"], shapes["down_proj"]
+    plain = getattr(module, "is_concatenated", True) and not getattr(module, "has_post_expert_norm", False)
+    taken = list(inspect.signature(module.forward).parameters)
+    return bool(plain) and down == (experts, hidden, fused // 2) and taken == ROUTED
+
+
 def _published(model: PreTrainedModel) -> dict[str, str]:
     """Transformers' plan without the input embeddings, which `vocabulary_parameters` splits in its place.
 
     Transformers 5.17 names them in the configuration of every tied model, others too where the module has another name.
+    The parameters of stacked experts are left out too, since a split of the experts says how those are cut.
     """
     plan: Mapping[str, str] = getattr(model.config, "base_model_tp_plan", None) or {}
     table = model.get_input_embeddings()
+    experts = [rule for rule, kind in plan.items() if PUBLISHED.get(kind) == TensorSplit("experts")]
+    of_stacks = {(f"{rule}.{leaf}", kind) for rule in experts for leaf, kind in STACKED.items()}
     return {
         rule: kind
         for rule, kind in plan.items()
-        if kind != "embedding_rowwise" or any(part is not table for _, part in _named_by(model, rule))
+        if (rule, kind) not in of_stacks
+        and (kind != "embedding_rowwise" or any(part is not table for _, part in _named_by(model, rule)))
     }
 
 
@@ -175,5 +209,8 @@ def _of_falcon(config: Any, splits: dict[str, TensorSplit]) -> dict[str, TensorS
 
 def _of(module: Any, split: TensorSplit) -> TensorSplit:
     """With the `dim` of the module's weight; a Conv1D holds it transposed, and so does a table of features."""
+    if split.kind == "experts":
+        chosen = getattr(getattr(module, "config", None), "_experts_implementation", None)
+        return replace(split, grouped=chosen not in UNGROUPED)
     outputs = 1 if isinstance(module, (Conv1D, nn.Embedding)) else 0
     return replace(split, dim=1 - outputs if split.kind == "row" else outputs)

@@ -119,14 +119,19 @@ def keep_mask(key: int, rows: Tensor, elements: int | Tensor, keep: float) -> Te
         elements: of one row: how many, or their indices [E] int64; below 2**31.
         keep: probability in (0, 1].
     """
+    bits = _hashed(key, rows, elements)
+    threshold = round(keep * 2**32) - 2**31
+    return bits < min(threshold, 2**31 - 1) if keep < 1 else torch.ones_like(bits, dtype=torch.bool)
+
+
+def _hashed(key: int, rows: Tensor, elements: int | Tensor) -> Tensor:
+    """[len(rows), elements] int32 of 32 random bits; arguments as for `keep_mask`."""
     low, high = _row_keys(key, rows)
     if isinstance(elements, int):
         elements = torch.arange(elements, dtype=torch.int32, device=rows.device)
     bits = elements.to(torch.int32) * _GOLDEN + low.unsqueeze(1)
     _xor_shift(bits, 16).mul_(_FIRST).bitwise_xor_(high.unsqueeze(1))
-    _xor_shift(_xor_shift(bits, 15).mul_(_SECOND), 16)
-    threshold = round(keep * 2**32) - 2**31
-    return bits < min(threshold, 2**31 - 1) if keep < 1 else torch.ones_like(bits, dtype=torch.bool)
+    return _xor_shift(_xor_shift(bits, 15).mul_(_SECOND), 16)
 
 
 def _xor_shift(bits: Tensor, by: int) -> Tensor:
@@ -173,6 +178,27 @@ def dropout(values: Tensor, probability: float, name: str, columns: tuple[int, i
     return values * mask.view(values.shape) * (1 / (1 - probability))
 
 
+@torch.compiler.disable
+def uniform(values: Tensor, low: float, high: float, name: str) -> Tensor:
+    """`values` [B, ...], of the scope's B rows, filled in place with noise that is uniform in [low, high).
+
+    A leading dim that B does not divide gets one noise for the whole step.
+
+    Raises:
+        RuntimeError: called without a `dropout_scope`.
+    """
+    if _active is None:
+        raise RuntimeError(f"noise {name!r} was drawn outside of a training step")
+    rows = _active.rows
+    if values.shape[0] % len(rows):
+        rows = rows.new_full((1,), -1)
+    bits = _hashed(_active.key(name), rows, _elements(values, len(rows), _active))
+    steps = (bits >> 8).bitwise_and_(2**24 - 1)  # as many as fp32 tells apart
+    wide = torch.promote_types(values.dtype, torch.float32)
+    with torch.no_grad():
+        return values.copy_((steps.to(wide) * ((high - low) * 2.0**-24) + low).view(values.shape))
+
+
 def _elements(values: Tensor, rows: int, scope: DropoutScope) -> int | Tensor:
     """How many elements a row has, or which of the whole tensor's they are."""
     elements = values.numel() // rows
@@ -212,14 +238,19 @@ class IndexedDropout(nn.Module):
 
 
 class FunctionalDropout(TorchFunctionMode):
-    """Leads `torch.nn.functional.dropout` to the same masks, for models that call it (OPT, eager attention)."""
+    """Leads `torch.nn.functional.dropout` to the same masks, for models that call it (OPT, eager attention).
+
+    And `Tensor.uniform_` to noise of the same kind, for routers that jitter what they read (Mixtral).
+    """
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if function is not nn.functional.dropout or _active is None:
+        if _active is None or function not in (nn.functional.dropout, Tensor.uniform_):
             return function(*args, **kwargs)
+        if function is Tensor.uniform_:
+            return _uniform(f"{_active.block}/uniform", *args, **kwargs)
         values, p, training = _dropout_arguments(*args, **kwargs)
         return dropout(values, p, f"{_active.block}/functional") if training and p > 0 else values
 
@@ -228,6 +259,11 @@ def _dropout_arguments(
     input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> tuple[Tensor, float, bool]:
     return input, p, training
+
+
+def _uniform(name: str, values: Tensor, start: float = 0, end: float = 1, generator: Any = None, **renamed: Any) -> Tensor:
+    start, end = renamed.get("from", start), renamed.get("to", end)  # torch's names, of which one is a word of Python
+    return uniform(values, start, end, name) if generator is None else values.uniform_(start, end, generator=generator)
 
 
 def replace_dropout(model: nn.Module) -> None:

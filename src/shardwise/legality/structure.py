@@ -6,13 +6,15 @@ from math import gcd
 
 from shardwise.draft import Draft, changed, divisors, group_size, one_of, placement_order
 from shardwise.families.attention import WIDENING
-from shardwise.families.facts import AttentionFacts
+from shardwise.families.facts import AttentionFacts, chunk
 from shardwise.families.kernels import BY_NAME, KERNELS, alternatives, installed, refusal
 from shardwise.legality.rule import Rule, idle
+from shardwise.precision import torch_dtype
 
 LIGER, GRAPHS = "model.liger", "model.cuda_graphs"
 CHECKPOINTING, COUNT = "memory.activation_checkpointing", "training.gradient_accumulation"
 SPLIT_KEYS = tuple(f"parallel.{axis}_parallel_degree" for axis in ("tensor", "pipeline", "context"))
+ALIGNED = 16  # bytes of which grouped products read a multiple at once
 SOURCES = ("model.path", "model.config", "model.factory")
 
 
@@ -201,6 +203,18 @@ def _shares_heads(d: Draft, degree: int) -> bool:
     return heads % degree == 0 and (whole or (shared > 0 and parts > 0 and shared % parts == 0))
 
 
+def _unaligned(d: Draft, degree: int) -> int:
+    """Inner features of an expert's part on some of `degree` ranks that grouped products could not read; 0: none."""
+    size = torch_dtype(d.compute).itemsize
+    parts = [chunk(features, degree, index) for features in d.facts.grouped_features for index in (0, degree - 1)]
+    sizes = (part.stop - part.start for part in parts if degree > 1)
+    return next((features for features in sizes if not features or features * size % ALIGNED), 0)
+
+
+def _aligned_degrees(d: Draft) -> list[int]:
+    return [n for n in divisors(d.facts.attention_heads) if _shares_heads(d, n) and not _unaligned(d, n)]
+
+
 def _split(d: Draft) -> int:
     return d.split_degree * d.parallel.context_parallel_degree
 
@@ -236,6 +250,15 @@ PARALLEL_RULES = (
          because=lambda d: f"does not share out the {d.facts.attention_heads} attention heads and "
          f"{d.facts.key_value_heads} key-value heads",
          use=lambda d: f"use {one_of(n for n in divisors(d.facts.attention_heads) if _shares_heads(d, n))}"),
+    Rule("tensor-experts", ("parallel.tensor_parallel_degree", "precision.compute"),
+         "grouped products of experts read rows of a multiple of 16 bytes, of each rank's part of the inner features too",
+         lambda d: _unaligned(d, d.parallel.tensor_parallel_degree),
+         fix="use another degree, or experts_implementation batched_mm in model.config",
+         because=lambda d: f"{_unaligned(d, d.parallel.tensor_parallel_degree)} of an expert's "
+         f"{d.facts.grouped_features[0]} inner features in {d.compute} are no multiple of the 16 bytes that grouped "
+         "products read at once",
+         use=lambda d: f"use a degree of {one_of(_aligned_degrees(d))}, or experts_implementation batched_mm in "
+         "model.config"),
     Rule("sequence-model", ("parallel.sequence_parallel", "parallel.tensor_parallel_degree"),
          "between split layers the model works on each position by itself, from block to block",
          lambda d: d.sequence_parallel and d.facts.sequence_refusal,

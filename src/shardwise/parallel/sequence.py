@@ -21,6 +21,7 @@ from shardwise.collectives.tensor import (
     enter,
     enter_rows,
     gather,
+    gathered,
     leave,
     leave_rows,
     scatter,
@@ -40,6 +41,10 @@ class WholeRows:
 
     def leave(self, values: Tensor) -> Tensor:
         return leave(values, self.group)
+
+    def enter_routes(self, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Which experts each position goes to, and with what weights: both [positions, experts of each]."""
+        return index, enter(weights, self.group)
 
     def linear(self, module: Any, values: Tensor, transposed: bool) -> Tensor:
         return linear(module, values, transposed)
@@ -65,6 +70,11 @@ class ScatteredRows(WholeRows):
         whole = enter_rows(values, self.rows)
         self.entered = whole, values, Regathered(self.rows)
         return whole
+
+    @torch.compiler.disable
+    def enter_routes(self, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        assert self.rows is not None
+        return gathered(index, self.rows), enter_rows(weights, self.rows)
 
     @torch.compiler.disable
     def linear(self, module: Any, values: Tensor, transposed: bool) -> Tensor:

@@ -6,7 +6,8 @@ summed in forward, and its bias is added once, after the sum. Nothing else of th
 fewer heads, and views with -1 adapt to them. Where there are fewer key-value heads than ranks, neighbours hold the same
 one for query heads of their own, and its gradient is the sum of theirs. What a model makes for all heads (ALiBi) is cut
 at the border; what it makes from cut parameters (T5's position biases) is this rank's already. Input embeddings and
-head are split by vocabulary where the head runs inside the loss, which then never gathers logits.
+head are split by vocabulary where the head runs inside the loss, which then never gathers logits. Stacked experts are
+entered with what the router gives them, whose weights have a gradient of every rank's part of an expert to sum.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ WIDTHS = ("split_size", "num_heads", "num_attention_heads", "all_head_size", "nu
 OUTPUTS = ("out_features", "nf")
 # Further inputs of a region: whole activations of another stack, and (OF_HEADS) what a model makes for all heads.
 ENTERING = ("key_value_states", "encoder_hidden_states")
+INNER = ("intermediate_dim", "intermediate_size")  # attributes of experts that say how wide a part is
 
 
 def _of_mask(mask: Any, heads: int, mine: slice) -> Any:
@@ -63,16 +65,12 @@ def split_tensors(model: nn.Module, facts: ModelFacts, layout: Layout, border: W
         if split.kind in ("partial", "inner"):
             continue
         module = model.get_submodule(name)
-        for leaf, dim in _cut_parameters(module, split).items():
-            parameter = module._parameters[leaf]
-            assert parameter is not None
-            copies = facts.key_value_copies(layout.size("tensor")) if split.key_value else 1
-            sections, groups = split.along(parameter.shape[dim], layout.size("tensor"))
-            cut = cut_of(tuple(parameter.shape), dim, sections, layout, copies, groups)
-            local = parameter.new_empty(cut.local_shape())
-            module._parameters[leaf] = nn.Parameter(local, requires_grad=parameter.requires_grad)
-            cuts[f"{name}.{leaf}"] = cut
-        if split.kind == "row":
+        copies = facts.key_value_copies(layout.size("tensor")) if split.key_value else 1
+        cuts |= {f"{name}.{leaf}": cut for leaf, cut in _cut_parameters(module, split, layout, copies).items()}
+        if split.kind == "experts":
+            _narrow(module, INNER, cuts[f"{name}.down_proj"])
+            _enter_routed(module, border)
+        elif split.kind == "row":
             _sum_output(module, split, border)
         else:
             _narrow(module, OUTPUTS, cuts[f"{name}.weight"])
@@ -115,10 +113,18 @@ def partial_parameters(
     return tuple(sums)
 
 
-def _cut_parameters(module: nn.Module, split: TensorSplit) -> dict[str, int]:
-    """Leaf name -> dim; the bias of a row module belongs to the sum and stays whole."""
-    biased = split.kind == "column" and module._parameters.get("bias") is not None
-    return {"weight": split.dim} | ({"bias": 0} if biased else {})
+def _cut_parameters(module: nn.Module, split: TensorSplit, layout: Layout, copies: int) -> dict[str, Cut]:
+    """Cut a module's own parameters to this rank's part, of which `copies` neighbours hold the same; leaf name -> cut."""
+    cuts: dict[str, Cut] = {}
+    for leaf, parameter in list(module._parameters.items()):
+        part = split.of(leaf)
+        if parameter is None or part is None:
+            continue
+        sections, groups = part.along(parameter.shape[part.dim], layout.size("tensor"))
+        cuts[leaf] = cut_of(tuple(parameter.shape), part.dim, sections, layout, copies, groups)
+        local = parameter.new_empty(cuts[leaf].local_shape())
+        module._parameters[leaf] = nn.Parameter(local, requires_grad=parameter.requires_grad)
+    return cuts
 
 
 def _sum_output(module: Any, split: TensorSplit, border: WholeRows) -> None:
@@ -144,6 +150,21 @@ def _make_part(module: Any, split: TensorSplit, border: WholeRows, layout: Layou
         return part if sharing is None else _with_shared_heads(part, split.shared, sharing)
 
     module.forward = forward  # type: ignore[method-assign]
+
+
+def _enter_routed(module: Any, border: WholeRows) -> None:
+    """Lead what stacked experts are given over the border of their region, and the sum of their parts back.
+
+    The router's weights are often fp32; in fp64 their gradient is summed before it is rounded to that.
+    """
+    inner: Callable[..., Tensor] = module.forward
+
+    def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        wide = torch.promote_types(top_k_weights.dtype, hidden_states.dtype)
+        index, weights = border.enter_routes(top_k_index, top_k_weights.to(wide))
+        return border.leave(inner(border.enter(hidden_states), index, weights))
+
+    module.forward = forward
 
 
 def _with_shared_heads(part: Tensor, features: int, group: dist.ProcessGroup) -> Tensor:

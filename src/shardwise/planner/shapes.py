@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from functools import lru_cache
 
-from shardwise.families.facts import ModelFacts, TensorSplit, chunk, chunks
+from shardwise.families.facts import ModelFacts, chunk, chunks
 from shardwise.plan import Plan
 from shardwise.planner.schedule import holders
 
@@ -109,19 +109,12 @@ def local_elements(facts: ModelFacts, plan: Plan, tensor: int, shard: int, pipel
 def _of_block(name: str, shape: tuple[int, ...], facts: ModelFacts, degree: int, index: int) -> tuple[int, ...]:
     module, _, leaf = name.rpartition(".")
     split = facts.tensor_splits.get(module)
-    dim = None if split is None else _dim(split, leaf)
-    if split is None or dim is None:
+    part = None if split is None else split.of(leaf)
+    if part is None:
         return shape
-    copies = facts.key_value_copies(degree) if split.key_value else 1
-    sections, groups = split.along(shape[dim], degree)
-    return _cut(shape, dim, chunks(sections, degree // copies, index // copies, groups))
-
-
-def _dim(split: TensorSplit, leaf: str) -> int | None:
-    """The dim along which a parameter is cut: the bias of a row module belongs to the sum and stays whole."""
-    if split.kind not in ("column", "row"):
-        return None
-    return split.dim if leaf == "weight" else 0 if split.kind == "column" else None
+    copies = facts.key_value_copies(degree) if part.key_value else 1
+    sections, groups = part.along(shape[part.dim], degree)
+    return _cut(shape, part.dim, chunks(sections, degree // copies, index // copies, groups))
 
 
 def _cut(shape: tuple[int, ...], dim: int, parts: Sequence[slice]) -> tuple[int, ...]:

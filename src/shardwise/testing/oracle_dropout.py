@@ -6,6 +6,7 @@ Keep bit of element i of the sample with counter r, for use number n (from 1) of
     low, high = x mod 2**32, (x >> 32) mod 2**32
     b    = i * G + low; b ^= b >> 16; b *= M1; b ^= high; b ^= b >> 15; b *= M2; b ^= b >> 16   (32 bits, unsigned)
     kept iff signed(b) < round((1 - p) * 2**32) - 2**31
+    noise of uniform_(low, high): low + (high - low) * (b >> 8) / 2**24
 A tensor whose first dim is no multiple of the batch belongs to no sample: it is one row with r = -1.
 """
 
@@ -27,6 +28,13 @@ M1, M2 = 0x7FEB352D, 0x846CA68B
 
 def keep(key: int, counter: int, elements: int, probability: float) -> np.ndarray:
     """[elements] bool: which elements of the sample `counter` survive dropout with `probability`."""
+    threshold = round((1 - probability) * 2**32) - 2**31
+    kept: np.ndarray = random_bits(key, counter, elements).view(np.int32) < np.int64(threshold)
+    return kept
+
+
+def random_bits(key: int, counter: int, elements: int) -> np.ndarray:
+    """[elements] uint32: b of each element of the sample `counter`."""
     x = _signed((counter + 1) * A) ^ _signed(key)
     for _ in range(2):
         x ^= x >> 29
@@ -39,9 +47,7 @@ def keep(key: int, counter: int, elements: int, probability: float) -> np.ndarra
     bits ^= bits >> np.uint32(15)
     bits *= np.uint32(M2)
     bits ^= bits >> np.uint32(16)
-    threshold = round((1 - probability) * 2**32) - 2**31
-    kept: np.ndarray = bits.view(np.int32) < np.int64(threshold)
-    return kept
+    return bits
 
 
 def _signed(value: int) -> int:
@@ -50,7 +56,7 @@ def _signed(value: int) -> int:
 
 
 class OracleDropout(TorchFunctionMode):
-    """Leads every `nn.Dropout` of a model and every call of `torch.nn.functional.dropout` to `keep`.
+    """Leads every `nn.Dropout` of a model and every call of `torch.nn.functional.dropout` to `keep`; noise likewise.
 
     Used as a context around one forward, after `begin`. Functional calls are named by the block that runs.
     """
@@ -81,6 +87,8 @@ class OracleDropout(TorchFunctionMode):
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if function is Tensor.uniform_:
+            return self._jitter(*args, **kwargs)
         if function is not nn.functional.dropout:
             return function(*args, **kwargs)
         return self._functional(*args, **kwargs)
@@ -93,10 +101,20 @@ class OracleDropout(TorchFunctionMode):
             return values
         if probability >= 1:
             return values * 0
+        key, counters, each = self._use(values, name)
+        kept = np.stack([keep(key, counter, each, probability) for counter in counters])
+        return torch.where(torch.from_numpy(kept).view(values.shape), values / (1 - probability), 0.0)
+
+    def _jitter(self, values: Tensor, low: float = 0, high: float = 1) -> Tensor:
+        key, counters, each = self._use(values, f"{self.block}/uniform")
+        bits = np.stack([random_bits(key, counter, each) for counter in counters])
+        noise = low + (high - low) * (bits >> np.uint32(8)) / 2.0**24
+        return values.copy_(torch.from_numpy(noise).view(values.shape))
+
+    def _use(self, values: Tensor, name: str) -> tuple[int, list[int], int]:
+        """(key of the next use of `name`, counters of the rows, elements of each)."""
         self.uses[name] += 1
         text = f"{self.seed}/{self.step}/{name}/{self.uses[name]}"
         key = int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
         counters = [-1] if values.shape[0] % len(self.counters) else self.counters
-        each = values.numel() // len(counters)
-        kept = np.stack([keep(key, counter, each, probability) for counter in counters])
-        return torch.where(torch.from_numpy(kept).view(values.shape), values / (1 - probability), 0.0)
+        return key, counters, values.numel() // len(counters)
