@@ -25,7 +25,7 @@ from shardwise.errors import CheckpointError, OutputError
 from shardwise.observe.memory import LiveBytes
 from shardwise.testing.world import WorldPool
 from tests.checkpoint.made import save_steps
-from tests.parity.jobs import make_job, make_module_job
+from tests.parity.jobs import make_job, make_module_job, tensor_job
 
 Gpt2 = tuple[Path, dict[str, Tensor]]
 KINDS = {"bert": AutoModelForMaskedLM}
@@ -58,6 +58,18 @@ def test_transformers_opens_it(world_pool: WorldPool, corpora: Path, tmp_path: P
     assert all(found[name].dtype == torch.float64 and torch.equal(found[name], weights[name]) for name in weights)
     assert opened.config.use_cache and opened.config.dtype == torch.float64
     assert (path / "generation_config.json").exists() == (family != "bert")
+
+
+def test_experts_that_tensor_ranks_shared_are_opened(world_pool: WorldPool, corpora: Path, tmp_path: Path) -> None:
+    job = into(tensor_job(corpora, "mixtral", tied=False, parallel={"tensor_parallel_degree": 2}), tmp_path)
+    weights = world_pool.run(4, save_steps, job, [1])[0]
+    opened, info = AutoModelForCausalLM.from_pretrained(
+        export_checkpoint(job.output, tmp_path / "out"), dtype="auto", output_loading_info=True
+    )
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    found = dict(opened.named_parameters())
+    assert found.keys() == weights.keys() and "model.layers.0.mlp.experts.gate_up_proj" in found
+    assert all(torch.equal(found[name], weights[name]) for name in weights)
 
 
 def test_ties_are_stored_once_and_files_are_split(gpt2: Gpt2, tmp_path: Path) -> None:

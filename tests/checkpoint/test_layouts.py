@@ -45,6 +45,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "tied": False, "layers": 4, "optimizer": {"name": "NAdam"}, "precision": {"compute": "fp64"},
     },
     "falcon, heads in groups": {"layers": 4},
+    "mixtral, stacks of experts": {"layers": 4},
     "module with buffers": {"optimizer": {"name": "SGD", "options": {"momentum": 0.9}}},
 }  # fmt: skip
 

@@ -39,7 +39,7 @@ def test_models_without_a_plan_and_modules_of_ones_own_are_refused() -> None:
     assert plans.tensor_plan(model("codegen"))[1] == "there is no plan for codegen yet"
     assert "slow_but_exact" in plans.tensor_plan(model("bloom", slow_but_exact=True, pretraining_tp=2))[1]
     assert plans.tensor_plan(nn.Linear(2, 2))[1].startswith("a module of model.factory")
-    assert "not built yet" in plans.tensor_plan(model("mixtral", num_key_value_heads=2, intermediate_size=8))[1]
+    assert "rowwise_split_input, which is not built yet" in plans.tensor_plan(model("olmoe", intermediate_size=8))[1]
 
 
 @pytest.mark.parametrize("family", plans.OWN)
@@ -47,6 +47,9 @@ def test_our_tables_agree_with_those_of_transformers_where_there_are_both(family
     """Up to transformers 5.17 there are none; a later version may bring some."""
     published = getattr(CONFIG_MAPPING[family], "base_model_tp_plan", None) or {}
     ours = {name: split.kind for name, split in plans.OWN[family].items() if split.kind != "inner"}
+    if family in plans.EXPERT_FAMILIES:  # transformers' leaves shared experts whole, and up to 5.17 all experts
+        published = {name: kind for name, kind in published.items() if not name.startswith("layers.*.mlp.experts")}
+        ours = {name: kind for name, kind in ours.items() if "expert" not in name}
     assert not published or {name: plans.PUBLISHED[kind].kind for name, kind in published.items()} == ours
 
 
@@ -74,6 +77,34 @@ def test_stages_and_units_are_those_of_published_plans(family: str) -> None:
     kept = {name for name, kind in units.items() if kind == "keep_full_weight"}
     assert kept <= set(facts.stages.after)
     assert {name for name in units.keys() - kept if f"{name}.*" in made._fsdp_plan} == blocks
+
+
+EXPERTS: dict[str, Any] = {"num_key_value_heads": 2, "intermediate_size": 12, "num_local_experts": 3}
+
+
+def test_experts_are_a_region_and_their_router_is_outside_of_it() -> None:
+    splits, refusal = plans.tensor_plan(model("mixtral", **EXPERTS))
+    experts = splits["model.layers.0.mlp.experts"]
+    assert not refusal and experts.kind == "experts" and experts.grouped
+    assert not plans.tensor_plan(model("mixtral", **EXPERTS, experts_implementation="batched_mm"))[0][
+        "model.layers.0.mlp.experts"
+    ].grouped
+    fused, down = experts.of("gate_up_proj"), experts.of("down_proj")
+    assert fused is not None and (fused.dim, fused.along(24, 2)) == (1, ((12, 12), 1))
+    assert down is not None and (down.dim, down.along(12, 2)) == (2, ((12,), 1))
+    assert not any("gate" in name for name in splits) and experts.of("bias") is None
+
+
+def test_experts_of_another_kind_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    mixtral: Any = model("mixtral", **EXPERTS)
+    experts = mixtral.model.layers[0].mlp.experts
+    experts.bias = nn.Parameter(torch.empty(3, device="meta"))
+    assert "'model.layers.0.mlp.experts' of mixtral is no pair of stacks" in plans.tensor_plan(mixtral)[1]
+    del experts.bias
+    experts.is_concatenated = False  # gate and up in turns
+    assert "is no pair of stacks" in plans.tensor_plan(mixtral)[1]
+    monkeypatch.setattr(plans, "EXPERT_FAMILIES", ("qwen3_moe",))
+    assert "split in qwen3_moe alone, and those of mixtral are not built yet" in plans.tensor_plan(mixtral)[1]
 
 
 def _missing(made: nn.Module, name: str) -> bool:

@@ -18,7 +18,7 @@ from shardwise.kernels.dropout import (
     name_functional_dropout,
     replace_dropout,
 )
-from shardwise.testing.oracle_dropout import keep
+from shardwise.testing.oracle_dropout import OracleDropout, keep
 
 
 def scope(rows: list[int], step: int = 0, seed: int = 0, functional: bool = False) -> DropoutScope:
@@ -77,6 +77,30 @@ def test_masks_are_those_of_the_independent_implementation(key: int, p: float) -
     ours = keep_mask(key, torch.tensor(rows), 1000, 1 - p).numpy()
     theirs = np.stack([keep(key, row, 1000, p) if p else np.ones(1000, dtype=bool) for row in rows])
     assert (ours == theirs).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_noise_is_that_of_the_independent_implementation(dtype: torch.dtype) -> None:
+    """Between the bounds, and another at each use."""
+    rows = [3, 2**40 + 3]
+    oracle = OracleDropout(nn.Linear(1, 1), [], 5)
+    with oracle.begin(2, rows):
+        theirs = [torch.empty(2, 7, 4, dtype=dtype).uniform_(0.9, 1.1) for _ in range(2)]
+    with dropout_scope(scope(rows, 2, 5, functional=True)):
+        ours = [torch.empty(2, 7, 4, dtype=dtype).uniform_(0.9, 1.1) for _ in range(2)]
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=2e-7 if dtype == torch.float32 else 1e-15, atol=0)
+    assert 0.9 <= float(ours[0].min()) < 0.95 and 1.05 < float(ours[0].max()) <= 1.1
+    assert not torch.equal(ours[0], ours[1])
+
+
+def test_noise_of_a_part_of_the_positions_is_that_of_the_whole() -> None:
+    whole_scope, part_scope = (scope([4, 9], functional=True) for _ in range(2))
+    part_scope.positions = (2, 5)
+    with dropout_scope(whole_scope):
+        whole = torch.empty(2, 7, 4).uniform_(0.9, 1.1)
+    with dropout_scope(part_scope):
+        assert torch.equal(torch.empty(2, 3, 4).uniform_(0.9, 1.1), whole[:, 2:5])
 
 
 def test_edges() -> None:

@@ -10,7 +10,7 @@ import pytest
 from shardwise.config import Job
 from shardwise.draft import Draft, World
 from shardwise.errors import LegalityError
-from shardwise.families.facts import AttentionFacts, BlockFacts, ModelFacts, StageFacts
+from shardwise.families.facts import AttentionFacts, BlockFacts, ModelFacts, StageFacts, TensorSplit
 from shardwise.legality import RULES, check
 
 # A job that breaks a row, the nearest one that does not, what the message holds, world, facts of the one and the other.
@@ -34,7 +34,13 @@ LISTS = replace(FACTS, stages=StageFacts(refusal="it has two lists of blocks"))
 OTHER_ARGUMENTS = replace(FACTS, blocks_share_arguments=False)
 FLAT = replace(FACTS, is_hugging_face=False, blocks=(), head=None, max_positions=None, family="Net")
 LED = replace(FACTS, kernel_refusal="", attention=(AttentionFacts("layers.0.attn", 8, 8),))
+GROUPED = replace(
+    FACTS,
+    tensor_splits={"layers.0.mlp.experts": TensorSplit("experts", grouped=True)},
+    parameter_shapes={"layers.0.mlp.experts.down_proj": (4, 24, 16)},
+)
 CPU4 = World(4, "cpu", 4)
+CPU6 = World(6, "cpu", 6)
 CUDA4 = World(4, "cuda", 4)
 FACTORY = {"model": {"factory": "a:b"}}
 SPANS = {"model": {"task": "seq2seq_lm"}}

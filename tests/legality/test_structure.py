@@ -14,11 +14,13 @@ from tests.legality.jobs import (
     BRANCHED,
     CONTEXT,
     CPU4,
+    CPU6,
     CUDA4,
     FACTORY,
     FACTS,
     FLAT,
     FULL,
+    GROUPED,
     LED,
     NO_INTERFACE,
     NO_PLAN,
@@ -110,6 +112,14 @@ CASES = {
         {"parallel": {"tensor_parallel_degree": 4}},
         {"parallel": TWO},
         "does not share out the 12 attention heads and 6 key-value heads; use 1, 2, 3 or 6",
+    ),
+    "tensor-experts": case(
+        {"parallel": {"tensor_parallel_degree": 3}, "precision": {"compute": "bf16"}},
+        {"parallel": TWO, "precision": {"compute": "bf16"}},
+        "6 of an expert's 16 inner features in bf16 are no multiple of the 16 bytes that grouped products read at "
+        "once; use a degree of 1 or 2, or experts_implementation batched_mm",
+        CPU6,
+        GROUPED,
     ),
     "sequence-model": case(
         {"parallel": {**TWO, "sequence_parallel": True}}, {"parallel": TWO}, "not one chain", CPU4, BRANCHED

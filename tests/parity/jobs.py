@@ -128,6 +128,11 @@ TENSOR_CONFIGS: dict[str, dict[str, Any]] = {
         "hidden_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2,
         "intermediate_size": 13, "max_position_embeddings": LENGTH, "head_dim": 6,
     },
+    "mixtral": {
+        "hidden_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2,
+        "intermediate_size": 13, "max_position_embeddings": LENGTH, "num_local_experts": 3,
+        "experts_implementation": "batched_mm",
+    },
     "gptj": {"n_embd": 24, "n_head": 4, "n_layer": 2, "n_inner": 13, "n_positions": LENGTH, "rotary_dim": 4},
     "gpt_neo": {
         "hidden_size": 24, "num_heads": 4, "num_layers": 2, "attention_types": [[["global", "local"], 1]],

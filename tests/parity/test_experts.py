@@ -1,4 +1,4 @@
-"""Models of experts (Mixtral, Qwen-MoE) against one process: sharding, stages, split sequences, and what is refused."""
+"""Models of experts against one process: sharding, tensor ranks, stages, split sequences, and what is refused."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import CONFIG_MAPPING
+import torch
+from torch import Tensor
 
 from shardwise.config import Job
 from shardwise.draft import World
 from shardwise.errors import LegalityError, ModelError
 from shardwise.plan import resolve
+from shardwise.testing.capture import gather
 from shardwise.testing.world import WorldPool
-from shardwise.training.setup import study
+from shardwise.training.setup import set_up, study
 from tests.parity.jobs import LENGTH, VOCABULARY, check_agrees, make_job
 
-# Widths of which transformers' grouped products can be probed: multiples of 8.
+# An expert is 16 or 8 features wide: grouped products read 4 in fp32 at once, on each of two tensor ranks too.
 COMMON = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
     "num_hidden_layers": 3, "intermediate_size": 16, "max_position_embeddings": LENGTH,
@@ -26,10 +28,28 @@ MODELS: dict[str, dict[str, Any]] = {
     "mixtral": {"model_type": "mixtral", **COMMON, "num_local_experts": 4},
     "qwen2_moe": {"model_type": "qwen2_moe", **COMMON, **EXPERTS, "shared_expert_intermediate_size": 8},
     "qwen3_moe": {"model_type": "qwen3_moe", **COMMON, **EXPERTS, "head_dim": 8},
-}
+    "glm4_moe": {
+        "model_type": "glm4_moe", **COMMON, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
+        "moe_intermediate_size": 8, "first_k_dense_replace": 1, "head_dim": 8, "n_group": 1, "topk_group": 1,
+    },
+    "dots1": {
+        "model_type": "dots1", **COMMON, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
+        "moe_intermediate_size": 8, "first_k_dense_replace": 1, "head_dim": 8, "n_group": 1, "topk_group": 1,
+    },
+    "ernie4_5_moe": {
+        "model_type": "ernie4_5_moe", **COMMON, "moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1,
+        "moe_intermediate_size": 8,
+    },
+}  # fmt: skip
 FP32: dict[str, Any] = {"precision": {"compute": "fp32"}, "optimizer": {"name": "SGD", "learning_rate": 0.1}}
 TWO: dict[str, Any] = {"pipeline_parallel_degree": 2}
 CONTEXT: dict[str, Any] = {"context_parallel_degree": 2}
+TENSOR: dict[str, Any] = {"tensor_parallel_degree": 2}
+SEQUENCE = {**TENSOR, "sequence_parallel": True}
+NOISE = {"router_jitter_noise": 0.1, "attention_dropout": 0.1}
+# 13 features are shared unevenly, and fp64 is computed, where experts are not grouped.
+UNGROUPED = {"experts_implementation": "batched_mm", "intermediate_size": 13}
+FP64: dict[str, Any] = {"precision": {"compute": "fp64"}, "optimizer": {"name": "AdamW"}}
 UNEVEN = {"sequences_per_step": 7, "microbatch_size": 2}
 
 
@@ -48,9 +68,26 @@ SLOW = [
     ("mixtral", 2, {"parallel": {**TWO, "pipeline": "zbv"}, "config": {"num_hidden_layers": 5},
                     "training": {"sequences_per_step": 8, "gradient_accumulation": 8}}),
     ("mixtral", 4, {"parallel": {"sharded_data_parallel_degree": 2}, "memory": {"activation_checkpointing": "full"}}),
+    ("mixtral", 2, {"parallel": CONTEXT, "config": NOISE}),
+    ("mixtral", 2, {"parallel": TENSOR, "config": {"tie_word_embeddings": True}}),
+    ("mixtral", 4, {"parallel": {"tensor_parallel_degree": 4}, "config": {**UNGROUPED, **NOISE}, **FP64}),
+    ("mixtral", 8, {"parallel": {**TENSOR, **TWO}, "config": NOISE}),
+    ("mixtral", 4, {"parallel": {**TENSOR, **CONTEXT}, "config": NOISE}),
+    ("mixtral", 2, {"parallel": TENSOR, "precision": {"compute": "bf16"}}),
+    ("mixtral", 2, {"parallel": TENSOR, "config": {"experts_implementation": "eager"},
+                    "memory": {"activation_checkpointing": "full"}}),
+    ("qwen2_moe", 2, {"parallel": TENSOR}),
+    ("qwen2_moe", 4, {"parallel": SEQUENCE}),
+    ("qwen3_moe", 2, {"parallel": SEQUENCE, "config": {"mlp_only_layers": [0]}}),
+    *((family, 2, {"parallel": parallel}) for family in ("glm4_moe", "dots1", "ernie4_5_moe")
+      for parallel in (TENSOR, SEQUENCE)),
 ]  # fmt: skip
 CASES = [
     ("mixtral", 2, {"parallel": TWO}),
+    ("mixtral", 2, {"parallel": TENSOR, "config": {**UNGROUPED, **NOISE}, **FP64}),
+    ("mixtral", 4, {"parallel": {**SEQUENCE, "sharded_data_parallel_degree": 2}, "config": NOISE}),
+    ("mixtral", 4, {"parallel": {**TENSOR, **TWO}, "config": {**UNGROUPED, **NOISE}, **FP64}),
+    ("qwen3_moe", 2, {"parallel": TENSOR, "config": {"mlp_only_layers": [0]}}),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
 ]
 
@@ -62,15 +99,40 @@ def test_agrees_with_one_process(
     check_agrees(world_pool, ranks, experts_job(corpora, family, **settings))
 
 
-@pytest.mark.parametrize("family", MODELS)
-def test_experts_are_not_split_over_tensor_ranks(world_pool: WorldPool, corpora: Path, family: str) -> None:
-    """Where transformers' plan asks for it, as 5.23's do; 5.17's for Qwen2-MoE leaves the experts whole."""
-    job = experts_job(corpora, family, parallel={"tensor_parallel_degree": 2})
-    if "moe_tp_experts" not in CONFIG_MAPPING[family].base_model_tp_plan.values():
-        check_agrees(world_pool, 2, job)
-        return
-    with pytest.raises(LegalityError, match=r"plan for .* asks for moe_tp_experts"):
+def initial(job: Job) -> dict[str, Tensor]:
+    return gather(set_up(job, torch.device("cpu")))
+
+
+def test_initial_weights_are_bit_equal(world_pool: WorldPool, corpora: Path) -> None:
+    alone = world_pool.run(1, initial, experts_job(corpora, "mixtral", config=UNGROUPED))[0]
+    for ranks, parallel in ((2, TENSOR), (4, TENSOR), (4, {**TENSOR, **TWO})):
+        found = world_pool.run(ranks, initial, experts_job(corpora, "mixtral", config=UNGROUPED, parallel=parallel))[0]
+        assert found.keys() == alone.keys()
+        assert all(torch.equal(found[name], alone[name]) for name in alone)
+
+
+def kept(job: Job) -> dict[str, tuple[int, ...]]:
+    """Shapes on this rank."""
+    run = set_up(job, torch.device("cpu"))
+    return {entry.name: tuple(entry.local.shape) for entry in run.model.tensor_map if "layers.1.mlp" in entry.name}
+
+
+def test_a_rank_keeps_its_part_of_every_expert(world_pool: WorldPool, corpora: Path) -> None:
+    job = experts_job(corpora, "mixtral", config=UNGROUPED, parallel={**TENSOR, "sharded_data_parallel_degree": 1})
+    for features, shapes in zip((7, 6), world_pool.run(2, kept, job), strict=True):
+        assert shapes == {
+            "model.layers.1.mlp.gate.weight": (4, 32),
+            "model.layers.1.mlp.experts.gate_up_proj": (4, 2 * features, 32),
+            "model.layers.1.mlp.experts.down_proj": (4, 32, features),
+        }
+
+
+def test_widths_that_grouped_products_cannot_read_are_refused(corpora: Path) -> None:
+    job = experts_job(corpora, "mixtral", parallel=TENSOR, config={"intermediate_size": 12})
+    with pytest.raises(LegalityError, match=r"6 of an expert's 12 inner features in fp32 .* batched_mm in the model"):
         resolve(job, World(2, "cpu", 2), study(job))
+    job = experts_job(corpora, "mixtral", parallel=TENSOR, config=UNGROUPED)
+    assert resolve(job, World(2, "cpu", 2), study(job)).degrees["tensor"] == 2
 
 
 def test_a_loss_of_the_router_is_refused(corpora: Path) -> None:

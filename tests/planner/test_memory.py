@@ -188,7 +188,7 @@ def predicted(run: Run) -> Bytes:
 @pytest.mark.parametrize("ranks, degree", [(2, 2), (4, 4), pytest.param(6, 2, marks=pytest.mark.slow)])
 def test_states_of_each_tensor_rank_are_exact(world_pool: WorldPool, corpora: Path, ranks: int, degree: int) -> None:
     """Uneven MLP and vocabulary, row biases and norms everywhere, key-value heads in copies, uneven rows of shards."""
-    families = ["gpt2", "gpt_neox", "llama", "qwen3", "opt", "bloom", "falcon"]
+    families = ["gpt2", "gpt_neox", "llama", "qwen3", "opt", "bloom", "falcon", "mixtral"]
     momentum = {"name": "SGD", "options": {"momentum": 0.9}}
     parallel = {"tensor_parallel_degree": degree}
     jobs = [tensor_job(corpora, family, parallel=parallel, optimizer=momentum) for family in families]

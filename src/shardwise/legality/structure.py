@@ -253,12 +253,12 @@ PARALLEL_RULES = (
     Rule("tensor-experts", ("parallel.tensor_parallel_degree", "precision.compute"),
          "grouped products of experts read rows of a multiple of 16 bytes, of each rank's part of the inner features too",
          lambda d: _unaligned(d, d.parallel.tensor_parallel_degree),
-         fix="use another degree, or experts_implementation batched_mm in model.config",
+         fix="use another degree, or experts_implementation batched_mm in the model's config",
          because=lambda d: f"{_unaligned(d, d.parallel.tensor_parallel_degree)} of an expert's "
          f"{d.facts.grouped_features[0]} inner features in {d.compute} are no multiple of the 16 bytes that grouped "
          "products read at once",
          use=lambda d: f"use a degree of {one_of(_aligned_degrees(d))}, or experts_implementation batched_mm in "
-         "model.config"),
+         "the model's config"),
     Rule("sequence-model", ("parallel.sequence_parallel", "parallel.tensor_parallel_degree"),
          "between split layers the model works on each position by itself, from block to block",
          lambda d: d.sequence_parallel and d.facts.sequence_refusal,
