@@ -56,7 +56,10 @@ def make_model(family: str, dtype: torch.dtype = torch.float64) -> nn.Module:
     if family == "mistral":
         return MistralForCausalLM(MistralConfig(**sizes)).to(dtype)
     if family == "mixtral":  # whose experts are computed in fp32 at most
-        return MixtralForCausalLM(MixtralConfig(**sizes, num_local_experts=2))
+        return MixtralForCausalLM(MixtralConfig(**sizes, num_local_experts=4))
+    if family == "mixtral_balanced":  # with its loss of the router, and experts that any rank may have some features of
+        sizes |= {"intermediate_size": 49, "experts_implementation": "batched_mm", "output_router_logits": True}
+        return MixtralForCausalLM(MixtralConfig(**sizes, num_local_experts=4, router_aux_loss_coef=0.1)).to(dtype)
     return LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=family == "llama_tied")).to(dtype)
 
 

@@ -14,6 +14,7 @@ LOSS, WEIGHTS, SINGLE = 1e-6, 1e-7, 1e-5
 CASES = [
     (4, "llama", {"hybrid_shard_degree": 2, "tensor_parallel_degree": 2}, "checkpointed"),
     (2, "gpt_neox", {"hybrid_shard_degree": 2, "context_parallel_degree": 2}, "checkpointed"),
+    (4, "mixtral_balanced", {"hybrid_shard_degree": 2, "tensor_parallel_degree": 2}, ""),
 ]
 SLOW = [
     (2, "llama", {"hybrid_shard_degree": 1}, ""),
@@ -21,6 +22,10 @@ SLOW = [
     (4, "llama", {"hybrid_shard_degree": 2}, "rank0"),
     (4, "mistral", {"hybrid_shard_degree": 4}, "flat"),
     (4, "mixtral", {"hybrid_shard_degree": 2}, ""),
+    (2, "mixtral", {"tensor_parallel_degree": 2}, "checkpointed"),
+    (4, "mixtral", {"tensor_parallel_degree": 2, "hybrid_shard_degree": 2}, "rank0 checkpointed"),
+    (8, "mixtral_balanced", {"tensor_parallel_degree": 4, "hybrid_shard_degree": 2}, ""),
+    (4, "mixtral", {"context_parallel_degree": 2, "tensor_parallel_degree": 2}, "checkpointed"),
     (2, "gpt_neox", {"tensor_parallel_degree": 2}, ""),
     (4, "llama_1", {"tensor_parallel_degree": 2}, "checkpointed"),
     (4, "llama_tied", {"tensor_parallel_degree": 2, "hybrid_shard_degree": 1}, "rank0"),
