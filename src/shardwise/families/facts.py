@@ -49,7 +49,7 @@ class TensorSplit:
     grouped: bool = False
 
     def of(self, leaf: str) -> TensorSplit | None:
-        """How a parameter of the module is split; None where it is whole: the bias of a row module belongs to the sum."""
+        """How a parameter of the module is split; None where it is whole, as the bias of a row module's sum is."""
         if self.kind == "experts":
             return EXPERTS.get(leaf)
         if leaf == "weight" and self.kind in ("column", "row"):

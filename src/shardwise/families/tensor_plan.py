@@ -158,7 +158,7 @@ def _beside(model: nn.Module, splits: Mapping[str, TensorSplit]) -> list[str]:
 
 
 def _stacked(model: nn.Module, name: str) -> bool:
-    """Whether experts hold the two stacks that `facts.EXPERTS` splits, in those shapes, and take what a router gives."""
+    """Whether experts hold the two stacks that `facts.EXPERTS` splits, in those shapes, and take what routers give."""
     module = model.get_submodule(name)
     shapes = {leaf: tuple(parameter.shape) for leaf, parameter in module.named_parameters()}
     if shapes.keys() != EXPERTS.keys() or any(len(shape) != 3 for shape in shapes.values()):

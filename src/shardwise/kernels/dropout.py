@@ -261,7 +261,9 @@ def _dropout_arguments(
     return input, p, training
 
 
-def _uniform(name: str, values: Tensor, start: float = 0, end: float = 1, generator: Any = None, **renamed: Any) -> Tensor:
+def _uniform(
+    name: str, values: Tensor, start: float = 0, end: float = 1, generator: Any = None, **renamed: Any
+) -> Tensor:
     start, end = renamed.get("from", start), renamed.get("to", end)  # torch's names, of which one is a word of Python
     return uniform(values, start, end, name) if generator is None else values.uniform_(start, end, generator=generator)
 

@@ -9,12 +9,12 @@ from shardwise.families.attention import WIDENING
 from shardwise.families.facts import AttentionFacts, chunk
 from shardwise.families.kernels import BY_NAME, KERNELS, alternatives, installed, refusal
 from shardwise.legality.rule import Rule, idle
-from shardwise.precision import torch_dtype
 
 LIGER, GRAPHS = "model.liger", "model.cuda_graphs"
 CHECKPOINTING, COUNT = "memory.activation_checkpointing", "training.gradient_accumulation"
 SPLIT_KEYS = tuple(f"parallel.{axis}_parallel_degree" for axis in ("tensor", "pipeline", "context"))
 ALIGNED = 16  # bytes of which grouped products read a multiple at once
+BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 SOURCES = ("model.path", "model.config", "model.factory")
 
 
@@ -205,10 +205,9 @@ def _shares_heads(d: Draft, degree: int) -> bool:
 
 def _unaligned(d: Draft, degree: int) -> int:
     """Inner features of an expert's part on some of `degree` ranks that grouped products could not read; 0: none."""
-    size = torch_dtype(d.compute).itemsize
     parts = [chunk(features, degree, index) for features in d.facts.grouped_features for index in (0, degree - 1)]
     sizes = (part.stop - part.start for part in parts if degree > 1)
-    return next((features for features in sizes if not features or features * size % ALIGNED), 0)
+    return next((features for features in sizes if not features or features * BYTES[d.compute] % ALIGNED), 0)
 
 
 def _aligned_degrees(d: Draft) -> list[int]:
@@ -251,7 +250,7 @@ PARALLEL_RULES = (
          f"{d.facts.key_value_heads} key-value heads",
          use=lambda d: f"use {one_of(n for n in divisors(d.facts.attention_heads) if _shares_heads(d, n))}"),
     Rule("tensor-experts", ("parallel.tensor_parallel_degree", "precision.compute"),
-         "grouped products of experts read rows of a multiple of 16 bytes, of each rank's part of the inner features too",
+         "grouped products of experts read a multiple of 16 bytes at once, of each rank's part of the features too",
          lambda d: _unaligned(d, d.parallel.tensor_parallel_degree),
          fix="use another degree, or experts_implementation batched_mm in the model's config",
          because=lambda d: f"{_unaligned(d, d.parallel.tensor_parallel_degree)} of an expert's "

@@ -114,7 +114,7 @@ def partial_parameters(
 
 
 def _cut_parameters(module: nn.Module, split: TensorSplit, layout: Layout, copies: int) -> dict[str, Cut]:
-    """Cut a module's own parameters to this rank's part, of which `copies` neighbours hold the same; leaf name -> cut."""
+    """Cut a module's own parameters to this rank's part, which `copies` neighbours hold alike; leaf name -> cut."""
     cuts: dict[str, Cut] = {}
     for leaf, parameter in list(module._parameters.items()):
         part = split.of(leaf)

@@ -100,7 +100,9 @@ def _check(model: nn.Module, config: Any, cp_comm_type: str) -> None:
     if getattr(model.config, "attention_dropout", 0.0) and state.cp_size > 1:
         raise ConfigError("attention_dropout over context ranks would drop other elements; set it to 0 in the config")
     if getattr(model.config, "router_jitter_noise", 0.0) and state.tp_size > 1:
-        raise ConfigError("router_jitter_noise over tensor ranks would draw other noise on each; set it to 0 in the config")
+        raise ConfigError(
+            "router_jitter_noise over tensor ranks would draw other noise on each; set it to 0 in the config"
+        )
 
 
 @torch.no_grad()
