@@ -36,10 +36,6 @@ MODELS: dict[str, dict[str, Any]] = {
         "model_type": "dots1", **COMMON, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
         "moe_intermediate_size": 8, "first_k_dense_replace": 1, "head_dim": 8, "n_group": 1, "topk_group": 1,
     },
-    "ernie4_5_moe": {
-        "model_type": "ernie4_5_moe", **COMMON, "moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1,
-        "moe_intermediate_size": 8,
-    },
 }  # fmt: skip
 FP32: dict[str, Any] = {"precision": {"compute": "fp32"}, "optimizer": {"name": "SGD", "learning_rate": 0.1}}
 TWO: dict[str, Any] = {"pipeline_parallel_degree": 2}
@@ -79,7 +75,7 @@ SLOW = [
     ("qwen2_moe", 2, {"parallel": TENSOR}),
     ("qwen2_moe", 4, {"parallel": SEQUENCE}),
     ("qwen3_moe", 2, {"parallel": SEQUENCE, "config": {"mlp_only_layers": [0]}}),
-    *((family, 2, {"parallel": parallel}) for family in ("glm4_moe", "dots1", "ernie4_5_moe")
+    *((family, 2, {"parallel": parallel}) for family in ("glm4_moe", "dots1")
       for parallel in (TENSOR, SEQUENCE)),
 ]  # fmt: skip
 CASES = [

@@ -31,7 +31,7 @@ PUBLISHED = {
 STACKED = {"gate_up_proj": "packed_colwise", "down_proj": "rowwise"}
 ROUTED = ["hidden_states", "top_k_index", "top_k_weights"]  # arguments of their forward
 # Families whose experts are split: those that tests hold against one process.
-EXPERT_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "dots1", "ernie4_5_moe")
+EXPERT_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "dots1")
 UNGROUPED = ("eager", "batched_mm")  # transformers' implementations that take rows of any size
 # Modules beside experts that score them for each position by itself.
 ROUTERS = ("gate", "shared_expert_gate")
