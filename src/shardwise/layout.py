@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from shardwise.draft import placement_order
@@ -143,15 +143,15 @@ class Layout:
         """The process group along `axes`. Collective on first use: every rank must ask in the same order."""
         return self._group(("axes", *axes), lambda rank: self.ranks(*axes, of=rank))
 
-    def ends_group(self, first: int, last: int) -> ProcessGroup:
-        """The pipeline ranks of the first and the last stage; for the others, those. Collective, as `group`."""
+    def holders_group(self, pipeline: Sequence[int]) -> ProcessGroup:
+        """The ranks at these places of their pipeline; for the others, those. Collective, as `group`."""
 
-        def ends(rank: int) -> tuple[int, ...]:
+        def held(rank: int) -> tuple[int, ...]:
             line = self.ranks("pipeline", of=rank)
-            both = (line[first], line[last])
-            return both if rank in both else tuple(other for other in line if other not in both)
+            holders = tuple(line[place] for place in pipeline)
+            return holders if rank in holders else tuple(other for other in line if other not in holders)
 
-        return self._group(("ends", first, last), ends)
+        return self._group(("holders", *pipeline), held)
 
     def tensor_neighbours(self, copies: int) -> ProcessGroup:
         """This rank and those in the same run of `copies` ranks of their tensor group. Collective, as `group`."""

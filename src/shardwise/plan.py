@@ -98,11 +98,6 @@ class Plan:
         return bool(self.stages) and self.job.parallel.pipeline in V_SCHEDULES
 
     @property
-    def ends(self) -> tuple[int, int]:
-        """The pipeline ranks of the first and the last stage."""
-        return self.stage_ranks[0], self.stage_ranks[-1]
-
-    @property
     def holds_whole(self) -> bool:
         """Whether parameters stay gathered and gradients whole until the end of a step."""
         return self.zero1 or self.splits_backward

@@ -203,30 +203,34 @@ class Pairs:
         return dict(zip(("input_ids", "decoder_input_ids", "labels"), self.ids[index], strict=True))
 
 
-def make_t5(dropout: float, tied: bool, gated: bool) -> nn.Module:
-    """A tiny T5 with the task's own layers."""
+def make_t5(dropout: float, tied: bool, gated: bool, blocks: tuple[int, int] = (2, 2)) -> nn.Module:
+    """A tiny T5 with the task's own layers; `blocks` of encoder and decoder."""
     config = T5Config(
-        vocab_size=VOCABULARY, d_model=24, d_kv=5, d_ff=13, num_layers=2, num_heads=4, dropout_rate=dropout,
-        tie_word_embeddings=tied, feed_forward_proj="gated-gelu" if gated else "relu", attn_implementation="eager",
+        vocab_size=VOCABULARY, d_model=24, d_kv=5, d_ff=13, num_heads=4, dropout_rate=dropout,
+        num_layers=blocks[0], num_decoder_layers=blocks[1], tie_word_embeddings=tied, feed_forward_proj="gated-gelu" if gated else "relu", attn_implementation="eager",
         relative_attention_num_buckets=8, relative_attention_max_distance=10, initializer_factor=0.5, use_cache=False,
     )  # fmt: skip
     return T5ForConditionalGeneration(config)
 
 
-def t5_job(directory: str | Path, dropout: float = 0.1, tied: bool = True, gated: bool = False, **sections: Any) -> Job:
+def t5_job(
+    directory: str | Path, dropout: float = 0.1, tied: bool = True, gated: bool = False,
+    blocks: tuple[int, int] = (2, 2), **sections: Any,
+) -> Job:  # fmt: skip
     """A tiny job of an encoder and a decoder, which come from a factory, as its data does."""
-    arguments = {"dropout": dropout, "tied": tied, "gated": gated}
+    arguments = {"dropout": dropout, "tied": tied, "gated": gated, "blocks": blocks}
     model = {"factory": "tests.parity.jobs:make_t5", "loss": None, "factory_arguments": arguments}
     return make_module_job(directory, model=model, **{"data": {"factory": "tests.parity.jobs:Pairs"}, **sections})
 
 
 def span_job(
-    directory: str | Path, dropout: float = 0.1, tied: bool = True, gated: bool = False, **sections: Any
-) -> Job:
+    directory: str | Path, dropout: float = 0.1, tied: bool = True, gated: bool = False,
+    blocks: tuple[int, int] = (2, 2), **sections: Any,
+) -> Job:  # fmt: skip
     """A tiny T5 of a config, which fills in spans of text that are left out."""
     config = {
-        "model_type": "t5", "d_model": 24, "d_kv": 5, "d_ff": 13, "num_layers": 2, "num_heads": 4,
-        "dropout_rate": dropout, "tie_word_embeddings": tied, "feed_forward_proj": "gated-gelu" if gated else "relu",
+        "model_type": "t5", "d_model": 24, "d_kv": 5, "d_ff": 13, "num_heads": 4,
+        "num_layers": blocks[0], "num_decoder_layers": blocks[1], "dropout_rate": dropout, "tie_word_embeddings": tied, "feed_forward_proj": "gated-gelu" if gated else "relu",
         "relative_attention_num_buckets": 8, "relative_attention_max_distance": 10, "initializer_factor": 0.5,
         "decoder_start_token_id": 0,
     }  # fmt: skip

@@ -108,7 +108,7 @@ def _stages(
 ) -> StageFacts:
     if seen.order is None:
         return StageFacts(refusal=seen.failure)
-    stages = stage_facts(model, lists, ties, seen.order, seen.blocks_are_chain)
+    stages = stage_facts(model, lists, ties, seen.order, seen.blocks_are_chain, seen.handed_on)
     if stages.refusal or isinstance(model, PreTrainedModel) or example is None:
         return stages
     return replace(stages, refusal=rehearse_stage(model, lists[0], stages, example))

@@ -98,19 +98,22 @@ class StandIn:
 
 @dataclass(frozen=True)
 class StageFacts:
-    """How a model is cut into pipeline stages: between blocks, if they are a chain, else by tracing its forward.
+    """How a model is cut into pipeline stages: between blocks, if they are a chain or two, else by tracing its forward.
 
     Attributes:
         before: modules outside of the blocks that run before them -> elements of their own parameters.
         after: those that run after them, or never.
         stand_ins: of the modules before.
         outputs: 0 where a block returns its hidden states; n where they are the first of a tuple of n.
+        handed_on: what a block hands to the next: number of its output -> position or name of the argument there.
+        encoder: name of the stack that runs first in a model of two, whose states go to every block of the other.
+        encoder_blocks: how many blocks that stack has.
+        runs: modules outside of the blocks -> numbers of the blocks with which they run.
         hidden: shape of one sample's hidden states in a module of model.factory; transformers' models have [S, H].
         refusal: why the model cannot be cut, where it cannot.
         order: the blocks as they run, where each runs once.
-        uses: of a traced model, parameter (outside of blocks) -> numbers of the blocks with which it is used; empty for
-            a chain.
-        between: block number -> elements of the parameters that are used behind it, neither `before` nor `after`.
+        uses: parameter outside of blocks -> numbers of the blocks with which it is used.
+        between: block number -> elements of the parameters that are used with it, neither `before` nor `after`.
         traced: whether stages are pieces of a traced forward.
     """
 
@@ -118,12 +121,21 @@ class StageFacts:
     after: dict[str, int] = field(default_factory=dict)
     stand_ins: dict[str, StandIn] = field(default_factory=dict)
     outputs: int = 0
+    handed_on: dict[int, int | str] = field(default_factory=lambda: {0: 0})
+    encoder: str = ""
+    encoder_blocks: int = 0
+    runs: dict[str, tuple[int, ...]] = field(default_factory=dict)
     hidden: tuple[int, ...] = ()
     refusal: str = ""
     order: tuple[str, ...] = ()
     uses: dict[str, tuple[int, ...]] = field(default_factory=dict)
     between: dict[int, int] = field(default_factory=dict)
     traced: bool = False
+
+    @property
+    def travels_flat(self) -> bool:
+        """Whether more than hidden states [B, S, H] crosses the borders of stages, or of another length."""
+        return self.traced or bool(self.encoder) or len(self.handed_on) > 1
 
 
 @dataclass(frozen=True)

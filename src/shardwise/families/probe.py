@@ -18,9 +18,8 @@ import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -30,11 +29,14 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig
 
 from shardwise._torch_compat import FakeTensorMode, tree_leaves
+from shardwise.errors import ModelError
 from shardwise.families.attention import MIXERS, AttentionCalls
-from shardwise.families.facts import AttentionFacts, StageFacts
+from shardwise.families.chain import BlockWatch, HandedOn, handed_on, is_chain, share_arguments
+from shardwise.families.facts import AttentionFacts, ModelFacts, StageFacts
 from shardwise.families.stage_cut import OrderWatch
 
 Result = TypeVar("Result")
+Shapes = dict[tuple[str, int], tuple[int, ...]]  # of (module, number of its output)
 ROWS = 2
 POSITIONS = 11  # a prime, so that a [.., S, S] tensor is one of attention probabilities and not a width by chance
 # Where one refuses (a tensor that the constructor left on meta, a kernel for bf16 alone), the next is tried.
@@ -65,6 +67,7 @@ class Probe:
     blocks_share_arguments: bool = False
     order: OrderWatch | None = None  # what ran when
     blocks_are_chain: bool = False  # each ran once, on the output of the one before
+    handed_on: HandedOn = field(default_factory=lambda: (dict[int, int | str]({0: 0}), ""))  # from block to block
     block_calls: int = 0  # more than there are blocks where weights are shared across depth
     matrix_parameters: frozenset[str] = frozenset()
     attention: tuple[str, ...] = ()  # modules that called transformers' AttentionInterface, one for each call
@@ -126,6 +129,37 @@ def rehearse_stage(model: nn.Module, blocks: Sequence[str], stages: StageFacts, 
 
     failure = _attempt(partial(_run_fake, rehearsed, example))[1]
     return f"its forward needs what stands behind the blocks: {failure}" if failure else ""
+
+
+def shapes_handed_on(model: nn.Module, facts: ModelFacts, inputs: Mapping[str, Any]) -> Shapes:
+    """Shapes of what blocks hand on and of what an encoder returns, in a forward of `inputs`.
+
+    Args:
+        model: uncut; it stays as it is.
+        inputs: keyword arguments; of tensors shapes and dtypes count.
+
+    Raises:
+        ModelError: the forward cannot run on fake tensors.
+    """
+    found: Shapes = {}
+    watched, stages = _copy(model), facts.stages
+
+    def see(name: str, numbers: Iterable[int], module: nn.Module, args: Any, output: Any) -> None:
+        for number in numbers:
+            value = output if isinstance(output, Tensor) else output[number]
+            found[name, number] = tuple(value.shape)
+
+    for block in facts.blocks:
+        watched.get_submodule(block.name).register_forward_hook(partial(see, block.name, stages.handed_on))
+    if stages.encoder:
+        watched.get_submodule(stages.encoder).register_forward_hook(partial(see, stages.encoder, (0,)))
+    failure = _attempt(partial(_run_fake, watched, inputs))[1]
+    if failure:
+        raise ModelError(
+            f"what travels between the stages of {facts.family} cannot be told for this batch: {failure}; use "
+            "pipeline_parallel_degree 1"
+        )
+    return found
 
 
 def units_in_order(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[str, ...]:
@@ -196,15 +230,14 @@ class _Observation:
 
     def __init__(self, model: nn.Module, block_lists: Sequence[Sequence[str]], positions: int) -> None:
         self.model = model
-        self.blocks = [[_BlockWatch() for _ in blocks] for blocks in block_lists]
+        self.blocks = [[BlockWatch(name) for name in names] for names in block_lists]
         self.head_name, self.head = _plain_head(model)
         self.functions = _FunctionWatch(positions)
         self.attention = AttentionCalls()
-        self.order = OrderWatch(model, [name for names in block_lists for name in names])
-        for names, watches in zip(block_lists, self.blocks):
-            for name, watch in zip(names, watches):
-                model.get_submodule(name).register_forward_pre_hook(watch.before, with_kwargs=True)
-                model.get_submodule(name).register_forward_hook(watch.after)
+        self.order = OrderWatch(model, block_lists)
+        for watch in (watch for watches in self.blocks for watch in watches):
+            model.get_submodule(watch.name).register_forward_pre_hook(watch.before, with_kwargs=True)
+            model.get_submodule(watch.name).register_forward_hook(watch.after)
         for module in model.modules():
             if type(module).forward in DROPOUT_FORWARDS:
                 module.register_forward_pre_hook(self.functions.enter_module)
@@ -231,15 +264,18 @@ class _Observation:
         seen = self.functions
         logits = getattr(output, "logits", None)
         names = {id(module): name for name, module in self.model.named_modules()}
+        are_chain = all(is_chain(watches) for watches in self.blocks)
+        all_trained = all(parameter.requires_grad for parameter in self.model.parameters())
         is_last = len(seen.logits) == 1 and logits is seen.logits[0] and not seen.logits_used
         return Probe(
             head=self.head_name if is_last else None,
             head_has_bias=is_last and self.head is not None and self.head.bias is not None,
             has_functional_dropout=seen.functional_dropout,
             has_attention_dropout=seen.attention_dropout,
-            blocks_share_arguments=all(_is_chain(w) and _share_arguments(w) for w in self.blocks),
+            blocks_share_arguments=are_chain and all(share_arguments(watches) for watches in self.blocks),
             order=self.order,
-            blocks_are_chain=all(_is_chain(watches) for watches in self.blocks),
+            blocks_are_chain=are_chain,
+            handed_on=handed_on(self.blocks, self.order.encoded, all_trained) if are_chain else ({0: 0}, ""),
             block_calls=sum(len(watch.calls) for watches in self.blocks for watch in watches),
             matrix_parameters=frozenset(seen.matrix_parameters),
             attention=tuple(names.get(id(module), "") for module in self.attention.modules),
@@ -302,47 +338,6 @@ class _FunctionWatch(TorchFunctionMode):
 
     def see_head(self, module: nn.Module, args: Any, output: Any) -> None:
         self.logits.append(output)
-
-
-class _BlockWatch:
-    """The calls of one block: arguments beyond the hidden states, the hidden states, the output."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-        self.output: Any = None
-
-    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.calls.append((args, dict(kwargs)))
-
-    def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.output = output[0] if isinstance(output, (tuple, list)) and output else output
-
-
-def _is_chain(watches: Sequence[_BlockWatch]) -> bool:
-    """Whether each block ran once, on the output of the one before it as its first positional argument."""
-    if any(len(watch.calls) != 1 or not watch.calls[0][0] for watch in watches):
-        return False
-    return all(watch.calls[0][0][0] is previous.output for previous, watch in pairwise(watches))
-
-
-def _share_arguments(watches: Sequence[_BlockWatch]) -> bool:
-    """Whether the blocks of a chain got the same arguments beyond the hidden states."""
-    (_, *first_args), first_kwargs = watches[0].calls[0]
-    others = ((args[1:], kwargs) for args, kwargs in (watch.calls[0] for watch in watches[1:]))
-    return all(_same([args, kwargs], [tuple(first_args), first_kwargs]) for args, kwargs in others)
-
-
-def _same(left: Any, right: Any) -> bool:
-    """The same object, or equal plain data; two tensors are the same only if they are one object."""
-    if left is right:
-        return True
-    if type(left) is not type(right) or isinstance(left, Tensor):
-        return False
-    if isinstance(left, (tuple, list)):
-        return len(left) == len(right) and all(_same(a, b) for a, b in zip(left, right))
-    if isinstance(left, dict):
-        return left.keys() == right.keys() and all(_same(left[key], right[key]) for key in left)
-    return isinstance(left, (bool, int, float, str)) and left == right
 
 
 def _plain_head(model: nn.Module) -> tuple[str | None, nn.Linear | None]:

@@ -1,9 +1,11 @@
 """Whether and where a model can be cut into pipeline stages: between its blocks, if they are a chain.
 
 What stands outside of the blocks belongs to the first stage where it runs before them and to the last where it runs
-after. On the other stages the model's own forward runs all the same, so that masks and positions are the model's own;
-modules that are not there have stand-ins, and of those before the blocks the stand-in has to know the output's shape.
-Transformers' models do so in one manner; of a module of model.factory it is rehearsed on fake tensors.
+after. Transformers' encoder-decoders are two chains, one after the other: what stands at an end of a stack belongs to
+the stage of the block there. On the other stages the model's own forward runs all the same, so that masks and positions
+are the model's own; modules that are not there have stand-ins, and of those before the blocks the stand-in has to know
+the output's shape. Transformers' models do so in one manner; of a module of model.factory it is rehearsed on fake
+tensors.
 """
 
 from __future__ import annotations
@@ -15,17 +17,29 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from shardwise.families.chain import HandedOn
 from shardwise.families.facts import StageFacts, StandIn
 
+MIDST = -1
 DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 
 
 class OrderWatch:
-    """Hooks on a model that say when its modules outside of the blocks run, and in which form blocks return."""
+    """Hooks on a model that say with which blocks its modules outside of them run, and in which form blocks return.
 
-    def __init__(self, model: nn.Module, blocks: Sequence[str]) -> None:
+    Attributes:
+        encoder: name of the stack of the first list, where there are two; its states are `encoded`.
+        phases: of a module outside of the blocks: `before` them, `after`, or `between` the two stacks.
+        places: numbers of the blocks with which it runs; MIDST where that is between blocks of one stack.
+    """
+
+    def __init__(self, model: nn.Module, lists: Sequence[Sequence[str]]) -> None:
+        blocks = [name for names in lists for name in names]
         self.started, self.ended, self.blocks = 0, 0, len(blocks)
+        self.encoder, self.first = encoder_of(model, lists), len(lists[0]) if lists else 0
+        self.encoding, self.encoded = 0, None
         self.phases: dict[str, set[str]] = {}
+        self.places: dict[str, set[int]] = {}
         self.stand_ins: dict[str, StandIn | None] = {}
         self.outputs = 0
         self.hidden: set[tuple[int, ...]] = set()
@@ -34,9 +48,12 @@ class OrderWatch:
             model.get_submodule(name).register_forward_pre_hook(partial(self._start, name))
             model.get_submodule(name).register_forward_hook(self._end)
         for name in outside(model, blocks):
-            self.phases[name] = set()
+            self.phases[name], self.places[name] = set(), set()
             module = model.get_submodule(name)
             module.register_forward_hook(partial(self._see, name), with_kwargs=True)
+        if self.encoder:
+            model.get_submodule(self.encoder).register_forward_pre_hook(self._encode)
+            model.get_submodule(self.encoder).register_forward_hook(self._encoded)
 
     def _start(self, name: str, module: nn.Module, args: Any) -> None:
         self.started += 1
@@ -48,11 +65,39 @@ class OrderWatch:
         first = output[0] if self.outputs else output
         self.hidden.add(tuple(first.shape) if isinstance(first, Tensor) else ())
 
+    def _encode(self, module: nn.Module, args: Any) -> None:
+        self.encoding = 1
+
+    def _encoded(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.encoding, self.encoded = 2, output[0]
+
     def _see(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         phase = "before" if not self.started else "after" if self.ended == self.blocks else "between"
         self.phases[name].add(phase)
+        self.places[name].add(self._place())
         first = args[0] if args else next(iter(kwargs.values()), None)
         self.stand_ins[name] = _stand_in(first, output)
+
+    def _place(self) -> int:
+        """The block with which a module runs now: ahead of the first of its stack, or behind the last."""
+        first, end = (0, self.blocks) if not self.encoder else (0, self.first)
+        if self.encoding == 2:
+            first, end = self.first, self.blocks
+        elif self.encoder and not self.encoding:
+            return MIDST  # a part of neither stack
+        here = self.started if self.started == self.ended else MIDST
+        return {end: end - 1, first: first}.get(here, MIDST)
+
+
+def encoder_of(model: nn.Module, lists: Sequence[Sequence[str]]) -> str:
+    """Name of the stack that holds the first of two lists of blocks, in transformers' encoder-decoders; else empty."""
+    two_sided = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    if not isinstance(model, PreTrainedModel) or not two_sided or len(lists) != 2:
+        return ""
+    stack: Any = model.get_encoder()
+    name = next((name for name, module in model.named_modules() if module is stack), "")
+    inside = [{block.startswith(f"{name}.") for block in names} for names in lists]
+    return name if inside == [{True}, {False}] else ""
 
 
 def outside(model: nn.Module, blocks: Sequence[str]) -> Iterator[str]:
@@ -71,35 +116,74 @@ def stage_facts(
     ties: Sequence[Sequence[str]],
     watch: OrderWatch,
     is_chain: bool,
+    handed_on: HandedOn,
 ) -> StageFacts:
     """The facts of `model` from one watched forward."""
-    order = tuple(watch.calls) if sorted(watch.calls) == sorted(name for names in lists for name in names) else ()
-    if len(lists) != 1:
+    blocks = [name for names in lists for name in names]
+    order = tuple(watch.calls) if sorted(watch.calls) == sorted(blocks) else ()
+    if len(lists) != (2 if watch.encoder else 1):
         return StageFacts(refusal=f"it has {len(lists)} lists of blocks", order=order)
-    first = [name for name, phases in watch.phases.items() if phases == {"before"}]
-    refusal = next(_refusals(model, lists[0], ties, watch, is_chain), "")
+    refusal = next(_refusals(model, lists, ties, watch, is_chain), handed_on[1])
     if refusal:
         return StageFacts(refusal=refusal, order=order)
+    last = len(blocks) - 1
+    runs = {name: tuple(sorted(places)) or (last,) for name, places in watch.places.items()}
+    behind = {name for name, phases in watch.phases.items() if phases <= {"after"}}
+    first = [name for name in runs if "before" in watch.phases[name]]
     return StageFacts(
         before={name: _own_parameters(model, name) for name in first},
-        after={name: _own_parameters(model, name) for name in watch.phases if name not in first},
-        stand_ins={name: stand_in for name in first if (stand_in := watch.stand_ins[name]) is not None},
+        after={name: _own_parameters(model, name) for name in runs if name in behind},
+        between=_between(model, ties, {name: runs[name] for name in runs if name not in behind and name not in first}),
+        stand_ins={name: stand_in for name, stand_in in watch.stand_ins.items() if stand_in and name not in behind},
         outputs=watch.outputs,
+        handed_on=handed_on[0],
+        encoder=watch.encoder,
+        encoder_blocks=watch.first if watch.encoder else 0,
+        runs=runs,
+        uses=_uses(model, ties, watch, runs),
         hidden=() if isinstance(model, PreTrainedModel) else next(iter(watch.hidden))[1:],
     )
 
 
+def _uses(
+    model: nn.Module, ties: Sequence[Sequence[str]], watch: OrderWatch, runs: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[int, ...]]:
+    """Parameter outside of the blocks -> numbers of the blocks with which one of the modules runs that own it."""
+    groups = {group[0]: group for group in ties}
+    found = {}
+    for name, _ in model.named_parameters():
+        owners = {each.rpartition(".")[0] for each in groups.get(name, (name,))} & runs.keys()
+        called = {each for each in owners if watch.places[each]} or owners
+        if owners:
+            found[name] = tuple(sorted({number for each in called for number in runs[each]}))
+    return found
+
+
+def _between(model: nn.Module, ties: Sequence[Sequence[str]], runs: Mapping[str, tuple[int, ...]]) -> dict[int, int]:
+    """Elements by block, but those of tables that are tied to others: these are counted where they are used first."""
+    tied = {name.rpartition(".")[0] for group in ties for name in group}
+    found: dict[int, int] = {}
+    for name, numbers in runs.items():
+        if name not in tied:
+            found[numbers[0]] = found.get(numbers[0], 0) + _own_parameters(model, name)
+    return found
+
+
 def _refusals(
-    model: nn.Module, blocks: Sequence[str], ties: Sequence[Sequence[str]], watch: OrderWatch, is_chain: bool
+    model: nn.Module, lists: Sequence[Sequence[str]], ties: Sequence[Sequence[str]], watch: OrderWatch, is_chain: bool
 ) -> Iterator[str]:
+    blocks = [name for names in lists for name in names]
     if not is_chain:
         yield "its blocks do not each take the hidden states from the one before"
+    if watch.encoder and watch.calls != blocks:
+        yield "its encoder does not run once, before its decoder"
     for name, phases in watch.phases.items():
-        if not name or blocks[0].startswith(f"{name}."):
+        if not name or any(block.startswith(f"{name}.") for block in blocks):
             yield f"{name or 'the model'!s} itself owns parameters and holds the blocks"
-        if "between" in phases or len(phases) > 1:
+        at_both_ends = len(phases) > 1 and "after" in phases and _own_parameters(model, name)
+        if MIDST in watch.places[name] or at_both_ends:
             yield f"{name} runs between blocks, or both before and after them"
-        if phases == {"before"} and watch.stand_ins[name] is None:
+        if phases - {"after"} and watch.stand_ins[name] is None:
             yield f"the shape of what {name} returns does not follow from its input's"
     if not isinstance(model, PreTrainedModel):
         yield from _module_refusals(model, blocks, watch)

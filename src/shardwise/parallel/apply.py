@@ -27,9 +27,10 @@ from shardwise.memory.offload import ActivationOffload
 from shardwise.parallel.attention import lead_attention
 from shardwise.parallel.context import Context
 from shardwise.parallel.model import DeferredHead, Joined, ParallelModel, Part
-from shardwise.parallel.pipeline import Passage, Pipeline, cut_stage, join_ends
+from shardwise.parallel.pipeline import Pipeline
 from shardwise.parallel.sequence import ScatteredRows, WholeRows, scatter_between
 from shardwise.parallel.sharded import materialize, shard
+from shardwise.parallel.stages import Passage, Sizes, cut_stage, join_ends
 from shardwise.parallel.tensor import partial_parameters, split_tensors, split_vocabulary
 from shardwise.parallel.tensor_map import Cut, TensorMap
 from shardwise.parallel.traced import Tracer, cut_traced
@@ -68,10 +69,11 @@ def parallelize(
     if plan.job.model.liger:
         for each in models:
             use_liger(each, facts.fusible)
+    sizes = Sizes(model, facts, plan) if stages and facts.stages.travels_flat and not facts.stages.traced else None
     splits = [_split(each, plan, layout, facts) for each in models]
     tracer = Tracer(model, facts, plan, device) if stages and facts.stages.traced else None
     passages = [
-        cut_traced(each, tracer, stage) if tracer else cut_stage(each, facts, plan, stage)
+        cut_traced(each, tracer, stage) if tracer else cut_stage(each, facts, plan, stage, sizes)
         for each, stage in zip(models, stages)
     ]
     together = join_ends(models)
@@ -83,13 +85,13 @@ def parallelize(
         _store(joined, plan, layout, device, allocation)
     cuts = splits[0].cuts
     tied = tied_across(plan, facts)
-    if tied:
-        layout.ends_group(*plan.ends)  # here, where every rank is, for a group is made by all
+    for ranks in dict.fromkeys(tied.values()):
+        layout.holders_group(ranks)  # here, where every rank is, for a group is made by all
     tensor_map = TensorMap.of(models, layout, cuts, tied)
     partial = partial_parameters(tensor_map, facts, layout, plan.sequence_parallel) if cuts else ()
     hidden = facts.stages.hidden or (plan.positions, facts.hidden_size)
     pipeline = Pipeline(plan, layout, passages, hidden, device) if passages else None
-    tied = [name for name in tied if name in tensor_map.names]
+    tied = {name: ranks for name, ranks in tied.items() if name in tensor_map.names}
     return ParallelModel(parts, plan, layout, facts, tensor_map, device, partial, tied, pipeline, context)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -19,8 +19,9 @@ from shardwise.kernels.linear import WeightGradients
 from shardwise.kernels.loss import Vocabulary
 from shardwise.layout import Layout
 from shardwise.parallel.context import Context, Sequences
-from shardwise.parallel.pipeline import Passage, Pipeline, Work
+from shardwise.parallel.pipeline import Pipeline, Work
 from shardwise.parallel.sharded import begin_microbatch, reduce_gradients
+from shardwise.parallel.stages import Passage
 from shardwise.parallel.tensor_map import TensorMap
 from shardwise.plan import Plan
 from shardwise.planner.schedule import holders
@@ -140,7 +141,7 @@ class ParallelModel:
         tensor_map: what lives here.
         device: where forward and backward run.
         partial: names of parameters whose gradients are parts, and the group over which they are summed.
-        tied: names of parameters whose gradients are summed over the first and the last stage.
+        tied: parameters whose gradients are summed over several pipeline ranks, by name, and which.
         pipeline: what drives the parts, if they are stages.
         context: what splits sequences, if ranks share them.
     """
@@ -152,7 +153,7 @@ class ParallelModel:
     tensor_map: TensorMap
     device: torch.device
     partial: tuple[tuple[Sequence[str], dist.ProcessGroup], ...] = ()
-    tied: Sequence[str] = ()
+    tied: Mapping[str, Sequence[int]] = field(default_factory=dict)
     pipeline: Pipeline | None = None
     context: Context | None = None
 
@@ -265,19 +266,23 @@ class ParallelModel:
 
     def sum_shared_gradients(self) -> None:
         """Of parameters that several tensor ranks hold, each for a part of the activations (norms of single heads), and
-        of embeddings that are tied across the ends of the pipeline."""
+        of embeddings that are tied across stages."""
         for names, group in self.partial:
             sum_together(self.tensor_map.gradients(names), group, self.device)
-        if self.tied:
-            ends = self.layout.ends_group(*self.plan.ends)
-            sum_together(self.tensor_map.gradients(self.tied), ends, self.device)
+        for ranks, names in self._tied():
+            sum_together(self.tensor_map.gradients(names), self.layout.holders_group(ranks), self.device)
 
     def copy_tied(self) -> None:
-        """What the first stage holds of embeddings that are tied across the ends of the pipeline, to the last."""
-        if self.tied:
-            ends = self.layout.ends_group(*self.plan.ends)
-            for name in self.tied:
-                dist.broadcast(self.tensor_map[name].local, dist.get_process_group_ranks(ends)[0], group=ends)
+        """What the first stage holds of embeddings that are tied across stages, to the others that hold them."""
+        for ranks, names in self._tied():
+            group = self.layout.holders_group(ranks)
+            for name in names:
+                dist.broadcast(self.tensor_map[name].local, dist.get_process_group_ranks(group)[0], group=group)
+
+    def _tied(self) -> Iterator[tuple[Sequence[int], list[str]]]:
+        """What is tied across stages, by the pipeline ranks that hold it."""
+        for ranks in dict.fromkeys(self.tied.values()):
+            yield ranks, [name for name, holders in self.tied.items() if holders == ranks]
 
     def wholes(self, gradients: bool = False, gathered: bool = False) -> Iterator[tuple[str, Tensor]]:
         """(logical name, whole tensor or gradient) of every parameter of the model, on every rank. Collective; with
@@ -324,7 +329,7 @@ class ParallelModel:
         if self.pipeline is None:
             return work(0, 0, None)
         self.prepare({"input_ids": ids})
-        shape = None if self.facts.stages.traced else (*ids.shape, self.facts.hidden_size)
+        shape = None if self.facts.stages.travels_flat else (*ids.shape, self.facts.hidden_size)
         found = self.pipeline.evaluate(work, 1, shape)
         logits = found[0] if found else torch.empty(len(ids), self.facts.vocabulary_size, device=self.device)
         dist.broadcast(logits, self.pipeline.last_rank, group=self.layout.group("pipeline"))

@@ -1,9 +1,4 @@
-"""Pipeline parallelism: a stage cut from the unmodified model, and the schedule that drives this rank's stages.
-
-The model's own forward runs on every stage, on the whole microbatch's ids, so masks, positions and rotary tables are
-the model's own. Blocks of other stages are passages: the ones before hand in the hidden states that arrived, the ones
-after keep what leaves. Embeddings and head stand on the first and the last stage; elsewhere stand-ins give tensors of
-the right shape, which nobody reads. Only hidden states [B, S, H] and their gradients travel.
+"""Pipeline parallelism: the schedule that drives this rank's stages, and their traffic.
 
 Schedules are torch's: fill-drain (GPipe, arXiv 1811.06965), 1F1B and its interleaved form (arXiv 2104.04473, sections
 2.2.1 and 2.2.2), and the latter with the gradients of weights put off to where a rank would idle (ZB1P, arXiv
@@ -13,8 +8,7 @@ the ranks and up again, so that the ends of the model meet on rank 0, and tied e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,9 +24,9 @@ from torch.distributed.pipelining import (
 
 from shardwise._torch_compat import LazyStage, UnpairedDualPipeV
 from shardwise.errors import ModelError
-from shardwise.families.facts import ModelFacts, StandIn
 from shardwise.kernels.linear import WeightGradients
 from shardwise.layout import Layout
+from shardwise.parallel.stages import Passage
 from shardwise.plan import Plan
 from shardwise.precision import torch_dtype
 
@@ -47,128 +41,6 @@ SCHEDULES: dict[str, tuple[Any, Any]] = {
 
 # Runs one microbatch of one part: (part, microbatch, arrived hidden states) -> what leaves, or the seeded loss.
 Work = Callable[[int, int, Tensor | None], Tensor]
-
-
-@dataclass
-class Passage:
-    """Where hidden states enter and leave one stage; blocks of other stages lead here.
-
-    Attributes:
-        stage: number of the stage, of `stages`.
-        absent: modules of which the stage holds nothing.
-        arrived: [B, S, H] from the stage before, for the forward that runs now.
-        leaving: [B, S, H] for the stage behind.
-        prepare: of a traced stage, told the inputs of the next forward; it then knows `shapes`.
-        shapes: of what arrives and of what leaves, where these are not hidden states [B, S, H].
-    """
-
-    stage: int
-    stages: int
-    absent: frozenset[str] = frozenset()
-    arrived: Tensor | None = None
-    leaving: Tensor | None = None
-    prepare: Callable[[Mapping[str, Any]], None] | None = None
-    shapes: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-
-    @property
-    def is_first(self) -> bool:
-        return self.stage == 0
-
-    @property
-    def is_last(self) -> bool:
-        return self.stage == self.stages - 1
-
-    def take(self) -> Tensor:
-        """What leaves; it is given out once."""
-        leaving, self.arrived, self.leaving = self.leaving, None, None
-        assert leaving is not None
-        return leaving.contiguous()
-
-
-def cut_stage(model: nn.Module, facts: ModelFacts, plan: Plan, stage: int) -> Passage:
-    """Leave of `model` (on the meta device) what belongs to `stage`.
-
-    A parameter that is tied across the ends stays under all its names on both.
-    """
-    passage = Passage(stage, len(plan.stages))
-    own = plan.stages[stage]
-    names = [block.name for block in facts.blocks]
-    before, after = names[: names.index(own[0])], names[names.index(own[-1]) + 1 :]
-    for name in (*before, *after):
-        _empty(model.get_submodule(name), _passing(passage, name in before, facts.stages.outputs))
-
-    elsewhere: list[tuple[str, Callable[..., Tensor]]] = []
-    if not passage.is_first:
-        dtype = torch_dtype(plan.dtypes.compute)
-        elsewhere += [(name, _standing_in(facts.stages.stand_ins[name], dtype)) for name in facts.stages.before]
-    if not passage.is_last:
-        elsewhere += [(name, _identity) for name in facts.stages.after]
-    foreign = {name for name, _ in elsewhere}
-    here = [name for name in (*own, *facts.stages.before, *facts.stages.after) if name not in foreign]
-    kept = {id(parameter) for name in here for parameter in model.get_submodule(name).parameters(recurse=name in own)}
-    absent = {*before, *after}
-    for name, forward in elsewhere:
-        if not _leave_out(model.get_submodule(name), forward, kept):
-            absent.add(name)
-    passage.absent = frozenset(absent)
-    return passage
-
-
-def join_ends(models: Sequence[nn.Module]) -> bool:
-    """Let parts of one rank share parameters of the same name; whether there are any: where the ends meet, ties."""
-    held: dict[str, nn.Parameter] = {}
-    joined = False
-    for model in models:
-        for name, parameter in list(model.named_parameters(remove_duplicate=False)):
-            owner, _, leaf = name.rpartition(".")
-            model.get_submodule(owner)._parameters[leaf] = held.setdefault(name, parameter)
-            joined = joined or held[name] is not parameter
-    return joined
-
-
-def _empty(block: Any, forward: Callable[..., Any]) -> None:
-    """A block keeps its attributes, which the model's loop may read, and nothing that takes memory."""
-    for held in (block._modules, block._parameters, block._buffers):
-        held.clear()
-    block.forward = forward
-
-
-def _leave_out(module: Any, forward: Callable[..., Tensor], kept: set[int]) -> bool:
-    """Take away the module's own parameters but those in `kept`; whether any stays."""
-    module.forward = forward
-    for leaf, parameter in module._parameters.items():
-        if parameter is not None and id(parameter) not in kept:
-            module._parameters[leaf] = None
-    return any(parameter is not None for parameter in module._parameters.values())
-
-
-def _passing(passage: Passage, before: bool, outputs: int) -> Callable[..., Any]:
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        hidden = args[0]
-        if before:
-            hidden = passage.arrived
-        elif passage.leaving is None:
-            passage.leaving = hidden
-        return (hidden, *(None,) * (outputs - 1)) if outputs else hidden
-
-    return forward
-
-
-def _standing_in(stand_in: StandIn, dtype: torch.dtype) -> Callable[..., Tensor]:
-    """A forward whose output has the right shape and costs nothing."""
-
-    def forward(*args: Any, **kwargs: Any) -> Tensor:
-        first: Tensor = args[0] if args else next(iter(kwargs.values()))
-        shape = first.shape[:-1] if stand_in.kind == "replaced" else first.shape
-        width = () if stand_in.kind == "same" else (stand_in.width,)
-        return torch.zeros((), dtype=dtype, device=first.device).expand(*shape, *width)
-
-    return forward
-
-
-def _identity(*args: Any, **kwargs: Any) -> Tensor:
-    value: Tensor = args[0] if args else next(iter(kwargs.values()))
-    return value
 
 
 class Pipeline:

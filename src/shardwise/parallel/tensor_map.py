@@ -6,7 +6,7 @@ norm, memory figures and verify read placements here and nowhere else.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -201,13 +201,13 @@ class TensorMap:
         parts: Sequence[nn.Module],
         layout: Coordinates,
         cuts: Mapping[str, Cut] | None = None,
-        tied: Collection[str] = (),
+        tied: Mapping[str, Sequence[int]] | None = None,
     ) -> TensorMap:
         """Read the map off this rank's parts of a model, whose parameters are plain or sharded by FSDP2 on dim 0.
 
         Args:
             cuts: parameters that tensor parallelism has cut before, by name.
-            tied: names of the parameters that the ranks of the first and the last pipeline stage both hold.
+            tied: parameters that several pipeline ranks hold, by name, and which.
         """
         names: dict[int, list[str]] = {}
         parameters: dict[int, nn.Parameter] = {}
@@ -216,13 +216,15 @@ class TensorMap:
                 own = names.setdefault(id(parameter), [])
                 own += [name] if name not in own else []  # two parts of a rank may hold it, under the same names
                 parameters[id(parameter)] = parameter
-        cuts = cuts or {}
+        cuts, tied = cuts or {}, tied or {}
         return cls(
-            [_entry(own, parameters[key], layout, cuts.get(own[0]), own[0] in tied) for key, own in names.items()]
+            [_entry(own, parameters[key], layout, cuts.get(own[0]), tied.get(own[0], ())) for key, own in names.items()]
         )
 
 
-def _entry(names: list[str], parameter: nn.Parameter, layout: Coordinates, cut: Cut | None, tied: bool) -> Entry:
+def _entry(
+    names: list[str], parameter: nn.Parameter, layout: Coordinates, cut: Cut | None, tied: Sequence[int]
+) -> Entry:
     shape = tuple(parameter.shape)
     rows = slice(0, shape[0]) if shape else None
     copies: tuple[str, ...] = ("replica", "shard", "context")
@@ -238,7 +240,7 @@ def _entry(names: list[str], parameter: nn.Parameter, layout: Coordinates, cut: 
     else:
         replication, replica = layout.size(*copies) * cut.copies, layout.index(*copies) * cut.copies + cut.copy
     if tied:
-        replication, replica = 2 * replication, 2 * replica + int(layout.index("pipeline") > 0)
+        replication, replica = len(tied) * replication, len(tied) * replica + tied.index(layout.index("pipeline"))
     return Entry(
         name,
         tuple(aliases),

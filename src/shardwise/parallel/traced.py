@@ -20,7 +20,7 @@ from shardwise.families.facts import ModelFacts
 from shardwise.families.trace import Trace, Value, reason, trace
 from shardwise.families.traced_cut import elements
 from shardwise.kernels.dropout import active_scope, dropout
-from shardwise.parallel.pipeline import Passage
+from shardwise.parallel.stages import Passage
 from shardwise.plan import Plan
 from shardwise.planner.schedule import holders
 from shardwise.precision import torch_dtype

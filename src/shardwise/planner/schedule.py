@@ -40,29 +40,25 @@ def stages(plan: Plan, facts: ModelFacts) -> list[Stage]:
 
 
 def holders(plan: Plan, facts: ModelFacts) -> dict[str, tuple[int, ...]]:
-    """Parameter name -> the stages that hold it: one, or for tied embeddings the first and the last."""
+    """Parameter name -> the stages that hold it: one, or for tied embeddings those where they are used."""
     stage_of = {block: stage for stage, blocks in enumerate(plan.stages) for block in blocks}
-    groups = {group[0]: group for group in facts.ties}
-    last = len(plan.stages) - 1
     found: dict[str, tuple[int, ...]] = {}
     for name in facts.parameter_shapes:
-        if name in facts.block_of:
-            found[name] = (stage_of[facts.block_of[name]],)
-            continue
-        if facts.stages.traced:
-            found[name] = tuple(sorted({stage_of[facts.blocks[n].name] for n in facts.stages.uses[name]}))
-            continue
-        owners = {each.rpartition(".")[0] for each in groups.get(name, (name,))}
-        ends = ((0, facts.stages.before), (last, facts.stages.after))
-        found[name] = tuple(stage for stage, own in ends if owners & own.keys())
+        block = facts.block_of.get(name)
+        blocks = [block] if block else [facts.blocks[number].name for number in facts.stages.uses[name]]
+        found[name] = tuple(sorted({stage_of[each] for each in blocks}))
     return found
 
 
-def tied_across(plan: Plan, facts: ModelFacts) -> list[str]:
-    """Names of the parameters that two pipeline ranks hold: tied embeddings, unless the ends are on one."""
-    if not plan.stages or len(set(plan.ends)) == 1:
-        return []
-    return [name for name, stages in holders(plan, facts).items() if len(stages) > 1]
+def tied_across(plan: Plan, facts: ModelFacts) -> dict[str, tuple[int, ...]]:
+    """Parameter name -> the pipeline ranks that hold it, of those that several do: tied embeddings."""
+    if not plan.stages:
+        return {}
+    ranks = {
+        name: tuple(sorted({plan.stage_ranks[stage] for stage in stages}))
+        for name, stages in holders(plan, facts).items()
+    }
+    return {name: held for name, held in ranks.items() if len(held) > 1}
 
 
 def bubble(plan: Plan) -> float:

@@ -74,7 +74,8 @@ class Side:
         _check_class(self.optimizer, parallel)
         made: dict[str, nn.Parameter] = {}
         # An object of the script's own counts every element in its norm: the first stage alone has what is tied.
-        elsewhere = parallel.tied if self.eager and parallel.layout.index("pipeline") else ()
+        place = parallel.layout.index("pipeline")
+        elsewhere = [name for name, ranks in parallel.tied.items() if self.eager and place != ranks[0]]
         for group in self.optimizer.param_groups:
             # Scripts that walk all modules for their groups find a tied parameter twice.
             dtypes = {_name_of(model.names, parameter): parameter.dtype for parameter in group["params"]}

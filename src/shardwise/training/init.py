@@ -94,6 +94,8 @@ def _draw(model: ParallelModel, root: nn.Module, unit: tuple[str, bool], seed: i
         for leaf, parameter in part._parameters.items()
         if parameter is not None
     }
+    if not owned and not module._buffers:
+        return  # T5's own initializer reaches for embeddings, which come by themselves and may be on other stages
     with _whole_parameters(model, owned) as wholes:
         unset = {key: whole for key, whole in wholes.items() if not whole.is_meta}
         for owner, part in reversed(owners):  # children first: a parent's initializer overrides theirs
