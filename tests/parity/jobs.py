@@ -207,7 +207,8 @@ def make_t5(dropout: float, tied: bool, gated: bool, blocks: tuple[int, int] = (
     """A tiny T5 with the task's own layers; `blocks` of encoder and decoder."""
     config = T5Config(
         vocab_size=VOCABULARY, d_model=24, d_kv=5, d_ff=13, num_heads=4, dropout_rate=dropout,
-        num_layers=blocks[0], num_decoder_layers=blocks[1], tie_word_embeddings=tied, feed_forward_proj="gated-gelu" if gated else "relu", attn_implementation="eager",
+        num_layers=blocks[0], num_decoder_layers=blocks[1], tie_word_embeddings=tied, attn_implementation="eager",
+        feed_forward_proj="gated-gelu" if gated else "relu",
         relative_attention_num_buckets=8, relative_attention_max_distance=10, initializer_factor=0.5, use_cache=False,
     )  # fmt: skip
     return T5ForConditionalGeneration(config)
@@ -230,7 +231,8 @@ def span_job(
     """A tiny T5 of a config, which fills in spans of text that are left out."""
     config = {
         "model_type": "t5", "d_model": 24, "d_kv": 5, "d_ff": 13, "num_heads": 4,
-        "num_layers": blocks[0], "num_decoder_layers": blocks[1], "dropout_rate": dropout, "tie_word_embeddings": tied, "feed_forward_proj": "gated-gelu" if gated else "relu",
+        "num_layers": blocks[0], "num_decoder_layers": blocks[1], "dropout_rate": dropout, "tie_word_embeddings": tied,
+        "feed_forward_proj": "gated-gelu" if gated else "relu",
         "relative_attention_num_buckets": 8, "relative_attention_max_distance": 10, "initializer_factor": 0.5,
         "decoder_start_token_id": 0,
     }  # fmt: skip

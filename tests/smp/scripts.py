@@ -23,6 +23,7 @@ import shardwise.smp as smp
 
 VOCABULARY, LENGTH, ROWS, STEPS = 97, 16, 8, 3
 LEARNING_RATE = 0.1
+BLOCKS = {"transformer.h", "gpt_neox.layers", "encoder.block", "decoder.block"}
 
 
 def make_model(family: str, dtype: torch.dtype = torch.float64) -> nn.Module:
@@ -32,11 +33,13 @@ def make_model(family: str, dtype: torch.dtype = torch.float64) -> nn.Module:
         off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
         config: Any = GPT2Config(n_embd=24, n_head=4, n_layer=3, n_positions=LENGTH, vocab_size=VOCABULARY, **off)
         return GPT2LMHeadModel(config).to(dtype)
-    if family == "t5":
+    if family in ("t5", "t5_tied"):
+        tied = family == "t5_tied"
         config = T5Config(
-            d_model=24, d_kv=6, d_ff=48, num_layers=2, num_heads=4, vocab_size=VOCABULARY, dropout_rate=0.0,
+            d_model=24, d_kv=6, d_ff=48, num_layers=3, num_decoder_layers=2, num_heads=4, vocab_size=VOCABULARY,
+            dropout_rate=0.0,
             relative_attention_num_buckets=8, relative_attention_max_distance=10, initializer_factor=0.5,
-            feed_forward_proj="gated-gelu", tie_word_embeddings=False, decoder_start_token_id=0,
+            feed_forward_proj="relu" if tied else "gated-gelu", tie_word_embeddings=tied, decoder_start_token_id=0,
         )  # fmt: skip
         return T5ForConditionalGeneration(config).to(dtype)
     if family == "falcon":
@@ -112,9 +115,9 @@ def train(
 def _train(module: nn.Module, plain: nn.Module, config: dict[str, Any], checkpointed: bool) -> tuple[float, float]:
     model = smp.DistributedModel(module)
     if checkpointed:
-        blocks = module.transformer.h if hasattr(module, "transformer") else module.gpt_neox.layers  # type: ignore[union-attr]
-        for block in blocks:  # type: ignore[union-attr]
-            smp.set_activation_checkpointing(block)
+        for name in BLOCKS & {name for name, _ in module.named_modules()}:
+            for block in module.get_submodule(name).children():
+                smp.set_activation_checkpointing(block)
     optimizer = smp.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=LEARNING_RATE), static_loss_scale=1024.0
     )

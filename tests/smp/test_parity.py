@@ -23,6 +23,8 @@ CASES = [
     (2, "gpt2", TWO),
     (2, "gpt_neox", {**TWO, "pipeline": "simple"}),
     (2, "gpt2", {**DDP, "shard_optimizer_state": True}),
+    (2, "t5", TWO),
+    (4, "t5_tied", {**TWO, "pipeline_parallel_degree": 4}),
 ]
 SLOW = [
     *((ranks, family, {**config, **more}) for family in ("gpt2", "gpt_neox") for ranks, config, more in (
@@ -33,6 +35,11 @@ SLOW = [
         (8, TWO, {**TENSOR, "placement_strategy": "spread", "microbatches": 2}),
         (4, TENSOR, {"optimize": "memory", "prescaled_batch": False}), (4, DDP, {"shard_optimizer_state": True}),
     )),
+    *((2, family, {**TWO, "pipeline": "simple"}) for family in ("t5", "t5_tied")),
+    (4, "t5", {**TWO, "pipeline_parallel_degree": 4, "pipeline": "simple"}),
+    (4, "t5_tied", {**TWO, "sharded_data_parallel_degree": 2}), (4, "t5_tied", {**TWO, "shard_optimizer_state": True}),
+    (4, "t5", {**TWO, **TENSOR, "microbatches": 2}),
+    (8, "t5_tied", {**TWO, **TENSOR, "microbatches": 2, "prescaled_batch": False}),
     (2, "t5", TENSOR), (2, "t5", {**TENSOR, "prescaled_batch": False}), (4, "t5", {**TENSOR, "microbatches": 2}),
     (2, "falcon", TENSOR), (2, "falcon", TWO), (2, "falcon", {**DDP, "sharded_data_parallel_degree": 2}),
 ]  # fmt: skip
@@ -74,6 +81,7 @@ def test_half_precision_keeps_close(world_pool: WorldPool, family: str, config: 
 
 CHECKPOINTED: list[Any] = [
     ("gpt2", {**TWO, "offload_activations": True}),
+    ("t5", TWO),
     *(
         pytest.param(family, config, marks=pytest.mark.slow)
         for family in ("gpt2", "gpt_neox")

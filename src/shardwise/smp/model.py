@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from shardwise.data.batch import Batch
 from shardwise.parallel.model import ParallelModel, Part
-from shardwise.smp.building import Shape, build, forms_of, shape_of
+from shardwise.smp.building import Shape, build, forms_of, shape_of, without_labels
 from shardwise.smp.exceptions import SMPValidationError, StepUsageError
 from shardwise.smp.hooks import Hook, Hooks
 from shardwise.smp.host import Host
@@ -31,9 +31,6 @@ from shardwise.smp.weights import is_partial, load_weights, marked, part_of_weig
 
 if TYPE_CHECKING:
     from shardwise.smp.steps import StepRun
-
-# From what transformers' models compute their own losses; of use on the last stage alone.
-LABELS = {"labels", "label", "next_sentence_label", "start_positions", "end_positions"}
 
 
 class DistributedModel(Inspection, Hooks, Host, nn.Module):
@@ -236,7 +233,7 @@ class DistributedModel(Inspection, Hooks, Host, nn.Module):
         first = (parallel.layout.data_rank * count + index) * rows
         microbatch = Batch({}, None, torch.arange(first, first + rows, device=state.device))
         if not part.is_last and not parallel.facts.stages.traced:  # the model would compare hidden states with them
-            merged = {name: None if name in LABELS else value for name, value in merged.items()}
+            merged = without_labels(part.module, merged)
         with parallel.scope(microbatch, state.step_count):
             output = part.forward(merged, arrived)
         if not part.is_last:
