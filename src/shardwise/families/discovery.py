@@ -22,7 +22,7 @@ from shardwise.config import Job
 from shardwise.families.attention import context_refusal, kernel_refusal
 from shardwise.families.facts import BlockFacts, ModelFacts, StageFacts
 from shardwise.families.fusible import fusible
-from shardwise.families.probe import Probe, probe, rehearse_stage
+from shardwise.families.probe import Probe, probe, rehearse_stage, token_inputs
 from shardwise.families.stage_cut import stage_facts
 from shardwise.families.tensor_plan import sequence_refusal, tensor_plan, vocabulary_parameters
 
@@ -35,6 +35,7 @@ KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_he
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "depth")
 INTERMEDIATE = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "d_ff", "d_inner", "hidden_dim")
 VOCABULARY = ("vocab_size", "vocabulary_size", "n_vocab")
+LENGTH = 8  # tokens of a rehearsal
 FACTORY_ATTENTION = "a module of model.factory keeps the attention that it was built with"
 POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length", "block_size")
 
@@ -109,9 +110,14 @@ def _stages(
     if seen.order is None:
         return StageFacts(refusal=seen.failure)
     stages = stage_facts(model, lists, ties, seen.order, seen.blocks_are_chain, seen.handed_on)
-    if stages.refusal or isinstance(model, PreTrainedModel) or example is None:
+    if stages.encoder:  # MVP adds to what its head returns
+        example = token_inputs(model, LENGTH)
+    elif isinstance(model, PreTrainedModel):
         return stages
-    return replace(stages, refusal=rehearse_stage(model, lists[0], stages, example))
+    if stages.refusal or example is None:
+        return stages
+    blocks = [name for names in lists for name in names]
+    return replace(stages, refusal=rehearse_stage(model, blocks, stages, example), order=tuple(seen.order.calls))
 
 
 # --- blocks ----------------------------------------------------------------------------------------------------------

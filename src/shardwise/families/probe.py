@@ -117,8 +117,8 @@ def _attempt(run: Callable[[str, torch.dtype], Result]) -> tuple[Result | None, 
 
 
 def rehearse_stage(model: nn.Module, blocks: Sequence[str], stages: StageFacts, example: Mapping[str, Tensor]) -> str:
-    """Why the forward of a user's module fails on a stage that is not the last, where what follows the blocks stands
-    aside; nothing where it runs. `example` as for `probe`."""
+    """Why the forward of a user's module, or an encoder-decoder's, fails on a stage that is not the last, where what
+    follows the blocks stands aside; nothing where it runs. `example` as for `probe`."""
     rehearsed = _copy(model)
     for name in blocks:
         own: Any = rehearsed.get_submodule(name)
