@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoXForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoXForCausalLM, T5Config, T5ForConditionalGeneration
 
 from shardwise.cli import main
 
 SCRIPT = Path(__file__).parent / "step_script.py"
+T5_SCRIPT = Path(__file__).parent / "flan_t5_script.py"
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CALLED = re.compile(r'shardwise\(("\w+")')
 
@@ -35,6 +36,33 @@ def test_script_runs_unchanged_on_two_stages(tmp_path: Path) -> None:
     assert (tmp_path / "done").read_text() == "here 2"
     assert done.stderr.count("--device cpu: ") == 1
     assert "stage 1: transformer.h.1" in done.stderr and done.stderr.count("NCCL is for CUDA") == 1
+
+
+@pytest.mark.parametrize("tie", ["untied", pytest.param("tied", marks=pytest.mark.slow)])
+def test_t5_on_two_stages_is_plain_transformers(tmp_path: Path, tie: str) -> None:
+    """Padding, labels that the model shifts itself, checkpointed blocks, a stop and a resume in between."""
+    options = '{"pipeline_parallel_degree": 2, "microbatches": 4, "pipeline": "interleaved"}'
+    done = _run("--workers", "2", "--smp-options", options, "--model-dir", tmp_path, T5_SCRIPT, tie, 3)
+    assert done.returncode == 0, done.stderr
+    assert "stage 0: encoder.block.0" in done.stderr and "has no effect" not in done.stderr
+    found = torch.load(tmp_path / "result.pt")
+    plain = T5ForConditionalGeneration(T5Config(**found["config"]))
+    plain.load_state_dict(found["start"])
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.05)
+    losses = []
+    for step, rows in enumerate(found["batches"]):
+        optimizer.zero_grad()
+        names = ("input_ids", "attention_mask", "labels")
+        pieces = zip(*(tensor.chunk(4) for tensor in rows), strict=True)
+        loss = sum(plain(**dict(zip(names, piece, strict=True))).loss for piece in pieces) / 4
+        assert isinstance(loss, torch.Tensor)
+        loss.backward()
+        losses.append(float(loss.detach()))
+        if step < 3:
+            optimizer.step()
+    assert found["losses"] == pytest.approx(losses, rel=1e-5)
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(found["weights"][name], value, rtol=1e-4, atol=1e-6)
 
 
 POOL = """

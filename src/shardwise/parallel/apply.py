@@ -61,15 +61,16 @@ def parallelize(
     """
     device = device or torch.device(plan.world.device_type)
     _to_dtypes(model, plan)
+    stages = plan.stages_of(layout.index("pipeline"))
+    flat = bool(stages) and facts.stages.travels_flat and not facts.stages.traced
+    sizes = Sizes(model, facts, plan) if flat else None  # of attention as it is: kernels look into masks
     if plan.attention:
         lead_attention(model, plan.attention)
     context = Context(model, plan, layout) if layout.size("context") > 1 else None
-    stages = plan.stages_of(layout.index("pipeline"))
     models = [model, *(copy.deepcopy(model) for _ in stages[1:])]
     if plan.job.model.liger:
         for each in models:
             use_liger(each, facts.fusible)
-    sizes = Sizes(model, facts, plan) if stages and facts.stages.travels_flat and not facts.stages.traced else None
     splits = [_split(each, plan, layout, facts) for each in models]
     tracer = Tracer(model, facts, plan, device) if stages and facts.stages.traced else None
     passages = [
