@@ -8,6 +8,7 @@ go on seeing what is.
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import sys
 from collections import defaultdict
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 # Functions of torch.cuda -> what they return here.
 RETURNS: dict[str, Any] = {
@@ -31,12 +33,13 @@ RETURNS: dict[str, Any] = {
     "can_device_access_peer": False, "is_current_stream_capturing": False, "check_error": None, "memory_snapshot": [],
     "get_allocator_backend": "native", "get_sync_debug_mode": 0, "set_sync_debug_mode": None, "temperature": 0,
     "power_draw": 0, "clock_rate": 0, "memory_usage": 0, "device_memory_used": 0,
-    "reset_peak_host_memory_stats": None, "reset_accumulated_host_memory_stats": None,
+    "reset_peak_host_memory_stats": None, "reset_accumulated_host_memory_stats": None, "set_stream": None,
 }  # fmt: skip
 FACTORIES = (
-    "arange", "as_tensor", "empty", "empty_like", "empty_strided", "eye", "full", "full_like", "linspace", "logspace",
-    "normal", "ones", "ones_like", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "randperm",
-    "scalar_tensor", "tensor", "tril_indices", "triu_indices", "zeros", "zeros_like",
+    "arange", "as_tensor", "asarray", "bartlett_window", "blackman_window", "empty", "empty_like", "empty_strided",
+    "eye", "full", "full_like", "hamming_window", "hann_window", "kaiser_window", "linspace", "logspace", "normal",
+    "ones", "ones_like", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "randperm",
+    "scalar_tensor", "sparse_coo_tensor", "tensor", "tril_indices", "triu_indices", "zeros", "zeros_like",
 )  # fmt: skip
 METHODS = ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros")
 TYPES = ("BFloat16", "Bool", "Byte", "Char", "Double", "Float", "Half", "Int", "Long", "Short")
@@ -158,6 +161,7 @@ def redirect(workers: int, directory: str) -> None:
     cuda.stream = cuda.device = lambda *args: nullcontext()
     cuda.nvtx.range_push = cuda.nvtx.range_pop = cuda.nvtx.mark = _returning(None)
     cuda.nvtx.range, cuda.nvtx.range_start, cuda.nvtx.range_end = _nothing, _returning(0), _returning(None)
+    cuda.nccl.version = _returning((0, 0, 0))
     cuda.memory._record_memory_history = cuda.memory._dump_snapshot = _returning(None)
     for name in TYPES:
         setattr(cuda, f"{name}Tensor", getattr(torch, f"{name}Tensor"))
@@ -168,7 +172,17 @@ def redirect(workers: int, directory: str) -> None:
         place.set_rng_state_all = lambda states: torch.set_rng_state(states[0])
     _redirect_tensors()
     _show_cuda(directory)
-    dist.init_process_group = _with_gloo(dist.init_process_group)
+    _redirect_groups()
+
+
+def _redirect_groups() -> None:
+    """Process groups, and the wrappers of models that are told a device or look for one."""
+    target: Any = dist
+    target.init_process_group, target.new_group = _with_gloo(dist.init_process_group), _with_gloo(dist.new_group)
+    data_parallel: Any = nn.parallel.DistributedDataParallel
+    data_parallel.__init__ = _with_device(data_parallel.__init__, device_ids=None, output_device=None)
+    sharded: Any = FullyShardedDataParallel
+    sharded.__init__ = _with_device(sharded.__init__, device_id=CPU)
 
 
 def _redirect_tensors() -> None:
@@ -187,6 +201,8 @@ def _redirect_tensors() -> None:
     tensor.cuda = lambda self, *args, **kwargs: self
     tensor.pin_memory = lambda self, *args, **kwargs: self
     tensor.record_stream = _returning(None)
+    for storage in (torch.UntypedStorage, torch.TypedStorage):
+        storage.cuda = lambda self, *args, **kwargs: self  # type: ignore[assignment]
     target.load = _with_map(torch.load)
 
 
@@ -284,18 +300,41 @@ def _with_number(to: Callable[..., Any]) -> Callable[..., Any]:
 
 def _with_map(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
-    def load(*args: Any, **kwargs: Any) -> Any:
-        if _is_cuda(kwargs.get("map_location")):
-            kwargs["map_location"] = CPU
-        return function(*args, **kwargs)
+    def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return function(f, CPU if _is_cuda(map_location) else map_location, *args, **kwargs)
 
     return load
 
 
 def _with_gloo(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def init(backend: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        kwargs.pop("device_id", None)
-        return function("gloo" if backend == "nccl" else backend, *args, **kwargs)
+    """`function`, which makes a group: a backend for CUDA's tensors is Gloo."""
 
-    return init
+    @functools.wraps(function)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("device_id", None)
+        args = tuple(_gloo(value) for value in args)
+        if "backend" in kwargs:
+            kwargs["backend"] = _gloo(kwargs["backend"])
+        return function(*args, **kwargs)
+
+    return make
+
+
+def _gloo(value: Any) -> Any:
+    """A backend's name without NCCL; "cpu:gloo,cuda:nccl" is what it says of the CPU."""
+    if not isinstance(value, str) or "nccl" not in value:
+        return value
+    return next((pair.removeprefix("cpu:") for pair in value.split(",") if pair.startswith("cpu:")), "gloo")
+
+
+def _with_device(init: Callable[..., Any], **places: Any) -> Callable[..., Any]:
+    """A wrapper's constructor, where each of `places` is as given, whatever the script says."""
+    signature = inspect.signature(init)
+
+    @functools.wraps(init)
+    def construct(*args: Any, **kwargs: Any) -> None:
+        given = signature.bind(*args, **kwargs).arguments
+        more = given.pop("kwargs", {})
+        init(**{**given, **more, **places})
+
+    return construct

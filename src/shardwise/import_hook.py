@@ -36,6 +36,9 @@ ALIASES = {
     "smdistributed.modelparallel.backend.exceptions": f"{ROOT}.exceptions",
     "smdistributed.modelparallel.test.torch.utils": f"{ROOT}.test_utils",
     "smdistributed.dataparallel.torch.torch_smddp": f"{ROOT}.smddp",
+    "smdistributed.dataparallel.torch.distributed": f"{ROOT}.data_parallel",
+    "smdistributed.dataparallel.torch.parallel": f"{ROOT}.data_parallel",
+    "smdistributed.dataparallel.torch.parallel.distributed": f"{ROOT}.data_parallel",
     "torch.sagemaker": f"{ROOT}.v2",
 }
 # What scripts import whatever they then do: thin modules of ours where the real ones are missing.

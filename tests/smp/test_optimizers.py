@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -92,6 +93,47 @@ def test_stages_train_as_one_process_and_shards_are_refused(world_pool: WorldPoo
     assert len(alone) == 3 and alone[-1] < alone[0]
     assert staged[0] == pytest.approx(alone, rel=1e-9)
     assert world_pool.run(2, _losses, {"sharded_data_parallel_degree": 2}, kind) == [[], []]
+
+
+def _scheduled(config: dict[str, Any], before: bool) -> list[float]:
+    """Losses with a scheduler that is made before `DistributedOptimizer`, or after it."""
+    smp.init(config)
+    try:
+        model = smp.DistributedModel(make_model("gpt2"))
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.02)
+        schedules = [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)] if before else []
+        optimizer = smp.DistributedOptimizer(optimizer)
+        schedules = schedules or [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+        @smp.step
+        def step(model: Any, ids: Tensor) -> Tensor:
+            loss: Tensor = model(input_ids=ids, labels=ids)["loss"]
+            model.backward(loss)
+            return loss
+
+        losses = []
+        for ids in batches():
+            optimizer.zero_grad()
+            losses.append(float(step(model, ids).reduce_mean()))
+            optimizer.step()
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")  # that no step came before
+                schedules[0].step()
+        return [*losses, optimizer.param_groups[0]["lr"]]
+    finally:
+        smp.state.reset()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"pipeline_parallel_degree": 2, "microbatches": 2},  # its step sums tied gradients
+        {"sharded_data_parallel_degree": 2, "sdp_gradient_clipping": 0.01, "ddp": True},  # its step clips
+    ],
+)
+def test_a_scheduler_may_be_made_before_the_optimizer_is_wrapped(world_pool: WorldPool, config: dict[str, Any]) -> None:
+    before, after = (world_pool.run(2, _scheduled, config, first) for first in (True, False))
+    assert before == after and before[0][-1] == 0.02 / 8
 
 
 class Own:

@@ -160,6 +160,12 @@ def test_notebook_runs_from_top_to_bottom(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
 
 
+def test_scripts_of_data_parallelism_run_unchanged(tmp_path: Path) -> None:
+    done = _run("--workers", "2", SCRIPT.with_name("data_parallel_script.py"), tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "whole-1.pt").is_file()
+
+
 def test_a_rank_that_ends_while_others_wait_is_named(tmp_path: Path) -> None:
     done = _run("--workers", "2", SCRIPT.with_name("step_script_alone.py"), tmp_path)
     assert done.returncode == 2

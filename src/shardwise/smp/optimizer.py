@@ -17,7 +17,7 @@ from shardwise.config import LossScaleSection
 from shardwise.precision import LossScaler
 from shardwise.smp.optimizer_side import Side
 from shardwise.smp.optimizer_state import full_state, local_state, masters, scaler_state
-from shardwise.smp.own_optimizer import Numbering, OwnOptimizer, class_with, inner_optimizer
+from shardwise.smp.own_optimizer import Numbering, OwnOptimizer, class_with, follow_schedulers, inner_optimizer
 from shardwise.smp.process import state
 
 
@@ -167,5 +167,6 @@ def DistributedOptimizer(
     kind = type(optimizer)
     before = DistributedOptimizerMixin if isinstance(optimizer, torch.optim.Optimizer) else OwnOptimizer
     optimizer.__class__ = class_with(before, kind)
+    follow_schedulers(optimizer)
     optimizer._smp = Side(optimizer, None)
     return optimizer
