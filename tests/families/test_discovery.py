@@ -12,6 +12,7 @@ from shardwise.config import Job
 from shardwise.families.build import build_model
 from shardwise.families.discovery import discover, find_block_lists, find_ties
 from shardwise.families.facts import ModelFacts, StageFacts
+from shardwise.planner.prediction import ModelShape
 from tests.families import toys
 
 BLOCKS = {
@@ -193,3 +194,21 @@ def test_ties_of_three_names() -> None:
     model.b.weight = model.a.weight
     model.c.weight = model.a.weight
     assert find_ties(model) == (("a.weight", "b.weight", "c.weight"),)
+
+
+def test_flops_count_the_experts_that_a_token_goes_to() -> None:
+    config = {
+        "model_type": "mixtral", "vocab_size": 50, "hidden_size": 32, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "num_hidden_layers": 2, "intermediate_size": 16,
+        "num_local_experts": 5, "num_experts_per_tok": 2,
+    }  # fmt: skip
+    job = Job.model_validate({"model": {"config": config}, "data": {"sequence_length": 16}})
+    facts = discover(build_model(job), job)
+    expert = 3 * 32 * 16
+    assert facts.idle_parameters == 2 * 3 * expert
+    one_block = 32 * 32 * 2 + 32 * 16 * 2 + 5 * 32 + 2 * expert + 2 * 32  # attention, router, experts, norms
+    in_products = 2 * one_block + 32 + 50 * 32
+    assert facts.model_flops_per_token(16) == 6 * in_products + 12 * 2 * 16 * 32
+    shape = ModelShape.of(facts)
+    assert shape.flops_per_token(16)["palm"] == facts.model_flops_per_token(16)
+    assert shape.intermediate == pytest.approx(2 * 16, abs=2) and shape.idle == 3 * expert  # the router is in it too

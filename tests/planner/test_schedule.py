@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
@@ -53,6 +54,8 @@ def test_shares_add_up_to_the_model() -> None:
     assert sum(row.parameters for row in rows) == FACTS.parameters
     assert sum(row.flops for row in rows) == pytest.approx(FACTS.model_flops_per_token(32))
     assert stages(plan(), FACTS) == []
+    experts = replace(FACTS, idle_parameters=100)
+    assert sum(row.flops for row in stages(made, experts)) == pytest.approx(experts.model_flops_per_token(32))
 
 
 def test_the_bubble_is_what_the_schedule_idles() -> None:

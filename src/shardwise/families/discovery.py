@@ -24,7 +24,7 @@ from shardwise.families.facts import BlockFacts, ModelFacts, StageFacts
 from shardwise.families.fusible import fusible
 from shardwise.families.probe import Probe, probe, rehearse_stage, token_inputs
 from shardwise.families.stage_cut import stage_facts
-from shardwise.families.tensor_plan import sequence_refusal, tensor_plan, vocabulary_parameters
+from shardwise.families.tensor_plan import is_routed, sequence_refusal, tensor_plan, vocabulary_parameters
 
 SIMILAR_NAMES = 0.5  # share of parameter names that the children of a list of blocks have in common
 SMALLEST_LIST = 0.1  # a further list of blocks has at least this share of the heaviest one's parameters
@@ -34,6 +34,7 @@ HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "encoder_atten
 KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head")
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "depth")
 INTERMEDIATE = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "d_ff", "d_inner", "hidden_dim")
+EXPERTS_OF_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
 VOCABULARY = ("vocab_size", "vocabulary_size", "n_vocab")
 LENGTH = 8  # tokens of a rehearsal
 FACTORY_ATTENTION = "a module of model.factory keeps the attention that it was built with"
@@ -59,6 +60,7 @@ def discover(model: nn.Module, job: Job, example: Mapping[str, Tensor] | None = 
         parameters=_count([model]),
         embedding_parameters=_embedding_parameters(model, ties, seen),
         blocks=tuple(BlockFacts(name, _count([model.get_submodule(name)])) for name in blocks),
+        idle_parameters=_idle_parameters(model, config),
         ties=ties,
         layers=seen.block_calls or _number(config, LAYERS) or len(blocks),
         **_sizes(model, config, blocks),
@@ -277,6 +279,13 @@ def _intermediate(block: nn.Module | None, hidden: int) -> int:
         return 0
     shapes = {tuple(parameter.shape) for parameter in block.parameters() if parameter.dim() == 2}
     return max((rows for rows, columns in shapes if columns == hidden != rows and (hidden, rows) in shapes), default=0)
+
+
+def _idle_parameters(model: nn.Module, config: Any) -> int:
+    """How many parameters of stacked experts, [experts, ...], a token does not go through."""
+    chosen = _number(config, EXPERTS_OF_TOKEN)
+    stacks = [p for module in model.modules() if is_routed(module) for p in module.parameters()] if chosen else []
+    return sum(stack.numel() // len(stack) * max(0, len(stack) - (chosen or 0)) for stack in stacks)
 
 
 def _max_positions(model: nn.Module, config: Any) -> int | None:

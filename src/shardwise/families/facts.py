@@ -173,6 +173,7 @@ class ModelFacts:
     parameters: int  # tied parameters counted once
     embedding_parameters: int  # input embeddings (positions included) that no matrix product reads
     blocks: tuple[BlockFacts, ...]
+    idle_parameters: int = 0  # of experts, those that a token does not go through
     ties: tuple[tuple[str, ...], ...] = ()  # groups of parameter names that share one storage
     hidden_size: int = 0
     layers: int = 0
@@ -256,11 +257,12 @@ class ModelFacts:
     def model_flops_per_token(self, sequence_length: int) -> float:
         """Model FLOPs of forward and backward for one token: 6·P + 12·L·s·h.
 
-        P counts the parameters that take part in matrix products (all but input embeddings that are only looked up);
+        P counts the parameters that take part in matrix products (all but input embeddings that are only looked up, and
+        of experts those that a token goes to);
         s is the sequence length and h the hidden size (PaLM, arXiv 2204.02311, appendix B). No recomputation.
         """
         return (
-            6.0 * (self.parameters - self.embedding_parameters)
+            6.0 * (self.parameters - self.embedding_parameters - self.idle_parameters)
             + 12.0 * self.layers * sequence_length * self.hidden_size
         )
 

@@ -165,8 +165,12 @@ def _stacked(model: nn.Module, name: str) -> bool:
         return False
     (experts, fused, hidden), down = shapes["gate_up_proj"], shapes["down_proj"]
     plain = getattr(module, "is_concatenated", True) and not getattr(module, "has_post_expert_norm", False)
-    taken = list(inspect.signature(module.forward).parameters)
-    return bool(plain) and down == (experts, hidden, fused // 2) and taken == ROUTED
+    return bool(plain) and down == (experts, hidden, fused // 2) and is_routed(module)
+
+
+def is_routed(module: nn.Module) -> bool:
+    """Whether a module computes experts: it takes what a router of transformers' gives."""
+    return list(inspect.signature(module.forward).parameters) == ROUTED
 
 
 def _published(model: PreTrainedModel) -> dict[str, str]:

@@ -22,6 +22,8 @@ class ModelShape:
     """A decoder in the numbers that decide its cost. `intermediate` is one up projection's width; gated MLPs have two.
 
     `positions` counts learned position embeddings. `counted` overrides the formula of `parameters` where it is known.
+    `idle` counts a block's parameters of experts that a token does not go through; `intermediate` is then the width of
+    all that it goes through.
     """
 
     name: str
@@ -35,6 +37,7 @@ class ModelShape:
     tied: bool = False
     positions: int = 0
     counted: int | None = None
+    idle: int = 0
 
     @cached_property
     def key_value_width(self) -> int:
@@ -43,7 +46,12 @@ class ModelShape:
 
     @cached_property
     def layer_parameters(self) -> int:
-        """Matrices of one block, and its two norms with biases of the non-gated kind."""
+        """Matrices of one block, and its two norms with biases of the non-gated kind; of experts all."""
+        return self.active_parameters + self.idle
+
+    @cached_property
+    def active_parameters(self) -> int:
+        """Those of a block that a token goes through."""
         attention = 2 * self.hidden**2 + 2 * self.hidden * self.key_value_width
         mlp = (3 if self.gated else 2) * self.hidden * self.intermediate
         return attention + mlp + (2 if self.gated else 9) * self.hidden + (0 if self.gated else self.intermediate)
@@ -69,16 +77,17 @@ class ModelShape:
         - `palm`: 6 x parameters of matrix products + 12 L s h; no recomputation (arXiv 2204.02311, appendix B)
         - `megatron-2022`: 72 L h^2 (1 + s/6h + V/12Lh); no recomputation (arXiv 2205.05198, appendix A)
 
-        Megatron's 12 h^2 of a block are written as the block's own matrices, which equals it for GPT's widths.
+        Of experts those count that a token goes through, but for 8P. Megatron's 12 h^2 of a block are written as the
+        block's own matrices, which equals it for GPT's widths.
         """
-        block, length = float(self.layer_parameters), self.layers
+        block, length = float(self.active_parameters), self.layers
         head = 6.0 * self.embedding_parameters
         attention = 12.0 * length * sequence * self.hidden
         looked_up = self.positions * self.hidden + (0 if self.tied else self.embedding_parameters)
         return {
             "8P": 8.0 * self.parameters,
             "megatron-2021": 8.0 * length * block + attention * 4 / 3 + head,
-            "palm": 6.0 * (self.parameters - looked_up) + attention,
+            "palm": 6.0 * (self.parameters - length * self.idle - looked_up) + attention,
             "megatron-2022": 6.0 * length * block + attention + head,
         }
 
@@ -88,19 +97,29 @@ class ModelShape:
         if gated is None:
             from shardwise.planner.activations import BlockKind
 
-            gated = BlockKind.of(facts).gated
+            gated = BlockKind.of(facts).gated or facts.idle_parameters > 0  # stacked experts are
+        layers = facts.layers or len(facts.blocks)
         return cls(
             name=facts.family,
-            layers=facts.layers or len(facts.blocks),
+            layers=layers,
             hidden=facts.hidden_size,
             heads=facts.attention_heads,
             key_value_heads=facts.key_value_heads or facts.attention_heads,
-            intermediate=facts.intermediate_size,
+            intermediate=_active_width(facts, gated) if facts.idle_parameters else facts.intermediate_size,
             vocabulary=facts.vocabulary_size,
             gated=gated,
             tied=bool(facts.ties),
             counted=facts.parameters,
+            idle=facts.idle_parameters // max(1, layers),
         )
+
+
+def _active_width(facts: ModelFacts, gated: bool) -> int:
+    """The MLP's width with which a dense block has the parameters that a token goes through in one of experts."""
+    block = sum(block.parameters for block in facts.blocks) - facts.idle_parameters
+    kv = facts.hidden_size * (facts.key_value_heads or facts.attention_heads) // max(1, facts.attention_heads)
+    attention = 2 * facts.hidden_size * (facts.hidden_size + kv)
+    return max(1, (block // max(1, len(facts.blocks)) - attention) // ((3 if gated else 2) * facts.hidden_size))
 
 
 @dataclass(frozen=True)

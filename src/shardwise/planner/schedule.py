@@ -27,6 +27,7 @@ def stages(plan: Plan, facts: ModelFacts) -> list[Stage]:
     """The stages of `plan`, in order; none without a pipeline."""
     between = facts.stages.between
     sizes = {block.name: block.parameters + between.get(n, 0) for n, block in enumerate(facts.blocks)}
+    used = 1 - facts.idle_parameters / max(1, sum(block.parameters for block in facts.blocks))
     attention = 12.0 * plan.sequence_length * facts.hidden_size
     last = len(plan.stages) - 1
     found = []
@@ -34,7 +35,7 @@ def stages(plan: Plan, facts: ModelFacts) -> list[Stage]:
         blocks = sum(sizes[name] for name in names)
         before = sum(facts.stages.before.values()) if number == 0 else 0
         after = sum(facts.stages.after.values()) if number == last else 0
-        flops = 6.0 * (blocks + after) + attention * len(names)
+        flops = 6.0 * (used * blocks + after) + attention * len(names)
         found.append(Stage(number, plan.stage_ranks[number], len(names), blocks + before + after, flops))
     return found
 
