@@ -23,6 +23,7 @@ GROUPED = TENSOR_CONFIGS["gemma"]
 CONFIGS: dict[str, dict[str, Any]] = {
     **TENSOR_CONFIGS,
     "mistral": {**TENSOR_CONFIGS["mistral"], "sliding_window": 5},
+    "mixtral": {**TENSOR_CONFIGS["mixtral"], "sliding_window": 5},
     "gemma2": {**GROUPED, "sliding_window": 5, "attn_logit_softcapping": 0.5, "query_pre_attn_scalar": 8},
     "gemma3_text": {**GROUPED, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
     "falcon alibi": {"hidden_size": 24, "num_attention_heads": 4, "num_hidden_layers": 2, "alibi": True,

@@ -43,6 +43,7 @@ LED = {
     "t5": Family("trained", note="memory grows with the square; of a config or directory, by `task: seq2seq_lm`"),
     "llama": Family(),
     "mistral": Family(window=True),
+    "mixtral": Family(window=True),
     "qwen3": Family(),
     "gemma": Family(),
     "gemma2": Family(softcap=True, window=True),
