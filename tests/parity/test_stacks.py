@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import T5Config, T5EncoderModel
 
 from shardwise.checkpoint.manifest import Progress
@@ -17,12 +16,11 @@ from shardwise.families.discovery import discover
 from shardwise.layout import Layout
 from shardwise.plan import resolve
 from shardwise.planner.schedule import holders, tied_across
-from shardwise.testing.capture import gather
 from shardwise.testing.world import WorldPool
-from shardwise.training.setup import set_up, study
-from shardwise.training.step import evaluate
+from shardwise.training.setup import study
 from tests.checkpoint.test_layouts import assert_same, read_and_write, write
 from tests.parity.jobs import check_agrees, span_job, t5_job
+from tests.parity.test_traced import start
 from tests.planner.test_memory import states
 
 TWO: dict[str, Any] = {"pipeline_parallel_degree": 2}
@@ -98,14 +96,6 @@ def test_states_of_a_stage_are_exact(world_pool: WorldPool, corpora: Path) -> No
     for rank in world_pool.run(4, states, [t5_job(corpora, parallel=FOUR, optimizer=momentum, **TALL)]):
         for measured, expected in rank:
             assert measured == expected
-
-
-def start(job: Job) -> tuple[dict[str, Tensor], set[str], list[float]]:
-    """All weights at the start (on rank 0), this rank's names, and the validation loss."""
-    run = set_up(job, torch.device("cpu"))
-    batches = list(run.stream.evaluation(run.data.validation, run.evaluation_batches))
-    losses = [evaluate(run.model, run.program, batches)]
-    return gather(run), set(run.model.tensor_map.names), losses
 
 
 def test_names_and_weights_are_those_of_the_model(world_pool: WorldPool, corpora: Path) -> None:

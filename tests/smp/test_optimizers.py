@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -61,24 +62,30 @@ def test_novograd_is_the_papers() -> None:
             kind([parameter], amsgrad=True)
 
 
+def _trained(model: Any, optimizer: Any, after_step: Callable[[], Any] = lambda: None) -> list[float]:
+    @smp.step
+    def step(model: Any, ids: Tensor) -> Tensor:
+        loss: Tensor = model(input_ids=ids, labels=ids)["loss"]
+        model.backward(loss)
+        return loss
+
+    losses = []
+    for ids in batches():
+        optimizer.zero_grad()
+        losses.append(float(step(model, ids).reduce_mean()))
+        optimizer.step()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # a scheduler's, that no step came before
+            after_step()
+    return losses
+
+
 def _losses(config: dict[str, Any], kind: str) -> list[float]:
     smp.init(config)
     try:
         model = smp.DistributedModel(make_model("gpt2"))
         optimizer = smp.DistributedOptimizer(getattr(smp.optimizers, kind)(model.parameters(), lr=0.02))
-
-        @smp.step
-        def step(model: Any, ids: Tensor) -> Tensor:
-            loss: Tensor = model(input_ids=ids, labels=ids)["loss"]
-            model.backward(loss)
-            return loss
-
-        losses = []
-        for ids in batches():
-            optimizer.zero_grad()
-            losses.append(float(step(model, ids).reduce_mean()))
-            optimizer.step()
-        return losses
+        return _trained(model, optimizer)
     except ModelError as error:
         assert "not known to be elementwise" in str(error)
         return []
@@ -104,21 +111,7 @@ def _scheduled(config: dict[str, Any], before: bool) -> list[float]:
         schedules = [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)] if before else []
         optimizer = smp.DistributedOptimizer(optimizer)
         schedules = schedules or [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
-
-        @smp.step
-        def step(model: Any, ids: Tensor) -> Tensor:
-            loss: Tensor = model(input_ids=ids, labels=ids)["loss"]
-            model.backward(loss)
-            return loss
-
-        losses = []
-        for ids in batches():
-            optimizer.zero_grad()
-            losses.append(float(step(model, ids).reduce_mean()))
-            optimizer.step()
-            with warnings.catch_warnings():
-                warnings.simplefilter("error")  # that no step came before
-                schedules[0].step()
+        losses = _trained(model, optimizer, schedules[0].step)
         return [*losses, optimizer.param_groups[0]["lr"]]
     finally:
         smp.state.reset()

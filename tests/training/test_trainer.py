@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import torch
@@ -37,7 +36,7 @@ def test_steps_that_were_skipped_are_counted_and_a_loss_of_ones_own_has_no_unit(
 ) -> None:
     job = make_module_job(tmp_path, data={"factory": "tests.training.test_trainer:Holes"})
     job = job.model_copy(update={"output": str(tmp_path / "run")})
-    said: list[Any] = world_pool.run(1, last_words, job)[0]
+    said: list[str] = world_pool.run(1, last_words, job)[0]
     end = said[[line.startswith("skipped") for line in said].index(True) :]
     assert end[0].endswith("4 of 4 steps: loss or gradients were not finite")
     assert end[1].startswith("validation loss") and "nats" not in end[1]

@@ -284,8 +284,10 @@ def _intermediate(block: nn.Module | None, hidden: int) -> int:
 def _idle_parameters(model: nn.Module, config: Any) -> int:
     """How many parameters of stacked experts, [experts, ...], a token does not go through."""
     chosen = _number(config, EXPERTS_OF_TOKEN)
-    stacks = [p for module in model.modules() if is_routed(module) for p in module.parameters()] if chosen else []
-    return sum(stack.numel() // len(stack) * max(0, len(stack) - (chosen or 0)) for stack in stacks)
+    if chosen is None:
+        return 0
+    stacks = [stack for module in model.modules() if is_routed(module) for stack in module.parameters()]
+    return sum(stack.numel() // len(stack) * max(0, len(stack) - chosen) for stack in stacks)
 
 
 def _max_positions(model: nn.Module, config: Any) -> int | None:
