@@ -205,10 +205,27 @@ def test_flops_count_the_experts_that_a_token_goes_to() -> None:
     job = Job.model_validate({"model": {"config": config}, "data": {"sequence_length": 16}})
     facts = discover(build_model(job), job)
     expert = 3 * 32 * 16
-    assert facts.idle_parameters == 2 * 3 * expert
+    assert facts.idle_parameters == 2 * 3 * expert and facts.experts_of_token == 2 and not facts.experts_copied
     one_block = 32 * 32 * 2 + 32 * 16 * 2 + 5 * 32 + 2 * expert + 2 * 32  # attention, router, experts, norms
     in_products = 2 * one_block + 32 + 50 * 32
     assert facts.model_flops_per_token(16) == 6 * in_products + 12 * 2 * 16 * 32
     shape = ModelShape.of(facts)
     assert shape.flops_per_token(16)["palm"] == facts.model_flops_per_token(16)
     assert shape.intermediate == pytest.approx(2 * 16, abs=2) and shape.idle == 3 * expert  # the router is in it too
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_heads_may_have_a_size_of_their_own(attention: str) -> None:
+    """PaLM's count of FLOPs and a block's parameters go by heads times their size, here twice the hidden size."""
+    config = {
+        "model_type": "qwen3", "vocab_size": 50, "hidden_size": 32, "num_attention_heads": 4, "head_dim": 16,
+        "num_key_value_heads": 2, "num_hidden_layers": 2, "intermediate_size": 48, "attn_implementation": attention,
+    }  # fmt: skip
+    job = Job.model_validate({"model": {"config": config}, "data": {"sequence_length": 16}})
+    facts = discover(build_model(job), job)
+    assert (facts.head_size, facts.attention_width, facts.key_value_width) == (16, 64, 32)
+    in_products = 2 * (32 * (64 + 32 + 32 + 64) + 3 * 32 * 48 + 2 * 32 + 2 * 16) + 32 + 50 * 32
+    assert facts.model_flops_per_token(16) == 6 * in_products + 12 * 2 * 16 * 64
+    shape = ModelShape.of(facts)
+    assert shape.flops_per_token(16)["palm"] == facts.model_flops_per_token(16)
+    assert shape.attention_width == 64 and shape.key_value_width == 32

@@ -85,6 +85,28 @@ def test_forward_and_gradients_are_those_of_eager(kernel: str, name: str, dtype:
         assert (ours - theirs).abs().max() <= TOLERANCE[dtype] * theirs.abs().max()
 
 
+def test_keys_of_a_group_are_kept_once() -> None:
+    query, key, value, _ = tensors(torch.float32)
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        attention(query.requires_grad_(), key.requires_grad_(), value.requires_grad_(), causal=True, kernel="sdpa")
+    assert {tensor.data_ptr() for tensor in (query, key, value)} <= {tensor.data_ptr() for tensor in kept}
+
+
+def test_gradients_of_a_large_group_add_up_in_fp32() -> None:
+    """32 heads read one head's keys: in bf16 their gradients' sum is off by 1 %, from repeated keys by 0.3 %."""
+    generator = torch.Generator().manual_seed(1)
+    heads = (32, 1, 1, 32)
+    drawn = [torch.randn(1, n, 64, 32, generator=generator).bfloat16() for n in heads]
+    found = []
+    for dtype in (torch.bfloat16, torch.float64):
+        query, key, value, gradient = (tensor.to(dtype, copy=True).requires_grad_() for tensor in drawn)
+        attention(query, key, value, causal=True, kernel="sdpa").backward(gradient.detach())
+        found.append((key.grad.double(), value.grad.double()))  # type: ignore[union-attr]
+    for measured, exact in zip(*found, strict=True):
+        assert (measured - exact).norm() / exact.norm() < 6e-3
+
+
 def test_values_of_another_size() -> None:
     found, wanted = (both(kernel, CASES["documents"], torch.float64, value=5) for kernel in ("blockwise", "eager"))
     for ours, theirs in zip(found, wanted, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,12 +18,19 @@ from shardwise.planner.activations import BlockKind, Piece, Shape, backward_peak
 
 BATCH, SEQUENCE, VOCABULARY = 2, 48, 64
 SIZES = {"vocab_size": VOCABULARY, "max_position_embeddings": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 CONFIGS: dict[str, dict[str, Any]] = {
     "gpt_neox": {**SIZES, "hidden_size": 64, "intermediate_size": 192},
     "gpt2": {"vocab_size": VOCABULARY, "n_positions": 64, "n_layer": 3, "n_head": 4, "n_embd": 64, **dict.fromkeys(
         ("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)},
     "llama": {**SIZES, "hidden_size": 64, "intermediate_size": 176, "num_key_value_heads": 2},
     "mistral": {**SIZES, "hidden_size": 64, "intermediate_size": 176, "num_key_value_heads": 4},
+    "qwen3": {**SIZES, "hidden_size": 64, "intermediate_size": 176, "num_key_value_heads": 2, "head_dim": 24},
+    "gemma": {**SIZES, "hidden_size": 64, "intermediate_size": 176, "num_key_value_heads": 2, "head_dim": 24},
+    "mixtral": {**SIZES, "hidden_size": 64, "intermediate_size": 48, "num_key_value_heads": 2, "num_local_experts": 4},
+    "qwen2_moe": {**SIZES, "hidden_size": 64, "num_key_value_heads": 2, **EXPERTS,
+                  "shared_expert_intermediate_size": 80},
+    "qwen3_moe": {**SIZES, "hidden_size": 64, "num_key_value_heads": 2, **EXPERTS, "head_dim": 24},
     "opt": {**SIZES, "hidden_size": 64, "word_embed_proj_dim": 64, "ffn_dim": 192, "dropout": 0.0},
 }  # fmt: skip
 
@@ -101,6 +109,22 @@ def test_kinds_are_read_off_the_shapes() -> None:
     neox = BlockKind(fused_projection=True, rotary=True, parallel_residual=True, heads_apart=True)
     assert BlockKind.of(facts_of("gpt_neox")) == neox
     assert BlockKind.of(facts_of("opt")) == BlockKind(activation_keeps=0)
+
+
+def test_kinds_of_experts_are_read_off_the_shapes() -> None:
+    mixtral = BlockKind(rms_norm=True, rotary=True, gated=True, experts=4, expert_features=48)
+    assert BlockKind.of(facts_of("mixtral")) == mixtral
+    qwen = replace(mixtral, experts=8, expert_features=32)
+    assert BlockKind.of(facts_of("qwen2_moe")) == replace(qwen, shared_features=80, shared_gate=True)
+    assert BlockKind.of(facts_of("qwen3_moe")) == replace(qwen, head_norms=True)
+
+
+def test_a_dense_first_block_does_not_hide_experts() -> None:
+    more = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 1}
+    config = {"model_type": "glm4_moe", **CONFIGS["llama"], **more, "first_k_dense_replace": 1, "head_dim": 16}
+    job = Job.model_validate({"model": {"config": config}, "data": {"sequence_length": SEQUENCE}})
+    kind = BlockKind.of(discover(build_model(job), job))
+    assert (kind.experts, kind.expert_features, kind.shared_features) == (4, 24, 24)
 
 
 def test_selective_keeps_outputs_of_matrix_products() -> None:

@@ -46,6 +46,8 @@ LLAMA = {
     "intermediate_size": 352,
     "vocab_size": 1024,
 }
+MIXTRAL = {**LLAMA, "model_type": "mixtral", "intermediate_size": 176, "num_local_experts": 4}
+QWEN3 = {**LLAMA, "model_type": "qwen3", "head_dim": 32}
 GPT2 = {"model_type": "gpt2", "n_embd": 128, "n_layer": 3, "n_head": 4, "vocab_size": 1024, "n_positions": 128}
 
 
@@ -313,7 +315,31 @@ def test_peak_with_tensor_parallelism(
     )
 
 
+@pytest.mark.parametrize("config, policy", [(MIXTRAL, "none"), (MIXTRAL, "selective"), (QWEN3, "none")])
+def test_peak_of_experts_and_of_heads_with_a_size_of_their_own(
+    world_pool: WorldPool, config: dict[str, Any], policy: str
+) -> None:
+    check(world_pool, 2, 0.03, config=config, memory={"activation_checkpointing": policy})
+
+
 CASES: dict[str, dict[str, Any]] = {
+    "experts, full": {"config": MIXTRAL, "memory": {"activation_checkpointing": "full"}},
+    "experts, batched": {"config": {**MIXTRAL, "intermediate_size": 64, "experts_implementation": "batched_mm"}},
+    "experts over tensor ranks": {
+        "config": MIXTRAL,
+        "parallel": {"tensor_parallel_degree": 2},
+        "training": {"sequences_per_step": 2},
+    },
+    "experts and a shared one": {
+        "config": {
+            **LLAMA,
+            "model_type": "qwen2_moe",
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 96,
+            "shared_expert_intermediate_size": 160,
+        }
+    },
     "llama": {"config": LLAMA},
     "gpt2 full": {"config": GPT2, "model": {"dropout": 0.0}, "memory": {"activation_checkpointing": "full"}},
     "selective": {"memory": {"activation_checkpointing": "selective"}},

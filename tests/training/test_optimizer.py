@@ -74,6 +74,13 @@ def test_a_rank_without_elements_can_step() -> None:
     assert optimizer.state_bytes() == 0
 
 
+def test_the_gradient_of_a_parameter_without_elements_here_is_dropped_too() -> None:
+    net = nn.ParameterDict({"empty": nn.Parameter(torch.zeros(0, 4))})
+    net["empty"].grad = torch.ones(100)[:0].view(0, 4)
+    made(net).zero_grad()
+    assert net["empty"].grad is None
+
+
 @pytest.mark.parametrize("name", ["SGD", "Rprop", "Adagrad", "Adafactor"])
 def test_other_classes_and_their_options(name: str) -> None:
     options = {"SGD": {"momentum": 0.9}, "Rprop": {"etas": [0.5, 1.2]}}.get(name, {})

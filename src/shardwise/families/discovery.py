@@ -33,6 +33,7 @@ HIDDEN = ("hidden_size", "n_embd", "d_model", "dim", "embed_dim", "width")
 HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "encoder_attention_heads")
 KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head")
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "depth")
+HEAD_SIZE = ("head_dim", "attention_head_size", "d_kv", "kv_channels")
 INTERMEDIATE = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "d_ff", "d_inner", "hidden_dim")
 EXPERTS_OF_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
 VOCABULARY = ("vocab_size", "vocabulary_size", "n_vocab")
@@ -61,9 +62,11 @@ def discover(model: nn.Module, job: Job, example: Mapping[str, Tensor] | None = 
         embedding_parameters=_embedding_parameters(model, ties, seen),
         blocks=tuple(BlockFacts(name, _count([model.get_submodule(name)])) for name in blocks),
         idle_parameters=_idle_parameters(model, config),
+        experts_of_token=_number(config, EXPERTS_OF_TOKEN) or 0,
+        experts_copied=getattr(config, "_experts_implementation", None) == "batched_mm",
         ties=ties,
         layers=seen.block_calls or _number(config, LAYERS) or len(blocks),
-        **_sizes(model, config, blocks),
+        **_sizes(model, config, blocks, seen),
         head=seen.head,
         head_has_bias=seen.head_has_bias,
         has_attention_dropout=seen.has_attention_dropout,
@@ -229,7 +232,7 @@ def _text_config(model: nn.Module) -> Any:
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
-def _sizes(model: nn.Module, config: Any, blocks: list[str]) -> dict[str, Any]:
+def _sizes(model: nn.Module, config: Any, blocks: list[str], seen: Probe) -> dict[str, Any]:
     """The size fields of ModelFacts: what the config says, else what the shapes tell, else 0."""
     block = model.get_submodule(blocks[0]) if blocks else None
     embedding = max(_embeddings(model), key=lambda module: module.weight.numel(), default=None)
@@ -239,11 +242,19 @@ def _sizes(model: nn.Module, config: Any, blocks: list[str]) -> dict[str, Any]:
         "hidden_size": hidden,
         "attention_heads": heads,
         "key_value_heads": _key_value_heads(config, heads),
+        "head_size": _head_size(config, seen) or (hidden // heads if heads else 0),
         "intermediate_size": _number(config, INTERMEDIATE) or _intermediate(block, hidden),
         "vocabulary_size": _number(config, VOCABULARY) or (embedding.num_embeddings if embedding is not None else 0),
         "max_positions": _max_positions(model, config),
         "sliding_window": _number(config, ("sliding_window",)),
     }
+
+
+def _head_size(config: Any, seen: Probe) -> int:
+    """Of the first call of attention, else what the config says, else 0."""
+    for call in seen.attention_calls:
+        return (call.head_size + call.value_size) // 2
+    return _number(config, HEAD_SIZE) or 0
 
 
 def _number(config: Any, names: Iterable[str]) -> int | None:

@@ -174,11 +174,14 @@ class ModelFacts:
     embedding_parameters: int  # input embeddings (positions included) that no matrix product reads
     blocks: tuple[BlockFacts, ...]
     idle_parameters: int = 0  # of experts, those that a token does not go through
+    experts_of_token: int = 0  # to how many experts a token goes
+    experts_copied: bool = False  # experts' weights are copied for each token that goes to them (batched_mm)
     ties: tuple[tuple[str, ...], ...] = ()  # groups of parameter names that share one storage
     hidden_size: int = 0
     layers: int = 0
     attention_heads: int = 0
     key_value_heads: int = 0
+    head_size: int = 0  # of one head's query, key, value and result, the mean where values differ
     intermediate_size: int = 0
     vocabulary_size: int = 0
     max_positions: int | None = None
@@ -250,6 +253,16 @@ class ModelFacts:
         """Whether the output projection can run inside the loss, so that logits never exist whole."""
         return self.head is not None
 
+    @property
+    def attention_width(self) -> int:
+        """Heads times the size of one: the hidden size unless a config sets the heads' apart (Qwen3, Gemma)."""
+        return self.attention_heads * self.head_size or self.hidden_size
+
+    @property
+    def key_value_width(self) -> int:
+        """Key-value heads times the size of one."""
+        return self.attention_width * self.key_value_heads // self.attention_heads if self.attention_heads else 0
+
     def key_value_copies(self, degree: int) -> int:
         """How many of `degree` tensor ranks hold the same key-value head, where there are fewer heads than ranks."""
         return max(1, degree // self.key_value_heads) if self.key_value_heads else 1
@@ -258,12 +271,12 @@ class ModelFacts:
         """Model FLOPs of forward and backward for one token: 6·P + 12·L·s·h.
 
         P counts the parameters that take part in matrix products (all but input embeddings that are only looked up, and
-        of experts those that a token goes to);
-        s is the sequence length and h the hidden size (PaLM, arXiv 2204.02311, appendix B). No recomputation.
+        of experts those that a token goes to); s is the sequence length and h the heads times the size of one, most
+        often the hidden size (PaLM, arXiv 2204.02311, appendix B). No recomputation.
         """
         return (
             6.0 * (self.parameters - self.embedding_parameters - self.idle_parameters)
-            + 12.0 * self.layers * sequence_length * self.hidden_size
+            + 12.0 * self.layers * sequence_length * self.attention_width
         )
 
     def smp_flops_per_token(self) -> float:

@@ -31,6 +31,7 @@ KEPT = [
         _ATEN.bmm,
         _ATEN.baddbmm,
         _ATEN._scaled_mm,
+        _ATEN._grouped_mm,
         _ATEN._scaled_dot_product_flash_attention,
         _ATEN._scaled_dot_product_efficient_attention,
         _ATEN._scaled_dot_product_cudnn_attention,

@@ -1,7 +1,7 @@
 """What autograd keeps of one transformer block between its forward and its backward, counted module by module.
 
-For T tokens of a microbatch, hidden size H, key and value width K, intermediate size I and c bytes a number, autograd
-saves, each tensor once however many operators need it:
+For T tokens of a microbatch, hidden size H, width A of all heads (most often H), key and value width K, intermediate
+size I and c bytes a number, autograd saves, each tensor once however many operators need it:
 
 - norm: its input [T, H]. An RMS norm as transformers writes it computes in fp32, so it keeps the input in fp32 and the
   normalised values besides; a layer norm keeps two statistics a token. The input of a pre-norm is the residual stream,
@@ -9,16 +9,20 @@ saves, each tensor once however many operators need it:
   Norms of query and key (Qwen3) are two more.
 - linear: its input, [T, H] or [T, I]; linears that read the same tensor (query, key, value) share it. Outputs are not
   saved by the linear itself.
-- attention (fused): query [T, H], key and value [T, K] each, its result [T, H] and one fp32 number a token and head.
+- attention (fused): query [T, A], key and value [T, K] each, its result [T, A] and one fp32 number a token and head.
   Where query, key and value are slices of one projection, any one of them keeps the whole projection alive; with rotary
   positions query and key are new tensors beside it. Where heads lie apart in the result, putting them together for the
   output projection is a copy (GPT-NeoX concatenates rotated and unrotated parts head by head).
-- attention that is not fused: query, key and value each [T, H] laid out for batched products, and the probabilities
+- attention that is not fused: query, key and value each [T, A] laid out for batched products, and the probabilities
   [B, heads, S, S]; with dropout also the mask and what is left of them. The result is not kept, but its copy with heads
   side by side is, as the output projection's input. SDPA on a CPU does not fuse with dropout.
 - activation function: GELU or SiLU its input [T, I]; ReLU nothing of its own, since its result is the next linear's
   input; the tanh formula of GPT-2 (`gelu_new`) four intermediate results. A gated MLP keeps gate, its activation, and
   the other factor.
+- experts: a token that goes to k of them is k rows. Their input [kT, H], gathered by expert; as in a gated MLP four of
+  [kT, I]; the result [kT, H], whose product with the router's weights needs it; the router's probabilities in fp32, and
+  indices. Where experts are batched products (`batched_mm`), a copy of an expert's weights for each row. All experts
+  get gradients. Experts that all tokens go through are a gated MLP beside them.
 - dropout by mask: one byte an element.
 
 Of t tensor ranks each has 1/t of the heads and of I. The residual stream, norms, masks and what linears read of it stay
@@ -33,14 +37,16 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
-from shardwise.families.facts import ModelFacts
+from shardwise.families.facts import EXPERTS, ModelFacts
 
 # Tensors of [T, I] that the activation function keeps, where transformers' default of the family is not GELU or SiLU.
 _ACTIVATION_KEEPS = {"gpt2": 4, "gpt_neo": 4, "gptj": 4, "codegen": 4, "phi": 4, "opt": 0}
 _PARALLEL_RESIDUAL = frozenset({"gpt_neox", "gptj", "phi", "falcon", "codegen", "cohere"})
+FP32 = 4
+INDICES = 40  # bytes of a row's expert, its place before and behind the sorting by expert, and its weight
 _HEADS_APART = frozenset({"gpt_neox", "phi", "gptj", "codegen", "stablelm"})
 
 
@@ -56,23 +62,28 @@ class BlockKind:
     activation_keeps: int = 1
     parallel_residual: bool = False
     heads_apart: bool = False
+    experts: int = 0  # of which a token goes to `facts.experts_of_token`
+    expert_features: int = 0  # I of one
+    shared_features: int = 0  # I of the MLP beside them that all tokens go through
+    shared_gate: bool = False  # whose result is weighted for each token
 
     @classmethod
     def of(cls, facts: ModelFacts) -> BlockKind:
-        """The kind of the model's first block."""
-        name = f"{facts.blocks[0].name}." if facts.blocks else ""
-        shapes = {key: shape for key, shape in facts.parameter_shapes.items() if name and key.startswith(name)}
-        hidden = facts.hidden_size
+        """The kind of the model's first block, or of the first that has experts."""
+        shapes = _shapes_of_block(facts)
+        hidden, heads = facts.hidden_size, facts.attention_width
         matrices = Counter(tuple(sorted(shape)) for shape in shapes.values() if len(shape) == 2)
-        projection, mlp = (tuple(sorted((hidden, n))) for n in (_projection_width(facts), facts.intermediate_size))
-        # Separate projections are at least two square matrices, query and output; a fused one leaves the output alone.
-        fused = matrices[projection] > 0 and matrices[hidden, hidden] < 2
+        widths = (heads + 2 * facts.key_value_width, facts.intermediate_size, heads)
+        projection, mlp, output = (tuple(sorted((hidden, width))) for width in widths)
+        # Separate projections are at least two of the output's size, query and output; a fused one leaves that alone.
+        fused = matrices[projection] > 0 and matrices[output] < 2
         return cls(
+            **_experts(shapes, matrices, hidden, heads),
             rms_norm=bool(shapes) and not _has_norm_bias(shapes),
             fused_projection=fused,
-            head_norms=_norm_sizes(shapes).count((key_value_width(facts) // max(1, facts.key_value_heads),)) >= 2,
+            head_norms=_norm_sizes(shapes).count((facts.head_size,)) >= 2,
             rotary=any(buffer.endswith("inv_freq") for buffer in facts.buffers),
-            gated=matrices[mlp] - (fused and projection == mlp) >= 3,
+            gated=bool(_stacks(shapes)) or matrices[mlp] - (fused and projection == mlp) >= 3,
             activation_keeps=_ACTIVATION_KEEPS.get(facts.family, 1),
             parallel_residual=facts.family in _PARALLEL_RESIDUAL,
             heads_apart=facts.family in _HEADS_APART,
@@ -111,20 +122,44 @@ class Piece:
     parameters: float = 0.0
 
 
-def key_value_width(facts: ModelFacts) -> int:
-    """K: key-value heads times the size of a head."""
-    return facts.hidden_size * facts.key_value_heads // facts.attention_heads if facts.attention_heads else 0
+def _shapes_of_block(facts: ModelFacts) -> dict[str, tuple[int, ...]]:
+    """The parameters of the first block that has experts (some families begin with others), else of the first."""
+    found: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, shape in facts.parameter_shapes.items():
+        if name in facts.block_of:
+            found.setdefault(facts.block_of[name], {})[name] = shape
+    blocks = list(found.values())
+    return next(filter(_stacks, blocks), blocks[0] if blocks else {})
 
 
-def _projection_width(facts: ModelFacts) -> int:
-    return facts.hidden_size + 2 * key_value_width(facts)
+def _stacks(shapes: dict[str, tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Shapes of stacked experts' matrices, up (with the gate) and down."""
+    return [shape for name, shape in shapes.items() if len(shape) == 3 and name.rpartition(".")[2] in EXPERTS]
+
+
+def _experts(
+    shapes: dict[str, tuple[int, ...]], matrices: Counter[tuple[int, ...]], hidden: int, heads: int
+) -> dict[str, Any]:
+    stacks = _stacks(shapes)
+    if not stacks:
+        return {}
+    number = stacks[0][0]
+    widths = {sum(pair) - hidden: count for pair, count in matrices.items() if hidden in pair}
+    widths[heads] = widths.get(heads, 0) - 4  # of attention's, which are no MLP's
+    return {
+        "experts": number,
+        "expert_features": sum(map(math.prod, stacks)) // (3 * hidden * number),
+        "shared_features": max((width for width, count in widths.items() if count >= 3), default=0),  # gate, up, down
+        "shared_gate": matrices[1, hidden] > 0,
+    }
 
 
 def block_pieces(facts: ModelFacts, kind: BlockKind, shape: Shape) -> list[Piece]:
     """The modules of one block in the order of its forward."""
     attention = _attention_pieces(facts, kind, shape)
-    mlp = _mlp_pieces(facts, kind, shape)
-    return [*attention, *mlp]
+    norm = _mlp_norm(facts, kind, shape)
+    mlp = _expert_pieces(facts, kind, shape) if kind.experts else _mlp_pieces(facts, kind, shape)
+    return [*attention, norm, *mlp, Piece("MLP dropout", _mask(_rows(facts, shape)[1], shape))]
 
 
 def _rows(facts: ModelFacts, shape: Shape) -> tuple[float, float]:
@@ -140,13 +175,14 @@ def _moved(row: float, shape: Shape) -> float:
 
 def _attention_pieces(facts: ModelFacts, kind: BlockKind, shape: Shape) -> list[Piece]:
     whole, between = _rows(facts, shape)
-    row = whole / shape.tensor  # this rank's heads
-    key_value = key_value_width(facts) * facts.key_value_copies(shape.tensor) / shape.tensor
+    heads = facts.attention_width / shape.tensor  # of this rank
+    row = shape.tokens * shape.bytes * heads
+    key_value = facts.key_value_width * facts.key_value_copies(shape.tensor) / shape.tensor
     qkv = row + 2 * shape.tokens * shape.bytes * key_value
     fused = shape.attention == "fused"
-    size = facts.hidden_size**2 / shape.tensor + 2 * facts.hidden_size * key_value
+    size = facts.hidden_size * (heads + 2 * key_value)
     saved, working = _fused_attention(facts, kind, shape, row, qkv) if fused else _plain_attention(facts, shape, row)
-    output = facts.hidden_size**2 / shape.tensor
+    output = facts.hidden_size * heads
     return [
         _norm("attention norm", between, kind, shape),
         Piece("query, key, value", between, qkv, whole + _moved(whole, shape), size),
@@ -171,20 +207,42 @@ def _plain_attention(facts: ModelFacts, shape: Shape, row: float) -> tuple[float
     return 3 * row + saved, 3 * row + 2 * scores * shape.bytes
 
 
-def _mlp_pieces(facts: ModelFacts, kind: BlockKind, shape: Shape) -> list[Piece]:
-    hidden, wide = facts.hidden_size, math.ceil(facts.intermediate_size / shape.tensor)
+def _mlp_norm(facts: ModelFacts, kind: BlockKind, shape: Shape) -> Piece:
+    _, row = _rows(facts, shape)
+    norm = _norm("MLP norm", row, kind, shape)
+    # Parallel branches read the same residual stream.
+    return replace(norm, saved=norm.saved - row) if kind.parallel_residual else norm
+
+
+def _mlp_pieces(facts: ModelFacts, kind: BlockKind, shape: Shape, features: int | None = None) -> list[Piece]:
+    hidden, wide = facts.hidden_size, math.ceil((features or facts.intermediate_size) / shape.tensor)
     (whole, row), inner = _rows(facts, shape), shape.tokens * shape.bytes * wide
     keeps, ups = (3, 2) if kind.gated else (kind.activation_keeps, 1)
     shares = keeps == 0  # ReLU holds on to its result, which is the next linear's input
-    norm = _norm("MLP norm", row, kind, shape)
-    if kind.parallel_residual:  # the branches read the same residual stream
-        norm = Piece(norm.name, norm.saved - row, 0.0, norm.working, norm.parameters)
     return [
-        norm,
         Piece("MLP up", row, ups * inner, whole + _moved(whole, shape), ups * hidden * wide),
         Piece("activation", (keeps + shares) * inner, 0.0, (2 + (keeps > 1)) * inner),
         Piece("MLP down", (1 - shares) * inner, whole, inner + _moved(whole, shape), hidden * wide),
-        Piece("MLP dropout", _mask(row, shape)),
+    ]
+
+
+def _expert_pieces(facts: ModelFacts, kind: BlockKind, shape: Shape) -> list[Piece]:
+    rows = facts.experts_of_token * shape.tokens
+    wide = math.ceil(kind.expert_features / shape.tensor)
+    (whole, row), inner = _rows(facts, shape), float(rows * shape.bytes * wide)
+    spread = facts.experts_of_token * whole  # hidden states by expert
+    weights = facts.hidden_size * wide * kind.experts
+    copies = inner * facts.hidden_size if facts.experts_copied else 0.0
+    scores = float(FP32 * shape.tokens * kind.experts + INDICES * rows)
+    shared = _mlp_pieces(facts, kind, shape, kind.shared_features) if kind.shared_features else []
+    return [
+        Piece("router", (0.0 if shared else row) + scores, parameters=kind.experts * facts.hidden_size),
+        Piece("experts up", spread + 2 * copies, 2 * inner, 2 * (inner + copies) + spread + whole, 2 * weights),
+        Piece("expert activation", 3 * inner, 0.0, 3 * inner),
+        Piece("experts down", inner + copies, spread, spread + inner + copies, weights),
+        Piece("sum of experts", spread, 0.0, 2 * spread + _moved(whole, shape)),
+        *shared,
+        Piece("shared gate", whole if kind.shared_gate else 0.0, 0.0, 2.0 * whole if kind.shared_gate else 0.0),
     ]
 
 

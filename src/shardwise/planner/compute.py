@@ -1,12 +1,13 @@
 """Seconds of one block's and of the head's computation on one rank, and the launches a host makes for them.
 
-For a microbatch of T tokens of length s on t tensor ranks, hidden size H, key and value width K, inner width I:
+For a microbatch of T tokens of length s on t tensor ranks, hidden size H, width A of all heads (most often H), key and
+value width K, inner width I:
 
 - Matrix products [m, k] x [k, n]: 2mnk / (peak · e · w · d) + bytes / bandwidth. e is what large products reach; w =
   tiles / (tiles + c·units) is the last wave's waste, with tiles of 128 x 128 over the accelerator's multiprocessors
   (NVIDIA, "Matrix Multiplication Background User's Guide", section "Wave Quantization", smoothed because libraries pick
   smaller tiles for small products); d = k / (k + k0) is what a short inner dim costs. Backward has two of each.
-- Flash attention (arXiv 2205.14135, section 3.1; 2307.08691, section 3.1): 4·T·s·H/t FLOPs forward, half of them for a
+- Flash attention (arXiv 2205.14135, section 3.1; 2307.08691, section 3.1): 4·T·s·A/t FLOPs forward, half of them for a
   causal mask, 2.5 times as many backward, at a share of the products' rate that grows with the length of the sequence.
 - Attention that writes its scores: the same FLOPs, not halved, as batched products with a short inner dim, and passes
   over T·s·heads/t scores.
@@ -120,9 +121,9 @@ def block(configuration: Configuration) -> tuple[Work, Work]:
     model, t = configuration.model, configuration.tensor
     speed = rates(configuration.cluster.accelerator, configuration.stack, configuration.precision)
     tokens = tokens_of(configuration)
-    key_value = max(model.key_value_width // t, model.hidden // max(1, model.heads))
-    hidden, inner = model.hidden // t, max(1, model.intermediate // t)
-    shapes = [(model.hidden, hidden + 2 * key_value), (hidden, model.hidden)]
+    key_value = max(model.key_value_width // t, model.attention_width // max(1, model.heads))
+    heads, inner = model.attention_width // t, max(1, model.intermediate // t)
+    shapes = [(model.hidden, heads + 2 * key_value), (heads, model.hidden)]
     shapes += [(model.hidden, inner * (2 if model.gated else 1)), (inner, model.hidden)]
     products = _linears(shapes, tokens, speed)
     scores = _flash(configuration, tokens, speed) if configuration.flash else _scores(configuration, tokens, speed)
@@ -136,8 +137,9 @@ def block(configuration: Configuration) -> tuple[Work, Work]:
 
 def _flash(configuration: Configuration, tokens: int, speed: Rates) -> tuple[float, float]:
     length = configuration.sequence
-    flops = 2.0 * tokens * length * configuration.model.hidden / configuration.tensor
-    head = configuration.model.hidden / max(1, configuration.model.heads)
+    width = configuration.model.attention_width
+    flops = 2.0 * tokens * length * width / configuration.tensor
+    head = width / max(1, configuration.model.heads)
     forward = flops / speed.attention * (1 + ATTENTION_LENGTH / length) * (1 + ATTENTION_HEAD / head)
     return forward, 2.5 * forward
 
@@ -146,7 +148,7 @@ def _scores(configuration: Configuration, tokens: int, speed: Rates) -> tuple[fl
     model, t = configuration.model, configuration.tensor
     heads = max(1, model.heads // t)
     elements = float(tokens * configuration.sequence * heads)
-    head = model.hidden // max(1, model.heads)
+    head = model.attention_width // max(1, model.heads)
     products = 4.0 * elements * head / speed.flops * (1 + INNER / head)
     one = elements * speed.size / speed.bandwidth * configuration.stack.score_passes
     dropped = DROPOUT_SCORE_PASSES if configuration.dropout else (0.0, 0.0)

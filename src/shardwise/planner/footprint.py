@@ -13,12 +13,13 @@ Pools. torch's allocator keeps freed blocks for the stream they were made in (to
 FSDP gathers and scatters in streams of its own. So ZeRO-3's flat buffers (the largest of a block's and of what stands
 first and last, whose gathering is one) and gradient shards never share room with activations, at whatever moment.
 
-Activations. A block keeps of each token (arXiv 2205.05198, section 4, in bytes of the compute dtype c, T tokens, t
-tensor ranks): its two norms' inputs and the two linears' behind them 4cH, query, key, value and result c(2H + 2K)/t,
-scores (2c + 1)·heads·s/t without flash attention, the MLP's inner tensors 2cI/t (gated 4cI/t), masks 2H. `half` keeps
-the results of every other matrix product, torchtitan's rule: of query, value, gate and down (without gates: of query,
-key, value and up). Compiled, what no backward reads is not kept, which down's result is. A stack may keep more
-(`Stack.activations`) and hold gradients in the compute dtype beside those that accumulate (`Stack.gradient_copy`).
+Activations. A block keeps of each token (arXiv 2205.05198, section 4, in bytes of the compute dtype c, t tensor ranks,
+all heads A wide, most often H): its two norms' inputs and the two linears' behind them 4cH, query, key, value and
+result c(2A + 2K)/t, scores (2c + 1)·heads·s/t without flash attention, the MLP's inner tensors 2cI/t (gated 4cI/t),
+masks 2H. `half` keeps the results of every other matrix product, torchtitan's rule: of query, value, gate and down
+(without gates: of query, key, value and up). Compiled, what no backward reads is not kept, which down's result is. A
+stack may keep more (`Stack.activations`) and hold gradients in the compute dtype beside those that accumulate
+(`Stack.gradient_copy`).
 
 Loss. `Stack.logit_bytes` a logit: 12 where logits, log-softmax and its gradient are three tensors in fp32; 10 where
 tensor ranks share the vocabulary and the gradient is made in place (arXiv 1909.08053, section 3); 4 where a fused
@@ -171,15 +172,16 @@ def _activations(configuration: Configuration) -> tuple[float, float]:
     heads = tokens * configuration.sequence * model.heads / t
     scores = 0.0 if configuration.flash else heads * ((2 * size + 1) if configuration.dropout else size)
     inner = (4 if model.gated else 2) * tokens * model.intermediate * size / t
-    products = 2 * row / t + key_value + inner
+    query = tokens * model.attention_width * size / t
+    products = 2 * query + key_value + inner
     whole = 4 * between + masks + scores + products
     fraction = configuration.checkpointed if configuration.checkpointing != "none" else 0.0
     up = tokens * model.intermediate * size / t
     held = {
         "full": between,
         "attention": whole - scores,
-        "selective": (3 * row + (2 if model.gated else 1) * up * t) / t + key_value + row / t + between,
-        "half": _half(configuration, row, key_value, up) + row / t + between,
+        "selective": 2 * (query + row / t) + (2 if model.gated else 1) * up + key_value + between,
+        "half": _half(configuration, query, key_value, up) + row / t + between,
     }
     kept = held.get(configuration.checkpointing, whole)
     if configuration.checkpointing == "full" and configuration.offload_activations:
@@ -188,12 +190,12 @@ def _activations(configuration: Configuration) -> tuple[float, float]:
     return fraction * kept + (1 - fraction) * whole, recomputed + 2 * row + inner / 2
 
 
-def _half(configuration: Configuration, row: float, key_value: float, up: float) -> float:
+def _half(configuration: Configuration, query: float, key_value: float, up: float) -> float:
     """Results of every other matrix product of a block: query, value, gate, down; or query, key, value in one, and up.
 
     Down's, the last, is read by no backward.
     """
-    query = row / configuration.tensor
     if not configuration.model.gated:
         return query + key_value + up
-    return query + key_value / 2 + up + (0.0 if configuration.compile else row)
+    down = tokens_of(configuration) * configuration.model.hidden * BYTES[configuration.precision]
+    return query + key_value / 2 + up + (0.0 if configuration.compile else down)

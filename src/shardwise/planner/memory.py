@@ -41,7 +41,6 @@ from shardwise.planner.activations import (
     backward_peak,
     block_pieces,
     kept_bytes,
-    key_value_width,
     saved_bytes,
 )
 from shardwise.planner.memory_estimate import MemoryEstimate
@@ -264,7 +263,7 @@ class _Step:
         """Of a block whose attention gathers keys and values: those of the other ranks, and its rows of the mask."""
         if self.plan.context_method != "all_gather":
             return 0.0
-        width = key_value_width(self.facts) * self.facts.key_value_copies(self.tensor) / self.tensor
+        width = self.facts.key_value_width * self.facts.key_value_copies(self.tensor) / self.tensor
         others = 2 * width * self.tokens * (self.context - 1)
         return (others + self.plan.masks_whole * self.plan.positions**2 * self.context) * self.compute
 

@@ -21,9 +21,9 @@ EIGHTY = 1.2816  # standard deviations that hold 80 % of a normal distribution
 class ModelShape:
     """A decoder in the numbers that decide its cost. `intermediate` is one up projection's width; gated MLPs have two.
 
-    `positions` counts learned position embeddings. `counted` overrides the formula of `parameters` where it is known.
-    `idle` counts a block's parameters of experts that a token does not go through; `intermediate` is then the width of
-    all that it goes through.
+    `head_size` is unset where heads share the hidden size. `positions` counts learned position embeddings. `counted`
+    overrides the formula of `parameters` where it is known. `idle` counts a block's parameters of experts that a token
+    does not go through; `intermediate` is then the width of all that it goes through.
     """
 
     name: str
@@ -38,11 +38,17 @@ class ModelShape:
     positions: int = 0
     counted: int | None = None
     idle: int = 0
+    head_size: int = 0
+
+    @cached_property
+    def attention_width(self) -> int:
+        """Heads times the size of a head."""
+        return self.heads * self.head_size or self.hidden
 
     @cached_property
     def key_value_width(self) -> int:
         """Key-value heads times the size of a head."""
-        return self.hidden * self.key_value_heads // max(1, self.heads)
+        return self.attention_width * self.key_value_heads // max(1, self.heads)
 
     @cached_property
     def layer_parameters(self) -> int:
@@ -52,7 +58,7 @@ class ModelShape:
     @cached_property
     def active_parameters(self) -> int:
         """Those of a block that a token goes through."""
-        attention = 2 * self.hidden**2 + 2 * self.hidden * self.key_value_width
+        attention = 2 * self.hidden * (self.attention_width + self.key_value_width)
         mlp = (3 if self.gated else 2) * self.hidden * self.intermediate
         return attention + mlp + (2 if self.gated else 9) * self.hidden + (0 if self.gated else self.intermediate)
 
@@ -82,7 +88,7 @@ class ModelShape:
         """
         block, length = float(self.active_parameters), self.layers
         head = 6.0 * self.embedding_parameters
-        attention = 12.0 * length * sequence * self.hidden
+        attention = 12.0 * length * sequence * self.attention_width
         looked_up = self.positions * self.hidden + (0 if self.tied else self.embedding_parameters)
         return {
             "8P": 8.0 * self.parameters,
@@ -97,7 +103,7 @@ class ModelShape:
         if gated is None:
             from shardwise.planner.activations import BlockKind
 
-            gated = BlockKind.of(facts).gated or facts.idle_parameters > 0  # stacked experts are
+            gated = BlockKind.of(facts).gated
         layers = facts.layers or len(facts.blocks)
         return cls(
             name=facts.family,
@@ -111,14 +117,14 @@ class ModelShape:
             tied=bool(facts.ties),
             counted=facts.parameters,
             idle=facts.idle_parameters // max(1, layers),
+            head_size=facts.head_size,
         )
 
 
 def _active_width(facts: ModelFacts, gated: bool) -> int:
     """The MLP's width with which a dense block has the parameters that a token goes through in one of experts."""
     block = sum(block.parameters for block in facts.blocks) - facts.idle_parameters
-    kv = facts.hidden_size * (facts.key_value_heads or facts.attention_heads) // max(1, facts.attention_heads)
-    attention = 2 * facts.hidden_size * (facts.hidden_size + kv)
+    attention = 2 * facts.hidden_size * (facts.attention_width + facts.key_value_width)
     return max(1, (block // max(1, len(facts.blocks)) - attention) // ((3 if gated else 2) * facts.hidden_size))
 
 

@@ -28,7 +28,7 @@ def stages(plan: Plan, facts: ModelFacts) -> list[Stage]:
     between = facts.stages.between
     sizes = {block.name: block.parameters + between.get(n, 0) for n, block in enumerate(facts.blocks)}
     used = 1 - facts.idle_parameters / max(1, sum(block.parameters for block in facts.blocks))
-    attention = 12.0 * plan.sequence_length * facts.hidden_size
+    attention = 12.0 * plan.sequence_length * facts.attention_width
     last = len(plan.stages) - 1
     found = []
     for number, names in enumerate(plan.stages):

@@ -33,8 +33,8 @@ SHOWN = 16  # of the best, how many get the exact closed form of memory
 QUICK = 1.25  # the quick sums of memory may be off by so much before a candidate is dropped unseen
 GAIN = 1.001  # below that a change is not worth another key in the job
 EXPERTS = (
-    "experts are timed as one MLP of the width that a token goes through; how tokens are dispatched to them, and the "
-    "memory of that, is not modelled"
+    "experts are timed as one MLP of the width that a token goes through; how tokens are dispatched to them is not "
+    "modelled"
 )
 SEQUENCES_A_RANK = 2  # of a step, where the job does not say
 

@@ -26,9 +26,10 @@ class ShardedOptimizer:
     """
 
     def __init__(self, tensor_map: TensorMap, settings: OptimizerSection) -> None:
+        self.entries = list(tensor_map)
         self.locals: list[tuple[Entry, nn.Parameter]] = [
             (entry, nn.Parameter(entry.local, requires_grad=True))
-            for entry in tensor_map
+            for entry in self.entries
             if entry.parameter.requires_grad and entry.local.numel()
         ]
         decayed = [local for entry, local in self.locals if len(entry.shape) >= 2]
@@ -57,9 +58,14 @@ class ShardedOptimizer:
         self.inner.step()
 
     def zero_grad(self) -> None:
-        """Drop gradients of parameters and locals."""
-        for entry, local in self.locals:
-            entry.parameter.grad = local.grad = None
+        """Drop gradients of parameters and locals.
+
+        One without elements goes too: FSDP2 makes it as a view of its whole unit's gradients, which it would keep.
+        """
+        for entry in self.entries:
+            entry.parameter.grad = None
+        for _, local in self.locals:
+            local.grad = None
 
     def set_learning_rate(self, rate: float) -> None:
         for group in self.inner.param_groups:
