@@ -136,10 +136,9 @@ def _assemble(job: Job, device: torch.device, facts: ModelFacts) -> Run:
 def _oracle(run: Run, weights: dict[str, Tensor]) -> Oracle:
     job, plan = run.plan.job, run.plan
     source = open_source(job, run.data.directory)
-    blocks = [block.name for block in run.facts.blocks]
     # Dropout that is a function of its place runs on both sides, and the model's own has places in eager alone.
     eager = run.facts.has_attention_dropout and plan.exact_dropout
-    return Oracle(job, weights, source, plan.sequences_per_step, blocks, eager=eager, **oracle_dtypes(plan))
+    return Oracle(job, weights, source, plan.sequences_per_step, run.facts.counting, eager=eager, **oracle_dtypes(plan))
 
 
 def _title(run: Run, reference: str) -> str:

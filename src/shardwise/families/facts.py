@@ -5,6 +5,7 @@ Made by `shardwise.families.discovery` from the structure of a model on the meta
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -89,11 +90,22 @@ def chunks(sections: tuple[int, ...], degree: int, index: int, groups: int = 1) 
 class StandIn:
     """What takes a module's place on a stage that does not hold it: only the shape of its output counts.
 
-    `kind`: the `same` shape as the first argument; that shape with `width` `appended`, or with its last dim `replaced`.
+    Attributes:
+        argument: position or name of the tensor, or the shape, that the output's shape follows from.
+        first, end: which of its dims the output has.
+        ones: dims of size 1 ahead of these.
+        width: of a last dim behind them; 0 where there is none.
     """
 
-    kind: str
+    argument: int | str = 0
+    first: int = 0
+    end: int | None = None
+    ones: int = 0
     width: int = 0
+
+    def shape(self, given: Sequence[int]) -> tuple[int, ...]:
+        """Of the output, where the argument's shape is `given`."""
+        return (*(1,) * self.ones, *given[self.first : self.end], *((self.width,) if self.width else ()))
 
 
 @dataclass(frozen=True)
@@ -247,6 +259,12 @@ class ModelFacts:
             if block is not None:
                 found[name] = block
         return found
+
+    @property
+    def counting(self) -> tuple[str, ...]:
+        """Modules by which functional dropout is counted: the blocks, and the stack of an encoder, for stages of the
+        decoder do not run it and what follows it has to count alike."""
+        return *(block.name for block in self.blocks), *((self.stages.encoder,) if self.stages.encoder else ())
 
     @property
     def chunkable_head(self) -> bool:

@@ -117,18 +117,20 @@ def _attempt(run: Callable[[str, torch.dtype], Result]) -> tuple[Result | None, 
 
 
 def rehearse_stage(model: nn.Module, blocks: Sequence[str], stages: StageFacts, example: Mapping[str, Tensor]) -> str:
-    """Why the forward of a user's module, or an encoder-decoder's, fails on a stage that is not the last, where what
-    follows the blocks stands aside; nothing where it runs. `example` as for `probe`."""
-    rehearsed = _copy(model)
-    for name in blocks:
-        own: Any = rehearsed.get_submodule(name)
-        own.forward = lambda hidden, *_, **__: (hidden, *(None,) * (stages.outputs - 1)) if stages.outputs else hidden
-    for name in stages.after:
-        own = rehearsed.get_submodule(name)
-        own.forward = lambda *args, **kwargs: args[0] if args else next(iter(kwargs.values()))
+    """Why the forward of a user's module, or an encoder-decoder's, fails on stages that hold other blocks, where blocks
+    are empty and hand hidden states through; nothing where it runs. `example` as for `probe`."""
 
-    failure = _attempt(partial(_run_fake, rehearsed, example))[1]
-    return f"its forward needs what stands behind the blocks: {failure}" if failure else ""
+    def rehearse(device: str, dtype: torch.dtype) -> None:
+        rehearsed = _copy(model)
+        for name in blocks:
+            own: Any = rehearsed.get_submodule(name)
+            for held in (own._modules, own._parameters, own._buffers):
+                held.clear()
+            own.forward = lambda hidden, *_, **__: (hidden, *(None,) * (stages.outputs - 1)) if stages.outputs else hidden
+        _run_fake(rehearsed, example, device, dtype)
+
+    failure = _attempt(rehearse)[1]
+    return f"its forward reaches into its blocks: {failure}" if failure else ""
 
 
 def shapes_handed_on(model: nn.Module, facts: ModelFacts, inputs: Mapping[str, Any]) -> Shapes:

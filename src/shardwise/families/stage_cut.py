@@ -75,8 +75,8 @@ class OrderWatch:
         phase = "before" if not self.started else "after" if self.ended == self.blocks else "between"
         self.phases[name].add(phase)
         self.places[name].add(self._place())
-        first = args[0] if args else next(iter(kwargs.values()), None)
-        self.stand_ins[name] = _stand_in(first, output)
+        found = next(_stand_ins(dict(enumerate(args)) | kwargs, output), None)
+        self.stand_ins[name] = found if self.stand_ins.get(name, found) == found else None
 
     def _place(self) -> int:
         """The block with which a module runs now: ahead of the first of its stack, or behind the last."""
@@ -209,14 +209,28 @@ def _own_parameters(model: nn.Module, name: str) -> int:
     return sum(parameter.numel() for parameter in parameters.values() if parameter is not None)
 
 
-def _stand_in(first: Any, output: Any) -> StandIn | None:
-    """How the output's shape follows from the first argument's."""
-    if not isinstance(first, Tensor) or not isinstance(output, Tensor):
-        return None
-    if output.shape == first.shape:
-        return StandIn("same")
-    if output.shape[:-1] == first.shape:
-        return StandIn("appended", output.shape[-1])
-    if output.shape[:-1] == first.shape[:-1]:
-        return StandIn("replaced", output.shape[-1])
-    return None
+def _stand_ins(given: Mapping[int | str, Any], output: Any) -> Iterator[StandIn]:
+    """How the output's shape may follow from an argument's; tables of positions are asked for those of a shape, or have
+    one row for all of a batch."""
+    if not isinstance(output, Tensor):
+        return
+    shapes = {key: shape for key, value in given.items() if (shape := _shape(value))}
+    for key, shape in shapes.items():
+        if output.shape == shape:
+            yield StandIn(key)
+        for kept in (shape, shape[:-1]):
+            if output.shape[:-1] == kept:
+                yield StandIn(key, end=len(kept), width=output.shape[-1])
+    ones = next((dim for dim, size in enumerate(output.shape) if size != 1), 0)
+    for key, shape in shapes.items():
+        for first in range(len(shape)):
+            if output.shape[ones:-1] == shape[first:]:
+                yield StandIn(key, first, ones=ones, width=output.shape[-1])
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    """Of a tensor, or what is one; empty where it is neither."""
+    if isinstance(value, Tensor):
+        return tuple(value.shape)
+    is_shape = isinstance(value, tuple) and all(isinstance(size, int) for size in value)
+    return tuple(value) if is_shape else ()

@@ -74,7 +74,7 @@ def parallelize(
     splits = [_split(each, plan, layout, facts) for each in models]
     tracer = Tracer(model, facts, plan, device) if stages and facts.stages.traced else None
     passages = [
-        cut_traced(each, tracer, stage) if tracer else cut_stage(each, facts, plan, stage, sizes)
+        cut_traced(each, tracer, stage) if tracer else cut_stage(each, facts, plan, stage, device, sizes)
         for each, stage in zip(models, stages)
     ]
     together = join_ends(models)
@@ -125,7 +125,8 @@ def _part(
     groups = group_blocks(blocks, memory.checkpoint_strategy)
     replace_dropout(model)
     if facts.has_functional_dropout or (plan.attention and facts.has_attention_dropout):
-        name_functional_dropout(blocks, names)
+        counting = [name for name in facts.counting if name not in absent and not facts.stages.traced]
+        name_functional_dropout([model.get_submodule(name) for name in counting], counting)
     has_head = passage is None or passage.is_last
     head = None
     if plan.chunked_loss and facts.head and has_head:

@@ -1,9 +1,9 @@
 """A pipeline stage, cut from the unmodified model.
 
 The model's own forward runs on every stage, on the whole microbatch's ids, so masks, positions and rotary tables are
-the model's own. Blocks of other stages are passages: the ones before hand in what arrived, the ones after keep what
-leaves. Embeddings and head stand where they are used; elsewhere stand-ins give tensors of the right shape, which nobody
-reads. What travels is what a block hands to the next, of what is made from weights: hidden states [B, S, H], and their
+the model's own. Blocks of other stages are passages: the ones before hand in what arrived, the first one after keeps
+what leaves and ends the forward. Embeddings and head stand where they are used; elsewhere stand-ins give tensors of the
+right shape, which nobody reads. What travels is what a block hands to the next, of what is made from weights: hidden states [B, S, H], and their
 gradients. Of an encoder-decoder it is more: a bias of positions that the first block of a stack made for all of it, and
 the encoder's states, which go on to every stage of the decoder, where the encoder itself is a passage. Then one flat
 tensor travels, so that torch's stages see a chain.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, wraps
 from itertools import pairwise
 from typing import Any
 
@@ -28,6 +28,13 @@ from shardwise.plan import Plan
 from shardwise.precision import torch_dtype
 
 ENCODED = -1  # the encoder's states, among the numbers of a block's outputs
+
+
+class Left(BaseException):
+    """Leaves the forward of a stage behind its last block: what follows belongs to other stages.
+
+    No Exception: a model's own `except Exception` is for its errors.
+    """
 
 
 @dataclass
@@ -89,12 +96,15 @@ class Passage:
         return leaving.contiguous()
 
 
-def cut_stage(model: nn.Module, facts: ModelFacts, plan: Plan, stage: int, sizes: Sizes | None = None) -> Passage:
+def cut_stage(
+    model: nn.Module, facts: ModelFacts, plan: Plan, stage: int, device: torch.device, sizes: Sizes | None = None
+) -> Passage:
     """Leave of `model` (on the meta device) what belongs to `stage`.
 
     A parameter that is tied across stages stays under all its names on each that uses it.
 
     Args:
+        device: where the stage computes.
         sizes: of what travels, where that is more than hidden states.
     """
     dtype = torch_dtype(plan.dtypes.compute)
@@ -103,14 +113,18 @@ def cut_stage(model: nn.Module, facts: ModelFacts, plan: Plan, stage: int, sizes
     names = [block.name for block in facts.blocks]
     first, end = names.index(own[0]), names.index(own[-1]) + 1
     before, after = names[:first], names[end:]
-    for name in (*before, *after):
-        _empty(model.get_submodule(name), _passing(passage, name in before, facts))
+    for name in before:
+        _empty(model.get_submodule(name), _entering(passage, facts))
+    for name in after:
+        _empty(model.get_submodule(name), _leaving(passage, facts))
+    if after:
+        model.forward = _ending(model.forward, passage)
 
     elsewhere: dict[str, Callable[..., Tensor]] = {}
     for name, numbers in facts.stages.runs.items():
         if not any(first <= number < end for number in numbers):
             stand_in = facts.stages.stand_ins.get(name)
-            elsewhere[name] = _identity if stand_in is None else _standing_in(stand_in, dtype)
+            elsewhere[name] = _identity if stand_in is None else _standing_in(stand_in, dtype, device)
     here = [name for name in (*own, *facts.stages.runs) if name not in elsewhere]
     kept = {id(parameter) for name in here for parameter in model.get_submodule(name).parameters(recurse=name in own)}
     absent = {*before, *after}
@@ -153,17 +167,38 @@ def _leave_out(module: Any, forward: Callable[..., Tensor], kept: set[int]) -> b
     return any(parameter is not None for parameter in module._parameters.values())
 
 
-def _passing(passage: Passage, before: bool, facts: ModelFacts) -> Callable[..., Any]:
-    outputs, handed_on = facts.stages.outputs, facts.stages.handed_on
+def _entering(passage: Passage, facts: ModelFacts) -> Callable[..., Any]:
+    outputs = facts.stages.outputs
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        given: dict[int | str, Any] = dict(enumerate(args)) | dict(kwargs)  # type: ignore[operator]
-        values = passage.entered() if before else {number: given.get(key) for number, key in handed_on.items()}
-        if not before:
-            passage.values = values | passage.values  # the first block behind the stage is told what leaves
+        values = passage.entered()
         return tuple(values.get(number) for number in range(outputs)) if outputs else values[0]
 
     return forward
+
+
+def _leaving(passage: Passage, facts: ModelFacts) -> Callable[..., Any]:
+    handed_on = facts.stages.handed_on
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        given: dict[int | str, Any] = dict(enumerate(args)) | dict(kwargs)  # type: ignore[operator]
+        passage.values |= {number: given.get(key) for number, key in handed_on.items()}
+        raise Left
+
+    return forward
+
+
+def _ending(forward: Callable[..., Any], passage: Passage) -> Callable[..., Any]:
+    """The model's forward as far as this stage goes; inside of what FSDP2 hooks to the model's call."""
+
+    @wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return forward(*args, **kwargs)
+        except Left:
+            return tuple(passage.values.values())
+
+    return run
 
 
 def _lead_encoder(model: nn.Module, name: str, passage: Passage) -> None:
@@ -179,14 +214,14 @@ def _lead_encoder(model: nn.Module, name: str, passage: Passage) -> None:
         model.get_submodule(name).register_forward_hook(keep)
 
 
-def _standing_in(stand_in: StandIn, dtype: torch.dtype) -> Callable[..., Tensor]:
+def _standing_in(stand_in: StandIn, dtype: torch.dtype, device: torch.device) -> Callable[..., Tensor]:
     """A forward whose output has the right shape and costs nothing."""
 
     def forward(*args: Any, **kwargs: Any) -> Tensor:
-        first: Tensor = args[0] if args else next(iter(kwargs.values()))
-        shape = first.shape[:-1] if stand_in.kind == "replaced" else first.shape
-        width = () if stand_in.kind == "same" else (stand_in.width,)
-        return torch.zeros((), dtype=dtype, device=first.device).expand(*shape, *width)
+        given: dict[int | str, Any] = dict(enumerate(args)) | dict(kwargs)  # type: ignore[operator]
+        follows = given[stand_in.argument]
+        shape = stand_in.shape(follows.shape if isinstance(follows, Tensor) else follows)
+        return torch.zeros((), dtype=dtype, device=device).expand(shape)
 
     return forward
 

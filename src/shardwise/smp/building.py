@@ -29,9 +29,6 @@ from shardwise.smp.requests import Checkpointing, requests
 from shardwise.training.init import initialize
 from shardwise.training.setup import current_world
 
-# From what transformers' models compute their own losses; of use on the last stage alone.
-LABELS = {"labels", "label", "next_sentence_label", "start_positions", "end_positions"}
-DECODED = {"decoder_input_ids", "decoder_inputs_embeds"}  # made from the labels where neither is given
 NORMALISATION = "smp_mean"  # microbatches and data ranks are averaged; the script's loss is a mean already
 DTYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -53,15 +50,6 @@ def shape_of(inputs: Mapping[str, Any]) -> Shape:
 def forms_of(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """`inputs` with tensors that hold nothing, to see what a forward with such gives."""
     return {name: value.to("meta") if isinstance(value, Tensor) else value for name, value in inputs.items()}
-
-
-def without_labels(module: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """`inputs` of a stage that takes no loss, with what an encoder-decoder would have made from its labels."""
-    labels, shift = inputs.get("labels"), getattr(module, "prepare_decoder_input_ids_from_labels", None)
-    others = {name: None if name in LABELS else value for name, value in inputs.items()}
-    if labels is None or shift is None or any(inputs.get(name) is not None for name in DECODED):
-        return others
-    return others | {"decoder_input_ids": shift(labels)}
 
 
 def build(module: nn.Module, inputs: Mapping[str, Any]) -> ParallelModel:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from shardwise.data.batch import Batch
 from shardwise.parallel.model import ParallelModel, Part
-from shardwise.smp.building import Shape, build, forms_of, shape_of, without_labels
+from shardwise.smp.building import Shape, build, forms_of, shape_of
 from shardwise.smp.exceptions import SMPValidationError, StepUsageError
 from shardwise.smp.hooks import Hook, Hooks
 from shardwise.smp.host import Host
@@ -232,8 +232,6 @@ class DistributedModel(Inspection, Hooks, Host, nn.Module):
         rows = shape_of(merged).rows
         first = (parallel.layout.data_rank * count + index) * rows
         microbatch = Batch({}, None, torch.arange(first, first + rows, device=state.device))
-        if not part.is_last and not parallel.facts.stages.traced:  # the model would compare hidden states with them
-            merged = without_labels(part.module, merged)
         with parallel.scope(microbatch, state.step_count):
             output = part.forward(merged, arrived)
         if not part.is_last:

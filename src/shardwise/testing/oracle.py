@@ -62,7 +62,7 @@ class Oracle:
         weights: logical name -> whole tensor; copied.
         source: the training samples.
         sequences_per_step: global.
-        blocks: names of the repeated blocks, by which functional dropout is keyed.
+        blocks: names of the modules, repeated blocks above all, by which functional dropout is keyed.
         eager: the model runs its eager attention; else what the job names, if the model has it, or its default.
         master, compute: dtypes of the weights that the optimizer updates and of forward and backward.
     """

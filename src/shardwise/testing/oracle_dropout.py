@@ -58,27 +58,27 @@ def _signed(value: int) -> int:
 class OracleDropout(TorchFunctionMode):
     """Leads every `nn.Dropout` of a model and every call of `torch.nn.functional.dropout` to `keep`; noise likewise.
 
-    Used as a context around one forward, after `begin`. Functional calls are named by the block that runs.
+    Used as a context around one forward, after `begin`. Functional calls are named by the innermost of `blocks` that runs.
     """
 
     def __init__(self, model: nn.Module, blocks: Sequence[str], seed: int) -> None:
         super().__init__()
-        self.seed, self.block = seed, ""
+        self.seed, self.running = seed, [""]
         for name, module in model.named_modules():
             if type(module) is nn.Dropout:
                 module.forward = self._module(module, name)  # type: ignore[method-assign, assignment]
         for name in blocks:
             block = model.get_submodule(name)
-            block.register_forward_pre_hook(lambda *_, name=name: self._enter(name))
-            block.register_forward_hook(lambda *_: self._enter(""))
+            block.register_forward_pre_hook(lambda *_, name=name: self.running.append(name))
+            block.register_forward_hook(lambda *_: self._leave())
 
     def begin(self, step: int, counters: Sequence[int]) -> OracleDropout:
         """Start one forward."""
         self.step, self.counters, self.uses = step, list(counters), Counter[str]()
         return self
 
-    def _enter(self, block: str) -> None:
-        self.block = block
+    def _leave(self) -> None:
+        self.running.pop()
 
     def _module(self, module: nn.Dropout, name: str) -> Callable[[Tensor], Tensor]:
         return lambda values: self._drop(values, module.p, name) if module.training else values
@@ -94,7 +94,7 @@ class OracleDropout(TorchFunctionMode):
         return self._functional(*args, **kwargs)
 
     def _functional(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        return self._drop(input, p, f"{self.block}/functional") if training else input
+        return self._drop(input, p, f"{self.running[-1]}/functional") if training else input
 
     def _drop(self, values: Tensor, probability: float, name: str) -> Tensor:
         if probability == 0 or values.numel() == 0:
@@ -106,7 +106,7 @@ class OracleDropout(TorchFunctionMode):
         return torch.where(torch.from_numpy(kept).view(values.shape), values / (1 - probability), 0.0)
 
     def _jitter(self, values: Tensor, low: float = 0, high: float = 1) -> Tensor:
-        key, counters, each = self._use(values, f"{self.block}/uniform")
+        key, counters, each = self._use(values, f"{self.running[-1]}/uniform")
         bits = np.stack([random_bits(key, counter, each) for counter in counters])
         noise = low + (high - low) * (bits >> np.uint32(8)) / 2.0**24
         return values.copy_(torch.from_numpy(noise).view(values.shape))
