@@ -108,16 +108,18 @@ def test_a_users_module_needs_an_example_for_the_probe() -> None:
 class _Chain(nn.Module):
     """Blocks between two layers, of which the last may be needed for what follows it."""
 
-    def __init__(self, narrow: bool = False, counts: bool = False) -> None:
+    def __init__(self, narrow: bool = False, reaches: bool = False, counts: bool = False) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 2)
         self.blocks = nn.ModuleList(toys.Block(8) for _ in range(3))
-        self.narrow = narrow
+        self.narrow, self.reaches = narrow, reaches
         if counts:
             self.blocks[1].register_buffer("seen", torch.zeros(1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
+        if self.reaches:
+            x = x * self.blocks[1].up.weight.shape[0]
         for block in self.blocks:
             x = block(x)
         x = self.last(x)
@@ -134,11 +136,12 @@ def test_a_users_chain_can_be_cut() -> None:
     stages = _stages()
     assert stages.refusal == "" and stages.hidden == (3, 8)
     assert set(stages.before) == {"first"} and set(stages.after) == {"last"}
+    assert _stages(narrow=True).refusal == ""  # what stands behind the blocks runs on the last stage alone
 
 
 def test_a_users_chain_that_cannot_be_cut_says_why() -> None:
     assert "blocks.1 holds buffers" in _stages(counts=True).refusal
-    assert "needs what stands behind the blocks" in _stages(narrow=True).refusal
+    assert "reaches into its blocks: AttributeError" in _stages(reaches=True).refusal
 
 
 class _Model(nn.Module):

@@ -32,11 +32,11 @@ UNEVEN = {"sequences_per_step": 7, "microbatch_size": 2}
 TALL, LONG = {"blocks": (3, 2)}, {"blocks": (2, 3)}  # encoder and decoder
 
 
-def at(*stages: int, encoder: int) -> dict[str, Any]:
-    """Stages of the blocks as they are given, those of the encoder first."""
-    names = [f"encoder.block.{n}" for n in range(encoder)]
-    names += [f"decoder.block.{n}" for n in range(len(stages) - encoder)]
-    return {"auto_partition": False, "partition": dict(zip(names, stages, strict=True))}
+def at(*stages: int, encoder: int, names: str = "{}.block.{}") -> dict[str, Any]:
+    """Stages of the blocks as they are given, those of the encoder first; `names` of stack and number."""
+    blocks = [names.format("encoder", n) for n in range(encoder)]
+    blocks += [names.format("decoder", n) for n in range(len(stages) - encoder)]
+    return {"auto_partition": False, "partition": dict(zip(blocks, stages, strict=True))}
 
 
 # Where the cut lies: in the encoder, between the stacks, in the decoder; dropout is on in all of them.

@@ -114,7 +114,7 @@ def _stages(
 ) -> StageFacts:
     if seen.order is None:
         return StageFacts(refusal=seen.failure)
-    stages = stage_facts(model, lists, ties, seen.order, seen.blocks_are_chain, seen.handed_on)
+    stages = stage_facts(model, lists, ties, seen.order, seen.blocks_are_chain, seen.handed_on, seen.drops_blocks)
     if stages.encoder:  # MVP adds to what its head returns
         example = token_inputs(model, LENGTH)
     elif isinstance(model, PreTrainedModel):

@@ -69,6 +69,8 @@ class Probe:
     blocks_are_chain: bool = False  # each ran once, on the output of the one before
     handed_on: HandedOn = field(default_factory=lambda: (dict[int, int | str]({0: 0}), ""))  # from block to block
     block_calls: int = 0  # more than there are blocks where weights are shared across depth
+    dice: int = 0  # single random numbers that were drawn, by which layers may be dropped
+    drops_blocks: bool = False
     matrix_parameters: frozenset[str] = frozenset()
     attention: tuple[str, ...] = ()  # modules that called transformers' AttentionInterface, one for each call
     attention_arguments: tuple[str, ...] = ()
@@ -91,10 +93,13 @@ def probe(
         return Probe(failure=f"{type(model).__name__}.forward has no input_ids, and there is no example batch")
     inputs = example or token_inputs(model, min(POSITIONS, sequence_length))
 
-    def observe(device: str, dtype: torch.dtype) -> Probe:
-        return _Observation(_copy(model), block_lists, _positions(inputs)).run(inputs, device, dtype)
+    def observe(die: float, device: str, dtype: torch.dtype) -> Probe:
+        return _Observation(_copy(model).train(), block_lists, _positions(inputs), die).run(inputs, device, dtype)
 
-    seen, failure = _attempt(observe)
+    seen, failure = _attempt(partial(observe, 1.0))
+    if seen is not None and seen.dice:  # OPT and its kind throw a die a layer, also where no layer is ever dropped
+        fewest = _attempt(partial(observe, 0.0))[0]
+        seen = replace(seen, drops_blocks=fewest is None or fewest.block_calls < seen.block_calls)
     return seen or Probe(failure=f"the forward of {type(model).__name__} cannot run on fake tensors: {failure}")
 
 
@@ -230,11 +235,13 @@ def _copy(model: nn.Module) -> nn.Module:
 class _Observation:
     """One run of the forward of `model` with watches on head, dropout modules and blocks; the model is used up."""
 
-    def __init__(self, model: nn.Module, block_lists: Sequence[Sequence[str]], positions: int) -> None:
+    def __init__(
+        self, model: nn.Module, block_lists: Sequence[Sequence[str]], positions: int, die: float
+    ) -> None:
         self.model = model
         self.blocks = [[BlockWatch(name) for name in names] for names in block_lists]
         self.head_name, self.head = _plain_head(model)
-        self.functions = _FunctionWatch(positions)
+        self.functions = _FunctionWatch(positions, die)
         self.attention = AttentionCalls()
         self.order = OrderWatch(model, block_lists)
         for watch in (watch for watches in self.blocks for watch in watches):
@@ -279,6 +286,7 @@ class _Observation:
             blocks_are_chain=are_chain,
             handed_on=handed_on(self.blocks, self.order.encoded, all_trained) if are_chain else ({0: 0}, ""),
             block_calls=sum(len(watch.calls) for watches in self.blocks for watch in watches),
+            dice=seen.dice,
             matrix_parameters=frozenset(seen.matrix_parameters),
             attention=tuple(names.get(id(module), "") for module in self.attention.modules),
             attention_arguments=tuple(sorted(self.attention.arguments)),
@@ -293,9 +301,9 @@ class _Observation:
 class _FunctionWatch(TorchFunctionMode):
     """Sees every torch function that the forward calls."""
 
-    def __init__(self, positions: int) -> None:
+    def __init__(self, positions: int, die: float) -> None:
         super().__init__()
-        self.positions = positions
+        self.positions, self.die, self.dice = positions, die, 0
         self.names: dict[int, str] = {}
         self.logits: list[Any] = []
         self.logits_used = False
@@ -322,7 +330,8 @@ class _FunctionWatch(TorchFunctionMode):
         if self.logits and getattr(func, "__name__", "") not in LOOKS:
             self.logits_used |= any(leaf is self.logits[-1] for leaf in tree_leaves([args, kwargs]))
         if func is torch.rand and args in (([],), ((),), ()) and not kwargs.get("size"):
-            return torch.tensor(0.5)  # OPT and its kind throw one die a layer, also where no layer is ever dropped
+            self.dice += 1
+            return torch.tensor(self.die)
         return func(*args, **kwargs)
 
     def _see_dropout(self, tensor: Tensor, probability: float, training: bool) -> None:
