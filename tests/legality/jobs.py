@@ -29,6 +29,7 @@ FACTS = ModelFacts(
     stages=StageFacts(before={"embed_in": 100}, after={"embed_out": 100}),
 )
 BRANCHED = replace(FACTS, sequence_refusal="its blocks are not one chain")
+DROPPING = replace(FACTS, drops_blocks=True)
 NO_PLAN = replace(FACTS, tensor_refusal="there is no plan for xlm yet")
 LISTS = replace(FACTS, stages=StageFacts(refusal="it has two lists of blocks"))
 OTHER_ARGUMENTS = replace(FACTS, blocks_share_arguments=False)

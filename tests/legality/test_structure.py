@@ -16,6 +16,7 @@ from tests.legality.jobs import (
     CPU4,
     CPU6,
     CUDA4,
+    DROPPING,
     FACTORY,
     FACTS,
     FLAT,
@@ -107,6 +108,7 @@ CASES = {
     "world": case(
         {"parallel": {"tensor_parallel_degree": 3}}, {}, "3 does not divide the 4 ranks; use a product of 1, 2"
     ),
+    "layer-drop": case({}, {}, "gpt_neox drops blocks at random (LayerDrop)", CPU4, DROPPING, FACTS),
     "tensor-model": case({"parallel": TWO}, {"parallel": TWO}, "no plan for xlm", CPU4, NO_PLAN, FACTS),
     "tensor-heads": case(
         {"parallel": {"tensor_parallel_degree": 4}},

@@ -138,7 +138,7 @@ def test_a_checkpoint_changes_layout(world_pool: WorldPool, corpora: Path, tmp_p
     source, middle, back = (tmp_path / name for name in ("two", "three", "again"))
     step = "step-00000002"
     found = world_pool.run(3, read_and_write, three, [source / step], [middle])[0]
-    assert found == Progress(step=2, samples=16) or found == [Progress(step=2, samples=16)]
+    assert found == [Progress(step=2, samples=16)]
     world_pool.run(2, read_and_write, two, [middle / step], [back])
     assert_same(source / step, middle / step)
     assert_same(middle / step, back / step)
@@ -147,7 +147,7 @@ def test_a_checkpoint_changes_layout(world_pool: WorldPool, corpora: Path, tmp_p
 @pytest.mark.parametrize(
     "family, more, reason",
     [
-        ("bart", {"decoder_layerdrop": 0.1}, "drops blocks at random.*decoder_layerdrop to 0"),
+        ("bart", {"decoder_layerdrop": 0.1}, "bart drops blocks at random .*layerdrop fields of the model's config to 0"),
         ("pegasus_x", {}, "model.decoder.layers.0 does not hand on what the blocks before it do"),
         ("bigbird_pegasus", {}, "its forward reaches into its blocks: AttributeError"),
     ],

@@ -20,10 +20,12 @@ from transformers import (
 )
 
 import shardwise.smp as smp
+from tests.parity.bart import make_bart
 
 VOCABULARY, LENGTH, ROWS, STEPS = 97, 16, 8, 3
 LEARNING_RATE = 0.1
 BLOCKS = {"transformer.h", "gpt_neox.layers", "encoder.block", "decoder.block"}
+BLOCKS |= {"model.encoder.layers", "model.decoder.layers"}
 
 
 def make_model(family: str, dtype: torch.dtype = torch.float64) -> nn.Module:
@@ -42,6 +44,8 @@ def make_model(family: str, dtype: torch.dtype = torch.float64) -> nn.Module:
             feed_forward_proj="relu" if tied else "gated-gelu", tie_word_embeddings=tied, decoder_start_token_id=0,
         )  # fmt: skip
         return T5ForConditionalGeneration(config).to(dtype)
+    if family in ("bart", "marian", "m2m_100"):
+        return make_bart(family, (3, 2), dropout=0.0).to(dtype)
     if family == "falcon":
         config = FalconConfig(
             hidden_size=24, num_attention_heads=4, num_kv_heads=2, num_hidden_layers=3, vocab_size=VOCABULARY,

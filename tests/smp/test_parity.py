@@ -25,6 +25,7 @@ CASES = [
     (2, "gpt2", {**DDP, "shard_optimizer_state": True}),
     (2, "t5", TWO),
     (4, "t5_tied", {**TWO, "pipeline_parallel_degree": 4}),
+    (3, "bart", {**TWO, "pipeline_parallel_degree": 3}),
 ]
 SLOW = [
     *((ranks, family, {**config, **more}) for family in ("gpt2", "gpt_neox") for ranks, config, more in (
@@ -41,6 +42,9 @@ SLOW = [
     (4, "t5", {**TWO, **TENSOR, "microbatches": 2}),
     (8, "t5_tied", {**TWO, **TENSOR, "microbatches": 2, "prescaled_batch": False}),
     (2, "t5", TENSOR), (2, "t5", {**TENSOR, "prescaled_batch": False}), (4, "t5", {**TENSOR, "microbatches": 2}),
+    *((2, family, {**TWO, "pipeline": "simple"}) for family in ("bart", "marian", "m2m_100")),
+    (4, "bart", {**TWO, "pipeline_parallel_degree": 4}), (4, "marian", {**TWO, "pipeline_parallel_degree": 4}),
+    (4, "m2m_100", {**TWO, "sharded_data_parallel_degree": 2}), (4, "marian", {**TWO, "shard_optimizer_state": True}),
     (2, "falcon", TENSOR), (2, "falcon", TWO), (2, "falcon", {**DDP, "sharded_data_parallel_degree": 2}),
 ]  # fmt: skip
 
@@ -82,6 +86,7 @@ def test_half_precision_keeps_close(world_pool: WorldPool, family: str, config: 
 CHECKPOINTED: list[Any] = [
     ("gpt2", {**TWO, "offload_activations": True}),
     ("t5", TWO),
+    pytest.param("bart", TWO, marks=pytest.mark.slow),
     *(
         pytest.param(family, config, marks=pytest.mark.slow)
         for family in ("gpt2", "gpt_neox")

@@ -71,6 +71,7 @@ def discover(model: nn.Module, job: Job, example: Mapping[str, Tensor] | None = 
         head_has_bias=seen.head_has_bias,
         has_attention_dropout=seen.has_attention_dropout,
         has_functional_dropout=seen.has_functional_dropout,
+        drops_blocks=seen.drops_blocks,
         blocks_share_arguments=seen.blocks_share_arguments,
         buffers=tuple(name for name, _ in model.named_buffers()),
         stages=_stages(model, lists, ties, seen, example),
@@ -114,7 +115,7 @@ def _stages(
 ) -> StageFacts:
     if seen.order is None:
         return StageFacts(refusal=seen.failure)
-    stages = stage_facts(model, lists, ties, seen.order, seen.blocks_are_chain, seen.handed_on, seen.drops_blocks)
+    stages = stage_facts(model, lists, ties, seen.order, seen.blocks_are_chain, seen.handed_on)
     if stages.encoder:  # MVP adds to what its head returns
         example = token_inputs(model, LENGTH)
     elif isinstance(model, PreTrainedModel):

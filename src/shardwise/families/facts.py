@@ -202,6 +202,7 @@ class ModelFacts:
     head_has_bias: bool = False
     has_attention_dropout: bool = False
     has_functional_dropout: bool = False  # calls functional dropout outside of nn.Dropout, or draws uniform noise
+    drops_blocks: bool = False  # at random, in training: LayerDrop
     blocks_share_arguments: bool = True  # every block is called with the same keyword arguments
     buffers: tuple[str, ...] = ()
     tensor_splits: dict[str, TensorSplit] = field(default_factory=dict)  # module name -> how it can be split

@@ -117,7 +117,6 @@ def stage_facts(
     watch: OrderWatch,
     is_chain: bool,
     handed_on: HandedOn,
-    drops_blocks: bool,
 ) -> StageFacts:
     """The facts of `model` from one watched forward."""
     blocks = [name for names in lists for name in names]
@@ -125,8 +124,6 @@ def stage_facts(
     if len(lists) != (2 if watch.encoder else 1):
         return StageFacts(refusal=f"it has {len(lists)} lists of blocks", order=order)
     refusal = next(_refusals(model, lists, ties, watch, is_chain), handed_on[1])
-    if drops_blocks:
-        refusal = "it drops blocks at random (set the config's layerdrop, encoder_layerdrop and decoder_layerdrop to 0)"
     if refusal:
         return StageFacts(refusal=refusal, order=order)
     last = len(blocks) - 1

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
+from shardwise.errors import ModelError
 from shardwise.families.facts import ModelFacts, StandIn
 from shardwise.families.probe import Shapes, shapes_handed_on
 from shardwise.plan import Plan
@@ -237,8 +238,7 @@ def _identity(*args: Any, **kwargs: Any) -> Tensor:
 class Sizes:
     """Shapes of what travels between the stages of one model, for each shape of its inputs; shared by a rank's stages.
 
-    Found by a forward of the uncut model that computes nothing. Biases [1, heads, S, S] of attention are split as heads
-    are.
+    Found by a forward of the uncut model that computes nothing.
     """
 
     def __init__(self, model: nn.Module, facts: ModelFacts, plan: Plan) -> None:
@@ -257,7 +257,11 @@ class Sizes:
         return (ENCODED,) if first == end else (*handed_on, ENCODED)
 
     def __call__(self, stage: int, inputs: Mapping[str, Any]) -> tuple[tuple[int, ...], ...]:
-        """The shapes of what arrives at `stage`, as `crossing` names it, in forwards of these inputs."""
+        """The shapes of what arrives at `stage`, as `crossing` names it, in forwards of these inputs.
+
+        Raises:
+            ModelError: they cannot be told.
+        """
         inputs = {name: inputs[name] for name in inputs if not name.endswith("mask")}  # transformers may look into them
         forms = ((value.shape, value.dtype) if isinstance(value, Tensor) else repr(value) for value in inputs.values())
         key = *inputs, *forms
@@ -265,12 +269,20 @@ class Sizes:
             self.known[key] = shapes_handed_on(self.model, self.facts, inputs)
         makers = dict.fromkeys(self.facts.stages.handed_on, self.plan.stages[stage - 1][-1])
         makers[ENCODED] = self.facts.stages.encoder
-        return tuple(self._split(self.known[key][makers[number], max(number, 0)]) for number in self.crossing(stage))
+        whole = {number: self.known[key][makers[number], max(number, 0)] for number in self.crossing(stage)}
+        return tuple(shape if number in (0, ENCODED) else self._split(shape) for number, shape in whole.items())
 
     def _split(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        if len(shape) != 4:
+        """What a tensor rank has of what blocks hand on beside hidden states: a bias of its heads' scores."""
+        degree = self.plan.degrees["tensor"]
+        if degree == 1:
             return shape
-        return (shape[0], shape[1] // self.plan.degrees["tensor"], *shape[2:])
+        if len(shape) != 4 or shape[1] != self.facts.attention_heads:
+            raise ModelError(
+                f"blocks of {self.facts.family} hand on a tensor {list(shape)}, of which it is not known what a tensor "
+                "rank has; use tensor_parallel_degree 1, or pipeline_parallel_degree 1"
+            )
+        return (shape[0], shape[1] // degree, *shape[2:])
 
 
 def _prepare(passage: Passage, sizes: Sizes, inputs: Mapping[str, Any]) -> None:
