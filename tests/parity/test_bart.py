@@ -74,7 +74,7 @@ def test_agrees_with_one_process(
 
 @pytest.mark.parametrize(
     "ranks, family, parallel",
-    [(2, "bart", TWO), *(pytest.param(3, family, THREE, marks=pytest.mark.slow) for family in ("marian", "m2m_100"))],
+    [(2, "bart", TWO), *(pytest.param(3, family, THREE, marks=pytest.mark.slow) for family in ("mbart", "marian", "m2m_100"))],
 )
 def test_spans_agree_with_one_process(
     world_pool: WorldPool, corpora: Path, ranks: int, family: str, parallel: dict[str, Any]

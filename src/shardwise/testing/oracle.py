@@ -143,7 +143,7 @@ class Oracle:
             if rows.documents is not None and not self._packs_by_positions():
                 inputs["attention_mask"] = self._document_mask(rows.documents)
             if self.job.model.task == "seq2seq_lm":
-                inputs["decoder_input_ids"] = self.model.prepare_decoder_input_ids_from_labels(rows.labels)  # type: ignore
+                inputs["decoder_input_ids"] = self._decoded(rows.labels)
             with _whole_alibi(self.model):
                 logits = self.model(**inputs).logits
         assert rows.labels is not None
@@ -156,6 +156,15 @@ class Oracle:
         if training.z_loss:
             loss = loss + training.z_loss * flat[targets != NOT_COUNTED].logsumexp(-1).square().sum()
         return loss
+
+    def _decoded(self, labels: Any) -> Tensor:
+        """[B, T] ids that the decoder reads, by the model's own rule if it has one outside of its forward."""
+        model: Any = self.model
+        if hasattr(model, "prepare_decoder_input_ids_from_labels"):
+            own: Tensor = model.prepare_decoder_input_ids_from_labels(labels)
+            return own
+        start = torch.full_like(labels[:, :1], model.config.decoder_start_token_id)
+        return torch.cat([start, labels[:, :-1].masked_fill(labels[:, :-1] == NOT_COUNTED, 0)], dim=1)
 
     def _module_loss(self, rows: Rows) -> Tensor:
         """A user's module: its loss function's sum, or the mean that its forward returns times the count."""
