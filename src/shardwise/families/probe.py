@@ -32,6 +32,7 @@ from shardwise._torch_compat import FakeTensorMode, tree_leaves
 from shardwise.errors import ModelError
 from shardwise.families.attention import MIXERS, AttentionCalls
 from shardwise.families.chain import BlockWatch, HandedOn, handed_on, is_chain, share_arguments
+from shardwise.families.dice import Dice
 from shardwise.families.facts import AttentionFacts, ModelFacts, StageFacts
 from shardwise.families.stage_cut import OrderWatch
 
@@ -97,7 +98,7 @@ def probe(
         return _Observation(_copy(model).train(), block_lists, _positions(inputs), die).run(inputs, device, dtype)
 
     seen, failure = _attempt(partial(observe, 1.0))
-    if seen is not None and seen.dice:  # OPT and its kind throw a die a layer, also where no layer is ever dropped
+    if seen is not None and seen.dice:
         fewest = _attempt(partial(observe, 0.0))[0]
         seen = replace(seen, drops_blocks=fewest is None or fewest.block_calls < seen.block_calls)
     return seen or Probe(failure=f"the forward of {type(model).__name__} cannot run on fake tensors: {failure}")
@@ -206,7 +207,7 @@ def _holds_parameters(module: nn.Module) -> bool:
 
 
 def _run_fake(model: nn.Module, inputs: Mapping[str, Any], device: str, dtype: torch.dtype) -> None:
-    with _quiet(), FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]):
+    with _quiet(), FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]), Dice():
         state = {name: _fake(tensor, device, dtype) for name, tensor in _tensors(model)}
         given = {
             name: _fake(value, device, dtype) if isinstance(value, Tensor) else value for name, value in inputs.items()
@@ -241,7 +242,7 @@ class _Observation:
         self.model = model
         self.blocks = [[BlockWatch(name) for name in names] for names in block_lists]
         self.head_name, self.head = _plain_head(model)
-        self.functions = _FunctionWatch(positions, die)
+        self.functions, self.dice = _FunctionWatch(positions), Dice(die)
         self.attention = AttentionCalls()
         self.order = OrderWatch(model, block_lists)
         for watch in (watch for watches in self.blocks for watch in watches):
@@ -265,6 +266,7 @@ class _Observation:
             self.functions.names = {id(tensor): name for name, tensor in state.items()}
             stack.enter_context(torch.random.fork_rng(devices=[]))
             stack.enter_context(self.functions)
+            stack.enter_context(self.dice)
             stack.enter_context(self.attention.watched())
             output = torch.func.functional_call(self.model, state, (), fakes)
         return self._result(output)
@@ -286,7 +288,7 @@ class _Observation:
             blocks_are_chain=are_chain,
             handed_on=handed_on(self.blocks, self.order.encoded, all_trained) if are_chain else ({0: 0}, ""),
             block_calls=sum(len(watch.calls) for watches in self.blocks for watch in watches),
-            dice=seen.dice,
+            dice=self.dice.thrown,
             matrix_parameters=frozenset(seen.matrix_parameters),
             attention=tuple(names.get(id(module), "") for module in self.attention.modules),
             attention_arguments=tuple(sorted(self.attention.arguments)),
@@ -301,9 +303,9 @@ class _Observation:
 class _FunctionWatch(TorchFunctionMode):
     """Sees every torch function that the forward calls."""
 
-    def __init__(self, positions: int, die: float) -> None:
+    def __init__(self, positions: int) -> None:
         super().__init__()
-        self.positions, self.die, self.dice = positions, die, 0
+        self.positions = positions
         self.names: dict[int, str] = {}
         self.logits: list[Any] = []
         self.logits_used = False
@@ -329,9 +331,6 @@ class _FunctionWatch(TorchFunctionMode):
             self.mixes_positions |= any(isinstance(x, Tensor) and x.dim() > 2 for x in args[:1])
         if self.logits and getattr(func, "__name__", "") not in LOOKS:
             self.logits_used |= any(leaf is self.logits[-1] for leaf in tree_leaves([args, kwargs]))
-        if func is torch.rand and args in (([],), ((),), ()) and not kwargs.get("size"):
-            self.dice += 1
-            return torch.tensor(self.die)
         return func(*args, **kwargs)
 
     def _see_dropout(self, tensor: Tensor, probability: float, training: bool) -> None:
