@@ -1,4 +1,4 @@
-"""Tiny encoder-decoders of BART's kind: tables or sinusoids of positions, one embedding for both stacks and the head."""
+"""Tiny encoder-decoders of BART's kind: tables or sinusoids of positions, one embedding for both stacks and head."""
 
 from __future__ import annotations
 

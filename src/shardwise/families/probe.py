@@ -132,7 +132,9 @@ def rehearse_stage(model: nn.Module, blocks: Sequence[str], stages: StageFacts, 
             own: Any = rehearsed.get_submodule(name)
             for held in (own._modules, own._parameters, own._buffers):
                 held.clear()
-            own.forward = lambda hidden, *_, **__: (hidden, *(None,) * (stages.outputs - 1)) if stages.outputs else hidden
+            own.forward = lambda hidden, *_, **__: (
+                (hidden, *(None,) * (stages.outputs - 1)) if stages.outputs else hidden
+            )
         _run_fake(rehearsed, example, device, dtype)
 
     failure = _attempt(rehearse)[1]
@@ -236,9 +238,7 @@ def _copy(model: nn.Module) -> nn.Module:
 class _Observation:
     """One run of the forward of `model` with watches on head, dropout modules and blocks; the model is used up."""
 
-    def __init__(
-        self, model: nn.Module, block_lists: Sequence[Sequence[str]], positions: int, die: float
-    ) -> None:
+    def __init__(self, model: nn.Module, block_lists: Sequence[Sequence[str]], positions: int, die: float) -> None:
         self.model = model
         self.blocks = [[BlockWatch(name) for name in names] for names in block_lists]
         self.head_name, self.head = _plain_head(model)

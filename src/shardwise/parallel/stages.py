@@ -3,10 +3,10 @@
 The model's own forward runs on every stage, on the whole microbatch's ids, so masks, positions and rotary tables are
 the model's own. Blocks of other stages are passages: the ones before hand in what arrived, the first one after keeps
 what leaves and ends the forward. Embeddings and head stand where they are used; elsewhere stand-ins give tensors of the
-right shape, which nobody reads. What travels is what a block hands to the next, of what is made from weights: hidden states [B, S, H], and their
-gradients. Of an encoder-decoder it is more: a bias of positions that the first block of a stack made for all of it, and
-the encoder's states, which go on to every stage of the decoder, where the encoder itself is a passage. Then one flat
-tensor travels, so that torch's stages see a chain.
+right shape, which nobody reads. What travels is what a block hands to the next, of what is made from weights: hidden
+states [B, S, H], and their gradients. Of an encoder-decoder it is more: a bias of positions that the first block of a
+stack made for all of it, and the encoder's states, which go on to every stage of the decoder, where the encoder itself
+is a passage. Then one flat tensor travels, so that torch's stages see a chain.
 """
 
 from __future__ import annotations

@@ -58,7 +58,8 @@ def _signed(value: int) -> int:
 class OracleDropout(TorchFunctionMode):
     """Leads every `nn.Dropout` of a model and every call of `torch.nn.functional.dropout` to `keep`; noise likewise.
 
-    Used as a context around one forward, after `begin`. Functional calls are named by the innermost of `blocks` that runs.
+    Used as a context around one forward, after `begin`. Functional calls are named by the innermost of `blocks` that
+    runs.
     """
 
     def __init__(self, model: nn.Module, blocks: Sequence[str], seed: int) -> None:

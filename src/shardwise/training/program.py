@@ -50,17 +50,17 @@ class LanguageModelProgram:
             inputs["attention_mask"] = document_mask(microbatch.document_ids, causal, dtype)
         if self.starts_with is not None:
             assert microbatch.labels is not None
-            inputs["decoder_input_ids"] = self._before(microbatch.labels)
+            inputs["decoder_input_ids"] = self._before(microbatch.labels, self.starts_with)
         return inputs
 
-    def _before(self, labels: Tensor) -> Tensor:
-        """[B, T] ids that the decoder reads: labels one later. mBART's kind begins with a sequence's last token."""
+    def _before(self, labels: Tensor, start: int) -> Tensor:
+        """[B, T] ids that the decoder reads: labels one later, behind `start`; mBART's kind has its own rule."""
         shift = getattr(self.model.module, "prepare_decoder_input_ids_from_labels", None)
         if shift is not None:
             own: Tensor = shift(labels)
             return own
         before = labels.roll(1, dims=1).clamp(min=0)  # IGNORED, in rows that are not counted
-        before[:, 0] = self.starts_with
+        before[:, 0] = start
         return before
 
     def loss(self, microbatch: Batch, output: Any, seed: Tensor | None) -> tuple[Tensor, Tensor]:
