@@ -1,4 +1,5 @@
-"""Training of T5 as SMP's users write it: padded pairs, stages, checkpointed blocks; run by test_run.py, unchanged."""
+"""Training of T5, or of BART, as SMP's users write it: padded pairs, stages, checkpointed blocks; run by test_run.py,
+unchanged."""
 
 import os
 import sys
@@ -6,7 +7,7 @@ import sys
 import smdistributed.modelparallel.torch as smp
 import torch
 from smdistributed.modelparallel.torch.nn.huggingface.gpt2 import translate_hf_state_dict_to_smdistributed
-from transformers import T5Config, T5ForConditionalGeneration
+from transformers import AutoModelForSeq2SeqLM, BartConfig, T5Config
 
 ROWS, LENGTH, ANSWER, VOCABULARY = 8, 12, 7, 64
 
@@ -40,15 +41,19 @@ def main():
     config = T5Config(d_model=24, d_kv=6, d_ff=48, num_layers=3, num_decoder_layers=2, num_heads=4, dropout_rate=0.0,
                       vocab_size=VOCABULARY, feed_forward_proj="gated-gelu", decoder_start_token_id=0,
                       relative_attention_num_buckets=8, tie_word_embeddings=sys.argv[1] == "tied")  # fmt: skip
+    if sys.argv[1] == "bart":
+        config = BartConfig(d_model=24, encoder_layers=3, decoder_layers=2, encoder_attention_heads=4, dropout=0.0,
+                            decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, pad_token_id=0,
+                            vocab_size=VOCABULARY, max_position_embeddings=LENGTH)  # fmt: skip
     with smp.model_creation(tensor_parallelism=False, dtype=torch.float32):
-        model = T5ForConditionalGeneration(config)
-    whole = smp.rank() == 0 and T5ForConditionalGeneration(config)
+        model = AutoModelForSeq2SeqLM.from_config(config)
+    whole = smp.rank() == 0 and AutoModelForSeq2SeqLM.from_config(config)
     if whole:
         whole.load_state_dict(model.state_dict())
     model = smp.DistributedModel(model, trace_device="gpu")
     module = model.get_module()
-    for stack in (module.encoder, module.decoder):
-        for block in stack.block.children():
+    for stack in (module.get_encoder(), module.get_decoder()):
+        for block in (stack.layers if sys.argv[1] == "bart" else stack.block).children():
             smp.set_activation_checkpointing(block)
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05))
     losses, steps = [], int(sys.argv[2])
@@ -66,7 +71,7 @@ def main():
         losses.append(test_step(model, *batch(steps)).reduce_mean().item())
     weights = model.state_dict() if smp.rdp_rank() == 0 else None
     if smp.rank() == 0:
-        torch.save({"losses": losses, "weights": weights, "start": whole.state_dict(), "config": config.to_dict(),
+        torch.save({"losses": losses, "weights": weights, "start": whole.state_dict(), "config": config.to_json_string(),
                     "batches": [batch(step) for step in range(steps + 1)]},
                    os.path.join(os.environ["SM_MODEL_DIR"], "result.pt"))  # fmt: skip
     smp.barrier()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoXForCausalLM, T5Config, T5ForConditionalGeneration
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, GPT2Config, GPT2LMHeadModel, GPTNeoXForCausalLM
 
 from shardwise.cli import main
 
@@ -38,15 +38,17 @@ def test_script_runs_unchanged_on_two_stages(tmp_path: Path) -> None:
     assert "stage 1: transformer.h.1" in done.stderr and done.stderr.count("NCCL is for CUDA") == 1
 
 
-@pytest.mark.parametrize("tie", ["untied", pytest.param("tied", marks=pytest.mark.slow)])
-def test_t5_on_two_stages_is_plain_transformers(tmp_path: Path, tie: str) -> None:
+@pytest.mark.parametrize("kind", ["untied", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("tied", "bart"))])
+def test_t5_and_bart_on_two_stages_are_plain_transformers(tmp_path: Path, kind: str) -> None:
     """Padding, labels that the model shifts itself, checkpointed blocks, a stop and a resume in between."""
     options = '{"pipeline_parallel_degree": 2, "microbatches": 4, "pipeline": "interleaved"}'
-    done = _run("--workers", "2", "--smp-options", options, "--model-dir", tmp_path, T5_SCRIPT, tie, 3)
+    done = _run("--workers", "2", "--smp-options", options, "--model-dir", tmp_path, T5_SCRIPT, kind, 3)
     assert done.returncode == 0, done.stderr
-    assert "stage 0: encoder.block.0" in done.stderr and "has no effect" not in done.stderr
+    first = "model.encoder.layers.0" if kind == "bart" else "encoder.block.0"
+    assert f"stage 0: {first}" in done.stderr and "has no effect" not in done.stderr
     found = torch.load(tmp_path / "result.pt")
-    plain = T5ForConditionalGeneration(T5Config(**found["config"]))
+    config = json.loads(found["config"])
+    plain = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model(**config))
     plain.load_state_dict(found["start"])
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.05)
     losses = []
