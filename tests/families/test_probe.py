@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from shardwise.families.build import build_model, parameters_on_meta
@@ -110,6 +111,17 @@ def test_dropout_by_module_or_function(functional: bool) -> None:
     assert _probe(model, example).has_functional_dropout is functional
     model.eval()
     assert not _probe(model, example).has_functional_dropout
+
+
+@pytest.mark.parametrize("family, dropped", [("opt", 0.0), ("bart", 0.0), ("bart", 0.1)])
+@pytest.mark.parametrize("training", [True, False])
+def test_layer_drop_is_seen_before_training_too(family: str, dropped: float, training: bool) -> None:
+    name = "layerdrop" if family == "opt" else "encoder_layerdrop"
+    small = {"vocab_size": 32, "encoder_layers": 2, "decoder_layers": 2}
+    with torch.device("meta"):
+        model = AutoModel.from_config(AutoConfig.for_model(family, **small, **{name: dropped}))
+    seen = probe(model.train(training), find_block_lists(model), 8)
+    assert seen.failure == "" and seen.drops_blocks is (dropped > 0)
 
 
 def test_blocks_called_with_different_arguments() -> None:

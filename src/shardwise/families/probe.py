@@ -94,13 +94,14 @@ def probe(
         return Probe(failure=f"{type(model).__name__}.forward has no input_ids, and there is no example batch")
     inputs = example or token_inputs(model, min(POSITIONS, sequence_length))
 
-    def observe(die: float, device: str, dtype: torch.dtype) -> Probe:
-        return _Observation(_copy(model).train(), block_lists, _positions(inputs), die).run(inputs, device, dtype)
+    def observe(die: float, training: bool, device: str, dtype: torch.dtype) -> Probe:
+        observed = _copy(model).train() if training else _copy(model)
+        return _Observation(observed, block_lists, _positions(inputs), die).run(inputs, device, dtype)
 
-    seen, failure = _attempt(partial(observe, 1.0))
-    if seen is not None and seen.dice:
-        fewest = _attempt(partial(observe, 0.0))[0]
-        seen = replace(seen, drops_blocks=fewest is None or fewest.block_calls < seen.block_calls)
+    seen, failure = _attempt(partial(observe, 1.0, False))
+    if seen is not None and (seen.dice or not model.training):  # what drops in training may be asked before it
+        fewest = _attempt(partial(observe, 0.0, True))[0]
+        seen = replace(seen, drops_blocks=fewest is not None and fewest.block_calls < seen.block_calls)
     return seen or Probe(failure=f"the forward of {type(model).__name__} cannot run on fake tensors: {failure}")
 
 
