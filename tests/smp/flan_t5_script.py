@@ -71,8 +71,8 @@ def main():
         losses.append(test_step(model, *batch(steps)).reduce_mean().item())
     weights = model.state_dict() if smp.rdp_rank() == 0 else None
     if smp.rank() == 0:
-        torch.save({"losses": losses, "weights": weights, "start": whole.state_dict(), "config": config.to_json_string(),
-                    "batches": [batch(step) for step in range(steps + 1)]},
+        torch.save({"losses": losses, "weights": weights, "start": whole.state_dict(),
+                    "config": config.to_json_string(), "batches": [batch(step) for step in range(steps + 1)]},
                    os.path.join(os.environ["SM_MODEL_DIR"], "result.pt"))  # fmt: skip
     smp.barrier()
 
