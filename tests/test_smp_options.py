@@ -88,7 +88,7 @@ IGNORED = [
     ("allow_empty_shards", False),
     ("expert_parallel_degree", 1),
 ]
-REFUSED = [("contiguous", True), ("horovod", False), ("expert_parallel_degree", 2), ("attention_in_fp32", True)]
+REFUSED = [("contiguous", True), ("horovod", True), ("expert_parallel_degree", 2), ("attention_in_fp32", True)]
 
 
 def test_the_table_holds_every_documented_key_and_this_file_tries_each() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
@@ -339,3 +340,24 @@ __all__ = [
     "tree_unflatten",
     "unflatten_state_dict",
 ]
+
+
+def follow_schedulers(optimizer: Any) -> None:
+    """Let a step of `optimizer` be its new class's where a learning-rate scheduler was made before that.
+
+    torch's schedulers put a function on the object that calls the step of the class it then had, past this one. One
+    takes its place that tells them the same. No public names: their marks (torch 2.11 to 2.13).
+    """
+    if not hasattr(vars(optimizer).get("step"), "_wrapped_by_lr_sched"):
+        return
+    del optimizer.step
+    own = type(optimizer).step
+
+    @wraps(own)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        optimizer._opt_called = True
+        return own(optimizer, *args, **kwargs)
+
+    told: Any = step
+    told._wrapped_by_lr_sched = True
+    optimizer.step = step

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, FullyShardedDataParallel
 
 # Functions of torch.cuda -> what they return here.
 RETURNS: dict[str, Any] = {
@@ -183,6 +183,9 @@ def _redirect_groups() -> None:
     data_parallel.__init__ = _with_device(data_parallel.__init__, device_ids=None, output_device=None)
     sharded: Any = FullyShardedDataParallel
     sharded.__init__ = _with_device(sharded.__init__, device_id=CPU)
+    whole: tuple[Any, ...] = FullStateDictConfig, FullOptimStateDictConfig
+    for config in whole:  # "to the CPU" would free the gathered copy that is given out, or fill it with the next
+        config.__init__ = _with_device(config.__init__, offload_to_cpu=False)
 
 
 def _redirect_tensors() -> None:

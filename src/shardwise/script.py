@@ -115,11 +115,7 @@ def _execute(script: Script, workers: int) -> None:
         redirect(workers, str(Path(script.path).resolve().parent))
         if os.environ.get("RANK", "0") == "0":
             print("note: --device cpu: what the script asks of CUDA is done on the CPU.", file=sys.stderr)
-    import shardwise.smp
     from shardwise.smp.reading import for_scripts
-
-    if script.device_type == "cpu":
-        import shardwise.smp.v2  # noqa: F401 - whole states of FSDP on the CPU, also of scripts that do not import it
 
     torch.load = for_scripts(torch.load)
 

@@ -104,7 +104,7 @@ OPTIONS = (
            lambda norm: {CLIP: norm or None}),
     # v1, TensorFlow only
     Option("contiguous", "v1", ANY, TENSORFLOW, refused=lambda value: True),
-    Option("horovod", "v1", ANY, TENSORFLOW, refused=lambda value: True),
+    Option("horovod", "v1", bool, TENSORFLOW, refused=bool),
     # v1, undocumented, sent by published scripts
     Option("static_mode", "v1", ANY, "there is no request server whose order could be recorded"),
     Option("fast_mode", "v1", ANY, "there is no request server whose messages could be skipped"),

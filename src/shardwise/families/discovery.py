@@ -142,7 +142,16 @@ def find_block_lists(model: nn.Module) -> list[list[str]]:
     bare = {name: children for name, children in found.items() if len(children) > 1}
     lists = _outermost(composite or bare)
     heaviest = max((_count(children.values()) for children in lists.values()), default=0)
-    return [list(children) for children in lists.values() if _count(children.values()) >= SMALLEST_LIST * heaviest]
+    heavy = [children for children in lists.values() if _count(children.values()) >= SMALLEST_LIST * heaviest]
+    return [[name for block in children.items() for name in _called(*block)] for children in heavy]
+
+
+def _called(name: str, block: nn.Module) -> list[str]:
+    """The block, or in the place of a bare list what is in it: a model of `for attend, feed in layers` never calls the
+    lists, so that nothing can be done around them."""
+    if not isinstance(block, (nn.ModuleList, nn.ModuleDict)):
+        return [name] if _count([block]) else []
+    return [each for key, child in block.named_children() for each in _called(f"{name}.{key}", child)]
 
 
 def _repeated_children(container: nn.Module) -> dict[str, nn.Module]:

@@ -124,15 +124,30 @@ def trace(
     tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
     others = {name: value for name, value in inputs.items() if name not in tensors}
     traced.forward = MethodType(_flat_forward(partial(traced.forward, **others), tuple(tensors), spec), traced)
+    reached = dict[str, None]()
     for name in starts:
-        traced.get_submodule(name).register_forward_pre_hook(lambda module, args: pipe_split())
+        traced.get_submodule(name).register_forward_pre_hook(partial(_cut_before, name, reached))
     kinds = {name: type(module) for name, module in model.named_modules(remove_duplicate=False)}
     values = tuple(_fake(mode, tensor, device, tensor.dtype) for tensor in tensors.values())
     with _quiet():
         pipe = pipeline(traced, values, split_policy=lambda gm: _flatten(gm, kinds, blocks, dropout))
-    if pipe.num_stages != len(starts) + 1:
+    if pipe.num_stages != len(reached) + 1 or list(reached) != list(starts[: len(reached)]):
         raise RuntimeError(f"{pipe.num_stages} pieces came out of {len(starts)} cuts: a block runs more than once")
-    return _read(pipe.split_gm, Trace(tuple(tensors), [], {}, [], spec.rebuild, dtype=dtypes[0]), model, blocks)
+    found = _read(pipe.split_gm, Trace(tuple(tensors), [], {}, [], spec.rebuild, dtype=dtypes[0]), model, blocks)
+    found.pieces += [_nothing() for _ in starts[len(reached) :]]  # such arguments end the forward earlier
+    return found
+
+
+def _cut_before(name: str, reached: dict[str, None], module: nn.Module, args: Any) -> None:
+    reached[name] = None
+    pipe_split()
+
+
+def _nothing() -> Piece:
+    """A piece without operators: what the output needs goes past it."""
+    graph = fx.Graph()
+    graph.output([])
+    return Piece((), (), fx.GraphModule(nn.Module(), graph))
 
 
 def reason(error: Exception) -> str:

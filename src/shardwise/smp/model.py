@@ -23,7 +23,7 @@ from shardwise.smp.hooks import Hook, Hooks
 from shardwise.smp.host import Host
 from shardwise.smp.inspection import Inspection, refuse_data_parallel, show_shards
 from shardwise.smp.levels import CastingLevel, DataParallelLevel
-from shardwise.smp.nesting import tensors, to_device
+from shardwise.smp.nesting import leaves, to_device
 from shardwise.smp.own_backward import OwnBackward
 from shardwise.smp.process import state
 from shardwise.smp.rows import merge, narrow
@@ -183,7 +183,7 @@ class DistributedModel(Inspection, Hooks, Host, nn.Module):
 
     def _prepare(self, run: StepRun) -> None:
         """Build the model for the first step, and its stages' traffic for microbatches of another shape."""
-        key = self.training, *(tuple(leaf.shape) for leaf in tensors(run.calls[0]))
+        key = self.training, run.body, *map(_form, leaves(run.calls[0]))
         if key not in self._shapes:
             inputs = run.first_inputs()
             merged = inputs if state.cfg.prescaled_batch else merge(inputs)
@@ -377,3 +377,10 @@ class DistributedModel(Inspection, Hooks, Host, nn.Module):
             self.pending_weights.append((state_dict, strict, same_partition_load))
             return
         load_weights(self, state_dict, strict, same_partition_load)
+
+
+def _form(argument: Any) -> Any:
+    """What of a step's argument may change what the model is called with: shapes, and values that are no objects."""
+    if isinstance(argument, Tensor):
+        return tuple(argument.shape)
+    return argument if isinstance(argument, (bool, int, float, str)) else None

@@ -123,8 +123,9 @@ class StepOutput:
         self.outputs = list(outputs)
 
     def reduce_mean(self) -> Tensor:
-        """Mean over microbatches."""
-        return torch.stack(self.outputs).mean(0)
+        """Mean over microbatches; of whole numbers in torch's default dtype."""
+        stacked = torch.stack(self.outputs)
+        return stacked.mean(0, dtype=None if stacked.is_floating_point() else torch.get_default_dtype())
 
     def reduce_sum(self) -> Tensor:
         """Sum over microbatches."""

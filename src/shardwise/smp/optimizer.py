@@ -13,11 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardwise._torch_compat import follow_schedulers
 from shardwise.config import LossScaleSection
 from shardwise.precision import LossScaler
 from shardwise.smp.optimizer_side import Side
 from shardwise.smp.optimizer_state import full_state, local_state, masters, scaler_state
-from shardwise.smp.own_optimizer import Numbering, OwnOptimizer, class_with, follow_schedulers, inner_optimizer
+from shardwise.smp.own_optimizer import Numbering, OwnOptimizer, class_with, inner_optimizer
 from shardwise.smp.process import state
 
 

@@ -6,7 +6,6 @@ scripts save, and finds gradients that are complete. Its parameters are those of
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -45,27 +44,6 @@ def class_with(before: type, kind: type) -> type:
 
     made: type = Looked(kind.__name__, (kind, before), {"__module__": kind.__module__})
     return made
-
-
-def follow_schedulers(optimizer: Any) -> None:
-    """Let a step of `optimizer` be its new class's where a learning-rate scheduler was made before that.
-
-    torch's schedulers put a function on the object that calls the step of the class it then had, past this one. One
-    takes its place that tells them the same.
-    """
-    if not hasattr(vars(optimizer).get("step"), "_wrapped_by_lr_sched"):
-        return
-    del optimizer.step
-    own = type(optimizer).step
-
-    @functools.wraps(own)
-    def step(*args: Any, **kwargs: Any) -> Any:
-        optimizer._opt_called = True
-        return own(optimizer, *args, **kwargs)
-
-    told: Any = step
-    told._wrapped_by_lr_sched = True
-    optimizer.step = step
 
 
 class Numbering:

@@ -69,6 +69,11 @@ class State:
         return SimpleNamespace(translate_functions=both)
 
     @property
+    def patch_manager(self) -> SimpleNamespace:
+        """For scripts that call modules past SMP, whose methods it replaces: here every class has its own."""
+        return SimpleNamespace(get_original_method=lambda name, kind: getattr(kind, name))
+
+    @property
     def cfg(self) -> Configuration:
         """SMP's options by name."""
         if self._cfg is None:

@@ -60,7 +60,8 @@ def step(
     Raises:
         NotInitializedError: a call came before `smp.init()`.
         SMPValidationError: a batch does not divide by the microbatches.
-        StepUsageError: the body calls the model twice, or not at all, where there are stages; or `loss.backward()`.
+        StepUsageError: the body calls the model twice, or not at all, where there are stages, or these call different
+            steps; or `loss.backward()`.
     """
     settings = StepSettings(tuple(non_split_inputs or ()), dict(input_split_axes or {}), detach_outputs)
 
@@ -88,30 +89,30 @@ def _without_instance(body: Callable[..., Any], args: Sequence[Any], kwargs: dic
 def _run_step(body: Callable[..., Any], settings: StepSettings, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if not state.initialized:
         raise NotInitializedError(f"the step {body.__name__!r} is called before smp.init(); call smp.init() first")
-    calls = _microbatches(body, settings, args, kwargs)
+    calls, seed = _microbatches(body, settings, args, kwargs)
     model = state.model
     if model is None:
         return collect([body(*args, **kwargs) for args, kwargs in calls], settings.detach_outputs)
-    run = StepRun(model, body, calls)
+    run = StepRun(model, body, calls, seed)
     model.stepping(run)
     return collect(run.shared_results(), settings.detach_outputs)
 
 
 def _microbatches(
     body: Callable[..., Any], settings: StepSettings, args: Sequence[Any], kwargs: dict[str, Any]
-) -> list[Call]:
-    """The arguments of every microbatch, on this rank's device; with stages, those of pipeline rank 0."""
+) -> tuple[list[Call], int]:
+    """The arguments of every microbatch, on this rank's device; with stages, those of pipeline rank 0, and a seed for
+    what the bodies draw, so that it is equal on all of them."""
     count, stages = int(state.cfg.microbatches), state.layout.size("pipeline")
     calls: list[Call] = [(list(args), dict(kwargs)) for _ in range(count)]
-    cut, problem = [dict[str | int, Any]() for _ in range(count)], ""
+    cut, problem, seed = [dict[str | int, Any]() for _ in range(count)], "", 0
     if state.layout.index("pipeline") == 0:
         try:
             _cut(cut, body, settings, args, kwargs)
         except SMPValidationError as error:
             problem = str(error)  # for all stages, which would wait
     if stages > 1:
-        ranks, group = state.layout.ranks("pipeline"), state.layout.group("pipeline")
-        problem, cut = share((problem, [] if problem else cut), ranks[0], group, state.device)
+        problem, cut, seed = _of_first_stage(body, problem, cut)
     if problem:
         raise SMPValidationError(problem)
     for (positional, named), values in zip(calls, to_device(cut, state.device)):
@@ -120,7 +121,30 @@ def _microbatches(
                 positional[place] = value
             else:
                 named[place] = value
-    return calls
+    return calls, seed
+
+
+def _of_first_stage(
+    body: Callable[..., Any], problem: str, cut: list[dict[str | int, Any]]
+) -> tuple[str, list[dict[str | int, Any]], int]:
+    """(`problem`, `cut`, seed of the bodies) of pipeline rank 0, on all stages.
+
+    Raises:
+        StepUsageError: on all of them, where they are in different steps.
+    """
+    ranks, group = state.layout.ranks("pipeline"), state.layout.group("pipeline")
+    mine = body.__qualname__, torch.is_grad_enabled()
+    theirs, problem, cut, seed = share((mine, problem, [] if problem else cut, _seed()), ranks[0], group, state.device)
+    agreed = torch.tensor([int(mine == theirs)])
+    dist.all_reduce(agreed, dist.ReduceOp.MIN, group=group)
+    if not agreed:
+        first, here = (f"{name!r} {'with' if grad else 'without'} gradients" for name, grad in (theirs, mine))
+        raise StepUsageError(
+            f"pipeline rank 0 is in the step {first}, and other stages are not (pipeline rank "
+            f"{state.layout.index('pipeline')}: {here}); all stages have to call the same steps in the same order, "
+            "under the same torch.no_grad()"
+        )
+    return problem, cut, seed
 
 
 def _cut(
@@ -156,7 +180,7 @@ class BodyLeft(BaseException):
 class StepRun:
     """One call of a step function: its microbatches, and what became of them on this rank."""
 
-    def __init__(self, model: DistributedModel, body: Callable[..., Any], calls: list[Call]) -> None:
+    def __init__(self, model: DistributedModel, body: Callable[..., Any], calls: list[Call], seed: int) -> None:
         self.model, self.body, self.calls = model, body, calls
         self.backward = torch.is_grad_enabled()
         self.staged = state.layout.size("pipeline") > 1
@@ -171,7 +195,7 @@ class StepRun:
             f"the step {body.__name__!r} runs backward itself, which reaches no other stage and leaves out the means "
             "over microbatches and ranks"
         )
-        self._seed = _shared_seed() if self.staged else 0
+        self._seed = seed
 
     def work(self, number: int, index: int, arrived: Tensor | None) -> Tensor:
         """Run the body for one microbatch on one stage; as `parallel.pipeline.Work`."""
@@ -273,11 +297,11 @@ def _without_gradient(output: Any, dtype: torch.dtype, device: torch.device) -> 
     return torch.zeros((), dtype=dtype, device=device)
 
 
-def _shared_seed() -> int:
-    """A random number of pipeline rank 0, so that what bodies draw is equal on all stages. Collective over them."""
-    box = torch.randint(0, 2**31, (1,))
-    dist.broadcast(box, state.layout.ranks("pipeline")[0], group=state.layout.group("pipeline"))
-    return int(box)
+def _seed() -> int:
+    """A random number that leaves the script's own stream where it is: what loaders shuffle and augment by that is as
+    with one worker."""
+    with torch.random.fork_rng(devices=[]):
+        return int(torch.randint(0, 2**31, (1,))) + state.step_count
 
 
 @contextmanager

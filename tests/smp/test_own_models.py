@@ -1,0 +1,155 @@
+"""Scripts' own models: blocks in lists that are no modules, forwards that end earlier, the script's random numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shardwise.smp as smp
+from shardwise.families.discovery import find_block_lists
+from shardwise.smp.exceptions import StepUsageError
+from shardwise.testing.world import WorldPool
+
+WIDTH, ROWS, STEPS = 8, 8, 3
+STAGES: dict[str, Any] = {"pipeline_parallel_degree": 2, "microbatches": 2, "ddp": True}
+
+
+class Pairs(nn.Module):
+    """A pair of layers a block, in a list that the forward takes apart."""
+
+    def __init__(self, blocks: int = 3) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, WIDTH)
+        pairs = (
+            nn.ModuleList([nn.LayerNorm(WIDTH), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())])
+            for _ in range(blocks)
+        )
+        self.layers = nn.ModuleList(pairs)
+        self.head = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor, only_states: bool = False) -> Tensor:
+        x = self.inner(x)
+        for number, (norm, mix) in enumerate(self.layers):
+            x = x + mix(norm(x))
+            if only_states and number == 0:
+                return x
+        scores: Tensor = self.head(x)
+        return scores
+
+
+@smp.step
+def train_step(model: Any, x: Tensor, label: Tensor) -> Any:
+    scores = model(x)
+    loss = F.cross_entropy(scores, label)
+    model.backward(loss)
+    return loss
+
+
+@smp.step
+def states_step(model: Any, x: Tensor) -> Any:
+    return model.forward(x, only_states=True).argmax(1)
+
+
+def _made() -> Pairs:
+    torch.manual_seed(1)
+    return Pairs().double()
+
+
+def _batch() -> tuple[Tensor, Tensor]:
+    """From the script's own stream of random numbers."""
+    return torch.randn(ROWS, 4, dtype=torch.float64), torch.randint(0, 2, (ROWS,))
+
+
+def _plain() -> tuple[list[float], dict[str, Tensor], Tensor]:
+    model = _made()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(STEPS):
+        x, label = _batch()
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), label)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses, model.state_dict(), model(x, only_states=True).argmax(1)
+
+
+def _trained(config: dict[str, Any]) -> tuple[list[float], dict[str, Tensor], Tensor]:
+    smp.init(config)
+    try:
+        model: Any = smp.DistributedModel(_made())
+        optimizer: Any = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        losses = []
+        for _ in range(STEPS):
+            x, label = (value.chunk(smp.dp_size())[smp.dp_rank()] for value in _batch())
+            optimizer.zero_grad()
+            loss = train_step(model, x, label).reduce_mean()
+            optimizer.step()
+            losses.append(sum(float(each) for each in smp.allgather(loss, smp.DP_GROUP)) / smp.dp_size())
+        with torch.no_grad():
+            found = states_step(model, x)
+        whole = torch.cat(smp.allgather(found.concat(), smp.DP_GROUP))
+        means = torch.stack(found.outputs).double().mean(0)
+        assert found.reduce_mean().is_floating_point() and torch.allclose(found.reduce_mean().double(), means)
+        return losses, model.state_dict(), whole
+    finally:
+        smp.state.reset()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"ddp": True, "microbatches": 2},
+        STAGES,
+        {"ddp": True, "shard_optimizer_state": True},
+        {"ddp": True, "sharded_data_parallel_degree": 2, "sdp_gradient_clipping": 0.0},
+    ],
+)
+def test_blocks_in_lists_that_are_no_modules(world_pool: WorldPool, config: dict[str, Any]) -> None:
+    """On replicas, stages and shards as on one process; over stages a step may also end before the last ones, and the
+    loader's random numbers are those of one worker."""
+    losses, weights, states = _plain()
+    for found in world_pool.run(2, _trained, config):
+        assert found[0] == pytest.approx(losses, abs=1e-12)
+        assert all(torch.allclose(found[1][name], value, atol=1e-12) for name, value in weights.items())
+        assert torch.equal(found[2], states)
+
+
+def test_what_a_bare_list_holds_are_the_blocks() -> None:
+    names = [f"layers.{block}.{part}" for block in range(2) for part in range(2)]
+    assert find_block_lists(Pairs(2)) == [names]
+
+
+def _apart(what: str) -> str:
+    smp.init(STAGES)
+    try:
+        model: Any = smp.DistributedModel(_made())
+        x, label = _batch()
+        try:
+            if smp.pp_rank() == 0 and what == "step":
+                states_step(model, x)
+            else:
+                with torch.set_grad_enabled(what == "step" or smp.pp_rank() > 0):
+                    train_step(model, x, label)
+        except StepUsageError as error:
+            return str(error)
+        return ""
+    finally:
+        smp.state.reset()
+
+
+@pytest.mark.parametrize(
+    "what, first", [("step", "'states_step' with gradients"), ("gradients", "'train_step' without gradients")]
+)
+def test_stages_in_different_steps_are_told(world_pool: WorldPool, what: str, first: str) -> None:
+    for said in world_pool.run(2, _apart, what):
+        assert f"pipeline rank 0 is in the step {first}, and other stages are not" in said
+    assert "(pipeline rank 1: 'train_step' with gradients)" in said
+
+
+def test_a_script_finds_the_forward_of_a_class() -> None:
+    assert smp.state.patch_manager.get_original_method("forward", nn.Linear) is nn.Linear.forward
