@@ -207,8 +207,8 @@ def test_messages_that_do_not_match_are_found_at_once(world_pool: WorldPool, wha
     assert len(found) == (1 if what == "end" else 2)
 
 
-def _asked_alone(config: dict[str, Any]) -> str:
-    """One rank asks for a whole state that others hold a part of, and these wait for it elsewhere."""
+def _asked_alone(config: dict[str, Any], of: str = "model.state_dict") -> str:
+    """One rank asks for a state that others hold a part of, and these wait for it elsewhere."""
     smp.init({"ddp": True, **config})
     try:
         model: Any = smp.DistributedModel(make_model("gpt2"))
@@ -218,7 +218,7 @@ def _asked_alone(config: dict[str, Any]) -> str:
         optimizer.step()
         try:
             if smp.rank() == 0:
-                model.state_dict()
+                getattr(optimizer if of.startswith("optimizer") else model, of.partition(".")[2])()
             smp.barrier()
         except MessageError as error:
             return str(error)
@@ -235,6 +235,14 @@ def test_a_state_that_others_do_not_come_for_is_found_at_once(world_pool: WorldP
     )
     assert re.search(found, said) and "all of ranks [0, 1] have to call it" in said
     assert re.search("smp.barrier with rank 0, which (waits for this rank in model.state_dict|has ended)", other)
+
+
+@pytest.mark.parametrize("config", [{"shard_optimizer_state": True}, {"sharded_data_parallel_degree": 2}])
+def test_an_optimizers_shards_that_others_do_not_come_for(world_pool: WorldPool, config: dict[str, Any]) -> None:
+    """As a script saves that writes files where `dp_rank()` is 0, with state that is sharded over data ranks."""
+    said, other = world_pool.run(2, _asked_alone, config, "optimizer.local_state_dict")
+    assert "optimizer.local_state_dict with rank 1" in said and "all of ranks [0, 1] have to call it" in said
+    assert "smp.barrier with rank 0" in other
 
 
 class Trainer:

@@ -32,11 +32,13 @@ def local_state(found: Mapping[str, Any], gather_if_shard: bool) -> dict[str, An
     rank 0. Collective then."""
     own: dict[str, Any] = to_device({**found, PARTIAL: True}, HOST)
     if gather_if_shard and "state" in own and state.layout.size("shard") > 1:
-        ranks: list[Any] = [None] * state.layout.size("replica", "shard", "context")
+        line = state.layout.ranks("replica", "shard", "context")
+        state.meeting.assemble("optimizer.local_state_dict", line)
+        everyone: list[Any] = [None] * len(line)
         gathered = {key: own[key] for key in (MASTERS, "state") if key in own}
-        dist.all_gather_object(ranks, gathered, group=state.layout.group("replica", "shard", "context"))
+        dist.all_gather_object(everyone, gathered, group=state.layout.group("replica", "shard", "context"))
         if state.layout.smp("rdp")[0] == 0:
-            own |= {key: [rank[key] for rank in ranks] for key in gathered}
+            own |= {key: [rank[key] for rank in everyone] for key in gathered}
     return own
 
 
