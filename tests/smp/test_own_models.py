@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwise.smp as smp
+from shardwise.errors import LegalityError
 from shardwise.families.discovery import find_block_lists
 from shardwise.smp.exceptions import StepUsageError
 from shardwise.testing.world import WorldPool
@@ -81,7 +82,9 @@ def _plain() -> tuple[list[float], dict[str, Tensor], Tensor]:
 def _trained(config: dict[str, Any]) -> tuple[list[float], dict[str, Tensor], Tensor]:
     smp.init(config)
     try:
-        model: Any = smp.DistributedModel(_made())
+        with smp.tensor_parallelism():
+            module = _made()
+        model: Any = smp.DistributedModel(module)
         optimizer: Any = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         losses = []
         for _ in range(STEPS):
@@ -106,12 +109,13 @@ def _trained(config: dict[str, Any]) -> tuple[list[float], dict[str, Tensor], Te
         {"ddp": True, "microbatches": 2},
         STAGES,
         {"ddp": True, "shard_optimizer_state": True},
+        {"ddp": True, "tensor_parallel_degree": 2},
         {"ddp": True, "sharded_data_parallel_degree": 2, "sdp_gradient_clipping": 0.0},
     ],
 )
 def test_blocks_in_lists_that_are_no_modules(world_pool: WorldPool, config: dict[str, Any]) -> None:
-    """On replicas, stages and shards as on one process; over stages a step may also end before the last ones, and the
-    loader's random numbers are those of one worker."""
+    """On replicas, stages, tensor ranks and shards as on one process; over stages a step may also end before the last
+    ones, and the loader's random numbers are those of one worker."""
     losses, weights, states = _plain()
     for found in world_pool.run(2, _trained, config):
         assert found[0] == pytest.approx(losses, abs=1e-12)
@@ -149,6 +153,70 @@ def test_stages_in_different_steps_are_told(world_pool: WorldPool, what: str, fi
     for said in world_pool.run(2, _apart, what):
         assert f"pipeline rank 0 is in the step {first}, and other stages are not" in said
     assert "(pipeline rank 1: 'train_step' with gradients)" in said
+
+
+class Mixer(nn.Module):
+    """A script's transformer without a config, whose arguments its registration translates."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.mix = nn.Linear(width, heads)
+
+
+class Sorter(nn.Module):
+    """Its middle is replaced; nothing else says how many heads there are."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.inner, self.middle, self.head = nn.Linear(4, WIDTH), Mixer(WIDTH, heads), nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.middle(self.inner(x).unsqueeze(1).expand(-1, 3, -1))
+        scores: Tensor = self.head(hidden.mean(1))
+        return scores
+
+
+def _replaced(heads: int, config: dict[str, Any]) -> tuple[list[float], str]:
+    smp.init(config)
+    off = {"attention_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
+    smp.tp_register_with_module(
+        Mixer,
+        smp.nn.DistributedTransformer,
+        lambda width, heads: (
+            (),
+            {"num_layers": 2, "num_attention_heads": heads, "attention_head_size": 4, "hidden_size": width,
+             "intermediate_size": 16, **off},
+        ),
+        lambda x: (((x, torch.zeros(len(x), 1, 1, x.shape[1], dtype=x.dtype)),), {}),
+        lambda output: output[0],
+    )  # fmt: skip
+    try:
+        torch.manual_seed(2)
+        module = Sorter(heads)
+        smp.set_tensor_parallelism(module.middle)
+        model: Any = smp.DistributedModel(module.double())
+        optimizer: Any = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        x, label = (value.chunk(smp.dp_size())[smp.dp_rank()] for value in _batch())
+        losses = []
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            loss = train_step(model, x, label).reduce_mean()
+            optimizer.step()
+            losses.append(sum(float(each) for each in smp.allgather(loss, smp.DP_GROUP)) / smp.dp_size())
+        return losses, ""
+    except LegalityError as error:
+        return [], str(error)
+    finally:
+        smp.state.reset()
+
+
+def test_registered_layers_of_a_model_without_config(world_pool: WorldPool) -> None:
+    expected = world_pool.run(1, _replaced, 2, {"ddp": True})[0][0]
+    assert len(expected) == STEPS
+    for losses, _ in world_pool.run(2, _replaced, 2, {"ddp": True, "tensor_parallel_degree": 2}):
+        assert losses == pytest.approx(expected, abs=1e-12)
+    for _, said in world_pool.run(2, _replaced, 3, {"ddp": True, "tensor_parallel_degree": 2}):
+        assert "tensor_parallel_degree=2" in said and "3 attention heads" in said
 
 
 def test_a_script_finds_the_forward_of_a_class() -> None:

@@ -201,6 +201,8 @@ def _common_heads(d: Draft) -> int:
 def _shares_heads(d: Draft, degree: int) -> bool:
     """Whether `degree` ranks can share the heads: equally, holding those of key-value modules in copies, or parts."""
     heads, key_value = d.facts.attention_heads, d.facts.key_value_heads
+    if not key_value:  # a script's own model, in which no heads are split
+        return True
     apart, shared = d.facts.key_values_apart, d.facts.shared_parts
     whole = key_value % degree == 0 or (apart and degree % key_value == 0)
     parts = degree // key_value if degree % key_value == 0 else 0  # of ranks that share a key-value head

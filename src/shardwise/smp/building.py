@@ -24,6 +24,8 @@ from shardwise.parallel.model import ParallelModel
 from shardwise.plan import Plan, resolve
 from shardwise.smp.config import OFFLOAD, make_job
 from shardwise.smp.exceptions import PartitionError
+from shardwise.smp.nn.layers import DistributedEmbedding, DistributedLinear
+from shardwise.smp.nn.splits import common_heads, tensor_splits
 from shardwise.smp.process import state
 from shardwise.smp.requests import Checkpointing, requests
 from shardwise.training.init import initialize
@@ -140,8 +142,6 @@ def _dtype_of(weights: Mapping[str, Tensor]) -> str:
 
 def _facts(module: nn.Module, values: dict[str, Any], inputs: Mapping[str, Any]) -> ModelFacts:
     """A script's own module is cut into stages like any other: between its blocks, or by tracing it."""
-    from shardwise.smp.nn.splits import tensor_splits
-
     length, example = values["data.sequence_length"], {n: v for n, v in inputs.items() if isinstance(v, Tensor)}
     state.tracing = True
     published = isinstance(getattr(module, "config", None), PreTrainedConfig)  # whose inputs are known
@@ -150,10 +150,25 @@ def _facts(module: nn.Module, values: dict[str, Any], inputs: Mapping[str, Any])
         facts = _untraceable(facts, inputs) or cut_by_trace(module, facts, length, example)
     state.tracing = False
     own = tensor_splits(module)
-    if own:
+    unsplit = not published and bool(facts.tensor_refusal) and _has_whole_layers(module)
+    if own or unsplit:
         whole = "layers of smp.nn hand whole activations to one another"
         facts = replace(facts, tensor_splits=own, tensor_refusal="", vocabulary_parameters=(), sequence_refusal=whole)
+        if not facts.attention_heads:  # a script's own model has no config that says them
+            facts = replace(facts, attention_heads=common_heads(module), key_value_heads=common_heads(module))
+    if unsplit and not own and state.layout.size("tensor") > 1:
+        _say(f"nothing of {facts.family} is split: nn.Linear and nn.Embedding under tensor parallelism are whole on "
+             "every tensor rank, which work on the rows of all.")  # fmt: skip
     return facts if facts.stages.refusal else replace(facts, is_hugging_face=True)
+
+
+def _has_whole_layers(module: nn.Module) -> bool:
+    """Whether a script's own model has layers by themselves under tensor parallelism, as SMP distributes them."""
+    return any(
+        isinstance(inner, (DistributedLinear, DistributedEmbedding))
+        or (isinstance(inner, (nn.Linear, nn.Embedding)) and requests.tensor.get(inner) is not None)
+        for inner in module.modules()
+    )
 
 
 def _untraceable(facts: ModelFacts, inputs: Mapping[str, Any]) -> ModelFacts | None:

@@ -101,10 +101,15 @@ def set_activation_checkpointing(
     Raises:
         SMPValidationError: there is no such strategy.
     """
+    check_strategy(strategy)
+    requests.checkpointing[module] = Checkpointing(strategy, preserve_rng_state)
+
+
+def check_strategy(strategy: str) -> None:
+    """Raises SMPValidationError for an unknown strategy of checkpointing."""
     prefix, _, count = strategy.partition("_")
     if strategy not in ("each", "contiguous") and not (prefix == "group" and count.isdecimal() and int(count)):
         raise SMPValidationError(f"strategy={strategy!r} must be each, contiguous or group_N with N from 1")
-    requests.checkpointing[module] = Checkpointing(strategy, preserve_rng_state)
 
 
 @contextmanager

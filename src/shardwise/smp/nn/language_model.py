@@ -105,13 +105,16 @@ class DistributedTransformerLMHead(nn.Module):
 
         SMP's one tuple (input_ids, attention_mask, token_type_ids, position_ids, labels), with cross attention
         (..., cross_states, cross_mask, labels), is taken too, in which a mask has ones where nothing is seen; the
-        logits alone, or (loss, logits), are then returned.
+        logits alone, or (loss, logits), are then returned; without a head hidden states [B, S, H], either way.
         """
         if isinstance(input_ids, tuple):
             ids, hidden_from, types, positions, *cross, wanted = input_ids
             states, their_mask = cross or (None, None)
             masks = (None if mask is None else 1 - mask for mask in (hidden_from, their_mask))
-            found = self(ids, next(masks), types, positions, wanted, states, next(masks))
+            forward = DistributedTransformerLMHead.forward  # past hooks of tp_register, which stand in its place
+            found = forward(self, ids, next(masks), types, positions, wanted, states, next(masks))
+            if self.lm_head is None:
+                return found
             return found.logits if wanted is None else (found.loss, found.logits)
         mask, their_mask = (
             None if mask is None else mask[:, None, None, :] != 0 for mask in (attention_mask, encoder_attention_mask)

@@ -6,6 +6,8 @@ its own.
 
 from __future__ import annotations
 
+from math import gcd
+
 from torch import nn
 
 from shardwise.families.facts import TensorSplit
@@ -27,3 +29,9 @@ def tensor_splits(model: nn.Module) -> dict[str, TensorSplit]:
         if isinstance(module, kind)
         for part, split in parts.items()
     }
+
+
+def common_heads(model: nn.Module) -> int:
+    """The heads that tensor ranks can share in every distributed attention layer of `model`; 0 where there is none."""
+    layers = [module for module in model.modules() if isinstance(module, DistributedAttentionLayer)]
+    return gcd(*(layer.query.out_features // layer.head_size for layer in layers))

@@ -149,8 +149,9 @@ class DistributedAttentionLayer(nn.Module):
 
         Cross attention looks at `states` [B, T, H]. SMP's tuples (hidden, mask), (hidden, states, mask) are taken too.
         """
-        if isinstance(hidden, tuple):
-            return self(hidden[0], hidden[-1], hidden[1]) if self.cross else self(*hidden)
+        if isinstance(hidden, tuple):  # past hooks of tp_register, which stand in the place of this function
+            taken = (hidden[0], hidden[-1], hidden[1]) if self.cross else hidden
+            return DistributedAttentionLayer.forward(self, *taken)
         normed = hidden if self.pre_layernorm is None else self.pre_layernorm(hidden)
         total = hidden + self.attend(normed, mask, states)
         return total if self.layernorm is None else self.layernorm(total)
@@ -318,7 +319,7 @@ class DistributedTransformerLayer(nn.Module):
         With cross attention it looks at `states` [B, T, H], and the tuple is (hidden, states, mask, states_mask).
         """
         if isinstance(hidden, tuple):
-            return (self(*in_order(hidden)), *hidden[1:])
+            return (DistributedTransformerLayer.forward(self, *in_order(hidden)), *hidden[1:])
         if not self.parallel:
             hidden = self.attention(hidden, mask)
             hidden = hidden if self.cross_attention is None else self.cross_attention(hidden, states_mask, states)
@@ -360,7 +361,7 @@ class DistributedTransformer(nn.Module):
     ) -> Any:
         """As DistributedTransformerLayer's."""
         if isinstance(hidden, tuple):
-            return (self(*in_order(hidden)), *hidden[1:])
+            return (DistributedTransformer.forward(self, *in_order(hidden)), *hidden[1:])
         hidden = hidden if self.pre_layernorm is None else self.pre_layernorm(hidden)
         for layer in self.seq_layers:
             hidden = layer(hidden, mask) if states is None else layer(hidden, mask, states, states_mask)

@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from shardwise.memory.activation_checkpointing import group_blocks
+from shardwise.smp.requests import check_strategy
 
 
 def checkpoint(module: nn.Module, *args: Any, preserve_rng_state: bool = True, **kwargs: Any) -> Any:
@@ -30,7 +31,11 @@ def checkpoint_sequential(
         strategy: how many children share a checkpoint.
         preserve_rng_state: draw the same random numbers again.
         pack_args_as_tuple: a tuple is one argument.
+
+    Raises:
+        SMPValidationError: there is no such strategy.
     """
+    check_strategy(strategy)
     for group in group_blocks(list(sequential), strategy):
         chain = group[0] if len(group) == 1 else nn.Sequential(*group)
         args = input if isinstance(input, tuple) and not pack_args_as_tuple else (input,)
