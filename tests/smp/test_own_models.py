@@ -155,6 +155,44 @@ def test_stages_in_different_steps_are_told(world_pool: WorldPool, what: str, fi
     assert "(pipeline rank 1: 'train_step' with gradients)" in said
 
 
+class Chain(nn.Module):
+    """Blocks in a row over hidden states [rows, features], or with channels in between."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.inner = nn.Linear(4, WIDTH)
+        self.channels = channels
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x)
+        states = self.layers(x.unsqueeze(1).expand(-1, self.channels, -1) if self.channels else x)
+        return states.mean(1) if self.channels else states
+
+
+def _chained(channels: int) -> list[float]:
+    smp.init(STAGES)
+    try:
+        model: Any = smp.DistributedModel(Chain(channels).double())
+        torch.manual_seed(5)
+        first, label = _batch()
+        found = [train_step(model, x, wanted).reduce_mean() for x, wanted in ((first, label), (first[:4], label[:4]))]
+        return [float(loss) for loss in found]
+    finally:
+        smp.state.reset()
+
+
+@pytest.mark.parametrize("channels", [0, 3])
+def test_stages_of_hidden_states_of_other_shapes(world_pool: WorldPool, channels: int) -> None:
+    plain = Chain(channels).double()
+    torch.manual_seed(5)
+    x, label = _batch()
+    expected = [float(F.cross_entropy(plain(x[:n]), label[:n]).detach()) for n in (ROWS, 4)]
+    for found in world_pool.run(2, _chained, channels):
+        assert found == pytest.approx(expected, abs=1e-12)
+
+
 class Mixer(nn.Module):
     """A script's transformer without a config, whose arguments its registration translates."""
 

@@ -57,7 +57,7 @@ class Pipeline:
         self.plan, self.passages, self.device = plan, passages, device
         self.group = layout.group("pipeline")
         self.ranks = dist.get_process_group_ranks(self.group)
-        self.shape = (plan.microbatch, *hidden)
+        self.shape, self._positions = (plan.microbatch, *hidden), plan.positions
         self.dtype = torch_dtype(plan.dtypes.compute)
         self.work: Work | None = None
         self.begin: Callable[[int, bool], None] | None = None
@@ -105,8 +105,12 @@ class Pipeline:
             raise own  # here, where torch's is not shown above it, and with its own cause
 
     def reshape(self, rows: int, positions: int) -> None:
-        """Make ready for hidden states [rows, positions, H], if they were of another shape before."""
-        self.shape = (rows, positions, self.shape[-1])
+        """Make ready for hidden states [rows, positions, H], if they were of another shape before; a user's own module
+        may have others, of which the rows change."""
+        inner = self.shape[1:]
+        if len(inner) == 2 and inner[0] == self._positions:
+            inner, self._positions = (positions, inner[1]), positions
+        self.shape = (rows, *inner)
 
     def shapes(self, passage: Passage) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Of what arrives at a stage and of what leaves it."""
