@@ -22,7 +22,7 @@ from shardwise.launch.session import gpus_of_host, session
 from shardwise.observe.trackers import require_extras
 from shardwise.plan import Plan, World, collective_algorithm, precheck, resolve
 from shardwise.training.keeper import after_restart, way_on
-from shardwise.training.output import check_output, claim_output
+from shardwise.training.output import check_output, check_resume, claim_output
 from shardwise.training.setup import prepare_data, study
 from shardwise.training.trainer import TrainingResult, train_rank
 
@@ -56,6 +56,8 @@ def train(job: Job, notes: Iterable[str] = (), say: Say = print) -> TrainingResu
         require_extras(job)
         for note in (*notes, *_launcher_notes(job, place)):
             say(f"note: {note}")
+    if place is None:  # the ranks of a launcher find out together: one that ended early would leave the others waiting
+        check_resume(job)
     plan, facts = _plan(job, place)
     backend = usable_backend(plan, say if speaks else _silent)
     prepare_data(job, facts, say if speaks else _silent)

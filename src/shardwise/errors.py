@@ -88,7 +88,8 @@ LISTED = 60  # names that a message lists, at most
 def nearest(word: str, known: Iterable[str]) -> str:
     """` Did you mean 'x'?` for the closest of `known`, or the list of them when nothing is close."""
     known = sorted(known)
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.55)
+    close = [name for name in known if name.lower() == word.lower()]  # `adamw` is further from AdamW than from Adam
+    close = close or difflib.get_close_matches(word, known, n=1, cutoff=0.55)
     return f" Did you mean {close[0]!r}?" if close else f" Known: {listed(known, LISTED)}."
 
 

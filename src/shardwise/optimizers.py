@@ -41,6 +41,11 @@ def options(name: str) -> list[str]:
     return [argument for argument in arguments if argument not in ("params", "lr", "weight_decay")]
 
 
+def decays(name: str) -> bool:
+    """Whether an optimizer class has weight decay."""
+    return "weight_decay" in inspect.signature(classes()[name]).parameters
+
+
 def unknown_options(section: OptimizerSection) -> list[str]:
     """Options that the class does not take, or that have a key of their own."""
     return sorted(set(section.options) - set(options(section.name)))
@@ -48,7 +53,9 @@ def unknown_options(section: OptimizerSection) -> list[str]:
 
 def complaint(section: OptimizerSection) -> str:
     """What the class itself says against the values of its arguments; empty when it takes them."""
-    arguments = {"lr": section.learning_rate, "weight_decay": section.weight_decay, **section.options}
+    arguments = {"lr": section.learning_rate, **section.options}
+    if decays(section.name):
+        arguments["weight_decay"] = section.weight_decay
     return _complaint(section.name, json.dumps(arguments, sort_keys=True, default=repr))
 
 

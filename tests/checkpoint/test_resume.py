@@ -14,11 +14,11 @@ import torch
 
 from shardwise import entry
 from shardwise.config import Job
-from shardwise.errors import DamagedError, OutputError, WorkerError
+from shardwise.errors import CheckpointError, DamagedError, OutputError, WorkerError
 from shardwise.observe.metrics import read_metrics
 from shardwise.testing.world import WorldPool
 from shardwise.training.keeper import Keeper, way_on
-from shardwise.training.output import check_output, claim_output, clear_output
+from shardwise.training.output import check_output, check_resume, claim_output, clear_output
 from shardwise.training.setup import set_up
 from shardwise.training.trainer import TrainingResult, train_rank
 from tests.checkpoint.stored import stored
@@ -70,6 +70,9 @@ EXACT: dict[str, dict[str, Any]] = {
         "optimizer": {"schedule": "linear", "warmup_steps": 3, "name": "RAdam"},
     },
     "synchronous": {"checkpoint": {"asynchronous": False}, "memory": {"offload_parameters": True}},
+    "state of another shape than its parameter": {
+        "optimizer": {"name": "Adafactor"}, "parallel": {"sharded_data_parallel_degree": 1},
+    },
 }  # fmt: skip
 
 
@@ -153,6 +156,34 @@ def test_what_an_output_directory_with_checkpoints_takes(world_pool: WorldPool, 
     assert not (tmp_path / "run" / "sample.txt").exists() and not (tmp_path / "run" / "model").exists()
     with pytest.raises(OutputError, match="another job"):
         check_output(resumed(a_job(corpora, tmp_path / "run", layers=2)))
+
+
+def test_a_run_that_came_to_nothing_does_not_bind_its_directory(corpora: Path, tmp_path: Path) -> None:
+    claimed(a_job(corpora, tmp_path / "run"))
+    corrected = a_job(corpora, tmp_path / "run", layers=2)
+    claimed(corrected)
+    (tmp_path / "run/metrics.jsonl").touch()  # the first thing that a run writes
+    claimed(corrected)
+    with pytest.raises(OutputError, match="another job"):
+        claim_output(a_job(corpora, tmp_path / "run"))
+
+
+def test_a_checkpoint_to_resume_from_is_looked_for_before_workers_start(
+    world_pool: WorldPool, corpora: Path, tmp_path: Path
+) -> None:
+    job = a_job(corpora, tmp_path / "run")
+    world_pool.run(2, train, job)
+    new = a_job(corpora, tmp_path / "new")
+    named = {
+        tmp_path / "nothing": "does not exist; give the path of a checkpoint, or auto",
+        tmp_path / "run": "holds checkpoints and is none itself; use .*step-00000006, the newest complete one",
+        tmp_path / "run/model": "it has no manifest.json",
+    }
+    for path, message in named.items():
+        with pytest.raises(CheckpointError, match=message):
+            entry.train(resumed(new, resume=str(path)))
+    assert not (tmp_path / "new").exists()
+    check_resume(resumed(new, resume=str(tmp_path / "run/checkpoints/step-00000006")))
 
 
 def test_two_runs_never_write_into_one_directory(corpora: Path, tmp_path: Path) -> None:

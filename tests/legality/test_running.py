@@ -16,7 +16,7 @@ CASES = {
     "loss-scale": case(
         {"precision": {"loss_scale": {"scale_window": 10}}},
         {"precision": {"compute": "fp16", "loss_scale": {"scale_window": 10}}},
-        "computes in fp32",
+        "precision.loss_scale={'scale_window': 10}: only fp16 scales its loss, and this job computes in fp32",
     ),
     "static-loss-scale": case(
         {"precision": {"compute": "fp16", "loss_scale": {"static": 8, "scale_window": 10}}},
@@ -44,6 +44,15 @@ CASES = {
         {"optimizer": {"options": {"betas": [2.0, 0.95]}}},
         {"optimizer": {"options": {"betas": [0.9, 0.95]}}},
         "Invalid beta",
+    ),
+    "weight-decay": case(
+        {"optimizer": {"name": "Rprop", "weight_decay": 0.2}}, {"optimizer": {"name": "Rprop"}}, "no weight decay"
+    ),
+    "sample-prompt": case(
+        {"observe": {"sample": False, "sample_prompt": "def "}}, {"observe": {"sample_prompt": "def "}}, "no sample"
+    ),
+    "sample-tokens": case(
+        {"model": {"task": "masked_lm"}, "observe": {"sample_tokens": 9}}, {"observe": {"sample_tokens": 9}}, "no sample"
     ),
     "warmup": case(
         {"optimizer": {"warmup_steps": 10}, "training": {"steps": 10}},
@@ -126,6 +135,11 @@ def test_row_fires_and_its_neighbour_passes(id: str) -> None:
 @pytest.mark.parametrize(("id", "job", "world", "facts"), MORE)
 def test_other_ways_to_break_a_row(id: str, job: dict[str, Any], world: World, facts: ModelFacts) -> None:
     check_row(id, job, world, facts)
+
+
+def test_a_name_in_other_letters_is_found() -> None:
+    with pytest.raises(LegalityError, match="did you mean 'AdamW'"):
+        resolve_case({"optimizer": {"name": "adamw"}})
 
 
 def test_gradient_accumulation_names_the_counts_around() -> None:

@@ -67,11 +67,14 @@ CASES = {
     "stdlib-path": case(
         {"data": {"format": "stdlib", "path": "p"}}, {"data": {"format": "auto", "path": "p"}}, "path=p"
     ),
-    "data-factory-text": case(
-        {"data": {"factory": "a:b", "isolate_documents": True}},
-        {"data": {"path": "p", "isolate_documents": True}},
-        "leave data.isolate_documents out",
-    ),
+    **{
+        f"data-factory-{key.replace('_', '-')}": case(
+            {"data": {"factory": "a:b", key: value}}, {"data": {"path": "p", key: value}}, "returns tensors"
+        )
+        for key, value in {
+            "tokenizer": "t", "vocabulary_size": 512, "field": "body", "isolate_documents": True, "max_documents": 3,
+        }.items()
+    },
     "data-factory-tokens": case(
         {"data": {"factory": "a:b"}, "training": {"tokens_per_step": 4096}},
         {"data": {"factory": "a:b"}, "training": {"sequences_per_step": 16}},
@@ -79,6 +82,11 @@ CASES = {
     ),
     "vocabulary-size": case(
         {"data": {"tokenizer": "t", "vocabulary_size": 512}}, {"data": {"vocabulary_size": 512}}, "vocabulary_size=512"
+    ),
+    "vocabulary-size-tokens": case(
+        {"data": {"path": "p", "format": "tokens", "vocabulary_size": 512}},
+        {"data": {"path": "p", "format": "tokens"}},
+        "trains no tokenizer",
     ),
     "mean-span-length": case({"data": {"mean_span_length": 2.0}}, SPANS, "only model.task seq2seq_lm"),
     "spans": case({**SPANS, "data": {"sequence_length": 1}}, {**SPANS, "data": {"sequence_length": 2}}, "at least 2"),

@@ -31,6 +31,7 @@ from shardwise.parallel.model import ParallelModel
 from shardwise.precision import LossScaler
 
 Say = Callable[[str], None]
+NO_NUMBERS = ("parallel.timeout_seconds", "parallel.max_restarts")  # keys that no number depends on
 
 
 @dataclass
@@ -166,7 +167,7 @@ def differences(model: ParallelModel, manifest: Manifest) -> list[str]:
     for section in ("model", "parallel", "memory", "precision", "optimizer", "training"):
         for key, value in job[section].items():
             old = manifest.job.get(section, {}).get(key, value)
-            if old != value:
+            if old != value and f"{section}.{key}" not in NO_NUMBERS:
                 notes.append(f"{section}.{key} was {old!r} in the checkpoint, is {value!r} now")
     size = manifest.plan.get("world", {}).get("size")
     if size != model.plan.world.size:

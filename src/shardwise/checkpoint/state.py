@@ -1,14 +1,15 @@
 """A run's state as pieces of logical tensors: parameters, buffers, optimizer state and random generators.
 
 Which slice of which tensor a rank holds is read off the TensorMap. Optimizer state with the shape of its parameter is
-sliced as the parameter is; state that is one number a parameter goes into the manifest. When writing, each element has
+sliced as the parameter is; of another shape (Adafactor's rows and columns) it is kept whole, beside a whole parameter;
+state that is one number a parameter goes into the manifest. When writing, each element has
 one owner: of ranks that hold the same slice, the one that has least to write so far.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardwise.checkpoint.manifest import TensorRecord
 from shardwise.checkpoint.piece import DTYPES, TORCH_DTYPES, Piece
 from shardwise.errors import CheckpointError
 from shardwise.parallel.model import ParallelModel
@@ -56,7 +58,7 @@ def snapshot(model: ParallelModel, optimizer: Optimizer) -> Snapshot:
                 dtype = DTYPES[value.dtype] if isinstance(value, Tensor) else NUMBER
                 scalars.setdefault(entry.name, {})[key] = (float(value), dtype)
             elif value is not None:
-                pieces += _pieces(f"optimizer/{key}", entry, _like_parameter(entry, local, key, value))
+                pieces += _state_pieces(f"optimizer/{key}", entry, value)
     if dist.get_rank() == 0:
         # A forward may change them (running statistics), unlike the rest, and they are small.
         pieces += [_whole(f"buffer/{name}", buffer.clone()) for name, buffer in persistent_buffers(model.module)]
@@ -70,16 +72,17 @@ def model_pieces(model: ParallelModel) -> list[Piece]:
 
 
 def optimizer_pieces(
-    optimizer: Optimizer, stored: Container[str], keys: Sequence[str]
+    optimizer: Optimizer, stored: Mapping[str, TensorRecord], keys: Sequence[str]
 ) -> tuple[list[Piece], dict[str, dict[str, Tensor]]]:
     """Empty tensors for the state `keys` of every local parameter that has it `stored`: as pieces, by name and key."""
     pieces: list[Piece] = []
     states: dict[str, dict[str, Tensor]] = {}
     for entry, local in optimizer.locals:
         for key in keys:
-            if f"optimizer/{key}/{entry.name}" in stored:
-                states.setdefault(entry.name, {})[key] = torch.empty_like(local.detach())
-                pieces += _pieces(f"optimizer/{key}", entry, states[entry.name][key])
+            if record := stored.get(f"optimizer/{key}/{entry.name}"):
+                shape = local.shape if tuple(record.shape) == tuple(entry.shape) else record.shape
+                states.setdefault(entry.name, {})[key] = torch.empty(shape, dtype=local.dtype, device=local.device)
+                pieces += _state_pieces(f"optimizer/{key}", entry, states[entry.name][key])
     return pieces, states
 
 
@@ -166,10 +169,13 @@ def _whole(name: str, tensor: Tensor) -> Piece:
     return Piece(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor)
 
 
-def _like_parameter(entry: Entry, local: Tensor, key: str, value: Any) -> Tensor:
-    if not isinstance(value, Tensor) or value.shape != local.shape:
-        raise CheckpointError(
-            f"optimizer state {key!r} of {entry.name!r} is neither a number nor shaped as its parameter; use an "
-            "elementwise optimizer such as AdamW"
-        )
-    return value
+def _state_pieces(kind: str, entry: Entry, value: Any) -> list[Piece]:
+    """Optimizer state of a parameter: sliced as it is, or of a shape of its own (Adafactor's) where it is not cut."""
+    if isinstance(value, Tensor) and value.shape == entry.local.shape:
+        return _pieces(kind, entry, value)
+    if isinstance(value, Tensor) and tuple(entry.local.shape) == tuple(entry.shape):
+        return [_whole(f"{kind}/{entry.name}", value)]
+    raise CheckpointError(
+        f"optimizer state {kind.partition('/')[2]!r} of {entry.name!r} is neither a number nor shaped as its "
+        "parameter, which is cut; use an elementwise optimizer such as AdamW"
+    )

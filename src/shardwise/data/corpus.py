@@ -100,6 +100,11 @@ def find_corpus(data: DataSection) -> Corpus:
         paths = _expand(str(data.path))
         container = _container(paths, name)
         files = _files(paths, container)
+    if container == "text" and data.field != DataSection().field:
+        raise ConfigError(
+            f"data.field={data.field!r} with data.format={name}: a text file is one document and has no columns; "
+            "leave data.field out, or set data.format to jsonl, parquet, dataset or tokens"
+        )
     if not files:
         raise DataError(f"data.path={data.path!r}: no file to read with data.format={name}")
     column = "input_ids" if name == "tokens" and data.field == "text" else data.field

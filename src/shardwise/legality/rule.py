@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from shardwise.config import Section
 from shardwise.draft import Draft, changed, lookup
 from shardwise.errors import nearest
 
@@ -27,9 +28,14 @@ class Rule:
 
     def message(self, draft: Draft) -> str:
         """`key=value, key=value: why; the nearest fix`."""
-        values = ", ".join(f"{key}={lookup(draft.job, key)}" for key in self.keys)
+        values = ", ".join(f"{key}={_shown(lookup(draft.job, key))}" for key in self.keys)
         because = self.because(draft) if self.because else self.sentence
         return f"{values}: {because}; {self.use(draft) if self.use else self.fix}"
+
+
+def _shown(value: Any) -> Any:
+    """Of a section the keys that were set."""
+    return value.model_dump(exclude_defaults=True) if isinstance(value, Section) else value
 
 
 def idle(id: str, key: str, sentence: str, when: Callable[[Draft], Any], fix: str = "leave it out") -> Rule:

@@ -7,7 +7,7 @@ from shardwise.draft import Draft, changed, one_of
 from shardwise.families.float8 import summary
 from shardwise.families.kernels import installed
 from shardwise.legality.rule import Rule, idle, spelling
-from shardwise.optimizers import ELEMENTWISE, UNUSABLE, classes, complaint, options, unknown_options
+from shardwise.optimizers import ELEMENTWISE, UNUSABLE, classes, complaint, decays, options, unknown_options
 
 SCALE = "precision.loss_scale"
 DYNAMIC_SCALE = tuple(f"{SCALE}.{name}" for name in LossScaleSection.model_fields if name != "static")
@@ -92,6 +92,10 @@ def _bad_range(d: Draft) -> bool:
     return steps is not None and not (len(steps) == 2 and 1 <= steps[0] <= steps[1] <= d.training.steps)
 
 
+def _no_sample(d: Draft) -> bool:
+    return not d.job.observe.sample or d.model.task != "causal_lm" or d.model.factory is not None
+
+
 def _pieces(d: Draft) -> int:
     """Ranks over which a parameter is cut."""
     return d.sharded * d.parallel.tensor_parallel_degree
@@ -122,6 +126,8 @@ OPTIMIZER_RULES = (
          lambda d: complaint(d.optimizer),
          fix="use a value that the class takes",
          because=lambda d: complaint(d.optimizer)),
+    idle("weight-decay", "optimizer.weight_decay", "the class has no weight decay",
+         lambda d: d.optimizer.weight_decay and not decays(d.optimizer.name), "leave it out, or use AdamW"),
     Rule("warmup", ("optimizer.warmup_steps", "training.steps"), "warm-up has to be shorter than the training",
          lambda d: d.optimizer.warmup_steps >= d.training.steps,
          fix="use fewer warmup_steps",
@@ -132,6 +138,8 @@ OPTIMIZER_RULES = (
          _bad_range,
          fix="use two steps from 1 to training.steps",
          use=lambda d: f"use e.g. [{max(1, d.training.steps - 1)}, {d.training.steps}]"),
+    *(idle(f"sample-{key}", f"observe.sample_{key}", "no sample is generated: only a causal language model of Hugging "
+           "Face can, where observe.sample is on", _no_sample, "leave it out") for key in ("prompt", "tokens")),
 )
 # fmt: on
 

@@ -123,7 +123,7 @@ MODEL_RULES = (
 # fmt: on
 
 DATA_FILES = ("text", "jsonl", "parquet", "dataset", "tokens")
-TEXT_KEYS = ("data.tokenizer", "data.vocabulary_size", "data.isolate_documents", "data.max_documents")
+TEXT_KEYS = ("tokenizer", "vocabulary_size", "field", "isolate_documents", "max_documents")
 
 
 def _factory_data(d: Draft) -> bool:
@@ -149,15 +149,15 @@ DATA_RULES = (
     Rule("stdlib-path", ("data.format", "data.path"), "format stdlib reads Python's own sources and no path",
          lambda d: d.data.format == "stdlib" and d.data.path is not None,
          fix="use format auto, or leave data.path out"),
-    Rule("data-factory-text", ("data.factory", *TEXT_KEYS), "a data.factory returns tensors, there is no text to read",
-         lambda d: _factory_data(d) and changed(d.job, *TEXT_KEYS),
-         fix="leave the keys of text out",
-         use=lambda d: f"leave {' and '.join(changed(d.job, *TEXT_KEYS))} out"),
+    *(idle(f"data-factory-{key.replace('_', '-')}", f"data.{key}",
+           "a data.factory returns tensors, there is no text to read", _factory_data) for key in TEXT_KEYS),
     Rule("data-factory-tokens", ("training.tokens_per_step", "data.factory"), "its samples have no tokens",
          lambda d: _factory_data(d) and d.training.tokens_per_step is not None,
          fix="give training.sequences_per_step, the samples of a step"),
     idle("vocabulary-size", "data.vocabulary_size", "no tokenizer is trained, since data.tokenizer is given",
           lambda d: d.data.tokenizer is not None, "leave one of them out"),
+    idle("vocabulary-size-tokens", "data.vocabulary_size", "data.format tokens trains no tokenizer",
+          lambda d: d.data.format == "tokens", "leave it out; the model's vocabulary is in model.config"),
     idle("mask-probability", "data.mask_probability", "model.task causal_lm masks no tokens",
           lambda d: d.model.task == "causal_lm", "use model.task masked_lm or seq2seq_lm, or leave it out"),
     idle("mean-span-length", "data.mean_span_length", "only model.task seq2seq_lm leaves out spans",

@@ -11,15 +11,16 @@ import hashlib
 import json
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 
-from shardwise.checkpoint.catalog import RUN_FILE, checkpoints, complete
-from shardwise.checkpoint.stores import checkpoint_store
+from shardwise.checkpoint.catalog import RUN_FILE, checkpoints, complete, find_store, read_manifest
+from shardwise.checkpoint.stores import checkpoint_store, open_store, split
 from shardwise.config import Job
-from shardwise.errors import OutputError
+from shardwise.errors import CheckpointError, IncompleteError, OutputError
 
 METRICS_FILE = "metrics.jsonl"
 MODEL_DIRECTORY = "model"
@@ -57,7 +58,7 @@ def check_output(job: Job) -> None:
             f"output={job.output!r} holds files that are not a run of shardwise; use --output NEW_DIRECTORY"
         )
     _check_checkpoints(job)
-    if owner not in (None, job_fingerprint(job)) and not _goes_on(job):
+    if owner not in (None, job_fingerprint(job)) and not _unused(path) and not _goes_on(job):
         raise OutputError(
             f"output={job.output!r} holds the run of another job ({path / RUN_FILE}); nothing was overwritten; "
             "use --output NEW_DIRECTORY"
@@ -76,6 +77,37 @@ def _check_checkpoints(job: Job) -> None:
             f"{store.root} holds checkpoints of an earlier run, the newest {names[0]}; nothing was "
             "overwritten; use --checkpoint.resume auto to go on from it, or --output NEW_DIRECTORY"
         )
+
+
+def check_resume(job: Job) -> None:
+    """Refuse a named checkpoint to resume from that is none, before workers are started for it.
+
+    Raises:
+        CheckpointError: with what to name instead, where there is such a thing.
+    """
+    path = job.checkpoint.resume
+    if path in ("none", "auto"):
+        return
+    root, name = split(path)
+    try:
+        read_manifest(open_store(root), name)
+    except IncompleteError as error:
+        newest = _newest_in(path)
+        if newest:
+            reason = f"holds checkpoints and is none itself; use {newest}, the newest complete one"
+        elif "://" not in path and not Path(path).exists():
+            reason = "does not exist; give the path of a checkpoint, or auto"
+        else:
+            raise
+        raise CheckpointError(f"checkpoint.resume={path!r} {reason}") from error
+
+
+def _newest_in(path: str) -> str | None:
+    """The newest complete checkpoint of a directory of them, or of a run."""
+    with suppress(CheckpointError):
+        store = find_store(path)
+        return next((f"{store.root}/{name}" for name, _ in complete(store)), None)
+    return None
 
 
 def _goes_on(job: Job) -> bool:
@@ -105,7 +137,7 @@ def claim_output(job: Job) -> FileLock:
         ) from None
     except OSError as error:
         raise OutputError(f"output={job.output!r} cannot be written: {error.strerror}") from error
-    if _owner(path) is None:
+    if _owner(path) is None or _unused(path):
         write_run(path, {"job_fingerprint": job_fingerprint(job), "job": job.model_dump(mode="json")})
     return lock
 
@@ -128,6 +160,11 @@ def write_run(path: Path, content: dict[str, Any]) -> None:
     temporary = path / f"{RUN_FILE}.new"
     temporary.write_text(json.dumps(content, indent=1, default=str))
     temporary.replace(path / RUN_FILE)
+
+
+def _unused(path: Path) -> bool:
+    """Whether a run has claimed the directory and come to nothing: a mistake in a job must not bind its correction."""
+    return {entry.name for entry in path.iterdir()} <= {RUN_FILE, LOCK_FILE}
 
 
 def _owner(path: Path) -> str | None:
