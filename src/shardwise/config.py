@@ -246,7 +246,9 @@ class OptimizerSection(Section):
     name: str = Field(default="AdamW", description="Class in `torch.optim`.")
     learning_rate: float = Field(default=3e-3, gt=0, description="Peak learning rate.")
     weight_decay: float = Field(
-        default=0.1, ge=0, description="Applied to tensors of two or more dims; 0 for the others, and for a class without it (Rprop)."
+        default=0.1,
+        ge=0,
+        description="Applied to tensors of two or more dims; 0 for the others, and for a class without it (Rprop).",
     )
     options: dict[str, Any] = Field(
         default_factory=dict, description="Further keyword arguments of the class, e.g. `betas: [0.9, 0.95]`."

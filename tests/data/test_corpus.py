@@ -210,7 +210,7 @@ def test_keys_that_contradict_each_other(message: str) -> None:
 def test_a_column_of_text_files_is_refused(text_directory: Path) -> None:
     with pytest.raises(ConfigError, match=r"data.field='body' with data.format=text: .*leave data.field out"):
         corpus_of(path=str(text_directory), field="body")
-    with pytest.raises(ConfigError, match="data.field='body' with data.format=stdlib"):
+    with pytest.raises(ConfigError, match=r"data.field='body' with data.format=stdlib"):
         corpus_of(field="body")
 
 

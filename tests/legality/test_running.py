@@ -52,7 +52,9 @@ CASES = {
         {"observe": {"sample": False, "sample_prompt": "def "}}, {"observe": {"sample_prompt": "def "}}, "no sample"
     ),
     "sample-tokens": case(
-        {"model": {"task": "masked_lm"}, "observe": {"sample_tokens": 9}}, {"observe": {"sample_tokens": 9}}, "no sample"
+        {"model": {"task": "masked_lm"}, "observe": {"sample_tokens": 9}},
+        {"observe": {"sample_tokens": 9}},
+        "no sample",
     ),
     "warmup": case(
         {"optimizer": {"warmup_steps": 10}, "training": {"steps": 10}},

@@ -72,7 +72,11 @@ CASES = {
             {"data": {"factory": "a:b", key: value}}, {"data": {"path": "p", key: value}}, "returns tensors"
         )
         for key, value in {
-            "tokenizer": "t", "vocabulary_size": 512, "field": "body", "isolate_documents": True, "max_documents": 3,
+            "tokenizer": "t",
+            "vocabulary_size": 512,
+            "field": "body",
+            "isolate_documents": True,
+            "max_documents": 3,
         }.items()
     },
     "data-factory-tokens": case(
