@@ -31,6 +31,7 @@ from tests.checkpoint.stored import stored
 from tests.parity.jobs import make_job, make_module_job
 
 ROOT = Path(__file__).parents[2]
+FILES = ("rank-00000.safetensors", "rank-00001.safetensors")
 
 # --- saves of two ranks ----------------------------------------------------------------------------------------------
 
@@ -182,6 +183,7 @@ def test_a_failed_save_is_everyones_at_the_next_step_and_the_last_one_stays(
     output = tmp_path / "run"
     for said in world_pool.run(2, train_with_a_fault, a_job(corpora, output), rank, point):
         assert said.startswith(f"rank {rank}: ") and "No space left on device; earlier ones are intact" in said
+        assert point != "create" or f"{name_of(4)}/{FILES[rank]}, which was to hold " in said
     expected = losses(undisturbed)
     assert losses(output) == expected[:5]  # the step after the save, and no further
     assert sorted(entry.name for entry in (output / "checkpoints").iterdir()) == [OWNER, name_of(2)]
@@ -243,6 +245,8 @@ def test_a_full_disk(corpora: Path, tmp_path: Path) -> None:
     first, second = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"code"')]
     assert first == {"code": 2, "left": [OWNER, name_of(2)]}, done.stderr
     assert "No space left on device; earlier ones are intact" in done.stderr and "Traceback" not in done.stderr
+    said = " ".join(done.stderr.split())
+    assert any(f"{name_of(4)}/{file}, which was to hold " in said for file in FILES), done.stderr
     assert second["code"] == 0, done.stderr
     assert f"resumed from {disk}/{name_of(2)}" in done.stdout.replace("\n", "")
     assert [step for step, _ in losses(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]

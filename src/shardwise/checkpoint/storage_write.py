@@ -33,7 +33,7 @@ from shardwise.checkpoint.manifest import BLOCK_BYTES, FileRecord, Manifest, Sli
 from shardwise.checkpoint.piece import DTYPES, Piece
 from shardwise.checkpoint.staging import Source
 from shardwise.checkpoint.stores import Store
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, listed
 
 
 @dataclass
@@ -129,14 +129,21 @@ class SafetensorsWriter(StorageWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Stream the staged blocks into this rank's file."""
+        """Stream the staged blocks into this rank's file.
+
+        Raises:
+            OSError: with the file and the tensors that were to be in it, as the store raised it.
+        """
         done: Future[list[WriteResult]] = Future()
         record: dict[str, Any] = {"bytes": 0, "hashes": []}
         if self.pieces:
-            with self.store.create(self.name, self.file) as handle:
-                for run in hashed(self.staging.drain(), record["hashes"]):
-                    record["bytes"] += len(run)
-                    _write_all(handle, run)
+            try:
+                with self.store.create(self.name, self.file) as handle:
+                    for run in hashed(self.staging.drain(), record["hashes"]):
+                        record["bytes"] += len(run)
+                        _write_all(handle, run)
+            except OSError as error:
+                raise self._named(error) from error
         else:
             for _ in self.staging.drain():
                 pass
@@ -148,6 +155,11 @@ class SafetensorsWriter(StorageWriter):
             ]
         )
         return done
+
+    def _named(self, error: OSError) -> OSError:
+        tensors = listed([piece.name for piece in self.pieces])
+        reason = f"{self.name}/{self.file}, which was to hold {tensors}: {error.strerror or error}"
+        return OSError(error.errno, reason)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit: the manifest of all ranks' files."""
