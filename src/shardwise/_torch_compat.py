@@ -240,6 +240,12 @@ def at_end_of_backward(callback: Callable[[], object]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[arg-type]
 
 
+# No public name: checkpoints of torch tell recomputations apart by it.
+def number_of_backward() -> int:
+    """The number of the backward that is running; no two have the same."""
+    return torch._C._current_graph_task_id()
+
+
 # No public names: torch's stage makes a buffer for every microbatch of a step before the first (torch 2.11 to 2.13, a
 # TODO there), which for hundreds of them is more memory than anything else on the rank.
 class LazyStage(PipelineStage):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from shardwise.data.batch import Batch
 from shardwise.parallel.model import ParallelModel, Part
+from shardwise.parallel.sharded import begin_microbatch
 from shardwise.smp.building import Shape, build, forms_of, shape_of
 from shardwise.smp.exceptions import SMPValidationError, StepUsageError
 from shardwise.smp.hooks import Hook, Hooks
@@ -24,7 +25,7 @@ from shardwise.smp.host import Host
 from shardwise.smp.inspection import Inspection, refuse_data_parallel, show_shards
 from shardwise.smp.levels import CastingLevel, DataParallelLevel
 from shardwise.smp.nesting import leaves, to_device
-from shardwise.smp.own_backward import OwnBackward
+from shardwise.smp.own_backward import OutsideBackward
 from shardwise.smp.process import state
 from shardwise.smp.rows import merge, narrow
 from shardwise.smp.weights import is_partial, load_weights, marked, part_of_weights, whole_weights
@@ -87,7 +88,8 @@ class DistributedModel(Inspection, Hooks, Host, nn.Module):
         self.passes, self._pass, self._synchronise, self._held = backward_passes_per_step, 0, True, False
         self.names = {id(parameter): name for name, parameter in self.get_module().named_parameters()}
         self._run: StepRun | None = None
-        self._own = OwnBackward("a backward outside of a step leaves out the mean over ranks", refused=True)
+        self._outside = OutsideBackward(self._begin_outside, lambda: self._finish_backward(self._last))
+        self._last = True  # whether the backward outside of a step that runs completes the gradients
         self._shapes: dict[Any, tuple[Shape, dict[str, Any]]] = {}
         self._forward_parameters = inspect.signature(self.get_module().forward)
         self._after_partition: OrderedDict[int, Hook] = OrderedDict()
@@ -120,7 +122,9 @@ class DistributedModel(Inspection, Hooks, Host, nn.Module):
             return self._run.call(args, kwargs)
         self._needs_step("model(...)")
         parallel = self.build(self.bind(args, kwargs))
-        return self._own.watch(self.compute(parallel.parts[0], args, kwargs, 0, 1))
+        output = self.compute(parallel.parts[0], args, kwargs, 0, 1)
+        state.step_count += self.training and torch.is_grad_enabled()  # the next one's dropout is another
+        return self._outside.watch(output)
 
     def backward(self, tensors: Tensor | Sequence[Tensor], grad_tensors: Any = None) -> None:
         """Backward from a loss (or several tensors with the gradients they get); in the place of `loss.backward()`.
@@ -138,12 +142,19 @@ class DistributedModel(Inspection, Hooks, Host, nn.Module):
             self._run.note(total * self.seed(len(self._run.calls)))
             return
         self._needs_step("model.backward(...)")
+        seed = self._begin_outside()
+        with self._outside.library():
+            if total.requires_grad:
+                (total * seed).backward()
+        self._finish_backward(self._last)
+
+    def _begin_outside(self) -> float:
+        """Before a backward outside of a step, without stages; what its loss is multiplied by."""
         parallel = self.require_parallel()
         self.come_back()
-        last = self._completes()
-        with self._own.allowed():
-            parallel.drive(lambda *_: total * self.seed(1), 1, backward=True, last=last)
-        self._finish_backward(last)
+        self._last = self._completes()
+        begin_microbatch(parallel.parts[0].sharded, parallel.plan, self._last)
+        return self.seed(1)
 
     def _needs_step(self, what: str) -> None:
         degree = state.layout.size("pipeline")
