@@ -24,7 +24,7 @@ from shardwise.smp.hooks import Hook, Hooks
 from shardwise.smp.host import Host
 from shardwise.smp.inspection import Inspection, refuse_data_parallel, show_shards
 from shardwise.smp.levels import CastingLevel, DataParallelLevel
-from shardwise.smp.nesting import leaves, to_device
+from shardwise.smp.nesting import form, leaves, to_device
 from shardwise.smp.own_backward import OutsideBackward
 from shardwise.smp.process import state
 from shardwise.smp.rows import merge, narrow
@@ -32,6 +32,9 @@ from shardwise.smp.weights import is_partial, load_weights, marked, part_of_weig
 
 if TYPE_CHECKING:
     from shardwise.smp.steps import StepRun
+
+
+SHAPES = 64  # of steps' arguments that are known at once: one may hold the number of the step
 
 
 class DistributedModel(Inspection, Hooks, Host, nn.Module):
@@ -194,8 +197,10 @@ class DistributedModel(Inspection, Hooks, Host, nn.Module):
 
     def _prepare(self, run: StepRun) -> None:
         """Build the model for the first step, and its stages' traffic for microbatches of another shape."""
-        key = self.training, run.body, *map(_form, leaves(run.calls[0]))
+        key = self.training, run.body, *map(form, leaves(run.calls[0]))
         if key not in self._shapes:
+            if len(self._shapes) == SHAPES:
+                del self._shapes[next(iter(self._shapes))]
             inputs = run.first_inputs()
             merged = inputs if state.cfg.prescaled_batch else merge(inputs)
             self.build(merged)
@@ -388,10 +393,3 @@ class DistributedModel(Inspection, Hooks, Host, nn.Module):
             self.pending_weights.append((state_dict, strict, same_partition_load))
             return
         load_weights(self, state_dict, strict, same_partition_load)
-
-
-def _form(argument: Any) -> Any:
-    """What of a step's argument may change what the model is called with: shapes, and values that are no objects."""
-    if isinstance(argument, Tensor):
-        return tuple(argument.shape)
-    return argument if isinstance(argument, (bool, int, float, str)) else None

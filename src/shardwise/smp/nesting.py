@@ -36,6 +36,13 @@ def tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
 
 
+def form(argument: Any) -> Any:
+    """What of a step's argument may change what the model is called with: shapes, and values that are no objects."""
+    if isinstance(argument, Tensor):
+        return tuple(argument.shape)
+    return argument if isinstance(argument, (bool, int, float, str)) else None
+
+
 def _like(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     if type(mapping) is dict:
         return items

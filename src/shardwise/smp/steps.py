@@ -135,7 +135,7 @@ def _of_first_stage(
     ranks, group = state.layout.ranks("pipeline"), state.layout.group("pipeline")
     mine = body.__qualname__, torch.is_grad_enabled()
     theirs, problem, cut, seed = share((mine, problem, [] if problem else cut, _seed()), ranks[0], group, state.device)
-    agreed = torch.tensor([int(mine == theirs)])
+    agreed = torch.tensor([int(mine == theirs)], device=state.device)
     dist.all_reduce(agreed, dist.ReduceOp.MIN, group=group)
     if not agreed:
         first, here = (f"{name!r} {'with' if grad else 'without'} gradients" for name, grad in (theirs, mine))
