@@ -80,7 +80,7 @@ def optimizer_pieces(
     for entry, local in optimizer.locals:
         for key in keys:
             if record := stored.get(f"optimizer/{key}/{entry.name}"):
-                shape = local.shape if tuple(record.shape) == tuple(entry.shape) else record.shape
+                shape = record.shape if _is_own_shape(entry, record.shape) else local.shape
                 states.setdefault(entry.name, {})[key] = torch.empty(shape, dtype=local.dtype, device=local.device)
                 pieces += _state_pieces(f"optimizer/{key}", entry, states[entry.name][key])
     return pieces, states
@@ -173,9 +173,18 @@ def _state_pieces(kind: str, entry: Entry, value: Any) -> list[Piece]:
     """Optimizer state of a parameter: sliced as it is, or of a shape of its own (Adafactor's) where it is not cut."""
     if isinstance(value, Tensor) and value.shape == entry.local.shape:
         return _pieces(kind, entry, value)
-    if isinstance(value, Tensor) and tuple(entry.local.shape) == tuple(entry.shape):
+    if isinstance(value, Tensor) and _is_own_shape(entry, value.shape):
         return [_whole(f"{kind}/{entry.name}", value)]
     raise CheckpointError(
         f"optimizer state {kind.partition('/')[2]!r} of {entry.name!r} is neither a number nor shaped as its "
         "parameter, which is cut; use an elementwise optimizer such as AdamW"
+    )
+
+
+def _is_own_shape(entry: Entry, shape: Sequence[int]) -> bool:
+    """Whether state may have this shape beside a parameter that is not cut: rows or columns, the other dims 1."""
+    if tuple(entry.local.shape) != tuple(entry.shape) or tuple(shape) == tuple(entry.shape):
+        return False
+    return len(shape) == len(entry.shape) and all(
+        own in (1, size) for own, size in zip(shape, entry.shape, strict=True)
     )

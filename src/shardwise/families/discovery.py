@@ -121,7 +121,7 @@ def _stages(
     elif isinstance(model, PreTrainedModel):
         return stages
     if stages.refusal or example is None:
-        return stages
+        return replace(stages, hidden=())  # it was shown tokens of some length, and takes any
     blocks = [name for names in lists for name in names]
     return replace(stages, refusal=rehearse_stage(model, blocks, stages, example), order=tuple(seen.order.calls))
 
