@@ -2,8 +2,8 @@
 
 Which slice of which tensor a rank holds is read off the TensorMap. Optimizer state with the shape of its parameter is
 sliced as the parameter is; of another shape (Adafactor's rows and columns) it is kept whole, beside a whole parameter;
-state that is one number a parameter goes into the manifest. When writing, each element has
-one owner: of ranks that hold the same slice, the one that has least to write so far.
+state that is one number a parameter goes into the manifest. When writing, each element has one owner: of ranks that
+hold the same slice, the one that has least to write so far.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def _state_pieces(kind: str, entry: Entry, value: Any) -> list[Piece]:
         return [_whole(f"{kind}/{entry.name}", value)]
     raise CheckpointError(
         f"optimizer state {kind.partition('/')[2]!r} of {entry.name!r} is neither a number nor shaped as its "
-        "parameter, which is cut; use an elementwise optimizer such as AdamW"
+        "parameter, nor rows or columns of one that is not cut; use an elementwise optimizer such as AdamW"
     )
 
 

@@ -233,6 +233,7 @@ def _expert_pieces(facts: ModelFacts, kind: BlockKind, shape: Shape) -> list[Pie
     spread = facts.experts_of_token * whole  # hidden states by expert
     weights = facts.hidden_size * wide * kind.experts
     copies = inner * facts.hidden_size if facts.experts_copied else 0.0
+    gated = whole if kind.shared_gate else 0.0
     scores = float(FP32 * shape.tokens * kind.experts + INDICES * rows)
     shared = _mlp_pieces(facts, kind, shape, kind.shared_features) if kind.shared_features else []
     return [
@@ -242,7 +243,7 @@ def _expert_pieces(facts: ModelFacts, kind: BlockKind, shape: Shape) -> list[Pie
         Piece("experts down", inner + copies, spread, spread + inner + copies, weights),
         Piece("sum of experts", spread, 0.0, 2 * spread + _moved(whole, shape)),
         *shared,
-        Piece("shared gate", whole if kind.shared_gate else 0.0, 0.0, 2.0 * whole if kind.shared_gate else 0.0),
+        Piece("shared gate", gated, 0.0, 2 * gated),
     ]
 
 

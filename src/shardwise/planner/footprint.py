@@ -181,7 +181,7 @@ def _activations(configuration: Configuration) -> tuple[float, float]:
         "full": between,
         "attention": whole - scores,
         "selective": 2 * (query + row / t) + (2 if model.gated else 1) * up + key_value + between,
-        "half": _half(configuration, query, key_value, up) + row / t + between,
+        "half": _half(configuration, query, key_value, up, row) + row / t + between,
     }
     kept = held.get(configuration.checkpointing, whole)
     if configuration.checkpointing == "full" and configuration.offload_activations:
@@ -190,12 +190,11 @@ def _activations(configuration: Configuration) -> tuple[float, float]:
     return fraction * kept + (1 - fraction) * whole, recomputed + 2 * row + inner / 2
 
 
-def _half(configuration: Configuration, query: float, key_value: float, up: float) -> float:
+def _half(configuration: Configuration, query: float, key_value: float, up: float, down: float) -> float:
     """Results of every other matrix product of a block: query, value, gate, down; or query, key, value in one, and up.
 
     Down's, the last, is read by no backward.
     """
     if not configuration.model.gated:
         return query + key_value + up
-    down = tokens_of(configuration) * configuration.model.hidden * BYTES[configuration.precision]
     return query + key_value / 2 + up + (0.0 if configuration.compile else down)
