@@ -1,6 +1,7 @@
 """Saving and loading: shardwise, bare torch.distributed.checkpoint and torch.save on the same sharded state.
 
     python -m benchmarks.checkpoint --rounds 7 --json result.json
+    python -m benchmarks.checkpoint --disk 125 --products 130     # stalls on a slower disk of that many MB/s, as root
 
 One group of processes holds the state and every contender. A round gives each contender one save and one load, and one
 save amid training-like steps; the order rotates. Every load goes into tensors that were overwritten before and must
@@ -11,6 +12,7 @@ write and fsync of the same bytes in the same rounds.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import random
 import sys
@@ -33,7 +35,9 @@ from rich.table import Table
 
 from benchmarks.checkpoint_contenders import Contender, Raw, Shardwise, Size, State, Wait, make_state, remove
 from benchmarks.harness import Summary, paired_ratio, summarize
+from benchmarks.machine import MachineError
 from benchmarks.record import header, write_json
+from benchmarks.slow_disk import slow_disk
 from shardwise.checkpoint.manifest import BLOCK_BYTES
 from shardwise.checkpoint.staging import Staging
 from shardwise.testing.world import WorldPool
@@ -50,6 +54,8 @@ CONTENDERS = {
 }
 ALONE, AMID, ASYNCHRONOUS = "save and load", "save amid steps", "asynchronous save amid steps"
 PARTS = {OURS: {ALONE, AMID, ASYNCHRONOUS}, HALF: {ASYNCHRONOUS}, "DCP": {ALONE, AMID, ASYNCHRONOUS}}
+OF_A_SLOW_DISK = (OURS, HALF, LIMIT)  # what goes around the page cache: written back, it is slower yet on a loop device
+DISK_BYTES = 4 << 30
 PACKAGES = ("torch", "shardwise")
 MB = 1e6
 
@@ -62,21 +68,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     console = Console(width=None if sys.stdout.isatty() else 130)
     size = Size(options.layers, options.width, options.vocabulary)
-    with (
-        tempfile.TemporaryDirectory(prefix="shardwise-bench-", dir=options.directory) as directory,
-        WorldPool(limit=options.ranks, timeout=3600.0) as pool,
-    ):
-        settings = (size, Path(directory), CONTENDERS, options.rounds, options.steps, options.products)
-        results = pool.run(options.ranks, measure, *settings)
+    contenders = {name: CONTENDERS[name] for name in OF_A_SLOW_DISK} if options.disk else CONTENDERS
+    try:
+        with _directory(options) as directory, WorldPool(limit=options.ranks, timeout=3600.0) as pool:
+            settings = (size, directory, contenders, options.rounds, options.steps, options.products)
+            results = pool.run(options.ranks, measure, *settings)
+    except MachineError as error:
+        console.print(f"--disk {options.disk}: {error}")
+        return 2
     result = summarize_run(results, options.steps)
     for table in (render_speed(result), render_stall(result)):
         console.print(table)
     if options.json:
-        write_json(options.json, {**header(PACKAGES), "size": vars(size), "ranks": options.ranks, **result})
+        write_json(options.json, {**header(PACKAGES), "size": vars(size), "ranks": options.ranks, "disk": options.disk,
+                                  **result})  # fmt: skip
         console.print(f"Written to {options.json}")
     for problem in result["problems"]:
         console.print(f"[bold red]{problem}[/]")
     return 1 if result["problems"] else 0
+
+
+@contextmanager
+def _directory(options: argparse.Namespace) -> Iterator[Path]:
+    """Where checkpoints are written, on a disk of the speed that was asked for; gone afterwards."""
+    with contextlib.ExitStack() as stack:
+        place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shardwise-bench-", dir=options.directory)))
+        yield stack.enter_context(slow_disk(place, int(options.disk * MB), DISK_BYTES)) if options.disk else place
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -86,6 +103,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20, help="training-like steps around a save")
     parser.add_argument("--products", type=int, default=40, help="512 x 512 matrix products that a step takes")
     parser.add_argument("--directory", help="where checkpoints are written; default: the temporary directory")
+    parser.add_argument("--disk", type=float, help="write to a disk of so many MB/s; shardwise's own saves alone")
     parser.add_argument("--json", type=Path, help="write everything that was measured to this file")
     for name, default in vars(Size()).items():
         parser.add_argument(f"--{name}", type=int, default=default, help="of the GPT-NeoX; default %(default)s")
@@ -162,7 +180,7 @@ class Bench:
             self.level()
             found[ASYNCHRONOUS] = timed(lambda: self.train(lambda: waits.append(one.begin(self.path))))
             found["held"] = self.held
-            waits[0]()
+            found["left"] = timed(waits[0])
             remove(self.path)
             if isinstance(one, Shardwise):
                 found["processor"] = one.processor
@@ -267,7 +285,9 @@ def summarize_run(results: Sequence[dict[str, Any]], steps: int) -> dict[str, An
         for kind in (AMID, ASYNCHRONOUS):
             if kind in found and name != PLAIN:
                 row[kind] = vars(summarize([a - b for a, b in zip(found[kind], plain)]))
-        for kind in ("held", "processor"):
+        if AMID in row and ASYNCHRONOUS in row:
+            row["of_synchronous"] = row[ASYNCHRONOUS]["median"] / row[AMID]["median"]
+        for kind in ("held", "left", "processor"):
             row[kind] = vars(summarize(found[kind])) if kind in found else None
         row["memory"] = {k: max(r["memory"][name][k] for r in results) for k in results[0]["memory"].get(name, {})}
         rows.append(row)
@@ -309,14 +329,15 @@ def render_stall(result: dict[str, Any]) -> Table:
     """What a save adds to the steps around it."""
     plain = result["plain_steps"]["median"]
     table = Table(title=f"Seconds that a save adds to steps of {plain:.2f} s; {result['copy_seconds']:.3f} s is a copy")
-    columns = ("contender", "synchronous", "asynchronous", "in the call", "writer's processor", "predicted",
-               "budget MB", "extra MB, peak")  # fmt: skip
+    columns = ("contender", "synchronous", "asynchronous", "ratio", "in the call", "left after the steps",
+               "writer's processor", "predicted", "budget MB", "extra MB, peak")  # fmt: skip
     for column in columns:
         table.add_column(column, justify="left" if column == "contender" else "right")
     for row in result["rows"]:
         if ASYNCHRONOUS not in row:
             continue
-        cells = [spread(row.get(kind), ".3f") for kind in (AMID, ASYNCHRONOUS, "held", "processor")]
+        cells = [spread(row.get(kind), ".3f") for kind in (AMID, ASYNCHRONOUS, "held", "left", "processor")]
+        cells.insert(2, f"{row['of_synchronous']:.2f}" if "of_synchronous" in row else "")
         predicted = f"{row['predicted']:.3f}" if "predicted" in row else ""
         budget = f"{row['budget'] / MB:.0f}" if "budget" in row else ""
         table.add_row(row["contender"], *cells, predicted, budget, f"{row['memory']['asynchronous'] / MB:.0f}")

@@ -31,6 +31,7 @@ from typing import Any
 if __package__ in (None, ""):  # run as a file: make the package importable, here and in the workers
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.machine import MachineError, cleaning_up_when_terminated, do
 from benchmarks.record import header, write_json
 
 HOSTS, LOCAL_RANKS = 4, 2
@@ -41,7 +42,7 @@ BYTES = 16 << 20
 ROUNDS = 7
 
 
-class ClusterError(RuntimeError):
+class ClusterError(MachineError):
     """Namespaces cannot be made here, or a rank in one failed."""
 
 
@@ -72,27 +73,27 @@ class Cluster:
         return f"{self.name}v{host}"
 
     def build(self, rate: int = RATE) -> None:
-        _do("ip", "link", "add", self.name, "type", "bridge")
-        _do("ip", "link", "set", self.name, "up")
+        do("ip", "link", "add", self.name, "type", "bridge")
+        do("ip", "link", "set", self.name, "up")
         for host in range(self.hosts):
             space, link = self.namespace(host), self.link(host)
-            _do("ip", "netns", "add", space)
-            _do("ip", "link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", space)
-            _do("ip", "link", "set", link, "master", self.name, "up")
+            do("ip", "netns", "add", space)
+            do("ip", "link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", space)
+            do("ip", "link", "set", link, "master", self.name, "up")
             for words in (("addr", "add", f"{self.address(host)}/24", "dev", "eth0"), ("link", "set", "eth0", "up")):
-                _do("ip", "-n", space, *words)
-            _do("ip", "-n", space, "link", "set", "lo", "up")
+                do("ip", "-n", space, *words)
+            do("ip", "-n", space, "link", "set", "lo", "up")
             self.limit(host, rate)
 
     def limit(self, host: int, rate: int) -> None:
         """Limit a host's link to `rate` bit/s, in both directions."""
         bucket = ("root", "tbf", "rate", str(rate), "burst", "80kb", "limit", "4mb")
-        _do("tc", "qdisc", "replace", "dev", self.link(host), *bucket)
-        _do("tc", "-n", self.namespace(host), "qdisc", "replace", "dev", "eth0", *bucket)
+        do("tc", "qdisc", "replace", "dev", self.link(host), *bucket)
+        do("tc", "-n", self.namespace(host), "qdisc", "replace", "dev", "eth0", *bucket)
 
     def cut(self, host: int) -> None:
         """Take a host's link away, silently: what is sent goes nowhere."""
-        _do("ip", "link", "set", self.link(host), "nomaster")
+        do("ip", "link", "set", self.link(host), "nomaster")
 
     def start(self, host: int, command: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[str]:
         """Run a command on a host; its output is kept for whoever waits for it."""
@@ -151,19 +152,12 @@ def cluster(hosts: int = HOSTS, rate: int = RATE) -> Iterator[Cluster]:
     if problem:
         raise ClusterError(problem)
     made = Cluster(hosts)
-    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    try:
-        made.build(rate)
-        yield made
-    finally:
-        made.tear_down()
-        signal.signal(signal.SIGTERM, before)
-
-
-def _do(*words: str) -> None:
-    done = subprocess.run(words, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise ClusterError(f"{' '.join(words)}: {done.stderr.strip() or done.stdout.strip()}")
+    with cleaning_up_when_terminated():
+        try:
+            made.build(rate)
+            yield made
+        finally:
+            made.tear_down()
 
 
 def _try(*words: str) -> None:
