@@ -23,6 +23,10 @@ from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.fsdp import _state_dict_utils as fsdp_state_dicts
 from torch.distributed.fsdp._shard_utils import _create_chunk_sharded_tensor as create_chunk_sharded_tensor
 
+# No public names: how FSDP reduces gradients of parameters that are not sharded (torch 2.11 to 2.13).
+from torch.distributed.algorithms._comm_hooks.default_hooks import DefaultState as ReductionState  # isort: skip
+from torch.distributed.algorithms._comm_hooks.default_hooks import allreduce_hook  # isort: skip
+
 # No public name: where torch's file system storage says that a chunk lies (torch 2.11 to 2.13).
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo  # isort: skip
 
@@ -308,6 +312,7 @@ __all__ = [
     "FakeTensorMode",
     "LazyStage",
     "OffloadWrapper",
+    "ReductionState",
     "Shard",
     "ShardedTensor",
     "StorageInfo",
@@ -318,6 +323,7 @@ __all__ = [
     "all_gather_single",
     "all_gather_whole",
     "all_to_all",
+    "allreduce_hook",
     "at_end_of_backward",
     "backends_of",
     "clear_placement_cache",

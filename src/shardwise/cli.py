@@ -154,9 +154,14 @@ def _export_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _export(options: argparse.Namespace, keys: dict[str, Any]) -> int:
-    from shardwise.checkpoint.export import export_checkpoint
+    from shardwise.smp.v2.exporting import export_script_checkpoint, is_script_checkpoint
 
-    path = export_checkpoint(options.checkpoint, options.out, options.dtype, say=say_note)
+    if is_script_checkpoint(options.checkpoint):
+        path = export_script_checkpoint(options.checkpoint, options.out, options.dtype, say=say_note)
+    else:
+        from shardwise.checkpoint.export import export_checkpoint
+
+        path = export_checkpoint(options.checkpoint, options.out, options.dtype, say=say_note)
     print(f"exported to {path}")
     return 0
 
@@ -234,7 +239,8 @@ COMMANDS = {
     "export": Command(
         "write a checkpoint's model for Hugging Face",
         "Write the model of a checkpoint as a directory of safetensors files that `from_pretrained` opens, with\n"
-        "config and tokenizer; a module of your own as safetensors alone. One process, one tensor at a time.",
+        "config and tokenizer; a module of your own as safetensors alone. One process, one tensor at a time.\n"
+        "Checkpoints of scripts of SMP, version 2, are read too: sharded, async, full, by ranks.",
         _export_options,
         _export,
         takes_job=False,

@@ -97,8 +97,8 @@ def test_dtype(gpt2: Gpt2, tmp_path: Path, dtype: str) -> None:
 def test_fp16_refuses_what_it_cannot_hold() -> None:
     large = torch.tensor([1.0, 7e4])
     with pytest.raises(OutputError, match=r"cannot hold a.weight, which reaches 7e\+04; use bf16"):
-        export._converted("model/a.weight", large, "fp16")
-    assert torch.equal(export._converted("buffer/a", large, "fp16"), large)
+        export.converted("model/a.weight", large, "fp16")
+    assert torch.equal(export.converted("buffer/a", large, "fp16"), large)
 
 
 def test_a_url_and_a_tokenizer(gpt2: Gpt2, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,3 +131,20 @@ def test_groups_of_two_of_four_ranks_go_on_with_equal_state(
     for straight, resumed in world_pool.run(4, _go_on, str(tmp_path), how, 2, flat):
         assert straight == resumed
     assert os.listdir(tmp_path)
+
+
+def _copies(directory: str, how: str) -> tuple[float, float, int]:
+    """As `_go_on`, and how many ranks are in the group that scripts save by."""
+    straight, resumed = _go_on(directory, how, 1)
+    try:
+        model, _ = _start({"hybrid_shard_degree": 1, "sm_activation_offloading": False}, flat=False)
+        return straight, resumed, dist.get_world_size(model.process_group)
+    finally:
+        tsm.state.reset()
+
+
+@pytest.mark.parametrize("how", ["sharded", "local"])
+def test_whole_copies_are_saved_by_the_first_alone(world_pool: WorldPool, tmp_path: Path, how: str) -> None:
+    """Nobody waits for the other replicas: they are not in the group of the shard."""
+    for straight, resumed, members in world_pool.run(4, _copies, str(tmp_path), how):
+        assert straight == resumed and members == 1

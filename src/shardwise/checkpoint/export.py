@@ -105,7 +105,7 @@ def export_checkpoint(
     ):
         for key in keys:
             tensor = tensors.read(key)
-            writer.add(key.partition("/")[2], _converted(key, tensor, dtype))
+            writer.add(key.partition("/")[2], converted(key, tensor, dtype))
             advance(manifest.tensor_bytes(key))
         return writer.finish()
 
@@ -148,11 +148,16 @@ def _tokenizer(manifest: Manifest, say: Say) -> str | None:
     return str(directory)
 
 
-def _converted(key: str, tensor: Tensor, dtype: str | None) -> Tensor:
+def converted(key: str, tensor: Tensor, dtype: str | None) -> Tensor:
+    """The tensor of a checkpoint's `key` in `dtype` (of EXPORT_DTYPES) if it is a parameter's.
+
+    Raises:
+        OutputError: fp16 cannot hold it.
+    """
     if dtype is None or not tensor.is_floating_point() or not key.startswith("model/"):
         return tensor
-    converted = tensor.to(EXPORT_DTYPES[dtype])
-    if dtype == "fp16" and bool((converted.isinf() & tensor.isfinite()).any()):
+    result = tensor.to(EXPORT_DTYPES[dtype])
+    if dtype == "fp16" and bool((result.isinf() & tensor.isfinite()).any()):
         name, most = key.partition("/")[2], tensor.abs().max()
         raise OutputError(f"--dtype fp16 cannot hold {name}, which reaches {most:.3g}; use bf16 or fp32")
-    return converted
+    return result

@@ -12,7 +12,7 @@ entered with what the router gives them, whose weights have a gradient of every 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -60,13 +60,12 @@ def split_tensors(model: nn.Module, facts: ModelFacts, layout: Layout, border: W
     `border` says how regions are entered and left.
     """
     splits = facts.tensor_splits
-    cuts: dict[str, Cut] = {}
+    cuts = planned_cuts(model, facts, layout)
     for name, split in splits.items():
         if split.kind in ("partial", "inner"):
             continue
         module = model.get_submodule(name)
-        copies = facts.key_value_copies(layout.size("tensor")) if split.key_value else 1
-        cuts |= {f"{name}.{leaf}": cut for leaf, cut in _cut_parameters(module, split, layout, copies).items()}
+        _cut_parameters(module, {leaf: cuts[key] for leaf in module._parameters if (key := f"{name}.{leaf}") in cuts})
         if split.kind == "experts":
             _narrow(module, INNER, cuts[f"{name}.down_proj"])
             _enter_routed(module, border)
@@ -113,18 +112,34 @@ def partial_parameters(
     return tuple(sums)
 
 
-def _cut_parameters(module: nn.Module, split: TensorSplit, layout: Layout, copies: int) -> dict[str, Cut]:
-    """Cut a module's own parameters to this rank's part, which `copies` neighbours hold alike; leaf name -> cut."""
+def planned_cuts(model: nn.Module, facts: ModelFacts, layout: Coordinates) -> dict[str, Cut]:
+    """How `split_tensors` would cut the whole `model`, by parameter name; nothing is changed and no group is asked."""
     cuts: dict[str, Cut] = {}
-    for leaf, parameter in list(module._parameters.items()):
-        part = split.of(leaf)
-        if parameter is None or part is None:
-            continue
-        sections, groups = part.along(parameter.shape[part.dim], layout.size("tensor"))
-        cuts[leaf] = cut_of(tuple(parameter.shape), part.dim, sections, layout, copies, groups)
-        local = parameter.new_empty(cuts[leaf].local_shape())
-        module._parameters[leaf] = nn.Parameter(local, requires_grad=parameter.requires_grad)
+    for name, split in facts.tensor_splits.items():
+        if split.kind not in ("partial", "inner"):
+            copies = facts.key_value_copies(layout.size("tensor")) if split.key_value else 1
+            found = _module_cuts(model.get_submodule(name), split, layout, copies)
+            cuts |= {f"{name}.{leaf}": cut for leaf, cut in found.items()}
     return cuts
+
+
+def _module_cuts(module: nn.Module, split: TensorSplit, layout: Coordinates, copies: int) -> dict[str, Cut]:
+    """How a module's own parameters are cut to parts that `copies` neighbours hold alike; leaf name -> cut."""
+    cuts: dict[str, Cut] = {}
+    for leaf, parameter in module._parameters.items():
+        part = split.of(leaf)
+        if parameter is not None and part is not None:
+            sections, groups = part.along(parameter.shape[part.dim], layout.size("tensor"))
+            cuts[leaf] = cut_of(tuple(parameter.shape), part.dim, sections, layout, copies, groups)
+    return cuts
+
+
+def _cut_parameters(module: nn.Module, cuts: Mapping[str, Cut]) -> None:
+    """Narrow a module's own parameters (on the meta device) to this rank's part."""
+    for leaf, cut in cuts.items():
+        parameter = module.get_parameter(leaf)
+        local = parameter.new_empty(cut.local_shape())
+        module._parameters[leaf] = nn.Parameter(local, requires_grad=parameter.requires_grad)
 
 
 def _sum_output(module: Any, split: TensorSplit, border: WholeRows) -> None:

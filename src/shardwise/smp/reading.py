@@ -12,6 +12,7 @@ import argparse
 import enum
 import functools
 import importlib
+import io
 import os
 import sys
 from collections.abc import Callable
@@ -61,7 +62,7 @@ def read(path: Path, map_location: Any = None) -> Any:
         ) from error
 
 
-def allowing(path: str | os.PathLike[str]) -> AbstractContextManager[Any]:
+def allowing(path: str | os.PathLike[str] | io.BytesIO) -> AbstractContextManager[Any]:
     """While it lasts, torch lets in those classes among the ones that the file names which are known to be harmless."""
     known = [item for name in _names(path) if (item := _known(name)) is not None]
     plain = (argparse.Namespace, ShardedTensor.ProcessGroupState, *_DTYPES)
@@ -82,7 +83,7 @@ def for_scripts(load: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _names(path: str | os.PathLike[str]) -> list[str]:
+def _names(path: str | os.PathLike[str] | io.BytesIO) -> list[str]:
     """Of classes and functions in the file that torch does not know by itself; nothing is loaded."""
     try:
         found: list[str] = torch.serialization.get_unsafe_globals_in_checkpoint(path)

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
-from shardwise._torch_compat import hybrid_strategies
+from shardwise._torch_compat import ReductionState, allreduce_hook, hybrid_strategies
 from shardwise.smp.process import device_type
 from shardwise.smp.v2.split_model import hf_names, local_names
 
@@ -79,38 +79,59 @@ def _init(self: Any, *args: Any, post_param_init_fn: Callable[[nn.Module], Any] 
     given = inspect.signature(_fsdp_init).bind(self, *args, **kwargs).arguments
     given.pop("self")
     given |= given.pop("kwargs", {})
-    _choose_groups(given)
+    copies = _choose_groups(given)
     _initialize(given, post_param_init_fn)
     _wrapping = True
     try:
         _fsdp_init(self, **given)
     finally:
         _wrapping = False
+    if copies is not None:
+        _average(self, copies)
+        if given.get("sync_module_states"):
+            _spread(self)
     if local_names(self):
         self.register_state_dict_post_hook(_to_whole)
         self.register_load_state_dict_pre_hook(_to_parts)
 
 
-def _choose_groups(given: dict[str, Any]) -> None:
-    """FSDP's `process_group` and strategy by SMP's degrees, where the script has not given groups of its own."""
+def _choose_groups(given: dict[str, Any]) -> dist.ProcessGroup | None:
+    """FSDP's `process_group` and strategy by SMP's degrees, where the script has not given groups of its own.
+
+    Returns:
+        Where nothing is sharded, the ranks over which `_average` has to reduce gradients.
+    """
     from shardwise.smp.v2.state_handler import state
 
     if given.get("process_group") is not None or given.get("device_mesh") is not None:
-        return
+        return None
     hybrid = given.get("sharding_strategy") in hybrid_strategies
     if state.native:
         state.native_hybrid = hybrid
     if state.native and not hybrid:
-        return
+        return None
     layout = state.layout
     if local_names(given["module"]):
         given["use_orig_params"] = True  # a norm counts each parameter by how it is split
     if layout.size(*SHARD) == 1:
-        given |= {"sharding_strategy": ShardingStrategy.NO_SHARD, "process_group": layout.group(*LINE)}
-        return
+        given |= {"sharding_strategy": ShardingStrategy.NO_SHARD, "process_group": layout.group(*SHARD)}
+        return layout.group(*LINE)
     if not hybrid:
         given["sharding_strategy"] = ShardingStrategy.HYBRID_SHARD
     given["process_group"] = (layout.group(*SHARD), layout.group(*REPLICA))
+    return None
+
+
+def _average(model: Any, group: dist.ProcessGroup) -> None:
+    """Reduce gradients of whole copies over `group`.
+
+    FSDP would reduce them over its `process_group`. That is the shard's, this rank alone, because scripts save by it:
+    only the first replica does, so a group with others in it would wait for ever.
+    """
+    how = ReductionState(group)
+    modules: list[Any] = FullyShardedDataParallel.fsdp_modules(model)
+    for module in modules:
+        module._comm_hook, module._comm_hook_state = allreduce_hook, how
 
 
 def _initialize(given: dict[str, Any], after: Callable[[nn.Module], Any] | None) -> None:

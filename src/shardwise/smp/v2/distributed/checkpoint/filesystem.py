@@ -2,7 +2,8 @@
 without trusting it.
 
 Torch's metadata is a pickle, which is written for torch's own reader. Beside it stands the same as JSON, and that is
-what is read here. What is not a tensor is read with `weights_only=True`.
+what is read here. Where torch's own writer was at work the pickle alone is there: it is walked, not unpickled. What is
+not a tensor is read with `weights_only=True`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from shardwise._torch_compat import set_state_element
 from shardwise.errors import CheckpointError, ConfigError
+from shardwise.smp.v2.distributed.checkpoint import torch_metadata
 from shardwise.smp.v2.distributed.checkpoint.metadata import FILE, from_text, to_text
 from shardwise.smp.v2.distributed.checkpoint.s3_filesystem import S3FileSystem, is_s3_uri
 
@@ -91,7 +93,7 @@ class DistributedFileSystemWriter(FileSystemWriter):
 
 
 class DistributedFileSystemReader(FileSystemReader):
-    """Reads what DistributedFileSystemWriter has written; what torch's own has written torch's own reads."""
+    """Reads what DistributedFileSystemWriter has written, or torch's own FileSystemWriter."""
 
     def __init__(self, path: str | Path, s3_region: str | None = None, s3client_config: Any = None, **settings: Any):
         super().__init__(str(path), **settings)
@@ -103,9 +105,15 @@ class DistributedFileSystemReader(FileSystemReader):
         """Raises CheckpointError where there is none, or it is none of ours."""
         file = self.fs.concat_path(self.path, FILE)
         try:
+            torchs = self.fs.concat_path(self.path, torch_metadata.FILE)
+            if not self.fs.exists(file) and self.fs.exists(torchs):
+                file = torchs
             with self.fs.create_stream(file, "rb") as stream:
-                return from_text(stream.read().decode(), self.load_id)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                content = stream.read()
+            if file == torchs:
+                return torch_metadata.from_pickle(content, self.load_id)
+            return from_text(content.decode(), self.load_id)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             self.problem = CheckpointError(f"{file} cannot be read: {error}; give a directory of a finished save")
             raise self.problem from error
 

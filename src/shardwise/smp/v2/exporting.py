@@ -1,0 +1,307 @@
+"""Checkpoints of version 2's scripts as Hugging Face directories: whole tensors out of shards and tensor parts.
+
+A script's checkpoint is a directory of torch's distributed checkpoint (`sharded`, `async_sharded`), or of several such
+for tensor ranks (`tp2-0`, `tp2-1`), of one for each shard (`async_local`: `tp0_ep0_fsdp1`), of a file for each rank
+(`use_pg_with_util`: `0.pt`), or has whole weights and a config (`full`). Scripts keep the model's config in the first
+three. One process reads one tensor at a time.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+
+from shardwise.checkpoint.export import converted
+from shardwise.checkpoint.reading import HuggingFaceWeights
+from shardwise.checkpoint.weight_files import INDEX, SINGLE, TORCH_INDEX, TORCH_SINGLE
+from shardwise.checkpoint.writing import HuggingFaceWriter
+from shardwise.errors import CheckpointError, listed
+from shardwise.families.discovery import discover
+from shardwise.layout import Layout
+from shardwise.parallel.tensor import planned_cuts
+from shardwise.parallel.tensor_map import Cut
+from shardwise.smp.config import make_job
+from shardwise.smp.reading import allowing, read
+from shardwise.smp.v2.checkpoint.utils import SORT_BY_LAST_INT, STEPS
+from shardwise.smp.v2.distributed.checkpoint import torch_metadata
+from shardwise.smp.v2.distributed.checkpoint.filesystem import DistributedFileSystemReader, first_failure
+from shardwise.smp.v2.distributed.checkpoint.metadata import FILE
+from shardwise.smp.v2.distributed.fsdp.checkpoint import EXPORT_KEY_IDENTITY
+
+MODEL, CONFIG, CONFIG_FILE = "model", "model_config", "config.json"
+WEIGHTS = (SINGLE, INDEX, TORCH_SINGLE, TORCH_INDEX)
+PROBED = 64  # positions of the forward that is looked at
+_TENSOR_PART = re.compile(r"tp(\d+)-(\d+)")
+_SHARD = re.compile(r"tp(\d+)_ep0_fsdp(\d+)")
+
+
+class _Shard(Protocol):
+    """What one rank, or a group of them, has written."""
+
+    @property
+    def names(self) -> Iterable[str]:
+        """Of the model's tensors."""
+
+    def read(self, name: str) -> Tensor:
+        """A tensor of the model as it is here."""
+
+    def config(self) -> Any:
+        """What the script has kept as the model's config; None where it has not."""
+
+
+class _Directory:
+    """A directory of torch's distributed checkpoint, whose metadata is read once."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.reader = path, DistributedFileSystemReader(path)
+        self.metadata: Metadata = self.reader.read_metadata()
+        self.reader.read_metadata = self._kept  # type: ignore[method-assign]
+
+    def _kept(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self.metadata
+
+    @property
+    def names(self) -> list[str]:
+        tensors = [key for key, value in self._values.items() if isinstance(value, TensorStorageMetadata)]
+        return [key.removeprefix(f"{MODEL}.") for key in tensors if key.startswith(f"{MODEL}.")]
+
+    @property
+    def _values(self) -> Mapping[str, Any]:
+        return self.metadata.state_dict_metadata
+
+    def read(self, name: str) -> Tensor:
+        stored = self._values[f"{MODEL}.{name}"]
+        found = torch.empty(stored.size, dtype=stored.properties.dtype)
+        self._load({f"{MODEL}.{name}": found}, checkpoint.DefaultLoadPlanner())
+        return found
+
+    def config(self) -> Any:
+        if not isinstance(self._values.get(CONFIG), BytesStorageMetadata):
+            return None
+        planner = _Plain()
+        self._load({CONFIG: None}, planner)
+        return planner.found
+
+    def _load(self, wanted: dict[str, Any], planner: Any) -> None:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # that there is no process group
+                checkpoint.load(wanted, storage_reader=self.reader, planner=planner, no_dist=True)
+        except checkpoint.CheckpointException as error:
+            raise CheckpointError(f"{self.path} cannot be read: {first_failure(error)}") from error
+
+
+class _Plain(checkpoint.DefaultLoadPlanner):
+    """Reads one value that is no tensor, of what SMP's files may hold."""
+
+    found: Any = None
+
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        with allowing(value):
+            value.seek(0)
+            self.found = torch.load(value, weights_only=True)
+
+
+class _RankFile:
+    """What `save_model_checkpoint` has written for a rank."""
+
+    def __init__(self, path: Path) -> None:
+        self.content = read(path)
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.content[MODEL])
+
+    def read(self, name: str) -> Tensor:
+        found: Tensor = self.content[MODEL][name]
+        return found
+
+    def config(self) -> Any:
+        return self.content.get(CONFIG)
+
+
+class _Whole(HuggingFaceWeights):
+    """Whole weights that a script has written, with the config beside them."""
+
+    def config(self) -> Any:
+        return None
+
+
+Parts = Sequence[Sequence[_Shard]]  # of each tensor rank its shards
+
+
+def is_script_checkpoint(path: str | Path) -> bool:
+    """Whether a checkpoint of version 2's scripts, or a directory of them, is there."""
+    folder = Path(path)
+    return "://" not in str(path) and folder.is_dir() and (_is_one(folder) or _newest(folder) is not None)
+
+
+def export_script_checkpoint(
+    source: str | Path, path: str | Path, dtype: str | None = None, say: Callable[[str], None] = lambda text: None
+) -> Path:
+    """Write the model of a checkpoint of version 2's scripts to the new directory `path`, in one process.
+
+    Args:
+        source: the directory of one checkpoint, or of several: then the one with the highest number of steps.
+        dtype: of the parameters in the files, as of `shardwise export`.
+        say: told which checkpoint is taken.
+
+    Raises:
+        CheckpointError: it is incomplete, of a kind that one process cannot put together, or of another model.
+        OutputError: `path` is there already or cannot be written.
+    """
+    folder = Path(source)
+    newest = None if _is_one(folder) else _newest(folder)
+    if newest is not None:
+        say(f"the newest checkpoint of {source} is {newest.name}")
+        folder = newest
+    parts = _parts(folder)
+    config = _config(folder, parts[0][0])
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    tensors = _Tensors(folder, model, parts)
+    with HuggingFaceWriter(path, config) as writer:
+        for name in tensors.shapes:
+            writer.add(name, converted(f"{MODEL}/{name}", tensors.read(name), dtype))
+        return writer.finish()
+
+
+class _Tensors:
+    """The model's tensors, each out of all its parts.
+
+    Raises:
+        CheckpointError: parts lack tensors of the model.
+    """
+
+    def __init__(self, folder: Path, model: nn.Module, parts: Parts) -> None:
+        self.folder, self.parts = folder, parts
+        self.shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        self.cuts = _cuts(model, len(parts))
+        there = set(parts[0][0].names)
+        missing = [name for name in self.shapes if name not in there]
+        if missing:
+            raise CheckpointError(
+                f"{folder} lacks {listed(missing)} of {type(model).__name__}, and holds "
+                f"{listed(sorted(there - set(self.shapes))) or 'nothing else'}; FSDP's flat parameters and Transformer "
+                "Engine's cannot be taken apart here: load it with the script and save a `full` checkpoint"
+            )
+
+    def read(self, name: str) -> Tensor:
+        """The whole tensor."""
+        cut = self.cuts.get(name)
+        if cut is None:
+            return self._part(name, 0, self.shapes[name])
+        first = self._part(name, 0, cut.local_shape(0))
+        whole = first.new_empty(cut.shape)
+        for index in range(cut.degree):
+            part = first if index == 0 else self._part(name, index * cut.copies, cut.local_shape(index))
+            for region in cut.regions(index):
+                whole[region.logical] = part[region.local]
+        return whole
+
+    def _part(self, name: str, rank: int, shape: tuple[int, ...]) -> Tensor:
+        """The part of a tensor rank; shards are runs of its elements, one behind the other."""
+        shards = [shard.read(name) for shard in self.parts[rank]]
+        found = shards[0] if len(shards) == 1 else torch.cat([shard.flatten() for shard in shards])
+        if found.numel() != torch.Size(shape).numel():
+            raise CheckpointError(
+                f"{self.folder}: {name} has {found.numel()} elements, and the model's shape is {list(shape)}; config "
+                "and checkpoint do not belong together"
+            )
+        return found.view(shape)
+
+
+def _cuts(model: Any, degree: int) -> Mapping[str, Cut]:
+    if degree == 1:
+        return {}
+    length = min(PROBED, getattr(model.config, "max_position_embeddings", PROBED))
+    return planned_cuts(model, discover(model, make_job({"data.sequence_length": length})), Layout({"tensor": degree}))
+
+
+def _config(folder: Path, first: _Shard) -> PreTrainedConfig:
+    """The model's config: kept in the checkpoint, or beside it."""
+    kept = first.config()
+    if isinstance(kept, PreTrainedConfig):
+        return kept
+    if not (folder / CONFIG_FILE).is_file():
+        raise CheckpointError(
+            f"{folder} holds no {CONFIG!r}, which public scripts keep in their checkpoints; put the model's "
+            f"{CONFIG_FILE} into that directory"
+        )
+    found: PreTrainedConfig = AutoConfig.from_pretrained(folder)
+    return found
+
+
+# ---- which directories and files there are
+
+
+def _is_one(folder: Path) -> bool:
+    whole = (folder / CONFIG_FILE).is_file() and any((folder / name).is_file() for name in WEIGHTS)
+    return whole or _has_metadata(folder) or (folder / "0.pt").is_file() or bool(_by_rank(folder))
+
+
+def _newest(folder: Path) -> Path | None:
+    """The checkpoint with the highest number among those in `folder`."""
+    children = [child for child in folder.iterdir() if child.is_dir() and re.fullmatch(STEPS, child.name)]
+    return max((child for child in children if _is_one(child)), key=SORT_BY_LAST_INT, default=None)
+
+
+def _has_metadata(folder: Path) -> bool:
+    return (folder / FILE).is_file() or (folder / torch_metadata.FILE).is_file()
+
+
+def _parts(folder: Path) -> Parts:
+    """What each rank has written.
+
+    Raises:
+        CheckpointError: directories or files of some ranks are missing, or they are of a kind that is not read here.
+    """
+    if _has_metadata(folder):
+        return [[_Directory(folder)]]
+    if (folder / "0.pt").is_file():
+        return _of_files(folder)
+    by_rank = _by_rank(folder)
+    if not by_rank:
+        return [[_Whole(folder)]]
+    lost = [path for shards in by_rank for path in shards if not _has_metadata(path)]
+    if lost:
+        raise CheckpointError(
+            f"{listed(map(str, lost))} is not there, or its save has not finished; all ranks' directories are needed"
+        )
+    return [[_Directory(path) for path in shards] for shards in by_rank]
+
+
+def _by_rank(folder: Path) -> list[list[Path]]:
+    """Of each tensor rank the directories that belong here, by the names of those that are here."""
+    names = [child.name for child in folder.iterdir() if child.is_dir()]
+    parts = [int(found[1]) for name in names if (found := _TENSOR_PART.fullmatch(name))]
+    if parts:
+        return [[folder / f"tp{max(parts)}-{rank}"] for rank in range(max(parts))]
+    shards = [(int(found[1]), int(found[2])) for name in names if (found := _SHARD.fullmatch(name))]
+    if not shards:
+        return []
+    degree, count = (max(numbers) + 1 for numbers in zip(*shards, strict=True))
+    return [[folder / f"tp{rank}_ep0_fsdp{shard}" for shard in range(count)] for rank in range(degree)]
+
+
+def _of_files(folder: Path) -> Parts:
+    content = read(folder / "0.pt")
+    said = content.get(EXPORT_KEY_IDENTITY) if isinstance(content, Mapping) else None
+    if not isinstance(said, Mapping):
+        raise CheckpointError(
+            f"{folder} holds FSDP's local state, which the ranks that wrote it read back alone; load it with the "
+            "script and save a `sharded` or `full` checkpoint"
+        )
+    layout = Layout({axis: degree for axis, degree in said.items() if isinstance(degree, int)})
+    ranks = [layout.ranks("shard", "context", of=tensor) for tensor in range(layout.size("tensor"))]
+    return [[_RankFile(folder / f"{rank}.pt") for rank in part] for part in ranks]
