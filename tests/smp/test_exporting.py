@@ -36,7 +36,9 @@ def _saved(directory: str, how: str, family: str, config: dict[str, Any]) -> Who
         model = wrap(tsm.transform(make_model(family, torch.float32)))
         state, folder = tsm.state, Path(directory, f"{family}-2steps")
         if how in ("sharded", "async_sharded"):
-            place = folder / f"tp{state.tp_size}-{state.tp_rank}" if state.tp_size > 1 else folder
+            documented = f"tp{state.tp_rank}_ep{state.ep_rank}"  # in SMP's documents, as against public scripts
+            part = documented if how == "async_sharded" else f"tp{state.tp_size}-{state.tp_rank}"
+            place = folder / part if state.tp_size > 1 else folder
             with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
                 content = {"model": model.state_dict(), "model_config": model.config, "total_steps": 2}
             if state.ranker.get_rep_rank(state.rank) == 0 and how == "sharded":

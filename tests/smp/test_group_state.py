@@ -94,7 +94,8 @@ def _load(model: Any, optimizer: Any, directory: str, how: str) -> None:
                 model_state_dict=content["model"], optimizer_key="optimizer",
                 storage_reader=checkpoint.FileSystemReader(directory), process_group=model.process_group,
             )  # fmt: skip
-            optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, found["optimizer"]))
+            # In the order of torch 2.0, as scripts of SMP 2.0 have it.
+            optimizer.load_state_dict(FSDP.optim_state_dict_to_load(found["optimizer"], model, optimizer))
     else:
         content = load(f"{directory}/full.pt")
         with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, *_whole()):

@@ -175,6 +175,8 @@ def test_files_of_other_writers_are_named(tmp_path: Any) -> None:
         defaults = {"total_steps": 0, "epoch": 7}
         found = load_model_checkpoint(model, None, str(tmp_path / "own"), "hybrid", None, extra_imports=defaults)
         assert found["model"] is model and found["identity"] == {"total_steps": 3, "epoch": 7}
+        found = load_model_checkpoint(model, None, str(tmp_path / "own"), "hybrid", None)
+        assert found["identity"] == {"total_steps": 3, "epoch": 0}  # which public scripts read and have not exported
         with pytest.raises(CheckpointError, match="has no optimizer"):
             load_model_checkpoint(model, None, str(tmp_path / "own"), "hybrid", None, optimizer=optimizer)
         (tmp_path / "other").mkdir()

@@ -64,7 +64,7 @@ def read(path: Path, map_location: Any = None) -> Any:
 
 def allowing(path: str | os.PathLike[str] | io.BytesIO) -> AbstractContextManager[Any]:
     """While it lasts, torch lets in those classes among the ones that the file names which are known to be harmless."""
-    known = [item for name in _names(path) if (item := _known(name)) is not None]
+    known = [item for name in names_in(path) if (item := _known(name)) is not None]
     plain = (argparse.Namespace, ShardedTensor.ProcessGroupState, *_DTYPES)
     manager: AbstractContextManager[Any] = torch.serialization.safe_globals([*plain, *known])
     return manager
@@ -83,7 +83,7 @@ def for_scripts(load: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _names(path: str | os.PathLike[str] | io.BytesIO) -> list[str]:
+def names_in(path: str | os.PathLike[str] | io.BytesIO) -> list[str]:
     """Of classes and functions in the file that torch does not know by itself; nothing is loaded."""
     try:
         found: list[str] = torch.serialization.get_unsafe_globals_in_checkpoint(path)
@@ -93,7 +93,7 @@ def _names(path: str | os.PathLike[str] | io.BytesIO) -> list[str]:
 
 
 def _unknown(path: Path) -> list[str]:
-    return [name for name in _names(path) if name != "argparse.Namespace" and _known(name) is None]
+    return [name for name in names_in(path) if name != "argparse.Namespace" and _known(name) is None]
 
 
 def _member(kind: Any, name: str) -> Any:

@@ -1,9 +1,9 @@
 """Checkpoints of version 2's scripts as Hugging Face directories: whole tensors out of shards and tensor parts.
 
 A script's checkpoint is a directory of torch's distributed checkpoint (`sharded`, `async_sharded`), or of several such
-for tensor ranks (`tp2-0`, `tp2-1`), of one for each shard (`async_local`: `tp0_ep0_fsdp1`), of a file for each rank
-(`use_pg_with_util`: `0.pt`), or has whole weights and a config (`full`). Scripts keep the model's config in the first
-three. One process reads one tensor at a time.
+for tensor ranks (`tp2-0`, `tp2-1`; `tp0_ep0` in SMP's documents), of one for each shard (`async_local`:
+`tp0_ep0_fsdp1`), of a file for each rank (`use_pg_with_util`: `0.pt`), or has whole weights and a config (`full`).
+Scripts keep the model's config in the first three. One process reads one tensor at a time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from shardwise.layout import Layout
 from shardwise.parallel.tensor import planned_cuts
 from shardwise.parallel.tensor_map import Cut
 from shardwise.smp.config import make_job
-from shardwise.smp.reading import allowing, read
+from shardwise.smp.reading import allowing, names_in, read
 from shardwise.smp.v2.checkpoint.utils import SORT_BY_LAST_INT, STEPS
 from shardwise.smp.v2.distributed.checkpoint import torch_metadata
 from shardwise.smp.v2.distributed.checkpoint.filesystem import DistributedFileSystemReader, first_failure
@@ -43,6 +43,7 @@ WEIGHTS = (SINGLE, INDEX, TORCH_SINGLE, TORCH_INDEX)
 PROBED = 64  # positions of the forward that is looked at
 _TENSOR_PART = re.compile(r"tp(\d+)-(\d+)")
 _SHARD = re.compile(r"tp(\d+)_ep0_fsdp(\d+)")
+_DOCUMENTED = re.compile(r"tp(\d+)_ep0")
 
 
 class _Shard(Protocol):
@@ -282,11 +283,14 @@ def _parts(folder: Path) -> Parts:
 
 
 def _by_rank(folder: Path) -> list[list[Path]]:
-    """Of each tensor rank the directories that belong here, by the names of those that are here."""
+    """Of each tensor rank the directories that belong here, by the names of those that are."""
     names = [child.name for child in folder.iterdir() if child.is_dir()]
     parts = [int(found[1]) for name in names if (found := _TENSOR_PART.fullmatch(name))]
     if parts:
         return [[folder / f"tp{max(parts)}-{rank}"] for rank in range(max(parts))]
+    ranks = [int(found[1]) for name in names if (found := _DOCUMENTED.fullmatch(name))]
+    if ranks:
+        return [[folder / f"tp{rank}_ep0"] for rank in range(max(ranks) + 1)]
     shards = [(int(found[1]), int(found[2])) for name in names if (found := _SHARD.fullmatch(name))]
     if not shards:
         return []
@@ -295,7 +299,8 @@ def _by_rank(folder: Path) -> list[list[Path]]:
 
 
 def _of_files(folder: Path) -> Parts:
-    content = read(folder / "0.pt")
+    local = any(name.endswith(".ShardedTensor") for name in names_in(folder / "0.pt"))
+    content = None if local else read(folder / "0.pt")
     said = content.get(EXPORT_KEY_IDENTITY) if isinstance(content, Mapping) else None
     if not isinstance(said, Mapping):
         raise CheckpointError(

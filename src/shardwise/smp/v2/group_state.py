@@ -5,6 +5,7 @@ which the script's model is sharded. FSDP's `LOCAL_STATE_DICT` names the shards 
 and torch (2.11, 2.13) then looks for global ranks: groups that do not begin at rank 0 fail. With `use_orig_params`, in
 groups of any ranks, it saves each shard twice, flat and under the parameters' names, and does not take the flat one
 back. `save_state_dict` and `load_state_dict` took the coordinator by its global rank, and take it by its place now.
+`optim_state_dict_to_load` took the state first until torch 2.0, the first that SMP came with: its scripts still do.
 Scripts import the functions before `tsm.init`, so they are changed when `torch.sagemaker` is imported, for good; a call
 for all ranks reaches torch as it is.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -22,12 +23,16 @@ from torch.distributed import checkpoint
 from torch.distributed.checkpoint import optimizer as optimizer_files
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from shardwise._torch_compat import Shard, create_chunk_sharded_tensor, fsdp_state_dicts, unflatten_state_dict
 
 _PLACE = "process_group"
 _files: Any = optimizer_files
 _hooks: Any = fsdp_state_dicts
+_fsdp: Any = FullyShardedDataParallel
+# The order of FSDP.optim_state_dict_to_load in torch 2.0.
+_OLD_ORDER = ("optim_state_dict", "model", "optim", "is_named_optimizer", "load_directly", "group")
 
 
 def install() -> None:
@@ -38,6 +43,8 @@ def install() -> None:
         _hooks.init_from_local_shards = _with_global_ranks(_hooks.init_from_local_shards)
     if not hasattr(_hooks._local_pre_load_state_dict_hook, "__wrapped__"):
         _hooks._local_pre_load_state_dict_hook = _without_flat(_hooks._local_pre_load_state_dict_hook)
+    if not hasattr(_fsdp.optim_state_dict_to_load, "__wrapped__"):
+        _fsdp.optim_state_dict_to_load = staticmethod(_in_either_order(_fsdp.optim_state_dict_to_load))
     for module, name in ((state_dict_saver, "save_state_dict"), (state_dict_loader, "load_state_dict")):
         if "coordinator" not in vars(getattr(module, name)):
             changed = _with_coordinator(getattr(module, name))
@@ -58,6 +65,16 @@ def _with_coordinator(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*given.args, **given.kwargs)
 
     vars(call)["coordinator"] = True
+    return call
+
+
+def _in_either_order(load: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(load)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if args and isinstance(args[0], Mapping):
+            return load(**dict(zip(_OLD_ORDER, args, strict=False)), **kwargs)
+        return load(*args, **kwargs)
+
     return call
 
 

@@ -48,7 +48,7 @@ def load_model_checkpoint(
 
     Returns:
         Those three under their keys, and under `identity` what was exported beside them, with `extra_imports` for what
-        was not.
+        was not, and with `epoch` 0 where neither has one: public scripts ask for it and do not export it.
 
     Raises:
         CheckpointError: there is no file of this rank, it is no plain data, of another writer, or of other degrees.
@@ -73,7 +73,7 @@ def load_model_checkpoint(
         get_logger().info("read %s", file)
     exports = {name: value for name, value in content.items() if name not in KEYS}
     found = {EXPORT_KEY_MODEL: model, EXPORT_KEY_OPTIMIZER: optimizer, EXPORT_KEY_SCHEDULER: scheduler}
-    return found | {EXPORT_KEY_IDENTITY: dict(extra_imports or {}) | exports}
+    return found | {EXPORT_KEY_IDENTITY: {"epoch": 0} | dict(extra_imports or {}) | exports}
 
 
 def _check_keys(file: Path, content: Any, optimizer: Any, scheduler: Any) -> None:
