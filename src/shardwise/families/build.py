@@ -101,8 +101,8 @@ def _read_config(path: Path, key: str, section: ModelSection, directory_only: bo
     file = path / "config.json" if path.is_dir() else path
     if not file.exists():
         raise ModelError(
-            f"{where} holds no config.json; it is not a Hugging Face model directory; `shardwise export` makes one of a "
-            "checkpoint"
+            f"{where} holds no config.json; it is not a Hugging Face model directory, and `shardwise export` makes one "
+            "of a checkpoint"
         )
     _check_config_file(file, where, section)
     source = path if path.is_dir() else file.parent if file.name == "config.json" else file

@@ -24,6 +24,7 @@ from torch.distributed.fsdp import (
 )
 
 from shardwise._torch_compat import ReductionState, allreduce_hook, hybrid_strategies
+from shardwise.errors import ConfigError
 from shardwise.smp.process import device_type
 from shardwise.smp.v2.split_model import hf_names, local_names
 
@@ -79,6 +80,7 @@ def _init(self: Any, *args: Any, post_param_init_fn: Callable[[nn.Module], Any] 
     given = inspect.signature(_fsdp_init).bind(self, *args, **kwargs).arguments
     given.pop("self")
     given |= given.pop("kwargs", {})
+    _check(given["module"])
     copies = _choose_groups(given)
     _initialize(given, post_param_init_fn)
     _wrapping = True
@@ -93,6 +95,20 @@ def _init(self: Any, *args: Any, post_param_init_fn: Callable[[nn.Module], Any] 
     if local_names(self):
         self.register_state_dict_post_hook(_to_whole)
         self.register_load_state_dict_pre_hook(_to_parts)
+
+
+def _check(module: nn.Module) -> None:
+    """Refuse degrees that split nothing, and turn off a cache that recomputation would add to a second time."""
+    from shardwise.smp.v2.state_handler import state
+
+    if state.layout.size("tensor", "context") > 1 and not state.transformed:
+        raise ConfigError(
+            f"tensor_parallel_degree={state.tp_size} and context_parallel_degree={state.cp_size} split models that "
+            "tsm.transform is given, and FSDP gets one before any was; call tsm.transform(model), or set them to 1"
+        )
+    config = getattr(module, "config", None)
+    if getattr(config, "use_cache", False):
+        config.use_cache = False  # type: ignore[union-attr]
 
 
 def _choose_groups(given: dict[str, Any]) -> dist.ProcessGroup | None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,8 +27,9 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorSt
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from shardwise._torch_compat import Shard, create_chunk_sharded_tensor, fsdp_state_dicts, unflatten_state_dict
+from shardwise.errors import CheckpointError
 
-_PLACE = "process_group"
+_PLACE, METADATA = "process_group", ".metadata"
 _files: Any = optimizer_files
 _hooks: Any = fsdp_state_dicts
 _fsdp: Any = FullyShardedDataParallel
@@ -58,6 +60,7 @@ def _with_coordinator(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         given = taken.bind(*args, **kwargs)
+        _check_there(given.arguments.get("storage_reader"))
         group, rank = given.arguments.get(_PLACE), given.arguments.get("coordinator_rank", 0)
         members = dist.get_process_group_ranks(group) if group is not None else []
         if rank in members:  # whichever is meant: all members choose the same one
@@ -66,6 +69,15 @@ def _with_coordinator(function: Callable[..., Any]) -> Callable[..., Any]:
 
     vars(call)["coordinator"] = True
     return call
+
+
+def _check_there(reader: Any) -> None:
+    """Raises CheckpointError where torch's own reader has no checkpoint: torch's error does not say so."""
+    if type(reader) is not checkpoint.FileSystemReader or (Path(reader.path) / METADATA).is_file():
+        return
+    parts = sorted(path.parent.name for path in Path(reader.path).glob(f"*/{METADATA}"))
+    ways = f", and {', '.join(parts)} below it: it was saved at other degrees, use those" if parts else ""
+    raise CheckpointError(f"{reader.path} holds no {METADATA} of a finished checkpoint{ways}")
 
 
 def _in_either_order(load: Callable[..., Any]) -> Callable[..., Any]:

@@ -47,6 +47,7 @@ class State:
         initialized: whether `init` was called.
         native: whether FSDP chooses its groups itself: no degree was given.
         native_hybrid: whether the script's FSDP then shards inside of hosts, as SMP's own does.
+        transformed: whether `tsm.transform` was given a model, which degrees of tensors and sequences need.
     """
 
     def __init__(self) -> None:
@@ -54,6 +55,7 @@ class State:
         set_("initialized", False)
         set_("native", False)
         set_("native_hybrid", True)
+        set_("transformed", False)
         set_("_values", dict(DEFAULTS))
         set_("_assigned", {})
         set_("_layouts", {})
@@ -69,6 +71,7 @@ class State:
     initialized: bool
     native: bool
     native_hybrid: bool
+    transformed: bool
     ranker: Ranker
 
     def __getattr__(self, name: str) -> Any:

@@ -82,6 +82,7 @@ def transform(
     lead_layers(model.get_submodule(name) for name, why in left.items() if not why)
     mark(model, [block.name for block in facts.blocks], TransformerLayer)
     mark(model, dict.fromkeys(layer.name for layer in facts.attention), MultiheadAttention)
+    state.transformed = True
     return model.to(device=None if any(p.is_meta for p in model.parameters()) else device, dtype=dtype)
 
 

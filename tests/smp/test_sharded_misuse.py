@@ -1,0 +1,70 @@
+"""What goes wrong without a word in plain FSDP, and is refused or kept right here: SMP version 2."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed import checkpoint
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+import shardwise.smp.v2 as tsm
+from shardwise.errors import CheckpointError, ConfigError
+from shardwise.smp.v2.grad_norm import clip_grad_norm_
+from shardwise.testing.world import WorldPool
+from tests.smp.scripts import batches
+from tests.smp.sharded_scripts import make_model, wrap
+
+REENTRANT = functools.partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.REENTRANT)
+
+
+def _not_transformed() -> str:
+    try:
+        tsm.init({"context_parallel_degree": 2})
+        wrap(make_model("llama"))
+    except ConfigError as error:
+        return str(error)
+    finally:
+        tsm.state.reset()
+    return ""
+
+
+def test_degrees_that_would_split_nothing_are_refused(world_pool: WorldPool) -> None:
+    for said in world_pool.run(2, _not_transformed):
+        assert "context_parallel_degree=2 split models that tsm.transform is given" in said
+
+
+def _norms() -> tuple[float, float]:
+    """Of a model that is not transformed and keeps a cache, its blocks recomputed, and of plain transformers."""
+    try:
+        tsm.init({"hybrid_shard_degree": 1, "sm_activation_offloading": False})
+        ids, plain = batches()[0], make_model("llama")
+        plain(input_ids=ids, labels=ids).loss.backward()
+        expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
+        model = wrap(make_model("llama"), classes=(LlamaDecoderLayer,))
+        apply_activation_checkpointing(
+            model, checkpoint_wrapper_fn=REENTRANT, check_fn=lambda part: isinstance(part, LlamaDecoderLayer)
+        )
+        model(input_ids=ids, labels=ids)["loss"].backward()
+        return float(clip_grad_norm_(model, 1e9)), float(expected)
+    finally:
+        tsm.state.reset()
+
+
+def test_recomputation_does_not_add_to_a_cache(world_pool: WorldPool) -> None:
+    found, expected = world_pool.run(1, _norms)[0]
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_checkpoint_of_other_degrees_is_named(tmp_path: Path) -> None:
+    weights = {"model": {"weight": torch.ones(2)}}
+    checkpoint.save(weights, storage_writer=checkpoint.FileSystemWriter(tmp_path / "tp2-0"), no_dist=True)
+    with pytest.raises(CheckpointError, match=r"no \.metadata of a finished checkpoint, and tp2-0 below it"):
+        checkpoint.load_state_dict(weights, checkpoint.FileSystemReader(tmp_path), no_dist=True)
