@@ -155,9 +155,16 @@ def translate(source: Mapping[str, Any]) -> Translation:
     return result
 
 
-def bare_parameters(source: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters inside of whatever form of options `source` is; they are not looked at."""
-    return _unwrap(dict(source), Translation())
+def bare_parameters(source: Mapping[str, Any], notes: list[str] | None = None) -> dict[str, Any]:
+    """The parameters inside of whatever form of options `source` is; they are not looked at.
+
+    What stands around them and has no effect is said in `notes`, where they are given.
+    """
+    result = Translation()
+    parameters = _unwrap(dict(source), result)
+    if notes is not None:
+        notes += result.notes
+    return parameters
 
 
 def _unwrap(source: dict[str, Any], result: Translation) -> dict[str, Any]:
@@ -165,6 +172,7 @@ def _unwrap(source: dict[str, Any], result: Translation) -> dict[str, Any]:
     if "smdistributed" in source or "mpi" in source or "torch_distributed" in source:
         _around(source, result)
         source = _mapping(source.get("smdistributed", {}), "smdistributed")
+        _only(source, {"modelparallel"}, "smdistributed")
     wrapped = "modelparallel" in source
     if wrapped:
         _only(source, {"modelparallel"}, "smdistributed")
@@ -184,6 +192,8 @@ def _around(source: dict[str, Any], result: Translation) -> None:
     _only(source, {"smdistributed", "mpi", "torch_distributed"}, "distribution")
     for name, value in _mapping(source.get("mpi", {}), "mpi").items():
         if name == "processes_per_host":
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{WHERE}: mpi.{name}={value!r} must be a whole number of at least 1; use 1 or more")
             result.values["parallel.workers"] = value
             result.origins["parallel.workers"] = f"mpi.{name}={value!r}"
         elif name in MPI_NOTES:

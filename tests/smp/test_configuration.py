@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from shardwise.collectives import engine
 from shardwise.errors import ConfigError, MachineError
 from shardwise.plan import World
 from shardwise.smp.backend import choose
-from shardwise.smp.config import ACT_IN_SCRIPTS, Configuration
+from shardwise.smp.config import ACT_IN_SCRIPTS, VARIABLE, Configuration, read_configuration
 from shardwise.smp_options import OPTIONS
 from shardwise.testing.world import WorldPool
 from tests.smp.scripts import batches, make_model, replaced_loss
@@ -62,6 +63,48 @@ def test_what_is_idle_beside_the_others_is_named_once(
     smp.init(given)
     smp.state.reset()
     assert capsys.readouterr().err.count(named) == 1
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        ({"partitions": "2"}, "partitions='2' must be of type int"),
+        ({"pipeline_parallel_degree": []}, r"pipeline_parallel_degree=\[\] must be of type int"),
+        ({**TWO, "active_microbatches": 0}, "smp.init: active_microbatches=0: .* must be greater than or equal to 1"),
+        ({"smdistributed": {"dataparallel": {"enabled": True}}}, "unknown key 'dataparallel' in smdistributed"),
+    ],
+)
+def test_wrong_values_are_refused_from_the_launcher_too(
+    given: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    with pytest.raises(ConfigError, match=said):
+        read_configuration(given, "cpu").base_job()
+    monkeypatch.setenv(VARIABLE, json.dumps(given))
+    with pytest.raises(ConfigError, match=said):
+        read_configuration(None, "cpu").base_job()
+
+
+def test_an_estimators_forms_are_bare_parameters_to_a_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`state.cfg` and the launcher's precedence know the parameters, whatever stands around them."""
+    wrapped = {"smdistributed": {"modelparallel": {"enabled": True, "parameters": TWO}}, "mpi": {"enabled": True}}
+    monkeypatch.setenv(VARIABLE, json.dumps(wrapped))
+    cfg = read_configuration({"enabled": True, "parameters": {"pipeline_parallel_degree": 4, "fp16": True}}, "cpu")
+    assert (cfg.pipeline_parallel_degree, cfg.partitions, cfg.microbatches, cfg.fp16) == (2, 2, 4, True)
+    assert cfg.base_job().parallel.pipeline_parallel_degree == 2
+    assert any("mpi.enabled=True has no effect here" in note for note in cfg.notes)
+    monkeypatch.setenv(VARIABLE, json.dumps({"enabled": False, "parameters": TWO}))
+    cfg = read_configuration({"microbatches": 2}, "cpu")
+    assert (cfg.base_job().parallel.pipeline_parallel_degree, cfg.microbatches) == (1, 2)
+    assert any("enabled=False" in note for note in cfg.notes)
+
+
+@pytest.mark.parametrize("more, weight", [({}, 0.8), ({"optimize": "speed"}, 0.2), ({"memory_weight": 0.5}, 0.5)])
+def test_stages_are_cut_with_the_weight_that_the_configuration_shows(more: dict[str, Any], weight: float) -> None:
+    cfg = Configuration({**TWO, **more})
+    assert cfg.memory_weight == cfg.base_job().parallel.memory_weight == weight
+    assert "parallel.memory_weight" not in Configuration({**more, "partitions": 1}).job_keys
+    assert "parallel.memory_weight" not in Configuration({**TWO, "auto_partition": False}).job_keys
 
 
 def test_backend_is_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardwise.config import Job
 from shardwise.errors import ConfigError
 from shardwise.job_sources import validate
-from shardwise.smp_options import BY_NAME, translate
+from shardwise.smp_options import BY_NAME, bare_parameters, translate
 
 VARIABLE = "SM_HP_MP_PARAMETERS"
 # SMP's own defaults, which `state.cfg` shows for keys that nobody gave.
@@ -47,14 +47,16 @@ class Configuration:
     `given` are the keys that script or launcher gave, `notes` what has no effect here and why.
     """
 
-    def __init__(self, given: Mapping[str, Any], device_type: str = "cpu") -> None:
+    def __init__(self, given: Mapping[str, Any], device_type: str = "cpu", around: Sequence[str] = ()) -> None:
         given = {key: value for key, value in given.items() if value is not None}
         degree = given.get("pipeline_parallel_degree", given.get("partitions", 1))
-        derived = {"pipeline_parallel_degree": degree, "partitions": degree, "active_microbatches": degree + 2}
+        stages = degree if isinstance(degree, int) else 1  # what is no number is refused with the other wrong values
+        derived = {"pipeline_parallel_degree": degree, "partitions": degree, "active_microbatches": stages + 2}
         derived |= {"memory_weight": 0.2 if given.get("optimize") == "speed" else 0.8}
         vars(self).update(DEFAULTS | derived | given)
         self.given = dict(given)
         self.device_type = device_type
+        self.around = tuple(around)  # what to say of that in which the options were given
         self.notes: list[str] = []
 
     if TYPE_CHECKING:  # every option is an attribute
@@ -81,7 +83,7 @@ class Configuration:
             given["pipeline_parallel_degree"] = self.given["partitions"]
         found = translate(given)
         values = {key: value for key, (value, _) in found.defaults.items()} | found.values
-        self.notes = [note for note in found.notes if not note.startswith(_SILENT)]
+        self.notes = [*self.around, *(note for note in found.notes if not note.startswith(_SILENT))]
         values.setdefault("parallel.sharded_data_parallel_degree", 1)
         if values.pop("parallel.shard_optimizer_state", False):
             values["parallel.shard_optimizer_state"] = True
@@ -121,13 +123,15 @@ class Configuration:
         """What SMP's server of requests allows, and fixed schedules do not."""
         degree = values.get("parallel.pipeline_parallel_degree", 1)
         microbatches = values.get("training.gradient_accumulation", 1)
+        if degree > 1 and self.auto_partition:
+            values["parallel.memory_weight"] = self.memory_weight
         if degree > 1 and microbatches < degree and values.get("parallel.pipeline", "interleaved") == "interleaved":
             values["parallel.pipeline"] = "simple"
             self.notes.append(
                 f"smp_options: {microbatches} microbatches cannot fill {degree} stages in turn: pipeline is simple."
             )
         needed = microbatches if values.get("parallel.pipeline") == "simple" else min(microbatches, degree)
-        if values.get("parallel.active_microbatches", needed) < needed:
+        if 1 <= values.get("parallel.active_microbatches", needed) < needed:
             del values["parallel.active_microbatches"]
             self.notes.append(
                 f"smp_options: active_microbatches={self.active_microbatches} has no effect here: the schedule keeps "
@@ -159,17 +163,18 @@ def make_job(values: Mapping[str, Any]) -> Job:
 
 
 def read_configuration(config: Mapping[str, Any] | None, device_type: str) -> Configuration:
-    """The script's `config`, keys of the launcher's `SM_HP_MP_PARAMETERS` taking precedence.
+    """The script's `config`, the launcher's `SM_HP_MP_PARAMETERS` taking precedence; both in any of SMP's forms.
 
     Raises:
         ConfigError: the variable holds no JSON object, or a key is unknown, wrong or refused.
     """
-    launched = launched_options()
-    given = dict(config or {})
+    around: list[str] = []
+    launched = bare_parameters(launched_options(), around)
+    given = bare_parameters(config or {}, around)
     for one, other in (("partitions", "pipeline_parallel_degree"), ("pipeline_parallel_degree", "partitions")):
         if one in launched and other not in launched:
             given.pop(other, None)
-    return Configuration(given | launched, device_type)
+    return Configuration(given | launched, device_type, around)
 
 
 def launched_options() -> dict[str, Any]:
