@@ -36,15 +36,14 @@ from torch.distributed.fsdp import FSDPModule, ShardingStrategy, fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleDualPipeV
 from torch.distributed.tensor import debug
 
+# No public name: DTensor keeps how it moved tensors between placements, with the meshes (torch 2.11 to 2.13).
+from torch.distributed.tensor import _redistribute as redistribution  # isort: skip
+
 # No public name: torch documents TorchDispatchMode only under its private module (torch 2.11 to 2.13).
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 # Waits for torch.utils.pytree, which does not exist in torch 2.13.
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
-
-# No public name: DTensor's cache of output placements keeps the meshes of process groups that are gone. A torch without
-# this function (it may be absent from 2.11) has no second group in one process, which only tests make.
-clear_placement_cache: Callable[[], None] = getattr(debug, "_clear_sharding_prop_cache", lambda: None)
 
 # Public names, but torch 2.13 warns of the older ones.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -55,6 +54,17 @@ hybrid_strategies = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHA
 
 
 # Operations of a group that torch.distributed need not know. Public names exist for groups that it has made alone.
+def clear_placement_cache() -> None:
+    """Forget the meshes that DTensor keeps: an equal one would find the dead groups of an earlier process group.
+
+    They also keep those groups alive, each with a thread of Gloo's that wakes up a hundred times a second.
+    """
+    # No public name, and it may be absent from torch 2.11.
+    getattr(debug, "_clear_sharding_prop_cache", lambda: None)()
+    redistribution.clear_redistribute_planner_cache()
+    redistribution._gen_transform_infos.cache_clear()
+
+
 def all_gather_whole(group: dist.ProcessGroup, output: Tensor, piece: Tensor) -> None:
     """`piece` [c] of every rank to `output` [n * c]; returns when it is there (CUDA: for the current stream)."""
     group._allgather_base(output, piece).wait()

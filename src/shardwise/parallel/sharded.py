@@ -27,7 +27,7 @@ warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a vi
 
 def shard(model: nn.Module, groups: Sequence[list[nn.Module]], plan: Plan, layout: Layout) -> list[FSDPModule]:
     """Shard every group of blocks as one unit and the rest of `model` as the root; returns all FSDP modules."""
-    clear_placement_cache()  # or DTensor finds an equal mesh of an earlier process group, and its dead groups
+    clear_placement_cache()
     mesh = layout.shard_mesh()
     keep = plan.holds_whole or not plan.job.parallel.reshard_after_forward
     mixed, offload = _mixed_precision(plan), _offload(plan)

@@ -8,7 +8,6 @@ do. Backward multiplies as its forward did, wherever it runs.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -21,13 +20,12 @@ from shardwise.errors import ConfigError
 from shardwise.kernels.float8 import Float8
 from shardwise.kernels.linear import use_float8
 from shardwise.precision import has_float8
-from shardwise.smp.v2.state_handler import state
+from shardwise.smp.v2.logger import tell
 
 SCALING = {"HYBRID": "tensorwise", "E4M3": "rowwise"}  # formats: e5m2 for gradients, or e4m3 throughout
 
 _layers: WeakSet[Any] = WeakSet()
 _active: list[Float8 | None] = [None]
-_told: set[str] = set()
 
 
 def lead_layers(layers: Iterable[nn.Module]) -> None:
@@ -61,7 +59,7 @@ def chosen(recipe: Any) -> Float8:
         raise ConfigError("fp8_autocast(enabled=True) finds no layers; give the model to tsm.transform before")
     door = _door(SCALING[name])
     how = "numbers are rounded and multiplied in fp32, which is slow" if door == "emulate" else f"by {door}"
-    _tell(f"fp8: {SCALING[name]} scales, taken from each call's numbers and not from a history; {how}.")
+    tell(f"fp8: {SCALING[name]} scales, taken from each call's numbers and not from a history; {how}")
     return Float8(door, SCALING[name])
 
 
@@ -94,9 +92,3 @@ def _switch(float8: Float8 | None) -> None:
     _active.append(float8)
     for layer in _layers:
         layer.float8 = float8
-
-
-def _tell(text: str) -> None:
-    if text not in _told and state.rank == 0:
-        print(f"note: {text}", file=sys.stderr)
-    _told.add(text)

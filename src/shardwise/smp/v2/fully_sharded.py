@@ -1,8 +1,8 @@
 """What `tsm.init` changes in torch's `FullyShardedDataParallel`: groups by degree, and SMP's further keywords.
 
 Scripts import the class before `init`, so it is changed in place, and given back at the end; the configs of whole state
-dicts are changed when `torch.sagemaker` is imported. A call without SMP's
-degrees reaches torch as it came. On the CPU, where FSDP refuses to spread weights itself, that is done before.
+dicts are changed when `torch.sagemaker` is imported. A call without SMP's degrees reaches torch as it came, but for the
+cache of keys and values, which is off. On the CPU, where FSDP refuses to spread weights itself, that is done before.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from torch.distributed.fsdp import (
 from shardwise._torch_compat import ReductionState, allreduce_hook, hybrid_strategies
 from shardwise.errors import ConfigError
 from shardwise.smp.process import device_type
+from shardwise.smp.v2.logger import tell
 from shardwise.smp.v2.split_model import hf_names, local_names
 
 SHARD, REPLICA, LINE = ("shard", "context"), ("replica",), ("replica", "shard", "context")
@@ -108,6 +109,7 @@ def _check(module: nn.Module) -> None:
         )
     config = getattr(module, "config", None)
     if getattr(config, "use_cache", False):
+        tell("use_cache is off inside of FSDP: recomputed blocks would add to the cache a second time")
         config.use_cache = False  # type: ignore[union-attr]
 
 

@@ -7,7 +7,6 @@ each GPT-NeoX layer, which they move to the device.
 
 from __future__ import annotations
 
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,10 +14,11 @@ import torch
 from transformers.models.gpt_neox import modeling_gpt_neox
 from transformers.models.llama import modeling_llama
 
+from shardwise.smp.v2.logger import tell
+
 FLASH, TABLES = "LlamaFlashAttention2", "rotary_emb"
 _llama: Any = modeling_llama
 _neox: Any = modeling_gpt_neox.GPTNeoXAttention
-_told: set[str] = set()
 
 
 class _LlamaAttention(modeling_llama.LlamaAttention):
@@ -26,7 +26,7 @@ class _LlamaAttention(modeling_llama.LlamaAttention):
 
     def __init__(self, config: Any, layer_idx: int | None = None) -> None:
         super().__init__(config, layer_idx)  # type: ignore[arg-type]
-        _tell(f"{FLASH} is no more in transformers: it is LlamaAttention, with {config._attn_implementation} attention")
+        tell(f"{FLASH} is no more in transformers: it is LlamaAttention, with {config._attn_implementation} attention")
 
 
 def install() -> None:
@@ -46,14 +46,6 @@ def uninstall() -> None:
 
 
 def _tables(attention: Any) -> Any:
-    _tell("layers of GPT-NeoX have no rotary tables in transformers: the model has one, which FSDP moves to the device")
+    tell("layers of GPT-NeoX have no rotary tables in transformers: the model has one, which FSDP moves to the device")
     empty = SimpleNamespace(sin_cached=torch.empty(0), cos_cached=torch.empty(0))
     return vars(attention).setdefault("_rotary_tables", empty)
-
-
-def _tell(text: str) -> None:
-    from shardwise.smp.v2.state_handler import state
-
-    if text not in _told and state.rank == 0:
-        print(f"note: {text}.", file=sys.stderr)
-    _told.add(text)
