@@ -8,6 +8,7 @@ do. Backward multiplies as its forward did, wherever it runs.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -21,6 +22,7 @@ from shardwise.kernels.float8 import Float8
 from shardwise.kernels.linear import use_float8
 from shardwise.precision import has_float8
 from shardwise.smp.v2.logger import tell
+from shardwise.smp.v2.state_handler import state
 
 SCALING = {"HYBRID": "tensorwise", "E4M3": "rowwise"}  # formats: e5m2 for gradients, or e4m3 throughout
 
