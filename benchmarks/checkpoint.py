@@ -3,10 +3,10 @@
     python -m benchmarks.checkpoint --rounds 7 --json result.json
     python -m benchmarks.checkpoint --disk 125 --products 130     # stalls on a slower disk of that many MB/s, as root
 
-One group of processes holds the state and every contender. A round gives each contender one save and one load, and one
-save amid training-like steps; the order rotates. Every load goes into tensors that were overwritten before and must
-bring back the state bit for bit. Ratios are the medians of the ratios within each round; the physical limit is a plain
-write and fsync of the same bytes in the same rounds.
+One group of processes holds the state and every contender. A round gives each contender one save and one load, and
+one save amid training-like steps; the order is drawn anew. Every load goes into tensors that were overwritten before
+and must bring back the state bit for bit. Ratios are the medians of the ratios within each round; the physical limit
+is a plain write and fsync of the same bytes in the same rounds.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from rich.table import Table
 
 from benchmarks.checkpoint_contenders import Contender, Raw, Shardwise, Size, State, Wait, make_state, remove
 from benchmarks.harness import Summary, paired_ratio, summarize
-from benchmarks.machine import MachineError
+from benchmarks.machine import MachineError, cleaning_up_when_terminated
 from benchmarks.record import header, write_json
 from benchmarks.slow_disk import slow_disk
 from shardwise.checkpoint.manifest import BLOCK_BYTES
@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 @contextmanager
 def _directory(options: argparse.Namespace) -> Iterator[Path]:
     """Where checkpoints are written, on a disk of the speed that was asked for; gone afterwards."""
-    with contextlib.ExitStack() as stack:
+    with cleaning_up_when_terminated(), contextlib.ExitStack() as stack:
         place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shardwise-bench-", dir=options.directory)))
         yield stack.enter_context(slow_disk(place, int(options.disk * MB), DISK_BYTES)) if options.disk else place
 
@@ -123,9 +123,9 @@ def measure(
     memory = {name: bench.extra_memory(one, PARTS.get(name, {ALONE})) for name, one in made.items()}
     times: Times = {}
     for number in range(-1, rounds):  # the first one warms up
-        names = random.Random(number).sample([*made], len(made))  # nobody follows the same one every time
-        found = {name: bench.turn(name, made[name]) for name in names}
-        found[PLAIN] = {AMID: timed(lambda: bench.train(lambda: None))}
+        turns = [*made, PLAIN]
+        names = random.Random(number).sample(turns, len(turns))  # nobody follows the same one every time
+        found = {name: bench.turn(name, made[name]) if name in made else bench.plain() for name in names}
         for name, seconds in found.items() if number >= 0 else ():
             for kind, value in seconds.items():
                 times.setdefault(name, {}).setdefault(kind, []).append(value)
@@ -185,6 +185,11 @@ class Bench:
             if isinstance(one, Shardwise):
                 found["processor"] = one.processor
         return found
+
+    def plain(self) -> dict[str, float]:
+        """The steps of one round without a save."""
+        self.level()
+        return {AMID: timed(lambda: self.train(lambda: None))}
 
     def level(self) -> None:
         """Write as much as a save does and remove it: what a page of the page cache costs hangs on who had it last."""

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from benchmarks.machine import MachineError, cleaning_up_when_terminated, do
+from benchmarks.machine import MachineError, do
 
 THROTTLE = Path("/sys/fs/cgroup/blkio/blkio.throttle.write_bps_device")
 TOOLS = ("losetup", "mkfs.ext4", "mount", "umount")
@@ -41,7 +41,7 @@ def slow_disk(directory: Path, bytes_per_second: int, size: int) -> Iterator[Pat
     if why := obstacle():
         raise MachineError(why)
     image, place = directory / "disk.img", directory / "disk"
-    with cleaning_up_when_terminated(), _loop_device(image, size) as device:
+    with _loop_device(image, size) as device:
         do("mkfs.ext4", "-q", "-E", "lazy_itable_init=0,lazy_journal_init=0", device)
         place.mkdir()
         do("mount", device, str(place))
