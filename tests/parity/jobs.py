@@ -387,7 +387,7 @@ class Everywhere(SkipNet):
 
 
 class Counting(SkipNet):
-    """It counts its calls."""
+    """It counts its calls where it begins, and reads the count where it ends."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -395,4 +395,4 @@ class Counting(SkipNet):
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1  # type: ignore[operator]
-        return super().forward(x)
+        return super().forward(x) / self.calls.clone()

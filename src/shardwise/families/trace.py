@@ -14,7 +14,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from io import StringIO
 from itertools import chain, repeat
@@ -30,6 +30,7 @@ from shardwise._torch_compat import FakeTensorMode, tree_flatten, tree_leaves, t
 
 Value = tuple[int, int]  # (piece, number of its output); piece -1: a tensor of the batch
 Dropout = Callable[..., Tensor]  # (values, probability, name, use), in the place of torch's
+_WITH_STATISTICS = (torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default)
 PIECE = "submod_pp_"  # torch's names of the pieces: with their numbers
 _ROOT = {"": ("", "torch.nn.Module")}
 
@@ -42,12 +43,14 @@ class Piece:
         state: names of the parameters, buffers and constants it reads.
         takes: what it computes from.
         run: (state ..., takes ...) -> list of the tensors it gives.
+        changes: buffers among `state` into which it writes, such as running statistics.
         bound: names of its operators that work on more than the batch.
     """
 
     state: tuple[str, ...]
     takes: tuple[Value, ...]
     run: fx.GraphModule
+    changes: frozenset[str] = frozenset()
     bound: set[str] = field(default_factory=set)
 
 
@@ -74,6 +77,11 @@ class Trace:
     free: set[Value] = field(default_factory=set)
     dtype: torch.dtype = torch.float32
     _remade: dict[int, list[Piece]] = field(default_factory=dict)
+
+    @property
+    def changed(self) -> dict[str, int]:
+        """The buffers into which the forward writes, and the piece that does."""
+        return {name: number for number, piece in enumerate(self.pieces) for name in sorted(piece.changes)}
 
     def needed(self, piece: int) -> list[Value]:
         """What piece `piece`, or one behind it, or the output needs of the pieces before."""
@@ -252,10 +260,10 @@ def _read(split: Any, found: Trace, model: nn.Module, blocks: Collection[str]) -
     """Torch's graph of pieces into `found`."""
     values: dict[fx.Node, Value] = {}
     weights = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    state = weights | {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
     owners = (*(name.rpartition(".")[0] for name in weights if "." in name), *blocks)
     # A buffer that stands beside weights, or in a block, has values only on the stage of those.
-    bound = weights | {name for name in state if name.startswith(tuple(f"{owner}." for owner in owners))}
+    bound = weights | {name for name in buffers if name.startswith(tuple(f"{owner}." for owner in owners))}
     calls: dict[int, fx.Node] = {}  # torch sorts pieces by what they need; their numbers are the forward's order
     for node in split.graph.nodes:
         if node.op == "placeholder":
@@ -271,8 +279,11 @@ def _read(split: Any, found: Trace, model: nn.Module, blocks: Collection[str]) -
     for number in range(len(calls)):
         arguments: Any = calls[number].args
         takes = tuple(values[each] for each in arguments)
-        found.pieces.append(_piece(split.get_submodule(calls[number].target), found, state, takes))
-        _follow(found, bound)
+        found.pieces.append(_piece(split.get_submodule(calls[number].target), found, weights | buffers, takes))
+        changes = _changes(found.pieces[-1], buffers)
+        found.pieces[-1] = replace(found.pieces[-1], changes=changes)
+        _follow(found, bound | changes)
+    _check_changes(found)
     return found
 
 
@@ -296,7 +307,6 @@ def _piece(module: Any, found: Trace, state: set[str], takes: tuple[Value, ...])
         graph.erase_node(node)
     end = next(node for node in graph.nodes if node.op == "output")
     end.args = (list(end.args[0]) if isinstance(end.args[0], tuple | list) else [end.args[0]],)
-    _check_writes(graph)
     return Piece(tuple(names), takes, fx.GraphModule(nn.Module(), graph))
 
 
@@ -323,17 +333,45 @@ def _follow(found: Trace, names: set[str]) -> None:
 
 def _written(node: fx.Node) -> list[Any]:
     """The arguments that an operator writes into."""
+    if node.target in _WITH_STATISTICS:  # their schema does not say so
+        return list(node.args[3:5]) if node.args[5] else []
     schema = getattr(node.target, "_schema", None)
     pairs = zip(node.args, schema.arguments, strict=False) if schema is not None else ()
     return [value for value, argument in pairs if argument.alias_info and argument.alias_info.is_write]
 
 
-def _check_writes(graph: fx.Graph) -> None:
-    """Refuse what changes a buffer, or a tensor that came over a cut."""
-    for node in graph.nodes:
-        name = str(node.target)
-        if "batch_norm" in name or any(getattr(value, "op", "") == "placeholder" for value in _written(node)):
-            raise RuntimeError(f"its forward changes a buffer or an input in place, by {name}")
+def _changes(piece: Piece, buffers: set[str]) -> frozenset[str]:
+    """The buffers into which a piece writes.
+
+    Raises:
+        RuntimeError: it writes into a parameter, a constant, or a tensor that came over a cut.
+    """
+    arguments = [node for node in piece.run.graph.nodes if node.op == "placeholder"]
+    names = dict(zip(arguments, piece.state, strict=False))
+    changed = set()
+    for node in piece.run.graph.nodes:
+        for value in _written(node):
+            if value in arguments and names.get(value) not in buffers:
+                raise RuntimeError(f"its forward changes a parameter or an input in place, by {node.target}")
+            changed.add(names.get(_viewed(value), ""))
+    return frozenset(changed & buffers)
+
+
+def _viewed(value: Any) -> Any:
+    """What a value is a view of, or itself."""
+    while isinstance(value, fx.Node) and (schema := getattr(value.target, "_schema", None)) is not None:
+        if not (value.args and schema.returns and schema.returns[0].alias_info):
+            break
+        value = value.args[0]
+    return value
+
+
+def _check_changes(found: Trace) -> None:
+    """Refuse buffers that one piece changes and another reads."""
+    for name, number in found.changed.items():
+        others = [other for other, piece in enumerate(found.pieces) if name in piece.state and other != number]
+        if others:
+            raise RuntimeError(f"its forward changes the buffer {name} in one stage and reads it in another")
 
 
 def _pruned(piece: Piece, outputs: Iterable[int]) -> Piece:

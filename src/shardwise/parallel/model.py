@@ -263,6 +263,20 @@ class ParallelModel:
                     reduce_gradients(modules)
         else:
             self.pipeline.evaluate(work, count)
+        self._share_changed_buffers()
+
+    def _share_changed_buffers(self) -> None:
+        """Running statistics, from the stage whose forward changes them to the others, which save or show them too."""
+        passage = self.parts[0].passage
+        for name, stage in (passage.changed if passage else {}).items():
+            numbers = [part.passage.stage for part in self.parts if part.passage]
+            source = self.parts[numbers.index(stage) if stage in numbers else 0].module.get_buffer(name)
+            owner = self.layout.rank_at(pipeline=self.plan.stage_ranks[stage])
+            dist.broadcast(source, owner, group=self.layout.group("pipeline"))
+            for part in self.parts:
+                buffer = part.module.get_buffer(name)
+                if buffer is not source:
+                    buffer.copy_(source)
 
     def sum_shared_gradients(self) -> None:
         """Of parameters that several tensor ranks hold, each for a part of the activations (norms of single heads), and

@@ -53,6 +53,7 @@ class Passage:
         parts: of what arrives, the shapes in the flat tensor.
         dtype: of the flat tensors.
         values: outputs of blocks of this stage that leave, of the forward that runs now.
+        changed: buffers into which the forward writes, and the stage that does.
     """
 
     stage: int
@@ -67,6 +68,7 @@ class Passage:
     parts: tuple[tuple[int, ...], ...] = ()
     dtype: torch.dtype = torch.float32
     values: dict[int, Any] = field(default_factory=dict)
+    changed: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def is_first(self) -> bool:

@@ -88,10 +88,10 @@ class TracedPiece:
         self.model, self.tracer, self.passage = model, tracer, passage
 
     def prepare(self, inputs: Mapping[str, Any]) -> None:
-        """Trace for such inputs, and say what arrives and leaves."""
+        """Trace for such inputs, and say what arrives and leaves, and which buffers change."""
         found, stage = self.tracer(inputs, self.model.training), self.passage.stage
         ends = [0 if cut in (0, len(found.pieces)) else elements(found, cut) for cut in (stage, stage + 1)]
-        self.passage.shapes = (ends[0],), (ends[1],)
+        self.passage.shapes, self.passage.changed = ((ends[0],), (ends[1],)), found.changed
 
     def __call__(self, **inputs: Any) -> Any:
         """The model's output on the last stage, else [n] what leaves."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from shardwise.smp.process import state
@@ -31,3 +32,9 @@ class GradScaler(ShardedGradScaler):
             device, init_scale, backoff_factor, growth_factor, growth_interval, enabled,
             process_group=dist.group.WORLD,
         )  # fmt: skip
+
+    def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
+        # Of a pipeline's ranks the last alone scales the loss; the others unscale and step too.
+        if self._scale is None:
+            self._lazy_init_scale_growth_tracker(state.device)
+        return super()._check_scale_growth_tracker(funcname)

@@ -28,7 +28,7 @@ from shardwise.smp.nesting import form, leaves, to_device
 from shardwise.smp.own_backward import OutsideBackward
 from shardwise.smp.process import state
 from shardwise.smp.rows import merge, narrow
-from shardwise.smp.weights import is_partial, load_weights, marked, part_of_weights, whole_weights
+from shardwise.smp.weights import is_partial, load_weights, marked, part_of_weights, share_buffers, whole_weights
 
 if TYPE_CHECKING:
     from shardwise.smp.steps import StepRun
@@ -48,7 +48,8 @@ class DistributedModel(Inspection, Hooks, Host, nn.Module):
         gradient_as_bucket_view, find_unused_parameters: accepted; parameters without gradients are found.
         backward_passes_per_step: step calls whose gradients are summed before an optimizer step.
         average_grads_across_microbatches: whether gradients are the mean over microbatches, or their sum.
-        broadcast_buffers: accepted; buffers are rank 0's at the start and each rank's own afterwards.
+        broadcast_buffers: whether buffers, rank 0's at the start, are the first data rank's after each step that
+            has run backward; else each rank's own.
 
     Raises:
         NotInitializedError: `smp.init` was not called.
@@ -87,7 +88,7 @@ class DistributedModel(Inspection, Hooks, Host, nn.Module):
         if self._level is not None:
             self._level.hold(self.get_module())
         self.parallel: ParallelModel | None = None
-        self.average = average_grads_across_microbatches
+        self.average, self._shares_buffers = average_grads_across_microbatches, broadcast_buffers
         self.passes, self._pass, self._synchronise, self._held = backward_passes_per_step, 0, True, False
         self.names = {id(parameter): name for name, parameter in self.get_module().named_parameters()}
         self._run: StepRun | None = None
@@ -283,6 +284,8 @@ class DistributedModel(Inspection, Hooks, Host, nn.Module):
 
     def _finish_backward(self, complete: bool) -> None:
         self.reduced = True
+        if complete and self._shares_buffers:
+            share_buffers(self)
         if complete and self.communication is not None:
             self.communication.reduce(self.require_parallel())
         self.unsettled, self.gathered = True, False

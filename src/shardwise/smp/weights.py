@@ -69,6 +69,19 @@ def _all_buffers(model: DistributedModel) -> dict[str, Tensor]:
     return {name: buffer for part in everyone for name, buffer in part.items()}
 
 
+def share_buffers(model: DistributedModel) -> None:
+    """The first data rank's persistent numbers, such as running statistics, to the other ones that hold the same.
+
+    DistributedDataParallel does so before each forward. Collective over the data ranks.
+    """
+    if state.layout.size("replica", "shard") == 1:
+        return
+    group = state.layout.group(*SMP_AXES["rdp"])
+    for _, buffer in persistent_buffers(model.get_module()):
+        if buffer.is_floating_point() or buffer.dim() == 0:  # masks stay as they are
+            dist.broadcast(buffer, dist.get_process_group_ranks(group)[0], group=group)
+
+
 def local_weights(model: DistributedModel) -> dict[str, Tensor]:
     """This rank's elements by name, and its persistent buffers."""
     if model.parallel is None:
