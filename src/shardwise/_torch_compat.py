@@ -21,6 +21,7 @@ from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, OffloadWrapper
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.fsdp import _state_dict_utils as fsdp_state_dicts
+from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch.distributed.fsdp._shard_utils import _create_chunk_sharded_tensor as create_chunk_sharded_tensor
 
 # No public names: how FSDP reduces gradients of parameters that are not sharded (torch 2.11 to 2.13).
@@ -336,6 +337,7 @@ __all__ = [
     "allreduce_hook",
     "at_end_of_backward",
     "backends_of",
+    "clean_tensor_name",
     "clear_placement_cache",
     "create_chunk_sharded_tensor",
     "fake_store",

@@ -41,6 +41,26 @@ def test_degrees_that_would_split_nothing_are_refused(world_pool: WorldPool) -> 
         assert "context_parallel_degree=2 split models that tsm.transform is given" in said
 
 
+def _adapted() -> str:
+    """A layer of two factors beside a projection that is split, as adapters of low rank put it there."""
+    try:
+        tsm.init({"tensor_parallel_degree": 2})
+        model = tsm.transform(make_model("llama"))
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.low_rank = torch.nn.Linear(8, 8)
+        wrap(model)
+    except ConfigError as error:
+        return str(error)
+    finally:
+        tsm.state.reset()
+    return ""
+
+
+def test_what_was_put_into_split_modules_is_refused(world_pool: WorldPool) -> None:
+    for said in world_pool.run(2, _adapted):
+        assert "q_proj.low_rank.bias is in the model since tsm.transform" in said
+
+
 def _norms() -> tuple[float, float]:
     """Of a model that is not transformed and keeps a cache, its blocks recomputed, and of plain transformers."""
     try:

@@ -27,7 +27,7 @@ from shardwise._torch_compat import ReductionState, allreduce_hook, hybrid_strat
 from shardwise.errors import ConfigError
 from shardwise.smp.process import device_type
 from shardwise.smp.v2.logger import tell
-from shardwise.smp.v2.split_model import hf_names, local_names
+from shardwise.smp.v2.split_model import added_names, hf_names, local_names
 
 SHARD, REPLICA, LINE = ("shard", "context"), ("replica",), ("replica", "shard", "context")
 GROUPS = (SHARD, REPLICA, LINE, ("tensor",), ("context",), (*SHARD, "tensor"), (*LINE, "pipeline", "tensor"))
@@ -99,13 +99,19 @@ def _init(self: Any, *args: Any, post_param_init_fn: Callable[[nn.Module], Any] 
 
 
 def _check(module: nn.Module) -> None:
-    """Refuse degrees that split nothing, and turn off a cache that recomputation would add to a second time."""
+    """Refuse degrees that split nothing and parameters that came since, and turn off a cache that recomputation would
+    add to a second time."""
     from shardwise.smp.v2.state_handler import state
 
     if state.layout.size("tensor", "context") > 1 and not state.transformed:
         raise ConfigError(
             f"tensor_parallel_degree={state.tp_size} and context_parallel_degree={state.cp_size} split models that "
             "tsm.transform is given, and FSDP gets one before any was; call tsm.transform(model), or set them to 1"
+        )
+    if added := added_names(module):
+        raise ConfigError(
+            f"{added[-1]} is in the model since tsm.transform, which has split it over tensor_parallel_degree="
+            f"{state.tp_size}, and would get each rank's part of its gradient alone; set the degree to 1 for adapters"
         )
     config = getattr(module, "config", None)
     if getattr(config, "use_cache", False):

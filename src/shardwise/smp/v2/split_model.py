@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardwise._torch_compat import clean_tensor_name
 from shardwise.collectives.tensor import enter
 from shardwise.families.facts import ModelFacts
 from shardwise.kernels.linear import linear
@@ -19,6 +20,7 @@ from shardwise.parallel.tensor import split_tensors
 from shardwise.parallel.tensor_map import Cut, joined
 
 CUTS = "_tensor_cuts"  # where a transformed model keeps what was cut: parameter name -> Cut
+NAMES = "_names_when_cut"  # and which parameters it had then
 
 
 def local_names(model: nn.Module) -> Mapping[str, Cut]:
@@ -30,10 +32,19 @@ def local_names(model: nn.Module) -> Mapping[str, Cut]:
     return {}
 
 
+def added_names(model: nn.Module) -> list[str]:
+    """Parameters that a model inside of `model` has got since it was cut, by their names in it."""
+    for inner in model.modules():
+        if NAMES in vars(inner):
+            names = (clean_tensor_name(name) for name, _ in inner.named_parameters(remove_duplicate=False))
+            return [name for name in names if name not in vars(inner)[NAMES] and not name.endswith("_flat_param")]
+    return []
+
+
 def split_model(model: nn.Module, facts: ModelFacts, layout: Layout, weights: Mapping[str, Tensor]) -> None:
     """Cut `model` (on the meta device) to this rank's part; of whole `weights` its slices are kept."""
     cuts = split_tensors(model, facts, layout, WholeRows(layout.group("tensor")))
-    vars(model)[CUTS] = cuts
+    vars(model)[CUTS], vars(model)[NAMES] = cuts, frozenset(weights)
     for name, cut in cuts.items():
         module, leaf = _owner(model, name)
         if cut.copies > 1 and leaf == "weight":
