@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,29 +26,15 @@ from tests.smp.sharded_scripts import make_model, wrap
 REENTRANT = functools.partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.REENTRANT)
 
 
-def _not_transformed() -> str:
+def _refused(config: dict[str, Any], transforms: bool) -> str:
+    """What FSDP says to a model that was not transformed, or that got a layer beside a split projection since, as
+    adapters of low rank put it there."""
     try:
-        tsm.init({"context_parallel_degree": 2})
-        wrap(make_model("llama"))
-    except ConfigError as error:
-        return str(error)
-    finally:
-        tsm.state.reset()
-    return ""
-
-
-def test_degrees_that_would_split_nothing_are_refused(world_pool: WorldPool) -> None:
-    for said in world_pool.run(2, _not_transformed):
-        assert "context_parallel_degree=2 split models that tsm.transform is given" in said
-
-
-def _adapted() -> str:
-    """A layer of two factors beside a projection that is split, as adapters of low rank put it there."""
-    try:
-        tsm.init({"tensor_parallel_degree": 2})
-        model = tsm.transform(make_model("llama"))
-        for layer in model.model.layers:
-            layer.self_attn.q_proj.low_rank = torch.nn.Linear(8, 8)
+        tsm.init(config)
+        model = make_model("llama")
+        if transforms:
+            model = tsm.transform(model)
+            model.model.layers[1].self_attn.q_proj.low_rank = torch.nn.Linear(8, 8)
         wrap(model)
     except ConfigError as error:
         return str(error)
@@ -56,9 +43,18 @@ def _adapted() -> str:
     return ""
 
 
-def test_what_was_put_into_split_modules_is_refused(world_pool: WorldPool) -> None:
-    for said in world_pool.run(2, _adapted):
-        assert "q_proj.low_rank.bias is in the model since tsm.transform" in said
+@pytest.mark.parametrize(
+    "config, transforms, says",
+    [
+        ({"context_parallel_degree": 2}, False, "context_parallel_degree=2 split models that tsm.transform is given"),
+        ({"tensor_parallel_degree": 2}, True, "q_proj.low_rank.bias is in the model since tsm.transform"),
+    ],
+)
+def test_what_degrees_would_not_split_is_refused(
+    world_pool: WorldPool, config: dict[str, Any], transforms: bool, says: str
+) -> None:
+    for said in world_pool.run(2, _refused, config, transforms):
+        assert says in said
 
 
 def _norms() -> tuple[float, float]:

@@ -14,7 +14,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from io import StringIO
 from itertools import chain, repeat
@@ -279,22 +279,20 @@ def _read(split: Any, found: Trace, model: nn.Module, blocks: Collection[str]) -
     for number in range(len(calls)):
         arguments: Any = calls[number].args
         takes = tuple(values[each] for each in arguments)
-        found.pieces.append(_piece(split.get_submodule(calls[number].target), found, weights | buffers, takes))
-        changes = _changes(found.pieces[-1], buffers)
-        found.pieces[-1] = replace(found.pieces[-1], changes=changes)
-        _follow(found, bound | changes)
+        found.pieces.append(_piece(split.get_submodule(calls[number].target), found, weights, buffers, takes))
+        _follow(found, bound | found.pieces[-1].changes)
     _check_changes(found)
     return found
 
 
-def _piece(module: Any, found: Trace, state: set[str], takes: tuple[Value, ...]) -> Piece:
+def _piece(module: Any, found: Trace, weights: set[str], buffers: set[str], takes: tuple[Value, ...]) -> Piece:
     """Torch's module of a piece: what it reads becomes arguments, its output a list."""
     graph, names = fx.Graph(), list[str]()  # without torch's calling convention for the first piece
     graph.output(graph.graph_copy(module.graph, {}))
     reads = [node for node in graph.nodes if node.op == "get_attr"]
     for node in reversed(reads):
         name = node.target
-        if name not in state:
+        if name not in weights and name not in buffers:
             constant = operator.attrgetter(name)(module)
             if not isinstance(constant, Tensor):
                 raise RuntimeError(f"torch traced a graph inside of the graph, {name}")
@@ -307,7 +305,7 @@ def _piece(module: Any, found: Trace, state: set[str], takes: tuple[Value, ...])
         graph.erase_node(node)
     end = next(node for node in graph.nodes if node.op == "output")
     end.args = (list(end.args[0]) if isinstance(end.args[0], tuple | list) else [end.args[0]],)
-    return Piece(tuple(names), takes, fx.GraphModule(nn.Module(), graph))
+    return Piece(tuple(names), takes, fx.GraphModule(nn.Module(), graph), _changes(graph, names, buffers))
 
 
 def _follow(found: Trace, names: set[str]) -> None:
@@ -340,16 +338,16 @@ def _written(node: fx.Node) -> list[Any]:
     return [value for value, argument in pairs if argument.alias_info and argument.alias_info.is_write]
 
 
-def _changes(piece: Piece, buffers: set[str]) -> frozenset[str]:
-    """The buffers into which a piece writes.
+def _changes(graph: fx.Graph, state: Sequence[str], buffers: set[str]) -> frozenset[str]:
+    """The buffers into which a piece writes, whose first arguments are `state`.
 
     Raises:
         RuntimeError: it writes into a parameter, a constant, or a tensor that came over a cut.
     """
-    arguments = [node for node in piece.run.graph.nodes if node.op == "placeholder"]
-    names = dict(zip(arguments, piece.state, strict=False))
+    arguments = [node for node in graph.nodes if node.op == "placeholder"]
+    names = dict(zip(arguments, state, strict=False))
     changed = set()
-    for node in piece.run.graph.nodes:
+    for node in graph.nodes:
         for value in _written(node):
             if value in arguments and names.get(value) not in buffers:
                 raise RuntimeError(f"its forward changes a parameter or an input in place, by {node.target}")

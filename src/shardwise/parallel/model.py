@@ -269,8 +269,8 @@ class ParallelModel:
         """Running statistics, from the stage whose forward changes them to the others, which save or show them too."""
         passage = self.parts[0].passage
         for name, stage in (passage.changed if passage else {}).items():
-            numbers = [part.passage.stage for part in self.parts if part.passage]
-            source = self.parts[numbers.index(stage) if stage in numbers else 0].module.get_buffer(name)
+            owners = (part for part in self.parts if part.passage and part.passage.stage == stage)
+            source = next(owners, self.parts[0]).module.get_buffer(name)
             owner = self.layout.rank_at(pipeline=self.plan.stage_ranks[stage])
             dist.broadcast(source, owner, group=self.layout.group("pipeline"))
             for part in self.parts:
