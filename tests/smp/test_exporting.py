@@ -13,6 +13,8 @@ from torch.distributed import checkpoint
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import StateDictType
 from transformers import AutoModelForCausalLM
+from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXLayer
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import shardwise.smp.v2 as tsm
 from shardwise.cli import main
@@ -23,17 +25,22 @@ from shardwise.smp.v2.distributed.checkpoint.state_dict_saver import save
 from shardwise.smp.v2.distributed.checkpoint.state_dict_utils import SMStateDictType, sm_state_dict_type
 from shardwise.smp.v2.distributed.fsdp.checkpoint import save_model_checkpoint
 from shardwise.smp.v2.exporting import export_script_checkpoint, is_script_checkpoint
+from shardwise.smp.v2.local_state import LocalFile
+from shardwise.smp.v2.tensor_parallel.transformer import TransformerLayer
 from shardwise.testing.world import WorldPool
 from tests.smp.sharded_scripts import make_model, whole, wrap
 
 Whole = dict[str, torch.Tensor]
+SHARED = (TransformerLayer, GPTNeoXLayer, LlamaDecoderLayer)
 
 
 def _saved(directory: str, how: str, family: str, config: dict[str, Any]) -> Whole:
     """Saves as public scripts do, in their directories; the weights that were saved, on rank 0."""
     try:
         tsm.init({**config, "sm_activation_offloading": False})
-        model = wrap(tsm.transform(make_model(family, torch.float32)))
+        made = make_model(family, torch.float32)
+        kept = made if how == "local, flat" else tsm.transform(made)
+        model = wrap(kept, checkpointed="local" in how, classes=SHARED, use_orig_params=how != "local, flat")
         state, folder = tsm.state, Path(directory, f"{family}-2steps")
         if how in ("sharded", "async_sharded"):
             documented = f"tp{state.tp_rank}_ep{state.ep_rank}"  # in SMP's documents, as against public scripts
@@ -55,6 +62,16 @@ def _saved(directory: str, how: str, family: str, config: dict[str, Any]) -> Who
                 content = {"model": model.state_dict(), "model_config": model.config}
             place = folder / f"tp{state.tp_rank}_ep{state.ep_rank}_fsdp{model.rank}"
             save(content, checkpoint_id=place, process_group=group)
+        elif how.startswith("local"):
+            with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
+                content = {"model": model.state_dict(), "model_config": model.config}
+            folder.mkdir(parents=True, exist_ok=True)
+            torch.save(content, folder / f"{state.rank}.pt")
+        elif how == "nemo":
+            with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+                save({"state_dict": model.state_dict(), "epoch": 0}, checkpoint_id=folder / "tp0_ep0")
+            if state.rank == 0:
+                model.config.save_pretrained(folder)
         elif how == "use_pg_with_util":
             save_model_checkpoint(model, None, str(folder), "hybrid", None)
             model.config.save_pretrained(folder)
@@ -70,12 +87,18 @@ def _saved(directory: str, how: str, family: str, config: dict[str, Any]) -> Who
 
 
 BOTH = {"hybrid_shard_degree": 2, "tensor_parallel_degree": 2}
+HYBRID = {"hybrid_shard_degree": 2}
 CASES = [(4, "sharded", "llama_1", BOTH), (2, "async_local", "mixtral", {"tensor_parallel_degree": 2})]
+CASES += [(4, "local", "llama_tied", HYBRID), (2, "local, flat", "gpt_neox", HYBRID)]
 SLOW = [
     (4, "async_sharded", "mixtral", BOTH),
     (4, "async_local", "llama_tied", BOTH),
     (4, "use_pg_with_util", "gpt_neox", BOTH),
-    (4, "sharded", "mistral", {"hybrid_shard_degree": 2}),
+    (4, "sharded", "mistral", HYBRID),
+    (3, "local", "llama_1", {"hybrid_shard_degree": 3}),
+    (3, "local, flat", "llama_tied", {}),
+    (2, "local", "mixtral", {"hybrid_shard_degree": 1}),
+    (2, "nemo", "llama_1", HYBRID),
     (2, "full", "gpt_neox", {"tensor_parallel_degree": 2}),
     (2, "sharded", "gpt_neox", {}),
 ]
@@ -118,19 +141,36 @@ def test_what_cannot_be_put_together_is_named(tmp_path: Path) -> None:
     model.config.save_pretrained(bare)
     export_script_checkpoint(bare, tmp_path / "out")
     flat = _alone(tmp_path / "flat", {"model": {"_flat_param": torch.ones(3)}, "model_config": model.config})
-    with pytest.raises(CheckpointError, match=r"lacks model\.embed_tokens\.weight.* holds _flat_param; FSDP's flat"):
+    with pytest.raises(
+        CheckpointError, match=r"lacks model\.embed_tokens\.weight.* holds _flat_param; flat parameters in"
+    ):
         export_script_checkpoint(flat, tmp_path / "other")
     _alone(tmp_path / "half" / "tp2-1", {"model": weights})
     with pytest.raises(CheckpointError, match="tp2-0 is not there, or its save has not finished"):
         export_script_checkpoint(tmp_path / "half", tmp_path / "other")
     (tmp_path / "local").mkdir()
-    torch.save({"model": weights}, tmp_path / "local" / "0.pt")
-    with pytest.raises(CheckpointError, match="FSDP's local state, which the ranks that wrote it"):
+    torch.save({"weights": weights}, tmp_path / "local" / "0.pt")
+    with pytest.raises(CheckpointError, match="holds no state of a 'model'"):
         export_script_checkpoint(tmp_path / "local", tmp_path / "other")
     object_there = _alone(tmp_path / "object", {"model": weights, "model_config": Path("x")})
     with pytest.raises(CheckpointError, match="object cannot be read"):
         export_script_checkpoint(object_there, tmp_path / "other")
     assert not (tmp_path / "other").exists() and not is_script_checkpoint(tmp_path)
+
+
+def test_local_state_of_which_ranks_are_missing_or_another_config_is_named(
+    world_pool: WorldPool, tmp_path: Path
+) -> None:
+    world_pool.run(2, _saved, str(tmp_path), "local, flat", "llama", HYBRID)
+    folder = tmp_path / "llama-2steps"
+    content = LocalFile(folder / "0.pt").content
+    with pytest.raises(CheckpointError, match=r"_flat_param has \d+ elements, and the model's parameters there have 1"):
+        LocalFile(folder / "0.pt").by_name({"lm_head.weight": (1,)})
+    assert content["model_config"].hidden_size == 24
+    (folder / "1.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"1\.pt is not there"):
+        export_script_checkpoint(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 class _Bomb:

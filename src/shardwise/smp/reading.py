@@ -15,7 +15,7 @@ import importlib
 import io
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -42,16 +42,21 @@ _SHARDS = {
 }  # fmt: skip
 # Of what kind a defaultdict's defaults are.
 _FACTORIES: dict[str, Any] = {f"builtins.{kind.__name__}": kind for kind in (dict, list, int, float)}
+_NOTHING: Mapping[str, Any] = {}
 _CONFIGS = ("transformers.models.", "transformers.configuration_utils")
 _REMOTE = "transformers_modules."  # what transformers loads for `trust_remote_code=True`
 
 
-def read(path: Path, map_location: Any = None) -> Any:
-    """A file of `torch.save`, of what the head of this module says. Raises CheckpointError for any other."""
+def read(path: Path, map_location: Any = None, instead: Mapping[str, Any] = _NOTHING) -> Any:
+    """A file of `torch.save`, of what the head of this module says. Raises CheckpointError for any other.
+
+    Args:
+        instead: classes by the names that are to stand for them.
+    """
     if not path.is_file():
         raise CheckpointError(f"{path} is not there")
     try:
-        with allowing(path):
+        with allowing(path, instead):
             return torch.load(path, map_location=map_location or "cpu", weights_only=True)
     except Exception as error:  # of pickle's class, of zipfile's, or torch's own
         refused = ", ".join(_unknown(path))
@@ -62,9 +67,12 @@ def read(path: Path, map_location: Any = None) -> Any:
         ) from error
 
 
-def allowing(path: str | os.PathLike[str] | io.BytesIO) -> AbstractContextManager[Any]:
+def allowing(
+    path: str | os.PathLike[str] | io.BytesIO, instead: Mapping[str, Any] = _NOTHING
+) -> AbstractContextManager[Any]:
     """While it lasts, torch lets in those classes among the ones that the file names which are known to be harmless."""
-    known = [item for name in names_in(path) if (item := _known(name)) is not None]
+    found = [(instead[name], name) if name in instead else _known(name) for name in names_in(path)]
+    known = [item for item in found if item is not None]
     plain = (argparse.Namespace, ShardedTensor.ProcessGroupState, *_DTYPES)
     manager: AbstractContextManager[Any] = torch.serialization.safe_globals([*plain, *known])
     return manager
@@ -99,7 +107,7 @@ def _unknown(path: Path) -> list[str]:
 def _member(kind: Any, name: str) -> Any:
     """In the place of `getattr`, by which members of enums (until Python 3.11) and a class inside of ShardedTensor are
     pickled: nothing else can be asked for."""
-    if kind is ShardedTensor and name == "ProcessGroupState":
+    if isinstance(kind, type) and issubclass(kind, ShardedTensor) and name == "ProcessGroupState":
         return ShardedTensor.ProcessGroupState
     if not (isinstance(kind, type) and issubclass(kind, enum.Enum)):
         raise CheckpointError(f"a file asks for {name!r} of {kind!r}, which is neither an enum nor of a ShardedTensor")

@@ -2,8 +2,9 @@
 
 A script's checkpoint is a directory of torch's distributed checkpoint (`sharded`, `async_sharded`), or of several such
 for tensor ranks (`tp2-0`, `tp2-1`; `tp0_ep0` in SMP's documents), of one for each shard (`async_local`:
-`tp0_ep0_fsdp1`), of a file for each rank (`use_pg_with_util`: `0.pt`), or has whole weights and a config (`full`).
-Scripts keep the model's config in the first three. One process reads one tensor at a time.
+`tp0_ep0_fsdp1`), of a file for each rank (`local`, `use_pg_with_util`: `0.pt`), or has whole weights and a config
+(`full`). Scripts keep the model's config in the first three. One process reads a directory's tensors one at a time, and
+files for ranks whole.
 """
 
 from __future__ import annotations
@@ -31,14 +32,16 @@ from shardwise.layout import Layout
 from shardwise.parallel.tensor import planned_cuts
 from shardwise.parallel.tensor_map import Cut
 from shardwise.smp.config import make_job
-from shardwise.smp.reading import allowing, names_in, read
+from shardwise.smp.reading import allowing, read
 from shardwise.smp.v2.checkpoint.utils import SORT_BY_LAST_INT, STEPS
 from shardwise.smp.v2.distributed.checkpoint import torch_metadata
 from shardwise.smp.v2.distributed.checkpoint.filesystem import DistributedFileSystemReader, first_failure
 from shardwise.smp.v2.distributed.checkpoint.metadata import FILE
 from shardwise.smp.v2.distributed.fsdp.checkpoint import EXPORT_KEY_IDENTITY
+from shardwise.smp.v2.local_state import LocalFile
 
 MODEL, CONFIG, CONFIG_FILE = "model", "model_config", "config.json"
+PLACES = (MODEL, "state_dict")  # where a checkpoint has the model: public scripts', and those of the adapter for NeMo
 WEIGHTS = (SINGLE, INDEX, TORCH_SINGLE, TORCH_INDEX)
 PROBED = 64  # positions of the forward that is looked at
 _TENSOR_PART = re.compile(r"tp(\d+)-(\d+)")
@@ -67,23 +70,26 @@ class _Directory:
         self.path, self.reader = path, DistributedFileSystemReader(path)
         self.metadata: Metadata = self.reader.read_metadata()
         self.reader.read_metadata = self._kept  # type: ignore[method-assign]
+        tensors = [key for key, value in self._values.items() if isinstance(value, TensorStorageMetadata)]
+        self.keys = {
+            key.partition(".")[2]: key for key in tensors if key.startswith(tuple(f"{top}." for top in PLACES))
+        }
 
     def _kept(self, *args: Any, **kwargs: Any) -> Metadata:
         return self.metadata
 
     @property
     def names(self) -> list[str]:
-        tensors = [key for key, value in self._values.items() if isinstance(value, TensorStorageMetadata)]
-        return [key.removeprefix(f"{MODEL}.") for key in tensors if key.startswith(f"{MODEL}.")]
+        return list(self.keys)
 
     @property
     def _values(self) -> Mapping[str, Any]:
         return self.metadata.state_dict_metadata
 
     def read(self, name: str) -> Tensor:
-        stored = self._values[f"{MODEL}.{name}"]
+        stored = self._values[self.keys[name]]
         found = torch.empty(stored.size, dtype=stored.properties.dtype)
-        self._load({f"{MODEL}.{name}": found}, checkpoint.DefaultLoadPlanner())
+        self._load({self.keys[name]: found}, checkpoint.DefaultLoadPlanner())
         return found
 
     def config(self) -> Any:
@@ -114,10 +120,10 @@ class _Plain(checkpoint.DefaultLoadPlanner):
 
 
 class _RankFile:
-    """What `save_model_checkpoint` has written for a rank."""
+    """A rank's tensors by name: what `save_model_checkpoint` has written, or local state taken apart."""
 
-    def __init__(self, path: Path) -> None:
-        self.content = read(path)
+    def __init__(self, content: Mapping[str, Any]) -> None:
+        self.content = content
 
     @property
     def names(self) -> list[str]:
@@ -138,7 +144,7 @@ class _Whole(HuggingFaceWeights):
         return None
 
 
-Parts = Sequence[Sequence[_Shard]]  # of each tensor rank its shards
+Parts = Sequence[Sequence[_Shard | LocalFile]]  # of each tensor rank its shards
 
 
 def is_script_checkpoint(path: str | Path) -> bool:
@@ -185,16 +191,17 @@ class _Tensors:
     """
 
     def __init__(self, folder: Path, model: nn.Module, parts: Parts) -> None:
-        self.folder, self.parts = folder, parts
+        self.folder = folder
         self.shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        self.parts = [[_by_name(shard, self.shapes) for shard in shards] for shards in parts]
         self.cuts = _cuts(model, len(parts))
-        there = set(parts[0][0].names)
+        there = set(self.parts[0][0].names)
         missing = [name for name in self.shapes if name not in there]
         if missing:
             raise CheckpointError(
                 f"{folder} lacks {listed(missing)} of {type(model).__name__}, and holds "
-                f"{listed(sorted(there - set(self.shapes))) or 'nothing else'}; FSDP's flat parameters and Transformer "
-                "Engine's cannot be taken apart here: load it with the script and save a `full` checkpoint"
+                f"{listed(sorted(there - set(self.shapes))) or 'nothing else'}; flat parameters in a directory and "
+                "Transformer Engine's cannot be taken apart here: load it with the script and save a `full` checkpoint"
             )
 
     def read(self, name: str) -> Tensor:
@@ -222,6 +229,10 @@ class _Tensors:
         return found.view(shape)
 
 
+def _by_name(shard: _Shard | LocalFile, shapes: Mapping[str, tuple[int, ...]]) -> _Shard:
+    return _RankFile({MODEL: shard.by_name(shapes)}) if isinstance(shard, LocalFile) else shard
+
+
 def _cuts(model: Any, degree: int) -> Mapping[str, Cut]:
     if degree == 1:
         return {}
@@ -229,7 +240,7 @@ def _cuts(model: Any, degree: int) -> Mapping[str, Cut]:
     return planned_cuts(model, discover(model, make_job({"data.sequence_length": length})), Layout({"tensor": degree}))
 
 
-def _config(folder: Path, first: _Shard) -> PreTrainedConfig:
+def _config(folder: Path, first: _Shard | LocalFile) -> PreTrainedConfig:
     """The model's config: kept in the checkpoint, or beside it."""
     kept = first.config()
     if isinstance(kept, PreTrainedConfig):
@@ -299,14 +310,11 @@ def _by_rank(folder: Path) -> list[list[Path]]:
 
 
 def _of_files(folder: Path) -> Parts:
-    local = any(name.endswith(".ShardedTensor") for name in names_in(folder / "0.pt"))
-    content = None if local else read(folder / "0.pt")
-    said = content.get(EXPORT_KEY_IDENTITY) if isinstance(content, Mapping) else None
+    """Of shard ranks, the innermost, where it is local state, which no tensor ranks have."""
+    first = LocalFile(folder / "0.pt")
+    said = first.content.get(EXPORT_KEY_IDENTITY)
     if not isinstance(said, Mapping):
-        raise CheckpointError(
-            f"{folder} holds FSDP's local state, which the ranks that wrote it read back alone; load it with the "
-            "script and save a `sharded` or `full` checkpoint"
-        )
+        return [[first, *(LocalFile(folder / f"{rank}.pt") for rank in range(1, first.ranks))]]
     layout = Layout({axis: degree for axis, degree in said.items() if isinstance(degree, int)})
     ranks = [layout.ranks("shard", "context", of=tensor) for tensor in range(layout.size("tensor"))]
-    return [[_RankFile(folder / f"{rank}.pt") for rank in part] for part in ranks]
+    return [[_RankFile(read(folder / f"{rank}.pt")) for rank in part] for part in ranks]
