@@ -162,7 +162,7 @@ def smp_page() -> Iterator[str]:
 
 def _accepts(option: Option) -> str:
     if isinstance(option.accepts, tuple):
-        return ", ".join(code(word) for word in option.accepts)
+        return ", ".join(code(str(word)) for word in option.accepts)
     return "anything" if option.accepts is ANY else option.accepts.__name__
 
 

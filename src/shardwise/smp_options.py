@@ -25,7 +25,7 @@ class Option:
 
     name: str
     versions: str  # "v1", "v2", or "v1 v2"
-    accepts: type | tuple[str, ...]
+    accepts: type | tuple[str | bool, ...]
     because: str
     keys: Callable[[Any], Mapping[str, Any]] = lambda value: {}
     refused: Callable[[Any], bool] = lambda value: False
@@ -58,6 +58,7 @@ OFFLOAD, HORIZON = "memory.offload_activations", "memory.activation_loading_hori
 CHECKPOINTING, COMPUTE, CLIP = "memory.activation_checkpointing", "precision.compute", "optimizer.clip_norm"
 FOR_MEMORY = 0.8  # SMP's weight of memory in cutting stages, where memory is what is optimized
 ANY = object
+FLAG = (True, False)  # or 1 and 0, as arguments of scripts
 MAPPED = "means the same here"
 STAGES = {
     f"parallel.{name}"
@@ -106,12 +107,12 @@ OPTIONS = (
     Option("contiguous", "v1", ANY, TENSORFLOW, refused=lambda value: True),
     Option("horovod", "v1", bool, TENSORFLOW, refused=bool),
     # v1, undocumented, sent by published scripts
-    Option("static_mode", "v1", ANY, "there is no request server whose order could be recorded"),
-    Option("fast_mode", "v1", ANY, "there is no request server whose messages could be skipped"),
-    Option("delayed_parameter_initialization", "v1", ANY, "models are always built on the meta device"),
-    Option("checkpoint_attentions", "v1", ANY, f"{CHECKPOINTING} says what is recomputed"),
-    Option("_match_weights", "v1", ANY, "weights never depend on the layout"),
-    Option("_fp32_grad_accumulation", "v1", ANY, "gradients are always summed in fp32 or wider"),
+    Option("static_mode", "v1", FLAG, "there is no request server whose order could be recorded"),
+    Option("fast_mode", "v1", FLAG, "there is no request server whose messages could be skipped"),
+    Option("delayed_parameter_initialization", "v1", FLAG, "models are always built on the meta device"),
+    Option("checkpoint_attentions", "v1", FLAG, f"{CHECKPOINTING} says what is recomputed"),
+    Option("_match_weights", "v1", FLAG, "weights never depend on the layout"),
+    Option("_fp32_grad_accumulation", "v1", FLAG, "gradients are always summed in fp32 or wider"),
     # v1, of distributed transformers, sent by published scripts
     Option("flash_attention", "v1", bool, "model.attention auto takes a fused kernel where one can do what is asked",
            lambda on: {} if on else {"model.attention": "eager"}),
@@ -148,8 +149,10 @@ def translate(source: Mapping[str, Any]) -> Translation:
     """SMP's options in any of their forms as keys of a Job. Raises ConfigError on what cannot be translated."""
     result = Translation()
     parameters = _unwrap(dict(source), result)
+    options = {name: _known(name) for name in parameters}
+    parameters = {name: value for name, value in parameters.items() if value is not None}  # as if not given
     for name, value in parameters.items():
-        _add(result, _known(name), value)
+        _add(result, options[name], value)
     _settle_stages(result)
     _add_defaults(result, parameters)
     return result
@@ -252,7 +255,7 @@ def _settle_stages(result: Translation) -> None:
 def _check_type(option: Option, value: Any) -> None:
     if isinstance(option.accepts, tuple):
         if value not in option.accepts:
-            words = ", ".join(option.accepts)
+            words = ", ".join(map(str, option.accepts))
             raise ConfigError(f"{WHERE}: {option.name}={value!r} must be one of {words}")
         return
     kinds = (int, float) if option.accepts is float else option.accepts

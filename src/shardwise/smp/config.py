@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from shardwise.config import Job
@@ -95,12 +96,18 @@ class Configuration:
         return values
 
     def _refuse(self) -> None:
-        """Options of version 2, and two that SMP's documents say exclude each other."""
+        """Options of version 2, stages that are not there, and two that SMP's documents say exclude each other."""
         for key, value in self.given.items():
             if key in BY_NAME and "v1" not in BY_NAME[key].versions:
                 raise ConfigError(
                     f"smp.init: {key}={value!r} is of SMP version 2; give it to torch.sagemaker.init, or leave it out"
                 )
+        rest, stages = self.default_partition, self.pipeline_parallel_degree
+        if not self.auto_partition and isinstance(rest, int) and isinstance(stages, int) and rest >= max(stages, 1):
+            raise ConfigError(
+                f"smp.init: default_partition={rest} is no stage of pipeline_parallel_degree={stages}; use 0 to "
+                f"{stages - 1}"
+            )
         degree = self.given.get("sharded_data_parallel_degree", 1)
         if self.given.get("shard_optimizer_state") and isinstance(degree, int) and degree > 1:
             raise ConfigError(
@@ -141,13 +148,19 @@ class Configuration:
     def base_job(self) -> Job:
         """A Job of the layout alone, without what depends on model and batch. Raises ConfigError for a wrong value."""
         values = self.job_keys
-        try:
+        with self.own_words():
             make_job(values)
+        return make_job({key: value for key, value in values.items() if key not in OFFLOAD})
+
+    @contextmanager
+    def own_words(self) -> Iterator[None]:
+        """Errors about keys of a Job begin with the options that gave them."""
+        try:
+            yield
         except ConfigError as error:
             origins = translate(self.given).origins
             given = [origin for key, origin in origins.items() if key in str(error)]
-            raise ConfigError(f"smp.init: {', '.join(given)}: {error}") from error
-        return make_job({key: value for key, value in values.items() if key not in OFFLOAD})
+            raise ConfigError(f"smp.init: {', '.join(given) or 'the options'}: {error}") from error
 
 
 _SILENT = tuple(f"smp_options: {start}" for start in ACT_IN_SCRIPTS)

@@ -118,7 +118,8 @@ class State:
         if note := differs(job.parallel.ddp_dist_backend):
             cfg.notes.append(note)
         world = current_world(self._device)
-        precheck(job, world)
+        with cfg.own_words():
+            precheck(job, world)
         draft = Draft(job, world)
         degrees = {
             "replica": draft.data_axis // draft.sharded,
