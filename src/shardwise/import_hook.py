@@ -45,7 +45,12 @@ ALIASES = {
 STAND_INS = {name: f"{ROOT}.stand_ins.{name}" for name in ("transformer_engine", "flash_attn", "accelerate", "apex")}
 STAND_INS |= dict.fromkeys(("amp_C", "apex_C"), f"{ROOT}.stand_ins.apex.kernels")
 STAND_INS["torch._six"] = f"{ROOT}.stand_ins.torch_six"
-TRAINER = "transformers.trainer"
+# Modules of others that scripts find as they were, or whole: ours completes each once it was run.
+COMPLETED = {
+    "transformers.trainer": f"{ROOT}.trainer_mode",
+}
+CHANGED = ("transformers", *(f"transformers.{name}" for name in ("modeling_utils", "training_args", "utils")))
+COMPLETED |= dict.fromkeys((*CHANGED, "transformers.utils.import_utils", "datasets"), f"{ROOT}.former_names")
 WITH_CHILDREN = ("smdistributed.modelparallel.torch", "torch.sagemaker", *STAND_INS)
 
 
@@ -80,12 +85,12 @@ class Below(Finder):
 
 
 class Completing(importlib.abc.MetaPathFinder):
-    """Leads the import of transformers' trainer to `smp.trainer_mode`, to complete its SMP mode where that is on."""
+    """Leads the imports of `COMPLETED` to modules of ours, whose `complete` gets the module."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != TRAINER:
+        if fullname not in COMPLETED:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path)
         if spec is not None and spec.loader is not None:
@@ -93,7 +98,7 @@ class Completing(importlib.abc.MetaPathFinder):
 
             def run(module: ModuleType) -> None:
                 execute(module)
-                importlib.import_module(f"{ROOT}.trainer_mode").complete(module)
+                importlib.import_module(COMPLETED[fullname]).complete(module)
 
             spec.loader.exec_module = run  # type: ignore[method-assign]
         return spec
@@ -125,6 +130,8 @@ def install() -> None:
     """Put the hook among the finders; a second call does nothing."""
     if not any(isinstance(finder, Finder) for finder in sys.meta_path):
         sys.meta_path[:] = [Below(), Completing(), *sys.meta_path, Finder()]
+        for name in COMPLETED.keys() & sys.modules.keys():
+            importlib.import_module(COMPLETED[name]).complete(sys.modules[name])
 
 
 def uninstall() -> None:

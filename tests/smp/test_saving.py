@@ -18,9 +18,13 @@ from shardwise.testing.world import WorldPool
 from tests.smp.scripts import batches, make_model
 
 
-def _start(config: dict[str, Any]) -> tuple[Any, Any, Any]:
+def _start(config: dict[str, Any], dropout: float = 0.0) -> tuple[Any, Any, Any]:
     smp.init(config)
-    model = smp.DistributedModel(make_model("gpt2"))
+    made = make_model("gpt2")
+    for part in made.modules():
+        if isinstance(part, torch.nn.Dropout):
+            part.p = dropout
+    model = smp.DistributedModel(made)
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
 
     @smp.step
@@ -42,7 +46,7 @@ def _start(config: dict[str, Any]) -> tuple[Any, Any, Any]:
 def _go_on(directory: str, config: dict[str, Any]) -> tuple[list[float], list[float], list[str], Any]:
     first, second, third = batches()
     try:
-        model, optimizer, train = _start(config)
+        model, optimizer, train = _start(config, dropout=0.1)
         train(first), train(second)
         content = {"step": 2, "config": model.config, "count": np.prod((2, 3)), "args": argparse.Namespace(lr=1.0)}
         content["sums"] = collections.defaultdict(dict, first={"lost": 1})
@@ -53,12 +57,13 @@ def _go_on(directory: str, config: dict[str, Any]) -> tuple[list[float], list[fl
         smp.save(optimizer.local_state_dict(gather_if_shard=False), f"{directory}/state.pt", v3=True)
         weights, state = model.state_dict(), optimizer.state_dict()
         straight = [train(third)]
-        model, optimizer, train = _start(config)
+        model, optimizer, train = _start(config, dropout=0.1)
         content = smp.resume_from_checkpoint(directory)
         resumed = [train(third)]
-        model, optimizer, train = _start(config)
+        model, optimizer, train = _start(config, dropout=0.1)
         model.load_state_dict(weights)
         optimizer.load_state_dict(state)
+        smp.state.step_count = 2  # by which dropout goes on, and which these do not hold
         resumed.append(train(third))
         return straight * 2, resumed, sorted(path.name for path in Path(directory).rglob("*")), content
     finally:

@@ -30,9 +30,10 @@ from shardwise.smp.reading import read
 from shardwise.smp.replacement import translate_in, translate_out
 from shardwise.smp.safetensors_files import in_safetensors
 from shardwise.smp.sharded_data_parallel_checkpoint import whole_of_parts
-from shardwise.smp.weights import local_weights, marked, whole_weights
+from shardwise.smp.weights import local_weights, marked, whole_weights, with_ties
 
 NEWEST, SUFFIX, USER = "newest", "_partial", "user_content"
+STEPS = "steps"  # by whose number dropout goes on
 
 
 def save(
@@ -158,9 +159,11 @@ def resume_from_checkpoint(
         _load_parts(folder, strict, load_optimizer and load_sharded_optimizer_state)
         file = folder / f"{USER}.pt"
     else:
-        whole: Any = in_safetensors(model, directory, tag) or read(directory / tag)
+        tied_once = in_safetensors(directory, tag)
+        whole: Any = tied_once or read(directory / tag)
         weights = whole.get("model", whole) if isinstance(whole, Mapping) else whole
         weights = translate_function(weights) if translate_function else translate_in(model.get_module(), weights)
+        weights = with_ties(model, weights) if tied_once else weights
         model.load_state_dict({**weights, "_smp_is_partial": False}, strict=strict)
         file = directory / f"{USER}_{tag}"
     content = read(file) if file.exists() else {}
@@ -183,7 +186,7 @@ def _save_parts(folder: Path, model: Any, side: Side | None) -> None:
             if side.scaler is not None:
                 torch.save({"scaler": own["scaler"]}, folder / f"fp16_states{_ranks(False)}.pt")
     if _leads():
-        torch.save(_degrees(), folder / "partition.pt")
+        torch.save({**_degrees(), STEPS: state.step_count}, folder / "partition.pt")
 
 
 def _save_shards(folder: Path, model: Any, side: Side | None, first: bool) -> None:
@@ -222,17 +225,19 @@ def _load_parts(folder: Path, strict: bool, with_optimizer: bool) -> None:
     model, side = state.model, state.optimizer
     assert model is not None
     if not (folder / "partition.pt").is_file():  # which Amazon's library does not write
-        weights = _with_ties(model.get_module(), whole_of_parts(folder))
+        weights = with_ties(model, whole_of_parts(folder))
         model.load_state_dict({**weights, "_smp_is_partial": False}, strict=strict)
         if _leads():
             print(f"note: {folder} is not of this library: its weights are loaded, and the optimizer starts anew.",
                   file=sys.stderr)  # fmt: skip
         return
     saved = read(folder / "partition.pt")
+    steps = saved.pop(STEPS, state.step_count)
     if saved != _degrees():
         changed = ", ".join(f"{key} {saved.get(key)} there and {value} here" for key, value in _degrees().items()
                             if saved.get(key) != value)  # fmt: skip
         raise CheckpointError(f"{folder} is of other degrees: {changed}; use the same, or a full checkpoint")
+    state.step_count = steps
     if state.layout.size("shard") > 1:
         shard = read(folder / f"optimizer_{state.layout.index('shard')}{_split_suffix()}.pt")
         weights, optimizer = shard["weights"], shard.get("optimizer")
@@ -243,18 +248,6 @@ def _load_parts(folder: Path, strict: bool, with_optimizer: bool) -> None:
     model.load_state_dict(weights, strict=strict)
     if with_optimizer and side is not None and optimizer is not None:
         side.load(optimizer)
-
-
-def _with_ties(module: torch.nn.Module, weights: Mapping[str, Any]) -> dict[str, Any]:
-    """`weights` under all names of a parameter that has several; such parts hold it once."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    found = dict(weights)
-    for tied in names.values():
-        known = [name for name in tied if name in weights]
-        found |= dict.fromkeys(tied, weights[known[0]]) if known else {}
-    return found
 
 
 def _optimizer_state(side: Side) -> dict[str, Any]:

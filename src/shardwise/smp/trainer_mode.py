@@ -3,16 +3,19 @@
 Looked at in 5.17 and 5.23: the mode makes no optimizer (`_prepare_for_training` puts that off and has no later place),
 wraps the model anew for each evaluation, deals batches and gathers results by rank instead of by data-parallel rank,
 clips each rank's gradients by a norm of its own, and under sharded data parallelism saves the optimizer's shard of one
-rank in each group alone. Five methods are wrapped here, while the mode is on and under
-`shardwise run` alone; a line says so. With the mode off the class is left as it is.
+rank in each group alone. The number of steps, by which dropout goes on, is not in its checkpoints. Methods are wrapped
+here, while the mode is on and under `shardwise run` alone; a line says so. With the mode off the class stays as it is.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
+import json
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,12 +26,15 @@ from shardwise.layout import SMP_AXES
 from shardwise.smp.model import DistributedModel
 from shardwise.smp.nesting import map_leaves
 from shardwise.smp.process import state
-from shardwise.smp.saving import save
+from shardwise.smp.saving import STEPS, save
 
 NOTE = (
     "transformers' Trainer is in its SMP mode: shardwise makes its optimizer, clips by the whole model's norm, and "
     "deals batches and gathers results by data-parallel rank."
 )
+
+STEPS_FILE = "smp_steps.json"
+GIVEN = "_smp_given_model"  # in a trainer: the model that it has wrapped
 
 
 def complete(trainer: Any) -> None:
@@ -36,13 +42,27 @@ def complete(trainer: Any) -> None:
     if not trainer.is_sagemaker_mp_enabled():
         return
     cls = trainer.Trainer
+    cls.__init__ = _with_tokenizer(cls.__init__)
     cls._wrap_model = _once(cls._wrap_model)
     cls.create_scheduler = _with_optimizer(cls.create_scheduler)
     cls._clip_grad_norm = _clip
     cls._save_optimizer_and_scheduler = _with_shards(cls._save_optimizer_and_scheduler, trainer.OPTIMIZER_NAME)
+    cls._save_rng_state, cls._load_rng_state = _with_steps(cls._save_rng_state), _from_step(cls._load_rng_state)
     cls.create_accelerator_and_postprocess = _by_data_rank(cls.create_accelerator_and_postprocess)
     if state.layout.rank == 0:
         print(f"note: {NOTE}", file=sys.stderr)
+
+
+def _with_tokenizer(make: Callable[..., None]) -> Callable[..., None]:
+    """`tokenizer`, as scripts for transformers 4 have it, is `processing_class` now."""
+
+    @functools.wraps(make)
+    def make_with(self: Any, *args: Any, **kwargs: Any) -> None:
+        if "tokenizer" in kwargs:
+            kwargs["processing_class"] = kwargs.pop("tokenizer")
+        make(self, *args, **kwargs)
+
+    return make_with
 
 
 def _once(wrap: Callable[..., Any]) -> Callable[..., Any]:
@@ -51,21 +71,26 @@ def _once(wrap: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(wrap)
     def wrap_once(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         made = state.model
-        if made is not None and (model is made or model is made.get_module()):
+        if made is not None and any(model is one for one in (made, made.get_module(), vars(self).get(GIVEN))):
             self.model_wrapped = made
             return made
+        vars(self)[GIVEN] = model  # which stays the trainer's own, where tensor parallelism replaces it
         return wrap(self, model, *args, **kwargs)
 
     return wrap_once
 
 
 def _with_optimizer(create: Callable[..., Any]) -> Callable[..., Any]:
-    """The scheduler is made right after the model was wrapped, which is when the optimizer is due."""
+    """The scheduler is made right after the model was wrapped, which is when the optimizer is due: of the wrapped one's
+    parameters, since tensor parallelism may have replaced the model's. Trainers derived for transformers 4 ask
+    `model_wrapped` for them, and take no model."""
 
     @functools.wraps(create)
     def create_both(self: Any, num_training_steps: int, optimizer: Any = None) -> Any:
         if self.optimizer is None and optimizer is None:
-            self.create_optimizer()
+            self.model_wrapped = state.model or self.model_wrapped
+            takes = "model" in inspect.signature(self.create_optimizer).parameters
+            self.create_optimizer(*([state.model.get_module()] if takes and state.model else []))
         return create(self, num_training_steps, optimizer)
 
     return create_both
@@ -81,6 +106,28 @@ def _with_shards(save_state: Callable[..., Any], name: str) -> Callable[..., Any
             save(self.optimizer.local_state_dict(gather_if_shard=False), os.path.join(output_dir, name), v3=True)
 
     return save_all
+
+
+def _with_steps(save_state: Callable[..., None]) -> Callable[..., None]:
+    """The random state includes the number of steps, by which dropout goes on."""
+
+    @functools.wraps(save_state)
+    def save_both(self: Any, output_dir: str) -> None:
+        save_state(self, output_dir)
+        if self.args.should_save:
+            Path(output_dir, STEPS_FILE).write_text(json.dumps({STEPS: state.step_count}))
+
+    return save_both
+
+
+def _from_step(load_state: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(load_state)
+    def load_both(self: Any, checkpoint: str | None) -> None:
+        load_state(self, checkpoint)
+        if checkpoint is not None and (file := Path(checkpoint, STEPS_FILE)).is_file():
+            state.step_count = int(json.loads(file.read_text())[STEPS])
+
+    return load_both
 
 
 def _clip(self: Any, model: DistributedModel) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -108,6 +108,24 @@ def part_of_weights(model: DistributedModel) -> dict[str, Tensor]:
     if not model.gathered:
         parallel.release_gathered()
     return found | {name: buffer.detach().to(HOST) for name, buffer in persistent_buffers(model.get_module())}
+
+
+def with_ties(model: DistributedModel, weights: Mapping[str, Any]) -> dict[str, Any]:
+    """`weights` under all names of a parameter that has several; files hold it once."""
+    found = dict(weights)
+    for group in _ties(model):
+        known = [name for name in group if name in weights]
+        found |= {name: weights[known[0]] for name in group if known and name not in weights}
+    return found
+
+
+def _ties(model: DistributedModel) -> Iterable[Iterable[str]]:
+    if model.parallel is not None:
+        return list(model.parallel.facts.ties)
+    groups: dict[int, list[str]] = {}
+    for name, parameter in model.get_module().named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), []).append(name)
+    return groups.values()
 
 
 def load_weights(model: DistributedModel, weights: Mapping[str, Any], strict: bool, same: bool) -> None:
