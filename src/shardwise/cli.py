@@ -154,10 +154,13 @@ def _export_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _export(options: argparse.Namespace, keys: dict[str, Any]) -> int:
+    from shardwise.smp import exporting
     from shardwise.smp.v2.exporting import export_script_checkpoint, is_script_checkpoint
 
     if is_script_checkpoint(options.checkpoint):
         path = export_script_checkpoint(options.checkpoint, options.out, options.dtype, say=say_note)
+    elif exporting.is_checkpoint(options.checkpoint):
+        path = exporting.export(options.checkpoint, options.out, options.dtype, say=say_note)
     else:
         from shardwise.checkpoint.export import export_checkpoint
 
@@ -240,7 +243,7 @@ COMMANDS = {
         "write a checkpoint's model for Hugging Face",
         "Write the model of a checkpoint as a directory of safetensors files that `from_pretrained` opens, with\n"
         "config and tokenizer; a module of your own as safetensors alone. One process, one tensor at a time.\n"
-        "Checkpoints of scripts of SMP, version 2, are read too: sharded, async, full, by ranks.",
+        "Checkpoints of scripts of SMP are read too, of both versions: partial, sharded, local, async, full, by ranks.",
         _export_options,
         _export,
         takes_job=False,

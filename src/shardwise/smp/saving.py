@@ -2,8 +2,9 @@
 
 Partial files are a rank's own: `<f>_<pp>_<tp>`, and `<f>_<pp>_<tp>_<rdp>` where ranks of one stage differ. A checkpoint
 is `<path>/<tag>_partial/` (`model_*.pt`, `optimizer_*.pt`, `fp16_states_*.pt`, `user_content.pt`, `partition.pt`) or,
-full, the file `<path>/<tag>` with `<path>/user_content_<tag>`; the text file `<path>/newest` names the last one. Under
-sharded data parallelism there are `model_0.pt` and an `optimizer_<i>.pt` for each shard, whose `fp32_flat_groups` hold
+full, the file `<path>/<tag>` with `<path>/user_content_<tag>`; the text file `<path>/newest` names the last one. Of
+tensor ranks there are `cuts_*.pt` too, by which parts are put together without the model. Under sharded data
+parallelism there are `model_0.pt` and an `optimizer_<i>.pt` for each shard, whose `fp32_flat_groups` hold
 ceil(numel/degree) elements of every parameter in turn. `reading` says what is read.
 """
 
@@ -30,9 +31,10 @@ from shardwise.smp.reading import read
 from shardwise.smp.replacement import translate_in, translate_out
 from shardwise.smp.safetensors_files import in_safetensors
 from shardwise.smp.sharded_data_parallel_checkpoint import whole_of_parts
-from shardwise.smp.weights import local_weights, marked, whole_weights, with_ties
+from shardwise.smp.weights import cuts_of, local_weights, marked, whole_weights, with_ties
 
 NEWEST, SUFFIX, USER = "newest", "_partial", "user_content"
+PARTITION, CUTS = "partition.pt", "cuts"
 STEPS = "steps"  # by whose number dropout goes on
 
 
@@ -180,13 +182,15 @@ def _save_parts(folder: Path, model: Any, side: Side | None) -> None:
         _save_shards(folder, model, side, first)
     elif first:
         torch.save(marked(local_weights(model)), folder / f"model{_ranks(False)}.pt")
+        if state.layout.size("tensor") > 1:
+            torch.save(cuts_of(model), folder / f"{CUTS}{_ranks(False)}.pt")
         if side is not None:
             own = _optimizer_state(side)
             torch.save(own, folder / f"optimizer{_ranks(False)}.pt")
             if side.scaler is not None:
                 torch.save({"scaler": own["scaler"]}, folder / f"fp16_states{_ranks(False)}.pt")
     if _leads():
-        torch.save({**_degrees(), STEPS: state.step_count}, folder / "partition.pt")
+        torch.save({**_degrees(), STEPS: state.step_count}, folder / PARTITION)
 
 
 def _save_shards(folder: Path, model: Any, side: Side | None, first: bool) -> None:
@@ -224,14 +228,14 @@ def _slice(whole: Tensor, degree: int, index: int) -> Tensor:
 def _load_parts(folder: Path, strict: bool, with_optimizer: bool) -> None:
     model, side = state.model, state.optimizer
     assert model is not None
-    if not (folder / "partition.pt").is_file():  # which Amazon's library does not write
+    if not (folder / PARTITION).is_file():  # which Amazon's library does not write
         weights = with_ties(model, whole_of_parts(folder))
         model.load_state_dict({**weights, "_smp_is_partial": False}, strict=strict)
         if _leads():
             print(f"note: {folder} is not of this library: its weights are loaded, and the optimizer starts anew.",
                   file=sys.stderr)  # fmt: skip
         return
-    saved = read(folder / "partition.pt")
+    saved = read(folder / PARTITION)
     steps = saved.pop(STEPS, state.step_count)
     if saved != _degrees():
         changed = ", ".join(f"{key} {saved.get(key)} there and {value} here" for key, value in _degrees().items()

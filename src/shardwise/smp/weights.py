@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -89,6 +90,12 @@ def local_weights(model: DistributedModel) -> dict[str, Tensor]:
     model.come_back()
     found = {entry.name: entry.local.to(HOST, copy=True) for entry in model.parallel.tensor_map}
     return found | {name: buffer.detach().to(HOST) for name, buffer in persistent_buffers(model.get_module())}
+
+
+def cuts_of(model: DistributedModel) -> dict[str, dict[str, Any]]:
+    """How the tensors that this rank holds a part of were cut, by name: what puts them together without a model."""
+    entries = model.parallel.tensor_map if model.parallel is not None else ()
+    return {entry.name: dataclasses.asdict(entry.cut) for entry in entries if entry.cut is not None}
 
 
 def part_of_weights(model: DistributedModel) -> dict[str, Tensor]:

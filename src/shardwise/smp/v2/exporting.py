@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM
 
 from shardwise.checkpoint.export import converted
 from shardwise.checkpoint.reading import HuggingFaceWeights
@@ -32,6 +32,7 @@ from shardwise.layout import Layout
 from shardwise.parallel.tensor import planned_cuts
 from shardwise.parallel.tensor_map import Cut
 from shardwise.smp.config import make_job
+from shardwise.smp.exporting import CONFIG, CONFIG_FILE, MODEL, config_of
 from shardwise.smp.reading import allowing, read
 from shardwise.smp.v2.checkpoint.utils import SORT_BY_LAST_INT, STEPS
 from shardwise.smp.v2.distributed.checkpoint import torch_metadata
@@ -40,7 +41,6 @@ from shardwise.smp.v2.distributed.checkpoint.metadata import FILE
 from shardwise.smp.v2.distributed.fsdp.checkpoint import EXPORT_KEY_IDENTITY
 from shardwise.smp.v2.local_state import LocalFile
 
-MODEL, CONFIG, CONFIG_FILE = "model", "model_config", "config.json"
 PLACES = (MODEL, "state_dict")  # where a checkpoint has the model: public scripts', and those of the adapter for NeMo
 WEIGHTS = (SINGLE, INDEX, TORCH_SINGLE, TORCH_INDEX)
 PROBED = 64  # positions of the forward that is looked at
@@ -173,7 +173,7 @@ def export_script_checkpoint(
         say(f"the newest checkpoint of {source} is {newest.name}")
         folder = newest
     parts = _parts(folder)
-    config = _config(folder, parts[0][0])
+    config = config_of(folder, parts[0][0].config())
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     tensors = _Tensors(folder, model, parts)
@@ -238,20 +238,6 @@ def _cuts(model: Any, degree: int) -> Mapping[str, Cut]:
         return {}
     length = min(PROBED, getattr(model.config, "max_position_embeddings", PROBED))
     return planned_cuts(model, discover(model, make_job({"data.sequence_length": length})), Layout({"tensor": degree}))
-
-
-def _config(folder: Path, first: _Shard | LocalFile) -> PreTrainedConfig:
-    """The model's config: kept in the checkpoint, or beside it."""
-    kept = first.config()
-    if isinstance(kept, PreTrainedConfig):
-        return kept
-    if not (folder / CONFIG_FILE).is_file():
-        raise CheckpointError(
-            f"{folder} holds no {CONFIG!r}, which public scripts keep in their checkpoints; put the model's "
-            f"{CONFIG_FILE} into that directory"
-        )
-    found: PreTrainedConfig = AutoConfig.from_pretrained(folder)
-    return found
 
 
 # ---- which directories and files there are
