@@ -8,7 +8,7 @@ import pathlib
 
 import smdistributed.modelparallel.torch as smp
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXConfig
 
 LENGTH = 64
 
@@ -20,9 +20,8 @@ def train_step(model, input_ids):
     return loss
 
 
-def prepare(directory):
+def prepare(file):
     """This script's own bytes in rows of LENGTH, as JSON lines; rank 0 writes them, all read them."""
-    file = pathlib.Path(directory) / "train.json"
     if smp.rank() == 0 and not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         text = pathlib.Path(__file__).read_bytes()
@@ -39,10 +38,11 @@ def main():
     arguments = parser.parse_args()
     smp.init({"ddp": True})
     torch.manual_seed(1)
-    rows = prepare(os.environ["SM_CHANNEL_TRAIN"])
+    rows = prepare(pathlib.Path(os.environ["SM_CHANNEL_TRAIN"], "train.json"))
     sizes = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 256}
+    config = GPTNeoXConfig(**sizes, intermediate_size=256) if arguments.neox else GPT2Config(**sizes)
     with smp.model_creation(tensor_parallelism=True):
-        plain = GPTNeoXForCausalLM(GPTNeoXConfig(**sizes)) if arguments.neox else GPT2LMHeadModel(GPT2Config(**sizes))
+        plain = AutoModelForCausalLM.from_config(config)
     model = smp.DistributedModel(plain)
     for layer in model.get_module().transformer.seq_layers:
         smp.set_activation_checkpointing(layer)

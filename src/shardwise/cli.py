@@ -243,7 +243,7 @@ COMMANDS = {
         "write a checkpoint's model for Hugging Face",
         "Write the model of a checkpoint as a directory of safetensors files that `from_pretrained` opens, with\n"
         "config and tokenizer; a module of your own as safetensors alone. One process, one tensor at a time.\n"
-        "Checkpoints of scripts of SMP are read too, of both versions: partial, sharded, local, async, full, by ranks.",
+        "Checkpoints of SMP's scripts are read too, of both versions: partial, sharded, local, async, full.",
         _export_options,
         _export,
         takes_job=False,

@@ -21,6 +21,7 @@ from shardwise.launch.local import run_local
 from shardwise.launch.session import gpus_of_host, session
 from shardwise.observe.trackers import require_extras
 from shardwise.plan import Plan, World, collective_algorithm, precheck, resolve
+from shardwise.precision import without_instructions
 from shardwise.training.keeper import after_restart, way_on
 from shardwise.training.output import check_output, check_resume, claim_output
 from shardwise.training.setup import prepare_data, study
@@ -40,7 +41,7 @@ def plan_with_facts(job: Job) -> tuple[Plan, ModelFacts]:
     """`plan_job` and the facts of the job's model."""
     place = detect()
     plan, facts = _plan(job, place)
-    return replace(plan, notes=(*plan.notes, *_launcher_notes(job, place))), facts
+    return replace(plan, notes=(*plan.notes, *_launcher_notes(job, place), *_machine_notes(plan))), facts
 
 
 def train(job: Job, notes: Iterable[str] = (), say: Say = print) -> TrainingResult:
@@ -59,6 +60,8 @@ def train(job: Job, notes: Iterable[str] = (), say: Say = print) -> TrainingResu
     if place is None:  # the ranks of a launcher find out together: one that ended early would leave the others waiting
         check_resume(job)
     plan, facts = _plan(job, place)
+    for note in _machine_notes(plan) if speaks else ():
+        say(f"note: {note}")
     backend = usable_backend(plan, say if speaks else _silent)
     prepare_data(job, facts, say if speaks else _silent)
     if place is not None:
@@ -103,6 +106,13 @@ def _launcher_notes(job: Job, place: RankEnvironment | None) -> Iterator[str]:
     if place is not None and restarts:
         how = "torchrun --max-restarts" if place.launcher == "torchrun" else "its own options"
         yield f"parallel.max_restarts={restarts} is not used: {place.launcher} started the ranks; see {how}."
+
+
+def _machine_notes(plan: Plan) -> Iterator[str]:
+    """What this machine cannot do well; a plan may be of another."""
+    compute = plan.job.precision.compute
+    if why := without_instructions(compute, plan.world.device_type):
+        yield f"precision.compute={compute}: {why}."
 
 
 def usable_backend(plan: Plan, say: Say) -> str:

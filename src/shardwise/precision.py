@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from shardwise._torch_compat import multiplies
 from shardwise.config import LossScaleSection
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -19,6 +20,17 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, 
 def torch_dtype(name: str) -> torch.dtype:
     """`fp64`, `fp32`, `bf16` or `fp16` as a torch dtype."""
     return DTYPES[name]
+
+
+def without_instructions(compute: str, device_type: str) -> str:
+    """That this processor multiplies `compute` in software, as a sentence's end; empty where it does not."""
+    dtype = DTYPES.get(compute)  # none is "auto", which is fp32 on a CPU
+    if device_type != "cpu" or dtype is None or multiplies(dtype):
+        return ""
+    return (
+        f"this processor has no instructions for products of {compute}, which take up to 50 times as long as in fp32; "
+        "use fp32 to try things out here"
+    )
 
 
 def has_float8(device: torch.device) -> bool:

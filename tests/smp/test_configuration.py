@@ -9,7 +9,9 @@ import pytest
 import torch
 
 import shardwise.smp as smp
+from shardwise import entry, precision
 from shardwise.collectives import engine
+from shardwise.config import Job
 from shardwise.errors import ConfigError, MachineError
 from shardwise.plan import World
 from shardwise.smp.backend import choose
@@ -91,6 +93,20 @@ def test_what_the_ranks_do_not_allow_begins_with_the_option() -> None:
     with pytest.raises(ConfigError, match=r"smp\.init: tensor_parallel_degree=2: parallel\.tensor_parallel_degree"):
         smp.init({"tensor_parallel_degree": 2, "microbatches": None})
     smp.state.reset()
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_processor_without_instructions_for_16_bits_is_named(
+    there: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(precision, "multiplies", lambda dtype: there)
+    smp.init({"fp16": True})
+    smp.state.reset()
+    assert ("no instructions for products of fp16" in capsys.readouterr().err) != there
+    with_fp32 = entry.plan_job(Job.model_validate({"parallel": {"workers": 1}}))
+    with_bf16 = entry.plan_job(Job.model_validate({"parallel": {"workers": 1}, "precision": {"compute": "bf16"}}))
+    said = [any("no instructions for products of bf16" in note for note in p.notes) for p in (with_fp32, with_bf16)]
+    assert said == [False, not there]
 
 
 def test_an_estimators_forms_are_bare_parameters_to_a_script(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from shardwise.launch.environment import detect
 from shardwise.launch.session import gpus_of_host, session
 from shardwise.layout import ONE_COPY, SMP_AXES, Layout
 from shardwise.plan import World, precheck
+from shardwise.precision import without_instructions
 from shardwise.smp.backend import choose, differs
 from shardwise.smp.config import Configuration, read_configuration
 from shardwise.smp.exceptions import NotInitializedError
@@ -117,6 +118,8 @@ class State:
         self._device = self._exit.enter_context(session(kind, name))
         if note := differs(job.parallel.ddp_dist_backend):
             cfg.notes.append(note)
+        if why := without_instructions(job.precision.compute, kind):
+            cfg.notes.append(f"smp_options: {why}.")
         world = current_world(self._device)
         with cfg.own_words():
             precheck(job, world)
