@@ -318,16 +318,6 @@ def _let_go(infos: Sequence[Any]) -> None:
         info.buffer = torch.empty((), dtype=info.buffer.dtype, device="meta").expand(info.buffer.shape)
 
 
-def multiplies(dtype: torch.dtype) -> bool:
-    """Whether this processor has instructions for matrix products of 16 bits, as torch's CPU kernels ask.
-
-    No public name (torch 2.11 to 2.13); where a build has none, True.
-    """
-    name = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}.get(dtype)
-    ask = getattr(torch.ops.mkldnn, name, None) if name else None
-    return ask is None or bool(ask())
-
-
 __all__ = [
     "CheckpointWrapper",
     "FakeTensorMode",
@@ -362,7 +352,6 @@ __all__ = [
     "is_alive",
     "is_traceable_wrapper_subclass",
     "keeps_reduced_gradients_as_they_are",
-    "multiplies",
     "read_scalar",
     "reduce_left_gradients",
     "reduce_scatter_coalesced",

@@ -154,17 +154,13 @@ def _export_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _export(options: argparse.Namespace, keys: dict[str, Any]) -> int:
+    from shardwise.checkpoint.export import export_checkpoint
     from shardwise.smp import exporting
     from shardwise.smp.v2.exporting import export_script_checkpoint, is_script_checkpoint
 
-    if is_script_checkpoint(options.checkpoint):
-        path = export_script_checkpoint(options.checkpoint, options.out, options.dtype, say=say_note)
-    elif exporting.is_checkpoint(options.checkpoint):
-        path = exporting.export(options.checkpoint, options.out, options.dtype, say=say_note)
-    else:
-        from shardwise.checkpoint.export import export_checkpoint
-
-        path = export_checkpoint(options.checkpoint, options.out, options.dtype, say=say_note)
+    kinds = ((is_script_checkpoint, export_script_checkpoint), (exporting.is_checkpoint, exporting.export))
+    export = next((export for asks, export in kinds if asks(options.checkpoint)), export_checkpoint)
+    path = export(options.checkpoint, options.out, options.dtype, say=say_note)
     print(f"exported to {path}")
     return 0
 

@@ -46,9 +46,7 @@ STAND_INS = {name: f"{ROOT}.stand_ins.{name}" for name in ("transformer_engine",
 STAND_INS |= dict.fromkeys(("amp_C", "apex_C"), f"{ROOT}.stand_ins.apex.kernels")
 STAND_INS["torch._six"] = f"{ROOT}.stand_ins.torch_six"
 # Modules of others that scripts find as they were, or whole: ours completes each once it was run.
-COMPLETED = {
-    "transformers.trainer": f"{ROOT}.trainer_mode",
-}
+COMPLETED = {"transformers.trainer": f"{ROOT}.trainer_mode"}
 CHANGED = ("transformers", *(f"transformers.{name}" for name in ("modeling_utils", "training_args", "utils")))
 COMPLETED |= dict.fromkeys((*CHANGED, "transformers.utils.import_utils", "datasets"), f"{ROOT}.former_names")
 WITH_CHILDREN = ("smdistributed.modelparallel.torch", "torch.sagemaker", *STAND_INS)

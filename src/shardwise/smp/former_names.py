@@ -18,7 +18,7 @@ from shardwise.errors import ConfigError
 
 
 def complete(module: ModuleType) -> None:
-    """Put the names into `module` that it once had; what is there stays, and a second call does nothing."""
+    """Put the names into `module` that it once had; what is there stays."""
     module = sys.modules[module.__name__]  # transformers puts another in its own place, and later does so once more
     for name, value in FORMER.get(module.__name__, {}).items():
         if not hasattr(module, name):
@@ -48,6 +48,8 @@ class _Metric:
         self._name, self._given = name, (args, kwargs)
 
     def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("_"):  # what copying and the like ask every object for
+            raise AttributeError(attribute)
         try:
             import evaluate
         except ImportError as error:
