@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from shardwise import import_hook
-from shardwise.errors import ConfigError, WorkerError
+from shardwise.errors import ConfigError, MachineError, WorkerError
 from shardwise.launch import failure
 from shardwise.launch.environment import detect
 from shardwise.launch.local import run_local
@@ -73,6 +73,7 @@ def run(script: Script, workers: int | None) -> None:
 
     Raises:
         ConfigError: there is no such script, or a launcher has decided on the number of workers.
+        MachineError: it asks for CUDA, and there is no GPU.
         WorkerError: the script failed on a rank.
     """
     if not Path(script.path).is_file():
@@ -87,6 +88,8 @@ def run(script: Script, workers: int | None) -> None:
         return
     gpus = torch.cuda.device_count() if script.device_type == "cuda" else 0
     count = workers or gpus or CPU_WORKERS
+    if script.device_type == "cuda" and not gpus:
+        raise MachineError("--device cuda: this host shows no GPU; use --device cpu")
     if 0 < gpus < count:
         raise ConfigError(
             f"--workers={count} needs as many GPUs, this host shows {gpus}: scripts take the GPU of their local rank; "

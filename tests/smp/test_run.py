@@ -146,6 +146,13 @@ def _cells() -> str:
     return "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "script.py").write_text("")
+    assert main(["run", "--device", "cuda", str(tmp_path / "script.py")]) == 2
+    assert "--device cuda: this host shows no GPU; use --device cpu" in capsys.readouterr().err
+
+
 def test_notebook_is_a_program() -> None:
     assert {"train", "plan"} <= set(ast.literal_eval(f"[{', '.join(CALLED.findall(_cells()))}]"))
     compile(_cells(), "smp_tutorial.ipynb", "exec")
