@@ -303,4 +303,5 @@ def _of_files(folder: Path) -> Parts:
         return [[first, *(LocalFile(folder / f"{rank}.pt") for rank in range(1, first.ranks))]]
     layout = Layout({axis: degree for axis, degree in said.items() if isinstance(degree, int)})
     ranks = [layout.ranks("shard", "context", of=tensor) for tensor in range(layout.size("tensor"))]
-    return [[_RankFile(read(folder / f"{rank}.pt")) for rank in part] for part in ranks]
+    files = {rank: read(folder / f"{rank}.pt") if rank else first.content for part in ranks for rank in part}
+    return [[_RankFile(files[rank]) for rank in part] for part in ranks]

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from shardwise._torch_compat import ShardedTensor
 from shardwise.errors import CheckpointError
+from shardwise.smp.exporting import CONFIG, MODEL
 from shardwise.smp.reading import read
 
 SHARDED = "torch.distributed._shard.sharded_tensor.api.ShardedTensor"
@@ -53,17 +54,17 @@ class LocalFile:
 
     def __init__(self, path: Path) -> None:
         self.path, self.content = path, read(path, instead={SHARDED: _Run})
-        if not isinstance(self.content, Mapping) or not isinstance(self.content.get("model"), Mapping):
-            raise CheckpointError(f"{path} holds no state of a 'model'; it is no checkpoint of version 2's scripts")
+        if not isinstance(self.content, Mapping) or not isinstance(self.content.get(MODEL), Mapping):
+            raise CheckpointError(f"{path} holds no state of a {MODEL!r}; it is no checkpoint of version 2's scripts")
 
     def config(self) -> Any:
         """What the script has kept as the model's config; None where it has not."""
-        return self.content.get("model_config")
+        return self.content.get(CONFIG)
 
     @property
     def ranks(self) -> int:
         """How many ranks' files make the whole: 1 where the state is whole already (`NO_SHARD`)."""
-        runs = [value for value in self.content["model"].values() if isinstance(value, _Run)]
+        runs = [value for value in self.content[MODEL].values() if isinstance(value, _Run)]
         return max((len(run.metadata().shards_metadata) for run in runs), default=1)
 
     def by_name(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
@@ -72,7 +73,7 @@ class LocalFile:
         Raises:
             CheckpointError: a flat parameter has another size than the parameters of its unit.
         """
-        saved: dict[str, Tensor] = self.content["model"]
+        saved: dict[str, Tensor] = self.content[MODEL]
         plain = {name: value for name, value in saved.items() if not isinstance(value, _Run)}
         if all(name in plain for name in shapes):
             return plain
