@@ -113,6 +113,16 @@ def test_a_hanging_rank_is_named_with_its_traceback_and_replaced(pool: WorldPool
     assert pool.run(2, summed_rank, 0)[0][:2] == (2, 1.0) and gone([before[1][2]])
 
 
+def test_a_rank_that_cannot_join_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    with WorldPool(limit=2, timeout=60) as pool:
+        monkeypatch.setenv("GLOO_DEVICE_TRANSPORT", "pigeon")  # which torch keeps for the life of a process
+        with pytest.raises(WorldError) as caught:
+            pool.run(2, summed_rank, 0)
+        assert all("init_process_group" in report.text for report in caught.value.reports.values())
+        monkeypatch.delenv("GLOO_DEVICE_TRANSPORT")
+        assert [answer[:2] for answer in pool.run(2, summed_rank, 0)] == [(2, 1.0)] * 2
+
+
 def test_an_answer_that_cannot_be_sent_is_an_error_of_that_rank(pool: WorldPool) -> None:
     with pytest.raises(WorldError, match="pickle"):
         pool.run(1, unpicklable)

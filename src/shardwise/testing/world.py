@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import functools
 import gc
 import importlib.util
 import multiprocessing
@@ -60,6 +61,7 @@ class Report:
     what: str  # "raised ValueError", "died: SIGKILL", "hangs"
     text: str  # its traceback, as far as there is one
     when: float  # Unix time
+    joined: bool = True  # whether it ever was in the group
 
 
 @dataclass(frozen=True)
@@ -189,7 +191,8 @@ class WorldPool:
                         results[rank] = pickle.loads(answer)
                     del pending[rank]
         reports |= _dump_hanging(pending)
-        self._discard([w for rank, w in workers.items() if rank in pending or not w.process.is_alive()])
+        out = {rank for rank, report in reports.items() if not report.joined} | pending.keys()
+        self._discard([w for rank, w in workers.items() if rank in out or not w.process.is_alive()])
         return reports, results
 
 
@@ -240,21 +243,28 @@ def _serve(connection: Connection, dump: str) -> None:
 def _handle(request: Request) -> bytes:
     """Runs the request. Its group stays open until the next one: peers may still read what this rank sent last."""
     _leave()
+    joined = False
     try:
         _enter(request)
+        joined = True
         _load_module(request)
         function, args = pickle.loads(request.payload)
         answer = pickle.dumps(("result", pickle.dumps(function(*args))))
     except (Exception, SystemExit) as error:
         text = "".join(traceback.format_exception(error)).rstrip()
-        answer = pickle.dumps(("error", (f"raised {type(error).__name__}", text, time.time())))
+        answer = pickle.dumps(("error", (f"raised {type(error).__name__}", text, time.time(), joined)))
         traceback.clear_frames(error.__traceback__)  # they hold the group, and peers wait for it to close
         _leave()
     return answer
 
 
 def _enter(request: Request) -> None:
-    """The test's surroundings (environment, directory, import path) and this rank's place in a new group."""
+    """The test's surroundings (environment, directory, import path) and this rank's place in a new group.
+
+    Nobody goes on before everybody is in: a rank that fails at once would else cut off peers that still connect. Torch
+    counts such a group on the rank where it failed and looks for its peers under another name from then on, so the
+    pool replaces a worker that could not join.
+    """
     sys.path[:] = request.path
     os.chdir(request.directory)
     os.environ.clear()
@@ -263,7 +273,8 @@ def _enter(request: Request) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     timeout = 2 * request.timeout  # the pool's comes first: it shows where each rank stands
-    store = loopback.connect_store(request.place.master_port, timeout)
+    store = _store(request.place.master_port)
+    store.set_timeout(timedelta(seconds=timeout))
     dist.init_process_group(
         "gloo",
         store=dist.PrefixStore(f"run-{request.number}", store),
@@ -271,6 +282,13 @@ def _enter(request: Request) -> None:
         world_size=request.place.world_size,
         timeout=timedelta(seconds=timeout),
     )
+    dist.barrier()
+
+
+@functools.cache
+def _store(port: int) -> dist.TCPStore:
+    """One connection for a worker's life: torch asks a name server about each, for seconds where none answers."""
+    return loopback.connect_store(port, GRACE_SECONDS)
 
 
 def _load_module(request: Request) -> None:
