@@ -30,13 +30,13 @@ def multiplies(dtype: torch.dtype) -> bool:
 
 
 def without_instructions(compute: str, device_type: str) -> str:
-    """That this processor multiplies `compute` in software, as a sentence's end; empty where it does not."""
+    """That this processor cannot multiply `compute` by itself, as a sentence's end; empty where it can."""
     dtype = DTYPES.get(compute)  # none is "auto", which is fp32 on a CPU
     if device_type != "cpu" or dtype is None or multiplies(dtype):
         return ""
     return (
-        f"this processor has no instructions for products of {compute}, which take up to 50 times as long as in fp32; "
-        "use fp32 to try things out here"
+        f"this processor has no instructions for products of {compute}; matrix products and attention are computed in "
+        f"fp32 and rounded to {compute}, so that fp32 itself is faster here"
     )
 
 

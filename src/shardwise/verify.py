@@ -28,6 +28,7 @@ from shardwise.entry import plan_job, usable_backend
 from shardwise.errors import ConfigError, MachineError
 from shardwise.families.build import load_config
 from shardwise.families.facts import ModelFacts
+from shardwise.kernels.products import wide_products
 from shardwise.launch.environment import detect
 from shardwise.launch.local import run_local
 from shardwise.launch.session import session
@@ -262,5 +263,6 @@ def _note(text: str) -> None:
 
 
 def _worker(job: Job, device_type: str, backend: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    with session(device_type, backend, job.parallel.timeout_seconds) as device:
+    wide = wide_products(device_type, job.precision.compute)
+    with wide, session(device_type, backend, job.parallel.timeout_seconds) as device:
         return function(job, device, *args)

@@ -47,12 +47,17 @@ def known(directory: Path) -> str:
         )
         for name, each in found.items()
     ]
-    return _markdown(head, [*lines, ("median over tables", "", *_middle(found), "", "", "", "")])
+    middle = ("median over tables", "", *_middle(found), "", "", "", "")
+    return _markdown(head, [*lines, middle, ("mean over tables", "", "", "", "", _inside(found), "", "", "")])
 
 
 def _middle(found: dict[str, dict[str, Any]]) -> tuple[str, ...]:
     middle = overall(found)["median_over_tables"]
     return (*_figures(middle, "median_percent", "p90_percent"), "")
+
+
+def _inside(found: dict[str, dict[str, Any]]) -> str:
+    return _figures(overall(found)["mean_over_tables"], "inside_interval_percent")[0]
 
 
 def ranked(directory: Path) -> str:
@@ -87,7 +92,9 @@ def unknown(directory: Path) -> str:
     ]
     lines = [(name, *_figures(left[name], *KEYS), *_means([each[name] for each in drawn])) for name in rows]
     middles = [overall(each)["median_over_tables"] for each in drawn]
-    return _markdown(head, [*lines, ("median over tables", *_middle(left), *_means(middles)[:2], "")])
+    inside = f"{statistics.mean(overall(each)['mean_over_tables']['inside_interval_percent'] for each in drawn):.1f}"
+    middle = ("median over tables", *_middle(left), *_means(middles)[:2], "")
+    return _markdown(head, [*lines, middle, ("mean over tables", "", "", _inside(left), "", "", inside)])
 
 
 def _means(found: Sequence[dict[str, Any]]) -> tuple[str, ...]:

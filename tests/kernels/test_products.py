@@ -1,0 +1,131 @@
+"""Products of 16 bits in fp32, where the processor has no instructions for them: one rounding from the exact result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from shardwise.kernels import products
+from shardwise.kernels.products import wide_products
+
+HALVES = [torch.bfloat16, torch.float16]
+CAUSAL = torch.zeros(5, 5).masked_fill(torch.ones(5, 5, dtype=torch.bool).triu(1), -1e4)
+Calls = dict[str, Callable[[Tensor, Tensor], Tensor]]
+
+CALLS: Calls = {  # of x [2, 5, 24] and w [7, 24]
+    "linear": lambda x, w: F.linear(x, w),
+    "linear and bias": lambda x, w: F.linear(x, w, w[:, 0]),
+    "of matrices": lambda x, w: x[0] @ w.T,
+    "of batches": lambda x, w: x @ x.transpose(1, 2),
+    "added to": lambda x, w: torch.baddbmm(x[:, :, :5], x, x.transpose(1, 2), beta=0.5, alpha=2.0),
+    "einsum": lambda x, w: torch.einsum("bse,oe->bos", x, w),
+    "causal attention": lambda x, w: F.scaled_dot_product_attention(*3 * [heads(x)], is_causal=True),
+    "masked attention": lambda x, w: F.scaled_dot_product_attention(*3 * [heads(x)], attn_mask=CAUSAL.to(x)),
+}
+INTO: Calls = {
+    "mm": lambda x, w: torch.mm(x[0], w.T, out=x.new_empty(5, 7)),
+    "addmm": lambda x, w: torch.addmm(w[:, 0], x[0], w.T, out=x.new_empty(5, 7)),
+    "bmm": lambda x, w: torch.bmm(x, x.transpose(1, 2), out=x.new_empty(2, 5, 5)),
+    "addmm_": lambda x, w: x.new_full((5, 7), 0.5).addmm_(x[0], w.T),
+    "addmm_ to nothing": lambda x, w: x.new_full((5, 7), float("nan")).addmm_(x[0], w.T, beta=0),
+    "experts": lambda x, w: grouped(x, w),
+}
+
+
+@pytest.fixture(autouse=True)
+def processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One without instructions for either dtype."""
+    monkeypatch.setattr(products, "multiplies", lambda dtype: False)
+
+
+def heads(x: Tensor) -> Tensor:
+    return x.unflatten(2, (3, 8)).transpose(1, 2)
+
+
+def grouped(x: Tensor, w: Tensor) -> Tensor:
+    """Rows of two experts, by torch's own product of groups where it takes the dtype."""
+    experts = torch.stack([w.T, 2 * w.T])
+    if x.dtype == torch.float64:
+        return torch.cat([x[0, :2] @ experts[0], x[0, 2:] @ experts[1]])
+    both = F.pad(experts, (0, 1))[..., :8].contiguous()  # rows of 16 bytes
+    ends = torch.tensor([2, 5], dtype=torch.int32)
+    return F.grouped_mm(x[0], both, offs=ends)[:, :7]
+
+
+def factors(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(3)
+    x, w = torch.randn(2, 5, 24, generator=draw), torch.randn(7, 24, generator=draw)
+    return x.to(dtype), w.to(dtype)
+
+
+def kernel() -> str:
+    """Whose product this process has."""
+    return repr(torch.library.get_kernel("aten::mm", "CPU"))
+
+
+def off(found: Tensor, exact: Tensor, dtype: torch.dtype) -> float:
+    """The largest error in roundings of the largest element."""
+    return float(
+        (found.detach().double() - exact.detach()).abs().max() / exact.detach().abs().max() / torch.finfo(dtype).eps
+    )
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("name", CALLS)
+def test_products_and_their_gradients(name: str, dtype: torch.dtype) -> None:
+    low = [each.requires_grad_() for each in factors(dtype)]
+    exact = [each.detach().double().requires_grad_() for each in low]
+    with wide_products("cpu"):
+        found = CALLS[name](*low)
+        found.backward(torch.ones_like(found))
+    wanted = CALLS[name](*exact)
+    wanted.backward(torch.ones_like(wanted))
+    assert found.dtype == dtype and off(found, wanted, dtype) <= 1
+    for mine, other in zip(low, exact):
+        assert (mine.grad is None) == (other.grad is None)
+        assert mine.grad is None or other.grad is None or off(mine.grad, other.grad, dtype) <= 4
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("name", INTO)
+def test_products_into_a_tensor(name: str, dtype: torch.dtype) -> None:
+    if name == "experts" and dtype == torch.float16:
+        pytest.skip("torch's product of groups takes bf16 alone")
+    low = factors(dtype)
+    with wide_products("cpu"):
+        found = INTO[name](*low)
+    assert found.dtype == dtype and off(found, INTO[name](*(each.double() for each in low)), dtype) <= 1
+
+
+def test_everything_else_and_everything_after_is_torchs_own() -> None:
+    own = kernel()
+    before = [call(*factors(dtype)) for dtype in (*HALVES, torch.float32) for call in CALLS.values()]
+    with wide_products("cpu", "bf16"):
+        with wide_products("cpu"):
+            pass  # an inner one neither adds nor ends anything
+        assert kernel() != own
+        inside = [call(*factors(dtype)) for dtype in [*HALVES[1:], torch.float32] for call in CALLS.values()]
+        wide = factors(torch.bfloat16)[0] @ factors(torch.bfloat16)[0].transpose(1, 2)
+    assert all(torch.equal(a, b) for a, b in zip(inside, before[len(CALLS) :], strict=True))
+    exact = factors(torch.bfloat16)[0].double() @ factors(torch.bfloat16)[0].double().transpose(1, 2)
+    assert off(wide, exact, torch.bfloat16) <= 1
+    after = [call(*factors(dtype)) for dtype in (*HALVES, torch.float32) for call in CALLS.values()]
+    assert kernel() == own and all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+
+
+@pytest.mark.parametrize("given", [("cuda", None), ("cpu", "fp32"), ("cpu", "auto"), ("cpu", "fp64")])
+def test_nothing_is_replaced_where_nothing_needs_it(given: tuple[str, str | None]) -> None:
+    with wide_products(*given):
+        assert not products._widened
+
+
+def test_a_processor_with_instructions_keeps_torchs_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "multiplies", lambda dtype: dtype == torch.bfloat16)
+    with wide_products("cpu", "bf16"):
+        assert not products._widened
+    with wide_products("cpu"):
+        assert products._widened == [torch.float16]
