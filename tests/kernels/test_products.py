@@ -31,6 +31,8 @@ INTO: Calls = {
     "addmm": lambda x, w: torch.addmm(w[:, 0], x[0], w.T, out=x.new_empty(5, 7)),
     "bmm": lambda x, w: torch.bmm(x, x.transpose(1, 2), out=x.new_empty(2, 5, 5)),
     "addmm_": lambda x, w: x.new_full((5, 7), 0.5).addmm_(x[0], w.T),
+    "baddbmm": lambda x, w: torch.baddbmm(x[:, :, :5], x, x.transpose(1, 2), out=x.new_empty(2, 5, 5)),
+    "baddbmm_": lambda x, w: x.new_full((2, 5, 5), 0.5).baddbmm_(x, x.transpose(1, 2)),
     "addmm_ to nothing": lambda x, w: x.new_full((5, 7), float("nan")).addmm_(x[0], w.T, beta=0),
     "experts": lambda x, w: grouped(x, w),
 }

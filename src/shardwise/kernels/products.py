@@ -1,6 +1,6 @@
 """Matrix products and attention of 16 bits on a processor that has no instructions for them.
 
-Torch multiplies them one by one there, some hundred times as slowly as fp32: a script of a GPU seems to hang. Inside of
+Torch multiplies them one by one there, forty times as slowly as fp32: a script of a GPU seems to hang. Inside of
 `wide_products` torch's own kernels get fp32 copies of their 16-bit inputs and the result is rounded once, which is what
 the instructions do too: factors of 16 bits, sums in fp32. On other processors, and on a GPU, nothing changes.
 """
@@ -18,7 +18,10 @@ from torch import Tensor
 from shardwise.precision import DTYPES, multiplies
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")
-INTO = {"mm.out": "mm", "addmm.out": "addmm", "addmm_": "addmm", "bmm.out": "bmm"}  # the same, into a tensor there is
+INTO = {  # the same, into a tensor that is there
+    "mm.out": "mm", "addmm.out": "addmm", "addmm_": "addmm",
+    "bmm.out": "bmm", "baddbmm.out": "baddbmm", "baddbmm_": "baddbmm",
+}  # fmt: skip
 ATTENTION = ("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward")
 Kernel = Callable[..., Any]
 
@@ -27,7 +30,7 @@ Kernel = Callable[..., Any]
 def wide_products(device_type: str, compute: str | None = None) -> Iterator[None]:
     """Products of `compute`, or of every 16-bit dtype where that is None, in fp32 where this processor has none.
 
-    For the whole process, since backward runs in threads of its own. `compute`: as `precision.compute` has it.
+    For the whole process, since an operator has one kernel. `compute`: as `precision.compute` has it.
     """
     dtypes = [DTYPES[name] for name in ("bf16", "fp16") if compute in (name, None) and not multiplies(DTYPES[name])]
     if device_type != "cpu" or not dtypes or _widened:
