@@ -64,9 +64,10 @@ def factors(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return x.to(dtype), w.to(dtype)
 
 
-def kernel() -> str:
-    """Whose product this process has."""
-    return repr(torch.library.get_kernel("aten::mm", "CPU"))
+def kernels() -> dict[str, str]:
+    """Whose operators this process has."""
+    names = (*products.PRODUCTS, *products.INTO, *products.ATTENTION)
+    return {name: repr(torch.library.get_kernel(f"aten::{name}", "CPU")) for name in names}
 
 
 def off(found: Tensor, exact: Tensor, dtype: torch.dtype) -> float:
@@ -104,19 +105,20 @@ def test_products_into_a_tensor(name: str, dtype: torch.dtype) -> None:
 
 
 def test_everything_else_and_everything_after_is_torchs_own() -> None:
-    own = kernel()
+    own = kernels()
     before = [call(*factors(dtype)) for dtype in (*HALVES, torch.float32) for call in CALLS.values()]
     with wide_products("cpu", "bf16"):
         with wide_products("cpu"):
             pass  # an inner one neither adds nor ends anything
-        assert kernel() != own
+        assert all(mine != own[name] for name, mine in kernels().items())
         inside = [call(*factors(dtype)) for dtype in [*HALVES[1:], torch.float32] for call in CALLS.values()]
         wide = factors(torch.bfloat16)[0] @ factors(torch.bfloat16)[0].transpose(1, 2)
     assert all(torch.equal(a, b) for a, b in zip(inside, before[len(CALLS) :], strict=True))
     exact = factors(torch.bfloat16)[0].double() @ factors(torch.bfloat16)[0].double().transpose(1, 2)
     assert off(wide, exact, torch.bfloat16) <= 1
     after = [call(*factors(dtype)) for dtype in (*HALVES, torch.float32) for call in CALLS.values()]
-    assert kernel() == own and all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+    assert kernels() == own
+    assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
 
 
 @pytest.mark.parametrize("given", [("cuda", None), ("cpu", "fp32"), ("cpu", "auto"), ("cpu", "fp64")])

@@ -39,6 +39,7 @@ from shardwise.launch.environment import RankEnvironment
 
 PRELOAD = ("torch", "torch.distributed.fsdp", "transformers.modeling_utils")
 GRACE_SECONDS = 10.0  # what is left for the others once a rank has failed
+CONNECT_SECONDS = 120.0  # for a worker's one connection to the store, which may wait for name servers
 DUMP_SECONDS = 2.0  # how long a hanging rank gets to write its traceback
 
 
@@ -288,7 +289,7 @@ def _enter(request: Request) -> None:
 @functools.cache
 def _store(port: int) -> dist.TCPStore:
     """One connection for a worker's life: torch asks a name server about each, for seconds where none answers."""
-    return loopback.connect_store(port, GRACE_SECONDS)
+    return loopback.connect_store(port, CONNECT_SECONDS)
 
 
 def _load_module(request: Request) -> None:
