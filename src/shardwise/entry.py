@@ -16,7 +16,7 @@ from shardwise.collectives import engine, hierarchical
 from shardwise.config import Job
 from shardwise.errors import MachineError, WorkerError
 from shardwise.families.facts import ModelFacts
-from shardwise.kernels.products import wide_products
+from shardwise.kernels.sums import fp32_sums
 from shardwise.launch.environment import RankEnvironment, detect
 from shardwise.launch.local import run_local
 from shardwise.launch.session import gpus_of_host, session
@@ -157,8 +157,8 @@ def _silent(text: str) -> None:
 
 def _worker(job: Job, device_type: str, backend: str) -> TrainingResult:
     """One rank of a training."""
-    wide = wide_products(device_type, job.precision.compute)
-    with wide, session(device_type, backend, job.parallel.timeout_seconds) as device:
+    sums = fp32_sums(device_type, job.precision.compute)
+    with sums, session(device_type, backend, job.parallel.timeout_seconds) as device:
         return train_rank(after_restart(job), device)
 
 

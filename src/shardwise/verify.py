@@ -28,7 +28,7 @@ from shardwise.entry import plan_job, usable_backend
 from shardwise.errors import ConfigError, MachineError
 from shardwise.families.build import load_config
 from shardwise.families.facts import ModelFacts
-from shardwise.kernels.products import wide_products
+from shardwise.kernels.sums import fp32_sums
 from shardwise.launch.environment import detect
 from shardwise.launch.local import run_local
 from shardwise.launch.session import session
@@ -263,6 +263,6 @@ def _note(text: str) -> None:
 
 
 def _worker(job: Job, device_type: str, backend: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    wide = wide_products(device_type, job.precision.compute)
-    with wide, session(device_type, backend, job.parallel.timeout_seconds) as device:
+    sums = fp32_sums(device_type, job.precision.compute)
+    with sums, session(device_type, backend, job.parallel.timeout_seconds) as device:
         return function(job, device, *args)

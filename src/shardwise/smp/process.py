@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from shardwise.draft import Draft
 from shardwise.errors import ConfigError
-from shardwise.kernels.products import wide_products
+from shardwise.kernels.sums import fp32_sums
 from shardwise.launch.environment import detect
 from shardwise.launch.session import gpus_of_host, session
 from shardwise.layout import ONE_COPY, SMP_AXES, Layout
@@ -117,7 +117,7 @@ class State:
         job = cfg.base_job()
         name = choose(job.parallel, world_to_come(kind), cfg.notes)
         self._device = self._exit.enter_context(session(kind, name))
-        self._exit.enter_context(wide_products(kind))
+        self._exit.enter_context(fp32_sums(kind))
         if note := differs(job.parallel.ddp_dist_backend):
             cfg.notes.append(note)
         if why := without_instructions(job.precision.compute, kind):

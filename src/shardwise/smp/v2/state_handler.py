@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from shardwise.collectives import engine
 from shardwise.errors import ConfigError
-from shardwise.kernels.products import wide_products
+from shardwise.kernels.sums import fp32_sums
 from shardwise.launch.session import session
 from shardwise.layout import Layout
 from shardwise.smp.exceptions import NotInitializedError
@@ -101,7 +101,7 @@ class State:
         kind = device_type()
         for_cuda = engine.BACKEND if world_to_come(kind).shares_gpus else "nccl"
         self._device = self._exit.enter_context(session(kind, for_cuda if kind == "cuda" else "gloo"))
-        self._exit.enter_context(wide_products(kind))
+        self._exit.enter_context(fp32_sums(kind))
         world = current_world(self._device)
         self._values = values
         self.native = values["hybrid_shard_degree"] == 0 and all(values[name] == 1 for name in DEGREES)

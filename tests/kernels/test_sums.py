@@ -1,4 +1,4 @@
-"""Products of 16 bits in fp32, where the processor has no instructions for them: one rounding from the exact result."""
+"""Operators of 16 bits that are summed in fp32 on a CPU: one rounding from the exact result, whatever they add up."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shardwise.kernels import products
-from shardwise.kernels.products import wide_products
+from shardwise.kernels import sums
+from shardwise.kernels.sums import fp32_sums
 
 HALVES = [torch.bfloat16, torch.float16]
 CAUSAL = torch.zeros(5, 5).masked_fill(torch.ones(5, 5, dtype=torch.bool).triu(1), -1e4)
@@ -37,11 +37,24 @@ INTO: Calls = {
     "experts": lambda x, w: grouped(x, w),
 }
 
+IDS = torch.arange(2048).reshape(4, 512) % 7
+MANY: dict[str, Callable[..., Tensor]] = {  # of x [2048, 24] and w [7, 24], each of whose rows gets 293 gradients
+    "layer norm": lambda x, w: F.layer_norm(x, (24,), w[0], w[1]),
+    "layer norm without a bias": lambda x, w: F.layer_norm(x, (24,), w[0]),
+    "layer norm of no weight": lambda x, w: F.layer_norm(x, (24,)),
+    "layer norm of three": lambda x, w: F.layer_norm(x.unflatten(0, (8, 256)), (24,), w[0], w[1]).flatten(0, 1),
+    "embedding": lambda x, w: x + F.embedding(IDS, w).flatten(0, 1),
+    "embedding with padding": lambda x, w: x + F.embedding(IDS, w, padding_idx=3).flatten(0, 1),
+    "indexed": lambda x, w: x + w[IDS.flatten()],
+    "indexed twice": lambda x, w: x * w[IDS.flatten(), IDS.flatten()][:, None],
+    "masked": lambda x, w: F.pad(x[IDS.flatten() < 3], (0, 0, 0, 1169)) * w[0],
+}
+
 
 @pytest.fixture(autouse=True)
 def processor(monkeypatch: pytest.MonkeyPatch) -> None:
     """One without instructions for either dtype."""
-    monkeypatch.setattr(products, "multiplies", lambda dtype: False)
+    monkeypatch.setattr(sums, "multiplies", lambda dtype: False)
 
 
 def heads(x: Tensor) -> Tensor:
@@ -66,7 +79,7 @@ def factors(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def kernels() -> dict[str, str]:
     """Whose operators this process has."""
-    names = (*products.PRODUCTS, *products.INTO, *products.ATTENTION)
+    names = (*sums.PRODUCTS, *sums.INTO, *sums.ATTENTION, sums.NORM, sums.EMBEDDING, sums.INDEX)
     return {name: repr(torch.library.get_kernel(f"aten::{name}", "CPU")) for name in names}
 
 
@@ -82,7 +95,7 @@ def off(found: Tensor, exact: Tensor, dtype: torch.dtype) -> float:
 def test_products_and_their_gradients(name: str, dtype: torch.dtype) -> None:
     low = [each.requires_grad_() for each in factors(dtype)]
     exact = [each.detach().double().requires_grad_() for each in low]
-    with wide_products("cpu"):
+    with fp32_sums("cpu"):
         found = CALLS[name](*low)
         found.backward(torch.ones_like(found))
     wanted = CALLS[name](*exact)
@@ -93,13 +106,43 @@ def test_products_and_their_gradients(name: str, dtype: torch.dtype) -> None:
         assert mine.grad is None or other.grad is None or off(mine.grad, other.grad, dtype) <= 4
 
 
+@pytest.mark.parametrize("weights", ["its own", "fp32"])
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("name", MANY)
+def test_gradients_of_many_rows(name: str, dtype: torch.dtype, weights: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sums, "multiplies", lambda dtype: True)  # the sums are every processor's
+    draw = torch.Generator().manual_seed(5)
+    x, w = torch.randn(2048, 24, generator=draw).to(dtype), torch.randn(7, 24, generator=draw).to(dtype)
+    low = [x.requires_grad_(), (w.float() if weights == "fp32" else w).requires_grad_()]
+    exact = [each.detach().double().requires_grad_() for each in low]
+    gradient = (0.1 + torch.randn(2048, 24, generator=draw)).to(dtype)
+    with fp32_sums("cpu"):
+        MANY[name](*low).backward(gradient)
+    MANY[name](*exact).backward(gradient.double())
+    for mine, other in zip(low, exact):
+        assert (mine.grad is None) == (other.grad is None)
+        if mine.grad is not None and other.grad is not None:
+            assert mine.grad.dtype == mine.dtype and off(mine.grad, other.grad, dtype) <= 2
+
+
+def test_what_adds_nothing_up_is_torchs_own() -> None:
+    table, ids = factors(torch.bfloat16)[1], torch.tensor([1, 1, 4, 4, 4])
+    rows = factors(torch.bfloat16)[0][0]
+    put = table.clone().index_put_((ids,), rows)
+    frequent = [torch.ops.aten.embedding_dense_backward(rows, ids, 7, -1, True)]
+    with fp32_sums("cpu"):
+        assert torch.equal(table.clone().index_put_((ids,), rows), put)
+        frequent.append(torch.ops.aten.embedding_dense_backward(rows, ids, 7, -1, True))
+    assert torch.equal(*frequent)
+
+
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("name", INTO)
 def test_products_into_a_tensor(name: str, dtype: torch.dtype) -> None:
     if name == "experts" and dtype == torch.float16:
         pytest.skip("torch's product of groups takes bf16 alone")
     low = factors(dtype)
-    with wide_products("cpu"):
+    with fp32_sums("cpu"):
         found = INTO[name](*low)
     assert found.dtype == dtype and off(found, INTO[name](*(each.double() for each in low)), dtype) <= 1
 
@@ -107,8 +150,8 @@ def test_products_into_a_tensor(name: str, dtype: torch.dtype) -> None:
 def test_everything_else_and_everything_after_is_torchs_own() -> None:
     own = kernels()
     before = [call(*factors(dtype)) for dtype in (*HALVES, torch.float32) for call in CALLS.values()]
-    with wide_products("cpu", "bf16"):
-        with wide_products("cpu"):
+    with fp32_sums("cpu", "bf16"):
+        with fp32_sums("cpu"):
             pass  # an inner one neither adds nor ends anything
         assert all(mine != own[name] for name, mine in kernels().items())
         inside = [call(*factors(dtype)) for dtype in [*HALVES[1:], torch.float32] for call in CALLS.values()]
@@ -123,13 +166,20 @@ def test_everything_else_and_everything_after_is_torchs_own() -> None:
 
 @pytest.mark.parametrize("given", [("cuda", None), ("cpu", "fp32"), ("cpu", "auto"), ("cpu", "fp64")])
 def test_nothing_is_replaced_where_nothing_needs_it(given: tuple[str, str | None]) -> None:
-    with wide_products(*given):
-        assert not products._widened
+    with fp32_sums(*given):
+        assert not sums._summed
 
 
-def test_a_processor_with_instructions_keeps_torchs_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "multiplies", lambda dtype: dtype == torch.bfloat16)
-    with wide_products("cpu", "bf16"):
-        assert not products._widened
-    with wide_products("cpu"):
-        assert products._widened == [torch.float16]
+def test_a_processor_with_instructions_keeps_torchs_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = kernels()
+    monkeypatch.setattr(sums, "multiplies", lambda dtype: dtype == torch.bfloat16)
+    with fp32_sums("cpu", "bf16"):
+        changed = {name for name, mine in kernels().items() if mine != own[name]}
+        assert changed == {sums.NORM, sums.EMBEDDING, sums.INDEX}
+    half = factors(torch.float16)[0]
+    bf16 = factors(torch.bfloat16)[0]
+    before = bf16 @ bf16.transpose(1, 2)
+    with fp32_sums("cpu"):
+        assert set(kernels().items()).isdisjoint(own.items())
+        assert torch.equal(bf16 @ bf16.transpose(1, 2), before)
+        assert off(half @ half.transpose(1, 2), half.double() @ half.double().transpose(1, 2), torch.float16) <= 1
