@@ -63,29 +63,29 @@ def train(job: Job, notes: Iterable[str] = (), say: Say = print) -> TrainingResu
     plan, facts = _plan(job, place)
     for note in _machine_notes(plan) if speaks else ():
         say(f"note: {note}")
-    backend = usable_backend(plan, say if speaks else _silent)
-    prepare_data(job, facts, say if speaks else _silent)
-    if place is not None:
-        with claim_output(job) if place.rank == 0 else nullcontext():
+    loud = say if speaks else _silent
+    with claim_output(job) if speaks else nullcontext():
+        prepare_data(job, facts, loud)  # before the engine, which may have to be compiled
+        backend = usable_backend(plan, loud)
+        if place is not None:
             return _worker(job, plan.world.device_type, backend)
-    with claim_output(job):
-        try:
-            return _run_workers(job, plan, backend)
-        except WorkerError:
-            if way := way_on(job):
-                say(f"note: {way}")
-            raise
+        return _run_workers(job, plan, backend, say)
 
 
-def _run_workers(job: Job, plan: Plan, backend: str) -> TrainingResult:
-    return run_local(
-        _worker,
-        (job, plan.world.device_type, backend),
-        plan.world.size,
-        device_type=plan.world.device_type,
-        forward_signals=True,
-        max_restarts=job.parallel.max_restarts,
-    )[0]
+def _run_workers(job: Job, plan: Plan, backend: str, say: Say) -> TrainingResult:
+    try:
+        return run_local(
+            _worker,
+            (job, plan.world.device_type, backend),
+            plan.world.size,
+            device_type=plan.world.device_type,
+            forward_signals=True,
+            max_restarts=job.parallel.max_restarts,
+        )[0]
+    except WorkerError:
+        if way := way_on(job):
+            say(f"note: {way}")
+        raise
 
 
 def _plan(job: Job, place: RankEnvironment | None) -> tuple[Plan, ModelFacts]:

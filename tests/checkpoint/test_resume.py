@@ -14,7 +14,7 @@ import torch
 
 from shardwise import entry
 from shardwise.config import Job
-from shardwise.errors import CheckpointError, DamagedError, OutputError, WorkerError
+from shardwise.errors import CheckpointError, DamagedError, DataError, OutputError, WorkerError
 from shardwise.observe.metrics import read_metrics
 from shardwise.testing.world import WorldPool
 from shardwise.training.keeper import Keeper, way_on
@@ -194,6 +194,21 @@ def test_two_runs_never_write_into_one_directory(corpora: Path, tmp_path: Path) 
             claim_output(second)
     first.release()
     claim_output(job).release()
+
+
+def test_a_run_that_cannot_start_says_so_before_it_works(
+    corpora: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a corpus is prepared for a directory that is another run's, nor an engine compiled for a bad corpus."""
+    monkeypatch.setattr(entry, "usable_backend", lambda *_: pytest.fail("the engine was compiled"))
+    empty = tmp_path / "empty.txt"
+    empty.touch()
+    job = a_job(corpora, tmp_path / "run", data={"path": str(empty)})
+    with pytest.raises(DataError, match="empty"):
+        entry.train(job)
+    monkeypatch.setattr(entry, "prepare_data", lambda *_: pytest.fail("the corpus was prepared"))
+    with claim_output(job), pytest.raises(OutputError, match="another run is writing there now"):
+        entry.train(job)
 
 
 def test_a_run_that_fails_says_what_it_can_go_on_from(
