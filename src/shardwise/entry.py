@@ -64,9 +64,9 @@ def train(job: Job, notes: Iterable[str] = (), say: Say = print) -> TrainingResu
     for note in _machine_notes(plan) if speaks else ():
         say(f"note: {note}")
     loud = say if speaks else _silent
+    prepare_data(job, facts, loud)  # before the engine, which may have to be compiled
+    backend = usable_backend(plan, loud)
     with claim_output(job) if speaks else nullcontext():
-        prepare_data(job, facts, loud)  # before the engine, which may have to be compiled
-        backend = usable_backend(plan, loud)
         if place is not None:
             return _worker(job, plan.world.device_type, backend)
         return _run_workers(job, plan, backend, say)

@@ -206,6 +206,7 @@ def test_a_run_that_cannot_start_says_so_before_it_works(
     job = a_job(corpora, tmp_path / "run", data={"path": str(empty)})
     with pytest.raises(DataError, match="empty"):
         entry.train(job)
+    assert not (tmp_path / "run").exists()
     monkeypatch.setattr(entry, "prepare_data", lambda *_: pytest.fail("the corpus was prepared"))
     with claim_output(job), pytest.raises(OutputError, match="another run is writing there now"):
         entry.train(job)

@@ -43,7 +43,7 @@ def check_output(job: Job) -> None:
     """Refuse directories that cannot be written or are somebody else's; changes nothing.
 
     Raises:
-        OutputError: with the reason and another directory to use.
+        OutputError: with the reason and another directory to use; another run may be writing there now.
         DamagedError: the run is to go on from checkpoints there, and no whole one is left.
     """
     path = Path(job.output)
@@ -52,6 +52,8 @@ def check_output(job: Job) -> None:
         raise OutputError(f"output={job.output!r} cannot be written: {existing} is not a writable directory")
     if not path.exists():
         return _check_checkpoints(job)
+    if (path / LOCK_FILE).exists():
+        _locked(job).release()
     owner = _owner(path)
     if owner is None and any(entry.name != LOCK_FILE for entry in path.iterdir()):
         raise OutputError(
@@ -123,9 +125,17 @@ def claim_output(job: Job) -> FileLock:
     """Make the directory this run's until the lock is released or the process ends.
 
     Raises:
-        OutputError, DamagedError: as `check_output`, or another run is writing there now.
+        OutputError, DamagedError: as `check_output`.
     """
     check_output(job)
+    path = Path(job.output)
+    lock = _locked(job)
+    if _owner(path) is None or _unused(path):
+        write_run(path, {"job_fingerprint": job_fingerprint(job), "job": job.model_dump(mode="json")})
+    return lock
+
+
+def _locked(job: Job) -> FileLock:
     path = Path(job.output)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -137,8 +147,6 @@ def claim_output(job: Job) -> FileLock:
         ) from None
     except OSError as error:
         raise OutputError(f"output={job.output!r} cannot be written: {error.strerror}") from error
-    if _owner(path) is None or _unused(path):
-        write_run(path, {"job_fingerprint": job_fingerprint(job), "job": job.model_dump(mode="json")})
     return lock
 
 
