@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+import shardwise.smp as smp
+import shardwise.smp.v2 as tsm
+from shardwise import entry, verify
+from shardwise.config import Job
 from shardwise.kernels import sums
 from shardwise.kernels.sums import fp32_sums
+from shardwise.testing.world import WorldPool
+from tests.parity.jobs import make_job
 
 HALVES = [torch.bfloat16, torch.float16]
 CAUSAL = torch.zeros(5, 5).masked_fill(torch.ones(5, 5, dtype=torch.bool).triu(1), -1e4)
@@ -183,3 +192,28 @@ def test_a_processor_with_instructions_keeps_torchs_products(monkeypatch: pytest
         assert set(kernels().items()).isdisjoint(own.items())
         assert torch.equal(bf16 @ bf16.transpose(1, 2), before)
         assert off(half @ half.transpose(1, 2), half.double() @ half.double().transpose(1, 2), torch.float16) <= 1
+
+
+def of_jobs(job: Job) -> list[list[torch.dtype]]:
+    """What is summed in fp32 while a job trains and while it is verified."""
+    with mock.patch.object(entry, "train_rank", lambda *_: list(sums._summed)):
+        trained: Any = entry._worker(job, "cpu", "gloo")
+    return [trained, verify._worker(job, "cpu", "gloo", lambda *_: list(sums._summed), ())]
+
+
+def of_scripts() -> list[list[torch.dtype]]:
+    """The same after `init` of SMP's two versions, and after each of their resets."""
+    found = []
+    for state, begin in ((smp.state, lambda: smp.init({})), (tsm.state, tsm.init)):
+        begin()
+        found.append(list(sums._summed))
+        state.reset()
+        found.append(list(sums._summed))
+    return found
+
+
+def test_jobs_and_scripts_sum_so(world_pool: WorldPool, corpora: Path) -> None:
+    for compute, dtypes in {"bf16": HALVES[:1], "fp16": HALVES[1:], "fp32": []}.items():
+        job = make_job(corpora, precision={"compute": compute})
+        assert world_pool.run(1, of_jobs, job) == [[dtypes, dtypes]]
+    assert world_pool.run(1, of_scripts) == [[HALVES, [], HALVES, []]]
