@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from uuid import uuid4
 
 import pytest
@@ -17,9 +19,11 @@ from torch import Tensor
 from xxhash import xxh3_128_hexdigest
 
 from shardwise.checkpoint.manifest import BLOCK_BYTES
+from shardwise.checkpoint.save import SYNCHRONOUS_BYTES, Checkpointer
 from shardwise.checkpoint.staging import Broken, Staging, Straight, _aligned
 from shardwise.checkpoint.storage_write import hashed
 from shardwise.checkpoint.stores import _NewFile
+from shardwise.config import CheckpointSection
 from shardwise.errors import CheckpointError
 
 HALF = BLOCK_BYTES // 2
@@ -189,6 +193,59 @@ def test_what_is_copied_before_a_change_is_what_was_there() -> None:
 
 def collect(staging: Staging, blocks: list[bytes]) -> None:
     blocks.extend(bytes(block) for block in staging.drain())
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What staging asks of a GPU, where none is."""
+    monkeypatch.setattr("shardwise.checkpoint.staging._aligned", lambda pinned: _aligned(False))
+    for name in ("Event", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda: SimpleNamespace(record=int, synchronize=int))
+
+
+@pytest.mark.usefixtures("gpu")
+def test_of_a_gpu_the_training_thread_fills_all() -> None:
+    """The writing thread has another device and another stream than what computed the tensors."""
+    staging, parts = Staging(2 * BLOCK_BYTES, pinned=True), numbers(5 * BLOCK_BYTES)
+    expected = parts[0].numpy().tobytes()
+    staging.begin(parts)
+    blocks: list[bytes] = []
+    writer = threading.Thread(target=collect, args=(staging, blocks), daemon=True)
+    writer.start()
+    writer.join(0.5)
+    assert staging.bytes == 0
+    staging.settle()
+    parts[0].zero_()
+    writer.join(100)
+    assert b"".join(blocks) == expected and staging.bytes == 2 * BLOCK_BYTES
+
+
+def test_what_keeps_the_training_thread_from_filling_sets_the_writer_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardwise.checkpoint.staging._aligned", lambda pinned: 1 // 0)  # no memory could be pinned
+    staging = Staging(2 * BLOCK_BYTES)
+    staging.begin(numbers(3 * BLOCK_BYTES))
+    with pytest.raises(ZeroDivisionError):
+        staging.settle()
+    with pytest.raises(Broken):
+        next(staging.drain())
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("settings", [{"asynchronous": False}, {"staging_bytes": 2 * BLOCK_BYTES}])
+def test_a_gpus_state_may_be_larger_than_the_ring(settings: dict[str, Any]) -> None:
+    saver: Any = Checkpointer.__new__(Checkpointer)
+    saver.settings, saver._staging = CheckpointSection(**settings), None
+    saver.model = SimpleNamespace(device=torch.device("cuda"))
+    blocks: list[bytes] = []
+    saver._write = lambda name, taken, staging, describe: collect(staging, blocks)
+    parts = numbers(SYNCHRONOUS_BYTES + 3 * BLOCK_BYTES)
+    taken = SimpleNamespace(bytes=parts[0].numel())
+    saving = threading.Thread(target=saver._write_beside, args=("step", taken, parts, None), daemon=True)
+    saving.start()
+    saving.join(20)
+    assert not saving.is_alive()
+    saver._thread.join(20)
+    assert b"".join(blocks) == parts[0].numpy().tobytes()
 
 
 def test_both_threads_fill_and_neither_waits_for_the_other() -> None:

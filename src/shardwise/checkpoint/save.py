@@ -118,9 +118,9 @@ class Checkpointer:
         self._thread = threading.Thread(
             target=self._write, args=(name, taken, staging, describe), name=f"shardwise-{name}", daemon=True
         )
+        self._thread.start()  # it makes room in the ring, which may be smaller than the state
         if self.model.device.type == "cuda":
             staging.settle()  # from the stream that computed it; another one's copies would need an order of their own
-        self._thread.start()
 
     def _write(self, name: str, taken: Snapshot, staging: Source, describe: Callable[..., Manifest]) -> None:
         """Plan, write and commit; the writing thread's work."""

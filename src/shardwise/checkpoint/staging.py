@@ -84,7 +84,10 @@ class Staging:
         self._full: queue.SimpleQueue[Block | None] = queue.SimpleQueue()
 
     def settle(self) -> None:
-        """Copy what is left of the stream, before its tensors change. At once where nothing is."""
+        """Copy what is left of the stream, before its tensors change. At once where nothing is.
+
+        Of a GPU all of it, for the thread that trains has the device and the stream that made the tensors.
+        """
         try:
             more = True
             while more:
@@ -92,6 +95,9 @@ class Staging:
                     more = self._fill()
         except (Broken, CheckpointError):
             return  # the writing thread says why
+        except BaseException:
+            self.cancel()  # the writing thread would wait for the rest
+            raise
         if self._pinned:
             torch.cuda.current_stream().synchronize()
 
@@ -107,9 +113,9 @@ class Staging:
             self._free.put(block)
 
     def _next(self) -> Block | None:
-        """The next full block, filled here unless the other thread is at it."""
+        """The next full block, filled here unless the other thread is at it; of a GPU that one fills all."""
         while not self._broken.is_set():
-            if self._filling.acquire(blocking=False):
+            if not self._pinned and self._filling.acquire(blocking=False):
                 try:
                     if self._full.empty():  # then all blocks are free, and filling one cannot wait
                         self._fill()
