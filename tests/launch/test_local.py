@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import pty
 import signal
@@ -116,6 +117,24 @@ def test_the_first_failing_rank_is_the_error(how: str, kind: type, end: str, emp
     assert not list(empty_directory.iterdir())
     left = [psutil.Process(pid).cmdline() for pid in children() - before]
     assert all("resource_tracker" in " ".join(command) for command in left)  # Python's own, one a process
+
+
+def fail_beside_nccl(seconds: float) -> None:
+    """NCCL's group is left by all ranks together: whoever leaves alone waits, and the process would at its end."""
+    with session("cpu", "gloo", 60):
+        dist.get_backend = lambda *group: "cpu:gloo,cuda:nccl"
+        dist.destroy_process_group = lambda *group: time.sleep(seconds)
+        atexit.register(time.sleep, seconds)
+        if dist.get_rank() == 1:
+            raise ValueError("boom")
+        time.sleep(seconds)  # in a collective
+
+
+def test_a_rank_that_fails_does_not_wait_for_others_to_leave_the_group_of_nccl() -> None:
+    began, held = time.monotonic(), 400
+    with pytest.raises(WorkerError, match="rank 1 failed:(.|\n)*ValueError: boom"):
+        run_local(fail_beside_nccl, (held,), 2)
+    assert time.monotonic() - began < held / 2
 
 
 def test_a_result_that_cannot_be_sent_is_an_error_of_its_rank() -> None:

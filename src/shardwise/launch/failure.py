@@ -23,6 +23,8 @@ from shardwise.errors import ShardwiseError, WorkerError
 DIRECTORY_VARIABLE = "SHARDWISE_FAILURE_DIRECTORY"
 PEER_GRACE_SECONDS = 0.5  # a killed process closes its sockets a moment before it counts as dead
 
+_reported = False  # in this process, whether anybody listens or not
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -62,6 +64,8 @@ def report(error: BaseException) -> list[int]:
 
     The first report stays: it is nearest to the cause.
     """
+    global _reported
+    _reported = True
     if not os.environ.get(DIRECTORY_VARIABLE):
         return []
     directory, rank, now = Path(os.environ[DIRECTORY_VARIABLE]), int(os.environ["RANK"]), time.time_ns()
@@ -81,6 +85,17 @@ def report(error: BaseException) -> list[int]:
     partial.write_text(json.dumps(asdict(failure)))
     partial.replace(final)  # so that it appears whole
     return failure.dead_before
+
+
+def is_reported() -> bool:
+    """Whether this process has failed."""
+    return _reported
+
+
+def forget() -> None:
+    """A new group begins, which no failure has touched."""
+    global _reported
+    _reported = False
 
 
 def collect(directory: Path) -> list[Failure]:

@@ -12,6 +12,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -34,6 +35,7 @@ from shardwise.errors import MachineError
 from shardwise.launch import failure, loopback
 from shardwise.launch.agent import Agent, restore_cursor
 from shardwise.launch.diagnosis import logs_of, reports_of
+from shardwise.launch.session import waits_for_peers
 from shardwise.launch.signals import forwarding
 from shardwise.training.interrupt import SIGNALS as FORWARDED
 
@@ -136,6 +138,10 @@ def _work(call: Call) -> Any:
     except (Exception, SystemExit) as error:
         if failure.report(error):
             time.sleep(2 * SHUTDOWN_SECONDS)  # a peer died: let the launcher see that one and end us
+        if waits_for_peers():  # at the end of the process too, and the launcher would wait with us
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
         # Not raised again: torch would leave its traceback behind as a pickle in the temporary directory.
         raise SystemExit(1) from None
     except KeyboardInterrupt:  # torch would end this process as if all were well, and wait for its result for ever

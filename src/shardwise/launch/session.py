@@ -36,13 +36,17 @@ _groups: Counter[RankEnvironment] = Counter()  # that this process has begun
 
 @contextmanager
 def session(device_type: str, backend: str, timeout_seconds: float = 600) -> Iterator[torch.device]:
-    """Joins this process's group and yields its device; leaves the group at the end, also after an error."""
+    """Joins this process's group and yields its device; leaves the group at the end.
+
+    Also after an error, but for NCCL's group of several ranks, which only the end of the process leaves then.
+    """
     place = detect() or ALONE
     device = _device(device_type, place)
     if dist.is_initialized():
         yield device
         return
     changed = _keep_on_host(place)
+    failure.forget()
     try:
         _join(place, device, backend, timedelta(seconds=timeout_seconds))
         yield device
@@ -50,10 +54,18 @@ def session(device_type: str, backend: str, timeout_seconds: float = 600) -> Ite
         failure.report(error)  # before other ranks see this one leave and fail themselves
         raise
     finally:
-        if dist.is_initialized():
+        if dist.is_initialized() and not waits_for_peers():
             dist.destroy_process_group()
         for key in changed:
             os.environ.pop(key, None)
+
+
+def waits_for_peers() -> bool:
+    """Whether to leave the group would be to wait for ranks that do not come: NCCL lets what was begun come to its end
+    on all of them, and after an error on one the others wait for it in their next collective."""
+    if not failure.is_reported() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return False
+    return "nccl" in dist.get_backend()
 
 
 def _device(device_type: str, place: RankEnvironment) -> torch.device:
