@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
@@ -199,6 +200,11 @@ def reduce_left_gradients(modules: Sequence[FSDPModule]) -> None:
         fully_shard.state(modules[0])._root_post_backward_final_callback()  # type: ignore[attr-defined]
 
 
+def fuses_on_gpu(optimizer_class: type[torch.optim.Optimizer]) -> bool:
+    """Whether the class's fused form runs on a GPU: torch 2.11 refuses Adagrad's there, at the first step."""
+    return "cuda_unsupported=True" not in inspect.getsource(optimizer_class)
+
+
 # No public name: FSDP2 keeps to itself what backwards leave that it is told not to reduce after.
 def take_left_gradients(modules: Sequence[FSDPModule]) -> Iterator[tuple[nn.Parameter, Tensor]]:
     """(sharded parameter, whole gradient) of all that backwards without reduction have left; afterwards it is gone."""
@@ -344,6 +350,7 @@ __all__ = [
     "flash_attention",
     "flash_attention_backward",
     "fsdp_state_dicts",
+    "fuses_on_gpu",
     "gather_asynchronously",
     "gathered_parameters",
     "group_of",

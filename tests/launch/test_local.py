@@ -132,7 +132,7 @@ def fail_beside_nccl(seconds: float) -> None:
 
 def test_a_rank_that_fails_does_not_wait_for_others_to_leave_the_group_of_nccl() -> None:
     began, held = time.monotonic(), 400
-    with pytest.raises(WorkerError, match="rank 1 failed:(.|\n)*ValueError: boom"):
+    with pytest.raises(WorkerError, match=r"rank 1 failed:(.|\n)*ValueError: boom"):
         run_local(fail_beside_nccl, (held,), 2)
     assert time.monotonic() - began < held / 2
 

@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import nn
 
+from shardwise._torch_compat import FakeTensorMode
 from shardwise.config import OptimizerSection
 from shardwise.layout import Layout
 from shardwise.parallel.tensor_map import TensorMap
 from shardwise.testing.oracle import _rate
-from shardwise.training.optimizer import ShardedOptimizer, learning_rate
+from shardwise.training.optimizer import ShardedOptimizer, learning_rate, make_torch_optimizer
 
 
 def made(model: nn.Module, **settings: Any) -> ShardedOptimizer:
@@ -88,6 +89,18 @@ def test_other_classes_and_their_options(name: str) -> None:
     assert type(optimizer.inner) is getattr(torch.optim, name)
     optimizer.set_learning_rate(0.5)
     assert {group["lr"] for group in optimizer.inner.param_groups} == {0.5}
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adagrad"])
+def test_no_class_is_fused_on_a_gpu_that_refuses_to_be(name: str) -> None:
+    with FakeTensorMode():
+        parameter = nn.Parameter(torch.zeros(3, device="cuda"))
+        parameter.grad = torch.zeros(3, device="cuda")
+        optimizer = make_torch_optimizer(OptimizerSection(name=name), [{"params": [parameter]}], on_gpu=True)
+        try:
+            optimizer.step()
+        except (RuntimeError, AssertionError) as error:  # fake tensors do not know every kernel
+            assert "fused=True" not in str(error)
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])

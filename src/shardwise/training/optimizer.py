@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise._torch_compat import fuses_on_gpu
 from shardwise.config import OptimizerSection
 from shardwise.parallel.tensor_map import Entry, TensorMap
 
@@ -78,7 +79,7 @@ class ShardedOptimizer:
 
 
 def make_torch_optimizer(settings: OptimizerSection, groups: Any, on_gpu: bool) -> torch.optim.Optimizer:
-    """The `torch.optim` class of `settings` over `groups`, fused where the class offers it and the job does not say.
+    """The `torch.optim` class of `settings` over `groups`, fused where the class offers it there and the job does not say.
 
     An empty rank (more ranks than rows) gets an optimizer over one empty tensor, so that it needs no special case.
     """
@@ -86,7 +87,7 @@ def make_torch_optimizer(settings: OptimizerSection, groups: Any, on_gpu: bool) 
     options = {key: tuple(value) if isinstance(value, list) else value for key, value in settings.options.items()}
     known = inspect.signature(optimizer_class).parameters
     if "fused" in known and not {"fused", "foreach"} & options.keys():
-        options["fused"] = True
+        options["fused"] = not on_gpu or fuses_on_gpu(optimizer_class)
     groups = groups or [{"params": [nn.Parameter(torch.empty(0, device="cuda" if on_gpu else "cpu"))]}]
     if "weight_decay" not in known:
         groups = [{"params": group["params"]} for group in groups]

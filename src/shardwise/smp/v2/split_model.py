@@ -54,14 +54,17 @@ def split_model(model: nn.Module, facts: ModelFacts, layout: Layout, weights: Ma
 
 
 def hf_names(model: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
-    """Join the tensor parts in a whole state dict, in place. Collective over the tensor group."""
+    """Join the tensor parts in a whole state dict, in place. Collective over the tensor group.
+
+    They meet on this rank's device, wherever they lie: the script may have joined its ranks over NCCL alone.
+    """
     from shardwise.smp.v2.state_handler import state
 
     group = state.layout.group("tensor")
     for name, cut in local_names(model).items():
         part = state_dict.get(prefix + name)
         if part is not None and tuple(part.shape) == cut.local_shape():
-            state_dict[prefix + name] = joined(part, cut, group)
+            state_dict[prefix + name] = joined(part.to(state.device), cut, group).to(part.device)
 
 
 def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:

@@ -1,0 +1,30 @@
+"""Whole state dicts of a model in tensor parts: where the parts meet."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardwise.parallel.tensor_map import Cut
+from shardwise.smp.v2 import split_model, state_handler
+
+
+def test_parts_in_host_memory_meet_on_the_rank_s_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script that has joined its ranks by `init_process_group("nccl")` has no group for tensors of the CPU."""
+    model, cut, met = nn.Linear(3, 2), Cut((4, 3), 0, (4,), 2, 0), list[str]()
+    vars(model)[split_model.CUTS] = {"weight": cut}
+
+    def joined(part: Tensor, *rest: Any) -> Tensor:
+        met.append(part.device.type)
+        return torch.ones(cut.shape)
+
+    monkeypatch.setattr(split_model, "joined", joined)
+    here = SimpleNamespace(device=torch.device("meta"), layout=SimpleNamespace(group=lambda axis: None))
+    monkeypatch.setattr(state_handler, "state", here)
+    weights = {"weight": torch.zeros(2, 3)}
+    split_model.hf_names(model, weights, "")
+    assert met == ["meta"] and weights["weight"].shape == cut.shape and weights["weight"].device.type == "cpu"
