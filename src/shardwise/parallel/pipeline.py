@@ -8,7 +8,7 @@ the ranks and up again, so that the ends of the model meet on rank 0, and tied e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -117,28 +117,39 @@ class Pipeline:
         return passage.shapes or (self.shape, self.shape)
 
     def evaluate(self, work: Work, count: int, shape: tuple[int, ...] | None = None) -> list[Tensor]:
-        """Forward alone, part by part; what the last stage's `work` returned, nothing on other ranks. Collective.
+        """Forward alone; what the last stage's `work` returned, nothing on other ranks. Collective.
 
         Args:
             shape: of the hidden states, if it is not that of training.
         """
         results: list[Tensor] = []
         sending: list[tuple[Any, Tensor]] = []
-        here: list[Tensor] = []  # for this rank's own next stage, where a V turns
-        for part, passage in enumerate(self.passages):
-            arriving, here = here, []
-            for index in range(count):
-                arrived = arriving[index] if arriving else self._receive(passage, shape or self.shapes(passage)[0])
-                value = work(part, index, arrived)
-                if passage.is_last:
-                    results.append(value)
-                elif (target := self._rank_of(passage.stage + 1)) == dist.get_rank():
-                    here.append(value)
-                else:
-                    sending.append((dist.isend(value, target, group=self.group), value))
+        here: dict[tuple[int, int], Tensor] = {}  # for this rank's own next stage, where a V turns
+        for part, index in self._turns(count):
+            passage, arrived = self.passages[part], here.pop((part, index), None)
+            if arrived is None:
+                arrived = self._receive(passage, shape or self.shapes(passage)[0])
+            value = work(part, index, arrived)
+            if passage.is_last:
+                results.append(value)
+            elif (target := self._rank_of(passage.stage + 1)) == dist.get_rank():
+                here[part + 1, index] = value
+            else:
+                sending.append((dist.isend(value, target, group=self.group), value))
         for handle, _ in sending:
             handle.wait()
         return results
+
+    def _turns(self, count: int) -> Iterator[tuple[int, int]]:
+        """(part, microbatch) of a forward, part by part, so that no rank waits for a microbatch to come round.
+
+        Of two ranks microbatch by microbatch: NCCL does what passes between two ranks one after the other, either way,
+        so that both have to send and receive in the same order.
+        """
+        parts = range(len(self.passages))
+        if len(self.ranks) == 2:
+            return ((part, index) for index in range(count) for part in parts)
+        return ((part, index) for part in parts for index in range(count))
 
     def _receive(self, passage: Passage, shape: tuple[int, ...]) -> Tensor | None:
         if passage.is_first:

@@ -79,7 +79,7 @@ class ShardedOptimizer:
 
 
 def make_torch_optimizer(settings: OptimizerSection, groups: Any, on_gpu: bool) -> torch.optim.Optimizer:
-    """The `torch.optim` class of `settings` over `groups`, fused where it can be there and the job does not say.
+    """The `torch.optim` class of `settings` over `groups`, fused where it offers that there and the job does not say.
 
     An empty rank (more ranks than rows) gets an optimizer over one empty tensor, so that it needs no special case.
     """
