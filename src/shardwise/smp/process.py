@@ -107,7 +107,8 @@ class State:
         """Join the other ranks and take a place among them; `config` is SMP's dict of options.
 
         Raises:
-            ConfigError: an option is unknown, wrong or refused, or the ranks do not fit the degrees.
+            ConfigError: an option is unknown, wrong or refused, the ranks do not fit the degrees, or the script has
+                joined them over NCCL alone.
         """
         if config is not None and not isinstance(config, dict):
             raise ConfigError(f"smp.init takes a dict of options, not {config!r}; pass a dict or nothing")
@@ -118,6 +119,7 @@ class State:
         name = choose(job.parallel, world_to_come(kind), cfg.notes)
         self._device = self._exit.enter_context(session(kind, name))
         self._exit.enter_context(fp32_sums(kind))
+        _check_host_memory()
         if note := differs(job.parallel.ddp_dist_backend):
             cfg.notes.append(note)
         if why := without_instructions(job.precision.compute, kind):
@@ -152,6 +154,15 @@ class State:
         self.leave()
         self._exit.close()
         self.__init__()  # type: ignore[misc]
+
+
+def _check_host_memory() -> None:
+    """Messages, and what is agreed on, lie in host memory, which torch's NCCL does not carry."""
+    if dist.get_backend() == "nccl":
+        raise ConfigError(
+            "smp.init: the script has joined its ranks over NCCL, which carries no tensors in host memory, and SMP's "
+            "messages lie there; call smp.init() before init_process_group, or give that 'cpu:gloo,cuda:nccl'"
+        )
 
 
 def device_type() -> str:

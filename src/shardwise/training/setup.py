@@ -107,7 +107,7 @@ def assemble(job: Job, device: torch.device, facts: ModelFacts, data: TokenData)
     plan = resolve(job, world, facts)
     layout = Layout.from_plan(plan, dist.get_rank())
     seed = job.training.seed
-    torch.use_deterministic_algorithms(job.training.deterministic)
+    choose_algorithms(job.training.deterministic)
     torch.manual_seed(seed * world.size + dist.get_rank())  # read by fused attention dropout alone
     model = parallelize(build_model(job), plan, layout, facts, device)
     initialize(model, seed)
@@ -125,6 +125,16 @@ def assemble(job: Job, device: torch.device, facts: ModelFacts, data: TokenData)
         ShardedOptimizer(model.tensor_map, job.optimizer),
         LossScaler.of(plan.dtypes.compute, job.precision.loss_scale),
     )
+
+
+def choose_algorithms(deterministic: bool) -> None:
+    """Whether operators that have several algorithms take one that gives the same numbers each time, or fail.
+
+    On a GPU torch then refuses every matrix product unless cuBLAS is told so, which listens until its first one.
+    """
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(deterministic)
 
 
 def check_same_data(data: TokenData, device: torch.device) -> None:
