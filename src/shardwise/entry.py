@@ -53,6 +53,7 @@ def train(job: Job, notes: Iterable[str] = (), say: Say = print) -> TrainingResu
     """
     place, job = detect(), after_restart(job)
     speaks = place is None or place.rank == 0
+    say = say if speaks else _silent
     if speaks:
         check_output(job)
         require_extras(job)
@@ -61,11 +62,10 @@ def train(job: Job, notes: Iterable[str] = (), say: Say = print) -> TrainingResu
     if place is None:  # the ranks of a launcher find out together: one that ended early would leave the others waiting
         check_resume(job)
     plan, facts = _plan(job, place)
-    for note in _machine_notes(plan) if speaks else ():
+    for note in _machine_notes(plan):
         say(f"note: {note}")
-    loud = say if speaks else _silent
-    prepare_data(job, facts, loud)  # before the engine, which may have to be compiled
-    backend = usable_backend(plan, loud)
+    prepare_data(job, facts, say)  # before the engine, which may have to be compiled
+    backend = usable_backend(plan, say)
     with claim_output(job) if speaks else nullcontext():
         if place is not None:
             return _worker(job, plan.world.device_type, backend)

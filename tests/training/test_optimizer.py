@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import _device_dtype_check_for_fused
 
-from shardwise._torch_compat import FakeTensorMode
+from shardwise._torch_compat import FakeTensorMode, fuses_on_gpu
 from shardwise.config import OptimizerSection
 from shardwise.layout import Layout
 from shardwise.parallel.tensor_map import TensorMap
@@ -101,6 +102,14 @@ def test_no_class_is_fused_on_a_gpu_that_refuses_to_be(name: str) -> None:
             optimizer.step()
         except (RuntimeError, AssertionError) as error:  # fake tensors do not know every kernel
             assert "fused=True" not in str(error)
+
+
+def test_a_refusal_is_seen_before_the_first_step() -> None:
+    class Refusing(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            _device_dtype_check_for_fused(self.param_groups[0]["params"][0], cuda_unsupported=True)
+
+    assert fuses_on_gpu(torch.optim.AdamW) and not fuses_on_gpu(Refusing)
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
