@@ -58,7 +58,7 @@ def snapshot(model: ParallelModel, optimizer: Optimizer) -> Snapshot:
                 dtype = DTYPES[value.dtype] if isinstance(value, Tensor) else NUMBER
                 scalars.setdefault(entry.name, {})[key] = (float(value), dtype)
             elif value is not None:
-                pieces += _state_pieces(f"optimizer/{key}", entry, value)
+                pieces += _state_pieces(f"optimizer/{key}", entry, local, value)
     if dist.get_rank() == 0:
         # A forward may change them (running statistics), unlike the rest, and they are small.
         pieces += [_whole(f"buffer/{name}", buffer.clone()) for name, buffer in persistent_buffers(model.module)]
@@ -80,9 +80,9 @@ def optimizer_pieces(
     for entry, local in optimizer.locals:
         for key in keys:
             if record := stored.get(f"optimizer/{key}/{entry.name}"):
-                shape = record.shape if _is_own_shape(entry, record.shape) else local.shape
+                shape = record.shape if _is_own_shape(entry, local, record.shape) else local.shape
                 states.setdefault(entry.name, {})[key] = torch.empty(shape, dtype=local.dtype, device=local.device)
-                pieces += _state_pieces(f"optimizer/{key}", entry, states[entry.name][key])
+                pieces += _state_pieces(f"optimizer/{key}", entry, local, states[entry.name][key])
     return pieces, states
 
 
@@ -169,11 +169,11 @@ def _whole(name: str, tensor: Tensor) -> Piece:
     return Piece(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor)
 
 
-def _state_pieces(kind: str, entry: Entry, value: Any) -> list[Piece]:
-    """Optimizer state of a parameter: sliced as it is, or of a shape of its own (Adafactor's) where it is not cut."""
-    if isinstance(value, Tensor) and value.shape == entry.local.shape:
+def _state_pieces(kind: str, entry: Entry, local: Tensor, value: Any) -> list[Piece]:
+    """Optimizer state beside `local`: sliced as it is, or of a shape of its own (Adafactor's) where it is not cut."""
+    if isinstance(value, Tensor) and value.shape == local.shape:
         return _pieces(kind, entry, value)
-    if isinstance(value, Tensor) and _is_own_shape(entry, value.shape):
+    if isinstance(value, Tensor) and _is_own_shape(entry, local, value.shape):
         return [_whole(f"{kind}/{entry.name}", value)]
     raise CheckpointError(
         f"optimizer state {kind.partition('/')[2]!r} of {entry.name!r} is neither a number nor shaped as its "
@@ -181,9 +181,9 @@ def _state_pieces(kind: str, entry: Entry, value: Any) -> list[Piece]:
     )
 
 
-def _is_own_shape(entry: Entry, shape: Sequence[int]) -> bool:
+def _is_own_shape(entry: Entry, local: Tensor, shape: Sequence[int]) -> bool:
     """Whether state may have this shape beside a parameter that is not cut: rows or columns, the other dims 1."""
-    if tuple(entry.local.shape) != tuple(entry.shape) or tuple(shape) == tuple(entry.shape):
+    if tuple(local.shape) != tuple(entry.shape) or tuple(shape) == tuple(entry.shape):
         return False
     return len(shape) == len(entry.shape) and all(
         own in (1, size) for own, size in zip(shape, entry.shape, strict=True)

@@ -135,7 +135,8 @@ class Entry:
     @property
     def local(self) -> Tensor:
         """This rank's elements as a plain tensor that shares the parameter's storage."""
-        return _plain(self.parameter.detach())
+        with torch.no_grad():  # which spares a DTensor's dispatch, a tenth of a millisecond for each of thousands
+            return _plain(self.parameter).detach()
 
     @property
     def local_gradient(self) -> Tensor | None:
