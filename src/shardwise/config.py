@@ -145,7 +145,8 @@ class ParallelSection(Section):
     )
     reshard_after_forward: bool = Field(
         default=True,
-        description="Free a block's gathered parameters after its forward and gather them again in backward.",
+        description="Free a block's gathered parameters after its forward and gather them again in backward; "
+        "without a pipeline the last unit's stay, since backward begins with it.",
     )
     prefetch_depth: NonNegative = Field(
         default=1, description="Blocks whose parameters are gathered ahead of their use; 0 leaves the order to FSDP2."

@@ -103,6 +103,12 @@ class Plan:
         return self.zero1 or self.splits_backward
 
     @property
+    def keeps_last_unit(self) -> bool:
+        """Whether what is gathered last in forward waits for backward, which begins with it and has nothing to hide
+        a gather behind. A pipeline's forwards may be several ahead."""
+        return self.degrees["pipeline"] == 1
+
+    @property
     def gathers_float8(self) -> bool:
         """Whether the weights of float8 layers are gathered in float8."""
         return bool(self.float8) and self.job.precision.fp8_all_gather

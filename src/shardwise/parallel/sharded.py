@@ -31,9 +31,10 @@ def shard(model: nn.Module, groups: Sequence[list[nn.Module]], plan: Plan, layou
     mesh = layout.shard_mesh()
     keep = plan.holds_whole or not plan.job.parallel.reshard_after_forward
     mixed, offload = _mixed_precision(plan), _offload(plan)
-    for group in groups:
+    for index, group in enumerate(groups):
         unit = group if len(group) > 1 else group[0]
-        fully_shard(unit, mesh=mesh, reshard_after_forward=not keep, mp_policy=mixed, offload_policy=offload)  # type: ignore[arg-type]
+        free = not keep and not (plan.keeps_last_unit and index == len(groups) - 1)
+        fully_shard(unit, mesh=mesh, reshard_after_forward=free, mp_policy=mixed, offload_policy=offload)  # type: ignore[arg-type]
     # Embeddings, final norm and head: needed at both ends of forward and first in backward, so they stay gathered.
     fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=mixed, offload_policy=offload)
     modules: list[FSDPModule] = [module for module in model.modules() if isinstance(module, FSDPModule)]

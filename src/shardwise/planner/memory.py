@@ -11,6 +11,7 @@ s = 1, and nothing below is gathered or communicated. With tensor parallelism al
 
 FSDP2 (torch/distributed/fsdp/_fully_shard) gathers a unit into a flat buffer of n_u·c and copies it out into
 parameters of n_u·c; in forward the flat buffer lives until the next unit's copy-out, in backward it is freed at once.
+Without a pipeline the last unit stays gathered from its forward to its backward.
 Each unit that is prefetched holds a flat buffer. After a unit's backward its parameters are freed, its gradients n_u·c
 are copied into a reduce-scatter input of n_u·r and freed, and the output n_u/s·r becomes the gradient shard; the input
 lives until the next unit's. The root stays gathered from first use to the end of backward. With one shard rank there
@@ -315,6 +316,7 @@ class _Step:
         hidden states and head; hidden states before and after the final norm. Whole logits: log-softmax, its gradient
         and that of the logits."""
         size, vocabulary = self.base("loss"), self.vocabulary
+        kept = self.units if self.keeps_gathered else self.units[-1:] if self.plan.keeps_last_unit else []
         cast = self.compute if self.compute != self.loss else 0
         if self.plan.chunked_loss:
             rows = min(self.tokens, self.job.memory.loss_chunk_tokens)
@@ -324,7 +326,7 @@ class _Step:
             logits, gradients = 3.0 * self.tokens * vocabulary * self.loss, 0.0
         return replace(
             size,
-            gathered=size.gathered + (self._gathered(self.units) if self.keeps_gathered else 0.0),
+            gathered=size.gathered + self._gathered(kept),
             unsharded_gradients=size.unsharded_gradients + gradients,
             activations=size.activations + self.kept_before(len(self.units)) + 2 * self.row,
             working=self.row,
