@@ -237,10 +237,10 @@ def test_a_gpus_state_may_be_larger_than_the_ring(settings: dict[str, Any]) -> N
     saver.settings, saver._staging = CheckpointSection(**settings), None
     saver.model = SimpleNamespace(device=torch.device("cuda"))
     blocks: list[bytes] = []
-    saver._write = lambda name, taken, staging, describe: collect(staging, blocks)
+    saver._write = lambda name, planner, staging, describe: collect(staging, blocks)
     parts = numbers(SYNCHRONOUS_BYTES + 3 * BLOCK_BYTES)
-    taken = SimpleNamespace(bytes=parts[0].numel())
-    saving = threading.Thread(target=saver._write_beside, args=("step", taken, parts, None), daemon=True)
+    planner = SimpleNamespace(pieces=[SimpleNamespace(bytes=parts[0].numel())])
+    saving = threading.Thread(target=saver._write_beside, args=("step", planner, parts, None), daemon=True)
     saving.start()
     saving.join(20)
     assert not saving.is_alive()

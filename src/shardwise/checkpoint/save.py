@@ -12,7 +12,7 @@ import platform
 import threading
 import uuid
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -21,15 +21,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
-from torch.distributed.checkpoint import Metadata
 from torch.distributed.checkpoint.api import CheckpointException
 
 import shardwise
 from shardwise.checkpoint.catalog import Retention, name_of
 from shardwise.checkpoint.manifest import BLOCK_BYTES, FileRecord, Manifest, Progress, Scaler, TensorRecord
 from shardwise.checkpoint.staging import Source, Staging, Straight
-from shardwise.checkpoint.state import Optimizer, Snapshot, snapshot
-from shardwise.checkpoint.storage_write import PieceSavePlanner, SafetensorsWriter, header, in_file_order
+from shardwise.checkpoint.state import Optimizer, snapshot
+from shardwise.checkpoint.storage_write import Describe, PieceSavePlanner, SafetensorsWriter, header, in_file_order
 from shardwise.checkpoint.stores import Store
 from shardwise.errors import CheckpointError, ShardwiseError
 from shardwise.parallel.model import ParallelModel
@@ -72,14 +71,15 @@ class Checkpointer:
         self.wait()
         name = name_of(progress.step)
         taken = snapshot(self.model, self.optimizer)
-        taken.pieces = in_file_order(taken.pieces)
-        lead = torch.frombuffer(bytearray(header(taken.pieces)), dtype=torch.uint8)
-        parts = [lead, *(piece.tensor for piece in taken.pieces)]
+        pieces = in_file_order(taken.pieces)
+        lead = torch.frombuffer(bytearray(header(pieces)), dtype=torch.uint8)
+        parts = [lead, *(piece.tensor for piece in pieces)]
+        planner = PieceSavePlanner(f"rank-{dist.get_rank():05d}.safetensors", pieces, taken.scalars, lead.numel())
         describe = self._describer(progress, scaler)
         if not self.settings.asynchronous and self.model.device.type == "cpu":
-            self._write(name, taken, Straight(parts), describe)
+            self._write(name, planner, Straight(parts), describe)
         else:
-            self._write_beside(name, taken, parts, describe)
+            self._write_beside(name, planner, parts, describe)
         if wait or not self.settings.asynchronous:
             self.wait()
 
@@ -110,23 +110,22 @@ class Checkpointer:
             self._thread.join(timeout=60)
 
     def _write_beside(
-        self, name: str, taken: Snapshot, parts: Sequence[torch.Tensor], describe: Callable[..., Manifest]
+        self, name: str, planner: PieceSavePlanner, parts: Sequence[torch.Tensor], describe: Describe
     ) -> None:
         """Start the writing thread on the state as it is now."""
-        staging = self._ring(taken)
+        staging = self._ring(sum(piece.bytes for piece in planner.pieces))
         staging.begin(parts)
         self._thread = threading.Thread(
-            target=self._write, args=(name, taken, staging, describe), name=f"shardwise-{name}", daemon=True
+            target=self._write, args=(name, planner, staging, describe), name=f"shardwise-{name}", daemon=True
         )
         self._thread.start()  # it makes room in the ring, which may be smaller than the state
         if self.model.device.type == "cuda":
             staging.settle()  # from the stream that computed it; another one's copies would need an order of their own
 
-    def _write(self, name: str, taken: Snapshot, staging: Source, describe: Callable[..., Manifest]) -> None:
+    def _write(self, name: str, planner: PieceSavePlanner, staging: Source, describe: Describe) -> None:
         """Plan, write and commit; the writing thread's work."""
         rank = dist.get_rank()
-        writer = SafetensorsWriter(self.store, name, f"rank-{rank:05d}.safetensors", taken.pieces, staging, describe)
-        planner = PieceSavePlanner(taken.pieces, taken.scalars)
+        writer = SafetensorsWriter(self.store, name, planner, staging, describe)
         try:
             dcp.save({}, storage_writer=writer, planner=planner, process_group=self.group)
             self.saved = name
@@ -147,9 +146,9 @@ class Checkpointer:
         except Exception as error:
             warnings.warn(f"an old checkpoint in {self.store.root} could not be removed: {error}", stacklevel=1)
 
-    def _ring(self, taken: Snapshot) -> Staging:
+    def _ring(self, size: int) -> Staging:
         """The staging ring, made at the first save; an unlimited one grows with the state."""
-        wanted = self.settings.staging_bytes or taken.bytes + 2 * BLOCK_BYTES
+        wanted = self.settings.staging_bytes or size + 2 * BLOCK_BYTES
         if not self.settings.asynchronous:
             wanted = SYNCHRONOUS_BYTES
         if self._staging is None:
@@ -157,7 +156,7 @@ class Checkpointer:
         self._staging.allow(wanted)
         return self._staging
 
-    def _describer(self, progress: Progress, scaler: LossScaler) -> Callable[..., Manifest]:
+    def _describer(self, progress: Progress, scaler: LossScaler) -> Describe:
         """The manifest's maker, with everything that changes as training goes on read now."""
         plan, module = self.model.plan, self.model.module
         state = Scaler(scale=scaler.scale, good_steps=scaler.good_steps, hysteresis=scaler.hysteresis)
@@ -165,14 +164,16 @@ class Checkpointer:
         config: Any = module.config.to_dict() if self.model.facts.is_hugging_face else None  # type: ignore[operator, union-attr]
         generation: Any = getattr(module, "generation_config", None) if config is not None else None
 
-        def describe(metadata: Metadata, tensors: dict[str, TensorRecord], files: dict[str, FileRecord]) -> Manifest:
+        def describe(
+            scalars: dict[str, Any], tensors: dict[str, TensorRecord], files: dict[str, FileRecord]
+        ) -> Manifest:
             if self.store.owner() != self._run:
                 raise CheckpointError(f"another run writes into {self.store.root} now; give each its own directory")
             return Manifest(
                 progress=progress,
                 scaler=state,
                 optimizer=plan.job.optimizer.name,
-                optimizer_scalars=metadata.planner_data,
+                optimizer_scalars=scalars,
                 tensors=tensors,
                 ties=ties,
                 files=files,

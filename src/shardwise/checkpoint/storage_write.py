@@ -10,22 +10,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-import torch
 import xxhash
-from torch import Tensor
-from torch.distributed.checkpoint import (
-    Metadata,
-    SavePlan,
-    SavePlanner,
-    StorageWriter,
-    TensorStorageMetadata,
-    WriteItem,
-)
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
+from torch.distributed.checkpoint import Metadata, SavePlan, SavePlanner, StorageWriter, WriteItem
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -35,31 +24,37 @@ from shardwise.checkpoint.staging import Source
 from shardwise.checkpoint.stores import Store
 from shardwise.errors import CheckpointError, listed
 
-
-@dataclass
-class Stored:
-    """Where a slice went. All slices of a file share its record, and pickle keeps it so."""
-
-    place: dict[str, Any]  # of a `Slice`, which is slow to pickle
-    record: dict[str, Any]
+Place = tuple[str, str, tuple[int, ...], tuple[int, ...], tuple[int, ...], int]
+Describe = Callable[[dict[str, Any], dict[str, TensorRecord], dict[str, FileRecord]], Manifest]
 
 
 class PieceSavePlanner(SavePlanner):
     """Plans to write this rank's pieces as they are; their owners were chosen before, so nothing is written twice.
 
+    A rank's plan goes to the coordinator as plain tuples and nothing comes back: a `WriteItem` takes a hundred times as
+    long to pickle, which training's interpreter waits for, and there is one for every tensor of every rank.
+
     Args:
+        file: this rank's file.
         pieces: in the order of the file.
         scalars: optimizer state that is one number a parameter, of this rank's pieces.
+        start: byte of the file at which the first piece begins.
+
+    Attributes:
+        tensors: on the coordinator, after planning, what the manifest says of each.
+        all_scalars: and the scalars of all ranks.
     """
 
-    def __init__(self, pieces: Sequence[Piece], scalars: Mapping[str, Any]) -> None:
-        self.pieces, self.scalars = pieces, scalars
+    def __init__(self, file: str, pieces: Sequence[Piece], scalars: Mapping[str, Any], start: int) -> None:
+        self.file, self.pieces, self.scalars, self.start = file, pieces, scalars, start
+        self.tensors: dict[str, TensorRecord] = {}
+        self.all_scalars: dict[str, Any] = {}
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
         pass
 
     def create_local_plan(self) -> SavePlan:
-        return SavePlan([_write_item(piece) for piece in self.pieces], planner_data=self.scalars)
+        return SavePlan([], planner_data=(self.file, _places(self.pieces, self.start), self.scalars))
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Join the ranks' plans.
@@ -67,53 +62,51 @@ class PieceSavePlanner(SavePlanner):
         Raises:
             CheckpointError: the pieces of a tensor do not make it up.
         """
-        tensors: dict[str, TensorStorageMetadata] = {}
-        for item in (item for plan in all_plans for item in plan.items):
-            data, name = item.tensor_data, item.index.fqn
-            assert data is not None
-            tensors.setdefault(name, TensorStorageMetadata(data.properties, data.size, [])).chunks.append(data.chunk)
-        for name, tensor in tensors.items():
-            stored = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
-            if stored != math.prod(tensor.size):
-                raise CheckpointError(f"{name}: {stored} of {math.prod(tensor.size)} elements would be written")
-        scalars = {name: values for plan in all_plans for name, values in plan.planner_data.items()}
-        return all_plans, Metadata(dict(tensors), planner_data=scalars)
+        for file, places, scalars in (plan.planner_data for plan in all_plans):
+            self.all_scalars |= scalars
+            for place in places:
+                self._add(file, place)
+        for name, tensor in self.tensors.items():
+            stored = sum(math.prod(part.shape) for part in tensor.slices)
+            if stored != math.prod(tensor.shape):
+                raise CheckpointError(f"{name}: {stored} of {math.prod(tensor.shape)} elements would be written")
+        return [SavePlan([]) for _ in all_plans], Metadata({})
+
+    def _add(self, file: str, place: Place) -> None:
+        """Note one slice; the manifest's own checks see what is built here."""
+        name, dtype, shape, offset, sizes, start = place
+        if name not in self.tensors:
+            self.tensors[name] = TensorRecord.model_construct(dtype=dtype, shape=list(shape), slices=[])
+        part = Slice.model_construct(offset=list(offset), shape=list(sizes), file=file, start=start)
+        self.tensors[name].slices.append(part)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         return new_plan
 
-    def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """The live tensor; our own writer takes its bytes from the staging ring instead, as they were at the save."""
-        return next(
-            p.tensor for p in self.pieces if (p.name, p.offset) == (write_item.index.fqn, write_item.index.offset)
-        )
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        """Nobody asks: no items are planned, and the writer takes bytes from the staging ring, as they were."""
+        raise CheckpointError(f"{write_item.index.fqn} was planned by another planner; pieces have their own writer")
 
 
-def _write_item(piece: Piece) -> WriteItem:
-    data = TensorWriteData(piece.chunk, TensorProperties(dtype=piece.tensor.dtype), torch.Size(piece.shape))
-    return WriteItem(MetadataIndex(piece.name, torch.Size(piece.offset)), WriteItemType.SHARD, tensor_data=data)
+def _places(pieces: Sequence[Piece], first: int) -> list[Place]:
+    """What the manifest says of each: name, dtype, global shape, offset, own shape, first byte in the file."""
+    return [
+        (piece.name, DTYPES[piece.tensor.dtype], piece.shape, piece.offset, tuple(piece.tensor.shape), start)
+        for piece, start in zip(pieces, _positions(pieces, first), strict=True)
+    ]
 
 
 class SafetensorsWriter(StorageWriter):
     """Writes one rank's pieces as one file, and on the coordinator the manifest.
 
     Args:
-        file: this rank's file.
-        pieces: what `staging` brings, in this order.
-        describe: makes the manifest from what DCP has gathered.
+        planner: whose pieces `staging` brings, in their order.
+        describe: makes the manifest from optimizer scalars, tensors and files.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        name: str,
-        file: str,
-        pieces: Sequence[Piece],
-        staging: Source,
-        describe: Callable[[Metadata, dict[str, TensorRecord], dict[str, FileRecord]], Manifest],
-    ) -> None:
-        self.store, self.name, self.file = store, name, file
-        self.pieces, self.staging, self.describe = pieces, staging, describe
+    def __init__(self, store: Store, name: str, planner: PieceSavePlanner, staging: Source, describe: Describe) -> None:
+        self.store, self.name, self.planner = store, name, planner
+        self.staging, self.describe = staging, describe
 
     def reset(self, checkpoint_id: Any = None) -> None:
         pass
@@ -136,56 +129,35 @@ class SafetensorsWriter(StorageWriter):
         """
         done: Future[list[WriteResult]] = Future()
         record: dict[str, Any] = {"bytes": 0, "hashes": []}
-        if self.pieces:
-            try:
-                with self.store.create(self.name, self.file) as handle:
-                    for run in hashed(self.staging.drain(), record["hashes"]):
-                        record["bytes"] += len(run)
-                        _write_all(handle, run)
-            except OSError as error:
-                raise self._named(error) from error
-        else:
+        if not self.planner.pieces:
             for _ in self.staging.drain():
                 pass
-        starts = _positions(self.pieces, len(header(self.pieces)))
-        done.set_result(
-            [
-                WriteResult(item.index, piece.bytes, Stored(_place(piece, self.file, start), record))
-                for item, piece, start in zip(plan.items, self.pieces, starts, strict=True)
-            ]
-        )
+            done.set_result([])
+            return done
+        try:
+            with self.store.create(self.name, self.planner.file) as handle:
+                for run in hashed(self.staging.drain(), record["hashes"]):
+                    record["bytes"] += len(run)
+                    _write_all(handle, run)
+        except OSError as error:
+            raise self._named(error) from error
+        done.set_result([WriteResult(MetadataIndex(self.planner.file), record["bytes"], record)])
         return done
 
     def _named(self, error: OSError) -> OSError:
-        tensors = listed([piece.name for piece in self.pieces])
-        reason = f"{self.name}/{self.file}, which was to hold {tensors}: {error.strerror or error}"
+        tensors = listed([piece.name for piece in self.planner.pieces])
+        reason = f"{self.name}/{self.planner.file}, which was to hold {tensors}: {error.strerror or error}"
         return OSError(error.errno, reason)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit: the manifest of all ranks' files."""
-        slices: dict[str, list[Slice]] = {}
-        files: dict[str, FileRecord] = {}
-        for result in (result for rank in results for result in rank):
-            stored: Stored = result.storage_data
-            place = Slice.model_construct(**stored.place)  # the manifest's own checks see what is built here
-            slices.setdefault(result.index.fqn, []).append(place)
-            if place.file not in files:
-                files[place.file] = FileRecord(**stored.record)
-        tensors: dict[str, TensorRecord] = {}
-        for name, parts in sorted(slices.items()):
-            known = metadata.state_dict_metadata[name]
-            assert isinstance(known, TensorStorageMetadata)
-            dtype = DTYPES[known.properties.dtype]
-            tensors[name] = TensorRecord.model_construct(dtype=dtype, shape=list(known.size), slices=parts)
-        self.store.commit(self.name, self.describe(metadata, tensors, files).to_json())
+        files = {result.index.fqn: FileRecord(**result.storage_data) for rank in results for result in rank}
+        tensors = dict(sorted(self.planner.tensors.items()))
+        self.store.commit(self.name, self.describe(self.planner.all_scalars, tensors, files).to_json())
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
         return False  # the store says where a checkpoint lies
-
-
-def _place(piece: Piece, file: str, start: int) -> dict[str, Any]:
-    return {"offset": list(piece.offset), "shape": list(piece.tensor.shape), "file": file, "start": start}
 
 
 def header(pieces: Sequence[Piece]) -> bytes:
