@@ -1,7 +1,7 @@
 // A device for tests whose streams do nothing until somebody waits for them.
 //
-// torch's place for devices from outside (PrivateUse1). Its memory is malloc's and its kernels are the CPU's. What is
-// real is the order: a copy between pinned memory and the device that does not block is put into the queue of the
+// torch's place for devices from outside (PrivateUse1), or with AS_CUDA that of CUDA in a build of torch without CUDA.
+// Its memory is malloc's and its kernels are the CPU's. What is real is the order: a copy between pinned memory and the device that does not block is put into the queue of the
 // current stream, and carried out when that stream, or an event behind it, is waited for, or when the stream computes.
 // Fresh pinned memory is full of 0xCD. So whoever forgets to wait, or waits for another stream, finds wrong numbers,
 // every time.
@@ -14,9 +14,9 @@
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/CPUGeneratorImpl.h>
-#include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
 #include <ATen/native/Resize.h>
+#include <ATen/native/transformers/attention.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/resize_native.h>
@@ -24,6 +24,14 @@
 #include <ATen/ops/view_native.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
+
+#ifdef AS_CUDA
+#include <ATen/detail/CUDAHooksInterface.h>
+#define KEY CUDA
+#else
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#define KEY PrivateUse1
+#endif
 
 namespace {
 
@@ -33,7 +41,7 @@ using c10::DeviceIndex;
 using c10::Stream;
 using c10::StreamId;
 
-constexpr auto kind = c10::DeviceType::PrivateUse1;
+constexpr auto kind = c10::DeviceType::KEY;
 
 // --- streams
 
@@ -130,7 +138,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
 };
 
-C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
+C10_REGISTER_GUARD_IMPL(KEY, Guard);
 
 // --- memory
 
@@ -170,7 +178,26 @@ DeviceMemory device_memory;
 PinnedMemory pinned_memory;
 REGISTER_ALLOCATOR(kind, &device_memory);
 
+void resize_storage(const c10::Storage& storage, size_t bytes) {
+  carry_out_all();
+  auto memory = device_memory.allocate(bytes);
+  std::memcpy(memory.get(), storage.data(), std::min(bytes, storage.nbytes()));
+  storage.set_data_ptr_noswap(std::move(memory));
+  storage.unsafeGetStorageImpl()->set_nbytes(bytes);
+}
+
+#ifdef AS_CUDA
+struct Hooks final : at::CUDAHooksInterface {
+  explicit Hooks(at::CUDAHooksArgs) {}
+  void init() const override {}
+  bool hasCUDA() const override { return true; }
+  int getNumGPUs() const override { return 1; }
+  DeviceIndex current_device() const override { return 0; }
+  void deviceSynchronize(DeviceIndex) const override { carry_out_all(); }
+#else
 struct Hooks final : at::PrivateUse1HooksInterface {
+  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override { resize_storage(storage, bytes); }
+#endif
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(DeviceIndex) const override { return true; }
@@ -187,13 +214,6 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   }
   const at::Generator& getDefaultGenerator(DeviceIndex) const override { return at::detail::getDefaultCPUGenerator(); }
   at::Generator getNewGenerator(DeviceIndex) const override { return at::detail::createCPUGenerator(); }
-  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
-    carry_out_all();
-    auto memory = device_memory.allocate(bytes);
-    std::memcpy(memory.get(), storage.data(), std::min(bytes, storage.nbytes()));
-    storage.set_data_ptr_noswap(std::move(memory));
-    storage.unsafeGetStorageImpl()->set_nbytes(bytes);
-  }
 };
 
 // --- kernels
@@ -219,6 +239,21 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
   return to;
 }
 
+#ifdef AS_CUDA
+// What torch leads to kernels of CUDA without asking the dispatcher for them.
+Tensor& copy_into(Tensor& self, const Tensor& from, bool non_blocking) {
+  copy_from(from.expand_as(self), self, non_blocking);
+  return self;
+}
+
+int64_t plain_attention(const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&, double, bool,
+                        std::optional<double>, bool) {
+  return 0;  // the products one by one, at::SDPBackend::math
+}
+#endif
+
+void record_stream(Tensor&, Stream) {}  // memory is given back when nobody holds it, in whatever stream
+
 Tensor copy_from_and_resize(const Tensor& from, const Tensor& to) {
   to.resize_(from.sizes());
   return copy_from(from, to, false);
@@ -229,7 +264,7 @@ at::Scalar local_scalar(const Tensor& tensor) {
   return seen_by_cpu(tensor).item();
 }
 
-constexpr c10::DispatchKeySet keys(c10::DispatchKey::PrivateUse1);
+constexpr c10::DispatchKeySet keys(c10::DispatchKey::KEY);
 
 Tensor empty(c10::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
              std::optional<Device>, std::optional<bool>, std::optional<at::MemoryFormat> format) {
@@ -251,7 +286,7 @@ Tensor& set_storage(Tensor& self, at::Storage storage, int64_t offset, c10::IntA
 
 void on_cpu(const c10::OperatorHandle& operation, torch::jit::Stack* stack) { at::native::cpu_fallback(operation, stack); }
 
-TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+TORCH_LIBRARY_IMPL(aten, KEY, m) {
   m.impl("empty.memory_format", &empty);
   m.impl("empty_strided", &empty_strided);
   m.impl("as_strided", &as_strided);
@@ -259,17 +294,36 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_reshape_alias", &at::native::_reshape_alias);
   m.impl("resize_", &at::native::resize_);
   m.impl("set_.source_Storage_storage_offset", &set_storage);
+  m.impl("set_.source_Tensor", &at::native::set_tensor_);
   m.impl("_copy_from", &copy_from);
+#ifdef AS_CUDA
+  m.impl("copy_", &copy_into);
+#endif
+  m.impl("record_stream", &record_stream);
   m.impl("_copy_from_and_resize", &copy_from_and_resize);
   m.impl("_local_scalar_dense", &local_scalar);
 }
 
-TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&on_cpu>()); }
+TORCH_LIBRARY_IMPL(_, KEY, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&on_cpu>()); }
 
 const int registered = [] {
+#ifdef AS_CUDA
+  at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&plain_attention);
+#else
   static Hooks hooks;
   at::RegisterPrivateUse1HooksInterface(&hooks);
+#endif
   return 0;
 }();
 
 }  // namespace
+
+#ifdef AS_CUDA
+TORCH_LIBRARY(lazy_device, m) {
+  m.def("resize_storage", [](const Tensor& of, int64_t bytes) { resize_storage(of.storage(), bytes); });
+}
+
+namespace at {
+C10_REGISTER_CLASS(CUDAHooksRegistry, CUDAHooks, Hooks)
+}
+#endif

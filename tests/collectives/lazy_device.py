@@ -16,19 +16,21 @@ NAME = "lazy"
 SOURCE = Path(__file__).with_suffix(".cpp")
 
 
-def build() -> Path:
+def build(*flags: str) -> Path:
     """The library, beside the engine's own; about half a minute where it is not there yet."""
     from torch.utils import cpp_extension
 
-    key = blake2b((torch.__version__ + SOURCE.read_text()).encode(), digest_size=12).hexdigest()
+    flags = ("-O1", *flags)
+    key = blake2b((torch.__version__ + SOURCE.read_text() + " ".join(flags)).encode(), digest_size=12).hexdigest()
     where = engine.directory() / f"test-device-{key}"
     where.mkdir(parents=True, exist_ok=True)
     library = where / "lazy_device.so"
     with FileLock(f"{where}.lock"):
         if not library.is_file():
             cpp_extension.load(
-                "lazy_device", [str(SOURCE)], extra_cflags=["-O1"], build_directory=str(where), is_python_module=False
-            )
+                "lazy_device", [str(SOURCE)], extra_cflags=list(flags), build_directory=str(where),
+                is_python_module=False,
+            )  # fmt: skip
     return library
 
 

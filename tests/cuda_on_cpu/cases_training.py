@@ -1,0 +1,68 @@
+"""Whole runs on devices of CUDA: steps, evaluation, checkpoints and what is resumed from them, against a CPU's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise.config import Job
+from shardwise.optimizers import ELEMENTWISE
+from shardwise.testing.world import WorldPool
+from tests.cuda_on_cpu.ranks import joined, starved, trained, trained_on_cpu
+from tests.parity.jobs import make_job
+
+FULL = {"activation_checkpointing": "full"}
+RUNS: dict[str, dict[str, Any]] = {
+    "saved while training waits": {"checkpoint": {"asynchronous": False}},
+    "deterministic": {"training": {"deterministic": True}},
+    "foreach": {"optimizer": {"options": {"foreach": True}}},
+    "fp16": {"precision": {"compute": "fp16"}, "optimizer": {"name": "SGD"}},
+    "all on the host": {"memory": {**FULL, "offload_parameters": True, "offload_activations": True}},
+    "zero1": {"parallel": {"shard_optimizer_state": True}},
+    "tensor": {"parallel": {"tensor_parallel_degree": 2}},
+    "stages": {"parallel": {"pipeline_parallel_degree": 2}},
+}
+
+
+def jobs(corpora: Path, output: Path, device: str, *steps: int, **sections: dict[str, Any]) -> list[Job]:
+    """A job that goes on from its checkpoint for every number of `steps`."""
+    base: dict[str, dict[str, Any]] = {
+        "parallel": {"device": device},
+        "precision": {"compute": "fp32"},
+        "optimizer": {"learning_rate": 1e-3, "schedule": "constant"},
+        "training": {"sequences_per_step": 8, "evaluate_every": 2},
+        "checkpoint": {"every": 2},
+    }
+    base |= {name: {**base.get(name, {}), **keys} for name, keys in sections.items()}
+    made = []
+    for number, count in enumerate(steps):
+        base["training"]["steps"], base["checkpoint"]["resume"] = count, "auto" if number else "none"
+        made.append(make_job(corpora, "gpt2", **base).model_copy(update={"output": str(output)}))
+    return made
+
+
+def check(pool: WorldPool, corpora: Path, output: Path, ranks: int = 2, **sections: dict[str, Any]) -> None:
+    ours = pool.run(ranks, joined, trained, jobs(corpora, output / "cuda", "cuda", 2, 4, **sections))[0]
+    theirs = pool.run(ranks, trained_on_cpu, jobs(corpora, output / "cpu", "cpu", 4, **sections))[0]
+    precise = {"fp16": 1e-2}.get(sections.get("precision", {}).get("compute", ""), 1e-4)
+    for key, count in (("loss", 4), ("grad_norm", 4), ("validation_loss", 2)):
+        mine, other = ({r["step"]: r[key] for r in records if r.get(key) is not None} for records in (ours, theirs))
+        assert len(mine) == count and mine == pytest.approx(other, rel=precise), key
+
+
+@pytest.mark.parametrize("name", [*ELEMENTWISE, "Adafactor"])
+def test_optimizers(world_pool: WorldPool, corpora: Path, tmp_path: Path, name: str) -> None:
+    decay = {"weight_decay": 0.0} if name == "Rprop" else {}
+    check(world_pool, corpora, tmp_path, 1 if name == "Adafactor" else 2, optimizer={"name": name, **decay})
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_runs(world_pool: WorldPool, corpora: Path, tmp_path: Path, name: str) -> None:
+    check(world_pool, corpora, tmp_path, **RUNS[name])
+
+
+def test_a_gpu_without_memory_says_what_it_holds(world_pool: WorldPool, corpora: Path, tmp_path: Path) -> None:
+    [said] = world_pool.run(1, joined, starved, jobs(corpora, tmp_path, "cuda", 2))
+    assert "out of memory" in said and "the allocator's peak 1 MiB, reserved 1 MiB, of 8.00 GiB on the device" in said
