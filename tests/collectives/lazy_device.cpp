@@ -1,10 +1,10 @@
 // A device for tests whose streams do nothing until somebody waits for them.
 //
 // torch's place for devices from outside (PrivateUse1), or with AS_CUDA that of CUDA in a build of torch without CUDA.
-// Its memory is malloc's and its kernels are the CPU's. What is real is the order: a copy between pinned memory and the device that does not block is put into the queue of the
-// current stream, and carried out when that stream, or an event behind it, is waited for, or when the stream computes.
-// Fresh pinned memory is full of 0xCD. So whoever forgets to wait, or waits for another stream, finds wrong numbers,
-// every time.
+// Its memory is malloc's and its kernels are the CPU's. What is real is the order: a copy between pinned memory and the
+// device that does not block is put into the queue of the current stream, and carried out when that stream, or an event
+// behind it, is waited for, or when the stream computes. Fresh pinned memory is full of 0xCD. So whoever forgets to wait,
+// or waits for another stream, finds wrong numbers, every time.
 #include <deque>
 #include <functional>
 #include <map>
@@ -196,7 +196,7 @@ struct Hooks final : at::CUDAHooksInterface {
   void deviceSynchronize(DeviceIndex) const override { carry_out_all(); }
 #else
 struct Hooks final : at::PrivateUse1HooksInterface {
-  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override { resize_storage(storage, bytes); }
+  void resizePrivateUse1Bytes(const c10::Storage& of, size_t bytes) const override { resize_storage(of, bytes); }
 #endif
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
