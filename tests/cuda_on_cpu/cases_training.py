@@ -63,6 +63,25 @@ def test_runs(world_pool: WorldPool, corpora: Path, tmp_path: Path, name: str) -
     check(world_pool, corpora, tmp_path, **RUNS[name])
 
 
+@pytest.mark.parametrize("memory", [{}, {**FULL, "offload_parameters": True, "offload_activations": True}])
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_what_is_resumed_is_bit_for_bit_what_went_on(
+    world_pool: WorldPool, corpora: Path, tmp_path: Path, memory: dict[str, Any], asynchronous: bool
+) -> None:
+    sections: dict[str, Any] = {
+        "training": {"deterministic": True},
+        "checkpoint": {"asynchronous": asynchronous},
+        "memory": memory,
+    }
+    resumed, whole = (
+        world_pool.run(2, joined, trained, jobs(corpora, tmp_path / str(len(steps)), "cuda", *steps, **sections))[0]
+        for steps in ((2, 4), (4,))
+    )
+    for key in ("loss", "grad_norm"):
+        ours, theirs = ({r["step"]: r[key] for r in records if r.get(key) is not None} for records in (resumed, whole))
+        assert len(ours) == 4 and ours == theirs, key
+
+
 def test_a_gpu_without_memory_says_what_it_holds(world_pool: WorldPool, corpora: Path, tmp_path: Path) -> None:
     [said] = world_pool.run(1, joined, starved, jobs(corpora, tmp_path, "cuda", 2))
     assert "out of memory" in said and "the allocator's peak 1 MiB, reserved 1 MiB, of 8.00 GiB on the device" in said
