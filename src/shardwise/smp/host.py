@@ -37,7 +37,6 @@ class HostWeights:
         self._module = model.get_module()
         self._weights: dict[str, Tensor] = dict(whole_weights(model, "model.cpu"))
         model.release()
-        self.parallel.release_gathered()  # what an evaluation has left gathered
         self._buffers: list[tuple[dict[str, Any], str, Tensor]] = []
         self._exit = ExitStack()
         self._lend()

@@ -309,10 +309,11 @@ class DistributedModel(Inspection, Hooks, Host, nn.Module):
             self.gathered = True
 
     def release(self) -> None:
-        """Let go of whole parameters, before the shards change."""
+        """Let go of whole parameters, before the shards change: also of those that an evaluation has left gathered."""
         self.come_back()
-        if self.gathered and self.parallel is not None:
-            self.parallel.gather(wait=True)  # what is under way cannot be let go of
+        if self.parallel is not None:
+            if self.gathered:
+                self.parallel.gather(wait=True)  # what is under way cannot be let go of
             self.parallel.release_gathered()
         self.gathered = False
 

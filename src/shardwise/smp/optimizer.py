@@ -63,6 +63,8 @@ class DistributedOptimizerMixin(Numbering):
         """Complete the step's gradients and update this rank's elements. Collective."""
         value = closure() if closure is not None else None
         if self._smp.ready():
+            if state.model is not None:
+                state.model.release()
             self._inner_step()
         if state.model is not None:
             state.model.gather()

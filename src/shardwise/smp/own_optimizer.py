@@ -76,6 +76,8 @@ class OwnOptimizer(Numbering):
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """The object's own, on complete gradients. Collective."""
         self._smp.settle()
+        if state.model is not None:
+            state.model.release()
         value = super().step(*args, **kwargs)  # type: ignore[misc]
         self._smp.write_back()
         if state.model is not None:
