@@ -102,9 +102,8 @@ class DistributedModel(Inspection, Hooks, Host, nn.Module):
         self.pending_weights: list[tuple[Mapping[str, Any], bool, bool]] = []
         self.gathered = False  # parameters whose optimizer state alone is sharded are whole on every rank
         self.unsettled = False  # gradients that several ranks hold in part are not summed yet
-        self.communication, self.reduced = None, False
+        self.communication, self.reduced, self.host = None, False, None
         self.overlapping, self.bucket_mb = overlapping_allreduce, bucket_cap_mb
-        self.host = None
         whole = state.layout.size("pipeline") == 1 and state.cfg.sharded_data_parallel_degree == 1
         if whole and not any(parameter.is_meta for parameter in self.get_module().parameters()):
             self.get_module().to(device)  # what has no values yet is drawn where it will live
@@ -251,6 +250,8 @@ class DistributedModel(Inspection, Hooks, Host, nn.Module):
         microbatch = Batch({}, None, torch.arange(first, first + rows, device=state.device))
         with parallel.scope(microbatch, state.step_count):
             output = part.forward(merged, arrived)
+        if not (torch.is_grad_enabled() or self.gathered):
+            parallel.release_gathered()  # as a backward does: scripts look at gradients, and change what they look at
         if not part.is_last:
             return part.leave()
         output = output if own else narrow(output, shape_of(inputs).rows)
