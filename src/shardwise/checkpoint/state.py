@@ -41,10 +41,6 @@ class Snapshot:
     pieces: list[Piece]
     scalars: Scalars
 
-    @property
-    def bytes(self) -> int:
-        return sum(piece.bytes for piece in self.pieces)
-
 
 def snapshot(model: ParallelModel, optimizer: Optimizer) -> Snapshot:
     """What this rank owns of the run's state, as it is now; tensors are not copied, but for buffers."""
