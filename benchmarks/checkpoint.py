@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import os
 import random
 import sys
 import tempfile
@@ -192,9 +193,14 @@ class Bench:
         return {AMID: timed(lambda: self.train(lambda: None))}
 
     def level(self) -> None:
-        """Write as much as a save does and remove it: what a page of the page cache costs hangs on who had it last."""
+        """Write as much as a save does and remove it: what a page of the page cache costs hangs on who had it last.
+
+        What removed files still cost the disk (their blocks are discarded at the journal's next commit) comes before.
+        """
         Raw(self.state).save(self.path)
         remove(self.path)
+        os.sync()
+        dist.barrier()
 
     def train(self, save: Callable[[], Any]) -> None:
         """Training-like steps with a save amid them.
