@@ -195,7 +195,7 @@ class Bench:
     def level(self) -> None:
         """Write as much as a save does and remove it: what a page of the page cache costs hangs on who had it last.
 
-        What removed files still cost the disk (their blocks are discarded at the journal's next commit) comes before.
+        What removed files may still cost the disk (blocks discarded at the journal's next commit) comes before.
         """
         Raw(self.state).save(self.path)
         remove(self.path)

@@ -84,7 +84,7 @@ class PieceSavePlanner(SavePlanner):
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> Any:
-        """Nobody asks: no items are planned, and the writer takes bytes from the staging ring, as they were."""
+        """Asked of by other writers than ours, which takes bytes from the staging ring, as they were at the save."""
         raise CheckpointError(f"{write_item.index.fqn} was planned by another planner; pieces have their own writer")
 
 
