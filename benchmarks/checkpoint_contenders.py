@@ -6,10 +6,12 @@ optimizer's own tensors. All contenders live in the same processes and write the
 
 from __future__ import annotations
 
+import mmap
 import os
 import shutil
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.checkpoint.load import restore
 from shardwise.checkpoint.manifest import BLOCK_BYTES, Progress
 from shardwise.checkpoint.save import Checkpointer
-from shardwise.checkpoint.stores import LocalStore
+from shardwise.checkpoint.stores import LocalStore, NewFile
 from shardwise.config import Job
 from shardwise.families.build import build_model
 from shardwise.families.discovery import discover
@@ -282,6 +284,26 @@ class Raw:
 
     def _contents(self) -> list[memoryview]:
         return [memoryview(local.view(-1).view(torch.uint8).numpy()) for local in self.state.locals.values()]
+
+
+class RawBeside(Raw):
+    """The floor of a stall: a thread writes as many bytes as the state has, one block over and over, and syncs them.
+
+    Around the page cache like shardwise's own, but without a copy, a hash, a plan or a manifest.
+    """
+
+    def begin(self, path: Path) -> Wait:
+        path.mkdir(exist_ok=True)
+        thread = ThreadPoolExecutor(1)
+        writing = thread.submit(self._write, path / f"{dist.get_rank()}.raw")
+        thread.shutdown(wait=False)
+        return writing.result
+
+    def _write(self, path: Path) -> None:
+        with NewFile(path) as file, mmap.mmap(-1, BLOCK_BYTES) as block:
+            for _ in range(-(-self.state.bytes // BLOCK_BYTES)):
+                file.write(block)
+            os.fsync(file.fileno())
 
 
 def remove(path: Path) -> None:

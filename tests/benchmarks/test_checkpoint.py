@@ -38,8 +38,10 @@ def test_every_contender_brings_the_state_back(tmp_path: Path, capsys: pytest.Ca
     assert (code, found["problems"]) == (0, [])
     rows = {row["contender"]: row for row in found["rows"]}
     assert rows.keys() == {*checkpoint.CONTENDERS, checkpoint.PLAIN}
-    for name in set(checkpoint.CONTENDERS) - {checkpoint.HALF}:
+    for name in set(checkpoint.CONTENDERS) - {checkpoint.HALF, checkpoint.FLOOR}:
         assert len(rows[name]["seconds"]["save"]) == len(rows[name]["seconds"]["load"]) == 2
+    for name in (checkpoint.OURS, checkpoint.HALF, checkpoint.FLOOR):
+        assert len(rows[name]["seconds"][checkpoint.ASYNCHRONOUS]) == 2
     assert rows[checkpoint.OURS]["save_ratio"]["median"] == 1.0
     assert rows[checkpoint.OURS]["staged"] <= rows[checkpoint.OURS]["budget"]
     printed = capsys.readouterr().out

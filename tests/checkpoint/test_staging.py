@@ -22,7 +22,7 @@ from shardwise.checkpoint.manifest import BLOCK_BYTES
 from shardwise.checkpoint.save import SYNCHRONOUS_BYTES, Checkpointer
 from shardwise.checkpoint.staging import Broken, Staging, Straight, _aligned
 from shardwise.checkpoint.storage_write import hashed
-from shardwise.checkpoint.stores import _NewFile
+from shardwise.checkpoint.stores import NewFile
 from shardwise.config import CheckpointSection
 from shardwise.errors import CheckpointError
 
@@ -103,7 +103,7 @@ def test_a_file_has_what_was_written_whether_or_not_it_goes_around_the_page_cach
     assert buffer.data_ptr() % PAGE == 0
     path, expected, at = directory / f"shardwise-test-{uuid4().hex}", b"", shift
     try:
-        with _NewFile(path) as file:
+        with NewFile(path) as file:
             for size in sizes:
                 block = memoryview(buffer.numpy())[at : at + size]  # type: ignore[arg-type]
                 assert file.write(block) == size
@@ -122,7 +122,7 @@ def test_blocks_of_the_ring_go_around_the_page_cache_where_they_can(tmp_path: Pa
     staging = Staging(2 * BLOCK_BYTES)
     staging.begin(numbers(BLOCK_BYTES + 100))
     staging.settle()
-    with _NewFile(tmp_path / "file") as file:
+    with NewFile(tmp_path / "file") as file:
         direct = [file.write(block) and file._direct for block in staging.drain()]
     assert direct == [True, False]  # the tail is no whole page
 

@@ -137,7 +137,7 @@ class LocalStore:
 
     @contextmanager
     def create(self, name: str, file: str) -> Iterator[BinaryIO]:
-        with _NewFile(self._partial(name) / file) as handle:
+        with NewFile(self._partial(name) / file) as handle:
             yield handle  # type: ignore[misc]
             os.fsync(handle.fileno())
 
@@ -174,7 +174,7 @@ class LocalStore:
         return self._path / f".{name}.partial"
 
 
-class _NewFile(io.FileIO):
+class NewFile(io.FileIO):
     """A new file, written around the page cache as long as writes fill whole pages and come from aligned memory.
 
     That takes next to no processor time, which is training's, and leaves in the cache what training reads. A file
