@@ -253,9 +253,9 @@ def test_help_and_mistakes_need_no_torch() -> None:
             ["tensor degree 2 or 4", "context any degree"],
         ),
         (
-            "codegen",
-            {"rotary_dim": 2},
-            ["tensor no: there is no plan for codegen yet", "sequence no: there is no plan"],
+            "mpt",
+            {},
+            ["tensor no: there is no plan for mpt yet", "sequence no: there is no plan"],
         ),
         ("gemma2", {"head_dim": 4}, ["loss of whole logits"]),
         ("modernbert", {"pad_token_id": 0}, ["model modernbert", "sharding any degree, block by block"]),

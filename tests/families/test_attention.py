@@ -39,11 +39,11 @@ def test_attention_through_the_interface(family: str) -> None:
 
 
 def test_attention_of_its_own() -> None:
-    config = {"model_type": "codegen", "n_embd": 32, "n_layer": 1, "n_head": 4, "rotary_dim": 4}
+    config = {"model_type": "mpt", "d_model": 32, "n_layers": 1, "n_heads": 4}
     wanted = Job.model_validate({"model": {"config": config}})
     facts = discover(build_model(wanted), wanted)
-    assert facts.context_refusal.startswith("codegen takes no position_ids") or "Interface" in facts.context_refusal
-    assert facts.kernel_refusal == "codegen is not among the families whose attention is led to kernels"
+    assert facts.context_refusal.startswith("mpt takes no position_ids") or "Interface" in facts.context_refusal
+    assert facts.kernel_refusal == "mpt is not among the families whose attention is led to kernels"
 
 
 def test_biases_that_count_positions() -> None:

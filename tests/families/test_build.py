@@ -108,9 +108,9 @@ def test_attention_kernel() -> None:
     assert build_model(toys.job("llama", attention="eager")).config._attn_implementation == "eager"
     assert build_model(toys.job("llama", attention="sdpa")).config._attn_implementation == "sdpa"
     assert build_model(toys.job("gpt_neo", attention="sdpa")).config.model_type == "gpt_neo"  # by a kernel of ours
-    config = {"model_type": "codegen", "n_embd": 32, "n_layer": 1, "n_head": 4, "rotary_dim": 4}
+    config = {"model_type": "mpt", "d_model": 32, "n_layers": 1, "n_heads": 4}
     message = _message(Job.model_validate({"model": {"config": config, "attention": "sdpa"}}))
-    assert "model.attention='sdpa'" in message and "'codegen' has eager only" in message
+    assert "model.attention='sdpa'" in message and "'mpt' has eager only" in message
 
 
 def test_an_encoder_trained_as_causal_lm_does_not_see_the_future() -> None:

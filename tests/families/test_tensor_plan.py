@@ -24,6 +24,12 @@ def model(family: str, **settings: Any) -> nn.Module:
     return made
 
 
+def published_plan(family: str) -> dict[str, str]:
+    """Transformers' own, without the input embeddings that later versions name: these are split as the vocabulary."""
+    plan = getattr(CONFIG_MAPPING[family], "base_model_tp_plan", None) or {}
+    return {rule: kind for rule, kind in plan.items() if kind != "embedding_rowwise"}
+
+
 def test_a_region_with_parameters_that_the_plan_does_not_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """OPT's MLP lies in the block itself, beside its norms: entered there, residuals would be summed in backward."""
     opt = model("opt", ffn_dim=12, word_embed_proj_dim=8)
@@ -36,7 +42,8 @@ def test_a_region_with_parameters_that_the_plan_does_not_name_is_refused(monkeyp
 
 
 def test_models_without_a_plan_and_modules_of_ones_own_are_refused() -> None:
-    assert plans.tensor_plan(model("codegen"))[1] == "there is no plan for codegen yet"
+    assert plans.tensor_plan(model("mpt"))[1] == "there is no plan for mpt yet"
+    assert plans.tensor_plan(model("codegen"))[1]  # transformers 5.17 has no plan, 5.24 has one for some degrees
     assert "slow_but_exact" in plans.tensor_plan(model("bloom", slow_but_exact=True, pretraining_tp=2))[1]
     assert plans.tensor_plan(nn.Linear(2, 2))[1].startswith("a module of model.factory")
     assert "rowwise_split_input, which is not built yet" in plans.tensor_plan(model("olmoe", intermediate_size=8))[1]
@@ -45,7 +52,7 @@ def test_models_without_a_plan_and_modules_of_ones_own_are_refused() -> None:
 @pytest.mark.parametrize("family", plans.OWN)
 def test_our_tables_agree_with_those_of_transformers_where_there_are_both(family: str) -> None:
     """Up to transformers 5.17 there are none; a later version may bring some."""
-    published = getattr(CONFIG_MAPPING[family], "base_model_tp_plan", None) or {}
+    published = published_plan(family)
     ours = {name: split.kind for name, split in plans.OWN[family].items() if split.kind != "inner"}
     if family in plans.EXPERT_FAMILIES:  # transformers' leaves shared experts whole, and up to 5.17 all experts
         published = {name: kind for name, kind in published.items() if not name.startswith("layers.*.mlp.experts")}
@@ -57,7 +64,7 @@ def test_our_tables_agree_with_those_of_transformers_where_there_are_both(family
 def test_published_plans_are_followed(family: str) -> None:
     made = model(family, intermediate_size=12)
     splits, refusal = plans.tensor_plan(made)
-    published = CONFIG_MAPPING[family].base_model_tp_plan
+    published = published_plan(family)
     assert not refusal and len(splits) == len(published)  # of one block
     for name, split in splits.items():
         rule = name.removeprefix(f"{made.base_model_prefix}.").replace(".0.", ".*.")

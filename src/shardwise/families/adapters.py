@@ -1,8 +1,8 @@
 """Attention modules that bring their own products, made to call transformers' AttentionInterface as all others do.
 
-transformers has no SDPA path for GPT-J, GPT-Neo and Bloom, and one of Falcon's own. An adapter is a subclass that takes
-the place of the module's class on the meta device; parameters, buffers and names stay. After that these families are
-like any other: the probe sees their attention, kernels can be chosen, sequences can be split.
+transformers has no SDPA path for GPT-Neo and Bloom, up to 5.23 none for GPT-J, and one of Falcon's own. An adapter is
+a subclass that takes the place of the module's class on the meta device; parameters, buffers and names stay. After that
+these families are like any other: the probe sees their attention, kernels can be chosen, sequences can be split.
 """
 
 from __future__ import annotations
@@ -84,12 +84,13 @@ class Adapter(nn.Module):
 
 
 class GPTJInterface(GPTJAttention, Adapter):
-    """GPT-J's attention through the interface."""
+    """GPT-J's attention through the interface, which it calls by itself from transformers 5.24 on."""
 
     scores_in = torch.float32
 
     def _attn(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None) -> tuple[Tensor, None]:
-        return self.attend(query, key, value, attention_mask, 1 / self.scale_attn).transpose(1, 2), None
+        divisor: Any = self.scale_attn
+        return self.attend(query, key, value, attention_mask, 1 / divisor).transpose(1, 2), None
 
 
 class GPTNeoInterface(GPTNeoSelfAttention, Adapter):
@@ -165,11 +166,14 @@ class FalconInterface(FalconAttention, Adapter):
 
 
 ADAPTERS: dict[type[nn.Module], type[nn.Module]] = {
-    GPTJAttention: GPTJInterface,
     GPTNeoSelfAttention: GPTNeoInterface,
     BloomAttention: BloomInterface,
     FalconAttention: FalconInterface,
 }
+OWN_PRODUCTS = ["gpt_neo", "bloom"]  # transformers has nothing but eager for them
+if hasattr(GPTJAttention, "_attn"):
+    ADAPTERS[GPTJAttention] = GPTJInterface
+    OWN_PRODUCTS.append("gptj")
 
 
 def adapt(model: nn.Module) -> None:

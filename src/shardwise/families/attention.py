@@ -33,7 +33,7 @@ OWN = "own products in transformers"
 # Families whose masks and attention are led to our kernels, with what some model of theirs asks for.
 LED = {
     "gpt2": Family(),
-    "gptj": Family(note=OWN),
+    "gptj": Family(note=f"{OWN} up to 5.23"),
     "gpt_neo": Family(window=True, note=f"{OWN}; every other layer is local"),
     "gpt_neox": Family(),
     "bert": Family(),
@@ -50,7 +50,6 @@ LED = {
     "gemma3_text": Family(window=True),
     "falcon": Family("keys", note="own calls of SDPA in transformers; ALiBi, or rotary positions without a bias"),
 }
-OWN_PRODUCTS = ("gptj", "gpt_neo", "bloom")  # transformers has nothing but eager for them
 WIDENING = ("gptj", "gpt_neo")  # whose eager attention takes queries and keys to fp32 before it multiplies them
 ALIBI = "build_alibi_tensor"  # Bloom's method that makes biases of keys: it can be asked for those of all ranks
 # Arguments of a call that kernels know.
@@ -58,7 +57,7 @@ LEADABLE = {"softcap", "position_bias", "key_bias"}
 # Keyword arguments that say nothing about the result, or nothing that masks, scale and dropout do not say.
 KNOWN = {
     "attention_mask", "scaling", "dropout", "is_causal", "sliding_window", "position_ids", "use_cache",
-    "past_key_values", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict",
+    "past_key_values", "cache", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict",
     "cache_position", "dropout_name", "local_window",
 }  # fmt: skip
 # What mixes positions without attention: convolutions and scans of state-space models.

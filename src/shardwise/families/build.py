@@ -40,8 +40,7 @@ from transformers.initialization import meta_device_safe_creation_ops
 
 from shardwise.config import Job, ModelSection
 from shardwise.errors import ConfigError, ModelError, ShardwiseError, nearest
-from shardwise.families.adapters import adapt
-from shardwise.families.attention import OWN_PRODUCTS
+from shardwise.families.adapters import OWN_PRODUCTS, adapt
 from shardwise.families.default import default_config
 from shardwise.imports import load_object
 

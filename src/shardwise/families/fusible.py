@@ -17,12 +17,21 @@ from transformers.models.llama import modeling_llama as llama
 
 NORM, SWIGLU, GEGLU, ROTARY = "RMS norm", "SwiGLU", "GeGLU", "rotary positions"
 ROTATION = "apply_rotary_pos_emb"  # what transformers' attention modules call, from their own file
+RENAMES = "transformers.utils.deprecation"  # whose wrappers take former names of arguments and do nothing else
 
 
 def fusible(model: nn.Module) -> dict[str, str]:
     """Module name -> which kernel can compute it: NORM, SWIGLU, GEGLU, or ROTARY of an attention module."""
     found = {name: _kind(module) for name, module in model.named_modules()}
     return {name: kind for name, kind in found.items() if kind}
+
+
+def bare_forward(kind: type[nn.Module]) -> Any:
+    """The class's forward, below wrappers that only know former names of its arguments."""
+    forward = kind.forward
+    while getattr(forward, "__globals__", {}).get("__name__") == RENAMES:
+        forward = forward.__wrapped__  # type: ignore[attr-defined]
+    return forward
 
 
 def _kind(module: Any) -> str:
@@ -41,8 +50,9 @@ def _kind(module: Any) -> str:
 def _rotates(kind: type[nn.Module]) -> bool:
     """Whether its forward calls a rotation that is Llama's."""
     rotation = getattr(sys.modules[kind.__module__], ROTATION, None)
-    code = getattr(kind.forward, "__code__", None)
-    calls = code is not None and ROTATION in code.co_names and not hasattr(kind.forward, "__wrapped__")
+    forward = bare_forward(kind)
+    code = getattr(forward, "__code__", None)
+    calls = code is not None and ROTATION in code.co_names and not hasattr(forward, "__wrapped__")
     return calls and rotation is not None and _source(rotation) == _source(llama.apply_rotary_pos_emb)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardwise.families.fusible import GEGLU, NORM, ROTARY, ROTATION, SWIGLU
+from shardwise.families.fusible import GEGLU, NORM, ROTARY, ROTATION, SWIGLU, bare_forward
 
 
 def use_liger(model: nn.Module, kinds: Mapping[str, str], kernels: Any = None) -> None:
@@ -56,7 +56,7 @@ def _with_rotation(module: nn.Module, kernel: Callable[..., tuple[Tensor, Tensor
     def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         return kernel(q, k, cos, sin)
 
-    own = type(module).forward
+    own = bare_forward(type(module))
     names = {**own.__globals__, ROTATION: rotate}
     led = FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
     led.__kwdefaults__ = own.__kwdefaults__
