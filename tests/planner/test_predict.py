@@ -184,6 +184,32 @@ def test_a_plan_becomes_the_configuration_it_runs() -> None:
 
 
 @pytest.mark.parametrize(
+    ("strategy", "pipeline", "kept"), [("each", 1, 1), ("group_3", 1, 2), ("contiguous", 1, 8), ("each", 2, 0)]
+)
+def test_a_plan_says_which_blocks_wait_gathered_for_backward(strategy: str, pipeline: int, kept: int) -> None:
+    job = {
+        "parallel": {"pipeline_parallel_degree": pipeline},
+        "memory": {"checkpoint_strategy": strategy, "activation_checkpointing": "full"},
+        "training": {"sequences_per_step": 4},
+        "data": {"sequence_length": 32},
+    }
+    made_plan = resolve(Job.model_validate(job), World(4, "cpu", 4), FACTS)
+    assert configuration_of(made_plan, FACTS, cluster("cpu:4")).kept_blocks == kept
+
+
+def test_blocks_that_wait_gathered_spare_a_gather_each() -> None:
+    """With nothing to hide behind, of each kept block and microbatch exactly one all-gather; all of them kept is as if
+    nothing were freed."""
+    exposed = made(stack=replace(stack_of("default"), overlap=1.0), accumulation=4)
+    freed, kept, whole = (predict(replace(exposed, kept_blocks=n)) for n in (0, 3, exposed.model.layers))
+    one = gather(2 * exposed.model.layer_parameters, group("shard", exposed))
+    assert freed.seconds["shard"] - kept.seconds["shard"] == pytest.approx(4 * 3 * one)
+    assert whole == predict(replace(exposed, reshard_after_forward=False))
+    hidden = [predict(made(kept_blocks=n)).seconds["shard"] for n in (0, 1)]
+    assert 0 < hidden[0] - hidden[1] < one
+
+
+@pytest.mark.parametrize(
     "text, message",
     [
         ("p9.48xlarge:2", "Did you mean 'p"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from shardwise.draft import group_size
 from shardwise.families.facts import ModelFacts
 from shardwise.plan import Plan
 from shardwise.planner.inventory import stack_of
@@ -49,4 +50,12 @@ def configuration_of(
         balanced=parallel.auto_partition,
         chunked_loss=plan.chunked_loss,
         reshard_after_forward=parallel.reshard_after_forward,
+        kept_blocks=_last_unit(plan, len(facts.blocks)) if plan.keeps_last_unit else 0,
     )
+
+
+def _last_unit(plan: Plan, blocks: int) -> int:
+    """Blocks of what is gathered last in forward: one, or a group of those that are checkpointed together."""
+    strategy = plan.job.memory.checkpoint_strategy
+    size = blocks if strategy == "contiguous" else group_size(strategy) or 1
+    return (blocks - 1) % size + 1 if blocks else 0

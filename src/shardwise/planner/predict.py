@@ -4,7 +4,8 @@ The slowest pipeline stage sets the pace: step = microbatches x its forward and 
 step (gradients' reduction, optimizer). Traffic joins the computation it can hide behind (`communication.join`):
 
 - shard (ZeRO-3, FSDP2, MiCS; arXiv 1910.02054, 2205.00119): of a block, one all-gather beside forward, another and a
-  reduce-scatter beside backward, each microbatch.
+  reduce-scatter beside backward, each microbatch. Where the last blocks wait gathered for backward, which begins with
+  them, their second all-gather is spared.
 - replica: all-reduce of the shards, beside the last backward. ZeRO-0: all-reduce of all gradients there; ZeRO-1 and 2:
   reduce-scatter there, and all-gather of parameters after the optimizer.
 - tensor (arXiv 1909.08053, section 3; 2205.05198, section 4.2.2): two all-reduces a block each way, or as many pairs of
@@ -114,7 +115,13 @@ def _layer(configuration: Configuration) -> _Layer:
     tensor = _tensor(configuration)
     context = _context(configuration)
     busy = (forward.device, backward.device + again.device)
-    return _Layer(forward, backward, again, tensor, context, *_shard(configuration, busy))
+    shard, offload = _shard(configuration, busy)
+    if configuration.kept_blocks and configuration.reshard_after_forward:
+        # The mean of all blocks, which are on one stage: with several, none is kept.
+        waiting = _shard(replace(configuration, reshard_after_forward=False), busy)
+        kept = configuration.kept_blocks / configuration.model.layers
+        shard, offload = ((1 - kept) * one + kept * two for one, two in zip((shard, offload), waiting))
+    return _Layer(forward, backward, again, tensor, context, shard, offload)
 
 
 def _ends(configuration: Configuration) -> Work:

@@ -236,6 +236,8 @@ class Configuration:
             section 4.1).
         balanced: the pipeline's stages are cut by cost; else blocks are shared out evenly and the ends come on top.
             None: as the stack does it.
+        kept_blocks: the last blocks, whose parameters stay gathered from their forward to their backward although
+            others' are freed.
     """
 
     model: ModelShape
@@ -270,6 +272,7 @@ class Configuration:
     balanced: bool | None = None
     chunked_loss: bool = False
     reshard_after_forward: bool = True
+    kept_blocks: int = 0
 
     @property
     def cuts_by_cost(self) -> bool:
