@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -64,6 +65,27 @@ def sums(cases: list[tuple[str, torch.dtype]], count: int) -> None:
 
 def test_sums_of_a_chain_are_those_in_the_order_of_the_ranks(world_pool: WorldPool) -> None:
     world_pool.run(3, sums, [("sum", torch.float32)], ENOUGH)
+
+
+def keeps_its_cores() -> None:
+    """While ranks add, each may keep to one core; whoever called them has all cores again, also after an error."""
+    engine.register()
+    group, rank, cores = dist.new_group(backend="shardwise"), dist.get_rank(), os.sched_getaffinity(0)
+    for _ in range(5):
+        dist.all_reduce(torch.ones(1 << 20), group=group)
+        assert os.sched_getaffinity(0) == cores
+    os.sched_setaffinity(0, {min(cores)} if rank == 0 else cores)  # ranks that may not use the same cores
+    dist.all_reduce(sums := torch.ones(1 << 20), group=group)
+    assert (sums == dist.get_world_size()).all()
+    assert len(os.sched_getaffinity(0)) == (1 if rank == 0 else len(cores))
+    os.sched_setaffinity(0, cores)
+    with pytest.raises(RuntimeError, match="all_reduce"):
+        dist.all_reduce(torch.ones((1 << 20) + rank), group=group)
+    assert os.sched_getaffinity(0) == cores
+
+
+def test_ranks_have_all_their_cores_after_a_sum(world_pool: WorldPool) -> None:
+    world_pool.run(4, keeps_its_cores)
 
 
 @pytest.mark.slow

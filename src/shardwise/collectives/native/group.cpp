@@ -2,8 +2,17 @@
 #include "group.h"
 
 namespace shardwise {
+namespace {
 
-void Group::begin(Call call, int64_t timeout) {
+constexpr uint64_t kSeated = 512 << 10;  // bytes from which on moving to another core, some microseconds, is worth it
+constexpr uint64_t kRoundsSeated = 32;   // between two looks at who else wants the cores
+
+// Ranks that copy alone wait for the memory on whichever core, and gain nothing from seats (measured).
+bool adds(Kind kind) { return kind == Kind::all_reduce || kind == Kind::reduce_scatter; }
+
+}  // namespace
+
+Hold Group::begin(Call call, int64_t timeout) {
   room_.throw_if_broken();
   call.sequence = call_.sequence + 1;
   call_ = call;
@@ -12,6 +21,24 @@ void Group::begin(Call call, int64_t timeout) {
   Member& own = room_.member(room_.rank);
   own.calls[call.sequence % 2] = call;  // read by others after the barrier
   own.announced.store(call.sequence, std::memory_order_release);
+  if (adds(call.kind) && call.count * call.item >= kSeated) take_seat();
+  return Hold(seat_);
+}
+
+// Deals the cores out to the ranks that share them all, where there are more ranks than cores (else the kernel finds an idle
+// core for each by itself) and nobody else wants to run.
+void Group::take_seat() {
+  const Cores cores;
+  const uint64_t word = cores.word();
+  int before = 0, sharing = 0;
+  for (int peer = 0; peer < room_.size; ++peer) {
+    const Member& member = room_.member(peer);
+    if (member.state.load(std::memory_order_acquire) != 1 || member.cores != word) continue;
+    before += peer < room_.rank;
+    ++sharing;
+  }
+  if (cores.count() < 2 || sharing <= cores.count() || runnable() > room_.size) return;
+  seat_.take(cores, before % cores.count());
 }
 
 // The barrier. Nobody can arrive at the next one before all have left this one's predecessor, so one counter serves all.
@@ -19,6 +46,7 @@ void Group::meet() {
   Header& header = room_.header();
   Member& own = room_.member(room_.rank);
   const uint64_t round = ++round_;
+  if (seat_.taken() && round % kRoundsSeated == 0 && runnable() > room_.size) seat_.leave();
   own.heard.store(now(), std::memory_order_relaxed);
   own.rounds.store(round, std::memory_order_release);
   const uint64_t arrived = header.arrivals.fetch_add(1, std::memory_order_acq_rel) + 1;

@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "cores.h"
 #include "room.h"
 #include "stream.h"
 
@@ -57,7 +58,8 @@ class Group {
     } while (offset < bytes);
   }
 
-  void begin(Call call, int64_t timeout);
+  // An operation has begun, and lasts as long as what is returned.
+  [[nodiscard]] Hold begin(Call call, int64_t timeout);
   void meet();
   void compare();
   // The sum of one input a rank of this host, into `to`, which is the call's number or its accumulator.
@@ -86,8 +88,10 @@ class Group {
   Call call_{};
   uint64_t round_ = 0;
   int64_t began_ = 0, timeout_ = 0;
+  Seat seat_;
 
  private:
+  void take_seat();
   void wait_for(uint32_t generation);
   void compare_sizes(uint64_t& most);
   void all_reduce_at_once(const char* input, char* output, uint64_t bytes);

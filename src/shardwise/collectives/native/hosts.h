@@ -57,6 +57,9 @@ class Scratch {
 
 class Hosts : public Group {
  public:
+  // A round between hosts moves this much of each rank's data, half a staging area: links want smaller steps than memory.
+  static constexpr uint64_t kRound = 256 << 10;
+
   Hosts(Room& room, Wire& wire, Places places);
 
   void all_gather(Call call, const void* input, const std::vector<void*>& outputs, int64_t timeout) override;

@@ -20,7 +20,7 @@ void Hosts::all_gather(Call call, const void* input, const std::vector<void*>& o
 // host's ranks give each other what they have, and one more is sent: no partner gets far ahead of another, whose links
 // would be idle at the end.
 void Hosts::gather_pieces(const void* input, const std::vector<void*>& outputs) {
-  const uint64_t bytes = call_.count * call_.item, step = aligned(std::min(room_.slot / host_count(), kPiece));
+  const uint64_t bytes = call_.count * call_.item, step = aligned(std::min(kRound / host_count(), kPiece));
   const uint64_t lag = depth(chunks_of(bytes, step), step) * step;
   std::vector<std::vector<uint64_t>> until(places_.size());
   for (const int peer : partners_) {
@@ -61,7 +61,7 @@ void Hosts::reduce_scatter(Call call, const std::vector<const void*>& inputs, vo
 // Each rank adds what its host has for the ranks of its local index, sends those sums to them, and adds theirs `lag`
 // chunks later.
 void Hosts::sum_pieces(const std::vector<const void*>& inputs, void* output) {
-  const uint64_t item = call_.item, step = aligned(room_.slot / places_.size()), elements = step / item;
+  const uint64_t item = call_.item, step = aligned(kRound / places_.size()), elements = step / item;
   const uint64_t chunks = std::max<uint64_t>(1, chunks_of(call_.count, elements)), wide = accumulated(elements);
   const uint64_t lag = depth(chunks, wide), slots = lag + 1;
   const auto count_of = [&](uint64_t c) { return std::min(elements, call_.count - c * elements); };
@@ -135,7 +135,7 @@ void Hosts::all_reduce_at_once(const char* input, char* output, uint64_t count) 
 // every rank stages the block; adds its host's part of its local index and sends each host its piece; adds the hosts' sums
 // of its own piece and sends the result to all; has the part of its local index whole and shows it to its host.
 void Hosts::all_reduce_in_pieces(const char* input, char* output, uint64_t count) {
-  const uint64_t item = call_.item, step = aligned(room_.slot / places_.size()), elements = step / item;
+  const uint64_t item = call_.item, step = aligned(kRound / places_.size()), elements = step / item;
   const uint64_t block = step * places_.size(), part = step * host_count(), mine_at = part * room_.rank, bytes = count * item;
   const uint64_t chunks = chunks_of(bytes, block), wide = accumulated(elements);
   const uint64_t lag = depth(chunks, wide), slots = 2 * lag;

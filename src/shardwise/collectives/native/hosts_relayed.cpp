@@ -23,7 +23,7 @@ class Hosts::Relay {
   Relay(Hosts& hosts, int root, void* data, uint64_t bytes)
       : hosts_(hosts), data_(data), bytes_(bytes), root_(root), helpers_(hosts.helpers(root)),
         passed_on_(bytes > kToAll && helpers_.size() > 1), pieces_(passed_on_ ? helpers_.size() : 1),
-        part_(aligned(hosts.room_.slot / pieces_)), mine_(helpers_.size()), until_(helpers_.size()) {
+        part_(aligned(kRound / pieces_)), mine_(helpers_.size()), until_(helpers_.size()) {
     for (size_t i = 0; i < helpers_.size(); ++i) {
       if (helpers_[i] == hosts.places_.rank) mine_ = i;
     }
@@ -110,7 +110,7 @@ void Hosts::reduce(Call call, const void* input, void* output, int64_t timeout) 
     const std::vector<int> helping = helpers(call.root);
     const bool spread = call.count * call.item > kToAll && helping.size() > 1;
     const std::vector<int> adders = spread ? helping : std::vector<int>{call.root};
-    const uint64_t item = call.item, step = aligned(room_.slot / adders.size()), block = step * adders.size();
+    const uint64_t item = call.item, step = aligned(kRound / adders.size()), block = step * adders.size();
     const uint64_t bytes = call.count * item, chunks = std::max<uint64_t>(1, chunks_of(bytes, block));
     const auto begin = [&](uint64_t c, size_t a) { return std::min(bytes, c * block + a * step); };
     const auto length = [&](uint64_t c, size_t a) { return std::min(step, bytes - begin(c, a)); };

@@ -15,7 +15,7 @@ void Hosts::gather_from_all(const void* input, const std::vector<void*>& outputs
 }
 
 void Hosts::sum_from_all(const std::vector<const void*>& inputs, void* output) {
-  const uint64_t item = call_.item, step = aligned(room_.slot / room_.size), bytes = call_.count * item;
+  const uint64_t item = call_.item, step = aligned(kRound / room_.size), bytes = call_.count * item;
   const uint64_t chunks = chunks_of(bytes, step);
   Exchange exchange(*this, remote_, 2, step);
   const auto length_of = [&](uint64_t c) { return std::min(step, bytes - c * step); };
@@ -41,7 +41,7 @@ void Hosts::sum_from_all(const std::vector<const void*>& inputs, void* output) {
 }
 
 void Hosts::all_reduce_from_all(const char* input, char* output, uint64_t count) {
-  const uint64_t bytes = count * call_.item, step = room_.slot, chunks = chunks_of(bytes, step);
+  const uint64_t bytes = count * call_.item, step = kRound, chunks = chunks_of(bytes, step);
   char* const kept = scratch_.take(bytes);  // what is still being sent when the output is written
   copy(kept, input, bytes);
   Exchange exchange(*this, remote_, 2, step);

@@ -11,6 +11,8 @@
 #include <sys/mman.h>
 #include <sys/stat.h>
 
+#include "cores.h"
+
 namespace shardwise {
 namespace {
 
@@ -20,7 +22,7 @@ uint64_t round_up(uint64_t bytes, uint64_t unit) { return (bytes + unit - 1) / u
 
 // A round moves this much of each rank's data: large enough that barriers cost little, small enough that what is in flight
 // stays in the cores' own caches. Pieces of it for up to 64 ranks still fill pages.
-constexpr uint64_t kSlotBytes = 256 << 10;
+constexpr uint64_t kSlotBytes = 512 << 10;
 
 struct Plan {
   uint64_t members, sizes, stages, rings, bytes;
@@ -139,6 +141,7 @@ void Room::enter() {
   Member& own = member(rank);
   own.process = getpid();
   own.born = start_time(own.process);
+  own.cores = Cores().word();
   own.heard.store(now(), std::memory_order_relaxed);
   own.state.store(1, std::memory_order_release);
 }

@@ -43,6 +43,7 @@ struct alignas(64) Member {
   std::atomic<uint32_t> state;  // 0: not here yet, 1: here, 2: has left
   int32_t process;
   uint64_t born;                // the process's start time, since numbers of processes are used again
+  uint64_t cores;               // the word for those it may use
   std::atomic<uint64_t> rounds; // barriers at which it has arrived
   std::atomic<int64_t> heard;   // when
   Call calls[2];                // by the parity of the sequence number
