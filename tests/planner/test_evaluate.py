@@ -57,7 +57,7 @@ HELD = {
 MEMORY_HELD = {
     "megatron_sequence_parallel_a100": (4, 8),
     "torchtitan_bf16": (3, 5),
-    "nanotron_grid_h100": (8, 23),
+    "nanotron_grid_h100": (5, 14.5),
 }
 
 
@@ -77,7 +77,7 @@ def test_layouts_are_ranked_and_called_feasible_as_they_were() -> None:
     found = summary(evaluate(read_table(TABLES / "nanotron_grid_h100.csv")))
     assert found["ranking"]["ordered_percent"] > 90 and found["ranking"]["regret_median_percent"] < 5
     called = found["memory"]
-    assert called["ran_called_feasible_percent"] > 98.5 and called["crashed_called_infeasible_percent"] > 84
+    assert called["ran_called_feasible_percent"] >= 99 and called["crashed_called_infeasible_percent"] >= 85
 
 
 def test_constants_were_fitted_on_calibration_rows_alone() -> None:

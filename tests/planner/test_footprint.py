@@ -22,9 +22,12 @@ from shardwise.planner.calibrate_spread import (
     unknown_spread,
     wait_spread,
 )
-from shardwise.planner.footprint import footprint, stage_blocks
+from shardwise.planner.compute import Work
+from shardwise.planner.evaluate import evaluate
+from shardwise.planner.footprint import footprint, stage_blocks, stages
 from shardwise.planner.hardware import GIB
-from shardwise.planner.inventory import cluster, presets, stack_of
+from shardwise.planner.inventory import cluster, presets, shipped, stack_of
+from shardwise.planner.layer import Layer, blocks_ahead
 from shardwise.planner.predict import predict
 from shardwise.planner.prediction import EIGHTY, Configuration, Stack
 from shardwise.planner.tables import configuration, read_table
@@ -87,13 +90,56 @@ def test_a_stack_whose_rows_would_not_fit_in_eager_mode_has_a_fused_loss() -> No
 
 
 def test_memory_constants_are_found_again() -> None:
-    truth = replace(Stack("x"), activations=1.3, gradient_copy=2.0, memory_gb=3.0)
+    truth = replace(Stack("x"), activations=1.3, gradient_copy=2.0, memory_gb=3.0, pending=0.8)
     shapes = [made(zero=1, tensor=t, shard=32 // t, microbatch=size) for t in (1, 2, 4, 8) for size in (1, 2, 4)]
     held = [Held(each, max(footprint(replace(each, stack=truth))[1])) for each in shapes]
     found = fit_memory(held, Stack("x"))
     assert found.activations == pytest.approx(1.3, rel=0.1) and found.gradient_copy == pytest.approx(2.0, rel=0.2)
+    assert found.pending == pytest.approx(0.8, rel=0.2)
     for row in held:
         assert max(footprint(replace(row.configuration, stack=found))[1]) == pytest.approx(row.size, rel=0.08)
+
+
+def test_partial_results_are_pending_as_far_as_the_host_is_ahead() -> None:
+    """A queue of 1024 launches holds 25.6 forwards of a gated block's 40: two results of 2 x 4096 x 4096 in bf16 each,
+    on however many tensor ranks. Without tensor ranks, or where the stack says nothing of it, there are none."""
+    stack = replace(stack_of("default"), pending=1.0)
+    found = [footprint(made(stack=stack, tensor=t, shard=32 // t, microbatch=8))[0]["pending"] for t in (1, 4, 8)]
+    assert found == [0.0, *[pytest.approx(1024 / 40 * 2 * 2 * 8 * 4096 * 4096)] * 2]
+    assert footprint(made())[0]["pending"] == 0
+    slow = made(stack=replace(stack, launch=100.0), accumulation=2)
+    assert footprint(slow)[0]["pending"] == 0
+
+
+def test_a_host_is_ahead_where_it_is_quicker_and_does_not_wait() -> None:
+    def ahead(host: float, blocks: int = 32, forwards: float = 1.0, **changes: object) -> float:
+        layer = Layer(Work(1.0, host=host), Work(), Work(), 0.0, 0.0, 0.0, 0.0)
+        return blocks_ahead(made(**changes), layer, blocks, forwards)
+
+    assert ahead(2.0) == ahead(3.0) == 0
+    assert ahead(0.1) == ahead(1.0) == 25.6
+    assert 0 < ahead(1.5) < 25.6
+    assert ahead(0.5, accumulation=1) == 16  # of 32 blocks, half a block each
+    waiting = {"pipeline": 4, "shard": 2, "stack": replace(stack_of("default"), pipeline_wait=1.0)}
+    assert ahead(0.5, 8, 4.0, **waiting) == 8  # only two of the four first forwards
+    assert ahead(0.5, 8, 2.0, **waiting) == 0
+
+
+def test_reduction_buckets_are_held_with_several_data_ranks() -> None:
+    stack = replace(stack_of("default"), gradient_copy=2.0)
+    alone, several = (
+        footprint(made(zero=0, shard=1, replica=n, tensor=t, stack=stack))[0]["gradients"] * t
+        for n, t in ((1, 32), (4, 8))
+    )
+    assert several / alone == pytest.approx(6 / 4)
+
+
+def test_memory_is_compared_with_that_of_the_rank_that_logs_it() -> None:
+    """The first, also where the last, with its logits, is fuller."""
+    rows = [row for row in read_table(TABLES / "nanotron_grid_h100.csv") if row.numbers["pp"] > 1]
+    for result in evaluate(rows[::50]):
+        each = shipped().applied(configuration(result.row))
+        assert result.memory == pytest.approx(sum(stages(each)[0].values()) / GIB)
 
 
 def test_intervals_hold_what_they_say() -> None:

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardwise.planner.calibrate_memory import Held, fit_memory
+from shardwise.planner.calibrate_memory import FACTORS, LEAST_ROWS, Held, fit_memory
 from shardwise.planner.calibrate_spread import (
     DEPARTURES,
     Seen,
@@ -52,6 +52,7 @@ STACK_SD = {
     "recompute": 0.2, "network": 0.2, "pipeline_wait": 1.0, "stall": 1.0,
 }  # fmt: skip
 TRIED = 20  # of the departures of products every 20th is predicted, 0.1 apart; a line in between is off by 0.0004
+MEMORY = (*FACTORS, "logit_bytes", "memory_spread")
 WAITS = {"pipeline_wait": 3e-3, "stall": 0.5}  # constants in seconds, and the unit in which each is fitted
 
 
@@ -117,8 +118,18 @@ def _base(own: Sequence[Sample]) -> Stack:
         ways += [replace(way, cuts_by_cost=True) for way in ways]
     if any(sample.configuration.checkpointing == "full" for sample in own):
         ways += [replace(way, stops_early=True) for way in ways]
-    ways = [fit_memory(_held(own), way) for way in ways]
+    ways = [_with_memory(own, fit_memory(_held(own), way)) for way in ways]
     return min(ways, key=lambda way: _solved(own, {way.name: way})[1]) if len(ways) > 1 else ways[0]
+
+
+def _with_memory(own: Sequence[Sample], way: Stack) -> Stack:
+    """`way` with its memory fitted again once its times are, since these say how far a host gets ahead."""
+    if sum(row.size is not None for row in _held(own)) < LEAST_ROWS:
+        return way
+    constants = _solved(own, {way.name: way})[0]
+    timed = [replace(sample, configuration=constants.applied(sample.configuration)) for sample in own]
+    found = fit_memory(_held(timed), constants.stacks[way.name])
+    return replace(way, **{name: getattr(found, name) for name in MEMORY})  # type: ignore[arg-type]
 
 
 def _held(own: Sequence[Sample]) -> list[Held]:

@@ -1,7 +1,8 @@
 """Refitting what a software stack holds in memory besides the count of `footprint.py`, from rows that were measured.
 
 Of a stack with enough rows that have memory: which of the ways to make a loss it uses, by trying each, and the factor
-on activations, the bytes of a second gradient and the constant, by linear least squares around the default's values.
+on activations, the bytes of a second gradient, the constant and the share of partial results that are pending, by
+linear least squares around the default's values. Measured is the first rank, which trainers log.
 Of one without: every row ran, so it had to fit; where too few do with a loss in eager mode, the loss is a fused
 kernel's.
 """
@@ -15,8 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardwise.planner.footprint import footprint
-from shardwise.planner.hardware import GB
+from shardwise.planner.footprint import footprint, stages
 from shardwise.planner.prediction import Configuration, Stack
 
 LEAST_ROWS = 10  # with memory; fewer leave the default's constants
@@ -25,8 +25,9 @@ TOLERANCE = 0.1  # relative error at which a row's weight is halved
 LOSSES = (12.0, 4.0)  # bytes of a logit: in eager mode, fused
 RAN = 0.95  # share of the rows that have to fit for the loss to be in eager mode
 LEAST_SPREAD = 0.03  # of memory
-FACTORS = ("activations", "gradient_copy", "memory_gb")
-NEAR, SD = np.array([1.0, 0.0, 1.0]), np.array([0.5, 2.0, 1.0])  # of the factors, before anything was measured
+FACTORS = ("activations", "gradient_copy", "memory_gb", "pending")
+NEAR = np.array([1.0, 0.0, 1.0, 0.0])  # the factors before anything was measured, and how far they usually are from it
+SD = np.array([0.5, 2.0, 1.0, 1.0])
 
 
 class Held(NamedTuple):
@@ -55,14 +56,10 @@ def _loss_that_fits(given: Sequence[Held], stack: Stack) -> float:
 
 
 def _fitted(rows: Sequence[Held], stack: Stack) -> Stack:
-    neutral = replace(stack, activations=1.0, gradient_copy=0.0, memory_gb=1.0)
-    plain = [replace(row.configuration, stack=neutral) for row in rows]
-    truth = np.array([row.size for row in rows])
-    parts = [footprint(each)[0] for each in plain]
-    base = np.array([sum(causes.values()) - causes["slack"] - causes["activations"] for causes in parts])
-    columns = np.array(
-        [[c["activations"], c["gradients"] / 4 if p.zero < 3 else 0.0, GB] for c, p in zip(parts, plain)]
-    )
+    zero = replace(stack, **dict.fromkeys(FACTORS, 0.0))  # type: ignore[arg-type]
+    truth, base = np.array([row.size for row in rows]), _first(rows, zero)
+    ones = (replace(zero, **{name: 1.0}) for name in FACTORS)  # type: ignore[arg-type]
+    columns = np.stack([_first(rows, one) - base for one in ones], axis=1)
     at = NEAR
     for _ in range(ROUNDS):
         error = (base + columns @ at) / truth - 1
@@ -74,5 +71,9 @@ def _fitted(rows: Sequence[Held], stack: Stack) -> Stack:
 
 
 def _errors(rows: Sequence[Held], stack: Stack) -> list[float]:
-    sizes = [max(footprint(replace(row.configuration, stack=stack))[1]) for row in rows]
-    return [abs(np.log(size / row.size)) for size, row in zip(sizes, rows) if row.size]
+    return [abs(np.log(size / row.size)) for size, row in zip(_first(rows, stack), rows) if row.size]
+
+
+def _first(rows: Sequence[Held], stack: Stack) -> np.ndarray:
+    """Bytes of each row's first rank under `stack`."""
+    return np.array([sum(stages(replace(row.configuration, stack=stack))[0].values()) for row in rows])

@@ -169,9 +169,13 @@ def _passes(configuration: Configuration, tokens: int, speed: Rates) -> tuple[fl
     return forward + masks, backward + masks
 
 
+def kernels(configuration: Configuration) -> float:
+    """Launches of one block's forward."""
+    return FORWARD_KERNELS[configuration.model.gated] * (COMPILED if configuration.compile else 1.0)
+
+
 def _host(configuration: Configuration) -> float:
-    kernels = FORWARD_KERNELS[configuration.model.gated] * (COMPILED if configuration.compile else 1.0)
-    return kernels * LAUNCH * configuration.stack.launch
+    return kernels(configuration) * LAUNCH * configuration.stack.launch
 
 
 OPTIMIZER_BYTES = 34.0  # of an element: norm and Adam's update read and write them

@@ -124,7 +124,7 @@ def _result(row: Row, constants: Constants) -> Result:
         None if only_memory else value,
         found.value if found else None,
         None if only_memory else around,
-        prediction.memory_bytes / GIB,
+        prediction.logged_memory / GIB,
         prediction.may_fit,
     )
 

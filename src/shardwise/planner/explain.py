@@ -26,7 +26,11 @@ SAID = {
     "launch": "launching kernels",
     **{axis: f"exposed traffic of {axis}" for axis in TRAFFIC},
 }
-BYTES_SAID = {"unsharded_gradients": "whole gradients", "slack": "context and allocator"}
+BYTES_SAID = {
+    "unsharded_gradients": "whole gradients",
+    "slack": "context and allocator",
+    "pending": "freed, not yet to be had",
+}
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,9 @@ turns round, and when the last block's backward begins.
 
 States. Bytes a parameter: sharded (ZeRO-3) fp32 parameters, gradients and Adam's two states, 16 over the shard ranks;
 else parameters and their copy in the compute dtype: 2 + 4 of gradients + 12 of master weights and states, of which
-ZeRO-1 shards the 12 and ZeRO-2 the gradients too (arXiv 1910.02054, section 3). Where a pipeline puts weight gradients
+ZeRO-1 shards the 12 and ZeRO-2 the gradients too (arXiv 1910.02054, section 3). A stack may hold gradients in the
+compute dtype beside those that accumulate (`Stack.gradient_copy`), in the buckets of a reduction between data ranks.
+Where a pipeline puts weight gradients
 off (zero bubble), parameters stay gathered and gradients whole until the step's end.
 
 Pools. torch's allocator keeps freed blocks for the stream they were made in (torch.cuda, "Memory management"), and
@@ -18,8 +20,13 @@ all heads A wide, most often H): its two norms' inputs and the two linears' behi
 result c(2A + 2K)/t, scores (2c + 1)·heads·s/t without flash attention, the MLP's inner tensors 2cI/t (gated 4cI/t),
 masks 2H. `half` keeps the results of every other matrix product, torchtitan's rule: of query, value, gate and down
 (without gates: of query, key, value and up). Compiled, what no backward reads is not kept, which down's result is. A
-stack may keep more (`Stack.activations`) and hold gradients in the compute dtype beside those that accumulate
-(`Stack.gradient_copy`).
+stack may keep more (`Stack.activations`).
+
+Pending. Tensor ranks make two partial results [T, H] of each block, whole on each rank, and hand them to a stream of
+communication. torch's allocator did not give such a block out again, although it was free, before that stream had come
+to it (torch.Tensor.record_stream; pytorch issues 76861 and 147168), and a host that is ahead of its accelerator
+(`layer.blocks_ahead`) meanwhile takes others: as many as it is ahead, whatever t. A stack has `Stack.pending` of them,
+none by default, since torch has stopped doing so.
 
 Loss. `Stack.logit_bytes` a logit: 12 where logits, log-softmax and its gradient are three tensors in fp32; 10 where
 tensor ranks share the vocabulary and the gradient is made in place (arXiv 1909.08053, section 3); 4 where a fused
@@ -34,6 +41,7 @@ from itertools import pairwise
 
 from shardwise.draft import SPLIT_SCHEDULES, V_SCHEDULES
 from shardwise.planner.compute import BYTES, tokens_of
+from shardwise.planner.layer import Layer, blocks_ahead, layer_of
 from shardwise.planner.prediction import Configuration, ModelShape
 
 GB = 10**9
@@ -43,10 +51,20 @@ SHARED_LOGITS = 10.0  # bytes of a logit, at most, where tensor ranks share the 
 
 def footprint(configuration: Configuration) -> tuple[dict[str, float], list[float]]:
     """(bytes by cause on the fullest rank, bytes of each pipeline rank)."""
-    kept = _activations(configuration)
-    found = [_rank(configuration, rank, *kept) for rank in range(configuration.pipeline)]
+    found = stages(configuration)
     totals = [sum(causes.values()) for causes in found]
     return found[totals.index(max(totals))], totals
+
+
+def stages(configuration: Configuration, layer: Layer | None = None) -> list[dict[str, float]]:
+    """Bytes by cause of each pipeline rank. `layer` spares counting its seconds again, where they are needed."""
+    kept = _activations(configuration)
+    found = [_rank(configuration, rank, *kept) for rank in range(configuration.pipeline)]
+    if configuration.stack.pending and configuration.tensor > 1:
+        layer = layer or layer_of(configuration)
+        for rank, causes in enumerate(found):
+            causes["pending"] = _pending(configuration, layer, rank)
+    return found
 
 
 def host_bytes(configuration: Configuration) -> float:
@@ -77,7 +95,15 @@ def _rank(configuration: Configuration, rank: int, kept: float, working: float) 
     causes["working"] = max(0.0, working - logits)
     causes["logits"] = logits
     causes["slack"] = configuration.stack.memory_gb * GB
+    causes["pending"] = 0.0
     return causes
+
+
+def _pending(configuration: Configuration, layer: Layer, rank: int) -> float:
+    """Partial results that are free but not to be had, when the last forward before a backward is launched."""
+    blocks, forwards = _blocks(configuration, rank), _in_flight(configuration, rank)
+    row = tokens_of(configuration) * configuration.model.hidden * BYTES[configuration.precision]
+    return configuration.stack.pending * blocks_ahead(configuration, layer, blocks, forwards) * 2.0 * row
 
 
 def _blocks(configuration: Configuration, rank: int) -> int:
@@ -129,7 +155,7 @@ def _states(configuration: Configuration, elements: float) -> dict[str, float]:
         return dict.fromkeys(states, 0.0) if configuration.offload_parameters else states
     size = BYTES[configuration.precision]
     master = 4 if size < 4 else 0
-    gradients = 4 + configuration.stack.gradient_copy
+    gradients = 4 + (configuration.stack.gradient_copy if data * configuration.replica > 1 else 0.0)
     return {
         "parameters": size * elements,
         "gradients": gradients * elements / (data if configuration.zero == 2 else 1),

@@ -22,56 +22,24 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import NamedTuple
 
 from shardwise.draft import SPLIT_SCHEDULES, V_SCHEDULES
 from shardwise.planner.communication import gather, group, join, message, reduce
-from shardwise.planner.compute import (
-    BYTES,
-    OPTIMIZER_BYTES,
-    Work,
-    block,
-    head,
-    optimizer_seconds,
-    recomputed,
-    tokens_of,
-)
-from shardwise.planner.footprint import footprint, host_bytes
+from shardwise.planner.compute import BYTES, OPTIMIZER_BYTES, Work, head, optimizer_seconds, tokens_of
+from shardwise.planner.footprint import host_bytes, stages
+from shardwise.planner.layer import Layer, layer_of, waits
 from shardwise.planner.prediction import EIGHTY, Configuration, Prediction
 
-ASYNC = 0.6  # of tensor traffic that stays exposed when it is cut in pieces (torchtitan gains 9 and 10 % a step by it)
-GIVEN_BACK = 1.03  # reserved bytes against those in use: an allocator that is full gives back what it only kept
-HOST_BANDWIDTH = 12e9  # bytes a second of one accelerator to its host; two of them share 16 lanes of PCIe 4
+GIVEN_BACK = 1.05  # reserved bytes against those in use: an allocator that is full gives back what it only kept
 HOST_MEMORY = 25e9  # bytes a second of host memory for one accelerator: 12 channels of DDR4-2933, 70 %, shared by 8
 STRAGGLERS = 0.006  # a step waits for the slowest node; so much more with each doubling of the nodes
 FULL = 0.9  # of the memory, from which an allocator has to free before it can allocate
 HOST = 4.0  # exponent that joins host and accelerator
 
 
-class _Layer(NamedTuple):
-    """Seconds of one block, a microbatch: forward, backward with recomputation, and exposed traffic in either."""
-
-    forward: Work
-    backward: Work
-    again: Work
-    tensor: float
-    context: float
-    shard: float
-    offload: float
-
-    @property
-    def device(self) -> float:
-        work = self.forward.device + self.backward.device + self.again.device
-        return work + self.tensor + self.context + self.shard + self.offload
-
-    @property
-    def host(self) -> float:
-        return self.forward.host + self.backward.host + self.again.host
-
-
 def predict(configuration: Configuration) -> Prediction:
     """Step time and memory of `configuration`. Nothing is checked for legality here; `shardwise.plan.resolve` is."""
-    layer, ends = _layer(configuration), _ends(configuration)
+    layer, ends = layer_of(configuration), _ends(configuration)
     blocks, with_head = _slowest(configuration, layer.device, ends.device)
     m, p = configuration.accumulation, configuration.pipeline
     seconds = _causes(layer, ends, blocks, 1.0 if with_head else 0.0)
@@ -83,8 +51,9 @@ def predict(configuration: Configuration) -> Prediction:
     seconds["bubble"] = idle * (p - 1) / configuration.virtual * max(mean, mean + seconds["launch"] / m)
     seconds |= _once(configuration, layer, blocks)
     seconds["shard"] += m * _root(configuration)
-    memory, stages = footprint(configuration)
-    total, room = max(stages), math.exp(EIGHTY * configuration.stack.memory_spread)
+    memory = stages(configuration, layer)
+    totals = [sum(causes.values()) for causes in memory]
+    total, room = max(totals), math.exp(EIGHTY * configuration.stack.memory_spread)
     accelerator = configuration.cluster.accelerator
     seconds["stalls"] = _stalls(configuration, full=total > FULL * accelerator.memory_bytes)
     seconds["stragglers"] = STRAGGLERS * math.log2(configuration.cluster.nodes) * sum(seconds.values())
@@ -93,10 +62,10 @@ def predict(configuration: Configuration) -> Prediction:
         step_seconds=step,
         seconds=seconds,
         interval=(step, step),
-        memory=memory,
+        memory=memory[totals.index(total)],
         memory_interval=(total / room, total * room),
         host_bytes=host_bytes(configuration),
-        stage_memory=tuple(stages),
+        stage_memory=tuple(totals),
         fits=total <= accelerator.memory_bytes,
         may_fit=total / GIVEN_BACK <= accelerator.memory_bytes,
         tokens=configuration.tokens,
@@ -107,21 +76,6 @@ def predict(configuration: Configuration) -> Prediction:
     stack = configuration.stack
     width = math.exp(EIGHTY * math.hypot(stack.spread, stack.wait_spread * found.waits))
     return replace(found, interval=(step / width, step * width))
-
-
-def _layer(configuration: Configuration) -> _Layer:
-    forward, backward = block(configuration)
-    again = recomputed(configuration, forward)
-    tensor = _tensor(configuration)
-    context = _context(configuration)
-    busy = (forward.device, backward.device + again.device)
-    shard, offload = _shard(configuration, busy)
-    if configuration.kept_blocks and configuration.reshard_after_forward:
-        # The mean of all blocks, which are on one stage: with several, none is kept.
-        waiting = _shard(replace(configuration, reshard_after_forward=False), busy)
-        kept = configuration.kept_blocks / configuration.model.layers
-        shard, offload = ((1 - kept) * one + kept * two for one, two in zip((shard, offload), waiting))
-    return _Layer(forward, backward, again, tensor, context, shard, offload)
 
 
 def _ends(configuration: Configuration) -> Work:
@@ -144,7 +98,7 @@ def _slowest(configuration: Configuration, layer: float, ends: float) -> tuple[i
     return best[1], best[2]
 
 
-def _causes(layer: _Layer, ends: Work, blocks: int, heads: float) -> dict[str, float]:
+def _causes(layer: Layer, ends: Work, blocks: int, heads: float) -> dict[str, float]:
     """Seconds of one microbatch on one stage."""
     both = layer.forward.plus(layer.backward)
     return {
@@ -159,54 +113,12 @@ def _causes(layer: _Layer, ends: Work, blocks: int, heads: float) -> dict[str, f
     }
 
 
-def _launch(configuration: Configuration, layer: _Layer, ends: Work, blocks: int) -> float:
+def _launch(configuration: Configuration, layer: Layer, ends: Work, blocks: int) -> float:
     """What a slow host adds to a microbatch."""
     device = blocks * layer.device + ends.device
     host = blocks * layer.host + ends.host
-    if group("pipeline", configuration).nodes > 1:
-        host += blocks * configuration.tensor * configuration.stack.pipeline_wait
+    host += blocks * waits(configuration)
     return join(device, host, HOST) - device
-
-
-def _shard(configuration: Configuration, busy: tuple[float, float]) -> tuple[float, float]:
-    """Exposed in one block and microbatch: (gathering and scattering of parameters, what goes to the host and back).
-
-    Both hide behind the same computation, and share the way to the host's side of the machine.
-    """
-    exponent = configuration.stack.overlap
-    traffic, host = _parameter_traffic(configuration), _host_traffic(configuration)
-    shard = sum(join(work, moved, exponent) - work for work, moved in zip(busy, traffic))
-    both = sum(join(work, moved + more, exponent) - work for work, moved, more in zip(busy, traffic, host))
-    return shard, both - shard
-
-
-def _host_traffic(configuration: Configuration) -> tuple[float, float]:
-    """Seconds of (forward's, backward's) copies of a block between accelerator and host.
-
-    Offloaded activations go there and come back. Of offloaded parameters the shard in fp32 comes before each gathering,
-    and its gradient goes (torch, CPUOffloadPolicy).
-    """
-    forward = backward = 0.0
-    if configuration.offload_activations and configuration.checkpointing != "none":
-        forward = float(tokens_of(configuration) * configuration.model.hidden * BYTES[configuration.precision])
-        backward = forward
-    if configuration.host_optimizer:
-        shard = 4.0 * configuration.model.layer_parameters / configuration.tensor
-        shard /= configuration.shard * configuration.context
-        forward += shard
-        backward += shard * (2 if configuration.reshard_after_forward else 1)
-    return forward / HOST_BANDWIDTH, backward / HOST_BANDWIDTH
-
-
-def _parameter_traffic(configuration: Configuration) -> tuple[float, float]:
-    """Seconds of (forward's, backward's) gathering and scattering of a block's parameters."""
-    if configuration.zero < 3 or configuration.shard * configuration.context == 1:
-        return 0.0, 0.0
-    over, elements = group("shard", configuration), configuration.model.layer_parameters / configuration.tensor
-    size = 1 if configuration.gathers_float8 else BYTES[configuration.precision]
-    parameters = gather(elements * size, over, configuration.collectives)
-    gradients = gather(elements * BYTES[configuration.reduction], over, configuration.collectives)
-    return parameters, gradients + (parameters if configuration.reshard_after_forward else 0.0)
 
 
 def _root(configuration: Configuration) -> float:
@@ -215,24 +127,6 @@ def _root(configuration: Configuration) -> float:
         return 0.0
     over, size = group("shard", configuration), BYTES[configuration.precision] + BYTES[configuration.reduction]
     return gather(configuration.model.embedding_parameters / configuration.tensor * size, over)
-
-
-def _tensor(configuration: Configuration) -> float:
-    if configuration.tensor == 1:
-        return 0.0
-    over = group("tensor", configuration)
-    size = float(tokens_of(configuration) * configuration.model.hidden * BYTES[configuration.precision])
-    one = 2 * gather(size, over) if configuration.sequence_parallel else reduce(size, over)
-    again = configuration.checkpointed if configuration.checkpointing == "full" else 0.0
-    return (4 + 2 * again) * one * (ASYNC if configuration.async_tensor else 1.0)
-
-
-def _context(configuration: Configuration) -> float:
-    if configuration.context == 1:
-        return 0.0
-    width = 2 * configuration.model.key_value_width / configuration.tensor
-    size = configuration.microbatch * configuration.sequence * width * BYTES[configuration.precision]
-    return 3 * gather(size, group("context", configuration))
 
 
 def _pipeline(configuration: Configuration) -> float:
@@ -264,7 +158,7 @@ def _ends_meet(configuration: Configuration) -> bool:
     return configuration.pipeline == 1 or configuration.schedule in V_SCHEDULES
 
 
-def _once(configuration: Configuration, layer: _Layer, blocks: int) -> dict[str, float]:
+def _once(configuration: Configuration, layer: Layer, blocks: int) -> dict[str, float]:
     """What happens once a step: reduction between replicas, optimizer."""
     model, exponent = configuration.model, configuration.stack.overlap
     ends = model.embedding_parameters * (1 if model.tied or not _ends_meet(configuration) else 2)

@@ -181,7 +181,9 @@ class Stack:
             nodes.
         stall: seconds of one wait for the whole device in a pipeline (`predict.py`).
         activations: bytes kept for backward against the count of `footprint.py`.
-        gradient_copy: bytes a parameter of gradients beside those that accumulate in fp32.
+        gradient_copy: bytes a parameter of gradients beside those that accumulate in fp32, with several data ranks.
+        pending: of the partial results of tensor ranks that a host is ahead, the share that the allocator cannot give
+            out again (`footprint.py`).
         memory_gb: what else is held.
         logit_bytes: bytes of a logit while the loss turns round (`footprint.py`).
         cuts_by_cost: a pipeline's stages are cut by cost, with the head's products counted in; else blocks are shared
@@ -207,6 +209,7 @@ class Stack:
     stall: float = 0.0
     activations: float = 1.0
     gradient_copy: float = 0.0
+    pending: float = 0.0
     memory_gb: float = 1.0
     logit_bytes: float = 12.0
     cuts_by_cost: bool = False
@@ -304,8 +307,8 @@ class Prediction:
 
     `seconds` by cause: matmul, attention, memory_bound, recomputation, shard, replica, tensor, context, pipeline
     (exposed traffic of each axis), bubble, launch, optimizer, offload, stalls, stragglers. `memory` by cause:
-    parameters, gradients, optimizer, gathered, communication, activations, working, logits, slack. `stage_memory`:
-    total of each pipeline rank. `interval`: 80 % of measured steps are expected between these seconds.
+    parameters, gradients, optimizer, gathered, communication, activations, working, logits, slack, pending.
+    `stage_memory`: total of each pipeline rank. `interval`: 80 % of measured steps are expected between these seconds.
     """
 
     step_seconds: float
@@ -331,6 +334,11 @@ class Prediction:
     def memory_bytes(self) -> float:
         """Peak of the fullest rank."""
         return max(self.stage_memory)
+
+    @property
+    def logged_memory(self) -> float:
+        """Peak of the rank that trainers log: the first, which has a pipeline's first stage."""
+        return self.stage_memory[0]
 
     @property
     def tokens_per_second(self) -> float:
