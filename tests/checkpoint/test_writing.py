@@ -20,7 +20,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from shardwise.checkpoint.writing import HuggingFaceWriter
+from shardwise.checkpoint.writing import HuggingFaceWriter, remove_unfinished
 from shardwise.errors import OutputError
 from shardwise.families.discovery import find_ties
 from tests.checkpoint.models import assert_reads_all, make_model
@@ -122,6 +122,16 @@ def test_nothing_is_left_of_a_failed_export(tmp_path: Path) -> None:
         assert list(tmp_path.glob(".out.*/*.safetensors"))
         raise RuntimeError
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_writer_left_is_removed(tmp_path: Path) -> None:
+    for number in range(2):
+        HuggingFaceWriter(tmp_path / "out", make_model("gpt2").config)  # and nothing more: it was killed
+        assert len(list(tmp_path.iterdir())) == number + 1
+    (tmp_path / ".out.mine").mkdir()
+    remove_unfinished(tmp_path / "out")
+    assert [entry.name for entry in tmp_path.iterdir()] == [".out.mine"]
+    remove_unfinished(tmp_path / "nowhere" / "out")
 
 
 def test_an_existing_directory_is_replaced_only_when_asked(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from shardwise.checkpoint.catalog import find, read_manifest
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.state import persistent_buffers
 from shardwise.checkpoint.whole import WholeTensors
-from shardwise.checkpoint.writing import DEFAULT_SHARD_BYTES, HuggingFaceWriter
+from shardwise.checkpoint.writing import DEFAULT_SHARD_BYTES, HuggingFaceWriter, remove_unfinished
 from shardwise.errors import CheckpointError, OutputError
 from shardwise.parallel.model import ParallelModel
 
@@ -37,7 +37,8 @@ Say = Callable[[str], None]
 def export_hugging_face(model: ParallelModel, path: Path, tokenizer_directory: str | None) -> None:
     """Write `path` so that `from_pretrained` opens it; a user's own module as safetensors alone. Collective.
 
-    Ties are stored once, under their first name.
+    Ties are stored once, under their first name. `path` lies in the run's own directory: what was left beside it by an
+    attempt of the run that was killed here goes.
 
     Raises:
         OutputError: rank 0 cannot write; nothing is left behind.
@@ -63,6 +64,7 @@ def _writer(
     """The writer on rank 0, None elsewhere."""
     if dist.get_rank() != 0:
         return nullcontext()
+    remove_unfinished(path)
     module: Any = model.module
     config = module.config if model.facts.is_hugging_face else None
     generation = getattr(module, "generation_config", None)

@@ -161,11 +161,23 @@ def _shard_name(shard: int, shards: int) -> str:
     return f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
 
 
+def _unfinished(path: Path) -> str:
+    return f".{path.name}.unfinished-"
+
+
+def remove_unfinished(path: Path) -> None:
+    """Remove what writers of `path` left that were killed; for a caller who knows that no other writes there now."""
+    if path.parent.is_dir():
+        for entry in path.parent.iterdir():
+            if entry.name.startswith(_unfinished(path)):
+                shutil.rmtree(entry, ignore_errors=True)
+
+
 def _make_sibling(path: Path) -> Path:
     """A new directory beside `path`, on the same file system, so that a rename puts it in place at once."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        return Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+        return Path(tempfile.mkdtemp(prefix=_unfinished(path), dir=path.parent))
     except OSError as error:
         raise OutputError(f"{path.parent} cannot be written: {error}") from error
 
