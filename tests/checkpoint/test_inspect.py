@@ -12,7 +12,7 @@ import pytest
 from shardwise.checkpoint import inspect
 from shardwise.checkpoint.catalog import find, read_manifest
 from shardwise.checkpoint.inspect import list_checkpoints, run_ls, run_show
-from shardwise.checkpoint.manifest import BLOCK_BYTES, FILE
+from shardwise.checkpoint.manifest import BLOCK_BYTES, FILE, seal
 from shardwise.checkpoint.stores import open_store
 from shardwise.checkpoint.verification import run_verify, verify_files
 from shardwise.cli import main
@@ -152,6 +152,18 @@ def test_show_json(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (row["dtype"], row["shape"], row["bytes"]) == ("F64", [30_000, 26], 30_000 * 26 * 8)
     assert [part["shape"] for part in row["slices"]] == [[15_000, 26]] * 2
     assert sum(found["files"].values()) == found["bytes"]
+
+
+def test_what_looks_like_markup_is_shown_as_it_is(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    manifest = json.loads((place / NEWEST / FILE).read_text())
+    del manifest["hash"]
+    manifest |= {"written": "[/red]", "optimizer": "[/b]"}
+    manifest["tensors"]["[/i]/x"] = {"dtype": "F32", "shape": [0], "slices": []}
+    (place / NEWEST / FILE).write_bytes(seal(json.dumps(manifest).encode()))
+    assert run_ls(str(place), as_json=False) == 0
+    assert run_show(str(place), every_tensor=True, as_json=False, say=print) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("[/red]") == 2 and "[/b]" in shown and "[/i]/x" in shown
 
 
 # --- verify ----------------------------------------------------------------------------------------------------------

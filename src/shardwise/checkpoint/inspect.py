@@ -108,7 +108,8 @@ def listing(root: str, found: Sequence[Listed]) -> Page:
             continue
         loss = "" if each.validation_loss is None else f"{each.validation_loss:.4f}"
         counts = (f"{number:,}" for number in (each.step, each.samples, each.tokens))
-        table.add_row(Text(each.name), *counts, loss, size_text(each.bytes), str(each.ranks or ""), when(each.written))
+        ranks, written = str(each.ranks or ""), Text(when(each.written))
+        table.add_row(Text(each.name), *counts, loss, size_text(each.bytes), ranks, written)
     yield table
     yield from (Text(f"{each.name}: {each.problem}") for each in found if each.problem is not None)
 
@@ -217,7 +218,7 @@ def _kinds_table(rows: Sequence[dict[str, Any]]) -> Table:
         mine = [row for row in rows if kind_of(row["name"]) == kind]
         total, slices = sum(row["bytes"] for row in mine), sum(len(row["slices"]) for row in mine)
         dtypes = ", ".join(sorted({row["dtype"] for row in mine}))
-        table.add_row(kind, f"{len(mine):,}", size_text(total), f"{slices:,}", dtypes)
+        table.add_row(Text(kind), f"{len(mine):,}", size_text(total), f"{slices:,}", dtypes)
     return table
 
 
