@@ -24,6 +24,7 @@ from shardwise.errors import CheckpointError
 from shardwise.launch.session import session
 from shardwise.testing.world import WorldPool
 from shardwise.training.keeper import Keeper
+from shardwise.training.output import check_output
 from shardwise.training.setup import Run, set_up
 from shardwise.training.trainer import train_rank
 from tests.parity.jobs import make_job, write_tokens
@@ -169,6 +170,11 @@ def slices(manifest: Manifest, name: str = "model/transformer.wte.weight") -> li
     return found
 
 
+def scalars(manifest: Manifest) -> dict[str, dict[str, list[Any]]]:
+    found: dict[str, dict[str, list[Any]]] = manifest["optimizer_scalars"]
+    return found
+
+
 WTE = "model/transformer.wte.weight"
 BIAS = "model/transformer.h.0.ln_1.bias"
 LN_MOMENT = "optimizer/exp_avg/transformer.h.0.ln_1.bias"
@@ -190,7 +196,6 @@ DAMAGES: list[tuple[str, Damage, list[str]]] = [
     ("another format", replaced(b'{"format": "other"}'), [f"{NEWER}/{FILE}", "is not the manifest"]),
     ("a list", replaced(b"[1, 2]"), [f"{NEWER}/{FILE}", "is not the manifest"]),
     ("no manifest", lambda path: (path / FILE).unlink(), [NEWER, "not a complete checkpoint", FILE]),
-    ("newer version", edited(lambda m: m.update(version=99)), [f"{NEWER}/{FILE}", "version 99", "upgrade shardwise"]),
     ("no version", edited(lambda m: m.pop("version")), [f"{NEWER}/{FILE}", "version None"]),
     ("unknown key", edited(lambda m: m.update(surprise=1)), [f"{NEWER}/{FILE}", "surprise"]),
     ("negative step", edited(lambda m: m["progress"].update(step=-1)), [f"{NEWER}/{FILE}", "progress.step"]),
@@ -207,6 +212,10 @@ DAMAGES: list[tuple[str, Damage, list[str]]] = [
     ("a slice twice", edited(lambda m: slices(m)[0].update(offset=slices(m)[1]["offset"])), [FILE, WTE, "make up"]),
     ("shared bytes", edited(lambda m: slices(m)[0].update(start=slices(m, MOMENT)[0]["start"])), [FILE, "overlap"]),
     ("unknown dtype", edited(lambda m: m["tensors"][WTE].update(dtype="F7")), [FILE, WTE, "unknown dtype 'F7'"]),
+    ("unknown dtype of a number", edited(lambda m: next(iter(scalars(m).values())).update(step=[1, "F7"])),
+     [f"{NEWER}/{FILE}", "optimizer_scalars", "unknown dtype 'F7'"]),
+    ("a size beyond torch's", edited(lambda m: m["tensors"].update(huge={"dtype": "F32", "shape": [0, 1 << 70],
+     "slices": []})), [f"{NEWER}/{FILE}", "tensors.huge.shape"]),
     ("too few hashes", edited(lambda m: m["files"][SHARD]["hashes"].pop()), [FILE, SHARD, "hashes for"]),
     ("a size that is a lie", edited(lambda m: m["files"][SHARD].update(bytes=m["files"][SHARD]["bytes"] + 1)),
      [NEWER, SHARD, "bytes; it holds"]),
@@ -232,6 +241,19 @@ def test_damage_is_named_on_every_rank_and_auto_takes_the_older_one(
         (passed,) = [note for note in notes if "passed over" in note]
         assert NEWER in passed and [part for part in said if part not in passed] == [], passed
         assert any(f"{OLDER}: step 2" in note for note in notes)
+    assert content_of(newest.parent) == before
+
+
+def test_a_newer_version_is_not_passed_over(world_pool: WorldPool, corpora: Path, newest: Path) -> None:
+    """It is whole: to go on from an older one would lose its steps, and then replace it."""
+    edited(lambda manifest: manifest.update(version=99))(newest)
+    before = content_of(newest.parent)
+    jobs = [a_job(corpora, newest.parents[1], resume) for resume in ("auto", str(newest))]
+    for answers in world_pool.run(2, restore_here, jobs):
+        for error, _ in answers:
+            assert f"{NEWER}/{FILE} has version 99" in error and "upgrade shardwise" in error
+    with pytest.raises(CheckpointError, match="has version 99"):  # before workers start
+        check_output(jobs[0])
     assert content_of(newest.parent) == before
 
 

@@ -20,7 +20,7 @@ from shardwise.checkpoint import save as saving
 from shardwise.checkpoint.catalog import Retention, checkpoints, name_of, read_manifest
 from shardwise.checkpoint.manifest import FILE, Manifest, Progress
 from shardwise.checkpoint.save import Checkpointer
-from shardwise.checkpoint.stores import OWNER, LocalStore
+from shardwise.checkpoint.stores import OWNER, LocalStore, open_store
 from shardwise.config import CheckpointSection, Job
 from shardwise.errors import CheckpointError
 from shardwise.testing.world import WorldPool
@@ -92,26 +92,44 @@ def test_a_save_waits_for_the_last_and_holds_what_was_there_when_it_began(
         assert weights and all(bool((tensor == step).all()) for tensor in weights.values())
 
 
-def save_among_others(job: Job, path: Path) -> list[str]:
-    """Another run claims the directory between two saves."""
-    run, store = set_up(job, torch.device("cpu")), LocalStore(str(path))
+THEIRS = {"their file": len(b"theirs")}
+
+
+def save_among_others(job: Job, root: str, midway: bool) -> tuple[str, list[str], dict[str, int]]:
+    """Another run claims the directory between two saves and writes the second itself, or claims it midway in that."""
+    run, store = set_up(job, torch.device("cpu")), open_store(root)
     checkpointer = Checkpointer(run.model, run.optimizer, store, data_facts(run))
     checkpointer.save(Progress(step=1), run.scaler, wait=True)
     dist.barrier()
-    (path / OWNER).write_text("somebody else")
+    if dist.get_rank() == 0 and midway:
+        create, store.create = store.create, lambda *place: (store.claim("others"), create(*place))[1]  # type: ignore[method-assign]
+    elif dist.get_rank() == 0:
+        store.claim("others")
+        store.begin(name_of(2))
+        with store.create(name_of(2), "their file") as handle:
+            handle.write(b"theirs")
     dist.barrier()
     with pytest.raises(CheckpointError) as caught:
         checkpointer.save(Progress(step=2), run.scaler, wait=True)
-    return [str(caught.value), *checkpoints(store)]
+    dist.barrier()
+    complete = [name for name in checkpoints(store) if FILE in store.sizes(name)]
+    if dist.get_rank() == 0 and not midway:
+        store.commit(name_of(2), b"{}")
+    dist.barrier()
+    return str(caught.value), complete, {} if midway else store.sizes(name_of(2))
 
 
-def test_a_run_that_finds_another_ones_owner_does_not_commit(
-    world_pool: WorldPool, corpora: Path, tmp_path: Path
+@pytest.mark.parametrize("midway", [False, True])
+@pytest.mark.parametrize(("scheme", "ranks"), [("", 2), ("memory://", 1)])
+def test_a_run_that_finds_another_ones_owner_touches_nothing(
+    world_pool: WorldPool, corpora: Path, tmp_path: Path, scheme: str, ranks: int, midway: bool
 ) -> None:
-    for said, *names in world_pool.run(2, save_among_others, make_module_job(corpora), tmp_path):
-        assert f"another run writes into {tmp_path} now" in said
+    root = f"{scheme}{tmp_path}"
+    for found in world_pool.run(ranks, save_among_others, make_module_job(corpora), root, midway):
+        said, names, theirs = found
+        assert f"another run writes into {root} now" in said
         assert names == [name_of(1)]
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == [OWNER, name_of(1)]
+        assert theirs == ({} if midway else {**THEIRS, FILE: 2})
 
 
 def claim_apart(path: Path) -> str:
@@ -142,7 +160,8 @@ def train_with_a_fault(job: Job, rank: int, point: str) -> str:
 
     def failing(self: LocalStore, name: str, *arguments: Any) -> Any:
         if name == name_of(4):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            place = self._partial(name) if point == "begin" else None  # as mkdir says it, and as write does not
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), place)
         return original(self, name, *arguments)
 
     def after_the_writing(self: Trainer, step: int) -> Any:
@@ -176,6 +195,9 @@ def undisturbed(world_pool: WorldPool, corpora: Path, tmp_path_factory: pytest.T
     return output
 
 
+NAMED = {"create": "{0}/{1}, which was to hold ", "begin": ".{0}.partial: ", "commit": f"{{0}}/{FILE}: "}
+
+
 @pytest.mark.parametrize(("rank", "point"), [(1, "create"), (0, "create"), (0, "begin"), (0, "commit")])
 def test_a_failed_save_is_everyones_at_the_next_step_and_the_last_one_stays(
     world_pool: WorldPool, corpora: Path, tmp_path: Path, undisturbed: Path, rank: int, point: str
@@ -183,7 +205,7 @@ def test_a_failed_save_is_everyones_at_the_next_step_and_the_last_one_stays(
     output = tmp_path / "run"
     for said in world_pool.run(2, train_with_a_fault, a_job(corpora, output), rank, point):
         assert said.startswith(f"rank {rank}: ") and "No space left on device; earlier ones are intact" in said
-        assert point != "create" or f"{name_of(4)}/{FILES[rank]}, which was to hold " in said
+        assert NAMED[point].format(name_of(4), FILES[rank]) in said
     expected = losses(undisturbed)
     assert losses(output) == expected[:5]  # the step after the save, and no further
     assert sorted(entry.name for entry in (output / "checkpoints").iterdir()) == [OWNER, name_of(2)]
@@ -280,12 +302,49 @@ def test_retention(tmp_path: Path, settings: dict[str, Any], kept: list[int]) ->
         store.commit(name_of(step), empty_manifest(step))
     for other in (tmp_path / name_of(0), tmp_path / "step-mine", tmp_path / "my notes"):  # no manifest, no checkpoint
         other.mkdir()
-    surplus = Retention(CheckpointSection(**settings)).surplus(store)
-    for name in surplus:
+    for name in Retention(CheckpointSection(**settings)).surplus(store, name_of(max(LOSSES))):
         store.remove(name)
     left = [int(path.name[5:]) for path in sorted(tmp_path.glob("step-*")) if (path / FILE).exists()]
     assert left == kept
     assert {"step-mine", "my notes", name_of(0)} <= {entry.name for entry in tmp_path.iterdir()}
+
+
+@pytest.mark.parametrize(("keep_last", "kept"), [(1, [5, 6, 7]), (2, [4, 5, 6, 7])])
+def test_what_was_passed_over_takes_no_place(tmp_path: Path, keep_last: int, kept: list[int]) -> None:
+    """Step 5 was saved by a run that went on from step 4, as later ones are damaged in a way that sizes do not show."""
+    store = LocalStore(str(tmp_path))
+    for step in LOSSES:
+        store.begin(name_of(step))
+        store.commit(name_of(step), empty_manifest(step))
+    surplus = Retention(CheckpointSection(keep_last=keep_last)).surplus(store, name_of(5))
+    assert sorted(surplus) == [name_of(step) for step in LOSSES if step not in kept]
+
+
+def test_what_lies_elsewhere_stays_there(tmp_path: Path) -> None:
+    """A checkpoint that was moved to a larger disk, with a link in its place."""
+    store, elsewhere = LocalStore(str(tmp_path / "here")), LocalStore(str(tmp_path / "there"))
+    for name in (name_of(1), name_of(2)):
+        elsewhere.begin(name)
+        elsewhere.commit(name, empty_manifest(1))
+        (tmp_path / "here").mkdir(exist_ok=True)
+        (tmp_path / "here" / name).symlink_to(tmp_path / "there" / name)
+    store.remove(name_of(1))
+    store.begin(name_of(2))
+    store.commit(name_of(2), empty_manifest(2))
+    assert [entry.name for entry in (tmp_path / "here").iterdir()] == [name_of(2)]
+    assert [read_manifest(elsewhere, name).progress.step for name in checkpoints(elsewhere)] == [1, 1]
+    assert read_manifest(store, name_of(2)).progress.step == 2
+
+
+def test_a_run_that_was_killed_as_it_replaced_a_checkpoint(tmp_path: Path) -> None:
+    """The damaged one has its other name still; that is no reason for the next to fail."""
+    store = LocalStore(str(tmp_path))
+    for name in (f".{name_of(1)}.old", name_of(1)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "rank-00000.safetensors").write_bytes(b"damaged")
+    store.begin(name_of(1))
+    store.commit(name_of(1), empty_manifest(1))
+    assert [entry.name for entry in tmp_path.iterdir()] == [name_of(1)] and list(store.sizes(name_of(1))) == [FILE]
 
 
 def test_retention_removes_as_the_run_goes(world_pool: WorldPool, corpora: Path, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from shardwise.checkpoint.manifest import FILE, OLDER, Manifest, parse
+from shardwise.checkpoint.manifest import FILE, OLDER, Manifest, NewerError, parse
 from shardwise.checkpoint.stores import DIRECTORY, Store, open_store, split
 from shardwise.config import CheckpointSection
 from shardwise.errors import CheckpointError, DamagedError, IncompleteError
@@ -31,8 +31,15 @@ def checkpoints(store: Store) -> list[str]:
         names = store.names()
     except OSError as error:
         raise CheckpointError(f"{store.root} cannot be read: {error}") from error
-    steps = {name: name.removeprefix(PREFIX) for name in names if name.startswith(PREFIX)}
-    return sorted((name for name, step in steps.items() if step.isdecimal()), key=lambda n: int(steps[n]), reverse=True)
+    return sorted(filter(_has_form, names), key=_step, reverse=True)
+
+
+def _has_form(name: str) -> bool:
+    return name.startswith(PREFIX) and name.removeprefix(PREFIX).isdecimal()
+
+
+def _step(name: str) -> int:
+    return int(name.removeprefix(PREFIX))
 
 
 def manifest_alone(store: Store, name: str) -> Manifest:
@@ -76,6 +83,7 @@ def complete(store: Store, say: Callable[[str], None] = lambda text: None) -> It
     """Complete checkpoints, newest first; says which are passed over and why.
 
     Raises:
+        NewerError: one is of a newer version of shardwise.
         DamagedError: none is complete, though some were written to their end. Who started over would lose them.
     """
     lost: dict[str, str] = {}
@@ -83,6 +91,8 @@ def complete(store: Store, say: Callable[[str], None] = lambda text: None) -> It
     for name in checkpoints(store):
         try:
             manifest = read_manifest(store, name)
+        except NewerError:
+            raise
         except CheckpointError as error:
             say(f"checkpoint {name} is passed over: {error}")
             if not isinstance(error, IncompleteError):
@@ -127,7 +137,7 @@ def is_checkpoint(path: str) -> bool:
     root, name = split(path)
     if not name or name in (".", ".."):
         return False
-    if name.startswith(PREFIX) and name.removeprefix(PREFIX).isdecimal():
+    if _has_form(name):
         return True
     try:
         return bool(open_store(root).read(name, FILE))
@@ -172,12 +182,15 @@ class Retention:
         self.settings = settings
         self._losses: dict[str, float | None] = {}
 
-    def surplus(self, store: Store) -> list[str]:
-        """Names that may be removed now."""
-        names = [name for name in checkpoints(store) if self._known(store, name)]
+    def surplus(self, store: Store, newest: str) -> list[str]:
+        """Names that may be removed now that `newest` is complete.
+
+        What is ahead of it was passed over, for damage that sizes need not show: it may not take a whole one's place.
+        """
+        names = [name for name in checkpoints(store) if _step(name) <= _step(newest) and self._known(store, name)]
         kept = set(names[: self.settings.keep_last])
         if self.settings.keep_every:
-            kept |= {name for name in names if int(name.removeprefix(PREFIX)) % self.settings.keep_every == 0}
+            kept |= {name for name in names if _step(name) % self.settings.keep_every == 0}
         scored = [(loss, name) for name in names if (loss := self._losses[name]) is not None and math.isfinite(loss)]
         if self.settings.keep_best and scored:
             kept.add(min(scored)[1])

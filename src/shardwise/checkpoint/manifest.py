@@ -26,12 +26,24 @@ ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16"
 
 SEAL_BYTES = len(b'{"hash":"",') + 32
 
-Size = Annotated[int, Field(ge=0)]
+NUMBER = "number"  # dtype of a plain Python number
+
+Size = Annotated[int, Field(ge=0, lt=1 << 63)]  # what torch takes as a size
+
+
+class NewerError(CheckpointError):
+    """A whole checkpoint of a version to come: it may be neither passed over, which would lose steps, nor replaced."""
 
 
 def _plain_name(name: str) -> str:
     if not name or name.startswith(".") or any(mark in name for mark in "/\\\0"):
         raise ValueError(f"file name {name!r} leads out of the checkpoint's directory")
+    return name
+
+
+def _dtype_of_a_number(name: str) -> str:
+    if name != NUMBER and name not in ITEM_BYTES:
+        raise ValueError(f"unknown dtype {name!r}")
     return name
 
 
@@ -134,7 +146,7 @@ class Manifest(_Part):
     progress: Progress
     scaler: Scaler = Scaler()
     optimizer: str
-    optimizer_scalars: dict[str, dict[str, tuple[float, str]]] = {}
+    optimizer_scalars: dict[str, dict[str, tuple[float, Annotated[str, AfterValidator(_dtype_of_a_number)]]]] = {}
     tensors: dict[str, TensorRecord]
     ties: dict[str, list[str]] = {}
     files: dict[Annotated[str, AfterValidator(_plain_name)], FileRecord]
@@ -201,7 +213,8 @@ def parse(text: bytes, where: str) -> Manifest:
 
     Raises:
         DamagedError: it is not as it was written; `where` names it.
-        CheckpointError: it is of another format or of a newer version.
+        NewerError: it is of a newer version.
+        CheckpointError: it is of another format.
     """
     try:
         data = json.loads(text)
@@ -209,9 +222,13 @@ def parse(text: bytes, where: str) -> Manifest:
             _check_seal(text, where)  # before its words are believed
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise CheckpointError(f"{where} is not the manifest of a shardwise checkpoint")
-        if not isinstance(data.get("version"), int) or data["version"] > VERSION:
-            raise CheckpointError(
-                f"{where} has version {data.get('version')}, this shardwise reads up to {VERSION}; upgrade shardwise"
+        version = data.get("version")
+        if not isinstance(version, int):
+            raise CheckpointError(f"{where} has version {version}, which is no number")
+        if version > VERSION:
+            raise NewerError(
+                f"{where} has version {version}, this shardwise reads up to {VERSION}; upgrade shardwise, or name an "
+                "older checkpoint"
             )
         _check_seal(text, where)
         return Manifest.model_validate({key: value for key, value in data.items() if key != "hash"})

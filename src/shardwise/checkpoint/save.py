@@ -125,23 +125,29 @@ class Checkpointer:
     def _write(self, name: str, planner: PieceSavePlanner, staging: Source, describe: Describe) -> None:
         """Plan, write and commit; the writing thread's work."""
         rank = dist.get_rank()
-        writer = SafetensorsWriter(self.store, name, planner, staging, describe)
+        writer = SafetensorsWriter(self.store, name, planner, staging, describe, self._fence)
         try:
             dcp.save({}, storage_writer=writer, planner=planner, process_group=self.group)
             self.saved = name
             if rank == 0:
-                self._prune()
+                self._prune(name)
         except BaseException as error:  # DCP's CheckpointException is no Exception
             if rank == 0:
                 with suppress(Exception):
+                    self._fence()
                     self.store.abandon(name)
             self.failure = error
             staging.cancel()
 
-    def _prune(self) -> None:
+    def _fence(self) -> None:
+        """Refuse to touch a store that another run has claimed since."""
+        if self.store.owner() != self._run:
+            raise CheckpointError(f"another run writes into {self.store.root} now; give each its own directory")
+
+    def _prune(self, newest: str) -> None:
         """Remove what need not stay. That it cannot be removed is no reason to end a run."""
         try:
-            for old in self.retention.surplus(self.store):
+            for old in self.retention.surplus(self.store, newest):
                 self.store.remove(old)
         except Exception as error:
             warnings.warn(f"an old checkpoint in {self.store.root} could not be removed: {error}", stacklevel=1)
@@ -167,8 +173,6 @@ class Checkpointer:
         def describe(
             scalars: dict[str, Any], tensors: dict[str, TensorRecord], files: dict[str, FileRecord]
         ) -> Manifest:
-            if self.store.owner() != self._run:
-                raise CheckpointError(f"another run writes into {self.store.root} now; give each its own directory")
             return Manifest(
                 progress=progress,
                 scaler=state,
@@ -210,7 +214,8 @@ def named(failure: BaseException, where: str) -> ShardwiseError:
         return failure
     reason = f"{type(failure).__name__}: {failure}"
     if isinstance(failure, OSError) and failure.strerror:
-        reason = failure.strerror
+        file = f"{failure.filename}: " if failure.filename else ""
+        reason = file + failure.strerror
     return CheckpointError(f"a checkpoint in {where} could not be written or read: {reason}; earlier ones are intact")
 
 

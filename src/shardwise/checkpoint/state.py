@@ -17,14 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise.checkpoint.manifest import TensorRecord
+from shardwise.checkpoint.manifest import NUMBER, TensorRecord
 from shardwise.checkpoint.piece import DTYPES, TORCH_DTYPES, Piece
 from shardwise.errors import CheckpointError
 from shardwise.parallel.model import ParallelModel
 from shardwise.parallel.tensor_map import Entry
 
 Scalars = dict[str, dict[str, tuple[float, str]]]  # parameter -> key -> (value, dtype in the manifest's words)
-NUMBER = "number"  # dtype of a plain Python number
 
 
 class Optimizer(Protocol):

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from shardwise.checkpoint.manifest import BLOCK_BYTES, FileRecord, Manifest, Slice, TensorRecord
+from shardwise.checkpoint.manifest import BLOCK_BYTES, FILE, FileRecord, Manifest, Slice, TensorRecord
 from shardwise.checkpoint.piece import DTYPES, Piece
 from shardwise.checkpoint.staging import Source
 from shardwise.checkpoint.stores import Store
@@ -102,17 +102,27 @@ class SafetensorsWriter(StorageWriter):
     Args:
         planner: whose pieces `staging` brings, in their order.
         describe: makes the manifest from optimizer scalars, tensors and files.
+        fence: raises where another run writes into the store now, of which nothing may be touched.
     """
 
-    def __init__(self, store: Store, name: str, planner: PieceSavePlanner, staging: Source, describe: Describe) -> None:
+    def __init__(
+        self,
+        store: Store,
+        name: str,
+        planner: PieceSavePlanner,
+        staging: Source,
+        describe: Describe,
+        fence: Callable[[], None],
+    ) -> None:
         self.store, self.name, self.planner = store, name, planner
-        self.staging, self.describe = staging, describe
+        self.staging, self.describe, self.fence = staging, describe, fence
 
     def reset(self, checkpoint_id: Any = None) -> None:
         pass
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if is_coordinator:
+            self.fence()  # before what has this checkpoint's place is cleared: it may be the other run's
             self.store.begin(self.name)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -153,7 +163,12 @@ class SafetensorsWriter(StorageWriter):
         """Commit: the manifest of all ranks' files."""
         files = {result.index.fqn: FileRecord(**result.storage_data) for rank in results for result in rank}
         tensors = dict(sorted(self.planner.tensors.items()))
-        self.store.commit(self.name, self.describe(self.planner.all_scalars, tensors, files).to_json())
+        manifest = self.describe(self.planner.all_scalars, tensors, files).to_json()
+        self.fence()
+        try:
+            self.store.commit(self.name, manifest)
+        except OSError as error:
+            raise OSError(error.errno, f"{self.name}/{FILE}: {error.strerror or error}") from error
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:

@@ -147,10 +147,11 @@ class LocalStore:
             handle.write(manifest)
         _sync_directory(partial)
         old = self._path / f".{name}.old"
+        self.remove(old.name)  # of a run that was killed right here: nothing could be renamed to it
         with suppress(FileNotFoundError):
             (self._path / name).rename(old)  # one of the same step that was passed over because it is damaged
         partial.rename(self._path / name)
-        shutil.rmtree(old, ignore_errors=True)
+        self.remove(old.name)
         _sync_directory(self._path)
 
     def read(self, name: str, file: str) -> bytes:
@@ -163,9 +164,12 @@ class LocalStore:
         return {entry.name: entry.stat().st_size for entry in (self._path / name).iterdir() if entry.is_file()}
 
     def remove(self, name: str) -> None:
+        path = self._path / name
+        if path.is_symlink():  # to a place that its owner chose, where it stays
+            return path.unlink()
         with suppress(OSError):
-            (self._path / name / FILE).unlink()
-        shutil.rmtree(self._path / name, ignore_errors=True)
+            (path / FILE).unlink()
+        shutil.rmtree(path, ignore_errors=True)
 
     def abandon(self, name: str) -> None:
         shutil.rmtree(self._partial(name), ignore_errors=True)
