@@ -302,6 +302,7 @@ OTHERS: list[tuple[str, dict[str, Any], list[str]]] = [
     ("vocabulary", {"config": {"vocab_size": 97}}, ["another model", "transformer.wte.weight has shape [30002, 26]"]),
     ("untied", {"config": {"tie_word_embeddings": False}}, ["another model", "lm_head.weight is missing"]),
     ("optimizer", {"optimizer": {"name": "NAdam"}}, ["holds the state of AdamW", "optimizer.name='NAdam'"]),
+    ("options", {"optimizer": {"options": {"amsgrad": True}}}, ["lacks max_exp_avg_sq of", "={}", "'amsgrad'"]),
     ("sequences", {"data": {"validation_fraction": 0.3}}, ["trained on other data", "sequences"]),
 ]
 
@@ -316,6 +317,12 @@ def test_a_checkpoint_of_another_run_is_refused_not_passed_over(
         for error, _ in answers:
             assert [part for part in [f"{NEWER} ", *said] if part not in error] == [], error
     assert content_of(newest.parent) == before
+
+
+def test_options_that_need_no_other_state_may_change(world_pool: WorldPool, corpora: Path, newest: Path) -> None:
+    options = {"optimizer": {"options": {"betas": [0.8, 0.9]}}}
+    for ((error, notes),) in world_pool.run(2, restore_here, [a_job(corpora, newest.parents[1], "auto", **options)]):
+        assert error == "" and any("optimizer.options was {} in the checkpoint" in note for note in notes)
 
 
 def test_another_corpus_is_refused(world_pool: WorldPool, newest: Path, tmp_path: Path) -> None:

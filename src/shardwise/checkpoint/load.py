@@ -23,6 +23,7 @@ from shardwise.checkpoint.state import (
     persistent_buffers,
     random_pieces,
     set_random,
+    state_keys,
 )
 from shardwise.checkpoint.storage_read import PieceLoadPlanner, SafetensorsReader
 from shardwise.checkpoint.stores import Store, open_store, split
@@ -96,6 +97,7 @@ def _read(
 ) -> Restored:
     path = f"{store.root}/{name}"
     check_fits(model, manifest, data, path)
+    check_options(model, optimizer, manifest, path)
     for note in differences(model, manifest):
         say(f"note: {note}")
     state, states = optimizer_pieces(optimizer, manifest.tensors, optimizer_keys(manifest))
@@ -144,6 +146,22 @@ def check_fits(model: ParallelModel, manifest: Manifest, data: Mapping[str, Any]
                 f"{data.get('corpus')}: {data.get(key)}); restore the corpus and the data section, or start from "
                 "exported weights with model.path"
             )
+
+
+def check_options(model: ParallelModel, optimizer: Optimizer, manifest: Manifest, path: str) -> None:
+    """Refuse options for which the optimizer needs state that the checkpoint lacks; its step would end in a KeyError.
+
+    Raises:
+        CheckpointError: with what is missing and both options.
+    """
+    wanted, written = model.plan.job.optimizer.options, manifest.job.get("optimizer", {}).get("options", {})
+    stored = {key for numbers in manifest.optimizer_scalars.values() for key in numbers} | {*optimizer_keys(manifest)}
+    missing = state_keys(optimizer.inner) - stored if stored and wanted != written else set()
+    if missing:
+        raise CheckpointError(
+            f"{path} lacks {listed(sorted(missing))} of the optimizer: it was written with optimizer.options={written} "
+            f"and the job has {wanted}; restore them, or start from exported weights with model.path"
+        )
 
 
 def _misfits(model: ParallelModel, manifest: Manifest) -> Iterator[str]:

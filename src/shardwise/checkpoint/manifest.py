@@ -234,8 +234,9 @@ def parse(text: bytes, where: str) -> Manifest:
         return Manifest.model_validate({key: value for key, value in data.items() if key != "hash"})
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise DamagedError(f"{where} is damaged: {place}: {first['msg']}{OLDER}") from None
+        place = ".".join(str(part) for part in first["loc"] if part != "[key]")
+        why = first["msg"].removeprefix("Value error, ")
+        raise DamagedError(f"{where} is damaged: {place}: {why}{OLDER}") from None
     except (ValueError, RecursionError) as error:
         raise DamagedError(f"{where} is damaged ({error}){OLDER}") from None
 

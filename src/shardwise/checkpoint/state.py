@@ -8,6 +8,7 @@ hold the same slice, the one that has least to write so far.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -96,6 +97,17 @@ def load_optimizer(optimizer: Optimizer, states: dict[str, dict[str, Tensor]], s
                 numbers = {k: v.to(local.device) if isinstance(v, Tensor) else v for k, v in numbers.items()}
             if name in states or numbers:
                 optimizer.inner.state[local] = {**numbers, **states.get(name, {})}
+
+
+def state_keys(optimizer: torch.optim.Optimizer) -> set[str]:
+    """Names of what such an optimizer keeps of a matrix, found by a step of another one of its kind."""
+    known = inspect.signature(type(optimizer)).parameters
+    settings = {key: value for key, value in optimizer.defaults.items() if key in known}
+    example = nn.Parameter(optimizer.param_groups[0]["params"][0].new_zeros(2, 2))
+    example.grad = torch.zeros_like(example)
+    other = type(optimizer)([example], **settings)
+    other.step()
+    return set(other.state[example])
 
 
 def random_pieces(device: torch.device, rank: int) -> list[Piece]:
