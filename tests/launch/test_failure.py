@@ -67,6 +67,11 @@ def test_a_users_error_keeps_its_class_or_the_nearest_known(directory: Path, mon
     assert type(error) is DataError and str(error) == "rank 4: data.path=x is empty" and error.exit_code == 7
 
 
+def test_an_error_that_says_whose_it_is_is_left_at_that(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report_as(0, DataError("rank 1: x is damaged"), monkeypatch)
+    assert str(failure.collect(directory)[0].to_error("unseen")) == "rank 1: x is damaged"
+
+
 def test_without_a_launcher_of_ours_nothing_is_written(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(failure.DIRECTORY_VARIABLE)
     assert report_as(0, ValueError("x"), monkeypatch) == [] and not list(directory.iterdir())

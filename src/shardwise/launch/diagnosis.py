@@ -56,8 +56,10 @@ def diagnose(directory: Path, attempt: int, workers: int, ended: dict[int, int])
 
 
 def _summary(cause: failure.Failure) -> str:
+    if cause.is_users:
+        return cause.said.splitlines()[0]
     first = (cause.message.splitlines() or [""])[0]
-    return f"rank {cause.rank}: {first}" if cause.is_users else f"rank {cause.rank}: {cause.classes[0]}: {first}"
+    return f"rank {cause.rank}: {cause.classes[0]}: {first}"
 
 
 def _end_of(exit_code: int) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import time
 import traceback
 from dataclasses import asdict, dataclass
@@ -42,12 +43,17 @@ class Failure:
     def is_users(self) -> bool:
         return ShardwiseError.__name__ in self.classes
 
+    @property
+    def said(self) -> str:
+        """The message and whose it is. That of a failed save or load is everyone's, and says so by itself."""
+        return self.message if re.match(r"rank \d+: ", self.message) else f"rank {self.rank}: {self.message}"
+
     def to_error(self, output: str) -> ShardwiseError:
         """The error to raise in the launcher: of the same class where it is one of ours, else with `output` above."""
         if not self.is_users:
             return WorkerError(f"rank {self.rank} failed:\n{output}{self.traceback.rstrip()}")
         name = next(name for name in self.classes if hasattr(errors, name))
-        error: ShardwiseError = getattr(errors, name)(f"rank {self.rank}: {self.message}")
+        error: ShardwiseError = getattr(errors, name)(self.said)
         error.exit_code = self.exit_code
         return error
 
