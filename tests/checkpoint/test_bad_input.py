@@ -216,6 +216,7 @@ DAMAGES: list[tuple[str, Damage, list[str]]] = [
      [f"{NEWER}/{FILE}", "optimizer_scalars", "unknown dtype 'F7'"]),
     ("a size beyond torch's", edited(lambda m: m["tensors"].update(huge={"dtype": "F32", "shape": [0, 1 << 70],
      "slices": []})), [f"{NEWER}/{FILE}", "tensors.huge.shape"]),
+    ("no sections", edited(lambda m: m["plan"].update(world=2)), [f"{NEWER}/{FILE}", "plan: world is no object"]),
     ("too few hashes", edited(lambda m: m["files"][SHARD]["hashes"].pop()), [FILE, SHARD, "hashes for"]),
     ("a size that is a lie", edited(lambda m: m["files"][SHARD].update(bytes=m["files"][SHARD]["bytes"] + 1)),
      [NEWER, SHARD, "bytes; it holds"]),

@@ -158,12 +158,13 @@ def test_what_looks_like_markup_is_shown_as_it_is(place: Path, capsys: pytest.Ca
     manifest = json.loads((place / NEWEST / FILE).read_text())
     del manifest["hash"]
     manifest |= {"written": "[/red]", "optimizer": "[/b]"}
+    manifest["config"]["architectures"] = 7  # which is no list of names
     manifest["tensors"]["[/i]/x"] = {"dtype": "F32", "shape": [0], "slices": []}
     (place / NEWEST / FILE).write_bytes(seal(json.dumps(manifest).encode()))
     assert run_ls(str(place), as_json=False) == 0
     assert run_show(str(place), every_tensor=True, as_json=False, say=print) == 0
     shown = capsys.readouterr().out
-    assert shown.count("[/red]") == 2 and "[/b]" in shown and "[/i]/x" in shown
+    assert "gpt2" in shown and shown.count("[/red]") == 2 and "[/b]" in shown and "[/i]/x" in shown
 
 
 # --- verify ----------------------------------------------------------------------------------------------------------

@@ -140,7 +140,8 @@ def header(manifest: Manifest) -> dict[str, Any]:
 def _model_name(manifest: Manifest) -> str:
     if manifest.config is None:
         return str(manifest.job.get("model", {}).get("factory") or "a module of the user's own")
-    return ", ".join(manifest.config.get("architectures") or [str(manifest.config.get("model_type"))])
+    names = manifest.config.get("architectures")
+    return ", ".join(map(str, names)) if names and isinstance(names, list) else str(manifest.config.get("model_type"))
 
 
 def tensor_rows(manifest: Manifest) -> list[dict[str, Any]]:

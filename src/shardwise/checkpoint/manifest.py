@@ -27,6 +27,7 @@ ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16"
 SEAL_BYTES = len(b'{"hash":"",') + 32
 
 NUMBER = "number"  # dtype of a plain Python number
+SECTIONS = {"model", "parallel", "memory", "precision", "training", "optimizer", "world", "degrees", "dtypes"}  # read
 
 Size = Annotated[int, Field(ge=0, lt=1 << 63)]  # what torch takes as a size
 
@@ -45,6 +46,13 @@ def _dtype_of_a_number(name: str) -> str:
     if name != NUMBER and name not in ITEM_BYTES:
         raise ValueError(f"unknown dtype {name!r}")
     return name
+
+
+def _with_sections(content: dict[str, Any]) -> dict[str, Any]:
+    for key in SECTIONS & content.keys():
+        if not isinstance(content[key], dict):
+            raise ValueError(f"{key} is no object")
+    return content
 
 
 class _Part(BaseModel):
@@ -150,8 +158,8 @@ class Manifest(_Part):
     tensors: dict[str, TensorRecord]
     ties: dict[str, list[str]] = {}
     files: dict[Annotated[str, AfterValidator(_plain_name)], FileRecord]
-    job: dict[str, Any]
-    plan: dict[str, Any]
+    job: Annotated[dict[str, Any], AfterValidator(_with_sections)]
+    plan: Annotated[dict[str, Any], AfterValidator(_with_sections)]
     data: dict[str, Any]
     config: dict[str, Any] | None = None
     generation: dict[str, Any] | None = None
