@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +17,8 @@ import torch.distributed as dist
 
 from shardwise.errors import ConfigError, MachineError
 from shardwise.launch import failure, loopback
+from shardwise.launch import session as launch_session
+from shardwise.launch.environment import RankEnvironment
 from shardwise.launch.session import available_cores, session
 from shardwise.testing.world import WorldPool
 
@@ -112,6 +116,19 @@ def test_a_missing_master_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     message = f"rank 1 of 2 could not meet the others at MASTER_ADDR=127.0.0.1 MASTER_PORT={port}"
     with pytest.raises(MachineError, match=message), session("cpu", "gloo", timeout_seconds=1):
         pass
+
+
+def test_ranks_that_were_started_again_do_not_meet_their_former_selves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under plain torchrun, which keeps its store: a killed rank's memory would be looked for in its successor's."""
+    place, kept = RankEnvironment(0, 2, 0, 2, "127.0.0.1", 1, "torchrun"), dist.HashStore()
+    monkeypatch.setattr(launch_session, "_stores", {place: kept})
+    found = []
+    for attempt in ("0", "1", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+        monkeypatch.setattr(launch_session, "_groups", Counter())  # a new process
+        store = launch_session._meet(place, timedelta(seconds=1))
+        found.append(store.add("rank 0", 1))
+    assert found == [1, 1, 2]  # ranks of one attempt meet
 
 
 def group_before_and_after() -> tuple[bool, bool]:

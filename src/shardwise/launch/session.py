@@ -25,6 +25,7 @@ from shardwise.memory.heap import keep_freed_memory
 
 ALONE = RankEnvironment(0, 1, 0, 1, loopback.ADDRESS, 1, "")
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 TIMEOUT = timedelta(minutes=10)  # for the ranks to come
 NO_ENGINE = "Gloo: rank {} cannot use the native engine; `shardwise build` on its host says why."
 SHARED = "the native engine: rank {} shares a GPU with another, which NCCL refuses."
@@ -156,10 +157,15 @@ def _join(place: RankEnvironment, device: torch.device, backend: str, timeout: t
 
 
 def _meet(place: RankEnvironment, timeout: timedelta) -> dist.Store:
-    """A part of the job's store for the group that begins: the keys of one that has ended would lead ranks astray."""
+    """A part of the job's store for the group that begins: the keys of one that has ended would lead ranks astray.
+
+    Plain torchrun keeps its store when it starts ranks again. On one host they know alike how often it has; agents of
+    several hosts that come and go need not, and are given a new store each time.
+    """
     store = _job_store(place, timeout)
     _groups[place] += 1
-    return dist.PrefixStore(f"group{_groups[place]}", store)
+    attempt = os.environ.get(RESTARTS, "0") if place.one_host else "0"
+    return dist.PrefixStore(f"attempt{attempt}/group{_groups[place]}", store)
 
 
 def _job_store(place: RankEnvironment, timeout: timedelta) -> dist.Store:
