@@ -286,6 +286,21 @@ def test_nothing_is_made_up_where_every_checkpoint_is_damaged(
         assert OLDER in error and NEWER in error and error.count(WTE) == 2 and "none that is whole" in error
 
 
+def begin_here(job: Job) -> None:
+    """A run that saves, and that cannot begin."""
+    with pytest.raises(CheckpointError, match="is damaged at bytes"):
+        Keeper(set_up(job, torch.device("cpu"))).restore()
+
+
+def test_a_run_that_cannot_begin_takes_the_store_from_nobody(
+    world_pool: WorldPool, corpora: Path, newest: Path
+) -> None:
+    owner = (newest.parent / "owner").read_text()
+    flipped(SHARD, in_tensor(WTE))(newest)
+    world_pool.run(2, begin_here, a_job(corpora, newest.parents[1], str(newest)))
+    assert (newest.parent / "owner").read_text() == owner
+
+
 def test_damage_of_every_kind_is_named_where_nothing_is_left(
     world_pool: WorldPool, corpora: Path, newest: Path
 ) -> None:

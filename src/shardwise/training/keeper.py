@@ -42,7 +42,7 @@ class Keeper:
     def __init__(self, run: Run) -> None:
         self.run, self.settings = run, run.plan.job.checkpoint
         self.store = checkpoint_store(run.plan.job)
-        self.checkpointer = self._make() if self.settings.every else None
+        self.checkpointer: Checkpointer | None = None
 
     @property
     def failed(self) -> bool:
@@ -50,9 +50,13 @@ class Keeper:
         return self.checkpointer is not None and self.checkpointer.failed
 
     def restore(self) -> tuple[Progress, list[str]]:
-        """Bring the run to where the checkpoint it resumes from had come; also what there is to say about it."""
+        """Bring the run to where the checkpoint it resumes from had come; also what there is to say about it.
+
+        The store is claimed once that has succeeded: a run that cannot begin takes it from no other.
+        """
         run, notes = self.run, list[str]()
         found = restore(run.model, run.optimizer, run.scaler, self.store, data_facts(run), notes.append)
+        self.checkpointer = self._make() if self.settings.every else None
         if found is None:
             if self.settings.resume == "auto":
                 notes.append(f"no checkpoint in {self.store.root}: training starts at the beginning")
