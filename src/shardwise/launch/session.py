@@ -25,7 +25,6 @@ from shardwise.memory.heap import keep_freed_memory
 
 ALONE = RankEnvironment(0, 1, 0, 1, loopback.ADDRESS, 1, "")
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
-RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 TIMEOUT = timedelta(minutes=10)  # for the ranks to come
 NO_ENGINE = "Gloo: rank {} cannot use the native engine; `shardwise build` on its host says why."
 SHARED = "the native engine: rank {} shares a GPU with another, which NCCL refuses."
@@ -164,7 +163,7 @@ def _meet(place: RankEnvironment, timeout: timedelta) -> dist.Store:
     """
     store = _job_store(place, timeout)
     _groups[place] += 1
-    attempt = os.environ.get(RESTARTS, "0") if place.one_host else "0"
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if place.one_host else "0"
     return dist.PrefixStore(f"attempt{attempt}/group{_groups[place]}", store)
 
 

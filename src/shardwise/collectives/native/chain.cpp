@@ -8,7 +8,7 @@ namespace shardwise {
 namespace {
 
 constexpr int kRanks = 3;         // two ranks stage one half each, and add the other half directly: less than a chain
-constexpr uint64_t kBlocks = 8;  // for each rank, from which on filling and emptying the chain costs little
+constexpr uint64_t kBlocks = 8;   // for each rank, from which on filling and emptying the chain costs little
 
 }  // namespace
 

@@ -33,7 +33,7 @@ void Group::sum_and_put(Copy put, void* out, const std::vector<const void*>& inp
 }
 
 void Group::all_gather(Call call, const void* input, const std::vector<void*>& outputs, int64_t timeout) {
-  const Hold seat = begin(call, timeout);
+  begin(call, timeout);
   all_gather_here(input, outputs);
 }
 
@@ -52,7 +52,8 @@ void Group::all_gather_here(const void* input, const std::vector<void*>& outputs
 
 // A rank's area holds a part for each of the others. Everyone adds what is meant for it, in the order of the ranks.
 void Group::reduce_scatter(Call call, const std::vector<const void*>& inputs, void* output, int64_t timeout) {
-  const Hold seat = begin(call, timeout);
+  begin(call, timeout);
+  const Hold seat = take_seat();
   const uint64_t bytes = call.count * call.item, step = aligned(room_.slot / room_.size);
   if (chains(bytes * room_.size)) return reduce_scatter_in_chain(inputs, output);
   // An output that is an input is in the caches still.
@@ -72,7 +73,8 @@ void Group::reduce_scatter(Call call, const std::vector<const void*>& inputs, vo
 }
 
 void Group::all_reduce(Call call, const void* input, void* output, int64_t timeout) {
-  const Hold seat = begin(call, timeout);
+  begin(call, timeout);
+  const Hold seat = take_seat();
   const uint64_t bytes = call.count * call.item;
   const char* from = static_cast<const char*>(input);
   char* to = static_cast<char*>(output);
@@ -121,7 +123,7 @@ void Group::all_reduce_in_parts(const char* input, char* output, uint64_t bytes)
 }
 
 void Group::broadcast(Call call, void* data, int64_t timeout) {
-  const Hold seat = begin(call, timeout);
+  begin(call, timeout);
   const bool root = room_.rank == call.root;
   const uint64_t bytes = call.count * call.item;
   const Copy put = copier(bytes * (room_.size - 1));
@@ -135,7 +137,7 @@ void Group::broadcast(Call call, void* data, int64_t timeout) {
 }
 
 void Group::gather(Call call, const void* input, const std::vector<void*>& outputs, int64_t timeout) {
-  const Hold seat = begin(call, timeout);
+  begin(call, timeout);
   gather_here(call.root, input, outputs);
 }
 
@@ -154,7 +156,7 @@ void Group::gather_here(int to, const void* input, const std::vector<void*>& out
 }
 
 void Group::scatter(Call call, const std::vector<const void*>& inputs, void* output, int64_t timeout) {
-  const Hold seat = begin(call, timeout);
+  begin(call, timeout);
   scatter_here(call.root, inputs, output);
 }
 
@@ -174,7 +176,7 @@ void Group::scatter_here(int source, const std::vector<const void*>& inputs, voi
 }
 
 void Group::reduce(Call call, const void* input, void* output, int64_t timeout) {
-  const Hold seat = begin(call, timeout);
+  begin(call, timeout);
   const bool root = room_.rank == call.root;
   std::vector<const void*> parts(room_.size);
   const auto stage = [&](uint64_t offset, uint64_t length) {
@@ -189,7 +191,7 @@ void Group::reduce(Call call, const void* input, void* output, int64_t timeout) 
 }
 
 void Group::all_to_all(Call call, const std::vector<Piece>& inputs, const std::vector<Piece>& outputs, int64_t timeout) {
-  const Hold seat = begin(call, timeout);
+  begin(call, timeout);
   all_to_all_here(inputs, outputs);
 }
 
@@ -224,7 +226,7 @@ void Group::all_to_all_here(const std::vector<Piece>& inputs, const std::vector<
 }
 
 void Group::barrier(Call call, int64_t timeout) {
-  const Hold seat = begin(call, timeout);
+  begin(call, timeout);
   meet();
   compare();
 }

@@ -7,12 +7,9 @@ namespace {
 constexpr uint64_t kSeated = 512 << 10;  // bytes from which on moving to another core, some microseconds, is worth it
 constexpr uint64_t kRoundsSeated = 32;   // between two looks at who else wants the cores
 
-// Ranks that copy alone wait for the memory on whichever core, and gain nothing from seats (measured).
-bool adds(Kind kind) { return kind == Kind::all_reduce || kind == Kind::reduce_scatter; }
-
 }  // namespace
 
-Hold Group::begin(Call call, int64_t timeout) {
+void Group::begin(Call call, int64_t timeout) {
   room_.throw_if_broken();
   call.sequence = call_.sequence + 1;
   call_ = call;
@@ -21,13 +18,12 @@ Hold Group::begin(Call call, int64_t timeout) {
   Member& own = room_.member(room_.rank);
   own.calls[call.sequence % 2] = call;  // read by others after the barrier
   own.announced.store(call.sequence, std::memory_order_release);
-  if (adds(call.kind) && call.count * call.item >= kSeated) take_seat();
-  return Hold(seat_);
 }
 
 // Deals the cores out to the ranks that share them all, where there are more ranks than cores (else the kernel finds an idle
 // core for each by itself) and nobody else wants to run.
-void Group::take_seat() {
+Hold Group::take_seat() {
+  if (call_.count * call_.item < kSeated) return Hold(seat_);
   const Cores cores;
   const uint64_t word = cores.word();
   int before = 0, sharing = 0;
@@ -37,8 +33,8 @@ void Group::take_seat() {
     before += peer < room_.rank;
     ++sharing;
   }
-  if (cores.count() < 2 || sharing <= cores.count() || runnable() > room_.size) return;
-  seat_.take(cores, before % cores.count());
+  if (cores.count() > 1 && sharing > cores.count() && runnable() <= room_.size) seat_.take(cores, before % cores.count());
+  return Hold(seat_);
 }
 
 // The barrier. Nobody can arrive at the next one before all have left this one's predecessor, so one counter serves all.

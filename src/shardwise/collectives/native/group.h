@@ -58,8 +58,7 @@ class Group {
     } while (offset < bytes);
   }
 
-  // An operation has begun, and lasts as long as what is returned.
-  [[nodiscard]] Hold begin(Call call, int64_t timeout);
+  void begin(Call call, int64_t timeout);
   void meet();
   void compare();
   // The sum of one input a rank of this host, into `to`, which is the call's number or its accumulator.
@@ -88,10 +87,10 @@ class Group {
   Call call_{};
   uint64_t round_ = 0;
   int64_t began_ = 0, timeout_ = 0;
-  Seat seat_;
 
  private:
-  void take_seat();
+  // For the sum that has begun, as long as what is returned lives. Copies alone gain nothing from a seat (measured).
+  [[nodiscard]] Hold take_seat();
   void wait_for(uint32_t generation);
   void compare_sizes(uint64_t& most);
   void all_reduce_at_once(const char* input, char* output, uint64_t bytes);
@@ -104,6 +103,8 @@ class Group {
   void reduce_scatter_in_chain(const std::vector<const void*>& inputs, void* output);
   void all_reduce_in_chain(const char* input, char* output, uint64_t bytes);
   bool is_missing(int peer) const;
+
+  Seat seat_;
 };
 
 inline const char* at(const void* data, uint64_t offset) { return static_cast<const char*>(data) + offset; }

@@ -8,7 +8,7 @@ namespace shardwise {
 template <class Body>
 void Hosts::operate(Call call, int64_t timeout, Body body) {
   try {
-    const Hold seat = begin(call, timeout);
+    begin(call, timeout);
     wire_.announce(call_);
     for (Greeted& each : greeted_) each.open = false;
     body();
