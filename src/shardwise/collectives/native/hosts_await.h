@@ -32,7 +32,10 @@ void Hosts::await(Ready ready) {
     const uint32_t seen = moved.value.load(std::memory_order_acquire);
     const bool enough = ready();
     check_headings();
-    if (enough && ready()) return;
+    if (ready()) {
+      if (enough) return;
+      continue;  // it is enough since a moment ago, or by the headings: nobody would wake this rank again
+    }
     if (room_.header().broken.load(std::memory_order_acquire) != 0) room_.throw_if_broken();
     moved.wait(seen);
     if (now() - looked < kLookAround) continue;

@@ -13,10 +13,15 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#ifndef SHARDWISE_LOOK_AROUND_SECONDS  // the tests give seconds: whoever is not woken then sleeps too long to go unnoticed
+#define SHARDWISE_LOOK_AROUND_SECONDS 0.1
+#endif
+
 namespace shardwise {
 
 constexpr int64_t kNanoseconds = 1000000000;
-constexpr int64_t kLookAround = kNanoseconds / 10;  // how long a sleeper sleeps before it looks for dead peers
+// How long a sleeper sleeps before it looks for dead peers.
+constexpr int64_t kLookAround = static_cast<int64_t>(SHARDWISE_LOOK_AROUND_SECONDS * kNanoseconds);
 constexpr int kSpins = 60;                          // about 40 microseconds where nobody else wants the core
 
 // Nanoseconds of a clock that all processes of the host share.
@@ -64,7 +69,7 @@ struct Signal {
       pause_core();
       if (i % 4 == 3) sched_yield();
     }
-    timespec patience{0, kLookAround};
+    timespec patience{kLookAround / kNanoseconds, kLookAround % kNanoseconds};
     sleepers.fetch_add(1, std::memory_order_seq_cst);
     futex(&value, FUTEX_WAIT, old, &patience);  // the kernel looks at the value once more
     sleepers.fetch_sub(1, std::memory_order_seq_cst);
