@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.harness import Contender, Step
@@ -34,6 +37,12 @@ DEEPSPEED = Contender(
     "benchmarks.peers:deepspeed_zero3",
     "deepspeed",
     "stage 3, CPU accelerator over Gloo, contiguous gradients, buckets of one block, its own CPU Adam kernel",
+)
+DEEPSPEED_MICS = Contender(
+    "DeepSpeed MiCS at 2",
+    "benchmarks.peers:deepspeed_mics",
+    "deepspeed.runtime.zero.mics",
+    "the same, sharded over every two ranks; DeepSpeed has it up to 0.18.9",
 )
 ACCELERATE = Contender(
     "Accelerate FSDP2",
@@ -116,6 +125,26 @@ def accelerate_fsdp2(workload: Workload, directory: Path, rank: int, world: int)
 
 def deepspeed_zero3(workload: Workload, directory: Path, rank: int, world: int) -> Step:
     """DeepSpeed on its CPU accelerator; its Adam kernel is compiled on first use (minutes, a C++ compiler, ninja)."""
+    return _deepspeed(workload, directory, rank, {})
+
+
+def deepspeed_mics(workload: Workload, directory: Path, rank: int, world: int) -> Step:
+    """Its MiCS. It gathers a block's parameters in one coalesced call, which Gloo refuses: they are gathered in turn."""
+    from deepspeed.comm.torch import TorchBackend
+
+    TorchBackend.all_gather_coalesced = _gather_in_turn
+    return _deepspeed(workload, directory, rank, {"mics_shard_size": 2})
+
+
+def _gather_in_turn(
+    backend: Any, outputs: list[Tensor], inputs: list[Tensor], group: Any = None, async_op: bool = False
+) -> Any:
+    pairs = zip(outputs, inputs, strict=True)
+    works = [dist.all_gather_into_tensor(output, own, group=group, async_op=True) for output, own in pairs]
+    return SimpleNamespace(wait=lambda: [work.wait() for work in works])
+
+
+def _deepspeed(workload: Workload, directory: Path, rank: int, mics: dict[str, int]) -> Step:
     os.environ.update(DS_ACCELERATOR="cpu", LOCAL_SIZE=os.environ["LOCAL_WORLD_SIZE"])
     import deepspeed
 
@@ -137,8 +166,11 @@ def deepspeed_zero3(workload: Workload, directory: Path, rank: int, world: int) 
             "stage3_param_persistence_threshold": 10 * width,
             # its default, 1e9, keeps every parameter of a model of this size gathered from forward to backward
             "stage3_max_reuse_distance": 0 if workload.reshard else 10**9,
+            **mics,
         },
     }
+    if mics:
+        deepspeed.zero.MiCS_Init(module=model, config_dict_or_path=config)
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=parameter_groups(model, workload), config=config, dist_init_required=False
     )

@@ -4,7 +4,8 @@
 
 The hosts are network namespaces (`benchmarks.cluster`). All train the GPT-2 of `training_cpu` on one sequence a rank,
 one thread a rank, gathered parameters freed between forward and backward. Sharded over all ranks: FSDP2, DeepSpeed
-ZeRO-3 and shardwise; over every two: FSDP2 on two dimensions and shardwise. DeepSpeed 0.19.8 has no MiCS any more.
+ZeRO-3 and shardwise; over every two: FSDP2 on two dimensions, DeepSpeed MiCS where the installed version has it, and
+shardwise.
 The peers talk over Gloo, shardwise over its own backend. A contender takes its turn while the others wait; the order
 rotates from round to round. `alone` is the same forward, backward and update without anything sent. A step's compute
 is that of `alone` in the same round, and what a contender takes longer is its communication, as far as it is not
@@ -38,7 +39,7 @@ from torch import Tensor
 from benchmarks import cluster
 from benchmarks.contenders.shardwise_contender import AT_2, ON_ENGINE
 from benchmarks.harness import Contender, Series, Step, agree, build_step, redirect_output, summarize, take_turn
-from benchmarks.peers import DEEPSPEED, FSDP2, FSDP2_AT_2
+from benchmarks.peers import DEEPSPEED, DEEPSPEED_MICS, FSDP2, FSDP2_AT_2
 from benchmarks.record import header, write_json
 from benchmarks.workload import Workload, load_model, save_model, token_ids
 from shardwise.collectives import engine
@@ -49,10 +50,11 @@ CONTENDERS = {
     "fsdp2": FSDP2,
     "deepspeed": DEEPSPEED,
     "fsdp2_at_2": FSDP2_AT_2,
+    "mics": DEEPSPEED_MICS,
     "shardwise": ON_ENGINE,
     "shardwise2": AT_2,
 }
-RIVALS = ((ON_ENGINE, (FSDP2, DEEPSPEED)), (AT_2, (FSDP2_AT_2,)))  # of equal degree
+RIVALS = ((ON_ENGINE, (FSDP2, DEEPSPEED)), (AT_2, (FSDP2_AT_2, DEEPSPEED_MICS)))  # of equal degree
 LOSS_TOLERANCE = 1e-4
 PORTS = {"gloo": cluster.PORT, engine.BACKEND: cluster.PORT + 1}
 PACKAGES = ("torch", "transformers", "deepspeed", "shardwise")
