@@ -129,7 +129,7 @@ def deepspeed_zero3(workload: Workload, directory: Path, rank: int, world: int) 
 
 
 def deepspeed_mics(workload: Workload, directory: Path, rank: int, world: int) -> Step:
-    """Its MiCS. It gathers a block's parameters in one coalesced call, which Gloo refuses: they are gathered in turn."""
+    """Its MiCS, which gathers a block in one coalesced call. Gloo has none, so parameters are gathered in turn."""
     from deepspeed.comm.torch import TorchBackend
 
     TorchBackend.all_gather_coalesced = _gather_in_turn

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers.activations import GELUTanh, NewGELUActivation
 
 from shardwise.config import Job
 from shardwise.errors import ConfigError, ModelError
@@ -54,6 +55,26 @@ def test_directory_and_file(tmp_path: Path, as_file: bool) -> None:
     assert type(built) is GPT2LMHeadModel and built.config.n_layer == 2
     assert next(built.parameters()).dtype is torch.float32  # master weights, whatever the checkpoint was saved in
     assert as_file or built.generation_config.temperature == 0.25
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("model_type", ["gpt2", "gpt_neo", "gptj"])
+def test_gelu_new_is_one_kernel_that_keeps_its_input_alone(model_type: str, dtype: torch.dtype) -> None:
+    activations = [m for m in build_model(toys.job(model_type)).modules() if "gelu" in type(m).__name__.lower()]
+    assert {type(m) for m in activations} == {GELUTanh} and len(activations) == 2
+    values = torch.linspace(-6, 6, 4001, dtype=dtype).requires_grad_()
+    numbers, kept = [], []
+    for function in (NewGELUActivation(), activations[0]):
+        saved: list[torch.Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, saved=saved: saved.append(t) or t, lambda t: t):
+            result = function(values)
+        [gradient] = torch.autograd.grad(result.sum(), values)
+        numbers.append((result, gradient))
+        kept.append(len(saved))
+    assert kept[1] == 1 < kept[0]
+    for plain, fused in zip(*numbers, strict=True):
+        # torch's kernel rounds once; the formula in steps rounds after each
+        torch.testing.assert_close(fused, plain, rtol=0, atol=16 * torch.finfo(dtype).eps)
 
 
 def test_default_is_about_ten_million_parameters() -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from shardwise.config import Job
+from shardwise.families.activations import fuse_activations
 from shardwise.families.build import build_model
 from shardwise.families.discovery import discover
 from shardwise.families.facts import ModelFacts
@@ -62,9 +63,10 @@ class SavedInBlock:
 
 
 def saved_by_autograd(family: str, facts: ModelFacts, dtype: torch.dtype = torch.float32, **more: Any) -> int:
-    """Bytes that autograd saves in the second block of the unmodified model."""
+    """Bytes that autograd saves in the second block of transformers' model."""
     config = CONFIG_MAPPING[family](**CONFIGS[family], bos_token_id=None, eos_token_id=None, **more)
     model = AutoModelForCausalLM.from_config(config).to(dtype).train()
+    fuse_activations(model)
     saved = SavedInBlock(model, model.get_submodule(facts.blocks[1].name))
     with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor):
         model(input_ids=torch.randint(0, VOCABULARY, (BATCH, SEQUENCE)), use_cache=False)
@@ -105,10 +107,10 @@ def test_gpt_neox_by_hand() -> None:
 
 def test_kinds_are_read_off_the_shapes() -> None:
     assert BlockKind.of(facts_of("llama")) == BlockKind(rms_norm=True, rotary=True, gated=True)
-    assert BlockKind.of(facts_of("gpt2")) == BlockKind(fused_projection=True, activation_keeps=4)
+    assert BlockKind.of(facts_of("gpt2")) == BlockKind(fused_projection=True)
     neox = BlockKind(fused_projection=True, rotary=True, parallel_residual=True, heads_apart=True)
     assert BlockKind.of(facts_of("gpt_neox")) == neox
-    assert BlockKind.of(facts_of("opt")) == BlockKind(activation_keeps=0)
+    assert BlockKind.of(facts_of("opt")) == BlockKind(relu=True)
 
 
 def test_kinds_of_experts_are_read_off_the_shapes() -> None:

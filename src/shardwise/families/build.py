@@ -40,6 +40,7 @@ from transformers.initialization import meta_device_safe_creation_ops
 
 from shardwise.config import Job, ModelSection
 from shardwise.errors import ConfigError, ModelError, ShardwiseError, nearest
+from shardwise.families.activations import fuse_activations
 from shardwise.families.adapters import OWN_PRODUCTS, adapt
 from shardwise.families.default import default_config
 from shardwise.imports import load_object
@@ -58,6 +59,7 @@ OTHER_DROPOUT = re.compile(r"classif|summary|pooler|^cls|^qa|layerdrop|^drop_pat
 def build_model(job: Job) -> nn.Module:
     """The model of `job` in train mode, parameters on the meta device (fp32), key-value cache off."""
     model = _build_user_module(job.model) if job.model.factory else _build_hugging_face(job, load_config(job))
+    fuse_activations(model)
     model.train()
     for module in model.modules():  # an encoder-decoder's stacks have configs of their own
         config = getattr(module, "config", None)

@@ -17,8 +17,7 @@ size I and c bytes a number, autograd saves, each tensor once however many opera
   [B, heads, S, S]; with dropout also the mask and what is left of them. The result is not kept, but its copy with heads
   side by side is, as the output projection's input. SDPA on a CPU does not fuse with dropout.
 - activation function: GELU or SiLU its input [T, I]; ReLU nothing of its own, since its result is the next linear's
-  input; the tanh formula of GPT-2 (`gelu_new`) four intermediate results. A gated MLP keeps gate, its activation, and
-  the other factor.
+  input. A gated MLP keeps gate, its activation, and the other factor.
 - experts: a token that goes to k of them is k rows. Their input [kT, H], gathered by expert; as in a gated MLP four of
   [kT, I]; the result [kT, H], whose product with the router's weights needs it; the router's probabilities in fp32, and
   indices. Where experts are batched products (`batched_mm`), a copy of an expert's weights for each row. All experts
@@ -42,8 +41,7 @@ from typing import Any, Literal
 
 from shardwise.families.facts import EXPERTS, ModelFacts
 
-# Tensors of [T, I] that the activation function keeps, where transformers' default of the family is not GELU or SiLU.
-_ACTIVATION_KEEPS = {"gpt2": 4, "gpt_neo": 4, "gptj": 4, "codegen": 4, "phi": 4, "opt": 0}
+_RELU = frozenset({"opt"})  # by transformers' default of the family
 _PARALLEL_RESIDUAL = frozenset({"gpt_neox", "gptj", "phi", "falcon", "codegen", "cohere"})
 FP32 = 4
 INDICES = 40  # bytes of a row's expert, its place before and behind the sorting by expert, and its weight
@@ -59,7 +57,7 @@ class BlockKind:
     head_norms: bool = False  # query and key pass a norm of their own
     rotary: bool = False
     gated: bool = False
-    activation_keeps: int = 1
+    relu: bool = False
     parallel_residual: bool = False
     heads_apart: bool = False
     experts: int = 0  # of which a token goes to `facts.experts_of_token`
@@ -84,7 +82,7 @@ class BlockKind:
             head_norms=_norm_sizes(shapes).count((facts.head_size,)) >= 2,
             rotary=any(buffer.endswith("inv_freq") for buffer in facts.buffers),
             gated=bool(_stacks(shapes)) or matrices[mlp] - (fused and projection == mlp) >= 3,
-            activation_keeps=_ACTIVATION_KEEPS.get(facts.family, 1),
+            relu=facts.family in _RELU,
             parallel_residual=facts.family in _PARALLEL_RESIDUAL,
             heads_apart=facts.family in _HEADS_APART,
         )
@@ -217,7 +215,7 @@ def _mlp_norm(facts: ModelFacts, kind: BlockKind, shape: Shape) -> Piece:
 def _mlp_pieces(facts: ModelFacts, kind: BlockKind, shape: Shape, features: int | None = None) -> list[Piece]:
     hidden, wide = facts.hidden_size, math.ceil((features or facts.intermediate_size) / shape.tensor)
     (whole, row), inner = _rows(facts, shape), shape.tokens * shape.bytes * wide
-    keeps, ups = (3, 2) if kind.gated else (kind.activation_keeps, 1)
+    keeps, ups = (3, 2) if kind.gated else (int(not kind.relu), 1)
     shares = keeps == 0  # ReLU holds on to its result, which is the next linear's input
     return [
         Piece("MLP up", row, ups * inner, whole + _moved(whole, shape), ups * hidden * wide),
