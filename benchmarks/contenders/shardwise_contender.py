@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from shardwise.config import Job
 from shardwise.data.batch import Batch
 from shardwise.families.build import build_model
 from shardwise.families.discovery import discover
+from shardwise.kernels.products import quick_products
 from shardwise.layout import Layout
 from shardwise.memory.heap import keep_freed_memory
 from shardwise.parallel.apply import parallelize
@@ -28,6 +30,7 @@ from shardwise.training.program import make_program
 from shardwise.training.setup import current_world
 from shardwise.training.step import train_step
 
+KERNELS = ExitStack()  # of the process, to its end
 SHARDWISE = Contender(
     "shardwise",
     "benchmarks.contenders.shardwise_contender:shardwise",
@@ -128,6 +131,7 @@ class Trainable:
     def __init__(self, job: Job, device: torch.device) -> None:
         if device.type == "cpu":
             keep_freed_memory()  # as `launch.session` does, which here is the benchmark's own
+            KERNELS.enter_context(quick_products("cpu", "fp32"))  # as a worker of `shardwise train` does
         facts = discover(build_model(job), job)
         plan = resolve(job, current_world(device), facts)
         self.layout = Layout.from_plan(plan, dist.get_rank())

@@ -36,6 +36,7 @@ from shardwise.data.batch import Batch
 from shardwise.errors import MachineError
 from shardwise.families.build import build_model
 from shardwise.families.discovery import discover
+from shardwise.kernels.products import quick_products
 from shardwise.launch.local import run_local
 from shardwise.launch.session import session
 from shardwise.layout import Layout
@@ -198,14 +199,14 @@ def predicted_seconds(constants: MachineConstants, ranks: int) -> float:
 
 def _rank(settings: dict[str, Any], backend: str) -> RankProbe:
     job = Job.model_validate(settings)
-    with session("cpu", backend, TIMEOUT) as device:
+    with quick_products("cpu", "fp32"), session("cpu", backend, TIMEOUT) as device:
         tflops, bandwidth, gathers = _products(), _copies(), _gathers()
         return RankProbe(tflops, bandwidth, gathers, _training(job, device)[0])
 
 
 def _grown(settings: dict[str, Any], backend: str) -> Growth:
     """Of a process that has done nothing else, as a worker's."""
-    with session("cpu", backend, TIMEOUT) as device:
+    with quick_products("cpu", "fp32"), session("cpu", backend, TIMEOUT) as device:
         return _training(Job.model_validate(settings), device)[1]
 
 

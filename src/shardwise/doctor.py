@@ -21,6 +21,7 @@ from shardwise.config import Job
 from shardwise.draft import Draft, World, one_of
 from shardwise.errors import LegalityError, listed
 from shardwise.families.facts import ModelFacts
+from shardwise.kernels.products import prefers_onednn
 from shardwise.launch.environment import detect
 from shardwise.launch.session import ALONE, session
 from shardwise.legality import check
@@ -177,6 +178,10 @@ def _devices() -> Iterator[tuple[str, str]]:
 
     if not cuda.is_available():
         yield "devices", "cpu (CUDA is not available)"
+        yield (
+            "products",
+            "fp32 by " + ("oneDNN, quicker than MKL here" if prefers_onednn() else "torch's default library"),
+        )
         return
     for index in range(cuda.device_count()):
         device = cuda.get_device_properties(index)

@@ -16,6 +16,7 @@ from shardwise.collectives import engine, hierarchical
 from shardwise.config import Job
 from shardwise.errors import MachineError, WorkerError
 from shardwise.families.facts import ModelFacts
+from shardwise.kernels.products import quick_products
 from shardwise.kernels.sums import fp32_sums
 from shardwise.launch.environment import RankEnvironment, detect
 from shardwise.launch.local import run_local
@@ -157,8 +158,12 @@ def _silent(text: str) -> None:
 
 def _worker(job: Job, device_type: str, backend: str) -> TrainingResult:
     """One rank of a training."""
-    sums = fp32_sums(device_type, job.precision.compute)
-    with sums, session(device_type, backend, job.parallel.timeout_seconds) as device:
+    compute = job.precision.compute
+    with (
+        fp32_sums(device_type, compute),
+        quick_products(device_type, compute),
+        session(device_type, backend, job.parallel.timeout_seconds) as device,
+    ):
         return train_rank(after_restart(job), device)
 
 

@@ -28,6 +28,7 @@ from shardwise.entry import plan_job, usable_backend
 from shardwise.errors import ConfigError, MachineError
 from shardwise.families.build import load_config
 from shardwise.families.facts import ModelFacts
+from shardwise.kernels.products import quick_products
 from shardwise.kernels.sums import fp32_sums
 from shardwise.launch.environment import detect
 from shardwise.launch.local import run_local
@@ -263,6 +264,10 @@ def _note(text: str) -> None:
 
 
 def _worker(job: Job, device_type: str, backend: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    sums = fp32_sums(device_type, job.precision.compute)
-    with sums, session(device_type, backend, job.parallel.timeout_seconds) as device:
+    compute = job.precision.compute
+    with (
+        fp32_sums(device_type, compute),
+        quick_products(device_type, compute),
+        session(device_type, backend, job.parallel.timeout_seconds) as device,
+    ):
         return function(job, device, *args)

@@ -1,0 +1,96 @@
+"""fp32 matrix products on a CPU, by the quicker of the two libraries that torch has.
+
+torch multiplies fp32 with MKL, whose kernels for AMD's processors stop at AVX2. oneDNN, which torch has for 16 bits,
+uses AVX-512 where the processor has it: 5 to 25 % quicker on the shapes of a transformer
+(docs/benchmarks/collectives.md). Inside of `quick_products` large products go there, forward and backward, whoever
+asks for them. Results differ by rounding; equal shapes give equal bits. Intel's processors, for which MKL is written,
+are left alone.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LEAST = 1 << 22  # multiplications of a product, 0.1 ms, from which on asking costs nothing that could be seen
+
+
+@cache
+def prefers_onednn() -> bool:
+    """Whether fp32 products are quicker by oneDNN: on AMD's processors with AVX-512, where torch has both libraries."""
+    if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
+        return False
+    has_avx512 = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+    return has_avx512 and hasattr(torch.ops.mkldnn, "_linear_pointwise") and "AuthenticAMD" in _processor()
+
+
+@contextmanager
+def quick_products(device_type: str, compute: str) -> Iterator[None]:
+    """Large fp32 products by oneDNN where that is quicker, in a job that computes in fp32 on a CPU.
+
+    For the whole process, since an operator has one kernel. `compute`: as `precision.compute` has it.
+    """
+    if device_type != "cpu" or compute not in ("auto", "fp32") or not prefers_onednn():
+        yield
+        return
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
+        for name, kernel in (("mm", _mm()), ("addmm", _addmm())):
+            library.impl(name, kernel, "CPU", with_keyset=True, allow_override=True)
+    try:
+        yield
+    finally:
+        del library  # which gives torch's own kernels back
+
+
+def _mm() -> Callable[..., Tensor]:
+    own = torch.library.get_kernel("aten::mm", "CPU")
+
+    def kernel(keys: Any, left: Tensor, right: Tensor) -> Tensor:
+        if not _worthwhile(left, right):
+            product: Tensor = own.call_boxed(keys, left, right)
+            return product
+        return _product(left, right, None)
+
+    return kernel
+
+
+def _addmm() -> Callable[..., Tensor]:
+    own = torch.library.get_kernel("aten::addmm", "CPU")
+
+    def kernel(keys: Any, bias: Tensor, left: Tensor, right: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
+        a_row = (
+            bias.dim() == 1 and bias.dtype == torch.float32 and bias.numel() == right.shape[1] and bias.is_contiguous()
+        )
+        if not (a_row and beta == 1 and alpha == 1 and _worthwhile(left, right)):
+            product: Tensor = own.call_boxed(keys, bias, left, right, beta=beta, alpha=alpha)
+            return product
+        return _product(left, right, bias)
+
+    return kernel
+
+
+def _product(left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
+    product: Tensor = torch.ops.mkldnn._linear_pointwise.default(left, right.t(), bias, "none", [], "")
+    return product
+
+
+def _worthwhile(left: Tensor, right: Tensor) -> bool:
+    if left.dtype != torch.float32 or right.dtype != torch.float32:
+        return False
+    (rows, inner), columns = left.shape, right.shape[1]
+    dense = all(each.is_contiguous() or each.t().is_contiguous() for each in (left, right))
+    return dense and inner == right.shape[0] and rows * inner * columns >= LEAST
+
+
+def _processor() -> str:
+    file = Path("/proc/cpuinfo")
+    return file.read_text().partition("\n\n")[0] if file.exists() else ""
