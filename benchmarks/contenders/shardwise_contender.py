@@ -80,7 +80,7 @@ def _data_parallel(workload: Workload, directory: Path, rank: int, world: int, p
             },
         }
     )
-    trainable, ids = Trainable(job, torch.device("cpu")), token_ids(workload, rank)
+    trainable, ids = _on_cpu(job), token_ids(workload, rank)
     return lambda: trainable.step(ids)
 
 
@@ -120,18 +120,22 @@ def _axis(
             },
         }
     )
-    trainable = Trainable(job, torch.device("cpu"))
+    trainable = _on_cpu(job)
     mine = token_ids(workload, 0).split(rows)[trainable.layout.data_rank]
     return lambda: trainable.step(*mine.split(microbatch or rows))
+
+
+def _on_cpu(job: Job) -> Trainable:
+    """With what a worker of `shardwise train` has on a CPU beside its group, which here is the benchmark's own."""
+    keep_freed_memory()
+    KERNELS.enter_context(quick_products("cpu", job.precision.compute))
+    return Trainable(job, torch.device("cpu"))
 
 
 class Trainable:
     """`train_step` of a job on token ids that the caller brings."""
 
     def __init__(self, job: Job, device: torch.device) -> None:
-        if device.type == "cpu":
-            keep_freed_memory()  # as `launch.session` does, which here is the benchmark's own
-            KERNELS.enter_context(quick_products("cpu", "fp32"))  # as a worker of `shardwise train` does
         facts = discover(build_model(job), job)
         plan = resolve(job, current_world(device), facts)
         self.layout = Layout.from_plan(plan, dist.get_rank())

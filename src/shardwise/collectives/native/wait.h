@@ -22,7 +22,7 @@ namespace shardwise {
 constexpr int64_t kNanoseconds = 1000000000;
 // How long a sleeper sleeps before it looks for dead peers.
 constexpr int64_t kLookAround = static_cast<int64_t>(SHARDWISE_LOOK_AROUND_SECONDS * kNanoseconds);
-constexpr int kSpins = 60;                          // about 40 microseconds where nobody else wants the core
+constexpr int kSpins = 60;  // about 40 microseconds where nobody else wants the core
 
 // Nanoseconds of a clock that all processes of the host share.
 inline int64_t now() {
