@@ -54,6 +54,9 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 # FSDP's strategies of shard groups and replicas; the second has a private name in torch 2.11 to 2.13.
 hybrid_strategies = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
+# No public name: the product of a linear layer by oneDNN (torch 2.11 to 2.13); builds of torch without it have none.
+onednn_linear: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+
 
 # Operations of a group that torch.distributed need not know. Public names exist for groups that it has made alone.
 def clear_placement_cache() -> None:

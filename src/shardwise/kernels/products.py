@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise._torch_compat import onednn_linear
+
 LEAST = 1 << 22  # multiplications of a product, 0.1 ms, from which on asking costs nothing that could be seen
 
 
@@ -28,7 +30,7 @@ def prefers_onednn() -> bool:
     if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
         return False
     has_avx512 = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
-    return has_avx512 and hasattr(torch.ops.mkldnn, "_linear_pointwise") and "AuthenticAMD" in _processor()
+    return has_avx512 and onednn_linear is not None and "AuthenticAMD" in _processor()
 
 
 @contextmanager
@@ -79,7 +81,7 @@ def _addmm() -> Callable[..., Tensor]:
 
 
 def _product(left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
-    product: Tensor = torch.ops.mkldnn._linear_pointwise.default(left, right.t(), bias, "none", [], "")
+    product: Tensor = onednn_linear.default(left, right.t(), bias, "none", [], "")
     return product
 
 
