@@ -9,8 +9,7 @@ are left alone.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 from shardwise._torch_compat import onednn_linear
+from shardwise.kernels.operators import Kernel, replace_operators
 
 LEAST = 1 << 22  # multiplications of a product, 0.1 ms, from which on asking costs nothing that could be seen
 
@@ -42,18 +42,14 @@ def quick_products(device_type: str, compute: str) -> Iterator[None]:
     if device_type != "cpu" or compute not in ("auto", "fp32") or not prefers_onednn():
         yield
         return
-    library = torch.library.Library("aten", "IMPL")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
-        for name, kernel in (("mm", _mm()), ("addmm", _addmm())):
-            library.impl(name, kernel, "CPU", with_keyset=True, allow_override=True)
+    library = replace_operators({"mm": _mm(), "addmm": _addmm()})
     try:
         yield
     finally:
         del library  # which gives torch's own kernels back
 
 
-def _mm() -> Callable[..., Tensor]:
+def _mm() -> Kernel:
     own = torch.library.get_kernel("aten::mm", "CPU")
 
     def kernel(keys: Any, left: Tensor, right: Tensor) -> Tensor:
@@ -65,7 +61,7 @@ def _mm() -> Callable[..., Tensor]:
     return kernel
 
 
-def _addmm() -> Callable[..., Tensor]:
+def _addmm() -> Kernel:
     own = torch.library.get_kernel("aten::addmm", "CPU")
 
     def kernel(keys: Any, bias: Tensor, left: Tensor, right: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:

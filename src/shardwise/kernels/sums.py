@@ -9,14 +9,14 @@ processor with instructions for them: those sum in fp32 too.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardwise.kernels.operators import Kernel, replace_operators
 from shardwise.precision import DTYPES, multiplies
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")
@@ -26,7 +26,6 @@ INTO = {  # the same, into a tensor that is there
 }  # fmt: skip
 ATTENTION = ("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward")
 NORM, EMBEDDING, INDEX = "native_layer_norm_backward", "embedding_dense_backward", "_index_put_impl_"
-Kernel = Callable[..., Any]
 
 
 @contextmanager
@@ -57,12 +56,7 @@ def _replace(dtypes: Sequence[torch.dtype]) -> torch.library.Library:
     if slow:
         kernels |= {name: _in_fp32(name, slow) for name in (*PRODUCTS, *ATTENTION)}
         kernels |= {name: _into(name, kernels[product], slow) for name, product in INTO.items()}
-    library = torch.library.Library("aten", "IMPL")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
-        for name, kernel in kernels.items():
-            library.impl(name, kernel, "CPU", with_keyset=True, allow_override=True)
-    return library
+    return replace_operators(kernels)
 
 
 def _in_fp32(name: str, dtypes: Sequence[torch.dtype]) -> Kernel:

@@ -215,11 +215,11 @@ def _mlp_norm(facts: ModelFacts, kind: BlockKind, shape: Shape) -> Piece:
 def _mlp_pieces(facts: ModelFacts, kind: BlockKind, shape: Shape, features: int | None = None) -> list[Piece]:
     hidden, wide = facts.hidden_size, math.ceil((features or facts.intermediate_size) / shape.tensor)
     (whole, row), inner = _rows(facts, shape), shape.tokens * shape.bytes * wide
-    keeps, ups = (3, 2) if kind.gated else (int(not kind.relu), 1)
-    shares = keeps == 0  # ReLU holds on to its result, which is the next linear's input
+    keeps, ups = (3, 2) if kind.gated else (1, 1)
+    shares = kind.relu and not kind.gated  # ReLU holds on to its result, which is the next linear's input
     return [
         Piece("MLP up", row, ups * inner, whole + _moved(whole, shape), ups * hidden * wide),
-        Piece("activation", (keeps + shares) * inner, 0.0, (2 + (keeps > 1)) * inner),
+        Piece("activation", keeps * inner, 0.0, (2 + kind.gated) * inner),
         Piece("MLP down", (1 - shares) * inner, whole, inner + _moved(whole, shape), hidden * wide),
     ]
 
