@@ -137,6 +137,33 @@ def test_a_rank_that_fails_does_not_wait_for_others_to_leave_the_group_of_nccl()
     assert time.monotonic() - began < held / 2
 
 
+def fork_and_wait(notes: Path) -> None:
+    """Rank 0 forks two processes and waits, rank 1 fails when they run. A daemon is meant to outlive who began it."""
+    if os.environ["RANK"] == "1":
+        wait_until(lambda: (notes / "kept").exists() and (notes / "orphan").exists())
+        raise ValueError("boom")
+    for name in ("kept", "orphan"):
+        if os.fork() == 0:
+            if name == "kept":
+                os.setsid()
+            (notes / f"{name}.partial").write_text(str(os.getpid()))
+            (notes / f"{name}.partial").rename(notes / name)
+            time.sleep(600)
+    time.sleep(600)
+
+
+def test_what_a_killed_rank_has_forked_ends_with_it(tmp_path: Path) -> None:
+    with pytest.raises(WorkerError, match=r"rank 1 failed:(.|\n)*ValueError: boom"):
+        run_local(fork_and_wait, (tmp_path,), 2)
+    kept, orphan = (int((tmp_path / name).read_text()) for name in ("kept", "orphan"))
+    try:
+        wait_until(lambda: not psutil.pid_exists(orphan) or psutil.Process(orphan).status() == psutil.STATUS_ZOMBIE)
+        assert psutil.pid_exists(kept)
+    finally:
+        for pid in filter(psutil.pid_exists, (kept, orphan)):
+            os.kill(pid, signal.SIGKILL)
+
+
 def test_a_result_that_cannot_be_sent_is_an_error_of_its_rank() -> None:
     with pytest.raises(WorkerError, match="pickle"):
         run_local(unpicklable, (), 1)

@@ -18,6 +18,7 @@ from torch.distributed.elastic.agent.server import RunResult, WorkerGroup, Worke
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
 
+from shardwise.launch import descendants
 from shardwise.launch.diagnosis import diagnose
 from shardwise.launch.signals import Forwarding
 from shardwise.training.interrupt import SIGNALS
@@ -54,9 +55,10 @@ class Agent(LocalElasticAgent):
                 return result
             ended = {rank: failure.exitcode for rank, failure in result.failures.items()}
         else:
-            for worker in worker_group.workers:
-                if worker.global_rank not in ended:
-                    os.kill(worker.id, signal.SIGKILL)
+            others = [worker.id for worker in worker_group.workers if worker.global_rank not in ended]
+            with descendants.ended_too(others):
+                for pid in others:
+                    os.kill(pid, signal.SIGKILL)
         self._judge(ended)
         return RunResult(state=WorkerState.FAILED)  # elastic restarts all
 
@@ -77,7 +79,8 @@ class Agent(LocalElasticAgent):
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *rest: Any, **settings: Any) -> None:
         if death_sig == signal.SIGTERM and self._signals is not None:
             death_sig = signal.SIGKILL
-        super()._shutdown(death_sig, *rest, **settings)
+        with descendants.ended_too(worker.id for worker in self._worker_group.workers if worker.id is not None):
+            super()._shutdown(death_sig, *rest, **settings)
 
 
 def exit_code(pid: int) -> int | None:

@@ -32,7 +32,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from shardwise.errors import MachineError
-from shardwise.launch import failure, loopback
+from shardwise.launch import descendants, failure, loopback
 from shardwise.launch.agent import Agent, restore_cursor
 from shardwise.launch.diagnosis import logs_of, reports_of
 from shardwise.launch.session import waits_for_peers
@@ -206,8 +206,9 @@ def _own_children_ended() -> Iterator[None]:
         yield
     except BaseException:
         for child in multiprocessing.active_children():
-            if child.pid not in before:
-                child.kill()
+            if child.pid is not None and child.pid not in before:
+                with descendants.ended_too([child.pid]):
+                    child.kill()
                 child.join()
         raise
 
