@@ -7,11 +7,13 @@ one that cannot be written are refused before anything starts.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import shutil
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ SAMPLE_FILE = "sample.txt"
 LOCK_FILE = ".lock"
 _RESULTS = (SAMPLE_FILE, "report.html", "job.yaml", MODEL_DIRECTORY)
 _RECORDS = (METRICS_FILE, "tensorboard", "profile")  # a run that is resumed goes on with them
+_REFUSALS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO}  # of a disk
 
 # Which keys of a job may differ in two runs of the same training.
 UNLIKE: Any = {"output": True, "observe": True, "checkpoint": True, "parallel": {"timeout_seconds", "max_restarts"}}
@@ -163,11 +166,34 @@ def clear_output(path: Path, step: int) -> None:
             target.unlink(missing_ok=True)
 
 
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """What the disk refuses in the body is an error of the output directory `path`.
+
+    Raises:
+        OutputError: the disk is full, has failed or may no longer be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _REFUSALS:  # a tracker's server, say
+            raise
+        raise OutputError(
+            f"output={str(path)!r} cannot be written any more: {error.strerror}; once it can be, "
+            "--checkpoint.resume auto goes on from the last checkpoint; or use --output NEW_DIRECTORY"
+        ) from error
+
+
 def write_run(path: Path, content: dict[str, Any]) -> None:
-    """Replace run.json in one step."""
+    """Replace run.json in one step. Raises OutputError where it cannot be written."""
     temporary = path / f"{RUN_FILE}.new"
-    temporary.write_text(json.dumps(content, indent=1, default=str))
-    temporary.replace(path / RUN_FILE)
+    with writing(path):
+        try:
+            temporary.write_text(json.dumps(content, indent=1, default=str))
+            temporary.replace(path / RUN_FILE)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
 
 
 def _unused(path: Path) -> bool:

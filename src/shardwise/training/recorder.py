@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from shardwise.observe.metrics import MetricsWriter, Record
 from shardwise.observe.report import write_report
 from shardwise.observe.trackers import make_trackers
 from shardwise.training.forecast import Forecast
-from shardwise.training.output import METRICS_FILE, SAMPLE_FILE, clear_output, job_fingerprint, write_run
+from shardwise.training.output import METRICS_FILE, SAMPLE_FILE, clear_output, job_fingerprint, write_run, writing
 from shardwise.training.setup import Run
 
 
@@ -32,12 +33,12 @@ class Recorder:
             return
         job: Job = run.plan.job
         self.output = Path(job.output)
-        clear_output(self.output, step)
-        self.display = Display(run.plan)
-        self.trackers = make_trackers(job, self.output)
-        self.metrics = MetricsWriter(self.output / METRICS_FILE, resume_step=step)
-        self.description = _describe(run)
-        (self.output / "job.yaml").write_text(job_to_yaml(job))
+        self.display, self.description = Display(run.plan), _describe(run)
+        with writing(self.output):
+            clear_output(self.output, step)
+            self.trackers = make_trackers(job, self.output)
+            self.metrics = MetricsWriter(self.output / METRICS_FILE, resume_step=step)
+            (self.output / "job.yaml").write_text(job_to_yaml(job))
         write_run(self.output, self.description)
 
     def __enter__(self) -> Recorder:
@@ -48,11 +49,13 @@ class Recorder:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self.enabled:
-            self.display.finish()
-            self.metrics.close()
+        if not self.enabled:
+            return
+        with writing(self.output), ExitStack() as closing:  # the rest too where one fails, from the last to the first
             for tracker in self.trackers:
-                tracker.close()
+                closing.callback(tracker.close)
+            closing.callback(self.metrics.close)
+            closing.callback(self.display.finish)
 
     def say(self, text: str) -> None:
         """A sentence for the user."""
@@ -61,20 +64,21 @@ class Recorder:
 
     def record(self, record: Record) -> None:
         """A step or an evaluation."""
-        if not self.enabled:
-            return
-        self.metrics.write(record)
-        self.display.step(record)
-        for tracker in self.trackers:
-            tracker.log(record)
+        if self.enabled:
+            self._keep(record)
+            self.display.step(record)
 
     def note(self, record: Record, text: str) -> None:
         """A record that is no step's, and its sentence."""
         if self.enabled:
+            self._keep(record)
+            self.display.say(text)
+
+    def _keep(self, record: Record) -> None:
+        with writing(self.output):
             self.metrics.write(record)
             for tracker in self.trackers:
                 tracker.log(record)
-            self.display.say(text)
 
     def expect(self, forecast: Forecast) -> None:
         """What the planner predicts, for the user and for run.json."""
@@ -86,7 +90,8 @@ class Recorder:
     def sample(self, text: str) -> None:
         """The generated sample."""
         if self.enabled:
-            (self.output / SAMPLE_FILE).write_text(text)
+            with writing(self.output):
+                (self.output / SAMPLE_FILE).write_text(text)
 
     def finish(self, result: dict[str, Any]) -> Path | None:
         """Write the result and the report; returns the report's path on rank 0."""
@@ -94,7 +99,8 @@ class Recorder:
             return None
         self.description["result"] = result
         write_run(self.output, self.description)
-        return write_report(self.output)
+        with writing(self.output):
+            return write_report(self.output)
 
 
 def state_table(run: Run) -> Table:
