@@ -117,5 +117,11 @@ def test_cuda_ranks_are_named_by_their_accelerator() -> None:
     assert file.getvalue() == "shardwise  4 NVIDIA H200 ranks · shard 4 · bf16\n"
 
 
+def test_one_rank_is_not_ranks() -> None:
+    file = io.StringIO()
+    Display(make_plan(workers=1), Console(file=file, width=40)).start()
+    assert file.getvalue() == "shardwise  1 cpu rank · fp32\n"
+
+
 def test_durations() -> None:
     assert [duration(s) for s in (-1, 41.6, 725, 10810)] == ["0:00", "0:42", "12:05", "3:00:10"]

@@ -187,9 +187,9 @@ def differences(model: ParallelModel, manifest: Manifest) -> list[str]:
             old = manifest.job.get(section, {}).get(key, value)
             if old != value and f"{section}.{key}" not in NO_NUMBERS:
                 notes.append(f"{section}.{key} was {old!r} in the checkpoint, is {value!r} now")
-    size = manifest.plan.get("world", {}).get("size")
-    if size != model.plan.world.size:
-        notes.append(f"the checkpoint was written by {size} ranks, {model.plan.world.size} go on from it")
+    wrote, reads = manifest.plan.get("world", {}).get("size"), model.plan.world.size
+    if wrote != reads:
+        notes.append(f"the checkpoint was written by {wrote} rank{'s' * (wrote != 1)} and is read by {reads}")
     return notes
 
 

@@ -142,9 +142,9 @@ class Display:
 
 
 def _title(plan: Plan) -> str:
-    degrees = " · ".join(f"{axis} {degree}" for axis, degree in plan.degrees.items() if degree > 1) or "one rank"
-    ranks = f"{plan.world.size} {plan.world.accelerator or plan.world.device_type} ranks"
-    return f"shardwise  {ranks} · {degrees} · {plan.dtypes.compute}"
+    degrees = [f"{axis} {degree}" for axis, degree in plan.degrees.items() if degree > 1]
+    ranks = f"{plan.world.size} {plan.world.accelerator or plan.world.device_type} rank{'s' * (plan.world.size > 1)}"
+    return "shardwise  " + " · ".join([ranks, *degrees, plan.dtypes.compute])
 
 
 def _figures(record: Record) -> dict[str, str]:

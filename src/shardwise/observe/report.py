@@ -87,9 +87,8 @@ def _title(run: Mapping[str, Any]) -> str:
 def _subtitle(run: Mapping[str, Any]) -> str:
     world, degrees = _part(run, "plan", "world"), _part(run, "plan", "degrees")
     split = ", ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree != 1)
-    ranks = (
-        f"{world['size']} {world.get('accelerator') or world.get('device_type', '')} ranks" if "size" in world else ""
-    )
+    device = world.get("accelerator") or world.get("device_type", "")
+    ranks = f"{world['size']} {device} rank{'s' * (world['size'] != 1)}" if "size" in world else ""
     compute = str(_part(run, "plan", "dtypes").get("compute", ""))
     started = str(run.get("started") or "").replace("T", " ")[:16]
     return " · ".join(part for part in (ranks, split, compute, started and f"started {started}") if part)
