@@ -9,6 +9,7 @@ from shardwise.planner.hardware import ACCELERATORS, GB, find_accelerator, peak_
 NAMES = {
     "NVIDIA GB200": "GB200",
     "NVIDIA B200": "B200",
+    "NVIDIA B300 SXM6 AC": "B300",
     "NVIDIA H200": "H200 SXM",
     "NVIDIA H200 NVL": "H200 NVL",
     "NVIDIA GH200 480GB": "GH200",
@@ -28,6 +29,11 @@ NAMES = {
     "NVIDIA A30": "A30",
     "NVIDIA A10": "A10",
     "NVIDIA A10G": "A10G",
+    "NVIDIA RTX 6000 Ada Generation": "RTX 6000 Ada",
+    "NVIDIA RTX A6000": "RTX A6000",
+    "NVIDIA GeForce RTX 5090": "RTX 5090",
+    "NVIDIA GeForce RTX 4090": "RTX 4090",
+    "NVIDIA GeForce RTX 3090": "RTX 3090",
     "Tesla V100-SXM2-16GB": "V100 SXM",
     "Tesla V100-SXM2-32GB": "V100 SXM 32GB",
     "Tesla V100-PCIE-16GB": "V100 PCIe",
@@ -36,6 +42,8 @@ NAMES = {
     "Tesla T4": "T4",
     "AMD Instinct MI300X": "MI300X",
     "AMD Instinct MI325X": "MI325X",
+    "AMD Instinct MI350X": "MI350X",
+    "AMD Instinct MI355X": "MI355X",
     "AMD Instinct MI250X": "MI250X (one of two)",
 }
 
@@ -51,8 +59,10 @@ def test_every_row_is_reached_by_a_name() -> None:
 
 
 @pytest.mark.parametrize(
-    "device_name", ["", "AMD EPYC 7R13 Processor", "NVIDIA GeForce GTX 1080", "NVIDIA H1000", "A100X"]
-)
+    "device_name",
+    ["", "AMD EPYC 7R13 Processor", "NVIDIA GeForce GTX 1080", "NVIDIA GeForce RTX 4090 Laptop GPU",
+     "NVIDIA GeForce RTX 3090 Ti", "NVIDIA H1000", "A100X"],
+)  # fmt: skip
 def test_unknown_devices_and_cpus_have_no_peak(device_name: str) -> None:
     assert peak_tflops(device_name, "bf16") is None
 
@@ -68,4 +78,4 @@ def test_table_is_consistent() -> None:
     for accelerator in ACCELERATORS:
         assert accelerator.fp64 <= accelerator.fp32 < accelerator.fp16
         assert accelerator.bf16 in (None, accelerator.fp16)
-        assert 16 * GB <= accelerator.memory_bytes <= 300 * GB
+        assert 16 * GB <= accelerator.memory_bytes <= 310 * GB

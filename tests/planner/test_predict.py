@@ -233,6 +233,22 @@ def test_a_cluster_of_a_file(tmp_path: Path) -> None:
         cluster(str(file))
 
 
+@pytest.mark.parametrize(
+    ("text", "intra", "link", "inter"),
+    [
+        ("NVIDIA A100-SXM4-80GB:8", 300, "nvlink", 200),  # as torch names the device of a run
+        ("p4d.24xlarge:2", 300, "nvlink", 50),
+        ("h200:8", 450, "nvlink4", 400),
+        ("MI300X:16", 448, "nvlink4", 400),
+        ("NVIDIA GeForce RTX 4090:2", 32, "pcie", 12.5),
+        ("l40s:16", 32, "pcie", 12.5),
+    ],
+)
+def test_a_part_brings_its_own_links(text: str, intra: float, link: str, inter: float) -> None:
+    found = cluster(text)
+    assert (found.intra, found.link.name, found.inter) == (intra, link, inter)
+
+
 def test_an_accelerator_that_is_not_known_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match="Did you mean 'H100"):
         accelerator("H1000 SXM")

@@ -8,13 +8,17 @@ Peaks are the vendors' own, without sparsity, at the product's boost clock:
 - Ada: "NVIDIA L4", "NVIDIA L40", "NVIDIA L40S" datasheets; they print figures with sparsity, halved here.
 - Hopper: "NVIDIA H100 Tensor Core GPU" and "NVIDIA H200" datasheets, with sparsity, halved here; the unrounded 989.4
   of the SXM part is in the "NVIDIA H100 Tensor Core GPU Architecture" paper. GH200: "NVIDIA GH200 Grace Hopper".
-- Blackwell: "NVIDIA HGX B200" and "NVIDIA GB200 NVL72" datasheets, an eighth (a 72nd) of the system, sparsity halved.
-- AMD: "Instinct MI250X", "MI300X" and "MI325X" datasheets, matrix rates; a MI250X is two devices.
+- Blackwell: "NVIDIA HGX B200", "HGX B300" and "GB200 NVL72" datasheets, an eighth (a 72nd) of the system, sparsity
+  halved.
+- GeForce RTX 3090, 4090 and 5090: architecture papers of GA102, AD102 and RTX Blackwell, products summed in fp32, which
+  is half the rate of fp16 sums there; "NVIDIA RTX A6000" and "RTX 6000 Ada" datasheets.
+- AMD: "Instinct MI250X", "MI300X", "MI325X", "MI350X" and "MI355X" datasheets, matrix rates; a MI250X is two devices.
 
 fp32 is the rate of plain fp32 arithmetic, which torch uses for matrix products unless TF32 is switched on; fp64 is that
 of the matrix units where there are any. A dtype without hardware of its own (bf16 before Ampere) has no entry.
 
 `bandwidth` (GB/s of device memory), `units` (multiprocessors, AMD's compute units) and `watts` are of the same sheets.
+So is `link`, NVLink's, Infinity Fabric's or else PCIe's rate: bridges join pairs, and a ring over a node leaves them.
 `matmul` and `memory_bound` are no vendor's: the shares of peak and of bandwidth that large matrix products and
 element-wise kernels reach. Where nobody has measured them they are those of the nearest part. In the file the first
 pattern that matches wins, so a special part stands before the general one.
@@ -51,6 +55,7 @@ class Accelerator:
     fp16: float
     bf16: float | None
     bandwidth: float = 100.0  # GB/s
+    link: float = 5.0  # GB/s to the others of its node, one direction
     units: int = 1
     watts: float = 0.0
     matmul: float = 0.8
@@ -64,7 +69,7 @@ class Accelerator:
     @property
     def fp8(self) -> bool:
         """Whether products in fp8 are quicker than in bf16: Ada, Hopper, Blackwell, CDNA 3."""
-        return re.match(r"(G?[BH]\d|L\d|MI3)", self.name) is not None
+        return re.match(r"(G?[BH]\d|L\d|RTX [456]0|MI3)", self.name) is not None
 
 
 def _read() -> tuple[Accelerator, ...]:

@@ -20,6 +20,7 @@ from shardwise.errors import ConfigError, nearest, nearest_file
 from shardwise.planner.hardware import ACCELERATORS, GIB, USABLE, Accelerator, find_accelerator, read_data
 from shardwise.planner.prediction import Cluster, Configuration, Fabric, ModelShape, Stack
 
+NVLINK4, PCIE = 400, 100  # GB/s, one direction, from which on links are the former and up to which the latter
 CPU = Accelerator("CPU", r"^cpu$", 16 * GIB, fp64=0.05, fp32=0.1, fp16=0.05, bf16=0.05, bandwidth=20, units=1)
 
 
@@ -31,7 +32,7 @@ def fabrics() -> dict[str, Fabric]:
 
 def link_of(intra: float) -> Fabric:
     """The kind of link inside a node that has so many GB/s, one direction: NVLink 4 and later, before, or PCIe."""
-    return fabrics()["nvlink4" if intra >= 400 else "nvlink" if intra > 100 else "pcie"]
+    return fabrics()["nvlink4" if intra >= NVLINK4 else "nvlink" if intra > PCIE else "pcie"]
 
 
 @dataclass(frozen=True)
@@ -121,9 +122,10 @@ def accelerator(name: str) -> Accelerator:
 def cluster(text: str) -> Cluster:
     """A cluster: `p5.48xlarge:16` (16 nodes), `h200:4` (4 accelerators), `cpu:4` (4 processes), or a YAML file.
 
-    A file's keys: accelerator, nodes, per_node, intra (GB/s of one accelerator, one direction), inter_gbps (Gbit/s of a
-    node), link and fabric (names of data/fabrics.json), memory_gb (of one accelerator), host_gb (of a node's own
-    memory; unset: what is offloaded is taken to fit). Raises ConfigError.
+    A file's keys: accelerator, nodes, per_node, intra (GB/s of one accelerator, one direction; unset: its own links'),
+    inter_gbps (Gbit/s of a node; unset: as in the vendor's machines), link and fabric (names of data/fabrics.json),
+    memory_gb (of one accelerator), host_gb (of a node's own memory; unset: what is offloaded is taken to fit). Raises
+    ConfigError.
     """
     if Path(text).suffix in (".yaml", ".yml"):
         return _from_file(Path(text))
@@ -134,16 +136,12 @@ def cluster(text: str) -> Cluster:
 
 
 def _named(name: str, count: int) -> Cluster:
-    known = read_data("clusters")
+    known: dict[str, dict[str, Any]] = read_data("clusters")
     if name == "cpu":
         return Cluster("cpu", CPU, 1, count, 5.0, 1.0, fabrics()["shared-memory"], fabrics()["ethernet"])
-    if name not in known:
-        if find_accelerator(name) is None:
-            raise ConfigError(f"cluster={name!r} is not known.{nearest(name, [*known, 'cpu'])}")
-        row = {key: known["dgx-h100"][key] for key in ("intra", "inter_gbps", "link", "fabric")}
-        row |= {"accelerator": name, "per_node": 8, "host_gb": 0.0}
-    else:
-        row = known[name]
+    if name not in known and find_accelerator(name) is None:
+        raise ConfigError(f"cluster={name!r} is not known.{nearest(name, [*known, 'cpu'])}")
+    row = known.get(name, {"accelerator": name, "per_node": 8, "host_gb": 0.0})
     if "." in name or name.startswith("dgx"):
         return _cluster(name, row, count)
     per_node = min(row["per_node"], count)
@@ -153,11 +151,18 @@ def _named(name: str, count: int) -> Cluster:
     return _cluster(name, {**row, "per_node": per_node, "host_gb": host}, count // per_node)
 
 
+def usual_network(part: Accelerator) -> float:
+    """Gbit/s of a node where nobody says it: that of the vendor's own machines with this part, or of those like it."""
+    rows = [row for row in read_data("clusters").values() if row["fabric"] == "rdma"]
+    own = [row["inter_gbps"] for row in rows if row["accelerator"] == part.name]
+    return float(max(own, default=3200 if part.link >= NVLINK4 else 800 if part.link > PCIE else 100))
+
+
 def _cluster(name: str, row: dict[str, Any], nodes: int) -> Cluster:
     device = accelerator(row["accelerator"])
     if "memory_gb" in row:
         device = replace(device, memory_bytes=int(row["memory_gb"] * GIB * USABLE))
-    intra, inter = row.get("intra", 300), row.get("inter_gbps", 3200) / 8
+    intra, inter = row.get("intra", device.link), row.get("inter_gbps", usual_network(device)) / 8
     link = _fabric(row["link"], "link") if "link" in row else link_of(intra)
     fabric, host = _fabric(row.get("fabric", "rdma"), "fabric"), row.get("host_gb", 0.0)
     return Cluster(name, device, nodes, row.get("per_node", 8), intra, inter, link, fabric, host)

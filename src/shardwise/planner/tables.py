@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shardwise.errors import TableError, nearest_file
-from shardwise.planner.hardware import ACCELERATORS, GIB, USABLE, Accelerator, find_accelerator, read_data
-from shardwise.planner.inventory import fabrics, link_of, presets
+from shardwise.planner.hardware import ACCELERATORS, GIB, USABLE, Accelerator, find_accelerator
+from shardwise.planner.inventory import fabrics, link_of, presets, usual_network
 from shardwise.planner.prediction import Cluster, Configuration, ModelShape, Prediction, Stack
 from shardwise.planner.unstated import with_checkpointing, with_microbatch
 
@@ -290,8 +290,8 @@ def _cluster(row: Row, model_ranks: int) -> Cluster:
         nodes += 1
     words = " ".join(row.text.get(column, "") for column in ("collectives", "assumed", "notes", "table", "url"))
     fabric = fabrics()["efa" if _EFA.search(words) else "rdma"]
-    inter = row.number("inter_Gbps_per_node", _usual(device, "inter_gbps", 800)) / 8
-    intra = row.number("intra_GBps_per_gpu", _usual(device, "intra", 300))
+    inter = row.number("inter_Gbps_per_node", usual_network(device)) / 8
+    intra = row.number("intra_GBps_per_gpu", device.link)
     return Cluster(
         name=row.text["gpu"],
         accelerator=device,
@@ -302,13 +302,6 @@ def _cluster(row: Row, model_ranks: int) -> Cluster:
         link=link_of(intra),
         fabric=fabric,
     )
-
-
-def _usual(device: Accelerator, key: str, otherwise: float) -> float:
-    """A number of the network where the row does not say it: that of the vendor's own machines with this part."""
-    rows = read_data("clusters").values()
-    found = [row[key] for row in rows if row["accelerator"] == device.name and row["fabric"] == "rdma"]
-    return float(max(found, default=otherwise))
 
 
 def _accelerator(row: Row, strict: bool = True) -> Accelerator | None:
