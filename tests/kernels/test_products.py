@@ -20,7 +20,7 @@ from tests.parity.jobs import make_job
 
 ROWS, INNER, COLUMNS = 320, 192, 224  # half of INNER is large enough still
 ASKED = products.prefers_onednn
-OPERATORS = ("mm", "addmm")
+OPERATORS = ("mm", "mm.out", "addmm", "addmm.out")
 
 pytestmark = pytest.mark.skipif(products.onednn_linear is None, reason="a torch without oneDNN")
 
@@ -56,11 +56,15 @@ def test_products_are_right_however_the_factors_lie(turned: tuple[bool, bool]) -
         each.t().contiguous().t() if turn else each for each, turn in zip((left, right), turned, strict=True)
     )
     exact = left.double() @ right.double()
+    into, biased_into = torch.empty(ROWS, COLUMNS), torch.empty(COLUMNS, ROWS).t()
     with quick_products("cpu", "fp32"):
         found, biased = left @ right, torch.addmm(bias, left, right)
         again = left @ right
+        assert torch.mm(left, right, out=into) is into
+        torch.addmm(bias, left, right, out=biased_into)
     expected = products.onednn_linear(left, right.t(), None, "none", [], "")
     assert torch.equal(found, expected) and torch.equal(found, again)
+    assert torch.equal(into, expected) and torch.equal(biased_into, biased)
     assert ((found.double() - exact).abs() <= bound(left, right)).all()
     assert ((biased.double() - exact - bias.double()).abs() <= 2 * bound(left, right)).all()
 
@@ -87,7 +91,7 @@ CALLS: dict[str, Callable[..., Tensor]] = {  # of [ROWS, INNER], [INNER, COLUMNS
     "a bias for each element": lambda left, right, bias: torch.addmm(bias.expand(ROWS, -1), left, right),
     "with gaps": lambda left, right, bias: left[:, ::2] @ right[::2],
     "of nothing": lambda left, right, bias: left[:, :0] @ right[:0],
-    "into a tensor": lambda left, right, bias: torch.mm(left, right, out=torch.empty(ROWS, COLUMNS)),
+    "into an empty tensor": lambda left, right, bias: torch.mm(left, right, out=torch.empty(0)),
 }
 
 

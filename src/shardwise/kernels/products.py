@@ -42,43 +42,35 @@ def quick_products(device_type: str, compute: str) -> Iterator[None]:
     if device_type != "cpu" or compute not in ("auto", "fp32") or not prefers_onednn():
         yield
         return
-    library = replace_operators({"mm": _mm(), "addmm": _addmm()})
+    library = replace_operators({name: _kernel(name) for name in ("mm", "mm.out", "addmm", "addmm.out")})
     try:
         yield
     finally:
         del library  # which gives torch's own kernels back
 
 
-def _mm() -> Kernel:
-    own = torch.library.get_kernel("aten::mm", "CPU")
+def _kernel(name: str) -> Kernel:
+    """Of `mm`, `addmm`, or of either as it writes into an `out` of the caller's."""
+    own = torch.library.get_kernel(f"aten::{name}", "CPU")
 
-    def kernel(keys: Any, left: Tensor, right: Tensor) -> Tensor:
-        if not _worthwhile(left, right):
-            product: Tensor = own.call_boxed(keys, left, right)
+    def kernel(keys: Any, *operands: Tensor, **options: Any) -> Tensor:
+        *bias, left, right = operands
+        if not (_worthwhile(left, right) and _fits(left, right, bias, **options)):
+            product: Tensor = own.call_boxed(keys, *operands, **options)
             return product
-        return _product(left, right, None)
+        made: Tensor = onednn_linear.default(left, right.t(), bias[0] if bias else None, "none", [], "")
+        return options["out"].copy_(made) if "out" in options else made
 
     return kernel
 
 
-def _addmm() -> Kernel:
-    own = torch.library.get_kernel("aten::addmm", "CPU")
-
-    def kernel(keys: Any, bias: Tensor, left: Tensor, right: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
-        a_row = (
-            bias.dim() == 1 and bias.dtype == torch.float32 and bias.numel() == right.shape[1] and bias.is_contiguous()
-        )
-        if not (a_row and beta == 1 and alpha == 1 and _worthwhile(left, right)):
-            product: Tensor = own.call_boxed(keys, bias, left, right, beta=beta, alpha=alpha)
-            return product
-        return _product(left, right, bias)
-
-    return kernel
-
-
-def _product(left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
-    product: Tensor = onednn_linear.default(left, right.t(), bias, "none", [], "")
-    return product
+def _fits(
+    left: Tensor, right: Tensor, bias: list[Tensor], beta: Any = 1, alpha: Any = 1, out: Tensor | None = None
+) -> bool:
+    """Whether oneDNN's operator does just that: nothing scaled, no bias but one row, `out` as large as the result."""
+    shape, single = (left.shape[0], right.shape[1]), torch.float32
+    a_row = all(each.shape == shape[1:] and each.dtype == single and each.is_contiguous() for each in bias)
+    return beta == alpha == 1 and a_row and (out is None or (out.shape == shape and out.dtype == single))
 
 
 def _worthwhile(left: Tensor, right: Tensor) -> bool:
