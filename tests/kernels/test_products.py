@@ -108,6 +108,15 @@ def test_a_wrong_shape_is_torchs_error(shape: tuple[tuple[int, int], tuple[int, 
         torch.ones(shape[0]) @ torch.ones(shape[1])
 
 
+def test_wrong_operands_are_torchs_error() -> None:
+    left, right, bias = matrices()
+    with quick_products("cpu", "fp32"):
+        with pytest.raises(RuntimeError, match="must be a matrix"):
+            torch.mm(bias, right)
+        with pytest.raises(RuntimeError, match="to have dtype float"):
+            torch.mm(left, right, out=torch.empty(ROWS, COLUMNS, dtype=torch.float64))
+
+
 def test_torchs_own_come_back() -> None:
     own = kernels()
     with quick_products("cpu", "fp32"):

@@ -74,7 +74,7 @@ def _fits(
 
 
 def _worthwhile(left: Tensor, right: Tensor) -> bool:
-    if left.dtype != torch.float32 or right.dtype != torch.float32:
+    if any(each.dtype != torch.float32 or each.dim() != 2 for each in (left, right)):  # a vector is torch's error
         return False
     (rows, inner), columns = left.shape, right.shape[1]
     dense = all(each.is_contiguous() or each.t().is_contiguous() for each in (left, right))
