@@ -31,7 +31,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from benchmarks.contenders.shardwise_contender import Trainable
 from benchmarks.harness import Contender, GroupFailed, Step, paired_ratio, run_rounds, start_groups
 from benchmarks.record import header, write_json
-from shardwise.config import Job
+from shardwise.job.schema import Job
 from shardwise.observe.memory import LiveBytes
 
 LINES = {"gpt_neox": (1.1, 0.6), "gptj": (1.3, 0.5), "gpt_neo": (1.3, 0.5), "bloom": (1.3, 0.5)}  # speed, share of peak

@@ -26,14 +26,14 @@ from shardwise.checkpoint.load import restore
 from shardwise.checkpoint.manifest import BLOCK_BYTES, Progress
 from shardwise.checkpoint.save import Checkpointer
 from shardwise.checkpoint.stores import LocalStore, NewFile
-from shardwise.config import Job
-from shardwise.families.build import build_model
-from shardwise.families.discovery import discover
-from shardwise.layout import Layout
+from shardwise.job.schema import Job
+from shardwise.kernels.precision import LossScaler
+from shardwise.model.build import build_model
+from shardwise.model.discover import discover
 from shardwise.parallel.apply import parallelize
+from shardwise.parallel.layout import Layout
 from shardwise.parallel.model import ParallelModel
-from shardwise.plan import resolve
-from shardwise.precision import LossScaler
+from shardwise.plan.plan import resolve
 from shardwise.training.init import initialize
 from shardwise.training.optimizer import ShardedOptimizer
 from shardwise.training.setup import current_world

@@ -2,9 +2,9 @@
 
     python -m benchmarks.collectives --json result.json --plot docs/benchmarks/collectives.svg
 
-The same measurement as `shardwise bench collectives` (`src/shardwise/bench.py`), with date, commit and machine beside
-it and a ladder of sizes for the plot. Bandwidth is the bytes that the operation has to move over its time, so that the
-rate of plain copies on all cores is the limit of every operation.
+The same measurement as `shardwise bench collectives` (`src/shardwise/commands/bench.py`), with date, commit and machine
+beside it and a ladder of sizes for the plot. Bandwidth is the bytes that the operation has to move over its time, so
+that the rate of plain copies on all cores is the limit of every operation.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ if __package__ in (None, ""):  # run as a file: make the package importable, her
 from rich.console import Console
 
 from benchmarks.record import header, write_json
-from shardwise import bench
 from shardwise.collectives import engine
+from shardwise.commands import bench
 
 LADDER_RANKS = 4
 SIZES = tuple(4 << power for power in range(10, 25, 2))  # 4 KiB to 64 MiB

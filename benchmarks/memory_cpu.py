@@ -24,17 +24,17 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.record import header, write_json
-from shardwise.config import Job
 from shardwise.data.batch import Batch
-from shardwise.families.build import build_model
-from shardwise.families.discovery import discover
-from shardwise.layout import Layout
+from shardwise.job.schema import Job
+from shardwise.kernels.precision import LossScaler
+from shardwise.model.build import build_model
+from shardwise.model.discover import discover
 from shardwise.observe.memory import LiveBytes
 from shardwise.parallel.apply import parallelize
-from shardwise.plan import Plan, resolve
-from shardwise.planner.memory import estimate
-from shardwise.planner.memory_estimate import MemoryEstimate
-from shardwise.precision import LossScaler
+from shardwise.parallel.layout import Layout
+from shardwise.plan.plan import Plan, resolve
+from shardwise.planner.formulas.memory import estimate
+from shardwise.planner.formulas.memory_estimate import MemoryEstimate
 from shardwise.testing.world import WorldPool
 from shardwise.training.init import initialize
 from shardwise.training.optimizer import ShardedOptimizer

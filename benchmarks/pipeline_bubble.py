@@ -30,15 +30,15 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.record import header, write_json
-from shardwise.config import Job
-from shardwise.families.build import build_model
-from shardwise.families.discovery import discover
+from shardwise.job.schema import Job
 from shardwise.kernels.linear import WeightGradients
-from shardwise.layout import Layout
+from shardwise.model.build import build_model
+from shardwise.model.discover import discover
 from shardwise.parallel.apply import parallelize
+from shardwise.parallel.layout import Layout
 from shardwise.parallel.model import ParallelModel
-from shardwise.plan import World, resolve
-from shardwise.planner.schedule import bubble
+from shardwise.plan.plan import World, resolve
+from shardwise.planner.formulas.schedule import bubble
 from shardwise.testing.world import WorldPool
 
 SCHEDULES = {

@@ -23,9 +23,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from shardwise.planner.evaluate import Result, evaluate
-from shardwise.planner.prediction import Configuration
-from shardwise.planner.tables import LAYER_METRIC, Row, Unmapped, configuration, measured, read_table
+from shardwise.planner.formulas.prediction import Configuration
+from shardwise.planner.published.evaluate import Result, evaluate
+from shardwise.planner.published.tables import LAYER_METRIC, Row, Unmapped, configuration, measured, read_table
 
 SYSTEMS = {"A100 80GB": "a100_80g.json", "H100 SXM": "h100_80g_nvl8.json"}
 RECOMPUTED = {"none": "none", "full": "full", "attention": "attn_only"}

@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def script(workload: Workload, directory: Path, rank: int, world: int) -> Step:
     """The step of a script; it clips no gradients, as its peer does not."""
     import shardwise.smp as smp
-    from shardwise.memory.heap import keep_freed_memory
+    from shardwise.launch.heap import keep_freed_memory
 
     keep_freed_memory()  # as where a script's own smp.init joins the ranks; here the benchmark has
     smp.init({"ddp": True, "sharded_data_parallel_degree": world, "sdp_gradient_clipping": 0.0})

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 
 from shardwise import Job, load_job, train
-from shardwise.entry import plan_job
+from shardwise.commands.train import plan_job
 
 JOB = Job(
     model={"config": {"model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 192,

@@ -14,14 +14,14 @@ import yaml
 
 import shardwise
 from shardwise import errors
-from shardwise.cli import COMMANDS, as_command, build_parser
+from shardwise.commands.cli import COMMANDS, as_command, build_parser
 from shardwise.errors import ConfigError
-from shardwise.job_keys import leaf_of, leaves, sections
-from shardwise.job_sources import load_job, read_value, take_overrides
-from shardwise.legality import rules
-from shardwise.reference import PAGES, pages, write
-from shardwise.reference_tables import SUBJECTS
-from shardwise.smp_options import OPTIONS
+from shardwise.job.keys import leaf_of, leaves, sections
+from shardwise.job.smp_options import OPTIONS
+from shardwise.job.sources import load_job, read_value, take_overrides
+from shardwise.plan.rules import rules
+from tools.reference.pages import PAGES, pages, write
+from tools.reference.tables import SUBJECTS
 
 ROOT = Path(__file__).parent.parent
 REFERENCE = ROOT / "docs" / "reference"
@@ -72,7 +72,7 @@ def test_the_reference_is_what_the_code_says(tmp_path: Path) -> None:
     paths = write(tmp_path / "reference", ROOT)
     assert {path.name for path in paths} == {path.name for path in REFERENCE.iterdir()} == {*PAGES, "package.md"}
     for path in paths:
-        how = "run `python -m shardwise.reference docs/reference`"
+        how = "run `python -m tools.reference.pages docs/reference`"
         assert (REFERENCE / path.name).read_text() == path.read_text(), how
 
 

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from shardwise.cli import main
-from shardwise.reference_tables import FILES, METRICS
+from shardwise.commands.cli import main
 from shardwise.testing.world import WorldPool
+from tools.reference.tables import FILES, METRICS
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"

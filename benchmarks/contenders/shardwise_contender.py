@@ -14,16 +14,16 @@ from torch import Tensor
 
 from benchmarks.harness import Contender, Step
 from benchmarks.workload import Workload, token_ids
-from shardwise.config import Job
 from shardwise.data.batch import Batch
-from shardwise.families.build import build_model
-from shardwise.families.discovery import discover
+from shardwise.job.schema import Job
+from shardwise.kernels.precision import LossScaler
 from shardwise.kernels.products import quick_products
-from shardwise.layout import Layout
-from shardwise.memory.heap import keep_freed_memory
+from shardwise.launch.heap import keep_freed_memory
+from shardwise.model.build import build_model
+from shardwise.model.discover import discover
 from shardwise.parallel.apply import parallelize
-from shardwise.plan import resolve
-from shardwise.precision import LossScaler
+from shardwise.parallel.layout import Layout
+from shardwise.plan.plan import resolve
 from shardwise.training.init import initialize
 from shardwise.training.optimizer import ShardedOptimizer
 from shardwise.training.program import make_program

@@ -12,16 +12,16 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Job": "shardwise.config",
-    "load_job": "shardwise.job_sources",
-    "resolve": "shardwise.plan",
-    "Plan": "shardwise.plan",
-    "Layout": "shardwise.layout",
+    "Job": "shardwise.job.schema",
+    "load_job": "shardwise.job.sources",
+    "resolve": "shardwise.plan.plan",
+    "Plan": "shardwise.plan.plan",
+    "Layout": "shardwise.parallel.layout",
     "parallelize": "shardwise.parallel.apply",
     "initialize": "shardwise.training.init",
     "train_step": "shardwise.training.step",
-    "train": "shardwise.entry",
-    "verify": "shardwise.verify",
+    "train": "shardwise.commands.train",
+    "verify": "shardwise.commands.verify",
 }
 __all__ = ["__version__", *_HOMES]
 

@@ -6,11 +6,6 @@ without a traceback and exits with code 2 (`exit_code`).
 
 from __future__ import annotations
 
-import difflib
-import os
-from collections.abc import Iterable
-from pathlib import Path
-
 
 class ShardwiseError(Exception):
     """Base of all errors that are a user's to fix. `exit_code` is what the command line returns."""
@@ -74,28 +69,3 @@ class WorkerError(ShardwiseError):
     """A worker failed. The message ends with the first failing rank's own error."""
 
     exit_code = 1
-
-
-def listed(names: Iterable[str], most: int = 4, separator: str = ", ") -> str:
-    """The first of `names`, and how many more there are."""
-    names = list(names)
-    return separator.join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
-
-
-LISTED = 60  # names that a message lists, at most
-
-
-def nearest(word: str, known: Iterable[str]) -> str:
-    """` Did you mean 'x'?` for the closest of `known`, or the list of them when nothing is close."""
-    known = sorted(known)
-    close = [name for name in known if name.lower() == word.lower()]  # `adamw` is further from AdamW than from Adam
-    close = close or difflib.get_close_matches(word, known, n=1, cutoff=0.55)
-    return f" Did you mean {close[0]!r}?" if close else f" Known: {listed(known, LISTED)}."
-
-
-def nearest_file(path: Path, *suffixes: str) -> str:
-    """Of a file that is not there: the one beside it with the closest name, or that there is none of these kinds."""
-    if not path.parent.is_dir():
-        return f" There is no directory {str(path.parent)!r}."
-    files = [str(path.parent / name) for name in os.listdir(path.parent) if name.endswith(suffixes)]
-    return nearest(str(path), files) if files else f" There is no {' or '.join(suffixes)} file beside it."

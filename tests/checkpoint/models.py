@@ -9,8 +9,8 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedModel
 
 from shardwise.checkpoint.reading import HuggingFaceWeights
-from shardwise.families.discovery import find_ties
-from tests.families import toys
+from shardwise.model.discover import find_ties
+from tests.model import toys
 
 
 def make_model(model_type: str, **config: Any) -> PreTrainedModel:

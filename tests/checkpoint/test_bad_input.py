@@ -19,8 +19,8 @@ from shardwise.checkpoint.catalog import checkpoints, read_manifest
 from shardwise.checkpoint.manifest import FILE, seal
 from shardwise.checkpoint.save import claim
 from shardwise.checkpoint.stores import LocalStore
-from shardwise.config import Job
 from shardwise.errors import CheckpointError
+from shardwise.job.schema import Job
 from shardwise.launch.session import session
 from shardwise.testing.world import WorldPool
 from shardwise.training.keeper import Keeper

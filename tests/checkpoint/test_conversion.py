@@ -18,13 +18,13 @@ from transformers import (
 )
 
 from shardwise.checkpoint.reading import HuggingFaceWeights
-from shardwise.config import Job
 from shardwise.errors import ModelError
-from shardwise.families.build import build_model
-from shardwise.families.discovery import discover
+from shardwise.job.schema import Job
+from shardwise.model.build import build_model
+from shardwise.model.discover import discover
 from shardwise.training.init import match_weights
 from tests.checkpoint.models import assert_reads_all, make_model, resolve
-from tests.families import toys
+from tests.model import toys
 
 Tensors = dict[str, Tensor]
 EXPERTS = {"num_experts_per_tok": 2, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}

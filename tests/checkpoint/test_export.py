@@ -20,8 +20,8 @@ from shardwise.checkpoint.export import export_checkpoint, restore_config
 from shardwise.checkpoint.manifest import FILE, Manifest, Progress
 from shardwise.checkpoint.stores import open_store
 from shardwise.checkpoint.whole import WholeTensors
-from shardwise.config import Job
 from shardwise.errors import CheckpointError, OutputError
+from shardwise.job.schema import Job
 from shardwise.observe.memory import LiveBytes
 from shardwise.testing.world import WorldPool
 from tests.checkpoint.made import save_steps

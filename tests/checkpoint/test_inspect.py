@@ -15,7 +15,7 @@ from shardwise.checkpoint.inspect import list_checkpoints, run_ls, run_show
 from shardwise.checkpoint.manifest import BLOCK_BYTES, FILE, seal
 from shardwise.checkpoint.stores import open_store
 from shardwise.checkpoint.verification import run_verify, verify_files
-from shardwise.cli import main
+from shardwise.commands.cli import main
 from shardwise.errors import CheckpointError
 from shardwise.testing.world import WorldPool
 from tests.checkpoint.made import save_steps

@@ -31,8 +31,8 @@ from shardwise.checkpoint.catalog import checkpoints, name_of
 from shardwise.checkpoint.manifest import FILE
 from shardwise.checkpoint.staging import Staging
 from shardwise.checkpoint.stores import LocalStore
-from shardwise.config import Job
 from shardwise.errors import WorkerError
+from shardwise.job.schema import Job
 from shardwise.launch.local import run_local
 from shardwise.launch.session import session
 from shardwise.testing.world import WorldPool

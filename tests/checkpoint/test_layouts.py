@@ -16,7 +16,7 @@ from shardwise.checkpoint.load import restore
 from shardwise.checkpoint.manifest import Progress
 from shardwise.checkpoint.save import Checkpointer
 from shardwise.checkpoint.stores import LocalStore
-from shardwise.config import Job
+from shardwise.job.schema import Job
 from shardwise.testing.world import WorldPool
 from shardwise.training.keeper import data_facts
 from shardwise.training.setup import Run, set_up

@@ -21,8 +21,8 @@ from shardwise.checkpoint.remote import RemoteStore
 from shardwise.checkpoint.save import claim
 from shardwise.checkpoint.stores import OWNER, Store, open_store, split
 from shardwise.checkpoint.verification import verify_files
-from shardwise.config import Job
 from shardwise.errors import CheckpointError
+from shardwise.job.schema import Job
 from shardwise.observe.metrics import read_metrics
 from shardwise.testing.world import WorldError, WorldPool
 from shardwise.training.trainer import train_rank

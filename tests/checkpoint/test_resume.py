@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise import entry
-from shardwise.config import Job
+from shardwise.commands import train as entry
 from shardwise.errors import CheckpointError, DamagedError, DataError, OutputError, WorkerError
+from shardwise.job.schema import Job
 from shardwise.observe.metrics import read_metrics
 from shardwise.testing.world import WorldPool
 from shardwise.training.keeper import Keeper, way_on

@@ -23,8 +23,8 @@ from shardwise.checkpoint.save import SYNCHRONOUS_BYTES, Checkpointer
 from shardwise.checkpoint.staging import Broken, Staging, Straight, _aligned
 from shardwise.checkpoint.storage_write import hashed
 from shardwise.checkpoint.stores import NewFile
-from shardwise.config import CheckpointSection
 from shardwise.errors import CheckpointError
+from shardwise.job.schema import CheckpointSection
 
 HALF = BLOCK_BYTES // 2
 

@@ -11,11 +11,11 @@ from safetensors.torch import load_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from shardwise.checkpoint.export import export_hugging_face
-from shardwise.config import Job
+from shardwise.job.schema import Job
 from shardwise.testing.world import WorldPool
 from shardwise.training.setup import set_up
 from tests.checkpoint.models import make_model
-from tests.families import toys
+from tests.model import toys
 from tests.parity.jobs import make_job, write_tokens
 
 

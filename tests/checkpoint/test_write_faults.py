@@ -21,8 +21,8 @@ from shardwise.checkpoint.catalog import Retention, checkpoints, name_of, read_m
 from shardwise.checkpoint.manifest import FILE, Manifest, Progress
 from shardwise.checkpoint.save import Checkpointer
 from shardwise.checkpoint.stores import OWNER, LocalStore, open_store
-from shardwise.config import CheckpointSection, Job
 from shardwise.errors import CheckpointError
+from shardwise.job.schema import CheckpointSection, Job
 from shardwise.testing.world import WorldPool
 from shardwise.training.keeper import data_facts
 from shardwise.training.setup import set_up
@@ -219,7 +219,7 @@ def test_a_failed_save_is_everyones_at_the_next_step_and_the_last_one_stays(
 # In a mount namespace of its own: two runs of the command line on a small tmpfs, which is larger for the second.
 FULL = """
 import ctypes, json, os, sys
-from shardwise.cli import main
+from shardwise.commands.cli import main
 disk, job = sys.argv[1:]
 
 def mount(flags, size):

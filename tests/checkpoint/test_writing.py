@@ -22,9 +22,9 @@ from transformers import (
 
 from shardwise.checkpoint.writing import HuggingFaceWriter, remove_unfinished
 from shardwise.errors import OutputError
-from shardwise.families.discovery import find_ties
+from shardwise.model.discover import find_ties
 from tests.checkpoint.models import assert_reads_all, make_model
-from tests.families import toys
+from tests.model import toys
 
 
 def _write(path: Path, model: PreTrainedModel, **options: Any) -> Path:

@@ -13,14 +13,15 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from shardwise import bench, entry
-from shardwise.cli import main
 from shardwise.collectives import engine
-from shardwise.config import Job
+from shardwise.commands import bench
+from shardwise.commands import train as entry
+from shardwise.commands.cli import main
 from shardwise.errors import MachineError
+from shardwise.job.schema import Job
 from shardwise.launch import session
 from shardwise.launch.environment import RankEnvironment
-from shardwise.plan import World
+from shardwise.plan.plan import World
 
 
 @pytest.fixture

@@ -23,8 +23,8 @@ from shardwise._torch_compat import all_gather_single, clear_placement_cache, re
 from shardwise.collectives import hierarchical, topology
 from shardwise.collectives.fsdp import use_two_levels
 from shardwise.collectives.hierarchical import HierarchicalGroup
+from shardwise.commands.verify import verify_rank
 from shardwise.testing.world import WorldPool
-from shardwise.verify import verify_rank
 from tests.parity.jobs import make_job
 
 DTYPES = (torch.float64, torch.bfloat16, torch.int32, torch.bool)

@@ -18,9 +18,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from shardwise._torch_compat import clear_placement_cache
 from shardwise.collectives import engine, fsdp
 from shardwise.collectives.topology import HOST_VARIABLE
-from shardwise.parallel import sharded as sharded_data
+from shardwise.commands.verify import verify_rank
+from shardwise.parallel.transforms import sharding as sharded_data
 from shardwise.testing.world import WorldPool
-from shardwise.verify import verify_rank
 from tests.parity.jobs import make_job
 
 

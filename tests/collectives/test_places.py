@@ -13,17 +13,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise import doctor, entry
 from shardwise.collectives import engine, topology
 from shardwise.collectives.hierarchical import HierarchicalGroup
-from shardwise.config import Job
+from shardwise.commands import doctor
+from shardwise.commands import train as entry
+from shardwise.job.schema import Job
 from shardwise.launch import loopback
-from shardwise.plan import World, resolve
-from shardwise.smp import smddp
-from shardwise.smp.process import state, world_to_come
+from shardwise.plan.plan import World, resolve
+from shardwise.smp.v1 import smddp
+from shardwise.smp.v1.process import state, world_to_come
 from shardwise.testing.world import WorldPool
-from tests.legality.jobs import FACTS
 from tests.parity.jobs import make_job
+from tests.plan.rules.jobs import FACTS
 
 
 def rows(hosts: str) -> list[tuple[str, str]]:

@@ -11,18 +11,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise import entry, verify
 from shardwise.collectives import engine, topology
-from shardwise.config import Job
+from shardwise.commands import train as entry
+from shardwise.commands import verify
 from shardwise.errors import ConfigError, LegalityError, MachineError
+from shardwise.job.schema import Job
 from shardwise.launch import session as sessions
 from shardwise.launch.environment import RankEnvironment
-from shardwise.plan import Plan, World, resolve
-from shardwise.script import Script, run
-from shardwise.smp.backend import choose
+from shardwise.plan.plan import Plan, World, resolve
+from shardwise.smp.script import Script, run
+from shardwise.smp.v1.backend import choose
 from shardwise.testing.world import WorldPool
-from tests.legality.jobs import FACTS
 from tests.parity.jobs import make_job
+from tests.plan.rules.jobs import FACTS
 
 
 def job(backend: str = "auto", **parallel: Any) -> Job:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.config import Job
+from shardwise.job.schema import Job
 from shardwise.testing.world import WorldPool
 from tests.cuda_on_cpu.ranks import joined, verified
 from tests.parity.jobs import make_module_job, span_job, tensor_job

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from shardwise.config import Job
-from shardwise.optimizers import ELEMENTWISE
+from shardwise.job.optimizers import ELEMENTWISE
+from shardwise.job.schema import Job
 from shardwise.testing.world import WorldPool
 from tests.cuda_on_cpu.ranks import joined, starved, trained, trained_on_cpu
 from tests.parity.jobs import make_job

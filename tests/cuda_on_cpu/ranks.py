@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 
 from shardwise._torch_compat import default_store
-from shardwise.config import Job
+from shardwise.commands.verify import verify_rank
 from shardwise.errors import CapacityError
+from shardwise.job.schema import Job
 from shardwise.launch import session as sessions
 from shardwise.launch.environment import detect
 from shardwise.testing.comparison import Report
@@ -24,7 +25,6 @@ from shardwise.training.optimizer import ShardedOptimizer
 from shardwise.training.output import METRICS_FILE
 from shardwise.training.setup import study
 from shardwise.training.trainer import train_rank
-from shardwise.verify import verify_rank
 from tests.smp import scripts, sharded_scripts
 
 

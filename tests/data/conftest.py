@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.config import Job
+from shardwise.job.schema import Job
 
 TEXTS = [
     "the cat sat on the mat and looked at the other cat\n" * 6,

@@ -11,10 +11,10 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from shardwise.config import DataSection
 from shardwise.data import readers
 from shardwise.data.corpus import Corpus, data_format, find_corpus, stdlib_files
 from shardwise.errors import ConfigError, DataError
+from shardwise.job.schema import DataSection
 from tests.data.conftest import TEXTS
 
 

@@ -9,7 +9,6 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from shardwise.config import Job
 from shardwise.data.corpus import find_corpus
 from shardwise.data.tokenizer import (
     TokenizerSource,
@@ -20,6 +19,7 @@ from shardwise.data.tokenizer import (
     load_tokenizer,
 )
 from shardwise.errors import DataError
+from shardwise.job.schema import Job
 from tests.data.conftest import TEXTS, JobMaker
 
 

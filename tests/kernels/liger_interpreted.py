@@ -13,8 +13,8 @@ from liger_kernel.ops import geglu, rms_norm
 from transformers import AutoConfig, AutoModelForCausalLM
 from triton.runtime import interpreter
 
-from shardwise.families.fusible import fusible
 from shardwise.kernels.liger import use_liger
+from shardwise.model.fusible import fusible
 
 
 class Scalar(float):

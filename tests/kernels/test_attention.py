@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import KernelError
-from shardwise.families.kernels import KERNELS, Needs, refusal
-from shardwise.kernels import masks
-from shardwise.kernels.attention import attention
+from shardwise.kernels.attention import masks
+from shardwise.kernels.attention.dispatch import attention
 from shardwise.kernels.dropout import DropoutScope, dropout_scope
+from shardwise.model.attention_kernels import KERNELS, Needs, refusal
 from shardwise.observe.memory import LiveBytes
 
 BATCH, HEADS, GROUPS, LENGTH, SIZE = 2, 4, 2, 20, 6

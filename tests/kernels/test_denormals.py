@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shardwise._torch_compat import FakeTensorMode
-from shardwise.kernels.blockwise import Blockwise, blockwise_attention
+from shardwise.kernels.attention.blockwise import Blockwise, blockwise_attention
 
 
 def _kept() -> bool:

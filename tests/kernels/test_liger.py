@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shardwise.families.fusible import GEGLU, NORM, ROTARY, SWIGLU, fusible
 from shardwise.kernels.liger import use_liger
+from shardwise.model.fusible import GEGLU, NORM, ROTARY, SWIGLU, fusible
 
 SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_hidden_layers": 2,
                          "num_key_value_heads": 2, "vocab_size": 97, "head_dim": 8}  # fmt: skip

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shardwise import entry, verify
-from shardwise.config import Job
+from shardwise.commands import train as entry
+from shardwise.commands import verify
+from shardwise.job.schema import Job
 from shardwise.kernels import products
 from shardwise.kernels.products import quick_products
 from shardwise.testing.world import WorldPool

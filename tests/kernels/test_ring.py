@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.collectives.context import dealt, gather_sequence, heads_for_rows, in_order, rows_for_heads
-from shardwise.kernels import ring
-from shardwise.kernels.masks import document_mask
-from shardwise.kernels.ring import Ring, ring_attention
+from shardwise.kernels.attention import ring
+from shardwise.kernels.attention.masks import document_mask
+from shardwise.kernels.attention.ring import Ring, ring_attention
 from shardwise.testing.world import WorldPool
 
 LENGTH, HEADS, GROUPS = 24, 4, 2

@@ -14,8 +14,9 @@ from torch.nn import functional as F
 
 import shardwise.smp as smp
 import shardwise.smp.v2 as tsm
-from shardwise import entry, verify
-from shardwise.config import Job
+from shardwise.commands import train as entry
+from shardwise.commands import verify
+from shardwise.job.schema import Job
 from shardwise.kernels import sums
 from shardwise.kernels.sums import fp32_sums
 from shardwise.testing.world import WorldPool

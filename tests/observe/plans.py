@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from shardwise.config import Job
-from shardwise.families.facts import BlockFacts, ModelFacts
-from shardwise.plan import Plan, World, resolve
+from shardwise.job.schema import Job
+from shardwise.model.facts import BlockFacts, ModelFacts
+from shardwise.plan.plan import Plan, World, resolve
 
 FACTS = ModelFacts(
     family="gpt_neox",

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.config import Job
+from shardwise.job.schema import Job
 from shardwise.observe.profile import profiler
 
 

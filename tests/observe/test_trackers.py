@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from shardwise.config import Job
 from shardwise.errors import ConfigError, MachineError
+from shardwise.job.schema import Job
 from shardwise.observe.trackers import make_trackers, scalars
 
 RECORD = {

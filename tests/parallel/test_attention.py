@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForMaskedLM, T5ForConditionalGeneration
 
-from shardwise.families.adapters import adapt
-from shardwise.families.attention import LED
-from shardwise.kernels import masks
+from shardwise.kernels.attention import masks
 from shardwise.kernels.dropout import DropoutScope, dropout_scope
-from shardwise.parallel.attention import lead_attention
+from shardwise.model.attention import LED
+from shardwise.model.attention_callers import adapt
+from shardwise.parallel.transforms.attention import lead_attention
 from tests.parity.jobs import TENSOR_CONFIGS, VOCABULARY
 
 LENGTH = 16

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.config import ParallelSection
-from shardwise.draft import stage_ranks
+from shardwise.job.schema import ParallelSection
 from shardwise.parallel.pipeline import Pipeline
+from shardwise.plan.draft import stage_ranks
 
 Message = tuple[int, int]  # from, to
 

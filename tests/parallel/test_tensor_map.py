@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.layout import Layout
+from shardwise.parallel.layout import Layout
 from shardwise.parallel.tensor_map import TensorMap
 from shardwise.testing.world import WorldPool
 from shardwise.training.setup import set_up

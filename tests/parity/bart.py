@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
-from shardwise.config import Job
+from shardwise.job.schema import Job
 from tests.parity.jobs import LENGTH, VOCABULARY, make_module_job, span_job
 
 

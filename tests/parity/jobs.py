@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from transformers import T5Config, T5ForConditionalGeneration
 
-from shardwise.config import Job
-from shardwise.families.facts import ModelFacts
+from shardwise.commands.verify import verify_rank
+from shardwise.job.schema import Job
+from shardwise.model.facts import ModelFacts
 from shardwise.testing.comparison import Report
 from shardwise.testing.world import WorldPool
 from shardwise.training.setup import study
-from shardwise.verify import verify_rank
 
 LENGTH = 16
 MODELS: dict[str, dict[str, Any]] = {

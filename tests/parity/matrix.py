@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from shardwise.config import Job
+from shardwise.job.schema import Job
 from tests.parity.jobs import make_job
 
 # Layouts are (shard, replica), or "zero1" and the number of ranks. The last ones are for `-m slow` alone.

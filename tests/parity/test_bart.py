@@ -12,11 +12,11 @@ from transformers import AutoModelForSeq2SeqLM
 
 from shardwise.checkpoint.export import export_hugging_face
 from shardwise.checkpoint.manifest import Progress
-from shardwise.config import Job
-from shardwise.draft import World
 from shardwise.errors import LegalityError
-from shardwise.plan import resolve
-from shardwise.planner.schedule import holders, tied_across
+from shardwise.job.schema import Job
+from shardwise.plan.draft import World
+from shardwise.plan.plan import resolve
+from shardwise.planner.formulas.schedule import holders, tied_across
 from shardwise.testing.world import WorldPool
 from shardwise.training.setup import set_up, study
 from shardwise.training.step import train_step

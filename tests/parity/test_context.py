@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.config import Job
 from shardwise.data.batch import Batch
+from shardwise.job.schema import Job
 from shardwise.kernels.dropout import DropoutScope, dropout_scope
 from shardwise.testing.world import WorldPool
 from shardwise.training.sample import generate

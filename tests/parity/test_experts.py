@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.config import Job
-from shardwise.draft import World
 from shardwise.errors import LegalityError, ModelError
-from shardwise.plan import resolve
+from shardwise.job.schema import Job
+from shardwise.plan.draft import World
+from shardwise.plan.plan import resolve
 from shardwise.testing.capture import gather
 from shardwise.testing.world import WorldPool
 from shardwise.training.setup import set_up, study

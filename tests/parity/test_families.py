@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.config import Job
+from shardwise.job.schema import Job
 from shardwise.testing.world import WorldPool
 from tests.parity.jobs import check_agrees, t5_job, tensor_job
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.config import Job
+from shardwise.job.schema import Job
 from shardwise.testing.comparison import Report
 from shardwise.testing.faults import FAULTS
 from shardwise.testing.world import WorldPool

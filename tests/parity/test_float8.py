@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.config import Job
+from shardwise.job.schema import Job
 from shardwise.testing.capture import capture_step
 from shardwise.testing.comparison import Report, Tolerance, compare_tensors
 from shardwise.testing.faults import FAULTS

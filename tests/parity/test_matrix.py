@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.config import Job
+from shardwise.job.schema import Job
 from shardwise.testing.comparison import Report
 from shardwise.testing.world import WorldPool
 from tests.parity.jobs import verify_one

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.config import Job
-from shardwise.draft import Draft, World
+from shardwise.job.schema import Job
+from shardwise.plan.draft import Draft, World
 from shardwise.testing.capture import gather
 from shardwise.testing.world import WorldPool
 from shardwise.training.sample import generate

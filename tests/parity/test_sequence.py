@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise._torch_compat import tree_leaves
-from shardwise.config import Job
+from shardwise.job.schema import Job
 from shardwise.testing.world import WorldPool
 from shardwise.training.setup import set_up
 from tests.parity.jobs import VOCABULARY, check_agrees, tensor_job

@@ -10,12 +10,12 @@ import torch
 from transformers import T5Config, T5EncoderModel
 
 from shardwise.checkpoint.manifest import Progress
-from shardwise.config import Job
-from shardwise.draft import World
-from shardwise.families.discovery import discover
-from shardwise.layout import Layout
-from shardwise.plan import resolve
-from shardwise.planner.schedule import holders, tied_across
+from shardwise.job.schema import Job
+from shardwise.model.discover import discover
+from shardwise.parallel.layout import Layout
+from shardwise.plan.draft import World
+from shardwise.plan.plan import resolve
+from shardwise.planner.formulas.schedule import holders, tied_across
 from shardwise.testing.world import WorldPool
 from shardwise.training.setup import study
 from tests.checkpoint.test_layouts import assert_same, read_and_write, write

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.config import Job
+from shardwise.job.schema import Job
 from shardwise.testing.capture import gather
 from shardwise.testing.world import WorldPool
 from shardwise.training.sample import generate

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint.manifest import Progress
-from shardwise.config import Job
-from shardwise.draft import World
 from shardwise.errors import LegalityError
-from shardwise.plan import resolve
+from shardwise.job.schema import Job
+from shardwise.plan.draft import World
+from shardwise.plan.plan import resolve
 from shardwise.testing.capture import gather
 from shardwise.testing.world import WorldPool
 from shardwise.training.setup import set_up, study

@@ -10,12 +10,20 @@ import torch
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from shardwise.config import Job
-from shardwise.families.activations import fuse_activations
-from shardwise.families.build import build_model
-from shardwise.families.discovery import discover
-from shardwise.families.facts import ModelFacts
-from shardwise.planner.activations import BlockKind, Piece, Shape, backward_peak, block_pieces, kept_bytes, saved_bytes
+from shardwise.job.schema import Job
+from shardwise.model.activations import fuse_activations
+from shardwise.model.build import build_model
+from shardwise.model.discover import discover
+from shardwise.model.facts import ModelFacts
+from shardwise.planner.formulas.activations import (
+    BlockKind,
+    Piece,
+    Shape,
+    backward_peak,
+    block_pieces,
+    kept_bytes,
+    saved_bytes,
+)
 
 BATCH, SEQUENCE, VOCABULARY = 2, 48, 64
 SIZES = {"vocab_size": VOCABULARY, "max_position_embeddings": 64, "num_hidden_layers": 3, "num_attention_heads": 4}

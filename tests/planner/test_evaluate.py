@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.cli import main
+from shardwise.commands.cli import main
 from shardwise.errors import TableError
-from shardwise.planner import accuracy
-from shardwise.planner.calibrate import fit, samples, shipped_rows
-from shardwise.planner.evaluate import evaluate, summary
-from shardwise.planner.inventory import shipped
-from shardwise.planner.predict import predict
-from shardwise.planner.tables import Row, configuration, predicted, read_table
+from shardwise.planner.constants.inventory import shipped
+from shardwise.planner.formulas.predict import predict
+from shardwise.planner.published import accuracy
+from shardwise.planner.published.calibrate import fit, samples, shipped_rows
+from shardwise.planner.published.evaluate import evaluate, summary
+from shardwise.planner.published.tables import Row, configuration, predicted, read_table
 
 TABLES = Path("tests/data/perf-tables")
 PAGE = Path("docs/planner.md")

@@ -10,8 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.planner.calibrate_memory import Held, fit_memory
-from shardwise.planner.calibrate_spread import (
+from shardwise.planner.constants.hardware import GIB
+from shardwise.planner.constants.inventory import cluster, presets, shipped, stack_of
+from shardwise.planner.formulas.compute import Work
+from shardwise.planner.formulas.footprint import footprint, stage_blocks, stages
+from shardwise.planner.formulas.layer import Layer, blocks_ahead
+from shardwise.planner.formulas.predict import predict
+from shardwise.planner.formulas.prediction import EIGHTY, Configuration, Stack
+from shardwise.planner.published.calibrate_memory import Held, fit_memory
+from shardwise.planner.published.calibrate_spread import (
     Prior,
     Seen,
     alike,
@@ -22,15 +29,8 @@ from shardwise.planner.calibrate_spread import (
     unknown_spread,
     wait_spread,
 )
-from shardwise.planner.compute import Work
-from shardwise.planner.evaluate import evaluate
-from shardwise.planner.footprint import footprint, stage_blocks, stages
-from shardwise.planner.hardware import GIB
-from shardwise.planner.inventory import cluster, presets, shipped, stack_of
-from shardwise.planner.layer import Layer, blocks_ahead
-from shardwise.planner.predict import predict
-from shardwise.planner.prediction import EIGHTY, Configuration, Stack
-from shardwise.planner.tables import configuration, read_table
+from shardwise.planner.published.evaluate import evaluate
+from shardwise.planner.published.tables import configuration, read_table
 
 TABLES = Path("tests/data/perf-tables")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.planner.hardware import ACCELERATORS, GB, find_accelerator, peak_tflops
+from shardwise.planner.constants.hardware import ACCELERATORS, GB, find_accelerator, peak_tflops
 
 NAMES = {
     "NVIDIA GB200": "GB200",

@@ -15,14 +15,14 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import foreach_reduce
 
 from benchmarks.memory_cpu import measure
 from shardwise._torch_compat import all_gather_single
-from shardwise.config import Job
-from shardwise.families.build import build_model
-from shardwise.families.discovery import discover
-from shardwise.families.facts import ModelFacts
+from shardwise.job.schema import Job
 from shardwise.kernels import float8_gather
-from shardwise.plan import Plan, World, resolve
-from shardwise.planner.memory import estimate, moments
-from shardwise.planner.shapes import local_elements
+from shardwise.model.build import build_model
+from shardwise.model.discover import discover
+from shardwise.model.facts import ModelFacts
+from shardwise.plan.plan import Plan, World, resolve
+from shardwise.planner.formulas.memory import estimate, moments
+from shardwise.planner.formulas.shapes import local_elements
 from shardwise.testing.world import WorldPool
 from shardwise.training.setup import Run, set_up
 from shardwise.training.step import train_step

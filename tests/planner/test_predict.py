@@ -14,19 +14,19 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from shardwise.config import Job
-from shardwise.draft import World
 from shardwise.errors import ConfigError
-from shardwise.plan import resolve
-from shardwise.planner.communication import gather, group, join, reduce
-from shardwise.planner.compute import block, matmul_seconds, rates, recomputed
-from shardwise.planner.configure import configuration_of
-from shardwise.planner.footprint import footprint
-from shardwise.planner.hardware import GIB
-from shardwise.planner.inventory import accelerator, cluster, presets, stack_of
-from shardwise.planner.predict import predict
-from shardwise.planner.prediction import Configuration, ModelShape
-from shardwise.planner.tables import configuration, read_table
+from shardwise.job.schema import Job
+from shardwise.plan.draft import World
+from shardwise.plan.plan import resolve
+from shardwise.planner.constants.hardware import GIB
+from shardwise.planner.constants.inventory import accelerator, cluster, presets, stack_of
+from shardwise.planner.formulas.communication import gather, group, join, reduce
+from shardwise.planner.formulas.compute import block, matmul_seconds, rates, recomputed
+from shardwise.planner.formulas.configure import configuration_of
+from shardwise.planner.formulas.footprint import footprint
+from shardwise.planner.formulas.predict import predict
+from shardwise.planner.formulas.prediction import Configuration, ModelShape
+from shardwise.planner.published.tables import configuration, read_table
 from tests.planner.test_schedule import FACTS
 
 TABLES = Path("tests/data/perf-tables")

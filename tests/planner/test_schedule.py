@@ -16,14 +16,14 @@ from torch.distributed.pipelining import (
 )
 
 from shardwise._torch_compat import UnpairedDualPipeV
-from shardwise.config import Job, ParallelSection
-from shardwise.draft import V_SCHEDULES, World, in_flight, stage_ranks
-from shardwise.families.facts import BlockFacts, ModelFacts, StageFacts
-from shardwise.plan import Plan, resolve
-from shardwise.planner.report import stage_table
-from shardwise.planner.schedule import bubble, stages
-from shardwise.planner.shapes import weights_put_off
-from shardwise.planner.timeline import order
+from shardwise.job.schema import Job, ParallelSection
+from shardwise.model.facts import BlockFacts, ModelFacts, StageFacts
+from shardwise.plan.draft import V_SCHEDULES, World, in_flight, stage_ranks
+from shardwise.plan.plan import Plan, resolve
+from shardwise.planner.formulas.schedule import bubble, stages
+from shardwise.planner.formulas.shapes import weights_put_off
+from shardwise.planner.formulas.timeline import order
+from shardwise.planner.search.report import stage_table
 
 FACTS = ModelFacts(
     family="gpt_neox",

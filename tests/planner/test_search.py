@@ -13,25 +13,35 @@ import pytest
 import yaml
 from rich.console import Console
 
-from shardwise.cli import main
-from shardwise.config import Job
-from shardwise.draft import lookup
+from shardwise.commands.cli import main
 from shardwise.errors import LegalityError
-from shardwise.families.build import build_model
-from shardwise.families.discovery import discover
-from shardwise.families.facts import ModelFacts
-from shardwise.job_sources import load_job
-from shardwise.plan import resolve
-from shardwise.planner.configure import configuration_of
-from shardwise.planner.explain import Budget, may_not_fit, times_of, to_dict, why_not_fit, why_slower
-from shardwise.planner.inventory import cluster, presets
-from shardwise.planner.memory import estimate
-from shardwise.planner.predict import predict
-from shardwise.planner.presets import preset_config
-from shardwise.planner.remedies import remedies
-from shardwise.planner.search import SHOWN, Found, Question, distinct, matching, of_changes, on_nodes, search, world_of
-from shardwise.planner.search_report import explanation, ranking, remarks
-from shardwise.planner.space import Space, changed_job, thinned
+from shardwise.job.schema import Job
+from shardwise.job.sources import load_job
+from shardwise.model.build import build_model
+from shardwise.model.discover import discover
+from shardwise.model.facts import ModelFacts
+from shardwise.plan.draft import lookup
+from shardwise.plan.plan import resolve
+from shardwise.planner.constants.inventory import cluster, presets
+from shardwise.planner.constants.presets import preset_config
+from shardwise.planner.formulas.configure import configuration_of
+from shardwise.planner.formulas.memory import estimate
+from shardwise.planner.formulas.predict import predict
+from shardwise.planner.search.explain import Budget, may_not_fit, times_of, to_dict, why_not_fit, why_slower
+from shardwise.planner.search.remedies import remedies
+from shardwise.planner.search.search import (
+    SHOWN,
+    Found,
+    Question,
+    distinct,
+    matching,
+    of_changes,
+    on_nodes,
+    search,
+    world_of,
+)
+from shardwise.planner.search.search_report import explanation, ranking, remarks
+from shardwise.planner.search.space import Space, changed_job, thinned
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 8,

@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import pytest
 
-from shardwise.draft import SPLIT_SCHEDULES, V_SCHEDULES
-from shardwise.planner.timeline import timeline
+from shardwise.plan.draft import SPLIT_SCHEDULES, V_SCHEDULES
+from shardwise.planner.formulas.timeline import timeline
 
 
 @pytest.mark.parametrize("ranks, virtual, count", [(2, 1, 2), (4, 1, 8), (4, 2, 8), (3, 3, 6), (8, 1, 3)])

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.planner.evaluate import evaluate, summary
-from shardwise.planner.predict import predict
-from shardwise.planner.tables import COLUMNS, configuration, read_table
-from shardwise.planner.unstated import MICROBATCHES, fits, with_checkpointing
+from shardwise.planner.formulas.predict import predict
+from shardwise.planner.published.evaluate import evaluate, summary
+from shardwise.planner.published.tables import COLUMNS, configuration, read_table
+from shardwise.planner.published.unstated import MICROBATCHES, fits, with_checkpointing
 
 EIGHT_B = {
     "model": "an 8B", "layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "mlp": "swiglu",

@@ -12,7 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.futures import Future
 
 import shardwise.smp as smp
-from shardwise.smp.exceptions import ShardwiseError, SMPUnsupportedError, SMPValidationError, StepUsageError
+from shardwise.smp.v1.exceptions import ShardwiseError, SMPUnsupportedError, SMPValidationError, StepUsageError
 from shardwise.testing.world import WorldPool
 from tests.smp.scripts import LEARNING_RATE, batches, make_model, reference, train_step
 

@@ -9,14 +9,15 @@ import pytest
 import torch
 
 import shardwise.smp as smp
-from shardwise import entry, precision
 from shardwise.collectives import engine
-from shardwise.config import Job
+from shardwise.commands import train as entry
 from shardwise.errors import ConfigError, MachineError
-from shardwise.plan import World
-from shardwise.smp.backend import choose
-from shardwise.smp.config import ACT_IN_SCRIPTS, VARIABLE, Configuration, read_configuration
-from shardwise.smp_options import OPTIONS
+from shardwise.job.schema import Job
+from shardwise.job.smp_options import OPTIONS
+from shardwise.kernels import precision
+from shardwise.plan.plan import World
+from shardwise.smp.v1.backend import choose
+from shardwise.smp.v1.config import ACT_IN_SCRIPTS, VARIABLE, Configuration, read_configuration
 from shardwise.testing.world import WorldPool
 from tests.smp.scripts import batches, make_model, replaced_loss
 

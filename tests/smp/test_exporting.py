@@ -17,7 +17,7 @@ from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXLayer
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import shardwise.smp.v2 as tsm
-from shardwise.cli import main
+from shardwise.commands.cli import main
 from shardwise.errors import CheckpointError
 from shardwise.smp.v2.distributed.checkpoint import torch_metadata
 from shardwise.smp.v2.distributed.checkpoint.state_dict_loader import load

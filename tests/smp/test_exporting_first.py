@@ -10,10 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, GPT2Config, GPT2LMHeadModel
 
 import shardwise.smp as smp
-from shardwise.cli import main
+from shardwise.commands.cli import main
 from shardwise.errors import CheckpointError
-from shardwise.smp.exporting import export, is_checkpoint
-from shardwise.smp.replacement import translate_out
+from shardwise.smp.v1.exporting import export, is_checkpoint
+from shardwise.smp.v1.replacement import translate_out
 from shardwise.testing.world import WorldPool
 from tests.smp.scripts import batches, make_model
 

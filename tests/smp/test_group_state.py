@@ -20,7 +20,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 import shardwise.smp.v2 as tsm
-from shardwise.smp.reading import for_scripts
+from shardwise.smp.v1.reading import for_scripts
 from shardwise.smp.v2.utils.process_group_utils import get_global_ranks
 from shardwise.testing.world import WorldPool
 from tests.smp.scripts import batches

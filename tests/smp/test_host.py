@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import shardwise.smp as smp
-from shardwise.smp.exceptions import MessageError
+from shardwise.smp.v1.exceptions import MessageError
 from shardwise.testing.world import WorldPool
 from tests.smp.scripts import LEARNING_RATE, batches, make_model, train_step
 

@@ -12,15 +12,15 @@ import transformers
 from torch import Tensor, nn
 
 import shardwise.smp as smp
-from shardwise.smp import replacement
-from shardwise.smp.exceptions import SMPValidationError
-from shardwise.smp.nn.huggingface.gpt2 import (
+from shardwise.smp.v1 import replacement
+from shardwise.smp.v1.exceptions import SMPValidationError
+from shardwise.smp.v1.nn.huggingface.gpt2 import (
     get_hf_gpt2_transformer_layer_hooks,
     translate_hf_block_state_dict_to_smdistributed,
     translate_layer_state_dict_to_hf_gpt2_block,
 )
-from shardwise.smp.nn.huggingface.models import REPLACED, distributed
-from shardwise.smp.nn.huggingface.translation import to_hf, to_smp
+from shardwise.smp.v1.nn.huggingface.models import REPLACED, distributed
+from shardwise.smp.v1.nn.huggingface.translation import to_hf, to_smp
 from shardwise.smp.v2.nn.attn import FlashSelfAttention
 from shardwise.testing.world import WorldPool
 from tests.smp.scripts import batches, make_model, replaced_loss
@@ -52,7 +52,7 @@ def _make(family: str) -> nn.Module:
 def test_weights_are_bit_equal_there_and_back_and_logits_the_same(family: str) -> None:
     model = _make(family)
     weights = {name: value.clone() for name, value in model.state_dict().items()}
-    module = importlib.import_module(f"shardwise.smp.nn.huggingface.{FAMILIES[family][2]}")
+    module = importlib.import_module(f"shardwise.smp.v1.nn.huggingface.{FAMILIES[family][2]}")
     there = getattr(module, f"translate_hf_state_dict_to_smdistributed_{FAMILIES[family][2]}")(dict(weights), heads=4)
     back = getattr(module, f"translate_state_dict_to_hf_{FAMILIES[family][2]}")(dict(there), heads=4)
     assert back.keys() == weights.keys()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import shardwise.smp as smp
 from shardwise.errors import ModelError
-from shardwise.smp.optimizers import FusedLAMB, FusedLamb, FusedNovoGrad
+from shardwise.smp.v1.optimizers import FusedLAMB, FusedLamb, FusedNovoGrad
 from shardwise.testing.world import WorldPool
 from tests.smp.scripts import batches, make_model
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 import shardwise.smp as smp
 from shardwise.errors import CheckpointError
-from shardwise.smp.meeting import LEFT
-from shardwise.smp.reading import read
+from shardwise.smp.v1.meeting import LEFT
+from shardwise.smp.v1.reading import read
 from shardwise.testing.world import WorldPool
 from tests.smp.scripts import batches, make_model, train_step
 

@@ -16,10 +16,10 @@ from transformers.models.gpt_neox import modeling_gpt_neox
 from transformers.models.llama import modeling_llama
 
 import shardwise.smp.v2 as tsm
-from shardwise import cpu_for_cuda
-from shardwise.cpu_for_cuda import _with_number
 from shardwise.errors import CheckpointError, ConfigError
-from shardwise.smp.stand_ins.accelerate import init_empty_weights
+from shardwise.smp.doors import cpu_for_cuda
+from shardwise.smp.doors.cpu_for_cuda import _with_number
+from shardwise.smp.doors.stubs.accelerate import init_empty_weights
 from shardwise.smp.v2.distributed.checkpoint.state_dict_utils import _Interval, compute_auto_checkpoint_interval
 from shardwise.smp.v2.distributed.fsdp.checkpoint import load_model_checkpoint, save_model_checkpoint
 from tests.smp.sharded_scripts import make_model
@@ -133,7 +133,7 @@ def test_files_name_the_device_that_stands_in_as_torch_s(monkeypatch: pytest.Mon
 
 META = """
 import torch
-from shardwise.cpu_for_cuda import redirect
+from shardwise.smp.doors.cpu_for_cuda import redirect
 redirect(1, "/nowhere")
 with torch.device("meta"):
     assert torch.nn.Linear(2, 2).weight.is_meta

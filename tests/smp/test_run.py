@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, GPT2Config, GPT2LMHeadModel, GPTNeoXForCausalLM
 
-from shardwise.cli import main
+from shardwise.commands.cli import main
 
 SCRIPT = Path(__file__).parent / "step_script.py"
 T5_SCRIPT = Path(__file__).parent / "flan_t5_script.py"

@@ -15,8 +15,8 @@ import shardwise.smp.v2 as tsm
 from shardwise.errors import ConfigError
 from shardwise.kernels.float8 import Float8
 from shardwise.kernels.linear import use_float8
-from shardwise.smp.stand_ins.transformer_engine import pytorch as te
-from shardwise.smp.stand_ins.transformer_engine.common.recipe import DelayedScaling, Format
+from shardwise.smp.doors.stubs.transformer_engine import pytorch as te
+from shardwise.smp.doors.stubs.transformer_engine.common.recipe import DelayedScaling, Format
 from shardwise.testing.world import WorldPool
 
 IDS = torch.arange(32).reshape(2, 16)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import shardwise.smp as smp
 from shardwise.errors import ConfigError, ShardwiseError
-from shardwise.smp.exceptions import (
+from shardwise.smp.v1.exceptions import (
     MessageError,
     NotInitializedError,
     PartitionError,

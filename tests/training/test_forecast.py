@@ -10,10 +10,16 @@ from unittest import mock
 import pytest
 import torch
 
-from shardwise.config import Job
 from shardwise.errors import CapacityError
+from shardwise.job.schema import Job
 from shardwise.observe.report import write_report
-from shardwise.planner.local import MachineConstants, constants_path, cpu_cluster, keep_constants, machine_constants
+from shardwise.planner.formulas.local import (
+    MachineConstants,
+    constants_path,
+    cpu_cluster,
+    keep_constants,
+    machine_constants,
+)
 from shardwise.testing.world import WorldPool
 from shardwise.training import trainer
 from shardwise.training.forecast import WATCHED, Forecast, compared

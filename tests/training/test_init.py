@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.config import Job
 from shardwise.errors import ModelError
+from shardwise.job.schema import Job
 from shardwise.testing.capture import gather
 from shardwise.testing.world import WorldPool
 from shardwise.training.setup import set_up

@@ -11,8 +11,8 @@ from torch import nn
 from torch.optim.optimizer import _device_dtype_check_for_fused
 
 from shardwise._torch_compat import FakeTensorMode, fuses_on_gpu
-from shardwise.config import OptimizerSection
-from shardwise.layout import Layout
+from shardwise.job.schema import OptimizerSection
+from shardwise.parallel.layout import Layout
 from shardwise.parallel.tensor_map import TensorMap
 from shardwise.testing.oracle import _rate
 from shardwise.training.optimizer import ShardedOptimizer, learning_rate, make_torch_optimizer

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardwise.data.batch import Batch
 from shardwise.errors import ModelError
-from shardwise.kernels.masks import document_mask
+from shardwise.kernels.attention.masks import document_mask
 from shardwise.training.program import ModuleProgram
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from shardwise.config import LossScaleSection
-from shardwise.precision import LossScaler
+from shardwise.job.schema import LossScaleSection
+from shardwise.kernels.precision import LossScaler
 
 
 def scaler(**settings: Any) -> LossScaler:

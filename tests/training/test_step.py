@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.config import Job
 from shardwise.errors import ModelError
+from shardwise.job.schema import Job
 from shardwise.testing.world import WorldPool
 from shardwise.training.init import fingerprint
 from shardwise.training.program import LanguageModelProgram

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.config import Job
 from shardwise.errors import OutputError
+from shardwise.job.schema import Job
 from shardwise.observe.metrics import MetricsWriter
 from shardwise.testing.world import WorldPool
 from shardwise.training.output import write_run, writing

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from shardwise.checkpoint.manifest import FILE, OLDER, Manifest, NewerError, parse
 from shardwise.checkpoint.stores import DIRECTORY, Store, open_store, split
-from shardwise.config import CheckpointSection
 from shardwise.errors import CheckpointError, DamagedError, IncompleteError
+from shardwise.job.schema import CheckpointSection
 
 PREFIX = "step-"
 RUN_FILE = "run.json"  # in the output directory of a run; training/output.py writes it

@@ -27,9 +27,10 @@ from shardwise.checkpoint.state import (
 )
 from shardwise.checkpoint.storage_read import PieceLoadPlanner, SafetensorsReader
 from shardwise.checkpoint.stores import Store, open_store, split
-from shardwise.errors import CheckpointError, DamagedError, listed
+from shardwise.errors import CheckpointError, DamagedError
+from shardwise.kernels.precision import LossScaler
 from shardwise.parallel.model import ParallelModel
-from shardwise.precision import LossScaler
+from shardwise.words import listed
 
 Say = Callable[[str], None]
 NO_NUMBERS = ("parallel.timeout_seconds", "parallel.max_restarts")  # keys that no number depends on

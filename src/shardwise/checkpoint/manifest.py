@@ -15,7 +15,8 @@ from typing import Annotated, Any, Literal
 import xxhash
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from shardwise.errors import CheckpointError, DamagedError, listed
+from shardwise.errors import CheckpointError, DamagedError
+from shardwise.words import listed
 
 FILE = "manifest.json"
 FORMAT: Literal["shardwise-checkpoint"] = "shardwise-checkpoint"

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from shardwise.checkpoint.conversion import Recipe, match_names
 from shardwise.checkpoint.weight_files import INDEX, SINGLE, TORCH_INDEX, TORCH_SINGLE, open_weight_files
-from shardwise.errors import ModelError, listed
+from shardwise.errors import ModelError
+from shardwise.words import listed
 
 _COMPARED_AT_ONCE = 1 << 24  # elements
 

@@ -14,7 +14,8 @@ from typing import Any, BinaryIO
 
 from shardwise.checkpoint.manifest import BLOCK_BYTES, FILE
 from shardwise.checkpoint.stores import OWNER
-from shardwise.errors import CheckpointError, nearest
+from shardwise.errors import CheckpointError
+from shardwise.words import nearest
 
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}  # scheme -> extra of this package
 PASSWORD = re.compile(r"(?<=://)[^/@:]*:[^/@]*(?=@)")

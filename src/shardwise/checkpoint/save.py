@@ -31,8 +31,8 @@ from shardwise.checkpoint.state import Optimizer, snapshot
 from shardwise.checkpoint.storage_write import Describe, PieceSavePlanner, SafetensorsWriter, header, in_file_order
 from shardwise.checkpoint.stores import Store
 from shardwise.errors import CheckpointError, ShardwiseError
+from shardwise.kernels.precision import LossScaler
 from shardwise.parallel.model import ParallelModel
-from shardwise.precision import LossScaler
 
 SYNCHRONOUS_BYTES = 1 << 24  # of staging from a GPU, where training waits anyway
 PATIENCE = timedelta(days=1)  # ranks write at different speeds; one that dies closes its connection at once

@@ -22,7 +22,8 @@ from shardwise.checkpoint.manifest import BLOCK_BYTES, FILE, FileRecord, Manifes
 from shardwise.checkpoint.piece import DTYPES, Piece
 from shardwise.checkpoint.staging import Source
 from shardwise.checkpoint.stores import Store
-from shardwise.errors import CheckpointError, listed
+from shardwise.errors import CheckpointError
+from shardwise.words import listed
 
 Place = tuple[str, str, tuple[int, ...], tuple[int, ...], tuple[int, ...], int]
 Describe = Callable[[dict[str, Any], dict[str, TensorRecord], dict[str, FileRecord]], Manifest]

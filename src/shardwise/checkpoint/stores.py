@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from shardwise.checkpoint.manifest import FILE
-from shardwise.config import Job
+from shardwise.job.schema import Job
 
 DIRECTORY = "checkpoints"  # in the output directory, where the job names no other
 OWNER = "owner"  # beside the checkpoints: who writes here

@@ -14,7 +14,8 @@ from shardwise.checkpoint.checked_file import CheckedFile
 from shardwise.checkpoint.inspect import Page, Say, print_page, size_text
 from shardwise.checkpoint.manifest import BLOCK_BYTES, FILE, OLDER, Manifest
 from shardwise.checkpoint.stores import Store
-from shardwise.errors import CheckpointError, DamagedError, IncompleteError, listed
+from shardwise.errors import CheckpointError, DamagedError, IncompleteError
+from shardwise.words import listed
 
 Advance = Callable[[int], None]
 

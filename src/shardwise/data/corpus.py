@@ -16,10 +16,11 @@ from pathlib import Path
 
 import numpy as np
 
-from shardwise.config import DataSection
 from shardwise.data.readers import ROWS, text_file, text_pieces, token_ids
 from shardwise.data.store import digest
-from shardwise.errors import ConfigError, DataError, nearest
+from shardwise.errors import ConfigError, DataError
+from shardwise.job.schema import DataSection
+from shardwise.words import nearest
 
 SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
 SAVED_DATASET = ("state.json", "dataset_dict.json")  # files that datasets.save_to_disk writes

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.config import DataSection
 from shardwise.data.batch import Batch
 from shardwise.errors import DataError
-from shardwise.imports import load_object
+from shardwise.job.objects import load_object
+from shardwise.job.schema import DataSection
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardwise.cache import cache_root
-from shardwise.config import Job
 from shardwise.data.corpus import Corpus, data_format, find_corpus
 from shardwise.data.factory import Samples, open_samples
 from shardwise.data.packing import Masking, Spans, Windows, entropy, split_windows
@@ -33,6 +32,7 @@ from shardwise.data.tokenizer import (
     load_tokenizer,
 )
 from shardwise.errors import ConfigError, DataError
+from shardwise.job.schema import Job
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

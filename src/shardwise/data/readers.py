@@ -14,7 +14,8 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from shardwise.errors import DataError, nearest
+from shardwise.errors import DataError
+from shardwise.words import nearest
 
 PIECE = 1 << 20  # characters of a document that are tokenized at once
 BATCH_ROWS = 1024

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cache import cache_root
-from shardwise.config import Job
 from shardwise.data.corpus import Corpus
 from shardwise.data.store import COMPLETE, build_once, digest
 from shardwise.errors import DataError
+from shardwise.job.schema import Job
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -1,7 +1,7 @@
 """Liger's Triton kernels (Hsu et al., arXiv 2410.10989) in place of a model's norms, gated MLPs and rotary positions.
 
 A module keeps its class, its names and its parameters; its forward is replaced on the instance, below everything that
-tensor parallelism, checkpointing and FSDP2 put around it. `families/fusible.py` says which modules. The loss stays ours
+tensor parallelism, checkpointing and FSDP2 put around it. `model/fusible.py` says which modules. The loss stays ours
 (kernels/loss.py): it is chunked as Liger's is, and can be split by vocabulary.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardwise.families.fusible import GEGLU, NORM, ROTARY, ROTATION, SWIGLU, bare_forward
+from shardwise.model.fusible import GEGLU, NORM, ROTARY, ROTATION, SWIGLU, bare_forward
 
 
 def use_liger(model: nn.Module, kinds: Mapping[str, str], kernels: Any = None) -> None:

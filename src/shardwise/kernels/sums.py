@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shardwise.kernels.operators import Kernel, replace_operators
-from shardwise.precision import DTYPES, multiplies
+from shardwise.kernels.precision import DTYPES, multiplies
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")
 INTO = {  # the same, into a tensor that is there

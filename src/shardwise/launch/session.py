@@ -21,7 +21,7 @@ from shardwise.collectives import engine, hierarchical, topology
 from shardwise.errors import MachineError
 from shardwise.launch import failure, loopback
 from shardwise.launch.environment import RankEnvironment, detect
-from shardwise.memory.heap import keep_freed_memory
+from shardwise.launch.heap import keep_freed_memory
 
 ALONE = RankEnvironment(0, 1, 0, 1, loopback.ADDRESS, 1, "")
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"

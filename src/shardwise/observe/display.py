@@ -20,7 +20,7 @@ from rich.text import Text
 from shardwise.observe.metrics import Record
 
 if TYPE_CHECKING:
-    from shardwise.plan import Plan
+    from shardwise.plan.plan import Plan
 
 _RECENT = 0.2  # weight of the newest step in the time left; the first, slow step is soon forgotten
 _RANKS_SHOWN = 4

@@ -18,7 +18,8 @@ from plotly.offline import get_plotlyjs
 from shardwise import __version__
 from shardwise.observe.charts import Chart, figure_json
 from shardwise.observe.report import Figure, Row, chart_article, data_table, figure_list, scaled, script_json
-from shardwise.planner.explain import (
+from shardwise.planner.formulas.timeline import timeline
+from shardwise.planner.search.explain import (
     BYTES_SAID,
     GIB,
     SAID,
@@ -30,9 +31,8 @@ from shardwise.planner.explain import (
     why_not_fit,
     why_slower,
 )
-from shardwise.planner.search import Candidate, Found, distinct, on_nodes
-from shardwise.planner.search_report import remarks
-from shardwise.planner.timeline import timeline
+from shardwise.planner.search.search import Candidate, Found, distinct, on_nodes
+from shardwise.planner.search.search_report import remarks
 
 SHOWN = 8  # layouts in the bars
 SCALES = (0.25, 0.5, 1, 2, 4)  # of the cluster's nodes

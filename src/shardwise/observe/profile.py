@@ -17,7 +17,7 @@ from types import TracebackType
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
-from shardwise.config import Job
+from shardwise.job.schema import Job
 
 
 class Profiler:

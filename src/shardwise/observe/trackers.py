@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from shardwise.config import Job
 from shardwise.errors import ConfigError, MachineError
+from shardwise.job.schema import Job
 from shardwise.observe.metrics import Record, plain
 
 _SECTIONS = {

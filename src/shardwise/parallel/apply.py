@@ -15,28 +15,28 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shardwise.families.facts import ModelFacts
 from shardwise.kernels.dropout import name_functional_dropout, replace_dropout
 from shardwise.kernels.float8 import Float8
 from shardwise.kernels.liger import use_liger
 from shardwise.kernels.linear import defer_weight_gradients, use_float8
 from shardwise.kernels.loss import Vocabulary
-from shardwise.layout import Layout
-from shardwise.memory.activation_checkpointing import apply_activation_checkpointing, group_blocks
-from shardwise.memory.offload import ActivationOffload
-from shardwise.parallel.attention import lead_attention
-from shardwise.parallel.context import Context
+from shardwise.kernels.precision import torch_dtype
+from shardwise.model.facts import ModelFacts
+from shardwise.parallel.layout import Layout
 from shardwise.parallel.model import DeferredHead, Joined, ParallelModel, Part
 from shardwise.parallel.pipeline import Pipeline
-from shardwise.parallel.sequence import ScatteredRows, WholeRows, scatter_between
-from shardwise.parallel.sharded import materialize, shard
-from shardwise.parallel.stages import Passage, Sizes, cut_stage, join_ends
-from shardwise.parallel.tensor import partial_parameters, split_tensors, split_vocabulary
 from shardwise.parallel.tensor_map import Cut, TensorMap
-from shardwise.parallel.traced import Tracer, cut_traced
-from shardwise.plan import Plan
-from shardwise.planner.schedule import tied_across
-from shardwise.precision import torch_dtype
+from shardwise.parallel.transforms.attention import lead_attention
+from shardwise.parallel.transforms.checkpointing import apply_activation_checkpointing, group_blocks
+from shardwise.parallel.transforms.context import Context
+from shardwise.parallel.transforms.offload import ActivationOffload
+from shardwise.parallel.transforms.sequence import ScatteredRows, WholeRows, scatter_between
+from shardwise.parallel.transforms.sharding import materialize, shard
+from shardwise.parallel.transforms.stages import Passage, Sizes, cut_stage, join_ends
+from shardwise.parallel.transforms.tensor import partial_parameters, split_tensors, split_vocabulary
+from shardwise.parallel.transforms.traced_stages import Tracer, cut_traced
+from shardwise.plan.plan import Plan
+from shardwise.planner.formulas.schedule import tied_across
 
 Allocation = Callable[[], AbstractContextManager[Any]]  # surrounds what gives tensors their storage
 

@@ -13,19 +13,19 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from shardwise.collectives.tensor import sum_together
-from shardwise.families.facts import ModelFacts
 from shardwise.kernels.dropout import DropoutScope, dropout_scope
 from shardwise.kernels.linear import WeightGradients
 from shardwise.kernels.loss import Vocabulary
-from shardwise.layout import Layout
-from shardwise.parallel.context import Context, Sequences
+from shardwise.kernels.precision import torch_dtype
+from shardwise.model.facts import ModelFacts
+from shardwise.parallel.layout import Layout
 from shardwise.parallel.pipeline import Pipeline, Work
-from shardwise.parallel.sharded import begin_microbatch, reduce_gradients
-from shardwise.parallel.stages import Passage
 from shardwise.parallel.tensor_map import TensorMap
-from shardwise.plan import Plan
-from shardwise.planner.schedule import holders
-from shardwise.precision import torch_dtype
+from shardwise.parallel.transforms.context import Context, Sequences
+from shardwise.parallel.transforms.sharding import begin_microbatch, reduce_gradients
+from shardwise.parallel.transforms.stages import Passage
+from shardwise.plan.plan import Plan
+from shardwise.planner.formulas.schedule import holders
 
 
 class Microbatch(Protocol):

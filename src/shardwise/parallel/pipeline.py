@@ -25,10 +25,10 @@ from torch.distributed.pipelining import (
 from shardwise._torch_compat import LazyStage, UnpairedDualPipeV
 from shardwise.errors import ModelError
 from shardwise.kernels.linear import WeightGradients
-from shardwise.layout import Layout
-from shardwise.parallel.stages import Passage
-from shardwise.plan import Plan
-from shardwise.precision import torch_dtype
+from shardwise.kernels.precision import torch_dtype
+from shardwise.parallel.layout import Layout
+from shardwise.parallel.transforms.stages import Passage
+from shardwise.plan.plan import Plan
 
 # By `parallel.pipeline`, for one stage on each rank and for several.
 SCHEDULES: dict[str, tuple[Any, Any]] = {

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from shardwise.families.facts import chunk, chunks
+from shardwise.model.facts import chunk, chunks
 
 Slices = tuple[slice, ...]
 

@@ -50,8 +50,8 @@ def page() -> list[str]:
         "",
         "Generated from `shardwise/smp/api.yaml`. *acts*: as in SMP. *accepted*: no error and no effect. *refused*: an "
         "error says why. Under `shardwise run` `shardwise.smp` is `smdistributed.modelparallel.torch`, "
-        "`shardwise.smp.v2` is `torch.sagemaker`, `shardwise.smp.data_parallel` SMDDP's first API, and what is below "
-        "`stand_ins` has that name where it is missing.",
+        "`shardwise.smp.v2` is `torch.sagemaker`, `shardwise.smp.v1.data_parallel` SMDDP's first API, and what is "
+        "below `stubs` has that name where it is missing.",
     ]
     owner = ""
     for entry in entries():

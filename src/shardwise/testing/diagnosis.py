@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardwise.plan import Plan
+from shardwise.plan.plan import Plan
 from shardwise.testing.capture import Captured
 from shardwise.testing.comparison import Tolerances, compare_tensors
 from shardwise.testing.oracle import Oracle, Twist, UpdateTwist

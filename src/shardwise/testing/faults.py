@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise.families.discovery import find_ties
-from shardwise.parallel import apply, attention
+from shardwise.model.discover import find_ties
+from shardwise.parallel import apply
 from shardwise.parallel.model import ParallelModel
 from shardwise.parallel.tensor_map import TensorMap
+from shardwise.parallel.transforms import attention
 from shardwise.training import setup, step
 from shardwise.training.optimizer import ShardedOptimizer
 from shardwise.training.program import LanguageModelProgram

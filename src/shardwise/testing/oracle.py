@@ -22,10 +22,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
-from shardwise.config import Job, OptimizerSection
 from shardwise.data.batch import Batch
-from shardwise.families.build import load_config
-from shardwise.imports import load_object
+from shardwise.job.objects import load_object
+from shardwise.job.schema import Job, OptimizerSection
+from shardwise.model.build import load_config
 from shardwise.testing.oracle_data import NOT_COUNTED, Rows, Source
 from shardwise.testing.oracle_dropout import OracleDropout
 

@@ -18,9 +18,9 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from shardwise.config import Job
 from shardwise.data.order import order
-from shardwise.imports import load_object
+from shardwise.job.objects import load_object
+from shardwise.job.schema import Job
 
 NOT_COUNTED = -100
 

@@ -19,8 +19,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from shardwise.plan import Plan
-from shardwise.precision import torch_dtype
+from shardwise.kernels.precision import torch_dtype
+from shardwise.plan.plan import Plan
 from shardwise.testing.capture import Captured
 from shardwise.testing.comparison import (
     Difference,

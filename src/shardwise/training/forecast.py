@@ -15,12 +15,12 @@ import torch
 
 from shardwise.errors import CapacityError
 from shardwise.observe.metrics import Record
-from shardwise.planner.configure import configuration_of
-from shardwise.planner.local import cluster_of, growth, is_calibrated, stack_here, step_factor
-from shardwise.planner.memory import estimate
-from shardwise.planner.memory_estimate import MemoryEstimate
-from shardwise.planner.predict import predict
-from shardwise.planner.remedies import remedies
+from shardwise.planner.formulas.configure import configuration_of
+from shardwise.planner.formulas.local import cluster_of, growth, is_calibrated, stack_here, step_factor
+from shardwise.planner.formulas.memory import estimate
+from shardwise.planner.formulas.memory_estimate import MemoryEstimate
+from shardwise.planner.formulas.predict import predict
+from shardwise.planner.search.remedies import remedies
 from shardwise.training.setup import Run
 
 WATCHED = 10  # steps before the comparison; the first of them connects and allocates, and does not count

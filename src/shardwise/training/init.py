@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from shardwise.checkpoint.reading import HuggingFaceWeights
 from shardwise.checkpoint.state import persistent_buffers
 from shardwise.errors import ModelError
-from shardwise.families.facts import ModelFacts
+from shardwise.model.facts import ModelFacts
 from shardwise.parallel.model import ParallelModel, Part
 from shardwise.parallel.tensor_map import Entry
 

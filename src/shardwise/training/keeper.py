@@ -13,8 +13,8 @@ from shardwise.checkpoint.load import restore
 from shardwise.checkpoint.manifest import Progress
 from shardwise.checkpoint.save import Checkpointer
 from shardwise.checkpoint.stores import checkpoint_store
-from shardwise.config import Job
 from shardwise.errors import CheckpointError
+from shardwise.job.schema import Job
 from shardwise.training.setup import Run
 from shardwise.training.step import StepResult
 

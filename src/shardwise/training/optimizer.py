@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise._torch_compat import fuses_on_gpu
-from shardwise.config import OptimizerSection
+from shardwise.job.schema import OptimizerSection
 from shardwise.parallel.tensor_map import Entry, TensorMap
 
 

@@ -21,8 +21,8 @@ from filelock import FileLock, Timeout
 
 from shardwise.checkpoint.catalog import RUN_FILE, checkpoints, complete, find_store, read_manifest
 from shardwise.checkpoint.stores import checkpoint_store, open_store, split
-from shardwise.config import Job
 from shardwise.errors import CheckpointError, IncompleteError, OutputError
+from shardwise.job.schema import Job
 
 METRICS_FILE = "metrics.jsonl"
 MODEL_DIRECTORY = "model"

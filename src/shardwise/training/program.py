@@ -14,9 +14,9 @@ from torch import Tensor
 
 from shardwise.data.batch import Batch
 from shardwise.errors import ModelError
-from shardwise.imports import load_object
+from shardwise.job.objects import load_object
+from shardwise.kernels.attention.masks import document_mask
 from shardwise.kernels.loss import PLAIN, Terms, cross_entropy_sum, linear_cross_entropy
-from shardwise.kernels.masks import document_mask
 from shardwise.parallel.model import ParallelModel, Program
 
 LossFunction = Callable[[Any, Batch], tuple[Tensor, Tensor]]

@@ -10,8 +10,8 @@ from typing import Any
 from rich.table import Table
 
 from shardwise.checkpoint.save import versions
-from shardwise.config import Job
-from shardwise.job_sources import job_to_yaml
+from shardwise.job.schema import Job
+from shardwise.job.sources import job_to_yaml
 from shardwise.observe.display import Display
 from shardwise.observe.metrics import MetricsWriter, Record
 from shardwise.observe.report import write_report

@@ -11,20 +11,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.collectives import engine, hierarchical, topology
-from shardwise.config import Job
 from shardwise.data.corpus import data_format
 from shardwise.data.loader import Stream
 from shardwise.data.prepare import TokenData, prepare
 from shardwise.errors import DataError, ModelError
-from shardwise.families.build import build_model
-from shardwise.families.discovery import discover
-from shardwise.families.facts import ModelFacts
-from shardwise.families.traced_cut import cut_by_trace
-from shardwise.layout import Layout
+from shardwise.job.schema import Job
+from shardwise.kernels.precision import LossScaler, has_float8
+from shardwise.model.build import build_model
+from shardwise.model.discover import discover
+from shardwise.model.facts import ModelFacts
+from shardwise.model.traced_cut import cut_by_trace
 from shardwise.parallel.apply import parallelize
+from shardwise.parallel.layout import Layout
 from shardwise.parallel.model import ParallelModel, Program
-from shardwise.plan import Plan, World, resolve
-from shardwise.precision import LossScaler, has_float8
+from shardwise.plan.plan import Plan, World, resolve
 from shardwise.training.init import initialize, match_weights
 from shardwise.training.optimizer import ShardedOptimizer
 from shardwise.training.program import make_program

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from shardwise.data.batch import Batch, wrap
 from shardwise.errors import ModelError
+from shardwise.kernels.precision import LossScaler
 from shardwise.parallel.model import ParallelModel, Program
 from shardwise.parallel.tensor_map import Entry
-from shardwise.precision import LossScaler
 from shardwise.training.optimizer import ShardedOptimizer
 
 NORM_CHUNK = 1 << 16  # elements that a CPU sums in the gradients' own dtype; measured: as fast as the fp32 norm

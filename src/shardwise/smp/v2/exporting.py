@@ -26,20 +26,21 @@ from shardwise.checkpoint.export import converted
 from shardwise.checkpoint.reading import HuggingFaceWeights
 from shardwise.checkpoint.weight_files import INDEX, SINGLE, TORCH_INDEX, TORCH_SINGLE
 from shardwise.checkpoint.writing import HuggingFaceWriter
-from shardwise.errors import CheckpointError, listed
-from shardwise.families.discovery import discover
-from shardwise.layout import Layout
-from shardwise.parallel.tensor import planned_cuts
+from shardwise.errors import CheckpointError
+from shardwise.model.discover import discover
+from shardwise.parallel.layout import Layout
 from shardwise.parallel.tensor_map import Cut
-from shardwise.smp.config import make_job
-from shardwise.smp.exporting import CONFIG, CONFIG_FILE, MODEL, config_of
-from shardwise.smp.reading import allowing, read
+from shardwise.parallel.transforms.tensor import planned_cuts
+from shardwise.smp.v1.config import make_job
+from shardwise.smp.v1.exporting import CONFIG, CONFIG_FILE, MODEL, config_of
+from shardwise.smp.v1.reading import allowing, read
 from shardwise.smp.v2.checkpoint.utils import SORT_BY_LAST_INT, STEPS
 from shardwise.smp.v2.distributed.checkpoint import torch_metadata
 from shardwise.smp.v2.distributed.checkpoint.filesystem import DistributedFileSystemReader, first_failure
 from shardwise.smp.v2.distributed.checkpoint.metadata import FILE
 from shardwise.smp.v2.distributed.fsdp.checkpoint import EXPORT_KEY_IDENTITY
 from shardwise.smp.v2.local_state import LocalFile
+from shardwise.words import listed
 
 PLACES = (MODEL, "state_dict")  # where a checkpoint has the model: public scripts', and those of the adapter for NeMo
 WEIGHTS = (SINGLE, INDEX, TORCH_SINGLE, TORCH_INDEX)

@@ -20,7 +20,7 @@ from torch import nn
 from shardwise.errors import ConfigError
 from shardwise.kernels.float8 import Float8
 from shardwise.kernels.linear import use_float8
-from shardwise.precision import has_float8
+from shardwise.kernels.precision import has_float8
 from shardwise.smp.v2.logger import tell
 from shardwise.smp.v2.state_handler import state
 

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import (
 
 from shardwise._torch_compat import ReductionState, allreduce_hook, hybrid_strategies
 from shardwise.errors import ConfigError
-from shardwise.smp.process import device_type
+from shardwise.smp.v1.process import device_type
 from shardwise.smp.v2.logger import tell
 from shardwise.smp.v2.split_model import added_names, hf_names, local_names
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from shardwise._torch_compat import ShardedTensor
 from shardwise.errors import CheckpointError
-from shardwise.smp.exporting import CONFIG, MODEL
-from shardwise.smp.reading import read
+from shardwise.smp.v1.exporting import CONFIG, MODEL
+from shardwise.smp.v1.reading import read
 
 SHARDED = "torch.distributed._shard.sharded_tensor.api.ShardedTensor"
 FLAT = "_flat_param"

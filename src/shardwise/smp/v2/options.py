@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shardwise.errors import ConfigError, nearest
-from shardwise.smp.config import launched_options
-from shardwise.smp_options import BY_NAME, bare_parameters, translate
+from shardwise.errors import ConfigError
+from shardwise.job.smp_options import BY_NAME, bare_parameters, translate
+from shardwise.smp.v1.config import launched_options
+from shardwise.words import nearest
 
 # SMP's own defaults. Offloading is on unless it is turned off: scripts ask for it and then wrap their model.
 DEFAULTS: dict[str, Any] = {

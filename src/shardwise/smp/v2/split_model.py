@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from shardwise._torch_compat import clean_tensor_name
 from shardwise.collectives.tensor import enter
-from shardwise.families.facts import ModelFacts
 from shardwise.kernels.linear import linear
-from shardwise.layout import Layout
-from shardwise.parallel.sequence import WholeRows
-from shardwise.parallel.tensor import split_tensors
+from shardwise.model.facts import ModelFacts
+from shardwise.parallel.layout import Layout
 from shardwise.parallel.tensor_map import Cut, joined
+from shardwise.parallel.transforms.sequence import WholeRows
+from shardwise.parallel.transforms.tensor import split_tensors
 
 CUTS = "_tensor_cuts"  # where a transformed model keeps what was cut: parameter name -> Cut
 NAMES = "_names_when_cut"  # and which parameters it had then

@@ -1,8 +1,9 @@
 """Context parallelism of version 2: the script deals each sequence's chunks, the model's forward sees this rank's.
 
 Rank r of c holds chunks r and 2c-1-r of 2c. The forward here tells the model its rows' positions and which tokens
-follow its chunks, and leads attention over the ranks (parallel/context.py). The loss is this rank's share of the mean
-over all tokens of the sequences, times c, so that FSDP's mean over data and context ranks is the mean of the whole.
+follow its chunks, and leads attention over the ranks (parallel/transforms/context.py). The loss is this rank's share of
+the mean over all tokens of the sequences, times c, so that FSDP's mean over data and context ranks is the mean of the
+whole.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from shardwise.collectives.context import dealt, in_order
 from shardwise.errors import ConfigError
 from shardwise.kernels.dropout import DropoutScope, dropout_scope
 from shardwise.kernels.loss import IGNORED
-from shardwise.layout import Layout
-from shardwise.parallel.context import Context, Sequences
-from shardwise.plan import Plan
+from shardwise.parallel.layout import Layout
+from shardwise.parallel.transforms.context import Context, Sequences
+from shardwise.plan.plan import Plan
 
 METHODS = {"p2p": "ring", "all_gather": "all_gather", "a2a": "ulysses"}  # SMP's words -> ours
 

@@ -15,9 +15,9 @@ from shardwise.collectives import engine
 from shardwise.errors import ConfigError
 from shardwise.kernels.sums import fp32_sums
 from shardwise.launch.session import session
-from shardwise.layout import Layout
-from shardwise.smp.exceptions import NotInitializedError
-from shardwise.smp.process import device_type, world_to_come
+from shardwise.parallel.layout import Layout
+from shardwise.smp.v1.exceptions import NotInitializedError
+from shardwise.smp.v1.process import device_type, world_to_come
 from shardwise.smp.v2.options import DEFAULTS, DEGREES, read_options
 from shardwise.training.setup import current_world
 

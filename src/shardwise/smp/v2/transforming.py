@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from shardwise.errors import ConfigError, ModelError
-from shardwise.families.discovery import discover
-from shardwise.families.float8 import left_out
-from shardwise.plan import resolve
-from shardwise.smp.config import make_job
+from shardwise.model.discover import discover
+from shardwise.model.float8 import left_out
+from shardwise.plan.plan import resolve
+from shardwise.smp.v1.config import make_job
 from shardwise.smp.v2.float8 import lead_layers
 from shardwise.smp.v2.moe.moe_config import MoEConfig
 from shardwise.smp.v2.split_model import give_weights, split_model, take_weights

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardwise.errors import ConfigError
-from shardwise.smp.nn.alibi import with_alibi
+from shardwise.smp.v1.nn.alibi import with_alibi
 
 LAYOUTS = ("b h s d", "b s h d")
 
@@ -21,7 +21,7 @@ class FlashSelfAttention(nn.Module):
         attention_dropout_prob: probability that an attention weight is dropped in training.
         scale: of the scores; unset: 1/sqrt(head size).
         triton_flash_attention: accepted; the kernel is torch's.
-        use_alibi: scores fall with the distance; see `smp/nn/alibi.py`.
+        use_alibi: scores fall with the distance; see `smp/v1/nn/alibi.py`.
     """
 
     def __init__(

@@ -1,0 +1,237 @@
+"""`shardwise doctor`: what this machine offers to a run, which optional packages are there, and what a model supports.
+
+Of a model each answer is the legality table's own: a small job with that axis is resolved and its refusal shown.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+from collections.abc import Iterable, Iterator
+from importlib import metadata
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from shardwise.collectives import engine, topology
+from shardwise.errors import LegalityError
+from shardwise.job.schema import Job
+from shardwise.kernels.products import prefers_onednn
+from shardwise.launch.environment import detect
+from shardwise.launch.session import ALONE, session
+from shardwise.model.facts import ModelFacts
+from shardwise.plan.draft import Draft, World
+from shardwise.plan.rules import check
+from shardwise.words import listed, one_of
+
+PACKAGES = ("shardwise", "torch", "transformers", "tokenizers", "datasets", "safetensors")
+GIB = 2**30
+TYPICAL_LENGTH = 2048  # tokens of a sequence, of a model without a limit
+TRACE_LENGTH = 128  # tokens with which a model is traced that cannot be cut otherwise
+MEETING_SECONDS = 120  # for all ranks of a launcher to come
+MOST_RANKS = 64  # up to which degrees are tried
+
+
+def examine() -> Table | None:
+    """A table of versions, devices, backends, host resources and extras, and which ranks share what.
+
+    Under a launcher all ranks meet for the last; those other than 0 get None.
+
+    Raises:
+        MachineError: the ranks cannot meet.
+    """
+    place, ranks = detect() or ALONE, list(_topology())
+    if place.rank:
+        return None
+    return _table((*_versions(), *_host(), *_devices(), *_backends(), *ranks, *_extras()))
+
+
+def _table(rows: Iterable[tuple[str, str]]) -> Table:
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column()
+    for key, value in rows:
+        table.add_row(key, Text(value))  # Text: brackets in it are no markup
+    return table
+
+
+# --- a model
+
+
+def examine_model(where: str) -> Table:
+    """On which axes a Hugging Face model can be split, with which degrees, and why not.
+
+    Args:
+        where: a model directory or a config.json; weights are not read.
+
+    Raises:
+        ModelError: it is not there, or transformers has no language model of its type.
+    """
+    facts, traced, task = _facts_of(where)
+    length = min(facts.max_positions or 128, 128)
+    enough = {"sequences_per_step": MOST_RANKS}  # that no degree is refused for want of samples
+    base = {"model": {"config": where, "task": task}, "data": {"sequence_length": length}, "training": enough}
+    return _table(_support(base, facts, traced))
+
+
+def _facts_of(where: str) -> tuple[ModelFacts, ModelFacts, str]:
+    """The facts, those with more than one stage, and the first task for which transformers has a head."""
+    from shardwise.model.build import HEADS, build_model, load_config
+    from shardwise.model.discover import discover
+    from shardwise.model.traced_cut import cut_by_trace
+
+    config = load_config(Job.model_validate({"model": {"config": where}}))
+    task = next((task for task, (_, known, _) in HEADS.items() if type(config) in known), "causal_lm")
+    job = Job.model_validate({"model": {"config": where, "task": task}})
+    model = build_model(job)
+    facts = discover(model, job)
+    return facts, cut_by_trace(model, facts, min(facts.max_positions or TRACE_LENGTH, TRACE_LENGTH)), task
+
+
+def _support(base: dict[str, Any], facts: ModelFacts, traced: ModelFacts) -> Iterator[tuple[str, str]]:
+    blocks = f"{len(facts.blocks)} blocks" if facts.blocks else "no repeated blocks"
+    yield "model", f"{facts.family}, {facts.parameters:,} parameters, {blocks}"
+    yield "sharding", f"any degree, {'block by block' if facts.blocks else 'as one unit'}"
+    yield "tensor", _degrees(base, facts, "tensor_parallel_degree", {})
+    yield "sequence", _degrees(base, facts, "tensor_parallel_degree", {"sequence_parallel": True})
+    yield "context", _degrees(base, facts, "context_parallel_degree", {})
+    how = ", stages cut from its traced forward" if traced.stages.traced else ""
+    yield "pipeline", _degrees(base, traced, "pipeline_parallel_degree", {}) + how
+    yield "loss", "in chunks, logits never whole" if facts.chunkable_head else "of whole logits: the head is not last"
+    yield from _attention(base, facts)
+    if facts.probe_failure:
+        yield "note", facts.probe_failure
+
+
+def _attention(base: dict[str, Any], facts: ModelFacts) -> Iterator[tuple[str, str]]:
+    """The kernel of each attention layer on this machine, layers with the same one and the same reason together."""
+    if facts.kernel_refusal:
+        yield "attention", f"transformers' own: {facts.kernel_refusal}"
+        return
+    device, length = _device_type(), facts.max_positions or TYPICAL_LENGTH
+    job = Job.model_validate({**base, "data": {"sequence_length": length}})
+    rows: dict[tuple[str, str], list[str]] = {}
+    for layer, choice in Draft(job, World(1, device, 1), facts).attention_choices:
+        kernel, reason = (choice.kernel.name, choice.reason) if choice else ("none", "no kernel can do this")
+        rows.setdefault((kernel, reason), []).append(layer.name)
+    for (kernel, reason), names in rows.items():
+        yield "attention", f"{kernel} on {device} for {listed(names)} at {length} tokens: {reason}"
+
+
+def _device_type() -> str:
+    from torch import cuda
+
+    return "cuda" if cuda.is_available() else "cpu"
+
+
+def _degrees(base: dict[str, Any], facts: ModelFacts, key: str, more: dict[str, Any]) -> str:
+    """The degrees of an axis that are legal, or why two ranks are not."""
+    refusals = {degree: _refusal(base, facts, {key: degree, **more}) for degree in range(2, MOST_RANKS + 1)}
+    legal = [degree for degree, refusal in refusals.items() if not refusal]
+    if not legal:
+        return f"no: {refusals[2]}"
+    if len(legal) == len(refusals):
+        return "any degree"
+    together = len(legal) > 3 and legal[-1] - legal[0] == len(legal) - 1
+    return f"degree {legal[0]} to {legal[-1]}" if together else f"degree {one_of(legal)}"
+
+
+def _refusal(base: dict[str, Any], facts: ModelFacts, parallel: dict[str, Any]) -> str:
+    """What the legality table says against it, without the keys; empty where nothing."""
+    degree = max(value for value in parallel.values() if not isinstance(value, bool))
+    try:
+        check(Draft(Job.model_validate({**base, "parallel": parallel}), World(degree, "cpu", degree), facts))
+    except LegalityError as error:
+        return str(error).partition(": ")[2] or str(error)
+    return ""
+
+
+# --- the machine
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    yield "python", platform.python_version()
+    for name in PACKAGES:
+        yield name, _version(name) or "not installed"
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _host() -> Iterator[tuple[str, str]]:
+    import psutil
+
+    memory = psutil.virtual_memory()
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    yield "cores", f"{usable} usable of {os.cpu_count()}"
+    yield "memory", f"{memory.available / GIB:.1f} GiB free of {memory.total / GIB:.1f} GiB"
+
+
+def _devices() -> Iterator[tuple[str, str]]:
+    from torch import cuda
+
+    if not cuda.is_available():
+        yield "devices", "cpu (CUDA is not available)"
+        yield (
+            "products",
+            "fp32 by " + ("oneDNN, quicker than MKL here" if prefers_onednn() else "torch's default library"),
+        )
+        return
+    for index in range(cuda.device_count()):
+        device = cuda.get_device_properties(index)
+        yield f"cuda:{index}", f"{device.name}, {device.total_memory / GIB:.0f} GiB"
+
+
+def _backends() -> Iterator[tuple[str, str]]:
+    from torch import distributed
+
+    there = [name for name in ("gloo", "nccl", "mpi") if distributed.is_backend_available(name)]
+    yield "backends", ", ".join(there) or "none"
+    yield "engine", engine.obstacle() or ("built" if engine.library().is_file() else "compiled when it is first used")
+
+
+def _topology() -> Iterator[tuple[str, str]]:
+    """The hosts of all ranks that a launcher has started, and the devices that ranks share. Collective."""
+    from torch import distributed
+
+    place = detect() or ALONE
+    with session("cpu", "gloo", MEETING_SECONDS):
+        store = distributed.group.WORLD.get_group_store()  # type: ignore[union-attr]
+        found = topology.discover(store, place.rank, place.world_size, _device(place.local_rank))
+        distributed.barrier()  # nobody ends the store that others still read
+    for node, (ranks, identity) in enumerate(zip(found.hosts, found.identities, strict=True)):
+        members = ", ".join(f"{rank} (local {local})" for local, rank in enumerate(ranks))
+        yield f"node {node}", f"{json.loads(identity)[0]}: rank {members}"
+        for sharers in dict.fromkeys(found.sharers(rank) for rank in ranks):
+            of = "ranks" if len(sharers) > 1 else "rank"
+            yield "", f"{found.devices[sharers[0]]}: {of} {', '.join(map(str, sharers))}"
+
+
+def _device(local_rank: int) -> str:
+    """What a rank computes on; GPUs are dealt out in turns, so that several ranks may share one."""
+    from torch import cuda
+
+    if not cuda.is_available():
+        return "cpu"
+    return topology.gpu_identity(local_rank % cuda.device_count())
+
+
+def _extras() -> Iterator[tuple[str, str]]:
+    """The extras of this package and what is missing of each, from the package's own metadata."""
+    wanted: dict[str, list[str]] = {}
+    for requirement in metadata.requires("shardwise") or []:
+        extra = re.search(r"extra == ['\"]([\w-]+)['\"]", requirement)
+        package = re.match(r"[\w.-]+", requirement)
+        if extra and package:
+            wanted.setdefault(extra[1], []).append(package[0])
+    for name, packages in sorted(wanted.items()):
+        missing = [package for package in packages if _version(package) is None]
+        how = f"missing {', '.join(missing)}: pip install 'shardwise[{name}]'"
+        yield f"extra {name}", how if missing else "installed"

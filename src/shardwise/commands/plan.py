@@ -1,0 +1,305 @@
+"""`shardwise plan`: options and work of the search, for the command line to register."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from shardwise.commands.arguments import whole_number
+from shardwise.errors import CapacityError, ConfigError, OutputError
+from shardwise.words import nearest
+
+if TYPE_CHECKING:
+    from shardwise.job.schema import Job
+    from shardwise.planner.formulas.prediction import Cluster
+    from shardwise.planner.search.explain import Budget
+    from shardwise.planner.search.search import Candidate, Changes, Found, Question
+
+PRESET_POSITIONS = 2048  # tokens in a sequence of a preset, where the job does not say
+SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+
+
+def plan_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("job", nargs="?", metavar="JOB.yaml", help="the job; what it sets stays, the rest is searched")
+    parser.add_argument("--model", metavar="MODEL", help="a preset (llama3-8b, gpt3-175b …), config.json or directory")
+    parser.add_argument(
+        "--cluster",
+        metavar="CLUSTER",
+        help="p5.48xlarge:16, dgx-h100:4, h200:8, cpu:4 or a YAML file; unset: this machine",
+    )
+    parser.add_argument("--tokens", type=_amount, metavar="N", help="tokens to train on (300B): days and cost of them")
+    parser.add_argument("--price", type=_amount, metavar="USD", help="dollars an hour of one accelerator, for the cost")
+    parser.add_argument("--top", type=whole_number, default=8, metavar="N", help="layouts to show (default: 8)")
+    parser.add_argument(
+        "--limit", type=whole_number, default=10_000, metavar="N", help="combinations to look at (default: 10000)"
+    )
+    parser.add_argument(
+        "--explain",
+        metavar="WHICH",
+        help="a number of the table, `sure` (the fastest whose interval of memory fits), or keys: "
+        "tensor_parallel_degree=8,microbatch_size=2",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--html", metavar="FILE", help="write a page with charts of memory, time, schedule and scaling")
+    parser.add_argument("--write", metavar="JOB.yaml", help="write the best (or the explained) layout as a job")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="trace one rank of JOB itself instead, allocating nothing"
+    )
+    parser.add_argument("--rank", type=_whole, metavar="R", help="with --dry-run: which rank (default: 0)")
+
+
+def run_plan(options: argparse.Namespace, keys: dict[str, Any]) -> int:
+    """Search, or trace one rank. Raises ShardwiseError for a user's mistake."""
+    _check(options)
+    question, notes = _question(options, keys)
+    if options.dry_run:
+        return _dry_run(question, options)
+    from shardwise.planner.search.explain import Budget
+    from shardwise.planner.search.search import search
+
+    found = search(question, options.limit)
+    budget = Budget(options.tokens, options.price)
+    if found.best is None:
+        raise CapacityError(_too_large(found))
+    asked = found.best if options.explain is None else _asked(found, options.explain)
+    if options.json:
+        print(json.dumps(_as_json(found, asked, budget, options.top, notes), indent=1))
+    else:
+        _print(found, asked, budget, options.top, notes)
+    if options.html:
+        from shardwise.observe.plan_page import write_page
+
+        _save(options.html, "--html", lambda path: write_page(path, found, asked, budget))
+    if options.write:
+        _save(options.write, "--write", lambda path: path.write_text(job_file(asked, found), encoding="utf-8"))
+    return 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    if options.rank is not None and not options.dry_run:
+        raise ConfigError(f"--rank={options.rank} does nothing without --dry-run; give both")
+    for name in ("tokens", "price", "explain", "html", "write"):
+        if options.dry_run and getattr(options, name) is not None:
+            raise ConfigError(f"--{name} does nothing with --dry-run, which traces the job as it is; leave one out")
+    if options.price is not None and options.tokens is None:
+        raise ConfigError(f"--price={options.price:g} does nothing without --tokens; give both")
+
+
+# ------------------------------------------------------------------------------------------------------------- inputs
+
+
+def _question(options: argparse.Namespace, keys: dict[str, Any]) -> tuple[Question, list[str]]:
+    from shardwise.job.sources import read_job
+    from shardwise.model.build import build_model
+    from shardwise.model.discover import discover
+    from shardwise.planner.constants.inventory import cluster
+    from shardwise.planner.search.search import Question
+
+    notes: list[str] = []
+    if options.model is not None:
+        keys = {**_model_keys(options.model), **keys}
+    where = cluster(options.cluster) if options.cluster else None
+    job, more = read_job(options.job, keys)
+    notes += more
+    model = build_model(job)
+    facts = discover(model, job)
+    if options.model is not None and "sequence_length" not in job.data.model_fields_set:
+        length = min(PRESET_POSITIONS, facts.max_positions or PRESET_POSITIONS)
+        job = job.model_copy(update={"data": job.data.model_copy(update={"sequence_length": length})})
+        notes.append(f"data.sequence_length is not set: {length} is assumed")
+    return Question(job, facts, where or local_cluster(job)), notes
+
+
+def _model_keys(name: str) -> dict[str, Any]:
+    """The keys of a job for a preset, or for a config on disk."""
+    from shardwise.planner.constants.inventory import presets
+    from shardwise.planner.constants.presets import preset_config
+
+    if name in presets():
+        return {"model.config": preset_config(presets()[name])}
+    if Path(name).exists():
+        return {"model.config": name}
+    raise ConfigError(f"--model={name!r} is neither a file or directory nor a preset.{nearest(name, presets())}")
+
+
+def local_cluster(job: Job) -> Cluster:
+    """This machine: its accelerators, or the job's workers on its CPU."""
+    import torch
+
+    from shardwise.commands.train import CPU_WORKERS
+    from shardwise.planner.constants.inventory import cluster
+    from shardwise.planner.formulas.local import cpu_cluster
+
+    if torch.cuda.is_available() and job.parallel.device != "cpu":
+        ranks = job.parallel.workers or torch.cuda.device_count()
+        return cluster(f"{torch.cuda.get_device_name()}:{ranks}")
+    return cpu_cluster(job.parallel.workers or CPU_WORKERS)
+
+
+# ------------------------------------------------------------------------------------------------------------ outputs
+
+
+def _print(found: Found, asked: Candidate, budget: Budget, top: int, notes: list[str]) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    from shardwise.planner.search.search_report import explanation, ranking, remarks
+
+    console = Console()
+    console.print(ranking(found, top, budget))
+    console.print(explanation(asked, found, budget))
+    for note in [*remarks(found), *notes]:
+        console.print(Text(f"note: {note}", style="yellow"))
+
+
+def _as_json(found: Found, asked: Candidate, budget: Budget, top: int, notes: list[str]) -> dict[str, Any]:
+    from shardwise.planner.search.explain import to_dict, why_not_fit, why_slower
+    from shardwise.planner.search.search import distinct
+
+    question, best = found.question, found.ranked[0]
+    return {
+        "model": question.facts.family,
+        "parameters": question.facts.parameters,
+        "cluster": {"name": question.cluster.name, "accelerators": question.cluster.size},
+        "sequence_length": question.job.data.sequence_length,
+        "looked_at": found.looked_at,
+        "left_out": found.left_out,
+        "search_seconds": found.seconds,
+        "illegal": dict(found.illegal),
+        "explained": to_dict(asked, budget),
+        "ranked": [
+            to_dict(each, budget) | {"against_best": why_slower(each, best)} for each in distinct(found.ranked, top)
+        ],
+        "do_not_fit": [to_dict(each) | {"why": why_not_fit(each)} for each in distinct(found.misfits, top)],
+        "notes": [*found.notes, *notes],
+    }
+
+
+def _too_large(found: Found) -> str:
+    from shardwise.plan.plan import resolve
+    from shardwise.planner.search.explain import layout_of, memory_policy, why_not_fit
+    from shardwise.planner.search.search import smallest_cluster, world_of
+
+    cluster = found.question.cluster
+    where = f"{cluster.nodes} x {cluster.per_node} {cluster.accelerator.name}"
+    if not found.misfits:
+        resolve(found.question.job, world_of(cluster), found.question.facts)  # what the job itself sets is refused best
+        rule, count = found.illegal.most_common(1)[0]
+        return f"no layout of this job is legal on {where}: {count:,} of {found.looked_at:,} break the rule {rule!r}"
+    least = found.misfits[0]
+    said = (
+        f"no layout of {found.question.facts.parameters:,} parameters fits on {where}; the smallest, "
+        f"{layout_of(least)} with checkpointing {memory_policy(least)}, {why_not_fit(least)}"
+    )
+    enough = smallest_cluster(found.question)
+    if enough is None or enough.best is None:
+        return f"{said}; more of these nodes do not help, use accelerators with more memory or set fewer keys"
+    best = enough.best
+    nodes = enough.question.cluster.nodes
+    return f"{said}; {nodes} nodes would do, with {layout_of(best)} and checkpointing {memory_policy(best)}"
+
+
+def _asked(found: Found, text: str) -> Candidate:
+    from shardwise.planner.search.search import distinct, matching, of_changes
+
+    if text.isdecimal():
+        shown = distinct(found.ranked, int(text))
+        if not 0 < int(text) <= len(shown):
+            raise ConfigError(
+                f"--explain={text}: the table has {len(distinct(found.ranked, 10**6))} layouts; use 1 or more"
+            )
+        return shown[-1]
+    if text == "sure":
+        if found.surest is None:
+            raise ConfigError("--explain=sure: of no layout does the interval of memory fit; use a number of the table")
+        return found.surest
+    wanted = _wanted(text)
+    return matching(found, wanted) or of_changes(found, wanted)
+
+
+def _wanted(text: str) -> Changes:
+    """`tensor_parallel_degree=8,memory.checkpoint_every=2` as dotted keys and values."""
+    from shardwise.job.keys import leaves
+    from shardwise.job.sources import read_value
+
+    known = {key.rpartition(".")[2]: key for key in leaves() if key.startswith(("parallel.", "memory.", "training."))}
+    wanted: Changes = {}
+    for word in text.split(","):
+        name, equals, value = word.strip().partition("=")
+        key = known.get(name.rpartition(".")[2])
+        if not equals or key is None or (name != key and "." in name):
+            raise ConfigError(
+                f"--explain={text!r}: {word!r} is neither a number of the table, nor `sure`, nor key=value."
+                f"{nearest(name, known)}"
+            )
+        wanted[key] = read_value(key, value)
+    return wanted
+
+
+def job_file(candidate: Candidate, found: Found) -> str:
+    """A job that `shardwise train` runs as planned: the given one with what the search chose."""
+    from shardwise.planner.search.explain import chosen, layout_of
+
+    job, cluster = found.question.job, found.question.cluster
+    data: dict[str, Any] = job.model_dump(mode="json", exclude_unset=True)
+    changes = {**chosen(candidate, found), "data.sequence_length": job.data.sequence_length}
+    changes["parallel.device"] = candidate.plan.world.device_type
+    if cluster.nodes == 1:
+        changes["parallel.workers"] = cluster.size
+    for key, value in changes.items():
+        section, _, name = key.partition(".")
+        data.setdefault(section, {})[name] = value
+    data.get("training", {}).pop("tokens_per_step", None)
+    ranks = f"{cluster.nodes} x {cluster.per_node} {cluster.accelerator.name}"
+    start = "shardwise train" if cluster.nodes == 1 else (
+        f"torchrun --nnodes {cluster.nodes} --nproc-per-node {cluster.per_node} -m shardwise train"
+    )  # fmt: skip
+    head = (
+        f"# {layout_of(candidate)} on {ranks}: {candidate.prediction.step_seconds:.3g} s a step and "
+        f"{candidate.memory_bytes / 2**30:.1f} GiB predicted by shardwise plan.\n# {start} THIS_FILE\n"
+    )
+    return head + yaml.safe_dump(data, sort_keys=False, allow_unicode=True)
+
+
+def _save(path: str, option: str, write: Any) -> None:
+    try:
+        write(Path(path))
+    except OSError as error:
+        raise OutputError(f"{option}={path}: {error.strerror}") from error
+
+
+def _dry_run(question: Question, options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from shardwise.planner.search.search import sized, world_of
+    from shardwise.testing.dry_run import describe, dry_run
+
+    job, _ = sized(question)
+    run = dry_run(job, world_of(question.cluster), question.facts, options.rank or 0)
+    if options.json:
+        print(json.dumps(run.to_dict(), indent=1))
+    else:
+        Console().print(describe(run))
+    return 0
+
+
+def _whole(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0")
+    return int(text)
+
+
+def _amount(text: str) -> float:
+    """`300B`, `1.4T`, `3e11` or a plain number."""
+    unit = SUFFIXES.get(text[-1:].upper(), 1.0)
+    try:
+        value = float(text[:-1] if unit != 1.0 else text) * unit
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0, such as 300B or 1.5")
+    return value

@@ -1,0 +1,393 @@
+"""The Job: what the user asks for, as frozen pydantic models.
+
+Values here are requests. `None` or `auto` means "derive it"; `shardwise.plan.plan.resolve` derives, checks the
+combination against `shardwise.plan.rules`, and keeps the rule behind every derived value. Reading YAML, dictionaries,
+SMP options, environment and command line is in `shardwise.job.sources`; the reference page is generated from the
+descriptions below.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Device = Literal["auto", "cpu", "cuda"]
+Precision = Literal["auto", "fp64", "fp32", "bf16", "fp16"]
+Checkpointing = Literal["none", "full", "selective"]
+AttentionKernel = Literal[
+    "auto", "eager", "sdpa", "flash", "efficient", "cudnn", "flex", "blockwise", "flash_attention_2",
+    "flash_attention_3",
+]  # fmt: skip
+DataFormat = Literal["auto", "stdlib", "text", "jsonl", "parquet", "dataset", "tokens", "factory"]
+
+
+class Section(BaseModel):
+    """A part of the Job: immutable, unknown keys refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+
+
+class ModelSection(Section):
+    """Which model is trained, and how its forward is executed."""
+
+    path: str | None = Field(
+        default=None, description="Local Hugging Face model directory; its weights are the starting point."
+    )
+    config: str | dict[str, Any] | None = Field(
+        default=None,
+        description="Hugging Face config: a config.json, a directory that holds one, or the dict itself (with "
+        "`model_type`). Weights are drawn anew.",
+    )
+    factory: str | None = Field(
+        default=None,
+        description="`package.module:function` that returns any `nn.Module`; called with `factory_arguments`.",
+    )
+    factory_arguments: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of `factory`.")
+    loss: str | None = Field(
+        default=None,
+        description="`package.module:function(output, batch) -> (sum, count)` for a module of `factory` that does not "
+        "return its own loss.",
+    )
+    task: Literal["causal_lm", "masked_lm", "seq2seq_lm"] = Field(
+        default="causal_lm",
+        description="Which head and which loss. `seq2seq_lm` (T5 and its kind) learns to fill in spans of text that "
+        "are left out (arXiv 1910.10683, section 3.1.4).",
+    )
+    attention: AttentionKernel = Field(
+        default="auto",
+        description="Attention kernel; `auto` takes the first that can do what the model, the data and the device ask "
+        "for (`shardwise doctor --model` shows it). Families that are not led to kernels have `eager` and `sdpa`.",
+    )
+    dropout: Fraction | None = Field(
+        default=None,
+        description="Sets every dropout probability of a Hugging Face config; unset keeps the config's own.",
+    )
+    compile: bool = Field(default=False, description="`torch.compile` for every block.")
+    cuda_graphs: bool = Field(
+        default=False,
+        description="Compiled blocks run as CUDA graphs, which spares launches where a step is short: on one GPU whose "
+        "weights stay in place.",
+    )
+    liger: bool = Field(
+        default=False,
+        description="Liger's kernels for RMS norms, gated MLPs and rotary positions, on a GPU; extra `liger`.",
+    )
+    trust_remote_code: bool = Field(default=False, description="Allow a model directory to run its own Python code.")
+
+
+class ParallelSection(Section):
+    """How ranks are arranged. Names are SMP's where SMP has one."""
+
+    workers: Positive | None = Field(
+        default=None, description="Local workers to start; unset: all GPUs, or 2 on a CPU."
+    )
+    device: Device = Field(
+        default="auto", description="Device type of the workers; `auto` takes CUDA where there is any."
+    )
+    sharded_data_parallel_degree: Positive | None = Field(
+        default=None,
+        description="Ranks over which parameters, gradients and optimizer state are sharded; the rest of the data "
+        "ranks are replicas (MiCS, arXiv 2205.00119). Unset: all data ranks.",
+    )
+    tensor_parallel_degree: Positive = Field(default=1, description="Ranks that split each layer's tensors.")
+    sequence_parallel: bool = Field(
+        default=False,
+        description="Tensor ranks also share the sequence between split layers: norms, dropout and residuals are kept "
+        "in parts (arXiv 2205.05198). SMP's `optimize: memory`.",
+    )
+    pipeline_parallel_degree: Positive = Field(default=1, description="Pipeline stages.")
+    pipeline: Literal["interleaved", "simple", "zero_bubble", "zbv", "dualpipev"] = Field(
+        default="interleaved",
+        description="Schedule of the stages: `interleaved` runs forward and backward in turn (1F1B, arXiv 2104.04473, "
+        "section 2.2), `simple` all forwards first (GPipe, arXiv 1811.06965), `zero_bubble` in turn with the gradients "
+        "of weights where a rank would idle (ZB1P, arXiv 2401.10241, section 2), `zbv` (section 6) and `dualpipev` "
+        "(arXiv 2412.19437, section 3.2.1) the same with stages that go down the ranks and up again; the pairs of "
+        "`dualpipev` run one after the other and overlap nothing, so that `zbv` does the same with less memory.",
+    )
+    virtual_pipeline_degree: Positive | None = Field(
+        default=None,
+        description="Stages on each pipeline rank, in turns around the ranks; more make the bubble smaller and the "
+        "traffic larger. Unset: 2 where `pipeline` is `zbv` or `dualpipev`, which have no other number, else 1.",
+    )
+    active_microbatches: Positive | None = Field(
+        default=None, description="Most forwards in flight on a pipeline rank; unset: as many as the schedule needs."
+    )
+    auto_partition: bool = Field(
+        default=True, description="Cut the blocks into stages so that the costliest stage costs least."
+    )
+    memory_weight: float = Field(
+        default=0.2, ge=0, le=1, description="Weight of memory against compute in `auto_partition`."
+    )
+    default_partition: NonNegative | None = Field(
+        default=None, description="Stage of the blocks that `partition` does not name, without `auto_partition`."
+    )
+    partition: dict[str, int] = Field(
+        default={}, description="Block's name -> its stage, from 0, without `auto_partition`."
+    )
+    context_parallel_degree: Positive = Field(default=1, description="Ranks that split the sequence.")
+    context_parallel_method: Literal["auto", "all_gather", "ulysses", "ring"] = Field(
+        default="auto",
+        description="How attention reaches the other ranks' parts of a sequence: keys and values gathered, heads "
+        "exchanged for rows, or keys and values passed round. `auto`: ulysses where the heads divide, else all_gather.",
+    )
+    placement_strategy: str = Field(
+        default="cluster",
+        description="Order of the axes D (data), P (pipeline), T (tensor), right-most varying fastest; `cluster` is "
+        "DPT, `spread` is TPD.",
+    )
+    shard_optimizer_state: bool = Field(
+        default=False,
+        description="Shard optimizer state and gradients' reduction over the data ranks while parameters stay whole "
+        "(ZeRO-1); needs sharded_data_parallel_degree 1 or unset.",
+    )
+    reshard_after_forward: bool = Field(
+        default=True,
+        description="Free a block's gathered parameters after its forward and gather them again in backward; "
+        "without a pipeline the last unit's stay, since backward begins with it.",
+    )
+    prefetch_depth: NonNegative = Field(
+        default=1, description="Blocks whose parameters are gathered ahead of their use; 0 leaves the order to FSDP2."
+    )
+    ddp_dist_backend: Literal["auto", "gloo", "shardwise", "nccl"] = Field(
+        default="auto",
+        description="Collective backend. `shardwise` is the library's own engine for CPU ranks, on one host or "
+        "several; tensors of a GPU go through the host's memory. `auto` is NCCL on CUDA, but the engine where several "
+        "ranks share a GPU; on a CPU the engine where there are several ranks and it can be built, else Gloo.",
+    )
+    collective_algorithm: Literal["auto", "measured", "flat", "two_level", "direct"] = Field(
+        default="auto",
+        description="How all-gather, reduce-scatter and all-reduce cross hosts. `flat` leaves it to the backend; "
+        "`two_level` goes between hosts at equal local index, then inside each (MiCS, arXiv 2205.00119, section 3.3); "
+        "`direct` does so with all peers at once; `measured` times them when a group is made and takes the fastest by "
+        "size. `auto` is `measured` on Gloo over several hosts; NCCL and the engine choose for themselves.",
+    )
+    timeout_seconds: Positive = Field(
+        default=600, description="After this long a collective is taken as hung and the run ends."
+    )
+    max_restarts: NonNegative = Field(
+        default=0,
+        description="How often local workers are started again after one has died or failed; the run goes on from its "
+        "newest complete checkpoint. A user's mistake is not retried.",
+    )
+
+
+class MemorySection(Section):
+    """What is recomputed or kept elsewhere to save device memory."""
+
+    activation_checkpointing: Checkpointing = Field(
+        default="none",
+        description="`full`: keep each block's inputs only; `selective`: keep matrix products and attention too, "
+        "recompute the rest.",
+    )
+    checkpoint_every: Positive = Field(default=1, description="Checkpoint every n-th block only.")
+    checkpoint_strategy: str = Field(
+        default="each", description="SMP's grouping: `each`, `contiguous` (all blocks as one), or `group_N` (N as one)."
+    )
+    offload_activations: bool = Field(
+        default=False, description="Keep checkpointed activations in host memory between forward and backward."
+    )
+    activation_loading_horizon: Positive = Field(
+        default=4, description="How many checkpoints ahead of backward are loaded back from the host."
+    )
+    offload_parameters: bool = Field(
+        default=False, description="Keep sharded parameters, gradients and optimizer state in host memory."
+    )
+    loss_chunk_tokens: Positive = Field(
+        default=1024, description="Rows of [tokens, vocabulary] logits that exist at once in the chunked loss."
+    )
+
+
+class LossScaleSection(Section):
+    """Dynamic loss scaling for fp16; names and defaults are SMP's `dynamic_loss_args`, initial scale 2**16."""
+
+    static: float | None = Field(default=None, gt=0, description="A fixed scale; unset: dynamic.")
+    init_scale: float = Field(default=2.0**16, gt=0, description="First dynamic scale.")
+    scale_factor: float = Field(default=2.0, gt=1, description="Factor by which the scale grows and shrinks.")
+    scale_window: Positive = Field(default=1000, description="Good steps in a row before the scale grows.")
+    min_scale: float = Field(default=1.0, gt=0, description="The scale never falls below this.")
+    delayed_shift: Positive = Field(default=1, description="Overflows tolerated before the scale shrinks (hysteresis).")
+    consecutive_hysteresis: bool = Field(default=False, description="A good step restores the full hysteresis.")
+
+
+class PrecisionSection(Section):
+    """Dtypes. Master weights, reduction and optimizer state are fp32 (fp64 for a fp64 job), with float8 too."""
+
+    compute: Precision = Field(
+        default="auto", description="Dtype of forward and backward; `auto`: bf16 on CUDA, fp32 on a CPU."
+    )
+    loss_scale: LossScaleSection = Field(default_factory=LossScaleSection, description="Loss scaling of fp16.")
+    fp8: Literal["none", "torchao", "transformer_engine", "emulate"] = Field(
+        default="none",
+        description="What multiplies the blocks' linear layers in float8: `torchao` on a GPU that has it, extra fp8; "
+        "`transformer_engine` on the same, where it is installed; `emulate` rounds to float8 and multiplies in fp32, "
+        "on any device.",
+    )
+    fp8_scaling: Literal["tensorwise", "rowwise"] = Field(
+        default="tensorwise",
+        description="One scale a tensor, or one for each row and column that are multiplied.",
+    )
+    fp8_layers: Literal["auto", "all"] = Field(
+        default="auto",
+        description="`auto` leaves out the first and the last block and layers that are too small to gain; `all` takes "
+        "every linear layer of the blocks.",
+    )
+    fp8_all_gather: bool = Field(
+        default=False,
+        description="Gather the sharded weights of float8 layers in float8, half the bytes of bf16. Weights' scales "
+        "are powers of two then.",
+    )
+
+
+class OptimizerSection(Section):
+    """The optimizer and its learning-rate schedule."""
+
+    name: str = Field(default="AdamW", description="Class in `torch.optim`.")
+    learning_rate: float = Field(default=3e-3, gt=0, description="Peak learning rate.")
+    weight_decay: float = Field(
+        default=0.1,
+        ge=0,
+        description="Applied to tensors of two or more dims; 0 for the others, and for a class without it (Rprop).",
+    )
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="Further keyword arguments of the class, e.g. `betas: [0.9, 0.95]`."
+    )
+    schedule: Literal["constant", "linear", "cosine"] = Field(default="cosine", description="Shape after warm-up.")
+    warmup_steps: NonNegative = Field(default=0, description="Steps of linear warm-up.")
+    final_learning_rate_ratio: Fraction = Field(default=0.1, description="Last learning rate as a share of the peak.")
+    clip_norm: float | None = Field(
+        default=1.0, gt=0, description="Clip by the global gradient norm; null switches it off."
+    )
+
+
+class TrainingSection(Section):
+    """How many steps of what size."""
+
+    steps: Positive = Field(default=64, description="Optimizer steps.")
+    tokens_per_step: Positive | None = Field(
+        default=None, description="Global tokens a step; or give `sequences_per_step`."
+    )
+    sequences_per_step: Positive | None = Field(default=None, description="Global sequences (samples) a step.")
+    microbatch_size: Positive | None = Field(
+        default=None, description="Sequences in one forward of one rank; derived if unset."
+    )
+    gradient_accumulation: Positive | None = Field(default=None, description="Microbatches a step; derived if unset.")
+    label_smoothing: float = Field(
+        default=0.0, ge=0, lt=1, description="Share of the target spread evenly over all classes, in training."
+    )
+    z_loss: float = Field(
+        default=0.0,
+        ge=0,
+        description="Weight of the squared log-normaliser of the softmax in the training loss (PaLM: 1e-4).",
+    )
+    seed: NonNegative = Field(default=0, description="Seed of weights, sample order and dropout.")
+    evaluate_every: NonNegative = Field(default=0, description="Steps between evaluations; 0: at the end only.")
+    evaluate_batches: Positive = Field(default=8, description="Global batches of one evaluation.")
+    deterministic: bool = Field(default=False, description="`torch.use_deterministic_algorithms`.")
+
+
+class DataSection(Section):
+    """What the model is trained on."""
+
+    path: str | None = Field(default=None, description="File, directory or glob. Unset with `format: auto`: `stdlib`.")
+    format: DataFormat = Field(
+        default="auto",
+        description="`stdlib`: the Python standard library's sources; `text`, `jsonl`, `parquet`; `dataset`: a local "
+        "directory of `datasets.save_to_disk`; `tokens`: rows with an `input_ids` list (jsonl, parquet or a saved "
+        "dataset); `factory`: a map-style dataset of your own.",
+    )
+    factory: str | None = Field(
+        default=None,
+        description="`package.module:function` returning a map-style dataset of dicts of equally shaped tensors.",
+    )
+    factory_arguments: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of `factory`.")
+    field: str = Field(default="text", description="Column that holds the text.")
+    tokenizer: str | None = Field(
+        default=None,
+        description="Directory of a tokenizer; unset: the model directory's, or a byte-level BPE trained here.",
+    )
+    vocabulary_size: Positive = Field(default=4096, description="Vocabulary of a tokenizer trained here.")
+    sequence_length: Positive = Field(default=256, description="Tokens in one sequence.")
+    isolate_documents: bool = Field(
+        default=False, description="No attention across the documents packed into one sequence."
+    )
+    validation_fraction: float = Field(default=0.05, gt=0, lt=1, description="Share of sequences kept for validation.")
+    mask_probability: float = Field(
+        default=0.15, gt=0, lt=1, description="Share of tokens masked for `masked_lm`, or left out for `seq2seq_lm`."
+    )
+    mean_span_length: float = Field(
+        default=3.0, ge=1, description="Tokens of a span that is left out for `seq2seq_lm`, in the mean."
+    )
+    max_documents: Positive | None = Field(default=None, description="Read only the first so many documents.")
+    cache_directory: str | None = Field(
+        default=None, description="Where tokenizers and tokens are cached; unset: `$XDG_CACHE_HOME/shardwise`."
+    )
+
+
+class CheckpointSection(Section):
+    """When the run's state is kept, where, and from what a run starts."""
+
+    every: NonNegative = Field(
+        default=0, description="Steps between checkpoints, the last step included; 0: only where a signal ends the run."
+    )
+    resume: str = Field(
+        default="none",
+        description="`none`; `auto`: go on from the newest complete checkpoint, or start where there is none; or the "
+        "path of one checkpoint.",
+    )
+    directory: str | None = Field(
+        default=None,
+        description="Directory or URL (`s3://bucket/run`, `gs://...`; needs fsspec's package for its scheme); unset: "
+        "`checkpoints` in `output`.",
+    )
+    keep_last: Positive = Field(default=2, description="How many of the newest checkpoints are kept.")
+    keep_every: NonNegative = Field(
+        default=0, description="Checkpoints at multiples of this step are never removed; 0: none of them."
+    )
+    keep_best: bool = Field(default=False, description="Keep the checkpoint of the lowest validation loss too.")
+    asynchronous: bool = Field(default=True, description="Training goes on while a checkpoint is written.")
+    staging_bytes: Annotated[int, Field(ge=1 << 23)] | None = Field(
+        default=None,
+        description="Host memory of each rank for what is saved and not yet written when an update comes, in bytes; "
+        "for what is more, the update waits for the disk. Unset: as large as the state.",
+    )
+
+
+class ObserveSection(Section):
+    """What is shown and recorded."""
+
+    log_every: Positive = Field(default=1, description="Steps between lines of a display that is not a terminal.")
+    tensorboard: bool = Field(default=True, description="Write TensorBoard event files.")
+    wandb: str | None = Field(default=None, description="Weights & Biases project; needs the extra `wandb`.")
+    mlflow: str | None = Field(default=None, description="MLflow experiment; needs the extra `mlflow`.")
+    profile: list[NonNegative] | None = Field(
+        default=None, description="Steps whose torch profiler trace is written, e.g. `[10, 12]`: first and last."
+    )
+    peak_tflops: float | None = Field(
+        default=None, gt=0, description="Peak TFLOP/s of one device for MFU; unset: from a table of accelerators."
+    )
+    sample: bool = Field(default=True, description="Generate a text sample at the end.")
+    sample_prompt: str | None = Field(
+        default=None, description="Prompt of the sample; unset: the start of a validation text."
+    )
+    sample_tokens: Positive = Field(default=64, description="Tokens generated.")
+
+
+class Job(Section):
+    """Everything a user asks for. `Job()` is the embedded default that `shardwise train` runs."""
+
+    model: ModelSection = Field(default_factory=ModelSection, description="The model.")
+    parallel: ParallelSection = Field(default_factory=ParallelSection, description="The layout.")
+    memory: MemorySection = Field(default_factory=MemorySection, description="Recomputation and offload.")
+    precision: PrecisionSection = Field(default_factory=PrecisionSection, description="Dtypes.")
+    training: TrainingSection = Field(default_factory=TrainingSection, description="Steps and batch.")
+    optimizer: OptimizerSection = Field(default_factory=OptimizerSection, description="Optimizer and schedule.")
+    data: DataSection = Field(default_factory=DataSection, description="The corpus.")
+    checkpoint: CheckpointSection = Field(
+        default_factory=CheckpointSection, description="Keeping and resuming the run's state."
+    )
+    observe: ObserveSection = Field(default_factory=ObserveSection, description="Display and records.")
+    output: str = Field(default="shardwise-run", description="Directory of everything a run writes.")

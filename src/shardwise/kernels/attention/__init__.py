@@ -1,0 +1,1 @@
+"""Attention: one entry point (dispatch.py) and the kernels behind it."""

@@ -1,0 +1,164 @@
+"""Attention in blocks of queries and keys on one rank: no mask, bias or score exists for more than one block.
+
+On a CPU a block is torch's fused kernel where it can be; under dropout or a soft cap it is plain products. What is
+hidden altogether is never computed. Dropout takes the factors that the eager kernel would multiply by, block by block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise._torch_compat import has_flash_attention
+from shardwise.kernels.attention.blocks import EVERY, Block, Saved, merge, narrowed, widened
+from shardwise.kernels.attention.masks import Mask, Piece, cut
+from shardwise.kernels.dropout import Square, keep_mask
+from shardwise.kernels.loss import loss_dtype
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """Dropout of attention probabilities: a function of key, rows and place.
+
+    Attributes:
+        key: of the step, module and use.
+        rows: [B] global sample counters.
+        square: which probabilities these are.
+        keep: probability.
+    """
+
+    key: int
+    rows: Tensor
+    square: Square
+    keep: float
+
+    def factors(self, heads: int, rows: slice, columns: slice, dtype: torch.dtype) -> Tensor:
+        """[B, heads, Q, K] of a block: 0 or 1 / keep."""
+        whole = self.square
+        part = Square(whole.first, whole.queries[rows], whole.keys[columns], whole.length)
+        kept = keep_mask(self.key, self.rows, part.index(heads), self.keep)
+        return kept.view(len(self.rows), heads, len(part.queries), len(part.keys)).to(dtype) * (1 / self.keep)
+
+
+@dataclass(frozen=True)
+class Blockwise:
+    """What attention in blocks needs beside its tensors.
+
+    Attributes:
+        scale: of the scores.
+        causal: keys ahead of the query are hidden; with a mask it says so itself.
+        mask: which keys are seen.
+        bias: [1 or B, 1 or h, 1 or Q, K], without a gradient.
+        softcap: of the scores.
+        dropped: what is dropped.
+    """
+
+    scale: float
+    causal: bool = False
+    mask: Mask | None = None
+    bias: Tensor | None = None
+    softcap: float | None = None
+    dropped: Dropped | None = None
+
+
+@torch.compiler.disable
+def blockwise_attention(query: Tensor, key: Tensor, value: Tensor, settings: Blockwise) -> Tensor:
+    """[B, h, Q, d] attention output; a query that sees no key gets zeros.
+
+    Args:
+        query: [B, h, Q, e].
+        key, value: [B, k, K, e] and [B, k, K, d], k a divisor of h (grouped-query attention).
+        settings: the rest.
+    """
+    output: Tensor = _BlockwiseAttention.apply(query, key, value, settings)
+    return output
+
+
+class _BlockwiseAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, settings: Blockwise) -> Tensor:
+        keys, values = widened(key, query), widened(value, query)
+        blocks = list(_blocks(query, key, value, settings))
+        if len(blocks) == 1 and blocks[0].mask is None and blocks[0].rows[2] == slice(0, query.shape[2]):
+            result, normaliser = blocks[0].forward(query, keys, values)  # all in one: there is nothing to merge
+        else:
+            result, normaliser = _merged(query, keys, values, blocks)
+        ctx.save_for_backward(query, key, value, result, normaliser)
+        ctx.blocks = blocks
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, output, normaliser = ctx.saved_tensors
+        keys, values, gradient = widened(key, query), widened(value, query), gradients[0].contiguous()
+        if len(ctx.blocks) == 1:
+            block = ctx.blocks[0]
+            parts = block.backward(
+                query[block.rows], keys[block.columns], values[block.columns],
+                Saved(gradient[block.rows], output[block.rows], normaliser[block.rows]),
+            )  # fmt: skip
+            whole = all(part.shape == like.shape for part, like in zip(parts, (query, keys, values), strict=True))
+            if whole:
+                found = zip(parts, (query, key, value), strict=True)
+                return *(narrowed(part, like).to(like.dtype) for part, like in found), None
+        totals = [torch.zeros(each.shape, dtype=normaliser.dtype, device=each.device) for each in (query, keys, values)]
+        for block in ctx.blocks:
+            saved = Saved(gradient[block.rows], output[block.rows], normaliser[block.rows])
+            parts = block.backward(query[block.rows], keys[block.columns], values[block.columns], saved)
+            for total, part, where in zip(totals, parts, (block.rows, block.columns, block.columns), strict=True):
+                total[where] += part
+        found = zip(totals, (query, key, value), strict=True)
+        return *(narrowed(part, like).to(like.dtype) for part, like in found), None
+
+
+def _merged(query: Tensor, keys: Tensor, values: Tensor, blocks: list[Block]) -> tuple[Tensor, Tensor]:
+    """(output in the dtype of the query, log-sum-exp; 0 for a query that sees no key)."""
+    wide = loss_dtype(query.dtype)
+    output = torch.zeros(*query.shape[:-1], values.shape[-1], dtype=wide, device=query.device)
+    normaliser = torch.full(query.shape[:-1], -torch.inf, dtype=wide, device=query.device)
+    for block in blocks:
+        part, logs = block.forward(query[block.rows], keys[block.columns], values[block.columns])
+        merge(output[block.rows], normaliser[block.rows], part, logs)
+    return output.to(query.dtype), normaliser.masked_fill_(normaliser == -torch.inf, 0.0)
+
+
+def _blocks(query: Tensor, key: Tensor, value: Tensor, settings: Blockwise) -> Iterator[Block]:
+    plain = settings.softcap is None and settings.dropped is None
+    fused = plain and query.shape[-1] == value.shape[-1] and has_flash_attention(query)
+    mask, dropped, heads, dtype = settings.mask, settings.dropped, query.shape[1], loss_dtype(query.dtype)
+    if mask is not None and mask.causal:
+        mask = None
+    diagonal = settings.causal if settings.mask is None else settings.mask.causal
+    pieces = _squares(query.shape[2], key.shape[2], diagonal, fused) if mask is None else mask.pieces
+    for rows, columns, whole in pieces:
+        yield Block(
+            (EVERY, EVERY, rows),
+            (EVERY, EVERY, columns),
+            settings.scale,
+            fused,
+            diagonal and columns.stop > rows.start + 1,
+            rows.start - columns.start,
+            mask=None if mask is None or whole else partial(mask.block, rows, columns),
+            bias=None if settings.bias is None else partial(_part, settings.bias, rows, columns),
+            factors=None if dropped is None else partial(dropped.factors, heads, rows, columns, dtype),
+            softcap=settings.softcap,
+        )
+
+
+def _part(bias: Tensor, rows: slice, columns: slice) -> Tensor:
+    return bias[:, :, rows if bias.shape[2] > 1 else EVERY, columns]
+
+
+def _squares(queries: int, keys: int, causal: bool, fused: bool) -> Iterator[Piece]:
+    """All with all in one piece where it is fused, else in blocks, of which a causal triangle has half."""
+    if fused:
+        yield Piece(slice(0, queries), slice(0, keys), not causal)
+        return
+    for rows in cut(queries):
+        for columns in cut(min(rows.stop, keys) if causal else keys):
+            yield Piece(rows, columns, not causal)

@@ -1,0 +1,137 @@
+"""Attention around a ring of ranks: each keeps its queries, keys and values go round (arXiv 2310.01889).
+
+Blocks merge by their log-sum-exp (kernels/attention/blocks.py), in forward as in backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise._torch_compat import has_flash_attention
+from shardwise.collectives.context import pass_on
+from shardwise.kernels.attention.blocks import EVERY, Block, Saved, merge, narrowed, widened
+from shardwise.kernels.loss import loss_dtype
+
+# (rank whose keys they are, its rows of queries, columns of keys) -> something of that block.
+OfBlock = Callable[[int, slice, slice], Tensor]
+SCORE_ROWS = 512  # queries of a block that is not fused: its scores are [B, h, SCORE_ROWS, keys]
+
+
+@dataclass(frozen=True)
+class Ring:
+    """What a ring's attention needs beside its tensors.
+
+    Attributes:
+        group: the ranks among which keys and values go round.
+        scale: of the scores.
+        causal: whether later keys are hidden; only without a mask, which says it itself.
+        mask: [1 or B, 1, Q, K] of a block, bool (True: attend) or additive; None hides nothing.
+        dropped: [B, h, Q, K] dropout factors of a block, 0 or 1 / (1 - probability); None drops nothing.
+        bias: [1 or B, 1 or h, 1 or Q, K] of a block, added to its scores, without a gradient.
+    """
+
+    group: dist.ProcessGroup
+    scale: float
+    causal: bool
+    mask: OfBlock | None = None
+    dropped: OfBlock | None = None
+    bias: OfBlock | None = None
+
+
+def ring_attention(query: Tensor, key: Tensor, value: Tensor, ring: Ring) -> Tensor:
+    """[B, h, S/c, d] attention output of this rank's queries over the keys of all ranks of the ring.
+
+    Args:
+        query: [B, h, S/c, d].
+        key, value: [B, k, S/c, d], k a divisor of h (grouped-query attention).
+        ring: the rest.
+    """
+    output: Tensor = _RingAttention.apply(query, key, value, ring)
+    return output
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, ring: Ring) -> Tensor:
+        wide = loss_dtype(query.dtype)
+        output = torch.zeros(*query.shape[:-1], value.shape[-1], dtype=wide, device=query.device)
+        normaliser = torch.full(query.shape[:-1], -torch.inf, dtype=wide, device=query.device)
+        here, degree = ring.group.rank(), ring.group.size()
+        moving = [key, value]
+        for step in range(degree):
+            keys, values = (widened(each, query) for each in moving)
+            for block in _blocks(query, value, ring, (here - step) % degree):
+                part, logs = block.forward(query[block.rows], keys[block.columns], values[block.columns])
+                merge(output[block.rows], normaliser[block.rows], part, logs)
+            if step < degree - 1:
+                moving = pass_on(moving, ring.group)
+        result = output.to(query.dtype)
+        ctx.save_for_backward(query, key, value, result, normaliser)
+        ctx.ring = ring
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, output, normaliser = ctx.saved_tensors
+        ring: Ring = ctx.ring
+        wide, here, degree = normaliser.dtype, ring.group.rank(), ring.group.size()
+        moving, gradient = [key, value], gradients[0].contiguous()
+        for_query = torch.zeros(query.shape, dtype=wide, device=query.device)
+        carried = [torch.zeros(each.shape, dtype=wide, device=each.device) for each in moving]
+        for step in range(degree):
+            keys, values = (widened(each, query) for each in moving)
+            for block in _blocks(query, value, ring, (here - step) % degree):
+                saved = Saved(gradient[block.rows], output[block.rows], normaliser[block.rows])
+                parts = block.backward(query[block.rows], keys[block.columns], values[block.columns], saved)
+                for_query[block.rows] += parts[0]
+                for total, part in zip(carried, parts[1:], strict=True):
+                    total[block.columns] += narrowed(part, total)
+            carried = pass_on(carried, ring.group)  # after the last step the gradients are at home
+            if step < degree - 1:
+                moving = pass_on(moving, ring.group)
+        found = zip((for_query, *carried), (query, key, value), strict=True)
+        return *(part.to(like.dtype) for part, like in found), None
+
+
+def _blocks(query: Tensor, value: Tensor, ring: Ring, source: int) -> Iterator[Block]:
+    """The products of this rank's queries with the keys of rank `source`, in pieces of few rows where not fused."""
+    plain = ring.mask is None and ring.dropped is None
+    fused = plain and query.shape[-1] == value.shape[-1] and has_flash_attention(query)
+    for rows, columns, diagonal in _products(query.shape[2], ring, source):
+        size = rows.stop - rows.start if fused else SCORE_ROWS
+        for start in range(rows.start, rows.stop, size):
+            piece = slice(start, min(start + size, rows.stop))
+            yield Block(
+                (EVERY, EVERY, piece),
+                (EVERY, EVERY, columns),
+                ring.scale,
+                fused,
+                diagonal,
+                start - rows.start,
+                mask=ring.mask and partial(ring.mask, source, piece, columns),
+                bias=ring.bias and partial(ring.bias, source, piece, columns),
+                factors=ring.dropped and partial(ring.dropped, source, piece, columns),
+            )
+
+
+def _products(length: int, ring: Ring, source: int) -> Iterator[tuple[slice, slice, bool]]:
+    """(rows, columns, on the diagonal): all with all, or under a plain causal mask the chunks that are not ahead.
+
+    Every rank then has two whole products of chunks at each step, or one and two triangles.
+    """
+    if not ring.causal:
+        yield slice(0, length), slice(0, length), False
+        return
+    here, last, half = ring.group.rank(), 2 * ring.group.size() - 1, length // 2
+    halves = (slice(0, half), slice(half, length))
+    for rows, chunk in zip(halves, (here, last - here), strict=True):
+        for columns, other in zip(halves, (source, last - source), strict=True):
+            if other <= chunk:
+                yield rows, columns, other == chunk

@@ -1,1 +1,0 @@
-"""What is recomputed or kept on the host: activation checkpointing and activation offload."""

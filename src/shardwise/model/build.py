@@ -1,0 +1,368 @@
+"""Builds the model of a job on the meta device: shapes and structure without a byte of weights.
+
+Three sources: a Hugging Face directory or config (the embedded default among them), built by transformers itself, and
+a user's own factory. Parameters are always on meta, so no rank ever holds a model it is going to shard. Buffers
+of a Hugging Face model are on meta too (transformers' initializer fills them again); buffers of a user's module are
+real, since nothing but its constructor knows their values. Nothing here contacts a hub.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+import re
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.initialization import meta_device_safe_creation_ops
+
+from shardwise.errors import ConfigError, ModelError, ShardwiseError
+from shardwise.job.objects import load_object
+from shardwise.job.schema import Job, ModelSection
+from shardwise.model.activations import fuse_activations
+from shardwise.model.attention_callers import OWN_PRODUCTS, adapt
+from shardwise.model.default import default_config
+from shardwise.words import nearest
+
+HEADS = {
+    "causal_lm": (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING, "AutoModelForCausalLM"),
+    "masked_lm": (AutoModelForMaskedLM, MODEL_FOR_MASKED_LM_MAPPING, "AutoModelForMaskedLM"),
+    "seq2seq_lm": (AutoModelForSeq2SeqLM, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, "AutoModelForSeq2SeqLM"),
+}
+BUILT = ("eager", "sdpa")  # attention that transformers' models have themselves
+DROPOUT_FIELD = re.compile(r"dropout|pdrop")
+# Dropout of heads that language models do not have, and layer drop, which drops no elements.
+OTHER_DROPOUT = re.compile(r"classif|summary|pooler|^cls|^qa|layerdrop|^drop_path")
+
+
+def build_model(job: Job) -> nn.Module:
+    """The model of `job` in train mode, parameters on the meta device (fp32), key-value cache off."""
+    model = _build_user_module(job.model) if job.model.factory else _build_hugging_face(job, load_config(job))
+    fuse_activations(model)
+    model.train()
+    for module in model.modules():  # an encoder-decoder's stacks have configs of their own
+        config = getattr(module, "config", None)
+        if isinstance(config, PreTrainedConfig):
+            config.use_cache = False
+    return model
+
+
+def load_config(job: Job) -> PreTrainedConfig:
+    """The Hugging Face config that the job names, with the job's dropout put in; not for `model.factory`."""
+    section = job.model
+    if section.path is not None:
+        config = _read_config(Path(section.path), "model.path", section, directory_only=True)
+    elif isinstance(section.config, str):
+        config = _read_config(Path(section.config), "model.config", section)
+    elif section.config is not None:
+        config = _config_from_dict(copy.deepcopy(section.config), job)
+    else:
+        config = default_config(job)
+    dropout = section.dropout
+    if dropout is not None:
+        _guarded(f"model.dropout={dropout}", lambda: _set_dropout(config, dropout))
+    _check_layer_drop(config)
+    _check_router_loss(config)
+    if section.task == "causal_lm" and type(config) in MODEL_FOR_MASKED_LM_MAPPING and hasattr(config, "is_decoder"):
+        config.is_decoder = True  # an encoder such as BERT would see the labels: its attention is not causal otherwise
+    return config
+
+
+# --- Hugging Face ----------------------------------------------------------------------------------------------------
+
+
+def _read_config(path: Path, key: str, section: ModelSection, directory_only: bool = False) -> PreTrainedConfig:
+    """AutoConfig of a directory or a json file; every way it can be missing or broken has its own message."""
+    where = f"{key}={str(path)!r}"
+    if not path.exists():
+        raise ModelError(f"{where} does not exist (models are read from disk only, never from a hub)")
+    if directory_only and not path.is_dir():
+        raise ModelError(f"{where} is not a directory; give the directory that holds config.json and the weights")
+    file = path / "config.json" if path.is_dir() else path
+    if not file.exists():
+        raise ModelError(
+            f"{where} holds no config.json; it is not a Hugging Face model directory, and `shardwise export` makes one "
+            "of a checkpoint"
+        )
+    _check_config_file(file, where, section)
+    source = path if path.is_dir() else file.parent if file.name == "config.json" else file
+    return _guarded(
+        where,
+        lambda: AutoConfig.from_pretrained(
+            str(source), local_files_only=True, trust_remote_code=section.trust_remote_code
+        ),
+    )
+
+
+def _check_config_file(file: Path, where: str, section: ModelSection) -> None:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{where}: {file} cannot be read as JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{where}: {file} holds a {type(content).__name__}, not a JSON object")
+    remote = _remote_code(content, HEADS[section.task][2])
+    if any("--" in reference for reference in remote):
+        raise ModelError(
+            f"{where}: its code ({', '.join(remote)}) lives on a hub; put the .py files into the directory"
+        )
+    if content.get("model_type") in CONFIG_MAPPING:
+        return
+    if remote and not section.trust_remote_code:
+        raise ModelError(
+            f"{where} brings its own code ({', '.join(remote)}) and model.trust_remote_code=False; read the code, then "
+            "set model.trust_remote_code=True"
+        )
+    if not remote:
+        _check_model_type(content.get("model_type"), where)
+
+
+def _remote_code(content: dict[str, Any], auto_class: str) -> list[str]:
+    auto_map = content.get("auto_map") or {}
+    return [auto_map[name] for name in ("AutoConfig", auto_class) if isinstance(auto_map.get(name), str)]
+
+
+def _check_model_type(model_type: object, where: str) -> None:
+    if model_type is None:
+        raise ModelError(f"{where} has no model_type, e.g. 'gpt_neox' or 'llama'")
+    if model_type not in CONFIG_MAPPING:
+        raise ModelError(
+            f"{where}: transformers does not know model_type={model_type!r}; a model_type that it knows is needed, "
+            f"with its sizes.{nearest(str(model_type), CONFIG_MAPPING)}"
+        )
+
+
+def _config_from_dict(values: dict[str, Any], job: Job) -> PreTrainedConfig:
+    """A config of the user's own values: unknown keys refused, vocabulary and special tokens made to fit."""
+    model_type = values.pop("model_type", None)
+    _check_model_type(model_type, "model.config")
+    config_class = CONFIG_MAPPING[model_type]
+    where = f"model.config (model_type={model_type!r})"
+    defaults = _guarded(where, config_class)
+    if "vocab_size" not in values and _trains_tokenizer(job):
+        values["vocab_size"] = job.data.vocabulary_size
+    size = values.get("vocab_size", getattr(defaults, "vocab_size", None))
+    for key in [key for key in vars(defaults) if key.endswith("_token_id") and key not in values]:
+        token = getattr(defaults, key)
+        if isinstance(token, int) and isinstance(size, int) and token >= size:
+            values[key] = None  # the family's own tokenizer has this token, a smaller vocabulary does not
+    config = _guarded(where, lambda: config_class(**values))
+    unknown = [
+        key for key in values if hasattr(config, key) and not hasattr(defaults, key) and not _is_read(key, config)
+    ]
+    if unknown:
+        known = {name for name in {*defaults.to_dict(), *defaults.attribute_map} if not name.startswith("_")}
+        raise ConfigError(f"{where} has no {unknown[0]!r}.{nearest(unknown[0], known)}")
+    return config
+
+
+def _is_read(key: str, config: PreTrainedConfig) -> bool:
+    """Whether the model's source mentions `key`; transformers keeps a key it does not know and never looks at it."""
+    classes = [type(config)] + [mapping[type(config)] for _, mapping, _ in HEADS.values() if type(config) in mapping]
+    sources = {inspect.getsource(sys.modules[kind.__module__]) for kind in classes}
+    return any(re.search(rf"\b{re.escape(key)}\b", source) for source in sources)
+
+
+def _trains_tokenizer(job: Job) -> bool:
+    return job.data.tokenizer is None and job.data.format not in ("tokens", "factory")
+
+
+def _set_dropout(config: PreTrainedConfig, probability: float) -> None:
+    if not _assign_dropout(config, probability) and probability > 0:
+        raise ConfigError(
+            f"model.dropout={probability}: the config of {config.model_type!r} has no dropout probability; leave "
+            "model.dropout unset"
+        )
+
+
+def _assign_dropout(config: PreTrainedConfig, probability: float) -> list[str]:
+    """Sets every dropout probability of `config` and of the configs inside it; returns their names."""
+    names = []
+    for name, value in list(vars(config).items()):
+        if isinstance(value, PreTrainedConfig):
+            names += _assign_dropout(value, probability)
+        elif DROPOUT_FIELD.search(name) and not OTHER_DROPOUT.search(name) and _is_number(value):
+            setattr(config, name, 0 if probability == 0 and isinstance(value, int) else probability)
+            names.append(name)
+    return names
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _check_layer_drop(config: PreTrainedConfig) -> None:
+    for name, value in vars(config).items():
+        if name.endswith("layerdrop") and _is_number(value) and value > 0:
+            raise ModelError(
+                f"{name}={value} in the config of {config.model_type!r} skips layers at random, and each rank would "
+                "skip others; set it to 0"
+            )
+
+
+def _check_router_loss(config: PreTrainedConfig) -> None:
+    if getattr(config, "output_router_logits", False):
+        raise ModelError(
+            f"output_router_logits=True in the config of {config.model_type!r} asks for a loss that balances experts. "
+            "It is a product of means over the tokens of a forward, so that it would depend on how a step is cut into "
+            "microbatches and ranks, and is not built; set it to false"
+        )
+
+
+def _build_hugging_face(job: Job, config: PreTrainedConfig) -> PreTrainedModel:
+    section = job.model
+    _check_head(config, section)
+    if getattr(config, "quantization_config", None):
+        raise ModelError(f"model.path={section.path!r} holds quantized weights; training needs the unquantized model")
+    named = section.attention in BUILT and config.model_type not in OWN_PRODUCTS
+    model = _from_config(config, section, section.attention if named else None)
+    adapt(model)
+    model.config.architectures = [type(model).__name__]
+    path = section.path
+    if path is not None and model.can_generate() and (Path(path) / "generation_config.json").exists():
+        model.generation_config = _guarded(
+            f"model.path={path!r}: generation_config.json",
+            lambda: GenerationConfig.from_pretrained(path, local_files_only=True),
+        )
+    return model
+
+
+def _check_head(config: PreTrainedConfig, section: ModelSection) -> None:
+    _, mapping, auto_class = HEADS[section.task]
+    if type(config) in mapping or auto_class in (getattr(config, "auto_map", None) or {}):
+        if section.task == "seq2seq_lm" and getattr(config, "decoder_start_token_id", None) is None:
+            raise ModelError(
+                f"the config of {config.model_type!r} has no decoder_start_token_id, with which the decoder begins; "
+                "set it (T5's is its pad_token_id)"
+            )
+        return
+    others = [task for task, (_, known, _) in HEADS.items() if type(config) in known]
+    fix = f"use model.task={others[0]!r}" if others else "transformers has no language model of this type"
+    raise ModelError(f"model.task={section.task!r}: model_type {config.model_type!r} has no such head; {fix}")
+
+
+def _from_config(config: PreTrainedConfig, section: ModelSection, attention: str | None) -> PreTrainedModel:
+    def build(kernel: str | None) -> PreTrainedModel:
+        chosen = {} if kernel is None else {"attn_implementation": kernel}
+        with torch.device("meta"), meta_device_safe_creation_ops():
+            return HEADS[section.task][0].from_config(
+                copy.deepcopy(config), trust_remote_code=section.trust_remote_code, dtype=torch.float32, **chosen
+            )
+
+    where = f"a {config.model_type!r} model"
+    try:
+        return _guarded(where, lambda: build(attention))
+    except ModelError as error:
+        if attention is None:
+            raise
+        has = [kernel for kernel in BUILT if kernel != attention and _succeeds(partial(build, kernel))]
+        if not has:
+            raise
+        raise ModelError(
+            f"model.attention={attention!r}: model_type {config.model_type!r} has {', '.join(has)} only; "
+            f"use {has[0]!r} or 'auto'"
+        ) from error
+
+
+def _succeeds(build: Callable[[], object]) -> bool:
+    try:
+        build()
+    except Exception:
+        return False
+    return True
+
+
+def _guarded(where: str, call: Callable[[], Any]) -> Any:
+    """`call()`; whatever transformers raises for a user's values becomes a ModelError that names them."""
+    try:
+        return call()
+    except ShardwiseError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ModelError(f"{where}: transformers refuses it: {reason}") from error
+
+
+# --- a user's own module ---------------------------------------------------------------------------------------------
+
+
+def _build_user_module(section: ModelSection) -> nn.Module:
+    where = f"model.factory={section.factory!r}"
+    factory = load_object(str(section.factory), "model.factory")
+    if not callable(factory):
+        raise ConfigError(f"{where} is a {type(factory).__name__}, not a function or class")
+    with parameters_on_meta():
+        try:
+            model = factory(**copy.deepcopy(section.factory_arguments))
+        except Exception as error:
+            raise ModelError(f"{where} raised {type(error).__name__}: {error}") from error
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"{where} returned a {type(model).__name__}; it must return a torch.nn.Module")
+    _check_tensors(model, where)
+    return model
+
+
+def _check_tensors(model: nn.Module, where: str) -> None:
+    """Every parameter on meta and of known shape, every buffer with values."""
+    parameters = dict(model.named_parameters())
+    if not parameters:
+        raise ModelError(f"{where} returned a module without parameters; there is nothing to train")
+    for name, parameter in parameters.items():
+        if is_lazy(parameter):
+            raise ModelError(f"{where}: parameter {name!r} is lazy; give every layer its sizes")
+        if parameter.device.type != "meta":
+            raise ModelError(f"{where}: parameter {name!r} was not registered by its module; assign it as an attribute")
+    for name, buffer in model.named_buffers():
+        if buffer.device.type == "meta":
+            raise ModelError(f"{where}: buffer {name!r} has no values; make it from numbers, not from a parameter")
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Inside, each parameter that a module registers moves to the meta device at once; buffers stay real.
+
+    At most one parameter at a time has storage. A parameter registered under several names stays one parameter.
+    """
+    original = nn.Module.register_parameter
+    moved: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
+
+    def to_meta(parameter: nn.Parameter) -> nn.Parameter:
+        source, meta = moved.get(id(parameter), (None, None))
+        if meta is None or source is None or source() is not parameter:  # an id may be reused after its owner died
+            meta = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+            meta.__dict__.update(parameter.__dict__)
+            moved[id(parameter)] = (weakref.ref(parameter), meta)
+        return meta
+
+    def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not is_lazy(param) and param.device.type != "meta":
+            param = to_meta(param)
+        original(self, name, param)
+
+    nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = original  # type: ignore[method-assign]

@@ -1,0 +1,322 @@
+"""Discovers what a model is made of from its structure, never from class or module names: the ModelFacts.
+
+Blocks are the repeated children of the heaviest list of the model, ties are parameters registered under several
+names, input embeddings are what only `nn.Embedding` reads. Sizes come from the config where there is one (transformers'
+`attribute_map` makes the common names work for all families) and from shapes where not. What only a forward shows
+(the head, dropout, the blocks' arguments) comes from `shardwise.model.probe`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+from itertools import groupby
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from shardwise.job.schema import Job
+from shardwise.model.attention import context_refusal, kernel_refusal
+from shardwise.model.facts import BlockFacts, ModelFacts, StageFacts
+from shardwise.model.fusible import fusible
+from shardwise.model.probe import Probe, probe, rehearse_stage, token_inputs
+from shardwise.model.stage_cut import stage_facts
+from shardwise.model.tensor_plan import is_routed, sequence_refusal, tensor_plan, vocabulary_parameters
+
+SIMILAR_NAMES = 0.5  # share of parameter names that the children of a list of blocks have in common
+SMALLEST_LIST = 0.1  # a further list of blocks has at least this share of the heaviest one's parameters
+
+HIDDEN = ("hidden_size", "n_embd", "d_model", "dim", "embed_dim", "width")
+HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "encoder_attention_heads")
+KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head")
+LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "depth")
+HEAD_SIZE = ("head_dim", "attention_head_size", "d_kv", "kv_channels")
+INTERMEDIATE = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "d_ff", "d_inner", "hidden_dim")
+EXPERTS_OF_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
+VOCABULARY = ("vocab_size", "vocabulary_size", "n_vocab")
+LENGTH = 8  # tokens of a rehearsal
+FACTORY_ATTENTION = "a module of model.factory keeps the attention that it was built with"
+POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length", "block_size")
+
+
+def discover(model: nn.Module, job: Job, example: Mapping[str, Tensor] | None = None) -> ModelFacts:
+    """The facts of `model` (parameters on meta).
+
+    `example` holds keyword arguments for the forward of a user's module; without it a module that does not take
+    `input_ids` cannot be probed, and the facts then assume the worst and say so in `probe_failure`.
+    """
+    lists = find_block_lists(model)
+    blocks = [name for names in lists for name in names]
+    config = _text_config(model)
+    seen = probe(model, lists, job.data.sequence_length, example)
+    ties = find_ties(model)
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    splits, refusal = tensor_plan(model)
+    return ModelFacts(
+        family=getattr(config, "model_type", None) or type(model).__name__,
+        is_hugging_face=isinstance(model, PreTrainedModel),
+        parameters=_count([model]),
+        embedding_parameters=_embedding_parameters(model, ties, seen),
+        blocks=tuple(BlockFacts(name, _count([model.get_submodule(name)])) for name in blocks),
+        idle_parameters=_idle_parameters(model, config),
+        experts_of_token=_number(config, EXPERTS_OF_TOKEN) or 0,
+        experts_copied=getattr(config, "_experts_implementation", None) == "batched_mm",
+        ties=ties,
+        layers=seen.block_calls or _number(config, LAYERS) or len(blocks),
+        **_sizes(model, config, blocks, seen),
+        head=seen.head,
+        head_has_bias=seen.head_has_bias,
+        has_attention_dropout=seen.has_attention_dropout,
+        has_functional_dropout=seen.has_functional_dropout,
+        drops_blocks=seen.drops_blocks,
+        blocks_share_arguments=seen.blocks_share_arguments,
+        buffers=tuple(name for name, _ in model.named_buffers()),
+        stages=_stages(model, lists, ties, seen, example),
+        parameter_shapes=shapes,
+        tensor_splits=splits,
+        vocabulary_parameters=vocabulary_parameters(model, seen.head),
+        tensor_refusal=refusal,
+        context_refusal=context_refusal(
+            model, blocks, seen.attention, seen.mixes_positions, seen.failure, seen.attention_arguments
+        ),
+        attention_arguments=seen.attention_arguments,
+        attention=seen.attention_calls,
+        linears=_linears(model, blocks),
+        fusible=fusible(model),
+        kernel_refusal=FACTORY_ATTENTION
+        if job.model.factory
+        else kernel_refusal(model, len(seen.attention_calls), seen.attention_arguments, seen.failure),
+        sequence_refusal=sequence_refusal(shapes, blocks, splits, len(lists) == 1 and seen.blocks_are_chain),
+        probe_failure=seen.failure,
+    )
+
+
+def _linears(model: nn.Module, blocks: Iterable[str]) -> dict[str, tuple[int, int]]:
+    """Plain linear layers inside of blocks; classes with a forward of their own are not among them."""
+    found = {}
+    for block in blocks:
+        for name, module in model.get_submodule(block).named_modules(prefix=block):
+            if type(module) is nn.Linear:
+                found[name] = (module.in_features, module.out_features)
+            elif type(module) is Conv1D:
+                found[name] = (module.nx, module.nf)
+    return found
+
+
+def _stages(
+    model: nn.Module,
+    lists: list[list[str]],
+    ties: tuple[tuple[str, ...], ...],
+    seen: Probe,
+    example: Mapping[str, Tensor] | None,
+) -> StageFacts:
+    if seen.order is None:
+        return StageFacts(refusal=seen.failure)
+    stages = stage_facts(model, lists, ties, seen.order, seen.blocks_are_chain, seen.handed_on)
+    if stages.encoder:  # MVP adds to what its head returns
+        example = token_inputs(model, LENGTH)
+    elif isinstance(model, PreTrainedModel):
+        return stages
+    if stages.refusal or example is None:
+        return replace(stages, hidden=())  # it was shown tokens of some length, and takes any
+    blocks = [name for names in lists for name in names]
+    return replace(stages, refusal=rehearse_stage(model, blocks, stages, example), order=tuple(seen.order.calls))
+
+
+# --- blocks ----------------------------------------------------------------------------------------------------------
+
+
+def find_block_lists(model: nn.Module) -> list[list[str]]:
+    """Module names of the repeated blocks, one list for each container that holds such, in module order."""
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
+            children = _repeated_children(module)
+            found[name] = {f"{name}.{key}" if name else key: child for key, child in children.items()}
+    found = {name: children for name, children in found.items() if _count(children.values())}
+    # Blocks are modules of modules; a list of bare layers (heads, codebooks) counts only where there is nothing better.
+    composite = {name: children for name, children in found.items() if _are_composite(children.values())}
+    bare = {name: children for name, children in found.items() if len(children) > 1}
+    lists = _outermost(composite or bare)
+    heaviest = max((_count(children.values()) for children in lists.values()), default=0)
+    heavy = [children for children in lists.values() if _count(children.values()) >= SMALLEST_LIST * heaviest]
+    return [[name for block in children.items() for name in _called(*block)] for children in heavy]
+
+
+def _called(name: str, block: nn.Module) -> list[str]:
+    """The block, or in the place of a bare list what is in it: a model of `for attend, feed in layers` never calls the
+    lists, so that nothing can be done around them."""
+    if not isinstance(block, (nn.ModuleList, nn.ModuleDict)):
+        return [name] if _count([block]) else []
+    return [each for key, child in block.named_children() for each in _called(f"{name}.{key}", child)]
+
+
+def _repeated_children(container: nn.Module) -> dict[str, nn.Module]:
+    """The children that repeat: all of them, or in a sequence of other things the longest run of one class."""
+    children = dict(container.named_children())
+    classes = [type(child) for child in children.values()]
+    if _is_repeated(children.values()):
+        return children
+    # Hybrids (attention beside state-space layers) keep several classes in one list, each more than once.
+    if isinstance(container, nn.ModuleList) and len(set(classes)) < len(classes) and _are_composite(children.values()):
+        return children
+    if not isinstance(container, nn.Sequential):
+        return {}
+    runs = [dict(run) for _, run in groupby(children.items(), key=lambda item: type(item[1]))]
+    longest = max(runs, key=lambda run: len(run), default={})
+    return longest if len(longest) > 1 and _are_composite(longest.values()) and _is_repeated(longest.values()) else {}
+
+
+def _is_repeated(children: Collection[nn.Module]) -> bool:
+    """Whether all are of one class and mostly share their parameter names."""
+    if len({type(child) for child in children}) != 1:
+        return False
+    names = [{name for name, _ in child.named_parameters(remove_duplicate=False)} for child in children]
+    counts = Counter(name for own in names for name in own)
+    common = {name for name, count in counts.items() if count > len(names) / 2}
+    return bool(common) and all(len(own & common) >= SIMILAR_NAMES * len(own | common) for own in names)
+
+
+def _are_composite(children: Iterable[nn.Module]) -> bool:
+    return all(any(child.children()) for child in children)
+
+
+def _outermost(lists: dict[str, dict[str, nn.Module]]) -> dict[str, dict[str, nn.Module]]:
+    """Drops lists inside another one's blocks; a list of one that merely wraps a longer list gives way to it."""
+
+    def inside(name: str, blocks: Iterable[str]) -> bool:
+        return any(name == block or name.startswith(f"{block}.") for block in blocks)
+
+    kept = {
+        name: children
+        for name, children in lists.items()
+        if len(children) > 1 or not any(inside(inner, children) and len(lists[inner]) > 1 for inner in lists)
+    }
+    return {
+        name: children for name, children in kept.items() if not any(inside(name, outer) for outer in kept.values())
+    }
+
+
+# --- parameters ------------------------------------------------------------------------------------------------------
+
+
+def find_ties(model: nn.Module) -> tuple[tuple[str, ...], ...]:
+    """Groups of names that are one parameter, the first name of `named_parameters()` first."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return tuple(tuple(group) for group in names.values() if len(group) > 1)
+
+
+def _embedding_parameters(model: nn.Module, ties: tuple[tuple[str, ...], ...], seen: Probe) -> int:
+    """Elements that are only looked up: owned by embeddings alone, and read by no matrix product."""
+    owners: dict[str, list[nn.Module]] = {}
+    first = {name: group[0] for group in ties for name in group}
+    sizes = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        key = first.get(name, name)
+        owners.setdefault(key, []).append(model.get_submodule(name.rpartition(".")[0]))
+        sizes[key] = parameter.numel()
+    return sum(
+        sizes[name]
+        for name, modules in owners.items()
+        if name not in seen.matrix_parameters
+        and all(isinstance(module, (nn.Embedding, nn.EmbeddingBag)) for module in modules)
+    )
+
+
+def _count(modules: Iterable[nn.Module]) -> int:
+    """Elements of all parameters of `modules`, each parameter once."""
+    return sum({id(p): p.numel() for module in modules for p in module.parameters()}.values())
+
+
+# --- sizes -----------------------------------------------------------------------------------------------------------
+
+
+def _text_config(model: nn.Module) -> Any:
+    """The config that describes the language model (a part of the config of a multi-modal model), or None."""
+    config: Any = getattr(model, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def _sizes(model: nn.Module, config: Any, blocks: list[str], seen: Probe) -> dict[str, Any]:
+    """The size fields of ModelFacts: what the config says, else what the shapes tell, else 0."""
+    block = model.get_submodule(blocks[0]) if blocks else None
+    embedding = max(_embeddings(model), key=lambda module: module.weight.numel(), default=None)
+    hidden = _number(config, HIDDEN) or _width(block, embedding)
+    heads = _number(config, HEADS) or 0
+    return {
+        "hidden_size": hidden,
+        "attention_heads": heads,
+        "key_value_heads": _key_value_heads(config, heads),
+        "head_size": _head_size(config, seen) or (hidden // heads if heads else 0),
+        "intermediate_size": _number(config, INTERMEDIATE) or _intermediate(block, hidden),
+        "vocabulary_size": _number(config, VOCABULARY) or (embedding.num_embeddings if embedding is not None else 0),
+        "max_positions": _max_positions(model, config),
+        "sliding_window": _number(config, ("sliding_window",)),
+    }
+
+
+def _head_size(config: Any, seen: Probe) -> int:
+    """Of the first call of attention, else what the config says, else 0."""
+    for call in seen.attention_calls:
+        return (call.head_size + call.value_size) // 2
+    return _number(config, HEAD_SIZE) or 0
+
+
+def _number(config: Any, names: Iterable[str]) -> int | None:
+    """The first of `names` that the config has as a positive integer."""
+    values = (getattr(config, name, None) for name in names)
+    return next(
+        (value for value in values if isinstance(value, int) and not isinstance(value, bool) and value > 0), None
+    )
+
+
+def _embeddings(model: nn.Module) -> list[nn.Embedding]:
+    return [module for module in model.modules() if isinstance(module, nn.Embedding)]
+
+
+def _key_value_heads(config: Any, heads: int) -> int:
+    # Falcon and GPT-BigCode: one key-value head, whatever num_kv_heads says, unless Falcon's newer layers are used.
+    if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
+        return 1
+    return _number(config, KEY_VALUE_HEADS) or heads
+
+
+def _width(block: nn.Module | None, embedding: nn.Embedding | None) -> int:
+    """The commonest length of a block's vectors (norms and output biases), else the width of the embedding."""
+    lengths = Counter(p.shape[0] for p in block.parameters() if p.dim() == 1) if block is not None else Counter()
+    if lengths:
+        return lengths.most_common(1)[0][0]
+    return embedding.embedding_dim if embedding is not None else 0
+
+
+def _intermediate(block: nn.Module | None, hidden: int) -> int:
+    """The widest m that a block goes to and comes back from: it has weights [m, hidden] and [hidden, m]."""
+    if block is None:
+        return 0
+    shapes = {tuple(parameter.shape) for parameter in block.parameters() if parameter.dim() == 2}
+    return max((rows for rows, columns in shapes if columns == hidden != rows and (hidden, rows) in shapes), default=0)
+
+
+def _idle_parameters(model: nn.Module, config: Any) -> int:
+    """How many parameters of stacked experts, [experts, ...], a token does not go through."""
+    chosen = _number(config, EXPERTS_OF_TOKEN)
+    if chosen is None:
+        return 0
+    stacks = [stack for module in model.modules() if is_routed(module) for stack in module.parameters()]
+    return sum(stack.numel() // len(stack) * max(0, len(stack) - chosen) for stack in stacks)
+
+
+def _max_positions(model: nn.Module, config: Any) -> int | None:
+    """Longest sequence; RoBERTa's kind of position table starts counting behind its padding row."""
+    positions = _number(config, POSITIONS)
+    if positions is None:
+        return None
+    words = model.get_input_embeddings() if isinstance(model, PreTrainedModel) else None
+    tables = [module for module in _embeddings(model) if module.num_embeddings == positions and module is not words]
+    padding = [module.padding_idx for module in tables if module.padding_idx is not None]
+    return positions - padding[0] - 1 if padding else positions

@@ -1,0 +1,303 @@
+"""ModelFacts: what the planner, the legality table and parallelize() need to know of a model, as plain data.
+
+Made by `shardwise.model.discover` from the structure of a model on the meta device; nothing here touches torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+
+@dataclass(frozen=True)
+class BlockFacts:
+    """One repeated block (a transformer layer): its qualified name and its size.
+
+    `parameters` counts elements.
+    """
+
+    name: str
+    parameters: int
+
+
+@dataclass(frozen=True)
+class TensorSplit:
+    """How tensor parallelism treats a module.
+
+    Attributes:
+        kind: a linear module is split by `column` (output features) or `row` (input features); a `partial` one is whole
+            but sees only a part of the activations, so the gradients of its parameters are summed; an `inner` one is
+            dropout of activations that exist in parts, between a column and the row module beside it; `experts` are
+            stacks of MLPs, each of which is split by its inner features.
+        dim: of the weight.
+        sections: fused projections that lie side by side along `dim`, each of which is split.
+        shared: features of the one key head, and of the one value head, that lie behind the queries of each group and
+            serve all of them; ranks that share a group each make a part of both, and the parts are gathered.
+        groups: of queries with the key and the value head that `shared` speaks of, one after the other.
+        alone: a column module whose parent also works on whole activations.
+        key_value: a column module of key or value heads alone; of fewer heads than ranks each is held by several.
+        grouped: experts that transformers' grouped products compute, which read rows of a multiple of 16 bytes.
+    """
+
+    kind: str
+    dim: int = 0
+    sections: int = 1
+    shared: int = 0
+    groups: int = 1
+    alone: bool = False
+    key_value: bool = False
+    grouped: bool = False
+
+    def of(self, leaf: str) -> TensorSplit | None:
+        """How a parameter of the module is split; None where it is whole, as the bias of a row module's sum is."""
+        if self.kind == "experts":
+            return EXPERTS.get(leaf)
+        if leaf == "weight" and self.kind in ("column", "row"):
+            return self
+        return replace(self, dim=0) if leaf == "bias" and self.kind == "column" else None
+
+    def shares_groups(self, degree: int) -> bool:
+        """Whether one of `degree` ranks holds a part of a group, and not whole ones."""
+        return self.shared > 0 and self.groups % degree > 0
+
+    def along(self, size: int, degree: int) -> tuple[tuple[int, ...], int]:
+        """(sizes of the projections along a `dim` of `size`, groups of ranks that share them in turn)."""
+        if self.shares_groups(degree):
+            queries = size // self.groups - 2 * self.shared
+            return (queries, self.shared, self.shared) * self.groups, self.groups
+        return (size // self.sections,) * self.sections, 1
+
+
+# Stacks [experts, (gate, up), hidden] and [experts, hidden, inner features]: their parameters by name.
+EXPERTS = {"gate_up_proj": TensorSplit("column", dim=1, sections=2), "down_proj": TensorSplit("row", dim=2)}
+
+
+def chunk(size: int, degree: int, index: int) -> slice:
+    """Part `index` of `size` in chunks of ceil(size / degree), the last ones short or empty (torch.chunk's rule)."""
+    most = -(-size // degree)
+    return slice(min(index * most, size), min((index + 1) * most, size))
+
+
+def chunks(sections: tuple[int, ...], degree: int, index: int, groups: int = 1) -> list[slice]:
+    """Part `index` of each of the `sections`; of several groups of ranks each has as many sections, for it alone."""
+    ranks, count = degree // groups, len(sections) // groups
+    mine = range(index // ranks * count, (index // ranks + 1) * count)
+    return [chunk(size, ranks, index % ranks) if n in mine else slice(0, 0) for n, size in enumerate(sections)]
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """What takes a module's place on a stage that does not hold it: only the shape of its output counts.
+
+    Attributes:
+        argument: position or name of the tensor, or the shape, that the output's shape follows from.
+        first, end: which of its dims the output has.
+        ones: dims of size 1 ahead of these.
+        width: of a last dim behind them; 0 where there is none.
+    """
+
+    argument: int | str = 0
+    first: int = 0
+    end: int | None = None
+    ones: int = 0
+    width: int = 0
+
+    def shape(self, given: Sequence[int]) -> tuple[int, ...]:
+        """Of the output, where the argument's shape is `given`."""
+        return (*(1,) * self.ones, *given[self.first : self.end], *((self.width,) if self.width else ()))
+
+
+@dataclass(frozen=True)
+class StageFacts:
+    """How a model is cut into pipeline stages: between blocks, if they are a chain or two, else by tracing its forward.
+
+    Attributes:
+        before: modules outside of the blocks that run before them -> elements of their own parameters.
+        after: those that run after them, or never.
+        stand_ins: of the modules before.
+        outputs: 0 where a block returns its hidden states; n where they are the first of a tuple of n.
+        handed_on: what a block hands to the next: number of its output -> position or name of the argument there.
+        encoder: name of the stack that runs first in a model of two, whose states go to every block of the other.
+        encoder_blocks: how many blocks that stack has.
+        runs: modules outside of the blocks -> numbers of the blocks with which they run.
+        hidden: shape of one sample's hidden states in a module of model.factory; transformers' models have [S, H].
+        refusal: why the model cannot be cut, where it cannot.
+        order: the blocks as they run, where each runs once.
+        uses: parameter outside of blocks -> numbers of the blocks with which it is used.
+        between: block number -> elements of the parameters that are used with it, neither `before` nor `after`.
+        traced: whether stages are pieces of a traced forward.
+    """
+
+    before: dict[str, int] = field(default_factory=dict)
+    after: dict[str, int] = field(default_factory=dict)
+    stand_ins: dict[str, StandIn] = field(default_factory=dict)
+    outputs: int = 0
+    handed_on: dict[int, int | str] = field(default_factory=lambda: {0: 0})
+    encoder: str = ""
+    encoder_blocks: int = 0
+    runs: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    hidden: tuple[int, ...] = ()
+    refusal: str = ""
+    order: tuple[str, ...] = ()
+    uses: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    between: dict[int, int] = field(default_factory=dict)
+    traced: bool = False
+
+    @property
+    def travels_flat(self) -> bool:
+        """Whether more than hidden states [B, S, H] crosses the borders of stages, or of another length."""
+        return self.traced or bool(self.encoder) or len(self.handed_on) > 1
+
+
+@dataclass(frozen=True)
+class AttentionFacts:
+    """One call of attention in the forward.
+
+    Attributes:
+        name: of the module.
+        head_size, value_size: of queries and keys, and of values.
+        window: keys that a query sees, where not all.
+        bias: kind of the bias on the scores (`model.attention_kernels.Needs.bias`).
+        softcap: whether scores pass a soft cap.
+        dropout: whether probabilities are dropped.
+    """
+
+    name: str
+    head_size: int = 0
+    value_size: int = 0
+    window: int | None = None
+    bias: str = ""
+    softcap: bool = False
+    dropout: bool = False
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """Structure and sizes of one model.
+
+    Names are qualified module or parameter names of the unmodified model. Sizes are in elements. A field that does not
+    apply (a user's own module without attention) is 0 or None.
+    """
+
+    family: str  # transformers' model_type, or the class name of a user's module
+    is_hugging_face: bool
+    parameters: int  # tied parameters counted once
+    embedding_parameters: int  # input embeddings (positions included) that no matrix product reads
+    blocks: tuple[BlockFacts, ...]
+    idle_parameters: int = 0  # of experts, those that a token does not go through
+    experts_of_token: int = 0  # to how many experts a token goes
+    experts_copied: bool = False  # experts' weights are copied for each token that goes to them (batched_mm)
+    ties: tuple[tuple[str, ...], ...] = ()  # groups of parameter names that share one storage
+    hidden_size: int = 0
+    layers: int = 0
+    attention_heads: int = 0
+    key_value_heads: int = 0
+    head_size: int = 0  # of one head's query, key, value and result, the mean where values differ
+    intermediate_size: int = 0
+    vocabulary_size: int = 0
+    max_positions: int | None = None
+    sliding_window: int | None = None  # how far back attention sees, where some block's does not see everything
+    head: str | None = None  # module name of the output projection, when its output is the model's last operation
+    head_has_bias: bool = False
+    has_attention_dropout: bool = False
+    has_functional_dropout: bool = False  # calls functional dropout outside of nn.Dropout, or draws uniform noise
+    drops_blocks: bool = False  # at random, in training: LayerDrop
+    blocks_share_arguments: bool = True  # every block is called with the same keyword arguments
+    buffers: tuple[str, ...] = ()
+    tensor_splits: dict[str, TensorSplit] = field(default_factory=dict)  # module name -> how it can be split
+    vocabulary_parameters: tuple[str, ...] = ()  # of input embeddings and head, where ranks can share their rows
+    tensor_refusal: str = ""  # why tensor parallelism cannot be had, where it cannot
+    context_refusal: str = ""  # why sequences cannot be split over ranks, where they cannot
+    attention_arguments: tuple[str, ...] = ()  # what attention is given beside tensors, scale and dropout
+    attention: tuple[AttentionFacts, ...] = ()  # calls of attention, in order
+    fusible: dict[str, str] = field(default_factory=dict)  # module name -> which of Liger's kernels can compute it
+    linears: dict[str, tuple[int, int]] = field(default_factory=dict)  # of blocks: name -> (inputs, outputs)
+    kernel_refusal: str = "it was not looked at"  # why its attention cannot be led to a kernel, where it cannot
+    stages: StageFacts = field(default_factory=lambda: StageFacts(refusal="it was not looked at"))
+    sequence_refusal: str = ""  # why tensor ranks cannot share the sequence, where tensors can be split
+    parameter_shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # in order; ties once, first name
+    probe_failure: str = (
+        ""  # why the forward could not be probed; head, dropout and arguments are then assumed the worst
+    )
+
+    @cached_property
+    def attention_alike(self) -> tuple[int, ...]:
+        """Of each layer of `attention`, the number of the first that differs from it in nothing but its name."""
+        first: dict[AttentionFacts, int] = {}
+        return tuple(first.setdefault(replace(layer, name=""), n) for n, layer in enumerate(self.attention))
+
+    @property
+    def own_attention_arguments(self) -> tuple[str, ...]:
+        """Those of `attention_arguments` that cannot be cut as keys are: only attention of whole rows knows them."""
+        return tuple(name for name in self.attention_arguments if name != "key_bias")
+
+    @cached_property
+    def grouped_features(self) -> tuple[int, ...]:
+        """Inner features of the experts that grouped products compute, each size once."""
+        names = [name for name, split in self.tensor_splits.items() if split.grouped]
+        return tuple(sorted({self.parameter_shapes[f"{name}.down_proj"][-1] for name in names}))
+
+    @cached_property
+    def key_values_apart(self) -> bool:
+        """Whether some module makes keys or values alone."""
+        return any(split.key_value for split in self.tensor_splits.values())
+
+    @cached_property
+    def shared_parts(self) -> int:
+        """Parts in which tensor ranks can share a module of all heads; 0 where there is none."""
+        return max((split.shared for split in self.tensor_splits.values()), default=0)
+
+    @cached_property
+    def block_of(self) -> dict[str, str]:
+        """Parameter name -> name of the block that holds it; those outside of the blocks are left out."""
+        blocks = {block.name for block in self.blocks}
+        found: dict[str, str] = {}
+        for name in self.parameter_shapes:
+            parts = name.split(".")
+            prefixes = (".".join(parts[:end]) for end in range(1, len(parts)))
+            block = next((prefix for prefix in prefixes if prefix in blocks), None)
+            if block is not None:
+                found[name] = block
+        return found
+
+    @property
+    def counting(self) -> tuple[str, ...]:
+        """Modules by which functional dropout is counted: the blocks, and the stack of an encoder, for stages of the
+        decoder do not run it and what follows it has to count alike."""
+        return *(block.name for block in self.blocks), *((self.stages.encoder,) if self.stages.encoder else ())
+
+    @property
+    def chunkable_head(self) -> bool:
+        """Whether the output projection can run inside the loss, so that logits never exist whole."""
+        return self.head is not None
+
+    @property
+    def attention_width(self) -> int:
+        """Heads times the size of one: the hidden size unless a config sets the heads' apart (Qwen3, Gemma)."""
+        return self.attention_heads * self.head_size or self.hidden_size
+
+    @property
+    def key_value_width(self) -> int:
+        """Key-value heads times the size of one."""
+        return self.attention_width * self.key_value_heads // self.attention_heads if self.attention_heads else 0
+
+    def key_value_copies(self, degree: int) -> int:
+        """How many of `degree` tensor ranks hold the same key-value head, where there are fewer heads than ranks."""
+        return max(1, degree // self.key_value_heads) if self.key_value_heads else 1
+
+    def model_flops_per_token(self, sequence_length: int) -> float:
+        """Model FLOPs of forward and backward for one token: 6·P + 12·L·s·h.
+
+        P counts the parameters that take part in matrix products (all but input embeddings that are only looked up, and
+        of experts those that a token goes to); s is the sequence length and h the heads times the size of one, most
+        often the hidden size (PaLM, arXiv 2204.02311, appendix B). No recomputation.
+        """
+        return (
+            6.0 * (self.parameters - self.embedding_parameters - self.idle_parameters)
+            + 12.0 * self.layers * sequence_length * self.attention_width
+        )
+
+    def smp_flops_per_token(self) -> float:
+        """SMP's published convention: 8·P for one token, all parameters, recomputation assumed."""
+        return 8.0 * self.parameters

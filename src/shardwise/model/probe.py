@@ -1,0 +1,393 @@
+"""Learns from one forward what a model's structure does not show, without computing or allocating anything.
+
+The forward runs in train mode on fake tensors (shapes only), so a model of any size is probed in a second. Watched are:
+
+- the head: is the output of a plain `nn.Linear` returned as the logits, untouched? Only then can it run inside a
+  chunked loss. Gemma 2's soft cap or Granite's scale come after the head and are seen as operations on its output;
+- dropout: through `torch.nn.functional.dropout` outside of `nn.Dropout`, and on attention probabilities; noise;
+- blocks: does each take its first argument from the one before, and do all get the same other arguments?
+- which parameters a matrix product reads, tied or not.
+
+What cannot be probed gets the cautious answer and a reason, never an exception.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedConfig
+
+from shardwise._torch_compat import FakeTensorMode, tree_leaves
+from shardwise.errors import ModelError
+from shardwise.model.attention import MIXERS, AttentionCalls
+from shardwise.model.chain import BlockWatch, HandedOn, handed_on, is_chain, share_arguments
+from shardwise.model.facts import AttentionFacts, ModelFacts, StageFacts
+from shardwise.model.random_draws import Dice
+from shardwise.model.stage_cut import OrderWatch
+
+Result = TypeVar("Result")
+Shapes = dict[tuple[str, int], tuple[int, ...]]  # of (module, number of its output)
+ROWS = 2
+POSITIONS = 11  # a prime, so that a [.., S, S] tensor is one of attention probabilities and not a width by chance
+# Where one refuses (a tensor that the constructor left on meta, a kernel for bf16 alone), the next is tried.
+ATTEMPTS = (("cpu", torch.float32), ("meta", torch.float32), ("cpu", torch.bfloat16))
+
+DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
+DROPOUT_FORWARDS = {
+    kind.forward
+    for kind in (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+}
+MATRIX_PRODUCTS = {
+    F.linear, F.bilinear, torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.einsum, torch.tensordot, torch.t,
+    torch.transpose, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, Tensor.mm, Tensor.t, Tensor.transpose,
+    Tensor.permute, Tensor.T.__get__, Tensor.mT.__get__,  # type: ignore[attr-defined]
+}  # fmt: skip
+# Leave a tensor as it is; whether `contiguous` returned the tensor itself shows in the logits' identity.
+LOOKS = {"__get__", "size", "dim", "numel", "stride", "is_floating_point", "element_size", "__len__", "contiguous"}
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What the forward showed. The defaults are the cautious answers for a model that could not be probed."""
+
+    head: str | None = None
+    head_has_bias: bool = False
+    has_functional_dropout: bool = True
+    has_attention_dropout: bool = True
+    blocks_share_arguments: bool = False
+    order: OrderWatch | None = None  # what ran when
+    blocks_are_chain: bool = False  # each ran once, on the output of the one before
+    handed_on: HandedOn = field(default_factory=lambda: (dict[int, int | str]({0: 0}), ""))  # from block to block
+    block_calls: int = 0  # more than there are blocks where weights are shared across depth
+    dice: int = 0  # single random numbers that were drawn, by which layers may be dropped
+    drops_blocks: bool = False
+    matrix_parameters: frozenset[str] = frozenset()
+    attention: tuple[str, ...] = ()  # modules that called transformers' AttentionInterface, one for each call
+    attention_arguments: tuple[str, ...] = ()
+    attention_calls: tuple[AttentionFacts, ...] = ()
+    mixes_positions: bool = False  # by a convolution or a scan
+    failure: str = ""
+
+
+def probe(
+    model: nn.Module,
+    block_lists: Sequence[Sequence[str]],
+    sequence_length: int,
+    example: Mapping[str, Tensor] | None = None,
+) -> Probe:
+    """Runs the forward on `example` (keyword arguments; only shapes and dtypes count) or, without one, on tokens.
+
+    `block_lists` are module names. The model stays as it is: a copy runs, for a forward may keep tensors it made.
+    """
+    if example is None and "input_ids" not in inspect.signature(model.forward).parameters:
+        return Probe(failure=f"{type(model).__name__}.forward has no input_ids, and there is no example batch")
+    inputs = example or token_inputs(model, min(POSITIONS, sequence_length))
+
+    def observe(die: float, training: bool, device: str, dtype: torch.dtype) -> Probe:
+        observed = _copy(model).train() if training else _copy(model)
+        return _Observation(observed, block_lists, _positions(inputs), die).run(inputs, device, dtype)
+
+    seen, failure = _attempt(partial(observe, 1.0, False))
+    if seen is not None and (seen.dice or not model.training):  # what drops in training may be asked before it
+        fewest = _attempt(partial(observe, 0.0, True))[0]
+        seen = replace(seen, drops_blocks=fewest is not None and fewest.block_calls < seen.block_calls)
+    return seen or Probe(failure=f"the forward of {type(model).__name__} cannot run on fake tensors: {failure}")
+
+
+def token_inputs(model: nn.Module, positions: int) -> dict[str, Tensor]:
+    """What a language model is called with, on the meta device."""
+    tokens = torch.empty(ROWS, positions, dtype=torch.long, device="meta")
+    two_sided = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    return {"input_ids": tokens} | ({"decoder_input_ids": tokens} if two_sided else {})
+
+
+def _attempt(run: Callable[[str, torch.dtype], Result]) -> tuple[Result | None, str]:
+    """What `run` gives on the first of ATTEMPTS that works, or None and why the first of them did not."""
+    failure = ""
+    for device, dtype in ATTEMPTS:
+        try:
+            return run(device, dtype), ""
+        except Exception as error:  # any code may run in a model's forward
+            failure = failure or f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+    return None, failure
+
+
+def rehearse_stage(model: nn.Module, blocks: Sequence[str], stages: StageFacts, example: Mapping[str, Tensor]) -> str:
+    """Why the forward of a user's module, or an encoder-decoder's, fails on stages that hold other blocks, where blocks
+    are empty and hand hidden states through; nothing where it runs. `example` as for `probe`."""
+
+    def rehearse(device: str, dtype: torch.dtype) -> None:
+        rehearsed = _copy(model)
+        for name in blocks:
+            own: Any = rehearsed.get_submodule(name)
+            for held in (own._modules, own._parameters, own._buffers):
+                held.clear()
+            own.forward = lambda hidden, *_, **__: (
+                (hidden, *(None,) * (stages.outputs - 1)) if stages.outputs else hidden
+            )
+        _run_fake(rehearsed, example, device, dtype)
+
+    failure = _attempt(rehearse)[1]
+    return f"its forward reaches into its blocks: {failure}" if failure else ""
+
+
+def shapes_handed_on(model: nn.Module, facts: ModelFacts, inputs: Mapping[str, Any]) -> Shapes:
+    """Shapes of what blocks hand on and of what an encoder returns, in a forward of `inputs`.
+
+    Args:
+        model: uncut; it stays as it is.
+        inputs: keyword arguments; of tensors shapes and dtypes count.
+
+    Raises:
+        ModelError: the forward cannot run on fake tensors.
+    """
+    found: Shapes = {}
+    watched, stages = _copy(model), facts.stages
+
+    def see(name: str, numbers: Iterable[int], module: nn.Module, args: Any, output: Any) -> None:
+        for number in numbers:
+            value = output if isinstance(output, Tensor) else output[number]
+            found[name, number] = tuple(value.shape)
+
+    for block in facts.blocks:
+        watched.get_submodule(block.name).register_forward_hook(partial(see, block.name, stages.handed_on))
+    if stages.encoder:
+        watched.get_submodule(stages.encoder).register_forward_hook(partial(see, stages.encoder, (0,)))
+    failure = _attempt(partial(_run_fake, watched, inputs))[1]
+    if failure:
+        raise ModelError(
+            f"what travels between the stages of {facts.family} cannot be told for this batch: {failure}; use "
+            "pipeline_parallel_degree 1"
+        )
+    return found
+
+
+def units_in_order(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[str, ...]:
+    """The smallest modules that together hold all parameters and run once each, in that order: what takes the place of
+    blocks in a model where nothing repeats. Empty where the model itself is the smallest, or cannot run.
+
+    Args:
+        inputs: keyword arguments of the forward; of tensors shapes and dtypes count.
+    """
+    calls: list[str] = []
+    watched = _copy(model)
+    for name, module in watched.named_modules():
+        module.register_forward_pre_hook(partial(lambda name, module, args: calls.append(name), name))
+
+    def run(device: str, dtype: torch.dtype) -> None:
+        calls.clear()
+        _run_fake(watched, inputs, device, dtype)
+
+    if _attempt(run)[1]:
+        return ()
+    found = _smallest(model, "", calls)
+    return () if found == [""] else tuple(sorted(found, key=calls.index))
+
+
+def _smallest(module: nn.Module, name: str, calls: Sequence[str]) -> list[str]:
+    children = {
+        f"{name}.{key}" if name else key: child for key, child in module.named_children() if _holds_parameters(child)
+    }
+    holds_some = any(parameter is not None for parameter in module._parameters.values())
+    if holds_some or not children or any(calls.count(each) != 1 for each in children):
+        return [name]
+    return [unit for each, child in children.items() for unit in _smallest(child, each, calls)]
+
+
+def _holds_parameters(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())
+
+
+def _run_fake(model: nn.Module, inputs: Mapping[str, Any], device: str, dtype: torch.dtype) -> None:
+    with _quiet(), FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]), Dice():
+        state = {name: _fake(tensor, device, dtype) for name, tensor in _tensors(model)}
+        given = {
+            name: _fake(value, device, dtype) if isinstance(value, Tensor) else value for name, value in inputs.items()
+        }
+        torch.func.functional_call(model, state, (), given)
+
+
+def _positions(inputs: Mapping[str, Tensor]) -> int:
+    """The sequence length S of the inputs: dim 1 of the first that has one."""
+    return next((tensor.shape[1] for tensor in inputs.values() if tensor.dim() > 1), 0)
+
+
+def _copy(model: nn.Module) -> nn.Module:
+    """A copy of the module tree that shares the buffers, which may be large; the probe never reads them.
+
+    Its experts, if it has some, are computed in the one way of transformers' whose shapes do not depend on the routing
+    and whose widths may be any.
+    """
+    copied = copy.deepcopy(model, {id(buffer): buffer for buffer in model.buffers()})
+    for config in [config for module in copied.modules() if (config := getattr(module, "config", None)) is not None]:
+        if isinstance(config, PreTrainedConfig):
+            config._experts_implementation = "batched_mm"
+    return copied
+
+
+class _Observation:
+    """One run of the forward of `model` with watches on head, dropout modules and blocks; the model is used up."""
+
+    def __init__(self, model: nn.Module, block_lists: Sequence[Sequence[str]], positions: int, die: float) -> None:
+        self.model = model
+        self.blocks = [[BlockWatch(name) for name in names] for names in block_lists]
+        self.head_name, self.head = _plain_head(model)
+        self.functions, self.dice = _FunctionWatch(positions), Dice(die)
+        self.attention = AttentionCalls()
+        self.order = OrderWatch(model, block_lists)
+        for watch in (watch for watches in self.blocks for watch in watches):
+            model.get_submodule(watch.name).register_forward_pre_hook(watch.before, with_kwargs=True)
+            model.get_submodule(watch.name).register_forward_hook(watch.after)
+        for module in model.modules():
+            if type(module).forward in DROPOUT_FORWARDS:
+                module.register_forward_pre_hook(self.functions.enter_module)
+                module.register_forward_hook(self.functions.leave_module)
+        if self.head is not None:
+            self.head.register_forward_hook(self.functions.see_head)
+
+    def run(self, inputs: Mapping[str, Tensor], device: str, dtype: torch.dtype) -> Probe:
+        with ExitStack() as stack:
+            stack.enter_context(_quiet())
+            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            state = {name: _fake(tensor, device, dtype) for name, tensor in _tensors(self.model)}
+            for name, parameter in self.model.named_parameters():  # a bias on scores may have a gradient
+                state[name].requires_grad_(parameter.requires_grad)
+            fakes = {name: _fake(tensor, device, dtype) for name, tensor in inputs.items()}
+            self.functions.names = {id(tensor): name for name, tensor in state.items()}
+            stack.enter_context(torch.random.fork_rng(devices=[]))
+            stack.enter_context(self.functions)
+            stack.enter_context(self.dice)
+            stack.enter_context(self.attention.watched())
+            output = torch.func.functional_call(self.model, state, (), fakes)
+        return self._result(output)
+
+    def _result(self, output: Any) -> Probe:
+        seen = self.functions
+        logits = getattr(output, "logits", None)
+        names = {id(module): name for name, module in self.model.named_modules()}
+        are_chain = all(is_chain(watches) for watches in self.blocks)
+        all_trained = all(parameter.requires_grad for parameter in self.model.parameters())
+        is_last = len(seen.logits) == 1 and logits is seen.logits[0] and not seen.logits_used
+        return Probe(
+            head=self.head_name if is_last else None,
+            head_has_bias=is_last and self.head is not None and self.head.bias is not None,
+            has_functional_dropout=seen.functional_dropout,
+            has_attention_dropout=seen.attention_dropout,
+            blocks_share_arguments=are_chain and all(share_arguments(watches) for watches in self.blocks),
+            order=self.order,
+            blocks_are_chain=are_chain,
+            handed_on=handed_on(self.blocks, self.order.encoded, all_trained) if are_chain else ({0: 0}, ""),
+            block_calls=sum(len(watch.calls) for watches in self.blocks for watch in watches),
+            dice=self.dice.thrown,
+            matrix_parameters=frozenset(seen.matrix_parameters),
+            attention=tuple(names.get(id(module), "") for module in self.attention.modules),
+            attention_arguments=tuple(sorted(self.attention.arguments)),
+            attention_calls=tuple(
+                replace(call, name=names.get(id(module), ""))
+                for call, module in zip(self.attention.calls, self.attention.modules, strict=True)
+            ),
+            mixes_positions=seen.mixes_positions,
+        )
+
+
+class _FunctionWatch(TorchFunctionMode):
+    """Sees every torch function that the forward calls."""
+
+    def __init__(self, positions: int) -> None:
+        super().__init__()
+        self.positions = positions
+        self.names: dict[int, str] = {}
+        self.logits: list[Any] = []
+        self.logits_used = False
+        self.functional_dropout = False
+        self.attention_dropout = False
+        self.mixes_positions = False
+        self.matrix_parameters: set[str] = set()
+        self._inside_module = 0
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in DROPOUTS:
+            self._see_dropout(*_dropout_arguments(*args, **kwargs))
+        elif func is Tensor.uniform_:
+            self.functional_dropout = True  # noise on activations
+        elif func is F.scaled_dot_product_attention:
+            self.attention_dropout |= _attention_dropout(*args, **kwargs) > 0
+        elif func in MATRIX_PRODUCTS:
+            self.matrix_parameters |= {self.names[id(x)] for x in tree_leaves([args, kwargs]) if id(x) in self.names}
+        elif func in MIXERS:
+            self.mixes_positions |= any(isinstance(x, Tensor) and x.dim() > 2 for x in args[:1])
+        if self.logits and getattr(func, "__name__", "") not in LOOKS:
+            self.logits_used |= any(leaf is self.logits[-1] for leaf in tree_leaves([args, kwargs]))
+        return func(*args, **kwargs)
+
+    def _see_dropout(self, tensor: Tensor, probability: float, training: bool) -> None:
+        if not training or probability == 0:
+            return
+        self.functional_dropout |= self._inside_module == 0
+        square = tensor.shape[-2:] == (self.positions, self.positions)
+        self.attention_dropout |= square and (tensor.dim() == 4 or (tensor.dim() == 3 and tensor.shape[0] != ROWS))
+
+    def enter_module(self, module: nn.Module, args: Any) -> None:
+        self._inside_module += 1
+
+    def leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._inside_module -= 1
+
+    def see_head(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.logits.append(output)
+
+
+def _plain_head(model: nn.Module) -> tuple[str | None, nn.Linear | None]:
+    """Name and module of the output projection, if it is exactly an nn.Linear."""
+    getter = getattr(model, "get_output_embeddings", None)
+    head = getter() if callable(getter) else None
+    if type(head) is not nn.Linear:
+        return None, None
+    return next((name for name, module in model.named_modules() if module is head), None), head
+
+
+def _dropout_arguments(input: Tensor, p: float = 0.5, training: bool = True, *_: Any, **__: Any) -> Any:
+    return input, p, training
+
+
+def _attention_dropout(
+    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *_: Any, **__: Any
+) -> float:
+    return dropout_p
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _fake(tensor: Tensor, device: str, dtype: torch.dtype) -> Tensor:
+    """A tensor of the same shape without storage; called under FakeTensorMode."""
+    kind = dtype if tensor.is_floating_point() else tensor.dtype
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=kind, device=device)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Torch logs a traceback for each operation that has no fake version; the probe reports it in a sentence."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

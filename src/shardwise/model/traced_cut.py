@@ -1,0 +1,130 @@
+"""Whether a model that is no chain of blocks can be cut into stages by tracing it, and which stage then holds what.
+
+Found by a trace that is cut before every block; where nothing repeats, before every module that holds parameters and
+runs once. The facts that come out of it are those of the traced forward, which
+has operators on weights and no modules that could be split, checkpointed or replaced: what does that is refused.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.model.facts import BlockFacts, ModelFacts, StageFacts
+from shardwise.model.probe import token_inputs, units_in_order
+from shardwise.model.trace import Trace, reason, trace
+
+TRACED = "stages of this model are cut from its traced forward, in which there are no modules any more"
+DTYPE = torch.float32  # of the trial; a cut of another compute dtype is tried again before it runs
+
+
+def cut_by_trace(
+    model: nn.Module, facts: ModelFacts, sequence_length: int, example: Mapping[str, Any] | None = None
+) -> ModelFacts:
+    """`facts` with stages from a trace, where the model cannot be cut between blocks; else as they are.
+
+    Args:
+        model: on the meta device; it stays as it is.
+        sequence_length: tokens of a sequence; counts where there is no `example`, the forward's keyword arguments.
+    """
+    refusal = facts.stages.refusal
+    if not refusal or facts.stages.traced:
+        return facts
+    inputs = {name: _as_tried(value) for name, value in (example or token_inputs(model, sequence_length)).items()}
+    if not facts.blocks:
+        facts = _with_units(model, facts, inputs)
+    order = facts.stages.order
+    if not order:
+        return facts
+    try:
+        found = trace(model, order[1:], inputs, torch.device("cpu"), (DTYPE, DTYPE), order)
+        stages = _stages(facts, found)
+    except Exception as error:  # torch raises anything where it cannot trace
+        stages = replace(facts.stages, refusal=f"{refusal}, and torch cannot cut it either: {reason(error)}")
+        return replace(facts, stages=stages)
+    sizes = {block.name: block for block in facts.blocks}
+    rows = next(value.shape[0] for value in inputs.values() if isinstance(value, Tensor))
+    widest = max(elements(found, piece) for piece in range(1, len(found.pieces)))
+    return replace(
+        facts,
+        blocks=tuple(sizes[name] for name in order),
+        stages=replace(stages, hidden=(widest // rows,), order=order),
+        head=None,
+        head_has_bias=False,
+        tensor_splits={},
+        vocabulary_parameters=(),
+        tensor_refusal=TRACED,
+        context_refusal=TRACED,
+        kernel_refusal=TRACED,
+        fusible={},
+    )
+
+
+def _as_tried(value: Any) -> Any:
+    is_number = isinstance(value, Tensor) and value.is_floating_point()
+    return value.to("meta", DTYPE) if is_number else value
+
+
+def _with_units(model: nn.Module, facts: ModelFacts, inputs: Mapping[str, Any]) -> ModelFacts:
+    order = units_in_order(model, inputs)
+    sizes = [sum(each.numel() for each in model.get_submodule(name).parameters()) for name in order]
+    blocks = tuple(BlockFacts(name, size) for name, size in zip(order, sizes, strict=True))
+    return replace(facts, blocks=blocks, stages=replace(facts.stages, order=order))
+
+
+def elements(found: Trace, piece: int) -> int:
+    """Elements that travel over the cut before `piece`.
+
+    Raises:
+        RuntimeError: they are not all of one floating dtype.
+    """
+    crossing = [found.shapes[value] for value in found.crossing(piece)]
+    other = [dtype for _, dtype in crossing if dtype != found.dtype]
+    if other:
+        raise RuntimeError(f"{other[0]} would have to travel between stages, which send {found.dtype}")
+    return sum(shape.numel() for shape, _ in crossing)
+
+
+def _stages(facts: ModelFacts, found: Trace) -> StageFacts:
+    """Who holds the parameters; each is used with one block, or at both ends.
+
+    Raises:
+        RuntimeError: one is used elsewhere.
+    """
+    first_name = {name: group[0] for group in facts.ties for name in group}
+    used: dict[str, set[int]] = defaultdict(set)
+    for number, piece in enumerate(found.pieces):
+        for name in piece.state:
+            used[first_name.get(name, name)].add(number)
+    order, last = facts.stages.order, len(found.pieces) - 1
+    uses: dict[str, tuple[int, ...]] = {}
+    for name in facts.parameter_shapes:
+        block = facts.block_of.get(name)
+        own = {order.index(block)} if block else set()
+        numbers = used[name] or own or {0}
+        if (own and numbers != own) or not (len(numbers) == 1 or numbers <= {0, last}):
+            where = [order[number] for number in sorted(numbers)]
+            raise RuntimeError(f"{name} is used with {where[0]} and with {where[-1]}")
+        if not block:
+            uses[name] = tuple(sorted(numbers))
+    return StageFacts(uses=uses, traced=True, **_shares(facts, uses, last))
+
+
+def _shares(facts: ModelFacts, uses: Mapping[str, Sequence[int]], last: int) -> dict[str, Any]:
+    """The fields `before`, `after` and `between` of StageFacts."""
+    before: dict[str, int] = defaultdict(int)
+    after: dict[str, int] = defaultdict(int)
+    between: dict[int, int] = defaultdict(int)
+    for name, numbers in uses.items():
+        owner, size = name.rpartition(".")[0], torch.Size(facts.parameter_shapes[name]).numel()
+        for number in numbers:
+            if number in (0, last):
+                (after if number else before)[owner] += size
+            else:
+                between[number] += size
+    return {"before": dict(before), "after": dict(after), "between": dict(between)}

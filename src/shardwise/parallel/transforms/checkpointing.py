@@ -1,0 +1,152 @@
+"""Activation checkpointing of blocks: `full`, `selective`, every n-th block, and SMP's groupings.
+
+A block's forward is replaced on the instance, so names, classes and hooks stay. Recomputation runs under a copy of
+the dropout scope of its forward. With SMP's `contiguous` and `group_N` several consecutive blocks are one checkpoint:
+the first block's call runs the whole group, and the calls of the others hand its result through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from shardwise._torch_compat import tree_flatten
+from shardwise.errors import ModelError
+from shardwise.job.schema import MemorySection
+from shardwise.kernels.dropout import active_scope, dropout_scope
+from shardwise.parallel.transforms.offload import ActivationOffload
+
+# Outputs that `selective` keeps: matrix products and fused attention; everything else is cheap to compute again.
+_ATEN = torch.ops.aten
+KEPT = [
+    operator.default
+    for operator in (
+        _ATEN.mm,
+        _ATEN.addmm,
+        _ATEN.bmm,
+        _ATEN.baddbmm,
+        _ATEN._scaled_mm,
+        _ATEN._grouped_mm,
+        _ATEN._scaled_dot_product_flash_attention,
+        _ATEN._scaled_dot_product_efficient_attention,
+        _ATEN._scaled_dot_product_cudnn_attention,
+        _ATEN._scaled_dot_product_flash_attention_for_cpu,
+    )
+]
+
+
+def group_blocks(blocks: Sequence[nn.Module], strategy: str) -> list[list[nn.Module]]:
+    """Cut `blocks` into the groups of SMP's `strategy`: `each`, `contiguous` or `group_N`."""
+    if strategy == "each":
+        size = 1
+    elif strategy == "contiguous":
+        size = len(blocks)
+    else:
+        size = int(strategy.removeprefix("group_"))
+    return [list(blocks[start : start + size]) for start in range(0, len(blocks), size)]
+
+
+def apply_activation_checkpointing(
+    groups: list[list[nn.Module]], memory: MemorySection, offload: ActivationOffload | None
+) -> None:
+    """Checkpoint every `memory.checkpoint_every`-th of `groups`, in place."""
+    selective = memory.activation_checkpointing == "selective"
+    for blocks in groups[:: memory.checkpoint_every]:
+        group = _Group(blocks, selective, offload)
+        blocks[0].forward = group.lead  # type: ignore[method-assign]
+        for block in blocks[1:]:
+            block.forward = group.follow  # type: ignore[method-assign]
+
+
+class _Group:
+    """Consecutive blocks under one checkpoint. The first one's call computes all of them."""
+
+    def __init__(self, blocks: list[nn.Module], selective: bool, offload: ActivationOffload | None) -> None:
+        self.forwards = [block.forward for block in blocks]
+        self.run = _checkpointed(self._chain, selective, offload)
+        self.call: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+        self.output: Any = None
+        self.waiting = 0  # followers that have not handed the result through yet
+
+    def _chain(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        output: Any = hidden
+        for forward in self.forwards:
+            output = forward(_hidden(output), *args, **kwargs)
+        return output
+
+    def lead(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        output = self.run(hidden, *args, **kwargs)
+        self.waiting = len(self.forwards) - 1
+        if self.waiting:
+            self.call, self.output = (args, kwargs), output
+        return output
+
+    def follow(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Hand the group's result through; refuse a model that gives its blocks different arguments."""
+        if not _same_call(self.call, (args, kwargs)):
+            raise ModelError(
+                "memory.checkpoint_strategy groups blocks that the model calls with different arguments; "
+                "use checkpoint_strategy: each"
+            )
+        output = _with_hidden(self.output, hidden)
+        self.waiting -= 1
+        if not self.waiting:
+            self.call, self.output = ((), {}), None
+        return output
+
+
+def _hidden(output: Any) -> Tensor:
+    hidden: Tensor = output[0] if isinstance(output, tuple) else output
+    return hidden
+
+
+def _with_hidden(output: Any, hidden: Tensor) -> Any:
+    """The group's output with the tensor that came through the model's own code (the checkpoint's result) in front."""
+    return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+
+
+def _same_call(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    flat_one, spec_one = tree_flatten(one)
+    flat_other, spec_other = tree_flatten(other)
+    return spec_one == spec_other and all(
+        a is b or (not isinstance(a, Tensor) and a == b) for a, b in zip(flat_one, flat_other, strict=True)
+    )
+
+
+def _checkpointed(
+    forward: Callable[..., Any], selective: bool, offload: ActivationOffload | None
+) -> Callable[..., Any]:
+    def run(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(hidden, *args, **kwargs)
+        # Only the hidden states are an argument of the checkpoint: what it saves is then just them, which is what
+        # offload may move; masks and positions are shared by all blocks and stay.
+        with offload.checkpoint_input() if offload else nullcontext():
+            return checkpoint(
+                lambda hidden: forward(hidden, *args, **kwargs),
+                hidden,
+                use_reentrant=False,
+                context_fn=lambda: _contexts(selective),
+            )
+
+    return run
+
+
+def _contexts(selective: bool) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Contexts of forward and of recomputation: which outputs are kept, and the dropout scope of this forward."""
+    scope = active_scope()
+    forward, recompute = create_selective_checkpoint_contexts(KEPT) if selective else (nullcontext(), nullcontext())
+    return forward, _both(recompute, dropout_scope(scope.snapshot() if scope else None))
+
+
+@contextmanager
+def _both(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield

@@ -1,0 +1,272 @@
+"""Tensor parallelism on plain local tensors (Megatron-LM, arXiv 1909.08053, section 3).
+
+A split module keeps its part of the weight. Two autograd collectives stand at the borders of a region: a column module
+needs the whole input, so its input's gradient is summed in backward; a row module makes a partial output, so that is
+summed in forward, and its bias is added once, after the sum. Nothing else of the model's code changes: attention sees
+fewer heads, and views with -1 adapt to them. Where there are fewer key-value heads than ranks, neighbours hold the same
+one for query heads of their own, and its gradient is the sum of theirs. What a model makes for all heads (ALiBi) is cut
+at the border; what it makes from cut parameters (T5's position biases) is this rank's already. Input embeddings and
+head are split by vocabulary where the head runs inside the loss, which then never gathers logits. Stacked experts are
+entered with what the router gives them, whose weights have a gradient of every rank's part of an expert to sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.pytorch_utils import Conv1D
+
+from shardwise.collectives.tensor import Rows, enter_rows, leave
+from shardwise.kernels.linear import linear
+from shardwise.kernels.loss import Vocabulary
+from shardwise.model.facts import ModelFacts, TensorSplit, chunk
+from shardwise.model.tensor_plan import region_of
+from shardwise.parallel.layout import Layout
+from shardwise.parallel.tensor_map import Coordinates, Cut, TensorMap
+from shardwise.parallel.transforms.sequence import WholeRows, on_first
+
+# Attributes that say how wide a part is: of attention modules that cut a fused projection, and of Conv1D's output.
+WIDTHS = ("split_size", "num_heads", "num_attention_heads", "all_head_size", "num_key_value_heads", "num_kv_heads",
+          "n_heads")  # fmt: skip
+OUTPUTS = ("out_features", "nf")
+# Further inputs of a region: whole activations of another stack, and (OF_HEADS) what a model makes for all heads.
+ENTERING = ("key_value_states", "encoder_hidden_states")
+INNER = ("intermediate_dim", "intermediate_size")  # attributes of experts that say how wide a part is
+
+
+def _of_mask(mask: Any, heads: int, mine: slice) -> Any:
+    """This rank's heads of [B, heads, S, S], into which Falcon writes its biases; one for all heads stays as it is."""
+    return mask[:, mine] if isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[1] == heads else mask
+
+
+def _of_alibi(alibi: Any, heads: int, mine: slice) -> Any:
+    """This rank's heads of Bloom's [B*heads, 1, S] or Falcon's [B, heads, 1, S]."""
+    if not isinstance(alibi, Tensor) or alibi.dim() == 4:
+        return _of_mask(alibi, heads, mine)
+    return alibi.unflatten(0, (-1, heads))[:, mine].flatten(0, 1)
+
+
+OF_HEADS: dict[str, Callable[[Any, int, slice], Any]] = {"attention_mask": _of_mask, "alibi": _of_alibi}
+
+
+def split_tensors(model: nn.Module, facts: ModelFacts, layout: Layout, border: WholeRows) -> dict[str, Cut]:
+    """Cut the modules that the facts name (on the meta device) to this rank's part; parameter name -> how it was cut.
+
+    `border` says how regions are entered and left.
+    """
+    splits = facts.tensor_splits
+    cuts = planned_cuts(model, facts, layout)
+    for name, split in splits.items():
+        if split.kind in ("partial", "inner"):
+            continue
+        module = model.get_submodule(name)
+        _cut_parameters(module, {leaf: cuts[key] for leaf in module._parameters if (key := f"{name}.{leaf}") in cuts})
+        if split.kind == "experts":
+            _narrow(module, INNER, cuts[f"{name}.down_proj"])
+            _enter_routed(module, border)
+        elif split.kind == "row":
+            _sum_output(module, split, border)
+        else:
+            _narrow(module, OUTPUTS, cuts[f"{name}.weight"])
+            _make_part(module, split, border, layout)
+    for region in sorted({region_of(name, split) for name, split in splits.items() if split.kind == "column"}):
+        _enter(model.get_submodule(region), facts, layout, border)
+    for name in [name for name, split in splits.items() if split.kind == "inner"]:
+        parent = name.rpartition(".")[0]
+        row = next(
+            other for other, split in splits.items() if split.kind == "row" and region_of(other, split) == parent
+        )
+        model.get_submodule(name).columns = cuts[f"{row}.weight"].columns  # type: ignore[assignment]
+    return cuts
+
+
+def cut_of(
+    shape: tuple[int, ...], dim: int, sections: tuple[int, ...], layout: Coordinates, copies: int = 1, groups: int = 1
+) -> Cut:
+    """The cut of a tensor group in which `copies` neighbours hold the same part, or `groups` of them share sections."""
+    index, copy = divmod(layout.index("tensor"), copies)
+    return Cut(shape, dim, sections, layout.size("tensor") // copies, index, copies, copy, groups)
+
+
+def partial_parameters(
+    tensor_map: TensorMap, facts: ModelFacts, layout: Layout, scattered: bool
+) -> tuple[tuple[Sequence[str], dist.ProcessGroup], ...]:
+    """Names of parameters that several ranks hold, each for a part of the activations, with those ranks. Collective.
+
+    Over the tensor group they are those that the plan names, and with sequence parallelism (`scattered`) all whole ones
+    of blocks; over neighbours the key-value heads of which each has a copy, for query heads of its own.
+    """
+    modules = [name for name, split in facts.tensor_splits.items() if split.kind == "partial"]
+    modules += [block.name for block in facts.blocks] if scattered else []
+    inside = tuple(f"{name}." for name in modules)
+    whole = [entry.name for entry in tensor_map if entry.cut is None and entry.name.startswith(inside)]
+    copies = {entry.name: entry.cut.copies for entry in tensor_map if entry.cut and entry.cut.copies > 1}
+    sums: list[tuple[Sequence[str], dist.ProcessGroup]] = [(whole, layout.group("tensor"))] if whole else []
+    if copies:
+        sums.append((list(copies), layout.tensor_neighbours(max(copies.values()))))
+    return tuple(sums)
+
+
+def planned_cuts(model: nn.Module, facts: ModelFacts, layout: Coordinates) -> dict[str, Cut]:
+    """How `split_tensors` would cut the whole `model`, by parameter name; nothing is changed and no group is asked."""
+    cuts: dict[str, Cut] = {}
+    for name, split in facts.tensor_splits.items():
+        if split.kind not in ("partial", "inner"):
+            copies = facts.key_value_copies(layout.size("tensor")) if split.key_value else 1
+            found = _module_cuts(model.get_submodule(name), split, layout, copies)
+            cuts |= {f"{name}.{leaf}": cut for leaf, cut in found.items()}
+    return cuts
+
+
+def _module_cuts(module: nn.Module, split: TensorSplit, layout: Coordinates, copies: int) -> dict[str, Cut]:
+    """How a module's own parameters are cut to parts that `copies` neighbours hold alike; leaf name -> cut."""
+    cuts: dict[str, Cut] = {}
+    for leaf, parameter in module._parameters.items():
+        part = split.of(leaf)
+        if parameter is not None and part is not None:
+            sections, groups = part.along(parameter.shape[part.dim], layout.size("tensor"))
+            cuts[leaf] = cut_of(tuple(parameter.shape), part.dim, sections, layout, copies, groups)
+    return cuts
+
+
+def _cut_parameters(module: nn.Module, cuts: Mapping[str, Cut]) -> None:
+    """Narrow a module's own parameters (on the meta device) to this rank's part."""
+    for leaf, cut in cuts.items():
+        parameter = module.get_parameter(leaf)
+        local = parameter.new_empty(cut.local_shape())
+        module._parameters[leaf] = nn.Parameter(local, requires_grad=parameter.requires_grad)
+
+
+def _sum_output(module: Any, split: TensorSplit, border: WholeRows) -> None:
+    """A row module's product, summed, then its bias. Its weight is [out, in], or [in, out] where `dim` is 0."""
+
+    def forward(values: Tensor) -> Tensor:
+        total = border.leave(linear(module, values, transposed=split.dim == 0, biased=False))
+        return total if module.bias is None else total + module.bias
+
+    module.forward = forward
+
+
+def _make_part(module: Any, split: TensorSplit, border: WholeRows, layout: Layout) -> None:
+    """A column module's product, by the border, which knows what backward has to keep. Other kinds stay as they are."""
+    if not isinstance(module, (nn.Linear, Conv1D)):
+        return
+
+    degree = layout.size("tensor")
+    sharing = layout.tensor_neighbours(degree // split.groups) if split.shares_groups(degree) else None
+
+    def forward(values: Tensor) -> Tensor:
+        part = border.linear(module, values, transposed=split.dim == 1)
+        return part if sharing is None else _with_shared_heads(part, split.shared, sharing)
+
+    module.forward = forward  # type: ignore[method-assign]
+
+
+def _enter_routed(module: Any, border: WholeRows) -> None:
+    """Lead what stacked experts are given over the border of their region, and the sum of their parts back.
+
+    The router's weights are often fp32; in fp64 their gradient is summed before it is rounded to that.
+    """
+    inner: Callable[..., Tensor] = module.forward
+
+    def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        wide = torch.promote_types(top_k_weights.dtype, hidden_states.dtype)
+        index, weights = border.enter_routes(top_k_index, top_k_weights.to(wide))
+        return border.leave(inner(border.enter(hidden_states), index, weights))
+
+    module.forward = forward
+
+
+def _with_shared_heads(part: Tensor, features: int, group: dist.ProcessGroup) -> Tensor:
+    """This rank's queries and its part of the key and value of their group -> its queries, the whole key and value.
+
+    The gradients of key and value, one from every rank's queries, are summed.
+    """
+    mine = features // group.size()
+    queries, shared = part[..., : -2 * mine], part[..., -2 * mine :]
+    heads = Rows(group, dist.get_rank(group), 2 * shared[..., 0].numel(), features)
+    whole = enter_rows(shared.reshape(-1, mine, 1), heads)
+    return torch.cat([queries, whole.view(*part.shape[:-1], 2 * features)], -1)
+
+
+def _narrow(module: Any, names: Sequence[str], cut: Cut) -> None:
+    for name in names:
+        if hasattr(module, name):
+            setattr(module, name, cut.local_shape()[cut.dim])
+
+
+def _enter(region: Any, facts: ModelFacts, layout: Layout, border: WholeRows) -> None:
+    """Lead the region's activations over its border; tell it how wide its part is."""
+    inner: Callable[..., Any] = region.forward
+    degree, index, heads = layout.size("tensor"), layout.index("tensor"), facts.attention_heads
+    mine = slice(index * heads // degree, (index + 1) * heads // degree)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = on_first(border.enter, args, kwargs)
+        kwargs |= {name: border.enter(kwargs[name]) for name in ENTERING if kwargs.get(name) is not None}
+        kwargs |= {name: of_heads(kwargs[name], heads, mine) for name, of_heads in OF_HEADS.items() if name in kwargs}
+        return inner(*args, **kwargs)
+
+    region.forward = forward
+    for name in WIDTHS:
+        if isinstance(getattr(region, name, None), int):
+            setattr(region, name, max(1, getattr(region, name) // degree))  # 1: a key-value head that others hold too
+    if isinstance(getattr(region, "num_key_value_groups", None), int):  # query heads of each key-value head
+        region.num_key_value_groups //= facts.key_value_copies(degree)
+
+
+def split_vocabulary(model: Any, facts: ModelFacts, layout: Layout) -> tuple[Vocabulary, dict[str, Cut]] | None:
+    """Cut input embeddings and head (on the meta device) by rows of the vocabulary; None where they are not plain."""
+    if not facts.vocabulary_parameters:
+        return None
+    embedding, head = model.get_input_embeddings(), model.get_submodule(facts.head)
+    cuts: dict[str, Cut] = {}
+    for parameter in [model.get_parameter(name) for name in facts.vocabulary_parameters]:
+        shape = tuple(parameter.shape)
+        cut = cut_of(shape, 0, shape[:1], layout)
+        local = nn.Parameter(parameter.new_empty(cut.local_shape()), requires_grad=parameter.requires_grad)
+        for name, owner in model.named_modules():
+            for leaf in [leaf for leaf, held in owner._parameters.items() if held is parameter]:
+                owner._parameters[leaf] = local  # under all its names: a tie stays one parameter
+                cuts[f"{name}.{leaf}"] = cut
+    cut = cuts[f"{facts.head}.weight"]
+    rows = chunk(cut.shape[0], cut.degree, cut.index)
+    vocabulary = Vocabulary(layout.group("tensor"), rows.start, rows.stop)
+    for table in [table for table in model.modules() if isinstance(table, nn.Embedding)]:
+        if table.weight is embedding.weight:  # T5's stacks each have a module of their own for it
+            _look_up_part(table, vocabulary)
+    _gather_logits(head, cut, vocabulary.group)
+    return vocabulary, cuts
+
+
+def _look_up_part(embedding: Any, vocabulary: Vocabulary) -> None:
+    """Each rank looks up the ids that it holds; the sum over the ranks has each once."""
+    pad = embedding.padding_idx
+    pad = pad - vocabulary.first if pad is not None and vocabulary.first <= pad < vocabulary.end else None
+
+    def forward(ids: Tensor) -> Tensor:
+        elsewhere = (ids < vocabulary.first) | (ids >= vocabulary.end)
+        found = F.embedding((ids - vocabulary.first).masked_fill(elsewhere, 0), embedding.weight, pad)
+        return leave(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), vocabulary.group)
+
+    embedding.forward = forward
+
+
+def _gather_logits(head: Any, cut: Cut, group: dist.ProcessGroup) -> None:
+    """Whole logits, for generation alone: training takes the loss of the parts."""
+
+    def forward(hidden: Tensor) -> Tensor:
+        part = F.linear(hidden, head.weight, head.bias)
+        parts = []
+        for index, rank in enumerate(dist.get_process_group_ranks(group)):
+            rows = cut.local_shape(index)[0]
+            parts.append(part.contiguous() if index == cut.index else part.new_empty(*part.shape[:-1], rows))
+            dist.broadcast(parts[-1], rank, group=group)
+        return torch.cat(parts, -1)
+
+    head.forward = forward

@@ -1,0 +1,377 @@
+"""What the legality table and the plan both read: the machine, and the numbers that follow from it, job and model.
+
+A `Draft` computes each derived number once, leniently; `shardwise.plan.rules` judges them, `shardwise.plan` keeps them.
+So a rule can never look at another number than the one that runs. Pure arithmetic, no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, cached_property
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+from shardwise.job.schema import (
+    DataSection,
+    Job,
+    MemorySection,
+    ModelSection,
+    OptimizerSection,
+    ParallelSection,
+    PrecisionSection,
+    TrainingSection,
+)
+from shardwise.model.attention_kernels import Choice, Needs, choose
+from shardwise.model.balance import balance, block_costs
+from shardwise.model.facts import AttentionFacts, ModelFacts
+from shardwise.model.float8 import left_out
+from shardwise.words import divisors
+
+DEFAULT_SEQUENCES = 16
+MICROBATCH_TOKENS = {"cpu": 4096, "cuda": 16384}  # a forward of this size keeps the device busy without filling it
+FILLING = 4  # microbatches for each pipeline rank; the bubble is then below a fifth of a step
+PLACEMENTS = {"CLUSTER": "DPT", "SPREAD": "TPD"}
+V_SCHEDULES = ("zbv", "dualpipev")  # stages go down the ranks and up again; two on each
+SPLIT_SCHEDULES = ("zero_bubble", *V_SCHEDULES)  # weights' gradients are taken apart from those of activations
+
+
+@dataclass(frozen=True)
+class World:
+    """What there is to run on."""
+
+    size: int
+    device_type: str  # "cpu" | "cuda"
+    local_size: int
+    accelerator: str = ""  # e.g. torch.cuda.get_device_name()
+    hosts: int = 1
+    engine: bool = False  # can its ranks use the native engine (`shardwise.collectives.engine`)
+    float8: bool | None = None  # do its devices multiply in float8; None: not known yet
+    gpus: int = 0  # that the ranks of a host have; 0 on a CPU, and where it is not known
+
+    @property
+    def shares_gpus(self) -> bool:
+        """Whether several ranks of a host compute on one GPU."""
+        return 0 < self.gpus < self.local_size
+
+    @property
+    def nccl_refusal(self) -> str:
+        """Why NCCL cannot join these ranks; empty where it can."""
+        if self.shares_gpus:
+            return f"{self.local_size} ranks of a host share {self.gpus} GPU(s), and NCCL joins one rank of each"
+        return "ranks of another host share a GPU, and NCCL joins one rank of each" if self.engine else ""
+
+
+class Derived(NamedTuple):
+    """A number and the rule that gave it."""
+
+    value: int
+    rule: str
+
+
+def lookup(job: Job, key: str) -> Any:
+    """The value at a dotted key."""
+    return _getter(key)(job)
+
+
+@cache
+def _getter(key: str) -> Callable[[Job], Any]:
+    return attrgetter(key)
+
+
+@cache
+def _default_job() -> Job:
+    return Job.model_validate({})
+
+
+@cache
+def _default(key: str) -> Any:
+    return lookup(_default_job(), key)
+
+
+def changed(job: Job, *keys: str) -> list[str]:
+    """Those of the dotted keys whose value is not the default."""
+    return [key for key in keys if lookup(job, key) != _default(key)]
+
+
+def placement_order(strategy: str) -> str | None:
+    """The axes D, P, T in order, right-most varying fastest; None when `strategy` does not hold each of them once."""
+    order = PLACEMENTS.get(strategy.upper(), strategy.upper())
+    return order if sorted(order) == ["D", "P", "T"] else None
+
+
+def group_size(strategy: str) -> int | None:
+    """N of a checkpoint strategy `group_N`; None for anything else."""
+    prefix, _, count = strategy.partition("_")
+    return int(count) if prefix == "group" and count.isdecimal() and int(count) > 0 else None
+
+
+class UnknownFacts(Exception):
+    """A number was asked for that needs the model, before the model was looked at."""
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Job, world and model together, with the numbers that follow from them, not yet judged.
+
+    `model_facts` None is a model that is not known yet: what needs it raises UnknownFacts.
+    """
+
+    job: Job
+    world: World
+    model_facts: ModelFacts | None = None
+
+    @property
+    def facts(self) -> ModelFacts:
+        if self.model_facts is None:
+            raise UnknownFacts
+        return self.model_facts
+
+    @property
+    def model(self) -> ModelSection:
+        return self.job.model
+
+    @property
+    def parallel(self) -> ParallelSection:
+        return self.job.parallel
+
+    @property
+    def memory(self) -> MemorySection:
+        return self.job.memory
+
+    @property
+    def precision(self) -> PrecisionSection:
+        return self.job.precision
+
+    @property
+    def training(self) -> TrainingSection:
+        return self.job.training
+
+    @property
+    def optimizer(self) -> OptimizerSection:
+        return self.job.optimizer
+
+    @property
+    def data(self) -> DataSection:
+        return self.job.data
+
+    @cached_property
+    def split_degree(self) -> int:
+        """Ranks that work on the same samples with other parts of the model: tensor x pipeline."""
+        return self.parallel.tensor_parallel_degree * self.parallel.pipeline_parallel_degree
+
+    @cached_property
+    def data_axis(self) -> int:
+        """SMP's D: replica x shard x context."""
+        return max(1, self.world.size // self.split_degree)
+
+    @cached_property
+    def data_ranks(self) -> int:
+        """Ranks that read different samples: replica x shard."""
+        return max(1, self.data_axis // self.parallel.context_parallel_degree)
+
+    @cached_property
+    def sharded(self) -> int:
+        """Ranks over which state is sharded: shard x context."""
+        asked = self.parallel.sharded_data_parallel_degree
+        return self.data_axis if self.parallel.shard_optimizer_state or asked is None else asked
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether tensor ranks share the sequence between split layers."""
+        return self.parallel.sequence_parallel and self.parallel.tensor_parallel_degree > 1
+
+    @cached_property
+    def zero1(self) -> bool:
+        """Whether only optimizer state and the reduction of gradients are sharded."""
+        return self.parallel.shard_optimizer_state and self.data_axis > 1
+
+    @cached_property
+    def heads_divide(self) -> bool:
+        """Whether the heads of a tensor rank can be shared among the context ranks."""
+        degree = self.parallel.tensor_parallel_degree * self.parallel.context_parallel_degree
+        return self.facts.attention_heads % degree == 0 and self.facts.key_value_heads % degree == 0
+
+    @cached_property
+    def stages(self) -> int:
+        """Pipeline stages of all ranks."""
+        return len(stage_ranks(self.parallel))
+
+    @property
+    def in_v(self) -> bool:
+        """Whether the stages go down the ranks and up again."""
+        return self.parallel.pipeline_parallel_degree > 1 and self.parallel.pipeline in V_SCHEDULES
+
+    @cached_property
+    def partition(self) -> list[int]:
+        """The stage of every block, not yet judged; of an automatic cut never decreasing, and no stage empty."""
+        parallel, blocks = self.parallel, self.facts.blocks
+        if not parallel.auto_partition:
+            rest = -1 if parallel.default_partition is None else parallel.default_partition
+            return [parallel.partition.get(block.name, rest) for block in blocks]
+        costs, first, last = block_costs(self.facts, self.data.sequence_length, parallel.memory_weight)
+        sizes = balance(costs, stage_ranks(parallel), first, last)
+        return [stage for stage, size in enumerate(sizes) for _ in range(size)]
+
+    @cached_property
+    def in_flight(self) -> int:
+        """Most forwards that await their backward on one pipeline rank, the first."""
+        return in_flight(self.parallel, self.accumulation.value)
+
+    @cached_property
+    def compute(self) -> str:
+        """Dtype of forward and backward."""
+        asked = self.precision.compute
+        return asked if asked != "auto" else {"cuda": "bf16"}.get(self.world.device_type, "fp32")
+
+    @cached_property
+    def chunked_loss(self) -> bool:
+        """Whether the head runs inside the loss, so that logits never exist whole."""
+        return self.facts.is_hugging_face and self.facts.chunkable_head and self.model.loss is None
+
+    @property
+    def led(self) -> bool:
+        """Whether the model's attention is led to our kernels."""
+        return not self.facts.kernel_refusal
+
+    def attention_needs(self, layer: AttentionFacts) -> Needs:
+        """What one attention layer of this job needs of its kernel."""
+        window = layer.window is not None and layer.window < self.data.sequence_length
+        return Needs(
+            self.world.device_type,
+            self.compute,
+            self.data.isolate_documents or window,
+            layer.bias,
+            layer.softcap,
+            layer.dropout,
+            layer.head_size,
+            layer.value_size,
+        )
+
+    @cached_property
+    def attention_choices(self) -> tuple[tuple[AttentionFacts, Choice | None], ...]:
+        """The kernel of each attention layer, None where the one asked for cannot do it; of models that are led."""
+        if not self.led:
+            return ()
+        layers, alike = self.facts.attention, self.facts.attention_alike
+        chosen = {number: choose(self.model.attention, self.attention_needs(layers[number])) for number in set(alike)}
+        return tuple((layer, chosen[number]) for layer, number in zip(layers, alike))
+
+    @cached_property
+    def exact_dropout(self) -> bool:
+        """Whether attention dropout is equal on every layout: not where a fused kernel draws it."""
+        if not self.led:
+            return self.model.attention == "eager"
+        return all(choice.kernel.dropout == "exact" for _, choice in self.attention_choices if choice)
+
+    @cached_property
+    def float8_left(self) -> dict[str, str]:
+        """Each linear layer of the blocks -> why it is not in float8; empty where it is."""
+        everything = self.precision.fp8_layers == "all"
+        scaling = "" if everything else self.precision.fp8_scaling
+        return left_out(self.facts, scaling, self.parallel.tensor_parallel_degree)
+
+    @cached_property
+    def sequences(self) -> Derived:
+        """Global sequences of one step."""
+        training, length = self.training, self.data.sequence_length
+        if training.sequences_per_step is not None:
+            return Derived(training.sequences_per_step, "given")
+        if training.tokens_per_step is not None:
+            rule = f"tokens_per_step {training.tokens_per_step} / sequence_length {length}"
+            return Derived(training.tokens_per_step // length, rule)
+        size, count = training.microbatch_size, training.gradient_accumulation
+        if size is not None and count is not None:
+            rule = f"microbatch_size {size} x gradient_accumulation {count} x {self.data_ranks} data ranks"
+            return Derived(size * count * self.data_ranks, rule)
+        return Derived(DEFAULT_SEQUENCES, "default, on any number of ranks")
+
+    @cached_property
+    def sequences_per_rank(self) -> int:
+        return -(-self.sequences.value // self.data_ranks)
+
+    @cached_property
+    def microbatch(self) -> Derived:
+        """Sequences in one forward of one rank."""
+        training, rows = self.training, self.sequences_per_rank
+        share = f"{self.sequences.value} sequences / {self.data_ranks} data ranks = {rows} a rank"
+        if training.microbatch_size is not None:
+            return Derived(training.microbatch_size, "given")
+        if training.gradient_accumulation is not None:
+            count = training.gradient_accumulation
+            return Derived(-(-rows // count), f"{share}, cut into gradient_accumulation {count}")
+        limit = MICROBATCH_TOKENS.get(self.world.device_type, MICROBATCH_TOKENS["cuda"])
+        most, rule = max(1, limit // self.data.sequence_length), f"of at most {limit} tokens (or one sequence)"
+        if (degree := self.parallel.pipeline_parallel_degree) > 1:
+            pieces = FILLING * degree
+            most, rule = min(most, max(1, rows // pieces)), f"{rule}, {pieces} or more to fill {degree} pipeline ranks"
+        return Derived(even_cut(rows, most), f"{share}, in pieces {rule}")
+
+    @cached_property
+    def accumulation(self) -> Derived:
+        """Microbatches of one step on each rank."""
+        asked = self.training.gradient_accumulation
+        if asked is not None:
+            return Derived(asked, "given")
+        rule = f"{self.sequences_per_rank} sequences a rank / microbatch {self.microbatch.value}"
+        return Derived(self.needed_accumulation, rule)
+
+    @cached_property
+    def needed_accumulation(self) -> int:
+        """Fewest microbatches that hold all sequences of a step."""
+        return -(-self.sequences_per_rank // self.microbatch.value)
+
+    @cached_property
+    def possible_accumulations(self) -> list[int]:
+        """Numbers of microbatches that leave none empty, whatever the microbatch."""
+        rows = self.sequences_per_rank
+        return sorted({-(-rows // size) for size in range(1, rows + 1)})
+
+    @cached_property
+    def padding_rows(self) -> int:
+        """Rows of one step that repeat another row and are not counted."""
+        return self.microbatch.value * self.accumulation.value * self.data_ranks - self.sequences.value
+
+
+def stages_of_a_rank(parallel: ParallelSection) -> int:
+    """Pipeline stages on each rank, `virtual_pipeline_degree` where it is given."""
+    return parallel.virtual_pipeline_degree or (2 if parallel.pipeline in V_SCHEDULES else 1)
+
+
+def stage_ranks(parallel: ParallelSection) -> tuple[int, ...]:
+    """The pipeline rank of every stage: in turns around the ranks, or down the ranks and up again."""
+    ranks = range(parallel.pipeline_parallel_degree)
+    down = (*ranks, *reversed(ranks)) if parallel.pipeline in V_SCHEDULES else (*ranks, *ranks)
+    return tuple(down[stage % len(down)] for stage in range(len(ranks) * stages_of_a_rank(parallel)))
+
+
+def in_flight(parallel: ParallelSection, microbatches: int, rank: int = 0) -> int:
+    """Most forwards of a stage that await their backward on pipeline rank `rank`.
+
+    All of them for `simple`; one for each rank that is behind, and its own, for 1F1B (arXiv 2104.04473, section 2.2.1);
+    with virtual stages its warm-up and one (section 2.2.2, as torch's schedules build it). In a V equally many on every
+    rank: one for each stage (arXiv 2401.10241, section 6), and for DualPipeV one more, whose forward goes before the
+    backward that would make room for it.
+    """
+    ranks, virtual = parallel.pipeline_parallel_degree, stages_of_a_rank(parallel)
+    if parallel.pipeline == "simple":
+        return microbatches
+    if parallel.pipeline in V_SCHEDULES:
+        return min(microbatches * virtual, virtual * ranks + (parallel.pipeline == "dualpipev"))
+    if virtual == 1:
+        return min(microbatches, ranks - rank)
+    each = microbatches // max(1, microbatches // ranks)
+    apart = 1 if parallel.pipeline == "zero_bubble" else 2  # steps by which a rank's warm-up is longer than the next's
+    return min(microbatches * virtual, (virtual - 1) * each + apart * (ranks - 1 - rank) + 1)
+
+
+def even_cut(rows: int, limit: int) -> int:
+    """The microbatch (<= `limit`) that cuts `rows` best: the largest divisor unless that is below half of what fits.
+
+    A small divisor (1 for a prime number of rows) would cost many short forwards; then a cut into the fewest equal
+    parts, with some padding rows in the last, is cheaper.
+    """
+    if rows <= limit:
+        return rows
+    divisor = max(d for d in divisors(rows) if d <= limit)
+    return divisor if 2 * divisor >= limit else -(-rows // -(-rows // limit))

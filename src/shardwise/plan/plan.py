@@ -1,0 +1,398 @@
+"""The Plan: what will run. Every value the job left open is derived here, and keeps the rule that gave it.
+
+`resolve` is the one way from a Job to a Plan. It asks `shardwise.plan.rules` first, so a Plan that exists is legal;
+everything downstream (layout, parallelize, data, training) reads the Plan and derives nothing itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+from shardwise.job.schema import Job, ParallelSection
+from shardwise.model.facts import ModelFacts
+from shardwise.model.float8 import summary
+from shardwise.plan.draft import (
+    SPLIT_SCHEDULES,
+    V_SCHEDULES,
+    Draft,
+    World,
+    changed,
+    lookup,
+    placement_order,
+    stage_ranks,
+)
+from shardwise.plan.rules import check
+
+__all__ = ["Dtypes", "Plan", "World", "collective_algorithm", "precheck", "resolve"]
+
+NORMALISATION = "global_tokens"
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """ "fp64", "fp32", "bf16" or "fp16" for each role."""
+
+    parameters: str
+    compute: str
+    reduction: str
+    optimizer: str
+    loss: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What runs on which ranks, in which pieces, in which dtypes."""
+
+    job: Job
+    world: World
+    stages: tuple[tuple[str, ...], ...]  # names of the blocks of each pipeline stage; none without a pipeline
+    stage_ranks: tuple[int, ...]  # the pipeline rank of each stage
+    degrees: dict[str, int]  # replica, shard, context, tensor, pipeline; their product is world.size
+    placement: str  # D, P and T in order, right-most varying fastest
+    dtypes: Dtypes
+    sequence_length: int
+    sequences_per_step: int  # global
+    microbatch: int  # sequences in one forward of one rank
+    accumulation: int  # microbatches of one step on each rank
+    backend: str  # "gloo" | "shardwise" | "nccl"
+    normalisation: str  # "global_tokens"
+    sequence_parallel: bool  # hidden states are in parts between the split layers of blocks
+    zero1: bool  # parameters gathered through the step; gradients' reduction and optimizer state sharded
+    chunked_loss: bool  # the head runs inside the loss
+    rules: dict[str, str]  # the rule behind each derived value
+    notes: tuple[str, ...]  # sentences a user should read before the run
+    float8: tuple[str, ...] = ()  # names of the linear layers that multiply in float8
+    attention: str = ""  # kernel, or `auto` for a choice by call; empty where attention is transformers' own
+    exact_dropout: bool = True  # attention dropout is equal on every layout
+    collectives: str = "flat"  # how they cross hosts: flat, two_level, direct or measured
+    context_method: str = ""  # how attention reaches the other parts of a sequence; empty where it is whole
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that read different samples."""
+        return self.degrees["replica"] * self.degrees["shard"]
+
+    @property
+    def positions(self) -> int:
+        """Of a sequence on one rank; what is split is padded to two chunks a rank."""
+        context = self.degrees["context"]
+        return self.sequence_length if context == 1 else 2 * -(-self.sequence_length // (2 * context))
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the gradients of weights are taken apart from those of activations, and later."""
+        return self.degrees["pipeline"] > 1 and self.job.parallel.pipeline in SPLIT_SCHEDULES
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages of a pipeline rank, in order; none without a pipeline."""
+        return tuple(stage for stage, at in enumerate(self.stage_ranks) if at == rank)
+
+    @property
+    def in_v(self) -> bool:
+        """Whether the stages go down the ranks and up again."""
+        return bool(self.stages) and self.job.parallel.pipeline in V_SCHEDULES
+
+    @property
+    def holds_whole(self) -> bool:
+        """Whether parameters stay gathered and gradients whole until the end of a step."""
+        return self.zero1 or self.splits_backward
+
+    @property
+    def keeps_last_unit(self) -> bool:
+        """Whether what is gathered last in forward waits for backward, which begins with it and has nothing to hide
+        a gather behind. A pipeline's forwards may be several ahead."""
+        return self.degrees["pipeline"] == 1
+
+    @property
+    def gathers_float8(self) -> bool:
+        """Whether the weights of float8 layers are gathered in float8."""
+        return bool(self.float8) and self.job.precision.fp8_all_gather
+
+    @property
+    def masks_whole(self) -> bool:
+        """Whether attention has a mask of all queries and keys; our blocks make it for one block."""
+        auto = self.attention == "auto" and self.world.device_type == "cpu"
+        return not (auto or self.attention in ("blockwise", "flex"))
+
+    @property
+    def needs_fsdp(self) -> bool:
+        """Whether FSDP2 has work to do: several data ranks, a compute dtype of its own, or parameters on the host."""
+        ranks = self.data_ranks * self.degrees["context"]
+        return ranks > 1 or self.dtypes.compute != self.dtypes.parameters or self.job.memory.offload_parameters
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, ready for JSON or YAML."""
+        return asdict(self) | {"job": self.job.model_dump(mode="json"), "notes": list(self.notes)}
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Equal for plans that run the same computation; what is shown and where it is written does not count."""
+        data = self.to_dict()
+        for key in ("rules", "notes"):
+            del data[key]
+        for key in ("output", "observe", "checkpoint"):
+            del data["job"][key]
+        for key in ("timeout_seconds", "max_restarts"):
+            del data["job"]["parallel"][key]
+        del data["world"]["gpus"]
+        return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def precheck(job: Job, world: World) -> None:
+    """Raise LegalityError for what is wrong whatever the model is, before time goes into data and model."""
+    check(Draft(job, world))
+
+
+def resolve(job: Job, world: World, facts: ModelFacts) -> Plan:
+    """Derive everything the job left open. Raises LegalityError when the combination cannot run."""
+    draft = Draft(job, world, facts)
+    check(draft)
+    rules: dict[str, str] = {}
+    return Plan(
+        job=job,
+        world=world,
+        stages=_stages(draft, rules),
+        stage_ranks=stage_ranks(job.parallel) if draft.parallel.pipeline_parallel_degree > 1 else (),
+        degrees=_degrees(draft, rules),
+        placement=_placement(draft, rules),
+        dtypes=_dtypes(draft, rules),
+        sequence_length=job.data.sequence_length,
+        backend=_backend(draft, rules),
+        collectives=_collectives(draft, rules),
+        normalisation=NORMALISATION,
+        sequence_parallel=draft.sequence_parallel,
+        zero1=draft.zero1,
+        chunked_loss=draft.chunked_loss,
+        notes=tuple(_notes(draft)),
+        float8=_float8(draft, rules),
+        attention=_attention(draft, rules),
+        exact_dropout=draft.exact_dropout,
+        context_method=_context_method(draft, rules),
+        **_batch(draft, rules),
+        rules=rules | _switch_rules(draft),
+    )
+
+
+def _degrees(draft: Draft, rules: dict[str, str]) -> dict[str, int]:
+    parallel = draft.parallel
+    context = parallel.context_parallel_degree
+    if draft.zero1:
+        shard_rule = f"shard_optimizer_state: all {draft.data_axis} data ranks"
+    elif parallel.sharded_data_parallel_degree is None:
+        shard_rule = f"sharded_data_parallel_degree unset: all {draft.data_axis} data ranks"
+    else:
+        shard_rule = "sharded_data_parallel_degree given"
+    rules |= {
+        "replica": f"{draft.data_axis} data ranks / shard degree {draft.sharded}",
+        "shard": shard_rule if context == 1 else f"{shard_rule}; / context degree {context}",
+        "context": "context_parallel_degree",
+        "tensor": "tensor_parallel_degree",
+        "pipeline": "pipeline_parallel_degree",
+    }
+    return {
+        "replica": draft.data_axis // draft.sharded,
+        "shard": draft.sharded // context,
+        "context": context,
+        "tensor": parallel.tensor_parallel_degree,
+        "pipeline": parallel.pipeline_parallel_degree,
+    }
+
+
+def _context_method(draft: Draft, rules: dict[str, str]) -> str:
+    if draft.parallel.context_parallel_degree == 1:
+        return ""
+    asked = draft.parallel.context_parallel_method
+    if asked != "auto":
+        rules["context_method"] = "context_parallel_method given"
+        return asked
+    if draft.heads_divide and not draft.facts.own_attention_arguments:
+        rules["context_method"] = "context_parallel_method auto: the heads divide"
+        return "ulysses"
+    rules["context_method"] = "context_parallel_method auto: ulysses cannot share these heads"
+    return "all_gather"
+
+
+def _float8(draft: Draft, rules: dict[str, str]) -> tuple[str, ...]:
+    if draft.precision.fp8 == "none":
+        return ()
+    rules["float8"] = summary(draft.float8_left)
+    return tuple(name for name, reason in draft.float8_left.items() if not reason)
+
+
+def _attention(draft: Draft, rules: dict[str, str]) -> str:
+    if not draft.led:
+        rules["attention"] = f"transformers' own: {draft.facts.kernel_refusal}"
+        return ""
+    kernels: dict[str, str] = {}  # name -> the reason of the first layer that has it
+    for _, choice in draft.attention_choices:
+        if choice is not None:
+            kernels.setdefault(choice.kernel.name, choice.reason)
+    rules["attention"] = "; ".join(f"{name} ({reason})" for name, reason in kernels.items())
+    return draft.model.attention
+
+
+def _stages(draft: Draft, rules: dict[str, str]) -> tuple[tuple[str, ...], ...]:
+    if draft.parallel.pipeline_parallel_degree == 1:
+        return ()
+    weight = draft.parallel.memory_weight
+    rules["stages"] = (
+        f"auto_partition: the costliest stage costs least, {weight:g} memory and {1 - weight:g} compute"
+        if draft.parallel.auto_partition
+        else "partition and default_partition given"
+    )
+    rules["stages"] += "; they go down the ranks and up again" if draft.in_v else ""
+    placed: list[list[str]] = [[] for _ in range(draft.stages)]
+    for block, stage in zip(draft.facts.blocks, draft.partition, strict=True):
+        placed[stage].append(block.name)
+    return tuple(map(tuple, placed))
+
+
+def _placement(draft: Draft, rules: dict[str, str]) -> str:
+    strategy = draft.parallel.placement_strategy
+    rules["placement"] = f"placement_strategy {strategy}; the right-most letter varies fastest with the rank"
+    order = placement_order(strategy)
+    assert order is not None  # the rule "placement" has judged it
+    return order
+
+
+def _dtypes(draft: Draft, rules: dict[str, str]) -> Dtypes:
+    compute = draft.compute
+    wide = "fp64" if compute == "fp64" else "fp32"
+    auto = draft.precision.compute == "auto"
+    rules["compute"] = f"precision.compute auto on {draft.world.device_type}" if auto else "precision.compute given"
+    rules |= {
+        "parameters": f"master weights are {wide} under {compute} compute",
+        "reduction": f"gradients are summed in {wide} whatever computes them",
+        "optimizer": "as the master weights",
+        "loss": f"softmax and sums in {wide}",
+    }
+    return Dtypes(parameters=wide, compute=compute, reduction=wide, optimizer=wide, loss=wide)
+
+
+def _batch(draft: Draft, rules: dict[str, str]) -> dict[str, int]:
+    derived = {
+        "sequences_per_step": draft.sequences,
+        "microbatch": draft.microbatch,
+        "accumulation": draft.accumulation,
+    }
+    rules |= {key: number.rule for key, number in derived.items()}
+    rules["sequence_length"] = "data.sequence_length"
+    return {key: number.value for key, number in derived.items()}
+
+
+def _backend(draft: Draft, rules: dict[str, str]) -> str:
+    asked = draft.parallel.ddp_dist_backend
+    device = draft.world.device_type
+    if asked != "auto":
+        rules["backend"] = "ddp_dist_backend given"
+        return asked
+    rules["backend"] = f"ddp_dist_backend auto on {device}"
+    if device == "cuda":
+        refusal = draft.world.nccl_refusal
+        rules["backend"] += f": {refusal}; the engine moves their tensors through the host's memory" if refusal else ""
+        return "shardwise" if refusal else "nccl"
+    rules["backend"] += ", the engine is usable" if draft.world.engine else ""
+    return "shardwise" if draft.world.engine else "gloo"
+
+
+def _collectives(draft: Draft, rules: dict[str, str]) -> str:
+    algorithm, rules["collectives"] = collective_algorithm(draft.parallel, _backend(draft, {}), draft.world)
+    return algorithm
+
+
+def collective_algorithm(parallel: ParallelSection, backend: str, world: World) -> tuple[str, str]:
+    """How collectives cross hosts, and the rule that says so."""
+    asked = parallel.collective_algorithm
+    if world.hosts == 1 or world.local_size == 1:
+        return "flat", "all ranks are on one host" if world.hosts == 1 else "each host has one rank"
+    if asked != "auto":
+        return asked, "collective_algorithm given"
+    if backend != "gloo":
+        return "flat", f"collective_algorithm auto: {backend} chooses for itself"
+    return "measured", f"collective_algorithm auto on gloo: timed at start, {world.hosts} hosts of {world.local_size}"
+
+
+def _switch_rules(draft: Draft) -> dict[str, str]:
+    chunk, asked = draft.memory.loss_chunk_tokens, draft.parallel.shard_optimizer_state
+    chunked = f"head {draft.facts.head!r} runs inside the loss, on {chunk} rows at once"
+    return {
+        "normalisation": "sum of the losses / counted tokens of all ranks, applied once",
+        "sequence_parallel": f"sequence_parallel is {_on(draft.parallel.sequence_parallel)}, "
+        f"{draft.parallel.tensor_parallel_degree} tensor ranks",
+        "zero1": f"shard_optimizer_state is {_on(asked)}, {draft.data_axis} data ranks",
+        "chunked_loss": chunked if draft.chunked_loss else _whole_logits(draft),
+    }
+
+
+def _on(switch: bool) -> str:
+    return "on" if switch else "off"
+
+
+def _whole_logits(draft: Draft) -> str:
+    if not draft.facts.is_hugging_face:
+        return "a module of model.factory returns its own output"
+    if draft.model.loss is not None:
+        return "model.loss takes the whole output"
+    return f"the last operation of {draft.facts.family} is not a plain output projection"
+
+
+def _notes(draft: Draft) -> Iterator[str]:
+    yield from _batch_notes(draft)
+    yield from _parallel_notes(draft)
+    yield from _memory_notes(draft)
+    yield from _model_notes(draft)
+
+
+def _batch_notes(draft: Draft) -> Iterator[str]:
+    if draft.padding_rows:
+        rows = draft.padding_rows + draft.sequences.value
+        yield (
+            f"{draft.padding_rows} of {rows} rows of a step are padding, computed but not counted: "
+            f"{draft.sequences.value} sequences do not divide evenly over {draft.data_ranks} data ranks x "
+            f"{draft.accumulation.value} microbatches of {draft.microbatch.value}."
+        )
+
+
+def _parallel_notes(draft: Draft) -> Iterator[str]:
+    workers = draft.parallel.workers
+    if workers not in (None, draft.world.local_size):
+        yield f"parallel.workers={workers} is not used: the launcher started {draft.world.local_size} here."
+    if draft.parallel.shard_optimizer_state and not draft.zero1:
+        yield "parallel.shard_optimizer_state saves nothing: there is one data rank."
+    asked = draft.parallel.collective_algorithm
+    runs, why = collective_algorithm(draft.parallel, _backend(draft, {}), draft.world)
+    if asked not in ("auto", runs):
+        yield f"parallel.collective_algorithm={asked} does nothing: {why}."
+    if draft.parallel.sequence_parallel and not draft.sequence_parallel:
+        yield "parallel.sequence_parallel saves nothing: there is one tensor rank."
+    if draft.sharded == 1:
+        for key in changed(draft.job, "parallel.reshard_after_forward", "parallel.prefetch_depth"):
+            yield f"{key}={lookup(draft.job, key)} does nothing: no parameter is sharded."
+
+
+def _memory_notes(draft: Draft) -> Iterator[str]:
+    if draft.world.device_type == "cpu":
+        for key in changed(draft.job, "memory.offload_activations", "memory.offload_parameters"):
+            yield f"{key} saves nothing on a CPU, whose own memory is the host's; the copies are made."
+    if not draft.memory.offload_activations:
+        for key in changed(draft.job, "memory.activation_loading_horizon"):
+            yield f"{key}={lookup(draft.job, key)} does nothing without memory.offload_activations."
+
+
+def _model_notes(draft: Draft) -> Iterator[str]:
+    if draft.precision.fp8 == "emulate":
+        yield "precision.fp8=emulate shows the numbers of float8 and none of its speed: products run in fp32."
+    if draft.precision.fp8 == "torchao" and not draft.model.compile:
+        yield "precision.fp8=torchao without model.compile: casts are not fused, and eat most of what products gain."
+    if not draft.chunked_loss:
+        yield f"Logits exist whole: {_whole_logits(draft)}."
+    if draft.facts.has_attention_dropout and not draft.exact_dropout:
+        yield (
+            "Attention dropout runs inside a fused kernel, whose random numbers depend on the layout; "
+            "model.attention=eager makes it equal on every layout."
+        )

@@ -1,0 +1,197 @@
+"""The planner's inventory by name: clusters, stacks and model presets, read from the data files beside it.
+
+Three kinds of constants are kept apart: what an accelerator does (data/accelerators.json), what a fabric does
+(data/fabrics.json), and what a software stack makes of them (data/constants.json, which also
+holds the factors that were fitted on accelerators).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from shardwise.errors import ConfigError
+from shardwise.planner.constants.hardware import ACCELERATORS, GIB, USABLE, Accelerator, find_accelerator, read_data
+from shardwise.planner.formulas.prediction import Cluster, Configuration, Fabric, ModelShape, Stack
+from shardwise.words import nearest, nearest_file
+
+NVLINK4, PCIE = 400, 100  # GB/s, one direction, from which on links are the former and up to which the latter
+CPU = Accelerator("CPU", r"^cpu$", 16 * GIB, fp64=0.05, fp32=0.1, fp16=0.05, bf16=0.05, bandwidth=20, units=1)
+
+
+@cache
+def fabrics() -> dict[str, Fabric]:
+    rows = read_data("fabrics")
+    return {name: Fabric(name, row["bandwidth"], row["hop_seconds"]) for name, row in rows.items()}
+
+
+def link_of(intra: float) -> Fabric:
+    """The kind of link inside a node that has so many GB/s, one direction: NVLink 4 and later, before, or PCIe."""
+    return fabrics()["nvlink4" if intra >= NVLINK4 else "nvlink" if intra > PCIE else "pcie"]
+
+
+@dataclass(frozen=True)
+class Constants:
+    """Fitted: stacks by name, with `default`; factors on the rate of products by accelerator family (`*`: others)."""
+
+    accelerators: Mapping[str, float]
+    stacks: Mapping[str, Stack]
+
+    def stack(self, name: str) -> Stack:
+        """The constants fitted for a stack; of one that is not known, those of `default`."""
+        return self.stacks.get(name) or replace(self.stacks["default"], name=name)
+
+    def device(self, given: Accelerator) -> Accelerator:
+        """`given` with the fitted rate of its family."""
+        factor = self.accelerators.get(family(given), self.accelerators.get("*", 1.0))
+        return replace(given, matmul=given.matmul * factor)
+
+    def applied(self, given: Configuration) -> Configuration:
+        """`given`, made with an accelerator as in the table, under these constants."""
+        cluster = replace(given.cluster, accelerator=self.device(given.cluster.accelerator))
+        return replace(given, cluster=cluster, stack=self.stack(given.stack.name))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, ready for JSON; `read_constants` reads it."""
+        rows = {
+            name: {key: value for key, value in asdict(stack).items() if key != "name"}
+            for name, stack in self.stacks.items()
+        }
+        return {"accelerators": dict(self.accelerators), "stacks": rows}
+
+
+def constants_of(data: dict[str, Any]) -> Constants:
+    """Of what `Constants.to_dict` made."""
+    stacks = {name: Stack(name, **row) for name, row in data["stacks"].items()}
+    return Constants(data["accelerators"], stacks)
+
+
+@cache
+def shipped() -> Constants:
+    """The constants that come with the package."""
+    return constants_of(read_data("constants"))
+
+
+def read_constants(path: Path) -> Constants:
+    """A file that `shardwise plan calibrate` wrote. Raises ConfigError."""
+    try:
+        found = constants_of(json.loads(path.read_text()))
+        found.stacks["default"]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(
+            f"constants={path}: {error!r}; a file written by `shardwise plan calibrate` is needed"
+        ) from error
+    return found
+
+
+def family(given: Accelerator) -> str:
+    """Accelerators that share a rate of products: A100 40GB and 80GB."""
+    return given.name.split()[0]
+
+
+def stack_of(name: str) -> Stack:
+    """The shipped constants of a stack, or of `default`."""
+    return shipped().stack(name)
+
+
+@cache
+def presets() -> dict[str, ModelShape]:
+    """Named models."""
+    return {name: shape_of(name, row) for name, row in read_data("models").items()}
+
+
+def shape_of(name: str, row: dict[str, Any]) -> ModelShape:
+    return ModelShape(name=name, **{"key_value_heads": row["heads"], **row})
+
+
+def accelerator(name: str) -> Accelerator:
+    """By its name in the table or torch's name of the device. Raises ConfigError with the nearest name."""
+    wanted = name.lower().replace("-", " ").strip()
+    known = {each.name.lower(): each for each in ACCELERATORS}
+    found = known.get(wanted) or known.get(f"{wanted} sxm") or find_accelerator(name)
+    if found is None:
+        raise ConfigError(f"accelerator={name!r} is not known.{nearest(name, [each.name for each in ACCELERATORS])}")
+    return shipped().device(found)
+
+
+def cluster(text: str) -> Cluster:
+    """A cluster: `p5.48xlarge:16` (16 nodes), `h200:4` (4 accelerators), `cpu:4` (4 processes), or a YAML file.
+
+    A file's keys: accelerator, nodes, per_node, intra (GB/s of one accelerator, one direction; unset: its own links'),
+    inter_gbps (Gbit/s of a node; unset: as in the vendor's machines), link and fabric (names of data/fabrics.json),
+    memory_gb (of one accelerator), host_gb (of a node's own memory; unset: what is offloaded is taken to fit). Raises
+    ConfigError.
+    """
+    if Path(text).suffix in (".yaml", ".yml"):
+        return _from_file(Path(text))
+    name, _, count = text.partition(":")
+    if not (count or "1").isdigit() or int(count or 1) < 1:
+        raise ConfigError(f"cluster={text!r}: {count!r} is no count of nodes; write e.g. p5.48xlarge:16")
+    return _named(name.lower(), int(count or 1))
+
+
+def _named(name: str, count: int) -> Cluster:
+    known: dict[str, dict[str, Any]] = read_data("clusters")
+    if name == "cpu":
+        return Cluster("cpu", CPU, 1, count, 5.0, 1.0, fabrics()["shared-memory"], fabrics()["ethernet"])
+    if name not in known and find_accelerator(name) is None:
+        raise ConfigError(f"cluster={name!r} is not known.{nearest(name, [*known, 'cpu'])}")
+    row = known.get(name, {"accelerator": name, "per_node": 8, "host_gb": 0.0})
+    if "." in name or name.startswith("dgx"):
+        return _cluster(name, row, count)
+    per_node = min(row["per_node"], count)
+    if count % per_node:
+        raise ConfigError(f"cluster={name}:{count}: {count} accelerators do not fill nodes of {per_node}")
+    host = row["host_gb"] * per_node / row["per_node"]
+    return _cluster(name, {**row, "per_node": per_node, "host_gb": host}, count // per_node)
+
+
+def usual_network(part: Accelerator) -> float:
+    """Gbit/s of a node where nobody says it: that of the vendor's own machines with this part, or of those like it."""
+    rows = [row for row in read_data("clusters").values() if row["fabric"] == "rdma"]
+    own = [row["inter_gbps"] for row in rows if row["accelerator"] == part.name]
+    return float(max(own, default=3200 if part.link >= NVLINK4 else 800 if part.link > PCIE else 100))
+
+
+def _cluster(name: str, row: dict[str, Any], nodes: int) -> Cluster:
+    device = accelerator(row["accelerator"])
+    if "memory_gb" in row:
+        device = replace(device, memory_bytes=int(row["memory_gb"] * GIB * USABLE))
+    intra, inter = row.get("intra", device.link), row.get("inter_gbps", usual_network(device)) / 8
+    link = _fabric(row["link"], "link") if "link" in row else link_of(intra)
+    fabric, host = _fabric(row.get("fabric", "rdma"), "fabric"), row.get("host_gb", 0.0)
+    return Cluster(name, device, nodes, row.get("per_node", 8), intra, inter, link, fabric, host)
+
+
+def _fabric(name: str, key: str) -> Fabric:
+    if name not in fabrics():
+        raise ConfigError(f"{key}={name!r} is no known fabric.{nearest(name, fabrics())}")
+    return fabrics()[name]
+
+
+_KEYS = ("accelerator", "nodes", "per_node", "intra", "inter_gbps", "link", "fabric", "memory_gb", "host_gb")
+
+
+def _from_file(path: Path) -> Cluster:
+    try:
+        row = yaml.safe_load(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"cluster={path} does not exist.{nearest_file(path, '.yaml', '.yml')}") from None
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"cluster={path}: {error}") from error
+    if not isinstance(row, dict) or "accelerator" not in row:
+        raise ConfigError(f"cluster={path}: a mapping with at least `accelerator` is needed; keys: {', '.join(_KEYS)}")
+    for key, value in row.items():
+        if key not in _KEYS:
+            raise ConfigError(f"cluster={path}: unknown key {key!r}.{nearest(key, _KEYS)}")
+        if key not in ("accelerator", "link", "fabric") and not (isinstance(value, (int, float)) and value > 0):
+            raise ConfigError(f"cluster={path}: {key}={value!r} has to be a number above 0")
+        if key in ("nodes", "per_node") and value != int(value):
+            raise ConfigError(f"cluster={path}: {key}={value!r} has to be a whole number")
+    return _cluster(path.stem, row, int(row.get("nodes", 1)))

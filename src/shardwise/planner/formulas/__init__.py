@@ -1,0 +1,1 @@
+"""Closed forms of step time and memory."""

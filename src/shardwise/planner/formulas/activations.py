@@ -1,0 +1,296 @@
+"""What autograd keeps of one transformer block between its forward and its backward, counted module by module.
+
+For T tokens of a microbatch, hidden size H, width A of all heads (most often H), key and value width K, intermediate
+size I and c bytes a number, autograd saves, each tensor once however many operators need it:
+
+- norm: its input [T, H]. An RMS norm as transformers writes it computes in fp32, so it keeps the input in fp32 and the
+  normalised values besides; a layer norm keeps two statistics a token. The input of a pre-norm is the residual stream,
+  which two parallel branches (GPT-NeoX) share. A post-norm (BERT) saves the same amount, of sums instead of inputs.
+  Norms of query and key (Qwen3) are two more.
+- linear: its input, [T, H] or [T, I]; linears that read the same tensor (query, key, value) share it. Outputs are not
+  saved by the linear itself.
+- attention (fused): query [T, A], key and value [T, K] each, its result [T, A] and one fp32 number a token and head.
+  Where query, key and value are slices of one projection, any one of them keeps the whole projection alive; with rotary
+  positions query and key are new tensors beside it. Where heads lie apart in the result, putting them together for the
+  output projection is a copy (GPT-NeoX concatenates rotated and unrotated parts head by head).
+- attention that is not fused: query, key and value each [T, A] laid out for batched products, and the probabilities
+  [B, heads, S, S]; with dropout also the mask and what is left of them. The result is not kept, but its copy with heads
+  side by side is, as the output projection's input. SDPA on a CPU does not fuse with dropout.
+- activation function: GELU or SiLU its input [T, I]; ReLU nothing of its own, since its result is the next linear's
+  input. A gated MLP keeps gate, its activation, and the other factor.
+- experts: a token that goes to k of them is k rows. Their input [kT, H], gathered by expert; as in a gated MLP four of
+  [kT, I]; the result [kT, H], whose product with the router's weights needs it; the router's probabilities in fp32, and
+  indices. Where experts are batched products (`batched_mm`), a copy of an expert's weights for each row. All experts
+  get gradients. Experts that all tokens go through are a gated MLP beside them.
+- dropout by mask: one byte an element.
+
+Of t tensor ranks each has 1/t of the heads and of I. The residual stream, norms, masks and what linears read of it stay
+[T, H], or with sequence parallelism become [T/t, H] (arXiv 2205.05198, equation 4).
+
+`working` is what the worst moment of a module's backward holds besides: gradients of its input and output, before they
+are added to the gradient of the residual stream.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from shardwise.model.facts import EXPERTS, ModelFacts
+
+_RELU = frozenset({"opt"})  # by transformers' default of the family
+_PARALLEL_RESIDUAL = frozenset({"gpt_neox", "gptj", "phi", "falcon", "codegen", "cohere"})
+FP32 = 4
+INDICES = 40  # bytes of a row's expert, its place before and behind the sorting by expert, and its weight
+_HEADS_APART = frozenset({"gpt_neox", "phi", "gptj", "codegen", "stablelm"})
+
+
+@dataclass(frozen=True)
+class BlockKind:
+    """What decides how much a block keeps. `of` reads it off parameter shapes, and off the family what they hide."""
+
+    rms_norm: bool = False
+    fused_projection: bool = False
+    head_norms: bool = False  # query and key pass a norm of their own
+    rotary: bool = False
+    gated: bool = False
+    relu: bool = False
+    parallel_residual: bool = False
+    heads_apart: bool = False
+    experts: int = 0  # of which a token goes to `facts.experts_of_token`
+    expert_features: int = 0  # I of one
+    shared_features: int = 0  # I of the MLP beside them that all tokens go through
+    shared_gate: bool = False  # whose result is weighted for each token
+
+    @classmethod
+    def of(cls, facts: ModelFacts) -> BlockKind:
+        """The kind of the model's first block, or of the first that has experts."""
+        shapes = _shapes_of_block(facts)
+        hidden, heads = facts.hidden_size, facts.attention_width
+        matrices = Counter(tuple(sorted(shape)) for shape in shapes.values() if len(shape) == 2)
+        widths = (heads + 2 * facts.key_value_width, facts.intermediate_size, heads)
+        projection, mlp, output = (tuple(sorted((hidden, width))) for width in widths)
+        # Separate projections are at least two of the output's size, query and output; a fused one leaves that alone.
+        fused = matrices[projection] > 0 and matrices[output] < 2
+        return cls(
+            **_experts(shapes, matrices, hidden, heads),
+            rms_norm=bool(shapes) and not _has_norm_bias(shapes),
+            fused_projection=fused,
+            head_norms=_norm_sizes(shapes).count((facts.head_size,)) >= 2,
+            rotary=any(buffer.endswith("inv_freq") for buffer in facts.buffers),
+            gated=bool(_stacks(shapes)) or matrices[mlp] - (fused and projection == mlp) >= 3,
+            relu=facts.family in _RELU,
+            parallel_residual=facts.family in _PARALLEL_RESIDUAL,
+            heads_apart=facts.family in _HEADS_APART,
+        )
+
+
+Attention = Literal["fused", "eager", "math"]  # math: SDPA that could not fuse
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One microbatch on one rank, in numbers."""
+
+    tokens: int
+    sequence: int
+    bytes: int  # of a number in the compute dtype
+    attention: Attention = "fused"
+    dropout: bool = False  # masks are kept
+    gathered: float = 0.0  # bytes of other ranks' keys and values, and of the mask over them
+    tensor: int = 1  # ranks that share heads and inner features
+    scattered: bool = False  # and the tokens between them
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A module of a block, in bytes and elements.
+
+    saved: kept from forward to backward. kept: what selective checkpointing keeps of its outputs. working: held besides
+    at the worst moment of its backward. parameters: elements whose gradients exist once its backward is done.
+    """
+
+    name: str
+    saved: float = 0.0
+    kept: float = 0.0
+    working: float = 0.0
+    parameters: float = 0.0
+
+
+def _shapes_of_block(facts: ModelFacts) -> dict[str, tuple[int, ...]]:
+    """The parameters of the first block that has experts (some families begin with others), else of the first."""
+    found: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, shape in facts.parameter_shapes.items():
+        if name in facts.block_of:
+            found.setdefault(facts.block_of[name], {})[name] = shape
+    blocks = list(found.values())
+    return next(filter(_stacks, blocks), blocks[0] if blocks else {})
+
+
+def _stacks(shapes: dict[str, tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Shapes of stacked experts' matrices, up (with the gate) and down."""
+    return [shape for name, shape in shapes.items() if len(shape) == 3 and name.rpartition(".")[2] in EXPERTS]
+
+
+def _experts(
+    shapes: dict[str, tuple[int, ...]], matrices: Counter[tuple[int, ...]], hidden: int, heads: int
+) -> dict[str, Any]:
+    stacks = _stacks(shapes)
+    if not stacks:
+        return {}
+    number = stacks[0][0]
+    widths = {sum(pair) - hidden: count for pair, count in matrices.items() if hidden in pair}
+    widths[heads] = widths.get(heads, 0) - 4  # of attention's, which are no MLP's
+    return {
+        "experts": number,
+        "expert_features": sum(map(math.prod, stacks)) // (3 * hidden * number),
+        "shared_features": max((width for width, count in widths.items() if count >= 3), default=0),  # gate, up, down
+        "shared_gate": matrices[1, hidden] > 0,
+    }
+
+
+def block_pieces(facts: ModelFacts, kind: BlockKind, shape: Shape) -> list[Piece]:
+    """The modules of one block in the order of its forward."""
+    attention = _attention_pieces(facts, kind, shape)
+    norm = _mlp_norm(facts, kind, shape)
+    mlp = _expert_pieces(facts, kind, shape) if kind.experts else _mlp_pieces(facts, kind, shape)
+    return [*attention, norm, *mlp, Piece("MLP dropout", _mask(_rows(facts, shape)[1], shape))]
+
+
+def _rows(facts: ModelFacts, shape: Shape) -> tuple[float, float]:
+    """(all tokens, those between regions) of hidden states, in bytes."""
+    row = float(shape.tokens * shape.bytes * facts.hidden_size)
+    return row, row / shape.tensor if shape.scattered else row
+
+
+def _moved(row: float, shape: Shape) -> float:
+    """What the border of a region holds while a sum or a gathering runs: a copy of the hidden states."""
+    return row if shape.tensor > 1 else 0.0
+
+
+def _attention_pieces(facts: ModelFacts, kind: BlockKind, shape: Shape) -> list[Piece]:
+    whole, between = _rows(facts, shape)
+    heads = facts.attention_width / shape.tensor  # of this rank
+    row = shape.tokens * shape.bytes * heads
+    key_value = facts.key_value_width * facts.key_value_copies(shape.tensor) / shape.tensor
+    qkv = row + 2 * shape.tokens * shape.bytes * key_value
+    fused = shape.attention == "fused"
+    size = facts.hidden_size * (heads + 2 * key_value)
+    saved, working = _fused_attention(facts, kind, shape, row, qkv) if fused else _plain_attention(facts, shape, row)
+    output = facts.hidden_size * heads
+    return [
+        _norm("attention norm", between, kind, shape),
+        Piece("query, key, value", between, qkv, whole + _moved(whole, shape), size),
+        Piece("query and key norm", _norm("", (row + qkv) / 2, kind, shape).saved if kind.head_norms else 0.0),
+        Piece("attention", saved + shape.gathered, row if fused else 0.0, working),
+        Piece("attention output", row if kind.heads_apart or not fused else 0.0, whole, whole, output),
+        Piece("attention dropout", _mask(between, shape)),
+    ]
+
+
+def _fused_attention(facts: ModelFacts, kind: BlockKind, shape: Shape, row: float, qkv: float) -> tuple[float, float]:
+    """(saved, working): query, key, value, result and statistics; working: the gradients of the first three."""
+    rotated = (row + qkv) / 2 if kind.fused_projection and kind.rotary else 0.0
+    return qkv + rotated + row + 4 * shape.tokens * facts.attention_heads / shape.tensor, qkv + rotated
+
+
+def _plain_attention(facts: ModelFacts, shape: Shape, row: float) -> tuple[float, float]:
+    """(saved, working): copies of query, key and value, and matrices of all scores."""
+    scores = shape.tokens * shape.sequence * facts.attention_heads / shape.tensor
+    masked = scores * shape.bytes if shape.attention == "math" else scores  # as numbers, or one byte an element
+    saved = scores * shape.bytes + (scores * shape.bytes + masked if shape.dropout else 0)
+    return 3 * row + saved, 3 * row + 2 * scores * shape.bytes
+
+
+def _mlp_norm(facts: ModelFacts, kind: BlockKind, shape: Shape) -> Piece:
+    _, row = _rows(facts, shape)
+    norm = _norm("MLP norm", row, kind, shape)
+    # Parallel branches read the same residual stream.
+    return replace(norm, saved=norm.saved - row) if kind.parallel_residual else norm
+
+
+def _mlp_pieces(facts: ModelFacts, kind: BlockKind, shape: Shape, features: int | None = None) -> list[Piece]:
+    hidden, wide = facts.hidden_size, math.ceil((features or facts.intermediate_size) / shape.tensor)
+    (whole, row), inner = _rows(facts, shape), shape.tokens * shape.bytes * wide
+    keeps, ups = (3, 2) if kind.gated else (1, 1)
+    shares = kind.relu and not kind.gated  # ReLU holds on to its result, which is the next linear's input
+    return [
+        Piece("MLP up", row, ups * inner, whole + _moved(whole, shape), ups * hidden * wide),
+        Piece("activation", keeps * inner, 0.0, (2 + kind.gated) * inner),
+        Piece("MLP down", (1 - shares) * inner, whole, inner + _moved(whole, shape), hidden * wide),
+    ]
+
+
+def _expert_pieces(facts: ModelFacts, kind: BlockKind, shape: Shape) -> list[Piece]:
+    rows = facts.experts_of_token * shape.tokens
+    wide = math.ceil(kind.expert_features / shape.tensor)
+    (whole, row), inner = _rows(facts, shape), float(rows * shape.bytes * wide)
+    spread = facts.experts_of_token * whole  # hidden states by expert
+    weights = facts.hidden_size * wide * kind.experts
+    copies = inner * facts.hidden_size if facts.experts_copied else 0.0
+    gated = whole if kind.shared_gate else 0.0
+    scores = float(FP32 * shape.tokens * kind.experts + INDICES * rows)
+    shared = _mlp_pieces(facts, kind, shape, kind.shared_features) if kind.shared_features else []
+    return [
+        Piece("router", (0.0 if shared else row) + scores, parameters=kind.experts * facts.hidden_size),
+        Piece("experts up", spread + 2 * copies, 2 * inner, 2 * (inner + copies) + spread + whole, 2 * weights),
+        Piece("expert activation", 3 * inner, 0.0, 3 * inner),
+        Piece("experts down", inner + copies, spread, spread + inner + copies, weights),
+        Piece("sum of experts", spread, 0.0, 2 * spread + _moved(whole, shape)),
+        *shared,
+        Piece("shared gate", gated, 0.0, 2 * gated),
+    ]
+
+
+def _norm(name: str, row: float, kind: BlockKind, shape: Shape) -> Piece:
+    """Layer norm: input and two fp32 statistics. RMS norm: input in fp32, and the normalised values."""
+    tokens = shape.tokens / shape.tensor if shape.scattered else shape.tokens
+    if kind.rms_norm:
+        wide = row * 4 / min(shape.bytes, 4)
+        return Piece(name, wide + row + 4 * tokens, 0.0, 3 * wide)
+    return Piece(name, row + 8 * tokens, 0.0, row)
+
+
+def _mask(row: float, shape: Shape) -> float:
+    return row / shape.bytes if shape.dropout else 0.0
+
+
+def _norms(shapes: dict[str, tuple[int, ...]]) -> list[str]:
+    """Modules with a one-dim weight."""
+    return [key.rpartition(".")[0] for key, shape in shapes.items() if key.endswith("weight") and len(shape) == 1]
+
+
+def _has_norm_bias(shapes: dict[str, tuple[int, ...]]) -> bool:
+    return any(f"{norm}.bias" in shapes for norm in _norms(shapes))
+
+
+def _norm_sizes(shapes: dict[str, tuple[int, ...]]) -> list[tuple[int, ...]]:
+    return [shapes[f"{norm}.weight"] for norm in _norms(shapes)]
+
+
+def saved_bytes(pieces: Sequence[Piece]) -> float:
+    """All that a block keeps without checkpointing."""
+    return sum(piece.saved for piece in pieces)
+
+
+def kept_bytes(pieces: Sequence[Piece]) -> float:
+    """Outputs of matrix products and attention, which selective checkpointing keeps."""
+    return sum(piece.kept for piece in pieces)
+
+
+def backward_peak(pieces: Sequence[Piece], gradient_bytes: int) -> tuple[float, float]:
+    """(activations and temporaries, weight gradients) at the worst moment of a block's backward.
+
+    Modules run backwards; a module's saved tensors are freed behind it and its weight gradients stay.
+    """
+    worst, gradients = (0.0, 0.0), 0.0
+    saved = saved_bytes(pieces)
+    for piece in reversed(pieces):
+        gradients += piece.parameters * gradient_bytes
+        moment = (saved + piece.working, gradients)
+        worst = max(worst, moment, key=sum)
+        saved -= piece.saved
+    return worst

@@ -1,0 +1,133 @@
+"""Seconds of collectives on groups that lie across nodes.
+
+A group has n ranks, r of them on each node, m = n/r nodes. S bytes are the whole tensor. b is what one rank moves in
+a second: its own link inside a node, and between nodes its share of the node's network, B·r/per_node over the r rings
+that leave it (all groups of the axis run at once).
+
+- ring (Thakur, Rabenseifner and Gropp 2005, section 4.1): all-gather and reduce-scatter (n-1)/n·S/b + (n-1)·hop inside
+  a node. Between nodes a ring's steps are cut in slices, of which one is on its way while the next is sent, so that
+  latency hides behind transfer and the other way round: hypot of the two terms, with b of the slower kind of link. So
+  groups over nodes take (n-1) hops for small tensors, and large ones b. All-reduce moves twice as much, its two halves
+  one behind the other.
+- tree (Sanders, Speck and Traff 2009, double binary trees as NCCL builds them): all-reduce 2·S/b + 2·log2(m)·hops.
+- hierarchical: inside the nodes and between them one after the other, so that only m - 1 hops are between nodes.
+- direct, SMDDP's all-gather: every rank sends its part to its peers of all nodes at once, so that one hop is paid, and
+  nodes copy inside at the link's speed at the same time.
+
+NCCL has the ring for all-gather and reduce-scatter, and takes the quicker of ring and tree for all-reduce.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+from shardwise.planner.formulas.prediction import Cluster, Configuration, Stack
+
+TREE = 0.25  # share of the ring's bandwidth that trees reach on large sizes (p5 with EFA, fabric_bandwidth.csv)
+DIRECT = 0.90  # share of the nominal bandwidth between nodes that direct sending reaches
+
+
+class Group(NamedTuple):
+    """Ranks of one axis: how many, how many of them on a node, and rates in bytes a second and seconds a hop."""
+
+    ranks: int
+    local: int
+    intra: float
+    inter: float  # of one rank, all ranks of the node at work
+    hop: float
+    far_hop: float
+    nominal: float  # `inter` without the fabric's efficiency
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.ranks // self.local)
+
+
+@lru_cache(maxsize=4096)
+def _group(ranks: int, stride: int, cluster: Cluster, stack: Stack) -> Group:
+    # Groups that do not divide a node lie over the edges of some: those of the slowest group count.
+    whole = cluster.per_node if cluster.nodes == 1 else math.gcd(ranks * stride, cluster.per_node)
+    local = max(1, min(ranks, whole // max(1, stride)))
+    # The node's network is shared by all of its ranks; those of one group form rings that use their share together.
+    share = cluster.inter * 1e9 * local / cluster.per_node
+    return Group(
+        ranks,
+        local,
+        cluster.intra * 1e9 * cluster.link.bandwidth,
+        share * cluster.fabric.bandwidth * stack.network,
+        cluster.link.hop_seconds,
+        cluster.fabric.hop_seconds,
+        share,
+    )
+
+
+def group(axis: str, configuration: Configuration) -> Group:
+    """The group of `axis`: shard (with context), replica, data (both), context, tensor or pipeline."""
+    sizes = {
+        "D": configuration.replica * configuration.shard * configuration.context,
+        "P": configuration.pipeline,
+        "T": configuration.tensor,
+    }
+    letter = {"tensor": "T", "pipeline": "P"}.get(axis, "D")
+    after = configuration.placement[configuration.placement.index(letter) + 1 :]
+    stride = math.prod(sizes[each] for each in after)
+    shard = configuration.shard * configuration.context
+    ranks = {
+        "shard": shard,
+        "replica": configuration.replica,
+        "data": sizes["D"],
+        "context": configuration.context,
+        "tensor": configuration.tensor,
+        "pipeline": configuration.pipeline,
+    }[axis]
+    stride *= shard if axis == "replica" else 1
+    return _group(ranks, stride, configuration.cluster, configuration.stack)
+
+
+def gather(size: float, over: Group, algorithm: str = "nccl") -> float:
+    """All-gather or reduce-scatter of `size` bytes, seconds; `algorithm`: nccl (ring), hierarchical or smddp."""
+    if over.ranks == 1:
+        return 0.0
+    share = (over.ranks - 1) / over.ranks * size
+    if over.nodes == 1:
+        return share / over.intra + (over.ranks - 1) * over.hop
+    if algorithm == "nccl":
+        return math.hypot(share / min(over.intra, over.inter), (over.ranks - 1) * over.far_hop)
+    far = (over.nodes - 1) / over.nodes * size
+    if algorithm == "smddp":
+        return max(share / over.intra, far / (over.nominal * DIRECT)) + over.far_hop + over.local * over.hop
+    inside = (over.local - 1) / over.local * size / over.intra + (over.local - 1) * over.hop
+    return inside + far / over.inter + (over.nodes - 1) * over.far_hop
+
+
+def reduce(size: float, over: Group) -> float:
+    """All-reduce of `size` bytes, seconds."""
+    if over.nodes == 1:
+        return 2 * gather(size, over)
+    ring = 2 * (over.ranks - 1) / over.ranks * size / min(over.intra, over.inter) + (over.ranks - 1) * over.far_hop
+    hops = 2 * (math.log2(over.nodes) * over.far_hop + over.local * over.hop)
+    return min(ring, 2 * size / (min(over.intra, over.inter) * TREE) + hops)
+
+
+def message(size: float, over: Group) -> float:
+    """One rank to the next of its axis, seconds; the slowest neighbours of the group."""
+    if over.ranks == 1:
+        return 0.0
+    if over.nodes == 1:
+        return size / over.intra + over.hop
+    return size / (over.inter / over.local) + over.far_hop
+
+
+def join(computation: float, traffic: float, exponent: float) -> float:
+    """Seconds of two things at once that hinder each other: (a^x + b^x)^(1/x).
+
+    1 is one after the other, a large exponent the longer of both; between them, traffic of half the computation's time
+    costs a few per cent, which is the contention for memory and multiprocessors, and none is ever free.
+    """
+    if traffic <= 0.0 or computation <= 0.0:
+        return computation + traffic
+    longer, shorter = max(computation, traffic), min(computation, traffic)
+    share: float = (1.0 + (shorter / longer) ** exponent) ** (1.0 / exponent)
+    return longer * share

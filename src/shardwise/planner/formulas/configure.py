@@ -1,0 +1,61 @@
+"""A Configuration of a resolved Plan and discovered facts: what `shardwise train` would run, for `predict`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shardwise.model.facts import ModelFacts
+from shardwise.plan.draft import group_size
+from shardwise.plan.plan import Plan
+from shardwise.planner.constants.inventory import stack_of
+from shardwise.planner.formulas.prediction import Cluster, Configuration, ModelShape, Stack
+
+
+def configuration_of(
+    plan: Plan, facts: ModelFacts, cluster: Cluster, stack: Stack | None = None, shape: ModelShape | None = None
+) -> Configuration:
+    """The configuration of `plan` on `cluster`. `shape`, where it is known, spares reading it off the facts again."""
+    job, degrees = plan.job, plan.degrees
+    memory, parallel, stack = job.memory, job.parallel, stack or stack_of("shardwise")
+    dropout = bool(job.model.dropout) or facts.has_attention_dropout
+    if dropout:  # the mask of one behind a block's last product is kept, so that this is recomputed too
+        stack = replace(stack, stops_early=False)
+    return Configuration(
+        model=shape or ModelShape.of(facts),
+        cluster=cluster,
+        stack=stack,
+        sequence=plan.sequence_length,
+        microbatch=plan.microbatch,
+        accumulation=plan.accumulation,
+        replica=degrees["replica"],
+        shard=degrees["shard"],
+        context=degrees["context"],
+        tensor=degrees["tensor"],
+        pipeline=degrees["pipeline"],
+        virtual=len(plan.stages) // degrees["pipeline"] if plan.stages else 1,
+        schedule=parallel.pipeline,
+        sequence_parallel=plan.sequence_parallel,
+        zero=1 if plan.zero1 else 3 if plan.needs_fsdp else 0,
+        placement=plan.placement,
+        precision="fp8" if plan.float8 and job.precision.fp8 != "emulate" else plan.dtypes.compute,
+        gathers_float8=plan.gathers_float8,
+        reduction=plan.dtypes.reduction,
+        checkpointing=memory.activation_checkpointing,
+        checkpointed=1.0 / memory.checkpoint_every,
+        offload_activations=memory.offload_activations,
+        offload_parameters=memory.offload_parameters,
+        flash=job.model.attention != "eager",
+        compile=job.model.compile,
+        dropout=dropout,
+        balanced=parallel.auto_partition,
+        chunked_loss=plan.chunked_loss,
+        reshard_after_forward=parallel.reshard_after_forward,
+        kept_blocks=_last_unit(plan, len(facts.blocks)) if plan.keeps_last_unit else 0,
+    )
+
+
+def _last_unit(plan: Plan, blocks: int) -> int:
+    """Blocks of what is gathered last in forward: one, or a group of those that are checkpointed together."""
+    strategy = plan.job.memory.checkpoint_strategy
+    size = blocks if strategy == "contiguous" else group_size(strategy) or 1
+    return (blocks - 1) % size + 1 if blocks else 0

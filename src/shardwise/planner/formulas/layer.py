@@ -1,0 +1,137 @@
+"""Seconds of one block and microbatch on one rank, with the traffic that stays exposed; how far its host runs ahead.
+
+A host launches kernels without waiting for them. Where it is quicker than its accelerator, launches queue up, of each
+block the share 1 - host / device, until 1024 wait, from where on the host waits too. In a pipeline it waits earlier,
+for messages (`Stack.pipeline_wait`); but for the forwards before the first backward, which need none. Two of these are
+left out: with all of them, pipelines of two stages would run ahead, which by the memory that was measured of them they
+do not. That is observed, not derived.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from shardwise.planner.formulas.communication import gather, group, join, reduce
+from shardwise.planner.formulas.compute import BYTES, Work, block, kernels, recomputed, tokens_of
+from shardwise.planner.formulas.prediction import Configuration
+
+ASYNC = 0.6  # of tensor traffic that stays exposed when it is cut in pieces (torchtitan gains 9 and 10 % a step by it)
+HOST_BANDWIDTH = 12e9  # bytes a second of one accelerator to its host; two of them share 16 lanes of PCIe 4
+QUEUE = 1024  # launches that an accelerator keeps before its host has to wait
+
+
+class Layer(NamedTuple):
+    """Seconds of one block, a microbatch: forward, backward with recomputation, and exposed traffic in either."""
+
+    forward: Work
+    backward: Work
+    again: Work
+    tensor: float
+    context: float
+    shard: float
+    offload: float
+
+    @property
+    def device(self) -> float:
+        work = self.forward.device + self.backward.device + self.again.device
+        return work + self.tensor + self.context + self.shard + self.offload
+
+    @property
+    def host(self) -> float:
+        return self.forward.host + self.backward.host + self.again.host
+
+
+def layer_of(configuration: Configuration) -> Layer:
+    """The mean block of `configuration`."""
+    forward, backward = block(configuration)
+    again = recomputed(configuration, forward)
+    tensor = _tensor(configuration)
+    context = _context(configuration)
+    busy = (forward.device, backward.device + again.device)
+    shard, offload = _shard(configuration, busy)
+    if configuration.kept_blocks and configuration.reshard_after_forward:
+        # The mean of all blocks, which are on one stage: with several, none is kept.
+        waiting = _shard(replace(configuration, reshard_after_forward=False), busy)
+        kept = configuration.kept_blocks / configuration.model.layers
+        shard, offload = ((1 - kept) * one + kept * two for one, two in zip((shard, offload), waiting))
+    return Layer(forward, backward, again, tensor, context, shard, offload)
+
+
+def blocks_ahead(configuration: Configuration, layer: Layer, blocks: int, forwards: float) -> float:
+    """Forwards of blocks that wait in the accelerator's queue when the last of `forwards` microbatches, of `blocks` of
+    them each, is launched; `forwards` are those that a rank runs before its first backward."""
+    most = QUEUE / kernels(configuration)
+    free = forwards if configuration.pipeline == 1 else max(0.0, forwards - 2)
+    filling = blocks * free * max(0.0, 1 - layer.host / layer.device)
+    if configuration.accumulation <= configuration.pipeline:
+        return min(most, filling)
+    # Neither's seconds are known well enough for a switch: none of the queue where the host takes twice as long as the
+    # accelerator, and all of it where it is as quick.
+    ratio = layer.device / (layer.host + waits(configuration))
+    return min(most, max(filling, most * (2 * ratio - 1)))
+
+
+def waits(configuration: Configuration) -> float:
+    """Seconds that a block's share of messages costs the host."""
+    between = group("pipeline", configuration).nodes > 1
+    return configuration.tensor * configuration.stack.pipeline_wait if between else 0.0
+
+
+def _shard(configuration: Configuration, busy: tuple[float, float]) -> tuple[float, float]:
+    """Exposed in one block and microbatch: (gathering and scattering of parameters, what goes to the host and back).
+
+    Both hide behind the same computation, and share the way to the host's side of the machine.
+    """
+    exponent = configuration.stack.overlap
+    traffic, host = _parameter_traffic(configuration), _host_traffic(configuration)
+    shard = sum(join(work, moved, exponent) - work for work, moved in zip(busy, traffic))
+    both = sum(join(work, moved + more, exponent) - work for work, moved, more in zip(busy, traffic, host))
+    return shard, both - shard
+
+
+def _host_traffic(configuration: Configuration) -> tuple[float, float]:
+    """Seconds of (forward's, backward's) copies of a block between accelerator and host.
+
+    Offloaded activations go there and come back. Of offloaded parameters the shard in fp32 comes before each gathering,
+    and its gradient goes (torch, CPUOffloadPolicy).
+    """
+    forward = backward = 0.0
+    if configuration.offload_activations and configuration.checkpointing != "none":
+        forward = float(tokens_of(configuration) * configuration.model.hidden * BYTES[configuration.precision])
+        backward = forward
+    if configuration.host_optimizer:
+        shard = 4.0 * configuration.model.layer_parameters / configuration.tensor
+        shard /= configuration.shard * configuration.context
+        forward += shard
+        backward += shard * (2 if configuration.reshard_after_forward else 1)
+    return forward / HOST_BANDWIDTH, backward / HOST_BANDWIDTH
+
+
+def _parameter_traffic(configuration: Configuration) -> tuple[float, float]:
+    """Seconds of (forward's, backward's) gathering and scattering of a block's parameters."""
+    if configuration.zero < 3 or configuration.shard * configuration.context == 1:
+        return 0.0, 0.0
+    over, elements = group("shard", configuration), configuration.model.layer_parameters / configuration.tensor
+    size = 1 if configuration.gathers_float8 else BYTES[configuration.precision]
+    parameters = gather(elements * size, over, configuration.collectives)
+    gradients = gather(elements * BYTES[configuration.reduction], over, configuration.collectives)
+    return parameters, gradients + (parameters if configuration.reshard_after_forward else 0.0)
+
+
+def _tensor(configuration: Configuration) -> float:
+    if configuration.tensor == 1:
+        return 0.0
+    over = group("tensor", configuration)
+    size = float(tokens_of(configuration) * configuration.model.hidden * BYTES[configuration.precision])
+    one = 2 * gather(size, over) if configuration.sequence_parallel else reduce(size, over)
+    again = configuration.checkpointed if configuration.checkpointing == "full" else 0.0
+    return (4 + 2 * again) * one * (ASYNC if configuration.async_tensor else 1.0)
+
+
+def _context(configuration: Configuration) -> float:
+    if configuration.context == 1:
+        return 0.0
+    width = 2 * configuration.model.key_value_width / configuration.tensor
+    size = configuration.microbatch * configuration.sequence * width * BYTES[configuration.precision]
+    return 3 * gather(size, group("context", configuration))

@@ -1,0 +1,399 @@
+"""Peak memory of a rank, by cause, as formulas of plan and model; no tensor is made.
+
+Training peaks at one of a few moments. For each there is a `MemoryEstimate`, and the estimate of a plan is the largest.
+Elements: N of the model, n_u of a unit (the blocks that FSDP2 gathers together), n_r of the root (embeddings, final
+norm, head), s shard ranks, T tokens of a microbatch. Bytes a number: p of the master parameters, c of the compute
+dtype, r of the reduction.
+
+Held all the time: parameters N/s·p (FSDP2 pads dim 0 of each tensor to a multiple of s), optimizer state, and with
+accumulation the gradients of earlier microbatches N/s·p. One rank without a compute dtype of its own has no FSDP2:
+s = 1, and nothing below is gathered or communicated. With tensor parallelism all are of the first, fullest, rank.
+
+FSDP2 (torch/distributed/fsdp/_fully_shard) gathers a unit into a flat buffer of n_u·c and copies it out into
+parameters of n_u·c; in forward the flat buffer lives until the next unit's copy-out, in backward it is freed at once.
+Without a pipeline the last unit stays gathered from its forward to its backward.
+Each unit that is prefetched holds a flat buffer. After a unit's backward its parameters are freed, its gradients n_u·c
+are copied into a reduce-scatter input of n_u·r and freed, and the output n_u/s·r becomes the gradient shard; the input
+lives until the next unit's. The root stays gathered from first use to the end of backward. With one shard rank there
+is no flat buffer. Gloo reduces a copy of its input; with one shard rank FSDP2 makes that copy.
+
+Not in it: what a kernel allocates inside one operator, a backend's own buffers, the allocator's fragmentation, CUDA's
+context, and buffers of the model (rotary tables). Float8's messages live inside the gathering's call, a byte a number,
+before gradients and reduction buffers of the same unit exist, which take more: no moment has them at its peak.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+
+from shardwise.model.facts import ModelFacts
+from shardwise.plan.draft import group_size, in_flight
+from shardwise.plan.plan import Plan
+from shardwise.planner.formulas.activations import (
+    Attention,
+    BlockKind,
+    Piece,
+    Shape,
+    backward_peak,
+    block_pieces,
+    kept_bytes,
+    saved_bytes,
+)
+from shardwise.planner.formulas.memory_estimate import MemoryEstimate
+from shardwise.planner.formulas.shapes import local_shapes, optimizer_states, split_backward_features, weights_put_off
+
+BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+
+
+def estimate(
+    plan: Plan, facts: ModelFacts, kind: BlockKind | None = None, pipeline: int | None = None
+) -> MemoryEstimate:
+    """The largest moment of a training step after the first (which makes the optimizer state), on the fullest rank.
+
+    `kind` says what a block keeps; unset, it is read off the facts. For a model without attention heads (a user's own
+    module) the activations are not known and count as nothing. `pipeline` asks for that rank of the pipeline.
+    """
+    ranks = range(plan.degrees["pipeline"]) if pipeline is None else [pipeline]
+    found = (moment for rank in ranks for moment in moments(plan, facts, kind, rank))
+    return max(found, key=lambda moment: moment.total)
+
+
+def moments(plan: Plan, facts: ModelFacts, kind: BlockKind | None = None, pipeline: int = 0) -> list[MemoryEstimate]:
+    """The moments of a step that can be the peak on a rank of the pipeline, in their order."""
+    kind = kind or BlockKind.of(facts)
+    first = _Step(plan, facts, kind, pipeline, first=True).moments() if plan.stages else ()
+    return [*first, *_Step(plan, facts, kind, pipeline).moments()]
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """What is gathered together: elements whole (padded), of one rank, and of the last tensor."""
+
+    whole: float
+    shard: float
+    blocks: int
+    last: float
+
+
+class _Step:
+    """The formulas, for one plan and model; on a pipeline rank for the `first` backward of a step, or a later one."""
+
+    def __init__(self, plan: Plan, facts: ModelFacts, kind: BlockKind, pipeline: int, first: bool = False) -> None:
+        self.plan, self.facts, self.kind, self.pipeline, self.first = plan, facts, kind, pipeline, first
+        self.stages = plan.stages_of(pipeline)  # none without a pipeline
+        self.job = plan.job
+        self.master, self.compute = BYTES[plan.dtypes.parameters], BYTES[plan.dtypes.compute]
+        self.reduction, self.loss = BYTES[plan.dtypes.reduction], BYTES[plan.dtypes.loss]
+        self.ranks = plan.degrees["shard"] * plan.degrees["context"]
+        self.fsdp = plan.needs_fsdp
+        self.keeps_gathered = plan.holds_whole or not plan.job.parallel.reshard_after_forward
+        self.on_cuda = plan.world.device_type == "cuda"
+        self.tokens = plan.microbatch * plan.positions
+        self.row = self.tokens * facts.hidden_size * self.compute  # one hidden state
+        self.context, self.tensor = plan.degrees["context"], plan.degrees["tensor"]
+        self.between = self.row / self.tensor if plan.sequence_parallel else self.row  # and between regions
+
+    @cached_property
+    def units(self) -> list[_Unit]:
+        """The groups of blocks that are one unit of FSDP2, in forward order."""
+        return [self._unit(names) for part in self._groups for names in part]
+
+    @cached_property
+    def _groups(self) -> list[list[tuple[str, ...]]]:
+        """The names of each unit's blocks, stage by stage."""
+        whole = tuple(block.name for block in self.facts.blocks)
+        strategy, found = self.job.memory.checkpoint_strategy, []
+        for names in [self.plan.stages[stage] for stage in self.stages] or [whole]:
+            size = len(names) if strategy == "contiguous" else group_size(strategy) or 1
+            found.append([names[start : start + size] for start in range(0, len(names), max(1, size))])
+        return found
+
+    @cached_property
+    def root(self) -> _Unit:
+        """Everything outside of the blocks."""
+        return self._sized(self._shapes[None], 0)
+
+    @cached_property
+    def _shapes(self) -> dict[str | None, list[tuple[int, ...]]]:
+        """The shapes of each block's parameters on this rank; under None, of those outside of the blocks."""
+        found: dict[str | None, list[tuple[int, ...]]] = defaultdict(list)
+        for name, shape in local_shapes(self.facts, self.plan, pipeline=self.pipeline).items():
+            found[self.facts.block_of.get(name)].append(shape)
+        return found
+
+    def _unit(self, names: Sequence[str]) -> _Unit:
+        return self._sized([shape for name in names for shape in self._shapes[name]], len(names))
+
+    def _sized(self, shapes: Sequence[tuple[int, ...]], blocks: int) -> _Unit:
+        """Each tensor's dim 0 is padded to a multiple of the shard ranks."""
+        shard = sum(math.ceil(shape[0] / self.ranks) * math.prod(shape[1:]) if shape else 1 for shape in shapes)
+        return _Unit(shard * self.ranks, shard, blocks, math.prod(shapes[-1]) if shapes else 0)
+
+    @cached_property
+    def head(self) -> float:
+        """Elements of the output projection, whose gradient is the first to exist."""
+        return self.vocabulary * self.facts.hidden_size if self.has_head else 0.0
+
+    @property
+    def has_head(self) -> bool:
+        return not self.stages or self.stages[-1] == len(self.plan.stages) - 1
+
+    @property
+    def flights(self) -> int:
+        """Forwards that await their backward on this rank; 1 without a pipeline."""
+        if not self.stages:
+            return 1
+        most = in_flight(self.job.parallel, self.plan.accumulation, self.pipeline)
+        return most if self.first else min(most, self.plan.accumulation * len(self.stages) - 1)
+
+    @cached_property
+    def vocabulary(self) -> int:
+        """Rows of the output projection on this rank."""
+        shared = self.plan.chunked_loss and self.facts.vocabulary_parameters
+        return math.ceil(self.facts.vocabulary_size / self.tensor) if shared else self.facts.vocabulary_size
+
+    @cached_property
+    def shard(self) -> float:
+        """Elements of the whole model on this rank."""
+        return self.root.shard + sum(unit.shard for unit in self.units)
+
+    # --- what is held all the time
+
+    def base(self, moment: str, reduced: Sequence[_Unit] = ()) -> MemoryEstimate:
+        """Parameters, optimizer state, and the gradient shards of `reduced` (with accumulation, of everything)."""
+        earlier = self.plan.accumulation > 1 and not self._waits and not self.first
+        done = self.shard if earlier else sum(unit.shard for unit in reduced)
+        state = MemoryEstimate(
+            moment,
+            parameters=self.shard * self.master,
+            gradients=done * self.master,
+            optimizer=self.shard * BYTES[self.plan.dtypes.optimizer] * optimizer_states(self.plan),
+            gathered=self.root.whole * self.compute if self.fsdp else 0.0,
+            unsharded_gradients=self._unreduced,
+            activations=self._always,
+        )
+        if not self.on_cuda:
+            return state
+        state = replace(state, host=self._pool)
+        if not self.job.memory.offload_parameters:
+            return state
+        held = state.parameters + state.gradients + state.optimizer
+        return replace(state, parameters=0.0, gradients=0.0, optimizer=0.0, host=state.host + held)
+
+    @property
+    def _waits(self) -> bool:
+        """Whether gradients are reduced once a step, at its end."""
+        return self.plan.holds_whole and self.plan.accumulation > 1
+
+    @cached_property
+    def _unreduced(self) -> float:
+        whole = self.root.whole + sum(unit.whole for unit in self.units)
+        loss_made = self.job.parallel.pipeline == "simple" and self.plan.chunked_loss  # a head's for each in flight
+        heads = (self.flights - 1) * self.head * self.loss if loss_made else 0.0
+        return heads + (whole * self.reduction if self._waits else 0.0)
+
+    @cached_property
+    def _always(self) -> float:
+        """The mask of isolated documents, which all blocks share; on a CPU the pool of offloaded inputs; what other
+        microbatches keep on a pipeline stage, the stages' traffic, and what weight gradients wait with."""
+        documents = self.tokens * self.plan.sequence_length if self.job.data.isolate_documents else 0.0
+        mask = documents * self.compute * self.plan.masks_whole
+        one = self._kept_until[-1] / max(1, len(self.stages)) + mask
+        later = split_backward_features(self.facts, self.plan, self.pipeline) * self.tokens * self.compute
+        others = (self.flights - 1) * one + later
+        if self.plan.in_v:  # they wait when no forward comes any more: by then as many fewer are in flight
+            others = max(others - later, others - weights_put_off(self.plan, self.pipeline) * one)
+        return mask + (0.0 if self.on_cuda else self._pool) + others + self._traffic
+
+    @property
+    def _traffic(self) -> float:
+        """A hidden state that arrives and a gradient that comes back, one at a time.
+
+        A stage's output waits for its backward; its input is in what its first block keeps already.
+        """
+        last = len(self.plan.stages) - 1
+        into, out = (sum(stage != end for stage in self.stages) for end in (0, last))
+        return (bool(into) + bool(out) + self.flights * out / max(1, len(self.stages))) * self.row
+
+    @cached_property
+    def _pool(self) -> float:
+        """Host buffers of offloaded activations: one hidden state a checkpoint, kept from step to step."""
+        return self.between * sum(map(self.offloaded, range(len(self.units))))
+
+    # --- activations
+
+    @cached_property
+    def pieces(self) -> list[Piece]:
+        """The modules of one block; none for a model that is not known."""
+        facts, job = self.facts, self.job
+        if not facts.attention_heads:
+            return []
+        unfused = facts.has_attention_dropout and not self.on_cuda and self.plan.masks_whole
+        attention: Attention = "eager" if job.model.attention == "eager" else "math" if unfused else "fused"
+        shape = Shape(
+            self.tokens,
+            self.plan.sequence_length,
+            self.compute,
+            attention,
+            facts.has_attention_dropout or bool(job.model.dropout),
+            self._gathered_keys,
+            self.tensor,
+            self.plan.sequence_parallel,
+        )
+        return block_pieces(facts, self.kind, shape)
+
+    @cached_property
+    def _saved(self) -> float:
+        return saved_bytes(self.pieces)
+
+    @cached_property
+    def _kept(self) -> float:
+        return kept_bytes(self.pieces)
+
+    @cached_property
+    def _backward(self) -> tuple[float, float]:
+        return backward_peak(self.pieces, self.compute) if self.pieces else (0.0, 0.0)
+
+    @property
+    def _gathered_keys(self) -> float:
+        """Of a block whose attention gathers keys and values: those of the other ranks, and its rows of the mask."""
+        if self.plan.context_method != "all_gather":
+            return 0.0
+        width = self.facts.key_value_width * self.facts.key_value_copies(self.tensor) / self.tensor
+        others = 2 * width * self.tokens * (self.context - 1)
+        return (others + self.plan.masks_whole * self.plan.positions**2 * self.context) * self.compute
+
+    def checkpointed(self, index: int) -> bool:
+        return self.job.memory.activation_checkpointing != "none" and index % self.job.memory.checkpoint_every == 0
+
+    def offloaded(self, index: int) -> bool:
+        return self.checkpointed(index) and self.job.memory.offload_activations
+
+    def kept(self, index: int) -> float:
+        """What unit `index` keeps on the device between forward and backward."""
+        blocks = self.units[index].blocks
+        if not self.checkpointed(index):
+            return blocks * self._saved
+        selective = self.job.memory.activation_checkpointing == "selective"
+        kept = blocks * self._kept if selective else 0.0
+        return kept + (0.0 if self.offloaded(index) else self.between)
+
+    def recomputed(self, index: int) -> float:
+        """What unit `index` holds when its backward begins: of a checkpoint its input, loaded back ahead, and all."""
+        if not self.checkpointed(index):
+            return self.kept(index)
+        ahead = min(index, self.job.memory.activation_loading_horizon) if self.offloaded(index) else 0
+        return self.between * (1 + ahead) + self.units[index].blocks * self._saved
+
+    def kept_before(self, index: int) -> float:
+        """What the units before `index` that are of its stage keep."""
+        starts = accumulate((len(part) for part in self._groups[:-1]), initial=0)
+        return self._kept_until[index] - self._kept_until[max(start for start in starts if start <= index)]
+
+    @cached_property
+    def _kept_until(self) -> list[float]:
+        return [0.0, *accumulate(map(self.kept, range(len(self.units))))]
+
+    # --- moments
+
+    def moments(self) -> Iterator[MemoryEstimate]:
+        if self.has_head:
+            yield self.at_loss()
+        for index in reversed(range(len(self.units))):
+            yield self.in_backward(index)
+            yield self.in_reduction(index)
+        yield self.at_embedding()
+        yield self.in_root_reduction()
+        yield replace(self.base("optimizer step", [*self.units, self.root]), gathered=0.0)
+
+    def at_loss(self) -> MemoryEstimate:
+        """The last chunk of the loss: logits of R rows in the loss dtype (and first in the compute dtype), gradients of
+        hidden states and head; hidden states before and after the final norm. Whole logits: log-softmax, its gradient
+        and that of the logits."""
+        size, vocabulary = self.base("loss"), self.vocabulary
+        kept = self.units if self.keeps_gathered else self.units[-1:] if self.plan.keeps_last_unit else []
+        cast = self.compute if self.compute != self.loss else 0
+        if self.plan.chunked_loss:
+            rows = min(self.tokens, self.job.memory.loss_chunk_tokens)
+            logits = float(rows * vocabulary * (self.loss + cast))
+            gradients = self.head * (self.loss + cast)
+        else:
+            logits, gradients = 3.0 * self.tokens * vocabulary * self.loss, 0.0
+        return replace(
+            size,
+            gathered=size.gathered + self._gathered(kept),
+            unsharded_gradients=size.unsharded_gradients + gradients,
+            activations=size.activations + self.kept_before(len(self.units)) + 2 * self.row,
+            working=self.row,
+            logits=logits,
+        )
+
+    def in_backward(self, index: int) -> MemoryEstimate:
+        """The worst moment inside the backward of a unit: its last block, everything before it still kept."""
+        size, unit = self.base(f"backward of unit {index}", self.units[index + 1 :]), self.units[index]
+        worst, gradients = self._backward
+        waiting = self.units[index + 1].whole * self.reduction if index + 1 < len(self.units) else 0.0
+        return replace(
+            size,
+            gathered=size.gathered + self._gathered(self.units[: index + 1] if self.keeps_gathered else [unit]),
+            communication=self._prefetched(index) + (waiting if self.fsdp else 0.0),
+            unsharded_gradients=size.unsharded_gradients + self.head * self.compute + gradients,
+            activations=size.activations + self.kept_before(index) + self.recomputed(index),
+            working=worst - self._saved + self.row,
+        )
+
+    def in_reduction(self, index: int) -> MemoryEstimate:
+        """A unit's gradients beside the reduce-scatter input they are copied into; its parameters are freed."""
+        size, unit = self.base(f"reduction of unit {index}", self.units[index + 1 :]), self.units[index]
+        own, buffers = self._reduced(unit)
+        return replace(
+            size,
+            gathered=size.gathered + (self._gathered(self.units[:index]) if self.keeps_gathered else 0.0),
+            communication=self._prefetched(index) + buffers,
+            unsharded_gradients=size.unsharded_gradients + self.head * self.compute + own,
+            activations=size.activations + self.kept_before(index),
+            working=self.row,
+        )
+
+    def at_embedding(self) -> MemoryEstimate:
+        """The gradient of the embedding, made whole; where it is tied to the head, that of each and their sum."""
+        size = self.base("backward of the embedding", self.units)
+        tied = 2 * self.head * self.compute if self.facts.ties else 0.0
+        waiting = self.units[0].whole * self.reduction if self.units and self.fsdp else 0.0
+        return replace(
+            size,
+            communication=waiting,
+            unsharded_gradients=size.unsharded_gradients + self.root.whole * self.compute + tied,
+            working=self.row,
+        )
+
+    def in_root_reduction(self) -> MemoryEstimate:
+        """The root's gradients beside their reduce-scatter input; nothing is gathered any more."""
+        size = self.base("reduction of the root", self.units)
+        own, buffers = self._reduced(self.root)
+        return replace(size, gathered=0.0, communication=buffers, unsharded_gradients=size.unsharded_gradients + own)
+
+    def _reduced(self, unit: _Unit) -> tuple[float, float]:
+        """(gradients, buffers) at the larger moment of a reduction: filling its input, or its output beside it."""
+        if not self.fsdp:
+            return unit.whole * self.compute, 0.0
+        filling = (0.0 if self._waits else unit.whole * self.compute, unit.whole * self.reduction)
+        copies = 1 if self.ranks == 1 or self.plan.backend == "gloo" else 0
+        # The loop that filled the input still refers to the last gradient.
+        output = (unit.last * self.compute, ((1 + copies) * unit.whole + unit.shard) * self.reduction)
+        return max(filling, output, key=sum)
+
+    def _gathered(self, units: Sequence[_Unit]) -> float:
+        return sum(unit.whole for unit in units) * self.compute if self.fsdp else 0.0
+
+    def _prefetched(self, index: int) -> float:
+        """Flat buffers of the units whose parameters are on their way; FSDP2 itself fetches one ahead in backward."""
+        if not self.fsdp or self.ranks == 1 or self.keeps_gathered:
+            return 0.0
+        depth = max(1, self.job.parallel.prefetch_depth)
+        return sum(unit.whole for unit in self.units[max(0, index - depth) : index]) * self.compute

@@ -1,0 +1,356 @@
+"""What the planner is asked and what it answers, as plain data: a Configuration in, a Prediction out.
+
+A Configuration comes from a row of a table (`shardwise.planner.published.tables`), from a search, or from a resolved
+Plan (`configuration_of`). `shardwise.planner.formulas.predict.predict` turns it into a Prediction.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from shardwise.model.facts import ModelFacts
+from shardwise.planner.constants.hardware import GIB, Accelerator
+
+WAITS = ("shard", "replica", "tensor", "context", "pipeline", "bubble", "launch", "stalls")
+EIGHTY = 1.2816  # standard deviations that hold 80 % of a normal distribution
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A decoder in the numbers that decide its cost. `intermediate` is one up projection's width; gated MLPs have two.
+
+    `head_size` is unset where heads share the hidden size. `positions` counts learned position embeddings. `counted`
+    overrides the formula of `parameters` where it is known. `idle` counts a block's parameters of experts that a token
+    does not go through; `intermediate` is then the width of all that it goes through.
+    """
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    key_value_heads: int
+    intermediate: int
+    vocabulary: int
+    gated: bool = False
+    tied: bool = False
+    positions: int = 0
+    counted: int | None = None
+    idle: int = 0
+    head_size: int = 0
+
+    @cached_property
+    def attention_width(self) -> int:
+        """Heads times the size of a head."""
+        return self.heads * self.head_size or self.hidden
+
+    @cached_property
+    def key_value_width(self) -> int:
+        """Key-value heads times the size of a head."""
+        return self.attention_width * self.key_value_heads // max(1, self.heads)
+
+    @cached_property
+    def layer_parameters(self) -> int:
+        """Matrices of one block, and its two norms with biases of the non-gated kind; of experts all."""
+        return self.active_parameters + self.idle
+
+    @cached_property
+    def active_parameters(self) -> int:
+        """Those of a block that a token goes through."""
+        attention = 2 * self.hidden * (self.attention_width + self.key_value_width)
+        mlp = (3 if self.gated else 2) * self.hidden * self.intermediate
+        return attention + mlp + (2 if self.gated else 9) * self.hidden + (0 if self.gated else self.intermediate)
+
+    @cached_property
+    def embedding_parameters(self) -> int:
+        """Of one embedding of the vocabulary."""
+        return self.vocabulary * self.hidden
+
+    @cached_property
+    def parameters(self) -> int:
+        """Of the whole model; tied embeddings once."""
+        if self.counted is not None:
+            return self.counted
+        ends = self.embedding_parameters * (1 if self.tied else 2) + self.positions * self.hidden
+        return self.layers * self.layer_parameters + ends
+
+    def flops_per_token(self, sequence: int) -> dict[str, float]:
+        """FLOPs of a token, forward and backward, by convention.
+
+        - `8P`: 8 x parameters; attention not counted, recomputation counted (SMP's own scripts)
+        - `megatron-2021`: 96 L h^2 (1 + s/6h + V/16Lh); recomputation counted (arXiv 2104.04473, section 5.1)
+        - `palm`: 6 x parameters of matrix products + 12 L s h; no recomputation (arXiv 2204.02311, appendix B)
+        - `megatron-2022`: 72 L h^2 (1 + s/6h + V/12Lh); no recomputation (arXiv 2205.05198, appendix A)
+
+        Of experts those count that a token goes through, but for 8P. Megatron's 12 h^2 of a block are written as the
+        block's own matrices, which equals it for GPT's widths.
+        """
+        block, length = float(self.active_parameters), self.layers
+        head = 6.0 * self.embedding_parameters
+        attention = 12.0 * length * sequence * self.attention_width
+        looked_up = self.positions * self.hidden + (0 if self.tied else self.embedding_parameters)
+        return {
+            "8P": 8.0 * self.parameters,
+            "megatron-2021": 8.0 * length * block + attention * 4 / 3 + head,
+            "palm": 6.0 * (self.parameters - length * self.idle - looked_up) + attention,
+            "megatron-2022": 6.0 * length * block + attention + head,
+        }
+
+    @classmethod
+    def of(cls, facts: ModelFacts, gated: bool | None = None) -> ModelShape:
+        """The shape of discovered facts."""
+        if gated is None:
+            from shardwise.planner.formulas.activations import BlockKind
+
+            gated = BlockKind.of(facts).gated
+        layers = facts.layers or len(facts.blocks)
+        return cls(
+            name=facts.family,
+            layers=layers,
+            hidden=facts.hidden_size,
+            heads=facts.attention_heads,
+            key_value_heads=facts.key_value_heads or facts.attention_heads,
+            intermediate=_active_width(facts, gated) if facts.idle_parameters else facts.intermediate_size,
+            vocabulary=facts.vocabulary_size,
+            gated=gated,
+            tied=bool(facts.ties),
+            counted=facts.parameters,
+            idle=facts.idle_parameters // max(1, layers),
+            head_size=facts.head_size,
+        )
+
+
+def _active_width(facts: ModelFacts, gated: bool) -> int:
+    """The MLP's width with which a dense block has the parameters that a token goes through in one of experts."""
+    block = sum(block.parameters for block in facts.blocks) - facts.idle_parameters
+    attention = 2 * facts.hidden_size * (facts.attention_width + facts.key_value_width)
+    return max(1, (block // max(1, len(facts.blocks)) - attention) // ((3 if gated else 2) * facts.hidden_size))
+
+
+@dataclass(frozen=True)
+class Fabric:
+    """A kind of link: the share of its nominal bandwidth that collectives reach, and seconds of one hop."""
+
+    name: str
+    bandwidth: float
+    hop_seconds: float
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Equal nodes. `intra`: GB/s of one accelerator, one direction; `inter`: GB/s of a whole node.
+
+    `host_gb`: GiB of a node's own memory, 0 where it is not known.
+    """
+
+    name: str
+    accelerator: Accelerator
+    nodes: int
+    per_node: int
+    intra: float
+    inter: float
+    link: Fabric
+    fabric: Fabric
+    host_gb: float = 0.0
+
+    @property
+    def host_bytes(self) -> float:
+        """Of the host's memory, one accelerator's share; infinite where it is not known."""
+        return self.host_gb * GIB / self.per_node if self.host_gb else math.inf
+
+    @property
+    def size(self) -> int:
+        """Accelerators."""
+        return self.nodes * self.per_node
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Constants of a software stack, each relative to the accelerator's or fabric's own.
+
+    Attributes:
+        matmul, attention: share of the accelerator's rate that its kernels reach.
+        memory_bound: passes over memory against the count of `compute.py`.
+        score_passes: passes over score matrices without flash attention, likewise.
+        recompute: time of what a checkpoint runs again against that of the forward.
+        launch: host time of a kernel against `compute.LAUNCH`.
+        overlap: exponent of the norm that joins computation and traffic (1: one after the other; large: the longer).
+        network: share of the fabric's rate.
+        pipeline_wait: seconds that a host loses for each block, microbatch and tensor rank where stages lie on several
+            nodes.
+        stall: seconds of one wait for the whole device in a pipeline (`predict.py`).
+        activations: bytes kept for backward against the count of `footprint.py`.
+        gradient_copy: bytes a parameter of gradients beside those that accumulate in fp32, with several data ranks.
+        pending: of the partial results of tensor ranks that a host is ahead, the share that the allocator cannot give
+            out again (`footprint.py`).
+        memory_gb: what else is held.
+        logit_bytes: bytes of a logit while the loss turns round (`footprint.py`).
+        cuts_by_cost: a pipeline's stages are cut by cost, with the head's products counted in; else blocks are shared
+            out evenly.
+        stops_early: recomputation of a whole block stops before its last product, whose result nobody needs.
+        spread: log-standard deviation of what is measured about what is predicted, of computation.
+        wait_spread: and what a step that is all traffic, launching and waiting adds to it (`Prediction.waits`).
+        memory_spread: likewise of memory.
+        offset: scale of how far its `matmul` departs from what stands here (logarithm), before a probe of some rows.
+        source: rows these were fitted on, and how well they fit.
+    """
+
+    name: str
+    matmul: float = 1.0
+    memory_bound: float = 1.0
+    attention: float = 1.0
+    score_passes: float = 1.0
+    recompute: float = 1.0
+    launch: float = 1.0
+    overlap: float = 3.0
+    network: float = 1.0
+    pipeline_wait: float = 0.0
+    stall: float = 0.0
+    activations: float = 1.0
+    gradient_copy: float = 0.0
+    pending: float = 0.0
+    memory_gb: float = 1.0
+    logit_bytes: float = 12.0
+    cuts_by_cost: bool = False
+    stops_early: bool = False
+    spread: float = 0.1
+    wait_spread: float = 0.3
+    memory_spread: float = 0.06
+    offset: float = 0.07
+    source: str = "not fitted"
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One way to train one model on one cluster. Degrees multiply to the cluster's size.
+
+    Attributes:
+        microbatch: sequences in one forward of one rank. accumulation: microbatches of a step.
+        zero: what is sharded over the `shard` ranks: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too.
+        placement: D (replica x shard x context), P and T in order, right-most varying fastest.
+        checkpointing: `none`, `full`, `selective` (all but matrix products and attention is recomputed),
+            `attention` (the attention core only, arXiv 2205.05198), `half` (as selective, and half of the products).
+        gathers_float8: blocks' sharded parameters travel in a byte each.
+        checkpointed: share of the blocks that checkpoint.
+        collectives: `nccl`, `hierarchical`, or `smddp` (`communication.py`).
+        async_tensor: tensor traffic is cut in pieces that hide behind matrix products.
+        scattered_messages: tensor ranks send a part of a stage's output each, and gather it (arXiv 2104.04473,
+            section 4.1).
+        balanced: the pipeline's stages are cut by cost; else blocks are shared out evenly and the ends come on top.
+            None: as the stack does it.
+        kept_blocks: the last blocks, whose parameters stay gathered from their forward to their backward although
+            others' are freed.
+    """
+
+    model: ModelShape
+    cluster: Cluster
+    stack: Stack
+    sequence: int
+    microbatch: int
+    accumulation: int = 1
+    replica: int = 1
+    shard: int = 1
+    context: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    virtual: int = 1
+    schedule: str = "interleaved"
+    sequence_parallel: bool = False
+    zero: int = 3
+    placement: str = "DPT"
+    precision: str = "bf16"
+    reduction: str = "fp32"
+    gathers_float8: bool = False
+    checkpointing: str = "none"
+    checkpointed: float = 1.0
+    offload_activations: bool = False
+    offload_parameters: bool = False
+    flash: bool = True
+    compile: bool = False
+    dropout: bool = False
+    collectives: str = "nccl"
+    async_tensor: bool = False
+    scattered_messages: bool = False
+    balanced: bool | None = None
+    chunked_loss: bool = False
+    reshard_after_forward: bool = True
+    kept_blocks: int = 0
+
+    @property
+    def cuts_by_cost(self) -> bool:
+        return self.stack.cuts_by_cost if self.balanced is None else self.balanced
+
+    @property
+    def host_optimizer(self) -> bool:
+        """Whether parameters and optimizer state are kept, and updated, in another memory than the accelerator's."""
+        return self.offload_parameters and self.cluster.accelerator.name != "CPU"
+
+    @property
+    def ranks(self) -> int:
+        return self.replica * self.shard * self.context * self.tensor * self.pipeline
+
+    @property
+    def sequences(self) -> int:
+        """Of a step, over all ranks."""
+        return self.microbatch * self.accumulation * self.replica * self.shard
+
+    @property
+    def tokens(self) -> int:
+        """Of a step, over all ranks."""
+        return self.sequences * self.sequence
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What is expected of a configuration. Times are seconds of one step; memory is bytes of the fullest rank.
+
+    `seconds` by cause: matmul, attention, memory_bound, recomputation, shard, replica, tensor, context, pipeline
+    (exposed traffic of each axis), bubble, launch, optimizer, offload, stalls, stragglers. `memory` by cause:
+    parameters, gradients, optimizer, gathered, communication, activations, working, logits, slack, pending.
+    `stage_memory`: total of each pipeline rank. `interval`: 80 % of measured steps are expected between these seconds.
+    """
+
+    step_seconds: float
+    seconds: dict[str, float]
+    interval: tuple[float, float]
+    memory: dict[str, float]
+    memory_interval: tuple[float, float]
+    stage_memory: tuple[float, ...]
+    fits: bool  # as predicted
+    may_fit: bool  # once the allocator gives back what it only kept
+    tokens: int
+    ranks: int
+    peak_tflops: float  # of one accelerator
+    flops_per_token: dict[str, float] = field(default_factory=dict)
+    host_bytes: float = 0.0  # that one rank keeps in its host's memory
+
+    @property
+    def waits(self) -> float:
+        """Share of the step in which the accelerator does not compute."""
+        return sum(self.seconds.get(cause, 0.0) for cause in WAITS) / self.step_seconds
+
+    @property
+    def memory_bytes(self) -> float:
+        """Peak of the fullest rank."""
+        return max(self.stage_memory)
+
+    @property
+    def logged_memory(self) -> float:
+        """Peak of the rank that trainers log: the first, which has a pipeline's first stage."""
+        return self.stage_memory[0]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of one accelerator."""
+        return self.tokens / self.step_seconds / self.ranks
+
+    @property
+    def tflops(self) -> dict[str, float]:
+        """Of one accelerator, by FLOP convention (`ModelShape.flops_per_token`)."""
+        return {name: flops * self.tokens_per_second / 1e12 for name, flops in self.flops_per_token.items()}
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilisation, PaLM's convention."""
+        return self.tflops["palm"] / self.peak_tflops

@@ -1,0 +1,77 @@
+"""What a pipeline's stages hold and how long they idle, from plan and model alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwise.model.facts import ModelFacts
+from shardwise.plan.plan import Plan
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage: its number, its pipeline rank, its blocks, and its share of the model.
+
+    `parameters` counts elements, those of tied embeddings on both ends; `flops` are model FLOPs of a token, forward
+    and backward, as `ModelFacts.model_flops_per_token` counts them.
+    """
+
+    number: int
+    rank: int
+    blocks: int
+    parameters: int
+    flops: float
+
+
+def stages(plan: Plan, facts: ModelFacts) -> list[Stage]:
+    """The stages of `plan`, in order; none without a pipeline."""
+    between = facts.stages.between
+    sizes = {block.name: block.parameters + between.get(n, 0) for n, block in enumerate(facts.blocks)}
+    used = 1 - facts.idle_parameters / max(1, sum(block.parameters for block in facts.blocks))
+    attention = 12.0 * plan.sequence_length * facts.attention_width
+    last = len(plan.stages) - 1
+    found = []
+    for number, names in enumerate(plan.stages):
+        blocks = sum(sizes[name] for name in names)
+        before = sum(facts.stages.before.values()) if number == 0 else 0
+        after = sum(facts.stages.after.values()) if number == last else 0
+        flops = 6.0 * (used * blocks + after) + attention * len(names)
+        found.append(Stage(number, plan.stage_ranks[number], len(names), blocks + before + after, flops))
+    return found
+
+
+def holders(plan: Plan, facts: ModelFacts) -> dict[str, tuple[int, ...]]:
+    """Parameter name -> the stages that hold it: one, or for tied embeddings those where they are used."""
+    stage_of = {block: stage for stage, blocks in enumerate(plan.stages) for block in blocks}
+    found: dict[str, tuple[int, ...]] = {}
+    for name in facts.parameter_shapes:
+        block = facts.block_of.get(name)
+        blocks = [block] if block else [facts.blocks[number].name for number in facts.stages.uses[name]]
+        found[name] = tuple(sorted({stage_of[each] for each in blocks}))
+    return found
+
+
+def tied_across(plan: Plan, facts: ModelFacts) -> dict[str, tuple[int, ...]]:
+    """Parameter name -> the pipeline ranks that hold it, of those that several do: tied embeddings."""
+    if not plan.stages:
+        return {}
+    ranks = {
+        name: tuple(sorted({plan.stage_ranks[stage] for stage in stages}))
+        for name, stages in holders(plan, facts).items()
+    }
+    return {name: held for name, held in ranks.items() if len(held) > 1}
+
+
+def bubble(plan: Plan) -> float:
+    """Share of a step in which a pipeline rank idles, if all stages take the same time and messages take none.
+
+    (p - 1) / (v·m + p - 1) for p ranks, m microbatches and v stages a rank (arXiv 2104.04473, sections 2.2.1 and 2.2.2,
+    there over the ideal time instead of the whole). Where the gradients of weights fill in, a third of that idle time
+    is left, if forward and the two halves of backward take the same (arXiv 2401.10241, section 2.2, T_F = T_B = T_W).
+    Stages in a V (v = 2) idle as long: rank r begins r forwards late and ends together with the others. (Section 6
+    counts a rank's time from its own start and so finds none.)
+    """
+    ranks = plan.degrees["pipeline"]
+    virtual = len(plan.stages) // ranks if plan.stages else 1
+    turns = virtual * plan.accumulation * (3 if plan.splits_backward else 1)
+    return (ranks - 1) / (turns + ranks - 1)

@@ -1,0 +1,121 @@
+"""The shapes of a rank's parameters under tensor and pipeline parallelism, and its optimizer's state, from facts alone.
+
+The same rules as `shardwise.parallel` follows when it cuts a model; a test holds the two against each other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+
+from shardwise.model.facts import ModelFacts, chunk, chunks
+from shardwise.plan.plan import Plan
+from shardwise.planner.formulas.schedule import holders
+
+# State tensors as large as the parameters, by class of torch.optim with its default options.
+_STATES = {
+    "Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adadelta": 2, "Rprop": 2, "ASGD": 1, "Adagrad": 1,
+    "RMSprop": 1, "SGD": 0,
+}  # fmt: skip
+
+
+def local_shapes(facts: ModelFacts, plan: Plan, index: int = 0, pipeline: int = 0) -> dict[str, tuple[int, ...]]:
+    """Parameter name -> its shape on tensor rank `index` of pipeline rank `pipeline`, before sharding.
+
+    Tensor rank 0 has the largest part of everything.
+    """
+    shapes, here = _of_tensor(facts, plan, index), set(plan.stages_of(pipeline))
+    if not plan.stages:
+        return shapes
+    held = holders(plan, facts)
+    return {name: shape for name, shape in shapes.items() if here & set(held[name])}
+
+
+def optimizer_states(plan: Plan) -> int:
+    """State tensors as large as the parameters. Unknown classes count as Adam's two."""
+    options = plan.job.optimizer.options
+    states = _STATES.get(plan.job.optimizer.name, 2)
+    if plan.job.optimizer.name in ("SGD", "RMSprop") and options.get("momentum"):
+        states += 1
+    return states + bool(options.get("amsgrad")) + bool(options.get("centered"))
+
+
+class _Same:
+    """Facts as a key: of the same object, since a search asks for those of one model thousands of times."""
+
+    def __init__(self, facts: ModelFacts) -> None:
+        self.facts = facts
+
+    def __hash__(self) -> int:
+        return id(self.facts)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.facts is other.facts
+
+
+def _of_tensor(facts: ModelFacts, plan: Plan, index: int) -> dict[str, tuple[int, ...]]:
+    degree = plan.degrees["tensor"]
+    return facts.parameter_shapes if degree == 1 else _cut_shapes(_Same(facts), degree, plan.chunked_loss, index)
+
+
+@lru_cache(maxsize=16)
+def _cut_shapes(model: _Same, degree: int, chunked_loss: bool, index: int) -> dict[str, tuple[int, ...]]:
+    facts = model.facts
+    shapes = {name: _of_block(name, shape, facts, degree, index) for name, shape in facts.parameter_shapes.items()}
+    for name in facts.vocabulary_parameters if chunked_loss else ():
+        shape = facts.parameter_shapes[name]
+        shapes[name] = _cut(shape, 0, [chunk(shape[0], degree, index)])
+    return shapes
+
+
+def weights_put_off(plan: Plan, pipeline: int) -> int:
+    """Backwards of a stage whose weight gradients wait at once on a rank, those of the one that has just run aside.
+
+    One for each rank before this one, as torch's schedules put them off; ZB-V takes both of a rank's stages back so.
+    """
+    if not plan.splits_backward:
+        return 0
+    return pipeline * (2 if plan.job.parallel.pipeline == "zbv" else 1)
+
+
+def split_backward_features(facts: ModelFacts, plan: Plan, pipeline: int) -> float:
+    """Features of a token that weight gradients put off wait with: inputs and outputs of a stage's linear layers.
+
+    0 where backward is not split; in a V the mean of a rank's two stages, which take turns.
+    """
+    if not plan.splits_backward:
+        return 0
+    stages = plan.stages_of(pipeline) if plan.in_v else (pipeline,)
+    inside = tuple(f"{name}." for stage in stages for name in plan.stages[stage])
+    shapes = local_shapes(facts, plan, pipeline=pipeline)
+    rows = sum(sum(shape) for name, shape in shapes.items() if len(shape) == 2 and name.startswith(inside))
+    return weights_put_off(plan, pipeline) * rows / len(stages)
+
+
+def local_elements(facts: ModelFacts, plan: Plan, tensor: int, shard: int, pipeline: int = 0) -> int:
+    """Parameters that the rank at these coordinates holds; `shard` counts over shard x context.
+
+    Each has one gradient element, and as many elements of optimizer state as the class keeps.
+    """
+    ranks = plan.degrees["shard"] * plan.degrees["context"] if plan.needs_fsdp else 1
+    total = 0
+    for shape in local_shapes(facts, plan, tensor, pipeline).values():
+        rows = chunk(shape[0], ranks, shard) if shape else slice(0, 1)
+        total += (rows.stop - rows.start) * math.prod(shape[1:])
+    return total
+
+
+def _of_block(name: str, shape: tuple[int, ...], facts: ModelFacts, degree: int, index: int) -> tuple[int, ...]:
+    module, _, leaf = name.rpartition(".")
+    split = facts.tensor_splits.get(module)
+    part = None if split is None else split.of(leaf)
+    if part is None:
+        return shape
+    copies = facts.key_value_copies(degree) if part.key_value else 1
+    sections, groups = part.along(shape[part.dim], degree)
+    return _cut(shape, part.dim, chunks(sections, degree // copies, index // copies, groups))
+
+
+def _cut(shape: tuple[int, ...], dim: int, parts: Sequence[slice]) -> tuple[int, ...]:
+    return (*shape[:dim], sum(part.stop - part.start for part in parts), *shape[dim + 1 :])

@@ -1,0 +1,1 @@
+"""Tables of published runs: reading, evaluation and calibration against them."""

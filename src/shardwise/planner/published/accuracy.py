@@ -1,0 +1,198 @@
+"""The accuracy tables of docs/planner.md, made again from tables of measurements.
+
+    python -m shardwise.planner.published.accuracy tests/data/perf-tables docs/planner.md
+
+writes them between their markers; a test holds the page against what the code gives.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from shardwise.planner.constants.inventory import cluster, presets, stack_of
+from shardwise.planner.formulas.communication import Group, gather, reduce
+from shardwise.planner.formulas.predict import predict
+from shardwise.planner.formulas.prediction import Configuration
+from shardwise.planner.published.evaluate import evaluate, overall, summary
+from shardwise.planner.published.tables import read_table
+
+PROBES = 3  # rows of a stack on which its factor is fitted
+SEEDS = 50  # draws of such rows
+KEYS = ("median_percent", "p90_percent", "inside_interval_percent")
+
+
+def tables(directory: Path) -> list[Path]:
+    """The tables of training runs in a directory: those with roles of rows."""
+    return [path for path in sorted(directory.glob("*.csv")) if "fit_role" in path.open().readline()]
+
+
+def known(directory: Path) -> str:
+    """Markdown: accuracy with the shipped constants."""
+    found = {path.stem: summary(evaluate(read_table(path))) for path in tables(directory)}
+    head = ("table", "scored", "median", "p90", "max", "in 80 % interval", "mapped", "memory median", "memory p90")
+    lines = [
+        (
+            name,
+            str(each["scored"]),
+            *_figures(
+                each, "median_percent", "p90_percent", "max_percent", "inside_interval_percent", "mapped_percent"
+            ),
+            *_figures(each["memory"], "median_percent", "p90_percent"),
+        )
+        for name, each in found.items()
+    ]
+    middle = ("median over tables", "", *_middle(found), "", "", "", "")
+    return _markdown(head, [*lines, middle, ("mean over tables", "", "", "", "", _inside(found), "", "", "")])
+
+
+def _middle(found: dict[str, dict[str, Any]]) -> tuple[str, ...]:
+    middle = overall(found)["median_over_tables"]
+    return (*_figures(middle, "median_percent", "p90_percent"), "")
+
+
+def _inside(found: dict[str, dict[str, Any]]) -> str:
+    return _figures(overall(found)["mean_over_tables"], "inside_interval_percent")[0]
+
+
+def ranked(directory: Path) -> str:
+    """Markdown: ranking and feasibility with the shipped constants."""
+    head = (
+        "table",
+        "groups",
+        "pairs",
+        "ordered rightly",
+        "median regret",
+        "ran, called feasible",
+        "crashed, called not",
+    )
+    lines = []
+    for path in tables(directory):
+        each = summary(evaluate(read_table(path)))
+        order, memory = each["ranking"], each["memory"]
+        figures = _figures(order, "ordered_percent", "regret_median_percent")
+        called = _figures(memory, "ran_called_feasible_percent", "crashed_called_infeasible_percent")
+        lines.append((path.stem, str(order["groups"]), str(order["pairs"]), *figures, *called))
+    return _markdown(head, lines)
+
+
+def unknown(directory: Path) -> str:
+    """Markdown: accuracy for a stack nobody has measured, without and with three rows of its own (means over seeds)."""
+    head = ("table", "median", "p90", "in 80 % interval", f"median with {PROBES} rows", "p90", "in 80 % interval")
+    rows = {path.stem: read_table(path) for path in tables(directory)}
+    left = {name: summary(evaluate(own, leave_one_stack_out=True)) for name, own in rows.items()}
+    drawn = [
+        {name: summary(evaluate(own, None, PROBES, seed, leave_one_stack_out=True)) for name, own in rows.items()}
+        for seed in range(SEEDS)
+    ]
+    lines = [(name, *_figures(left[name], *KEYS), *_means([each[name] for each in drawn])) for name in rows]
+    middles = [overall(each)["median_over_tables"] for each in drawn]
+    inside = f"{statistics.mean(overall(each)['mean_over_tables']['inside_interval_percent'] for each in drawn):.1f}"
+    middle = ("median over tables", *_middle(left), *_means(middles)[:2], "")
+    return _markdown(head, [*lines, middle, ("mean over tables", "", "", _inside(left), "", "", inside)])
+
+
+def _means(found: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+    return tuple(f"{statistics.mean(each[key] for each in found):.1f}" for key in KEYS)
+
+
+def fabric(directory: Path) -> str:
+    """Markdown: bandwidth of p5's collectives by the model of `communication.py` against the measured one."""
+    lines = []
+    with (directory / "fabric_bandwidth.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if "p5" in row["fabric"] and int(row["nodes"]) > 1]
+    for row in rows:
+        nodes, size = int(row["nodes"]), float(row["size_MB"]) * 1e6
+        p5 = cluster(f"p5.48xlarge:{nodes}")
+        inter = p5.inter * 1e9
+        over = Group(
+            p5.size, p5.per_node, p5.intra * 1e9 * p5.link.bandwidth, inter * p5.fabric.bandwidth,
+            p5.link.hop_seconds, p5.fabric.hop_seconds, inter,
+        )  # fmt: skip
+        twice = row["collective"] == "AllReduce"
+        seconds = reduce(size, over) if twice else gather(size, over)
+        bus = (2 if twice else 1) * (p5.size - 1) / p5.size * size / seconds  # as NCCL's own tests count it
+        lines.append((row["collective"], str(nodes), f"{bus / 1e9:.0f}", f"{float(row['GBps']):.0f}"))
+    return _markdown(("collective of 256 MB", "nodes", "predicted bus GB/s", "measured GB/s"), lines)
+
+
+def example(directory: Path) -> str:
+    """Markdown: GPT-3 175B on p4d nodes as SMP's announcement describes it, with what it leaves out filled in."""
+    head = (
+        "nodes",
+        "samples a step",
+        "seconds a step",
+        "samples/s",
+        "80 % interval",
+        "TFLOPs/GPU (8P)",
+        "days for 300B",
+    )
+    lines = []
+    for nodes, accumulation in ((120, 48), (240, 24), (240, 48)):
+        given = published_175b(nodes, accumulation)
+        found = predict(given)
+        slow, fast = (given.sequences / seconds for seconds in reversed(found.interval))
+        days = 300e9 / given.tokens * found.step_seconds / 86400
+        speed = given.sequences / found.step_seconds
+        cells = (nodes, given.sequences, f"{found.step_seconds:.1f}", f"{speed:.1f}", f"{slow:.1f} to {fast:.1f}")
+        lines.append((*map(str, cells), f"{found.tflops['8P']:.0f}", f"{days:.0f}"))
+    return _markdown(head, lines)
+
+
+def published_175b(nodes: int, accumulation: int) -> Configuration:
+    """8 tensor ranks, 6 stages, the rest data ranks with sharded optimizer state; microbatches of one sequence."""
+    return Configuration(
+        model=presets()["gpt3-175b"],
+        cluster=cluster(f"p4d.24xlarge:{nodes}"),
+        stack=stack_of("SMP1.13/PT1.12"),
+        sequence=2048,
+        microbatch=1,
+        accumulation=accumulation,
+        shard=nodes // 6,
+        tensor=8,
+        pipeline=6,
+        zero=1,
+        precision="fp16",
+        reduction="fp16",
+        checkpointing="full",
+        flash=False,
+    )
+
+
+def _figures(each: dict[str, Any], *keys: str) -> tuple[str, ...]:
+    return tuple("" if each[key] is None else f"{each[key]:.1f}" for key in keys)
+
+
+def _markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    rule = ["---", *("---:" for _ in head[1:])]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, rule, *lines))
+
+
+PARTS = {"known": known, "ranked": ranked, "unknown": unknown, "fabric": fabric, "example": example}
+
+
+def part(page: str, name: str) -> str:
+    """What stands between the markers of a part."""
+    found = re.search(f"<!-- {name} -->\n(.*?)\n<!-- end -->", page, re.DOTALL)
+    assert found is not None, name
+    return found.group(1)
+
+
+def main(words: Sequence[str]) -> int:
+    """Write the parts of a page anew: those named behind directory and page, or all of them."""
+    directory, page, names = Path(words[0]), Path(words[1]), words[2:] or list(PARTS)
+    made = {name: PARTS[name](directory) for name in names}
+    text = page.read_text()
+    for name, table in made.items():
+        text = text.replace(f"<!-- {name} -->\n{part(text, name)}\n", f"<!-- {name} -->\n{table}\n")
+    page.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

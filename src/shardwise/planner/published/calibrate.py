@@ -1,0 +1,274 @@
+"""Refitting the constants from measured rows.
+
+Unknowns are logarithms: a factor on all accelerators' rate of matrix products and each one's departure, factors on the
+default stack's constants, and for each stack of the rows its own departures from the default. They minimise
+
+    sum over rows of w · log(predicted / measured)^2 / n(stack) + sum over unknowns of w · (u / sd)^2,
+
+so that stacks count alike, however many rows they have, and a departure has to pay for itself: a stack with five rows
+stays near the default, one that is not among the rows is the default. The weights w = 1 / (1 + (residual / 0.1)^2), or
+of u / sd, from the last round, keep contradictory rows from bending the others and one slow stack from slowing the
+default (iteratively reweighted least squares with Cauchy's weights, Holland and Welsch 1977). Derivatives are
+differences; one round is a linear least-squares problem.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+
+from shardwise.planner.constants.hardware import DATA, GIB
+from shardwise.planner.constants.inventory import Constants, family
+from shardwise.planner.formulas.predict import predict
+from shardwise.planner.formulas.prediction import Configuration, Stack
+from shardwise.planner.published.calibrate_memory import FACTORS, LEAST_ROWS, Held, fit_memory
+from shardwise.planner.published.calibrate_spread import (
+    DEPARTURES,
+    Seen,
+    spread,
+    unknown_offset,
+    unknown_spread,
+    wait_spread,
+)
+from shardwise.planner.published.tables import Row, Unmapped, configuration, measured, predicted, read_table
+
+ROUNDS = 12
+TOLERANCE = 0.1  # log error at which a row's weight is halved
+EVIDENCE = 24.0  # rows that a whole stack counts as
+ALL_SD = 0.10  # what training reaches of benchmarked products, on all alike
+FAMILY_SD = 0.04  # and of one family
+DEFAULT_SD = {
+    "attention": 0.3, "memory_bound": 0.3, "score_passes": 0.3, "launch": 0.3, "overlap": 0.2,
+    "recompute": 0.2,
+}  # fmt: skip
+STACK_SD = {
+    "matmul": 0.10, "attention": 0.2, "memory_bound": 0.5, "score_passes": 0.4, "launch": 0.5, "overlap": 0.2,
+    "recompute": 0.2, "network": 0.2, "pipeline_wait": 1.0, "stall": 1.0,
+}  # fmt: skip
+TRIED = 20  # of the departures of products every 20th is predicted, 0.1 apart; a line in between is off by 0.0004
+MEMORY = (*FACTORS, "logit_bytes", "memory_spread")
+WAITS = {"pipeline_wait": 3e-3, "stall": 0.5}  # constants in seconds, and the unit in which each is fitted
+
+
+class Unknown(NamedTuple):
+    """kind: accelerator, default or stack; name: of the accelerator's family or of the stack."""
+
+    kind: str
+    name: str
+    constant: str
+    sd: float
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A measured row and what it ran."""
+
+    row: Row
+    configuration: Configuration
+
+    def error(self, configuration: Configuration) -> float:
+        """log(predicted seconds / measured seconds)."""
+        found = measured(self.row)
+        assert found is not None
+        ratio = math.log(predicted(self.row, predict(configuration)) / found.value)
+        return ratio if found.unit == "step_s" else -ratio
+
+
+def samples(rows: Iterable[Row], role: str = "calibrate") -> list[Sample]:
+    """The rows of a role that are mapped and have a time; the constants of accelerators are as shipped."""
+    found = []
+    for row in rows:
+        try:
+            if row.text["fit_role"] == role and measured(row):
+                found.append(Sample(row, configuration(row)))
+        except Unmapped:
+            continue
+    return found
+
+
+@cache
+def shipped_rows() -> tuple[Row, ...]:
+    """The rows that the shipped constants were fitted on."""
+    return tuple(read_table(DATA / "calibration.csv"))
+
+
+def fit(given: Sequence[Sample]) -> Constants:
+    """Constants that fit the samples."""
+    bases = {name: _base(own) for name, own in _by_stack(given).items()}
+    return _with_spread(given, _solved(given, bases)[0])
+
+
+def _by_stack(given: Sequence[Sample]) -> dict[str, list[Sample]]:
+    found: dict[str, list[Sample]] = {}
+    for sample in given:
+        found.setdefault(sample.configuration.stack.name, []).append(sample)
+    return found
+
+
+def _base(own: Sequence[Sample]) -> Stack:
+    """A stack before its times are fitted: memory, and what explains them best of the ways to cut and recompute."""
+    ways = [Stack(own[0].configuration.stack.name)]
+    if any(sample.configuration.pipeline > 1 for sample in own):
+        ways += [replace(way, cuts_by_cost=True) for way in ways]
+    if any(sample.configuration.checkpointing == "full" for sample in own):
+        ways += [replace(way, stops_early=True) for way in ways]
+    ways = [_with_memory(own, fit_memory(_held(own), way)) for way in ways]
+    return min(ways, key=lambda way: _solved(own, {way.name: way})[1]) if len(ways) > 1 else ways[0]
+
+
+def _with_memory(own: Sequence[Sample], way: Stack) -> Stack:
+    """`way` with its memory fitted again once its times are, since these say how far a host gets ahead."""
+    if sum(row.size is not None for row in _held(own)) < LEAST_ROWS:
+        return way
+    constants = _solved(own, {way.name: way})[0]
+    timed = [replace(sample, configuration=constants.applied(sample.configuration)) for sample in own]
+    found = fit_memory(_held(timed), constants.stacks[way.name])
+    return replace(way, **{name: getattr(found, name) for name in MEMORY})  # type: ignore[arg-type]
+
+
+def _held(own: Sequence[Sample]) -> list[Held]:
+    sizes = [sample.row.numbers.get("mem_gb") for sample in own]
+    return [Held(each.configuration, None if size is None else size * GIB) for each, size in zip(own, sizes)]
+
+
+def _solved(given: Sequence[Sample], bases: Mapping[str, Stack]) -> tuple[Constants, float]:
+    """(constants, what they leave of the sum that they minimise) that depart from the stacks' `bases`."""
+    unknowns = _unknowns(given)
+    at = np.zeros(len(unknowns))
+    counts = {name: len(own) for name, own in _by_stack(given).items()}
+    share = np.array([min(1.0, EVIDENCE / counts[sample.configuration.stack.name]) for sample in given])
+    sd = np.array([unknown.sd for unknown in unknowns])
+    for _ in range(ROUNDS):
+        residuals, slopes = _derivatives(given, unknowns, at, bases)
+        weight = np.sqrt(share / (1 + (residuals / TOLERANCE) ** 2)) / (TOLERANCE / 2)
+        near = 1 / (sd * np.sqrt(1 + (at / sd) ** 2))
+        left = np.vstack([slopes * weight[:, None], np.diag(near)])
+        right = np.concatenate([-residuals * weight, -at * near])
+        step = np.linalg.lstsq(left, right, rcond=None)[0]
+        at = at + np.clip(step, -0.3, 0.3)
+        if np.abs(step).max() < 2e-3:
+            break
+    constants = _constants(unknowns, at, bases)
+    size = _errors(given, constants) / TOLERANCE
+    left_over = 4 * np.sum(share * np.log1p(size**2)) + np.sum(np.log1p((at / sd) ** 2))  # Cauchy's loss
+    return constants, float(left_over)
+
+
+def _unknowns(given: Sequence[Sample]) -> list[Unknown]:
+    families = sorted({family(sample.configuration.cluster.accelerator) for sample in given})
+    names = sorted({sample.configuration.stack.name for sample in given})
+    return [
+        Unknown("accelerator", "*", "matmul", ALL_SD),
+        *(Unknown("accelerator", name, "matmul", FAMILY_SD) for name in families),
+        *(Unknown("default", "default", constant, sd) for constant, sd in DEFAULT_SD.items()),
+        *(Unknown("stack", name, constant, sd) for name in names for constant, sd in STACK_SD.items()),
+    ]
+
+
+def _constants(unknowns: Sequence[Unknown], at: np.ndarray, bases: Mapping[str, Stack]) -> Constants:
+    accelerators: dict[str, float] = {}
+    departures: dict[str, dict[str, float]] = {"default": {}}
+    for unknown, value in zip(unknowns, at):
+        if unknown.kind == "accelerator":
+            accelerators[unknown.name] = math.exp(value + (0.0 if unknown.name == "*" else at[0]))
+        else:
+            departures.setdefault(unknown.name, {})[unknown.constant] = float(value)
+    neutral = Stack("default", cuts_by_cost=True, stops_early=True)
+    found = {}
+    for name, own in departures.items():
+        values: dict[str, float] = {}
+        base = bases.get(name, neutral)
+        for constant in STACK_SD:
+            if constant in WAITS:
+                values[constant] = WAITS[constant] * max(0.0, own.get(constant, 0.0))
+            else:
+                total = departures["default"].get(constant, 0.0) + (own.get(constant, 0.0) if name != "default" else 0)
+                values[constant] = getattr(neutral, constant) * math.exp(total)
+        found[name] = replace(base, **values)  # type: ignore[arg-type]
+    return Constants(accelerators, found)
+
+
+def _errors(given: Sequence[Sample], constants: Constants) -> np.ndarray:
+    return np.array([sample.error(constants.applied(sample.configuration)) for sample in given])
+
+
+def _derivatives(
+    given: Sequence[Sample], unknowns: Sequence[Unknown], at: np.ndarray, bases: Mapping[str, Stack]
+) -> tuple[np.ndarray, np.ndarray]:
+    """(errors, their slopes). An unknown of a stack moves its own rows only."""
+    base = _errors(given, _constants(unknowns, at, bases))
+    slopes, width = np.zeros((len(given), len(unknowns))), 0.02
+    for index, unknown in enumerate(unknowns):
+        moved = at.copy()
+        moved[index] += width
+        constants = _constants(unknowns, moved, bases)
+        for line, sample in enumerate(given):
+            own = {
+                "accelerator": family(sample.configuration.cluster.accelerator),
+                "stack": sample.configuration.stack.name,
+            }
+            if unknown.name == "*" or own.get(unknown.kind, unknown.name) == unknown.name:
+                slopes[line, index] = (sample.error(constants.applied(sample.configuration)) - base[line]) / width
+    return base, slopes
+
+
+def _with_spread(given: Sequence[Sample], constants: Constants) -> Constants:
+    """How far measurements lie from predictions, and provenance (`calibrate_spread`).
+
+    Of a stack that is not among the rows: how far each stack's rows lie from what the default's constants predict.
+    """
+    groups = _by_stack(given)
+    scatter = {name: scattered(own, constants) for name, own in groups.items()}
+    waits = wait_spread(list(scatter.values()))
+    unknown = Constants(constants.accelerators, {"default": constants.stacks["default"]})
+    strangers = [scattered(own, unknown) for own in groups.values()]
+    default, between = constants.stacks["default"], unknown_offset([seen(own, unknown) for own in groups.values()])
+    found = {"default": replace(default, spread=unknown_spread(strangers), offset=between)}
+    for name, own in groups.items():
+        errors = [error for error, _ in scatter[name]]
+        source = _source(errors, [sample.row for sample in own])
+        width = spread(scatter[name], waits)
+        found[name] = replace(constants.stacks[name], spread=width, offset=width, source=source)
+    return Constants(constants.accelerators, {name: replace(each, wait_spread=waits) for name, each in found.items()})
+
+
+def scattered(own: Sequence[Sample], constants: Constants) -> list[tuple[float, float]]:
+    """(log error, share of waits) of each row under `constants`."""
+    applied = [constants.applied(sample.configuration) for sample in own]
+    return [(sample.error(each), predict(each).waits) for sample, each in zip(own, applied)]
+
+
+def seen(own: Sequence[Sample], constants: Constants) -> list[Seen]:
+    """Each row's error where the stack's matrix products depart from `constants`, and its share of waits.
+
+    Products are most of a step's time, and what software differs in (the fitted stacks lie at 0.74 to 1.02). A factor
+    on all of the step would also scale what it waits for, which is the fabric's.
+    """
+    return [_seen(sample, constants.applied(sample.configuration)) for sample in own]
+
+
+def _seen(sample: Sample, applied: Configuration) -> Seen:
+    tried = DEPARTURES[::TRIED]
+    errors = [sample.error(faster(applied, float(departure))) for departure in tried]
+    return Seen(np.interp(DEPARTURES, tried, errors), predict(applied).waits)
+
+
+def faster(given: Configuration, departure: float) -> Configuration:
+    """`given` with matrix products exp(departure) times as fast."""
+    return replace(given, stack=replace(given.stack, matmul=given.stack.matmul * math.exp(departure)))
+
+
+def _source(errors: Sequence[float], rows: Sequence[Row]) -> str:
+    """Where a stack's constants are from, and how well they fit."""
+    sizes = sorted(abs(math.expm1(error)) for error in errors)
+    names = sorted({row.text.get("source", "") for row in rows})
+    return (
+        f"fitted on {len(sizes)} rows of {', '.join(filter(None, names)) or 'a table'}: "
+        f"median error {statistics.median(sizes):.1%}, largest {sizes[-1]:.1%}"
+    )

@@ -1,0 +1,1 @@
+"""The search over legal layouts, and its explanation."""

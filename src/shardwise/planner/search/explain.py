@@ -1,0 +1,159 @@
+"""What a search found, in words: where the time and the bytes go, why one layout loses to another, days and cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.plan.draft import lookup
+from shardwise.plan.rules import rules
+from shardwise.planner.search.search import Candidate, Found, written
+
+TRAFFIC = ("shard", "replica", "tensor", "context", "pipeline")  # exposed communication, by axis
+SCHEDULES = {  # said beside a layout; 1F1B is not
+    "simple": "GPipe",
+    "zero_bubble": "zero bubble",
+    "zbv": "ZB-V",
+    "dualpipev": "DualPipeV",
+}
+TIMES = ("matmul", "attention", "memory_bound", "recomputation", *TRAFFIC, "bubble", "launch", "optimizer", "offload")
+DAY = 86400.0
+GIB = 2**30
+SAID = {
+    "matmul": "matrix products",
+    "memory_bound": "memory-bound work",
+    "launch": "launching kernels",
+    **{axis: f"exposed traffic of {axis}" for axis in TRAFFIC},
+}
+BYTES_SAID = {
+    "unsharded_gradients": "whole gradients",
+    "slack": "context and allocator",
+    "pending": "freed, not yet to be had",
+}
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Tokens to train on, and dollars an hour of one accelerator, where they are known."""
+
+    tokens: float | None = None
+    price: float | None = None
+
+    def days(self, candidate: Candidate) -> float | None:
+        return None if self.tokens is None else self.tokens / candidate.tokens_per_second / DAY
+
+    def cost(self, candidate: Candidate) -> float | None:
+        """Dollars."""
+        days = self.days(candidate)
+        return None if days is None or self.price is None else days * 24 * candidate.prediction.ranks * self.price
+
+
+def layout_of(candidate: Candidate) -> str:
+    """`tensor 8 · pipeline 15 · replica 8`; a world of one rank is `one rank`."""
+    plan, job = candidate.plan, candidate.job
+    parts = [f"{axis} {degree}" for axis, degree in plan.degrees.items() if degree > 1]
+    stages = len(plan.stages) // plan.degrees["pipeline"] if plan.stages else 1
+    parts = [f"{part} × {stages} stages" if part.startswith("pipeline") and stages > 1 else part for part in parts]
+    parts += ["sequence parallel"] if plan.sequence_parallel else []
+    parts += [SCHEDULES[job.parallel.pipeline]] if plan.stages and job.parallel.pipeline in SCHEDULES else []
+    return " · ".join(parts) or "one rank"
+
+
+def memory_policy(candidate: Candidate) -> str:
+    """`full, every 2nd block, offloaded`."""
+    memory, parallel = candidate.job.memory, candidate.job.parallel
+    words: list[str] = [memory.activation_checkpointing]
+    words += [f"1 of {memory.checkpoint_every} blocks"] if memory.checkpoint_every > 1 else []
+    words += ["activations offloaded"] if memory.offload_activations else []
+    words += ["parameters offloaded"] if memory.offload_parameters else []
+    words += ["blocks stay gathered"] if not parallel.reshard_after_forward else []
+    return ", ".join(words)
+
+
+def times_of(candidate: Candidate) -> dict[str, float]:
+    """Seconds of a step by cause, those that are not zero, in the order of `TIMES`."""
+    seconds = candidate.prediction.seconds
+    return {cause: seconds[cause] for cause in [*TIMES, *(seconds.keys() - set(TIMES))] if seconds.get(cause, 0) > 0}
+
+
+def why_slower(candidate: Candidate, best: Candidate) -> str:
+    """The causes that cost `candidate` most against `best`."""
+    slower = best.tokens_per_second / candidate.tokens_per_second - 1
+    per_token = [
+        {cause: value / each.prediction.tokens for cause, value in times_of(each).items()} for each in (candidate, best)
+    ]
+    more = {cause: value - per_token[1].get(cause, 0.0) for cause, value in per_token[0].items()}
+    whole = best.prediction.step_seconds / best.prediction.tokens
+    worst = sorted(more, key=lambda cause: -more[cause])[:2]
+    named = [f"{SAID.get(cause, cause)} {more[cause] / whole:+.0%}" for cause in worst if more[cause] / whole >= 0.005]
+    return f"{slower:.1%} slower" + (f": {', '.join(named)}" if named else "") if slower >= 0.0005 else "as fast"
+
+
+def why_not_fit(candidate: Candidate) -> str:
+    """How many bytes are missing, and what most of them are."""
+    room = candidate.configuration.cluster.accelerator.memory_bytes
+    if not candidate.fits_host:
+        needed, share = candidate.prediction.host_bytes / GIB, candidate.configuration.cluster.host_bytes / GIB
+        return f"offloads {needed:.1f} GiB a rank, whose share of the host's memory is {share:.1f} GiB"
+    causes = sorted(candidate.memory.items(), key=lambda item: -item[1])[:2]
+    largest = " and ".join(f"{BYTES_SAID.get(cause, cause)} {size / GIB:.1f}" for cause, size in causes)
+    return f"needs {candidate.memory_bytes / GIB:.1f} of {room / GIB:.1f} GiB: {largest}"
+
+
+def may_not_fit(candidate: Candidate, found: Found) -> str | None:
+    """What to know of a layout that fits as predicted but whose interval of memory ends beyond the accelerator's."""
+    if not candidate.fits or candidate.fits_surely:
+        return None
+    room, high = candidate.configuration.cluster.accelerator.memory_bytes, candidate.memory_interval[1]
+    said = f"may not fit: the interval of its memory ends at {high / GIB:.1f} of {room / GIB:.1f} GiB"
+    if found.surest is None:
+        return f"{said}, as that of every layout"
+    sure = f"{layout_of(found.surest)}, {memory_policy(found.surest)}: {why_slower(found.surest, candidate)}"
+    return f"{said}; the fastest that ends within, for `--explain sure`, is {sure}"
+
+
+def refusals(found: Found, most: int = 5) -> Iterator[tuple[int, str, str]]:
+    """(how many combinations, rule's id, rule's sentence) of the legality table, the commonest first."""
+    sentences = {rule.id: rule.sentence for rule in rules()}
+    for rule, count in found.illegal.most_common(most):
+        yield count, rule, sentences.get(rule, "")
+
+
+def chosen(candidate: Candidate, found: Found) -> dict[str, Any]:
+    """Dotted key -> value of what the search chose beside the job's own keys; defaults are left out."""
+    job = found.question.job
+    changed = {key: value for key, value in written(candidate) if value != lookup(type(job)(), key)}
+    settled = {
+        "training.sequences_per_step": job.training.sequences_per_step,
+        "precision.compute": candidate.plan.dtypes.compute,
+    }
+    return changed | {key: value for key, value in settled.items() if value is not None}
+
+
+def to_dict(candidate: Candidate, budget: Budget = Budget()) -> dict[str, Any]:
+    """A candidate as plain data: times in seconds, memory in bytes, rates of one accelerator."""
+    prediction, plan = candidate.prediction, candidate.plan
+    return {
+        "layout": layout_of(candidate),
+        "degrees": plan.degrees,
+        "keys": {key: value for key, value in candidate.changes.items() if value is not None},
+        "microbatch": plan.microbatch,
+        "accumulation": plan.accumulation,
+        "stages": [len(blocks) for blocks in plan.stages],
+        "fits": candidate.fits,
+        "step_seconds": prediction.step_seconds,
+        "step_seconds_interval": list(prediction.interval),
+        "seconds": times_of(candidate),
+        "tokens_per_second": candidate.tokens_per_second,
+        "tokens_per_second_per_accelerator": prediction.tokens_per_second,
+        "tflops": prediction.tflops,
+        "mfu": prediction.mfu,
+        "memory_bytes": candidate.memory_bytes,
+        "memory_interval": list(candidate.memory_interval),
+        "fits_surely": candidate.fits_surely,
+        "memory": candidate.memory,
+        "stage_memory": list(candidate.stage_memory),
+        "days": budget.days(candidate),
+        "cost_dollars": budget.cost(candidate),
+    }

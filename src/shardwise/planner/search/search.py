@@ -1,0 +1,387 @@
+"""Search: all legal layouts of a job on a cluster, predicted and ranked.
+
+Every candidate passes `shardwise.plan.plan.resolve`, the same way that training goes, so the legality table is asked
+and not copied. The exhaustive part covers degrees, sharding, microbatch and checkpointing; the best are then improved
+one further key at a time until nothing gains. The memory of those that are shown is the closed form of
+`shardwise.planner.formulas.memory`, allocation by allocation; the quick sums of `shardwise.planner.formulas.footprint`
+sort the rest.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import NamedTuple
+
+from shardwise.errors import LegalityError
+from shardwise.job.schema import Job
+from shardwise.model.facts import ModelFacts
+from shardwise.plan.draft import lookup
+from shardwise.plan.plan import Plan, World, resolve
+from shardwise.planner.formulas.configure import configuration_of
+from shardwise.planner.formulas.memory import estimate
+from shardwise.planner.formulas.memory_estimate import MemoryEstimate
+from shardwise.planner.formulas.predict import predict
+from shardwise.planner.formulas.prediction import Cluster, Configuration, ModelShape, Prediction, Stack
+from shardwise.planner.search.space import SHARDED, SIZE, Changes, Space, changed_job, fixed_keys
+
+LIMIT = 10_000  # candidates of the exhaustive part
+IMPROVED = 12  # of the best, how many are improved key by key
+SHOWN = 16  # of the best, how many get the exact closed form of memory
+QUICK = 1.25  # the quick sums of memory may be off by so much before a candidate is dropped unseen
+GAIN = 1.001  # below that a change is not worth another key in the job
+EXPERTS = (
+    "experts are timed as one MLP of the width that a token goes through; how tokens are dispatched to them is not "
+    "modelled"
+)
+SEQUENCES_A_RANK = 2  # of a step, where the job does not say
+
+
+class Question(NamedTuple):
+    """What is planned: a job for a model on a cluster, with the constants of a stack."""
+
+    job: Job
+    facts: ModelFacts
+    cluster: Cluster
+    stack: Stack | None = None
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One legal layout: what would run, and what is expected of it. `exact`: memory's closed form, once it is made."""
+
+    changes: Changes
+    plan: Plan
+    configuration: Configuration
+    prediction: Prediction
+    exact: tuple[MemoryEstimate, ...] = ()
+
+    @property
+    def job(self) -> Job:
+        return self.plan.job
+
+    @cached_property
+    def memory(self) -> dict[str, float]:
+        """Bytes by cause on the fullest rank; `slack` is what context, allocator and backend take besides."""
+        if not self.exact:
+            return self.prediction.memory
+        fullest = max(self.exact, key=lambda rank: rank.total)
+        return fullest.causes() | {"slack": self._slack}
+
+    @cached_property
+    def stage_memory(self) -> tuple[float, ...]:
+        """Bytes of each pipeline rank."""
+        if not self.exact:
+            return self.prediction.stage_memory
+        return tuple(rank.total + self._slack for rank in self.exact)
+
+    @property
+    def _slack(self) -> float:
+        return 0.0 if self.plan.world.device_type == "cpu" else self.prediction.memory.get("slack", 0.0)
+
+    @property
+    def memory_bytes(self) -> float:
+        return max(self.stage_memory)
+
+    @property
+    def fits(self) -> bool:
+        return self.memory_bytes <= self.configuration.cluster.accelerator.memory_bytes and self.fits_host
+
+    @property
+    def memory_interval(self) -> tuple[float, float]:
+        """Bytes between which 80 % of measured peaks are expected: the prediction's interval, about `memory_bytes`."""
+        low, high = self.prediction.memory_interval
+        scale = self.memory_bytes / self.prediction.memory_bytes
+        return low * scale, high * scale
+
+    @property
+    def fits_surely(self) -> bool:
+        """Whether all of that interval fits, so that nine in ten such runs do."""
+        return self.fits and self.memory_interval[1] <= self.configuration.cluster.accelerator.memory_bytes
+
+    @property
+    def fits_host(self) -> bool:
+        """Whether what is offloaded fits into the rank's share of its host's memory, where that is known."""
+        return self.prediction.host_bytes <= self.configuration.cluster.host_bytes
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of the whole cluster."""
+        return self.prediction.tokens / self.prediction.step_seconds
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search found. `ranked`: candidates that fit, best first; `misfits`: those that do not, smallest first.
+
+    `illegal` counts by rule of the legality table; `left_out` combinations that the limit kept from being looked at.
+    """
+
+    question: Question
+    ranked: tuple[Candidate, ...]
+    misfits: tuple[Candidate, ...]
+    illegal: Counter[str]
+    looked_at: int
+    left_out: int
+    seconds: float
+    notes: tuple[str, ...] = ()
+
+    @property
+    def best(self) -> Candidate | None:
+        return self.ranked[0] if self.ranked else None
+
+    @cached_property
+    def surest(self) -> Candidate | None:
+        """The fastest of those that fit surely. A search fills the memory, so `best` is often not among them."""
+        likely = (exactly(each, self.question.facts) for each in self.ranked if each.fits_surely)
+        return next((each for each in likely if each.fits_surely), None)
+
+
+@dataclass
+class _Search:
+    question: Question
+    world: World
+    space: Space
+    shape: ModelShape
+    illegal: Counter[str] = field(default_factory=Counter)
+    seen: dict[str, Candidate | None] = field(default_factory=dict)
+
+    def candidate(self, changes: Changes) -> Candidate | None:
+        """The candidate of `changes`, or None where the legality table refuses it."""
+        key = repr(sorted(changes.items()))
+        if key not in self.seen:
+            self.seen[key] = self._make(changes)
+        return self.seen[key]
+
+    def _make(self, changes: Changes) -> Candidate | None:
+        job, facts, cluster, stack = self.question
+        try:
+            plan = resolve(changed_job(job, changes), self.world, facts)
+        except LegalityError as error:
+            self.illegal[error.rule] += 1
+            return None
+        configuration = configuration_of(plan, facts, cluster, stack, self.shape)
+        return Candidate(changes, plan, configuration, predict(configuration))
+
+    def all(self, several: Iterable[Changes]) -> list[Candidate]:
+        return [candidate for changes in several if (candidate := self.candidate(changes)) is not None]
+
+    def improved(self, candidate: Candidate) -> Candidate:
+        """The end of a climb from `candidate`: one key at a time, the best neighbour that may fit."""
+        while True:
+            around = filter(_may_fit, self.all(self.space.neighbours(candidate.changes)))
+            best = max(around, key=_speed, default=None)
+            if best is None or (_may_fit(candidate) and _speed(best) <= GAIN * _speed(candidate)):
+                return candidate
+            candidate = best
+
+    def everything(self) -> list[Candidate]:
+        """All that was looked at and is legal."""
+        return [each for each in self.seen.values() if each is not None]
+
+
+def search(question: Question, limit: int = LIMIT, world: World | None = None) -> Found:
+    """Rank the layouts of a job that leave alone what the job sets.
+
+    Args:
+        limit: most combinations of the exhaustive part; those beyond are counted in `left_out`.
+        world: what to run on; unset: all of the cluster.
+    """
+    started = time.perf_counter()
+    job, notes = sized(question)
+    if question.facts.idle_parameters:
+        notes.append(EXPERTS)
+    question = question._replace(job=job)
+    world = world or world_of(question.cluster)
+    space = Space(job, question.facts, world.size, job.training.sequences_per_step or 1)
+    made = _Search(question, world, space, ModelShape.of(question.facts))
+    jobs = list(space.jobs())
+    stride = max(1, -(-len(jobs) // limit))  # of too many, an even sample
+    coarse = made.all(jobs[::stride])
+    for start in sorted(filter(_may_fit, coarse), key=_speed, reverse=True)[:IMPROVED]:
+        made.improved(start)
+    ranked, misfits = _ranked(made.everything(), question.facts)
+    if not ranked:
+        made.all(more for each in misfits[:SHOWN] for more in space.neighbours(each.changes, offload=True))
+        ranked, misfits = _ranked(made.everything(), question.facts)
+    left_out, seconds = len(jobs) - len(jobs[::stride]), time.perf_counter() - started
+    return Found(question, ranked, misfits, made.illegal, len(made.seen), left_out, seconds, tuple(notes))
+
+
+def _speed(candidate: Candidate) -> float:
+    return candidate.prediction.tokens / candidate.prediction.step_seconds
+
+
+def _may_fit(candidate: Candidate) -> bool:
+    return candidate.prediction.memory_bytes <= QUICK * candidate.configuration.cluster.accelerator.memory_bytes
+
+
+def _ranked(candidates: list[Candidate], facts: ModelFacts) -> tuple[tuple[Candidate, ...], tuple[Candidate, ...]]:
+    """(those that fit, by speed; those that do not, by memory). The fastest are measured exactly, until enough fit to
+    be shown."""
+    by_speed = sorted(filter(_may_fit, candidates), key=_speed, reverse=True)
+    ranked: list[Candidate] = []
+    misfits = [each for each in candidates if not _may_fit(each)]
+    rest = iter(by_speed)
+    for candidate in rest:
+        exact = exactly(candidate, facts)
+        (ranked if exact.fits else misfits).append(exact)
+        if len(ranked) == SHOWN:
+            break
+    for candidate in rest:
+        (ranked if candidate.fits else misfits).append(candidate)
+    shown = sorted(misfits, key=lambda each: each.memory_bytes)
+    if not ranked:
+        shown[:SHOWN] = sorted((exactly(each, facts) for each in shown[:SHOWN]), key=lambda each: each.memory_bytes)
+        ranked, shown = [each for each in shown if each.fits], [each for each in shown if not each.fits]
+    return tuple(sorted(ranked, key=_rank)), tuple(shown)
+
+
+def _rank(candidate: Candidate) -> tuple[float, int]:
+    """Faster first; of equally fast ones that with fewer keys."""
+    return -float(f"{_speed(candidate):.4g}"), len(candidate.changes)
+
+
+def exactly(candidate: Candidate, facts: ModelFacts) -> Candidate:
+    """With the closed form of memory for every pipeline rank; long pipelines: for the ends and the middle."""
+    if candidate.exact:
+        return candidate
+    stages = candidate.plan.degrees["pipeline"]
+    asked = range(stages) if stages <= 4 else sorted({0, stages // 2, stages - 1})
+    found = {rank: estimate(candidate.plan, facts, pipeline=rank) for rank in asked}
+    nearest = [min(found, key=lambda known: (abs(known - rank), known)) for rank in range(stages)]
+    return replace(candidate, exact=tuple(found[rank] for rank in nearest))
+
+
+def world_of(cluster: Cluster) -> World:
+    """The world that a launcher would make of all of a cluster."""
+    if cluster.accelerator.name == "CPU":
+        return World(cluster.size, "cpu", cluster.per_node, hosts=cluster.nodes)
+    device = cluster.accelerator
+    return World(cluster.size, "cuda", cluster.per_node, device.name, hosts=cluster.nodes, float8=device.fp8)
+
+
+def sized(question: Question) -> tuple[Job, list[str]]:
+    """The job with what a plan cannot leave open: sequences of a step, and a dtype that the accelerator has."""
+    job, ranks, notes = question.job, question.cluster.size, []
+    changes: Changes = {}
+    training, length = job.training, job.data.sequence_length
+    if training.sequences_per_step is None and training.tokens_per_step is None:
+        changes["training.sequences_per_step"] = sequences = _assumed(job, ranks)
+        notes.append(
+            f"training.sequences_per_step is not set: {sequences:,} are assumed, {sequences * length:,} tokens"
+        )
+    elif training.tokens_per_step is not None:
+        changes["training.sequences_per_step"] = training.tokens_per_step // length
+    if job.precision.compute == "auto" and question.cluster.accelerator.bf16 is None:
+        changes["precision.compute"] = "fp16"
+        notes.append(f"precision.compute: fp16, since a {question.cluster.accelerator.name} has no bf16")
+    return changed_job(job, changes), notes
+
+
+def _assumed(job: Job, ranks: int) -> int:
+    size, count = job.training.microbatch_size, job.training.gradient_accumulation
+    if size is not None and count is not None:
+        split = job.parallel.tensor_parallel_degree * job.parallel.pipeline_parallel_degree
+        return size * count * max(1, ranks // (split * job.parallel.context_parallel_degree))
+    return max(16, SEQUENCES_A_RANK * ranks)
+
+
+def smallest_cluster(question: Question, most: int = 4096) -> Found | None:
+    """The search on the fewest nodes on which some layout fits, by doubling and then halving the gap; None: none up to
+    `most` times as many."""
+
+    def on(nodes: int) -> Found:
+        cluster = replace(question.cluster, nodes=nodes)
+        return search(question._replace(job=_frugal(question.job), cluster=cluster), limit=LIMIT // 10)
+
+    few, many = question.cluster.nodes, 2 * question.cluster.nodes
+    while not (found := on(many)).ranked:
+        few, many = many, 2 * many
+        if many > most * question.cluster.nodes:
+            return None
+    while many - few > max(1, few // 16):
+        middle = (few + many) // 2
+        tried = on(middle)
+        if tried.ranked:
+            many, found = middle, tried
+        else:
+            few = middle
+    return found
+
+
+def _frugal(job: Job) -> Job:
+    """What takes least memory, where the job leaves it open: full checkpointing and microbatches of one sequence."""
+    frugal = {"memory.activation_checkpointing": "full", "training.microbatch_size": 1}
+    opened = {key: value for key, value in frugal.items() if key not in fixed_keys(job)}
+    if job.training.gradient_accumulation is not None:
+        opened.pop("training.microbatch_size", None)
+    return changed_job(job, opened)
+
+
+def on_nodes(found: Found, nodes: int) -> Candidate | None:
+    """The best of the found layouts on another number of nodes, the same sequences a step; None where none fits."""
+    question = found.question
+    cluster = replace(question.cluster, nodes=nodes)
+    tried: list[Candidate] = []
+    for candidate in distinct(found.ranked, SHOWN):
+        space = Space(question.job, question.facts, cluster.size, question.job.training.sequences_per_step or 1)
+        made = _Search(question._replace(cluster=cluster), world_of(cluster), space, candidate.configuration.model)
+        open_shards = candidate.changes | {SHARDED: None}
+        open_batches = {key: value for key, value in open_shards.items() if key != SIZE}
+        tried += made.all([candidate.changes, open_shards, open_batches])
+    return max((each for each in tried if each.fits), key=_speed, default=None)
+
+
+def distinct(candidates: Iterable[Candidate], most: int) -> list[Candidate]:
+    """The best of each layout: candidates that differ in degrees, sharding or checkpointing."""
+    kept: dict[tuple[object, ...], Candidate] = {}
+    for candidate in candidates:
+        memory = candidate.job.memory
+        layout = (*candidate.plan.degrees.items(), memory.activation_checkpointing, memory.offload_parameters)
+        kept.setdefault(layout, candidate)
+        if len(kept) == most:
+            break
+    return list(kept.values())
+
+
+def matching(found: Found, wanted: Changes) -> Candidate | None:
+    """The best candidate whose job has these values at these dotted keys; of those that do not fit where none does."""
+    of = _has(wanted)
+    return next((each for each in (*found.ranked, *found.misfits) if of(each)), None)
+
+
+def of_changes(found: Found, wanted: Changes) -> Candidate:
+    """The best layout with other values at some keys, whether or not it fits. Raises LegalityError."""
+    question = found.question
+    base = (found.best or found.misfits[0]).changes | wanted
+    if not wanted.keys() & {"training.microbatch_size", "training.gradient_accumulation"}:
+        base = {key: value for key, value in base.items() if key != "training.microbatch_size"}
+    plan = resolve(changed_job(question.job, base), world_of(question.cluster), question.facts)
+    configuration = configuration_of(plan, question.facts, question.cluster, question.stack)
+    return exactly(Candidate(base, plan, configuration, predict(configuration)), question.facts)
+
+
+def _has(wanted: Changes) -> Callable[[Candidate], bool]:
+    def has(candidate: Candidate) -> bool:
+        return all(_value(candidate, key) == value for key, value in wanted.items())
+
+    return has
+
+
+def _value(candidate: Candidate, key: str) -> object:
+    """What runs: the plan's own number where it derives one."""
+    derived = {
+        "parallel.sharded_data_parallel_degree": candidate.plan.degrees["shard"] * candidate.plan.degrees["context"],
+        "training.microbatch_size": candidate.plan.microbatch,
+        "training.gradient_accumulation": candidate.plan.accumulation,
+    }
+    return derived[key] if key in derived else lookup(candidate.job, key)
+
+
+def written(candidate: Candidate) -> Iterator[tuple[str, object]]:
+    """(dotted key, value) of what the search chose, for a job file; values that are the default's are left out."""
+    yield from ((key, value) for key, value in candidate.changes.items() if value is not None)

@@ -1,7 +1,0 @@
-"""Stands for Transformer Engine where scripts import it: its checkpoint is torch's, its fp8 the engine's float8."""
-
-from __future__ import annotations
-
-from shardwise.smp.stand_ins.transformer_engine import pytorch as pytorch  # scripts import the package alone
-
-__version__ = "0.0"

@@ -1,0 +1,290 @@
+"""From a script's module to the engine's ParallelModel: the plan of a script, and its weights in their new places."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from shardwise.errors import ModelError
+from shardwise.job.schema import MemorySection
+from shardwise.model.discover import discover
+from shardwise.model.facts import ModelFacts
+from shardwise.model.traced_cut import cut_by_trace
+from shardwise.parallel.apply import parallelize
+from shardwise.parallel.model import ParallelModel
+from shardwise.parallel.transforms.checkpointing import apply_activation_checkpointing
+from shardwise.parallel.transforms.offload import ActivationOffload
+from shardwise.plan.plan import Plan, resolve
+from shardwise.smp.v1.config import OFFLOAD, make_job
+from shardwise.smp.v1.exceptions import PartitionError
+from shardwise.smp.v1.nn.layers import DistributedEmbedding, DistributedLinear
+from shardwise.smp.v1.nn.splits import common_heads, tensor_splits
+from shardwise.smp.v1.process import state
+from shardwise.smp.v1.requests import Checkpointing, requests
+from shardwise.training.init import initialize
+from shardwise.training.setup import current_world
+
+NORMALISATION = "smp_mean"  # microbatches and data ranks are averaged; the script's loss is a mean already
+DTYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+class Shape(NamedTuple):
+    """Of one microbatch of one rank."""
+
+    rows: int
+    positions: int
+
+
+def shape_of(inputs: Mapping[str, Any]) -> Shape:
+    """Rows and positions of the model's keyword arguments: those of `input_ids`, or of the first tensor with both."""
+    tensors = [value for value in inputs.values() if isinstance(value, Tensor) and value.dim() > 1]
+    first = inputs.get("input_ids") if isinstance(inputs.get("input_ids"), Tensor) else next(iter(tensors), None)
+    return Shape(1, 1) if first is None else Shape(first.shape[0], first.shape[1] if first.dim() > 1 else 1)
+
+
+def forms_of(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """`inputs` with tensors that hold nothing, to see what a forward with such gives."""
+    return {name: value.to("meta") if isinstance(value, Tensor) else value for name, value in inputs.items()}
+
+
+def build(module: nn.Module, inputs: Mapping[str, Any]) -> ParallelModel:
+    """Distribute `module`, in place, as the configuration asks; weights and buffers are those of rank 0. Collective.
+
+    Args:
+        module: the script's model, the same on every rank.
+        inputs: keyword arguments of its first forward.
+
+    Raises:
+        LegalityError: the configuration asks for what this model cannot do.
+        ModelError: a parameter has no value and no initializer.
+        PartitionError: a module to be checkpointed lies on several stages, where the script has placed them.
+    """
+    for inner in module.modules():  # an encoder-decoder's stacks have configs of their own
+        config = getattr(inner, "config", None)
+        if isinstance(config, PreTrainedConfig):
+            config.use_cache = False
+    weights = _take_weights(module)
+    shape = shape_of(inputs)
+    values = state.cfg.job_keys | {
+        "training.microbatch_size": shape.rows,
+        "training.gradient_accumulation": int(state.cfg.microbatches),
+        "data.sequence_length": max(1, shape.positions),
+        "parallel.device": state.device.type,
+    }
+    values.setdefault("precision.compute", _dtype_of(weights))
+    facts = _facts(module, values, inputs)
+    if state.layout.size("tensor") > 1 and facts.sequence_refusal and values.pop("parallel.sequence_parallel", False):
+        _say(f"smp_options: optimize='memory' has no effect here: {facts.sequence_refusal}.")
+    values |= _partition(module, facts) if state.layout.size("pipeline") > 1 else {}
+    values, apart = _settle_checkpointing(module, facts, values)
+    plan = replace(
+        resolve(make_job(values), current_world(state.device), facts), chunked_loss=False, normalisation=NORMALISATION
+    )
+    _say_partition(plan)
+    _checkpoint_each(module, _on_one_stage(module, apart, plan))
+    parallel = parallelize(module, plan, state.layout, facts, state.device)
+    _give_weights(parallel, weights)
+    return parallel
+
+
+# ---- weights
+
+
+def _take_weights(module: nn.Module) -> dict[str, Tensor]:
+    """The values of all parameters by name, out of the module, whose parameters then take no memory."""
+    taken: dict[str, Tensor] = {}
+    made: dict[int, nn.Parameter] = {}
+    for name, parameter in list(module.named_parameters(remove_duplicate=False)):
+        if id(parameter) not in made:
+            blank = torch.empty_like(parameter.detach(), device="meta")
+            made[id(parameter)] = nn.Parameter(blank, requires_grad=parameter.requires_grad)
+            taken[name] = parameter.detach()
+        owner, _, leaf = name.rpartition(".")
+        module.get_submodule(owner)._parameters[leaf] = made[id(parameter)]
+    return taken
+
+
+def _give_weights(parallel: ParallelModel, weights: Mapping[str, Tensor]) -> None:
+    """Rank 0's values into the slices that are here; what was created without values is drawn."""
+    seed = torch.tensor([torch.initial_seed() & ((1 << 62) - 1)])
+    dist.broadcast(seed, 0)
+    if any(value.is_meta for value in weights.values()):
+        initialize(parallel, int(seed))
+    dtype = {entry.name: entry.parameter.dtype for entry in parallel.tensor_map}
+    for name, value in weights.items():
+        if value.is_meta:
+            continue
+        whole = value.to(parallel.device)
+        whole = whole.clone() if whole is value else whole
+        if dist.get_world_size() > 1:
+            dist.broadcast(whole, 0)
+        if name in parallel.tensor_map.names:
+            parallel.tensor_map[name].store(whole.to(dtype[parallel.tensor_map.names[name]]))
+    if parallel.pipeline is None and dist.get_world_size() > 1:
+        for buffer in parallel.module.buffers():
+            dist.broadcast(buffer, 0)
+
+
+def _dtype_of(weights: Mapping[str, Tensor]) -> str:
+    found = {value.dtype for value in weights.values() if value.is_floating_point()}
+    widest = max(found, key=lambda dtype: dtype.itemsize, default=torch.float32)
+    if widest not in DTYPES:
+        raise ModelError(f"the model's parameters are {widest}; use one of {', '.join(map(str, DTYPES))}")
+    return DTYPES[widest]
+
+
+def _facts(module: nn.Module, values: dict[str, Any], inputs: Mapping[str, Any]) -> ModelFacts:
+    """A script's own module is cut into stages like any other: between its blocks, or by tracing it."""
+    length, example = values["data.sequence_length"], {n: v for n, v in inputs.items() if isinstance(v, Tensor)}
+    state.tracing = True
+    published = isinstance(getattr(module, "config", None), PreTrainedConfig)  # whose inputs are known
+    facts = discover(module, make_job({"data.sequence_length": length}), None if published else example)
+    if state.layout.size("pipeline") > 1:
+        facts = _untraceable(facts, inputs) or cut_by_trace(module, facts, length, example)
+    state.tracing = False
+    own = tensor_splits(module)
+    unsplit = not published and bool(facts.tensor_refusal) and _has_whole_layers(module)
+    if own or unsplit:
+        whole = "layers of smp.nn hand whole activations to one another"
+        facts = replace(facts, tensor_splits=own, tensor_refusal="", vocabulary_parameters=(), sequence_refusal=whole)
+        if not facts.attention_heads:  # a script's own model has no config that says them
+            facts = replace(facts, attention_heads=common_heads(module), key_value_heads=common_heads(module))
+    if unsplit and not own and state.layout.size("tensor") > 1:
+        _say(f"nothing of {facts.family} is split: nn.Linear and nn.Embedding under tensor parallelism are whole on "
+             "every tensor rank, which work on the rows of all.")  # fmt: skip
+    return facts if facts.stages.refusal else replace(facts, is_hugging_face=True)
+
+
+def _has_whole_layers(module: nn.Module) -> bool:
+    """Whether a script's own model has layers by themselves under tensor parallelism, as SMP distributes them."""
+    return any(
+        isinstance(inner, (DistributedLinear, DistributedEmbedding))
+        or (isinstance(inner, (nn.Linear, nn.Embedding)) and requests.tensor.get(inner) is not None)
+        for inner in module.modules()
+    )
+
+
+def _untraceable(facts: ModelFacts, inputs: Mapping[str, Any]) -> ModelFacts | None:
+    """`facts` that name an argument of the forward with which no stages can be cut by tracing it, if there is one."""
+    known = (Tensor, bool, int, float, str, type(None))
+    name = next((name for name, value in inputs.items() if not isinstance(value, known)), None)
+    if name is None or not facts.stages.refusal:
+        return None
+    refusal = (
+        f"the argument {name!r} of the forward is of class {type(inputs[name]).__name__}; stages of {facts.family}, "
+        "which is no chain of blocks, are cut with tensors and plain values as arguments"
+    )
+    return replace(facts, stages=replace(facts.stages, refusal=refusal))
+
+
+# ---- stages
+
+
+def _partition(module: nn.Module, facts: ModelFacts) -> dict[str, Any]:
+    """The blocks' stages, as the script or its contexts put them."""
+    if state.cfg.auto_partition:
+        return {}
+    asked = {name: requests.partitions[inner] for name, inner in module.named_modules() if inner in requests.partitions}
+    placed: dict[str, int] = {}
+    for block in facts.blocks:
+        above = [name for name in asked if name == block.name or block.name.startswith(f"{name}.")]
+        if above:
+            placed[block.name] = asked[max(above, key=len)]
+    return {"parallel.partition": placed, "parallel.default_partition": int(state.cfg.default_partition)}
+
+
+def _say_partition(plan: Plan) -> None:
+    if plan.stages and dist.get_rank() == 0:
+        print("Partition assignments:", file=sys.stderr)
+        for stage, blocks in enumerate(plan.stages):
+            print(f"  stage {stage}: {', '.join(blocks)}", file=sys.stderr)
+
+
+# ---- checkpointing
+
+
+def _settle_checkpointing(
+    module: nn.Module, facts: ModelFacts, values: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Checkpointing]]:
+    """Checkpointing of all blocks is the engine's; what is to be put around some of them or other modules by name."""
+    values = {key: value for key, value in values.items() if key not in OFFLOAD}
+    asked = {
+        name: requests.checkpointing[inner] for name, inner in module.named_modules() if inner in requests.checkpointing
+    }
+    offload = bool(state.cfg.offload_activations)
+    if asked and facts.stages.traced:
+        _say("smp.set_activation_checkpointing has no effect: stages of this model are cut from its traced forward, "
+             "which has operators and no modules.")  # fmt: skip
+        return values, {}
+    names = [block.name for block in facts.blocks]
+    strategies = {_strategy(name, asked) for name in names}
+    if names and None not in strategies and len(strategies) == 1:
+        values |= {"memory.activation_checkpointing": "full", "memory.checkpoint_strategy": strategies.pop()}
+        if offload:
+            values["memory.offload_activations"] = True
+            values["memory.activation_loading_horizon"] = int(state.cfg.activation_loading_horizon)
+        return values, {}
+    if not asked:
+        if offload:
+            _say("offload_activations has no effect: smp.set_activation_checkpointing was not called.")
+        return values, {}
+    return values, asked
+
+
+def _on_one_stage(module: nn.Module, asked: Mapping[str, Checkpointing], plan: Plan) -> list[str]:
+    """`asked` without what lies on several stages: a note where these are cut automatically, else an error."""
+    kept = []
+    for name in asked:
+        inner = module.get_submodule(name)
+        alone = not isinstance(inner, (nn.Sequential, nn.ModuleList))
+        parts = [name] if alone else [f"{name}.{child}" for child, _ in inner.named_children()]
+        over = {part: stages for part in parts if len(stages := _stages(part, plan)) > 1}
+        if not over:
+            kept.append(name)
+        for part, stages in over.items():
+            text = f"smp.set_activation_checkpointing: {part or 'the model'} lies on stages {stages}"
+            if not state.cfg.auto_partition:
+                raise PartitionError(f"{text}; checkpoint modules that are on one stage, such as its blocks")
+            _say(f"{text}: it is not checkpointed.")
+    return kept
+
+
+def _stages(name: str, plan: Plan) -> list[int]:
+    prefix = f"{name}." if name else ""
+    return [
+        stage
+        for stage, blocks in enumerate(plan.stages)
+        if any(block == name or block.startswith(prefix) for block in blocks)
+    ]
+
+
+def _say(text: str) -> None:
+    if dist.get_rank() == 0:
+        print(f"note: {text}", file=sys.stderr)
+
+
+def _strategy(block: str, asked: Mapping[str, Checkpointing]) -> str | None:
+    if block in asked:
+        return "each"
+    container = block.rpartition(".")[0]
+    return asked[container].strategy if container in asked else None
+
+
+def _checkpoint_each(module: nn.Module, asked: Sequence[str]) -> None:
+    """Of containers the children, of others the module itself."""
+    memory, offload = MemorySection(activation_checkpointing="full"), bool(state.cfg.offload_activations)
+    horizon = int(state.cfg.activation_loading_horizon)
+    for name in asked:
+        inner = module.get_submodule(name)
+        alone = not isinstance(inner, (nn.Sequential, nn.ModuleList))
+        units: Sequence[nn.Module] = [inner] if alone else list(inner.children())
+        apply_activation_checkpointing(
+            [[unit] for unit in units], memory, ActivationOffload(state.device, horizon) if offload else None
+        )

@@ -1,0 +1,202 @@
+"""Checkpoints of version 1's scripts as Hugging Face directories, in one process: for `shardwise export`.
+
+What is read: a directory of `smp.save_checkpoint` (its `newest`), a `<tag>_partial` folder of it, a whole file, and
+what `smp.save` wrote of stages. Folders of this library are put together whatever the degrees; of Amazon's those of
+shards and of stages, by the documented layout. The config is the `model_config` that public scripts keep, else
+`config.json` beside.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    PreTrainedConfig,
+)
+
+from shardwise.checkpoint.export import converted
+from shardwise.checkpoint.writing import HuggingFaceWriter
+from shardwise.errors import CheckpointError
+from shardwise.parallel.tensor_map import Cut
+from shardwise.smp.v1.nn.huggingface.translation import FAMILIES, to_hf
+from shardwise.smp.v1.reading import read
+from shardwise.smp.v1.saving import CUTS, NEWEST, PARTITION, SUFFIX, USER
+from shardwise.smp.v1.sharded_data_parallel_checkpoint import PREFIX, whole_of_parts
+from shardwise.smp.v1.weights import PARTIAL
+from shardwise.words import listed
+
+CONFIG, CONFIG_FILE, MODEL = "model_config", "config.json", "model"
+REPLACED = ".seq_layers."  # in the names of smp.nn's transformers
+KINDS: tuple[Any, ...] = (AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForMaskedLM)
+_RANKS = re.compile(r"(?:_\d+){1,3}")
+
+
+def is_checkpoint(path: str | Path) -> bool:
+    """Whether a checkpoint of version 1's scripts is there."""
+    place = Path(path)
+    if "://" in str(path):
+        return False
+    folder = place.is_dir() and ((place / NEWEST).is_file() or bool(_parts(place)))
+    return folder or place.is_file() or bool(_saved_parts(place))
+
+
+def export(
+    source: str | Path, path: str | Path, dtype: str | None = None, say: Callable[[str], None] = lambda text: None
+) -> Path:
+    """Write the model of a checkpoint of version 1's scripts to the new directory `path`.
+
+    Args:
+        source: a directory of checkpoints (then its newest), a folder of one, or a file.
+        dtype: of the parameters in the files, as of `shardwise export`.
+        say: told which checkpoint is taken.
+
+    Raises:
+        CheckpointError: it is incomplete, of split tensors of another library, or has no config.
+        OutputError: `path` is there already or cannot be written.
+    """
+    place = Path(source)
+    if place.is_dir() and (place / NEWEST).is_file():
+        place = place / (place / NEWEST).read_text().strip()
+        say(f"the newest checkpoint of {source} is {place.name}")
+    weights, content = _opened(place)
+    config = config_of(place, content.get(CONFIG))
+    weights = _in_their_names(weights, config)
+    model = _model_of(place, config, weights)
+    with HuggingFaceWriter(path, config) as writer:
+        for name in _once(model):
+            if name in weights:
+                writer.add(name, converted(f"{MODEL}/{name}", weights[name], dtype))
+        return writer.finish()
+
+
+# ---- what there is
+
+
+def _opened(place: Path) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
+    """(weights, what the script has kept beside them)."""
+    if place.is_dir():
+        file = place / f"{USER}.pt"
+        return _of_folder(place), _mapping(read(file) if file.is_file() else {})
+    if not place.is_file():
+        saved = [_mapping(read(file)) for file in _of_stages(place)]
+        return {name: value for part in saved for name, value in _weights(part).items()}, saved[0]
+    whole = _mapping(read(place))
+    beside = place.parent / f"{USER}_{place.name}"
+    return _weights(whole), {**_mapping(read(beside) if beside.is_file() else {}), **whole}
+
+
+def _mapping(content: Any) -> Mapping[str, Any]:
+    return content if isinstance(content, Mapping) else {}
+
+
+def _weights(content: Mapping[str, Any]) -> dict[str, Tensor]:
+    found = content.get(MODEL, content)
+    return {name.removeprefix(PREFIX): value for name, value in found.items() if isinstance(value, Tensor)}
+
+
+def _of_folder(folder: Path) -> dict[str, Tensor]:
+    if not (folder / PARTITION).is_file():  # which Amazon's library does not write
+        return whole_of_parts(folder)
+    degrees = read(folder / PARTITION)
+    if degrees["shard"] > 1:
+        found: dict[str, Tensor] = read(_parts(folder)[0])["module"]
+        return found
+    wholes: dict[str, Tensor] = {}
+    for stage in range(degrees["pipeline"]):
+        for index in range(degrees["tensor"]):
+            cuts = read(folder / f"{CUTS}_{stage}_{index}.pt") if degrees["tensor"] > 1 else {}
+            _put_together(wholes, read(folder / f"model_{stage}_{index}.pt"), cuts)
+    return wholes
+
+
+def _put_together(wholes: dict[str, Tensor], part: Mapping[str, Any], cuts: Mapping[str, Any]) -> None:
+    for name, value in part.items():
+        if name in cuts:
+            cut = Cut(**cuts[name])
+            whole = wholes.setdefault(name, value.new_empty(cut.shape))
+            for region in cut.regions():
+                whole[region.logical] = value[region.local]
+        elif name != PARTIAL:
+            wholes[name] = value
+
+
+def _parts(folder: Path) -> list[Path]:
+    return sorted(folder.glob("model_*.pt")) if folder.name.endswith(SUFFIX) else []
+
+
+def _saved_parts(place: Path) -> list[Path]:
+    """What `smp.save` has made of this name, by the ranks behind it."""
+    found = place.parent.glob(f"{place.name}_*") if place.parent.is_dir() and place.name else ()
+    return sorted(file for file in found if file.is_file() and _RANKS.fullmatch(file.name.removeprefix(place.name)))
+
+
+def _of_stages(place: Path) -> list[Path]:
+    by_ranks = {file: file.name.removeprefix(place.name).split("_")[1:] for file in _saved_parts(place)}
+    split = [file for file, ranks in by_ranks.items() if ranks[1:2] not in ([], ["0"])]
+    if split:
+        raise CheckpointError(
+            f"{split[0]} is of tensor ranks, whose parts a file of smp.save does not name; load it with the script and "
+            "use smp.save_checkpoint, or save whole weights"
+        )
+    return [file for file, ranks in by_ranks.items() if ranks[2:] in ([], ["0"])]
+
+
+# ---- whose it is
+
+
+def config_of(place: Path, kept: Any) -> PreTrainedConfig:
+    """The model's config: `kept` with the checkpoint, or `config.json` in its folder or the one above.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if isinstance(kept, PreTrainedConfig):
+        return type(kept).from_dict(kept.to_dict())  # without the attention that the run chose
+    folders = [folder for folder in (place, place.parent) if (folder / CONFIG_FILE).is_file()]
+    if not folders:
+        raise CheckpointError(
+            f"{place} keeps no {CONFIG!r}, as public scripts do; put the model's {CONFIG_FILE} into "
+            f"{place if place.is_dir() else place.parent}"
+        )
+    found: PreTrainedConfig = AutoConfig.from_pretrained(folders[0])
+    return found
+
+
+def _in_their_names(weights: dict[str, Tensor], config: PreTrainedConfig) -> dict[str, Tensor]:
+    """Of the Hugging Face model, where smp.nn's modules have taken the place of its own."""
+    if config.model_type not in FAMILIES or not any(REPLACED in name for name in weights):
+        return weights
+    return to_hf(weights, config.model_type, getattr(config, "num_attention_heads", None))
+
+
+def _model_of(place: Path, config: PreTrainedConfig, weights: Mapping[str, Tensor]) -> nn.Module:
+    """The kind of model whose parameters are there, without values."""
+    lacking: list[str] = []
+    for kind in KINDS:
+        if type(config) in kind._model_mapping:
+            with torch.device("meta"):
+                model: nn.Module = kind.from_config(config)
+            missing = [name for name, _ in model.named_parameters() if name not in weights]
+            if not missing:
+                return model
+            lacking = lacking or missing
+    raise CheckpointError(
+        f"{place} lacks {listed(lacking) or 'a model that transformers knows'} of {config.model_type}, and holds "
+        f"{listed(sorted(weights)) or 'no tensors'}"
+    )
+
+
+def _once(model: nn.Module) -> Iterable[str]:
+    """Names of the model's state, a tied one's first alone."""
+    parameters = dict(model.named_parameters())
+    again = {name for name, _ in model.named_parameters(remove_duplicate=False)} - parameters.keys()
+    return [name for name in model.state_dict() if name not in again]

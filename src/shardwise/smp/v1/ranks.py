@@ -1,0 +1,189 @@
+"""Ranks, sizes and groups of SMP: tensor, pipeline, reduced data, data and model parallelism, world and host.
+
+`layout.SMP_AXES` says which named axes each of SMP's notions spans (developer guide, "ranking mechanism").
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import torch.distributed as dist
+
+from shardwise.parallel.layout import SMP_AXES
+from shardwise.smp.v1.process import state
+
+
+class CommGroup(Enum):
+    """Groups for messages."""
+
+    WORLD = "world"
+    MP_GROUP = "mp"
+    DP_GROUP = "dp"
+    TP_GROUP = "tp"
+    PP_GROUP = "pp"
+    RDP_GROUP = "rdp"
+
+
+class RankType(Enum):
+    """What a rank in a message counts."""
+
+    WORLD_RANK = "world"
+    MP_RANK = "mp"
+    DP_RANK = "dp"
+    TP_RANK = "tp"
+    PP_RANK = "pp"
+    RDP_RANK = "rdp"
+
+
+WORLD, MP_GROUP, DP_GROUP = CommGroup.WORLD, CommGroup.MP_GROUP, CommGroup.DP_GROUP
+TP_GROUP, PP_GROUP, RDP_GROUP = CommGroup.TP_GROUP, CommGroup.PP_GROUP, CommGroup.RDP_GROUP
+
+
+def members(kind: CommGroup | RankType) -> tuple[int, ...]:
+    """Global ranks of this rank's group, ascending."""
+    return state.layout.smp(kind.value)[2]
+
+
+def process_group(kind: CommGroup) -> dist.ProcessGroup:
+    """torch's group of `kind`."""
+    return state.layout.group(*SMP_AXES[kind.value])
+
+
+def rank() -> int:
+    """This process among all."""
+    return state.layout.smp("world")[0]
+
+
+def size() -> int:
+    """Number of all processes."""
+    return state.layout.smp("world")[1]
+
+
+def local_rank() -> int:
+    """This process among those of its host."""
+    return state.layout.smp("local")[0]
+
+
+def local_size() -> int:
+    """Processes of this host."""
+    return state.layout.smp("local")[1]
+
+
+def tp_rank() -> int:
+    """Position among the ranks that split each layer's tensors."""
+    return state.layout.smp("tp")[0]
+
+
+def tp_size() -> int:
+    """Ranks that split each layer's tensors."""
+    return state.layout.smp("tp")[1]
+
+
+def pp_rank() -> int:
+    """Pipeline stage of this rank."""
+    return state.layout.smp("pp")[0]
+
+
+def pp_size() -> int:
+    """Pipeline stages."""
+    return state.layout.smp("pp")[1]
+
+
+def rdp_rank() -> int:
+    """Position among the ranks that hold the same part of the model."""
+    return state.layout.smp("rdp")[0]
+
+
+def rdp_size() -> int:
+    """Ranks that hold the same part of the model."""
+    return state.layout.smp("rdp")[1]
+
+
+def dp_rank() -> int:
+    """Position among the ranks of the same stage."""
+    return state.layout.smp("dp")[0]
+
+
+def dp_size() -> int:
+    """Ranks of the same stage."""
+    return state.layout.smp("dp")[1]
+
+
+def mp_rank() -> int:
+    """Position among the ranks that together hold one copy of the model."""
+    return state.layout.smp("mp")[0]
+
+
+def mp_size() -> int:
+    """Ranks that together hold one copy of the model."""
+    return state.layout.smp("mp")[1]
+
+
+def get_tp_group() -> list[int]:
+    """Global ranks of the tensor group."""
+    return list(members(CommGroup.TP_GROUP))
+
+
+def get_pp_group() -> list[int]:
+    """Global ranks of the pipeline group."""
+    return list(members(CommGroup.PP_GROUP))
+
+
+def get_rdp_group() -> list[int]:
+    """Global ranks of the reduced data group."""
+    return list(members(CommGroup.RDP_GROUP))
+
+
+def get_dp_group() -> list[int]:
+    """Global ranks of the data group."""
+    return list(members(CommGroup.DP_GROUP))
+
+
+def get_mp_group() -> list[int]:
+    """Global ranks of the model group."""
+    return list(members(CommGroup.MP_GROUP))
+
+
+def get_world_process_group() -> dist.ProcessGroup:
+    """torch's group of all ranks."""
+    return process_group(CommGroup.WORLD)
+
+
+def get_tp_process_group() -> dist.ProcessGroup:
+    """torch's tensor group."""
+    return process_group(CommGroup.TP_GROUP)
+
+
+def get_pp_process_group() -> dist.ProcessGroup:
+    """torch's pipeline group."""
+    return process_group(CommGroup.PP_GROUP)
+
+
+def get_rdp_process_group() -> dist.ProcessGroup:
+    """torch's reduced data group."""
+    return process_group(CommGroup.RDP_GROUP)
+
+
+def get_dp_process_group() -> dist.ProcessGroup:
+    """torch's data group."""
+    return process_group(CommGroup.DP_GROUP)
+
+
+def get_mp_process_group() -> dist.ProcessGroup:
+    """torch's model group."""
+    return process_group(CommGroup.MP_GROUP)
+
+
+def is_initialized() -> bool:
+    """Whether `smp.init` was called."""
+    return state.initialized
+
+
+def is_tracing() -> bool:
+    """Whether the model's structure is being looked at; a step's body never runs meanwhile."""
+    return state.tracing
+
+
+def num_microbatches() -> int:
+    """Pieces of a batch."""
+    return int(state.cfg.microbatches)

@@ -1,0 +1,310 @@
+"""`smp.save`, `load`, `save_checkpoint` and `resume_from_checkpoint`, with SMP's file names.
+
+Partial files are a rank's own: `<f>_<pp>_<tp>`, and `<f>_<pp>_<tp>_<rdp>` where ranks of one stage differ. A checkpoint
+is `<path>/<tag>_partial/` (`model_*.pt`, `optimizer_*.pt`, `fp16_states_*.pt`, `user_content.pt`, `partition.pt`) or,
+full, the file `<path>/<tag>` with `<path>/user_content_<tag>`; the text file `<path>/newest` names the last one. Of
+tensor ranks there are `cuts_*.pt` too, by which parts are put together without the model. Under sharded data
+parallelism there are `model_0.pt` and an `optimizer_<i>.pt` for each shard, whose `fp32_flat_groups` hold
+ceil(numel/degree) elements of every parameter in turn. `reading` says what is read.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.errors import CheckpointError
+from shardwise.smp.v1.messages import barrier
+from shardwise.smp.v1.optimizer_side import Side
+from shardwise.smp.v1.optimizer_state import local_state, scaler_state
+from shardwise.smp.v1.own_optimizer import Numbering
+from shardwise.smp.v1.process import state
+from shardwise.smp.v1.reading import read
+from shardwise.smp.v1.replacement import translate_in, translate_out
+from shardwise.smp.v1.safetensors_files import in_safetensors
+from shardwise.smp.v1.sharded_data_parallel_checkpoint import whole_of_parts
+from shardwise.smp.v1.weights import cuts_of, local_weights, marked, whole_weights, with_ties
+
+NEWEST, SUFFIX, USER = "newest", "_partial", "user_content"
+PARTITION, CUTS = "partition.pt", "cuts"
+STEPS = "steps"  # by whose number dropout goes on
+
+
+def save(
+    obj: Any, f: str, partial: bool = True, pickle_module: Any = None, pickle_protocol: int = 2, v3: bool = False
+) -> None:
+    """`torch.save` to a name of this rank's own (`partial`), or once for all.
+
+    Args:
+        obj: what to save; tensors keep their devices.
+        f: path, to which ranks are appended if `partial`.
+        partial: whether each rank of the model saves its own.
+        pickle_module: accepted; torch's own is used.
+        pickle_protocol: as `torch.save`.
+        v3: append the reduced data rank too.
+    """
+    if partial:
+        torch.save(obj, f"{f}{_ranks(v3)}", pickle_protocol=pickle_protocol)
+    elif state.layout.smp("world")[0] == 0:
+        torch.save(obj, f, pickle_protocol=pickle_protocol)
+
+
+def load(
+    f: str, map_location: Any = None, pickle_module: Any = None, partial: bool = True, back_compat: bool = False,
+    **pickle_load_args: Any,
+) -> Any:  # fmt: skip
+    """What `save` wrote: this rank's own file if `partial`, of whichever of SMP's names is there.
+
+    Raises:
+        CheckpointError: there is no such file, or it holds more than tensors and plain values.
+    """
+    if not partial:
+        return read(Path(f), map_location)
+    names = [f"{f}{_ranks(True)}", f"{f}{_ranks(False)}", f"{f}_{state.layout.smp('mp')[0]}"]
+    found = next((name for name in names if os.path.exists(name)), None)
+    if found is None:
+        raise CheckpointError(f"smp.load: none of {', '.join(names)} is there; it was saved at other degrees, or whole")
+    return read(Path(found), map_location)
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    tag: str,
+    partial: bool = True,
+    model: Any = None,
+    optimizer: Any = None,
+    user_content: Any = None,
+    translate_if_full: bool = True,
+    num_kept_partial_checkpoints: int | None = None,
+) -> None:
+    """Write model, optimizer and what the user adds. Collective: every rank calls it.
+
+    Args:
+        path: directory of all checkpoints.
+        tag: name of this one.
+        partial: each rank its part, to go on at the same degrees; else the whole model, for any.
+        model, optimizer: the distributed ones; left out, the script's.
+        user_content: plain values and tensors.
+        translate_if_full: write a replaced Hugging Face model under its own names.
+        num_kept_partial_checkpoints: remove older partial ones.
+    """
+    directory, model, side = Path(path), model or state.model, _side(optimizer)
+    directory.mkdir(parents=True, exist_ok=True)
+    content = _user_content(user_content)
+    if partial:
+        folder = directory / f"{tag}{SUFFIX}"
+        folder.mkdir(exist_ok=True)
+        _save_parts(folder, model, side)
+        if _leads():
+            torch.save(content, folder / f"{USER}.pt")
+        name = folder.name
+    else:
+        weights: Mapping[str, Any] = whole_weights(model, "smp.save_checkpoint")
+        weights = translate_out(model.get_module(), weights) if translate_if_full else weights
+        if _leads():
+            torch.save(dict(weights), directory / tag)
+            torch.save(content, directory / f"{USER}_{tag}")
+        name = tag
+    barrier()
+    if _leads():
+        (directory / NEWEST).write_text(name)
+        if partial and num_kept_partial_checkpoints:
+            _prune(directory, num_kept_partial_checkpoints)
+    barrier()
+
+
+def resume_from_checkpoint(
+    path: str | os.PathLike[str],
+    tag: str | None = None,
+    partial: bool = True,
+    strict: bool = True,
+    load_optimizer: bool = True,
+    load_sharded_optimizer_state: bool = True,
+    translate_function: Callable[[Any], Any] | None = None,
+) -> Any:
+    """Load the script's model, and with `partial` its optimizer; before the first step they wait for it.
+
+    Args:
+        path: directory of all checkpoints.
+        tag: which one; left out, the newest.
+        partial: whether it is one of parts; a full one restores the model alone.
+        strict: names have to be the model's.
+        load_optimizer: of a partial one.
+        load_sharded_optimizer_state: of a partial one whose optimizer state is sharded.
+        translate_function: applied to a full one's weights.
+
+    Returns:
+        What the user added, as it was; an empty dict where there is nothing.
+
+    Raises:
+        CheckpointError: it is not there, of other degrees, or of another model.
+    """
+    directory = Path(path)
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory} is no directory; give the one that save_checkpoint wrote to")
+    tag = tag or _newest(directory)
+    model = state.model
+    if model is None:
+        raise CheckpointError("smp.resume_from_checkpoint needs the model; make smp.DistributedModel first")
+    if partial:
+        folder = directory / (tag if tag.endswith(SUFFIX) else f"{tag}{SUFFIX}")
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder} is not there; give the tag of a partial checkpoint, or partial=False")
+        _load_parts(folder, strict, load_optimizer and load_sharded_optimizer_state)
+        file = folder / f"{USER}.pt"
+    else:
+        tied_once = in_safetensors(directory, tag)
+        whole: Any = tied_once or read(directory / tag)
+        weights = whole.get("model", whole) if isinstance(whole, Mapping) else whole
+        weights = translate_function(weights) if translate_function else translate_in(model.get_module(), weights)
+        weights = with_ties(model, weights) if tied_once else weights
+        model.load_state_dict({**weights, "_smp_is_partial": False}, strict=strict)
+        file = directory / f"{USER}_{tag}"
+    content = read(file) if file.exists() else {}
+    return {} if content is None else content
+
+
+# ---- parts
+
+
+def _save_parts(folder: Path, model: Any, side: Side | None) -> None:
+    degree = state.layout.size("shard")
+    first = state.layout.index("replica") == 0
+    if degree > 1:
+        _save_shards(folder, model, side, first)
+    elif first:
+        torch.save(marked(local_weights(model)), folder / f"model{_ranks(False)}.pt")
+        if state.layout.size("tensor") > 1:
+            torch.save(cuts_of(model), folder / f"{CUTS}{_ranks(False)}.pt")
+        if side is not None:
+            own = _optimizer_state(side)
+            torch.save(own, folder / f"optimizer{_ranks(False)}.pt")
+            if side.scaler is not None:
+                torch.save({"scaler": own["scaler"]}, folder / f"fp16_states{_ranks(False)}.pt")
+    if _leads():
+        torch.save({**_degrees(), STEPS: state.step_count}, folder / PARTITION)
+
+
+def _save_shards(folder: Path, model: Any, side: Side | None, first: bool) -> None:
+    """SMP's files of sharded data parallelism, each shard's exact state beside its flat groups."""
+    degree, index = state.layout.size("shard"), state.layout.index("shard")
+    weights = whole_weights(model, "smp.save_checkpoint")
+    suffix = _split_suffix()
+    if first and index == 0:
+        torch.save({"module": weights}, folder / f"model_0{suffix}.pt")
+    if not first:
+        return
+    shard: dict[str, Any] = {"partition_count": degree, "weights": marked(local_weights(model))}
+    if side is not None:
+        shard["fp32_flat_groups"] = _flat_groups(side, weights, degree, index)
+        shard["optimizer"] = _optimizer_state(side)
+    torch.save(shard, folder / f"optimizer_{index}{suffix}.pt")
+
+
+def _flat_groups(side: Side, weights: Mapping[str, Tensor], degree: int, index: int) -> list[Tensor]:
+    groups, first = [], 0
+    for count in side.group_sizes:
+        names = side.order[first : first + count]
+        groups.append(torch.cat([_slice(weights[name], degree, index) for name in names]))
+        first += count
+    return groups
+
+
+def _slice(whole: Tensor, degree: int, index: int) -> Tensor:
+    """Elements index*c to (index+1)*c of the flat tensor, c = ceil(numel/degree), zeros behind its end."""
+    size = math.ceil(whole.numel() / degree)
+    flat = whole.flatten().float()[index * size : (index + 1) * size]
+    return torch.nn.functional.pad(flat, (0, size - flat.numel()))
+
+
+def _load_parts(folder: Path, strict: bool, with_optimizer: bool) -> None:
+    model, side = state.model, state.optimizer
+    assert model is not None
+    if not (folder / PARTITION).is_file():  # which Amazon's library does not write
+        weights = with_ties(model, whole_of_parts(folder))
+        model.load_state_dict({**weights, "_smp_is_partial": False}, strict=strict)
+        if _leads():
+            print(f"note: {folder} is not of this library: its weights are loaded, and the optimizer starts anew.",
+                  file=sys.stderr)  # fmt: skip
+        return
+    saved = read(folder / PARTITION)
+    steps = saved.pop(STEPS, state.step_count)
+    if saved != _degrees():
+        changed = ", ".join(f"{key} {saved.get(key)} there and {value} here" for key, value in _degrees().items()
+                            if saved.get(key) != value)  # fmt: skip
+        raise CheckpointError(f"{folder} is of other degrees: {changed}; use the same, or a full checkpoint")
+    state.step_count = steps
+    if state.layout.size("shard") > 1:
+        shard = read(folder / f"optimizer_{state.layout.index('shard')}{_split_suffix()}.pt")
+        weights, optimizer = shard["weights"], shard.get("optimizer")
+    else:
+        weights = read(folder / f"model{_ranks(False)}.pt")
+        file = folder / f"optimizer{_ranks(False)}.pt"
+        optimizer = read(file) if file.exists() else None
+    model.load_state_dict(weights, strict=strict)
+    if with_optimizer and side is not None and optimizer is not None:
+        side.load(optimizer)
+
+
+def _optimizer_state(side: Side) -> dict[str, Any]:
+    return local_state(torch.optim.Optimizer.state_dict(side.optimizer) | {"scaler": scaler_state(side)}, False)
+
+
+def _degrees() -> dict[str, int]:
+    """What a partial checkpoint has to find again."""
+    layout = state.layout
+    return {axis: layout.size(axis) for axis in ("pipeline", "tensor", "shard")}
+
+
+def _side(optimizer: Any) -> Side | None:
+    return optimizer._smp if isinstance(optimizer, Numbering) else state.optimizer
+
+
+def _user_content(given: Any) -> Any:
+    """With the names and shapes that scripts of sharded data parallelism look for."""
+    model = state.model
+    if state.layout.size("shard") == 1 or model is None or not isinstance(given, (dict, type(None))):
+        return {} if given is None else given
+    shapes = dict(model.parallel.facts.parameter_shapes) if model.parallel else {}
+    added = {"buffer_names": [name for name, _ in model.get_module().named_buffers()], "param_shapes": [shapes]}
+    return added | (given or {})
+
+
+# ---- names
+
+
+def _ranks(with_data: bool) -> str:
+    ranks = [state.layout.smp(kind)[0] for kind in ("pp", "tp", *(("rdp",) if with_data else ()))]
+    return "".join(f"_{rank}" for rank in ranks)
+
+
+def _split_suffix() -> str:
+    """Of files of shards: nothing, the tensor rank, or stage and tensor rank (beside sharded optimizer state)."""
+    if state.layout.size("pipeline") > 1:
+        return _ranks(False)
+    return "" if state.layout.size("tensor") == 1 else f"_{state.layout.index('tensor')}"
+
+
+def _leads() -> bool:
+    return state.layout.rank == 0
+
+
+def _newest(directory: Path) -> str:
+    file = directory / NEWEST
+    if not file.is_file():
+        raise CheckpointError(f"{directory} has no file {NEWEST!r}; give a tag")
+    return file.read_text().strip()
+
+
+def _prune(directory: Path, kept: int) -> None:
+    folders = sorted(directory.glob(f"*{SUFFIX}"), key=lambda folder: folder.stat().st_mtime)
+    for folder in folders[:-kept]:
+        shutil.rmtree(folder)

@@ -1,0 +1,242 @@
+"""A dry run: one rank of a job of any size, traced on this machine without allocating or computing anything.
+
+The rank runs its real code - parallelize, two training steps, the optimizer - on fake tensors (shapes only) and in a
+fake process group, whose collectives return at once. What stays alive between operators is counted, which is the peak
+that the closed form (`shardwise.planner.formulas.memory`) has to meet; the report shows both.
+
+The trace has one device, a CPU: attention is the CPU's fused kernel, and nothing tells a host from a device. What it
+cannot see is refused by name (`REFUSALS`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from shardwise._torch_compat import FakeTensorMode, fake_store, read_scalar
+from shardwise.data.batch import Batch
+from shardwise.errors import ConfigError, MachineError
+from shardwise.job.schema import Job
+from shardwise.model.build import build_model
+from shardwise.model.facts import ModelFacts
+from shardwise.observe.memory import LiveBytes
+from shardwise.parallel.apply import parallelize
+from shardwise.parallel.layout import Layout
+from shardwise.parallel.model import ParallelModel
+from shardwise.plan.plan import Plan, World, resolve
+from shardwise.planner.formulas.memory import estimate
+from shardwise.planner.formulas.memory_estimate import MemoryEstimate
+from shardwise.training.optimizer import ShardedOptimizer
+from shardwise.training.program import make_program
+
+FAKE = "fake"
+STEPS = 2  # the first makes the optimizer's state
+MICROBATCHES = 2  # without a pipeline, more of them hold no more; with one, for each of its ranks
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What one traced rank held at most, and what the closed forms say. Memory in bytes.
+
+    Attributes:
+        rank: the rank that was traced, of `plan.world.size`.
+        peak: traced, in the second step.
+        traced: the closed form of what was traced, on that rank's pipeline rank.
+        planned: the closed form of the plan on its own device.
+        operators: how many were dispatched.
+        coordinates: of the rank, by axis.
+    """
+
+    plan: Plan
+    rank: int
+    peak: int
+    traced: MemoryEstimate
+    planned: MemoryEstimate
+    operators: int
+    coordinates: dict[str, int]
+
+    @property
+    def error(self) -> float:
+        """The closed form against the trace, as a share of the trace."""
+        return self.traced.total / self.peak - 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, ready for JSON."""
+        return {
+            "world": self.plan.world.size,
+            "rank": self.rank,
+            "coordinates": self.coordinates,
+            "operators": self.operators,
+            "traced_peak_bytes": self.peak,
+            "closed_form_bytes": self.traced.total,
+            "error_percent": 100 * self.error,
+            "moment": self.traced.moment,
+            "causes": self.traced.causes(),
+            "planned": {"bytes": self.planned.total, "moment": self.planned.moment, "causes": self.planned.causes()},
+        }
+
+
+REFUSALS: tuple[tuple[Callable[[Plan, ModelFacts], Any], str], ...] = (
+    (lambda plan, facts: not facts.is_hugging_face, "model.factory: the inputs of a module of your own are not known"),
+    (
+        lambda plan, facts: plan.stages and facts.stages.traced,
+        "parallel.pipeline_parallel_degree above 1: torch traces this model's forward to cut it, in no other trace",
+    ),
+    (
+        lambda plan, facts: plan.job.model.task == "seq2seq_lm",
+        "model.task=seq2seq_lm: encoder and decoder get sequences of two lengths, which the closed form does not know",
+    ),
+    (
+        lambda plan, facts: plan.world.device_type == "cuda" and plan.job.memory.offload_activations,
+        "memory.offload_activations=True: the trace has one device and cannot tell what is on the host",
+    ),
+    (
+        lambda plan, facts: plan.world.device_type == "cuda" and plan.job.memory.offload_parameters,
+        "memory.offload_parameters=True: the trace has one device and cannot tell what is on the host",
+    ),
+)
+
+
+def dry_run(job: Job, world: World, facts: ModelFacts, rank: int = 0) -> DryRun:
+    """Trace rank `rank` of `job` on `world`.
+
+    Raises:
+        LegalityError: the job cannot run on that world.
+        ConfigError: the rank is not there, or the trace cannot follow the job; the message says which key.
+        MachineError: this process is in a process group already.
+    """
+    plan = resolve(job, world, facts)
+    if not 0 <= rank < world.size:
+        raise ConfigError(f"--rank={rank} is not among the {world.size} ranks; use 0 to {world.size - 1}")
+    for refuses, why in REFUSALS:
+        if refuses(plan, facts):
+            raise ConfigError(
+                f"--dry-run cannot trace {why}; leave it out, or take the closed form of `shardwise plan`"
+            )
+    traced = _traceable(plan)
+    layout = Layout.from_plan(traced, rank)
+    with _alone(rank, world.size):
+        peak, operators = _trace(traced, layout, facts)
+    stage = layout.index("pipeline")
+    return DryRun(
+        plan,
+        rank,
+        peak,
+        estimate(traced, facts, pipeline=stage),
+        estimate(plan, facts, pipeline=stage),
+        operators,
+        layout.coordinates(),
+    )
+
+
+def _traceable(plan: Plan) -> Plan:
+    """The same work where the trace can follow it."""
+    count = min(plan.accumulation, MICROBATCHES * plan.degrees["pipeline"])
+    world = replace(plan.world, device_type="cpu", accelerator="")
+    model = plan.job.model.model_copy(update={"compile": False})
+    job = plan.job.model_copy(update={"model": model})
+    return replace(plan, job=job, world=world, backend=FAKE, accumulation=count)
+
+
+@contextmanager
+def _alone(rank: int, size: int) -> Iterator[None]:
+    """A world in which this process is the only one."""
+    if dist.is_initialized():
+        raise MachineError("a dry run makes a process group of its own, and this process is in one; run it elsewhere")
+    dist.init_process_group(FAKE, rank=rank, world_size=size, store=fake_store())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _trace(plan: Plan, layout: Layout, facts: ModelFacts) -> tuple[int, int]:
+    """(peak bytes of the last step, dispatched operators)."""
+    device = torch.device("cpu")
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    model = parallelize(build_model(plan.job), plan, layout, facts, device, lambda: fake)
+    with fake:
+        optimizer = ShardedOptimizer(model.tensor_map, plan.job.optimizer)
+        with _Trace(*(part.module for part in model.parts), optimizer.inner) as trace:
+            for step in range(STEPS):
+                trace.measuring = step == STEPS - 1
+                _step(model, optimizer)
+    return trace.peak, trace.operators
+
+
+def _step(model: ParallelModel, optimizer: ShardedOptimizer) -> None:
+    """What `train_step` does, less what only moves numbers: control, norm, and their all-reduces."""
+    batches = [_batch(model.plan) for _ in range(model.plan.accumulation)]
+    model.run(make_program(model), batches, 0, torch.empty((), dtype=model.accumulation_dtype))
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _batch(plan: Plan) -> Batch:
+    rows, length = plan.microbatch, plan.sequence_length
+    tokens = torch.empty(rows, length, dtype=torch.int64)
+    isolated = plan.job.data.isolate_documents
+    inputs = {"input_ids": tokens} | ({"position_ids": torch.empty_like(tokens)} if isolated else {})
+    documents = torch.empty_like(tokens) if isolated else None
+    return Batch(inputs, torch.empty_like(tokens), torch.empty(rows, dtype=torch.int64), documents)
+
+
+class _Trace(LiveBytes):
+    """Counts fake tensors as if they had storage."""
+
+    def __init__(self, *roots: Any) -> None:
+        self.operators, self.measuring = 0, False
+        super().__init__(*roots, counts_meta=True)
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.operators += 1
+        if func is read_scalar:  # no value is known; the one that is read is the vote of torch stages, where 1 is yes
+            return 1
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _sample(self) -> None:
+        """The peak alone, and in the measured step alone: after every operator, this is most of a trace's time."""
+        if self.measuring:
+            alive = (reference() for reference in list(self._storages.values()))
+            self.peak = max(self.peak, sum(storage.nbytes() for storage in alive if storage is not None))
+
+
+def describe(run: DryRun) -> Group:
+    """Trace and closed form side by side, by cause."""
+    world, where = run.plan.world, ", ".join(f"{axis} {index}" for axis, index in run.coordinates.items() if index)
+    table = Table(title=f"Dry run of rank {run.rank} of {world.size}{f' ({where})' if where else ''}, MiB")
+    table.title_justify, table.title_style = "left", "bold"
+    table.add_column("cause")
+    table.add_column("as traced", justify="right")
+    table.add_column(f"planned on {world.device_type}", justify="right")
+    for cause, size in run.traced.causes().items():
+        planned = run.planned.causes()[cause]
+        if size or planned:
+            table.add_row(cause, f"{size / MIB:,.1f}", f"{planned / MIB:,.1f}")
+    table.add_section()
+    table.add_row("closed form", f"{run.traced.total / MIB:,.1f}", f"{run.planned.total / MIB:,.1f}", style="bold")
+    table.add_row("at", run.traced.moment, run.planned.moment)
+    table.add_row("traced peak", f"{run.peak / MIB:,.1f}", "", style="bold")
+    table.add_row("closed form against trace", f"{run.error:+.1%}", "")
+    return Group(table, *(Text(f"note: {note}", style="yellow") for note in _notes(run)))
+
+
+def _notes(run: DryRun) -> Iterator[str]:
+    yield f"{run.operators:,} operators were traced on a CPU without allocating; attention is the CPU's fused kernel."
+    count = MICROBATCHES * run.plan.degrees["pipeline"]
+    if run.plan.accumulation > count:
+        more = "hold more only under `pipeline: simple`" if run.plan.stages else "hold no more"
+        yield f"{count} of {run.plan.accumulation} microbatches were traced and counted; further ones {more}."
+    if run.plan.job.model.compile:
+        yield "model.compile: the blocks were traced uncompiled; compiled ones keep less."

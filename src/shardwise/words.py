@@ -1,0 +1,50 @@
+"""Words that messages share: lists of names, the nearest name to a mistyped one, plural forms, notes on stderr."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+
+def divisors(number: int) -> list[int]:
+    """Return the divisors of `number`, ascending."""
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def one_of(values: Iterable[object]) -> str:
+    """Return `1, 2 or 4`."""
+    *most, last = [str(value) for value in values]
+    return f"{', '.join(most)} or {last}" if most else last
+
+
+def say_note(note: str) -> None:
+    """Print a note on stderr, where it does not mix with what a command prints."""
+    print(f"note: {note}", file=sys.stderr)
+
+
+def listed(names: Iterable[str], most: int = 4, separator: str = ", ") -> str:
+    """The first of `names`, and how many more there are."""
+    names = list(names)
+    return separator.join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+LISTED = 60  # names that a message lists, at most
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """` Did you mean 'x'?` for the closest of `known`, or the list of them when nothing is close."""
+    known = sorted(known)
+    close = [name for name in known if name.lower() == word.lower()]  # `adamw` is further from AdamW than from Adam
+    close = close or difflib.get_close_matches(word, known, n=1, cutoff=0.55)
+    return f" Did you mean {close[0]!r}?" if close else f" Known: {listed(known, LISTED)}."
+
+
+def nearest_file(path: Path, *suffixes: str) -> str:
+    """Of a file that is not there: the one beside it with the closest name, or that there is none of these kinds."""
+    if not path.parent.is_dir():
+        return f" There is no directory {str(path.parent)!r}."
+    files = [str(path.parent / name) for name in os.listdir(path.parent) if name.endswith(suffixes)]
+    return nearest(str(path), files) if files else f" There is no {' or '.join(suffixes)} file beside it."

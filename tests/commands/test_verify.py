@@ -1,0 +1,194 @@
+"""`shardwise verify`: its own workers, its two references, what it refuses, and the oracle's independence."""
+
+from __future__ import annotations
+
+import ast
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+import shardwise
+from shardwise.commands.verify import cut_depth, fused_dropout_off, run_verify
+from shardwise.errors import ConfigError, MachineError
+from shardwise.job.schema import Job
+from shardwise.model.build import load_config
+from shardwise.testing.comparison import Difference, Report, Tolerance, compare_tensors, relative_error
+from shardwise.training.setup import study
+from tests.parity.jobs import make_job, make_module_job, write_tokens
+
+FORBIDDEN = ("parallel", "kernels", "collectives", "training", "memory", "precision")
+ORACLE = ("oracle", "oracle_data", "oracle_dropout")
+HERE = Path(shardwise.__file__).parent
+
+
+# --- independence
+
+
+@pytest.mark.parametrize("name", ORACLE)
+def test_the_oracle_imports_nothing_of_what_it_judges(name: str) -> None:
+    tree = ast.parse((HERE / "testing" / f"{name}.py").read_text())
+    found = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
+    found |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    ours = {module.split(".")[1] for module in found if module.startswith("shardwise.")}
+    assert found and not ours & set(FORBIDDEN)
+
+
+def test_nor_does_anything_that_it_imports() -> None:
+    code = "import sys, shardwise.testing.oracle; print(*[m for m in sys.modules if m.startswith('shardwise.')])"
+    loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    assert "shardwise.testing.oracle" in loaded
+    assert not [module for module in loaded if module.split(".")[1] in FORBIDDEN]
+
+
+# --- numbers
+
+
+def test_errors() -> None:
+    one, other = torch.tensor([1.0, -4.0]), torch.tensor([1.0, -2.0])
+    assert relative_error(one, other) == 1.0 and relative_error(one, other, least=8.0) == 0.25
+    assert relative_error(torch.zeros(2), torch.zeros(2)) == 0.0
+    assert relative_error(torch.ones(2), torch.zeros(2)) == math.inf
+    assert math.isnan(relative_error(torch.tensor([math.nan]), torch.ones(1)))
+    assert relative_error(torch.empty(0, 3), torch.empty(0, 3)) == 0.0
+
+
+def test_nothing_unusual_counts_as_agreement() -> None:
+    tolerance = Tolerance(1e-9)
+    whole = {"a": torch.ones(2), "b": torch.ones(3)}
+    for ours in ({"a": torch.ones(2)}, {**whole, "c": torch.ones(1)}, {**whole, "b": torch.ones(1, 3)}):
+        assert not all(d.agrees for d in compare_tensors(0, "gradient", ours, whole, tolerance))
+    nan = compare_tensors(0, "gradient", {**whole, "b": torch.full((3,), math.nan)}, whole, tolerance)
+    report = Report("", nan)
+    assert not report.agrees and report.max_relative_error == math.inf and report.first == nan[1]
+    assert not Report("").agrees  # nothing was compared
+
+
+def test_a_tensor_of_rounding_is_held_to_the_largest_one() -> None:
+    reference = {"big": torch.ones(2, dtype=torch.float64), "noise": torch.tensor([1e-17], dtype=torch.float64)}
+    ours = {"big": reference["big"], "noise": -reference["noise"]}
+    assert all(d.agrees for d in compare_tensors(0, "gradient", ours, reference, Tolerance(1e-9)))
+    ours["noise"] = torch.tensor([1e-11], dtype=torch.float64)
+    assert not all(d.agrees for d in compare_tensors(0, "gradient", ours, reference, Tolerance(1e-9)))
+
+
+def test_first_is_by_step_and_then_in_the_order_of_comparison() -> None:
+    good, bad = Difference(0, "loss", "", 0.0, 1.0), Difference(1, "gradient", "w", 2.0, 1.0)
+    assert Report("", [good, bad, Difference(1, "norm", "", 9.0, 1.0)]).first == bad
+
+
+# --- whole runs with workers of their own
+
+
+def test_agrees_and_prints(corpora: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = make_job(corpora, layers=1, attention="sdpa", dropout=0.1, parallel={"workers": 2})
+    assert run_verify(job, steps=2) == 0
+    printed = capsys.readouterr().out
+    assert "max_relative_error" in printed and "switched off" in printed and "shard 2" in printed
+
+
+@pytest.mark.slow  # two more worlds of processes; the next test starts two as well
+def test_another_layout_as_reference(corpora: Path) -> None:
+    """Other number of workers, other batch arithmetic; both update with SGD, and it is said."""
+    job = make_job(corpora, layers=1, precision={"compute": "fp32"}, parallel={"workers": 2})
+    against = make_job(corpora, layers=1, parallel={"workers": 3}, memory={"activation_checkpointing": "full"})
+    report = shardwise.verify(job, against=against, steps=2)
+    assert report is not None and report.agrees and 0 < report.max_relative_error < 1e-5
+    assert any("SGD" in note for note in report.notes)
+    assert [d.error for d in report.differences if d.quantity == "data"] == [0.0, 0.0]
+
+
+def test_another_layout_that_read_other_data(corpora: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The corpus changes between the two runs; the table says so before it speaks of losses."""
+    write_tokens(tmp_path)
+    job = make_job(tmp_path, layers=1, parallel={"workers": 2})
+    module = sys.modules["shardwise.commands.verify"]
+    in_workers = module._in_workers
+
+    def with_a_change_in_between(job: Job, function: Callable[..., Any], *args: Any) -> Any:
+        found = in_workers(job, function, *args)
+        lines = (tmp_path / "tokens.jsonl").read_text().splitlines()
+        (tmp_path / "tokens.jsonl").write_text("\n".join(reversed(lines)))
+        return found
+
+    monkeypatch.setattr(module, "_in_workers", with_a_change_in_between)
+    report = shardwise.verify(job, against=make_job(tmp_path, layers=1, parallel={"workers": 1}), steps=2)
+    assert report is not None and report.first is not None and not report.agrees
+    assert (report.first.step, report.first.quantity) == (0, "data") and "read other samples" in report.diagnosis
+
+
+def test_disagreement_ends_with_exit_code_one(
+    corpora: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    bad = Report("t", [Difference(2, "parameter", "wte.weight", 0.5, 1e-9)], diagnosis="gradients are clipped twice")
+    monkeypatch.setattr(sys.modules["shardwise.commands.verify"], "verify", lambda *_: bad)
+    assert run_verify(make_job(corpora)) == 1
+    printed = capsys.readouterr().out
+    assert "step 2, parameter wte.weight" in printed and "clipped twice" in printed and "DISAGREES" in printed
+
+
+def test_one_process_too_small_names_both_ways_out(
+    corpora: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from shardwise.commands.verify import _check_memory
+
+    job = make_job(corpora)
+    run = SimpleNamespace(facts=study(job), plan=SimpleNamespace(dtypes=SimpleNamespace(parameters="fp64")))
+    _check_memory(run)  # type: ignore[arg-type]
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=10_000))
+    with pytest.raises(MachineError, match=r"--blocks N .* --against PLAN.yaml"):
+        _check_memory(run)  # type: ignore[arg-type]
+
+
+# --- cutting depth
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "llama", "bert"])
+def test_blocks_keeps_widths_and_cuts_depth(corpora: Path, family: str) -> None:
+    job = make_job(corpora, family)
+    facts = study(cut_depth(job, 1))
+    whole = study(job)
+    assert (len(facts.blocks), facts.hidden_size) == (1, whole.hidden_size)
+    assert facts.blocks[0] == whole.blocks[0] and facts.parameters < whole.parameters
+
+
+def test_blocks_cuts_lists_of_layers_and_keeps_the_models_tokenizer(corpora: Path, tmp_path: Path) -> None:
+    from transformers import Qwen2Config
+
+    config = Qwen2Config(
+        hidden_size=8, intermediate_size=8, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1,
+        vocab_size=97, max_position_embeddings=16, layer_types=["full_attention"] * 3,
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    job = cut_depth(make_job(corpora, model={"config": None, "path": str(tmp_path)}), 2)
+    assert job.model.path is None and job.data.tokenizer == str(tmp_path)
+    cut = load_config(job)
+    assert cut.num_hidden_layers == 2 and len(cut.layer_types) == 2 and cut.hidden_size == 8
+
+
+def test_blocks_refuses_what_it_cannot_cut(corpora: Path) -> None:
+    with pytest.raises(ConfigError, match="at most 3"):
+        cut_depth(make_job(corpora), 4)
+    with pytest.raises(ConfigError, match="factory_arguments"):
+        cut_depth(make_module_job(corpora), 1)
+
+
+def test_fused_dropout_is_off_inside_and_back_outside() -> None:
+    attend = torch.nn.functional.scaled_dot_product_attention
+    q = torch.randn(1, 2, 5, 4)
+    with fused_dropout_off() as asked:
+        assert torch.equal(
+            torch.nn.functional.scaled_dot_product_attention(q, q, q, None, 0.9), attend(q, q, q, None, 0.0)
+        )
+    assert torch.nn.functional.scaled_dot_product_attention is attend and asked == [0.9]

@@ -1,0 +1,152 @@
+"""What tensor parallelism may split, and the reason where it may not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+
+from shardwise.job.schema import Job
+from shardwise.model import tensor_plan as plans
+from shardwise.model.build import build_model
+from shardwise.model.discover import discover
+from tests.parity.jobs import TENSOR_CONFIGS
+
+SMALL: dict[str, Any] = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 11}
+
+
+def model(family: str, **settings: Any) -> nn.Module:
+    with torch.device("meta"):
+        made: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SMALL, **settings))
+    return made
+
+
+def published_plan(family: str) -> dict[str, str]:
+    """Transformers' own, without the input embeddings that later versions name: these are split as the vocabulary."""
+    plan = getattr(CONFIG_MAPPING[family], "base_model_tp_plan", None) or {}
+    return {rule: kind for rule, kind in plan.items() if kind != "embedding_rowwise"}
+
+
+def test_a_region_with_parameters_that_the_plan_does_not_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OPT's MLP lies in the block itself, beside its norms: entered there, residuals would be summed in backward."""
+    opt = model("opt", ffn_dim=12, word_embed_proj_dim=8)
+    splits, refusal = plans.tensor_plan(opt)
+    assert splits["model.decoder.layers.0.fc1"].alone and not refusal
+    careless = {name: plans.COLUMN if split.alone else split for name, split in plans.OWN["opt"].items()}
+    monkeypatch.setitem(plans.OWN, "opt", careless)
+    splits, refusal = plans.tensor_plan(opt)
+    assert not splits and "layer_norm" in refusal
+
+
+def test_models_without_a_plan_and_modules_of_ones_own_are_refused() -> None:
+    assert plans.tensor_plan(model("mpt"))[1] == "there is no plan for mpt yet"
+    assert plans.tensor_plan(model("codegen"))[1]  # transformers 5.17 has no plan, 5.24 has one for some degrees
+    assert "slow_but_exact" in plans.tensor_plan(model("bloom", slow_but_exact=True, pretraining_tp=2))[1]
+    assert plans.tensor_plan(nn.Linear(2, 2))[1].startswith("a module of model.factory")
+    assert "rowwise_split_input, which is not built yet" in plans.tensor_plan(model("olmoe", intermediate_size=8))[1]
+
+
+@pytest.mark.parametrize("family", plans.OWN)
+def test_our_tables_agree_with_those_of_transformers_where_there_are_both(family: str) -> None:
+    """Up to transformers 5.17 there are none; a later version may bring some."""
+    published = published_plan(family)
+    ours = {name: split.kind for name, split in plans.OWN[family].items() if split.kind != "inner"}
+    if family in plans.EXPERT_FAMILIES:  # transformers' leaves shared experts whole, and up to 5.17 all experts
+        published = {name: kind for name, kind in published.items() if not name.startswith("layers.*.mlp.experts")}
+        ours = {name: kind for name, kind in ours.items() if "expert" not in name}
+    assert not published or {name: plans.PUBLISHED[kind].kind for name, kind in published.items()} == ours
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gemma", "gpt_neox"])
+def test_published_plans_are_followed(family: str) -> None:
+    made = model(family, intermediate_size=12)
+    splits, refusal = plans.tensor_plan(made)
+    published = published_plan(family)
+    assert not refusal and len(splits) == len(published)  # of one block
+    for name, split in splits.items():
+        rule = name.removeprefix(f"{made.base_model_prefix}.").replace(".0.", ".*.")
+        assert plans.PUBLISHED[published[rule]].kind == split.kind
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gemma", "gpt_neox"])
+def test_stages_and_units_are_those_of_published_plans(family: str) -> None:
+    """In the order of `base_model_pp_plan`; what `_fsdp_plan` keeps gathered is ours that stays with the root."""
+    job = Job.model_validate({"model": {"config": {"model_type": family, **TENSOR_CONFIGS[family]}}})
+    made: Any = build_model(job)
+    facts = discover(made, job)
+    blocks = {block.name.rpartition(".")[0] for block in facts.blocks}
+    base = [f"{made.base_model_prefix}.{name}" for name in CONFIG_MAPPING[family].base_model_pp_plan]
+    assert [*facts.stages.before, *blocks, *facts.stages.after] == [*base, *type(made)._pp_plan]
+    units = {name.removesuffix(".*"): kind for name, kind in made._fsdp_plan.items() if not _missing(made, name)}
+    kept = {name for name, kind in units.items() if kind == "keep_full_weight"}
+    assert kept <= set(facts.stages.after)
+    assert {name for name in units.keys() - kept if f"{name}.*" in made._fsdp_plan} == blocks
+
+
+EXPERTS: dict[str, Any] = {"num_key_value_heads": 2, "intermediate_size": 12, "num_local_experts": 3}
+
+
+def test_experts_are_a_region_and_their_router_is_outside_of_it() -> None:
+    splits, refusal = plans.tensor_plan(model("mixtral", **EXPERTS))
+    experts = splits["model.layers.0.mlp.experts"]
+    assert not refusal and experts.kind == "experts" and experts.grouped
+    assert not plans.tensor_plan(model("mixtral", **EXPERTS, experts_implementation="batched_mm"))[0][
+        "model.layers.0.mlp.experts"
+    ].grouped
+    fused, down = experts.of("gate_up_proj"), experts.of("down_proj")
+    assert fused is not None and (fused.dim, fused.along(24, 2)) == (1, ((12, 12), 1))
+    assert down is not None and (down.dim, down.along(12, 2)) == (2, ((12,), 1))
+    assert not any("gate" in name for name in splits) and experts.of("bias") is None
+
+
+def test_experts_of_another_kind_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    mixtral: Any = model("mixtral", **EXPERTS)
+    experts = mixtral.model.layers[0].mlp.experts
+    experts.bias = nn.Parameter(torch.empty(3, device="meta"))
+    assert "'model.layers.0.mlp.experts' of mixtral is no pair of stacks" in plans.tensor_plan(mixtral)[1]
+    del experts.bias
+    experts.is_concatenated = False  # gate and up in turns
+    assert "is no pair of stacks" in plans.tensor_plan(mixtral)[1]
+    monkeypatch.setattr(plans, "EXPERT_FAMILIES", ("qwen3_moe",))
+    assert "split in qwen3_moe alone, and those of mixtral are not built yet" in plans.tensor_plan(mixtral)[1]
+
+
+def _missing(made: nn.Module, name: str) -> bool:
+    """Defaults of transformers' plan name modules that GPT-NeoX calls otherwise."""
+    return name.removesuffix(".*") not in dict(made.named_modules())
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gptj", "gpt_neo", "opt", "bloom", "falcon", "llama", "qwen3", "gpt_neox"])
+def test_every_matrix_of_a_block_is_split(family: str) -> None:
+    job = Job.model_validate({"model": {"config": {"model_type": family, **TENSOR_CONFIGS[family]}}})
+    facts = discover(build_model(job), job)
+    blocks = tuple(f"{block.name}." for block in facts.blocks)
+    matrices = {name for name, shape in facts.parameter_shapes.items() if name.startswith(blocks) and len(shape) > 1}
+    split = {name for name, how in facts.tensor_splits.items() if how.kind in ("column", "row")}
+    assert {name.removesuffix(".weight") for name in matrices} == split
+    assert not facts.sequence_refusal
+
+
+def test_the_sequence_is_not_shared_where_positions_may_meet() -> None:
+    splits = {"h.0.up": plans.COLUMN, "h.0.down": plans.ROW}
+    shapes: dict[str, tuple[int, ...]] = {"h.0.up.weight": (4, 2), "h.0.down.weight": (2, 4), "h.0.norm.weight": (2,)}
+    assert plans.sequence_refusal(shapes, ["h.0"], splits, chain=True) == ""
+    assert "one chain" in plans.sequence_refusal(shapes, ["h.0"], splits, chain=False)
+    assert "no plan" in plans.sequence_refusal(shapes, ["h.0"], {}, chain=True)
+    convolution = {**shapes, "h.0.mix.weight": (2, 1, 3)}
+    assert "'h.0.mix.weight'" in plans.sequence_refusal(convolution, ["h.0"], splits, chain=True)
+
+
+def test_a_plan_that_names_the_input_embeddings_too_is_none_the_less_taken() -> None:
+    """Transformers 5.17 names them in every tied model's configuration; a table inside of a block is another matter."""
+    llama = model("llama", intermediate_size=8, tie_word_embeddings=True)
+    splits, _ = plans.tensor_plan(llama)
+    assert splits and not any("embed_tokens" in name for name in splits)
+    plan = dict(llama.config.base_model_tp_plan)
+    llama.config.base_model_tp_plan = {**plan, "embed_tokens": "embedding_rowwise", "elsewhere": "embedding_rowwise"}
+    assert plans.tensor_plan(llama) == (splits, "")
+    llama.config.base_model_tp_plan = {**plan, "layers.*.mlp.down_proj": "embedding_rowwise"}
+    assert "embedding_rowwise, which is not built yet" in plans.tensor_plan(llama)[1]

@@ -1,0 +1,157 @@
+"""Toy jobs and modules that the tests of this room share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.job.schema import Job
+
+WIDE = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+}
+GROUPED = {**WIDE, "num_key_value_heads": 2, "head_dim": 8}
+GPT = {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "gpt2": GPT,
+    "gpt_neox": WIDE,
+    "gptj": {**GPT, "rotary_dim": 4},
+    "gpt_neo": {
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "num_layers": 2,
+        "num_heads": 4,
+        "attention_types": [[["global", "local"], 1]],
+        "max_position_embeddings": 64,
+    },
+    "bert": WIDE,
+    "roberta": WIDE,
+    "bloom": {"vocab_size": 97, "hidden_size": 32, "n_layer": 2, "n_head": 4},
+    "opt": {
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "ffn_dim": 48,
+        "max_position_embeddings": 64,
+        "word_embed_proj_dim": 32,
+    },
+    "llama": {**GROUPED},
+    "mistral": {**GROUPED},
+    "qwen3": {**GROUPED},
+    "gemma": {**GROUPED},
+    "gemma2": {**GROUPED},
+    "falcon": {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
+}
+MASKED = ("bert", "roberta")
+
+
+def job(
+    model_type: str, *, data: dict[str, Any] | None = None, config: dict[str, Any] | None = None, **model: Any
+) -> Job:
+    """A job whose model is the toy of `model_type`; `config` adds to its values, `model` to the model section."""
+    values = {"model_type": model_type, **CONFIGS[model_type], **(config or {})}
+    task = "masked_lm" if model_type in MASKED else "causal_lm"
+    return Job.model_validate({"model": {"config": values, "task": task, **model}})
+
+
+def factory_job(name: str, **model: Any) -> Job:
+    """A job whose model comes from the function `name` of this module."""
+    return Job.model_validate({"model": {"factory": f"{__name__}:{name}", **model}})
+
+
+class Block(nn.Module):
+    """A residual block, with dropout by a module or by a function."""
+
+    def __init__(self, width: int, dropout: float = 0.0, functional: bool = False) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 3 * width)
+        self.down = nn.Linear(3 * width, width)
+        self.functional = functional
+        self.dropout: nn.Module | float = dropout if functional else nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        y = self.down(self.up(self.norm(x)).relu())
+        if isinstance(self.dropout, float):
+            return x + nn.functional.dropout(y, self.dropout, self.training)
+        return x + self.dropout(y)
+
+
+class Tower(nn.Module):
+    """Takes `x` [B, S, H] instead of tokens; its buffer has values, two names are one parameter."""
+
+    def __init__(self, width: int = 8, layers: int = 3, own_scales: bool = False, **block: Any) -> None:
+        super().__init__()
+        self.scales = nn.Buffer(torch.arange(float(layers)))
+        self.blocks = nn.ModuleList(Block(width, **block) for _ in range(layers))
+        self.readout = nn.Linear(width, width, bias=False)
+        self.mirror = self.readout.weight
+        self.own_scales = own_scales
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            x = block(x, self.scales[index] if self.own_scales else self.scales)
+        return self.readout(x) @ self.mirror
+
+
+class Tokens(nn.Module):
+    """Takes `input_ids` and reads its embedding by a matrix product without a tied module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(50, 16)
+        self.places = nn.Embedding(20, 16)
+        self.blocks = nn.Sequential(Block(16), Block(16))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.words(input_ids) + self.places(torch.arange(input_ids.shape[1], device=input_ids.device))
+        return self.blocks(x) @ self.words.weight.T
+
+
+def tower(**arguments: Any) -> nn.Module:
+    return Tower(**arguments)
+
+
+def tokens() -> nn.Module:
+    return Tokens()
+
+
+def twice_registered() -> nn.Module:
+    """One parameter object, registered twice from a local variable."""
+    module = nn.Module()
+    weight = nn.Parameter(torch.ones(4, 4), requires_grad=False)
+    module.left, module.right = weight, weight
+    return module
+
+
+def lazy() -> nn.Module:
+    return nn.LazyLinear(4)
+
+
+def buffer_from_parameter() -> nn.Module:
+    module = nn.Linear(4, 4)
+    module.copy = nn.Buffer(module.weight.detach().clone())
+    return module
+
+
+def raises() -> nn.Module:
+    raise RuntimeError("no such luck")
+
+
+def no_module() -> int:
+    return 3
+
+
+def no_parameters() -> nn.Module:
+    return nn.ReLU()
+
+
+not_callable = 3

@@ -1,0 +1,85 @@
+"""Models, worlds and the shape of a case, for the tests of the legality table."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from shardwise.errors import LegalityError
+from shardwise.job.schema import Job
+from shardwise.model.facts import AttentionFacts, BlockFacts, ModelFacts, StageFacts, TensorSplit
+from shardwise.plan.draft import Draft, World
+from shardwise.plan.rules import RULES, check
+
+# A job that breaks a row, the nearest one that does not, what the message holds, world, facts of the one and the other.
+Case = tuple[dict[str, Any], dict[str, Any], str, World, ModelFacts, ModelFacts]
+
+FACTS = ModelFacts(
+    family="gpt_neox",
+    is_hugging_face=True,
+    parameters=1000,
+    embedding_parameters=100,
+    blocks=tuple(BlockFacts(f"layers.{i}", 100) for i in range(4)),
+    max_positions=512,
+    head="embed_out",
+    attention_heads=12,
+    key_value_heads=6,
+    stages=StageFacts(before={"embed_in": 100}, after={"embed_out": 100}),
+)
+BRANCHED = replace(FACTS, sequence_refusal="its blocks are not one chain")
+DROPPING = replace(FACTS, drops_blocks=True)
+NO_PLAN = replace(FACTS, tensor_refusal="there is no plan for xlm yet")
+LISTS = replace(FACTS, stages=StageFacts(refusal="it has two lists of blocks"))
+OTHER_ARGUMENTS = replace(FACTS, blocks_share_arguments=False)
+FLAT = replace(FACTS, is_hugging_face=False, blocks=(), head=None, max_positions=None, family="Net")
+LED = replace(FACTS, kernel_refusal="", attention=(AttentionFacts("layers.0.attn", 8, 8),))
+GROUPED = replace(
+    FACTS,
+    tensor_splits={"layers.0.mlp.experts": TensorSplit("experts", grouped=True)},
+    parameter_shapes={"layers.0.mlp.experts.down_proj": (4, 24, 16)},
+)
+CPU4 = World(4, "cpu", 4)
+CPU6 = World(6, "cpu", 6)
+CUDA4 = World(4, "cuda", 4)
+FACTORY = {"model": {"factory": "a:b"}}
+SPANS = {"model": {"task": "seq2seq_lm"}}
+FULL = {"activation_checkpointing": "full"}
+TWO = {"tensor_parallel_degree": 2}
+CONTEXT = {"context_parallel_degree": 2}
+NO_INTERFACE = replace(FACTS, context_refusal="the attention of bloom does not go through transformers' interface")
+
+
+def resolve_case(job: dict[str, Any], world: World = CPU4, facts: ModelFacts = FACTS) -> None:
+    check(Draft(Job.model_validate(job), world, facts))
+
+
+def case(
+    broken: dict[str, Any],
+    legal: dict[str, Any],
+    says: str,
+    world: World = CPU4,
+    facts: ModelFacts = FACTS,
+    legal_facts: ModelFacts | None = None,
+) -> Case:
+    return broken, legal, says, world, facts, legal_facts or facts
+
+
+def check_case(id: str, case: Case) -> None:
+    """The row fires on the one job, names its keys, and not on the other."""
+    broken, legal, says, world, facts, legal_facts = case
+    with pytest.raises(LegalityError) as raised:
+        resolve_case(broken, world, facts)
+    rule = next(rule for rule in RULES if rule.id == id)
+    assert raised.value.rule == id
+    assert says in str(raised.value)
+    assert all(f"{key}=" in str(raised.value) for key in rule.keys)
+    assert raised.value.exit_code == 2
+    resolve_case(legal, world, legal_facts)
+
+
+def check_row(id: str, job: dict[str, Any], world: World, facts: ModelFacts) -> None:
+    with pytest.raises(LegalityError) as raised:
+        resolve_case(job, world, facts)
+    assert raised.value.rule == id

@@ -1,0 +1,127 @@
+"""The dry run holds what the real run holds, on every axis, and says by name what it cannot trace."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import psutil
+import pytest
+import torch.distributed as dist
+import yaml
+
+from benchmarks.memory_cpu import measure
+from shardwise.commands.cli import main
+from shardwise.errors import ConfigError
+from shardwise.job.schema import Job
+from shardwise.model.build import build_model
+from shardwise.model.discover import discover
+from shardwise.plan.plan import World
+from shardwise.planner.constants.inventory import presets
+from shardwise.planner.constants.presets import preset_config
+from shardwise.testing.dry_run import dry_run
+from shardwise.testing.world import WorldPool
+
+NEOX = {
+    "model_type": "gpt_neox", "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8,
+    "intermediate_size": 1024, "vocab_size": 2048, "max_position_embeddings": 128,
+}  # fmt: skip
+
+AXES: dict[str, dict[str, Any]] = {
+    "sharded": {},
+    "replicas": {"parallel": {"sharded_data_parallel_degree": 4}},
+    "zero1": {"parallel": {"shard_optimizer_state": True}},
+    "tensor": {"parallel": {"tensor_parallel_degree": 4}},
+    "sequence parallel": {"parallel": {"tensor_parallel_degree": 4, "sequence_parallel": True}},
+    "ulysses": {"parallel": {"context_parallel_degree": 4}},
+    "ring": {"parallel": {"context_parallel_degree": 4, "context_parallel_method": "ring"}},
+    "gathered keys": {"parallel": {"context_parallel_degree": 4, "context_parallel_method": "all_gather"}},
+    "1F1B": {"parallel": {"pipeline_parallel_degree": 4}},
+    "virtual stages": {"parallel": {"pipeline_parallel_degree": 2, "virtual_pipeline_degree": 2}},
+    "in a V": {"parallel": {"pipeline_parallel_degree": 2, "pipeline": "dualpipev"}},
+    "GPipe": {"parallel": {"pipeline_parallel_degree": 4, "pipeline": "simple"}},
+    "full": {"memory": {"activation_checkpointing": "full"}},
+    "selective": {"memory": {"activation_checkpointing": "selective"}},
+    "offloaded": {"memory": {"activation_checkpointing": "full", "offload_activations": True}},
+    "bf16": {"precision": {"compute": "bf16"}},
+    "eager": {"model": {"attention": "eager"}},
+    "documents": {"data": {"isolate_documents": True}},
+}
+QUICK = ("sharded", "sequence parallel", "1F1B", "ring", "offloaded")
+
+
+def settings(sequences: int, **sections: dict[str, Any]) -> dict[str, Any]:
+    job: dict[str, Any] = {
+        "model": {"config": NEOX},
+        "data": {"sequence_length": 128},
+        "training": {"microbatch_size": 2, "sequences_per_step": sequences},
+    }
+    for name, section in sections.items():
+        job[name] = {**job.get(name, {}), **section}
+    return job
+
+
+def traced(job: dict[str, Any], ranks: int, rank: int = 0, device: str = "cpu") -> Any:
+    made = Job.model_validate(job)
+    facts = discover(build_model(made), made)
+    return dry_run(made, World(ranks, device, min(8, ranks)), facts, rank)
+
+
+def check(axis: str) -> None:
+    run = traced(settings(64, **AXES[axis]), 16)
+    assert run.peak > 0 and run.operators > 500
+    assert abs(run.error) < 0.08, (axis, run.error)
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("axis", QUICK)
+def test_the_closed_form_meets_the_trace(axis: str) -> None:
+    check(axis)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", [axis for axis in AXES if axis not in QUICK])
+def test_the_closed_form_meets_the_trace_everywhere(axis: str) -> None:
+    check(axis)
+
+
+@pytest.mark.parametrize("sections", [{}, {"parallel": {"tensor_parallel_degree": 2}}], ids=["sharded", "tensor"])
+def test_the_trace_is_what_two_real_ranks_hold(world_pool: WorldPool, sections: dict[str, Any]) -> None:
+    job = settings(4 // (1 + len(sections)), **sections)
+    measured = max(peak for peak, _ in world_pool.run(2, measure, job))
+    assert traced(job, 2).peak == pytest.approx(measured, rel=0.03)
+
+
+def test_a_job_of_many_ranks_is_traced_without_allocating() -> None:
+    """Blocks of Llama 3 8B, 45 GB with their states, on 768 ranks."""
+    before = psutil.Process().memory_info().rss
+    job = settings(
+        96,
+        model={"config": preset_config(presets()["llama3-8b"]) | {"num_hidden_layers": 8}},
+        data={"sequence_length": 2048},
+        training={"microbatch_size": 1},
+        parallel={"tensor_parallel_degree": 8},
+        memory={"activation_checkpointing": "full"},
+    )
+    run = traced(job, 768, rank=767, device="cuda")
+    assert run.peak > 2**28 and abs(run.error) < 0.08
+    assert psutil.Process().memory_info().rss - before < 2**30
+
+
+def test_what_cannot_be_traced_is_refused_by_name() -> None:
+    offloaded = settings(16, memory={"offload_parameters": True})
+    with pytest.raises(ConfigError, match=r"memory\.offload_parameters=True"):
+        traced(offloaded, 8, device="cuda")
+    with pytest.raises(ConfigError, match="--rank=8 is not among the 8 ranks"):
+        traced(settings(16), 8, rank=8)
+
+
+def test_the_command_prints_both_numbers(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    job = tmp_path / "job.yaml"
+    job.write_text(yaml.safe_dump(settings(16)))
+    assert main(["plan", str(job), "--dry-run", "--cluster", "cpu:8", "--rank", "3", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["rank"] == 3 and said["coordinates"]["shard"] == 3
+    assert said["traced_peak_bytes"] > 0 and abs(said["error_percent"]) < 8
+    assert main(["plan", str(job), "--dry-run", "--cluster", "cpu:8"]) == 0
+    assert "traced peak" in capsys.readouterr().out
