@@ -55,9 +55,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def run_case(case: Case, send: Send) -> None:
     """Measure `case` and send ("flops_per_token", x), ("limit", FLOP/s), ("ladder" | "turn" | "failed", {...})."""
-    from shardwise.launch.session import session
+    from shardwise.launch.process_group import process_group
 
-    with session(case.device, "nccl" if case.device == "cuda" else "gloo") as device:
+    with process_group(case.device, "nccl" if case.device == "cuda" else "gloo") as device:
         if device.type == "cuda" and case.memory_bytes is not None:
             whole = torch.cuda.get_device_properties(device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, case.memory_bytes / whole), device)

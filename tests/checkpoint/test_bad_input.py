@@ -21,7 +21,7 @@ from shardwise.checkpoint.save import claim
 from shardwise.checkpoint.stores import LocalStore
 from shardwise.errors import CheckpointError
 from shardwise.job.schema import Job
-from shardwise.launch.session import session
+from shardwise.launch.process_group import process_group
 from shardwise.testing.world import WorldPool
 from shardwise.training.keeper import Keeper
 from shardwise.training.output import check_output
@@ -377,7 +377,7 @@ def alone(module: str, function: str, *arguments: Path) -> list[str]:
 def without_permission(root: str) -> None:
     """Prints what each use of a store says to a user who may not enter it."""
     store = LocalStore(root)
-    with session("cpu", "gloo"):
+    with process_group("cpu", "gloo"):
         if os.geteuid() == 0:
             os.seteuid(65534)
         for use in (lambda: checkpoints(store), lambda: read_manifest(store, NEWER), lambda: claim(store)):

@@ -34,7 +34,7 @@ from shardwise.checkpoint.stores import LocalStore
 from shardwise.errors import WorkerError
 from shardwise.job.schema import Job
 from shardwise.launch.local import run_local
-from shardwise.launch.session import session
+from shardwise.launch.process_group import process_group
 from shardwise.testing.world import WorldPool
 from shardwise.training.output import claim_output
 from shardwise.training.trainer import train_rank
@@ -88,7 +88,7 @@ FEW = [Fault("commit", 2, 0), Fault("write", 3, 1, launcher=True)]
 
 def work(job: Job, fault: Fault) -> None:
     """A rank of a run that `fault` ends."""
-    with session("cpu", "gloo", timeout_seconds=100) as device:
+    with process_group("cpu", "gloo", timeout_seconds=100) as device:
         rank = dist.get_rank()
         (Path(job.output) / f"{rank}.pid").write_text(str(os.getpid()))
         if rank == fault.rank:

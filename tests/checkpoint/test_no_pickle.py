@@ -15,7 +15,7 @@ from xxhash import xxh3_128_hexdigest
 
 from shardwise.checkpoint.manifest import BLOCK_BYTES
 from shardwise.checkpoint.stores import OWNER
-from shardwise.launch.session import session
+from shardwise.launch.process_group import process_group
 from shardwise.training.setup import set_up
 from tests.checkpoint.test_bad_input import Damage, a_job, alone, edited, newest, restore_all, written
 
@@ -66,7 +66,7 @@ def open_bombs(checkpoint: str, spare: str, corpora: str) -> None:
     bomb = pickle.dumps(Bomb(str(path.parent / "boom")))
     jobs = [a_job(Path(corpora), path.parents[1], resume) for resume in (str(path), "auto")]
     (path.parent / OWNER).write_bytes(bomb)
-    with session("cpu", "gloo"):
+    with process_group("cpu", "gloo"):
         run = set_up(jobs[0], torch.device("cpu"))
         sys.addaudithook(watch)
         for name, damage in plant(path, bomb):

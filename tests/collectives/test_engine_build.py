@@ -19,8 +19,10 @@ from shardwise.commands import train as entry
 from shardwise.commands.cli import main
 from shardwise.errors import MachineError
 from shardwise.job.schema import Job
-from shardwise.launch import session
+from shardwise.launch import process_group
 from shardwise.launch.environment import RankEnvironment
+from shardwise.launch.expected_world import engine_problem, may_use_engine
+from shardwise.launch.job_group import usable_backend
 from shardwise.plan.plan import World
 
 
@@ -42,7 +44,7 @@ def backend(job: Job) -> str:
 def test_auto_takes_the_engine_and_gloo_for_one_rank() -> None:
     assert engine.obstacle() == ""
     assert (backend(job()), backend(job(workers=1)), backend(job("gloo"))) == ("shardwise", "gloo", "gloo")
-    assert entry._may_use_engine(job(), World(4, "cpu", 2, hosts=2)) is True
+    assert may_use_engine(job(), World(4, "cpu", 2, hosts=2)) is True
 
 
 def test_without_a_compiler_auto_is_gloo_with_one_line(no_compiler: None) -> None:
@@ -58,15 +60,15 @@ def test_on_several_hosts_all_take_gloo_where_one_has_no_compiler(
     no_compiler: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan = entry.plan_job(job())
-    assert entry._engine_problem(job(), World(4, "cpu", 2, hosts=2)) == ""
+    assert engine_problem(job(), World(4, "cpu", 2, hosts=2)) == ""
     several = replace(plan, world=World(4, "cpu", 2, hosts=2), backend="shardwise")
-    here = entry.usable_backend(several, print)
+    here = usable_backend(several, print)
     assert here == "measured_gloo_gloo"  # what two hosts of two ranks take without the engine
     store = dist.HashStore()
     places = [RankEnvironment(rank, 4, rank % 2, 2, "", 1, "torchrun") for rank in range(4)]
     names = ["shardwise", "shardwise", here, here]
     with ThreadPoolExecutor(4) as pool:
-        agreed = [*pool.map(lambda place, name: session.agree(store, place, name, "cpu"), places, names)]
+        agreed = [*pool.map(lambda place, name: process_group.agree(store, place, name, "cpu"), places, names)]
     assert agreed == [here] * 4
     said = capsys.readouterr()
     assert "note: the ranks talk over Gloo. the native engine cannot be used" in said.out
@@ -80,12 +82,12 @@ def test_ranks_that_ask_for_different_backends_are_told() -> None:
     store.set("backend/1", "gloo")
     store.set("backend/2", "measured_gloo_gloo")
     with pytest.raises(MachineError, match="different backends: shardwise, gloo, measured_gloo_gloo; give all"):
-        session.agree(store, RankEnvironment(0, 3, 0, 1, "", 1, "torchrun"), "shardwise", "cpu")
+        process_group.agree(store, RankEnvironment(0, 3, 0, 1, "", 1, "torchrun"), "shardwise", "cpu")
 
 
 def test_asked_for_without_a_compiler_it_is_an_error(no_compiler: None, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(MachineError, match="no C\\+\\+ compiler"):
-        entry.usable_backend(entry.plan_job(job("shardwise")), print)
+        usable_backend(entry.plan_job(job("shardwise")), print)
     assert main(["build"]) == 2
     assert "no C++ compiler (no-such-compiler); install one or set CXX" in " ".join(capsys.readouterr().err.split())
 
@@ -101,7 +103,7 @@ def test_a_compiler_that_fails_leaves_gloo_and_its_words_in_a_file(
     monkeypatch.setenv(engine.DIRECTORY_VARIABLE, str(tmp_path / "engine"))
     monkeypatch.setenv("CXX", str(compiler))
     said: list[str] = []
-    assert entry.usable_backend(plan, said.append) == "gloo"
+    assert usable_backend(plan, said.append) == "gloo"
     assert said[-1].startswith("note: the ranks talk over Gloo. the native engine could not be compiled")
     assert "x.cpp:1: error: the disk is on fire (all of it: " in said[-1] and "\n" not in said[-1]
     [log] = [path for path in (tmp_path / "engine").rglob("*") if path.is_file() and path.suffix != ".lock"]

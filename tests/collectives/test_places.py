@@ -16,9 +16,9 @@ import torch.distributed as dist
 from shardwise.collectives import engine, topology
 from shardwise.collectives.hierarchical import HierarchicalGroup
 from shardwise.commands import doctor
-from shardwise.commands import train as entry
 from shardwise.job.schema import Job
 from shardwise.launch import loopback
+from shardwise.launch.job_group import usable_backend
 from shardwise.plan.plan import World, resolve
 from shardwise.smp.v1 import smddp
 from shardwise.smp.v1.process import state, world_to_come
@@ -60,7 +60,7 @@ def test_ranks_of_a_device() -> None:
 def test_the_backend_of_a_job_on_two_hosts(backend: str, algorithm: str, joins: str) -> None:
     parallel = {"ddp_dist_backend": backend, "collective_algorithm": algorithm}
     plan = resolve(Job.model_validate({"parallel": parallel}), World(4, "cpu", 2, hosts=2), FACTS)
-    assert entry.usable_backend(plan, print) == joins
+    assert usable_backend(plan, print) == joins
 
 
 # --- smddp

@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 
 from shardwise.collectives import engine, topology
-from shardwise.commands import train as entry
 from shardwise.commands import verify
 from shardwise.errors import ConfigError, LegalityError, MachineError
 from shardwise.job.schema import Job
-from shardwise.launch import session as sessions
+from shardwise.launch import process_group as process_groups
 from shardwise.launch.environment import RankEnvironment
+from shardwise.launch.expected_world import expected_world, world_size
+from shardwise.launch.job_group import usable_backend
 from shardwise.plan.plan import Plan, World, resolve
 from shardwise.smp.script import Script, run
 from shardwise.smp.v1.backend import choose
@@ -56,7 +57,7 @@ def shown_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
 
 
 def of_job(job: Job) -> Plan:
-    return resolve(job, entry._world(job, None), FACTS)
+    return resolve(job, expected_world(job, None), FACTS)
 
 
 def test_a_jobs_own_workers_are_counted_against_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +78,7 @@ def test_without_the_engine_there_is_nothing_to_fall_back_to(monkeypatch: pytest
     plan = of_job(job(workers=2))
     monkeypatch.setattr(engine, "build", fail)
     with pytest.raises(MachineError, match=r"no compiler\. The ranks share GPUs, which NCCL refuses; use a rank a GPU"):
-        entry.usable_backend(plan, print)
+        usable_backend(plan, print)
 
 
 def place(rank: int, world: int, local: int) -> RankEnvironment:
@@ -92,10 +93,10 @@ def met(uuids: str) -> tuple[World, str]:
     with patch.context() as fake:
         fake.setattr(torch.cuda, "device_count", lambda: 1)
         fake.setattr(torch.cuda, "get_device_properties", lambda index: properties)
-        fake.setitem(sessions._stores, here, dist.PrefixStore(f"met/{uuids}", dist.group.WORLD.get_group_store()))  # type: ignore[union-attr]
-        world = entry._size(job(), here)
+        fake.setitem(process_groups._stores, here, dist.PrefixStore(f"met/{uuids}", dist.group.WORLD.get_group_store()))  # type: ignore[union-attr]
+        world = world_size(job(), here)
         try:
-            sessions._check_shared("cpu:gloo,cuda:nccl", torch.device("cuda"), here)
+            process_groups._check_shared("cpu:gloo,cuda:nccl", torch.device("cuda"), here)
             return world, ""
         except MachineError as error:
             return world, str(error)
@@ -111,17 +112,17 @@ def test_ranks_of_a_launcher_tell_one_another_which_gpu_they_see(world_pool: Wor
 
 def test_gpus_are_dealt_out_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     shown_gpus(monkeypatch, 2)
-    assert [sessions._gpu(place(rank, 4, 4)) for rank in range(4)] == [0, 1, 0, 1]
+    assert [process_groups._gpu(place(rank, 4, 4)) for rank in range(4)] == [0, 1, 0, 1]
     shown_gpus(monkeypatch, 0)
     with pytest.raises(MachineError, match=r"finds no GPU.*parallel\.device to cpu"):
-        sessions._device("cuda", place(0, 1, 1))
+        process_groups._device("cuda", place(0, 1, 1))
 
 
 def agreed(brought: list[str], device_type: str) -> list[str]:
     store, names = dist.HashStore(), [""] * len(brought)
 
     def ask(rank: int) -> None:
-        names[rank] = sessions.agree(store, place(rank, len(brought), 1), brought[rank], device_type)
+        names[rank] = process_groups.agree(store, place(rank, len(brought), 1), brought[rank], device_type)
 
     threads = [threading.Thread(target=ask, args=(rank,)) for rank in range(len(brought))]
     for thread in threads:

@@ -18,7 +18,7 @@ from shardwise._torch_compat import default_store
 from shardwise.commands.verify import verify_rank
 from shardwise.errors import CapacityError
 from shardwise.job.schema import Job
-from shardwise.launch import session as sessions
+from shardwise.launch import process_group as process_groups
 from shardwise.launch.environment import detect
 from shardwise.testing.comparison import Report
 from shardwise.training.optimizer import ShardedOptimizer
@@ -34,10 +34,10 @@ def joined(function: Callable[..., Any], argument: Any, backend: str = "nccl") -
     assert place is not None
     store = default_store()
     dist.destroy_process_group()
-    sessions._stores[place] = dist.PrefixStore("with GPUs", store)
-    sessions._groups.clear()
+    process_groups._stores[place] = dist.PrefixStore("with GPUs", store)
+    process_groups._groups.clear()
     os.environ["PLAYED_GPU"] = str(place.rank if backend == "nccl" else 0)  # NCCL takes one rank of each
-    with sessions.session("cuda", backend) as device:
+    with process_groups.process_group("cuda", backend) as device:
         return function(device, argument)
 
 

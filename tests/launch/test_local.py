@@ -19,13 +19,13 @@ import torch.distributed as dist
 
 from shardwise.errors import ConfigError, LegalityError, MachineError, WorkerError
 from shardwise.launch.local import run_local
-from shardwise.launch.session import session
+from shardwise.launch.process_group import process_group
 
 ROOT = Path(__file__).parents[2]
 
 
 def everyone(text: str) -> tuple[int, float, str, str]:
-    with session("cpu", "gloo", 60):
+    with process_group("cpu", "gloo", 60):
         total = torch.ones(1)
         dist.all_reduce(total)
         print(f"rank {dist.get_rank()} speaks")
@@ -36,7 +36,7 @@ def one_after_the_other(count: int) -> list[float]:
     """As a script does that leaves its group and joins again: what is left of a group must not lead the next astray."""
     totals = []
     for index in range(count):
-        with session("cpu", "gloo", 60):
+        with process_group("cpu", "gloo", 60):
             total = torch.full((1,), float(index))
             dist.all_reduce(total)
             totals.append(total.item())
@@ -45,7 +45,7 @@ def one_after_the_other(count: int) -> list[float]:
 
 
 def fail_on_one(how: str) -> None:
-    with session("cpu", "gloo", 60):
+    with process_group("cpu", "gloo", 60):
         if dist.get_rank() == 1:
             print("a last word", file=sys.stderr, flush=True)
             fail(how)
@@ -70,7 +70,7 @@ def wait_for_ever(directory: Path, deaf: bool) -> None:
     """Rank 0 waits inside a collective, rank 1 in Python; `deaf` to the SIGINT that torch's workers get by default."""
     if deaf:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with session("cpu", "gloo", 600):
+    with process_group("cpu", "gloo", 600):
         note = Path(directory) / os.environ["RANK"]
         note.with_suffix(".partial").write_text(f"{os.getpid()} {sys.stdout.isatty()}")
         note.with_suffix(".partial").rename(note)
@@ -121,7 +121,7 @@ def test_the_first_failing_rank_is_the_error(how: str, kind: type, end: str, emp
 
 def fail_beside_nccl(seconds: float) -> None:
     """NCCL's group is left by all ranks together: whoever leaves alone waits, and the process would at its end."""
-    with session("cpu", "gloo", 60):
+    with process_group("cpu", "gloo", 60):
         dist.get_backend = lambda *group: "cpu:gloo,cuda:nccl"
         dist.destroy_process_group = lambda *group: time.sleep(seconds)
         atexit.register(time.sleep, seconds)
@@ -238,9 +238,9 @@ def test_workers_die_with_their_launcher(tmp_path: Path, deadly: signal.Signals,
 TORCHRUN_SCRIPT = """
 import sys, torch, torch.distributed as dist
 from shardwise.launch.environment import detect
-from shardwise.launch.session import session
+from shardwise.launch.process_group import process_group
 place = detect()
-with session("cpu", "gloo", 60) as device:
+with process_group("cpu", "gloo", 60) as device:
     total = torch.ones(1, device=device)
     dist.all_reduce(total)
     sys.stdout.write(f"{place.launcher} {place.rank} {dist.get_rank()} {place.one_host} {total.item()}\\n")

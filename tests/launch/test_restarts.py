@@ -13,8 +13,8 @@ import pytest
 from shardwise.errors import DataError, LegalityError, ShardwiseError, WorkerError
 from shardwise.launch import failure
 from shardwise.launch.diagnosis import diagnose, reports_of
+from shardwise.launch.interrupt import Interrupt
 from shardwise.launch.local import run_local
-from shardwise.training.interrupt import Interrupt
 
 
 def attempt(directory: Path) -> int:

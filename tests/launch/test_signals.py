@@ -16,10 +16,10 @@ from typing import Any
 import psutil
 import pytest
 
+from shardwise.launch import interrupt
+from shardwise.launch.interrupt import Interrupt
 from shardwise.launch.local import run_local
 from shardwise.launch.signals import Forwarding
-from shardwise.training import interrupt
-from shardwise.training.interrupt import Interrupt
 
 ROOT = Path(__file__).parents[2]
 BOTH = (signal.SIGTERM, signal.SIGUSR1)
@@ -87,7 +87,7 @@ def test_one_request_may_arrive_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 TWICE = """
 import signal, sys
-from shardwise.training import interrupt
+from shardwise.launch import interrupt
 interrupt.SAME_REQUEST_SECONDS = 0.0
 with interrupt.Interrupt(0):
     for name in sys.argv[1:]:

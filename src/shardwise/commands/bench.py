@@ -24,7 +24,7 @@ from rich.table import Table
 from shardwise._torch_compat import all_gather_single, reduce_scatter_single
 from shardwise.collectives import engine
 from shardwise.errors import OutputError
-from shardwise.launch.session import available_cores
+from shardwise.launch.process_group import available_cores
 from shardwise.testing.world import WorldPool
 
 OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce")

@@ -21,7 +21,7 @@ from shardwise.errors import LegalityError
 from shardwise.job.schema import Job
 from shardwise.kernels.products import prefers_onednn
 from shardwise.launch.environment import detect
-from shardwise.launch.session import ALONE, session
+from shardwise.launch.process_group import ALONE, process_group
 from shardwise.model.facts import ModelFacts
 from shardwise.plan.draft import Draft, World
 from shardwise.plan.rules import check
@@ -202,7 +202,7 @@ def _topology() -> Iterator[tuple[str, str]]:
     from torch import distributed
 
     place = detect() or ALONE
-    with session("cpu", "gloo", MEETING_SECONDS):
+    with process_group("cpu", "gloo", MEETING_SECONDS):
         store = distributed.group.WORLD.get_group_store()  # type: ignore[union-attr]
         found = topology.discover(store, place.rank, place.world_size, _device(place.local_rank))
         distributed.barrier()  # nobody ends the store that others still read

@@ -130,7 +130,7 @@ def local_cluster(job: Job) -> Cluster:
     """This machine: its accelerators, or the job's workers on its CPU."""
     import torch
 
-    from shardwise.commands.train import CPU_WORKERS
+    from shardwise.launch.expected_world import CPU_WORKERS
     from shardwise.planner.constants.inventory import cluster
     from shardwise.planner.formulas.local import cpu_cluster
 

@@ -151,7 +151,7 @@ def run_calibrate(options: argparse.Namespace, keys: dict[str, Any]) -> int:
 
 def _measure_machine(options: argparse.Namespace) -> int:
     """The machine's own probe, kept in the cache, where predictions about this machine look."""
-    from shardwise.launch.machine_probe import probe
+    from shardwise.commands.machine_probe import probe
     from shardwise.planner.formulas.local import keep_constants
 
     if options.output is not None:

@@ -6,32 +6,24 @@ a launcher the job's own local workers are started; under torchrun, Slurm or Ope
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 
-import torch
-
-from shardwise.collectives import engine, hierarchical
-from shardwise.errors import MachineError, WorkerError
+from shardwise.errors import WorkerError
 from shardwise.job.schema import Job
 from shardwise.kernels.precision import without_instructions
-from shardwise.kernels.products import quick_products
-from shardwise.kernels.sums import fp32_sums
 from shardwise.launch.environment import RankEnvironment, detect
+from shardwise.launch.expected_world import engine_problem, expected_world, world_size
+from shardwise.launch.job_group import Say, job_group, usable_backend
 from shardwise.launch.local import run_local
-from shardwise.launch.session import gpus_of_host, session
 from shardwise.model.facts import ModelFacts
 from shardwise.observe.trackers import require_extras
-from shardwise.plan.plan import Plan, World, collective_algorithm, precheck, resolve
+from shardwise.plan.plan import Plan, precheck, resolve
 from shardwise.training.keeper import after_restart, way_on
 from shardwise.training.output import check_output, check_resume, claim_output
 from shardwise.training.setup import prepare_data, study
 from shardwise.training.trainer import TrainingResult, train_rank
-
-CPU_WORKERS = 2
-
-Say = Callable[[str], None]
 
 
 def plan_job(job: Job) -> Plan:
@@ -90,7 +82,7 @@ def _run_workers(job: Job, plan: Plan, backend: str, say: Say) -> TrainingResult
 
 
 def _plan(job: Job, place: RankEnvironment | None) -> tuple[Plan, ModelFacts]:
-    world = _world(job, place)
+    world = expected_world(job, place)
     precheck(job, world)  # what can be refused without looking at the model
     facts = study(job)
     return resolve(job, world, facts), facts
@@ -101,7 +93,7 @@ def _launcher_notes(job: Job, place: RankEnvironment | None) -> Iterator[str]:
 
     `parallel.workers` is not among them, since the plan sees how many there are. Also why `auto` is not the engine.
     """
-    problem = _engine_problem(job, _size(job, place))
+    problem = engine_problem(job, world_size(job, place))
     if problem:
         yield f"the ranks talk over Gloo, the native engine is not usable: {problem}."
     restarts = job.parallel.max_restarts
@@ -117,80 +109,11 @@ def _machine_notes(plan: Plan) -> Iterator[str]:
         yield f"precision.compute={compute}: {why}."
 
 
-def usable_backend(plan: Plan, say: Say) -> str:
-    """The backend to join with: the plan's, and how its collectives cross hosts (`collectives/hierarchical.py`).
-
-    The engine is compiled; where that fails and the job leaves the choice to us, Gloo takes its place, on several hosts
-    for all ranks, as they agree when they meet. Inside the hosts of two-level collectives over Gloo that choice is the
-    engine too.
-
-    Raises:
-        MachineError: the engine fails and the job asks for it.
-    """
-    between = _built_backend(plan, say)
-    if between != plan.backend:
-        algorithm, _ = collective_algorithm(plan.job.parallel, between, plan.world)
-        return hierarchical.name_of(algorithm, between, between)
-    inside = between
-    if plan.collectives != "flat" and between == "gloo" and plan.job.parallel.ddp_dist_backend == "auto":
-        inside = _built_backend(replace(plan, backend=engine.BACKEND), say)
-    return hierarchical.name_of(plan.collectives, between, inside)
-
-
-def _built_backend(plan: Plan, say: Say) -> str:
-    if plan.backend != engine.BACKEND:
-        return plan.backend
-    try:
-        engine.build(say)
-        return plan.backend
-    except MachineError as error:
-        if plan.world.device_type == "cuda":
-            raise MachineError(f"{error}. The ranks share GPUs, which NCCL refuses; use a rank a GPU") from error
-        if plan.job.parallel.ddp_dist_backend != "auto":
-            raise
-        say(f"note: the ranks talk over Gloo. {error}")
-        return "gloo"
-
-
 def _silent(text: str) -> None:
     pass
 
 
 def _worker(job: Job, device_type: str, backend: str) -> TrainingResult:
-    """One rank of a training."""
-    compute = job.precision.compute
-    with (
-        fp32_sums(device_type, compute),
-        quick_products(device_type, compute),
-        session(device_type, backend, job.parallel.timeout_seconds) as device,
-    ):
+    """Train on one rank."""
+    with job_group(job, device_type, backend) as device:
         return train_rank(after_restart(job), device)
-
-
-def _world(job: Job, place: RankEnvironment | None) -> World:
-    """The world to come. The accelerator's name is left to the workers: asking would put a CUDA context here."""
-    size = _size(job, place)
-    return replace(size, engine=_may_use_engine(job, size) and not _engine_problem(job, size))
-
-
-def _size(job: Job, place: RankEnvironment | None) -> World:
-    device_type = job.parallel.device
-    if device_type == "auto":
-        device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    if place is not None:
-        hosts = -(-place.world_size // place.local_world_size)
-        gpus = gpus_of_host(device_type, place)
-        return World(place.world_size, device_type, place.local_world_size, hosts=hosts, gpus=gpus)
-    gpus = gpus_of_host(device_type, None)
-    workers = job.parallel.workers or (gpus if device_type == "cuda" else CPU_WORKERS)
-    return World(workers, device_type, workers, gpus=gpus)
-
-
-def _may_use_engine(job: Job, world: World) -> bool:
-    """Whether `auto` would take it: it moves CPU tensors, and one rank has nobody to talk to."""
-    return world.device_type == "cpu" and world.size > 1 and job.parallel.ddp_dist_backend == "auto"
-
-
-def _engine_problem(job: Job, world: World) -> str:
-    """Why `auto` is Gloo. On several hosts a rank knows of its own host alone: all plan with the engine, then agree."""
-    return engine.obstacle() if world.hosts == 1 and _may_use_engine(job, world) else ""

@@ -22,15 +22,13 @@ import torch.distributed as dist
 from rich.console import Console
 from torch import Tensor
 
-from shardwise.commands.train import plan_job, usable_backend
+from shardwise.commands.train import plan_job
 from shardwise.data.tokenizer import VOCABULARY_FILES
 from shardwise.errors import ConfigError, MachineError
 from shardwise.job.schema import Job
-from shardwise.kernels.products import quick_products
-from shardwise.kernels.sums import fp32_sums
 from shardwise.launch.environment import detect
+from shardwise.launch.job_group import job_group, usable_backend
 from shardwise.launch.local import run_local
-from shardwise.launch.session import session
 from shardwise.model.build import load_config
 from shardwise.model.facts import ModelFacts
 from shardwise.testing.capture import capture_step, gather
@@ -264,10 +262,5 @@ def _note(text: str) -> None:
 
 
 def _worker(job: Job, device_type: str, backend: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    compute = job.precision.compute
-    with (
-        fp32_sums(device_type, compute),
-        quick_products(device_type, compute),
-        session(device_type, backend, job.parallel.timeout_seconds) as device,
-    ):
+    with job_group(job, device_type, backend) as device:
         return function(job, device, *args)

@@ -2,7 +2,7 @@
 
 Elastic restarts after any failure. Here a restart is made only where it can help: not for a user's mistake, which would
 repeat itself, and not after somebody asked the run to stop. Workers that take SIGTERM as a request (see
-`shardwise.training.interrupt`) would keep elastic waiting for half a minute when it ends them with that signal, so they
+`shardwise.launch.interrupt`) would keep elastic waiting for half a minute when it ends them with that signal, so they
 are ended with SIGKILL as soon as one of them is gone.
 """
 
@@ -20,8 +20,8 @@ from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
 
 from shardwise.launch import descendants
 from shardwise.launch.diagnosis import diagnose
+from shardwise.launch.interrupt import SIGNALS
 from shardwise.launch.signals import Forwarding
-from shardwise.training.interrupt import SIGNALS
 
 SHOW_CURSOR = "\x1b[?25h"
 

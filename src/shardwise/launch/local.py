@@ -35,9 +35,9 @@ from shardwise.errors import MachineError
 from shardwise.launch import descendants, failure, loopback
 from shardwise.launch.agent import Agent, restore_cursor
 from shardwise.launch.diagnosis import logs_of, reports_of
-from shardwise.launch.session import waits_for_peers
+from shardwise.launch.interrupt import SIGNALS as FORWARDED
+from shardwise.launch.process_group import waits_for_peers
 from shardwise.launch.signals import forwarding
-from shardwise.training.interrupt import SIGNALS as FORWARDED
 
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 SIGNALS_OF_TORCH = "TORCHELASTIC_SIGNALS_TO_HANDLE"  # where its agent looks for them

@@ -1,7 +1,7 @@
 """What a launcher does with SIGTERM and SIGUSR1: it passes them on to its workers, who write a checkpoint and end.
 
 Torch's elastic agent would end the workers instead. A second SIGTERM does that, if it comes late enough not to be the
-first one on another way (see `shardwise.training.interrupt`).
+first one on another way (see `shardwise.launch.interrupt`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from types import FrameType
 
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from shardwise.training.interrupt import SAME_REQUEST_SECONDS, SIGNALS
+from shardwise.launch.interrupt import SAME_REQUEST_SECONDS, SIGNALS
 
 
 class Forwarding:

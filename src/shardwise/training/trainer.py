@@ -15,11 +15,11 @@ from shardwise.checkpoint.export import export_hugging_face
 from shardwise.checkpoint.manifest import Progress
 from shardwise.errors import ShardwiseError
 from shardwise.job.schema import Job
+from shardwise.launch.interrupt import Interrupt
 from shardwise.observe.memory import peak_memory_bytes, reset_peak
 from shardwise.observe.profile import profiler
 from shardwise.planner.constants.hardware import peak_tflops
 from shardwise.training.forecast import Forecast, compared, is_out_of_memory, out_of_memory
-from shardwise.training.interrupt import Interrupt
 from shardwise.training.keeper import Keeper
 from shardwise.training.optimizer import learning_rate
 from shardwise.training.output import MODEL_DIRECTORY

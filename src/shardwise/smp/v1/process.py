@@ -20,7 +20,7 @@ from shardwise.errors import ConfigError
 from shardwise.kernels.precision import without_instructions
 from shardwise.kernels.sums import fp32_sums
 from shardwise.launch.environment import detect
-from shardwise.launch.session import gpus_of_host, session
+from shardwise.launch.process_group import gpus_of_host, process_group
 from shardwise.parallel.layout import ONE_COPY, SMP_AXES, Layout
 from shardwise.plan.draft import Draft
 from shardwise.plan.plan import World, precheck
@@ -117,7 +117,7 @@ class State:
         cfg = read_configuration(config, kind)
         job = cfg.base_job()
         name = choose(job.parallel, world_to_come(kind), cfg.notes)
-        self._device = self._exit.enter_context(session(kind, name))
+        self._device = self._exit.enter_context(process_group(kind, name))
         self._exit.enter_context(fp32_sums(kind))
         _check_host_memory()
         if note := differs(job.parallel.ddp_dist_backend):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from shardwise.collectives import engine
 from shardwise.errors import ConfigError
 from shardwise.kernels.sums import fp32_sums
-from shardwise.launch.session import session
+from shardwise.launch.process_group import process_group
 from shardwise.parallel.layout import Layout
 from shardwise.smp.v1.exceptions import NotInitializedError
 from shardwise.smp.v1.process import device_type, world_to_come
@@ -100,7 +100,7 @@ class State:
         self.reset()
         kind = device_type()
         for_cuda = engine.BACKEND if world_to_come(kind).shares_gpus else "nccl"
-        self._device = self._exit.enter_context(session(kind, for_cuda if kind == "cuda" else "gloo"))
+        self._device = self._exit.enter_context(process_group(kind, for_cuda if kind == "cuda" else "gloo"))
         self._exit.enter_context(fp32_sums(kind))
         world = current_world(self._device)
         self._values = values

@@ -37,7 +37,7 @@ from shardwise.job.schema import Job
 from shardwise.kernels.precision import LossScaler
 from shardwise.kernels.products import quick_products
 from shardwise.launch.local import run_local
-from shardwise.launch.session import session
+from shardwise.launch.process_group import process_group
 from shardwise.model.build import build_model
 from shardwise.model.discover import discover
 from shardwise.observe.memory import peak_memory_bytes, reset_peak
@@ -199,14 +199,14 @@ def predicted_seconds(constants: MachineConstants, ranks: int) -> float:
 
 def _rank(settings: dict[str, Any], backend: str) -> RankProbe:
     job = Job.model_validate(settings)
-    with quick_products("cpu", "fp32"), session("cpu", backend, TIMEOUT) as device:
+    with quick_products("cpu", "fp32"), process_group("cpu", backend, TIMEOUT) as device:
         tflops, bandwidth, gathers = _products(), _copies(), _gathers()
         return RankProbe(tflops, bandwidth, gathers, _training(job, device)[0])
 
 
 def _grown(settings: dict[str, Any], backend: str) -> Growth:
     """Of a process that has done nothing else, as a worker's."""
-    with quick_products("cpu", "fp32"), session("cpu", backend, TIMEOUT) as device:
+    with quick_products("cpu", "fp32"), process_group("cpu", backend, TIMEOUT) as device:
         return _training(Job.model_validate(settings), device)[1]
 
 

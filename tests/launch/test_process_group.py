@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from shardwise.errors import ConfigError, MachineError
 from shardwise.launch import failure, loopback
-from shardwise.launch import session as launch_session
+from shardwise.launch import process_group as process_groups
 from shardwise.launch.environment import RankEnvironment
-from shardwise.launch.session import available_cores, session
+from shardwise.launch.process_group import available_cores, process_group
 from shardwise.testing.world import WorldPool
 
 PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -32,7 +32,7 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_one_rank_needs_no_launcher_and_leaves_nothing_behind() -> None:
-    with session("cpu", "gloo") as device:
+    with process_group("cpu", "gloo") as device:
         total = torch.ones(3, device=device)
         dist.all_reduce(total)
         assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (0, 1, "gloo")
@@ -44,7 +44,7 @@ def test_an_error_ends_the_group_and_is_reported_once(tmp_path: Path, monkeypatc
     monkeypatch.setenv(failure.DIRECTORY_VARIABLE, str(tmp_path))
     for key, value in zip(PLACE, ("0", "1", "0", "1", "127.0.0.1", "1")):
         monkeypatch.setenv(key, value)
-    with pytest.raises(ConfigError), session("cpu", "gloo"):
+    with pytest.raises(ConfigError), process_group("cpu", "gloo"):
         raise ConfigError("training.steps=-1 must be positive; use 1")
     failure.report(ValueError("later"))
     assert not dist.is_initialized()
@@ -55,7 +55,7 @@ def test_a_users_interface_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     name = loopback.interface()
     assert name is not None
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", name)
-    with session("cpu", "gloo"):
+    with process_group("cpu", "gloo"):
         pass
     assert os.environ["GLOO_SOCKET_IFNAME"] == name
 
@@ -63,11 +63,11 @@ def test_a_users_interface_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_workers_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     before = torch.get_num_threads()
     try:
-        with session("cpu", "gloo"):
+        with process_group("cpu", "gloo"):
             assert torch.get_num_threads() == available_cores()
         torch.set_num_threads(1)
         monkeypatch.setenv("OMP_NUM_THREADS", "1")
-        with session("cpu", "gloo"):
+        with process_group("cpu", "gloo"):
             assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)
@@ -76,14 +76,14 @@ def test_workers_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 FREED = """
 import resource, sys
 import torch
-from shardwise.launch.session import session
+from shardwise.launch.process_group import process_group
 
 def touch():
     for _ in range(8):
         large, larger = torch.ones(1 << 22), torch.ones(10 << 20)  # 16 and 40 MiB
         del large, larger
 
-with session("cpu", "gloo"):
+with process_group("cpu", "gloo"):
     touch()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     touch()
@@ -103,7 +103,7 @@ def test_a_cpu_rank_keeps_the_memory_that_it_frees() -> None:
 
 def test_a_rank_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(MachineError, match=r"set parallel\.device to cpu"), session("cuda", "nccl"):
+    with pytest.raises(MachineError, match=r"set parallel\.device to cpu"), process_group("cuda", "nccl"):
         pass
 
 
@@ -114,26 +114,26 @@ def test_a_missing_master_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for key, value in zip(PLACE, ("1", "2", "1", "2", "127.0.0.1", str(port))):
         monkeypatch.setenv(key, value)
     message = f"rank 1 of 2 could not meet the others at MASTER_ADDR=127.0.0.1 MASTER_PORT={port}"
-    with pytest.raises(MachineError, match=message), session("cpu", "gloo", timeout_seconds=1):
+    with pytest.raises(MachineError, match=message), process_group("cpu", "gloo", timeout_seconds=1):
         pass
 
 
 def test_ranks_that_were_started_again_do_not_meet_their_former_selves(monkeypatch: pytest.MonkeyPatch) -> None:
     """As under plain torchrun, which keeps its store: a killed rank's memory would be looked for in its successor's."""
     place, kept = RankEnvironment(0, 2, 0, 2, "127.0.0.1", 1, "torchrun"), dist.HashStore()
-    monkeypatch.setattr(launch_session, "_stores", {place: kept})
+    monkeypatch.setattr(process_groups, "_stores", {place: kept})
     found = []
     for attempt in ("0", "1", "1"):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
-        monkeypatch.setattr(launch_session, "_groups", Counter())  # a new process
-        store = launch_session._meet(place, timedelta(seconds=1))
+        monkeypatch.setattr(process_groups, "_groups", Counter())  # a new process
+        store = process_groups._meet(place, timedelta(seconds=1))
         found.append(store.add("rank 0", 1))
     assert found == [1, 1, 2]  # ranks of one attempt meet
 
 
 def group_before_and_after() -> tuple[bool, bool]:
     group = dist.group.WORLD
-    with session("cpu", "gloo"):
+    with process_group("cpu", "gloo"):
         same = dist.group.WORLD is group
     return same, dist.is_initialized()
 

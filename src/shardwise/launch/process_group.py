@@ -1,4 +1,4 @@
-"""The process group's life: `with session(...) as device:` is the body of every worker.
+"""The process group's life: `with process_group(...) as device:` is the body of every worker.
 
 One rank by itself needs no network. Ranks of one host talk over the loopback interface only. A group that exists
 already (a user's own, or a test's) is used and left alone.
@@ -35,7 +35,7 @@ _groups: Counter[RankEnvironment] = Counter()  # that this process has begun
 
 
 @contextmanager
-def session(device_type: str, backend: str, timeout_seconds: float = 600) -> Iterator[torch.device]:
+def process_group(device_type: str, backend: str, timeout_seconds: float = 600) -> Iterator[torch.device]:
     """Joins this process's group and yields its device; leaves the group at the end.
 
     Also after an error, but for NCCL's group of several ranks, which only the end of the process leaves then.

@@ -5,8 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardwise.launch import machine_probe as calibrate
-from shardwise.launch.machine_probe import Growth, RankProbe, fitted, fitted_growth, middle, predicted_seconds, slowest
+from shardwise.commands import machine_probe as calibrate
+from shardwise.commands.machine_probe import (
+    Growth,
+    RankProbe,
+    fitted,
+    fitted_growth,
+    middle,
+    predicted_seconds,
+    slowest,
+)
 from shardwise.planner.formulas.local import MachineConstants
 
 

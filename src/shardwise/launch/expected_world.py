@@ -1,0 +1,51 @@
+"""The world that a job's ranks will make, said before they meet: a launcher's, or the job's own local workers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from shardwise.collectives import engine
+from shardwise.job.schema import Job
+from shardwise.launch.environment import RankEnvironment
+from shardwise.launch.process_group import gpus_of_host
+from shardwise.plan.plan import World
+
+CPU_WORKERS = 2
+
+
+def expected_world(job: Job, place: RankEnvironment | None) -> World:
+    """Return the world of `job`'s ranks; `place` is where a launcher has put this one.
+
+    The accelerator's name is left to the workers: asking would put a CUDA context here.
+    """
+    world = world_size(job, place)
+    return replace(world, engine=may_use_engine(job, world) and not engine_problem(job, world))
+
+
+def world_size(job: Job, place: RankEnvironment | None) -> World:
+    """Return the number of ranks, hosts and GPUs, without a look at the engine."""
+    device_type = job.parallel.device
+    if device_type == "auto":
+        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    if place is not None:
+        hosts = -(-place.world_size // place.local_world_size)
+        gpus = gpus_of_host(device_type, place)
+        return World(place.world_size, device_type, place.local_world_size, hosts=hosts, gpus=gpus)
+    gpus = gpus_of_host(device_type, None)
+    workers = job.parallel.workers or (gpus if device_type == "cuda" else CPU_WORKERS)
+    return World(workers, device_type, workers, gpus=gpus)
+
+
+def may_use_engine(job: Job, world: World) -> bool:
+    """Return whether `auto` would take it: it moves CPU tensors, and one rank has nobody to talk to."""
+    return world.device_type == "cpu" and world.size > 1 and job.parallel.ddp_dist_backend == "auto"
+
+
+def engine_problem(job: Job, world: World) -> str:
+    """Return why `auto` is Gloo; empty where it is not.
+
+    On several hosts a rank knows of its own host alone: all plan with the engine, then agree.
+    """
+    return engine.obstacle() if world.hosts == 1 and may_use_engine(job, world) else ""
