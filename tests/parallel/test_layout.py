@@ -74,3 +74,9 @@ def test_bad_placement(bad: str) -> None:
 def test_rank_outside() -> None:
     with pytest.raises(ConfigError, match="outside"):
         Layout({"shard": 2}, rank=2)
+
+
+@pytest.mark.parametrize("degrees, said", [({"tensr": 2}, "Did you mean 'tensor'"), ({"tensor": 0}, "at least 1")])
+def test_degrees_that_are_none(degrees: dict[str, int], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Layout(degrees)

@@ -28,7 +28,7 @@ from shardwise.job.smp_options import ANY, MAPPED, MPI_NOTES, OPTIONS, Option, t
 from shardwise.job.sources import ENVIRONMENT, SMP_KEY
 from shardwise.model.facts import BlockFacts, ModelFacts
 from shardwise.observe.metrics import __doc__ as METRICS_DOC
-from shardwise.parallel.layout import SMP_AXES, Layout
+from shardwise.parallel.layout import SMP_LETTERS, Layout, smp_axes
 from shardwise.plan.plan import Dtypes, World, resolve
 from shardwise.plan.rules import rules
 from shardwise.smp.api import page as smp_api_page
@@ -231,7 +231,7 @@ def layout_page() -> Iterator[str]:
     yield from table(("rank", *PLACEMENTS), (_placement_row(rank) for rank in range(8)))
     yield "SMP's notions, from `Layout.smp(notion)` as (rank, size, member ranks):\n"
     rows = [(code("local"), "ranks of one host")]
-    rows += [(code(notion), "ranks that differ along " + ", ".join(axes)) for notion, axes in SMP_AXES.items()]
+    rows += [(code(notion), "ranks that differ along " + ", ".join(smp_axes(notion))) for notion in SMP_LETTERS]
     yield from table(("notion", "group"), rows)
 
 

@@ -16,6 +16,7 @@ import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
 from shardwise import __version__
+from shardwise.job.axes import Axis
 from shardwise.observe.charts import Chart, figure_json
 from shardwise.observe.report import Figure, Row, chart_article, data_table, figure_list, scaled, script_json
 from shardwise.planner.formulas.timeline import timeline
@@ -156,7 +157,7 @@ def _bars(name: str, title: str, text: str, unit: str, names: list[str], bars: B
 
 def _schedule(asked: Candidate) -> Chart:
     plan, prediction = asked.plan, asked.prediction
-    ranks = plan.degrees["pipeline"]
+    ranks = plan.degrees[Axis.PIPELINE]
     virtual = len(plan.stages) // ranks
     count = min(plan.accumulation, DRAWN * ranks, max(48, len(plan.stages)))
     busy = (prediction.step_seconds - prediction.seconds.get("bubble", 0.0)) / plan.accumulation / virtual

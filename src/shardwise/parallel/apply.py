@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from shardwise.job.axes import Axis
 from shardwise.kernels.dropout import name_functional_dropout, replace_dropout
 from shardwise.kernels.float8 import Float8
 from shardwise.kernels.liger import use_liger
@@ -61,12 +62,12 @@ def parallelize(
     """
     device = device or torch.device(plan.world.device_type)
     _to_dtypes(model, plan)
-    stages = plan.stages_of(layout.index("pipeline"))
+    stages = plan.stages_of(layout.index(Axis.PIPELINE))
     flat = bool(stages) and facts.stages.travels_flat and not facts.stages.traced
     sizes = Sizes(model, facts, plan) if flat else None  # of attention as it is: kernels look into masks
     if plan.attention:
         lead_attention(model, plan.attention)
-    context = Context(model, plan, layout) if layout.size("context") > 1 else None
+    context = Context(model, plan, layout) if layout.size(Axis.CONTEXT) > 1 else None
     models = [model, *(copy.deepcopy(model) for _ in stages[1:])]
     if plan.job.model.liger:
         for each in models:
@@ -169,10 +170,10 @@ class _Split(NamedTuple):
 
 def _split(model: nn.Module, plan: Plan, layout: Layout, facts: ModelFacts) -> _Split:
     """Tensor parallelism: blocks by heads and inner features, embeddings and head by vocabulary."""
-    if layout.size("tensor") == 1:
+    if layout.size(Axis.TENSOR) == 1:
         return _Split({})
-    group = layout.group("tensor")
-    border = ScatteredRows(group, layout.index("tensor")) if plan.sequence_parallel else WholeRows(group)
+    group = layout.group(Axis.TENSOR)
+    border = ScatteredRows(group, layout.index(Axis.TENSOR)) if plan.sequence_parallel else WholeRows(group)
     cuts = split_tensors(model, facts, layout, border)
     by_rows = split_vocabulary(model, facts, layout) if plan.chunked_loss else None
     vocabulary, rows = by_rows or (None, {})

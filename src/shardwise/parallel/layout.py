@@ -1,7 +1,8 @@
 """Layout: which rank stands where on the named axes, and the process groups along them.
 
-The letters of `placement_strategy` are nested loops, the right-most varying fastest with the global rank:
-D (SMP's reduced data parallel) is replica x shard x context with context innermost, P is pipeline, T is tensor.
+The letters of `placement_strategy` are nested loops, the right-most varying fastest with the global rank. Which axes a
+letter stands for is in `shardwise.job.axes`: D (SMP's reduced data parallel) is replica x shard x context with context
+innermost, P is pipeline, T is tensor.
 Coordinates are pure arithmetic and work for any rank without torch.distributed; groups are made on first use, by all
 ranks together, and shared whenever two sets of axes span the same ranks.
 """
@@ -14,7 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from shardwise.errors import ConfigError
+from shardwise.job.axes import AXES, Axis, placed_axes, replica_axes, row_axes, state_axes
 from shardwise.plan.draft import placement_order
+from shardwise.words import nearest
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -22,22 +25,18 @@ if TYPE_CHECKING:
 
     from shardwise.plan.plan import Plan
 
-AXES_OF_LETTER = {"D": ("replica", "shard", "context"), "P": ("pipeline",), "T": ("tensor",)}
-DATA_AXES = ("replica", "shard", "context")
-# SMP's notions of a group: the axes that vary inside it (smp-api: RDP, TP, PP, DP = same stage, MP = same replica).
-SMP_AXES = {
-    "world": ("replica", "shard", "context", "pipeline", "tensor"),
-    "tp": ("tensor",),
-    "pp": ("pipeline",),
-    "rdp": DATA_AXES,
-    "dp": (*DATA_AXES, "tensor"),
-    "mp": ("pipeline", "tensor"),
-}
-ONE_COPY = ("shard", "context", "pipeline", "tensor")  # the axes of the ranks that hold one copy of the parameters
+# SMP's notions of a group: the letters of the placement whose axes vary inside it (smp-api: RDP, TP, PP,
+# DP = same stage, MP = same replica).
+SMP_LETTERS = {"world": "DPT", "tp": "T", "pp": "P", "rdp": "D", "dp": "DT", "mp": "PT"}
+
+
+def smp_axes(notion: str) -> tuple[Axis, ...]:
+    """Return the axes that vary inside a group of SMP's: `world`, `tp`, `pp`, `rdp`, `dp` or `mp`."""
+    return placed_axes(SMP_LETTERS[notion])
 
 
 def normalise_placement(placement: str) -> str:
-    """`cluster` -> DPT, `spread` -> TPD, a permutation of D, P and T -> itself in capitals.
+    """Return DPT for `cluster`, TPD for `spread`, and a permutation of D, P and T itself in capitals.
 
     Raises:
         ConfigError: a letter is missing, doubled or unknown.
@@ -55,26 +54,31 @@ class Layout:
     """Coordinates and groups of one rank.
 
     Args:
-        degrees: axis -> size; axes left out have size 1.
+        degrees: axis -> degree; axes left out have degree 1.
         placement: `placement_strategy`, see `normalise_placement`.
         rank: this rank; 0 <= rank < product of the degrees.
         local_size: ranks on one host, for SMP's local rank.
         device_type: `cpu` or `cuda`, for meshes.
+
+    Raises:
+        ConfigError: an axis or placement is unknown, or the rank is outside of the layout.
     """
 
     def __init__(
         self,
-        degrees: Mapping[str, int],
+        degrees: Mapping[Axis, int],
         placement: str = "DPT",
         rank: int = 0,
         local_size: int | None = None,
         device_type: str = "cpu",
     ) -> None:
-        self.axes = tuple(axis for letter in normalise_placement(placement) for axis in AXES_OF_LETTER[letter])
+        refuse_unknown_axes(degrees)
+        self.axes = placed_axes(normalise_placement(placement))
         self.degrees = {axis: degrees.get(axis, 1) for axis in self.axes}
         self.world_size = math.prod(self.degrees.values())
         if not 0 <= rank < self.world_size:
-            raise ConfigError(f"rank={rank} is outside of the layout's {self.world_size} ranks ({self.degrees})")
+            sizes = ", ".join(f"{axis} {degree}" for axis, degree in self.degrees.items())
+            raise ConfigError(f"rank={rank} is outside of the layout's {self.world_size} ranks ({sizes})")
         self.rank = rank
         self.local_size = local_size or self.world_size
         self.device_type = device_type
@@ -83,88 +87,93 @@ class Layout:
 
     @classmethod
     def from_plan(cls, plan: Plan, rank: int) -> Layout:
-        """The layout that `plan` asks for, seen from `rank`."""
+        """Return the layout that `plan` asks for, seen from `rank`."""
         return cls(plan.degrees, plan.placement, rank, plan.world.local_size, plan.world.device_type)
 
-    def coordinates(self, rank: int | None = None) -> dict[str, int]:
-        """Axis -> index of `rank` (this rank if unset)."""
+    def coordinates(self, rank: int | None = None) -> dict[Axis, int]:
+        """Return axis -> index of `rank` (this rank if unset)."""
         rest = self.rank if rank is None else rank
-        indices: dict[str, int] = {}
+        indices: dict[Axis, int] = {}
         for axis in reversed(self.axes):
             rest, indices[axis] = divmod(rest, self.degrees[axis])
         return {axis: indices[axis] for axis in self.axes}
 
     def rank_at(self, **indices: int) -> int:
-        """The rank at these coordinates; axes left out are this rank's own."""
-        return self._rank({**self.coordinates(), **indices})
+        """Return the rank at these coordinates, by the names of the axes; axes left out are this rank's own."""
+        return self._rank(self.coordinates() | {Axis(axis): index for axis, index in indices.items()})
 
-    def ranks(self, *axes: str, of: int | None = None) -> tuple[int, ...]:
-        """Ranks that differ from `of` (this rank) along `axes` only, ascending."""
-        here = self.coordinates(of)
+    def ranks(self, *axes: Axis, of: int | None = None) -> tuple[int, ...]:
+        """Return the ranks that differ from `of` (this rank) along `axes` only, ascending."""
+        fixed = self.coordinates(of)
         varying = [axis for axis in self.axes if axis in axes]
-        indices = itertools.product(*(range(self.degrees[axis]) for axis in varying))
-        return tuple(sorted(self._rank({**here, **dict(zip(varying, each, strict=True))}) for each in indices))
+        places = itertools.product(*(range(self.degrees[axis]) for axis in varying))
+        return tuple(sorted(self._rank({**fixed, **dict(zip(varying, indices, strict=True))}) for indices in places))
 
-    def size(self, *axes: str) -> int:
-        """Product of the degrees of `axes`."""
+    def size(self, *axes: Axis) -> int:
+        """Return the product of the degrees of `axes`."""
         return math.prod(self.degrees[axis] for axis in axes)
 
-    def index(self, *axes: str) -> int:
-        """Position of this rank among `ranks(*axes)`."""
+    def index(self, *axes: Axis) -> int:
+        """Return the position of this rank among `ranks(*axes)`."""
         return self.ranks(*axes).index(self.rank)
 
     @property
     def data_rank(self) -> int:
-        """Which share of the batch this rank reads: replica major, shard minor; context ranks read the same rows."""
-        here = self.coordinates()
-        return here["replica"] * self.degrees["shard"] + here["shard"]
+        """The share of the batch that this rank reads, 0 to `data_ranks` - 1; replica major, shard minor."""
+        coordinates, share = self.coordinates(), 0
+        for axis in row_axes():
+            share = share * self.degrees[axis] + coordinates[axis]
+        return share
 
     @property
     def data_ranks(self) -> int:
-        """Into how many shares the batch is cut."""
-        return self.size("replica", "shard")
+        """The number of shares into which the batch is cut."""
+        return self.size(*row_axes())
 
-    def _rank(self, coordinates: Mapping[str, int]) -> int:
+    def _rank(self, coordinates: Mapping[Axis, int]) -> int:
         rank = 0
         for axis in self.axes:
             rank = rank * self.degrees[axis] + coordinates[axis]
         return rank
 
     def smp(self, notion: str) -> tuple[int, int, tuple[int, ...]]:
-        """SMP's (rank, size, member ranks) of `world`, `tp`, `pp`, `rdp`, `dp`, `mp`, or of `local`."""
+        """Return SMP's (rank, size, member ranks) of `world`, `tp`, `pp`, `rdp`, `dp`, `mp`, or of `local`."""
         if notion == "local":
             first = self.rank - self.rank % self.local_size
             members = tuple(range(first, min(first + self.local_size, self.world_size)))
         else:
-            members = self.ranks(*SMP_AXES[notion])
+            members = self.ranks(*smp_axes(notion))
         return members.index(self.rank), len(members), members
 
-    def group(self, *axes: str) -> ProcessGroup:
-        """The process group along `axes`. Collective on first use: every rank must ask in the same order."""
+    def group(self, *axes: Axis) -> ProcessGroup:
+        """Return the process group along `axes`. Collective on first use: every rank must ask in the same order."""
         return self._group(("axes", *axes), lambda rank: self.ranks(*axes, of=rank))
 
     def holders_group(self, pipeline: Sequence[int]) -> ProcessGroup:
-        """The ranks at these places of their pipeline; for the others, those. Collective, as `group`."""
+        """Return the group of the ranks at these places of their pipeline. Collective, as `group`.
 
-        def held(rank: int) -> tuple[int, ...]:
-            line = self.ranks("pipeline", of=rank)
-            holders = tuple(line[place] for place in pipeline)
-            return holders if rank in holders else tuple(other for other in line if other not in holders)
+        The other ranks of the pipeline get a group of their own.
+        """
 
-        return self._group(("holders", *pipeline), held)
+        def members_of(rank: int) -> tuple[int, ...]:
+            stages = self.ranks(Axis.PIPELINE, of=rank)
+            holders = tuple(stages[place] for place in pipeline)
+            return holders if rank in holders else tuple(other for other in stages if other not in holders)
+
+        return self._group(("holders", *pipeline), members_of)
 
     def tensor_neighbours(self, copies: int) -> ProcessGroup:
-        """This rank and those in the same run of `copies` ranks of their tensor group. Collective, as `group`."""
+        """Return the group of each `copies` ranks in a row of a tensor group. Collective, as `group`."""
 
-        def run(rank: int) -> tuple[int, ...]:
-            members = self.ranks("tensor", of=rank)
+        def members_of(rank: int) -> tuple[int, ...]:
+            members = self.ranks(Axis.TENSOR, of=rank)
             first = members.index(rank) // copies * copies
             return members[first : first + copies]
 
-        return self._group(("neighbours", copies), run)
+        return self._group(("neighbours", copies), members_of)
 
     def _group(self, asked: tuple[object, ...], members_of: Callable[[int], tuple[int, ...]]) -> ProcessGroup:
-        """The group of this rank in a partition of all ranks, made once for each partition, whoever `asked` for it.
+        """Return this rank's group in a partition of all ranks, made once for each partition, whoever `asked` for it.
 
         Kept by partition, which is the same on every rank: by members, one rank could find its group and another not.
         """
@@ -181,14 +190,23 @@ class Layout:
         return self._asked[asked]
 
     def shard_mesh(self) -> DeviceMesh:
-        """FSDP2's mesh: one-dimensional over shard x context, or (replica, shard x context) when there are replicas."""
+        """Return FSDP2's mesh: over shard x context, or (replica, shard x context) when there are replicas."""
         import torch
         from torch.distributed.device_mesh import DeviceMesh
 
-        shard_axes = ("shard", "context")
-        if self.degrees["replica"] == 1:
-            return DeviceMesh.from_group(self.group(*shard_axes), self.device_type, mesh_dim_names=("shard",))
-        columns = [self.ranks("replica", of=rank) for rank in self.ranks(*shard_axes)]
+        if self.size(*replica_axes()) == 1:
+            return DeviceMesh.from_group(self.group(*state_axes()), self.device_type, mesh_dim_names=("shard",))
+        columns = [self.ranks(*replica_axes(), of=rank) for rank in self.ranks(*state_axes())]
         mesh = torch.tensor(columns).T.contiguous()
-        groups = [self.group("replica"), self.group(*shard_axes)]
+        groups = [self.group(*replica_axes()), self.group(*state_axes())]
         return DeviceMesh.from_group(groups, self.device_type, mesh, mesh_dim_names=("replica", "shard"))
+
+
+def refuse_unknown_axes(degrees: Mapping[Axis, int]) -> None:
+    """Raise ConfigError for a key of `degrees` that is no axis, or a degree that is no whole number of at least 1."""
+    known = [str(spec.axis) for spec in AXES]
+    for axis, degree in degrees.items():
+        if axis not in known:
+            raise ConfigError(f"degrees[{str(axis)!r}]={degree!r}: no such axis.{nearest(str(axis), known)}")
+        if isinstance(degree, bool) or not isinstance(degree, int) or degree < 1:
+            raise ConfigError(f"degrees[{str(axis)!r}]={degree!r} must be a whole number of at least 1; use 1 or more")

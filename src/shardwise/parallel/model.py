@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from shardwise.collectives.tensor import sum_together
+from shardwise.job.axes import Axis
 from shardwise.kernels.dropout import DropoutScope, dropout_scope
 from shardwise.kernels.linear import WeightGradients
 from shardwise.kernels.loss import Vocabulary
@@ -185,13 +186,13 @@ class ParallelModel:
     @property
     def speaks(self) -> bool:
         """Whether this rank speaks for its rows: one of the ranks that read them."""
-        return self.layout.index("context", "tensor", "pipeline") == 0
+        return self.layout.index(Axis.CONTEXT, Axis.TENSOR, Axis.PIPELINE) == 0
 
     @property
     def contributes(self) -> bool:
         """Whether the loss that this rank computed is part of the sum: of equal ones, one alone is."""
         is_last = self.pipeline is None or self.pipeline.passages[-1].is_last
-        return is_last and self.layout.index("tensor") == 0
+        return is_last and self.layout.index(Axis.TENSOR) == 0
 
     @property
     def accumulation_dtype(self) -> torch.dtype:
@@ -272,7 +273,7 @@ class ParallelModel:
             owners = (part for part in self.parts if part.passage and part.passage.stage == stage)
             source = next(owners, self.parts[0]).module.get_buffer(name)
             owner = self.layout.rank_at(pipeline=self.plan.stage_ranks[stage])
-            dist.broadcast(source, owner, group=self.layout.group("pipeline"))
+            dist.broadcast(source, owner, group=self.layout.group(Axis.PIPELINE))
             for part in self.parts:
                 buffer = part.module.get_buffer(name)
                 if buffer is not source:
@@ -305,7 +306,7 @@ class ParallelModel:
         if self.pipeline is None:
             yield from ((entry.name, entry.whole(gradients, parts.get(entry.name))) for entry in self.tensor_map)
             return
-        dtype, group = torch_dtype(self.plan.dtypes.parameters), self.layout.group("pipeline")
+        dtype, group = torch_dtype(self.plan.dtypes.parameters), self.layout.group(Axis.PIPELINE)
         held = holders(self.plan, self.facts)
         for name, shape in self.facts.parameter_shapes.items():
             owner = self.layout.rank_at(pipeline=self.plan.stage_ranks[held[name][0]])
@@ -346,7 +347,7 @@ class ParallelModel:
         shape = None if self.facts.stages.travels_flat else (*ids.shape, self.facts.hidden_size)
         found = self.pipeline.evaluate(work, 1, shape)
         logits = found[0] if found else torch.empty(len(ids), self.facts.vocabulary_size, device=self.device)
-        dist.broadcast(logits, self.pipeline.last_rank, group=self.layout.group("pipeline"))
+        dist.broadcast(logits, self.pipeline.last_rank, group=self.layout.group(Axis.PIPELINE))
         return logits
 
     def train(self, mode: bool = True) -> None:
@@ -377,7 +378,7 @@ class ParallelModel:
         """The dropout scope of a microbatch."""
         seed = self.plan.job.training.seed
         functional = self.facts.has_functional_dropout
-        part = self.layout.index("tensor")
+        part = self.layout.index(Axis.TENSOR)
         documents = getattr(microbatch, "document_ids", None) if self.plan.attention else None
         scope = DropoutScope(
             seed, step, microbatch.rows, functional=functional, part=part, sequences=sequences, documents=documents

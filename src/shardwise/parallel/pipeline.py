@@ -24,6 +24,7 @@ from torch.distributed.pipelining import (
 
 from shardwise._torch_compat import LazyStage, UnpairedDualPipeV
 from shardwise.errors import ModelError
+from shardwise.job.axes import Axis
 from shardwise.kernels.linear import WeightGradients
 from shardwise.kernels.precision import torch_dtype
 from shardwise.parallel.layout import Layout
@@ -55,7 +56,7 @@ class Pipeline:
         self, plan: Plan, layout: Layout, passages: Sequence[Passage], hidden: Sequence[int], device: torch.device
     ):
         self.plan, self.passages, self.device = plan, passages, device
-        self.group = layout.group("pipeline")
+        self.group = layout.group(Axis.PIPELINE)
         self.ranks = dist.get_process_group_ranks(self.group)
         self.shape, self._positions = (plan.microbatch, *hidden), plan.positions
         self.dtype = torch_dtype(plan.dtypes.compute)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from shardwise.job.axes import Axis, data_axes, replica_axes, state_axes
 from shardwise.model.facts import chunk, chunks
 
 Slices = tuple[slice, ...]
@@ -23,11 +24,11 @@ Slices = tuple[slice, ...]
 class Coordinates(Protocol):
     """What the map asks of a Layout."""
 
-    def size(self, *axes: str) -> int: ...
+    def size(self, *axes: Axis) -> int: ...
 
-    def index(self, *axes: str) -> int: ...
+    def index(self, *axes: Axis) -> int: ...
 
-    def group(self, *axes: str) -> dist.ProcessGroup: ...
+    def group(self, *axes: Axis) -> dist.ProcessGroup: ...
 
 
 @dataclass(frozen=True)
@@ -228,20 +229,20 @@ def _entry(
 ) -> Entry:
     shape = tuple(parameter.shape)
     rows = slice(0, shape[0]) if shape else None
-    copies: tuple[str, ...] = ("replica", "shard", "context")
+    copies = data_axes()
     if isinstance(parameter, DTensor):
-        rows = chunk(shape[0], layout.size("shard", "context"), layout.index("shard", "context"))
-        copies = ("replica",)
+        rows = chunk(shape[0], layout.size(*state_axes()), layout.index(*state_axes()))
+        copies = replica_axes()
         assert parameter.placements[-1] == Shard(0)
     everything = tuple(_everything(shape))
     regions = (Region(everything, everything),) if cut is None else cut.regions()
     name, *aliases = names
     if cut is None:
-        replication, replica = layout.size(*copies, "tensor"), layout.index(*copies, "tensor")
+        replication, replica = layout.size(*copies, Axis.TENSOR), layout.index(*copies, Axis.TENSOR)
     else:
         replication, replica = layout.size(*copies) * cut.copies, layout.index(*copies) * cut.copies + cut.copy
     if tied:
-        replication, replica = len(tied) * replication, len(tied) * replica + tied.index(layout.index("pipeline"))
+        replication, replica = len(tied) * replication, len(tied) * replica + tied.index(layout.index(Axis.PIPELINE))
     return Entry(
         name,
         tuple(aliases),
@@ -251,7 +252,7 @@ def _entry(
         replication,
         replica,
         cut,
-        layout.group("tensor") if cut else None,
+        layout.group(Axis.TENSOR) if cut else None,
     )
 
 

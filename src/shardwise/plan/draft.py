@@ -6,12 +6,14 @@ So a rule can never look at another number than the one that runs. Pure arithmet
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+from shardwise.job.axes import DATA_LETTER, placed_axes, same_rows_ranks, spec_of
 from shardwise.job.schema import (
     DataSection,
     Job,
@@ -157,8 +159,9 @@ class Draft:
 
     @cached_property
     def split_degree(self) -> int:
-        """Ranks that work on the same samples with other parts of the model: tensor x pipeline."""
-        return self.parallel.tensor_parallel_degree * self.parallel.pipeline_parallel_degree
+        """Ranks that hold different parts of the model's modules: tensor x pipeline."""
+        letters = PLACEMENTS["CLUSTER"].replace(DATA_LETTER, "")
+        return math.prod(spec_of(axis).degree(self.job) or 1 for axis in placed_axes(letters))
 
     @cached_property
     def data_axis(self) -> int:
@@ -168,7 +171,7 @@ class Draft:
     @cached_property
     def data_ranks(self) -> int:
         """Ranks that read different samples: replica x shard."""
-        return max(1, self.data_axis // self.parallel.context_parallel_degree)
+        return max(1, self.world.size // same_rows_ranks(self.job))
 
     @cached_property
     def sharded(self) -> int:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
+from shardwise.job.axes import Axis, axis_degrees, data_axes, row_axes
 from shardwise.job.schema import Job, ParallelSection
 from shardwise.model.facts import ModelFacts
 from shardwise.model.float8 import summary
@@ -52,7 +54,7 @@ class Plan:
     world: World
     stages: tuple[tuple[str, ...], ...]  # names of the blocks of each pipeline stage; none without a pipeline
     stage_ranks: tuple[int, ...]  # the pipeline rank of each stage
-    degrees: dict[str, int]  # replica, shard, context, tensor, pipeline; their product is world.size
+    degrees: dict[Axis, int]  # of every axis; their product is world.size
     placement: str  # D, P and T in order, right-most varying fastest
     dtypes: Dtypes
     sequence_length: int
@@ -75,18 +77,18 @@ class Plan:
     @property
     def data_ranks(self) -> int:
         """Ranks that read different samples."""
-        return self.degrees["replica"] * self.degrees["shard"]
+        return math.prod(self.degrees[axis] for axis in row_axes())
 
     @property
     def positions(self) -> int:
         """Of a sequence on one rank; what is split is padded to two chunks a rank."""
-        context = self.degrees["context"]
+        context = self.degrees[Axis.CONTEXT]
         return self.sequence_length if context == 1 else 2 * -(-self.sequence_length // (2 * context))
 
     @property
     def splits_backward(self) -> bool:
         """Whether the gradients of weights are taken apart from those of activations, and later."""
-        return self.degrees["pipeline"] > 1 and self.job.parallel.pipeline in SPLIT_SCHEDULES
+        return self.degrees[Axis.PIPELINE] > 1 and self.job.parallel.pipeline in SPLIT_SCHEDULES
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages of a pipeline rank, in order; none without a pipeline."""
@@ -106,7 +108,7 @@ class Plan:
     def keeps_last_unit(self) -> bool:
         """Whether what is gathered last in forward waits for backward, which begins with it and has nothing to hide
         a gather behind. A pipeline's forwards may be several ahead."""
-        return self.degrees["pipeline"] == 1
+        return self.degrees[Axis.PIPELINE] == 1
 
     @property
     def gathers_float8(self) -> bool:
@@ -122,12 +124,13 @@ class Plan:
     @property
     def needs_fsdp(self) -> bool:
         """Whether FSDP2 has work to do: several data ranks, a compute dtype of its own, or parameters on the host."""
-        ranks = self.data_ranks * self.degrees["context"]
+        ranks = math.prod(self.degrees[axis] for axis in data_axes())
         return ranks > 1 or self.dtypes.compute != self.dtypes.parameters or self.job.memory.offload_parameters
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON or YAML."""
-        return asdict(self) | {"job": self.job.model_dump(mode="json"), "notes": list(self.notes)}
+        degrees = {str(axis): degree for axis, degree in self.degrees.items()}
+        return asdict(self) | {"job": self.job.model_dump(mode="json"), "degrees": degrees, "notes": list(self.notes)}
 
     @cached_property
     def fingerprint(self) -> str:
@@ -141,6 +144,27 @@ class Plan:
             del data["job"]["parallel"][key]
         del data["world"]["gpus"]
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _shard_rule(draft: Draft) -> str:
+    if draft.zero1:
+        rule = f"shard_optimizer_state: all {draft.data_axis} data ranks"
+    elif draft.parallel.sharded_data_parallel_degree is None:
+        rule = f"sharded_data_parallel_degree unset: all {draft.data_axis} data ranks"
+    else:
+        rule = "sharded_data_parallel_degree given"
+    context = draft.parallel.context_parallel_degree
+    return rule if context == 1 else f"{rule}; / context degree {context}"
+
+
+# The rule behind the degree of each axis.
+DEGREE_RULES: dict[Axis, Callable[[Draft], str]] = {
+    Axis.REPLICA: lambda draft: f"{draft.data_axis} data ranks / shard degree {draft.sharded}",
+    Axis.SHARD: _shard_rule,
+    Axis.CONTEXT: lambda draft: "context_parallel_degree",
+    Axis.TENSOR: lambda draft: "tensor_parallel_degree",
+    Axis.PIPELINE: lambda draft: "pipeline_parallel_degree",
+}
 
 
 def precheck(job: Job, world: World) -> None:
@@ -178,29 +202,10 @@ def resolve(job: Job, world: World, facts: ModelFacts) -> Plan:
     )
 
 
-def _degrees(draft: Draft, rules: dict[str, str]) -> dict[str, int]:
-    parallel = draft.parallel
-    context = parallel.context_parallel_degree
-    if draft.zero1:
-        shard_rule = f"shard_optimizer_state: all {draft.data_axis} data ranks"
-    elif parallel.sharded_data_parallel_degree is None:
-        shard_rule = f"sharded_data_parallel_degree unset: all {draft.data_axis} data ranks"
-    else:
-        shard_rule = "sharded_data_parallel_degree given"
-    rules |= {
-        "replica": f"{draft.data_axis} data ranks / shard degree {draft.sharded}",
-        "shard": shard_rule if context == 1 else f"{shard_rule}; / context degree {context}",
-        "context": "context_parallel_degree",
-        "tensor": "tensor_parallel_degree",
-        "pipeline": "pipeline_parallel_degree",
-    }
-    return {
-        "replica": draft.data_axis // draft.sharded,
-        "shard": draft.sharded // context,
-        "context": context,
-        "tensor": parallel.tensor_parallel_degree,
-        "pipeline": parallel.pipeline_parallel_degree,
-    }
+def _degrees(draft: Draft, rules: dict[str, str]) -> dict[Axis, int]:
+    degrees = axis_degrees(draft.job, draft.world.size)
+    rules |= {str(axis): DEGREE_RULES[axis](draft) for axis in degrees}
+    return degrees
 
 
 def _context_method(draft: Draft, rules: dict[str, str]) -> str:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.job.axes import Axis
 from shardwise.parallel.tensor_map import Entry
 from shardwise.training.init import fingerprint
 from shardwise.training.optimizer import learning_rate
@@ -109,9 +110,9 @@ def _gradients_seen(run: Run) -> Iterator[dict[str, Tensor]]:
 
 def _spread(run: Run) -> dict[str, float]:
     """How far the replicas of each tensor are apart, relative to its largest element; the worst of all shards."""
-    if run.layout.size("replica") == 1:
+    if run.layout.size(Axis.REPLICA) == 1:
         return {}
-    group, names = run.layout.group("replica"), list(run.facts.parameter_shapes)
+    group, names = run.layout.group(Axis.REPLICA), list(run.facts.parameter_shapes)
     mine = {entry.name: _apart(entry, group) for entry in run.model.tensor_map}
     apart = torch.tensor([mine.get(name, 0.0) for name in names], dtype=torch.float64, device=run.model.device)
     dist.all_reduce(apart, dist.ReduceOp.MAX)

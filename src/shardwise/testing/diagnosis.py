@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shardwise.job.axes import Axis
 from shardwise.plan.plan import Plan
 from shardwise.testing.capture import Captured
 from shardwise.testing.comparison import Tolerances, compare_tensors
@@ -139,7 +140,8 @@ def _whole_scale(evidence: Evidence) -> Diagnosis | None:
     if not coefficients or abs(mean - 1) < NEAR or any(abs(c - mean) > NEAR * mean for c in coefficients.values()):
         return None
     plan = evidence.plan
-    sizes = {"data ranks": plan.data_ranks, "microbatches": plan.accumulation, **plan.degrees}
+    sizes: dict[str, int] = {"data ranks": plan.data_ranks, "microbatches": plan.accumulation}
+    sizes |= {str(axis): degree for axis, degree in plan.degrees.items()}
     for name, size in sizes.items():
         if size > 1 and abs(mean * size - 1) < NEAR:
             return Diagnosis("mean_for_sum", f"gradients are divided by {size} ({name}): a mean where a sum belongs")
@@ -151,7 +153,7 @@ def _replicas(evidence: Evidence) -> Diagnosis | None:
     apart = max(evidence.ours.spread.values(), default=0.0)
     if not apart:
         return None
-    shard = evidence.plan.degrees["shard"]
+    shard = evidence.plan.degrees[Axis.SHARD]
     coefficients = evidence.coefficients or {}
     if coefficients and all((rank < shard) == (c > NEAR) for (rank, _), c in coefficients.items()):
         return Diagnosis("missing_replica_reduction", "gradients are not summed over the replicas, which come apart")

@@ -24,6 +24,7 @@ from rich.text import Text
 from shardwise._torch_compat import FakeTensorMode, fake_store, read_scalar
 from shardwise.data.batch import Batch
 from shardwise.errors import ConfigError, MachineError
+from shardwise.job.axes import Axis
 from shardwise.job.schema import Job
 from shardwise.model.build import build_model
 from shardwise.model.facts import ModelFacts
@@ -126,7 +127,7 @@ def dry_run(job: Job, world: World, facts: ModelFacts, rank: int = 0) -> DryRun:
     layout = Layout.from_plan(traced, rank)
     with _alone(rank, world.size):
         peak, operators = _trace(traced, layout, facts)
-    stage = layout.index("pipeline")
+    stage = layout.index(Axis.PIPELINE)
     return DryRun(
         plan,
         rank,
@@ -134,13 +135,13 @@ def dry_run(job: Job, world: World, facts: ModelFacts, rank: int = 0) -> DryRun:
         estimate(traced, facts, pipeline=stage),
         estimate(plan, facts, pipeline=stage),
         operators,
-        layout.coordinates(),
+        {str(axis): index for axis, index in layout.coordinates().items()},
     )
 
 
 def _traceable(plan: Plan) -> Plan:
     """The same work where the trace can follow it."""
-    count = min(plan.accumulation, MICROBATCHES * plan.degrees["pipeline"])
+    count = min(plan.accumulation, MICROBATCHES * plan.degrees[Axis.PIPELINE])
     world = replace(plan.world, device_type="cpu", accelerator="")
     model = plan.job.model.model_copy(update={"compile": False})
     job = plan.job.model_copy(update={"model": model})
@@ -234,7 +235,7 @@ def describe(run: DryRun) -> Group:
 
 def _notes(run: DryRun) -> Iterator[str]:
     yield f"{run.operators:,} operators were traced on a CPU without allocating; attention is the CPU's fused kernel."
-    count = MICROBATCHES * run.plan.degrees["pipeline"]
+    count = MICROBATCHES * run.plan.degrees[Axis.PIPELINE]
     if run.plan.accumulation > count:
         more = "hold more only under `pipeline: simple`" if run.plan.stages else "hold no more"
         yield f"{count} of {run.plan.accumulation} microbatches were traced and counted; further ones {more}."

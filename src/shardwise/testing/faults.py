@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardwise.job.axes import Axis
 from shardwise.model.discover import find_ties
 from shardwise.parallel import apply
 from shardwise.parallel.model import ParallelModel
@@ -67,7 +68,7 @@ def _mean_for_sum() -> AbstractContextManager[None]:
 
 def _missing_replica_reduction() -> AbstractContextManager[None]:
     def wrapper(original: Callable[..., Any], self: ParallelModel, *args: Any, **kwargs: Any) -> Any:
-        group, real = self.layout.group("replica"), dist.all_reduce
+        group, real = self.layout.group(Axis.REPLICA), dist.all_reduce
 
         def all_reduce(tensor: Tensor, *rest: Any, **options: Any) -> Any:
             return None if options.get("group") is group else real(tensor, *rest, **options)

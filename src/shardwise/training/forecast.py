@@ -14,6 +14,7 @@ import psutil
 import torch
 
 from shardwise.errors import CapacityError
+from shardwise.job.axes import Axis
 from shardwise.observe.metrics import Record
 from shardwise.planner.formulas.configure import configuration_of
 from shardwise.planner.formulas.local import cluster_of, growth, is_calibrated, stack_here, step_factor
@@ -50,7 +51,7 @@ class Forecast:
     def of(cls, run: Run) -> Forecast:
         """The forecast of a run whose model is built and has not trained yet."""
         plan, facts = run.plan, run.facts
-        memory = estimate(plan, facts, pipeline=run.layout.index("pipeline"))
+        memory = estimate(plan, facts, pipeline=run.layout.index(Axis.PIPELINE))
         resident = _resident(run, memory.activations) if plan.world.device_type == "cpu" else 0
         cluster = cluster_of(plan.world)
         if not facts.attention_heads:

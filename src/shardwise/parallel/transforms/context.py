@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from shardwise.collectives.context import dealt, gather_sequence, heads_for_rows, rows_for_heads
+from shardwise.job.axes import Axis
 from shardwise.kernels.attention.masks import Mask, Seen, additive, document_mask, make_mask, same_document
 from shardwise.kernels.attention.ring import OfBlock, Ring, ring_attention
 from shardwise.kernels.dropout import Square, active_scope, keep_mask
@@ -86,8 +87,8 @@ class Context:
     """How this rank takes part; made once by `parallelize`."""
 
     def __init__(self, model: nn.Module, plan: Plan, layout: Layout) -> None:
-        self.group, self.degree = layout.group("context"), layout.size("context")
-        self.index, self.tensor_index = layout.index("context"), layout.index("tensor")
+        self.group, self.degree = layout.group(Axis.CONTEXT), layout.size(Axis.CONTEXT)
+        self.index, self.tensor_index = layout.index(Axis.CONTEXT), layout.index(Axis.TENSOR)
         self.method, self.causal = plan.context_method, plan.job.model.task == "causal_lm"
         self.dtype = torch_dtype(plan.dtypes.compute)
         self.led = bool(plan.attention)

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from shardwise._torch_compat import clear_placement_cache, reduce_left_gradients
 from shardwise.collectives import engine
 from shardwise.collectives.fsdp import overlap
+from shardwise.job.axes import Axis
 from shardwise.kernels.float8_gather import gather_in_float8
 from shardwise.kernels.precision import torch_dtype
 from shardwise.parallel.layout import Layout
@@ -56,7 +57,7 @@ def _overlaps(plan: Plan) -> bool:
     Backwards in a pipeline, and those that leave gradients for later, reduce outside of autograd.
     """
     from_cpus = plan.world.device_type == "cpu" and plan.backend == engine.BACKEND
-    return from_cpus and plan.world.hosts > 1 and plan.degrees["pipeline"] == 1 and not plan.holds_whole
+    return from_cpus and plan.world.hosts > 1 and plan.degrees[Axis.PIPELINE] == 1 and not plan.holds_whole
 
 
 def begin_microbatch(modules: Sequence[FSDPModule], plan: Plan, last: bool) -> None:
@@ -71,7 +72,7 @@ def begin_microbatch(modules: Sequence[FSDPModule], plan: Plan, last: bool) -> N
             module.set_reshard_after_backward(last, recurse=False)
         else:
             module.set_requires_all_reduce(last, recurse=False)
-    if modules and plan.degrees["pipeline"] > 1:
+    if modules and plan.degrees[Axis.PIPELINE] > 1:
         # FSDP2 gathers the root when its output's gradient arrives; a stage's gradient arrives at what left it instead.
         modules[0].unshard()
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
 from shardwise.errors import ModelError
+from shardwise.job.axes import Axis
 from shardwise.kernels.precision import torch_dtype
 from shardwise.model.facts import ModelFacts, StandIn
 from shardwise.model.probe import Shapes, shapes_handed_on
@@ -276,7 +277,7 @@ class Sizes:
 
     def _split(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """What a tensor rank has of what blocks hand on beside hidden states: a bias of its heads' scores."""
-        degree = self.plan.degrees["tensor"]
+        degree = self.plan.degrees[Axis.TENSOR]
         if degree == 1:
             return shape
         if len(shape) != 4 or shape[1] != self.facts.attention_heads:

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from shardwise.collectives.tensor import Rows, enter_rows, leave
+from shardwise.job.axes import Axis
 from shardwise.kernels.linear import linear
 from shardwise.kernels.loss import Vocabulary
 from shardwise.model.facts import ModelFacts, TensorSplit, chunk
@@ -89,8 +90,8 @@ def cut_of(
     shape: tuple[int, ...], dim: int, sections: tuple[int, ...], layout: Coordinates, copies: int = 1, groups: int = 1
 ) -> Cut:
     """The cut of a tensor group in which `copies` neighbours hold the same part, or `groups` of them share sections."""
-    index, copy = divmod(layout.index("tensor"), copies)
-    return Cut(shape, dim, sections, layout.size("tensor") // copies, index, copies, copy, groups)
+    index, copy = divmod(layout.index(Axis.TENSOR), copies)
+    return Cut(shape, dim, sections, layout.size(Axis.TENSOR) // copies, index, copies, copy, groups)
 
 
 def partial_parameters(
@@ -106,7 +107,7 @@ def partial_parameters(
     inside = tuple(f"{name}." for name in modules)
     whole = [entry.name for entry in tensor_map if entry.cut is None and entry.name.startswith(inside)]
     copies = {entry.name: entry.cut.copies for entry in tensor_map if entry.cut and entry.cut.copies > 1}
-    sums: list[tuple[Sequence[str], dist.ProcessGroup]] = [(whole, layout.group("tensor"))] if whole else []
+    sums: list[tuple[Sequence[str], dist.ProcessGroup]] = [(whole, layout.group(Axis.TENSOR))] if whole else []
     if copies:
         sums.append((list(copies), layout.tensor_neighbours(max(copies.values()))))
     return tuple(sums)
@@ -117,7 +118,7 @@ def planned_cuts(model: nn.Module, facts: ModelFacts, layout: Coordinates) -> di
     cuts: dict[str, Cut] = {}
     for name, split in facts.tensor_splits.items():
         if split.kind not in ("partial", "inner"):
-            copies = facts.key_value_copies(layout.size("tensor")) if split.key_value else 1
+            copies = facts.key_value_copies(layout.size(Axis.TENSOR)) if split.key_value else 1
             found = _module_cuts(model.get_submodule(name), split, layout, copies)
             cuts |= {f"{name}.{leaf}": cut for leaf, cut in found.items()}
     return cuts
@@ -129,7 +130,7 @@ def _module_cuts(module: nn.Module, split: TensorSplit, layout: Coordinates, cop
     for leaf, parameter in module._parameters.items():
         part = split.of(leaf)
         if parameter is not None and part is not None:
-            sections, groups = part.along(parameter.shape[part.dim], layout.size("tensor"))
+            sections, groups = part.along(parameter.shape[part.dim], layout.size(Axis.TENSOR))
             cuts[leaf] = cut_of(tuple(parameter.shape), part.dim, sections, layout, copies, groups)
     return cuts
 
@@ -157,7 +158,7 @@ def _make_part(module: Any, split: TensorSplit, border: WholeRows, layout: Layou
     if not isinstance(module, (nn.Linear, Conv1D)):
         return
 
-    degree = layout.size("tensor")
+    degree = layout.size(Axis.TENSOR)
     sharing = layout.tensor_neighbours(degree // split.groups) if split.shares_groups(degree) else None
 
     def forward(values: Tensor) -> Tensor:
@@ -203,7 +204,7 @@ def _narrow(module: Any, names: Sequence[str], cut: Cut) -> None:
 def _enter(region: Any, facts: ModelFacts, layout: Layout, border: WholeRows) -> None:
     """Lead the region's activations over its border; tell it how wide its part is."""
     inner: Callable[..., Any] = region.forward
-    degree, index, heads = layout.size("tensor"), layout.index("tensor"), facts.attention_heads
+    degree, index, heads = layout.size(Axis.TENSOR), layout.index(Axis.TENSOR), facts.attention_heads
     mine = slice(index * heads // degree, (index + 1) * heads // degree)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -236,7 +237,7 @@ def split_vocabulary(model: Any, facts: ModelFacts, layout: Layout) -> tuple[Voc
                 cuts[f"{name}.{leaf}"] = cut
     cut = cuts[f"{facts.head}.weight"]
     rows = chunk(cut.shape[0], cut.degree, cut.index)
-    vocabulary = Vocabulary(layout.group("tensor"), rows.start, rows.stop)
+    vocabulary = Vocabulary(layout.group(Axis.TENSOR), rows.start, rows.stop)
     for table in [table for table in model.modules() if isinstance(table, nn.Embedding)]:
         if table.weight is embedding.weight:  # T5's stacks each have a module of their own for it
             _look_up_part(table, vocabulary)

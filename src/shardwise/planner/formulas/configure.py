@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+from shardwise.job.axes import Axis
 from shardwise.model.facts import ModelFacts
 from shardwise.plan.draft import group_size
 from shardwise.plan.plan import Plan
@@ -20,19 +22,16 @@ def configuration_of(
     dropout = bool(job.model.dropout) or facts.has_attention_dropout
     if dropout:  # the mask of one behind a block's last product is kept, so that this is recomputed too
         stack = replace(stack, stops_early=False)
+    sizes: dict[str, Any] = {str(axis): degree for axis, degree in degrees.items()}
     return Configuration(
+        **sizes,
         model=shape or ModelShape.of(facts),
         cluster=cluster,
         stack=stack,
         sequence=plan.sequence_length,
         microbatch=plan.microbatch,
         accumulation=plan.accumulation,
-        replica=degrees["replica"],
-        shard=degrees["shard"],
-        context=degrees["context"],
-        tensor=degrees["tensor"],
-        pipeline=degrees["pipeline"],
-        virtual=len(plan.stages) // degrees["pipeline"] if plan.stages else 1,
+        virtual=len(plan.stages) // degrees[Axis.PIPELINE] if plan.stages else 1,
         schedule=parallel.pipeline,
         sequence_parallel=plan.sequence_parallel,
         zero=1 if plan.zero1 else 3 if plan.needs_fsdp else 0,

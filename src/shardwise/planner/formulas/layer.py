@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
+from shardwise.job.axes import Axis
 from shardwise.planner.formulas.communication import gather, group, join, reduce
 from shardwise.planner.formulas.compute import BYTES, Work, block, kernels, recomputed, tokens_of
 from shardwise.planner.formulas.prediction import Configuration
@@ -74,7 +75,7 @@ def blocks_ahead(configuration: Configuration, layer: Layer, blocks: int, forwar
 
 def waits(configuration: Configuration) -> float:
     """Seconds that a block's share of messages costs the host."""
-    between = group("pipeline", configuration).nodes > 1
+    between = group(Axis.PIPELINE, configuration).nodes > 1
     return configuration.tensor * configuration.stack.pipeline_wait if between else 0.0
 
 
@@ -112,7 +113,7 @@ def _parameter_traffic(configuration: Configuration) -> tuple[float, float]:
     """Seconds of (forward's, backward's) gathering and scattering of a block's parameters."""
     if configuration.zero < 3 or configuration.shard * configuration.context == 1:
         return 0.0, 0.0
-    over, elements = group("shard", configuration), configuration.model.layer_parameters / configuration.tensor
+    over, elements = group(Axis.SHARD, configuration), configuration.model.layer_parameters / configuration.tensor
     size = 1 if configuration.gathers_float8 else BYTES[configuration.precision]
     parameters = gather(elements * size, over, configuration.collectives)
     gradients = gather(elements * BYTES[configuration.reduction], over, configuration.collectives)
@@ -122,7 +123,7 @@ def _parameter_traffic(configuration: Configuration) -> tuple[float, float]:
 def _tensor(configuration: Configuration) -> float:
     if configuration.tensor == 1:
         return 0.0
-    over = group("tensor", configuration)
+    over = group(Axis.TENSOR, configuration)
     size = float(tokens_of(configuration) * configuration.model.hidden * BYTES[configuration.precision])
     one = 2 * gather(size, over) if configuration.sequence_parallel else reduce(size, over)
     again = configuration.checkpointed if configuration.checkpointing == "full" else 0.0
@@ -134,4 +135,4 @@ def _context(configuration: Configuration) -> float:
         return 0.0
     width = 2 * configuration.model.key_value_width / configuration.tensor
     size = configuration.microbatch * configuration.sequence * width * BYTES[configuration.precision]
-    return 3 * gather(size, group("context", configuration))
+    return 3 * gather(size, group(Axis.CONTEXT, configuration))

@@ -31,6 +31,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
+from shardwise.job.axes import Axis
 from shardwise.model.facts import ModelFacts
 from shardwise.plan.draft import group_size, in_flight
 from shardwise.plan.plan import Plan
@@ -58,7 +59,7 @@ def estimate(
     `kind` says what a block keeps; unset, it is read off the facts. For a model without attention heads (a user's own
     module) the activations are not known and count as nothing. `pipeline` asks for that rank of the pipeline.
     """
-    ranks = range(plan.degrees["pipeline"]) if pipeline is None else [pipeline]
+    ranks = range(plan.degrees[Axis.PIPELINE]) if pipeline is None else [pipeline]
     found = (moment for rank in ranks for moment in moments(plan, facts, kind, rank))
     return max(found, key=lambda moment: moment.total)
 
@@ -89,13 +90,13 @@ class _Step:
         self.job = plan.job
         self.master, self.compute = BYTES[plan.dtypes.parameters], BYTES[plan.dtypes.compute]
         self.reduction, self.loss = BYTES[plan.dtypes.reduction], BYTES[plan.dtypes.loss]
-        self.ranks = plan.degrees["shard"] * plan.degrees["context"]
+        self.ranks = plan.degrees[Axis.SHARD] * plan.degrees[Axis.CONTEXT]
         self.fsdp = plan.needs_fsdp
         self.keeps_gathered = plan.holds_whole or not plan.job.parallel.reshard_after_forward
         self.on_cuda = plan.world.device_type == "cuda"
         self.tokens = plan.microbatch * plan.positions
         self.row = self.tokens * facts.hidden_size * self.compute  # one hidden state
-        self.context, self.tensor = plan.degrees["context"], plan.degrees["tensor"]
+        self.context, self.tensor = plan.degrees[Axis.CONTEXT], plan.degrees[Axis.TENSOR]
         self.between = self.row / self.tensor if plan.sequence_parallel else self.row  # and between regions
 
     @cached_property

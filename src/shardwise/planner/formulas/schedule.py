@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shardwise.job.axes import Axis
 from shardwise.model.facts import ModelFacts
 from shardwise.plan.plan import Plan
 
@@ -71,7 +72,7 @@ def bubble(plan: Plan) -> float:
     Stages in a V (v = 2) idle as long: rank r begins r forwards late and ends together with the others. (Section 6
     counts a rank's time from its own start and so finds none.)
     """
-    ranks = plan.degrees["pipeline"]
+    ranks = plan.degrees[Axis.PIPELINE]
     virtual = len(plan.stages) // ranks if plan.stages else 1
     turns = virtual * plan.accumulation * (3 if plan.splits_backward else 1)
     return (ranks - 1) / (turns + ranks - 1)

@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from functools import lru_cache
 
+from shardwise.job.axes import Axis
 from shardwise.model.facts import ModelFacts, chunk, chunks
 from shardwise.plan.plan import Plan
 from shardwise.planner.formulas.schedule import holders
@@ -55,7 +56,7 @@ class _Same:
 
 
 def _of_tensor(facts: ModelFacts, plan: Plan, index: int) -> dict[str, tuple[int, ...]]:
-    degree = plan.degrees["tensor"]
+    degree = plan.degrees[Axis.TENSOR]
     return facts.parameter_shapes if degree == 1 else _cut_shapes(_Same(facts), degree, plan.chunked_loss, index)
 
 
@@ -98,7 +99,7 @@ def local_elements(facts: ModelFacts, plan: Plan, tensor: int, shard: int, pipel
 
     Each has one gradient element, and as many elements of optimizer state as the class keeps.
     """
-    ranks = plan.degrees["shard"] * plan.degrees["context"] if plan.needs_fsdp else 1
+    ranks = plan.degrees[Axis.SHARD] * plan.degrees[Axis.CONTEXT] if plan.needs_fsdp else 1
     total = 0
     for shape in local_shapes(facts, plan, tensor, pipeline).values():
         rows = chunk(shape[0], ranks, shard) if shape else slice(0, 1)

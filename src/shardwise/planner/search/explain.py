@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from shardwise.job.axes import Axis
 from shardwise.plan.draft import lookup
 from shardwise.plan.rules import rules
 from shardwise.planner.search.search import Candidate, Found, written
@@ -53,7 +54,7 @@ def layout_of(candidate: Candidate) -> str:
     """`tensor 8 · pipeline 15 · replica 8`; a world of one rank is `one rank`."""
     plan, job = candidate.plan, candidate.job
     parts = [f"{axis} {degree}" for axis, degree in plan.degrees.items() if degree > 1]
-    stages = len(plan.stages) // plan.degrees["pipeline"] if plan.stages else 1
+    stages = len(plan.stages) // plan.degrees[Axis.PIPELINE] if plan.stages else 1
     parts = [f"{part} × {stages} stages" if part.startswith("pipeline") and stages > 1 else part for part in parts]
     parts += ["sequence parallel"] if plan.sequence_parallel else []
     parts += [SCHEDULES[job.parallel.pipeline]] if plan.stages and job.parallel.pipeline in SCHEDULES else []

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from shardwise.errors import LegalityError
+from shardwise.job.axes import Axis
 from shardwise.model.facts import ModelFacts
 from shardwise.plan.plan import Plan, resolve
 from shardwise.planner.formulas.configure import configuration_of
@@ -61,11 +62,11 @@ def _single_changes(plan: Plan) -> Iterator[Changes]:
             yield {CHECKPOINTING: policy}
     for size in (d for d in divisors(plan.microbatch) if d < plan.microbatch):
         yield {SIZE: size, COUNT: None, **sequences}
-    data = plan.degrees["replica"] * plan.degrees["shard"] * plan.degrees["context"]
-    sharded = plan.degrees["shard"] * plan.degrees["context"]
+    data = plan.degrees[Axis.REPLICA] * plan.degrees[Axis.SHARD] * plan.degrees[Axis.CONTEXT]
+    sharded = plan.degrees[Axis.SHARD] * plan.degrees[Axis.CONTEXT]
     for degree in (d for d in divisors(data) if d > sharded):
         yield {SHARDED: degree}
-    for degree in (d for d in divisors(plan.world.local_size) if d > plan.degrees["tensor"]):
+    for degree in (d for d in divisors(plan.world.local_size) if d > plan.degrees[Axis.TENSOR]):
         yield {TENSOR: degree, SHARDED: None, **sequences}
     if not job.parallel.reshard_after_forward:
         yield {"parallel.reshard_after_forward": True}

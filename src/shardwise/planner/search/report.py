@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rich.table import Table
 
+from shardwise.job.axes import Axis
 from shardwise.model.facts import ModelFacts
 from shardwise.plan.plan import Plan
 from shardwise.planner.formulas.memory import estimate
@@ -15,7 +16,7 @@ BAR = 10  # characters of the longest bar
 def stage_table(plan: Plan, facts: ModelFacts) -> Table:
     """The stages: shares of parameters and FLOPs as bars, the peak memory of their rank; and the schedule's bubble."""
     rows = stages(plan, facts)
-    peaks = [estimate(plan, facts, pipeline=rank).total for rank in range(plan.degrees["pipeline"])]
+    peaks = [estimate(plan, facts, pipeline=rank).total for rank in range(plan.degrees[Axis.PIPELINE])]
     table = Table(title="Stages", title_justify="left", title_style="bold", caption_justify="left")
     for column in ("stage", "rank", "blocks"):
         table.add_column(column, justify="right")
@@ -31,8 +32,9 @@ def stage_table(plan: Plan, facts: ModelFacts) -> Table:
             _bar(stage.flops, [row.flops for row in rows]),
             f"{peaks[stage.rank] / 2**20:,.0f} MiB",
         )
+    ranks = plan.degrees[Axis.PIPELINE]
     table.caption = (
-        f"schedule {plan.job.parallel.pipeline}, {plan.accumulation} microbatches on {plan.degrees['pipeline']} ranks: "
+        f"schedule {plan.job.parallel.pipeline}, {plan.accumulation} microbatches on {ranks} ranks: "
         f"{bubble(plan):.1%} of a step is bubble where all stages take the same time"
     )
     return table

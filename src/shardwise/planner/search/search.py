@@ -17,6 +17,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from shardwise.errors import LegalityError
+from shardwise.job.axes import Axis
 from shardwise.job.schema import Job
 from shardwise.model.facts import ModelFacts
 from shardwise.plan.draft import lookup
@@ -249,7 +250,7 @@ def exactly(candidate: Candidate, facts: ModelFacts) -> Candidate:
     """With the closed form of memory for every pipeline rank; long pipelines: for the ends and the middle."""
     if candidate.exact:
         return candidate
-    stages = candidate.plan.degrees["pipeline"]
+    stages = candidate.plan.degrees[Axis.PIPELINE]
     asked = range(stages) if stages <= 4 else sorted({0, stages // 2, stages - 1})
     found = {rank: estimate(candidate.plan, facts, pipeline=rank) for rank in asked}
     nearest = [min(found, key=lambda known: (abs(known - rank), known)) for rank in range(stages)]
@@ -374,8 +375,9 @@ def _has(wanted: Changes) -> Callable[[Candidate], bool]:
 
 def _value(candidate: Candidate, key: str) -> object:
     """What runs: the plan's own number where it derives one."""
+    degrees = candidate.plan.degrees
     derived = {
-        "parallel.sharded_data_parallel_degree": candidate.plan.degrees["shard"] * candidate.plan.degrees["context"],
+        "parallel.sharded_data_parallel_degree": degrees[Axis.SHARD] * degrees[Axis.CONTEXT],
         "training.microbatch_size": candidate.plan.microbatch,
         "training.gradient_accumulation": candidate.plan.accumulation,
     }

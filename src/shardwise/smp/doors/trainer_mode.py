@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.parallel.layout import SMP_AXES
+from shardwise.parallel.layout import smp_axes
 from shardwise.smp.v1.model import DistributedModel
 from shardwise.smp.v1.nesting import map_leaves
 from shardwise.smp.v1.process import state
@@ -143,7 +143,7 @@ def _by_data_rank(create: Callable[..., Any]) -> Callable[..., Any]:
         accelerator = self.accelerator
         kind = "rdp" if state.cfg.prescaled_batch else "dp"
         place, count, _ = state.layout.smp(kind)
-        group = state.layout.group(*SMP_AXES[kind])
+        group = state.layout.group(*smp_axes(kind))
         prepare = accelerator.prepare_data_loader
 
         @functools.wraps(prepare)

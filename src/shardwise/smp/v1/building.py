@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from shardwise.errors import ModelError
+from shardwise.job.axes import Axis
 from shardwise.job.schema import MemorySection
 from shardwise.model.discover import discover
 from shardwise.model.facts import ModelFacts
@@ -80,9 +81,10 @@ def build(module: nn.Module, inputs: Mapping[str, Any]) -> ParallelModel:
     }
     values.setdefault("precision.compute", _dtype_of(weights))
     facts = _facts(module, values, inputs)
-    if state.layout.size("tensor") > 1 and facts.sequence_refusal and values.pop("parallel.sequence_parallel", False):
+    refused = state.layout.size(Axis.TENSOR) > 1 and facts.sequence_refusal
+    if refused and values.pop("parallel.sequence_parallel", False):
         _say(f"smp_options: optimize='memory' has no effect here: {facts.sequence_refusal}.")
-    values |= _partition(module, facts) if state.layout.size("pipeline") > 1 else {}
+    values |= _partition(module, facts) if state.layout.size(Axis.PIPELINE) > 1 else {}
     values, apart = _settle_checkpointing(module, facts, values)
     plan = replace(
         resolve(make_job(values), current_world(state.device), facts), chunked_loss=False, normalisation=NORMALISATION
@@ -146,7 +148,7 @@ def _facts(module: nn.Module, values: dict[str, Any], inputs: Mapping[str, Any])
     state.tracing = True
     published = isinstance(getattr(module, "config", None), PreTrainedConfig)  # whose inputs are known
     facts = discover(module, make_job({"data.sequence_length": length}), None if published else example)
-    if state.layout.size("pipeline") > 1:
+    if state.layout.size(Axis.PIPELINE) > 1:
         facts = _untraceable(facts, inputs) or cut_by_trace(module, facts, length, example)
     state.tracing = False
     own = tensor_splits(module)
@@ -156,7 +158,7 @@ def _facts(module: nn.Module, values: dict[str, Any], inputs: Mapping[str, Any])
         facts = replace(facts, tensor_splits=own, tensor_refusal="", vocabulary_parameters=(), sequence_refusal=whole)
         if not facts.attention_heads:  # a script's own model has no config that says them
             facts = replace(facts, attention_heads=common_heads(module), key_value_heads=common_heads(module))
-    if unsplit and not own and state.layout.size("tensor") > 1:
+    if unsplit and not own and state.layout.size(Axis.TENSOR) > 1:
         _say(f"nothing of {facts.family} is split: nn.Linear and nn.Embedding under tensor parallelism are whole on "
              "every tensor rank, which work on the rows of all.")  # fmt: skip
     return facts if facts.stages.refusal else replace(facts, is_hugging_face=True)

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise._torch_compat import take_left_gradients
-from shardwise.parallel.layout import SMP_AXES
+from shardwise.job.axes import state_axes
+from shardwise.parallel.layout import smp_axes
 from shardwise.parallel.model import ParallelModel
 from shardwise.parallel.tensor_map import Entry
 from shardwise.smp.v1.exceptions import SMPUnsupportedError, SMPValidationError, StepUsageError
@@ -159,7 +160,7 @@ class CommunicationHook:
 
 
 def _check_sharding() -> None:
-    degree = state.layout.size("shard", "context")
+    degree = state.layout.size(*state_axes())
     if degree > 1 or state.cfg.shard_optimizer_state:
         key = "shard_optimizer_state=True" if state.cfg.shard_optimizer_state else None
         key = key or f"sharded_data_parallel_degree={degree}"
@@ -176,7 +177,7 @@ def _check_group(hook_state: Any, hook: Callable[..., Any]) -> None:
     group = getattr(hook_state, "process_group", hook_state)
     if group is not None and not isinstance(group, dist.ProcessGroup):
         return
-    size, replicas = dist.get_world_size(group), state.layout.size(*SMP_AXES["rdp"])
+    size, replicas = dist.get_world_size(group), state.layout.size(*smp_axes("rdp"))
     if size > replicas:
         raise SMPValidationError(
             f"register_comm_hook: {hook.__qualname__} takes the mean over {size} ranks, and {replicas} of them hold "
@@ -208,7 +209,7 @@ def _gradient(entry: Entry, left: dict[int, Tensor]) -> Tensor | None:
 def _used_anywhere(gradients: dict[str, Tensor | None], device: torch.device) -> set[str]:
     """Names of the parameters that have a gradient on any data rank; optimizers leave the others as they are."""
     counts = torch.tensor([float(gradient is not None) for gradient in gradients.values()], device=device)
-    dist.all_reduce(counts, group=state.layout.group(*SMP_AXES["rdp"]))
+    dist.all_reduce(counts, group=state.layout.group(*smp_axes("rdp")))
     return {name for name, count in zip(gradients, counts.tolist()) if count}
 
 

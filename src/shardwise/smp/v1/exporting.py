@@ -26,6 +26,7 @@ from transformers import (
 from shardwise.checkpoint.export import converted
 from shardwise.checkpoint.writing import HuggingFaceWriter
 from shardwise.errors import CheckpointError
+from shardwise.job.axes import Axis
 from shardwise.parallel.tensor_map import Cut
 from shardwise.smp.v1.nn.huggingface.translation import FAMILIES, to_hf
 from shardwise.smp.v1.reading import read
@@ -107,13 +108,13 @@ def _of_folder(folder: Path) -> dict[str, Tensor]:
     if not (folder / PARTITION).is_file():  # which Amazon's library does not write
         return whole_of_parts(folder)
     degrees = read(folder / PARTITION)
-    if degrees["shard"] > 1:
+    if degrees[Axis.SHARD] > 1:
         found: dict[str, Tensor] = read(_parts(folder)[0])["module"]
         return found
     wholes: dict[str, Tensor] = {}
-    for stage in range(degrees["pipeline"]):
-        for index in range(degrees["tensor"]):
-            cuts = read(folder / f"{CUTS}_{stage}_{index}.pt") if degrees["tensor"] > 1 else {}
+    for stage in range(degrees[Axis.PIPELINE]):
+        for index in range(degrees[Axis.TENSOR]):
+            cuts = read(folder / f"{CUTS}_{stage}_{index}.pt") if degrees[Axis.TENSOR] > 1 else {}
             _put_together(wholes, read(folder / f"model_{stage}_{index}.pt"), cuts)
     return wholes
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from shardwise.job.axes import Axis
 from shardwise.parallel.model import ParallelModel
 from shardwise.smp.v1.exceptions import SMPValidationError
 from shardwise.smp.v1.process import state
@@ -88,7 +89,7 @@ class Inspection:
     def distributed_modules(self) -> Iterator[nn.Module]:
         """Modules whose tensors are split over tensor ranks."""
         splits = self.parallel.facts.tensor_splits if self.parallel is not None else {}
-        return (self.get_module().get_submodule(name) for name in splits if state.layout.size("tensor") > 1)
+        return (self.get_module().get_submodule(name) for name in splits if state.layout.size(Axis.TENSOR) > 1)
 
     def is_distributed_parameter(self, parameter: nn.Parameter) -> bool:
         """Whether tensor ranks hold parts of it."""
@@ -102,11 +103,11 @@ class Inspection:
 
     def is_scaled_batch_parameter(self, parameter: nn.Parameter) -> bool:
         """Whether it sees the batch of the whole tensor group: all do, where tensors are split."""
-        return state.layout.size("tensor") > 1
+        return state.layout.size(Axis.TENSOR) > 1
 
     def is_scaled_batch_buffer(self, buffer: Tensor) -> bool:
         """Whether it sees the batch of the whole tensor group."""
-        return state.layout.size("tensor") > 1
+        return state.layout.size(Axis.TENSOR) > 1
 
     def scaled_batch_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters reduced over the reduced data group."""
@@ -120,8 +121,8 @@ class Inspection:
 def show_shards(module: nn.Module) -> None:
     """Give parameters the attributes by which scripts count the elements of a shard: `ds_shape`, `ds_tensor` ..."""
     for parameter in module.parameters():
-        size = -(-parameter.numel() // state.layout.size("shard"))
-        first = size * state.layout.index("shard")
+        size = -(-parameter.numel() // state.layout.size(Axis.SHARD))
+        first = size * state.layout.index(Axis.SHARD)
         show_shard(parameter, tuple(parameter.shape), parameter.detach().flatten()[first : first + size])
 
 
@@ -130,5 +131,5 @@ def show_shard(parameter: nn.Parameter, shape: tuple[int, ...], elements: Tensor
     held: Any = parameter
     held.ds_shape, held.ds_numel = torch.Size(shape), math.prod(shape)
     shard: Any = elements.detach().flatten()
-    shard.ds_numel = -(-held.ds_numel // state.layout.size("shard"))
+    shard.ds_numel = -(-held.ds_numel // state.layout.size(Axis.SHARD))
     held.ds_tensor = shard

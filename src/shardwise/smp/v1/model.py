@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.data.batch import Batch
+from shardwise.job.axes import Axis
 from shardwise.parallel.model import ParallelModel, Part
 from shardwise.parallel.transforms.sharding import begin_microbatch
 from shardwise.smp.v1.building import Shape, build, forms_of, shape_of
@@ -104,10 +105,10 @@ class DistributedModel(Inspection, Hooks, Host, nn.Module):
         self.unsettled = False  # gradients that several ranks hold in part are not summed yet
         self.communication, self.reduced, self.host = None, False, None
         self.overlapping, self.bucket_mb = overlapping_allreduce, bucket_cap_mb
-        whole = state.layout.size("pipeline") == 1 and state.cfg.sharded_data_parallel_degree == 1
+        whole = state.layout.size(Axis.PIPELINE) == 1 and state.cfg.sharded_data_parallel_degree == 1
         if whole and not any(parameter.is_meta for parameter in self.get_module().parameters()):
             self.get_module().to(device)  # what has no values yet is drawn where it will live
-        if state.layout.size("shard") > 1:
+        if state.layout.size(Axis.SHARD) > 1:
             show_shards(self.get_module())
         state.model = self
 
@@ -160,7 +161,7 @@ class DistributedModel(Inspection, Hooks, Host, nn.Module):
         return self.seed(1)
 
     def _needs_step(self, what: str) -> None:
-        degree = state.layout.size("pipeline")
+        degree = state.layout.size(Axis.PIPELINE)
         if degree > 1:
             raise StepUsageError(
                 f"{what} outside of a step cannot reach the other stages of pipeline_parallel_degree {degree}; call it "
@@ -171,10 +172,10 @@ class DistributedModel(Inspection, Hooks, Host, nn.Module):
         """The gradient of each microbatch's loss: SMP averages over microbatches and over data-parallel ranks, or
         leaves both to a communication hook."""
         scale = state.optimizer.loss_scale if state.optimizer is not None else 1.0
-        scale /= 1 if state.cfg.prescaled_batch else state.layout.size("tensor")
+        scale /= 1 if state.cfg.prescaled_batch else state.layout.size(Axis.TENSOR)
         if self.communication is not None:
             return scale
-        return scale / state.layout.size("replica", "shard") / (microbatches if self.average else 1)
+        return scale / state.layout.data_ranks / (microbatches if self.average else 1)
 
     def stepping(self, run: StepRun) -> None:
         """Run all microbatches of a step, forward and, unless under `no_grad`, backward."""
@@ -242,7 +243,7 @@ class DistributedModel(Inspection, Hooks, Host, nn.Module):
     ) -> Any:
         """Forward of microbatch `index` of `count` through `part`; hidden states where it is not the last one."""
         parallel = self.require_parallel()
-        own = state.cfg.prescaled_batch or state.layout.size("tensor") == 1
+        own = state.cfg.prescaled_batch or state.layout.size(Axis.TENSOR) == 1
         inputs = self.bind(args, kwargs)
         merged = inputs if own else merge(inputs)
         rows = shape_of(merged).rows

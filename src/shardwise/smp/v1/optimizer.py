@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise._torch_compat import follow_schedulers
+from shardwise.job.axes import state_axes
 from shardwise.job.schema import LossScaleSection
 from shardwise.kernels.precision import LossScaler
 from shardwise.smp.v1.optimizer_side import Side
@@ -57,7 +58,7 @@ class DistributedOptimizerMixin(Numbering):
     @property
     def ds_param_shard_group(self) -> dist.ProcessGroup:
         """The ranks among which parameters are sharded."""
-        return state.layout.group("shard", "context")
+        return state.layout.group(*state_axes())
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Complete the step's gradients and update this rank's elements. Collective."""

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.errors import ModelError
+from shardwise.job.axes import Axis, state_axes
 from shardwise.job.optimizers import ELEMENTWISE
 from shardwise.kernels.precision import LossScaler
 from shardwise.parallel.model import ParallelModel
@@ -74,7 +75,7 @@ class Side:
         _check_class(self.optimizer, parallel)
         made: dict[str, nn.Parameter] = {}
         # An object of the script's own counts every element in its norm: the first stage alone has what is tied.
-        place = parallel.layout.index("pipeline")
+        place = parallel.layout.index(Axis.PIPELINE)
         elsewhere = [name for name, ranks in parallel.tied.items() if self.eager and place != ranks[0]]
         for group in self.optimizer.param_groups:
             # Scripts that walk all modules for their groups find a tied parameter twice.
@@ -126,9 +127,9 @@ class Side:
     def _name_tensor_group(self) -> None:
         """For scripts that join the state of tensor ranks themselves: each one's numbers by name. Collective."""
         everyone: list[Any] = [[name for name, _ in self.numbered()]]
-        if state.layout.size("tensor") > 1:
-            everyone *= state.layout.size("tensor")
-            dist.all_gather_object(everyone, everyone[0], group=state.layout.group("tensor"))
+        if state.layout.size(Axis.TENSOR) > 1:
+            everyone *= state.layout.size(Axis.TENSOR)
+            dist.all_gather_object(everyone, everyone[0], group=state.layout.group(Axis.TENSOR))
         state.param_index_to_name_tp_group = {rank: dict(enumerate(names)) for rank, names in enumerate(everyone)}
         state.param_name_to_index_tp_group = {
             rank: {name: number for number, name in enumerate(names)} for rank, names in enumerate(everyone)
@@ -240,7 +241,7 @@ def _name_of(names: Mapping[int, str], parameter: nn.Parameter) -> str:
 
 def _check_class(optimizer: Any, parallel: ParallelModel) -> None:
     """Whole tensors are there where nothing is sharded or split."""
-    pieces = parallel.layout.size("shard", "context", "tensor")
+    pieces = parallel.layout.size(*state_axes(), Axis.TENSOR)
     name = next((base.__name__ for base in type(optimizer).__mro__ if base.__module__.startswith("torch.optim")), "")
     known = name if name != "Optimizer" else type(optimizer).__name__
     if pieces > 1 and known not in ELEMENTWISE:

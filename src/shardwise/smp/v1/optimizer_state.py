@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.errors import CheckpointError
-from shardwise.parallel.layout import ONE_COPY
+from shardwise.job.axes import Axis, data_axes, one_copy_axes
 from shardwise.parallel.tensor_map import Entry
 from shardwise.smp.v1.nesting import to_device
 from shardwise.smp.v1.process import state
@@ -31,12 +31,12 @@ def local_state(found: Mapping[str, Any], gather_if_shard: bool) -> dict[str, An
     """The state `found` on this rank, marked; with sharded state and `gather_if_shard` a list of them on reduced data
     rank 0. Collective then."""
     own: dict[str, Any] = to_device({**found, PARTIAL: True}, HOST)
-    if gather_if_shard and "state" in own and state.layout.size("shard") > 1:
-        line = state.layout.ranks("replica", "shard", "context")
+    if gather_if_shard and "state" in own and state.layout.size(Axis.SHARD) > 1:
+        line = state.layout.ranks(*data_axes())
         state.meeting.assemble("optimizer.local_state_dict", line)
         everyone: list[Any] = [None] * len(line)
         gathered = {key: own[key] for key in (MASTERS, "state") if key in own}
-        dist.all_gather_object(everyone, gathered, group=state.layout.group("replica", "shard", "context"))
+        dist.all_gather_object(everyone, gathered, group=state.layout.group(*data_axes()))
         if state.layout.smp("rdp")[0] == 0:
             own |= {key: [rank[key] for rank in everyone] for key in gathered}
     return own
@@ -48,14 +48,14 @@ def full_state(side: Side) -> dict[str, Any]:
     Raises:
         MessageError: one of them will not come.
     """
-    ranks = state.layout.ranks(*ONE_COPY)
+    ranks = state.layout.ranks(*one_copy_axes())
     state.meeting.assemble("optimizer.state_dict", ranks)
     mine: dict[str, list[Any]] = {}
     for entry, local in side.updated():
         values = side.optimizer.state.get(local, {})
         mine[entry.name] = [_pieces(entry, values)]
     everyone: list[Any] = [None] * len(ranks)
-    dist.all_gather_object(everyone, mine, group=state.layout.group(*ONE_COPY))
+    dist.all_gather_object(everyone, mine, group=state.layout.group(*one_copy_axes()))
     shapes = side.parallel.facts.parameter_shapes if side.parallel is not None else {}
     whole = {
         index: _joined([found for rank in everyone for found in rank.get(name, [])], shapes[name])

@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 
 from shardwise.errors import ConfigError
+from shardwise.job.axes import axis_degrees, one_copy_axes
 from shardwise.kernels.precision import without_instructions
 from shardwise.kernels.sums import fp32_sums
 from shardwise.launch.environment import detect
 from shardwise.launch.process_group import gpus_of_host, process_group
-from shardwise.parallel.layout import ONE_COPY, SMP_AXES, Layout
-from shardwise.plan.draft import Draft
+from shardwise.parallel.layout import SMP_LETTERS, Layout, smp_axes
 from shardwise.plan.plan import World, precheck
 from shardwise.smp.v1.backend import choose, differs
 from shardwise.smp.v1.config import Configuration, read_configuration
@@ -127,16 +127,10 @@ class State:
         world = current_world(self._device)
         with cfg.own_words():
             precheck(job, world)
-        draft = Draft(job, world)
-        degrees = {
-            "replica": draft.data_axis // draft.sharded,
-            "shard": draft.sharded,
-            "tensor": job.parallel.tensor_parallel_degree,
-            "pipeline": job.parallel.pipeline_parallel_degree,
-        }
-        placement = job.parallel.placement_strategy
+        degrees, placement = axis_degrees(job, world.size), job.parallel.placement_strategy
         self._layout = Layout(degrees, placement, dist.get_rank(), world.local_size, kind)
-        for axes in (*SMP_AXES.values(), ONE_COPY):  # here, where all are who make a group that some ask for
+        # Here, where all ranks are: a group is made by all, and later only some ask for it.
+        for axes in (*map(smp_axes, SMP_LETTERS), one_copy_axes()):
             self._layout.group(*axes)
         self._meeting = Meeting(dist.get_rank())
         self._cfg, self.initialized = cfg, True

@@ -1,6 +1,6 @@
 """Ranks, sizes and groups of SMP: tensor, pipeline, reduced data, data and model parallelism, world and host.
 
-`layout.SMP_AXES` says which named axes each of SMP's notions spans (developer guide, "ranking mechanism").
+`layout.SMP_LETTERS` says which named axes each of SMP's notions spans (developer guide, "ranking mechanism").
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from enum import Enum
 
 import torch.distributed as dist
 
-from shardwise.parallel.layout import SMP_AXES
+from shardwise.parallel.layout import smp_axes
 from shardwise.smp.v1.process import state
 
 
@@ -46,7 +46,7 @@ def members(kind: CommGroup | RankType) -> tuple[int, ...]:
 
 def process_group(kind: CommGroup) -> dist.ProcessGroup:
     """torch's group of `kind`."""
-    return state.layout.group(*SMP_AXES[kind.value])
+    return state.layout.group(*smp_axes(kind.value))
 
 
 def rank() -> int:

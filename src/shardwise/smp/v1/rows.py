@@ -12,13 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.job.axes import Axis
 from shardwise.smp.v1.nesting import map_leaves
 from shardwise.smp.v1.process import state
 
 
 def merge(inputs: dict[str, Any]) -> dict[str, Any]:
     """The tensors [B, ...] of `inputs`, of all tensor ranks: [t*B, ...]. Collective over them."""
-    if state.layout.size("tensor") == 1:
+    if state.layout.size(Axis.TENSOR) == 1:
         return inputs
     return {name: map_leaves(_merge, value) for name, value in inputs.items()}
 
@@ -26,8 +27,8 @@ def merge(inputs: dict[str, Any]) -> dict[str, Any]:
 def _merge(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor) or leaf.dim() == 0:
         return leaf
-    parts = [torch.empty_like(leaf) for _ in range(state.layout.size("tensor"))]
-    dist.all_gather(parts, leaf.contiguous(), group=state.layout.group("tensor"))
+    parts = [torch.empty_like(leaf) for _ in range(state.layout.size(Axis.TENSOR))]
+    dist.all_gather(parts, leaf.contiguous(), group=state.layout.group(Axis.TENSOR))
     return torch.cat(parts)
 
 
@@ -46,10 +47,10 @@ class _OwnRows(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, values: Tensor, rows: int) -> Tensor:
         context.shape = values.shape
-        if values.dim() == 0 or values.shape[0] != rows * state.layout.size("tensor"):
+        if values.dim() == 0 or values.shape[0] != rows * state.layout.size(Axis.TENSOR):
             context.first = None
             return values.clone()
-        context.first = state.layout.index("tensor") * rows
+        context.first = state.layout.index(Axis.TENSOR) * rows
         return values[context.first : context.first + rows].clone()
 
     @staticmethod
@@ -60,5 +61,5 @@ class _OwnRows(torch.autograd.Function):
             whole = gradient.clone()
         else:
             whole[context.first : context.first + gradient.shape[0]] = gradient
-        dist.all_reduce(whole, group=state.layout.group("tensor"))
+        dist.all_reduce(whole, group=state.layout.group(Axis.TENSOR))
         return whole, None

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import CheckpointError
+from shardwise.job.axes import Axis
 from shardwise.smp.v1.messages import barrier
 from shardwise.smp.v1.optimizer_side import Side
 from shardwise.smp.v1.optimizer_state import local_state, scaler_state
@@ -176,13 +177,13 @@ def resume_from_checkpoint(
 
 
 def _save_parts(folder: Path, model: Any, side: Side | None) -> None:
-    degree = state.layout.size("shard")
-    first = state.layout.index("replica") == 0
+    degree = state.layout.size(Axis.SHARD)
+    first = state.layout.index(Axis.REPLICA) == 0
     if degree > 1:
         _save_shards(folder, model, side, first)
     elif first:
         torch.save(marked(local_weights(model)), folder / f"model{_ranks(False)}.pt")
-        if state.layout.size("tensor") > 1:
+        if state.layout.size(Axis.TENSOR) > 1:
             torch.save(cuts_of(model), folder / f"{CUTS}{_ranks(False)}.pt")
         if side is not None:
             own = _optimizer_state(side)
@@ -195,7 +196,7 @@ def _save_parts(folder: Path, model: Any, side: Side | None) -> None:
 
 def _save_shards(folder: Path, model: Any, side: Side | None, first: bool) -> None:
     """SMP's files of sharded data parallelism, each shard's exact state beside its flat groups."""
-    degree, index = state.layout.size("shard"), state.layout.index("shard")
+    degree, index = state.layout.size(Axis.SHARD), state.layout.index(Axis.SHARD)
     weights = whole_weights(model, "smp.save_checkpoint")
     suffix = _split_suffix()
     if first and index == 0:
@@ -242,8 +243,8 @@ def _load_parts(folder: Path, strict: bool, with_optimizer: bool) -> None:
                             if saved.get(key) != value)  # fmt: skip
         raise CheckpointError(f"{folder} is of other degrees: {changed}; use the same, or a full checkpoint")
     state.step_count = steps
-    if state.layout.size("shard") > 1:
-        shard = read(folder / f"optimizer_{state.layout.index('shard')}{_split_suffix()}.pt")
+    if state.layout.size(Axis.SHARD) > 1:
+        shard = read(folder / f"optimizer_{state.layout.index(Axis.SHARD)}{_split_suffix()}.pt")
         weights, optimizer = shard["weights"], shard.get("optimizer")
     else:
         weights = read(folder / f"model{_ranks(False)}.pt")
@@ -261,7 +262,7 @@ def _optimizer_state(side: Side) -> dict[str, Any]:
 def _degrees() -> dict[str, int]:
     """What a partial checkpoint has to find again."""
     layout = state.layout
-    return {axis: layout.size(axis) for axis in ("pipeline", "tensor", "shard")}
+    return {str(axis): layout.size(axis) for axis in (Axis.PIPELINE, Axis.TENSOR, Axis.SHARD)}
 
 
 def _side(optimizer: Any) -> Side | None:
@@ -271,7 +272,7 @@ def _side(optimizer: Any) -> Side | None:
 def _user_content(given: Any) -> Any:
     """With the names and shapes that scripts of sharded data parallelism look for."""
     model = state.model
-    if state.layout.size("shard") == 1 or model is None or not isinstance(given, (dict, type(None))):
+    if state.layout.size(Axis.SHARD) == 1 or model is None or not isinstance(given, (dict, type(None))):
         return {} if given is None else given
     shapes = dict(model.parallel.facts.parameter_shapes) if model.parallel else {}
     added = {"buffer_names": [name for name, _ in model.get_module().named_buffers()], "param_shapes": [shapes]}
@@ -288,9 +289,9 @@ def _ranks(with_data: bool) -> str:
 
 def _split_suffix() -> str:
     """Of files of shards: nothing, the tensor rank, or stage and tensor rank (beside sharded optimizer state)."""
-    if state.layout.size("pipeline") > 1:
+    if state.layout.size(Axis.PIPELINE) > 1:
         return _ranks(False)
-    return "" if state.layout.size("tensor") == 1 else f"_{state.layout.index('tensor')}"
+    return "" if state.layout.size(Axis.TENSOR) == 1 else f"_{state.layout.index(Axis.TENSOR)}"
 
 
 def _leads() -> bool:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.job.axes import Axis
 from shardwise.smp.v1.exceptions import NotInitializedError, SMPValidationError, StepUsageError
 from shardwise.smp.v1.nesting import collect, map_leaves, piece, share, splits, tensors, to_device
 from shardwise.smp.v1.own_backward import OwnBackward
@@ -103,10 +104,10 @@ def _microbatches(
 ) -> tuple[list[Call], int]:
     """The arguments of every microbatch, on this rank's device; with stages, those of pipeline rank 0, and a seed for
     what the bodies draw, so that it is equal on all of them."""
-    count, stages = int(state.cfg.microbatches), state.layout.size("pipeline")
+    count, stages = int(state.cfg.microbatches), state.layout.size(Axis.PIPELINE)
     calls: list[Call] = [(list(args), dict(kwargs)) for _ in range(count)]
     cut, problem, seed = [dict[str | int, Any]() for _ in range(count)], "", 0
-    if state.layout.index("pipeline") == 0:
+    if state.layout.index(Axis.PIPELINE) == 0:
         try:
             _cut(cut, body, settings, args, kwargs)
         except SMPValidationError as error:
@@ -132,7 +133,7 @@ def _of_first_stage(
     Raises:
         StepUsageError: on all of them, where they are in different steps.
     """
-    ranks, group = state.layout.ranks("pipeline"), state.layout.group("pipeline")
+    ranks, group = state.layout.ranks(Axis.PIPELINE), state.layout.group(Axis.PIPELINE)
     mine = body.__qualname__, torch.is_grad_enabled()
     theirs, problem, cut, seed = share((mine, problem, [] if problem else cut, _seed()), ranks[0], group, state.device)
     agreed = torch.tensor([int(mine == theirs)], device=state.device)
@@ -141,7 +142,7 @@ def _of_first_stage(
         first, here = (f"{name!r} {'with' if grad else 'without'} gradients" for name, grad in (theirs, mine))
         raise StepUsageError(
             f"pipeline rank 0 is in the step {first}, and other stages are not (pipeline rank "
-            f"{state.layout.index('pipeline')}: {here}); all stages have to call the same steps in the same order, "
+            f"{state.layout.index(Axis.PIPELINE)}: {here}); all stages have to call the same steps in the same order, "
             "under the same torch.no_grad()"
         )
     return problem, cut, seed
@@ -183,7 +184,7 @@ class StepRun:
     def __init__(self, model: DistributedModel, body: Callable[..., Any], calls: list[Call], seed: int) -> None:
         self.model, self.body, self.calls = model, body, calls
         self.backward = torch.is_grad_enabled()
-        self.staged = state.layout.size("pipeline") > 1
+        self.staged = state.layout.size(Axis.PIPELINE) > 1
         self.results: list[Any] = [None] * len(calls)
         self.index = 0
         self.part: Part | None = None
@@ -216,7 +217,7 @@ class StepRun:
         if self.staged and not self._called:
             raise StepUsageError(
                 f"the step {self.body.__name__!r} did not call the model; with pipeline_parallel_degree "
-                f"{state.layout.size('pipeline')} it has to, once for each microbatch"
+                f"{state.layout.size(Axis.PIPELINE)} it has to, once for each microbatch"
             )
         return self._loss()
 

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from shardwise.checkpoint.state import persistent_buffers
 from shardwise.errors import CheckpointError
-from shardwise.parallel.layout import ONE_COPY, SMP_AXES
+from shardwise.job.axes import Axis, one_copy_axes
+from shardwise.parallel.layout import smp_axes
 from shardwise.parallel.tensor_map import Entry
 from shardwise.smp.v1.process import state
 from shardwise.words import listed
@@ -52,7 +53,7 @@ def whole_weights(model: DistributedModel, call: str, exact: bool = True) -> dic
     if model.host is not None:
         return {name: value.detach().to(HOST, copy=True) for name, value in model.host.weights().items()}
     gathered = model.gathered and not exact
-    state.meeting.assemble(call, state.layout.ranks(*(SMP_AXES["mp"] if gathered else ONE_COPY)))
+    state.meeting.assemble(call, state.layout.ranks(*(smp_axes("mp") if gathered else one_copy_axes())))
     found = {name: value.detach().to(HOST, copy=True) for name, value in parallel.wholes(gathered=gathered)}
     found |= _all_buffers(model)
     for group in parallel.facts.ties:
@@ -64,10 +65,10 @@ def _all_buffers(model: DistributedModel) -> dict[str, Tensor]:
     mine = {
         name: buffer.detach().to(HOST) for name, buffer in persistent_buffers(model.get_module()) if not buffer.is_meta
     }
-    if state.layout.size("pipeline") == 1:
+    if state.layout.size(Axis.PIPELINE) == 1:
         return mine
-    everyone: list[Any] = [None] * state.layout.size("pipeline")
-    dist.all_gather_object(everyone, mine, group=state.layout.group("pipeline"))
+    everyone: list[Any] = [None] * state.layout.size(Axis.PIPELINE)
+    dist.all_gather_object(everyone, mine, group=state.layout.group(Axis.PIPELINE))
     return {name: buffer for part in everyone for name, buffer in part.items()}
 
 
@@ -76,9 +77,9 @@ def share_buffers(model: DistributedModel) -> None:
 
     DistributedDataParallel does so before each forward. Collective over the data ranks.
     """
-    if state.layout.size("replica", "shard") == 1:
+    if state.layout.data_ranks == 1:
         return
-    group = state.layout.group(*SMP_AXES["rdp"])
+    group = state.layout.group(*smp_axes("rdp"))
     for _, buffer in persistent_buffers(model.get_module()):
         if buffer.is_floating_point() or buffer.dim() == 0:  # masks stay as they are
             dist.broadcast(buffer, dist.get_process_group_ranks(group)[0], group=group)
@@ -107,11 +108,11 @@ def part_of_weights(model: DistributedModel) -> dict[str, Tensor]:
         MessageError: one of its ranks will not come.
     """
     parallel = model.parallel
-    if parallel is None or not state.cfg.shard_optimizer_state or state.layout.size("shard") == 1:
+    if parallel is None or not state.cfg.shard_optimizer_state or state.layout.size(Axis.SHARD) == 1:
         return local_weights(model)
     model.come_back()
     if not model.gathered:
-        state.meeting.assemble("model.local_state_dict", state.layout.ranks("shard"))
+        state.meeting.assemble("model.local_state_dict", state.layout.ranks(Axis.SHARD))
     found = {name: value.to(HOST, copy=True) for name, value in parallel.gathered().items()}
     if not model.gathered:
         parallel.release_gathered()

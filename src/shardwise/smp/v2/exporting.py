@@ -27,6 +27,7 @@ from shardwise.checkpoint.reading import HuggingFaceWeights
 from shardwise.checkpoint.weight_files import INDEX, SINGLE, TORCH_INDEX, TORCH_SINGLE
 from shardwise.checkpoint.writing import HuggingFaceWriter
 from shardwise.errors import CheckpointError
+from shardwise.job.axes import Axis, state_axes
 from shardwise.model.discover import discover
 from shardwise.parallel.layout import Layout
 from shardwise.parallel.tensor_map import Cut
@@ -238,7 +239,8 @@ def _cuts(model: Any, degree: int) -> Mapping[str, Cut]:
     if degree == 1:
         return {}
     length = min(PROBED, getattr(model.config, "max_position_embeddings", PROBED))
-    return planned_cuts(model, discover(model, make_job({"data.sequence_length": length})), Layout({"tensor": degree}))
+    facts = discover(model, make_job({"data.sequence_length": length}))
+    return planned_cuts(model, facts, Layout({Axis.TENSOR: degree}))
 
 
 # ---- which directories and files there are
@@ -302,7 +304,7 @@ def _of_files(folder: Path) -> Parts:
     said = first.content.get(EXPORT_KEY_IDENTITY)
     if not isinstance(said, Mapping):
         return [[first, *(LocalFile(folder / f"{rank}.pt") for rank in range(1, first.ranks))]]
-    layout = Layout({axis: degree for axis, degree in said.items() if isinstance(degree, int)})
-    ranks = [layout.ranks("shard", "context", of=tensor) for tensor in range(layout.size("tensor"))]
+    layout = Layout({Axis(axis): degree for axis, degree in said.items() if isinstance(degree, int)})
+    ranks = [layout.ranks(*state_axes(), of=tensor) for tensor in range(layout.size(Axis.TENSOR))]
     files = {rank: read(folder / f"{rank}.pt") if rank else first.content for part in ranks for rank in part}
     return [[_RankFile(files[rank]) for rank in part] for part in ranks]

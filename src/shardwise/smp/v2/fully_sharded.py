@@ -25,12 +25,21 @@ from torch.distributed.fsdp import (
 
 from shardwise._torch_compat import ReductionState, allreduce_hook, hybrid_strategies
 from shardwise.errors import ConfigError
+from shardwise.job.axes import Axis, data_axes, replica_axes, state_axes
 from shardwise.smp.v1.process import device_type
 from shardwise.smp.v2.logger import tell
 from shardwise.smp.v2.split_model import added_names, hf_names, local_names
 
-SHARD, REPLICA, LINE = ("shard", "context"), ("replica",), ("replica", "shard", "context")
-GROUPS = (SHARD, REPLICA, LINE, ("tensor",), ("context",), (*SHARD, "tensor"), (*LINE, "pipeline", "tensor"))
+SHARD, REPLICA, LINE = state_axes(), replica_axes(), data_axes()
+GROUPS = (
+    SHARD,
+    REPLICA,
+    LINE,
+    (Axis.TENSOR,),
+    (Axis.CONTEXT,),
+    (*SHARD, Axis.TENSOR),
+    (*LINE, Axis.PIPELINE, Axis.TENSOR),
+)
 
 _fsdp: Any = FullyShardedDataParallel
 _fsdp_init: Any = FullyShardedDataParallel.__init__
@@ -103,7 +112,7 @@ def _check(module: nn.Module) -> None:
     add to a second time."""
     from shardwise.smp.v2.state_handler import state
 
-    if state.layout.size("tensor", "context") > 1 and not state.transformed:
+    if state.layout.size(Axis.TENSOR, Axis.CONTEXT) > 1 and not state.transformed:
         raise ConfigError(
             f"tensor_parallel_degree={state.tp_size} and context_parallel_degree={state.cp_size} split models that "
             "tsm.transform is given, and FSDP gets one before any was; call tsm.transform(model), or set them to 1"

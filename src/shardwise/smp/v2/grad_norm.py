@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 from shardwise.errors import ConfigError
+from shardwise.job.axes import Axis
 from shardwise.smp.v2.split_model import local_names
 from shardwise.smp.v2.state_handler import state
 
@@ -62,7 +63,7 @@ def _squares(model: nn.Module) -> Tensor:
     for sums in by_group.values():
         total += sums
     if cuts:
-        dist.all_reduce(total[1:], group=state.layout.group("tensor"))
+        dist.all_reduce(total[1:], group=state.layout.group(Axis.TENSOR))
     return total.sum().float()
 
 

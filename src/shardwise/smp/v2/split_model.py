@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from shardwise._torch_compat import clean_tensor_name
 from shardwise.collectives.tensor import enter
+from shardwise.job.axes import Axis
 from shardwise.kernels.linear import linear
 from shardwise.model.facts import ModelFacts
 from shardwise.parallel.layout import Layout
@@ -43,7 +44,7 @@ def added_names(model: nn.Module) -> list[str]:
 
 def split_model(model: nn.Module, facts: ModelFacts, layout: Layout, weights: Mapping[str, Tensor]) -> None:
     """Cut `model` (on the meta device) to this rank's part; of whole `weights` its slices are kept."""
-    cuts = split_tensors(model, facts, layout, WholeRows(layout.group("tensor")))
+    cuts = split_tensors(model, facts, layout, WholeRows(layout.group(Axis.TENSOR)))
     vars(model)[CUTS], vars(model)[NAMES] = cuts, frozenset(weights)
     for name, cut in cuts.items():
         module, leaf = _owner(model, name)
@@ -60,7 +61,7 @@ def hf_names(model: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
     """
     from shardwise.smp.v2.state_handler import state
 
-    group = state.layout.group("tensor")
+    group = state.layout.group(Axis.TENSOR)
     for name, cut in local_names(model).items():
         part = state_dict.get(prefix + name)
         if part is not None and tuple(part.shape) == cut.local_shape():

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from shardwise.collectives import engine
 from shardwise.errors import ConfigError
+from shardwise.job.axes import Axis, state_axes
 from shardwise.kernels.sums import fp32_sums
 from shardwise.launch.process_group import process_group
 from shardwise.parallel.layout import Layout
@@ -33,12 +34,12 @@ class Ranker:
 
     def get_rep_rank(self, global_rank: int) -> int:
         """Number of this rank among the holders of its shard; 0 is the one that writes checkpoints."""
-        return self._layout().coordinates(global_rank)["replica"]
+        return self._layout().coordinates(global_rank)[Axis.REPLICA]
 
     def get_rep_groups(self) -> list[list[int]]:
         """Global ranks that hold the same shard, for every shard; the same list on every rank."""
         layout = self._layout()
-        return [list(part) for part in sorted({layout.ranks("replica", of=r) for r in range(layout.world_size)})]
+        return [list(part) for part in sorted({layout.ranks(Axis.REPLICA, of=r) for r in range(layout.world_size)})]
 
 
 class State:
@@ -107,7 +108,9 @@ class State:
         self.native = values["hybrid_shard_degree"] == 0 and all(values[name] == 1 for name in DEGREES)
         inside = min(NATIVE_SHARDS, world.local_size)
         for hybrid in (False, True) if self.native and world.size % inside == 0 else (False,):
-            degrees = _degrees(values, world.size) if not hybrid else {"shard": inside, "replica": world.size // inside}
+            degrees = (
+                _degrees(values, world.size) if not hybrid else {Axis.SHARD: inside, Axis.REPLICA: world.size // inside}
+            )
             self._layouts[hybrid] = Layout(degrees, "DPT", dist.get_rank(), world.local_size, kind)
         for layout in self._layouts.values():  # here, where every rank is: a group is made by all
             for axes in fully_sharded.GROUPS:
@@ -158,8 +161,8 @@ class State:
     cp_size = property(lambda self: self.context_parallel_degree)
     ep_size = property(lambda self: self.expert_parallel_degree)
     ep_rank = property(lambda self: 0)
-    tp_rank = property(lambda self: self.layout.index("tensor"))
-    cp_rank = property(lambda self: self.layout.index("context"))
+    tp_rank = property(lambda self: self.layout.index(Axis.TENSOR))
+    cp_rank = property(lambda self: self.layout.index(Axis.CONTEXT))
 
     @property
     def world_process_group(self) -> dist.ProcessGroup:
@@ -169,24 +172,24 @@ class State:
     @property
     def tp_process_group(self) -> Group:
         """The ranks that split the same tensors; None where FSDP is left alone."""
-        return None if self.native else self.layout.group("tensor")
+        return None if self.native else self.layout.group(Axis.TENSOR)
 
     @property
     def cp_process_group(self) -> Group:
         """The ranks that split the same sequences; None where FSDP is left alone."""
-        return None if self.native else self.layout.group("context")
+        return None if self.native else self.layout.group(Axis.CONTEXT)
 
     @property
     def rep_rank_process_group(self) -> Group:
         """The ranks of one whole copy of the model; None where FSDP is left alone."""
-        return None if self.native else self.layout.group("shard", "context", "tensor")
+        return None if self.native else self.layout.group(*state_axes(), Axis.TENSOR)
 
     def get_rng_state_tracker(self) -> None:
         """What scripts hand to Transformer Engine's checkpoint: random numbers are torch's own here."""
 
 
-def _degrees(values: dict[str, Any], world: int) -> dict[str, int]:
-    """Axis -> size. Raises ConfigError where the ranks do not fit."""
+def _degrees(values: dict[str, Any], world: int) -> dict[Axis, int]:
+    """Return the degree of each axis. Raises ConfigError where the ranks do not fit."""
     tensor, context = values["tensor_parallel_degree"], values["context_parallel_degree"]
     if world % (tensor * context):
         raise ConfigError(
@@ -204,8 +207,11 @@ def _degrees(values: dict[str, Any], world: int) -> dict[str, int]:
             f"hybrid_shard_degree={shards}; use {', '.join(map(str, _divisors(shards)))}"
         )
     return {
-        "replica": world // tensor // shards, "shard": shards // context, "context": context, "tensor": tensor
-    }  # fmt: skip
+        Axis.REPLICA: world // tensor // shards,
+        Axis.SHARD: shards // context,
+        Axis.CONTEXT: context,
+        Axis.TENSOR: tensor,
+    }
 
 
 def _divisors(number: int) -> list[int]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from shardwise.errors import ConfigError, ModelError
+from shardwise.job.axes import Axis, data_axes, state_axes
 from shardwise.model.discover import discover
 from shardwise.model.float8 import left_out
 from shardwise.plan.plan import resolve
@@ -62,23 +63,23 @@ def transform(
         weights = _of_rank0(model, weights)
     length = {"data.sequence_length": min(PROBED, getattr(model.config, "max_position_embeddings", PROBED))}
     plan, facts = None, discover(model, make_job(length))
-    if layout.size("tensor", "context") > 1:
+    if layout.size(Axis.TENSOR, Axis.CONTEXT) > 1:
         values: dict[str, Any] = {
             **length,
-            "parallel.tensor_parallel_degree": layout.size("tensor"),
-            "parallel.context_parallel_degree": layout.size("context"),
-            "parallel.sharded_data_parallel_degree": layout.size("shard", "context"),
+            "parallel.tensor_parallel_degree": layout.size(Axis.TENSOR),
+            "parallel.context_parallel_degree": layout.size(Axis.CONTEXT),
+            "parallel.sharded_data_parallel_degree": layout.size(*state_axes()),
             "parallel.device": state.device.type,
         }
-        if layout.size("context") > 1:
+        if layout.size(Axis.CONTEXT) > 1:
             values["parallel.context_parallel_method"] = METHODS[cp_comm_type]
         plan = replace(resolve(make_job(values), current_world(state.device), facts), attention="")
-    if layout.size("tensor") > 1:
+    if layout.size(Axis.TENSOR) > 1:
         split_model(model, facts, layout, weights)
     give_weights(model, weights)
-    if plan is not None and layout.size("context") > 1:
+    if plan is not None and layout.size(Axis.CONTEXT) > 1:
         split_sequences(model, plan, layout)
-    left = left_out(facts, "", layout.size("tensor"))
+    left = left_out(facts, "", layout.size(Axis.TENSOR))
     lead_layers(model.get_submodule(name) for name, why in left.items() if not why)
     mark(model, [block.name for block in facts.blocks], TransformerLayer)
     mark(model, dict.fromkeys(layer.name for layer in facts.attention), MultiheadAttention)
@@ -110,9 +111,9 @@ def _check(model: nn.Module, config: Any, cp_comm_type: str) -> None:
 def _of_rank0(model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Rank 0's values for its tensor group; the others keep what they have."""
     layout = state.layout
-    if any(layout.coordinates()[axis] for axis in ("replica", "shard", "context")):
+    if any(layout.coordinates()[axis] for axis in data_axes()):
         return weights
-    group, sent, found = layout.group("tensor"), {}, {}
+    group, sent, found = layout.group(Axis.TENSOR), {}, {}
     shared = {id(parameter): name for name, parameter in reversed(list(model.named_parameters(remove_duplicate=False)))}
     names = {name: shared[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}  # ties: the first name
     for name, value in weights.items():

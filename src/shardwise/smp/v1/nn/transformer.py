@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
+from shardwise.job.axes import Axis
 from shardwise.smp.v1.nn.alibi import LARGEST, alibi_bias, alibi_slopes
 from shardwise.smp.v1.nn.norms import FusedLayerNorm
 from shardwise.smp.v1.process import state
@@ -193,7 +194,7 @@ class DistributedAttentionLayer(nn.Module):
     def _distances(self, query: Tensor) -> Tensor:
         """[heads that are here, S, S]: what ALiBi takes off the scores."""
         here = query.shape[1]
-        first = state.layout.index("tensor") * here if here < len(self.alibi) else 0
+        first = state.layout.index(Axis.TENSOR) * here if here < len(self.alibi) else 0
         return alibi_bias(self.alibi[first : first + here], query.shape[-2], query)
 
     def _rotate(self, heads: Tensor) -> Tensor:

@@ -91,4 +91,4 @@ def _file(directory: str) -> Path:
 
 
 def _identity(strategy: Any) -> dict[str, Any]:
-    return {"strategy": str(strategy), **state.layout.degrees}
+    return {"strategy": str(strategy), **{str(axis): degree for axis, degree in state.layout.degrees.items()}}
