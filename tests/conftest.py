@@ -12,11 +12,21 @@ import pytest
 
 from shardwise.collectives import engine
 from shardwise.testing.world import WorldPool
+from tests.plugins.processor_time import ProcessorTimes
 from tests.s3 import s3, s3_server  # noqa: F401 fixtures
 
 # Tests that move the cache, and the processes they start, share one build of the engine.
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
 os.environ.setdefault("SHARDWISE_ENGINE_DIRECTORY", str(CACHE / "shardwise" / "engine"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("shardwise")
+    group.addoption("--processor-times", action="store_true", help="show the processor time of tests by file")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(ProcessorTimes(config))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ from torch import Tensor, nn
 import shardwise.smp as smp
 from shardwise.errors import LegalityError
 from shardwise.testing.world import WorldPool
+from tests.fork_server import run_python
 
 SCRIPT = Path(__file__).with_name("detection_script.py")
 TWO: dict[str, Any] = {"pipeline_parallel_degree": 2, "microbatches": 2, "ddp": True}
@@ -22,9 +21,8 @@ TWO: dict[str, Any] = {"pipeline_parallel_degree": 2, "microbatches": 2, "ddp": 
 
 def _train(options: dict[str, Any], workers: int, place: Path) -> tuple[Tensor, Tensor]:
     """[steps, losses] of a run, and of its last steps once more from its files."""
-    command = [sys.executable, "-m", "shardwise", "run", "--device", "cpu", "--workers", str(workers)]
-    words = ["--smp-options", json.dumps(options), "--model-dir", str(place), str(SCRIPT)]
-    done = subprocess.run([*command, *words], capture_output=True, text=True, timeout=240)
+    command = ["-m", "shardwise", "run", "--device", "cpu", "--workers", workers]
+    done = run_python(*command, "--smp-options", json.dumps(options), "--model-dir", place, SCRIPT)
     assert done.returncode == 0, done.stderr
     whole, rest = json.loads((place / "losses.json").read_text())
     return torch.tensor(whole), torch.tensor(rest)

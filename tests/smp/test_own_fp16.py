@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from shardwise.errors import CheckpointError
 from shardwise.smp.v1.meeting import LEFT
 from shardwise.smp.v1.reading import read
 from shardwise.testing.world import WorldPool
+from tests.fork_server import run_python
 from tests.smp.scripts import batches, make_model, train_step
 
 SCRIPT = Path(__file__).with_name("own_fp16_script.py")
@@ -26,9 +26,8 @@ TWO = {"pipeline_parallel_degree": 2, "microbatches": 2}
 
 def _train(options: dict[str, Any], workers: int, place: Path) -> tuple[Tensor, Tensor]:
     """[steps, 2] losses and norms of a run, and of its last steps once more from its files."""
-    command = [sys.executable, "-m", "shardwise", "run", "--device", "cpu", "--workers", str(workers)]
-    words = ["--model-dir", str(place), str(SCRIPT), json.dumps(options)]
-    done = subprocess.run([*command, *words], capture_output=True, text=True, timeout=240)
+    command = ["-m", "shardwise", "run", "--device", "cpu", "--workers", workers, "--model-dir", place]
+    done = run_python(*command, SCRIPT, json.dumps(options))
     assert done.returncode == 0, done.stderr
     whole, rest = json.loads((place / "losses.json").read_text())
     return torch.tensor(whole), torch.tensor(rest)

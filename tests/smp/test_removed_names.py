@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import subprocess
-import sys
 from importlib.util import find_spec
 from typing import Any
 
@@ -22,6 +20,7 @@ from shardwise.smp.doors.cpu_for_cuda import _with_number
 from shardwise.smp.doors.stubs.accelerate import init_empty_weights
 from shardwise.smp.v2.distributed.checkpoint.state_dict_utils import _Interval, compute_auto_checkpoint_interval
 from shardwise.smp.v2.distributed.fsdp.checkpoint import load_model_checkpoint, save_model_checkpoint
+from tests.fork_server import run_python
 from tests.smp.sharded_scripts import make_model
 
 
@@ -62,7 +61,7 @@ def test_models_without_values_keep_their_buffers() -> None:
 
 SCRIPT = """
 import importlib.util
-from shardwise import import_hook
+from shardwise.smp.doors import import_hook
 import_hook.install()
 assert importlib.util.find_spec("accelerate") is None
 import accelerate, transformer_engine
@@ -74,14 +73,14 @@ assert not transformers.utils.is_accelerate_available()
 
 @pytest.mark.skipif(find_spec("accelerate") is not None, reason="accelerate is installed")
 def test_a_missing_accelerate_is_a_stand_in_for_scripts_alone() -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120)
+    done = run_python("-c", SCRIPT)
     assert done.returncode == 0, done.stderr
     assert "accelerate is not installed" in done.stderr
 
 
 APEX = """
 import importlib.util
-from shardwise import import_hook
+from shardwise.smp.doors import import_hook
 import_hook.install()
 assert importlib.util.find_spec("apex") is None and importlib.util.find_spec("torch._six") is None
 import amp_C, apex_C, torch
@@ -110,7 +109,7 @@ except Exception as error:
 
 @pytest.mark.skipif(find_spec("apex") is not None, reason="apex is installed")
 def test_a_missing_apex_and_a_module_that_torch_has_removed_are_stand_ins() -> None:
-    done = subprocess.run([sys.executable, "-c", APEX], capture_output=True, text=True, timeout=120)
+    done = run_python("-c", APEX)
     assert done.returncode == 0, done.stderr
     assert "SMPUnsupportedError apex.amp.initialize is not to be had" in done.stdout
     for name in ("apex", "amp_C", "apex_C", "torch._six"):
@@ -148,7 +147,7 @@ torch.ones(2).record_stream(torch.cuda.current_stream())
 
 
 def test_scopes_of_meta_and_what_profilers_call_work_on_the_cpu() -> None:
-    done = subprocess.run([sys.executable, "-c", META], capture_output=True, text=True, timeout=120)
+    done = run_python("-c", META)
     assert done.returncode == 0, done.stderr
 
 

@@ -15,6 +15,7 @@ import torch
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, GPT2Config, GPT2LMHeadModel, GPTNeoXForCausalLM
 
 from shardwise.commands.cli import main
+from tests.fork_server import run_python
 
 SCRIPT = Path(__file__).parent / "step_script.py"
 T5_SCRIPT = Path(__file__).parent / "flan_t5_script.py"
@@ -22,9 +23,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 CALLED = re.compile(r'shardwise\(("\w+")')
 
 
-def _run(*words: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "shardwise", "run", "--device", "cpu", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240)
+def _run(*words: str | Path | int) -> subprocess.CompletedProcess[str]:
+    return run_python("-m", "shardwise", "run", "--device", "cpu", *words)
 
 
 def test_script_runs_unchanged_on_two_stages(tmp_path: Path) -> None:

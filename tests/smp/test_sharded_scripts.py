@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +32,7 @@ from shardwise.smp.v2.distributed.checkpoint.state_dict_utils import (
 from shardwise.smp.v2.distributed.fsdp.checkpoint import load_model_checkpoint, save_model_checkpoint
 from shardwise.smp.v2.moe.moe_config import MoEConfig
 from shardwise.testing.world import WorldPool
+from tests.fork_server import run_python
 from tests.smp.scripts import batches
 from tests.smp.sharded_scripts import make_model, whole, wrap
 
@@ -268,7 +267,7 @@ queue.schedule(lambda: 1 / 0)
 
 
 def test_a_save_that_fails_after_the_last_question_is_named() -> None:
-    done = subprocess.run([sys.executable, "-c", LOST], capture_output=True, text=True, timeout=120)
+    done = run_python("-c", LOST)
     assert done.stderr.count("error: the asynchronous save 2 failed and its checkpoint is incomplete: division") == 1
 
 
@@ -378,7 +377,7 @@ def test_noise_of_routers_over_tensor_ranks_is_refused(world_pool: WorldPool) ->
 
 SCRIPT = """
 import importlib.util, sys
-from shardwise import import_hook
+from shardwise.smp.doors import import_hook
 import_hook.install()
 assert importlib.util.find_spec("flash_attn") is None and importlib.util.find_spec("transformer_engine") is None
 import torch.sagemaker as tsm
@@ -403,7 +402,7 @@ assert not hasattr(sys.modules["torch"], "sagemaker")
 
 
 def test_imports_lead_here_and_missing_packages_are_said() -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120)
+    done = run_python("-c", SCRIPT)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) == 64
     assert "flash_attn is not installed" in done.stderr and "transformer_engine is not installed" in done.stderr

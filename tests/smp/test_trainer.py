@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import AutoModelForCausalLM
+
+from tests.fork_server import run_python
 
 pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate (extra test)")
 SCRIPT = Path(__file__).parent / "trainer_script.py"
@@ -20,11 +20,11 @@ FORMER = Path(__file__).parent / "former_trainer_script.py"
 
 def _started(options: str | None, workers: int, script: Path, *words: str | Path | int) -> None:
     here = ["-m", "shardwise", "run", "--device", "cpu", "--workers", str(workers), "--smp-options", str(options)]
-    command = [sys.executable, *(here if options else []), str(script), *map(str, words)]
+    command = [*(here if options else []), script, *words]
     root = str(Path(__file__).parents[2])
     path = os.pathsep.join(each for each in (root, os.environ.get("PYTHONPATH")) if each)
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+    done = run_python(*command, env=environment)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("Trainer is in its SMP mode") == (1 if options else 0)
 

@@ -37,7 +37,16 @@ import torch.distributed as dist
 from shardwise.launch import loopback
 from shardwise.launch.environment import RankEnvironment
 
-PRELOAD = ("torch", "torch.distributed.fsdp", "transformers.modeling_utils")
+PRELOAD = (
+    "torch",
+    "torch.distributed.fsdp",
+    "transformers.modeling_utils",
+    "shardwise.training.trainer",
+    "shardwise.smp.v1",
+    "shardwise.smp.v2",
+    "shardwise.commands.train",
+)
+CLOSE_SECONDS = 5.0  # for idle workers to end by themselves
 GRACE_SECONDS = 10.0  # what is left for the others once a rank has failed
 CONNECT_SECONDS = 120.0  # for a worker's one connection to the store, which may wait for name servers
 DUMP_SECONDS = 2.0  # how long a hanging rank gets to write its traceback
@@ -121,6 +130,11 @@ class WorldPool:
     def close(self) -> None:
         """Ends every worker. The fork server ends with this process."""
         atexit.unregister(self.close)
+        for worker in self._workers:
+            worker.connection.close()
+        end = time.monotonic() + CLOSE_SECONDS
+        for worker in self._workers:
+            worker.process.join(max(0.0, end - time.monotonic()))
         for worker in self._workers:
             worker.kill()
         self._workers.clear()
