@@ -1,8 +1,9 @@
-"""Which combinations of a job can run: one table, read by `resolve`, by the reference page and by the tests.
+"""Legal combinations of a job: one table, read by `resolve`, by the reference page and by the tests.
 
 A row says which keys take part, what has to hold, when it is broken and what to do. The message is made from the
 values of the keys, so that it always holds key, value, rule and the nearest fix. Rows are judged in order and the first
-broken one is raised; a row may therefore rely on those above it.
+broken one is raised; a row may therefore rely on those above it. Each file holds the rows of one subject. The rows of a
+transform stand under its name in `shardwise.parallel.transforms`.
 """
 
 from __future__ import annotations
@@ -10,20 +11,59 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from shardwise.errors import LegalityError
+from shardwise.job.axes import Axis
 from shardwise.plan.draft import Draft, UnknownFacts
-from shardwise.plan.rules import pipeline, running, structure
+from shardwise.plan.rules import (
+    attention,
+    checkpoint,
+    checkpointing,
+    compile,
+    context,
+    data,
+    dropout,
+    dtypes,
+    float8,
+    fused_kernels,
+    loss,
+    model,
+    observe,
+    offload,
+    optimizer,
+    parallel,
+    sequence,
+    sharding,
+    stages,
+    tensor,
+    training,
+)
 from shardwise.plan.rules.rule import Rule
 
+# The rules of each axis, in the order in which they are judged.
+AXIS_RULES: dict[Axis, tuple[Rule, ...]] = {
+    Axis.TENSOR: (*tensor.RULES, *sequence.RULES),
+    Axis.CONTEXT: context.RULES,
+    Axis.REPLICA: (),
+    Axis.SHARD: sharding.RULES,
+    Axis.PIPELINE: stages.RULES,
+}
 RULES: tuple[Rule, ...] = (
-    *structure.MODEL_RULES,
-    *structure.DATA_RULES,
-    *structure.PARALLEL_RULES,
-    *structure.MEMORY_RULES,
-    *running.PRECISION_RULES,
-    *running.OPTIMIZER_RULES,
-    *running.BATCH_RULES,
-    *pipeline.PIPELINE_RULES,
-    *running.CHECKPOINT_RULES,
+    *model.RULES,
+    *attention.RULES,
+    *dropout.RULES,
+    *compile.RULES,
+    *fused_kernels.RULES,
+    *data.RULES,
+    *parallel.RULES,
+    *training.RULES,
+    *(rule for rules_of_axis in AXIS_RULES.values() for rule in rules_of_axis),
+    *checkpointing.RULES,
+    *offload.RULES,
+    *loss.RULES,
+    *dtypes.RULES,
+    *float8.RULES,
+    *optimizer.RULES,
+    *observe.RULES,
+    *checkpoint.RULES,
 )
 
 

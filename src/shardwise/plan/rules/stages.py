@@ -1,4 +1,4 @@
-"""Rows about pipeline stages: whether the model can be cut, where it is cut, and what the schedule needs."""
+"""Rules about pipeline stages: whether the model can be cut, where it is cut, and what the schedule needs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _rounds(d: Draft) -> int:
 
 
 # fmt: off
-PIPELINE_RULES = (
+RULES: tuple[Rule, ...] = (
     *(idle(f"{key.rpartition('.')[2].replace('_', '-')}-without-stages", key, "there is one pipeline stage", _one_stage)
       for key in ("parallel.pipeline", VIRTUAL, "parallel.active_microbatches", AUTO, "parallel.memory_weight", DEFAULT,
                   MAP)),

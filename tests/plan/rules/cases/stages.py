@@ -1,14 +1,12 @@
-"""Rows about pipeline stages."""
+"""Cases of the rules in `plan/rules/stages.py`."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-import pytest
-
 from shardwise.model.facts import StageFacts
-from tests.plan.rules.jobs import CPU4, FACTORY, FACTS, LISTS, case, check_case
+from tests.plan.rules.jobs import CPU4, FACTORY, FACTS, LISTS, case
 
 TRACED = replace(FACTS, stages=StageFacts(traced=True))
 
@@ -89,8 +87,3 @@ CASES = {
     "partition-stages": case(mapped(0, 0, 1), mapped(0, 0, 1, 1), "layers.3 is on none of the stages 0 to 1"),
     "partition-order": case(mapped(0, 1, 0, 1), mapped(0, 0, 0, 1), "stages [0, 1, 0, 1]"),
 }
-
-
-@pytest.mark.parametrize("id", CASES)
-def test_row_fires_and_its_neighbour_passes(id: str) -> None:
-    check_case(id, CASES[id])

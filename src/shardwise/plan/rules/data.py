@@ -1,0 +1,69 @@
+"""Rules about the corpus: where samples come from, and whether they suit the model."""
+
+from __future__ import annotations
+
+from shardwise.plan.draft import Draft
+from shardwise.plan.rules.rule import Rule, idle
+
+DATA_FILES = ("text", "jsonl", "parquet", "dataset", "tokens")
+TEXT_KEYS = ("tokenizer", "vocabulary_size", "field", "isolate_documents", "max_documents")
+
+
+def data_from_factory(d: Draft) -> bool:
+    """Return whether samples come from `data.factory`."""
+    return d.data.factory is not None
+
+
+# fmt: off
+RULES: tuple[Rule, ...] = (
+    Rule("one-corpus", ("data.path", "data.factory"), "data comes from one of them",
+         lambda d: d.data.path is not None and data_from_factory(d),
+         fix="keep one"),
+    Rule("data-factory-format", ("data.format", "data.factory"), "a data.factory has no other format",
+         lambda d: data_from_factory(d) and d.data.format not in ("auto", "factory"),
+         fix="use format factory"),
+    Rule("data-format-factory", ("data.format", "data.factory"), "format factory needs a data.factory",
+         lambda d: d.data.format == "factory" and not data_from_factory(d),
+         fix="set data.factory"),
+    idle("data-factory-arguments", "data.factory_arguments", "there is no data.factory to take them",
+          lambda d: not data_from_factory(d), "set data.factory or leave it out"),
+    Rule("data-path", ("data.format", "data.path"), "this format is read from a path",
+         lambda d: d.data.format in DATA_FILES and d.data.path is None,
+         fix="set data.path"),
+    Rule("stdlib-path", ("data.format", "data.path"), "format stdlib reads Python's own sources and no path",
+         lambda d: d.data.format == "stdlib" and d.data.path is not None,
+         fix="use format auto, or leave data.path out"),
+    *(idle(f"data-factory-{key.replace('_', '-')}", f"data.{key}",
+           "a data.factory returns tensors, there is no text to read", data_from_factory) for key in TEXT_KEYS),
+    Rule("data-factory-tokens", ("training.tokens_per_step", "data.factory"), "its samples have no tokens",
+         lambda d: data_from_factory(d) and d.training.tokens_per_step is not None,
+         fix="give training.sequences_per_step, the samples of a step"),
+    idle("vocabulary-size", "data.vocabulary_size", "no tokenizer is trained, since data.tokenizer is given",
+          lambda d: d.data.tokenizer is not None, "leave one of them out"),
+    idle("vocabulary-size-tokens", "data.vocabulary_size", "data.format tokens trains no tokenizer",
+          lambda d: d.data.format == "tokens", "leave it out; the model's vocabulary is in model.config"),
+    idle("mask-probability", "data.mask_probability", "model.task causal_lm masks no tokens",
+          lambda d: d.model.task == "causal_lm", "use model.task masked_lm or seq2seq_lm, or leave it out"),
+    idle("mean-span-length", "data.mean_span_length", "only model.task seq2seq_lm leaves out spans",
+          lambda d: d.model.task != "seq2seq_lm", "use model.task seq2seq_lm, or leave it out"),
+    Rule("spans", ("model.task", "data.sequence_length"), "of a span that is left out something else has to stay",
+         lambda d: d.model.task == "seq2seq_lm" and d.data.sequence_length < 2,
+         fix="use at least 2"),
+    Rule("spans-documents", ("model.task", "data.isolate_documents"),
+         "encoder, decoder and the attention between them would each need a mask of documents, and have none",
+         lambda d: d.model.task == "seq2seq_lm" and d.data.isolate_documents,
+         fix="use isolate_documents false"),
+    Rule("positions", ("data.sequence_length",), "a sequence has to fit the model's positions",
+         lambda d: d.facts.max_positions is not None and d.data.sequence_length > d.facts.max_positions,
+         fix="use a shorter sequence",
+         because=lambda d: f"longer than the model's {d.facts.max_positions} positions",
+         use=lambda d: f"use at most {d.facts.max_positions}"),
+    Rule("documents-window", ("data.isolate_documents", "data.sequence_length"),
+         "the mask of documents takes the place of the model's own, which then must not hide more than it",
+         lambda d: d.data.isolate_documents and not d.led and (d.facts.sliding_window or d.data.sequence_length)
+         < d.data.sequence_length,
+         fix="use isolate_documents false, or a sequence within the window",
+         because=lambda d: f"the documents' mask would replace the model's sliding window of {d.facts.sliding_window}",
+         use=lambda d: f"use isolate_documents false, or a sequence_length of at most {d.facts.sliding_window}"),
+)
+# fmt: on

@@ -1,0 +1,59 @@
+"""Rules about the optimizer's class, its options and the learning rate's schedule."""
+
+from __future__ import annotations
+
+from shardwise.job.optimizers import ELEMENTWISE, UNUSABLE, classes, complaint, decays, options, unknown_options
+from shardwise.plan.draft import Draft
+from shardwise.plan.rules.rule import Rule, idle, spelling
+from shardwise.words import one_of
+
+OWN_KEYS = {"lr": "optimizer.learning_rate", "weight_decay": "optimizer.weight_decay"}
+
+
+def _option_fix(d: Draft) -> str:
+    option = unknown_options(d.optimizer)[0]
+    if option in OWN_KEYS:
+        return f"set {OWN_KEYS[option]} instead"
+    return spelling(option, options(d.optimizer.name))
+
+
+def _pieces(d: Draft) -> int:
+    """Ranks over which a parameter is cut."""
+    return d.sharded * d.parallel.tensor_parallel_degree
+
+
+# fmt: off
+RULES: tuple[Rule, ...] = (
+    Rule("optimizer-name", ("optimizer.name",), "has to be a class in torch.optim",
+         lambda d: d.optimizer.name not in classes(),
+         fix="use AdamW or another class of torch.optim",
+         use=lambda d: spelling(d.optimizer.name, list(classes()))),
+    Rule("optimizer-usable", ("optimizer.name",), "has to take dense gradients of any shape, without a closure",
+         lambda d: d.optimizer.name in UNUSABLE,
+         fix="use AdamW",
+         because=lambda d: UNUSABLE[d.optimizer.name]),
+    Rule("optimizer-elementwise", ("optimizer.name",), "has to be elementwise when its state is sharded",
+         lambda d: _pieces(d) > 1 and d.optimizer.name not in ELEMENTWISE,
+         fix="use an elementwise optimizer, or degree 1 for sharding and tensors, without shard_optimizer_state",
+         because=lambda d: f"needs whole tensors, and they are cut over {_pieces(d)} ranks",
+         use=lambda d: "use degree 1 for parallel.sharded_data_parallel_degree and tensor_parallel_degree, or "
+         f"{one_of(ELEMENTWISE)}"),
+    Rule("optimizer-options", ("optimizer.name", "optimizer.options"), "options are arguments of the class",
+         lambda d: unknown_options(d.optimizer),
+         fix="leave the option out",
+         because=lambda d: f"no option {unknown_options(d.optimizer)[0]!r}",
+         use=_option_fix),
+    Rule("optimizer-values", ("optimizer.options",), "the class has to accept the values of its options",
+         lambda d: complaint(d.optimizer),
+         fix="use a value that the class takes",
+         because=lambda d: complaint(d.optimizer)),
+    idle("weight-decay", "optimizer.weight_decay", "the class has no weight decay",
+         lambda d: d.optimizer.weight_decay and not decays(d.optimizer.name), "leave it out, or use AdamW"),
+    Rule("warmup", ("optimizer.warmup_steps", "training.steps"), "warm-up has to be shorter than the training",
+         lambda d: d.optimizer.warmup_steps >= d.training.steps,
+         fix="use fewer warmup_steps",
+         use=lambda d: f"use at most {d.training.steps - 1} warmup_steps"),
+    idle("final-learning-rate", "optimizer.final_learning_rate_ratio", "a constant schedule stays at the peak",
+          lambda d: d.optimizer.schedule == "constant", "use schedule linear or cosine, or leave it out"),
+)
+# fmt: on

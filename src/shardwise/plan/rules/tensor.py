@@ -1,0 +1,59 @@
+"""Rules about tensor parallelism: what the model must have for a degree to split it."""
+
+from __future__ import annotations
+
+from shardwise.model.facts import chunk
+from shardwise.plan.draft import Draft
+from shardwise.plan.rules.rule import Rule
+from shardwise.words import divisors, one_of
+
+ALIGNED = 16  # bytes of which grouped products read a multiple at once
+BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+
+
+def _shares_heads(d: Draft, degree: int) -> bool:
+    """Whether `degree` ranks can share the heads: equally, holding those of key-value modules in copies, or parts."""
+    heads, key_value = d.facts.attention_heads, d.facts.key_value_heads
+    if not key_value:  # a script's own model, in which no heads are split
+        return True
+    apart, shared = d.facts.key_values_apart, d.facts.shared_parts
+    whole = key_value % degree == 0 or (apart and degree % key_value == 0)
+    parts = degree // key_value if degree % key_value == 0 else 0  # of ranks that share a key-value head
+    return heads % degree == 0 and (whole or (shared > 0 and parts > 0 and shared % parts == 0))
+
+
+def _unaligned(d: Draft, degree: int) -> int:
+    """Inner features of an expert's part on some of `degree` ranks that grouped products could not read; 0: none."""
+    parts = [chunk(features, degree, index) for features in d.facts.grouped_features for index in (0, degree - 1)]
+    sizes = (part.stop - part.start for part in parts if degree > 1)
+    return next((features for features in sizes if not features or features * BYTES[d.compute] % ALIGNED), 0)
+
+
+def _aligned_degrees(d: Draft) -> list[int]:
+    return [n for n in divisors(d.facts.attention_heads) if _shares_heads(d, n) and not _unaligned(d, n)]
+
+
+# fmt: off
+RULES: tuple[Rule, ...] = (
+    Rule("tensor-model", ("parallel.tensor_parallel_degree",), "the model has to have a plan of what is split",
+         lambda d: d.parallel.tensor_parallel_degree > 1 and d.facts.tensor_refusal,
+         fix="use 1",
+         because=lambda d: d.facts.tensor_refusal),
+    Rule("tensor-heads", ("parallel.tensor_parallel_degree",), "has to divide the attention heads, and to divide the "
+         "key-value heads or to be a multiple of them; ranks that share a head behind its queries divide its size",
+         lambda d: d.parallel.tensor_parallel_degree > 1 and not _shares_heads(d, d.parallel.tensor_parallel_degree),
+         fix="use a divisor of both",
+         because=lambda d: f"does not share out the {d.facts.attention_heads} attention heads and "
+         f"{d.facts.key_value_heads} key-value heads",
+         use=lambda d: f"use {one_of(n for n in divisors(d.facts.attention_heads) if _shares_heads(d, n))}"),
+    Rule("tensor-experts", ("parallel.tensor_parallel_degree", "precision.compute"),
+         "grouped products of experts read a multiple of 16 bytes at once, of each rank's part of the features too",
+         lambda d: _unaligned(d, d.parallel.tensor_parallel_degree),
+         fix="use another degree, or experts_implementation batched_mm in the model's config",
+         because=lambda d: f"{_unaligned(d, d.parallel.tensor_parallel_degree)} of an expert's "
+         f"{d.facts.grouped_features[0]} inner features in {d.compute} are no multiple of the 16 bytes that grouped "
+         "products read at once",
+         use=lambda d: f"use a degree of {one_of(_aligned_degrees(d))}, or experts_implementation batched_mm in "
+         "the model's config"),
+)
+# fmt: on

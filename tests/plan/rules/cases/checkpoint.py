@@ -1,0 +1,27 @@
+"""Cases of the rules in `plan/rules/checkpoint.py`."""
+
+from __future__ import annotations
+
+from tests.plan.rules.jobs import case
+
+CASES = {
+    "checkpoint-keep-last": case(
+        {"checkpoint": {"keep_last": 3}}, {"checkpoint": {"keep_last": 3, "every": 5}}, "set checkpoint.every"
+    ),
+    "checkpoint-keep-every": case(
+        {"checkpoint": {"keep_every": 10}}, {"checkpoint": {"keep_every": 10, "every": 5}}, "keep_every=10"
+    ),
+    "checkpoint-asynchronous": case(
+        {"checkpoint": {"asynchronous": False}}, {"checkpoint": {"asynchronous": False, "every": 5}}, "at intervals"
+    ),
+    "checkpoint-keep-best": case(
+        {"checkpoint": {"keep_best": True, "every": 5}, "training": {"evaluate_every": 2}},
+        {"checkpoint": {"keep_best": True, "every": 4}, "training": {"evaluate_every": 2}},
+        "training.evaluate_every to a divisor of checkpoint.every",
+    ),
+    "checkpoint-staging": case(
+        {"checkpoint": {"staging_bytes": 1 << 24, "asynchronous": False, "every": 5}},
+        {"checkpoint": {"staging_bytes": 1 << 24, "every": 5}},
+        "staging_bytes=16777216",
+    ),
+}

@@ -1,0 +1,63 @@
+"""Cases of the rules in `plan/rules/data.py`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tests.plan.rules.jobs import CPU4, FACTS, SPANS, case
+
+CASES = {
+    "one-corpus": case({"data": {"path": "p", "factory": "a:b"}}, {"data": {"factory": "a:b"}}, "keep one"),
+    "data-factory-format": case(
+        {"data": {"format": "jsonl", "factory": "a:b"}}, {"data": {"format": "factory", "factory": "a:b"}}, "jsonl"
+    ),
+    "data-format-factory": case({"data": {"format": "factory"}}, {"data": {"format": "auto"}}, "set data.factory"),
+    "data-factory-arguments": case(
+        {"data": {"factory_arguments": {"n": 1}}}, {"data": {"factory": "a:b", "factory_arguments": {"n": 1}}}, "'n': 1"
+    ),
+    "data-path": case({"data": {"format": "jsonl"}}, {"data": {"format": "jsonl", "path": "p"}}, "format=jsonl"),
+    "stdlib-path": case(
+        {"data": {"format": "stdlib", "path": "p"}}, {"data": {"format": "auto", "path": "p"}}, "path=p"
+    ),
+    **{
+        f"data-factory-{key.replace('_', '-')}": case(
+            {"data": {"factory": "a:b", key: value}}, {"data": {"path": "p", key: value}}, "returns tensors"
+        )
+        for key, value in {
+            "tokenizer": "t",
+            "vocabulary_size": 512,
+            "field": "body",
+            "isolate_documents": True,
+            "max_documents": 3,
+        }.items()
+    },
+    "data-factory-tokens": case(
+        {"data": {"factory": "a:b"}, "training": {"tokens_per_step": 4096}},
+        {"data": {"factory": "a:b"}, "training": {"sequences_per_step": 16}},
+        "training.sequences_per_step",
+    ),
+    "vocabulary-size": case(
+        {"data": {"tokenizer": "t", "vocabulary_size": 512}}, {"data": {"vocabulary_size": 512}}, "vocabulary_size=512"
+    ),
+    "vocabulary-size-tokens": case(
+        {"data": {"path": "p", "format": "tokens", "vocabulary_size": 512}},
+        {"data": {"path": "p", "format": "tokens"}},
+        "trains no tokenizer",
+    ),
+    "mean-span-length": case({"data": {"mean_span_length": 2.0}}, SPANS, "only model.task seq2seq_lm"),
+    "spans": case({**SPANS, "data": {"sequence_length": 1}}, {**SPANS, "data": {"sequence_length": 2}}, "at least 2"),
+    "spans-documents": case({**SPANS, "data": {"isolate_documents": True}}, SPANS, "isolate_documents false"),
+    "mask-probability": case(
+        {"data": {"mask_probability": 0.3}},
+        {"data": {"mask_probability": 0.3}, "model": {"task": "masked_lm"}},
+        "masked_lm",
+    ),
+    "positions": case({"data": {"sequence_length": 513}}, {"data": {"sequence_length": 512}}, "use at most 512"),
+    "documents-window": case(
+        {"data": {"isolate_documents": True, "sequence_length": 65}},
+        {"data": {"isolate_documents": True, "sequence_length": 64}},
+        "sliding window of 64; use isolate_documents false",
+        CPU4,
+        replace(FACTS, sliding_window=64),
+    ),
+}
