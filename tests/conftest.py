@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub
@@ -26,6 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    get_temp_dir()  # before a test gives itself another TMPDIR
     config.pluginmanager.register(ProcessorTimes(config))
 
 

@@ -3,8 +3,8 @@
 A fresh interpreter spends four seconds of processor time on those imports, and each local worker that it starts as
 many. `run_python` takes the words that would follow `python` and gives the result that `subprocess.run` would: the fork
 has its own directory, environment, arguments, module search path, standard streams and exit code. Local workers, which
-the launcher spawns, are forks too, with the signal handlers and exit handlers of a new process. `call` runs a function
-of a test module in such a fork.
+the launcher spawns, are forks too, with the signal handlers and exit handlers of a new process. `started` does not wait
+for the end; `call` runs a function in such a fork.
 
 The server is multiprocessing's, which worlds use too. It runs no parallel region and no backward, so that its forks
 start as clean as it is. What needs a true process (imports that are left out, signals to a process group, a library
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -25,7 +26,8 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from multiprocessing import context, process
 from pathlib import Path
 from types import ModuleType
@@ -34,7 +36,74 @@ from typing import Any
 from shardwise.testing.world import PRELOAD
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
-Completed = subprocess.CompletedProcess[str]
+
+
+class Fork:
+    """A process of the fork server, with the names that `subprocess.Popen` has for what can be done to it."""
+
+    def __init__(self, target: Callable[..., None], *args: Any) -> None:
+        server = multiprocessing.get_context("forkserver")
+        server.set_forkserver_preload(list(PRELOAD))
+        self._directory = tempfile.TemporaryDirectory(prefix="shardwise-fork-")
+        self._outputs = tuple(os.path.join(self._directory.name, name) for name in ("out", "err"))
+        self._process = server.Process(target=target, args=(*args, self._outputs))
+        self._process.start()
+        self.pid: int = self._process.pid or 0
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def wait(self, timeout: float = 240) -> int:
+        """Return the exit code; a process that takes longer is killed, and subprocess.TimeoutExpired raised."""
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            self.end()
+            raise subprocess.TimeoutExpired(str(self._process), timeout)
+        return self._process.exitcode
+
+    def communicate(self, timeout: float = 240) -> tuple[str, str]:
+        """Wait for the end and return what was written to standard output and to standard error."""
+        self.wait(timeout)
+        said, complained = (Path(path).read_text() if os.path.exists(path) else "" for path in self._outputs)
+        return said, complained
+
+    def end(self) -> None:
+        """Kill what still runs and remove what was written."""
+        self._process.kill()
+        self._process.join()
+        self._directory.cleanup()
+
+
+@contextmanager
+def started(
+    *words: str | Path | int,
+    cwd: Path | str | None = None,
+    env: Mapping[str, str] | None = None,
+    terminal: str | None = None,
+    new_session: bool = False,
+) -> Iterator[Fork]:
+    """Start `python *words` in a fork, and end it when the block is left.
+
+    Args:
+        words: `-c CODE`, `-m MODULE` or the path of a script, and arguments.
+        cwd: its working directory; None is this process's.
+        env: its environment; None is this process's.
+        terminal: the path of a terminal for its three standard streams; None has them captured.
+        new_session: whether it leads a session and a process group of its own.
+    """
+    surroundings = os.path.abspath(cwd or os.getcwd()), dict(os.environ if env is None else env), _site_path()
+    fork = Fork(_run_words, [str(word) for word in words], *surroundings, terminal, new_session)
+    try:
+        yield fork
+    finally:
+        fork.end()
 
 
 def run_python(
@@ -42,62 +111,43 @@ def run_python(
     cwd: Path | str | None = None,
     env: Mapping[str, str] | None = None,
     timeout: float = 240,
-) -> Completed:
-    """Run `python *words` in a fork and return its exit code and what it wrote.
-
-    Args:
-        words: `-c CODE`, `-m MODULE` or the path of a script, and arguments.
-        cwd: its working directory; None is this process's.
-        env: its environment; None is this process's.
-        timeout: seconds.
+) -> subprocess.CompletedProcess[str]:
+    """Run `python *words` in a fork and return its exit code and what it wrote, as `subprocess.run` does.
 
     Raises:
-        subprocess.TimeoutExpired: it took longer; it has been killed.
+        subprocess.TimeoutExpired: it took longer than `timeout` seconds; it has been killed.
     """
-    arguments = [str(word) for word in words]
-    environment = dict(os.environ if env is None else env)
-    with tempfile.TemporaryDirectory(prefix="shardwise-fork-") as directory:
-        out, err = Path(directory, "out"), Path(directory, "err")
-        place = (os.path.abspath(cwd or os.getcwd()), environment, _site_path())
-        code = _forked(_run_words, (arguments, *place, str(out), str(err)), arguments, timeout)
-        # As the pipes of subprocess do it.
-        said, complained = (file.read_bytes().decode().replace("\r\n", "\n") for file in (out, err))
-    return Completed([sys.executable, *arguments], code, said, complained)
+    with started(*words, cwd=cwd, env=env) as fork:
+        said, complained = fork.communicate(timeout)
+        return subprocess.CompletedProcess([sys.executable, *map(str, words)], fork.wait(), said, complained)
 
 
-def call(function: Callable[..., Any], *args: Any, timeout: float = 240) -> Any:
-    """Call a module-level `function(*args)` in a fork; return its result or raise its exception.
+def call(function: Callable[..., Any], *args: Any, timeout: float = 240, **settings: Any) -> Any:
+    """Call an importable `function` in a fork; return its result or raise its exception, and write what it wrote.
 
     Raises:
         AssertionError: the fork ended without a result.
         subprocess.TimeoutExpired: it took longer than `timeout` seconds; it has been killed.
     """
-    with tempfile.TemporaryDirectory(prefix="shardwise-fork-") as directory:
-        answer = Path(directory, "answer")
-        request = (os.getcwd(), dict(os.environ), list(sys.path), str(answer), function.__module__)
-        code = _forked(_run_call, (*request, function.__qualname__, pickle.dumps(args)), [function.__name__], timeout)
-        assert answer.exists(), f"{function.__name__} ended with exit code {code}"
-        is_error, result = pickle.loads(answer.read_bytes())
-    if is_error:
-        raise result
-    return result
-
-
-def _forked(target: Callable[..., None], args: tuple[Any, ...], words: list[str], timeout: float) -> int:
-    """Start a fork, wait for its end and return its exit code."""
-    server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(list(PRELOAD))
-    fork = server.Process(target=target, args=args)
-    fork.start()
+    request = (
+        os.getcwd(),
+        dict(os.environ),
+        list(sys.path),
+        function.__module__,
+        pickle.dumps((function, args, settings)),
+    )
+    fork = Fork(_run_call, *request)
     try:
-        fork.join(timeout)
-        if fork.exitcode is None:
-            raise subprocess.TimeoutExpired(words, timeout)
-        return fork.exitcode
+        for descriptor, text in zip((1, 2), fork.communicate(timeout), strict=True):
+            os.write(descriptor, text.encode())
+        answer = Path(fork._outputs[0]).with_name("answer")
+        assert answer.exists(), f"{function.__name__} ended with exit code {fork.returncode}"
+        error, content = pickle.loads(answer.read_bytes())
     finally:
-        fork.kill()
-        fork.join()
-        fork.close()
+        fork.end()
+    if error is not None:
+        raise error from RuntimeError(f"in a fork:\n{content}")
+    return content
 
 
 @functools.cache
@@ -114,9 +164,22 @@ def _site_path() -> list[str]:
 # ---- in the fork
 
 
-def _run_words(words: list[str], cwd: str, environment: dict[str, str], site: list[str], out: str, err: str) -> None:
+Outputs = tuple[str, str]  # files for standard output and standard error
+
+
+def _run_words(
+    words: list[str],
+    cwd: str,
+    environment: dict[str, str],
+    site: list[str],
+    terminal: str | None,
+    new_session: bool,
+    outputs: Outputs,
+) -> None:
     """Become the process `python *words`, and end as it would."""
-    _redirect(out, err)
+    if new_session:
+        os.setsid()
+    _redirect(*((terminal, terminal, terminal) if terminal else (os.devnull, *outputs)))
     _become_new_process(cwd, environment)
     given = [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
     sys.path[:] = [*given, *site]
@@ -124,32 +187,37 @@ def _run_words(words: list[str], cwd: str, environment: dict[str, str], site: li
 
 
 def _run_call(
-    cwd: str, environment: dict[str, str], path: list[str], answer: str, module: str, name: str, args: bytes
+    cwd: str, environment: dict[str, str], path: list[str], module: str, request: bytes, outputs: Outputs
 ) -> None:
+    _redirect(os.devnull, *outputs)
     _become_new_process(cwd, environment)
     sys.path[:] = path
-    _exit(_exit_code(functools.partial(_answer, answer, module, name, args)))
+    _exit(_exit_code(functools.partial(_answer, Path(outputs[0]).with_name("answer"), module, request)))
 
 
-def _answer(answer: str, module: str, name: str, args: bytes) -> None:
+def _answer(answer: Path, module: str, request: bytes) -> None:
+    """Leave the result or the exception of the call in the file `answer`."""
     try:
-        function = functools.reduce(getattr, name.split("."), __import__(module, fromlist=["_"]))
-        content = pickle.dumps((False, function(*pickle.loads(args))))
+        importlib.import_module(module)
+        function, args, settings = pickle.loads(request)
+        content = pickle.dumps((None, function(*args, **settings)))
     except Exception as error:
-        error.add_note("".join(traceback.format_exception(error)))
-        content = pickle.dumps((True, error))
-    Path(answer).write_bytes(content)
+        content = pickle.dumps((error, "".join(traceback.format_exception(error))))
+    answer.write_bytes(content)
 
 
-def _redirect(out: str, err: str) -> None:
-    """Put standard input, output and error of this process where those of a piped command are."""
-    for descriptor, path, flags in ((0, os.devnull, os.O_RDONLY), (1, out, os.O_WRONLY), (2, err, os.O_WRONLY)):
-        file = os.open(path, flags | os.O_CREAT | os.O_APPEND if flags else flags, 0o600)
+def _redirect(inputs: str, out: str, err: str) -> None:
+    """Open this process's standard streams anew."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    for descriptor, path, how in ((0, inputs, os.O_RDONLY), (1, out, flags), (2, err, flags)):
+        file = os.open(path, how, 0o600)
         os.dup2(file, descriptor)
         os.close(file)
     sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115
     sys.stdout = sys.__stdout__ = open(1, "w", closefd=False, encoding="utf-8")  # noqa: SIM115
-    sys.stderr = sys.__stderr__ = open(2, "w", 1, closefd=False, encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
+    sys.stderr = sys.__stderr__ = open(  # noqa: SIM115
+        2, "w", 1, closefd=False, encoding="utf-8", errors="backslashreplace"
+    )
 
 
 def _become_new_process(cwd: str, environment: dict[str, str]) -> None:
@@ -158,6 +226,7 @@ def _become_new_process(cwd: str, environment: dict[str, str]) -> None:
     threads = os.environ.get("OMP_NUM_THREADS")
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None  # of another TMPDIR
     if environment.get("OMP_NUM_THREADS") != threads:  # which the library has read when it was loaded
         import torch
 
@@ -200,7 +269,7 @@ def _exit_code(body: Callable[[], None]) -> int:
         return int(end.code is not None)
     except BaseException as error:
         sys.excepthook(type(error), error, error.__traceback__)
-        return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+        return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     return 0
 
 
@@ -210,6 +279,9 @@ def _exit(code: int) -> None:
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
+    if code < 0:  # the interpreter ends as the signal would have ended it
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
     os._exit(code)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import yaml
 
 from shardwise.commands.cli import main
 from shardwise.testing.world import WorldPool
+from tests.fork_server import run_python
 from tools.reference.tables import FILES, METRICS
 
 ROOT = Path(__file__).parent.parent
@@ -85,8 +85,7 @@ def test_library(world_pool: WorldPool, tmp_path: Path) -> None:
 def test_own_module(tmp_path: Path) -> None:
     words = [word for word in toy_keys(tmp_path) if not word.startswith("data.")]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "own_module.py", *words]
-    done = subprocess.run(command, cwd=EXAMPLES, env=environment, capture_output=True, text=True, timeout=250)
+    done = run_python("own_module.py", *words, cwd=EXAMPLES, env=environment)
     assert done.returncode == 0, done.stderr
     assert "TrainingResult(validation_loss=" in done.stdout
     check_run(tmp_path / "run")

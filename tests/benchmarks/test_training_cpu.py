@@ -15,6 +15,7 @@ from benchmarks import training_cpu
 from benchmarks.harness import Contender, Series
 from benchmarks.peers import DEEPSPEED, FSDP2
 from benchmarks.workload import Workload, load_model, product_rate, save_model, token_ids
+from tests.fork_server import call
 
 TOY = ["--layers", "2", "--width", "32", "--heads", "2", "--vocabulary", "128", "--sequence", "16", "--batch", "2"]
 PEERS = [name for name in ("deepspeed", "accelerate") if importlib.util.find_spec(name)]
@@ -89,7 +90,7 @@ def test_a_run_that_proves_nothing_says_so(entry: Series, problem: str) -> None:
 def run(tmp_path: Path, *contenders: str) -> dict[str, Any]:
     path = tmp_path / "result.json"
     options = ["--ranks", "2", "--rounds", "2", "--steps", "1", "--warmup", "3", "--json", str(path)]
-    code = training_cpu.main([*TOY, *options, "--contenders", *contenders])
+    code = call(training_cpu.main, [*TOY, *options, "--contenders", *contenders], timeout=1800)
     content: dict[str, Any] = json.loads(path.read_text())
     assert code == 0, content["problems"]
     return content

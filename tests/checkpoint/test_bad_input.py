@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +25,7 @@ from shardwise.training.keeper import Keeper
 from shardwise.training.output import check_output
 from shardwise.training.setup import Run, set_up
 from shardwise.training.trainer import train_rank
+from tests.fork_server import run_python
 from tests.parity.jobs import make_job, write_tokens
 
 ROOT = Path(__file__).parents[2]
@@ -366,10 +365,7 @@ def alone(module: str, function: str, *arguments: Path) -> list[str]:
     """The lines that `function(*arguments)` prints in a new process."""
     code = f"import sys; from tests.checkpoint.{module} import {function} as f; f(*sys.argv[1:])"
     paths = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
-    done = subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        cwd=ROOT, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, timeout=250,
-    )  # fmt: skip
+    done = run_python("-c", code, *arguments, cwd=ROOT, env=os.environ | {"PYTHONPATH": paths})
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

@@ -11,8 +11,6 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -39,6 +37,7 @@ from shardwise.testing.world import WorldPool
 from shardwise.training.output import claim_output
 from shardwise.training.trainer import train_rank
 from tests.checkpoint.stored import scalars, stored
+from tests.fork_server import run_python
 from tests.parity.jobs import make_job
 
 ROOT = Path(__file__).parents[2]
@@ -209,10 +208,7 @@ def kill_all(runs: Sequence[tuple[Job, Fault]], directory: Path) -> None:
         file.write_text(json.dumps([(job.model_dump(mode="json"), asdict(fault)) for job, fault in group]))
         script.write_text(LAUNCHER)
         environment = {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "TMPDIR": str(directory)}
-        done = subprocess.run(
-            [sys.executable, str(script), str(file)],
-            env=os.environ | environment | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-        )  # fmt: skip
+        done = run_python(script, file, env=os.environ | environment | {"OMP_NUM_THREADS": "1"}, timeout=3600)
         if group[0][1].launcher:
             assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr
         else:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from shardwise.errors import ConfigError, LegalityError, MachineError, WorkerError
 from shardwise.launch.local import run_local
 from shardwise.launch.process_group import process_group
+from tests.fork_server import call, started
 
 ROOT = Path(__file__).parents[2]
 
@@ -86,14 +87,17 @@ def children() -> set[int]:
 def test_results_come_back_by_rank(empty_directory: Path, capfd: pytest.CaptureFixture[str]) -> None:
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     text = "costs $$5 ${local_rank}"
+    before = children()
     assert run_local(everyone, (text,), 2) == [(0, 2.0, text, "127.0.0.1"), (1, 2.0, text, "127.0.0.1")]
+    left = [psutil.Process(pid).cmdline() for pid in children() - before]
+    assert all("resource_tracker" in " ".join(command) for command in left)  # Python's own, one a process
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
     assert capfd.readouterr().out.splitlines() == ["rank 0 speaks"]
     assert not list(empty_directory.iterdir())
 
 
 def test_ranks_that_have_left_meet_again() -> None:
-    assert run_local(one_after_the_other, (3,), 2) == [[0.0, 2.0, 4.0]] * 2
+    assert call(run_local, one_after_the_other, (3,), 2) == [[0.0, 2.0, 4.0]] * 2
 
 
 @pytest.mark.parametrize(
@@ -107,16 +111,13 @@ def test_ranks_that_have_left_meet_again() -> None:
     ],
 )  # fmt: skip
 def test_the_first_failing_rank_is_the_error(how: str, kind: type, end: str, empty_directory: Path) -> None:
-    before = children()
     with pytest.raises(ConfigError if kind is LegalityError else WorkerError) as caught:
-        run_local(fail_on_one, (how,), 2)
+        call(run_local, fail_on_one, (how,), 2)
     assert type(caught.value) is kind and str(caught.value).endswith(end)
     assert caught.value.exit_code == (2 if kind is LegalityError else 1)
     assert ("  a last word\n" in str(caught.value)) == (kind is WorkerError)
     assert "Connection closed" not in str(caught.value)  # what the other rank says
     assert not list(empty_directory.iterdir())
-    left = [psutil.Process(pid).cmdline() for pid in children() - before]
-    assert all("resource_tracker" in " ".join(command) for command in left)  # Python's own, one a process
 
 
 def fail_beside_nccl(seconds: float) -> None:
@@ -133,7 +134,7 @@ def fail_beside_nccl(seconds: float) -> None:
 def test_a_rank_that_fails_does_not_wait_for_others_to_leave_the_group_of_nccl() -> None:
     began, held = time.monotonic(), 400
     with pytest.raises(WorkerError, match=r"rank 1 failed:(.|\n)*ValueError: boom"):
-        run_local(fail_beside_nccl, (held,), 2)
+        call(run_local, fail_beside_nccl, (held,), 2)
     assert time.monotonic() - began < held / 2
 
 
@@ -162,7 +163,7 @@ def has_ended(pid: int) -> bool:
 
 def test_what_a_killed_rank_has_forked_ends_with_it(tmp_path: Path) -> None:
     with pytest.raises(WorkerError, match=r"rank 1 failed:(.|\n)*ValueError: boom"):
-        run_local(fork_and_wait, (tmp_path,), 2)
+        call(run_local, fork_and_wait, (tmp_path,), 2)
     kept, orphan = (int((tmp_path / name).read_text()) for name in ("kept", "orphan"))
     try:
         wait_until(lambda: has_ended(orphan))
@@ -174,7 +175,7 @@ def test_what_a_killed_rank_has_forked_ends_with_it(tmp_path: Path) -> None:
 
 def test_a_result_that_cannot_be_sent_is_an_error_of_its_rank() -> None:
     with pytest.raises(WorkerError, match="pickle"):
-        run_local(unpicklable, (), 1)
+        call(run_local, unpicklable, (), 1)
 
 
 def test_gpu_workers_without_a_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,12 +194,6 @@ if __name__ == "__main__":
 """
 
 
-def start(script: Path, *args: object, output: int) -> subprocess.Popen:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(script.parent)}
-    command = [sys.executable, str(script), *map(str, args)]
-    return subprocess.Popen(command, env=environment, stdin=output, stdout=output, stderr=output, cwd=ROOT)
-
-
 def wait_until(condition: Any, seconds: float = 200) -> None:
     """Fails only long after the condition should have come true."""
     end = time.monotonic() + seconds
@@ -214,21 +209,21 @@ def wait_until(condition: Any, seconds: float = 200) -> None:
 def test_workers_die_with_their_launcher(tmp_path: Path, deadly: signal.Signals, exit_code: int) -> None:
     (tmp_path / "launcher.py").write_text(LAUNCHER)
     ours, theirs = pty.openpty()
-    launcher = start(tmp_path / "launcher.py", tmp_path, "deaf" if deadly == signal.SIGKILL else "", output=theirs)
     notes = [tmp_path / "0", tmp_path / "1"]
     pids: list[int] = []
+    words = tmp_path / "launcher.py", tmp_path, "deaf" if deadly == signal.SIGKILL else ""
+    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "TMPDIR": str(tmp_path)}
     try:
-        wait_until(lambda: launcher.poll() is not None or all(note.exists() for note in notes))
-        assert launcher.poll() is None, os.read(ours, 10_000).decode()
-        said = [note.read_text().split() for note in notes]
-        pids = [int(pid) for pid, _ in said]
-        assert [terminal for _, terminal in said] == ["True", "False"]  # rank 0 alone has the terminal
-        launcher.send_signal(deadly)
-        assert launcher.wait(timeout=100) == exit_code
-        wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
+        with started(*words, cwd=ROOT, env=environment, terminal=os.ttyname(theirs)) as launcher:
+            wait_until(lambda: launcher.poll() is not None or all(note.exists() for note in notes))
+            assert launcher.poll() is None, os.read(ours, 10_000).decode()
+            said = [note.read_text().split() for note in notes]
+            pids = [int(pid) for pid, _ in said]
+            assert [terminal for _, terminal in said] == ["True", "False"]  # rank 0 alone has the terminal
+            launcher.send_signal(deadly)
+            assert launcher.wait(timeout=100) == exit_code
+            wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
     finally:
-        launcher.kill()
-        launcher.wait()
         for pid in filter(psutil.pid_exists, pids):
             os.kill(pid, signal.SIGKILL)
         os.close(ours)

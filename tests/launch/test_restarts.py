@@ -15,6 +15,7 @@ from shardwise.launch import failure
 from shardwise.launch.diagnosis import diagnose, reports_of
 from shardwise.launch.interrupt import Interrupt
 from shardwise.launch.local import run_local
+from tests.fork_server import call
 
 
 def attempt(directory: Path) -> int:
@@ -69,7 +70,7 @@ def leave_silently(directory: Path) -> None:
 def test_all_start_again_after_one_was_killed(
     tmp_path: Path, empty_directory: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert run_local(be_killed_once, (tmp_path,), 2, forward_signals=True, max_restarts=2) == [(1, 0), (1, 1)]
+    assert call(run_local, be_killed_once, (tmp_path,), 2, forward_signals=True, max_restarts=2) == [(1, 0), (1, 1)]
     assert capfd.readouterr().err == (
         "restart 1 of 2: rank 1 of 2 was killed by SIGKILL (signal 9), which is what the kernel does to a process when "
         "memory runs out\n"
@@ -82,7 +83,7 @@ def test_the_last_attempts_error_is_the_runs(
     tmp_path: Path, empty_directory: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(WorkerError) as caught:
-        run_local(fail_each_time, (tmp_path,), 2, max_restarts=1)
+        call(run_local, fail_each_time, (tmp_path,), 2, max_restarts=1)
     assert str(caught.value).startswith("after 1 restart: rank 1 failed:\n")
     assert str(caught.value).endswith("ValueError: attempt 1\nin two lines")
     assert "attempt 0" not in str(caught.value)
@@ -93,14 +94,14 @@ def test_the_last_attempts_error_is_the_runs(
 @pytest.mark.parametrize(("when", "start"), [(0, "rank 0: tensor"), (1, "after 1 restart: rank 0: tensor")])
 def test_a_users_mistake_is_not_retried(tmp_path: Path, when: int, start: str) -> None:
     with pytest.raises(LegalityError) as caught:
-        run_local(be_mistaken, (tmp_path, when), 1, max_restarts=3)
+        call(run_local, be_mistaken, (tmp_path, when), 1, max_restarts=3)
     assert str(caught.value).startswith(start) and caught.value.exit_code == 2
     assert attempts(tmp_path) == [f"{number}-0" for number in range(when + 1)]
 
 
 def test_a_worker_that_leaves_without_a_result_has_failed(tmp_path: Path) -> None:
     with pytest.raises(WorkerError, match=r"^rank 1 of 2 ended with exit code 0 and no error of its own$"):
-        run_local(leave_silently, (tmp_path,), 2)
+        call(run_local, leave_silently, (tmp_path,), 2)
     assert nobody_left(tmp_path)
 
 

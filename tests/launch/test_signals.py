@@ -20,6 +20,7 @@ from shardwise.launch import interrupt
 from shardwise.launch.interrupt import Interrupt
 from shardwise.launch.local import run_local
 from shardwise.launch.signals import Forwarding
+from tests.fork_server import Fork, started
 
 ROOT = Path(__file__).parents[2]
 BOTH = (signal.SIGTERM, signal.SIGUSR1)
@@ -176,30 +177,25 @@ def wait_until(condition: Callable[[], Any], seconds: float = 200) -> None:
 
 
 @contextmanager
-def launched(directory: Path, function: str, *how: str) -> Iterator[tuple[subprocess.Popen, list[int]]]:
+def launched(directory: Path, function: str, *how: str) -> Iterator[tuple[Fork, list[int]]]:
     """A launcher in a process group of its own, and its two workers, which are at work."""
     (directory / "launcher.py").write_text(LAUNCHER)
     (directory / "tmp").mkdir()
-    launcher = subprocess.Popen(
-        [sys.executable, "launcher.py", str(directory), function, *(how or ["once"])],
-        cwd=directory,
-        env=os.environ | {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "TMPDIR": str(directory / "tmp")},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    words = "launcher.py", directory, function, *(how or ["once"])
+    environment = os.environ | {
+        "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}",
+        "TMPDIR": str(directory / "tmp"),
+    }
     pids: list[int] = []
     try:
-        notes = [directory / "rank-0", directory / "rank-1"]
-        wait_until(lambda: launcher.poll() is not None or all(note.exists() for note in notes))
-        pids += [int(note.read_text()) for note in notes]
-        yield launcher, pids
-        assert not any(map(psutil.pid_exists, pids))
-        assert not list((directory / "tmp").iterdir())
+        with started(*words, cwd=directory, env=environment, new_session=True) as launcher:
+            notes = [directory / "rank-0", directory / "rank-1"]
+            wait_until(lambda: launcher.poll() is not None or all(note.exists() for note in notes))
+            pids += [int(note.read_text()) for note in notes]
+            yield launcher, pids
+            assert not any(map(psutil.pid_exists, pids))
+            assert not list((directory / "tmp").iterdir())
     finally:
-        launcher.kill()
-        launcher.communicate()
         for pid in filter(psutil.pid_exists, pids):
             os.kill(pid, signal.SIGKILL)
 
