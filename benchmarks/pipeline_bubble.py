@@ -121,8 +121,9 @@ def _one_round(model: ParallelModel, seconds: float) -> list[Wait]:
 
     def work(number: int, index: int, arrived: Tensor | None) -> Tensor:
         part = model.parts[number]
-        assert part.passage is not None
-        output: Tensor = _Stage.apply(start if arrived is None else arrived, waits, part.passage.stage, part.later)
+        assert part.boundary is not None
+        stage, deferred = part.boundary.stage, part.weight_gradients
+        output: Tensor = _Stage.apply(start if arrived is None else arrived, waits, stage, deferred)
         return output.sum() if part.is_last else output
 
     dist.barrier()

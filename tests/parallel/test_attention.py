@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForMaskedLM, T5ForConditionalGeneration
 
 from shardwise.kernels.attention import masks
+from shardwise.kernels.attention.interface import use_attention_kernel
 from shardwise.kernels.dropout import DropoutScope, dropout_scope
 from shardwise.model.attention import LED
 from shardwise.model.attention_callers import adapt
-from shardwise.parallel.transforms.attention import lead_attention
 from tests.parity.jobs import TENSOR_CONFIGS, VOCABULARY
 
 LENGTH = 16
@@ -69,7 +69,7 @@ def models(family: str, dtype: torch.dtype, kernel: str) -> tuple[Any, Any]:
             parameter.mul_(1 if kind == "t5" or parameter.dim() == 1 else 4)  # scores that differ; T5's do
     ours = copy.deepcopy(theirs).to(dtype).train()
     adapt(ours)
-    lead_attention(ours, kernel)
+    use_attention_kernel(ours, kernel)
     return theirs.to(dtype).train(), ours
 
 

@@ -12,8 +12,9 @@ from shardwise.errors import ModelError
 from shardwise.job.schema import MemorySection
 from shardwise.kernels.dropout import DropoutScope, dropout_scope, replace_dropout
 from shardwise.observe.memory import LiveBytes
-from shardwise.parallel.transforms.checkpointing import apply_activation_checkpointing, group_blocks
-from shardwise.parallel.transforms.offload import ActivationOffload
+from shardwise.parallel.activation_offload import ActivationOffload
+from shardwise.parallel.builder import group_blocks
+from shardwise.parallel.transforms.checkpointing import apply_activation_checkpointing
 
 WIDTH, ROWS, DEPTH = 16, 64, 6
 CPU = torch.device("cpu")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardwise.parallel.transforms.offload import ActivationOffload, HostPool
+from shardwise.parallel.activation_offload import ActivationOffload, HostPool
 
 CPU = torch.device("cpu")
 

@@ -27,7 +27,7 @@ def messages(rank: int, stages: tuple[int, ...], count: int, patch: pytest.Monke
     pipeline: Any = Pipeline.__new__(Pipeline)
     pipeline.plan, pipeline.group = SimpleNamespace(stage_ranks=stages), None
     pipeline.ranks, pipeline.dtype, pipeline.device = sorted(set(stages)), torch.float32, torch.device("meta")
-    pipeline.passages = [
+    pipeline.boundaries = [
         SimpleNamespace(stage=stage, stages=len(stages), is_first=stage == 0, is_last=stage == last, shapes=shapes)
         for stage, at in enumerate(stages)
         if at == rank

@@ -195,7 +195,7 @@ def in_flight(job: Job) -> int:
     run = set_up(job, torch.device("cpu"))
     pipeline = run.model.pipeline
     assert pipeline is not None
-    assert all((part.later is not None) == run.model.plan.splits_backward for part in run.model.parts)
+    assert all((part.weight_gradients is not None) == run.model.plan.splits_backward for part in run.model.parts)
     now = most = 0
     train = pipeline.train
 

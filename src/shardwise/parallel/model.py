@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -16,15 +16,15 @@ from shardwise.collectives.tensor import sum_together
 from shardwise.job.axes import Axis
 from shardwise.kernels.dropout import DropoutScope, dropout_scope
 from shardwise.kernels.linear import WeightGradients
-from shardwise.kernels.loss import Vocabulary
 from shardwise.kernels.precision import torch_dtype
 from shardwise.model.facts import ModelFacts
+from shardwise.parallel.context import ContextParallel, SequenceShard
+from shardwise.parallel.deferred_head import DeferredHead
+from shardwise.parallel.gradient_sync import begin_microbatch, reduce_gradients
 from shardwise.parallel.layout import Layout
-from shardwise.parallel.pipeline import Pipeline, Work
+from shardwise.parallel.pipeline import MicrobatchWork, Pipeline
+from shardwise.parallel.stage_boundary import StageBoundary
 from shardwise.parallel.tensor_map import TensorMap
-from shardwise.parallel.transforms.context import Context, Sequences
-from shardwise.parallel.transforms.sharding import begin_microbatch, reduce_gradients
-from shardwise.parallel.transforms.stages import Passage
 from shardwise.plan.plan import Plan
 from shardwise.planner.formulas.schedule import holders
 
@@ -52,85 +52,41 @@ class Program(Protocol):
         ...
 
 
-class DeferredHead:
-    """The output projection, taken out of the model's forward so that the loss can run it in chunks.
-
-    While deferred, the head's forward returns its input; `weight` and `bias` are read when the loss runs, when FSDP2
-    holds them gathered in the compute dtype. `vocabulary` says which rows of them this rank holds, if not all.
-    """
-
-    def __init__(self, head: nn.Module, vocabulary: Vocabulary | None = None) -> None:
-        self.head, self.vocabulary, self.deferred = head, vocabulary, True
-        self._forward = head.forward
-        head.forward = self._tap  # type: ignore[method-assign]
-
-    def _tap(self, hidden: Tensor) -> Tensor:
-        if self.deferred:
-            return hidden
-        logits: Tensor = self._forward(hidden)
-        return logits
-
-    @property
-    def weight(self) -> Tensor:
-        return self.head.weight  # type: ignore[return-value]
-
-    @property
-    def bias(self) -> Tensor | None:
-        return self.head.bias  # type: ignore[return-value]
-
-
 @dataclass
-class Part:
-    """One stage of a model on this rank; the whole model where there is no pipeline.
+class ModelPart:
+    """One virtual stage of a model on this rank; the whole model where there is no pipeline.
 
     Attributes:
         module: the user's model, sharded in place, less what belongs to other stages.
         head: set when logits are never whole and the head is here.
-        groups: its blocks, as they are checkpointed and gathered together.
-        passage: where hidden states enter and leave; None without a pipeline.
-        later: the gradients of weights that backward leaves for later, if the schedule wants it so.
-        sharded: FSDP2's modules, the root first; empty when nothing is sharded. Parts with a root together share it.
-        call: the module's forward, through the root that it shares with other parts, if it does.
+        boundary: inputs and outputs of the stage; None without a pipeline.
+        weight_gradients: those that backward leaves for later, if the schedule wants it so.
+        fsdp_modules: FSDP2's modules, the root first; empty when nothing is sharded. Parts under one root share them.
+        root_forward: the module's forward, through the root that it shares with other parts, if it does.
     """
 
     module: nn.Module
     head: DeferredHead | None = None
-    groups: Sequence[list[nn.Module]] = ()
-    passage: Passage | None = None
-    later: WeightGradients | None = None
-    sharded: list[FSDPModule] = field(default_factory=list)
-    call: Callable[..., Any] | None = None
+    boundary: StageBoundary | None = None
+    weight_gradients: WeightGradients | None = None
+    fsdp_modules: list[FSDPModule] = field(default_factory=list)
+    root_forward: Callable[..., Any] | None = None
 
     @property
     def is_last(self) -> bool:
-        """Whether the model's output is made here."""
-        return self.passage is None or self.passage.is_last
+        """True where the model's output is made."""
+        return self.boundary is None or self.boundary.is_last
 
-    def forward(self, inputs: dict[str, Any], arrived: Tensor | None) -> Any:
-        """The model's forward, with the hidden states [B, S, H] that `arrived` from the stage before."""
-        if self.passage is not None:
-            self.passage.arrived = arrived
-        return self.module(**inputs) if self.call is None else self.call(**inputs)
+    def forward(self, inputs: dict[str, Any], boundary_input: Tensor | None) -> Any:
+        """Run the model's forward; `boundary_input` are the hidden states [B, S, H] of the stage before."""
+        if self.boundary is not None:
+            self.boundary.input = boundary_input
+        return self.module(**inputs) if self.root_forward is None else self.root_forward(**inputs)
 
-    def leave(self) -> Tensor:
-        """The hidden states [B, S, H] for the next stage."""
-        assert self.passage is not None
-        return self.passage.take()
-
-
-class Joined(nn.Module):
-    """Parts of one rank under one root, which owns the parameters that several of them hold.
-
-    No ModuleList itself: FSDP2 of torch 2.11 refuses one, also where it has a forward.
-    """
-
-    def __init__(self, parts: Iterable[nn.Module]) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList(parts)
-
-    def forward(self, number: int, **inputs: Any) -> Any:
-        """Forward of part `number`."""
-        return self.parts[number](**inputs)
+    def boundary_output(self) -> Tensor:
+        """Return the hidden states [B, S, H] for the next stage."""
+        assert self.boundary is not None
+        return self.boundary.take_output()
 
 
 @dataclass
@@ -147,7 +103,7 @@ class ParallelModel:
         context: what splits sequences, if ranks share them.
     """
 
-    parts: list[Part]
+    parts: list[ModelPart]
     plan: Plan
     layout: Layout
     facts: ModelFacts
@@ -156,7 +112,7 @@ class ParallelModel:
     partial: tuple[tuple[Sequence[str], dist.ProcessGroup], ...] = ()
     tied: Mapping[str, Sequence[int]] = field(default_factory=dict)
     pipeline: Pipeline | None = None
-    context: Context | None = None
+    context: ContextParallel | None = None
 
     @property
     def module(self) -> nn.Module:
@@ -169,14 +125,14 @@ class ParallelModel:
         return self.parts[-1].head
 
     @property
-    def sharded(self) -> list[FSDPModule]:
+    def fsdp_modules(self) -> list[FSDPModule]:
         """FSDP2's modules of all parts."""
         return [module for modules in self._roots for module in modules]
 
     @property
     def _roots(self) -> list[list[FSDPModule]]:
         """FSDP2's modules by root; parts may share one."""
-        return list({id(part.sharded): part.sharded for part in self.parts}.values())
+        return list({id(part.fsdp_modules): part.fsdp_modules for part in self.parts}.values())
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -191,7 +147,7 @@ class ParallelModel:
     @property
     def contributes(self) -> bool:
         """Whether the loss that this rank computed is part of the sum: of equal ones, one alone is."""
-        is_last = self.pipeline is None or self.pipeline.passages[-1].is_last
+        is_last = self.pipeline is None or self.pipeline.boundaries[-1].is_last
         return is_last and self.layout.index(Axis.TENSOR) == 0
 
     @property
@@ -209,15 +165,15 @@ class ParallelModel:
         """
         totals = [torch.zeros(2, dtype=self.accumulation_dtype, device=self.device)]
 
-        def work(number: int, index: int, arrived: Tensor | None) -> Tensor:
+        def work(number: int, index: int, boundary_input: Tensor | None) -> Tensor:
             """Forward of one microbatch through one part: what leaves it, or the loss times `seed`."""
             part, microbatch, sequences = self.parts[number], microbatches[index], None
             if self.context:
-                microbatch, sequences = self.context.part(microbatch)
+                microbatch, sequences = self.context.split(microbatch)
             with self.scope(microbatch, step, sequences), torch.set_grad_enabled(seed is not None):
-                output = part.forward(program.inputs(microbatch), arrived)
+                output = part.forward(program.inputs(microbatch), boundary_input)
                 if not part.is_last:
-                    return part.leave()
+                    return part.boundary_output()
                 loss, count = program.loss(microbatch, output, seed)
             totals.append(torch.stack([loss.detach(), count.to(loss.dtype)]).to(self.accumulation_dtype))
             return loss if seed is None else loss * seed.to(loss.dtype)
@@ -231,10 +187,10 @@ class ParallelModel:
     def prepare(self, inputs: dict[str, Any]) -> None:
         """Let traced stages see what the model is about to be called with."""
         for part in self.parts:
-            if part.passage is not None and part.passage.prepare is not None:
-                part.passage.prepare(inputs)
+            if part.boundary is not None and part.boundary.prepare is not None:
+                part.boundary.prepare(inputs)
 
-    def drive(self, work: Work, count: int, backward: bool, last: bool = True) -> None:
+    def drive(self, work: MicrobatchWork, count: int, backward: bool, last: bool = True) -> None:
         """Call `work` for every microbatch of every part, in the schedule's order, and backward on what it returns.
 
         Gradients of parameters that several ranks hold in part are left to `sum_shared_gradients`.
@@ -247,7 +203,7 @@ class ParallelModel:
         """
 
         def begin(number: int, is_last: bool) -> None:
-            begin_microbatch(self.parts[number].sharded, self.plan, last and is_last)
+            begin_microbatch(self.parts[number].fsdp_modules, self.plan, last and is_last)
             if self.plan.job.model.cuda_graphs:
                 torch.compiler.cudagraph_mark_step_begin()  # what the last microbatch's graphs hold is no longer read
 
@@ -258,7 +214,7 @@ class ParallelModel:
                 if backward and loss.requires_grad:  # a script's microbatch may have none
                     loss.backward()
         elif backward:
-            self.pipeline.train(work, begin, count, [part.later for part in self.parts])
+            self.pipeline.train(work, begin, count, [part.weight_gradients for part in self.parts])
             if self.plan.splits_backward and last:
                 for modules in self._roots:
                     reduce_gradients(modules)
@@ -268,9 +224,9 @@ class ParallelModel:
 
     def _share_changed_buffers(self) -> None:
         """Running statistics, from the stage whose forward changes them to the others, which save or show them too."""
-        passage = self.parts[0].passage
-        for name, stage in (passage.changed if passage else {}).items():
-            owners = (part for part in self.parts if part.passage and part.passage.stage == stage)
+        boundary = self.parts[0].boundary
+        for name, stage in (boundary.changed_buffers if boundary else {}).items():
+            owners = (part for part in self.parts if part.boundary and part.boundary.stage == stage)
             source = next(owners, self.parts[0]).module.get_buffer(name)
             owner = self.layout.rank_at(pipeline=self.plan.stage_ranks[stage])
             dist.broadcast(source, owner, group=self.layout.group(Axis.PIPELINE))
@@ -322,7 +278,7 @@ class ParallelModel:
 
         Collective over the shard group.
         """
-        for module in self.sharded:
+        for module in self.fsdp_modules:
             module.unshard(async_op=not wait)
 
     def gathered(self) -> dict[str, Tensor]:
@@ -335,10 +291,10 @@ class ParallelModel:
     def last_logits(self, ids: Tensor) -> Tensor:
         """[B, V] fp32 logits of the last of [B, S] token ids, on every rank. Collective; under `whole_logits`."""
 
-        def work(number: int, index: int, arrived: Tensor | None) -> Tensor:
+        def work(number: int, index: int, boundary_input: Tensor | None) -> Tensor:
             part = self.parts[number]
-            output = part.forward({"input_ids": ids, "use_cache": False}, arrived)
-            last: Tensor = output.logits[:, -1].float() if part.is_last else part.leave()
+            output = part.forward({"input_ids": ids, "use_cache": False}, boundary_input)
+            last: Tensor = output.logits[:, -1].float() if part.is_last else part.boundary_output()
             return last
 
         if self.pipeline is None:
@@ -371,10 +327,10 @@ class ParallelModel:
 
     def release_gathered(self) -> None:
         """Free parameters that stay gathered after a forward that no backward follows."""
-        for module in self.sharded:
+        for module in self.fsdp_modules:
             module.reshard()
 
-    def scope(self, microbatch: Microbatch, step: int, sequences: Sequences | None = None) -> Any:
+    def scope(self, microbatch: Microbatch, step: int, sequences: SequenceShard | None = None) -> Any:
         """The dropout scope of a microbatch."""
         seed = self.plan.job.training.seed
         functional = self.facts.has_functional_dropout

@@ -28,7 +28,7 @@ from shardwise.job.axes import Axis
 from shardwise.kernels.linear import WeightGradients
 from shardwise.kernels.precision import torch_dtype
 from shardwise.parallel.layout import Layout
-from shardwise.parallel.transforms.stages import Passage
+from shardwise.parallel.stage_boundary import StageBoundary
 from shardwise.plan.plan import Plan
 
 # By `parallel.pipeline`, for one stage on each rank and for several.
@@ -40,27 +40,32 @@ SCHEDULES: dict[str, tuple[Any, Any]] = {
     "dualpipev": (None, UnpairedDualPipeV),
 }
 
-# Runs one microbatch of one part: (part, microbatch, arrived hidden states) -> what leaves, or the seeded loss.
-Work = Callable[[int, int, Tensor | None], Tensor]
+# Runs one microbatch of one part: (part, microbatch, boundary input) -> boundary output, or the seeded loss.
+MicrobatchWork = Callable[[int, int, Tensor | None], Tensor]
 
 
 class Pipeline:
     """This rank's stages and their traffic.
 
     Args:
-        passages: of this rank's parts, in order.
+        boundaries: of this rank's parts, in order.
         hidden: shape of one sample's hidden states between stages.
     """
 
     def __init__(
-        self, plan: Plan, layout: Layout, passages: Sequence[Passage], hidden: Sequence[int], device: torch.device
-    ):
-        self.plan, self.passages, self.device = plan, passages, device
+        self,
+        plan: Plan,
+        layout: Layout,
+        boundaries: Sequence[StageBoundary],
+        hidden: Sequence[int],
+        device: torch.device,
+    ) -> None:
+        self.plan, self.boundaries, self.device = plan, boundaries, device
         self.group = layout.group(Axis.PIPELINE)
         self.ranks = dist.get_process_group_ranks(self.group)
         self.shape, self._positions = (plan.microbatch, *hidden), plan.positions
         self.dtype = torch_dtype(plan.dtypes.compute)
-        self.work: Work | None = None
+        self.work: MicrobatchWork | None = None
         self.begin: Callable[[int, bool], None] | None = None
         self._schedule: Any = None
         self._made_for: Any = None
@@ -68,73 +73,75 @@ class Pipeline:
     @property
     def last_rank(self) -> int:
         """The global rank that holds the last stage."""
-        return self._rank_of(self.passages[0].stages - 1)
+        return self._rank_of(self.boundaries[0].stages - 1)
 
     def _rank_of(self, stage: int) -> int:
         return self.ranks[self.plan.stage_ranks[stage]]
 
     def train(
         self,
-        work: Work,
+        work: MicrobatchWork,
         begin: Callable[[int, bool], None],
         count: int,
-        later: Sequence[WeightGradients | None],
+        weight_gradients: Sequence[WeightGradients | None],
     ) -> None:
         """Forward and backward of `count` microbatches in the plan's schedule. Collective over the pipeline group.
 
         Args:
             work: runs a microbatch of a part; of the last stage it returns the loss times the seed of backward.
             begin: told (part, whether it is the part's last) before each backward.
-            later: of each part, what its backward leaves for later.
+            weight_gradients: of each part, those that its backward leaves for later.
         """
         self.work, self.begin = work, begin
-        shapes = [self.shapes(passage) for passage in self.passages]
+        shapes = [self.shapes(boundary) for boundary in self.boundaries]
         if self._schedule is None or self._made_for != shapes:
-            self._schedule, self._made_for = self._make_schedule(count, later), shapes
-        first = (torch.zeros(count),) if self.passages[0].is_first else ()
-        target = {"target": torch.zeros(count)} if self.passages[-1].is_last else {}
-        own: BaseException | None = None
+            self._schedule, self._made_for = self._make_schedule(count, weight_gradients), shapes
+        first = (torch.zeros(count),) if self.boundaries[0].is_first else ()
+        target = {"target": torch.zeros(count)} if self.boundaries[-1].is_last else {}
+        cause: BaseException | None = None
         try:
             self._schedule.step(*first, **target)
         except RuntimeError as error:  # torch wraps what a stage raises, a script's own mistake too
-            own = error.__cause__
-            if own is None or type(error) is not RuntimeError:
+            cause = error.__cause__
+            if cause is None or type(error) is not RuntimeError:
                 raise
         finally:
             self.work = self.begin = None
-        if own is not None:
-            raise own  # here, where torch's is not shown above it, and with its own cause
+        if cause is not None:
+            raise cause  # here, where torch's is not shown above it, and with its own cause
 
     def reshape(self, rows: int, positions: int) -> None:
-        """Make ready for hidden states [rows, positions, H], if they were of another shape before; a user's own module
-        may have others, of which the rows change."""
+        """Make ready for hidden states [rows, positions, H], if they were of another shape before.
+
+        A user's own module may have others, of which the rows change.
+        """
         inner = self.shape[1:]
         if len(inner) == 2 and inner[0] == self._positions:
             inner, self._positions = (positions, inner[1]), positions
         self.shape = (rows, *inner)
 
-    def shapes(self, passage: Passage) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of what arrives at a stage and of what leaves it."""
-        return passage.shapes or (self.shape, self.shape)
+    def shapes(self, boundary: StageBoundary) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the shapes of a stage's boundary input and output."""
+        return boundary.shapes or (self.shape, self.shape)
 
-    def evaluate(self, work: Work, count: int, shape: tuple[int, ...] | None = None) -> list[Tensor]:
-        """Forward alone; what the last stage's `work` returned, nothing on other ranks. Collective.
+    def evaluate(self, work: MicrobatchWork, count: int, shape: tuple[int, ...] | None = None) -> list[Tensor]:
+        """Run forward alone; return what the last stage's `work` returned, nothing on other ranks. Collective.
 
         Args:
             shape: of the hidden states, if it is not that of training.
         """
         results: list[Tensor] = []
         sending: list[tuple[Any, Tensor]] = []
-        here: dict[tuple[int, int], Tensor] = {}  # for this rank's own next stage, where a V turns
+        kept: dict[tuple[int, int], Tensor] = {}  # for this rank's own next stage, where a V turns
         for part, index in self._turns(count):
-            passage, arrived = self.passages[part], here.pop((part, index), None)
+            boundary, arrived = self.boundaries[part], kept.pop((part, index), None)
             if arrived is None:
-                arrived = self._receive(passage, shape or self.shapes(passage)[0])
+                arrived = self._receive(boundary, shape or self.shapes(boundary)[0])
             value = work(part, index, arrived)
-            if passage.is_last:
+            if boundary.is_last:
                 results.append(value)
-            elif (target := self._rank_of(passage.stage + 1)) == dist.get_rank():
-                here[part + 1, index] = value
+            elif (target := self._rank_of(boundary.stage + 1)) == dist.get_rank():
+                kept[part + 1, index] = value
             else:
                 sending.append((dist.isend(value, target, group=self.group), value))
         for handle, _ in sending:
@@ -142,26 +149,26 @@ class Pipeline:
         return results
 
     def _turns(self, count: int) -> Iterator[tuple[int, int]]:
-        """(part, microbatch) of a forward, part by part, so that no rank waits for a microbatch to come round.
+        """Yield (part, microbatch) of a forward, part by part, so that no rank waits for a microbatch to come round.
 
-        Of two ranks microbatch by microbatch: NCCL does what passes between two ranks one after the other, either way,
+        Two ranks go microbatch by microbatch: NCCL does what passes between two ranks one after the other, either way,
         so that both have to send and receive in the same order.
         """
-        parts = range(len(self.passages))
+        parts = range(len(self.boundaries))
         if len(self.ranks) == 2:
             return ((part, index) for index in range(count) for part in parts)
         return ((part, index) for part in parts for index in range(count))
 
-    def _receive(self, passage: Passage, shape: tuple[int, ...]) -> Tensor | None:
-        if passage.is_first:
+    def _receive(self, boundary: StageBoundary, shape: tuple[int, ...]) -> Tensor | None:
+        if boundary.is_first:
             return None
         arrived = torch.empty(shape, dtype=self.dtype, device=self.device)
-        dist.recv(arrived, self._rank_of(passage.stage - 1), group=self.group)
+        dist.recv(arrived, self._rank_of(boundary.stage - 1), group=self.group)
         return arrived
 
-    def _make_schedule(self, count: int, later: Sequence[WeightGradients | None]) -> Any:
-        parts = enumerate(zip(self.passages, later, strict=True))
-        stages = [_Stage(self, part, passage, left) for part, (passage, left) in parts]
+    def _make_schedule(self, count: int, weight_gradients: Sequence[WeightGradients | None]) -> Any:
+        parts = enumerate(zip(self.boundaries, weight_gradients, strict=True))
+        stages = [_PartStage(self, part, boundary, deferred) for part, (boundary, deferred) in parts]
         single, multiple = SCHEDULES[self.plan.job.parallel.pipeline]
         arguments: Any = {"loss_fn": lambda output, target: output, "scale_grads": False}
         if single and len(stages) == 1:
@@ -169,35 +176,38 @@ class Pipeline:
         return multiple(stages, count, **arguments)
 
 
-class _Stage(LazyStage):
+class _PartStage(LazyStage):
     """torch's stage over a part that is no child of it.
 
     Torch would see FSDP2's modules in a child and keep whole gradients until the last backward; here FSDP2's own hooks
     reduce-scatter after every one.
     """
 
-    def __init__(self, pipeline: Pipeline, part: int, passage: Passage, later: WeightGradients | None) -> None:
-        arriving, leaving = (
+    def __init__(
+        self, pipeline: Pipeline, part: int, boundary: StageBoundary, weight_gradients: WeightGradients | None
+    ) -> None:
+        boundary_input, boundary_output = (
             torch.empty(shape, dtype=pipeline.dtype, device="meta", requires_grad=True)
-            for shape in pipeline.shapes(passage)
+            for shape in pipeline.shapes(boundary)
         )
         loss = torch.empty(1, dtype=torch_dtype(pipeline.plan.dtypes.loss), device="meta", requires_grad=True)
-        self._runner = runner = _Runner(pipeline, part, passage)
+        self._runner = runner = _MicrobatchRunner(pipeline, part, boundary)
         super().__init__(
             runner,
-            passage.stage,
-            passage.stages,
+            boundary.stage,
+            boundary.stages,
             pipeline.device,
-            input_args=(torch.empty(1, device="meta") if passage.is_first else arriving,),
-            output_args=(loss if passage.is_last else leaving,),
+            input_args=(torch.empty(1, device="meta") if boundary.is_first else boundary_input,),
+            output_args=(loss if boundary.is_last else boundary_output,),
             group=pipeline.group,
-            dw_builder=None if later is None else later.take,
+            dw_builder=None if weight_gradients is None else weight_gradients.take,
         )
         self._pipeline, self._part = pipeline, part
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """What opens the connections, but those to itself: in a V both stages of a neighbourhood lie on one rank."""
-        return [one for one in super()._get_init_p2p_neighbors_ops() if one.group_peer != self.group_rank]
+        """Return what opens the connections, except those to itself: in a V both stages of a pair lie on one rank."""
+        operations: list[dist.P2POp] = super()._get_init_p2p_neighbors_ops()
+        return [operation for operation in operations if operation.group_peer != self.group_rank]
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self._runner.number = fwd_chunk_id  # as a number: a tensor's value would not be known in a dry run
@@ -211,22 +221,22 @@ class _Stage(LazyStage):
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
 
-class _Runner(nn.Module):
-    """What a stage calls: hidden states of microbatch `number` -> hidden states, or [1] the seeded loss."""
+class _MicrobatchRunner(nn.Module):
+    """The module that torch's stage calls: boundary input of microbatch `number` -> output, or [1] the seeded loss."""
 
-    def __init__(self, pipeline: Pipeline, part: int, passage: Passage) -> None:
+    def __init__(self, pipeline: Pipeline, part: int, boundary: StageBoundary) -> None:
         super().__init__()
-        self.pipeline, self.part, self.passage, self.number = pipeline, part, passage, 0
+        self.pipeline, self.part, self.boundary, self.number = pipeline, part, boundary, 0
 
     def forward(self, arrived: Tensor) -> Tensor:
         assert self.pipeline.work is not None
-        value = self.pipeline.work(self.part, self.number, None if self.passage.is_first else arrived)
-        if self.passage.is_last:
+        value = self.pipeline.work(self.part, self.number, None if self.boundary.is_first else arrived)
+        if self.boundary.is_last:
             return value.view(1).clone()  # torch lets go of what made it, the hidden states too, unless it is a view
-        awaited = self.pipeline.shapes(self.passage)[1]
+        awaited = self.pipeline.shapes(self.boundary)[1]
         if value.shape != awaited or value.dtype != self.pipeline.dtype:
             raise ModelError(
-                f"stage {self.passage.stage} makes hidden states {list(value.shape)} of {value.dtype}, and the next "
+                f"stage {self.boundary.stage} makes hidden states {list(value.shape)} of {value.dtype}, and the next "
                 f"one waits for {list(awaited)} of {self.pipeline.dtype}; use pipeline_parallel_degree 1"
             )
         return value

@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.job.axes import Axis
+from shardwise.kernels.attention import interface
 from shardwise.model.discover import find_ties
-from shardwise.parallel import apply
 from shardwise.parallel.model import ParallelModel
 from shardwise.parallel.tensor_map import TensorMap
-from shardwise.parallel.transforms import attention
+from shardwise.parallel.transforms import sharding
 from shardwise.training import setup, step
 from shardwise.training.optimizer import ShardedOptimizer
 from shardwise.training.program import LanguageModelProgram
@@ -63,7 +63,7 @@ def _mean_for_sum() -> AbstractContextManager[None]:
             module.set_gradient_divide_factor(float(plan.data_ranks))
         return modules
 
-    return _wrapped(apply, "shard", wrapper)
+    return _wrapped(sharding, "shard_model", wrapper)
 
 
 def _missing_replica_reduction() -> AbstractContextManager[None]:
@@ -108,7 +108,7 @@ def _shifted_label() -> AbstractContextManager[None]:
 
 
 def _leaked_document() -> AbstractContextManager[None]:
-    return _wrapped(attention, "same_document", lambda original, ids, *rest: original(torch.zeros_like(ids), *rest))
+    return _wrapped(interface, "same_document", lambda original, ids, *rest: original(torch.zeros_like(ids), *rest))
 
 
 def _stale_dropout() -> AbstractContextManager[None]:

@@ -19,7 +19,7 @@ from shardwise.checkpoint.reading import HuggingFaceWeights
 from shardwise.checkpoint.state import persistent_buffers
 from shardwise.errors import ModelError
 from shardwise.model.facts import ModelFacts
-from shardwise.parallel.model import ParallelModel, Part
+from shardwise.parallel.model import ModelPart, ParallelModel
 from shardwise.parallel.tensor_map import Entry
 
 _BUFFERS_ONLY = "buffers"
@@ -70,11 +70,11 @@ def read_hugging_face(model: ParallelModel, path: str) -> None:
             buffer.copy_(weights.read(names[name]))
 
 
-def _units(part: Part, facts: ModelFacts) -> Iterator[tuple[str, bool]]:
+def _units(part: ModelPart, facts: ModelFacts) -> Iterator[tuple[str, bool]]:
     """(qualified name, whole subtree?) of what is initialized together: blocks whole, other modules by themselves."""
     blocks = {block.name for block in facts.blocks}
     inside = tuple(f"{name}." for name in blocks)
-    absent = part.passage.absent if part.passage is not None else ()
+    absent = part.boundary.absent if part.boundary is not None else ()
     for name, _ in part.module.named_modules():
         if name in absent:
             continue

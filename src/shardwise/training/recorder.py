@@ -113,7 +113,7 @@ def state_table(run: Run) -> Table:
         table.add_column(column, justify="right" if column.startswith("bytes") else "left")
     table.add_row("parameters (master)", dtypes.parameters, f"{parameters:,}")
     table.add_row("buffers", "as the model", f"{buffers:,}")
-    table.add_row("compute", dtypes.compute, "gathered a block at a time" if run.model.sharded else "in place")
+    table.add_row("compute", dtypes.compute, "gathered a block at a time" if run.model.fsdp_modules else "in place")
     table.add_row("gradients", dtypes.reduction, f"{run.optimizer.gradient_bytes:,}")
     table.add_row(f"optimizer ({run.plan.job.optimizer.name})", dtypes.optimizer, f"{run.optimizer.state_bytes():,}")
     table.add_row("loss", dtypes.loss, "")

@@ -7,7 +7,7 @@ the first block's call runs the whole group, and the calls of the others hand it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -19,7 +19,10 @@ from shardwise._torch_compat import tree_flatten
 from shardwise.errors import ModelError
 from shardwise.job.schema import MemorySection
 from shardwise.kernels.dropout import active_scope, dropout_scope
-from shardwise.parallel.transforms.offload import ActivationOffload
+from shardwise.model.facts import ModelFacts
+from shardwise.parallel.activation_offload import ActivationOffload
+from shardwise.parallel.builder import BuildInputs, ModelBuilder, Transform
+from shardwise.plan.plan import Plan
 
 # Outputs that `selective` keeps: matrix products and fused attention; everything else is cheap to compute again.
 _ATEN = torch.ops.aten
@@ -40,15 +43,17 @@ KEPT = [
 ]
 
 
-def group_blocks(blocks: Sequence[nn.Module], strategy: str) -> list[list[nn.Module]]:
-    """Cut `blocks` into the groups of SMP's `strategy`: `each`, `contiguous` or `group_N`."""
-    if strategy == "each":
-        size = 1
-    elif strategy == "contiguous":
-        size = len(blocks)
-    else:
-        size = int(strategy.removeprefix("group_"))
-    return [list(blocks[start : start + size]) for start in range(0, len(blocks), size)]
+class ActivationCheckpointing(Transform):
+    """Groups of each stage's blocks as checkpoints; what they keep goes to the host where `offload` ran."""
+
+    name = "checkpointing"
+
+    def applies(self, plan: Plan, facts: ModelFacts) -> bool:
+        return plan.job.memory.activation_checkpointing != "none"
+
+    def apply(self, build: ModelBuilder, inputs: BuildInputs) -> None:
+        for stage in build.stages:
+            apply_activation_checkpointing(stage.block_groups(inputs), inputs.plan.job.memory, stage.offload)
 
 
 def apply_activation_checkpointing(
@@ -57,13 +62,13 @@ def apply_activation_checkpointing(
     """Checkpoint every `memory.checkpoint_every`-th of `groups`, in place."""
     selective = memory.activation_checkpointing == "selective"
     for blocks in groups[:: memory.checkpoint_every]:
-        group = _Group(blocks, selective, offload)
-        blocks[0].forward = group.lead  # type: ignore[method-assign]
+        group = _BlockGroup(blocks, selective, offload)
+        blocks[0].forward = group.run_all  # type: ignore[method-assign]
         for block in blocks[1:]:
-            block.forward = group.follow  # type: ignore[method-assign]
+            block.forward = group.hand_through  # type: ignore[method-assign]
 
 
-class _Group:
+class _BlockGroup:
     """Consecutive blocks under one checkpoint. The first one's call computes all of them."""
 
     def __init__(self, blocks: list[nn.Module], selective: bool, offload: ActivationOffload | None) -> None:
@@ -79,14 +84,14 @@ class _Group:
             output = forward(_hidden(output), *args, **kwargs)
         return output
 
-    def lead(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def run_all(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         output = self.run(hidden, *args, **kwargs)
         self.waiting = len(self.forwards) - 1
         if self.waiting:
             self.call, self.output = (args, kwargs), output
         return output
 
-    def follow(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def hand_through(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Hand the group's result through; refuse a model that gives its blocks different arguments."""
         if not _same_call(self.call, (args, kwargs)):
             raise ModelError(

@@ -2,8 +2,8 @@
 
 Between the regions of tensor parallelism every rank would do the same work on the same [B, S, H]: norms, dropout,
 residuals. Here each does it on its own run of positions, [B, S/t, H]. Hidden states are scattered at the input of the
-first block of this rank and gathered at the output of its last; in between a region gathers what it needs and leaves
-its sum in parts. What surrounds the blocks, and what they are told besides hidden states, stays whole.
+first block of this rank and gathered at the output of its last; what happens at regions in between is in
+parallel/regions.py. What surrounds the blocks, and what they are given besides hidden states, stays whole.
 """
 
 from __future__ import annotations
@@ -11,129 +11,47 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from shardwise.collectives.tensor import (
-    Regathered,
-    Rows,
-    enter,
-    enter_rows,
-    gather,
-    gathered,
-    leave,
-    leave_rows,
-    scatter,
-)
-from shardwise.kernels.dropout import active_scope
-from shardwise.kernels.linear import linear, linear_of_parts
+from shardwise.job.axes import Axis
+from shardwise.model.facts import ModelFacts
+from shardwise.parallel.builder import BuildInputs, ModelBuilder, Transform
+from shardwise.parallel.regions import SequenceRegionBoundary, map_hidden_states
+from shardwise.plan.plan import Plan
 
 
-class WholeRows:
-    """The border of a region when every tensor rank holds all positions."""
+class SequenceParallelism(Transform):
+    """Hidden states between regions in parts; after checkpointing, so that what a checkpoint keeps is a part."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+    name = "sequence"
+    axis = Axis.TENSOR
 
-    def enter(self, values: Tensor) -> Tensor:
-        return enter(values, self.group)
+    def applies(self, plan: Plan, facts: ModelFacts) -> bool:
+        return plan.sequence_parallel
 
-    def leave(self, values: Tensor) -> Tensor:
-        return leave(values, self.group)
-
-    def enter_routes(self, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Which experts each position goes to, and with what weights: both [positions, experts of each]."""
-        return index, enter(weights, self.group)
-
-    def linear(self, module: Any, values: Tensor, transposed: bool) -> Tensor:
-        return linear(module, values, transposed)
+    def apply(self, build: ModelBuilder, inputs: BuildInputs) -> None:
+        for stage in build.stages:
+            assert isinstance(stage.region_boundary, SequenceRegionBoundary)
+            scatter_between_blocks(stage.blocks(inputs.facts), stage.region_boundary)
 
 
-class ScatteredRows(WholeRows):
-    """The border of a region when each rank holds a run of positions, as the forward that runs has scattered them.
-
-    A compiled block is compiled up to the border and from there on: what is remembered here for backward would be
-    fixed when the graph is made. Recomputation in backward finds the same runs, since all microbatches of a step have
-    one shape.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, index: int) -> None:
-        super().__init__(group)
-        self.index = index
-        self.rows: Rows | None = None
-        self.entered: tuple[Tensor, Tensor, Regathered] | None = None  # the region's input: whole, this rank's part
-
-    @torch.compiler.disable
-    def enter(self, values: Tensor) -> Tensor:
-        assert self.rows is not None
-        whole = enter_rows(values, self.rows)
-        self.entered = whole, values, Regathered(self.rows)
-        return whole
-
-    @torch.compiler.disable
-    def enter_routes(self, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        assert self.rows is not None
-        return gathered(index, self.rows), enter_rows(weights, self.rows)
-
-    @torch.compiler.disable
-    def linear(self, module: Any, values: Tensor, transposed: bool) -> Tensor:
-        """A column module's product; of what has entered the region as it is, backward keeps this rank's part."""
-        if self.entered is None or self.entered[0] is not values:
-            return linear(module, values, transposed)
-        _, part, source = self.entered
-        return linear_of_parts(module, values, part, transposed, source)
-
-    @torch.compiler.disable
-    def leave(self, values: Tensor) -> Tensor:
-        assert self.rows is not None
-        self.entered = None
-        return leave_rows(values, self.rows)
-
-    def scatter(self, values: Tensor) -> Tensor:
-        """[B, S, H] -> [B, S of this rank, H]."""
-        self.rows = Rows(self.group, self.index, values.shape[0], values.shape[1])
-        scope = active_scope()
-        if scope is not None:
-            scope.positions = self.rows.bounds(self.index)
-        return scatter(values, self.rows)
-
-    def gather(self, values: Tensor) -> Tensor:
-        """[B, S of this rank, H] -> [B, S, H]."""
-        assert self.rows is not None
-        scope = active_scope()
-        if scope is not None:
-            scope.positions = None
-        return gather(values, self.rows)
+def scatter_between_blocks(blocks: Sequence[nn.Module], boundary: SequenceRegionBoundary) -> None:
+    """Scatter the hidden states before the first of `blocks` and gather them behind the last."""
+    blocks[0].forward = _with_scattered_input(blocks[0].forward, boundary)  # type: ignore[method-assign]
+    blocks[-1].forward = _with_gathered_output(blocks[-1].forward, boundary)  # type: ignore[method-assign]
 
 
-def scatter_between(blocks: Sequence[nn.Module], border: ScatteredRows) -> None:
-    """Scatter the hidden states before the first of `blocks` and gather them behind the last.
-
-    Called after activation checkpointing, so that what a checkpoint keeps is a part.
-    """
-    blocks[0].forward = _scattered(blocks[0].forward, border)  # type: ignore[method-assign]
-    blocks[-1].forward = _gathered(blocks[-1].forward, border)  # type: ignore[method-assign]
-
-
-def on_first(change: Callable[[Tensor], Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """(args, kwargs) with `change` made to the hidden states: the first positional argument, or `hidden_states`."""
-    if args:
-        return (change(args[0]), *args[1:]), kwargs
-    return args, kwargs | {"hidden_states": change(kwargs["hidden_states"])}
-
-
-def _scattered(forward: Callable[..., Any], border: ScatteredRows) -> Callable[..., Any]:
+def _with_scattered_input(forward: Callable[..., Any], boundary: SequenceRegionBoundary) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = on_first(border.scatter, args, kwargs)
+        args, kwargs = map_hidden_states(boundary.scatter, args, kwargs)
         return forward(*args, **kwargs)
 
     return run
 
 
-def _gathered(forward: Callable[..., Any], border: ScatteredRows) -> Callable[..., Any]:
+def _with_gathered_output(forward: Callable[..., Any], boundary: SequenceRegionBoundary) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         output = forward(*args, **kwargs)
-        return (border.gather(output[0]), *output[1:]) if isinstance(output, tuple) else border.gather(output)
+        return (boundary.gather(output[0]), *output[1:]) if isinstance(output, tuple) else boundary.gather(output)
 
     return run

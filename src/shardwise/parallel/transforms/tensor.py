@@ -1,11 +1,11 @@
 """Tensor parallelism on plain local tensors (Megatron-LM, arXiv 1909.08053, section 3).
 
-A split module keeps its part of the weight. Two autograd collectives stand at the borders of a region: a column module
+A split module keeps its part of the weight. Two autograd collectives stand at a region's boundary: a column module
 needs the whole input, so its input's gradient is summed in backward; a row module makes a partial output, so that is
 summed in forward, and its bias is added once, after the sum. Nothing else of the model's code changes: attention sees
 fewer heads, and views with -1 adapt to them. Where there are fewer key-value heads than ranks, neighbours hold the same
 one for query heads of their own, and its gradient is the sum of theirs. What a model makes for all heads (ALiBi) is cut
-at the border; what it makes from cut parameters (T5's position biases) is this rank's already. Input embeddings and
+at the boundary; what it makes from cut parameters (T5's position biases) is this rank's already. Input embeddings and
 head are split by vocabulary where the head runs inside the loss, which then never gathers logits. Stacked experts are
 entered with what the router gives them, whose weights have a gradient of every rank's part of an expert to sum.
 """
@@ -27,9 +27,11 @@ from shardwise.kernels.linear import linear
 from shardwise.kernels.loss import Vocabulary
 from shardwise.model.facts import ModelFacts, TensorSplit, chunk
 from shardwise.model.tensor_plan import region_of
+from shardwise.parallel.builder import BuildInputs, ModelBuilder, Transform
 from shardwise.parallel.layout import Layout
-from shardwise.parallel.tensor_map import Coordinates, Cut, TensorMap
-from shardwise.parallel.transforms.sequence import WholeRows, on_first
+from shardwise.parallel.regions import RegionBoundary, SequenceRegionBoundary, map_hidden_states
+from shardwise.parallel.tensor_map import Coordinates, Cut
+from shardwise.plan.plan import Plan
 
 # Attributes that say how wide a part is: of attention modules that cut a fused projection, and of Conv1D's output.
 WIDTHS = ("split_size", "num_heads", "num_attention_heads", "all_head_size", "num_key_value_heads", "num_kv_heads",
@@ -55,10 +57,35 @@ def _of_alibi(alibi: Any, heads: int, mine: slice) -> Any:
 OF_HEADS: dict[str, Callable[[Any, int, slice], Any]] = {"attention_mask": _of_mask, "alibi": _of_alibi}
 
 
-def split_tensors(model: nn.Module, facts: ModelFacts, layout: Layout, border: WholeRows) -> dict[str, Cut]:
+class TensorParallelism(Transform):
+    """Blocks split by heads and inner features, embeddings and head by vocabulary."""
+
+    name = "tensor"
+    axis = Axis.TENSOR
+
+    def applies(self, plan: Plan, facts: ModelFacts) -> bool:
+        return True
+
+    def apply(self, build: ModelBuilder, inputs: BuildInputs) -> None:
+        plan, layout, facts = inputs.plan, inputs.layout, inputs.facts
+        for stage in build.stages:
+            stage.region_boundary = _region_boundary(plan, layout)
+            stage.cuts = split_tensors(stage.model, facts, layout, stage.region_boundary)
+            split = split_vocabulary(stage.model, facts, layout) if plan.chunked_loss else None
+            if split is not None:
+                stage.vocabulary = split[0]
+                stage.cuts |= split[1]
+
+
+def _region_boundary(plan: Plan, layout: Layout) -> RegionBoundary:
+    group = layout.group(Axis.TENSOR)
+    return SequenceRegionBoundary(group, layout.index(Axis.TENSOR)) if plan.sequence_parallel else RegionBoundary(group)
+
+
+def split_tensors(model: nn.Module, facts: ModelFacts, layout: Layout, boundary: RegionBoundary) -> dict[str, Cut]:
     """Cut the modules that the facts name (on the meta device) to this rank's part; parameter name -> how it was cut.
 
-    `border` says how regions are entered and left.
+    `boundary` says how regions are entered and left.
     """
     splits = facts.tensor_splits
     cuts = planned_cuts(model, facts, layout)
@@ -66,17 +93,18 @@ def split_tensors(model: nn.Module, facts: ModelFacts, layout: Layout, border: W
         if split.kind in ("partial", "inner"):
             continue
         module = model.get_submodule(name)
-        _cut_parameters(module, {leaf: cuts[key] for leaf in module._parameters if (key := f"{name}.{leaf}") in cuts})
+        own = [leaf for leaf, _ in module.named_parameters(recurse=False, remove_duplicate=False)]
+        _cut_parameters(module, {leaf: cuts[key] for leaf in own if (key := f"{name}.{leaf}") in cuts})
         if split.kind == "experts":
             _narrow(module, INNER, cuts[f"{name}.down_proj"])
-            _enter_routed(module, border)
+            _enter_routed(module, boundary)
         elif split.kind == "row":
-            _sum_output(module, split, border)
+            _sum_output(module, split, boundary)
         else:
             _narrow(module, OUTPUTS, cuts[f"{name}.weight"])
-            _make_part(module, split, border, layout)
+            _make_part(module, split, boundary, layout)
     for region in sorted({region_of(name, split) for name, split in splits.items() if split.kind == "column"}):
-        _enter(model.get_submodule(region), facts, layout, border)
+        _enter(model.get_submodule(region), facts, layout, boundary)
     for name in [name for name, split in splits.items() if split.kind == "inner"]:
         parent = name.rpartition(".")[0]
         row = next(
@@ -94,25 +122,6 @@ def cut_of(
     return Cut(shape, dim, sections, layout.size(Axis.TENSOR) // copies, index, copies, copy, groups)
 
 
-def partial_parameters(
-    tensor_map: TensorMap, facts: ModelFacts, layout: Layout, scattered: bool
-) -> tuple[tuple[Sequence[str], dist.ProcessGroup], ...]:
-    """Names of parameters that several ranks hold, each for a part of the activations, with those ranks. Collective.
-
-    Over the tensor group they are those that the plan names, and with sequence parallelism (`scattered`) all whole ones
-    of blocks; over neighbours the key-value heads of which each has a copy, for query heads of its own.
-    """
-    modules = [name for name, split in facts.tensor_splits.items() if split.kind == "partial"]
-    modules += [block.name for block in facts.blocks] if scattered else []
-    inside = tuple(f"{name}." for name in modules)
-    whole = [entry.name for entry in tensor_map if entry.cut is None and entry.name.startswith(inside)]
-    copies = {entry.name: entry.cut.copies for entry in tensor_map if entry.cut and entry.cut.copies > 1}
-    sums: list[tuple[Sequence[str], dist.ProcessGroup]] = [(whole, layout.group(Axis.TENSOR))] if whole else []
-    if copies:
-        sums.append((list(copies), layout.tensor_neighbours(max(copies.values()))))
-    return tuple(sums)
-
-
 def planned_cuts(model: nn.Module, facts: ModelFacts, layout: Coordinates) -> dict[str, Cut]:
     """How `split_tensors` would cut the whole `model`, by parameter name; nothing is changed and no group is asked."""
     cuts: dict[str, Cut] = {}
@@ -127,9 +136,9 @@ def planned_cuts(model: nn.Module, facts: ModelFacts, layout: Coordinates) -> di
 def _module_cuts(module: nn.Module, split: TensorSplit, layout: Coordinates, copies: int) -> dict[str, Cut]:
     """How a module's own parameters are cut to parts that `copies` neighbours hold alike; leaf name -> cut."""
     cuts: dict[str, Cut] = {}
-    for leaf, parameter in module._parameters.items():
+    for leaf, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
         part = split.of(leaf)
-        if parameter is not None and part is not None:
+        if part is not None:
             sections, groups = part.along(parameter.shape[part.dim], layout.size(Axis.TENSOR))
             cuts[leaf] = cut_of(tuple(parameter.shape), part.dim, sections, layout, copies, groups)
     return cuts
@@ -140,21 +149,21 @@ def _cut_parameters(module: nn.Module, cuts: Mapping[str, Cut]) -> None:
     for leaf, cut in cuts.items():
         parameter = module.get_parameter(leaf)
         local = parameter.new_empty(cut.local_shape())
-        module._parameters[leaf] = nn.Parameter(local, requires_grad=parameter.requires_grad)
+        module.register_parameter(leaf, nn.Parameter(local, requires_grad=parameter.requires_grad))
 
 
-def _sum_output(module: Any, split: TensorSplit, border: WholeRows) -> None:
+def _sum_output(module: Any, split: TensorSplit, boundary: RegionBoundary) -> None:
     """A row module's product, summed, then its bias. Its weight is [out, in], or [in, out] where `dim` is 0."""
 
     def forward(values: Tensor) -> Tensor:
-        total = border.leave(linear(module, values, transposed=split.dim == 0, biased=False))
+        total = boundary.leave(linear(module, values, transposed=split.dim == 0, biased=False))
         return total if module.bias is None else total + module.bias
 
     module.forward = forward
 
 
-def _make_part(module: Any, split: TensorSplit, border: WholeRows, layout: Layout) -> None:
-    """A column module's product, by the border, which knows what backward has to keep. Other kinds stay as they are."""
+def _make_part(module: Any, split: TensorSplit, boundary: RegionBoundary, layout: Layout) -> None:
+    """Let the boundary compute a column module's product: it knows what backward keeps. Others stay as they are."""
     if not isinstance(module, (nn.Linear, Conv1D)):
         return
 
@@ -162,14 +171,14 @@ def _make_part(module: Any, split: TensorSplit, border: WholeRows, layout: Layou
     sharing = layout.tensor_neighbours(degree // split.groups) if split.shares_groups(degree) else None
 
     def forward(values: Tensor) -> Tensor:
-        part = border.linear(module, values, transposed=split.dim == 1)
+        part = boundary.linear(module, values, transposed=split.dim == 1)
         return part if sharing is None else _with_shared_heads(part, split.shared, sharing)
 
     module.forward = forward  # type: ignore[method-assign]
 
 
-def _enter_routed(module: Any, border: WholeRows) -> None:
-    """Lead what stacked experts are given over the border of their region, and the sum of their parts back.
+def _enter_routed(module: Any, boundary: RegionBoundary) -> None:
+    """Lead what stacked experts are given over the boundary of their region, and the sum of their parts back.
 
     The router's weights are often fp32; in fp64 their gradient is summed before it is rounded to that.
     """
@@ -177,8 +186,8 @@ def _enter_routed(module: Any, border: WholeRows) -> None:
 
     def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         wide = torch.promote_types(top_k_weights.dtype, hidden_states.dtype)
-        index, weights = border.enter_routes(top_k_index, top_k_weights.to(wide))
-        return border.leave(inner(border.enter(hidden_states), index, weights))
+        index, weights = boundary.enter_routes(top_k_index, top_k_weights.to(wide))
+        return boundary.leave(inner(boundary.enter(hidden_states), index, weights))
 
     module.forward = forward
 
@@ -201,15 +210,15 @@ def _narrow(module: Any, names: Sequence[str], cut: Cut) -> None:
             setattr(module, name, cut.local_shape()[cut.dim])
 
 
-def _enter(region: Any, facts: ModelFacts, layout: Layout, border: WholeRows) -> None:
-    """Lead the region's activations over its border; tell it how wide its part is."""
+def _enter(region: Any, facts: ModelFacts, layout: Layout, boundary: RegionBoundary) -> None:
+    """Lead the region's activations over its boundary; tell it how wide its part is."""
     inner: Callable[..., Any] = region.forward
     degree, index, heads = layout.size(Axis.TENSOR), layout.index(Axis.TENSOR), facts.attention_heads
     mine = slice(index * heads // degree, (index + 1) * heads // degree)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = on_first(border.enter, args, kwargs)
-        kwargs |= {name: border.enter(kwargs[name]) for name in ENTERING if kwargs.get(name) is not None}
+        args, kwargs = map_hidden_states(boundary.enter, args, kwargs)
+        kwargs |= {name: boundary.enter(kwargs[name]) for name in ENTERING if kwargs.get(name) is not None}
         kwargs |= {name: of_heads(kwargs[name], heads, mine) for name, of_heads in OF_HEADS.items() if name in kwargs}
         return inner(*args, **kwargs)
 
@@ -232,8 +241,9 @@ def split_vocabulary(model: Any, facts: ModelFacts, layout: Layout) -> tuple[Voc
         cut = cut_of(shape, 0, shape[:1], layout)
         local = nn.Parameter(parameter.new_empty(cut.local_shape()), requires_grad=parameter.requires_grad)
         for name, owner in model.named_modules():
-            for leaf in [leaf for leaf, held in owner._parameters.items() if held is parameter]:
-                owner._parameters[leaf] = local  # under all its names: a tie stays one parameter
+            own = owner.named_parameters(recurse=False, remove_duplicate=False)
+            for leaf in [leaf for leaf, candidate in own if candidate is parameter]:
+                owner.register_parameter(leaf, local)  # under all its names: a tie stays one parameter
                 cuts[f"{name}.{leaf}"] = cut
     cut = cuts[f"{facts.head}.weight"]
     rows = chunk(cut.shape[0], cut.degree, cut.index)

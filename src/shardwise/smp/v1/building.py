@@ -18,10 +18,10 @@ from shardwise.job.schema import MemorySection
 from shardwise.model.discover import discover
 from shardwise.model.facts import ModelFacts
 from shardwise.model.traced_cut import cut_by_trace
+from shardwise.parallel.activation_offload import ActivationOffload
 from shardwise.parallel.apply import parallelize
 from shardwise.parallel.model import ParallelModel
 from shardwise.parallel.transforms.checkpointing import apply_activation_checkpointing
-from shardwise.parallel.transforms.offload import ActivationOffload
 from shardwise.plan.plan import Plan, resolve
 from shardwise.smp.v1.config import OFFLOAD, make_job
 from shardwise.smp.v1.exceptions import PartitionError

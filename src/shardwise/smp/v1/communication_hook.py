@@ -104,7 +104,7 @@ class CommunicationHook:
 
     def install(self, parallel: ParallelModel) -> None:
         """From now on backwards leave whole gradients on their ranks."""
-        for module in parallel.sharded:
+        for module in parallel.fsdp_modules:
             module.set_requires_gradient_sync(False, recurse=False)
         self._buckets = _fill([entry for entry in parallel.tensor_map if entry.parameter.requires_grad], self.most)
 
@@ -114,7 +114,7 @@ class CommunicationHook:
         Raises:
             StepUsageError: the hook returned no future, or one of something else than the bucket's elements.
         """
-        left = {id(parameter): gradient for parameter, gradient in take_left_gradients(parallel.sharded)}
+        left = {id(parameter): gradient for parameter, gradient in take_left_gradients(parallel.fsdp_modules)}
         gradients = {entry.name: _gradient(entry, left) for bucket in self._buckets for entry in bucket}
         used = _used_anywhere(gradients, parallel.device)
         for index, entries in enumerate(self._buckets):

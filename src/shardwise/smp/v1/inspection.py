@@ -66,8 +66,8 @@ class Inspection:
     def local_named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """Modules of this pipeline rank: those that hold something, and those they are in."""
         parallel = self.parallel
-        passage = parallel.parts[0].passage if parallel is not None else None
-        absent = passage.absent if passage is not None else frozenset()
+        boundary = parallel.parts[0].boundary if parallel is not None else None
+        absent = boundary.absent if boundary is not None else frozenset()
         return ((name, module) for name, module in self.get_module().named_modules() if name not in absent)
 
     def local_modules(self) -> Iterator[nn.Module]:

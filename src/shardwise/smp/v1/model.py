@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from shardwise.data.batch import Batch
 from shardwise.job.axes import Axis
-from shardwise.parallel.model import ParallelModel, Part
-from shardwise.parallel.transforms.sharding import begin_microbatch
+from shardwise.parallel.gradient_sync import begin_microbatch
+from shardwise.parallel.model import ModelPart, ParallelModel
 from shardwise.smp.v1.building import Shape, build, forms_of, shape_of
 from shardwise.smp.v1.exceptions import SMPValidationError, StepUsageError
 from shardwise.smp.v1.hooks import Hook, Hooks
@@ -157,7 +157,7 @@ class DistributedModel(Inspection, Hooks, Host, nn.Module):
         parallel = self.require_parallel()
         self.come_back()
         self._last = self._completes()
-        begin_microbatch(parallel.parts[0].sharded, parallel.plan, self._last)
+        begin_microbatch(parallel.parts[0].fsdp_modules, parallel.plan, self._last)
         return self.seed(1)
 
     def _needs_step(self, what: str) -> None:
@@ -234,7 +234,7 @@ class DistributedModel(Inspection, Hooks, Host, nn.Module):
 
     def compute(
         self,
-        part: Part,
+        part: ModelPart,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         index: int,
@@ -254,7 +254,7 @@ class DistributedModel(Inspection, Hooks, Host, nn.Module):
         if not (torch.is_grad_enabled() or self.gathered):
             parallel.release_gathered()  # as a backward does: scripts look at gradients, and change what they look at
         if not part.is_last:
-            return part.leave()
+            return part.boundary_output()
         output = output if own else narrow(output, shape_of(inputs).rows)
         return output if self._level is None else self._level.output(args, kwargs, output)
 

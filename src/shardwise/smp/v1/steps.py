@@ -26,7 +26,7 @@ from shardwise.smp.v1.own_backward import OwnBackward
 from shardwise.smp.v1.process import state
 
 if TYPE_CHECKING:
-    from shardwise.parallel.model import Part
+    from shardwise.parallel.model import ModelPart
     from shardwise.smp.v1.model import DistributedModel
 
 Call = tuple[list[Any], dict[str, Any]]
@@ -187,7 +187,7 @@ class StepRun:
         self.staged = state.layout.size(Axis.PIPELINE) > 1
         self.results: list[Any] = [None] * len(calls)
         self.index = 0
-        self.part: Part | None = None
+        self.part: ModelPart | None = None
         self._arrived: Tensor | None = None
         self._outcome: Any = None
         self._called = False

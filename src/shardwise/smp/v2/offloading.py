@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shardwise._torch_compat import CheckpointWrapper, OffloadWrapper
-from shardwise.parallel.transforms.offload import ActivationOffload
+from shardwise.parallel.activation_offload import ActivationOffload
 
 _torch_init: Any = OffloadWrapper.__init__
 

@@ -16,8 +16,8 @@ from shardwise.job.axes import Axis
 from shardwise.kernels.linear import linear
 from shardwise.model.facts import ModelFacts
 from shardwise.parallel.layout import Layout
+from shardwise.parallel.regions import RegionBoundary
 from shardwise.parallel.tensor_map import Cut, joined
-from shardwise.parallel.transforms.sequence import WholeRows
 from shardwise.parallel.transforms.tensor import split_tensors
 
 CUTS = "_tensor_cuts"  # where a transformed model keeps what was cut: parameter name -> Cut
@@ -44,7 +44,7 @@ def added_names(model: nn.Module) -> list[str]:
 
 def split_model(model: nn.Module, facts: ModelFacts, layout: Layout, weights: Mapping[str, Tensor]) -> None:
     """Cut `model` (on the meta device) to this rank's part; of whole `weights` its slices are kept."""
-    cuts = split_tensors(model, facts, layout, WholeRows(layout.group(Axis.TENSOR)))
+    cuts = split_tensors(model, facts, layout, RegionBoundary(layout.group(Axis.TENSOR)))
     vars(model)[CUTS], vars(model)[NAMES] = cuts, frozenset(weights)
     for name, cut in cuts.items():
         module, leaf = _owner(model, name)

@@ -1,7 +1,7 @@
 """Context parallelism of version 2: the script deals each sequence's chunks, the model's forward sees this rank's.
 
 Rank r of c holds chunks r and 2c-1-r of 2c. The forward here tells the model its rows' positions and which tokens
-follow its chunks, and leads attention over the ranks (parallel/transforms/context.py). The loss is this rank's share of
+follow its chunks, and leads attention over the ranks (parallel/context.py). The loss is this rank's share of
 the mean over all tokens of the sequences, times c, so that FSDP's mean over data and context ranks is the mean of the
 whole.
 """
@@ -18,8 +18,8 @@ from shardwise.collectives.context import dealt, in_order
 from shardwise.errors import ConfigError
 from shardwise.kernels.dropout import DropoutScope, dropout_scope
 from shardwise.kernels.loss import IGNORED
+from shardwise.parallel.context import ContextParallel, SequenceShard
 from shardwise.parallel.layout import Layout
-from shardwise.parallel.transforms.context import Context, Sequences
 from shardwise.plan.plan import Plan
 
 METHODS = {"p2p": "ring", "all_gather": "all_gather", "a2a": "ulysses"}  # SMP's words -> ours
@@ -27,14 +27,14 @@ METHODS = {"p2p": "ring", "all_gather": "all_gather", "a2a": "ulysses"}  # SMP's
 
 def split_sequences(model: nn.Module, plan: Plan, layout: Layout) -> None:
     """Let `model` take this rank's chunks of sequences in the place of whole ones."""
-    runner = _Runner(model, Context(model, plan, layout))
+    runner = _Runner(model, ContextParallel(model, plan, layout))
     model.forward = runner.forward  # type: ignore[method-assign]
 
 
 class _Runner:
     """The forward of a model on chunks."""
 
-    def __init__(self, model: nn.Module, context: Context) -> None:
+    def __init__(self, model: nn.Module, context: ContextParallel) -> None:
         self.run, self.context = model.forward, context
         self.held = ExitStack()
 
@@ -61,15 +61,15 @@ class _Runner:
         self.held.enter_context(dropout_scope(DropoutScope(0, 0, rows, sequences=here)))
         return self.run(input_ids=input_ids, attention_mask=torch.ones_like(input_ids), labels=labels, **kwargs)
 
-    def _rows(self, ids: Tensor) -> Sequences:
+    def _rows(self, ids: Tensor) -> SequenceShard:
         length = ids.shape[1] * self.context.degree
         positions = dealt(torch.arange(length, device=ids.device), 0, self.context.degree)[self.context.index]
-        return Sequences(self.context, length, length, positions, None)
+        return SequenceShard(self.context, length, length, positions, None)
 
-    def _targets(self, labels: Tensor, here: Sequences) -> dict[str, Any]:
+    def _targets(self, labels: Tensor, here: SequenceShard) -> dict[str, Any]:
         """The label behind each of this rank's tokens, wherever that lies, and what the loss is divided by."""
         parts = [torch.empty_like(labels) for _ in range(self.context.degree)]
         torch.distributed.all_gather(parts, labels.contiguous(), group=self.context.group)
         whole = nn.functional.pad(in_order(parts, 1), (0, 1), value=IGNORED)[:, 1:]
         share = (whole != IGNORED).sum() / self.context.degree
-        return {"shift_labels": here.take(whole), "num_items_in_batch": share}
+        return {"shift_labels": here.local(whole), "num_items_in_batch": share}

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from shardwise.parallel.transforms.checkpointing import group_blocks
+from shardwise.parallel.builder import group_blocks
 from shardwise.smp.v1.requests import check_strategy
 
 

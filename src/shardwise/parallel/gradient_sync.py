@@ -1,0 +1,39 @@
+"""What FSDP2 synchronises after each backward of a step: two-hop reduction (MiCS, arXiv 2205.00119, section 4.3).
+
+Within a shard group gradients are reduce-scattered every micro-step; replicas all-reduce once, on the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch.distributed.fsdp import FSDPModule
+
+from shardwise._torch_compat import reduce_left_gradients
+from shardwise.job.axes import Axis
+from shardwise.plan.plan import Plan
+
+
+def begin_microbatch(modules: Sequence[FSDPModule], plan: Plan, last: bool) -> None:
+    """Say what the coming backward synchronises: on the last one all, before it nothing (ZeRO-1) or the shard group.
+
+    A backward that leaves weight gradients for later synchronises nothing; `reduce_gradients` follows.
+    """
+    for module in modules:
+        if plan.holds_whole:
+            last = last and not plan.splits_backward
+            module.set_requires_gradient_sync(last, recurse=False)
+            module.set_reshard_after_backward(last, recurse=False)
+        else:
+            module.set_requires_all_reduce(last, recurse=False)
+    if modules and plan.degrees[Axis.PIPELINE] > 1:
+        # FSDP2 gathers the root when its output's gradient arrives; a stage's gradient arrives at what left it instead.
+        modules[0].unshard()
+
+
+def reduce_gradients(modules: Sequence[FSDPModule]) -> None:
+    """Reduce what the backwards of a step have left in whole gradients, and free the gathered parameters."""
+    for module in modules:
+        module.set_requires_gradient_sync(True, recurse=False)
+        module.set_reshard_after_backward(True, recurse=False)
+    reduce_left_gradients(modules)

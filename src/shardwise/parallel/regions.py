@@ -1,0 +1,115 @@
+"""How activations enter and leave the split modules of tensor parallelism: a tensor-parallel region's boundary.
+
+Between regions every tensor rank holds the same [B, S, H] (Megatron-LM, arXiv 1909.08053, section 3), or with sequence
+parallelism its own positions [B, S/t, H] (arXiv 2205.05198, section 4.2.2). A region then gathers its input and
+reduce-scatters its output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.collectives.tensor import (
+    Regathered,
+    Rows,
+    enter,
+    enter_rows,
+    gather,
+    gathered,
+    leave,
+    leave_rows,
+    scatter,
+)
+from shardwise.kernels.dropout import active_scope
+from shardwise.kernels.linear import linear, linear_of_parts
+
+
+class RegionBoundary:
+    """The boundary of regions where every tensor rank holds all positions."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    def enter(self, values: Tensor) -> Tensor:
+        return enter(values, self.group)
+
+    def leave(self, values: Tensor) -> Tensor:
+        return leave(values, self.group)
+
+    def enter_routes(self, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Which experts each position goes to, and with what weights: both [positions, experts of each]."""
+        return index, enter(weights, self.group)
+
+    def linear(self, module: Any, values: Tensor, transposed: bool) -> Tensor:
+        return linear(module, values, transposed)
+
+
+class SequenceRegionBoundary(RegionBoundary):
+    """The boundary of regions where each rank holds a run of positions, as the forward that runs has scattered them.
+
+    A compiled block is compiled up to the boundary and from there on: what is remembered here for backward would be
+    fixed when the graph is made. Recomputation in backward finds the same runs, since all microbatches of a step have
+    one shape.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, index: int) -> None:
+        super().__init__(group)
+        self.index = index
+        self.rows: Rows | None = None
+        self.entered: tuple[Tensor, Tensor, Regathered] | None = None  # the region's input: whole, this rank's part
+
+    @torch.compiler.disable
+    def enter(self, values: Tensor) -> Tensor:
+        assert self.rows is not None
+        whole = enter_rows(values, self.rows)
+        self.entered = whole, values, Regathered(self.rows)
+        return whole
+
+    @torch.compiler.disable
+    def enter_routes(self, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        assert self.rows is not None
+        return gathered(index, self.rows), enter_rows(weights, self.rows)
+
+    @torch.compiler.disable
+    def linear(self, module: Any, values: Tensor, transposed: bool) -> Tensor:
+        """A column module's product; of what has entered the region as it is, backward keeps this rank's part."""
+        if self.entered is None or self.entered[0] is not values:
+            return linear(module, values, transposed)
+        _, part, source = self.entered
+        return linear_of_parts(module, values, part, transposed, source)
+
+    @torch.compiler.disable
+    def leave(self, values: Tensor) -> Tensor:
+        assert self.rows is not None
+        self.entered = None
+        return leave_rows(values, self.rows)
+
+    def scatter(self, values: Tensor) -> Tensor:
+        """[B, S, H] -> [B, S of this rank, H]."""
+        self.rows = Rows(self.group, self.index, values.shape[0], values.shape[1])
+        scope = active_scope()
+        if scope is not None:
+            scope.positions = self.rows.bounds(self.index)
+        return scatter(values, self.rows)
+
+    def gather(self, values: Tensor) -> Tensor:
+        """[B, S of this rank, H] -> [B, S, H]."""
+        assert self.rows is not None
+        scope = active_scope()
+        if scope is not None:
+            scope.positions = None
+        return gather(values, self.rows)
+
+
+def map_hidden_states(
+    change: Callable[[Tensor], Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, Any]:
+    """Return (args, kwargs) with `change` made to the hidden states: the first argument, or `hidden_states`."""
+    if args:
+        return (change(args[0]), *args[1:]), kwargs
+    return args, kwargs | {"hidden_states": change(kwargs["hidden_states"])}

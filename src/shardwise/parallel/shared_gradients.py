@@ -1,0 +1,31 @@
+"""Parameters that several ranks hold, each with a gradient of a part of the activations: sums over tensor ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from shardwise.job.axes import Axis
+from shardwise.model.facts import ModelFacts
+from shardwise.parallel.layout import Layout
+from shardwise.parallel.tensor_map import TensorMap
+
+
+def partial_parameters(
+    tensor_map: TensorMap, facts: ModelFacts, layout: Layout, scattered: bool
+) -> tuple[tuple[Sequence[str], dist.ProcessGroup], ...]:
+    """Return the names of parameters whose gradients are sums over ranks, with the group of those ranks. Collective.
+
+    Over the tensor group they are those that the facts name, and with sequence parallelism (`scattered`) all whole ones
+    of blocks; over neighbours the key-value heads of which each has a copy, for query heads of its own.
+    """
+    modules = [name for name, split in facts.tensor_splits.items() if split.kind == "partial"]
+    modules += [block.name for block in facts.blocks] if scattered else []
+    inside = tuple(f"{name}." for name in modules)
+    whole = [entry.name for entry in tensor_map if entry.cut is None and entry.name.startswith(inside)]
+    copies = {entry.name: entry.cut.copies for entry in tensor_map if entry.cut and entry.cut.copies > 1}
+    sums: list[tuple[Sequence[str], dist.ProcessGroup]] = [(whole, layout.group(Axis.TENSOR))] if whole else []
+    if copies:
+        sums.append((list(copies), layout.tensor_neighbours(max(copies.values()))))
+    return tuple(sums)

@@ -1,0 +1,22 @@
+"""Shapes of what crosses stage boundaries, for models of which that is more than hidden states [B, S, H]."""
+
+from __future__ import annotations
+
+from shardwise.job.axes import Axis
+from shardwise.model.facts import ModelFacts
+from shardwise.parallel.builder import BuildInputs, ModelBuilder, Transform
+from shardwise.parallel.stage_boundary import BoundaryShapes
+from shardwise.plan.plan import Plan
+
+
+class BoundaryShapesOfStages(Transform):
+    """A copy of the model as it is here, to ask later what its blocks hand on for inputs of some shape."""
+
+    name = "boundary_shapes"
+    axis = Axis.PIPELINE
+
+    def applies(self, plan: Plan, facts: ModelFacts) -> bool:
+        return facts.stages.travels_flat and not facts.stages.traced
+
+    def apply(self, build: ModelBuilder, inputs: BuildInputs) -> None:
+        build.boundary_shapes = BoundaryShapes(build.stages[0].model, inputs.facts, inputs.plan)

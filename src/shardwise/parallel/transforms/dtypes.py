@@ -1,0 +1,40 @@
+"""Parameters in the plan's dtype, and buffers with them."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from shardwise.kernels.precision import torch_dtype
+from shardwise.model.facts import ModelFacts
+from shardwise.parallel.builder import BuildInputs, ModelBuilder, Transform
+from shardwise.plan.plan import Plan
+
+
+class ParameterDtypes(Transform):
+    """Master weights in the dtype of `plan.dtypes.parameters`."""
+
+    name = "dtypes"
+
+    def applies(self, plan: Plan, facts: ModelFacts) -> bool:
+        return True
+
+    def apply(self, build: ModelBuilder, inputs: BuildInputs) -> None:
+        for stage in build.stages:
+            convert(stage.model, inputs.plan)
+
+
+def convert(model: nn.Module, plan: Plan) -> None:
+    """Convert parameters and buffers, except buffers that are in the compute dtype already.
+
+    A module that its author has halved computes with halves of its buffers too; wider ones would widen activations.
+    """
+    compute = torch_dtype(plan.dtypes.compute)
+    kept: list[tuple[nn.Module, str, Tensor]] = [
+        (module, name, buffer)
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
+        if buffer.dtype == compute
+    ]
+    model.to(torch_dtype(plan.dtypes.parameters))
+    for module, name, buffer in kept:
+        setattr(module, name, buffer)
