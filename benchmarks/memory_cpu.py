@@ -37,8 +37,8 @@ from shardwise.planner.formulas.memory import estimate
 from shardwise.planner.formulas.memory_estimate import MemoryEstimate
 from shardwise.testing.world import WorldPool
 from shardwise.training.init import initialize
+from shardwise.training.objectives.choose import make_objective
 from shardwise.training.optimizer import ShardedOptimizer
-from shardwise.training.program import make_program
 from shardwise.training.setup import current_world
 from shardwise.training.step import train_step
 
@@ -129,13 +129,13 @@ def measure(settings: dict[str, Any], steps: int = 2) -> tuple[int, MemoryEstima
     plan = resolve(job, current_world(device), facts)
     model = parallelize(build_model(job), plan, Layout.from_plan(plan, dist.get_rank()), facts, device)
     initialize(model, seed=0)
-    optimizer, program = ShardedOptimizer(model.tensor_map, job.optimizer), make_program(model)
+    optimizer, objective = ShardedOptimizer(model.tensor_map, job.optimizer), make_objective(model)
     scaler = LossScaler.of(plan.dtypes.compute, job.precision.loss_scale)
     with LiveBytes(model.module, optimizer.inner) as memory:
         for step in range(steps):
             batches = [random_batch(plan, facts.vocabulary_size) for _ in range(plan.accumulation)]
             memory.reset_peak()
-            train_step(model, program, batches, optimizer, scaler, step)
+            train_step(model, objective, batches, optimizer, scaler, step)
     return memory.peak, estimate(plan, facts, pipeline=model.layout.index("pipeline"))
 
 

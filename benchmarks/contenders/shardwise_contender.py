@@ -25,8 +25,8 @@ from shardwise.parallel.apply import parallelize
 from shardwise.parallel.layout import Layout
 from shardwise.plan.plan import resolve
 from shardwise.training.init import initialize
+from shardwise.training.objectives.choose import make_objective
 from shardwise.training.optimizer import ShardedOptimizer
-from shardwise.training.program import make_program
 from shardwise.training.setup import current_world
 from shardwise.training.step import train_step
 
@@ -143,13 +143,13 @@ class Trainable:
         initialize(self.model, job.training.seed)
         self.optimizer = ShardedOptimizer(self.model.tensor_map, job.optimizer)
         self.scaler = LossScaler.of(plan.dtypes.compute, job.precision.loss_scale)
-        self.program: Any = make_program(self.model)
+        self.objective: Any = make_objective(self.model)
         self.steps = 0
 
     def step(self, *ids: Tensor) -> Tensor:
         """One step on this rank's microbatches, ids [B, S] each; the loss of all ranks."""
         batches = [causal_batch(each, self.layout.data_rank) for each in ids]
-        result = train_step(self.model, self.program, batches, self.optimizer, self.scaler, self.steps)
+        result = train_step(self.model, self.objective, batches, self.optimizer, self.scaler, self.steps)
         self.steps += 1
         return torch.tensor(result.loss)
 

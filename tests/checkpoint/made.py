@@ -19,7 +19,7 @@ from shardwise.training.step import train_step
 def save_steps(job: Job, steps: Sequence[int]) -> dict[str, Tensor]:
     """Train one step and save it under each of these numbers; the weights that were saved. Run on every rank."""
     run = set_up(job, torch.device("cpu"))
-    train_step(run.model, run.program, run.stream.batches_from(0), run.optimizer, run.scaler, 0)
+    train_step(run.model, run.objective, run.stream.batches_from(0), run.optimizer, run.scaler, 0)
     checkpointer = Checkpointer(run.model, run.optimizer, checkpoint_store(job), data_facts(run))
     for step in steps:
         loss = 3.25 if step == 20 else None

@@ -67,7 +67,7 @@ def write(job: Job, path: Path) -> None:
     """Two steps, then a checkpoint."""
     run = set_up(job, torch.device("cpu"))
     for step in range(2):
-        train_step(run.model, run.program, run.stream.batches(step), run.optimizer, run.scaler, step)
+        train_step(run.model, run.objective, run.stream.batches(step), run.optimizer, run.scaler, step)
     save(run, path, Progress(step=2, samples=16))
 
 

@@ -38,9 +38,9 @@ def counts(directory: str, reshard: bool) -> tuple[int, int, int]:
     run = set_up(make_job(directory, "gpt2", layers=4, parallel=parallel, training=training), torch.device("cpu"))
     batches = [batch.to(torch.device("cpu")) for batch in run.stream.batches(0)]
     with Counting() as seen:
-        train_step(run.model, run.program, batches, run.optimizer, run.scaler, 0)
+        train_step(run.model, run.objective, batches, run.optimizer, run.scaler, 0)
     with Counting() as after:
-        evaluate(run.model, run.program, [batches[:1]])
+        evaluate(run.model, run.objective, [batches[:1]])
     return seen.calls[GATHER], seen.calls[SCATTER], after.calls[GATHER]
 
 

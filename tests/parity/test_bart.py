@@ -115,7 +115,7 @@ def test_the_embedding_is_tied_over_three_stages(corpora: Path) -> None:
 def export(job: Job, path: Path) -> dict[str, torch.Tensor]:
     """Whole weights after a step, and a directory of them."""
     run = set_up(job, torch.device("cpu"))
-    train_step(run.model, run.program, run.stream.batches(0), run.optimizer, run.scaler, 0)
+    train_step(run.model, run.objective, run.stream.batches(0), run.optimizer, run.scaler, 0)
     export_hugging_face(run.model, path, None)
     return dict(run.model.wholes())
 

@@ -134,7 +134,7 @@ def outputs(run: Run, batch: Batch) -> Tensor:
     assert run.model.context is not None
     part, here = run.model.context.part(batch)
     with torch.no_grad(), dropout_scope(DropoutScope(0, 0, part.rows, sequences=here)):
-        hidden: Tensor = run.model.module(**run.program.inputs(part)).logits
+        hidden: Tensor = run.model.module(**run.objective.inputs(part)).logits
     return hidden
 
 
@@ -170,8 +170,8 @@ def used(job: Job) -> tuple[list[int], float, int]:
     """A generated text, a validation loss, and the tokens counted in one step."""
     run = set_up(job, torch.device("cpu"))
     text = generate(run.model, [1, 2, 3], 8, seed=3)
-    loss = evaluate(run.model, run.program, list(run.stream.evaluation(run.data.validation, 1)))
-    step = train_step(run.model, run.program, run.stream.batches(0), run.optimizer, run.scaler, 0)
+    loss = evaluate(run.model, run.objective, list(run.stream.evaluation(run.data.validation, 1)))
+    step = train_step(run.model, run.objective, run.stream.batches(0), run.optimizer, run.scaler, 0)
     return text, loss, step.count
 
 

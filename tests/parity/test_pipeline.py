@@ -177,8 +177,8 @@ def test_generation_runs_through_the_stages(world_pool: WorldPool, corpora: Path
 def validation(job: Job) -> tuple[float, float]:
     """Validation loss and the first step's, as every rank records them."""
     run = set_up(job, torch.device("cpu"))
-    first = evaluate(run.model, run.program, list(run.stream.evaluation(run.data.validation, run.evaluation_batches)))
-    return first, train_step(run.model, run.program, run.stream.batches(0), run.optimizer, run.scaler, 0).loss
+    first = evaluate(run.model, run.objective, list(run.stream.evaluation(run.data.validation, run.evaluation_batches)))
+    return first, train_step(run.model, run.objective, run.stream.batches(0), run.optimizer, run.scaler, 0).loss
 
 
 def test_every_rank_knows_the_losses(world_pool: WorldPool, corpora: Path) -> None:
@@ -213,7 +213,7 @@ def in_flight(job: Job) -> int:
         train(more, fewer, count, later)
 
     pipeline.train = counting  # type: ignore[method-assign]
-    train_step(run.model, run.program, run.stream.batches(0), run.optimizer, run.scaler, 0)
+    train_step(run.model, run.objective, run.stream.batches(0), run.optimizer, run.scaler, 0)
     return most
 
 

@@ -133,7 +133,7 @@ def test_a_rank_keeps_its_part(world_pool: WorldPool, corpora: Path) -> None:
 def norms(job: Job) -> float:
     """Gradient norm of a first step."""
     run = set_up(job, torch.device("cpu"))
-    return train_step(run.model, run.program, run.stream.batches(0), run.optimizer, run.scaler, 0).grad_norm
+    return train_step(run.model, run.objective, run.stream.batches(0), run.optimizer, run.scaler, 0).grad_norm
 
 
 def test_a_head_in_copies_counts_once_in_the_norm(world_pool: WorldPool, corpora: Path) -> None:

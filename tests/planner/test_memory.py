@@ -176,7 +176,7 @@ def states(jobs: list[Job]) -> list[tuple[Bytes, Bytes]]:
 
 
 def held(run: Run) -> Bytes:
-    train_step(run.model, run.program, run.stream.batches(0), run.optimizer, run.scaler, 0)
+    train_step(run.model, run.objective, run.stream.batches(0), run.optimizer, run.scaler, 0)
     parameters = sum(entry.local.numel() * entry.local.element_size() for entry in run.model.tensor_map)
     return parameters, run.optimizer.gradient_bytes, run.optimizer.state_bytes()
 

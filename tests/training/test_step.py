@@ -16,7 +16,7 @@ from shardwise.errors import ModelError
 from shardwise.job.schema import Job
 from shardwise.testing.world import WorldPool
 from shardwise.training.init import fingerprint
-from shardwise.training.program import LanguageModelProgram
+from shardwise.training.objectives.language_modelling import LanguageModelling
 from shardwise.training.setup import Run, check_whole_batches, set_up
 from shardwise.training.step import StepResult, _check_count, evaluate, train_step
 from tests.parity.jobs import make_job, make_module_job
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 def one_step(run: Run, step: int = 0, stop: bool = False) -> StepResult:
-    return train_step(run.model, run.program, run.stream.batches(step), run.optimizer, run.scaler, step, stop)
+    return train_step(run.model, run.objective, run.stream.batches(step), run.optimizer, run.scaler, step, stop)
 
 
 def weights(run: Run) -> str:
@@ -52,13 +52,13 @@ def overflowing(job: Job, count: int) -> list[tuple[bool, float, bool]]:
 def poisoned(job: Job, value: float) -> tuple[bool, bool, bool]:
     """Gradients of rank 1 are not finite in the first step: (skipped, weights changed, next step skipped)."""
     run = set_up(job, CPU)
-    before, original = weights(run), LanguageModelProgram.loss
+    before, original = weights(run), LanguageModelling.loss
 
-    def bad(self: Any, microbatch: Any, output: Any, seed: Any) -> Any:
-        loss, count = original(self, microbatch, output, seed)
+    def bad(self: Any, microbatch: Any, output: Any) -> Any:
+        loss, count = original(self, microbatch, output)
         return loss * (value if dist.get_rank() == 1 else 1.0), count
 
-    with mock.patch.object(LanguageModelProgram, "loss", bad):
+    with mock.patch.object(LanguageModelling, "loss", bad):
         first = one_step(run)
     changed = weights(run) != before
     return first.skipped, changed, one_step(run, 1).skipped
@@ -71,7 +71,7 @@ def stopping(job: Job) -> list[bool]:
 
 def validation(job: Job) -> tuple[float, float, bool]:
     run = set_up(job, CPU)
-    losses = [evaluate(run.model, run.program, list(run.stream.evaluation(run.data.validation, 2))) for _ in range(2)]
+    losses = [evaluate(run.model, run.objective, list(run.stream.evaluation(run.data.validation, 2))) for _ in range(2)]
     return losses[0], losses[1], run.model.module.training
 
 

@@ -49,8 +49,8 @@ from shardwise.planner.formulas.local import MachineConstants, cpu_cluster
 from shardwise.planner.formulas.memory import estimate
 from shardwise.planner.formulas.predict import predict
 from shardwise.training.init import initialize
+from shardwise.training.objectives.choose import make_objective
 from shardwise.training.optimizer import ShardedOptimizer
-from shardwise.training.program import make_program
 from shardwise.training.setup import current_world
 from shardwise.training.step import train_step
 
@@ -254,7 +254,7 @@ def _training(job: Job, device: torch.device) -> tuple[float, Growth]:
     plan = resolve(job, current_world(device), facts)
     model = parallelize(build_model(job), plan, Layout.from_plan(plan, dist.get_rank()), facts, device)
     initialize(model, seed=0)
-    optimizer, program = ShardedOptimizer(model.tensor_map, job.optimizer), make_program(model)
+    optimizer, objective = ShardedOptimizer(model.tensor_map, job.optimizer), make_objective(model)
     scaler, seconds = LossScaler.of(plan.dtypes.compute, job.precision.loss_scale), []
     states = sum(entry.local.numel() * entry.local.element_size() for entry in model.tensor_map)
     before = psutil.Process().memory_info().rss - states
@@ -262,7 +262,7 @@ def _training(job: Job, device: torch.device) -> tuple[float, Growth]:
     for step in range(STEPS):
         batches = [_random_batch(plan, facts.vocabulary_size) for _ in range(plan.accumulation)]
         began = time.perf_counter()
-        train_step(model, program, batches, optimizer, scaler, step)
+        train_step(model, objective, batches, optimizer, scaler, step)
         seconds.append(time.perf_counter() - began)
     counted = estimate(plan, facts)
     grown = float(peak_memory_bytes(device) - before - counted.total)

@@ -11,11 +11,13 @@ class DeferredHead:
     """An output projection whose forward returns its input while it is deferred.
 
     `weight` and `bias` are read when the loss runs: FSDP2 then holds them gathered, in the compute dtype. `vocabulary`
-    says which rows of them this rank holds, if not all.
+    says which rows of them this rank holds, if not all. `seed` is the gradient that backward will bring to the summed
+    loss, for a loss that takes its gradients in forward; 1 without backward.
     """
 
     def __init__(self, head: nn.Module, vocabulary: Vocabulary | None = None) -> None:
         self.head, self.vocabulary, self.deferred = head, vocabulary, True
+        self.seed: Tensor | float = 1.0
         self._forward = head.forward
         head.forward = self._run_or_defer  # type: ignore[method-assign]
 

@@ -1,11 +1,11 @@
-"""ParallelModel: a user's model as this rank runs it, and `run(program)`, the one door to forward and backward."""
+"""ParallelModel: a user's model as this rank runs it, and `run(objective)`, the one door to forward and backward."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,34 +22,12 @@ from shardwise.parallel.context import ContextParallel, SequenceShard
 from shardwise.parallel.deferred_head import DeferredHead
 from shardwise.parallel.gradient_sync import begin_microbatch, reduce_gradients
 from shardwise.parallel.layout import Layout
+from shardwise.parallel.objective import Microbatch, Objective
 from shardwise.parallel.pipeline import MicrobatchWork, Pipeline
 from shardwise.parallel.stage_boundary import StageBoundary
 from shardwise.parallel.tensor_map import TensorMap
 from shardwise.plan.plan import Plan
 from shardwise.planner.formulas.schedule import holders
-
-
-class Microbatch(Protocol):
-    """What `run` itself reads of a microbatch; programs read the rest."""
-
-    rows: Tensor  # [B] int64 global sample counters
-
-
-class Program(Protocol):
-    """What is done with a microbatch before and after the model.
-
-    `needs_whole_batches`: its loss cannot leave padding rows out, so there must be none.
-    """
-
-    needs_whole_batches: bool
-
-    def inputs(self, microbatch: Any) -> dict[str, Any]:
-        """Keyword arguments of the model's forward."""
-        ...
-
-    def loss(self, microbatch: Any, output: Any, seed: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(summed loss, count of what was summed) of the model's output; `seed` is the gradient backward will bring."""
-        ...
 
 
 @dataclass
@@ -155,7 +133,7 @@ class ParallelModel:
         """Dtype of losses and norms: fp32, or fp64 for an fp64 job."""
         return torch_dtype(self.plan.dtypes.loss)
 
-    def run(self, program: Program, microbatches: Sequence[Any], step: int, seed: Tensor | None = None) -> Tensor:
+    def run(self, objective: Objective, microbatches: Sequence[Any], step: int, seed: Tensor | None = None) -> Tensor:
         """Forward, and with a `seed` backward, of all microbatches; returns [2]: summed loss and count on this rank.
 
         Args:
@@ -164,6 +142,8 @@ class ParallelModel:
             seed: 0-dim gradient of each microbatch's summed loss; None for evaluation.
         """
         totals = [torch.zeros(2, dtype=self.accumulation_dtype, device=self.device)]
+        if self.head is not None:
+            self.head.seed = 1.0 if seed is None else seed
 
         def work(number: int, index: int, boundary_input: Tensor | None) -> Tensor:
             """Forward of one microbatch through one part: what leaves it, or the loss times `seed`."""
@@ -171,14 +151,14 @@ class ParallelModel:
             if self.context:
                 microbatch, sequences = self.context.split(microbatch)
             with self.scope(microbatch, step, sequences), torch.set_grad_enabled(seed is not None):
-                output = part.forward(program.inputs(microbatch), boundary_input)
+                output = part.forward(objective.inputs(microbatch), boundary_input)
                 if not part.is_last:
                     return part.boundary_output()
-                loss, count = program.loss(microbatch, output, seed)
+                loss, count = objective.loss(microbatch, output)
             totals.append(torch.stack([loss.detach(), count.to(loss.dtype)]).to(self.accumulation_dtype))
             return loss if seed is None else loss * seed.to(loss.dtype)
 
-        self.prepare(program.inputs(microbatches[0]))
+        self.prepare(objective.inputs(microbatches[0]))
         self.drive(work, len(microbatches), backward=seed is not None)
         if seed is not None:
             self.sum_shared_gradients()

@@ -28,11 +28,10 @@ from shardwise.plan.draft import (
     placement_order,
     stage_ranks,
 )
+from shardwise.plan.normalisation import TOKEN_MEAN
 from shardwise.plan.rules import check
 
 __all__ = ["Dtypes", "Plan", "World", "collective_algorithm", "precheck", "resolve"]
-
-NORMALISATION = "global_tokens"
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ class Plan:
     microbatch: int  # sequences in one forward of one rank
     accumulation: int  # microbatches of one step on each rank
     backend: str  # "gloo" | "shardwise" | "nccl"
-    normalisation: str  # "global_tokens"
+    normalisation: str  # the name of one of plan/normalisation.py
     sequence_parallel: bool  # hidden states are in parts between the split layers of blocks
     zero1: bool  # parameters gathered through the step; gradients' reduction and optimizer state sharded
     chunked_loss: bool  # the head runs inside the loss
@@ -188,7 +187,7 @@ def resolve(job: Job, world: World, facts: ModelFacts) -> Plan:
         sequence_length=job.data.sequence_length,
         backend=_backend(draft, rules),
         collectives=_collectives(draft, rules),
-        normalisation=NORMALISATION,
+        normalisation=TOKEN_MEAN.name,
         sequence_parallel=draft.sequence_parallel,
         zero1=draft.zero1,
         chunked_loss=draft.chunked_loss,
@@ -326,7 +325,7 @@ def _switch_rules(draft: Draft) -> dict[str, str]:
     chunk, asked = draft.memory.loss_chunk_tokens, draft.parallel.shard_optimizer_state
     chunked = f"head {draft.facts.head!r} runs inside the loss, on {chunk} rows at once"
     return {
-        "normalisation": "sum of the losses / counted tokens of all ranks, applied once",
+        "normalisation": TOKEN_MEAN.sentence,
         "sequence_parallel": f"sequence_parallel is {_on(draft.parallel.sequence_parallel)}, "
         f"{draft.parallel.tensor_parallel_degree} tensor ranks",
         "zero1": f"shard_optimizer_state is {_on(asked)}, {draft.data_axis} data ranks",

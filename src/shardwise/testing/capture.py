@@ -86,7 +86,7 @@ def gather(run: Run, gradients: bool = False, divisor: float = 1.0) -> dict[str,
 def _step(run: Run, step: int) -> tuple[StepResult, dict[str, Tensor]]:
     with _gradients_seen(run) as gradients:
         batches = run.stream.batches(step)
-        result = train_step(run.model, run.program, batches, run.optimizer, run.scaler, step)
+        result = train_step(run.model, run.objective, batches, run.optimizer, run.scaler, step)
     return result, gradients
 
 

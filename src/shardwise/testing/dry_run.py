@@ -35,8 +35,8 @@ from shardwise.parallel.model import ParallelModel
 from shardwise.plan.plan import Plan, World, resolve
 from shardwise.planner.formulas.memory import estimate
 from shardwise.planner.formulas.memory_estimate import MemoryEstimate
+from shardwise.training.objectives.choose import make_objective
 from shardwise.training.optimizer import ShardedOptimizer
-from shardwise.training.program import make_program
 
 FAKE = "fake"
 STEPS = 2  # the first makes the optimizer's state
@@ -177,7 +177,7 @@ def _trace(plan: Plan, layout: Layout, facts: ModelFacts) -> tuple[int, int]:
 def _step(model: ParallelModel, optimizer: ShardedOptimizer) -> None:
     """What `train_step` does, less what only moves numbers: control, norm, and their all-reduces."""
     batches = [_batch(model.plan) for _ in range(model.plan.accumulation)]
-    model.run(make_program(model), batches, 0, torch.empty((), dtype=model.accumulation_dtype))
+    model.run(make_objective(model), batches, 0, torch.empty((), dtype=model.accumulation_dtype))
     optimizer.step()
     optimizer.zero_grad()
 

@@ -23,8 +23,8 @@ from shardwise.parallel.model import ParallelModel
 from shardwise.parallel.tensor_map import TensorMap
 from shardwise.parallel.transforms import sharding
 from shardwise.training import setup, step
+from shardwise.training.objectives.language_modelling import LanguageModelling
 from shardwise.training.optimizer import ShardedOptimizer
-from shardwise.training.program import LanguageModelProgram
 
 RANK = 1  # the rank that goes wrong
 MICROBATCH = 1  # the microbatch that goes wrong
@@ -46,14 +46,14 @@ def _gradient_times(factor: float, here: Callable[[int], bool]) -> AbstractConte
     """Multiply the gradients of the microbatches for which `here(number)` holds; the reported loss stays."""
     number = 0
 
-    def wrapper(original: Callable[..., Any], self: Any, microbatch: Any, output: Any, seed: Any) -> Any:
+    def wrapper(original: Callable[..., Any], self: Any, microbatch: Any, output: Any) -> Any:
         nonlocal number
-        loss, count = original(self, microbatch, output, seed)
+        loss, count = original(self, microbatch, output)
         chosen = here(number % self.model.plan.accumulation)
         number += 1
         return (loss.detach() + factor * (loss - loss.detach()) if chosen else loss), count
 
-    return _wrapped(LanguageModelProgram, "loss", wrapper)
+    return _wrapped(LanguageModelling, "loss", wrapper)
 
 
 def _mean_for_sum() -> AbstractContextManager[None]:
@@ -100,11 +100,11 @@ def _broken_tie() -> AbstractContextManager[None]:
 
 
 def _shifted_label() -> AbstractContextManager[None]:
-    def wrapper(original: Callable[..., Any], self: Any, microbatch: Any, output: Any, seed: Any) -> Any:
+    def wrapper(original: Callable[..., Any], self: Any, microbatch: Any, output: Any) -> Any:
         late = dataclasses.replace(microbatch, labels=microbatch.labels.roll(1, dims=1))
-        return original(self, late, output, seed)
+        return original(self, late, output)
 
-    return _wrapped(LanguageModelProgram, "loss", wrapper)
+    return _wrapped(LanguageModelling, "loss", wrapper)
 
 
 def _leaked_document() -> AbstractContextManager[None]:

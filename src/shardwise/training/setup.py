@@ -23,11 +23,12 @@ from shardwise.model.facts import ModelFacts
 from shardwise.model.traced_cut import cut_by_trace
 from shardwise.parallel.apply import parallelize
 from shardwise.parallel.layout import Layout
-from shardwise.parallel.model import ParallelModel, Program
+from shardwise.parallel.model import ParallelModel
+from shardwise.parallel.objective import Objective
 from shardwise.plan.plan import Plan, World, resolve
 from shardwise.training.init import initialize, match_weights
+from shardwise.training.objectives.choose import make_objective
 from shardwise.training.optimizer import ShardedOptimizer
-from shardwise.training.program import make_program
 
 
 @dataclass
@@ -40,7 +41,7 @@ class Run:
     data: TokenData
     stream: Stream
     model: ParallelModel
-    program: Program
+    objective: Objective
     optimizer: ShardedOptimizer
     scaler: LossScaler
 
@@ -49,7 +50,7 @@ class Run:
         """Global batches of one evaluation; the ragged last one is left out where the loss cannot count its rows."""
         size, wanted = len(self.data.validation), self.plan.job.training.evaluate_batches
         step = self.plan.sequences_per_step
-        return min(wanted, size // step if self.program.needs_whole_batches else -(-size // step))
+        return min(wanted, size // step if self.objective.needs_whole_batches else -(-size // step))
 
 
 def current_world(device: torch.device) -> World:
@@ -111,8 +112,8 @@ def assemble(job: Job, device: torch.device, facts: ModelFacts, data: TokenData)
     torch.manual_seed(seed * world.size + dist.get_rank())  # read by fused attention dropout alone
     model = parallelize(build_model(job), plan, layout, facts, device)
     initialize(model, seed)
-    program = make_program(model)
-    if program.needs_whole_batches:
+    objective = make_objective(model)
+    if objective.needs_whole_batches:
         check_whole_batches(plan, data)
     return Run(
         plan,
@@ -121,7 +122,7 @@ def assemble(job: Job, device: torch.device, facts: ModelFacts, data: TokenData)
         data,
         make_stream(plan, layout, data),
         model,
-        program,
+        objective,
         ShardedOptimizer(model.tensor_map, job.optimizer),
         LossScaler.of(plan.dtypes.compute, job.precision.loss_scale),
     )

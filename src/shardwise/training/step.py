@@ -17,8 +17,10 @@ from torch import Tensor
 from shardwise.data.batch import Batch, wrap
 from shardwise.errors import ModelError
 from shardwise.kernels.precision import LossScaler
-from shardwise.parallel.model import ParallelModel, Program
+from shardwise.parallel.model import ParallelModel
+from shardwise.parallel.objective import Objective
 from shardwise.parallel.tensor_map import Entry
+from shardwise.plan.normalisation import NORMALISATIONS, LossCounts
 from shardwise.training.optimizer import ShardedOptimizer
 
 NORM_CHUNK = 1 << 16  # elements that a CPU sums in the gradients' own dtype; measured: as fast as the fp32 norm
@@ -51,7 +53,7 @@ class StepResult:
 
 def train_step(
     model: ParallelModel,
-    program: Program,
+    objective: Objective,
     batches: Sequence[Batch],
     optimizer: ShardedOptimizer,
     scaler: LossScaler,
@@ -63,7 +65,7 @@ def train_step(
 
     Args:
         model: initialized; in training mode.
-        program: what surrounds the model.
+        objective: what a microbatch gives the model, and what its loss is.
         batches: this rank's microbatches, on any device.
         optimizer: its learning rate is already set.
         scaler: the loss scale, updated here.
@@ -73,40 +75,47 @@ def train_step(
     """
     counted = sum(int(batch.count()) for batch in batches)
     agreed = exchange(model, Control(counted, int(stop), int(failed), wrap(sum(batch.digest for batch in batches))))
-    count = agreed.labels
+    normalisation, counts = NORMALISATIONS[model.plan.normalisation], LossCounts(tokens=agreed.labels)
     batches = [batch.to(model.device) for batch in batches]
-    seed = torch.tensor(scaler.scale / max(count, 1), dtype=model.accumulation_dtype, device=model.device)
+    seed = torch.tensor(normalisation.seed(counts, scaler.scale), dtype=model.accumulation_dtype, device=model.device)
 
-    totals = model.run(program, batches, step, seed)
+    totals = model.run(objective, batches, step, seed)
     loss, seen, norm = reduce_loss_and_norm(model, optimizer, totals, scaler.scale)
     if step == 0:
-        _check_count(int(seen), count)
+        _check_count(int(seen), counts.tokens)
 
-    skipped = count == 0 or not bool(torch.isfinite(norm))
+    skipped = counts.tokens == 0 or not bool(torch.isfinite(norm))
     scale = scaler.scale
     if not skipped:
         _rescale(optimizer, norm, scale, model.plan.job.optimizer.clip_norm)
         optimizer.step()
     scaler.update(overflow=skipped)
     optimizer.zero_grad()
-    loss_mean = float(loss) / max(count, 1)
     return StepResult(
-        loss_mean, float(norm), count, skipped, scale, bool(agreed.stop), bool(agreed.failed), agreed.data_hash
+        normalisation.mean(float(loss), counts),
+        float(norm),
+        counts.tokens,
+        skipped,
+        scale,
+        bool(agreed.stop),
+        bool(agreed.failed),
+        agreed.data_hash,
     )
 
 
-def evaluate(model: ParallelModel, program: Program, batches: Sequence[Sequence[Batch]]) -> float:
+def evaluate(model: ParallelModel, objective: Objective, batches: Sequence[Sequence[Batch]]) -> float:
     """Mean loss (nats a label) over global batches, each given as this rank's microbatches."""
     model.train(False)
     totals = torch.zeros(2, dtype=model.accumulation_dtype, device=model.device)
     for microbatches in batches:
         on_device = [batch.to(model.device) for batch in microbatches]
-        totals += model.run(program, on_device, step=0).to(totals.dtype)
+        totals += model.run(objective, on_device, step=0).to(totals.dtype)
     model.release_gathered()
     totals *= model.contributes
     dist.all_reduce(totals)
     model.train()
-    return float(totals[0] / totals[1].clamp(min=1))
+    total, tokens = totals.tolist()
+    return NORMALISATIONS[model.plan.normalisation].mean(total, LossCounts(tokens=int(tokens)))
 
 
 class Control(NamedTuple):

@@ -118,7 +118,7 @@ class Trainer:
         batches = run.stream.batches_from(before.samples)
         try:
             result = train_step(
-                run.model, run.program, batches, run.optimizer, run.scaler, step,
+                run.model, run.objective, batches, run.optimizer, run.scaler, step,
                 stop=self.interrupt.reason is not None, failed=self.keeper.failed,
             )  # fmt: skip
         except RuntimeError as error:
@@ -191,7 +191,7 @@ class Trainer:
         """Validation loss after the steps so far, recorded."""
         run = self.run
         batches = list(run.stream.evaluation(run.data.validation, run.evaluation_batches))
-        loss = evaluate(run.model, run.program, batches)
+        loss = evaluate(run.model, run.objective, batches)
         self.recorder.record({"step": self.progress.step, "validation_loss": loss})
         return loss
 

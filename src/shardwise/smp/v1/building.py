@@ -22,6 +22,7 @@ from shardwise.parallel.activation_offload import ActivationOffload
 from shardwise.parallel.apply import parallelize
 from shardwise.parallel.model import ParallelModel
 from shardwise.parallel.transforms.checkpointing import apply_activation_checkpointing
+from shardwise.plan.normalisation import SMP_MEAN
 from shardwise.plan.plan import Plan, resolve
 from shardwise.smp.v1.config import OFFLOAD, make_job
 from shardwise.smp.v1.exceptions import PartitionError
@@ -32,7 +33,6 @@ from shardwise.smp.v1.requests import Checkpointing, requests
 from shardwise.training.init import initialize
 from shardwise.training.setup import current_world
 
-NORMALISATION = "smp_mean"  # microbatches and data ranks are averaged; the script's loss is a mean already
 DTYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -87,7 +87,7 @@ def build(module: nn.Module, inputs: Mapping[str, Any]) -> ParallelModel:
     values |= _partition(module, facts) if state.layout.size(Axis.PIPELINE) > 1 else {}
     values, apart = _settle_checkpointing(module, facts, values)
     plan = replace(
-        resolve(make_job(values), current_world(state.device), facts), chunked_loss=False, normalisation=NORMALISATION
+        resolve(make_job(values), current_world(state.device), facts), chunked_loss=False, normalisation=SMP_MEAN.name
     )
     _say_partition(plan)
     _checkpoint_each(module, _on_one_stage(module, apart, plan))

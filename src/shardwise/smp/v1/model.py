@@ -19,6 +19,7 @@ from shardwise.data.batch import Batch
 from shardwise.job.axes import Axis
 from shardwise.parallel.gradient_sync import begin_microbatch
 from shardwise.parallel.model import ModelPart, ParallelModel
+from shardwise.plan.normalisation import SMP_MEAN, LossCounts
 from shardwise.smp.v1.building import Shape, build, forms_of, shape_of
 from shardwise.smp.v1.exceptions import SMPValidationError, StepUsageError
 from shardwise.smp.v1.hooks import Hook, Hooks
@@ -175,7 +176,8 @@ class DistributedModel(Inspection, Hooks, Host, nn.Module):
         scale /= 1 if state.cfg.prescaled_batch else state.layout.size(Axis.TENSOR)
         if self.communication is not None:
             return scale
-        return scale / state.layout.data_ranks / (microbatches if self.average else 1)
+        counts = LossCounts(microbatches=microbatches if self.average else 1, data_ranks=state.layout.data_ranks)
+        return SMP_MEAN.seed(counts, scale)
 
     def stepping(self, run: StepRun) -> None:
         """Run all microbatches of a step, forward and, unless under `no_grad`, backward."""

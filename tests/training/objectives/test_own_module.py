@@ -12,7 +12,7 @@ from torch import Tensor
 from shardwise.data.batch import Batch
 from shardwise.errors import ModelError
 from shardwise.kernels.attention.masks import document_mask
-from shardwise.training.program import ModuleProgram
+from shardwise.training.objectives.own_module import OwnModule
 
 
 def batch(counted: list[bool] | None = None, labels: bool = True) -> Batch:
@@ -45,43 +45,43 @@ def test_document_mask(dtype: torch.dtype) -> None:
     ],
 )
 def test_a_modules_own_mean_becomes_a_sum(wrap: Any) -> None:
-    total, count = ModuleProgram(None, torch.float32).loss(batch(), wrap(torch.tensor(2.0)), None)
+    total, count = OwnModule(None, torch.float32).loss(batch(), wrap(torch.tensor(2.0)))
     assert (float(total), int(count)) == (8.0, 4)
-    total, count = ModuleProgram(None, torch.float32).loss(batch(labels=False), wrap(torch.tensor(2.0)), None)
+    total, count = OwnModule(None, torch.float32).loss(batch(labels=False), wrap(torch.tensor(2.0)))
     assert (float(total), int(count)) == (4.0, 2)
 
 
 @pytest.mark.parametrize("output", [torch.ones(2), {"logits": torch.ones(2)}, ("a",), None])
 def test_anything_else_is_refused(output: Any) -> None:
     with pytest.raises(ModelError, match=r"model\.loss"):
-        ModuleProgram(None, torch.float32).loss(batch(), output, None)
+        OwnModule(None, torch.float32).loss(batch(), output)
 
 
 def test_a_mean_cannot_leave_out_padding_rows() -> None:
-    assert ModuleProgram(None, torch.float32).needs_whole_batches
-    assert not ModuleProgram(lambda output, batch: (output, output), torch.float32).needs_whole_batches
+    assert OwnModule(None, torch.float32).needs_whole_batches
+    assert not OwnModule(lambda output, batch: (output, output), torch.float32).needs_whole_batches
 
 
 def test_a_loss_function_gets_the_output_and_the_batch() -> None:
     def loss(output: Tensor, given: Batch) -> tuple[Tensor, Tensor]:
         return output.sum(), given.counted.sum()
 
-    program = ModuleProgram(loss, torch.float32)
+    objective = OwnModule(loss, torch.float32)
     given = batch(counted=[True, False])
-    total, count = program.loss(given, torch.ones(5), None)
+    total, count = objective.loss(given, torch.ones(5))
     assert (float(total), int(count)) == (5.0, 1)
-    assert list(program.inputs(given)) == ["x"]
-    assert list(ModuleProgram(None, torch.float32).inputs(given)) == ["x", "labels"]
+    assert list(objective.inputs(given)) == ["x"]
+    assert list(OwnModule(None, torch.float32).inputs(given)) == ["x", "labels"]
 
 
 def test_a_modules_floats_come_in_the_compute_dtype() -> None:
     given = Batch(
         {"x": torch.ones(2, 3, dtype=torch.float64), "n": torch.ones(2, dtype=torch.int64)}, None, torch.arange(2)
     )
-    inputs = ModuleProgram(None, torch.bfloat16).inputs(given)
+    inputs = OwnModule(None, torch.bfloat16).inputs(given)
     assert (inputs["x"].dtype, inputs["n"].dtype) == (torch.bfloat16, torch.int64)
 
 
 def test_floating_inputs_come_in_the_compute_dtype() -> None:
-    inputs = ModuleProgram(None, torch.float64).inputs(batch())
+    inputs = OwnModule(None, torch.float64).inputs(batch())
     assert inputs["x"].dtype == torch.float64 and inputs["labels"].dtype == torch.int64

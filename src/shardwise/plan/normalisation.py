@@ -1,0 +1,72 @@
+"""What a loss is divided by: the one place, for jobs (`token`) and for scripts of SMP (`smp_mean`).
+
+Losses are sums. Their normalisation is the seed of backward, so no gradient is ever divided; reductions are sums too.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+
+class LossCounts(NamedTuple):
+    """What a step's loss is summed over, on all ranks together.
+
+    Attributes:
+        tokens: counted labels (rows, where labels are no class ids).
+        microbatches: of one rank.
+        data_ranks: ranks that read different rows.
+    """
+
+    tokens: int = 0
+    microbatches: int = 1
+    data_ranks: int = 1
+
+
+class Normalisation(Protocol):
+    """How summed losses become one number.
+
+    Attributes:
+        name: in the plan.
+        sentence: for the plan's table.
+    """
+
+    name: str
+    sentence: str
+
+    def divisor(self, counts: LossCounts) -> int:
+        """Return what the sum of the losses is divided by."""
+        ...
+
+    def seed(self, counts: LossCounts, loss_scale: float = 1.0) -> float:
+        """Return the gradient of each microbatch's summed loss: `loss_scale` (of fp16) over the divisor."""
+        return loss_scale / self.divisor(counts)
+
+    def mean(self, total: float, counts: LossCounts) -> float:
+        """Return the loss to report, of the sum over all ranks."""
+        return total / self.divisor(counts)
+
+
+class TokenMean(Normalisation):
+    """The mean over the counted tokens of the step, whichever ranks hold them."""
+
+    name = "token"
+    sentence = "sum of the losses / counted tokens of all ranks, applied once"
+
+    def divisor(self, counts: LossCounts) -> int:
+        """Return the counted tokens; 1 where there is none, whose gradients are 0."""
+        return max(counts.tokens, 1)
+
+
+class SmpMean(Normalisation):
+    """SMP's mean of means: a script's loss is a mean already, averaged over microbatches and data ranks."""
+
+    name = "smp_mean"
+    sentence = "the script's means / (microbatches x data ranks)"
+
+    def divisor(self, counts: LossCounts) -> int:
+        """Return microbatches x data ranks."""
+        return counts.microbatches * counts.data_ranks
+
+
+TOKEN_MEAN, SMP_MEAN = TokenMean(), SmpMean()
+NORMALISATIONS: dict[str, Normalisation] = {kind.name: kind for kind in (TOKEN_MEAN, SMP_MEAN)}

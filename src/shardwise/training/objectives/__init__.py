@@ -1,0 +1,1 @@
+"""Objectives of jobs: what a microbatch gives the model, and what its loss is."""

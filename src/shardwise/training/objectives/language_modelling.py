@@ -1,0 +1,79 @@
+"""Language modelling: causal, masked and encoder-decoder models of transformers.
+
+The loss is taken here, never by the model's own code: as (sum, count) over labels that are already aligned with the
+outputs, chunked where the head is deferred.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.data.batch import Batch
+from shardwise.kernels.attention.masks import document_mask
+from shardwise.kernels.loss import PLAIN, Terms, cross_entropy_sum, linear_cross_entropy
+from shardwise.parallel.model import ParallelModel
+from shardwise.parallel.objective import Objective
+
+
+class LanguageModelling(Objective):
+    """Cross-entropy of the labels; in training with what the job adds to it (label smoothing, z-loss)."""
+
+    needs_whole_batches = False
+
+    def __init__(self, model: ParallelModel) -> None:
+        self.model = model
+        self.chunk = model.plan.job.memory.loss_chunk_tokens
+        training = model.plan.job.training
+        has_decoder = model.plan.job.model.task == "seq2seq_lm"
+        config: Any = model.module.config
+        self.decoder_start: int | None = config.decoder_start_token_id if has_decoder else None
+        self.terms = Terms(training.label_smoothing, training.z_loss)
+
+    def inputs(self, microbatch: Batch) -> dict[str, Any]:
+        """Return the batch's inputs, with an attention mask where documents are isolated.
+
+        Where our kernels run attention they know the documents; the mask then only says that nothing is padding, or the
+        model would take positions that begin anew for ends of documents and make a mask of its own.
+        """
+        inputs: dict[str, Any] = dict(microbatch.inputs)
+        if microbatch.document_ids is not None and self.model.plan.attention:
+            inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+        elif microbatch.document_ids is not None:
+            causal = self.model.plan.job.model.task == "causal_lm"
+            dtype = self.model.compute_dtype
+            inputs["attention_mask"] = document_mask(microbatch.document_ids, causal, dtype)
+        if self.decoder_start is not None:
+            assert microbatch.labels is not None
+            inputs["decoder_input_ids"] = self._decoder_inputs(microbatch.labels, self.decoder_start)
+        return inputs
+
+    def _decoder_inputs(self, labels: Tensor, start: int) -> Tensor:
+        """Return [B, T] ids that the decoder reads: labels one later, behind `start`; mBART's kind has its own rule."""
+        shift = getattr(self.model.module, "prepare_decoder_input_ids_from_labels", None)
+        if shift is not None:
+            shifted: Tensor = shift(labels)
+            return shifted
+        ids = labels.roll(1, dims=1).clamp(min=0)  # IGNORED, in rows that are not counted
+        ids[:, 0] = start
+        return ids
+
+    def loss(self, microbatch: Batch, output: Any) -> tuple[Tensor, Tensor]:
+        """Return (summed cross-entropy in nats, counted labels)."""
+        assert microbatch.labels is not None
+        head, terms = self.model.head, self.terms if torch.is_grad_enabled() else PLAIN
+        if head is None:
+            return cross_entropy_sum(output.logits, microbatch.labels, terms), microbatch.count()
+        loss = linear_cross_entropy(
+            output.logits,
+            head.weight,
+            head.bias,
+            microbatch.labels,
+            chunk=self.chunk,
+            seed=head.seed,
+            vocabulary=head.vocabulary,
+            terms=terms,
+        )
+        return loss, microbatch.count()

@@ -1,0 +1,55 @@
+"""Any module: with `model.loss`, or with a forward that returns its own mean loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.data.batch import Batch
+from shardwise.errors import ModelError
+from shardwise.parallel.objective import Objective
+
+LossFunction = Callable[[Any, Batch], tuple[Tensor, Tensor]]
+
+
+class OwnModule(Objective):
+    """A user's module and its loss: a function of output and batch, or the forward's own mean loss.
+
+    The mean is the output itself, its `.loss` or its first item.
+    """
+
+    def __init__(self, loss: LossFunction | None, compute: torch.dtype) -> None:
+        self.function, self.compute = loss, compute
+        self.needs_whole_batches = loss is None  # a mean over real and padding rows cannot be taken apart again
+
+    def inputs(self, microbatch: Batch) -> dict[str, Any]:
+        """Return the batch's inputs, with its labels if the module computes the loss; floats in the compute dtype."""
+        inputs = dict(microbatch.inputs)
+        if self.function is None and microbatch.labels is not None:
+            inputs["labels"] = microbatch.labels
+        return {name: value.to(self.compute) if value.is_floating_point() else value for name, value in inputs.items()}
+
+    def loss(self, microbatch: Batch, output: Any) -> tuple[Tensor, Tensor]:
+        """Return the user's (sum, count), or mean times count."""
+        if self.function is not None:
+            return self.function(output, microbatch)
+        count = microbatch.count()
+        return _own_loss(output) * count, count
+
+
+def _own_loss(output: Any) -> Tensor:
+    loss = getattr(output, "loss", None)
+    if loss is None and isinstance(output, dict):
+        loss = output.get("loss")
+    if loss is None and isinstance(output, (tuple, list)):
+        loss = output[0]
+    loss = output if loss is None else loss
+    if not isinstance(loss, Tensor) or loss.dim() != 0:
+        raise ModelError(
+            "the module's forward returns neither a 0-dim loss nor an object with .loss; give "
+            "model.loss=package.module:function(output, batch) -> (sum, count)"
+        )
+    return loss
