@@ -14,7 +14,7 @@ from shardwise.errors import KernelError
 from shardwise.kernels.attention import masks
 from shardwise.kernels.attention.dispatch import attention
 from shardwise.kernels.dropout import DropoutScope, dropout_scope
-from shardwise.model.attention_kernels import KERNELS, Needs, refusal
+from shardwise.model.attention_kernels import KERNELS, AttentionNeeds, kernel_supports
 from shardwise.observe.memory import LiveBytes
 
 BATCH, HEADS, GROUPS, LENGTH, SIZE = 2, 4, 2, 20, 6
@@ -51,11 +51,11 @@ def tensors(dtype: torch.dtype, length: int = LENGTH, value: int = SIZE) -> list
     return [torch.randn(BATCH, h, length, d, generator=generator, dtype=torch.float64).to(dtype) for h, d in shapes]
 
 
-def needs(case: dict[str, Any], dtype: str = "fp64", gradient: bool = True, value: int = SIZE) -> Needs:
+def needs(case: dict[str, Any], dtype: str = "fp64", gradient: bool = True, value: int = SIZE) -> AttentionNeeds:
     """What a kernel has to be able to do for a case."""
     masked = bool({"padding", "documents", "window"} & set(case))
     bias = "keys" if "alibi" in case else "scores" if "bias" in case else ""
-    return Needs("cpu", dtype, masked, bias, "softcap" in case, False, SIZE, value, gradient)
+    return AttentionNeeds("cpu", dtype, masked, bias, "softcap" in case, False, SIZE, value, gradient)
 
 
 def both(kernel: str, case: dict[str, Any], dtype: torch.dtype, value: int = SIZE) -> list[Tensor]:
@@ -73,7 +73,7 @@ def pairs() -> Iterator[tuple[str, str]]:
     """Kernels and cases that this machine can run forwards and backwards."""
     for name in CASES:
         for kernel in KERNELS:
-            if kernel.name in RUNNABLE and not refusal(kernel, needs(CASES[name])):
+            if kernel.name in RUNNABLE and kernel_supports(kernel, needs(CASES[name])).ok:
                 yield kernel.name, name
 
 
@@ -265,13 +265,13 @@ def test_a_kernel_that_cannot_is_refused(kernel: str, case: dict[str, Any], reas
 
 def test_a_head_beyond_the_kernel() -> None:
     kernel = next(kernel for kernel in KERNELS if kernel.name == "cudnn")
-    call = Needs("cuda", "bf16", head_size=192, value_size=192)
-    assert refusal(kernel, call) == "a head of 192 is more than its largest of 128"
+    call = AttentionNeeds("cuda", "bf16", head_size=192, value_size=192)
+    assert kernel_supports(kernel, call).reason == "a head of 192 is more than its largest of 128"
 
 
 def test_choices_follow_the_call() -> None:
     choose: Callable[..., str] = lambda **more: next(  # noqa: E731
-        kernel.name for kernel in KERNELS if not refusal(kernel, Needs(**more))
+        kernel.name for kernel in KERNELS if kernel_supports(kernel, AttentionNeeds(**more)).ok
     )
     assert choose() == "flash"
     assert choose(masked=True) == choose(bias="keys") == choose(softcap=True) == choose(dropout=True) == "blockwise"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from shardwise.job.axes import Axis
 from shardwise.job.schema import Job
-from shardwise.model.attention import LED
 from shardwise.model.build import build_model
+from shardwise.model.capability import SUPPORTED
 from shardwise.model.discover import discover
 from shardwise.model.facts import ModelFacts
+from shardwise.model.registry import known_families
 from tests.model.toys import CONFIGS, factory_job, job
 
 SPLITS = (
@@ -35,25 +37,29 @@ def facts_of(family: str, **config: object) -> ModelFacts:
 
 @pytest.mark.parametrize("family", SPLITS)
 def test_attention_through_the_interface(family: str) -> None:
-    assert facts_of(family).context_refusal == ""
+    assert facts_of(family).supports(Axis.CONTEXT) == SUPPORTED
 
 
 def test_attention_of_its_own() -> None:
     config = {"model_type": "mpt", "d_model": 32, "n_layers": 1, "n_heads": 4}
     wanted = Job.model_validate({"model": {"config": config}})
     facts = discover(build_model(wanted), wanted)
-    assert facts.context_refusal.startswith("mpt takes no position_ids") or "Interface" in facts.context_refusal
-    assert facts.kernel_refusal == "mpt is not among the families whose attention is led to kernels"
+    reason = facts.supports(Axis.CONTEXT).reason
+    assert reason.startswith("mpt takes no position_ids") or "Interface" in reason
+    assert facts.attention_kernels.reason == "mpt is not among the families whose attention is led to kernels"
 
 
 def test_biases_that_count_positions() -> None:
-    assert "ALiBi biases from its own inputs" in facts_of("falcon", alibi=True).context_refusal
+    assert "ALiBi biases from its own inputs" in facts_of("falcon", alibi=True).supports(Axis.CONTEXT).reason
 
 
-@pytest.mark.parametrize("family", [name for name in LED if name in CONFIGS])
-def test_the_table_of_families_says_what_they_ask_for(family: str) -> None:
+WITH_KERNELS = {name: family.attention for name, family in known_families().items() if family.attention is not None}
+
+
+@pytest.mark.parametrize("family", [name for name in WITH_KERNELS if name in CONFIGS])
+def test_the_record_of_a_family_says_what_it_asks_for(family: str) -> None:
     asked = {"falcon": {"alibi": True}}.get(family, {})
-    layers, row = facts_of(family, **asked).attention, LED[family]
+    layers, row = facts_of(family, **asked).attention, WITH_KERNELS[family]
     assert layers and {layer.bias for layer in layers} == {row.bias}
     assert {layer.softcap for layer in layers} == {row.softcap}
     assert row.window or not any(layer.window for layer in layers)
@@ -69,18 +75,18 @@ def test_what_each_layer_asks_of_its_kernel() -> None:
 
 def test_biases_that_can_be_asked_for_other_keys() -> None:
     facts = facts_of("bloom")
-    assert facts.context_refusal == ""
+    assert facts.supports(Axis.CONTEXT).ok
     assert facts.attention_arguments == ("key_bias",) and facts.own_attention_arguments == ()
 
 
 def test_rotary_angles_by_length() -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-    assert "depends on the longest position" in facts_of("llama", rope_parameters=rope).context_refusal
+    assert "depends on the longest position" in facts_of("llama", rope_parameters=rope).supports(Axis.CONTEXT).reason
 
 
 def test_a_module_of_the_users_own() -> None:
     wanted = factory_job("tokens")
-    assert "model.factory" in discover(build_model(wanted), wanted).context_refusal
+    assert "model.factory" in discover(build_model(wanted), wanted).supports(Axis.CONTEXT).reason
 
 
 def test_what_attention_is_given_besides() -> None:

@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import nn
 
+from shardwise.job.axes import Axis
 from shardwise.job.schema import Job
 from shardwise.model.build import build_model
+from shardwise.model.capability import SUPPORTED
 from shardwise.model.discover import discover, find_block_lists, find_ties
-from shardwise.model.facts import ModelFacts, StageFacts
+from shardwise.model.facts import ModelFacts
 from shardwise.planner.formulas.prediction import ModelShape
 from tests.model import toys
 
@@ -52,7 +54,7 @@ def test_facts_of_every_family(model_type: str) -> None:
     words = 97 * 32
     assert [block.name for block in facts.blocks] == [f"{prefix}.0", f"{prefix}.1"]
     assert facts.blocks[0].parameters == sum(p.numel() for p in model.get_submodule(f"{prefix}.0").parameters())
-    assert facts.family == model_type and facts.is_hugging_face and facts.probe_failure == ""
+    assert facts.family == model_type and facts.returns_logits and facts.has_config and facts.probe_failure == ""
     assert (facts.hidden_size, facts.layers, facts.attention_heads) == (32, 2, 4)
     assert facts.key_value_heads == KEY_VALUE_HEADS.get(model_type, 4)
     assert facts.intermediate_size == (128 if model_type in WIDER else 48)
@@ -91,7 +93,7 @@ def test_a_users_tokens_model() -> None:
     assert facts.embedding_parameters == 20 * 16  # the words are read by a matrix product, though no module is tied
     assert (facts.hidden_size, facts.vocabulary_size, facts.intermediate_size) == (16, 50, 48)
     assert (facts.layers, facts.attention_heads, facts.max_positions) == (2, 0, None)
-    assert facts.family == "Tokens" and not facts.is_hugging_face
+    assert facts.family == "Tokens" and facts.computes_own_loss and not facts.takes_token_ids
 
 
 def test_a_users_module_needs_an_example_for_the_probe() -> None:
@@ -126,22 +128,23 @@ class _Chain(nn.Module):
         return x.view(len(x), 3, 2) if self.narrow else x
 
 
-def _stages(**arguments: bool) -> StageFacts:
+def _chain(**arguments: bool) -> ModelFacts:
     with torch.device("meta"):
         model = _Chain(**arguments)
-    return discover(model, toys.factory_job("tower"), {"x": torch.empty(2, 3, 4)}).stages
+    return discover(model, toys.factory_job("tower"), {"x": torch.empty(2, 3, 4)})
 
 
 def test_a_users_chain_can_be_cut() -> None:
-    stages = _stages()
-    assert stages.refusal == "" and stages.hidden == (3, 8)
+    facts = _chain()
+    stages = facts.stages
+    assert facts.supports(Axis.PIPELINE) == SUPPORTED and stages.hidden == (3, 8)
     assert set(stages.before) == {"first"} and set(stages.after) == {"last"}
-    assert _stages(narrow=True).refusal == ""  # what stands behind the blocks runs on the last stage alone
+    assert _chain(narrow=True).supports(Axis.PIPELINE).ok  # what stands behind the blocks runs on the last stage alone
 
 
 def test_a_users_chain_that_cannot_be_cut_says_why() -> None:
-    assert "blocks.1 holds buffers" in _stages(counts=True).refusal
-    assert "reaches into its blocks: AttributeError" in _stages(reaches=True).refusal
+    assert "blocks.1 holds buffers" in _chain(counts=True).supports(Axis.PIPELINE).reason
+    assert "reaches into its blocks: AttributeError" in _chain(reaches=True).supports(Axis.PIPELINE).reason
 
 
 class _Model(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,11 +11,19 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from shardwise.job.schema import Job
+from shardwise.model import registry
 from shardwise.model import tensor_plan as plans
 from shardwise.model.build import build_model
+from shardwise.model.capability import SUPPORTED
 from shardwise.model.discover import discover
+from shardwise.model.family import Family
+from shardwise.model.registry import known_families
+from shardwise.model.split_rules import COLUMN, ROW
 from tests.parity.jobs import TENSOR_CONFIGS
 
+OWN_SPLITS = {
+    name: family.tensor_splits for name, family in known_families().items() if family.tensor_splits is not None
+}
 SMALL: dict[str, Any] = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 11}
 
 
@@ -22,6 +31,19 @@ def model(family: str, **settings: Any) -> nn.Module:
     with torch.device("meta"):
         made: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SMALL, **settings))
     return made
+
+
+def _refusal(made: nn.Module) -> str:
+    splits, capability = plans.tensor_plan(made)
+    assert not splits and not capability.ok
+    return capability.reason
+
+
+def _give_record(monkeypatch: pytest.MonkeyPatch, family: Family) -> None:
+    """Let the registry know `family` in the place of the one that has its model types."""
+    records = {**known_families(), **dict.fromkeys(family.model_types, family)}
+    for module in (plans, registry):
+        monkeypatch.setattr(module, "known_families", lambda: records)
 
 
 def published_plan(family: str) -> dict[str, str]:
@@ -33,28 +55,28 @@ def published_plan(family: str) -> dict[str, str]:
 def test_a_region_with_parameters_that_the_plan_does_not_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """OPT's MLP lies in the block itself, beside its norms: entered there, residuals would be summed in backward."""
     opt = model("opt", ffn_dim=12, word_embed_proj_dim=8)
-    splits, refusal = plans.tensor_plan(opt)
-    assert splits["model.decoder.layers.0.fc1"].alone and not refusal
-    careless = {name: plans.COLUMN if split.alone else split for name, split in plans.OWN["opt"].items()}
-    monkeypatch.setitem(plans.OWN, "opt", careless)
-    splits, refusal = plans.tensor_plan(opt)
-    assert not splits and "layer_norm" in refusal
+    splits, capability = plans.tensor_plan(opt)
+    assert splits["model.decoder.layers.0.fc1"].alone and capability == SUPPORTED
+    careless = {name: COLUMN if split.alone else split for name, split in OWN_SPLITS["opt"].items()}
+    _give_record(monkeypatch, replace(known_families()["opt"], tensor_splits=careless))
+    splits, capability = plans.tensor_plan(opt)
+    assert not splits and "layer_norm" in capability.reason
 
 
 def test_models_without_a_plan_and_modules_of_ones_own_are_refused() -> None:
-    assert plans.tensor_plan(model("mpt"))[1] == "there is no plan for mpt yet"
-    assert plans.tensor_plan(model("codegen"))[1]  # transformers 5.17 has no plan, 5.24 has one for some degrees
-    assert "slow_but_exact" in plans.tensor_plan(model("bloom", slow_but_exact=True, pretraining_tp=2))[1]
-    assert plans.tensor_plan(nn.Linear(2, 2))[1].startswith("a module of model.factory")
-    assert "rowwise_split_input, which is not built yet" in plans.tensor_plan(model("olmoe", intermediate_size=8))[1]
+    assert _refusal(model("mpt")) == "there is no plan for mpt yet"
+    assert _refusal(model("codegen"))  # transformers 5.17 has no plan, 5.24 has one for some degrees
+    assert "slow_but_exact" in _refusal(model("bloom", slow_but_exact=True, pretraining_tp=2))
+    assert _refusal(nn.Linear(2, 2)).startswith("a module of model.factory")
+    assert "rowwise_split_input, which is not built yet" in _refusal(model("olmoe", intermediate_size=8))
 
 
-@pytest.mark.parametrize("family", plans.OWN)
+@pytest.mark.parametrize("family", OWN_SPLITS)
 def test_our_tables_agree_with_those_of_transformers_where_there_are_both(family: str) -> None:
     """Up to transformers 5.17 there are none; a later version may bring some."""
     published = published_plan(family)
-    ours = {name: split.kind for name, split in plans.OWN[family].items() if split.kind != "inner"}
-    if family in plans.EXPERT_FAMILIES:  # transformers' leaves shared experts whole, and up to 5.17 all experts
+    ours = {name: split.kind for name, split in OWN_SPLITS[family].items() if split.kind != "inner"}
+    if known_families()[family].experts:  # transformers' leaves shared experts whole, and up to 5.17 all experts
         published = {name: kind for name, kind in published.items() if not name.startswith("layers.*.mlp.experts")}
         ours = {name: kind for name, kind in ours.items() if "expert" not in name}
     assert not published or {name: plans.PUBLISHED[kind].kind for name, kind in published.items()} == ours
@@ -63,9 +85,9 @@ def test_our_tables_agree_with_those_of_transformers_where_there_are_both(family
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gemma", "gpt_neox"])
 def test_published_plans_are_followed(family: str) -> None:
     made = model(family, intermediate_size=12)
-    splits, refusal = plans.tensor_plan(made)
+    splits, capability = plans.tensor_plan(made)
     published = published_plan(family)
-    assert not refusal and len(splits) == len(published)  # of one block
+    assert capability.ok and len(splits) == len(published)  # of one block
     for name, split in splits.items():
         rule = name.removeprefix(f"{made.base_model_prefix}.").replace(".0.", ".*.")
         assert plans.PUBLISHED[published[rule]].kind == split.kind
@@ -90,9 +112,9 @@ EXPERTS: dict[str, Any] = {"num_key_value_heads": 2, "intermediate_size": 12, "n
 
 
 def test_experts_are_a_region_and_their_router_is_outside_of_it() -> None:
-    splits, refusal = plans.tensor_plan(model("mixtral", **EXPERTS))
+    splits, capability = plans.tensor_plan(model("mixtral", **EXPERTS))
     experts = splits["model.layers.0.mlp.experts"]
-    assert not refusal and experts.kind == "experts" and experts.grouped
+    assert capability.ok and experts.kind == "experts" and experts.grouped
     assert not plans.tensor_plan(model("mixtral", **EXPERTS, experts_implementation="batched_mm"))[0][
         "model.layers.0.mlp.experts"
     ].grouped
@@ -106,12 +128,12 @@ def test_experts_of_another_kind_are_refused(monkeypatch: pytest.MonkeyPatch) ->
     mixtral: Any = model("mixtral", **EXPERTS)
     experts = mixtral.model.layers[0].mlp.experts
     experts.bias = nn.Parameter(torch.empty(3, device="meta"))
-    assert "'model.layers.0.mlp.experts' of mixtral is no pair of stacks" in plans.tensor_plan(mixtral)[1]
+    assert "'model.layers.0.mlp.experts' of mixtral is no pair of stacks" in _refusal(mixtral)
     del experts.bias
     experts.is_concatenated = False  # gate and up in turns
-    assert "is no pair of stacks" in plans.tensor_plan(mixtral)[1]
-    monkeypatch.setattr(plans, "EXPERT_FAMILIES", ("qwen3_moe",))
-    assert "split in qwen3_moe alone, and those of mixtral are not built yet" in plans.tensor_plan(mixtral)[1]
+    assert "is no pair of stacks" in _refusal(mixtral)
+    _give_record(monkeypatch, replace(known_families()["mixtral"], experts=False))
+    assert "qwen3_moe alone, and those of mixtral are not built yet" in _refusal(mixtral)
 
 
 def _missing(made: nn.Module, name: str) -> bool:
@@ -127,17 +149,17 @@ def test_every_matrix_of_a_block_is_split(family: str) -> None:
     matrices = {name for name, shape in facts.parameter_shapes.items() if name.startswith(blocks) and len(shape) > 1}
     split = {name for name, how in facts.tensor_splits.items() if how.kind in ("column", "row")}
     assert {name.removesuffix(".weight") for name in matrices} == split
-    assert not facts.sequence_refusal
+    assert facts.sequence_parallel.ok
 
 
 def test_the_sequence_is_not_shared_where_positions_may_meet() -> None:
-    splits = {"h.0.up": plans.COLUMN, "h.0.down": plans.ROW}
+    splits = {"h.0.up": COLUMN, "h.0.down": ROW}
     shapes: dict[str, tuple[int, ...]] = {"h.0.up.weight": (4, 2), "h.0.down.weight": (2, 4), "h.0.norm.weight": (2,)}
-    assert plans.sequence_refusal(shapes, ["h.0"], splits, chain=True) == ""
-    assert "one chain" in plans.sequence_refusal(shapes, ["h.0"], splits, chain=False)
-    assert "no plan" in plans.sequence_refusal(shapes, ["h.0"], {}, chain=True)
+    assert plans.sequence_capability(shapes, ["h.0"], splits, is_chain=True).ok
+    assert "one chain" in plans.sequence_capability(shapes, ["h.0"], splits, is_chain=False).reason
+    assert "no plan" in plans.sequence_capability(shapes, ["h.0"], {}, is_chain=True).reason
     convolution = {**shapes, "h.0.mix.weight": (2, 1, 3)}
-    assert "'h.0.mix.weight'" in plans.sequence_refusal(convolution, ["h.0"], splits, chain=True)
+    assert "'h.0.mix.weight'" in plans.sequence_capability(convolution, ["h.0"], splits, is_chain=True).reason
 
 
 def test_a_plan_that_names_the_input_embeddings_too_is_none_the_less_taken() -> None:
@@ -147,6 +169,6 @@ def test_a_plan_that_names_the_input_embeddings_too_is_none_the_less_taken() -> 
     assert splits and not any("embed_tokens" in name for name in splits)
     plan = dict(llama.config.base_model_tp_plan)
     llama.config.base_model_tp_plan = {**plan, "embed_tokens": "embedding_rowwise", "elsewhere": "embedding_rowwise"}
-    assert plans.tensor_plan(llama) == (splits, "")
+    assert plans.tensor_plan(llama) == (splits, SUPPORTED)
     llama.config.base_model_tp_plan = {**plan, "layers.*.mlp.down_proj": "embedding_rowwise"}
-    assert "embedding_rowwise, which is not built yet" in plans.tensor_plan(llama)[1]
+    assert "embedding_rowwise, which is not built yet" in _refusal(llama)

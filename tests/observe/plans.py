@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from shardwise.job.axes import Axis
 from shardwise.job.schema import Job
+from shardwise.model.capability import SUPPORTED
 from shardwise.model.facts import BlockFacts, ModelFacts
 from shardwise.plan.plan import Plan, World, resolve
 
 FACTS = ModelFacts(
     family="gpt_neox",
-    is_hugging_face=True,
     parameters=4_200_000,
     embedding_parameters=524_288,
     blocks=tuple(BlockFacts(f"gpt_neox.layers.{i}", 789_760) for i in range(4)),
+    capabilities=dict.fromkeys(Axis, SUPPORTED),
     hidden_size=256,
     layers=4,
     attention_heads=8,

@@ -14,8 +14,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForMaske
 from shardwise.kernels.attention import masks
 from shardwise.kernels.attention.interface import use_attention_kernel
 from shardwise.kernels.dropout import DropoutScope, dropout_scope
-from shardwise.model.attention import LED
-from shardwise.model.attention_callers import adapt
+from shardwise.model.registry import known_families
+from shardwise.model.replacements import replace_attention
 from tests.parity.jobs import TENSOR_CONFIGS, VOCABULARY
 
 LENGTH = 16
@@ -45,7 +45,8 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_family_is_here() -> None:
-    assert {name.partition(" ")[0] for name in CONFIGS} == set(LED)
+    with_kernels = {name for name, family in known_families().items() if family.attention is not None}
+    assert {name.partition(" ")[0] for name in CONFIGS} == with_kernels
 
 
 def models(family: str, dtype: torch.dtype, kernel: str) -> tuple[Any, Any]:
@@ -68,7 +69,7 @@ def models(family: str, dtype: torch.dtype, kernel: str) -> tuple[Any, Any]:
         for parameter in theirs.parameters():
             parameter.mul_(1 if kind == "t5" or parameter.dim() == 1 else 4)  # scores that differ; T5's do
     ours = copy.deepcopy(theirs).to(dtype).train()
-    adapt(ours)
+    replace_attention(ours)
     use_attention_kernel(ours, kernel)
     return theirs.to(dtype).train(), ours
 

@@ -35,8 +35,8 @@ COMBINATIONS: dict[str, tuple[int, dict[str, Any], int]] = {
 # In fp64 the eager attention of these takes its softmax in fp32, so that rounding hides what fp64 would show.
 IN_FP32 = ("gpt_neox", "llama", "mistral", "qwen3", "gemma", "gptj", "gpt_neo", "opt", "bloom", "falcon")
 FAMILIES = ("gpt2", "bert", "roberta", *IN_FP32)
-# Their attention goes through transformers' AttentionInterface where it is led there.
-LED = ("gptj", "gpt_neo", "bloom", "falcon")
+# Their attention goes through transformers' AttentionInterface where a kernel is asked for.
+BY_KERNELS = ("gptj", "gpt_neo", "bloom", "falcon")
 KEY_VALUE_HEADS = {family: {"num_key_value_heads": 2} for family in ("llama", "mistral", "qwen3", "gemma")}
 
 
@@ -50,7 +50,7 @@ def awkward_job(corpora: Path, family: str, parallel: dict[str, Any], layers: in
     sections: dict[str, Any] = {"parallel": parallel, "layers": layers, "dropout": 0.1, "training": sequences}
     if "sharded_data_parallel_degree" in parallel:
         sequences["sequences_per_step"] = 8 * stages - 1
-    if family in LED and "context_parallel_degree" in parallel:
+    if family in BY_KERNELS and "context_parallel_degree" in parallel:
         sections["model"] = {"attention": "auto"}
     if family in IN_FP32:
         sections |= FP32

@@ -10,6 +10,7 @@ import torch
 from transformers import T5Config, T5EncoderModel
 
 from shardwise.checkpoint.manifest import Progress
+from shardwise.job.axes import Axis
 from shardwise.job.schema import Job
 from shardwise.model.discover import discover
 from shardwise.parallel.layout import Layout
@@ -142,5 +143,6 @@ def test_a_checkpoint_changes_layout(
 def test_biases_of_positions_are_handed_on_in_one_stack_too() -> None:
     with torch.device("meta"):
         model = T5EncoderModel(T5Config(d_model=8, d_kv=4, d_ff=8, num_layers=3, num_heads=2, vocab_size=16))
-    stages = discover(model, Job()).stages
-    assert (stages.refusal, stages.encoder, stages.handed_on) == ("", "", {0: 0, 1: 2})
+    facts = discover(model, Job())
+    assert facts.supports(Axis.PIPELINE).ok
+    assert (facts.stages.encoder, facts.stages.handed_on) == ("", {0: 0, 1: 2})

@@ -11,10 +11,10 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from shardwise.job.schema import Job
-from shardwise.model.activations import fuse_activations
 from shardwise.model.build import build_model
 from shardwise.model.discover import discover
 from shardwise.model.facts import ModelFacts
+from shardwise.model.replacements import fuse_activations
 from shardwise.planner.formulas.activations import (
     BlockKind,
     Piece,

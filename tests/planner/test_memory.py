@@ -15,9 +15,11 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import foreach_reduce
 
 from benchmarks.memory_cpu import measure
 from shardwise._torch_compat import all_gather_single
+from shardwise.job.axes import Axis
 from shardwise.job.schema import Job
 from shardwise.kernels import float8_gather
 from shardwise.model.build import build_model
+from shardwise.model.capability import SUPPORTED
 from shardwise.model.discover import discover
 from shardwise.model.facts import ModelFacts
 from shardwise.plan.plan import Plan, World, resolve
@@ -158,7 +160,7 @@ def test_one_rank_with_one_dtype_needs_no_fsdp() -> None:
 
 
 def test_a_model_without_known_blocks_has_its_states() -> None:
-    facts = ModelFacts("Toy", False, 30, 0, (), parameter_shapes={"weight": (5, 6)})
+    facts = ModelFacts("Toy", 30, 0, (), dict.fromkeys(Axis, SUPPORTED), parameter_shapes={"weight": (5, 6)})
     plan, _ = planned(2)
     found = estimate(plan, facts)
     assert found.parameters == 4 * 3 * 6

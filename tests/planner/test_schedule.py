@@ -16,7 +16,9 @@ from torch.distributed.pipelining import (
 )
 
 from shardwise._torch_compat import UnpairedDualPipeV
+from shardwise.job.axes import Axis
 from shardwise.job.schema import Job, ParallelSection
+from shardwise.model.capability import SUPPORTED
 from shardwise.model.facts import BlockFacts, ModelFacts, StageFacts
 from shardwise.plan.draft import V_SCHEDULES, World, in_flight, stage_ranks
 from shardwise.plan.plan import Plan, resolve
@@ -27,10 +29,10 @@ from shardwise.planner.search.report import stage_table
 
 FACTS = ModelFacts(
     family="gpt_neox",
-    is_hugging_face=True,
     parameters=8 * 100 + 500 + 520,
     embedding_parameters=500,
     blocks=tuple(BlockFacts(f"layers.{i}", 100) for i in range(8)),
+    capabilities=dict.fromkeys(Axis, SUPPORTED),
     layers=8,
     hidden_size=10,
     head="embed_out",

@@ -5,8 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from shardwise.model.attention import LED, Family
-from shardwise.model.attention_kernels import BIASES, KERNELS, PREFERENCE, Kernel, Needs, refusal
+from shardwise.model.attention_kernels import (
+    BIASES,
+    KERNELS,
+    AttentionKernel,
+    AttentionNeeds,
+    choose_kernel,
+    kernel_supports,
+)
+from shardwise.model.family import FamilyAttention
+from shardwise.model.registry import known_families
 
 KERNEL_HEAD = ("kernel", "what it is", "devices", "dtypes", "masks", "bias", "soft cap", "dropout", "linear memory")
 FAMILY_HEAD = ("family", *(f"`{kernel.name}`" for kernel in KERNELS), "CPU `auto`", "note")
@@ -14,7 +22,7 @@ HEAD = 64  # head size that the families' rows assume
 
 
 def kernel_rows() -> Iterator[tuple[str, ...]]:
-    """What each kernel can do."""
+    """Yield what each kernel can do."""
     for kernel in KERNELS:
         yield (
             f"`{kernel.name}`",
@@ -30,26 +38,25 @@ def kernel_rows() -> Iterator[tuple[str, ...]]:
 
 
 def family_rows() -> Iterator[tuple[str, ...]]:
-    """Which family trains on which kernel, with all that its models may ask for; on a CPU, else on CUDA."""
-    for name, family in LED.items():
-        auto = next(kernel for kernel in PREFERENCE["cpu"] if not refusal(_kernel(kernel), _needs(family, "cpu")))
-        yield name, *(_runs(kernel, family) for kernel in KERNELS), f"`{auto}`", family.note
+    """Yield on which kernel each family trains, with all that its models may ask for; on a CPU, else on CUDA."""
+    for model_type, family in known_families().items():
+        if family.attention is not None:
+            choice = choose_kernel("auto", _needs(family.attention, "cpu"))
+            assert choice is not None
+            runs = (_devices(kernel, family.attention) for kernel in KERNELS)
+            yield model_type, *runs, f"`{choice.kernel.name}`", family.attention.note
 
 
-def _kernel(name: str) -> Kernel:
-    return next(kernel for kernel in KERNELS if kernel.name == name)
-
-
-def _runs(kernel: Kernel, family: Family) -> str:
-    """Where it runs, packages taken as installed."""
+def _devices(kernel: AttentionKernel, attention: FamilyAttention) -> str:
+    """Return where the kernel runs, packages taken as installed."""
     able = replace(kernel, package="")
-    places = [place for place in ("cpu", "cuda") if not refusal(able, _needs(family, place))]
-    return ", ".join(places) or "no"
+    devices = [device for device in ("cpu", "cuda") if kernel_supports(able, _needs(attention, device)).ok]
+    return ", ".join(devices) or "no"
 
 
-def _needs(family: Family, device: str) -> Needs:
+def _needs(attention: FamilyAttention, device: str) -> AttentionNeeds:
     dtype = "bf16" if device == "cuda" else "fp32"
-    return Needs(device, dtype, family.window, family.bias, family.softcap, False, HEAD, HEAD)
+    return AttentionNeeds(device, dtype, attention.window, attention.bias, attention.softcap, False, HEAD, HEAD)
 
 
 def _yes(answer: bool) -> str:

@@ -21,11 +21,13 @@ import shardwise
 from shardwise import errors
 from shardwise.commands.cli import COMMANDS, INTERRUPTED
 from shardwise.errors import ShardwiseError
+from shardwise.job.axes import Axis
 from shardwise.job.keys import leaves, sections
 from shardwise.job.optimizers import ELEMENTWISE, UNUSABLE
 from shardwise.job.schema import Job
 from shardwise.job.smp_options import ANY, MAPPED, MPI_NOTES, OPTIONS, Option, translate
 from shardwise.job.sources import ENVIRONMENT, SMP_KEY
+from shardwise.model.capability import SUPPORTED
 from shardwise.model.facts import BlockFacts, ModelFacts
 from shardwise.observe.metrics import __doc__ as METRICS_DOC
 from shardwise.parallel.layout import SMP_LETTERS, Layout, smp_axes
@@ -37,7 +39,9 @@ from tools.reference.tables import COMMON_OPTIONS, ENVIRONMENT_VARIABLES, FILES,
 
 GENERATED = "<!-- Written by `python -m tools.reference.pages docs/reference` from the code; do not edit. -->"
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
-FACTS = ModelFacts("", True, 1, 0, (BlockFacts("block", 1),))  # a model of which nothing matters here
+FACTS = ModelFacts(
+    "", 1, 0, (BlockFacts("block", 1),), dict.fromkeys(Axis, SUPPORTED)
+)  # a model of which nothing matters here
 SPLIT = ("shard", "pipeline", "tensor")
 PLACEMENTS = ("DPT", "DTP", "PDT", "PTD", "TDP", "TPD")
 

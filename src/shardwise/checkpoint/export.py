@@ -66,7 +66,7 @@ def _writer(
         return nullcontext()
     remove_unfinished(path)
     module: Any = model.module
-    config = module.config if model.facts.is_hugging_face else None
+    config = module.config if model.facts.has_config else None
     generation = getattr(module, "generation_config", None)
     return HuggingFaceWriter(path, config, tokenizer_directory, generation_config=generation)
 

@@ -167,7 +167,7 @@ class Checkpointer:
         plan, module = self.model.plan, self.model.module
         state = Scaler(scale=scaler.scale, good_steps=scaler.good_steps, hysteresis=scaler.hysteresis)
         ties = {first: list(others) for first, *others in self.model.facts.ties}
-        config: Any = module.config.to_dict() if self.model.facts.is_hugging_face else None  # type: ignore[operator, union-attr]
+        config: Any = module.config.to_dict() if self.model.facts.has_config else None  # type: ignore[operator, union-attr]
         generation: Any = getattr(module, "generation_config", None) if config is not None else None
 
         def describe(

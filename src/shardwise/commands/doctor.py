@@ -1,6 +1,6 @@
-"""`shardwise doctor`: what this machine offers to a run, which optional packages are there, and what a model supports.
+"""`shardwise doctor`: what this machine offers to a run, which optional packages are there, what a model supports.
 
-Of a model each answer is the legality table's own: a small job with that axis is resolved and its refusal shown.
+What a model supports is what its facts answer; the degrees are those with which the legality table lets a job run.
 """
 
 from __future__ import annotations
@@ -9,15 +9,17 @@ import json
 import os
 import platform
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from importlib import metadata
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.table import Table
 from rich.text import Text
 
 from shardwise.collectives import engine, topology
 from shardwise.errors import LegalityError
+from shardwise.job.axes import Axis, spec_of
 from shardwise.job.schema import Job
 from shardwise.kernels.products import prefers_onednn
 from shardwise.launch.environment import detect
@@ -36,14 +38,15 @@ MOST_RANKS = 64  # up to which degrees are tried
 
 
 def examine() -> Table | None:
-    """A table of versions, devices, backends, host resources and extras, and which ranks share what.
+    """Return a table of versions, devices, backends, host resources and extras, and which ranks share what.
 
     Under a launcher all ranks meet for the last; those other than 0 get None.
 
     Raises:
         MachineError: the ranks cannot meet.
     """
-    place, ranks = detect() or ALONE, list(_topology())
+    place = detect() or ALONE
+    ranks = list(_topology())
     if place.rank:
         return None
     return _table((*_versions(), *_host(), *_devices(), *_backends(), *ranks, *_extras()))
@@ -61,8 +64,23 @@ def _table(rows: Iterable[tuple[str, str]]) -> Table:
 # --- a model
 
 
+@dataclass(frozen=True)
+class ExaminedModel:
+    """A model and the job with which degrees are tried on it.
+
+    Attributes:
+        job: sections of that job.
+        facts: of the model on one stage.
+        staged: of the model on several stages.
+    """
+
+    job: dict[str, Any]
+    facts: ModelFacts
+    staged: ModelFacts
+
+
 def examine_model(where: str) -> Table:
-    """On which axes a Hugging Face model can be split, with which degrees, and why not.
+    """Return a table of the axes along which a Hugging Face model can be split, by which degrees, and why not.
 
     Args:
         where: a model directory or a config.json; weights are not read.
@@ -70,49 +88,90 @@ def examine_model(where: str) -> Table:
     Raises:
         ModelError: it is not there, or transformers has no language model of its type.
     """
-    facts, traced, task = _facts_of(where)
+    facts, staged, task = _facts_of(where)
     length = min(facts.max_positions or 128, 128)
-    enough = {"sequences_per_step": MOST_RANKS}  # that no degree is refused for want of samples
-    base = {"model": {"config": where, "task": task}, "data": {"sequence_length": length}, "training": enough}
-    return _table(_support(base, facts, traced))
+    training = {"sequences_per_step": MOST_RANKS}  # that no degree is refused for want of samples
+    job = {"model": {"config": where, "task": task}, "data": {"sequence_length": length}, "training": training}
+    return _table(_model_rows(ExaminedModel(job, facts, staged)))
 
 
 def _facts_of(where: str) -> tuple[ModelFacts, ModelFacts, str]:
-    """The facts, those with more than one stage, and the first task for which transformers has a head."""
+    """Return the facts, those with more than one stage, and the first task for which transformers has a head."""
     from shardwise.model.build import HEADS, build_model, load_config
     from shardwise.model.discover import discover
     from shardwise.model.traced_cut import cut_by_trace
 
     config = load_config(Job.model_validate({"model": {"config": where}}))
-    task = next((task for task, (_, known, _) in HEADS.items() if type(config) in known), "causal_lm")
+    task = next((task for task, (_, mapping, _) in HEADS.items() if type(config) in mapping), "causal_lm")
     job = Job.model_validate({"model": {"config": where, "task": task}})
     model = build_model(job)
     facts = discover(model, job)
     return facts, cut_by_trace(model, facts, min(facts.max_positions or TRACE_LENGTH, TRACE_LENGTH)), task
 
 
-def _support(base: dict[str, Any], facts: ModelFacts, traced: ModelFacts) -> Iterator[tuple[str, str]]:
+def _model_rows(model: ExaminedModel) -> Iterator[tuple[str, str]]:
+    facts = model.facts
     blocks = f"{len(facts.blocks)} blocks" if facts.blocks else "no repeated blocks"
     yield "model", f"{facts.family}, {facts.parameters:,} parameters, {blocks}"
-    yield "sharding", f"any degree, {'block by block' if facts.blocks else 'as one unit'}"
-    yield "tensor", _degrees(base, facts, "tensor_parallel_degree", {})
-    yield "sequence", _degrees(base, facts, "tensor_parallel_degree", {"sequence_parallel": True})
-    yield "context", _degrees(base, facts, "context_parallel_degree", {})
-    how = ", stages cut from its traced forward" if traced.stages.traced else ""
-    yield "pipeline", _degrees(base, traced, "pipeline_parallel_degree", {}) + how
+    for axis, row in AXIS_ROWS.items():
+        yield row.label, row.says(model, axis)
+    yield "sequence", _sequence_degrees(model)
     yield "loss", "in chunks, logits never whole" if facts.chunkable_head else "of whole logits: the head is not last"
-    yield from _attention(base, facts)
+    yield from _attention(model)
     if facts.probe_failure:
         yield "note", facts.probe_failure
 
 
-def _attention(base: dict[str, Any], facts: ModelFacts) -> Iterator[tuple[str, str]]:
-    """The kernel of each attention layer on this machine, layers with the same one and the same reason together."""
-    if facts.kernel_refusal:
-        yield "attention", f"transformers' own: {facts.kernel_refusal}"
+def _any_degree(model: ExaminedModel, axis: Axis) -> str:
+    return "any degree"
+
+
+def _shard_units(model: ExaminedModel, axis: Axis) -> str:
+    return f"any degree, {'block by block' if model.facts.blocks else 'as one unit'}"
+
+
+def _degrees(model: ExaminedModel, axis: Axis) -> str:
+    capability = model.facts.supports(axis)
+    return _legal_degrees(model.job, model.facts, axis) if capability.ok else f"no: {capability.reason}"
+
+
+def _stage_degrees(model: ExaminedModel, axis: Axis) -> str:
+    staged = replace(model, facts=model.staged)
+    return _degrees(staged, axis) + (", stages cut from its traced forward" if staged.facts.stages.traced else "")
+
+
+class AxisRow(NamedTuple):
+    """The row of an axis: its label, and the function that says what a model supports."""
+
+    label: str
+    says: Callable[[ExaminedModel, Axis], str]
+
+
+AXIS_ROWS: dict[Axis, AxisRow] = {
+    Axis.REPLICA: AxisRow("replicas", _any_degree),
+    Axis.SHARD: AxisRow("sharding", _shard_units),
+    Axis.TENSOR: AxisRow("tensor", _degrees),
+    Axis.CONTEXT: AxisRow("context", _degrees),
+    Axis.PIPELINE: AxisRow("pipeline", _stage_degrees),
+}
+
+
+def _sequence_degrees(model: ExaminedModel) -> str:
+    """Return the tensor degrees whose ranks can share the sequence."""
+    for capability in (model.facts.supports(Axis.TENSOR), model.facts.sequence_parallel):
+        if not capability.ok:
+            return f"no: {capability.reason}"
+    return _legal_degrees(model.job, model.facts, Axis.TENSOR, sequence_parallel=True)
+
+
+def _attention(model: ExaminedModel) -> Iterator[tuple[str, str]]:
+    """Yield the kernel of each attention layer on this machine, layers with the same kernel and reason together."""
+    facts = model.facts
+    if not facts.attention_kernels.ok:
+        yield "attention", f"transformers' own: {facts.attention_kernels.reason}"
         return
     device, length = _device_type(), facts.max_positions or TYPICAL_LENGTH
-    job = Job.model_validate({**base, "data": {"sequence_length": length}})
+    job = Job.model_validate({**model.job, "data": {"sequence_length": length}})
     rows: dict[tuple[str, str], list[str]] = {}
     for layer, choice in Draft(job, World(1, device, 1), facts).attention_choices:
         kernel, reason = (choice.kernel.name, choice.reason) if choice else ("none", "no kernel can do this")
@@ -127,23 +186,24 @@ def _device_type() -> str:
     return "cuda" if cuda.is_available() else "cpu"
 
 
-def _degrees(base: dict[str, Any], facts: ModelFacts, key: str, more: dict[str, Any]) -> str:
-    """The degrees of an axis that are legal, or why two ranks are not."""
-    refusals = {degree: _refusal(base, facts, {key: degree, **more}) for degree in range(2, MOST_RANKS + 1)}
+def _legal_degrees(job: dict[str, Any], facts: ModelFacts, axis: Axis, **settings: Any) -> str:
+    """Return the degrees of an axis that are legal with `settings` of the parallel section, or why 2 is not."""
+    key = spec_of(axis).degree_key.removeprefix("parallel.")
+    degrees = range(2, MOST_RANKS + 1)
+    refusals = {degree: _refusal(job, facts, degree, {key: degree, **settings}) for degree in degrees}
     legal = [degree for degree, refusal in refusals.items() if not refusal]
     if not legal:
         return f"no: {refusals[2]}"
     if len(legal) == len(refusals):
         return "any degree"
-    together = len(legal) > 3 and legal[-1] - legal[0] == len(legal) - 1
-    return f"degree {legal[0]} to {legal[-1]}" if together else f"degree {one_of(legal)}"
+    in_a_row = len(legal) > 3 and legal[-1] - legal[0] == len(legal) - 1
+    return f"degree {legal[0]} to {legal[-1]}" if in_a_row else f"degree {one_of(legal)}"
 
 
-def _refusal(base: dict[str, Any], facts: ModelFacts, parallel: dict[str, Any]) -> str:
-    """What the legality table says against it, without the keys; empty where nothing."""
-    degree = max(value for value in parallel.values() if not isinstance(value, bool))
+def _refusal(job: dict[str, Any], facts: ModelFacts, ranks: int, parallel: dict[str, Any]) -> str:
+    """Return what the legality table says against it, without the keys; empty where nothing."""
     try:
-        check(Draft(Job.model_validate({**base, "parallel": parallel}), World(degree, "cpu", degree), facts))
+        check(Draft(Job.model_validate({**job, "parallel": parallel}), World(ranks, "cpu", ranks), facts))
     except LegalityError as error:
         return str(error).partition(": ")[2] or str(error)
     return ""
@@ -192,30 +252,30 @@ def _devices() -> Iterator[tuple[str, str]]:
 def _backends() -> Iterator[tuple[str, str]]:
     from torch import distributed
 
-    there = [name for name in ("gloo", "nccl", "mpi") if distributed.is_backend_available(name)]
-    yield "backends", ", ".join(there) or "none"
+    available = [name for name in ("gloo", "nccl", "mpi") if distributed.is_backend_available(name)]
+    yield "backends", ", ".join(available) or "none"
     yield "engine", engine.obstacle() or ("built" if engine.library().is_file() else "compiled when it is first used")
 
 
 def _topology() -> Iterator[tuple[str, str]]:
-    """The hosts of all ranks that a launcher has started, and the devices that ranks share. Collective."""
+    """Yield the hosts of all ranks that a launcher has started, and the devices that ranks share. Collective."""
     from torch import distributed
 
     place = detect() or ALONE
     with process_group("cpu", "gloo", MEETING_SECONDS):
         store = distributed.group.WORLD.get_group_store()  # type: ignore[union-attr]
-        found = topology.discover(store, place.rank, place.world_size, _device(place.local_rank))
+        places = topology.discover(store, place.rank, place.world_size, _device(place.local_rank))
         distributed.barrier()  # nobody ends the store that others still read
-    for node, (ranks, identity) in enumerate(zip(found.hosts, found.identities, strict=True)):
+    for node, (ranks, identity) in enumerate(zip(places.hosts, places.identities, strict=True)):
         members = ", ".join(f"{rank} (local {local})" for local, rank in enumerate(ranks))
         yield f"node {node}", f"{json.loads(identity)[0]}: rank {members}"
-        for sharers in dict.fromkeys(found.sharers(rank) for rank in ranks):
-            of = "ranks" if len(sharers) > 1 else "rank"
-            yield "", f"{found.devices[sharers[0]]}: {of} {', '.join(map(str, sharers))}"
+        for sharers in dict.fromkeys(places.sharers(rank) for rank in ranks):
+            noun = "ranks" if len(sharers) > 1 else "rank"
+            yield "", f"{places.devices[sharers[0]]}: {noun} {', '.join(map(str, sharers))}"
 
 
 def _device(local_rank: int) -> str:
-    """What a rank computes on; GPUs are dealt out in turns, so that several ranks may share one."""
+    """Return the device of a rank; GPUs are dealt out in turns, so that several ranks may share one."""
     from torch import cuda
 
     if not cuda.is_available():
@@ -224,7 +284,7 @@ def _device(local_rank: int) -> str:
 
 
 def _extras() -> Iterator[tuple[str, str]]:
-    """The extras of this package and what is missing of each, from the package's own metadata."""
+    """Yield the extras of this package and what is missing of each, from the package's own metadata."""
     wanted: dict[str, list[str]] = {}
     for requirement in metadata.requires("shardwise") or []:
         extra = re.search(r"extra == ['\"]([\w-]+)['\"]", requirement)
@@ -233,5 +293,5 @@ def _extras() -> Iterator[tuple[str, str]]:
             wanted.setdefault(extra[1], []).append(package[0])
     for name, packages in sorted(wanted.items()):
         missing = [package for package in packages if _version(package) is None]
-        how = f"missing {', '.join(missing)}: pip install 'shardwise[{name}]'"
-        yield f"extra {name}", how if missing else "installed"
+        hint = f"missing {', '.join(missing)}: pip install 'shardwise[{name}]'"
+        yield f"extra {name}", hint if missing else "installed"

@@ -41,9 +41,9 @@ from transformers.initialization import meta_device_safe_creation_ops
 from shardwise.errors import ConfigError, ModelError, ShardwiseError
 from shardwise.job.objects import load_object
 from shardwise.job.schema import Job, ModelSection
-from shardwise.model.activations import fuse_activations
-from shardwise.model.attention_callers import OWN_PRODUCTS, adapt
 from shardwise.model.default import default_config
+from shardwise.model.registry import family_of
+from shardwise.model.replacements import fuse_activations, replace_attention
 from shardwise.words import nearest
 
 HEADS = {
@@ -236,9 +236,10 @@ def _build_hugging_face(job: Job, config: PreTrainedConfig) -> PreTrainedModel:
     _check_head(config, section)
     if getattr(config, "quantization_config", None):
         raise ModelError(f"model.path={section.path!r} holds quantized weights; training needs the unquantized model")
-    named = section.attention in BUILT and config.model_type not in OWN_PRODUCTS
-    model = _from_config(config, section, section.attention if named else None)
-    adapt(model)
+    attention = family_of(str(config.model_type)).attention
+    is_built = section.attention in BUILT and not (attention is not None and attention.eager_only)
+    model = _from_config(config, section, section.attention if is_built else None)
+    replace_attention(model)
     model.config.architectures = [type(model).__name__]
     path = section.path
     if path is not None and model.can_generate() and (Path(path) / "generation_config.json").exists():

@@ -18,13 +18,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from shardwise.job.axes import Axis
 from shardwise.job.schema import Job
-from shardwise.model.attention import context_refusal, kernel_refusal
+from shardwise.model.attention_support import context_capability, kernel_capability
+from shardwise.model.capability import SUPPORTED, Capability, refused, unless
 from shardwise.model.facts import BlockFacts, ModelFacts, StageFacts
 from shardwise.model.fusible import fusible
 from shardwise.model.probe import Probe, probe, rehearse_stage, token_inputs
+from shardwise.model.registry import family_of
 from shardwise.model.stage_cut import stage_facts
-from shardwise.model.tensor_plan import is_routed, sequence_refusal, tensor_plan, vocabulary_parameters
+from shardwise.model.tensor_plan import is_routed, sequence_capability, tensor_plan, vocabulary_parameters
 
 SIMILAR_NAMES = 0.5  # share of parameter names that the children of a list of blocks have in common
 SMALLEST_LIST = 0.1  # a further list of blocks has at least this share of the heaviest one's parameters
@@ -38,7 +41,7 @@ INTERMEDIATE = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "d
 EXPERTS_OF_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
 VOCABULARY = ("vocab_size", "vocabulary_size", "n_vocab")
 LENGTH = 8  # tokens of a rehearsal
-FACTORY_ATTENTION = "a module of model.factory keeps the attention that it was built with"
+FACTORY_ATTENTION = refused("a module of model.factory keeps the attention that it was built with")
 POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length", "block_size")
 
 
@@ -51,47 +54,75 @@ def discover(model: nn.Module, job: Job, example: Mapping[str, Tensor] | None = 
     lists = find_block_lists(model)
     blocks = [name for names in lists for name in names]
     config = _text_config(model)
-    seen = probe(model, lists, job.data.sequence_length, example)
+    forward = probe(model, lists, job.data.sequence_length, example)
     ties = find_ties(model)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    splits, refusal = tensor_plan(model)
+    splits, tensor = tensor_plan(model)
+    stages, pipeline = _stages(model, lists, ties, forward, example)
+    name = getattr(config, "model_type", None) or type(model).__name__
+    family = family_of(name)
     return ModelFacts(
-        family=getattr(config, "model_type", None) or type(model).__name__,
-        is_hugging_face=isinstance(model, PreTrainedModel),
+        family=name,
         parameters=_count([model]),
-        embedding_parameters=_embedding_parameters(model, ties, seen),
+        embedding_parameters=_embedding_parameters(model, ties, forward),
         blocks=tuple(BlockFacts(name, _count([model.get_submodule(name)])) for name in blocks),
+        capabilities={
+            Axis.REPLICA: SUPPORTED,
+            Axis.SHARD: SUPPORTED,
+            Axis.CONTEXT: _context_capability(model, blocks, forward),
+            Axis.TENSOR: tensor,
+            Axis.PIPELINE: pipeline,
+        },
+        **_interface(model),
         idle_parameters=_idle_parameters(model, config),
         experts_of_token=_number(config, EXPERTS_OF_TOKEN) or 0,
         experts_copied=getattr(config, "_experts_implementation", None) == "batched_mm",
         ties=ties,
-        layers=seen.block_calls or _number(config, LAYERS) or len(blocks),
-        **_sizes(model, config, blocks, seen),
-        head=seen.head,
-        head_has_bias=seen.head_has_bias,
-        has_attention_dropout=seen.has_attention_dropout,
-        has_functional_dropout=seen.has_functional_dropout,
-        drops_blocks=seen.drops_blocks,
-        blocks_share_arguments=seen.blocks_share_arguments,
+        layers=forward.block_calls or _number(config, LAYERS) or len(blocks),
+        **_sizes(model, config, blocks, forward),
+        head=forward.head,
+        head_has_bias=forward.head_has_bias,
+        has_attention_dropout=forward.has_attention_dropout,
+        has_functional_dropout=forward.has_functional_dropout,
+        drops_blocks=forward.drops_blocks,
+        blocks_share_arguments=forward.blocks_share_arguments,
         buffers=tuple(name for name, _ in model.named_buffers()),
-        stages=_stages(model, lists, ties, seen, example),
+        stages=stages,
         parameter_shapes=shapes,
         tensor_splits=splits,
-        vocabulary_parameters=vocabulary_parameters(model, seen.head),
-        tensor_refusal=refusal,
-        context_refusal=context_refusal(
-            model, blocks, seen.attention, seen.mixes_positions, seen.failure, seen.attention_arguments
-        ),
-        attention_arguments=seen.attention_arguments,
-        attention=seen.attention_calls,
+        vocabulary_parameters=vocabulary_parameters(model, forward.head),
+        attention_arguments=forward.attention_arguments,
+        attention=forward.attention_calls,
         linears=_linears(model, blocks),
         fusible=fusible(model),
-        kernel_refusal=FACTORY_ATTENTION
-        if job.model.factory
-        else kernel_refusal(model, len(seen.attention_calls), seen.attention_arguments, seen.failure),
-        sequence_refusal=sequence_refusal(shapes, blocks, splits, len(lists) == 1 and seen.blocks_are_chain),
-        probe_failure=seen.failure,
+        attention_kernels=FACTORY_ATTENTION if job.model.factory else _kernel_capability(model, forward),
+        sequence_parallel=sequence_capability(shapes, blocks, splits, len(lists) == 1 and forward.blocks_are_chain),
+        block_traits=family.block,
+        fp32_scores=family.attention is not None and family.attention.fp32_scores,
+        probe_failure=forward.failure,
     )
+
+
+def _interface(model: nn.Module) -> dict[str, bool]:
+    """Return what a model takes and returns; of a user's module nothing is known but that it has a loss."""
+    known = isinstance(model, PreTrainedModel)
+    return {
+        "takes_token_ids": known,
+        "returns_logits": known,
+        "computes_own_loss": not known,
+        "generates_text": known,
+        "has_config": known,
+    }
+
+
+def _context_capability(model: nn.Module, blocks: list[str], forward: Probe) -> Capability:
+    return context_capability(
+        model, blocks, forward.attention, forward.mixes_positions, forward.failure, forward.attention_arguments
+    )
+
+
+def _kernel_capability(model: nn.Module, forward: Probe) -> Capability:
+    return kernel_capability(model, len(forward.attention_calls), forward.attention_arguments, forward.failure)
 
 
 def _linears(model: nn.Module, blocks: Iterable[str]) -> dict[str, tuple[int, int]]:
@@ -110,20 +141,21 @@ def _stages(
     model: nn.Module,
     lists: list[list[str]],
     ties: tuple[tuple[str, ...], ...],
-    seen: Probe,
+    forward: Probe,
     example: Mapping[str, Tensor] | None,
-) -> StageFacts:
-    if seen.order is None:
-        return StageFacts(refusal=seen.failure)
-    stages = stage_facts(model, lists, ties, seen.order, seen.blocks_are_chain, seen.handed_on)
+) -> tuple[StageFacts, Capability]:
+    """Return how the model is cut into stages, and whether it can be."""
+    if forward.order is None:
+        return StageFacts(), unless(forward.failure)
+    stages, capability = stage_facts(model, lists, ties, forward.order, forward.blocks_are_chain, forward.handed_on)
     if stages.encoder:  # MVP adds to what its head returns
         example = token_inputs(model, LENGTH)
     elif isinstance(model, PreTrainedModel):
-        return stages
-    if stages.refusal or example is None:
-        return replace(stages, hidden=())  # it was shown tokens of some length, and takes any
+        return stages, capability
+    if not capability.ok or example is None:
+        return replace(stages, hidden=()), capability  # it was shown tokens of some length, and takes any
     blocks = [name for names in lists for name in names]
-    return replace(stages, refusal=rehearse_stage(model, blocks, stages, example), order=tuple(seen.order.calls))
+    return replace(stages, order=tuple(forward.order.calls)), rehearse_stage(model, blocks, stages, example)
 
 
 # --- blocks ----------------------------------------------------------------------------------------------------------
@@ -211,7 +243,7 @@ def find_ties(model: nn.Module) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(group) for group in names.values() if len(group) > 1)
 
 
-def _embedding_parameters(model: nn.Module, ties: tuple[tuple[str, ...], ...], seen: Probe) -> int:
+def _embedding_parameters(model: nn.Module, ties: tuple[tuple[str, ...], ...], forward: Probe) -> int:
     """Elements that are only looked up: owned by embeddings alone, and read by no matrix product."""
     owners: dict[str, list[nn.Module]] = {}
     first = {name: group[0] for group in ties for name in group}
@@ -223,7 +255,7 @@ def _embedding_parameters(model: nn.Module, ties: tuple[tuple[str, ...], ...], s
     return sum(
         sizes[name]
         for name, modules in owners.items()
-        if name not in seen.matrix_parameters
+        if name not in forward.matrix_parameters
         and all(isinstance(module, (nn.Embedding, nn.EmbeddingBag)) for module in modules)
     )
 
@@ -242,7 +274,7 @@ def _text_config(model: nn.Module) -> Any:
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
-def _sizes(model: nn.Module, config: Any, blocks: list[str], seen: Probe) -> dict[str, Any]:
+def _sizes(model: nn.Module, config: Any, blocks: list[str], forward: Probe) -> dict[str, Any]:
     """The size fields of ModelFacts: what the config says, else what the shapes tell, else 0."""
     block = model.get_submodule(blocks[0]) if blocks else None
     embedding = max(_embeddings(model), key=lambda module: module.weight.numel(), default=None)
@@ -252,7 +284,7 @@ def _sizes(model: nn.Module, config: Any, blocks: list[str], seen: Probe) -> dic
         "hidden_size": hidden,
         "attention_heads": heads,
         "key_value_heads": _key_value_heads(config, heads),
-        "head_size": _head_size(config, seen) or (hidden // heads if heads else 0),
+        "head_size": _head_size(config, forward) or (hidden // heads if heads else 0),
         "intermediate_size": _number(config, INTERMEDIATE) or _intermediate(block, hidden),
         "vocabulary_size": _number(config, VOCABULARY) or (embedding.num_embeddings if embedding is not None else 0),
         "max_positions": _max_positions(model, config),
@@ -260,9 +292,9 @@ def _sizes(model: nn.Module, config: Any, blocks: list[str], seen: Probe) -> dic
     }
 
 
-def _head_size(config: Any, seen: Probe) -> int:
+def _head_size(config: Any, forward: Probe) -> int:
     """Of the first call of attention, else what the config says, else 0."""
-    for call in seen.attention_calls:
+    for call in forward.attention_calls:
         return (call.head_size + call.value_size) // 2
     return _number(config, HEAD_SIZE) or 0
 
@@ -280,7 +312,7 @@ def _embeddings(model: nn.Module) -> list[nn.Embedding]:
 
 
 def _key_value_heads(config: Any, heads: int) -> int:
-    # Falcon and GPT-BigCode: one key-value head, whatever num_kv_heads says, unless Falcon's newer layers are used.
+    # One key-value head, whatever num_kv_heads says, except in the newer kind of layer that a config may ask for.
     if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
         return 1
     return _number(config, KEY_VALUE_HEADS) or heads
@@ -312,7 +344,7 @@ def _idle_parameters(model: nn.Module, config: Any) -> int:
 
 
 def _max_positions(model: nn.Module, config: Any) -> int | None:
-    """Longest sequence; RoBERTa's kind of position table starts counting behind its padding row."""
+    """Return the longest sequence; a position table with a padding row starts counting behind it."""
     positions = _number(config, POSITIONS)
     if positions is None:
         return None

@@ -5,9 +5,14 @@ Made by `shardwise.model.discover` from the structure of a model on the meta dev
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+
+from shardwise.job.axes import Axis
+from shardwise.model.capability import SUPPORTED, Capability, refused
+
+NOT_EXAMINED = refused("it was not looked at")
 
 
 @dataclass(frozen=True)
@@ -122,7 +127,6 @@ class StageFacts:
         encoder_blocks: how many blocks that stack has.
         runs: modules outside of the blocks -> numbers of the blocks with which they run.
         hidden: shape of one sample's hidden states in a module of model.factory; transformers' models have [S, H].
-        refusal: why the model cannot be cut, where it cannot.
         order: the blocks as they run, where each runs once.
         uses: parameter outside of blocks -> numbers of the blocks with which it is used.
         between: block number -> elements of the parameters that are used with it, neither `before` nor `after`.
@@ -138,7 +142,6 @@ class StageFacts:
     encoder_blocks: int = 0
     runs: dict[str, tuple[int, ...]] = field(default_factory=dict)
     hidden: tuple[int, ...] = ()
-    refusal: str = ""
     order: tuple[str, ...] = ()
     uses: dict[str, tuple[int, ...]] = field(default_factory=dict)
     between: dict[int, int] = field(default_factory=dict)
@@ -158,7 +161,7 @@ class AttentionFacts:
         name: of the module.
         head_size, value_size: of queries and keys, and of values.
         window: keys that a query sees, where not all.
-        bias: kind of the bias on the scores (`model.attention_kernels.Needs.bias`).
+        bias: kind of the bias on the scores (`model.attention_kernels.AttentionNeeds.bias`).
         softcap: whether scores pass a soft cap.
         dropout: whether probabilities are dropped.
     """
@@ -173,18 +176,41 @@ class AttentionFacts:
 
 
 @dataclass(frozen=True)
+class BlockTraits:
+    """What decides how much a block keeps for backward and the shapes of its parameters do not show.
+
+    Attributes:
+        relu: its MLP has ReLU.
+        parallel_residual: attention and MLP read the same hidden states.
+        heads_apart: rotary positions take a part of each head, or queries and keys are put together anew after them.
+    """
+
+    relu: bool = False
+    parallel_residual: bool = False
+    heads_apart: bool = False
+
+
+PLAIN_BLOCK = BlockTraits()
+
+
+@dataclass(frozen=True)
 class ModelFacts:
-    """Structure and sizes of one model.
+    """Structure and sizes of one model, and what can be done with it.
 
     Names are qualified module or parameter names of the unmodified model. Sizes are in elements. A field that does not
     apply (a user's own module without attention) is 0 or None.
     """
 
     family: str  # transformers' model_type, or the class name of a user's module
-    is_hugging_face: bool
     parameters: int  # tied parameters counted once
     embedding_parameters: int  # input embeddings (positions included) that no matrix product reads
     blocks: tuple[BlockFacts, ...]
+    capabilities: Mapping[Axis, Capability]  # of every axis; read by `supports`
+    takes_token_ids: bool = True  # its forward is called with `input_ids` alone, all else follows
+    returns_logits: bool = True  # its output has `logits`, of which the job takes the loss
+    computes_own_loss: bool = False  # its forward takes labels and returns the loss, unless the job has one
+    generates_text: bool = True  # a causal language model of it continues a prompt
+    has_config: bool = True  # it has a config of transformers, which checkpoints and exports hold
     idle_parameters: int = 0  # of experts, those that a token does not go through
     experts_of_token: int = 0  # to how many experts a token goes
     experts_copied: bool = False  # experts' weights are copied for each token that goes to them (batched_mm)
@@ -207,19 +233,27 @@ class ModelFacts:
     buffers: tuple[str, ...] = ()
     tensor_splits: dict[str, TensorSplit] = field(default_factory=dict)  # module name -> how it can be split
     vocabulary_parameters: tuple[str, ...] = ()  # of input embeddings and head, where ranks can share their rows
-    tensor_refusal: str = ""  # why tensor parallelism cannot be had, where it cannot
-    context_refusal: str = ""  # why sequences cannot be split over ranks, where they cannot
     attention_arguments: tuple[str, ...] = ()  # what attention is given beside tensors, scale and dropout
     attention: tuple[AttentionFacts, ...] = ()  # calls of attention, in order
     fusible: dict[str, str] = field(default_factory=dict)  # module name -> which of Liger's kernels can compute it
     linears: dict[str, tuple[int, int]] = field(default_factory=dict)  # of blocks: name -> (inputs, outputs)
-    kernel_refusal: str = "it was not looked at"  # why its attention cannot be led to a kernel, where it cannot
-    stages: StageFacts = field(default_factory=lambda: StageFacts(refusal="it was not looked at"))
-    sequence_refusal: str = ""  # why tensor ranks cannot share the sequence, where tensors can be split
+    attention_kernels: Capability = NOT_EXAMINED  # whether kernels of this project compute its attention
+    stages: StageFacts = field(default_factory=StageFacts)
+    sequence_parallel: Capability = SUPPORTED  # whether tensor ranks can share the sequence, where tensors are split
+    block_traits: BlockTraits = PLAIN_BLOCK
+    fp32_scores: bool = False  # its eager attention multiplies queries and keys in fp32 in every compute dtype
     parameter_shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # in order; ties once, first name
     probe_failure: str = (
         ""  # why the forward could not be probed; head, dropout and arguments are then assumed the worst
     )
+
+    def supports(self, axis: Axis) -> Capability:
+        """Answer whether ranks can be spread along `axis`."""
+        return self.capabilities[axis]
+
+    def with_capabilities(self, answers: Mapping[Axis, Capability]) -> ModelFacts:
+        """Return these facts with other answers for some axes."""
+        return replace(self, capabilities={**self.capabilities, **answers})
 
     @cached_property
     def attention_alike(self) -> tuple[int, ...]:

@@ -30,7 +30,8 @@ from transformers import PreTrainedConfig
 
 from shardwise._torch_compat import FakeTensorMode, tree_leaves
 from shardwise.errors import ModelError
-from shardwise.model.attention import MIXERS, AttentionCalls
+from shardwise.model.attention_calls import AttentionCalls
+from shardwise.model.capability import Capability, unless
 from shardwise.model.chain import BlockWatch, HandedOn, handed_on, is_chain, share_arguments
 from shardwise.model.facts import AttentionFacts, ModelFacts, StageFacts
 from shardwise.model.random_draws import Dice
@@ -52,6 +53,11 @@ MATRIX_PRODUCTS = {
     F.linear, F.bilinear, torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.einsum, torch.tensordot, torch.t,
     torch.transpose, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, Tensor.mm, Tensor.t, Tensor.transpose,
     Tensor.permute, Tensor.T.__get__, Tensor.mT.__get__,  # type: ignore[attr-defined]
+}  # fmt: skip
+# What mixes positions without attention: convolutions and scans of state-space models.
+MIXERS = {
+    torch.conv1d, torch.conv2d, nn.functional.conv1d, nn.functional.conv2d, torch.cumsum, Tensor.cumsum, torch.cumprod,
+    Tensor.cumprod, torch.roll, Tensor.roll, torch.flip, Tensor.flip, torch.fft.fft, torch.fft.rfft, torch.fft.fftn,
 }  # fmt: skip
 # Leave a tensor as it is; whether `contiguous` returned the tensor itself shows in the logits' identity.
 LOOKS = {"__get__", "size", "dim", "numel", "stride", "is_floating_point", "element_size", "__len__", "contiguous"}
@@ -123,23 +129,27 @@ def _attempt(run: Callable[[str, torch.dtype], Result]) -> tuple[Result | None, 
     return None, failure
 
 
-def rehearse_stage(model: nn.Module, blocks: Sequence[str], stages: StageFacts, example: Mapping[str, Tensor]) -> str:
-    """Why the forward of a user's module, or an encoder-decoder's, fails on stages that hold other blocks, where blocks
-    are empty and hand hidden states through; nothing where it runs. `example` as for `probe`."""
+def rehearse_stage(
+    model: nn.Module, blocks: Sequence[str], stages: StageFacts, example: Mapping[str, Tensor]
+) -> Capability:
+    """Answer whether a forward runs on stages that hold other blocks, where blocks are empty and return their input.
+
+    That of transformers' models without an encoder does. `example` as for `probe`.
+    """
 
     def rehearse(device: str, dtype: torch.dtype) -> None:
         rehearsed = _copy(model)
         for name in blocks:
             own: Any = rehearsed.get_submodule(name)
-            for held in (own._modules, own._parameters, own._buffers):
-                held.clear()
+            for contents in (own._modules, own._parameters, own._buffers):
+                contents.clear()
             own.forward = lambda hidden, *_, **__: (
                 (hidden, *(None,) * (stages.outputs - 1)) if stages.outputs else hidden
             )
         _run_fake(rehearsed, example, device, dtype)
 
     failure = _attempt(rehearse)[1]
-    return f"its forward reaches into its blocks: {failure}" if failure else ""
+    return unless(failure and f"its forward reaches into its blocks: {failure}")
 
 
 def shapes_handed_on(model: nn.Module, facts: ModelFacts, inputs: Mapping[str, Any]) -> Shapes:
@@ -268,7 +278,7 @@ class _Observation:
             stack.enter_context(torch.random.fork_rng(devices=[]))
             stack.enter_context(self.functions)
             stack.enter_context(self.dice)
-            stack.enter_context(self.attention.watched())
+            stack.enter_context(self.attention.recorded())
             output = torch.func.functional_call(self.model, state, (), fakes)
         return self._result(output)
 

@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from shardwise.model.capability import SUPPORTED, Capability, refused
 from shardwise.model.chain import HandedOn
 from shardwise.model.facts import StageFacts, StandIn
 
@@ -117,20 +118,20 @@ def stage_facts(
     watch: OrderWatch,
     is_chain: bool,
     handed_on: HandedOn,
-) -> StageFacts:
-    """The facts of `model` from one watched forward."""
+) -> tuple[StageFacts, Capability]:
+    """Return how `model` is cut, from one recorded forward, and whether it can be."""
     blocks = [name for names in lists for name in names]
     order = tuple(watch.calls) if sorted(watch.calls) == sorted(blocks) else ()
     if len(lists) != (2 if watch.encoder else 1):
-        return StageFacts(refusal=f"it has {len(lists)} lists of blocks", order=order)
-    refusal = next(_refusals(model, lists, ties, watch, is_chain), handed_on[1])
-    if refusal:
-        return StageFacts(refusal=refusal, order=order)
+        return StageFacts(order=order), refused(f"it has {len(lists)} lists of blocks")
+    obstacle = next(_obstacles(model, lists, ties, watch, is_chain), handed_on[1])
+    if obstacle:
+        return StageFacts(order=order), refused(obstacle)
     last = len(blocks) - 1
     runs = {name: tuple(sorted(places)) or (last,) for name, places in watch.places.items()}
     behind = {name for name, phases in watch.phases.items() if phases <= {"after"}}
     first = [name for name in runs if "before" in watch.phases[name]]
-    return StageFacts(
+    stages = StageFacts(
         before={name: _own_parameters(model, name) for name in first},
         after={name: _own_parameters(model, name) for name in runs if name in behind},
         between=_between(model, ties, {name: runs[name] for name in runs if name not in behind and name not in first}),
@@ -143,6 +144,7 @@ def stage_facts(
         uses=_uses(model, ties, watch, runs),
         hidden=() if isinstance(model, PreTrainedModel) else next(iter(watch.hidden))[1:],
     )
+    return stages, SUPPORTED
 
 
 def _uses(
@@ -169,7 +171,7 @@ def _between(model: nn.Module, ties: Sequence[Sequence[str]], runs: Mapping[str,
     return found
 
 
-def _refusals(
+def _obstacles(
     model: nn.Module, lists: Sequence[Sequence[str]], ties: Sequence[Sequence[str]], watch: OrderWatch, is_chain: bool
 ) -> Iterator[str]:
     blocks = [name for names in lists for name in names]
@@ -186,7 +188,7 @@ def _refusals(
         if phases - {"after"} and watch.stand_ins[name] is None:
             yield f"the shape of what {name} returns does not follow from its input's"
     if not isinstance(model, PreTrainedModel):
-        yield from _module_refusals(model, blocks, watch)
+        yield from _module_obstacles(model, blocks, watch)
     inside = {name: f"{name}." for name in blocks}
     for group in ties:
         owners = {next((b for b, prefix in inside.items() if name.startswith(prefix)), "") for name in group}
@@ -194,7 +196,7 @@ def _refusals(
             yield f"{group[0]} is tied from one block to another, or out of the blocks"
 
 
-def _module_refusals(model: nn.Module, blocks: Sequence[str], watch: OrderWatch) -> Iterator[str]:
+def _module_obstacles(model: nn.Module, blocks: Sequence[str], watch: OrderWatch) -> Iterator[str]:
     """Of a user's own module, whose hidden states may be anything."""
     if len(watch.hidden) != 1 or () in watch.hidden:
         yield "its blocks return hidden states of several shapes, or none"

@@ -1,4 +1,4 @@
-"""Which modules of a model tensor parallelism splits, and how: transformers' own plan where a model has one.
+"""Finds the modules of a model that tensor parallelism splits, and how: by its family's record or transformers' plan.
 
 A column module makes a part of its output features on each rank, a row module reads a part of its input features and
 its partial outputs are summed (Megatron-LM, arXiv 1909.08053, section 3). What lies between them - heads, the
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,100 +18,71 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from shardwise.model.capability import SUPPORTED, Capability, refused, unless
 from shardwise.model.facts import EXPERTS, TensorSplit
+from shardwise.model.family import Family, SplitRules
+from shardwise.model.registry import family_of, known_families
+from shardwise.model.split_rules import COLUMN, ROW
 
 # Kinds of `base_model_tp_plan` that are understood here.
 PUBLISHED = {
-    "colwise": TensorSplit("column"),
-    "rowwise": TensorSplit("row"),
+    "colwise": COLUMN,
+    "rowwise": ROW,
     "replicated_with_grad_allreduce": TensorSplit("partial"),
     "moe_tp_experts": TensorSplit("experts"),
 }
 # How transformers' plans speak of the parameters of experts, where these are stacked as `facts.EXPERTS` says.
 STACKED = {"gate_up_proj": "packed_colwise", "down_proj": "rowwise"}
 ROUTED = ["hidden_states", "top_k_index", "top_k_weights"]  # arguments of their forward
-# Families whose experts are split: those that tests hold against one process.
-EXPERT_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "dots1")
 UNGROUPED = ("eager", "batched_mm")  # transformers' implementations that take rows of any size
 # Modules beside experts that score them for each position by itself.
 ROUTERS = ("gate", "shared_expert_gate")
 # Names of projections of keys or values alone, with or without a plan of transformers'.
 KEY_VALUE = ("k_proj", "v_proj", "key", "value")
-COLUMN, ROW = PUBLISHED["colwise"], PUBLISHED["rowwise"]
-SEPARATE = {"q_proj": COLUMN, "k_proj": COLUMN, "v_proj": COLUMN, "out_proj": ROW}
-GATED = {"gate_proj": COLUMN, "up_proj": COLUMN, "down_proj": ROW}
-FUSED = "query_key_value"
 
 
-def _in(parent: str, rules: Mapping[str, TensorSplit]) -> dict[str, TensorSplit]:
-    return {f"{parent}.{name}": split for name, split in rules.items()}
-
-
-ENCODER = (
-    _in("encoder.layer.*.attention.self", {"query": COLUMN, "key": COLUMN, "value": COLUMN})
-    | _in("encoder.layer.*", {"attention.output.dense": ROW, "intermediate.dense": COLUMN, "output.dense": ROW})
-)  # fmt: skip
-INTERLEAVED = (  # one projection of [heads, (query, key, value), head size]
-    _in("h.*.self_attention", {FUSED: COLUMN, "dense": ROW})
-    | _in("h.*.mlp", {"dense_h_to_4h": COLUMN, "dense_4h_to_h": ROW})
-)  # fmt: skip
-T5_ATTENTION = {"q": COLUMN, "k": COLUMN, "v": COLUMN, "o": ROW, "relative_attention_bias": COLUMN}
-T5_STACK = (
-    _in("block.*.layer.*.SelfAttention", T5_ATTENTION)
-    | _in("block.*.layer.*.EncDecAttention", T5_ATTENTION)
-    | _in("block.*.layer.*.DenseReluDense", {"wi": COLUMN, "wi_0": COLUMN, "wi_1": COLUMN, "wo": ROW})
-    | _in("block.*.layer.*.DenseReluDense", {"dropout": TensorSplit("inner")})
-)  # fmt: skip
-# Of models for which transformers has no plan, or one that leaves something whole.
-OWN: dict[str, dict[str, TensorSplit]] = {
-    "gpt2": _in("h.*.attn", {"c_attn": TensorSplit("column", sections=3), "c_proj": ROW})
-    | _in("h.*.mlp", {"c_fc": COLUMN, "c_proj": ROW}),
-    "gptj": _in("h.*.attn", SEPARATE) | _in("h.*.mlp", {"fc_in": COLUMN, "fc_out": ROW}),
-    "gpt_neo": _in("h.*.attn.attention", SEPARATE) | _in("h.*.mlp", {"c_fc": COLUMN, "c_proj": ROW}),
-    "opt": _in("decoder.layers.*.self_attn", SEPARATE)
-    | _in("decoder.layers.*", {"fc1": TensorSplit("column", alone=True), "fc2": ROW}),
-    "bert": ENCODER,
-    "roberta": ENCODER,
-    "bloom": INTERLEAVED,
-    "falcon": INTERLEAVED,
-    "t5": _in("encoder", T5_STACK) | _in("decoder", T5_STACK),
-    "qwen2_moe": _in("layers.*.self_attn", {"q_proj": COLUMN, "k_proj": COLUMN, "v_proj": COLUMN, "o_proj": ROW})
-    | _in("layers.*.mlp", {**GATED, "experts": TensorSplit("experts")})
-    | _in("layers.*.mlp.shared_expert", GATED),
-}
-
-
-def tensor_plan(model: nn.Module) -> tuple[dict[str, TensorSplit], str]:
-    """Module name -> how it is split, or nothing and the reason why this model cannot be."""
+def tensor_plan(model: nn.Module) -> tuple[dict[str, TensorSplit], Capability]:
+    """Return how each module is split, by name, and whether the model can be split; of one that cannot no module is."""
     if not isinstance(model, PreTrainedModel):
-        return {}, "a module of model.factory says nothing about which of its layers belong together"
-    family = str(model.config.model_type)
-    published = _published(model)
-    if not published and family not in OWN:
-        return {}, f"there is no plan for {family} yet"
-    strange = sorted(set(published.values()) - PUBLISHED.keys())
-    if strange and family not in OWN:
-        return {}, f"transformers' plan for {family} asks for {', '.join(strange)}, which is not built yet"
-    if family == "bloom" and model.config.slow_but_exact and model.config.pretraining_tp > 1:
-        return {}, "slow_but_exact of bloom adds up slices of whole weights"
-    if family == "codegen":  # transformers 5.24 has a plan, right for degrees that divide 4
-        return {}, "codegen lays out queries, values and keys in four parts, which other degrees would cut across"
-    rules = OWN.get(family) or {name: PUBLISHED[kind] for name, kind in published.items()}
+        return {}, refused("a module of model.factory says nothing about which of its layers belong together")
+    family, published = family_of(str(model.config.model_type)), _published(model)
+    obstacle = next(_plan_obstacles(model, family, published), "")
+    if obstacle:
+        return {}, refused(obstacle)
+    rules = family.tensor_splits or {name: PUBLISHED[style] for name, style in published.items()}
     splits = _matched(model, rules)
-    if family == "falcon":
-        splits = _of_falcon(model.config, splits)
+    if family.refine_splits is not None:
+        splits = family.refine_splits(model.config, splits)
+    obstacle = next(_split_obstacles(model, family, splits), "")
+    return ({}, refused(obstacle)) if obstacle else (splits, SUPPORTED)
+
+
+def _plan_obstacles(model: PreTrainedModel, family: Family, published: Mapping[str, str]) -> Iterator[str]:
+    name = model.config.model_type
+    if family.tensor_splits is None:
+        if not published:
+            yield f"there is no plan for {name} yet"
+        unknown = sorted(set(published.values()) - PUBLISHED.keys())
+        if unknown:
+            yield f"transformers' plan for {name} asks for {', '.join(unknown)}, which is not built yet"
+    if family.tensor_refusal is not None and (refusal := family.tensor_refusal(model.config)):
+        yield refusal
+
+
+def _split_obstacles(model: PreTrainedModel, family: Family, splits: Mapping[str, TensorSplit]) -> Iterator[str]:
+    name = model.config.model_type
     if not splits:
-        return {}, f"transformers' plan for {family} names no module of this model"
+        yield f"transformers' plan for {name} names no module of this model"
     beside = _beside(model, splits)
     if beside:
-        return {}, f"{beside[0]!r} of {family} sees parts of activations, and its plan does not name it"
-    experts = [name for name, split in splits.items() if split.kind == "experts"]
-    if experts and family not in EXPERT_FAMILIES:
-        return {}, f"experts are split in {', '.join(EXPERT_FAMILIES)} alone, and those of {family} are not built yet"
-    other = [name for name in experts if not _stacked(model, name)]
+        yield f"{beside[0]!r} of {name} sees parts of activations, and its plan does not name it"
+    experts = [module for module, split in splits.items() if split.kind == "experts"]
+    if experts and not family.experts:
+        with_experts = [name for name, family in known_families().items() if family.experts]
+        yield f"experts are split in {', '.join(with_experts)} alone, and those of {name} are not built yet"
+    other = [module for module in experts if not _stacked(model, module)]
     if other:
-        return {}, f"{other[0]!r} of {family} is no pair of stacks of gate and up and of down projections"
-    return splits, ""
+        yield f"{other[0]!r} of {name} is no pair of stacks of gate and up and of down projections"
 
 
 def vocabulary_parameters(model: Any, head: str | None) -> tuple[str, ...]:
@@ -126,24 +97,24 @@ def vocabulary_parameters(model: Any, head: str | None) -> tuple[str, ...]:
     return tuple(name for name, parameter in model.named_parameters() if id(parameter) in wanted)
 
 
-def sequence_refusal(
-    shapes: Mapping[str, tuple[int, ...]], blocks: Sequence[str], splits: Mapping[str, TensorSplit], chain: bool
-) -> str:
-    """Why the ranks cannot each keep a part of the sequence between regions, or nothing.
+def sequence_capability(
+    shapes: Mapping[str, tuple[int, ...]], blocks: Sequence[str], splits: Mapping[str, TensorSplit], is_chain: bool
+) -> Capability:
+    """Answer whether the ranks can each keep a part of the sequence between regions.
 
     What stands there has to work on every position by itself, as norms, dropout and residuals do. Of the parameters of
     blocks that no split names these have one dim; a convolution or a recurrence over positions has more.
     """
     if not splits:
-        return "there is no plan of what is split"
-    if not chain:
-        return "its blocks are not one chain in which each works on the output of the one before"
+        return refused("there is no plan of what is split")
+    if not is_chain:
+        return refused("its blocks are not one chain in which each works on the output of the one before")
     parents = [name.rpartition(".")[0] for name, split in splits.items() if split.kind == "experts"]
     routers = [f"{parent}.{leaf}" for parent in parents for leaf in ROUTERS]
-    known, inside = (tuple(f"{name}." for name in names) for names in ([*splits, *routers], blocks))
-    others = [name for name in shapes if name.startswith(inside) and not name.startswith(known)]
+    planned, inside = (tuple(f"{name}." for name in names) for names in ([*splits, *routers], blocks))
+    others = [name for name in shapes if name.startswith(inside) and not name.startswith(planned)]
     wide = [name for name in others if len(shapes[name]) > 1]
-    return f"{wide[0]!r} of a block is not split, and may work across positions" if wide else ""
+    return unless(f"{wide[0]!r} of a block is not split, and may work across positions" if wide else "")
 
 
 def region_of(name: str, split: TensorSplit) -> str:
@@ -200,26 +171,16 @@ def _named_by(model: PreTrainedModel, rule: str) -> list[tuple[str, nn.Module]]:
     return [(name, part) for name, part in model.named_modules() if pattern.fullmatch(name)]
 
 
-def _matched(model: PreTrainedModel, rules: Mapping[str, TensorSplit]) -> dict[str, TensorSplit]:
+def _matched(model: PreTrainedModel, rules: SplitRules) -> dict[str, TensorSplit]:
     splits: dict[str, TensorSplit] = {}
     for rule, split in rules.items():
         split = replace(split, key_value=split.kind == "column" and rule.rpartition(".")[2] in KEY_VALUE)
-        splits |= {name: _of(part, split) for name, part in _named_by(model, rule)}
+        splits |= {name: _with_dim(part, split) for name, part in _named_by(model, rule)}
     return splits
 
 
-def _of_falcon(config: Any, splits: dict[str, TensorSplit]) -> dict[str, TensorSplit]:
-    """One key and one value head serve all queries (multi-query), or all of a group of the new decoder's."""
-    if not (config.new_decoder_architecture or config.multi_query):
-        return splits
-    shared = config.hidden_size // config.num_attention_heads
-    groups = config.num_kv_heads if config.new_decoder_architecture else 1
-    fused = {name: replace(splits[name], shared=shared, groups=groups) for name in splits if name.endswith(FUSED)}
-    return splits | fused
-
-
-def _of(module: Any, split: TensorSplit) -> TensorSplit:
-    """With the `dim` of the module's weight; a Conv1D holds it transposed, and so does a table of features."""
+def _with_dim(module: Any, split: TensorSplit) -> TensorSplit:
+    """Return `split` with the `dim` of the module's weight; a Conv1D and a table of features hold it transposed."""
     if split.kind == "experts":
         chosen = getattr(getattr(module, "config", None), "_experts_implementation", None)
         return replace(split, grouped=chosen not in UNGROUPED)

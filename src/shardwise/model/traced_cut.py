@@ -15,11 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.job.axes import Axis
+from shardwise.model.capability import SUPPORTED, refused
 from shardwise.model.facts import BlockFacts, ModelFacts, StageFacts
 from shardwise.model.probe import token_inputs, units_in_order
 from shardwise.model.trace import Trace, reason, trace
 
-TRACED = "stages of this model are cut from its traced forward, in which there are no modules any more"
+TRACED = refused("stages of this model are cut from its traced forward, in which there are no modules any more")
 DTYPE = torch.float32  # of the trial; a cut of another compute dtype is tried again before it runs
 
 
@@ -32,8 +34,8 @@ def cut_by_trace(
         model: on the meta device; it stays as it is.
         sequence_length: tokens of a sequence; counts where there is no `example`, the forward's keyword arguments.
     """
-    refusal = facts.stages.refusal
-    if not refusal or facts.stages.traced:
+    untraced = facts.supports(Axis.PIPELINE)
+    if untraced.ok or facts.stages.traced:
         return facts
     inputs = {name: _as_tried(value) for name, value in (example or token_inputs(model, sequence_length)).items()}
     if not facts.blocks:
@@ -45,22 +47,20 @@ def cut_by_trace(
         found = trace(model, order[1:], inputs, torch.device("cpu"), (DTYPE, DTYPE), order)
         stages = _stages(facts, found)
     except Exception as error:  # torch raises anything where it cannot trace
-        stages = replace(facts.stages, refusal=f"{refusal}, and torch cannot cut it either: {reason(error)}")
-        return replace(facts, stages=stages)
+        refusal = refused(f"{untraced.reason}, and torch cannot cut it either: {reason(error)}")
+        return facts.with_capabilities({Axis.PIPELINE: refusal})
     sizes = {block.name: block for block in facts.blocks}
     rows = next(value.shape[0] for value in inputs.values() if isinstance(value, Tensor))
     widest = max(elements(found, piece) for piece in range(1, len(found.pieces)))
     return replace(
-        facts,
+        facts.with_capabilities({Axis.PIPELINE: SUPPORTED, Axis.TENSOR: TRACED, Axis.CONTEXT: TRACED}),
         blocks=tuple(sizes[name] for name in order),
         stages=replace(stages, hidden=(widest // rows,), order=order),
         head=None,
         head_has_bias=False,
         tensor_splits={},
         vocabulary_parameters=(),
-        tensor_refusal=TRACED,
-        context_refusal=TRACED,
-        kernel_refusal=TRACED,
+        attention_kernels=TRACED,
         fusible={},
     )
 

@@ -31,7 +31,7 @@ from shardwise.kernels.attention.ring import OfBlock, Ring, ring_attention
 from shardwise.kernels.dropout import Square, active_scope, keep_mask
 from shardwise.kernels.loss import IGNORED, loss_dtype
 from shardwise.kernels.precision import torch_dtype
-from shardwise.model.attention import ALIBI
+from shardwise.model.registry import family_of
 from shardwise.parallel.layout import Layout
 from shardwise.plan.plan import Plan
 
@@ -140,10 +140,12 @@ def _position_counter(model: nn.Module) -> Callable[[Tensor], dict[str, Tensor]]
 
 
 def _place_biases(model: nn.Module) -> None:
-    """Let Bloom make the ALiBi biases of all keys, wherever they are: its own count would begin anew on every rank."""
+    """Let BLOOM make the ALiBi biases of all keys, wherever they are: its own count would begin anew on every rank."""
+    attention = family_of(str(model.config.model_type)).attention  # type: ignore[union-attr]
+    method = attention.key_bias_method if attention is not None else ""
     for module in model.modules():
-        if hasattr(module, ALIBI):
-            setattr(module, ALIBI, partial(_alibi, getattr(module, ALIBI)))
+        if method and hasattr(module, method):
+            setattr(module, method, partial(_alibi, getattr(module, method)))
 
 
 def _alibi(own: Callable[..., Tensor], attention_mask: Tensor, *args: Any, **kwargs: Any) -> Tensor:

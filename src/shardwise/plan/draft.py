@@ -24,7 +24,7 @@ from shardwise.job.schema import (
     PrecisionSection,
     TrainingSection,
 )
-from shardwise.model.attention_kernels import Choice, Needs, choose
+from shardwise.model.attention_kernels import AttentionNeeds, KernelChoice, choose_kernel
 from shardwise.model.balance import balance, block_costs
 from shardwise.model.facts import AttentionFacts, ModelFacts
 from shardwise.model.float8 import left_out
@@ -230,17 +230,17 @@ class Draft:
     @cached_property
     def chunked_loss(self) -> bool:
         """Whether the head runs inside the loss, so that logits never exist whole."""
-        return self.facts.is_hugging_face and self.facts.chunkable_head and self.model.loss is None
+        return self.facts.returns_logits and self.facts.chunkable_head and self.model.loss is None
 
     @property
     def led(self) -> bool:
         """Whether the model's attention is led to our kernels."""
-        return not self.facts.kernel_refusal
+        return self.facts.attention_kernels.ok
 
-    def attention_needs(self, layer: AttentionFacts) -> Needs:
+    def attention_needs(self, layer: AttentionFacts) -> AttentionNeeds:
         """What one attention layer of this job needs of its kernel."""
         window = layer.window is not None and layer.window < self.data.sequence_length
-        return Needs(
+        return AttentionNeeds(
             self.world.device_type,
             self.compute,
             self.data.isolate_documents or window,
@@ -252,12 +252,14 @@ class Draft:
         )
 
     @cached_property
-    def attention_choices(self) -> tuple[tuple[AttentionFacts, Choice | None], ...]:
+    def attention_choices(self) -> tuple[tuple[AttentionFacts, KernelChoice | None], ...]:
         """The kernel of each attention layer, None where the one asked for cannot do it; of models that are led."""
         if not self.led:
             return ()
         layers, alike = self.facts.attention, self.facts.attention_alike
-        chosen = {number: choose(self.model.attention, self.attention_needs(layers[number])) for number in set(alike)}
+        chosen = {
+            number: choose_kernel(self.model.attention, self.attention_needs(layers[number])) for number in set(alike)
+        }
         return tuple((layer, chosen[number]) for layer, number in zip(layers, alike))
 
     @cached_property

@@ -230,7 +230,7 @@ def _float8(draft: Draft, rules: dict[str, str]) -> tuple[str, ...]:
 
 def _attention(draft: Draft, rules: dict[str, str]) -> str:
     if not draft.led:
-        rules["attention"] = f"transformers' own: {draft.facts.kernel_refusal}"
+        rules["attention"] = f"transformers' own: {draft.facts.attention_kernels.reason}"
         return ""
     kernels: dict[str, str] = {}  # name -> the reason of the first layer that has it
     for _, choice in draft.attention_choices:
@@ -338,7 +338,7 @@ def _on(switch: bool) -> str:
 
 
 def _whole_logits(draft: Draft) -> str:
-    if not draft.facts.is_hugging_face:
+    if not draft.facts.returns_logits:
         return "a module of model.factory returns its own output"
     if draft.model.loss is not None:
         return "model.loss takes the whole output"

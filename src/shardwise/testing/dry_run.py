@@ -87,7 +87,7 @@ class DryRun:
 
 
 REFUSALS: tuple[tuple[Callable[[Plan, ModelFacts], Any], str], ...] = (
-    (lambda plan, facts: not facts.is_hugging_face, "model.factory: the inputs of a module of your own are not known"),
+    (lambda plan, facts: not facts.takes_token_ids, "model.factory: the inputs of a module of your own are not known"),
     (
         lambda plan, facts: plan.stages and facts.stages.traced,
         "parallel.pipeline_parallel_degree above 1: torch traces this model's forward to cut it, in no other trace",

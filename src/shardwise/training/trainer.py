@@ -229,7 +229,7 @@ class Trainer:
             not observe.sample
             or directory is None
             or self.job.model.task != "causal_lm"
-            or not run.facts.is_hugging_face
+            or not run.facts.generates_text
         ):
             return None
         from transformers import AutoTokenizer

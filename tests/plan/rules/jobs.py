@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from shardwise.errors import LegalityError
+from shardwise.job.axes import Axis
 from shardwise.job.schema import Job
+from shardwise.model.capability import SUPPORTED, refused
 from shardwise.model.facts import AttentionFacts, BlockFacts, ModelFacts, StageFacts, TensorSplit
 from shardwise.plan.draft import Draft, World
 from shardwise.plan.rules import RULES, check
@@ -18,23 +20,30 @@ Case = tuple[dict[str, Any], dict[str, Any], str, World, ModelFacts, ModelFacts]
 
 FACTS = ModelFacts(
     family="gpt_neox",
-    is_hugging_face=True,
     parameters=1000,
     embedding_parameters=100,
     blocks=tuple(BlockFacts(f"layers.{i}", 100) for i in range(4)),
+    capabilities=dict.fromkeys(Axis, SUPPORTED),
     max_positions=512,
     head="embed_out",
     attention_heads=12,
     key_value_heads=6,
     stages=StageFacts(before={"embed_in": 100}, after={"embed_out": 100}),
 )
-BRANCHED = replace(FACTS, sequence_refusal="its blocks are not one chain")
+BRANCHED = replace(FACTS, sequence_parallel=refused("its blocks are not one chain"))
 DROPPING = replace(FACTS, drops_blocks=True)
-NO_PLAN = replace(FACTS, tensor_refusal="there is no plan for xlm yet")
-LISTS = replace(FACTS, stages=StageFacts(refusal="it has two lists of blocks"))
+NO_PLAN = FACTS.with_capabilities({Axis.TENSOR: refused("there is no plan for xlm yet")})
+LISTS = FACTS.with_capabilities({Axis.PIPELINE: refused("it has two lists of blocks")})
 OTHER_ARGUMENTS = replace(FACTS, blocks_share_arguments=False)
-FLAT = replace(FACTS, is_hugging_face=False, blocks=(), head=None, max_positions=None, family="Net")
-LED = replace(FACTS, kernel_refusal="", attention=(AttentionFacts("layers.0.attn", 8, 8),))
+USERS_MODULE: dict[str, Any] = {
+    "takes_token_ids": False,
+    "returns_logits": False,
+    "computes_own_loss": True,
+    "generates_text": False,
+    "has_config": False,
+}
+FLAT = replace(FACTS, **USERS_MODULE, blocks=(), head=None, max_positions=None, family="Net")
+KERNELS = replace(FACTS, attention_kernels=SUPPORTED, attention=(AttentionFacts("layers.0.attn", 8, 8),))
 GROUPED = replace(
     FACTS,
     tensor_splits={"layers.0.mlp.experts": TensorSplit("experts", grouped=True)},
@@ -48,7 +57,9 @@ SPANS = {"model": {"task": "seq2seq_lm"}}
 FULL = {"activation_checkpointing": "full"}
 TWO = {"tensor_parallel_degree": 2}
 CONTEXT = {"context_parallel_degree": 2}
-NO_INTERFACE = replace(FACTS, context_refusal="the attention of bloom does not go through transformers' interface")
+NO_INTERFACE = FACTS.with_capabilities(
+    {Axis.CONTEXT: refused("the attention of bloom does not go through transformers' interface")}
+)
 
 
 def resolve_case(job: dict[str, Any], world: World = CPU4, facts: ModelFacts = FACTS) -> None:

@@ -25,7 +25,7 @@ from shardwise.kernels.dropout import Square, active_scope
 from shardwise.kernels.loss import loss_dtype
 from shardwise.kernels.precision import DTYPES
 from shardwise.model.attention_kernels import BY_NAME as KERNELS
-from shardwise.model.attention_kernels import Choice, Needs, alternatives, choose, refusal
+from shardwise.model.attention_kernels import AttentionNeeds, KernelChoice, choose_kernel, kernel_supports, kernels_for
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 BACKENDS = {
@@ -51,10 +51,10 @@ class Call:
     dropout_name: str | None = None
 
     @property
-    def needs(self) -> Needs:
+    def needs(self) -> AttentionNeeds:
         """What a kernel has to be able to do."""
         query, value = self.query, self.value
-        return Needs(
+        return AttentionNeeds(
             query.device.type,
             NAMES[query.dtype],
             self.mask is not None and not self.mask.causal,
@@ -142,13 +142,17 @@ def run(call: Call, kernel: str = "auto") -> Tensor:
     return RUNNERS[chosen(call, kernel).kernel.name](call)
 
 
-def chosen(call: Call, kernel: str) -> Choice:
+def chosen(call: Call, kernel: str) -> KernelChoice:
     """The kernel of a call and the reason. Raises KernelError where the one asked for cannot do it."""
     needs = call.needs
-    choice = choose(kernel, needs)
+    choice = choose_kernel(kernel, needs)
     if choice is None:
-        why = f": {refusal(KERNELS[kernel], needs)}" if kernel != "auto" else " has no kernel for this call"
-        raise KernelError(f"model.attention={kernel!r}{why}; use {' or '.join(alternatives(needs)) or 'another model'}")
+        why = (
+            f": {kernel_supports(KERNELS[kernel], needs).reason}"
+            if kernel != "auto"
+            else " has no kernel for this call"
+        )
+        raise KernelError(f"model.attention={kernel!r}{why}; use {' or '.join(kernels_for(needs)) or 'another model'}")
     return choice
 
 

@@ -20,13 +20,14 @@ from transformers.masking_utils import causal_mask_function
 from shardwise.kernels.attention.dispatch import Call, chosen, run
 from shardwise.kernels.attention.masks import Mask, Seen, make_mask, same_document
 from shardwise.kernels.dropout import active_scope
+from shardwise.model.interface_attention import InterfaceAttention, eager_attention_forward
 
 PREFIX = "shardwise_"
 
 
 def use_attention_kernel(model: nn.Module, kernel: str) -> None:
-    """Let `model` (of a family in `model.attention.LED`) run `kernel`, a name of model/attention_kernels.py or
-    `auto`."""
+    """Let `model` (of a family whose record has `attention`) run `kernel`: `auto` or a name of
+    model/attention_kernels.py."""
     name = PREFIX + kernel
     AttentionInterface.register(name, partial(attend, kernel))
     AttentionMaskInterface.register(name, masked)
@@ -96,6 +97,8 @@ def _own_eager(module: nn.Module, call: Call, position_bias: Tensor | None, key_
 
 def own_attention(name: str, module: nn.Module) -> Callable[..., Any]:
     """The function that the model would have called; an eager one stands in the file of the module's class."""
+    if name == "eager" and isinstance(module, InterfaceAttention):
+        return eager_attention_forward
     if name == "eager":
         return sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[no-any-return]
     return AttentionInterface()[name]  # type: ignore[no-any-return]

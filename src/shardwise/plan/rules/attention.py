@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from shardwise.model.attention import WIDENING
-from shardwise.model.attention_kernels import BY_NAME, KERNELS, alternatives, refusal
+from shardwise.model.attention_kernels import BY_NAME, KERNELS, kernel_supports, kernels_for
 from shardwise.model.facts import AttentionFacts
 from shardwise.plan.draft import Draft
 from shardwise.plan.rules.context import context_method
@@ -21,17 +20,18 @@ def _kernel_reason(d: Draft) -> str:
     assert layer is not None
     if d.model.attention == "auto":
         return f"no kernel can do what {layer.name} needs"
-    return f"{layer.name}: {refusal(BY_NAME[d.model.attention], d.attention_needs(layer))}"
+    capability = kernel_supports(BY_NAME[d.model.attention], d.attention_needs(layer))
+    return f"{layer.name}: {capability.reason}"
 
 
 def _possible_kernels(d: Draft) -> list[str]:
-    each = [set(alternatives(d.attention_needs(layer))) for layer in d.facts.attention]
-    return ["auto", *(kernel.name for kernel in KERNELS if all(kernel.name in names for names in each))]
+    of_layers = [set(kernels_for(d.attention_needs(layer))) for layer in d.facts.attention]
+    return ["auto", *(kernel.name for kernel in KERNELS if all(kernel.name in names for names in of_layers))]
 
 
 def _widens(d: Draft) -> bool:
     """Whether attention that is called eager sums its scores in fp32: some families' own, and a ring's."""
-    return d.facts.family in WIDENING or context_method(d) == "ring"
+    return d.facts.fp32_scores or context_method(d) == "ring"
 
 
 # fmt: off
@@ -39,9 +39,9 @@ RULES: tuple[Rule, ...] = (
     idle("factory-attention", "model.attention", "a module of model.factory has no config in which to set it",
           model_from_factory, "use auto and set it in the factory"),
     Rule("attention-led", ("model.attention",), "kernels are chosen for the families whose attention is led to them",
-         lambda d: d.model.attention not in ("auto", "eager", "sdpa") and d.facts.kernel_refusal,
+         lambda d: d.model.attention not in ("auto", "eager", "sdpa") and not d.facts.attention_kernels.ok,
          fix="use auto, sdpa or eager",
-         because=lambda d: d.facts.kernel_refusal),
+         because=lambda d: d.facts.attention_kernels.reason),
     Rule("attention-kernel", ("model.attention",), "the kernel has to be there, and to do what every layer needs",
          lambda d: _refused_layer(d) is not None,
          fix="use auto",

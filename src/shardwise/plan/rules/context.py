@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from math import gcd
 
+from shardwise.job.axes import Axis
 from shardwise.plan.draft import Draft
 from shardwise.plan.rules.data import data_from_factory
 from shardwise.plan.rules.rule import Rule, idle
@@ -25,9 +26,9 @@ def _common_heads(d: Draft) -> int:
 RULES: tuple[Rule, ...] = (
     Rule("context-model", (CONTEXT_DEGREE,),
          "every look at another position has to go through transformers' AttentionInterface",
-         lambda d: d.parallel.context_parallel_degree > 1 and d.facts.context_refusal,
+         lambda d: d.parallel.context_parallel_degree > 1 and not d.facts.supports(Axis.CONTEXT).ok,
          fix="use 1",
-         because=lambda d: d.facts.context_refusal),
+         because=lambda d: d.facts.supports(Axis.CONTEXT).reason),
     Rule("context-data", (CONTEXT_DEGREE, "data.factory"), "sequences of tokens are split, and samples may be others",
          lambda d: d.parallel.context_parallel_degree > 1 and data_from_factory(d),
          fix="use context_parallel_degree 1, or data.path"),

@@ -8,8 +8,8 @@ from shardwise.plan.rules.rule import Rule
 RULES: tuple[Rule, ...] = (
     Rule("sequence-model", ("parallel.sequence_parallel", "parallel.tensor_parallel_degree"),
          "between split layers the model works on each position by itself, from block to block",
-         lambda d: d.sequence_parallel and d.facts.sequence_refusal,
+         lambda d: d.sequence_parallel and not d.facts.sequence_parallel.ok,
          fix="use sequence_parallel false",
-         because=lambda d: d.facts.sequence_refusal),
+         because=lambda d: d.facts.sequence_parallel.reason),
 )
 # fmt: on

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+from shardwise.job.axes import Axis
 from shardwise.plan.draft import SPLIT_SCHEDULES, Draft, changed, stages_of_a_rank
 from shardwise.plan.rules.rule import Rule, idle
 from shardwise.words import nearest
@@ -52,9 +53,9 @@ RULES: tuple[Rule, ...] = (
       for key in ("parallel.pipeline", VIRTUAL, "parallel.active_microbatches", AUTO, "parallel.memory_weight", DEFAULT,
                   MAP)),
     Rule("pipeline-model", (DEGREE,), "the model has to be a chain of blocks, or one that torch can trace and cut",
-         lambda d: not _one_stage(d) and d.facts.stages.refusal,
+         lambda d: not _one_stage(d) and not d.facts.supports(Axis.PIPELINE).ok,
          fix="use 1",
-         because=lambda d: d.facts.stages.refusal),
+         because=lambda d: d.facts.supports(Axis.PIPELINE).reason),
     Rule("traced-modules", (DEGREE, *BLOCK_KEYS),
          "stages that are cut from a traced forward have operators, and no blocks that something could be done to",
          lambda d: not _one_stage(d) and d.facts.stages.traced and changed(d.job, *BLOCK_KEYS),
@@ -64,7 +65,7 @@ RULES: tuple[Rule, ...] = (
          lambda d: not _one_stage(d) and d.facts.stages.traced and d.parallel.pipeline in SPLIT_SCHEDULES,
          fix="use pipeline interleaved or simple"),
     Rule("pipeline-loss", (DEGREE, "model.loss"), "the loss of a module of model.factory is taken on the last stage",
-         lambda d: not _one_stage(d) and not d.facts.is_hugging_face and d.model.loss is None,
+         lambda d: not _one_stage(d) and d.facts.computes_own_loss and d.model.loss is None,
          fix="give model.loss, a function of output and batch, or use pipeline_parallel_degree 1"),
     Rule("pipeline-blocks", (DEGREE, VIRTUAL), "every stage has a block",
          lambda d: not _one_stage(d) and d.stages > len(d.facts.blocks),

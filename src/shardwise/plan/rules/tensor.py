@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shardwise.job.axes import Axis
 from shardwise.model.facts import chunk
 from shardwise.plan.draft import Draft
 from shardwise.plan.rules.rule import Rule
@@ -36,9 +37,9 @@ def _aligned_degrees(d: Draft) -> list[int]:
 # fmt: off
 RULES: tuple[Rule, ...] = (
     Rule("tensor-model", ("parallel.tensor_parallel_degree",), "the model has to have a plan of what is split",
-         lambda d: d.parallel.tensor_parallel_degree > 1 and d.facts.tensor_refusal,
+         lambda d: d.parallel.tensor_parallel_degree > 1 and not d.facts.supports(Axis.TENSOR).ok,
          fix="use 1",
-         because=lambda d: d.facts.tensor_refusal),
+         because=lambda d: d.facts.supports(Axis.TENSOR).reason),
     Rule("tensor-heads", ("parallel.tensor_parallel_degree",), "has to divide the attention heads, and to divide the "
          "key-value heads or to be a multiple of them; ranks that share a head behind its queries divide its size",
          lambda d: d.parallel.tensor_parallel_degree > 1 and not _shares_heads(d, d.parallel.tensor_parallel_degree),

@@ -41,11 +41,8 @@ from typing import Any, Literal
 
 from shardwise.model.facts import EXPERTS, ModelFacts
 
-_RELU = frozenset({"opt"})  # by transformers' default of the family
-_PARALLEL_RESIDUAL = frozenset({"gpt_neox", "gptj", "phi", "falcon", "codegen", "cohere"})
 FP32 = 4
 INDICES = 40  # bytes of a row's expert, its place before and behind the sorting by expert, and its weight
-_HEADS_APART = frozenset({"gpt_neox", "phi", "gptj", "codegen", "stablelm"})
 
 
 @dataclass(frozen=True)
@@ -82,9 +79,9 @@ class BlockKind:
             head_norms=_norm_sizes(shapes).count((facts.head_size,)) >= 2,
             rotary=any(buffer.endswith("inv_freq") for buffer in facts.buffers),
             gated=bool(_stacks(shapes)) or matrices[mlp] - (fused and projection == mlp) >= 3,
-            relu=facts.family in _RELU,
-            parallel_residual=facts.family in _PARALLEL_RESIDUAL,
-            heads_apart=facts.family in _HEADS_APART,
+            relu=facts.block_traits.relu,
+            parallel_residual=facts.block_traits.parallel_residual,
+            heads_apart=facts.block_traits.heads_apart,
         )
 
 

@@ -117,7 +117,7 @@ class Space:
         if size is not None:
             changes[SIZE] = size
         if tensor > 1:
-            changes[SCATTERED] = self.open(SCATTERED, [not self.facts.sequence_refusal])[0]
+            changes[SCATTERED] = self.open(SCATTERED, [self.facts.sequence_parallel.ok])[0]
         return changes
 
     def neighbours(self, changes: Changes, offload: bool = False) -> Iterator[Changes]:

@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig
 from shardwise.errors import ModelError
 from shardwise.job.axes import Axis
 from shardwise.job.schema import MemorySection
+from shardwise.model.capability import SUPPORTED, refused
 from shardwise.model.discover import discover
 from shardwise.model.facts import ModelFacts
 from shardwise.model.traced_cut import cut_by_trace
@@ -81,9 +82,9 @@ def build(module: nn.Module, inputs: Mapping[str, Any]) -> ParallelModel:
     }
     values.setdefault("precision.compute", _dtype_of(weights))
     facts = _facts(module, values, inputs)
-    refused = state.layout.size(Axis.TENSOR) > 1 and facts.sequence_refusal
-    if refused and values.pop("parallel.sequence_parallel", False):
-        _say(f"smp_options: optimize='memory' has no effect here: {facts.sequence_refusal}.")
+    whole_rows = state.layout.size(Axis.TENSOR) > 1 and not facts.sequence_parallel.ok
+    if whole_rows and values.pop("parallel.sequence_parallel", False):
+        _say(f"smp_options: optimize='memory' has no effect here: {facts.sequence_parallel.reason}.")
     values |= _partition(module, facts) if state.layout.size(Axis.PIPELINE) > 1 else {}
     values, apart = _settle_checkpointing(module, facts, values)
     plan = replace(
@@ -152,16 +153,18 @@ def _facts(module: nn.Module, values: dict[str, Any], inputs: Mapping[str, Any])
         facts = _untraceable(facts, inputs) or cut_by_trace(module, facts, length, example)
     state.tracing = False
     own = tensor_splits(module)
-    unsplit = not published and bool(facts.tensor_refusal) and _has_whole_layers(module)
+    unsplit = not published and not facts.supports(Axis.TENSOR).ok and _has_whole_layers(module)
     if own or unsplit:
         whole = "layers of smp.nn hand whole activations to one another"
-        facts = replace(facts, tensor_splits=own, tensor_refusal="", vocabulary_parameters=(), sequence_refusal=whole)
+        facts = facts.with_capabilities({Axis.TENSOR: SUPPORTED})
+        facts = replace(facts, tensor_splits=own, vocabulary_parameters=(), sequence_parallel=refused(whole))
         if not facts.attention_heads:  # a script's own model has no config that says them
             facts = replace(facts, attention_heads=common_heads(module), key_value_heads=common_heads(module))
     if unsplit and not own and state.layout.size(Axis.TENSOR) > 1:
         _say(f"nothing of {facts.family} is split: nn.Linear and nn.Embedding under tensor parallelism are whole on "
              "every tensor rank, which work on the rows of all.")  # fmt: skip
-    return facts if facts.stages.refusal else replace(facts, is_hugging_face=True)
+    # A script's own step takes the loss.
+    return replace(facts, computes_own_loss=False) if facts.supports(Axis.PIPELINE).ok else facts
 
 
 def _has_whole_layers(module: nn.Module) -> bool:
@@ -177,13 +180,13 @@ def _untraceable(facts: ModelFacts, inputs: Mapping[str, Any]) -> ModelFacts | N
     """`facts` that name an argument of the forward with which no stages can be cut by tracing it, if there is one."""
     known = (Tensor, bool, int, float, str, type(None))
     name = next((name for name, value in inputs.items() if not isinstance(value, known)), None)
-    if name is None or not facts.stages.refusal:
+    if name is None or facts.supports(Axis.PIPELINE).ok:
         return None
     refusal = (
         f"the argument {name!r} of the forward is of class {type(inputs[name]).__name__}; stages of {facts.family}, "
         "which is no chain of blocks, are cut with tensors and plain values as arguments"
     )
-    return replace(facts, stages=replace(facts.stages, refusal=refusal))
+    return facts.with_capabilities({Axis.PIPELINE: refused(refusal)})
 
 
 # ---- stages

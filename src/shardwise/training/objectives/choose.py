@@ -14,4 +14,4 @@ def make_objective(model: ParallelModel) -> Objective:
     settings = model.plan.job.model
     if settings.loss is not None:
         return OwnModule(load_object(settings.loss), model.compute_dtype)
-    return LanguageModelling(model) if model.facts.is_hugging_face else OwnModule(None, model.compute_dtype)
+    return LanguageModelling(model) if model.facts.returns_logits else OwnModule(None, model.compute_dtype)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from shardwise.model.capability import refused
 from shardwise.model.facts import AttentionFacts
-from tests.plan.rules.jobs import CPU4, FACTS, LED, case
+from tests.plan.rules.jobs import CPU4, FACTS, KERNELS, case
 
 CASES = {
     "factory-attention": case(
@@ -16,15 +17,15 @@ CASES = {
         {"model": {"attention": "blockwise"}},
         "xlm is not among the families; use auto, sdpa or eager",
         CPU4,
-        replace(FACTS, kernel_refusal="xlm is not among the families"),
-        LED,
+        replace(FACTS, attention_kernels=refused("xlm is not among the families")),
+        KERNELS,
     ),
     "attention-kernel": case(
         {"model": {"attention": "sdpa"}},
         {"model": {"attention": "blockwise"}},
         "layers.0.attn: it has no soft cap on scores; use auto, blockwise or eager",
         CPU4,
-        replace(LED, attention=(AttentionFacts("layers.0.attn", 8, 8, softcap=True),)),
+        replace(KERNELS, attention=(AttentionFacts("layers.0.attn", 8, 8, softcap=True),)),
     ),
     "attention-overflow": case(
         {"model": {"attention": "eager"}, "precision": {"compute": "fp16"}},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tests.plan.rules.jobs import CONTEXT, CPU4, FACTS, LED, NO_INTERFACE, case
+from tests.plan.rules.jobs import CONTEXT, CPU4, FACTS, KERNELS, NO_INTERFACE, case
 
 CASES = {
     "context-model": case(
@@ -41,7 +41,7 @@ CASES = {
         {"parallel": {**CONTEXT, "context_parallel_method": "ring"}},
         "a ring is a kernel of its own; use model.attention auto",
         CPU4,
-        LED,
+        KERNELS,
     ),
     "context-shard": case(
         {"parallel": {**CONTEXT, "sharded_data_parallel_degree": 1}},

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from shardwise.model.facts import StageFacts
-from tests.plan.rules.jobs import CPU4, FACTORY, FACTS, LISTS, case
+from tests.plan.rules.jobs import CPU4, FACTORY, FACTS, LISTS, USERS_MODULE, case
 
 TRACED = replace(FACTS, stages=StageFacts(traced=True))
 
@@ -51,7 +51,7 @@ CASES = {
         {**FACTORY, **staged()},
         {"model": {"factory": "a:b", "loss": "a:c"}, **staged()},
         "give model.loss",
-        facts=replace(FACTS, is_hugging_face=False, head=None),
+        facts=replace(FACTS, **USERS_MODULE, head=None),
     ),
     "pipeline-blocks": case(
         staged(virtual_pipeline_degree=3), staged(virtual_pipeline_degree=2), "6 stages, and the model has 4 blocks"

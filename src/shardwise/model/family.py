@@ -1,0 +1,68 @@
+"""The record of a model family: what of its models neither their structure nor transformers' own plans show.
+
+A file of `shardwise.model.families` holds one record as `FAMILY`; `shardwise.model.registry` finds it by model type. A
+family without a record is one of which nothing has to be known: `Family((model_type,))`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from shardwise.model.facts import PLAIN_BLOCK, BlockTraits, TensorSplit
+
+SplitRules = Mapping[str, TensorSplit]  # module of the base model, `*` for a block's number -> how it is split
+
+
+@dataclass(frozen=True)
+class FamilyAttention:
+    """What the attention of a family asks of kernels, and how its calls reach them.
+
+    Attributes:
+        bias: kind of bias on scores (`attention_kernels.AttentionNeeds.bias`) that some model of it has.
+        softcap: whether some model of it caps scores.
+        window: whether some layer of a model of it sees a window of keys.
+        note: a remark for the reference page.
+        classes: transformers' class of attention -> a subclass that calls transformers' AttentionInterface. Empty
+            where transformers' own class calls it.
+        keeps_class: config -> whether a model keeps transformers' class all the same.
+        eager_only: whether transformers itself has no attention for it but the eager one.
+        fp32_scores: whether its eager attention multiplies queries and keys in fp32 in every compute dtype.
+        key_bias_method: name of the method that makes its bias on keys; it can be asked for the keys of all ranks.
+    """
+
+    bias: str = ""
+    softcap: bool = False
+    window: bool = False
+    note: str = ""
+    classes: Mapping[type[nn.Module], type[nn.Module]] = field(default_factory=dict)
+    keeps_class: Callable[[Any], bool] | None = None
+    eager_only: bool = False
+    fp32_scores: bool = False
+    key_bias_method: str = ""
+
+
+@dataclass(frozen=True)
+class Family:
+    """What is known of a model family.
+
+    Attributes:
+        model_types: transformers' names of the family's models, which share everything here.
+        attention: what its attention asks of this project's kernels; None: it keeps transformers' own attention.
+        tensor_splits: modules that tensor parallelism splits; None: transformers' plan (`base_model_tp_plan`) says so.
+        refine_splits: (config, splits of a model) -> splits that depend on the config's values.
+        tensor_refusal: config -> why a model cannot be split all the same; empty where it can.
+        experts: whether its experts are split by features, which tests hold against one process.
+        block: what the shapes of its blocks' parameters do not show.
+    """
+
+    model_types: tuple[str, ...]
+    attention: FamilyAttention | None = None
+    tensor_splits: SplitRules | None = None
+    refine_splits: Callable[[Any, dict[str, TensorSplit]], dict[str, TensorSplit]] | None = None
+    tensor_refusal: Callable[[Any], str] | None = None
+    experts: bool = False
+    block: BlockTraits = PLAIN_BLOCK
