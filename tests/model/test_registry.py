@@ -1,0 +1,111 @@
+"""A model family is one file: found by its model type, and the only place that knows the type."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from transformers import CONFIG_MAPPING
+
+import shardwise
+from shardwise.job.axes import Axis
+from shardwise.job.schema import Job
+from shardwise.model import families
+from shardwise.model.build import build_model
+from shardwise.model.discover import discover
+from shardwise.model.facts import ModelFacts
+from shardwise.model.registry import family_of, known_families
+
+# XGLM has OPT's names of layers, no plan of transformers' and no file here.
+TOY = '''
+"""XGLM, as a family of one's own."""
+
+from shardwise.model.facts import TensorSplit
+from shardwise.model.family import Family
+from shardwise.model.split_rules import ROW, SEPARATE_ATTENTION, below
+
+FAMILY = Family(
+    ("xglm",),
+    tensor_splits=below("layers.*.self_attn", SEPARATE_ATTENTION)
+    | below("layers.*", {"fc1": TensorSplit("column", alone=True), "fc2": ROW}),
+)
+'''
+SOURCE = Path(shardwise.__file__).parent
+# Rooms that name models for reasons of their own: Amazon's table of models, and published runs of the planner.
+NAMING_ROOMS = ("model/families", "smp", "planner/constants", "planner/published")
+OTHER_MEANINGS = {("kernels/liger.py", "llama")}  # Liger's name of a way to cast
+
+
+@pytest.fixture
+def extra_families(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A directory whose files are families too, until the test ends."""
+    monkeypatch.setattr(families, "__path__", [*families.__path__, str(tmp_path)])
+    known_families.cache_clear()
+    yield tmp_path
+    known_families.cache_clear()
+    for file in tmp_path.glob("*.py"):
+        sys.modules.pop(f"{families.__name__}.{file.stem}", None)
+
+
+def xglm_facts() -> ModelFacts:
+    config = {
+        "model_type": "xglm",
+        "vocab_size": 64,
+        "d_model": 32,
+        "num_layers": 2,
+        "attention_heads": 4,
+        "ffn_dim": 48,
+    }
+    job = Job.model_validate({"model": {"config": config}})
+    return discover(build_model(job), job)
+
+
+def test_a_family_is_added_by_one_file(extra_families: Path) -> None:
+    assert xglm_facts().supports(Axis.TENSOR).reason == "there is no plan for xglm yet"
+    (extra_families / "toy_family.py").write_text(TOY)
+    known_families.cache_clear()
+    facts = xglm_facts()
+    assert facts.supports(Axis.TENSOR).ok
+    assert facts.tensor_splits["model.layers.1.fc1"].kind == "column"
+    assert facts.tensor_splits["model.layers.1.self_attn.out_proj"].kind == "row"
+
+
+def test_an_unknown_model_type_has_an_empty_record() -> None:
+    family = family_of("mpt")
+    assert family.model_types == ("mpt",) and family.attention is None and family.tensor_splits is None
+
+
+def test_a_file_without_a_record_is_an_error(extra_families: Path) -> None:
+    (extra_families / "toy_empty.py").write_text("family = 3\n")
+    known_families.cache_clear()
+    with pytest.raises(TypeError, match=r"toy_empty\.py holds no FAMILY"):
+        known_families()
+
+
+def test_two_files_with_one_model_type_are_an_error(extra_families: Path) -> None:
+    (extra_families / "toy_llama.py").write_text(TOY.replace("xglm", "llama"))
+    known_families.cache_clear()
+    with pytest.raises(TypeError, match=r"toy_llama\.py names the model type 'llama', which another family has"):
+        known_families()
+
+
+def test_model_types_are_those_of_transformers() -> None:
+    assert set(known_families()) <= set(CONFIG_MAPPING)
+
+
+def test_no_other_file_knows_a_model_type() -> None:
+    """A model type in a string is a decision by name, which belongs into the family's file."""
+    known = set(known_families())
+    named = {(file, text) for file, text in _strings() if text in known and not file.startswith(NAMING_ROOMS)}
+    assert named == OTHER_MEANINGS
+
+
+def _strings() -> Iterator[tuple[str, str]]:
+    """Yield (file, string) for every string constant of the package."""
+    for path in sorted(SOURCE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield path.relative_to(SOURCE).as_posix(), node.value
