@@ -12,6 +12,7 @@ import pytest
 
 from shardwise.commands.cli import main
 from shardwise.errors import TableError
+from shardwise.planner.constants.hardware import DATA
 from shardwise.planner.constants.inventory import shipped
 from shardwise.planner.formulas.predict import predict
 from shardwise.planner.published import accuracy
@@ -82,7 +83,7 @@ def test_layouts_are_ranked_and_called_feasible_as_they_were() -> None:
 
 def test_constants_were_fitted_on_calibration_rows_alone() -> None:
     assert {row.text["fit_role"] for row in shipped_rows()} == {"calibrate"}
-    with open(accuracy.__file__.replace("accuracy.py", "data/calibration.csv")) as file:
+    with (DATA / "calibration.csv").open() as file:
         own = {(row["source"], row["table"], row["row"]) for row in csv.DictReader(file)}
     published = set()
     for path in accuracy.tables(TABLES):

@@ -113,7 +113,7 @@ def test_partial_results_are_pending_as_far_as_the_host_is_ahead() -> None:
 
 def test_a_host_is_ahead_where_it_is_quicker_and_does_not_wait() -> None:
     def ahead(host: float, blocks: int = 32, forwards: float = 1.0, **changes: object) -> float:
-        layer = Layer(Work(1.0, host=host), Work(), Work(), 0.0, 0.0, 0.0, 0.0)
+        layer = Layer(Work(1.0, host=host), Work(), Work(), {}, 0.0)
         return blocks_ahead(made(**changes), layer, blocks, forwards)
 
     assert ahead(2.0) == ahead(3.0) == 0

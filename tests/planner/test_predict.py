@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from shardwise.errors import ConfigError
+from shardwise.job.axes import Axis, state_axes
 from shardwise.job.schema import Job
 from shardwise.plan.draft import World
 from shardwise.plan.plan import resolve
@@ -76,20 +77,20 @@ def test_megatron_convention_is_the_papers() -> None:
 
 
 def test_ring_inside_a_node_is_the_formula() -> None:
-    over = group("shard", made(cluster=cluster("p5.48xlarge:1"), shard=8))
+    over = group(made(cluster=cluster("p5.48xlarge:1"), shard=8), *state_axes())
     assert gather(8e9, over) == pytest.approx(7 / 8 * 8e9 / over.intra + 7 * over.hop)
     assert reduce(8e9, over) == pytest.approx(2 * gather(8e9, over))
 
 
 def test_groups_follow_the_placement() -> None:
     inner = made(tensor=8, shard=2)
-    assert group("tensor", inner).nodes == 1 and group("shard", inner).nodes == 2
+    assert group(inner, Axis.TENSOR).nodes == 1 and group(inner, *state_axes()).nodes == 2
     outer = replace(inner, placement="TPD")
-    assert group("tensor", outer).local == 4 and group("shard", outer).nodes == 1
+    assert group(outer, Axis.TENSOR).local == 4 and group(outer, *state_axes()).nodes == 1
 
 
 def test_direct_gathering_beats_the_ring_where_hops_are_many() -> None:
-    over = group("shard", made(cluster=cluster("p4d.24xlarge:16"), shard=128))
+    over = group(made(cluster=cluster("p4d.24xlarge:16"), shard=128), *state_axes())
     assert gather(1e8, over, "smddp") < gather(1e8, over, "hierarchical") < gather(1e8, over)
 
 
@@ -202,7 +203,7 @@ def test_blocks_that_wait_gathered_spare_a_gather_each() -> None:
     nothing were freed."""
     exposed = made(stack=replace(stack_of("default"), overlap=1.0), accumulation=4)
     freed, kept, whole = (predict(replace(exposed, kept_blocks=n)) for n in (0, 3, exposed.model.layers))
-    one = gather(2 * exposed.model.layer_parameters, group("shard", exposed))
+    one = gather(2 * exposed.model.layer_parameters, group(exposed, *state_axes()))
     assert freed.seconds["shard"] - kept.seconds["shard"] == pytest.approx(4 * 3 * one)
     assert whole == predict(replace(exposed, reshard_after_forward=False))
     hidden = [predict(made(kept_blocks=n)).seconds["shard"] for n in (0, 1)]
@@ -256,9 +257,9 @@ def test_an_accelerator_that_is_not_known_names_the_nearest() -> None:
 
 def test_groups_that_lie_over_a_nodes_edge_are_between_nodes() -> None:
     """Of 6 tensor ranks on nodes of 8 the second group is on two nodes, and all wait for it."""
-    inside, over = (group("tensor", made(tensor=t, shard=48 // t, cluster=cluster("p5.48xlarge:6"))) for t in (8, 6))
+    inside, over = (group(made(tensor=t, shard=48 // t, cluster=cluster("p5.48xlarge:6")), Axis.TENSOR) for t in (8, 6))
     assert (inside.nodes, over.nodes > 1) == (1, True)
-    alone = group("tensor", made(tensor=6, shard=1, cluster=replace(cluster("p5.48xlarge:1"), per_node=6)))
+    alone = group(made(tensor=6, shard=1, cluster=replace(cluster("p5.48xlarge:1"), per_node=6)), Axis.TENSOR)
     assert alone.nodes == 1
     size = 1e8
     assert gather(size, over) > 3 * gather(size, inside)

@@ -47,7 +47,7 @@ TIME_COLOURS = {
     "matmul": "c1", "attention": "c6", "memory_bound": "c3", "recomputation": "c4", "bubble": "c5", "launch": "c7",
     "optimizer": "c8", **dict.fromkeys(TRAFFIC, "c2"),
 }  # fmt: skip
-PALER = dict(zip(TRAFFIC, (1.0, 0.8, 0.62, 0.46, 0.32)))
+PALER = {axis: round(0.77**number, 2) for number, axis in enumerate(TRAFFIC)}
 MEMORY_COLOURS = ("c1", "c6", "c3", "c2", "c5", "c7", "c4", "c8", "c1", "c8")
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from shardwise.errors import ConfigError
-from shardwise.job.axes import AXES, Axis, placed_axes, replica_axes, row_axes, state_axes
+from shardwise.job.axes import PLACEMENT_LETTERS, Axis, placed_axes, replica_axes, row_axes, state_axes
 from shardwise.plan.draft import placement_order
 from shardwise.words import nearest
 
@@ -204,7 +204,7 @@ class Layout:
 
 def refuse_unknown_axes(degrees: Mapping[Axis, int]) -> None:
     """Raise ConfigError for a key of `degrees` that is no axis, or a degree that is no whole number of at least 1."""
-    known = [str(spec.axis) for spec in AXES]
+    known = [str(axis) for axis in placed_axes(PLACEMENT_LETTERS)]
     for axis, degree in degrees.items():
         if axis not in known:
             raise ConfigError(f"degrees[{str(axis)!r}]={degree!r}: no such axis.{nearest(str(axis), known)}")

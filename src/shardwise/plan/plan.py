@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from shardwise.job.axes import Axis, axis_degrees, data_axes, row_axes
+from shardwise.job.axes import Axis, axis_degrees, data_axes, row_axes, state_axes
 from shardwise.job.schema import Job, ParallelSection
 from shardwise.model.facts import ModelFacts
 from shardwise.model.float8 import summary
@@ -77,6 +77,11 @@ class Plan:
     def data_ranks(self) -> int:
         """Ranks that read different samples."""
         return math.prod(self.degrees[axis] for axis in row_axes())
+
+    @property
+    def state_ranks(self) -> int:
+        """Ranks over which parameters, gradients and optimizer state are sharded."""
+        return math.prod(self.degrees[axis] for axis in state_axes())
 
     @property
     def positions(self) -> int:

@@ -23,6 +23,7 @@ import math
 from functools import lru_cache
 from typing import NamedTuple
 
+from shardwise.job.axes import Axis, placed_axes
 from shardwise.planner.formulas.prediction import Cluster, Configuration, Stack
 
 TREE = 0.25  # share of the ring's bandwidth that trees reach on large sizes (p5 with EFA, fabric_bandwidth.csv)
@@ -63,27 +64,12 @@ def _group(ranks: int, stride: int, cluster: Cluster, stack: Stack) -> Group:
     )
 
 
-def group(axis: str, configuration: Configuration) -> Group:
-    """The group of `axis`: shard (with context), replica, data (both), context, tensor or pipeline."""
-    sizes = {
-        "D": configuration.replica * configuration.shard * configuration.context,
-        "P": configuration.pipeline,
-        "T": configuration.tensor,
-    }
-    letter = {"tensor": "T", "pipeline": "P"}.get(axis, "D")
-    after = configuration.placement[configuration.placement.index(letter) + 1 :]
-    stride = math.prod(sizes[each] for each in after)
-    shard = configuration.shard * configuration.context
-    ranks = {
-        "shard": shard,
-        "replica": configuration.replica,
-        "data": sizes["D"],
-        "context": configuration.context,
-        "tensor": configuration.tensor,
-        "pipeline": configuration.pipeline,
-    }[axis]
-    stride *= shard if axis == "replica" else 1
-    return _group(ranks, stride, configuration.cluster, configuration.stack)
+def group(configuration: Configuration, *axes: Axis) -> Group:
+    """Return the group of the ranks that differ along `axes`, which lie side by side in the placement."""
+    placed = placed_axes(configuration.placement)
+    fastest = max(placed.index(axis) for axis in axes)
+    stride = configuration.degree(*placed[fastest + 1 :])
+    return _group(configuration.degree(*axes), stride, configuration.cluster, configuration.stack)
 
 
 def gather(size: float, over: Group, algorithm: str = "nccl") -> float:

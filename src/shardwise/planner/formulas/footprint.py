@@ -39,6 +39,7 @@ import math
 from functools import lru_cache
 from itertools import pairwise
 
+from shardwise.job.axes import state_axes
 from shardwise.plan.draft import SPLIT_SCHEDULES, V_SCHEDULES
 from shardwise.planner.formulas.compute import BYTES, tokens_of
 from shardwise.planner.formulas.layer import Layer, blocks_ahead, layer_of
@@ -71,7 +72,7 @@ def host_bytes(configuration: Configuration) -> float:
     """Bytes that offloading puts into the host's memory, of the rank that has most: parameters, gradients and Adam's
     states in fp32; inputs of checkpointed blocks."""
     model, size, found = configuration.model, 0.0, 0.0
-    data = configuration.shard * configuration.context
+    data = configuration.degree(*state_axes())
     if configuration.offload_activations and configuration.checkpointing == "full":
         size = configuration.checkpointed * tokens_of(configuration) * model.hidden * BYTES[configuration.precision]
     for rank in range(configuration.pipeline):
@@ -148,7 +149,7 @@ def _in_flight(configuration: Configuration, rank: int) -> float:
 
 
 def _states(configuration: Configuration, elements: float) -> dict[str, float]:
-    data = configuration.shard * configuration.context
+    data = configuration.degree(*state_axes())
     if configuration.zero == 3:
         each = elements / data
         states = {"parameters": 4 * each, "gradients": 4 * each, "optimizer": 8 * each}
@@ -169,7 +170,7 @@ def _buffers(configuration: Configuration, elements: float, ends: float) -> dict
     Gathered: two blocks and the ends. Communication: the flat buffers of the largest gathering and the largest
     reduction, and the gradients of a block. Backwards in two halves: everything gathered, all gradients whole.
     """
-    if configuration.zero < 3 or configuration.shard * configuration.context * configuration.tensor == 1:
+    if configuration.zero < 3 or configuration.degree(*state_axes()) * configuration.tensor == 1:
         return {"gathered": 0.0, "communication": 0.0}
     size, reduction = BYTES[configuration.precision], BYTES[configuration.reduction]
     one = configuration.model.layer_parameters / configuration.tensor

@@ -12,12 +12,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from shardwise.job.axes import Axis
-from shardwise.planner.formulas.communication import gather, group, join, reduce
+from shardwise.job.axes import Axis, state_axes
+from shardwise.planner.formulas.axis_traffic import block_traffic
+from shardwise.planner.formulas.communication import gather, group, join
 from shardwise.planner.formulas.compute import BYTES, Work, block, kernels, recomputed, tokens_of
 from shardwise.planner.formulas.prediction import Configuration
 
-ASYNC = 0.6  # of tensor traffic that stays exposed when it is cut in pieces (torchtitan gains 9 and 10 % a step by it)
 HOST_BANDWIDTH = 12e9  # bytes a second of one accelerator to its host; two of them share 16 lanes of PCIe 4
 QUEUE = 1024  # launches that an accelerator keeps before its host has to wait
 
@@ -28,15 +28,13 @@ class Layer(NamedTuple):
     forward: Work
     backward: Work
     again: Work
-    tensor: float
-    context: float
-    shard: float
+    traffic: dict[Axis, float]
     offload: float
 
     @property
     def device(self) -> float:
         work = self.forward.device + self.backward.device + self.again.device
-        return work + self.tensor + self.context + self.shard + self.offload
+        return work + sum(self.traffic.values()) + self.offload
 
     @property
     def host(self) -> float:
@@ -47,8 +45,7 @@ def layer_of(configuration: Configuration) -> Layer:
     """The mean block of `configuration`."""
     forward, backward = block(configuration)
     again = recomputed(configuration, forward)
-    tensor = _tensor(configuration)
-    context = _context(configuration)
+    traffic = block_traffic(configuration)
     busy = (forward.device, backward.device + again.device)
     shard, offload = _shard(configuration, busy)
     if configuration.kept_blocks and configuration.reshard_after_forward:
@@ -56,7 +53,8 @@ def layer_of(configuration: Configuration) -> Layer:
         waiting = _shard(replace(configuration, reshard_after_forward=False), busy)
         kept = configuration.kept_blocks / configuration.model.layers
         shard, offload = ((1 - kept) * one + kept * two for one, two in zip((shard, offload), waiting))
-    return Layer(forward, backward, again, tensor, context, shard, offload)
+    traffic[Axis.SHARD] += shard
+    return Layer(forward, backward, again, traffic, offload)
 
 
 def blocks_ahead(configuration: Configuration, layer: Layer, blocks: int, forwards: float) -> float:
@@ -75,7 +73,7 @@ def blocks_ahead(configuration: Configuration, layer: Layer, blocks: int, forwar
 
 def waits(configuration: Configuration) -> float:
     """Seconds that a block's share of messages costs the host."""
-    between = group(Axis.PIPELINE, configuration).nodes > 1
+    between = group(configuration, Axis.PIPELINE).nodes > 1
     return configuration.tensor * configuration.stack.pipeline_wait if between else 0.0
 
 
@@ -103,7 +101,7 @@ def _host_traffic(configuration: Configuration) -> tuple[float, float]:
         backward = forward
     if configuration.host_optimizer:
         shard = 4.0 * configuration.model.layer_parameters / configuration.tensor
-        shard /= configuration.shard * configuration.context
+        shard /= configuration.degree(*state_axes())
         forward += shard
         backward += shard * (2 if configuration.reshard_after_forward else 1)
     return forward / HOST_BANDWIDTH, backward / HOST_BANDWIDTH
@@ -111,28 +109,11 @@ def _host_traffic(configuration: Configuration) -> tuple[float, float]:
 
 def _parameter_traffic(configuration: Configuration) -> tuple[float, float]:
     """Seconds of (forward's, backward's) gathering and scattering of a block's parameters."""
-    if configuration.zero < 3 or configuration.shard * configuration.context == 1:
+    if configuration.zero < 3 or configuration.degree(*state_axes()) == 1:
         return 0.0, 0.0
-    over, elements = group(Axis.SHARD, configuration), configuration.model.layer_parameters / configuration.tensor
+    over = group(configuration, *state_axes())
+    elements = configuration.model.layer_parameters / configuration.tensor
     size = 1 if configuration.gathers_float8 else BYTES[configuration.precision]
     parameters = gather(elements * size, over, configuration.collectives)
     gradients = gather(elements * BYTES[configuration.reduction], over, configuration.collectives)
     return parameters, gradients + (parameters if configuration.reshard_after_forward else 0.0)
-
-
-def _tensor(configuration: Configuration) -> float:
-    if configuration.tensor == 1:
-        return 0.0
-    over = group(Axis.TENSOR, configuration)
-    size = float(tokens_of(configuration) * configuration.model.hidden * BYTES[configuration.precision])
-    one = 2 * gather(size, over) if configuration.sequence_parallel else reduce(size, over)
-    again = configuration.checkpointed if configuration.checkpointing == "full" else 0.0
-    return (4 + 2 * again) * one * (ASYNC if configuration.async_tensor else 1.0)
-
-
-def _context(configuration: Configuration) -> float:
-    if configuration.context == 1:
-        return 0.0
-    width = 2 * configuration.model.key_value_width / configuration.tensor
-    size = configuration.microbatch * configuration.sequence * width * BYTES[configuration.precision]
-    return 3 * gather(size, group(Axis.CONTEXT, configuration))

@@ -90,7 +90,7 @@ class _Step:
         self.job = plan.job
         self.master, self.compute = BYTES[plan.dtypes.parameters], BYTES[plan.dtypes.compute]
         self.reduction, self.loss = BYTES[plan.dtypes.reduction], BYTES[plan.dtypes.loss]
-        self.ranks = plan.degrees[Axis.SHARD] * plan.degrees[Axis.CONTEXT]
+        self.ranks = plan.state_ranks
         self.fsdp = plan.needs_fsdp
         self.keeps_gathered = plan.holds_whole or not plan.job.parallel.reshard_after_forward
         self.on_cuda = plan.world.device_type == "cuda"

@@ -10,10 +10,11 @@ import math
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from shardwise.job.axes import Axis, placed_axes, row_axes
 from shardwise.model.facts import ModelFacts
 from shardwise.planner.constants.hardware import GIB, Accelerator
 
-WAITS = ("shard", "replica", "tensor", "context", "pipeline", "bubble", "launch", "stalls")
+WAITS = (*Axis, "bubble", "launch", "stalls")  # causes for which the accelerator does not compute
 EIGHTY = 1.2816  # standard deviations that hold 80 % of a normal distribution
 
 
@@ -226,6 +227,7 @@ class Configuration:
     """One way to train one model on one cluster. Degrees multiply to the cluster's size.
 
     Attributes:
+        replica, shard, context, tensor, pipeline: the degree of each axis, under its name.
         microbatch: sequences in one forward of one rank. accumulation: microbatches of a step.
         zero: what is sharded over the `shard` ranks: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too.
         placement: D (replica x shard x context), P and T in order, right-most varying fastest.
@@ -286,18 +288,23 @@ class Configuration:
         """Whether parameters and optimizer state are kept, and updated, in another memory than the accelerator's."""
         return self.offload_parameters and self.cluster.accelerator.name != "CPU"
 
+    def degree(self, *axes: Axis) -> int:
+        """Return the product of the degrees of `axes`."""
+        return math.prod(getattr(self, axis) for axis in axes)
+
     @property
     def ranks(self) -> int:
-        return self.replica * self.shard * self.context * self.tensor * self.pipeline
+        """Ranks of the whole cluster."""
+        return self.degree(*placed_axes(self.placement))
 
     @property
     def sequences(self) -> int:
-        """Of a step, over all ranks."""
-        return self.microbatch * self.accumulation * self.replica * self.shard
+        """Sequences of a step, over all ranks."""
+        return self.microbatch * self.accumulation * self.degree(*row_axes())
 
     @property
     def tokens(self) -> int:
-        """Of a step, over all ranks."""
+        """Tokens of a step, over all ranks."""
         return self.sequences * self.sequence
 
 

@@ -99,7 +99,7 @@ def local_elements(facts: ModelFacts, plan: Plan, tensor: int, shard: int, pipel
 
     Each has one gradient element, and as many elements of optimizer state as the class keeps.
     """
-    ranks = plan.degrees[Axis.SHARD] * plan.degrees[Axis.CONTEXT] if plan.needs_fsdp else 1
+    ranks = plan.state_ranks if plan.needs_fsdp else 1
     total = 0
     for shape in local_shapes(facts, plan, tensor, pipeline).values():
         rows = chunk(shape[0], ranks, shard) if shape else slice(0, 1)

@@ -9,9 +9,10 @@ from typing import Any
 from shardwise.job.axes import Axis
 from shardwise.plan.draft import lookup
 from shardwise.plan.rules import rules
+from shardwise.planner.formulas.axis_traffic import AXIS_TRAFFIC
 from shardwise.planner.search.search import Candidate, Found, written
 
-TRAFFIC = ("shard", "replica", "tensor", "context", "pipeline")  # exposed communication, by axis
+TRAFFIC = tuple(map(str, AXIS_TRAFFIC))  # exposed communication, by axis
 SCHEDULES = {  # said beside a layout; 1F1B is not
     "simple": "GPipe",
     "zero_bubble": "zero bubble",
@@ -55,7 +56,7 @@ def layout_of(candidate: Candidate) -> str:
     plan, job = candidate.plan, candidate.job
     parts = [f"{axis} {degree}" for axis, degree in plan.degrees.items() if degree > 1]
     stages = len(plan.stages) // plan.degrees[Axis.PIPELINE] if plan.stages else 1
-    parts = [f"{part} × {stages} stages" if part.startswith("pipeline") and stages > 1 else part for part in parts]
+    parts = [f"{part} × {stages} stages" if part.startswith(Axis.PIPELINE) and stages > 1 else part for part in parts]
     parts += ["sequence parallel"] if plan.sequence_parallel else []
     parts += [SCHEDULES[job.parallel.pipeline]] if plan.stages and job.parallel.pipeline in SCHEDULES else []
     return " · ".join(parts) or "one rank"

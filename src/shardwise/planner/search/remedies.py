@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations
 
 from shardwise.errors import LegalityError
-from shardwise.job.axes import Axis
+from shardwise.job.axes import Axis, data_axes
 from shardwise.model.facts import ModelFacts
 from shardwise.plan.plan import Plan, resolve
 from shardwise.planner.formulas.configure import configuration_of
@@ -62,9 +63,8 @@ def _single_changes(plan: Plan) -> Iterator[Changes]:
             yield {CHECKPOINTING: policy}
     for size in (d for d in divisors(plan.microbatch) if d < plan.microbatch):
         yield {SIZE: size, COUNT: None, **sequences}
-    data = plan.degrees[Axis.REPLICA] * plan.degrees[Axis.SHARD] * plan.degrees[Axis.CONTEXT]
-    sharded = plan.degrees[Axis.SHARD] * plan.degrees[Axis.CONTEXT]
-    for degree in (d for d in divisors(data) if d > sharded):
+    data = math.prod(plan.degrees[axis] for axis in data_axes())
+    for degree in (d for d in divisors(data) if d > plan.state_ranks):
         yield {SHARDED: degree}
     for degree in (d for d in divisors(plan.world.local_size) if d > plan.degrees[Axis.TENSOR]):
         yield {TENSOR: degree, SHARDED: None, **sequences}

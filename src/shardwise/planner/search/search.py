@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from shardwise.errors import LegalityError
-from shardwise.job.axes import Axis
+from shardwise.job.axes import Axis, same_rows_ranks
 from shardwise.job.schema import Job
 from shardwise.model.facts import ModelFacts
 from shardwise.plan.draft import lookup
@@ -286,8 +286,7 @@ def sized(question: Question) -> tuple[Job, list[str]]:
 def _assumed(job: Job, ranks: int) -> int:
     size, count = job.training.microbatch_size, job.training.gradient_accumulation
     if size is not None and count is not None:
-        split = job.parallel.tensor_parallel_degree * job.parallel.pipeline_parallel_degree
-        return size * count * max(1, ranks // (split * job.parallel.context_parallel_degree))
+        return size * count * max(1, ranks // same_rows_ranks(job))
     return max(16, SEQUENCES_A_RANK * ranks)
 
 
@@ -375,9 +374,8 @@ def _has(wanted: Changes) -> Callable[[Candidate], bool]:
 
 def _value(candidate: Candidate, key: str) -> object:
     """What runs: the plan's own number where it derives one."""
-    degrees = candidate.plan.degrees
     derived = {
-        "parallel.sharded_data_parallel_degree": degrees[Axis.SHARD] * degrees[Axis.CONTEXT],
+        SHARDED: candidate.plan.state_ranks,
         "training.microbatch_size": candidate.plan.microbatch,
         "training.gradient_accumulation": candidate.plan.accumulation,
     }

@@ -8,12 +8,14 @@ changing the best one key at a time (`neighbours`). Nothing here knows which of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import permutations
+from itertools import permutations, product
 from typing import Any
 
+from shardwise.job.axes import PLACEMENT_LETTERS, Axis, spec_of, state_axes
 from shardwise.job.schema import Job
 from shardwise.model.facts import ModelFacts
 from shardwise.plan.draft import V_SCHEDULES, lookup
@@ -23,8 +25,7 @@ Changes = dict[str, Any]  # dotted key -> value
 COARSE, FINE = 1.75, 1.3  # least ratio of neighbouring degrees: of sharding; of tensor and pipeline, 2, 3, 4, 6, 8 …
 LARGEST_MICROBATCH = 64  # sequences; powers of two are tried
 
-TENSOR, PIPELINE = "parallel.tensor_parallel_degree", "parallel.pipeline_parallel_degree"
-CONTEXT, SHARDED = "parallel.context_parallel_degree", "parallel.sharded_data_parallel_degree"
+TENSOR, PIPELINE, SHARDED = (spec_of(axis).degree_key for axis in (Axis.TENSOR, Axis.PIPELINE, Axis.SHARD))
 SCATTERED, VIRTUAL = "parallel.sequence_parallel", "parallel.virtual_pipeline_degree"
 SCHEDULE = "parallel.pipeline"
 SIZE, COUNT = "training.microbatch_size", "training.gradient_accumulation"
@@ -68,32 +69,27 @@ class Space:
 
     def jobs(self) -> Iterator[Changes]:
         """Every combination of degrees, sharding, microbatch and checkpointing; the coarse part of the search."""
-        for tensor, pipeline, context in self._degrees():
-            data = self.ranks // (tensor * pipeline)
-            for sharded in self._sharded(data, context):
-                for size in self._microbatches(data // context):
+        for degrees in self._degrees():
+            data_ranks = self.ranks // math.prod(degrees.values())
+            for sharded in self._sharded(data_ranks, degrees):
+                for size in self._microbatches(data_ranks):
                     for policy in self.open(CHECKPOINTING, ("none", "selective", "full")):
-                        yield self._changes(tensor, pipeline, context, sharded, size, policy)
+                        yield self._changes(degrees, sharded, size, policy)
 
-    def _degrees(self) -> Iterator[tuple[int, int, int]]:
-        """Degrees whose product divides the ranks; more stages than blocks or ranks than heads are never legal."""
-        whole = divisors(self.ranks)
-        heads, blocks = max(1, self.facts.attention_heads), max(1, len(self.facts.blocks))
-        for tensor in self.open(TENSOR, thinned((d for d in whole if d <= heads), FINE)):
-            for pipeline in self.open(PIPELINE, thinned((d for d in whole if d <= blocks), FINE)):
-                for context in self.open(CONTEXT, self._contexts()):
-                    if self.ranks % (tensor * pipeline * context) == 0:
-                        yield tensor, pipeline, context
+    def _degrees(self) -> Iterator[dict[Axis, int]]:
+        """Yield the degrees of `CANDIDATE_DEGREES` whose product divides the ranks."""
+        listed = {axis: candidates(self) for axis, candidates in CANDIDATE_DEGREES.items() if candidates}
+        opened = [self.open(spec_of(axis).degree_key, values) for axis, values in listed.items()]
+        for degrees in product(*opened):
+            if self.ranks % math.prod(degrees) == 0:
+                yield dict(zip(listed, degrees, strict=True))
 
-    def _contexts(self) -> list[int]:
-        """A rank keeps 1024 positions or more: shorter parts cost more traffic than they save."""
-        most = max(1, self.job.data.sequence_length // 1024)
-        return [d for d in divisors(self.ranks) if d <= most]
-
-    def _sharded(self, data: int, context: int) -> list[int | None]:
+    def _sharded(self, data_ranks: int, degrees: dict[Axis, int]) -> list[int | None]:
+        """Return degrees of sharding, which count the ranks of the other data axes that shard state."""
         if self.job.parallel.shard_optimizer_state:
             return [None]
-        return self.open(SHARDED, thinned(d for d in divisors(data) if d % context == 0))
+        inner = math.prod(degrees.get(axis, 1) for axis in state_axes())
+        return self.open(SHARDED, thinned(d for d in divisors(data_ranks * inner) if d % inner == 0))
 
     def _microbatches(self, data_ranks: int) -> list[int | None]:
         if COUNT in self.fixed and SIZE not in self.fixed:
@@ -102,13 +98,9 @@ class Space:
         powers = [1 << n for n in range(LARGEST_MICROBATCH.bit_length()) if rows % (1 << n) == 0]
         return self.open(SIZE, powers)
 
-    def _changes(
-        self, tensor: int, pipeline: int, context: int, sharded: int | None, size: int | None, policy: str
-    ) -> Changes:
-        changes = {
-            TENSOR: tensor,
-            PIPELINE: pipeline,
-            CONTEXT: context,
+    def _changes(self, degrees: dict[Axis, int], sharded: int | None, size: int | None, policy: str) -> Changes:
+        changes: Changes = {
+            **{spec_of(axis).degree_key: degree for axis, degree in degrees.items()},
             SHARDED: sharded,
             CHECKPOINTING: policy,
             "training.sequences_per_step": self.sequences,
@@ -116,7 +108,7 @@ class Space:
         }
         if size is not None:
             changes[SIZE] = size
-        if tensor > 1:
+        if degrees[Axis.TENSOR] > 1:
             changes[SCATTERED] = self.open(SCATTERED, [self.facts.sequence_parallel.ok])[0]
         return changes
 
@@ -138,7 +130,7 @@ class Space:
         if changes[TENSOR] > 1:
             yield SCATTERED, [False, True]
         if changes[TENSOR] > 1 or changes[PIPELINE] > 1:
-            yield "parallel.placement_strategy", ["".join(order) for order in permutations("DPT")]
+            yield "parallel.placement_strategy", ["".join(order) for order in permutations(PLACEMENT_LETTERS)]
         if changes[CHECKPOINTING] != "none":
             yield "memory.checkpoint_every", [1, 2, 3, 4]
         if (changes[SHARDED] or 2) > 1:
@@ -148,6 +140,32 @@ class Space:
         if changes[CHECKPOINTING] == "full":
             yield "memory.offload_activations", [False, True]
         yield "memory.offload_parameters", [False, True]
+
+
+def _at_most_heads(space: Space) -> list[int]:
+    heads = max(1, space.facts.attention_heads)
+    return thinned((d for d in divisors(space.ranks) if d <= heads), FINE)
+
+
+def _at_most_blocks(space: Space) -> list[int]:
+    blocks = max(1, len(space.facts.blocks))
+    return thinned((d for d in divisors(space.ranks) if d <= blocks), FINE)
+
+
+def _of_1024_positions(space: Space) -> list[int]:
+    """Return the degrees that leave 1024 positions on a rank: shorter parts cost more traffic than they save."""
+    most = max(1, space.job.data.sequence_length // 1024)
+    return [d for d in divisors(space.ranks) if d <= most]
+
+
+# The degrees of each axis that a search tries, the last axis varying fastest. None: the sharding degree decides.
+CANDIDATE_DEGREES: dict[Axis, Callable[[Space], list[int]] | None] = {
+    Axis.TENSOR: _at_most_heads,
+    Axis.PIPELINE: _at_most_blocks,
+    Axis.CONTEXT: _of_1024_positions,
+    Axis.SHARD: None,
+    Axis.REPLICA: None,
+}
 
 
 def thinned(values: Iterable[int], ratio: float = COARSE) -> list[int]:
