@@ -319,6 +319,11 @@ OTHERS: list[tuple[str, dict[str, Any], list[str]]] = [
     ("optimizer", {"optimizer": {"name": "NAdam"}}, ["holds the state of AdamW", "optimizer.name='NAdam'"]),
     ("options", {"optimizer": {"options": {"amsgrad": True}}}, ["lacks max_exp_avg_sq of", "={}", "'amsgrad'"]),
     ("sequences", {"data": {"validation_fraction": 0.3}}, ["trained on other data", "sequences"]),
+    (
+        "held out",
+        {"data": {"validation_split": "place"}},
+        ["held out by documents, this job holds them out by place", "set data.validation_split to documents"],
+    ),
 ]
 
 

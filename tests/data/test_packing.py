@@ -11,14 +11,15 @@ import pytest
 from shardwise.data import store
 from shardwise.data.batch import IGNORED
 from shardwise.data.packing import Masking, Spans, Windows, entropy, leave_out, mask, split_windows
+from shardwise.data.split import TokenCorpus
 from shardwise.data.store import Column, ColumnWriter
 from shardwise.errors import DataError
 
 MASKING = Masking(probability=0.15, mask_id=2, vocabulary_size=50, special_ids=(0, 1, 2))
 
 
-def column(path: Path, values: np.ndarray | list[int]) -> Column:
-    with ColumnWriter(path, np.int64) as writer:
+def column(path: Path, values: np.ndarray | list[int], dtype: type = np.int64) -> Column:
+    with ColumnWriter(path, dtype) as writer:
         for part in np.array_split(np.asarray(values), 7):
             writer.extend(part)
     return Column(path)
@@ -26,9 +27,12 @@ def column(path: Path, values: np.ndarray | list[int]) -> Column:
 
 def split(tmp_path: Path, tokens: int, size: int, fraction: float = 0.2, **options: object) -> tuple[Windows, Windows]:
     documents = options.pop("documents", [0, 5, 9, 30, 31, 70])
-    return split_windows(
-        column(tmp_path / "t", np.arange(tokens)), column(tmp_path / "d", documents), size, fraction, **options
+    corpus = TokenCorpus(
+        column(tmp_path / "t", np.arange(tokens)),
+        column(tmp_path / "d", documents),
+        column(tmp_path / "h", np.arange(len(documents)), np.uint64),
     )
+    return split_windows(corpus, "place", size, fraction, 0, **options)
 
 
 @pytest.mark.parametrize("tokens", [98, 99, 100, 101, 107])
@@ -92,12 +96,13 @@ def test_isolated_documents_of_a_masked_lm_keep_their_labels(tmp_path: Path) -> 
 def test_windows_across_record_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "ROWS", 10)
     train, validation = split(tmp_path, 107, 20)
-    assert len(train.tokens._chunks) > 5
+    tokens = train.stream.corpus.tokens
+    assert len(tokens._chunks) > 5
     assert train.window(1).tolist() == list(range(20, 41))
-    assert [train.tokens[index] for index in range(107)] == list(range(107))
+    assert [tokens[index] for index in range(107)] == list(range(107))
     assert validation.window(0).tolist() == list(range(81, 102))
     with pytest.raises(IndexError):
-        train.tokens.read(100, 108)
+        tokens.read(100, 108)
 
 
 def test_too_few_tokens(tmp_path: Path) -> None:

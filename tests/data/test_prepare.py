@@ -26,13 +26,13 @@ HERE = __name__
 
 
 def test_batches_equal_a_plain_reader(text_directory: Path, make_job: JobMaker) -> None:
-    data = prepare(make_job(path=str(text_directory)), 300)
+    data = prepare(make_job(path=str(text_directory), validation_split="place"), 300)
     tokenizer = AutoTokenizer.from_pretrained(data.tokenizer_directory)
     stream: list[int] = []
     for text in TEXTS:
         stream += [*tokenizer(text).input_ids, tokenizer.eos_token_id]
     assert isinstance(data.train, Windows)
-    starts = [data.train.documents[number] for number in range(4)]
+    starts = [data.train.stream.corpus.documents[number] for number in range(4)]
     assert starts == [0, *(index + 1 for index, token in enumerate(stream[:-1]) if token == tokenizer.eos_token_id)]
     count = (len(stream) - 2) // 16
     training = count - max(1, int(count * 0.2))
@@ -91,13 +91,14 @@ def test_prompt_is_the_start_of_a_validation_text(make_job: JobMaker, token_file
     data = prepare(make_job(path=str(token_file), format="tokens"), 401)
     assert isinstance(data.validation, Windows)
     prompt = data.prompt(5)
+    documents = data.validation.stream.corpus.documents
     assert prompt == list(range(prompt[0], prompt[0] + 5))
-    assert prompt[0] - 1 in [data.train.documents[index] for index in range(data.documents)]  # type: ignore[union-attr]
-    assert prompt[0] - 1 >= data.validation.base
+    assert prompt[0] - 1 in [documents[index] for index in range(data.documents)]
+    assert set(prompt) <= set(data.validation.stream.read(0, len(data.validation.stream)).tolist())
 
 
 def test_tokens_without_tokenizer(make_job: JobMaker, token_file: Path) -> None:
-    data = prepare(make_job(path=str(token_file), format="tokens"))
+    data = prepare(make_job(path=str(token_file), format="tokens", validation_split="place"))
     assert (data.tokens, data.vocabulary_size, data.eos_id, data.tokenizer_directory) == (400, 401, None, None)
     assert data.train.batch([1], [0], 0).inputs["input_ids"].tolist() == [list(range(17, 33))]
     with pytest.raises(DataError, match="hold 400, the vocabulary has 400 tokens"):
@@ -112,7 +113,8 @@ def test_tokens_with_tokenizer_end_with_its_end(make_job: JobMaker, text_directo
     path.write_text("".join(json.dumps({"input_ids": ids}) + "\n" for ids in [[5] * 20, [6] * 20 + [0], [7] * 20]))
     data = prepare(make_job(path=str(path), format="tokens", tokenizer=tokenizer))
     assert isinstance(data.train, Windows)
-    assert data.train.tokens.read(0, data.tokens).tolist() == [5] * 20 + [0] + [6] * 20 + [0] + [7] * 20 + [0]
+    tokens = data.train.stream.corpus.tokens.read(0, data.tokens).tolist()
+    assert tokens == [5] * 20 + [0] + [6] * 20 + [0] + [7] * 20 + [0]
 
 
 def test_tokenizer_larger_than_the_model(make_job: JobMaker, text_directory: Path) -> None:

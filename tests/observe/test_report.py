@@ -81,6 +81,28 @@ def test_header_holds_the_main_figures(tmp_path: Path) -> None:
     assert "415 MiB" in text
 
 
+def test_training_loss_is_the_mean_that_validation_can_be_compared_with(tmp_path: Path) -> None:
+    text = " ".join(Page(write_run(tmp_path, training_loss=8.25, averaged_steps=8)).text.split())
+    assert "Training loss 8.250 mean of the last 8 steps, from 8.975 in 40 steps" in text
+    assert "Training loss 8.000 from 8.975 in 40 steps" in " ".join(Page(write_run(tmp_path / "b")).text.split())
+
+
+def test_one_peak_is_shown_with_its_prediction(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    comparison = {"step": 10, "measured_step_seconds": 2.0, "predicted_step_seconds": 3.0}
+    comparison |= {"measured_peak_memory_bytes": 400 << 20, "predicted_peak_memory_bytes": 830 << 19}
+    with MetricsWriter(tmp_path / "metrics.jsonl") as writer:
+        writer.write(comparison)
+    text = " ".join(Page(write_report(tmp_path)).text.split())
+    assert "Peak memory 415 MiB of the fullest rank; predicted 415 MiB, off by +0.0%" in text
+    assert "Predicted step 3 s measured 2 s, off by +50.0%" in text and "Predicted memory" not in text
+
+
+def test_no_row_of_the_plan_is_blank(tmp_path: Path) -> None:
+    page = write_run(tmp_path).read_text(encoding="utf-8")
+    assert '<td class="value"></td>' not in page and "<code>stages</code>" not in page
+
+
 def test_charts_hold_the_records(tmp_path: Path) -> None:
     specs = Page(write_run(tmp_path)).specs
     assert list(specs) == ["plot-loss", "plot-throughput", "plot-memory", "plot-gradient", "plot-rate"]

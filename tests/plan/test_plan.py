@@ -46,6 +46,15 @@ def test_precheck_judges_what_needs_no_model(job: dict[str, Any], rule: str | No
     assert raised.value.rule == rule
 
 
+@pytest.mark.parametrize(("steps", "warmup"), [(5, 0), (6, 1), (64, 10), (12_006, 2000), (1_000_000, 2000)])
+def test_warmup_is_a_share_of_the_steps(steps: int, warmup: int) -> None:
+    derived = plan({"training": {"steps": steps}})
+    assert derived.warmup_steps == warmup
+    assert derived.rules["warmup_steps"] == f"warmup_steps auto: a sixth of {steps:,} steps, at most 2,000"
+    given = plan({"training": {"steps": steps}, "optimizer": {"warmup_steps": 3}})
+    assert (given.warmup_steps, given.rules["warmup_steps"]) == (3, "given")
+
+
 @pytest.mark.parametrize(
     ("parallel", "replica", "shard", "zero1"),
     [

@@ -118,7 +118,7 @@ def test_schedules(schedule: Any, warmup: int, steps: int) -> None:
     settings = OptimizerSection(
         learning_rate=2.0, schedule=schedule, warmup_steps=warmup, final_learning_rate_ratio=0.25
     )
-    rates = [learning_rate(settings, step, steps) for step in range(steps)]
+    rates = [learning_rate(settings, step, steps, warmup) for step in range(steps)]
     assert rates[:warmup] == [2.0 * (step + 1) / warmup for step in range(warmup)]
     assert rates[warmup] == 2.0
     rest = rates[warmup:]
@@ -132,7 +132,7 @@ def test_schedules(schedule: Any, warmup: int, steps: int) -> None:
 
 def test_known_points_of_the_schedules() -> None:
     linear = OptimizerSection(learning_rate=1.0, schedule="linear", final_learning_rate_ratio=0.0)
-    assert [learning_rate(linear, step, 5) for step in range(5)] == [1.0, 0.75, 0.5, 0.25, 0.0]
+    assert [learning_rate(linear, step, 5, 0) for step in range(5)] == [1.0, 0.75, 0.5, 0.25, 0.0]
     cosine = OptimizerSection(learning_rate=1.0, schedule="cosine", final_learning_rate_ratio=0.0)
-    assert learning_rate(cosine, 2, 5) == pytest.approx(0.5)
-    assert learning_rate(cosine, 1, 4) == pytest.approx(0.75)
+    assert learning_rate(cosine, 2, 5, 0) == pytest.approx(0.5)
+    assert learning_rate(cosine, 1, 4, 0) == pytest.approx(0.75)

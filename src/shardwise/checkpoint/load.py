@@ -33,6 +33,7 @@ from shardwise.parallel.model import ParallelModel
 from shardwise.words import listed
 
 Say = Callable[[str], None]
+FORMER_SPLIT = "place"  # of checkpoints that do not say it, from before documents were held out
 NO_NUMBERS = ("parallel.timeout_seconds", "parallel.max_restarts")  # keys that no number depends on
 
 
@@ -140,6 +141,15 @@ def check_fits(model: ParallelModel, manifest: Manifest, data: Mapping[str, Any]
             f"{path} holds the state of {manifest.optimizer}, the job has optimizer.name={name!r}; set it to "
             f"{manifest.optimizer}, or start from exported weights with model.path"
         )
+    check_data(manifest, data, path)
+
+
+def check_data(manifest: Manifest, data: Mapping[str, Any], path: str) -> None:
+    """Refuse a checkpoint of other tokens, of another order of samples, or of other held-out sequences.
+
+    Raises:
+        CheckpointError: with what differs.
+    """
     for key in ("content", "order"):
         if manifest.data.get(key) != data.get(key):
             raise CheckpointError(
@@ -147,6 +157,12 @@ def check_fits(model: ParallelModel, manifest: Manifest, data: Mapping[str, Any]
                 f"{data.get('corpus')}: {data.get(key)}); restore the corpus and the data section, or start from "
                 "exported weights with model.path"
             )
+    wrote, reads = manifest.data.get("split", FORMER_SPLIT), data.get("split", FORMER_SPLIT)
+    if wrote != reads:
+        raise CheckpointError(
+            f"{path} was trained with validation sequences held out by {wrote}, this job holds them out by {reads} and "
+            f"would train on some of them; set data.validation_split to {wrote}"
+        )
 
 
 def check_options(model: ParallelModel, optimizer: Optimizer, manifest: Manifest, path: str) -> None:

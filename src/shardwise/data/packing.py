@@ -6,18 +6,18 @@ document ended by the end-of-sequence token where the tokenizer has one. S is th
 
     n = (T - 2e) // S                         windows in all
     v = max(1, floor(n * validation_fraction))  validation windows; a = n - v training windows; a >= 1
-    training window i:    tokens[i*S : i*S + S + e],          0 <= i < a
-    validation window i:  tokens[b + i*S : b + i*S + S + e],  0 <= i < v,  b = a*S + e
+    training window i:    train[i*S : i*S + S + e],             0 <= i < a
+    validation window i:  validation[j*S : j*S + S + e],        0 <= i < v
 
-so the two parts share no token. Causal: input_ids = window[:-1], labels = window[1:]. With `isolate_documents`,
-position_ids restart at 0 at each document's first token in the window, and a label that belongs to another document
-than its input is -100.
+where `train` and `validation` are the two streams of `data/split.py`, which share no token, with v*S + e tokens held
+out. Where documents are held out, j = order(seed, i, v), so that a short evaluation reads a little of all of them; else
+j = i. Causal: input_ids = window[:-1], labels = window[1:]. With `isolate_documents`, position_ids restart at 0 at each
+document's first token in the window, and a label that belongs to another document than its input is -100.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import floor
 from typing import Any
@@ -26,7 +26,8 @@ import numpy as np
 import torch
 
 from shardwise.data.batch import IGNORED, Batch
-from shardwise.data.store import Column
+from shardwise.data.order import order
+from shardwise.data.split import TokenCorpus, TokenStream, split_tokens
 from shardwise.errors import DataError
 
 COUNT_BLOCK = 1 << 22
@@ -59,16 +60,15 @@ class Spans:
 
 @dataclass(frozen=True)
 class Windows:
-    """`count` windows of `sequence_length` tokens (plus one, causal) from `base` on; stride is the sequence length."""
+    """`count` windows of `sequence_length` tokens (plus one, causal) of a stream; stride is the sequence length."""
 
-    tokens: Column
-    documents: Column  # position of each document's first token
-    base: int
+    stream: TokenStream
     count: int
     sequence_length: int
     masking: Masking | None = None  # with neither: causal
     spans: Spans | None = None
     isolate_documents: bool = False
+    mixed_by: int | None = None  # seed of the windows' order; None: as they stand in the stream
 
     def __len__(self) -> int:
         return self.count
@@ -80,10 +80,14 @@ class Windows:
 
     def window(self, index: int) -> np.ndarray:
         """Token ids of one window, [S + e]."""
+        start = self.start_of(index)
+        return self.stream.read(start, start + self.sequence_length + self.extra)
+
+    def start_of(self, index: int) -> int:
+        """Position of a window's first token in the stream."""
         if not 0 <= index < self.count:
             raise IndexError(f"window {index} of {self.count}")
-        start = self.base + index * self.sequence_length
-        return self.tokens.read(start, start + self.sequence_length + self.extra)
+        return self.sequence_length * (index if self.mixed_by is None else order(self.mixed_by, index, self.count))
 
     def batch(self, indices: Sequence[int], counters: Sequence[int], seed: int) -> Batch:
         """The windows `indices`, as samples `counters` of a run with this seed."""
@@ -110,7 +114,7 @@ class Windows:
         return mask(window, self.masking, seed, counter)
 
     def _isolate(self, indices: Sequence[int], named: dict[str, torch.Tensor], labels: np.ndarray) -> torch.Tensor:
-        """Document numbers [B, S]; adds position_ids and clears labels across borders."""
+        """Document numbers [B, S]; adds position_ids and clears labels of another document than their input's."""
         size = self.sequence_length
         numbers = np.stack([self.document_numbers(index) for index in indices])  # [B, S + e]
         if self.extra:
@@ -123,48 +127,70 @@ class Windows:
 
     def document_numbers(self, index: int) -> np.ndarray:
         """For each token of a window, [S + e] int64: the number of its document within the window, from 0."""
-        start = self.base + index * self.sequence_length
-        length = self.sequence_length + self.extra
-        low = bisect_left(self.documents, start + 1)
-        high = bisect_left(self.documents, start + length, lo=low)
-        borders = np.zeros(length, dtype=np.int64)
-        borders[self.documents.read(low, high) - start] = 1
-        return np.cumsum(borders)
+        start, length = self.start_of(index), self.sequence_length + self.extra
+        begins = np.zeros(length, dtype=np.int64)
+        begins[self.stream.document_starts(start + 1, start + length) - start] = 1
+        return np.cumsum(begins)
 
     def target_counts(self, windows: int | None = None) -> np.ndarray:
         """How often each token id is a target of the first `windows` windows (unset: of all), by id.
 
         Targets are the tokens that the loss can be measured on: all but the very first for a causal LM.
         """
-        count = self.count if windows is None else min(windows, self.count)
-        start = self.base + self.extra
-        stop = start + count * self.sequence_length
         counts = np.zeros(0, dtype=np.int64)
-        for low in range(start, stop, COUNT_BLOCK):
-            block = np.bincount(self.tokens.read(low, min(stop, low + COUNT_BLOCK)), minlength=len(counts))
+        for start, stop in self._target_ranges(self.count if windows is None else min(windows, self.count)):
+            block = np.bincount(self.stream.read(start, stop), minlength=len(counts))
             block[: len(counts)] += counts
             counts = block
         return counts
 
+    def _target_ranges(self, windows: int) -> Iterator[tuple[int, int]]:
+        """Stretches of the stream that hold the targets of the first so many windows."""
+        size = self.sequence_length
+        if self.mixed_by is not None and windows < self.count:
+            for index in range(windows):
+                start = self.start_of(index) + self.extra
+                yield start, start + size
+            return
+        end = self.extra + windows * size
+        for start in range(self.extra, end, COUNT_BLOCK):
+            yield start, min(end, start + COUNT_BLOCK)
+
 
 def split_windows(
-    tokens: Column, documents: Column, sequence_length: int, validation_fraction: float, **options: Any
+    corpus: TokenCorpus, rule: str, sequence_length: int, validation_fraction: float, seed: int, **options: Any
 ) -> tuple[Windows, Windows]:
-    """(training, validation) windows as defined above; `options` are fields of Windows."""
-    extra = _extra(options.get("masking"), options.get("spans"))
-    count = (len(tokens) - 2 * extra) // sequence_length
+    """(training, validation) windows as defined above.
+
+    Args:
+        corpus: the token cache's columns.
+        rule: `documents` or `place`, which tokens are held out.
+        sequence_length: S.
+        validation_fraction: share of the windows that are held out.
+        seed: of the held-out documents and of the order of their windows.
+        options: further fields of Windows.
+
+    Raises:
+        DataError: there are too few tokens for a window of each.
+    """
+    tokens, extra = len(corpus.tokens), _extra(options.get("masking"), options.get("spans"))
+    count = (tokens - 2 * extra) // sequence_length
     if count < 2:
-        largest = (len(tokens) - 2 * extra) // 2
-        raise DataError(
-            f"the data set has {len(tokens)} tokens: too few for a training and a validation sequence of "
-            f"data.sequence_length={sequence_length}; use more text"
-            + (f" or a data.sequence_length of at most {largest}" if largest > 0 else "")
-        )
+        raise DataError(_too_few(tokens, sequence_length, (tokens - 2 * extra) // 2))
     validation = max(1, floor(count * validation_fraction))
-    training = count - validation
-    base = training * sequence_length + extra
-    common = {"tokens": tokens, "documents": documents, "sequence_length": sequence_length, **options}
-    return Windows(base=0, count=training, **common), Windows(base=base, count=validation, **common)
+    needed = (count - validation) * sequence_length + extra
+    train, held_out = split_tokens(corpus, rule, needed, validation * sequence_length + extra, seed)
+    common = {"sequence_length": sequence_length, **options}
+    mixed_by = seed if rule == "documents" else None
+    return Windows(train, count - validation, **common), Windows(held_out, validation, mixed_by=mixed_by, **common)
+
+
+def _too_few(tokens: int, sequence_length: int, largest: int) -> str:
+    remedy = f" or a data.sequence_length of at most {largest}" if largest > 0 else ""
+    return (
+        f"the data set has {tokens} tokens: too few for a training and a validation sequence of "
+        f"data.sequence_length={sequence_length}; use more text{remedy}"
+    )
 
 
 def _extra(masking: Masking | None, spans: Spans | None) -> int:

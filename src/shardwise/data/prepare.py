@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -21,6 +20,7 @@ from shardwise.cache import cache_root
 from shardwise.data.corpus import Corpus, data_format, find_corpus
 from shardwise.data.factory import Samples, open_samples
 from shardwise.data.packing import Masking, Spans, Windows, entropy, split_windows
+from shardwise.data.split import TokenCorpus, document_hash, split_rule
 from shardwise.data.store import COMPLETE, Column, ColumnWriter, build_once, digest
 from shardwise.data.tokenizer import (
     TokenizerFacts,
@@ -39,10 +39,10 @@ if TYPE_CHECKING:
 
 Say = Callable[[str], None]
 
-VERSION = 2  # of the cached layout; part of the cache key
+VERSION = 3  # of the cached layout; part of the cache key
 GROUP_CHARACTERS = 1 << 21  # text that is tokenized in one call
 SECONDS_BETWEEN_REPORTS = 5.0
-TOKENS, DOCUMENTS = "tokens.arrow", "documents.arrow"
+TOKENS, DOCUMENTS, HASHES = "tokens.arrow", "documents.arrow", "hashes.arrow"
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,9 @@ class TokenData:
     """A job's data, ready to be read by `loader.Stream`.
 
     `documents` and `tokens` count the whole data set (samples and 0 for a factory's). `content` is a hash of all token
-    ids: equal on every host, or the hosts do not train on the same data. `vocabulary_size` is the tokenizer's; without
-    one, the model's, else the largest token id + 1.
+    ids: equal on every host, or the hosts do not train on the same data. `split` is the rule that held samples out:
+    `documents` or `place`. `vocabulary_size` is the tokenizer's; without one, the model's, else the largest token id
+    + 1.
     """
 
     train: Windows | Samples
@@ -60,6 +61,7 @@ class TokenData:
     documents: int
     tokens: int
     vocabulary_size: int
+    split: str
     tokenizer_directory: str | None = None
     eos_id: int | None = None
     content: str = ""
@@ -78,16 +80,15 @@ class TokenData:
         return entropy(self.validation.target_counts(sequences))
 
     def prompt(self, length: int) -> list[int]:
-        """Token ids of the start of the first document that begins among the validation tokens; else of those."""
+        """Token ids of the start of the first held-out document that has as many; else of the held-out tokens."""
         windows = self.validation
         if isinstance(windows, Samples):
             return []
-        stop = windows.base + windows.count * windows.sequence_length
-        found = bisect_left(windows.documents, windows.base)
-        start = windows.documents[found] if found < len(windows.documents) else stop
-        if start + length > stop:
-            start = windows.base
-        return [int(token) for token in windows.tokens.read(start, min(start + length, stop))]
+        stop = min(len(windows.stream), windows.count * windows.sequence_length)
+        starts = windows.stream.document_starts(0, max(0, stop - length) + 1)
+        whole = starts[starts + length <= stop]
+        start = int(whole[0]) if len(whole) else 0
+        return [int(token) for token in windows.stream.read(start, min(start + length, stop))]
 
     def describe(self) -> dict[str, Any]:
         """For the display and run.json."""
@@ -96,6 +97,7 @@ class TokenData:
             "documents": self.documents,
             "training_sequences": len(self.train),
             "validation_sequences": len(self.validation),
+            "split": self.split,
         }
         if isinstance(self.train, Windows):
             facts |= {
@@ -141,11 +143,16 @@ def open_tokens(
             f"{known['corpus']}: input_ids hold {known['largest_token']}, the vocabulary has {limit} tokens "
             f"(0 … {limit - 1}); use a model with a larger vocabulary"
         )
+    corpus, rule = (
+        TokenCorpus(*(Column(directory / name) for name in (TOKENS, DOCUMENTS, HASHES))),
+        split_rule(job.data),
+    )
     train, validation = split_windows(
-        Column(directory / TOKENS),
-        Column(directory / DOCUMENTS),
+        corpus,
+        rule,
         job.data.sequence_length,
         job.data.validation_fraction,
+        job.training.seed,
         masking=_masking(job, tokenizer),
         spans=_spans(job, tokenizer),
         isolate_documents=job.data.isolate_documents,
@@ -154,9 +161,10 @@ def open_tokens(
         train=train,
         validation=validation,
         corpus=known["corpus"],
-        documents=len(train.documents),
-        tokens=len(train.tokens),
+        documents=len(corpus.documents),
+        tokens=len(corpus.tokens),
         vocabulary_size=limit if limit is not None else known["largest_token"] + 1,
+        split=rule,
         tokenizer_directory=str(source.directory) if source else None,
         eos_id=tokenizer.eos_id if tokenizer else None,
         content=known["content"],
@@ -167,6 +175,11 @@ def open_tokens(
 def _from_factory(job: Job, model_vocabulary: int | None) -> TokenData:
     if job.data.isolate_documents:
         raise ConfigError("data.isolate_documents has no meaning with data.factory: its samples are not packed")
+    if split_rule(job.data) == "documents":
+        raise ConfigError(
+            "data.validation_split=documents has no meaning with data.factory: its rows stay where they are, and the "
+            "last ones are held out; use place, or leave it out"
+        )
     train, validation = open_samples(job.data)
     return TokenData(
         train=train,
@@ -175,6 +188,7 @@ def _from_factory(job: Job, model_vocabulary: int | None) -> TokenData:
         documents=len(train) + len(validation),
         tokens=0,
         vocabulary_size=model_vocabulary or 0,
+        split=split_rule(job.data),
         tokenizer_directory=job.data.tokenizer,
     )
 
@@ -226,38 +240,66 @@ def _build(
     else:
         assert tokenizer is not None  # find_tokenizer trains one for text
         documents = _encoded(corpus, tokenizer)
-    largest = -1
-    with ColumnWriter(target / TOKENS, np.int32) as tokens, ColumnWriter(target / DOCUMENTS, np.int64) as starts:
-        for ids in _stream(documents, facts.eos_id if facts else None, starts, tokens, say):
-            largest = max(largest, int(ids.max()))
-            tokens.extend(ids)
-    if not tokens.length:
+    known: dict[str, Any] = {"corpus": corpus.describe(), "tokenizer": asdict(facts) if facts else None}
+    known |= _write_columns(target, documents, facts.eos_id if facts else None, say)
+    if not known["tokens"]:
         raise DataError(f"{corpus.describe()} is empty: no document has any token")
-    say(f"{starts.length:,} documents, {tokens.length:,} tokens")
-    known = {
-        "corpus": corpus.describe(),
-        "tokenizer": asdict(facts) if facts else None,
-        "largest_token": largest,
-        "content": digest(tokens.digest, starts.digest),
-    }
+    say(f"{known['documents']:,} documents, {known['tokens']:,} tokens")
     (target / COMPLETE).write_text(json.dumps(known))
 
 
-def _stream(
-    documents: Iterator[tuple[np.ndarray, bool]], end: int | None, starts: ColumnWriter, tokens: ColumnWriter, say: Say
-) -> Iterator[np.ndarray]:
-    """Token ids to write; notes where documents start, and ends each that does not end so itself with `end`."""
-    at_start, next_report = True, time.monotonic() + SECONDS_BETWEEN_REPORTS
+def _write_columns(
+    target: Path, documents: Iterator[tuple[np.ndarray, bool]], end: int | None, say: Say
+) -> dict[str, Any]:
+    """Write the token ids of all documents, where each starts and what it hashes to; return what sums them up."""
+    largest, at_start, content = -1, True, document_hash()
+    with (
+        ColumnWriter(target / TOKENS, np.int32) as tokens,
+        ColumnWriter(target / DOCUMENTS, np.int64) as starts,
+        ColumnWriter(target / HASHES, np.uint64) as hashes,
+    ):
+        for ids, last in _ended(_reported(documents, starts, tokens, say), end):
+            if at_start:
+                starts.extend([tokens.length])
+            tokens.extend(ids)
+            content.update(ids.astype("<i4").tobytes())
+            largest, at_start = max(largest, int(ids.max())), last
+            if last:
+                hashes.extend([content.intdigest()])
+                content.reset()
+    return {
+        "tokens": tokens.length,
+        "documents": starts.length,
+        "largest_token": largest,
+        "content": digest(tokens.digest, starts.digest),
+    }
+
+
+def _ended(documents: Iterator[tuple[np.ndarray, bool]], end: int | None) -> Iterator[tuple[np.ndarray, bool]]:
+    """The pieces that hold tokens, with whether they are their document's last.
+
+    A document that does not end with the token `end` gets it. One without any token is left out.
+    """
+    waiting: np.ndarray | None = None  # it is its document's last piece if those that follow hold no token
     for ids, last in documents:
-        if at_start and len(ids):
-            starts.extend([tokens.length])
-            at_start = False
         if len(ids):
-            yield ids
-        if last and not at_start:
-            if end is not None and not (len(ids) and ids[-1] == end):
-                yield np.array([end])
-            at_start = True
+            if waiting is not None:
+                yield waiting, False
+            waiting = ids
+        if last and waiting is not None:
+            if end is not None and waiting[-1] != end:
+                waiting = np.append(waiting, end)
+            yield waiting, True
+            waiting = None
+
+
+def _reported(
+    documents: Iterator[tuple[np.ndarray, bool]], starts: ColumnWriter, tokens: ColumnWriter, say: Say
+) -> Iterator[tuple[np.ndarray, bool]]:
+    """The same pieces; `say` hears every few seconds how much has been written."""
+    next_report = time.monotonic() + SECONDS_BETWEEN_REPORTS
+    for piece in documents:
+        yield piece
         if time.monotonic() > next_report:
             say(f"tokenizing: {starts.length:,} documents, {tokens.length:,} tokens")
             next_report = time.monotonic() + SECONDS_BETWEEN_REPORTS

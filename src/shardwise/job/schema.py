@@ -256,7 +256,9 @@ class OptimizerSection(Section):
         default_factory=dict, description="Further keyword arguments of the class, e.g. `betas: [0.9, 0.95]`."
     )
     schedule: Literal["constant", "linear", "cosine"] = Field(default="cosine", description="Shape after warm-up.")
-    warmup_steps: NonNegative = Field(default=0, description="Steps of linear warm-up.")
+    warmup_steps: Literal["auto"] | NonNegative = Field(
+        default="auto", description="Steps of linear warm-up; `auto`: a sixth of `training.steps`, at most 2000."
+    )
     final_learning_rate_ratio: Fraction = Field(default=0.1, description="Last learning rate as a share of the peak.")
     clip_norm: float | None = Field(
         default=1.0, gt=0, description="Clip by the global gradient norm; null switches it off."
@@ -315,6 +317,11 @@ class DataSection(Section):
         default=False, description="No attention across the documents packed into one sequence."
     )
     validation_fraction: float = Field(default=0.05, gt=0, lt=1, description="Share of sequences kept for validation.")
+    validation_split: Literal["auto", "documents", "place"] = Field(
+        default="auto",
+        description="What is kept for validation: `documents` drawn by a hash of each with `training.seed`, or the "
+        "last sequences by `place`. `auto`: documents, but place for a `factory`.",
+    )
     mask_probability: float = Field(
         default=0.15, gt=0, lt=1, description="Share of tokens masked for `masked_lm`, or left out for `seq2seq_lm`."
     )

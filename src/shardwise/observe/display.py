@@ -70,7 +70,7 @@ class Display:
         self._figures.update(figures)
         if "validation_loss" in record and "loss" not in record:
             if self._live is None:
-                self._line(f"step {self._step}/{self._steps}  validation loss {figures['validation']}")
+                self._line(f"step {self._step}/{self._steps}  {_evaluation(record)}")
             return
         self._measure_pace()
         self._say_compilation()
@@ -154,6 +154,13 @@ def _figures(record: Record) -> dict[str, str]:
     if "loss" in record:
         figures["skipped"] = "not finite" if record.get("skipped") else ""
     return {name: value for name, value in figures.items() if value or name == "skipped"}
+
+
+def _evaluation(record: Record) -> str:
+    """The losses of an evaluation: that of training is of as many sequences, where it has had so many."""
+    training = record.get("training_loss")
+    compared = "" if training is None else f"  training loss {training:.4f} of the last steps"
+    return f"validation loss {record['validation_loss']:.4f}{compared}"
 
 
 def _joined(figures: dict[str, str]) -> str:

@@ -109,24 +109,25 @@ def _figures(run: Mapping[str, Any], records: Sequence[Record]) -> Iterator[Figu
     if flops:
         used = [record["mfu"] for record in steps[1:] if record.get("mfu")]
         yield Figure("TFLOP/s per rank", f"{median(flops):.3g}", f"{median(used):.1%} MFU" if used else "")
-    peaks = [max(record["peak_memory_bytes"]) for record in steps if record.get("peak_memory_bytes")]
-    if peaks:
-        yield Figure("Peak memory", _bytes(max(peaks)), "of the fullest rank")
-    yield from _prediction_figures(records)
+    yield from _prediction_figures(records, steps)
     if skipped := sum(bool(record.get("skipped")) for record in steps):
         yield Figure("Skipped steps", str(skipped), "not finite")
 
 
-def _prediction_figures(records: Sequence[Record]) -> Iterator[Figure]:
-    """What the planner had predicted, beside what was measured."""
+def _prediction_figures(records: Sequence[Record], steps: Sequence[Record]) -> Iterator[Figure]:
+    """Peak memory and the time of a step, each with what the planner had predicted of it."""
     compared = next((record for record in records if "measured_step_seconds" in record), {})
-    for name, key, show in (
-        ("Predicted step", "step_seconds", lambda value: f"{value:.3g} s"),
-        ("Predicted memory", "peak_memory_bytes", _bytes),
-    ):
-        predicted, measured = _number(compared.get(f"predicted_{key}")), _number(compared.get(f"measured_{key}"))
-        if predicted and measured:
-            yield Figure(name, show(predicted), f"measured {show(measured)}, off by {predicted / measured - 1:+.1%}")
+    if peaks := [max(record["peak_memory_bytes"]) for record in steps if record.get("peak_memory_bytes")]:
+        predicted = _number(compared.get("predicted_peak_memory_bytes"))
+        detail = f"; predicted {_bytes(predicted)}, off by {predicted / max(peaks) - 1:+.1%}" if predicted else ""
+        yield Figure("Peak memory", _bytes(max(peaks)), f"of the fullest rank{detail}")
+    predicted, measured = (
+        _number(compared.get("predicted_step_seconds")),
+        _number(compared.get("measured_step_seconds")),
+    )
+    if predicted and measured:
+        detail = f"measured {measured:.3g} s, off by {predicted / measured - 1:+.1%}"
+        yield Figure("Predicted step", f"{predicted:.3g} s", detail)
 
 
 def _loss_figures(result: Mapping[str, Any], records: Sequence[Record], steps: Sequence[Record]) -> Iterator[Figure]:
@@ -141,7 +142,14 @@ def _loss_figures(result: Mapping[str, Any], records: Sequence[Record], steps: S
             detail = f"{abs(entropy - validation):.2f} nats {side} unigram entropy {entropy:.3f}"
         yield Figure("Validation loss", f"{validation:.3f}", detail)
     if losses:
-        yield Figure("Training loss", f"{losses[-1]:.3f}", f"from {losses[0]:.3f}, {steps[-1].get('step')} steps")
+        yield _training_figure(result, losses, int(steps[-1].get("step", len(losses))))
+
+
+def _training_figure(result: Mapping[str, Any], losses: Sequence[float], step: int) -> Figure:
+    """The training loss that can be compared with the validation loss, or the last one of a run without a result."""
+    mean, averaged = _number(result.get("training_loss")), result.get("averaged_steps")
+    value, words = (losses[-1], "") if mean is None or not averaged else (mean, f"mean of the last {averaged} steps, ")
+    return Figure("Training loss", f"{value:.3f}", f"{words}from {losses[0]:.3f} in {step} steps")
 
 
 def figure_list(figures: Sequence[Figure]) -> str:
@@ -181,7 +189,8 @@ Row = tuple[str, str, str | None]  # key, value, and the rule where there is a c
 def _plan_table(plan: Mapping[str, Any]) -> str:
     rules = _part(plan, "rules")
     leaves = _flat(plan, ("job", "rules", "notes"))
-    rows = [(key, _shown(value), str(rules.get(key.split(".")[-1], ""))) for key, value in leaves if value != ""]
+    known = ((key, value) for key, value in leaves if value not in (None, "", [], {}))
+    rows = [(key, _shown(value), str(rules.get(key.split(".")[-1], ""))) for key, value in known]
     return data_table(("Key", "Value", "Rule"), rows)
 
 
@@ -219,7 +228,7 @@ def data_table(head: Sequence[str], rows: Sequence[Row]) -> str:
 
 
 def _shown(value: Any) -> str:
-    if value is None or value == "" or value == {}:
+    if value in (None, "", [], {}):
         return "–"
     if isinstance(value, bool):
         return "yes" if value else "no"

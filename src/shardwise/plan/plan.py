@@ -60,6 +60,7 @@ class Plan:
     sequences_per_step: int  # global
     microbatch: int  # sequences in one forward of one rank
     accumulation: int  # microbatches of one step on each rank
+    warmup_steps: int  # of the learning rate
     backend: str  # "gloo" | "shardwise" | "nccl"
     normalisation: str  # the name of one of plan/normalisation.py
     sequence_parallel: bool  # hidden states are in parts between the split layers of blocks
@@ -288,6 +289,7 @@ def _batch(draft: Draft, rules: dict[str, str]) -> dict[str, int]:
         "sequences_per_step": draft.sequences,
         "microbatch": draft.microbatch,
         "accumulation": draft.accumulation,
+        "warmup_steps": draft.warmup,
     }
     rules |= {key: number.rule for key, number in derived.items()}
     rules["sequence_length"] = "data.sequence_length"

@@ -52,7 +52,7 @@ class Captured:
 def capture_step(run: Run, step: int) -> Captured:
     """Run step `step` and gather what it did. Collective."""
     settings = run.plan.job.optimizer
-    run.optimizer.set_learning_rate(learning_rate(settings, step, run.plan.job.training.steps))
+    run.optimizer.set_learning_rate(learning_rate(settings, step, run.plan.job.training.steps, run.plan.warmup_steps))
     before = _digest(run)
     result, gradients, repeats = *_step(run, step), 0
     while result.skipped and _scale_can_shrink(run) and repeats < MOST_OVERFLOWS:

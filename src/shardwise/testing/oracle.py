@@ -313,11 +313,12 @@ def _optimizer(settings: OptimizerSection, parameters: Mapping[str, nn.Parameter
 
 def _rate(settings: OptimizerSection, step: int, steps: int) -> float:
     """Warm-up to the peak over `warmup_steps`, then straight or along half a cosine to the final ratio at the end."""
-    if step < settings.warmup_steps:
-        return settings.learning_rate * (step + 1) / settings.warmup_steps
+    warmup = min(steps // 6, 2000) if settings.warmup_steps == "auto" else settings.warmup_steps
+    if step < warmup:
+        return settings.learning_rate * (step + 1) / warmup
     if settings.schedule == "constant":
         return settings.learning_rate
-    way = (step - settings.warmup_steps) / max(1, steps - settings.warmup_steps - 1)
+    way = (step - warmup) / max(1, steps - warmup - 1)
     left = 1 - way if settings.schedule == "linear" else (1 + math.cos(math.pi * way)) / 2
     last = settings.learning_rate * settings.final_learning_rate_ratio
     return last + (settings.learning_rate - last) * left

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 import pyarrow as pa
 import torch
+import xxhash
 from torch import Tensor
 
 from shardwise.data.order import order
@@ -59,13 +60,18 @@ class TokenSource:
 
     def __init__(self, job: Job, directory: Path) -> None:
         self.job, self.seed, self.length = job, job.training.seed, job.data.sequence_length
-        self.tokens = _column(directory / "tokens.arrow")
-        self.starts = _column(directory / "documents.arrow").to_numpy()
+        tokens, starts = (_column(directory / name).to_numpy() for name in ("tokens.arrow", "documents.arrow"))
         self.tokenizer = json.loads((directory / "shardwise.json").read_text())["tokenizer"]
         self.causal = job.model.task == "causal_lm"
         extra = 1 if self.causal else 0
-        windows = (len(self.tokens) - 2 * extra) // self.length
-        self.size = windows - max(1, int(windows * job.data.validation_fraction))
+        windows = (len(tokens) - 2 * extra) // self.length
+        held_out = max(1, int(windows * job.data.validation_fraction))
+        self.size = windows - held_out
+        documents = np.split(tokens, starts[1:])
+        if job.data.validation_split != "place":
+            documents = _without_held_out(documents, held_out * self.length + extra, self.seed)
+        self.tokens = np.concatenate(documents)
+        self.starts = np.cumsum([0, *map(len, documents)])[:-1]
 
     def rows(self, counters: Sequence[int]) -> Rows:
         samples = [self._sample(counter) for counter in counters]
@@ -75,7 +81,7 @@ class TokenSource:
 
     def _sample(self, counter: int) -> dict[str, np.ndarray]:
         start = order(self.seed, counter, self.size) * self.length
-        window = self.tokens.slice(start, self.length + self.causal).to_numpy().astype(np.int64)
+        window = self.tokens[start : start + self.length + self.causal].astype(np.int64)
         if self.causal:
             sample = {"input_ids": window[:-1], "labels": window[1:].copy()}
         elif self.job.model.task == "seq2seq_lm":
@@ -149,6 +155,24 @@ class FactorySource:
         stacked = {key: torch.stack([sample[key] for sample in chosen]) for key in chosen[0]}
         labels = stacked.pop("labels", None)
         return Rows(stacked, labels, list(counters))
+
+
+def _without_held_out(documents: Sequence[np.ndarray], tokens: int, seed: int) -> list[np.ndarray]:
+    """The documents without so many tokens: those of the smallest draws, and the end of the last of them."""
+    left = list(documents)
+    draws = [_mixed(_mixed(seed) ^ xxhash.xxh3_64_intdigest(document.tobytes())) for document in documents]
+    for number in sorted(range(len(left)), key=lambda number: (draws[number], number)):
+        kept = max(len(left[number]) - tokens, 0)
+        tokens -= len(left[number]) - kept
+        left[number] = left[number][:kept]
+    return [document for document in left if len(document)]
+
+
+def _mixed(value: int) -> int:
+    """What SplitMix64 makes of its state."""
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EB % 2**64
+    return value ^ (value >> 31)
 
 
 def _column(path: Path) -> pa.ChunkedArray:

@@ -101,7 +101,7 @@ class Keeper:
 
 
 def data_facts(run: Run) -> dict[str, Any]:
-    """What a checkpoint says of its data; `content` and `order` must be equal to go on from it."""
+    """What a checkpoint says of its data; `content`, `order` and `split` must be equal to go on from it."""
     facts = run.data.describe()
     order = f"seed {run.plan.job.training.seed}, {len(run.data.train)} sequences"
-    return {key: facts.get(key) for key in ("corpus", "content", "tokenizer")} | {"order": order}
+    return {key: facts.get(key) for key in ("corpus", "content", "tokenizer", "split")} | {"order": order}

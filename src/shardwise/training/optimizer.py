@@ -95,12 +95,12 @@ def make_torch_optimizer(settings: OptimizerSection, groups: Any, on_gpu: bool) 
     return optimizer
 
 
-def learning_rate(settings: OptimizerSection, step: int, steps: int) -> float:
-    """Learning rate of `step` in 0..steps-1: linear warm-up to the peak, then the schedule down to its final ratio.
+def learning_rate(settings: OptimizerSection, step: int, steps: int, warmup: int) -> float:
+    """Learning rate of `step` in 0..steps-1: `warmup` steps up to the peak, then the schedule down to its final ratio.
 
     The cosine is that of SGDR without restarts (arXiv 1608.03983, equation 5).
     """
-    peak, warmup = settings.learning_rate, settings.warmup_steps
+    peak = settings.learning_rate
     if step < warmup:
         return peak * (step + 1) / warmup
     progress = (step - warmup) / max(1, steps - 1 - warmup)

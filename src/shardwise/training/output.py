@@ -120,8 +120,14 @@ def _goes_on(job: Job) -> bool:
     if job.checkpoint.resume != "auto":
         return False
     newest = next(complete(checkpoint_store(job)), None)
-    wanted = job.model_dump(mode="json", include={"model", "data"})
-    return newest is not None and all(newest[1].job[section] == wanted[section] for section in wanted)
+    if newest is None:
+        return False
+    written = newest[1].job
+    wanted = job.model_dump(mode="json", include={"model": True, "data": True})
+    wanted["data"].pop("validation_split")  # the checkpoint's own words on it come when it is read, with the way out
+    return all(
+        written[section].get(key, value) == value for section, values in wanted.items() for key, value in values.items()
+    )
 
 
 def claim_output(job: Job) -> FileLock:

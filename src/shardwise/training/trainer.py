@@ -23,6 +23,7 @@ from shardwise.training.forecast import Forecast, compared, is_out_of_memory, ou
 from shardwise.training.keeper import Keeper
 from shardwise.training.optimizer import learning_rate
 from shardwise.training.output import MODEL_DIRECTORY
+from shardwise.training.recent_loss import RecentLoss
 from shardwise.training.recorder import Recorder, state_table
 from shardwise.training.sample import generate
 from shardwise.training.setup import Run, set_up
@@ -34,11 +35,16 @@ PROMPT_TOKENS = 24
 
 @dataclass
 class TrainingResult:
-    """What a finished run says, equal on every rank. `stopped` is why it ended before its last step, if it did."""
+    """What a finished run says, equal on every rank.
+
+    `training_loss` is the mean of the last `averaged_steps` steps, as many as one evaluation has batches, each before
+    its update. `stopped` is why the run ended before its last step, if it did.
+    """
 
     validation_loss: float | None
     unigram_entropy: float | None
     training_loss: float | None
+    averaged_steps: int
     steps: int
     tokens: int
     seconds: float
@@ -73,6 +79,7 @@ class Trainer:
         self.plan, self.job = run.plan, run.plan.job
         self.output = Path(self.job.output)
         self.forecast = Forecast.of(run)
+        self.recent = RecentLoss(run.evaluation_batches)
         self.peak = self.job.observe.peak_tflops or peak_tflops(self.plan.world.accelerator, self.plan.dtypes.compute)
 
     def run_all(self) -> TrainingResult:
@@ -96,7 +103,8 @@ class Trainer:
         final = TrainingResult(
             validation_loss=validation,
             unigram_entropy=self.run.data.entropy_of(self.evaluated_sequences()),
-            training_loss=None if result is None else result.loss,
+            training_loss=self.recent.mean,
+            averaged_steps=self.recent.steps,
             steps=self.progress.step,
             tokens=self.progress.tokens,
             seconds=time.perf_counter() - started,
@@ -113,7 +121,7 @@ class Trainer:
     def one_step(self, step: int) -> StepResult:
         """Train one step and record it."""
         run, began, before = self.run, time.perf_counter(), self.progress
-        rate = learning_rate(self.job.optimizer, step, self.job.training.steps)
+        rate = learning_rate(self.job.optimizer, step, self.job.training.steps, self.plan.warmup_steps)
         run.optimizer.set_learning_rate(rate)
         batches = run.stream.batches_from(before.samples)
         try:
@@ -133,6 +141,7 @@ class Trainer:
             skipped_in_a_row=before.skipped_in_a_row + 1 if result.skipped else 0,
             data_hash=f"{(int(before.data_hash, 16) + result.data_hash) % (1 << 64):016x}",
         )
+        self.recent.add(result)
         record = self.describe(step + 1, result, rate, time.perf_counter() - began)
         self.recorder.record(record)
         comparison = self.forecast.watch(record, dist.get_rank())
@@ -192,7 +201,8 @@ class Trainer:
         run = self.run
         batches = list(run.stream.evaluation(run.data.validation, run.evaluation_batches))
         loss = evaluate(run.model, run.objective, batches)
-        self.recorder.record({"step": self.progress.step, "validation_loss": loss})
+        compared = {} if self.recent.mean is None else {"training_loss": self.recent.mean}
+        self.recorder.record({"step": self.progress.step, "validation_loss": loss, **compared})
         return loss
 
     def evaluated_sequences(self) -> int:
@@ -213,6 +223,8 @@ class Trainer:
             say(f"skipped          {result.skipped} of {result.steps} steps: loss or gradients were not finite")
         unit = "" if self.job.model.factory else " nats a token"  # another's loss is counted in what it likes
         say(f"validation loss  {result.validation_loss:.4f}{unit}")
+        if result.training_loss is not None:
+            say(f"training loss    {result.training_loss:.4f}{unit}, mean of {self.averaged(result.averaged_steps)}")
         if result.unigram_entropy is not None:
             gain = result.unigram_entropy - result.validation_loss
             where = "below" if gain >= 0 else "above"
@@ -220,6 +232,14 @@ class Trainer:
             say(f"                 the model is {abs(gain):.4f} nats {where} it")
         say(f"model            {self.output / MODEL_DIRECTORY}")
         say(f"report           {report}")
+
+    def averaged(self, steps: int) -> str:
+        """Name the steps that the training loss is of, and what it holds that a validation loss does not."""
+        training = self.job.training
+        terms = {"label smoothing": training.label_smoothing, "z-loss": training.z_loss}
+        extra = [name for name, weight in terms.items() if weight]
+        what = f"the last {steps} steps" if steps > 1 else "the last step"
+        return f"{what}, with {' and '.join(extra)}" if extra else what
 
     def sample(self) -> str | None:
         """Generated text of a causal language model, or None where there is nothing to generate with. Collective."""

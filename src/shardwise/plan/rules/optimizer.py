@@ -50,7 +50,7 @@ RULES: tuple[Rule, ...] = (
     idle("weight-decay", "optimizer.weight_decay", "the class has no weight decay",
          lambda d: d.optimizer.weight_decay and not decays(d.optimizer.name), "leave it out, or use AdamW"),
     Rule("warmup", ("optimizer.warmup_steps", "training.steps"), "warm-up has to be shorter than the training",
-         lambda d: d.optimizer.warmup_steps >= d.training.steps,
+         lambda d: d.warmup.value >= d.training.steps,
          fix="use fewer warmup_steps",
          use=lambda d: f"use at most {d.training.steps - 1} warmup_steps"),
     idle("final-learning-rate", "optimizer.final_learning_rate_ratio", "a constant schedule stays at the peak",

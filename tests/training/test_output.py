@@ -1,0 +1,52 @@
+"""Output directories: whose they are, and what a later version may still go on from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from shardwise.checkpoint.load import check_data
+from shardwise.checkpoint.manifest import Manifest
+from shardwise.errors import CheckpointError, OutputError
+from shardwise.job.schema import Job
+from shardwise.training import output
+from shardwise.training.output import check_output
+
+FACTS = {"corpus": "text: here", "content": "abc", "order": "seed 0, 12 sequences"}
+
+
+def directory_of(path: Path, job: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of an earlier version: its run.json, and a checkpoint whose job lacks the keys that came later."""
+    (path / "metrics.jsonl").touch()
+    (path / "run.json").write_text(json.dumps({"job_fingerprint": "of an earlier version"}))
+    monkeypatch.setattr(output, "complete", lambda store: iter([("step-00000002", SimpleNamespace(job=job))]))
+
+
+def earlier(**model: Any) -> dict[str, Any]:
+    job = Job().model_dump(mode="json")
+    del job["data"]["validation_split"]
+    job["optimizer"]["warmup_steps"] = 0
+    return job | {"model": job["model"] | model}
+
+
+@pytest.mark.parametrize("split", ["auto", "place"])
+def test_a_run_of_an_earlier_version_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, split: str) -> None:
+    directory_of(tmp_path, earlier(), monkeypatch)
+    check_output(Job(output=str(tmp_path), checkpoint={"resume": "auto"}, data={"validation_split": split}))
+
+
+def test_another_models_directory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory_of(tmp_path, earlier(factory="a:b"), monkeypatch)
+    with pytest.raises(OutputError, match="another job"):
+        check_output(Job(output=str(tmp_path), checkpoint={"resume": "auto"}))
+
+
+def test_a_checkpoint_of_an_earlier_version_keeps_its_split() -> None:
+    manifest = Manifest.model_construct(data=FACTS)
+    check_data(manifest, FACTS | {"split": "place"}, "step-00000002")
+    with pytest.raises(CheckpointError, match=r"held out by place.*by documents.*set data\.validation_split to place"):
+        check_data(manifest, FACTS | {"split": "documents"}, "step-00000002")
