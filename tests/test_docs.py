@@ -28,6 +28,7 @@ REFERENCE = ROOT / "docs" / "reference"
 WRITTEN = sorted([*ROOT.glob("*.md"), *(p for p in (ROOT / "docs").rglob("*.md") if p.parent != REFERENCE)])
 EVERY_PAGE = [*WRITTEN, *sorted(REFERENCE.glob("*.md"))]
 ITEMS = 14  # of the subject matter that the reference has to cover
+MOST_WORDS, LINE_LENGTH, LONGEST_SENTENCE = 35_000, 120, 34
 
 
 class Block(NamedTuple):
@@ -127,7 +128,7 @@ def test_every_environment_variable_is_there() -> None:
 
 def test_there_are_pages() -> None:
     names = {path.name for path in WRITTEN}
-    assert {"README.md", "tutorial.md", "architecture.md", "decisions.md", "sharding.md"} <= names
+    assert {"README.md", "tutorial.md", "architecture.md", "glossary.md", "structure.md", "sharding.md"} <= names
 
 
 def test_commands_parse() -> None:
@@ -176,6 +177,81 @@ def test_links_resolve() -> None:
             if not path.exists() or (anchor and anchor not in anchors(path)):
                 broken.append(f"{page.relative_to(ROOT)}: {target}#{anchor}")
     assert broken == []
+
+
+# --- rules of pages ---------------------------------------------------------------------------------------------------
+
+
+def prose(page: Path) -> Iterator[tuple[int, str]]:
+    """(line number, line) outside of fenced blocks and tables."""
+    fenced = False
+    for number, line in enumerate(page.read_text().splitlines(), start=1):
+        if line.lstrip().startswith("```"):
+            fenced = not fenced
+        elif not fenced and not line.startswith("|"):
+            yield number, line
+
+
+def sentences(page: Path) -> Iterator[str]:
+    """The sentences of a page's paragraphs and list items, without links' targets."""
+    text = "\n".join(line for _, line in prose(page) if not line.startswith(("#", "    ", "<!--", "!")))
+    text = re.sub(r"\]\([^)]*\)", "]", re.sub(r"`[^`]*`", "code", text))
+    for paragraph in re.split(r"\n\s*\n|\n(?=\s*(?:-|\d+\.) )", text):
+        yield from re.split(r"(?<=[.:;?!])\s+", " ".join(paragraph.split()))
+
+
+def test_pages_keep_to_their_length() -> None:
+    words = sum(len(page.read_text().split()) for page in WRITTEN if page.is_relative_to(ROOT / "docs"))
+    assert words <= MOST_WORDS, "docs/ is read only while it is short: cut a page before adding one"
+
+
+def test_lines_are_short() -> None:
+    long = [f"{page.relative_to(ROOT)}:{n}" for page in WRITTEN for n, line in prose(page) if len(line) > LINE_LENGTH]
+    assert long == []
+
+
+def test_sentences_are_short() -> None:
+    long = [
+        f"{page.relative_to(ROOT)}: {sentence}"
+        for page in WRITTEN
+        for sentence in sentences(page)
+        if len(sentence.split()) > LONGEST_SENTENCE
+    ]
+    assert long == []
+
+
+def first_cells(page: Path, heading: str) -> list[str]:
+    """The first cell of each row of the table under a heading, head and rule left out."""
+    section = page.read_text().partition(f"## {heading}\n")[2].partition("\n## ")[0]
+    return re.findall(r"^\| ([^|]*) \|", section, re.MULTILINE)[1:]
+
+
+def test_architecture_lists_every_room() -> None:
+    cells = first_cells(ROOT / "docs" / "architecture.md", "Rooms")
+    listed = sorted(name for cell in cells for name in re.findall(r"`([^`]+)`", cell))
+    entries = Path(shardwise.__file__).parent.iterdir()
+    rooms = [f"{path.name}/" if path.is_dir() else path.name for path in entries]
+    assert listed == sorted(name for name in rooms if not name.startswith(("__pycache__", "__init__")))
+
+
+def test_paths_on_pages_exist() -> None:
+    """`room/file.py` is in the package or in the repository."""
+    missing = []
+    for page in WRITTEN:
+        if page.name == "CHANGELOG.md":
+            continue
+        for path in re.findall(r"`((?:[\w-]+/)+[\w.-]+\.(?:py|md|cpp|h))`", page.read_text()):
+            if not any((root / path).exists() for root in (ROOT, ROOT / "src" / "shardwise")):
+                missing.append(f"{page.relative_to(ROOT)}: {path}")
+    assert missing == []
+
+
+def test_classes_of_the_glossary_exist() -> None:
+    named = set(re.findall(r"`([A-Z][a-z]+[A-Z]?\w*)`", (ROOT / "docs" / "glossary.md").read_text()))
+    source = "\n".join(path.read_text() for path in Path(shardwise.__file__).parent.rglob("*.py"))
+    defined = set(re.findall(r"^class (\w+)", source, re.MULTILINE))
+    assert len(named) > 20
+    assert sorted(named - defined) == []
 
 
 def anchors(page: Path) -> set[str]:

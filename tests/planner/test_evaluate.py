@@ -1,4 +1,4 @@
-"""Accuracy cannot fall unseen: docs/planner.md against the code; tables that are wrong; constants found again."""
+"""Accuracy cannot fall unseen: docs/explanations/planner.md against the code; tables that are wrong; constants found again."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shardwise.planner.published.evaluate import evaluate, summary
 from shardwise.planner.published.tables import Row, configuration, predicted, read_table
 
 TABLES = Path("tests/data/perf-tables")
-PAGE = Path("docs/planner.md")
+PAGE = Path("docs/explanations/planner.md")
 SMP = TABLES / "sagemaker_smp_p4d.csv"
 
 

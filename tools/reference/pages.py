@@ -370,7 +370,7 @@ def package_page(root: Path) -> Iterator[str]:
 def index_page() -> Iterator[str]:
     yield "# Reference\n"
     yield "These pages are written from the code. What to do with it is in the [tutorial](../tutorial.md) and the"
-    yield "[how-to pages](../how-to).\n"
+    yield "[how-to pages](../how-to/README.md).\n"
     yield from table(("subject", "where"), ((name, where) for name, where in SUBJECTS))
 
 

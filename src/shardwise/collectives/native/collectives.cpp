@@ -1,4 +1,4 @@
-// The collectives themselves, as rounds. M is the bytes of the full buffer, n the ranks; docs/collectives.md has the costs.
+// The collectives themselves, as rounds. M is the bytes of the full buffer, n the ranks; docs/explanations/collectives.md has the costs.
 #include "group.h"
 
 namespace shardwise {

@@ -1,4 +1,4 @@
-// All-gather, reduce-scatter and all-reduce between hosts with the same number of ranks. docs/collectives.md has the costs.
+// All-gather, reduce-scatter and all-reduce between hosts with the same number of ranks. docs/explanations/collectives.md has the costs.
 #include "hosts_exchange.h"
 
 namespace shardwise {

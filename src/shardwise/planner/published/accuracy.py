@@ -1,6 +1,6 @@
-"""The accuracy tables of docs/planner.md, made again from tables of measurements.
+"""The accuracy tables of docs/explanations/planner.md, made again from tables of measurements.
 
-    python -m shardwise.planner.published.accuracy tests/data/perf-tables docs/planner.md
+    python -m shardwise.planner.published.accuracy tests/data/perf-tables docs/explanations/planner.md
 
 writes them between their markers; a test holds the page against what the code gives.
 """
