@@ -48,7 +48,7 @@ def blocks(*languages: str) -> Iterator[Block]:
 
 def commands() -> Iterator[tuple[Path, list[str], bool]]:
     """(page, words after `shardwise`, does the page show that it is refused) of every command that a page shows."""
-    for page, language, text in blocks("bash", ""):
+    for page, language, text in blocks("bash", "console"):
         for line, after in pairwise([*text.splitlines(), ""]):
             typed = line if language == "bash" else line.removeprefix("$ ") if line.startswith("$ ") else ""
             if match := re.search(r"(?:^|\s)shardwise (.*)", typed):
