@@ -89,7 +89,8 @@ def test_an_ellipsis_stands_for_lines_and_for_text() -> None:
 
 
 def test_files_of_a_page_come_before_its_commands() -> None:
-    text = "```yaml\n# job.yaml\noutput: x\n```\n<!-- file a/b.json\n{}\n-->\n<!-- after a run -->\n```console\n$ shardwise export x y\n```\n"
+    files = "```yaml\n# job.yaml\noutput: x\n```\n<!-- file a/b.json\n{}\n-->\n"
+    text = files + "<!-- after a run -->\n```console\n$ shardwise export x y\n```\n"
     first, second, third = read_page(text)
     assert first == PageFile("job.yaml", "output: x\n") and second == PageFile("a/b.json", "{}\n")
     assert isinstance(third, ShownCommand) and third.needs_workers

@@ -7,10 +7,11 @@ A page shows a command and its output in a block of the language `console`:
     error: unknown key training.stepz. Did you mean 'training.steps'?
     ```
 
-Blocks run in order in one empty directory. A `yaml` block whose first line is `# NAME.yaml` is written there first, and so
-is a comment `<!-- file NAME` with the text up to `-->`. A line `…` of the output stands for any number of lines, and `…`
-inside a line for any text. Where a command succeeds, figures and the widths of tables are not compared; an error is
-compared to the letter. With `--write` the outputs that differ are replaced on the page by those of this machine.
+Blocks run in order in one directory that holds links to the checkout's folders. A `yaml` block whose first line is
+`# NAME.yaml` is written there first, and so is a comment `<!-- file NAME` with the text up to `-->`. A line `…` of
+the output stands for any number of lines, and `…` inside a line for any text. Where a command succeeds, figures and
+the widths of tables are not compared; an error is compared to the letter. With `--write` the outputs that differ
+are replaced on the page by those of this machine.
 
 A block that trains, or that stands behind the comment `<!-- after a run -->`, takes workers and seconds to minutes.
 """
@@ -26,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
@@ -114,11 +115,8 @@ def printed_by(words: list[str]) -> str:
     if words[0] != "shardwise":
         return subprocess.run(words, check=True, capture_output=True, text=True).stdout
     with tempfile.TemporaryFile("w+", encoding="utf-8") as file:
-        with captured(file):
-            try:
-                shardwise(words[1:])
-            except SystemExit:  # argparse's way to end
-                pass
+        with captured(file), suppress(SystemExit):  # argparse's way to end
+            shardwise(words[1:])
         file.seek(0)
         return "".join(f"{line.rstrip()}\n" for line in file.read().splitlines())
 

@@ -1,4 +1,4 @@
-"""Accuracy cannot fall unseen: docs/explanations/planner.md against the code; tables that are wrong; constants found again."""
+"""Accuracy cannot fall unseen: the page on the planner against the code; wrong tables; constants found again."""
 
 from __future__ import annotations
 

@@ -17,7 +17,9 @@ SHOWN = 40  # rows printed of a table without --all
 
 
 def evaluate_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("tables", nargs="+", metavar="TABLE.csv", help="tables of measurements; see docs/explanations/planner.md")
+    parser.add_argument(
+        "tables", nargs="+", metavar="TABLE.csv", help="tables of measurements; see docs/explanations/planner.md"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--all", action="store_true", help=f"print every row, not the {SHOWN} with the largest errors")
     parser.add_argument(
