@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import random
+from collections import defaultdict
 from collections.abc import Iterator
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
@@ -13,7 +15,9 @@ import pytest
 
 from shardwise.collectives import engine
 from shardwise.testing.world import WorldPool
+from tests.plugins.leftovers import Leftovers
 from tests.plugins.processor_time import ProcessorTimes
+from tests.plugins.subjects import Subjects
 from tests.s3 import s3, s3_server  # noqa: F401 fixtures
 
 # Tests that move the cache, and the processes they start, share one build of the engine.
@@ -24,11 +28,38 @@ os.environ.setdefault("SHARDWISE_ENGINE_DIRECTORY", str(CACHE / "shardwise" / "e
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("shardwise")
     group.addoption("--processor-times", action="store_true", help="show the processor time of tests by file")
+    group.addoption("--shuffle", type=int, metavar="SEED", help="run files, and the tests of each, in a drawn order")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # which xdist gives its workers
+        config.pluginmanager.register(Leftovers())
     get_temp_dir()  # before a test gives itself another TMPDIR
     config.pluginmanager.register(ProcessorTimes(config))
+    config.pluginmanager.register(Subjects(config))
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Give the whole suite a process for each core, up to four: each brings its worlds. A few files start at once."""
+    is_whole = config.args_source is not pytest.Config.ArgsSource.ARGS
+    return min(4, len(os.sched_getaffinity(0))) if is_whole else 0
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Shuffle the files, and the tests in each: tests of a file share what its fixtures have made."""
+    seed = config.getoption("--shuffle")
+    if seed is None:
+        return
+    draw = random.Random(seed)
+    files = defaultdict(list)
+    for item in items:
+        files[item.path].append(item)
+    order = sorted(files)
+    draw.shuffle(order)
+    for tests in files.values():
+        draw.shuffle(tests)
+    items[:] = [test for path in order for test in files[path]]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -74,7 +74,7 @@ class ProcessorTimes:
         self._last = now
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        *_, seconds = [value for name, value in report.user_properties if name == PROPERTY] or [0.0]
+        seconds = processor_seconds(report)
         self._files[report.nodeid.partition("::")[0]] += seconds
         if report.when == "call":
             self._calls[report.nodeid] += seconds
@@ -89,6 +89,11 @@ class ProcessorTimes:
             terminalreporter.section(f"tests over the budget of {BUDGET:g} s of processor time")
             for line in _table(over):
                 terminalreporter.line(line)
+
+
+def processor_seconds(report: pytest.TestReport) -> float:
+    """Return the processor time of a phase of a test, as its report brings it from the process that has run it."""
+    return sum(float(str(value)) for name, value in report.user_properties if name == PROPERTY)
 
 
 def _table(seconds: dict[str, float]) -> list[str]:
