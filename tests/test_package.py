@@ -10,6 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn, optim
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import DTensor
 
 SOURCE = Path(__file__).parents[1] / "src" / "shardwise"
 HEAVY = ("torch", "transformers", "datasets", "plotly", "pydantic", "numpy")
@@ -17,6 +24,7 @@ LONGEST_FUNCTION, LONG_FILE = 60, 600
 PICKLING = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 MAY_PICKLE = {"testing/world.py"}  # a test's pool and its own child processes, over pipes
 MAY_BE_PRIVATE = {"_torch_compat.py"}
+DOCUMENTED = ("_foreach_", "_record_memory_history", "_dump_snapshot")  # torch's documentation has them by these names
 
 
 def files() -> list[Path]:
@@ -61,10 +69,31 @@ def private_torch(tree: ast.AST) -> Iterator[tuple[str, int]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and is_private(node.attr):
             owner = dotted(node.value)
-            if node.attr.startswith("_foreach_"):  # torch's documentation lists these under this name
+            if node.attr.startswith(DOCUMENTED):
                 continue
             if owner.partition(".")[0] in modules and modules[owner.partition(".")[0]][-1].islower():
                 yield f"{owner}.{node.attr}", node.lineno
+
+
+def torch_privates() -> frozenset[str]:
+    """Private attributes of torch's objects, which torch may rename."""
+    objects = (nn.Module(), torch.zeros(0), optim.SGD([torch.zeros(1)]))
+    classes = (dist.ProcessGroup, dist.Work, DeviceMesh, DTensor, FSDPModule, FullyShardedDataParallel, PipelineStage)
+    named = {attribute for item in objects for attribute in (*dir(item), *vars(item))}
+    named |= {attribute for kind in classes for attribute in dir(kind)}
+    named |= {"_timeout", "_use_orig_params", "_comm_hook", "_comm_hook_state", "_fsdp_param_group", "_local_tensor"}
+    return frozenset(name for name in named if name.startswith("_") and not name.endswith("__"))
+
+
+def private_attributes(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Uses of torch's private attributes on any object; an attribute that the file itself defines is its own."""
+    own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and dotted(node.value) == "self":
+            own.add(node.attr)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in TORCH_PRIVATES and node.attr not in own:
+            yield f"{ast.unparse(node.value)}.{node.attr}", node.lineno
 
 
 def unsafe_reading(tree: ast.AST) -> Iterator[tuple[str, int]]:
@@ -108,6 +137,9 @@ def offenders(check: object, allowed: set[str] = frozenset()) -> list[str]:  # t
     return found
 
 
+TORCH_PRIVATES = torch_privates()
+
+
 def test_import_is_cheap() -> None:
     code = f"import sys, shardwise; print([m for m in {HEAVY} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -120,6 +152,23 @@ def test_nothing_that_is_read_can_run_code() -> None:
 
 def test_private_torch_is_imported_in_one_file() -> None:
     assert not offenders(private_torch, MAY_BE_PRIVATE)
+
+
+def test_private_attributes_of_torch_are_used_in_one_file() -> None:
+    assert not offenders(private_attributes, MAY_BE_PRIVATE)
+
+
+@pytest.mark.parametrize(
+    "code", ["module._parameters['weight']", "self._modules", "tensor._version", "group._allgather_base(a, b)"]
+)
+def test_the_check_of_private_attributes_sees(code: str) -> None:
+    assert list(private_attributes(ast.parse(code)))
+
+
+def test_an_attribute_of_ones_own_passes() -> None:
+    assert not list(
+        private_attributes(ast.parse("class A:\n  def f(self):\n    self._version = 1\n    self._version\n"))
+    )
 
 
 def test_functions_fit_on_a_screen() -> None:

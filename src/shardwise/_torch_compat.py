@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import wraps
 from typing import Any
 
@@ -70,6 +72,24 @@ def clear_placement_cache() -> None:
     redistribution._gen_transform_infos.cache_clear()
 
 
+# A group of ours may fall back on another one of torch's; options are passed on as torch gives them.
+def all_gather_base(group: dist.ProcessGroup, output: Tensor, part: Tensor, *options: Any) -> Any:
+    """Start a group's own all-gather into one tensor; return its work."""
+    return group._allgather_base(output, part, *options)
+
+
+def reduce_scatter_base(group: dist.ProcessGroup, output: Tensor, whole: Tensor, *options: Any) -> Any:
+    """Start a group's own reduce-scatter of one tensor; return its work."""
+    return group._reduce_scatter_base(output, whole, *options)
+
+
+def nccl_options(timeout: timedelta) -> Any:
+    """Return NCCL's options with a timeout of each operation."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return options
+
+
 def all_gather_whole(group: dist.ProcessGroup, output: Tensor, piece: Tensor) -> None:
     """`piece` [c] of every rank to `output` [n * c]; returns when it is there (CUDA: for the current stream)."""
     group._allgather_base(output, piece).wait()
@@ -125,6 +145,79 @@ def add_backends(group: dist.ProcessGroup, backends: Mapping[str, Any]) -> None:
 
 
 _ATEN = torch.ops.aten
+
+# Matrix products and fused attention, by the operators that autograd sees; some have private names alone.
+PRODUCT_OPERATORS = tuple(
+    operator.default
+    for operator in (
+        _ATEN.mm,
+        _ATEN.addmm,
+        _ATEN.bmm,
+        _ATEN.baddbmm,
+        _ATEN._scaled_mm,
+        _ATEN._grouped_mm,
+        _ATEN._scaled_dot_product_flash_attention,
+        _ATEN._scaled_dot_product_efficient_attention,
+        _ATEN._scaled_dot_product_cudnn_attention,
+        _ATEN._scaled_dot_product_flash_attention_for_cpu,
+    )
+)
+
+
+def multiplies(dtype: torch.dtype) -> bool:
+    """Return True if this processor has instructions for matrix products of 16 bits, as torch's CPU kernels ask.
+
+    True too where a build of torch cannot say.
+    """
+    name = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}.get(dtype)
+    ask = getattr(torch.ops.mkldnn, name, None) if name else None
+    return ask is None or bool(ask())
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return how often autograd has seen the tensor's storage written."""
+    return tensor._version
+
+
+def sparse_parts(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (indices, values) of a sparse tensor; the public ways want it coalesced, which copies."""
+    return tensor._indices(), tensor._values()
+
+
+def copy_module(module: nn.Module) -> nn.Module:
+    """Return a shallow copy of a module that has tables of its own parameters and buffers."""
+    copied = copy.copy(module)
+    copied._parameters, copied._buffers = dict(module._parameters), dict(module._buffers)
+    return copied
+
+
+def is_persistent(module: nn.Module, buffer: str) -> bool:
+    """Return True if a module's own buffer belongs to its state dict."""
+    return buffer not in module._non_persistent_buffers_set
+
+
+def load_hooks(module: nn.Module) -> dict[int, Callable[..., Any]]:
+    """Return the hooks that run when a state dict was loaded, by key; removing one here removes it from the module."""
+    return module._load_state_dict_post_hooks
+
+
+def set_reduction_hook(module: Any, hook: Callable[..., Any], state: Any) -> None:
+    """Let FSDP reduce the gradients of `module` by `hook(state, gradient)`, for a module that has one already too."""
+    module._comm_hook, module._comm_hook_state = hook, state
+
+
+def wrap_local_load_hook(wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Put `wrapper` around what FSDP does before it loads a local state dict; once."""
+    hook = fsdp_state_dicts._local_pre_load_state_dict_hook
+    if not hasattr(hook, "__wrapped__"):
+        fsdp_state_dicts._local_pre_load_state_dict_hook = wrapper(hook)
+
+
+def uses_original_parameters(fsdp_state: Any) -> bool:
+    """Return True if FSDP shows the parameters of the module and not its flat ones."""
+    return bool(fsdp_state._use_orig_params)
+
+
 read_scalar = _ATEN._local_scalar_dense.default  # no public name: what `Tensor.item` dispatches to
 
 
@@ -275,6 +368,11 @@ def number_of_backward() -> int:
 class LazyStage(PipelineStage):
     """Torch's stage, with memory for a hidden state or gradient from when it is on its way to when it has been read."""
 
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """Return what opens the connections, except those to itself: in a V both stages of a pair lie on one rank."""
+        operations: list[dist.P2POp] = super()._get_init_p2p_neighbors_ops()
+        return [operation for operation in operations if operation.group_peer != self.group_rank]
+
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         with self._described(self.args_recv_info):
             return super()._prepare_forward_infra(*args, **kwargs)
@@ -328,6 +426,7 @@ def _let_go(infos: Sequence[Any]) -> None:
 
 
 __all__ = [
+    "PRODUCT_OPERATORS",
     "CheckpointWrapper",
     "FakeTensorMode",
     "LazyStage",
@@ -339,6 +438,7 @@ __all__ = [
     "TorchDispatchMode",
     "UnpairedDualPipeV",
     "add_backends",
+    "all_gather_base",
     "all_gather_coalesced",
     "all_gather_single",
     "all_gather_whole",
@@ -348,6 +448,7 @@ __all__ = [
     "backends_of",
     "clean_tensor_name",
     "clear_placement_cache",
+    "copy_module",
     "create_chunk_sharded_tensor",
     "fake_store",
     "flash_attention",
@@ -360,19 +461,29 @@ __all__ = [
     "has_flash_attention",
     "hybrid_strategies",
     "is_alive",
+    "is_persistent",
     "is_traceable_wrapper_subclass",
     "keeps_reduced_gradients_as_they_are",
+    "load_hooks",
+    "multiplies",
+    "nccl_options",
     "read_scalar",
     "reduce_left_gradients",
+    "reduce_scatter_base",
     "reduce_scatter_coalesced",
     "reduce_scatter_single",
     "reduce_scatter_whole",
+    "set_reduction_hook",
     "set_state_element",
+    "sparse_parts",
     "take_left_gradients",
     "tree_flatten",
     "tree_leaves",
     "tree_unflatten",
     "unflatten_state_dict",
+    "uses_original_parameters",
+    "version_of",
+    "wrap_local_load_hook",
 ]
 
 

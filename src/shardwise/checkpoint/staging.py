@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shardwise._torch_compat import version_of
 from shardwise.checkpoint.manifest import BLOCK_BYTES
 from shardwise.errors import CheckpointError
 
@@ -211,14 +212,14 @@ class Run:
     @property
     def changed(self) -> bool:
         """Whether the tensor was written to since the stream began."""
-        return self.tensor._version != self.version
+        return version_of(self.tensor) != self.version
 
 
 Versions = list[tuple[Tensor, int]]
 
 
 def _versions(parts: Sequence[Tensor]) -> Versions:
-    return [(part, part._version) for part in parts]
+    return [(part, version_of(part)) for part in parts]
 
 
 def _runs(parts: Versions) -> Iterator[Run]:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardwise._torch_compat import is_persistent
 from shardwise.checkpoint.manifest import NUMBER, TensorRecord
 from shardwise.checkpoint.piece import DTYPES, TORCH_DTYPES, Piece
 from shardwise.errors import CheckpointError
@@ -136,8 +137,8 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Buffers that belong to a state dict, once each."""
     seen: set[int] = set()
     for prefix, part in module.named_modules():
-        for name, buffer in part._buffers.items():
-            if buffer is None or name in part._non_persistent_buffers_set or id(buffer) in seen:
+        for name, buffer in part.named_buffers(recurse=False, remove_duplicate=False):
+            if not is_persistent(part, name) or id(buffer) in seen:
                 continue
             seen.add(id(buffer))
             yield f"{prefix}.{name}".lstrip("."), buffer

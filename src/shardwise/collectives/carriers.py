@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shardwise._torch_compat import group_of
+from shardwise._torch_compat import group_of, nccl_options
 from shardwise.collectives import engine
 from shardwise.errors import MachineError
 
@@ -79,7 +79,5 @@ def _backend(name: str, seat: Seat) -> Any:
     if name == engine.BACKEND:
         return engine.create(seat.store, seat.rank, seat.members, seat.timeout)
     if name == NCCL:
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = seat.timeout
-        return dist.ProcessGroupNCCL(seat.store, seat.rank, seat.size, options)
+        return dist.ProcessGroupNCCL(seat.store, seat.rank, seat.size, nccl_options(seat.timeout))
     return dist.ProcessGroupGloo(seat.store, seat.rank, seat.size, timeout=seat.timeout)

@@ -23,7 +23,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise._torch_compat import add_backends, all_gather_whole, backends_of, reduce_scatter_whole
+from shardwise._torch_compat import (
+    add_backends,
+    all_gather_base,
+    all_gather_whole,
+    backends_of,
+    reduce_scatter_base,
+    reduce_scatter_whole,
+)
 from shardwise.collectives import carriers, choice
 from shardwise.collectives.carriers import Seat
 from shardwise.collectives.choice import Algorithm, Operation, Table
@@ -126,7 +133,7 @@ class HierarchicalGroup(dist.ProcessGroup):
 
     def all_gather_single(self, output: Tensor, piece: Tensor, options: Any = None) -> Any:
         work = self.hierarchy.all_gather([output], [piece], _blocking(options))
-        return work or self.flat._allgather_base(output, piece, *_given(options))
+        return work or all_gather_base(self.flat, output, piece, *_given(options))
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], pieces: list[Tensor], options: Any = None) -> Any:
         work = self.hierarchy.all_gather(outputs, pieces, _blocking(options))
@@ -134,7 +141,7 @@ class HierarchicalGroup(dist.ProcessGroup):
 
     def reduce_scatter_single(self, output: Tensor, whole: Tensor, options: Any = None) -> Any:
         work = self.hierarchy.reduce_scatter([output], [whole], _reduction(options), _blocking(options))
-        return work or self.flat._reduce_scatter_base(output, whole, *_given(options))
+        return work or reduce_scatter_base(self.flat, output, whole, *_given(options))
 
     def reduce_scatter_single_coalesced(self, outputs: list[Tensor], wholes: list[Tensor], options: Any = None) -> Any:
         work = self.hierarchy.reduce_scatter(outputs, wholes, _reduction(options), _blocking(options))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from shardwise._torch_compat import multiplies
 from shardwise.job.schema import LossScaleSection
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -19,14 +20,6 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, 
 def torch_dtype(name: str) -> torch.dtype:
     """`fp64`, `fp32`, `bf16` or `fp16` as a torch dtype."""
     return DTYPES[name]
-
-
-def multiplies(dtype: torch.dtype) -> bool:
-    """Whether this processor has instructions for matrix products of 16 bits, as torch's CPU kernels ask; True where a
-    build of torch cannot say (there is no public name in 2.11 to 2.13)."""
-    name = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}.get(dtype)
-    ask = getattr(torch.ops.mkldnn, name, None) if name else None
-    return ask is None or bool(ask())
 
 
 def without_instructions(compute: str, device_type: str) -> str:

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise._torch_compat import multiplies
 from shardwise.kernels.operators import Kernel, replace_operators
-from shardwise.kernels.precision import DTYPES, multiplies
+from shardwise.kernels.precision import DTYPES
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")
 INTO = {  # the same, into a tensor that is there

@@ -34,6 +34,7 @@ from shardwise.model.attention_calls import AttentionCalls
 from shardwise.model.capability import Capability, unless
 from shardwise.model.chain import BlockWatch, HandedOn, handed_on, is_chain, share_arguments
 from shardwise.model.facts import AttentionFacts, ModelFacts, StageFacts
+from shardwise.model.modules import empty_module
 from shardwise.model.random_draws import Dice
 from shardwise.model.stage_cut import OrderWatch
 
@@ -141,8 +142,7 @@ def rehearse_stage(
         rehearsed = _copy(model)
         for name in blocks:
             own: Any = rehearsed.get_submodule(name)
-            for contents in (own._modules, own._parameters, own._buffers):
-                contents.clear()
+            empty_module(own)
             own.forward = lambda hidden, *_, **__: (
                 (hidden, *(None,) * (stages.outputs - 1)) if stages.outputs else hidden
             )
@@ -209,7 +209,7 @@ def _smallest(module: nn.Module, name: str, calls: Sequence[str]) -> list[str]:
     children = {
         f"{name}.{key}" if name else key: child for key, child in module.named_children() if _holds_parameters(child)
     }
-    holds_some = any(parameter is not None for parameter in module._parameters.values())
+    holds_some = any(True for _ in module.parameters(recurse=False))
     if holds_some or not children or any(calls.count(each) != 1 for each in children):
         return [name]
     return [unit for each, child in children.items() for unit in _smallest(child, each, calls)]

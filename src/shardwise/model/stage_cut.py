@@ -107,7 +107,7 @@ def outside(model: nn.Module, blocks: Sequence[str]) -> Iterator[str]:
     for name, module in model.named_modules():
         if name in blocks or name.startswith(inside):
             continue
-        if any(parameter is not None for parameter in module._parameters.values()) or isinstance(module, DROPOUT):
+        if any(True for _ in module.parameters(recurse=False)) or isinstance(module, DROPOUT):
             yield name
 
 
@@ -207,8 +207,8 @@ def _module_obstacles(model: nn.Module, blocks: Sequence[str], watch: OrderWatch
 
 
 def _own_parameters(model: nn.Module, name: str) -> int:
-    parameters: Mapping[str, nn.Parameter | None] = model.get_submodule(name)._parameters
-    return sum(parameter.numel() for parameter in parameters.values() if parameter is not None)
+    own = model.get_submodule(name).named_parameters(recurse=False, remove_duplicate=False)
+    return sum(parameter.numel() for _, parameter in own)
 
 
 def _stand_ins(given: Mapping[int | str, Any], output: Any) -> Iterator[StandIn]:

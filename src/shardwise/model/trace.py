@@ -26,7 +26,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.pipelining import pipe_split, pipeline
 from transformers.utils import ModelOutput
 
-from shardwise._torch_compat import FakeTensorMode, tree_flatten, tree_leaves, tree_unflatten
+from shardwise._torch_compat import FakeTensorMode, copy_module, tree_flatten, tree_leaves, tree_unflatten
 
 Value = tuple[int, int]  # (piece, number of its output); piece -1: a tensor of the batch
 Dropout = Callable[..., Tensor]  # (values, probability, name, use), in the place of torch's
@@ -190,17 +190,19 @@ def _stand_in(model: nn.Module, mode: Any, device: torch.device, dtypes: tuple[t
     for name, module in list(traced.named_modules(remove_duplicate=False)):
         if id(module) in seen:
             owner, _, leaf = name.rpartition(".")
-            module = copy.copy(module)
-            module._parameters, module._buffers = dict(module._parameters), dict(module._buffers)
-            traced.get_submodule(owner)._modules[leaf] = module
+            module = copy_module(module)
+            traced.get_submodule(owner).add_module(leaf, module)
         seen.add(id(module))
-        for held, dtype in zip((module._parameters, module._buffers), dtypes, strict=True):
-            for leaf, tensor in held.items():
-                if tensor is not None:
-                    kind = dtype if dtype and tensor.is_floating_point() else tensor.dtype
-                    fake = _fake(mode, tensor, device, kind)
-                    held[leaf] = nn.Parameter(fake, tensor.requires_grad) if held is module._parameters else fake
+        for leaf, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            fake = _fake(mode, parameter, device, _dtype(parameter, dtypes[0]))
+            module.register_parameter(leaf, nn.Parameter(fake, parameter.requires_grad))
+        for leaf, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+            setattr(module, leaf, _fake(mode, buffer, device, _dtype(buffer, dtypes[1])))
     return traced
+
+
+def _dtype(tensor: Tensor, floating: torch.dtype | None) -> torch.dtype:
+    return floating if floating and tensor.is_floating_point() else tensor.dtype
 
 
 def _flat_forward(forward: Callable[..., Any], names: Sequence[str], spec: SimpleNamespace) -> Callable[..., Any]:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise._torch_compat import TorchDispatchMode, is_traceable_wrapper_subclass, tree_leaves
+from shardwise._torch_compat import TorchDispatchMode, is_traceable_wrapper_subclass, sparse_parts, tree_leaves
 
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -111,9 +111,8 @@ def _storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
     elif tensor.layout is torch.strided:
         yield tensor.untyped_storage()
     elif tensor.layout is torch.sparse_coo:
-        tensor = tensor.detach()
-        yield tensor._indices().untyped_storage()
-        yield tensor._values().untyped_storage()
+        for part in sparse_parts(tensor.detach()):
+            yield part.untyped_storage()
 
 
 def _tensors_of(root: Any) -> Iterator[Tensor]:

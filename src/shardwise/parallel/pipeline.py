@@ -204,11 +204,6 @@ class _PartStage(LazyStage):
         )
         self._pipeline, self._part = pipeline, part
 
-    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Return what opens the connections, except those to itself: in a V both stages of a pair lie on one rank."""
-        operations: list[dist.P2POp] = super()._get_init_p2p_neighbors_ops()
-        return [operation for operation in operations if operation.group_peer != self.group_rank]
-
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self._runner.number = fwd_chunk_id  # as a number: a tensor's value would not be known in a dry run
         return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)

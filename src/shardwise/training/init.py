@@ -91,10 +91,9 @@ def _draw(model: ParallelModel, root: nn.Module, unit: tuple[str, bool], seed: i
     owned = {
         f"{owner}.{leaf}".lstrip("."): (part, leaf)
         for owner, part in owners
-        for leaf, parameter in part._parameters.items()
-        if parameter is not None
+        for leaf, _ in part.named_parameters(recurse=False, remove_duplicate=False)
     }
-    if not owned and not module._buffers:
+    if not owned and not any(True for _ in module.buffers(recurse=False)):
         return  # T5's own initializer reaches for embeddings, which come by themselves and may be on other stages
     with _whole_parameters(model, owned) as wholes:
         unset = {key: whole for key, whole in wholes.items() if not whole.is_meta}
@@ -115,15 +114,15 @@ def _whole_parameters(
     model: ParallelModel, owned: dict[str, tuple[nn.Module, str]]
 ) -> Iterator[dict[str, nn.Parameter]]:
     """Put whole tensors, filled with NaN, in the place of `owned`; the second name of a tied one stays on meta."""
-    held = {key: module._parameters[leaf] for key, (module, leaf) in owned.items()}
+    local = {key: module.get_parameter(leaf) for key, (module, leaf) in owned.items()}
     wholes = {key: _blank(model.tensor_map[key], key, model.device) for key in owned}
     try:
         for key, (module, leaf) in owned.items():
-            module._parameters[leaf] = wholes[key]
+            module.register_parameter(leaf, wholes[key])
         yield wholes
     finally:
         for key, (module, leaf) in owned.items():
-            module._parameters[leaf] = held[key]
+            module.register_parameter(leaf, local[key])
 
 
 def _blank(entry: Entry, key: str, device: torch.device) -> nn.Parameter:

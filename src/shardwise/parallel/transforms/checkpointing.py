@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from shardwise._torch_compat import tree_flatten
+from shardwise._torch_compat import PRODUCT_OPERATORS, tree_flatten
 from shardwise.errors import ModelError
 from shardwise.job.schema import MemorySection
 from shardwise.kernels.dropout import active_scope, dropout_scope
@@ -24,23 +24,8 @@ from shardwise.parallel.activation_offload import ActivationOffload
 from shardwise.parallel.builder import BuildInputs, ModelBuilder, Transform
 from shardwise.plan.plan import Plan
 
-# Outputs that `selective` keeps: matrix products and fused attention; everything else is cheap to compute again.
-_ATEN = torch.ops.aten
-KEPT = [
-    operator.default
-    for operator in (
-        _ATEN.mm,
-        _ATEN.addmm,
-        _ATEN.bmm,
-        _ATEN.baddbmm,
-        _ATEN._scaled_mm,
-        _ATEN._grouped_mm,
-        _ATEN._scaled_dot_product_flash_attention,
-        _ATEN._scaled_dot_product_efficient_attention,
-        _ATEN._scaled_dot_product_cudnn_attention,
-        _ATEN._scaled_dot_product_flash_attention_for_cpu,
-    )
-]
+# Outputs that `selective` keeps; everything else is cheap to compute again.
+KEPT = list(PRODUCT_OPERATORS)
 
 
 class ActivationCheckpointing(Transform):

@@ -19,6 +19,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from shardwise.job.axes import Axis
 from shardwise.kernels.precision import torch_dtype
 from shardwise.model.facts import ModelFacts, StandIn
+from shardwise.model.modules import empty_module
 from shardwise.parallel.builder import BuildInputs, ModelBuilder, Transform
 from shardwise.parallel.stage_boundary import ENCODED, BoundaryShapes, StageBoundary, set_shapes
 from shardwise.plan.plan import Plan
@@ -98,14 +99,7 @@ def cut_stage(
 
 
 def _empty(block: nn.Module, forward: Callable[..., Any]) -> None:
-    """Take what needs memory off a block; it keeps its attributes, which the model's loop may read."""
-    while children := [name for name, _ in block.named_children()]:
-        for name in children:
-            delattr(block, name)
-    tensors = [*block.named_parameters(recurse=False, remove_duplicate=False)]
-    buffers = [*block.named_buffers(recurse=False, remove_duplicate=False)]
-    for name, _ in (*tensors, *buffers):
-        delattr(block, name)
+    empty_module(block)
     block.forward = forward  # type: ignore[method-assign]
 
 

@@ -110,7 +110,7 @@ def _take_weights(module: nn.Module) -> dict[str, Tensor]:
             made[id(parameter)] = nn.Parameter(blank, requires_grad=parameter.requires_grad)
             taken[name] = parameter.detach()
         owner, _, leaf = name.rpartition(".")
-        module.get_submodule(owner)._parameters[leaf] = made[id(parameter)]
+        module.get_submodule(owner).register_parameter(leaf, made[id(parameter)])
     return taken
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from shardwise._torch_compat import load_hooks
 from shardwise.checkpoint.state import persistent_buffers
 from shardwise.parallel.model import ParallelModel
 from shardwise.smp.v1.process import state
@@ -37,7 +38,7 @@ class HostWeights:
         self._module = model.get_module()
         self._weights: dict[str, Tensor] = dict(whole_weights(model, "model.cpu"))
         model.release()
-        self._buffers: list[tuple[dict[str, Any], str, Tensor]] = []
+        self._buffers: list[tuple[nn.Module, str, Tensor]] = []
         self._exit = ExitStack()
         self._lend()
         for module in self._modules():
@@ -51,9 +52,10 @@ class HostWeights:
         """The distributed weights into their places, with the values that the whole ones have by now."""
         for entry in self.parallel.tensor_map:
             entry.store(self._weights[entry.name].detach().to(entry.local.device))
-        for holder, leaf, before in self._buffers:
-            if holder[leaf] is not before:
-                before.copy_(holder[leaf])
+        for module, leaf, before in self._buffers:
+            current = module.get_buffer(leaf)
+            if current is not before:
+                before.copy_(current)
         self._exit.close()
 
     def _modules(self) -> Iterator[nn.Module]:
@@ -66,28 +68,28 @@ class HostWeights:
             self._weights |= dict.fromkeys((entry.name, *entry.aliases), whole)
         for module in self._modules():
             self._leave_fsdp(module)
-            for leaf, parameter in module._parameters.items():
-                if parameter is not None:
-                    self._swap(module._parameters, leaf, self._weights[entries[id(parameter)].name])
-            for leaf, buffer in module._buffers.items():
-                if buffer is not None and not buffer.is_meta:
-                    self._buffers.append((module._buffers, leaf, buffer))
-                    self._swap(module._buffers, leaf, buffer.to(HOST))
+            for leaf, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+                self._swap(module, leaf, self._weights[entries[id(parameter)].name])
+            for leaf, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+                if not buffer.is_meta:
+                    self._buffers.append((module, leaf, buffer))
+                    self._swap(module, leaf, buffer.to(HOST))
 
     def _leave_fsdp(self, module: nn.Module) -> None:
         """FSDP2 takes what a conversion or a loading has left for its own parameters."""
-        for key, hook in list(module._load_state_dict_post_hooks.items()):
+        hooks = load_hooks(module)
+        for key, hook in list(hooks.items()):
             if getattr(hook, "__module__", "").startswith("torch.distributed.fsdp"):
-                self._exit.callback(module._load_state_dict_post_hooks.__setitem__, key, hook)
-                del module._load_state_dict_post_hooks[key]
+                self._exit.callback(hooks.__setitem__, key, hook)
+                del hooks[key]
         kind = type(module)
         if isinstance(module, FSDPModule):
             self._exit.callback(setattr, module, "__class__", kind)
             module.__class__ = kind.__mro__[kind.__mro__.index(FSDPModule) + 1]
 
-    def _swap(self, holder: dict[str, Any], leaf: str, value: Tensor) -> None:
-        self._exit.callback(holder.__setitem__, leaf, holder[leaf])
-        holder[leaf] = value
+    def _swap(self, module: nn.Module, leaf: str, value: Tensor) -> None:
+        self._exit.callback(setattr, module, leaf, getattr(module, leaf))
+        setattr(module, leaf, value)
 
 
 class Host:

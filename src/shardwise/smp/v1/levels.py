@@ -52,13 +52,11 @@ class CastingLevel:
     @property
     def model(self) -> nn.Module:
         """The model."""
-        found = self.outer._modules[self.name]
-        assert found is not None
-        return found
+        return self.outer.get_submodule(self.name)
 
     def hold(self, model: nn.Module) -> None:
         """Put `model` in the place of the one that is there."""
-        self.outer._modules[self.name] = model
+        self.outer.add_module(self.name, model)
 
     def arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
         """What the level gives its model."""

@@ -340,8 +340,8 @@ class DistributedModel(Inspection, Hooks, Host, nn.Module):
 
     def get_module(self) -> nn.Module:
         """The script's module (or what took its place), unwrapped."""
-        module = self._modules["module"]
-        assert module is not None
+        module = nn.Module.__getattr__(self, "module")  # whatever this class says of other names
+        assert isinstance(module, nn.Module)
         return module
 
     def train(self, mode: bool = True) -> DistributedModel:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shardwise.smp.v2.split_model import local_names
 from shardwise.smp.v2.state_handler import state
@@ -34,9 +34,8 @@ class DelayedParamIniter:
         self.names = {id(module): name for name, module in model.named_modules()}
         places: dict[int, list[tuple[nn.Module, str]]] = {}
         for module in model.modules():
-            for leaf, parameter in module._parameters.items():
-                if parameter is not None:
-                    places.setdefault(id(parameter), []).append((module, leaf))
+            for leaf, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+                places.setdefault(id(parameter), []).append((module, leaf))
         self.ties = [places for places in places.values() if len(places) > 1]
 
     def get_param_init_fn(self) -> Callable[[nn.Module], None]:
@@ -66,15 +65,15 @@ class DelayedParamIniter:
         name, cuts = self.names.get(id(module), ""), local_names(self.model)
         if self.verbose and state.rank == 0:
             print(f"drawing {name or type(module).__name__}")
-        held: dict[str, Tensor] = {leaf: p for leaf, p in module._parameters.items() if p is not None}
+        held = dict(module.named_parameters(recurse=False, remove_duplicate=False))
         for leaf, parameter in held.items():
             cut = cuts.get(f"{name}.{leaf}")
             shape = parameter.shape if cut is None else cut.shape
             whole = torch.full(shape, float("nan"), dtype=parameter.dtype, device=state.device)
-            module._parameters[leaf] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
-        for leaf, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta:
-                module._buffers[leaf] = torch.empty_like(buffer, device=state.device)
+            module.register_parameter(leaf, nn.Parameter(whole, requires_grad=parameter.requires_grad))
+        for leaf, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+            if buffer.is_meta:
+                setattr(module, leaf, torch.empty_like(buffer, device=state.device))
         with seeded(int(state.random_seed), name, state.device):
             if self.own is not None:
                 self.own(module)
@@ -82,10 +81,11 @@ class DelayedParamIniter:
                 run_initializer(self.model, module)
         for leaf in [leaf for leaf in held if f"{name}.{leaf}" in cuts]:
             part = cuts[f"{name}.{leaf}"].part_of(module.get_parameter(leaf))
-            module._parameters[leaf] = nn.Parameter(part, requires_grad=held[leaf].requires_grad)
+            module.register_parameter(leaf, nn.Parameter(part, requires_grad=held[leaf].requires_grad))
 
     def _tie(self, module: nn.Module) -> None:
         for (first, leaf), *others in self.ties:
             for other, its in others:
-                if first._parameters[leaf] is not None:
-                    other._parameters[its] = first._parameters[leaf]
+                parameter = getattr(first, leaf)
+                if parameter is not None:
+                    other.register_parameter(its, parameter)

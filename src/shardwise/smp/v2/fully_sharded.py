@@ -23,7 +23,7 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
-from shardwise._torch_compat import ReductionState, allreduce_hook, hybrid_strategies
+from shardwise._torch_compat import ReductionState, allreduce_hook, hybrid_strategies, set_reduction_hook
 from shardwise.errors import ConfigError
 from shardwise.job.axes import Axis, data_axes, replica_axes, state_axes
 from shardwise.smp.v1.process import device_type
@@ -164,7 +164,7 @@ def _average(model: Any, group: dist.ProcessGroup) -> None:
     how = ReductionState(group)
     modules: list[Any] = FullyShardedDataParallel.fsdp_modules(model)
     for module in modules:
-        module._comm_hook, module._comm_hook_state = allreduce_hook, how
+        set_reduction_hook(module, allreduce_hook, how)
 
 
 def _initialize(given: dict[str, Any], after: Callable[[nn.Module], Any] | None) -> None:

@@ -26,7 +26,14 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from shardwise._torch_compat import Shard, create_chunk_sharded_tensor, fsdp_state_dicts, unflatten_state_dict
+from shardwise._torch_compat import (
+    Shard,
+    create_chunk_sharded_tensor,
+    fsdp_state_dicts,
+    unflatten_state_dict,
+    uses_original_parameters,
+    wrap_local_load_hook,
+)
 from shardwise.errors import CheckpointError
 
 _PLACE, METADATA = "process_group", ".metadata"
@@ -43,8 +50,7 @@ def install() -> None:
         _files.load_sharded_optimizer_state_dict = _with_group(_files.load_sharded_optimizer_state_dict)
     if not hasattr(_hooks.init_from_local_shards, "__wrapped__"):
         _hooks.init_from_local_shards = _with_global_ranks(_hooks.init_from_local_shards)
-    if not hasattr(_hooks._local_pre_load_state_dict_hook, "__wrapped__"):
-        _hooks._local_pre_load_state_dict_hook = _without_flat(_hooks._local_pre_load_state_dict_hook)
+    wrap_local_load_hook(_without_flat)
     if not hasattr(_fsdp.optim_state_dict_to_load, "__wrapped__"):
         _fsdp.optim_state_dict_to_load = staticmethod(_in_either_order(_fsdp.optim_state_dict_to_load))
     for module, name in ((state_dict_saver, "save_state_dict"), (state_dict_loader, "load_state_dict")):
@@ -143,7 +149,7 @@ def _without_flat(prepare: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(prepare)
     def call(module: Any, fsdp_state: Any, state_dict: dict[str, Any], prefix: str) -> None:
         prepare(module, fsdp_state, state_dict, prefix)
-        if fsdp_state._use_orig_params:
+        if uses_original_parameters(fsdp_state):
             state_dict.pop(f"{prefix}{_hooks.FSDP_PREFIX}{_hooks.FLAT_PARAM}", None)
 
     return call

@@ -51,7 +51,7 @@ def split_model(model: nn.Module, facts: ModelFacts, layout: Layout, weights: Ma
         if cut.copies > 1 and leaf == "weight":
             _sum_gradient(module, layout.tensor_neighbours(cut.copies))
         if not weights[name].is_meta:
-            module._parameters[leaf] = nn.Parameter(cut.part_of(weights[name]))
+            module.register_parameter(leaf, nn.Parameter(cut.part_of(weights[name])))
 
 
 def hf_names(model: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
@@ -93,7 +93,7 @@ def take_weights(model: nn.Module) -> dict[str, Tensor]:
         made.setdefault(id(parameter), nn.Parameter(blank, requires_grad=parameter.requires_grad))
         taken[name] = parameter.detach()
         owner, leaf = _owner(model, name)
-        owner._parameters[leaf] = made[id(parameter)]
+        owner.register_parameter(leaf, made[id(parameter)])
     return taken
 
 
@@ -106,4 +106,4 @@ def give_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
             continue
         made.setdefault(id(parameter), nn.Parameter(value, requires_grad=parameter.requires_grad))
         owner, leaf = _owner(model, name)
-        owner._parameters[leaf] = made[id(parameter)]
+        owner.register_parameter(leaf, made[id(parameter)])

@@ -122,9 +122,8 @@ def _of_rank0(model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]
             dist.broadcast(sent[name], 0, group=group)
         found[name] = sent[names[name]]
     for owner in model.modules():
-        for leaf, buffer in owner._buffers.items():
-            if buffer is not None:
-                here = buffer.to(state.device) if layout.rank == 0 else torch.empty_like(buffer, device=state.device)
-                dist.broadcast(here, 0, group=group)
-                owner._buffers[leaf] = here
+        for leaf, buffer in list(owner.named_buffers(recurse=False, remove_duplicate=False)):
+            copied = buffer.to(state.device) if layout.rank == 0 else torch.empty_like(buffer, device=state.device)
+            dist.broadcast(copied, 0, group=group)
+            setattr(owner, leaf, copied)
     return found

@@ -16,19 +16,18 @@ def empty_module_params(module: nn.Module, device: Any = None, recurse: bool = F
     place = _current() if device is None else device
     made: dict[int, nn.Parameter] = {}
     for part in module.modules() if recurse else [module]:
-        for leaf, parameter in part._parameters.items():
-            if parameter is not None:
-                blank = torch.empty_like(parameter.detach(), device=place)
-                made.setdefault(id(parameter), nn.Parameter(blank, requires_grad=parameter.requires_grad))
-                part._parameters[leaf] = made[id(parameter)]
+        for leaf, parameter in list(part.named_parameters(recurse=False, remove_duplicate=False)):
+            blank = torch.empty_like(parameter.detach(), device=place)
+            made.setdefault(id(parameter), nn.Parameter(blank, requires_grad=parameter.requires_grad))
+            part.register_parameter(leaf, made[id(parameter)])
     return module
 
 
 def move_buffers_to_device(module: nn.Module, device: Any, recurse: bool = False) -> nn.Module:
     """`module` with its buffers on `device`; its parameters stay."""
     for part in module.modules() if recurse else [module]:
-        for leaf, buffer in part._buffers.items():
-            part._buffers[leaf] = None if buffer is None else buffer.to(device)
+        for leaf, buffer in list(part.named_buffers(recurse=False, remove_duplicate=False)):
+            setattr(part, leaf, buffer.to(device))
     return module
 
 

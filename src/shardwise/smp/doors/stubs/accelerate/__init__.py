@@ -27,9 +27,9 @@ def init_empty_weights(include_buffers: bool = False) -> Iterator[None]:
     own: Callable[..., None] = module.register_parameter
 
     def register(self: Any, name: str, param: nn.Parameter | None) -> None:
-        own(self, name, param)
         if param is not None:
-            self._parameters[name] = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+            param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+        own(self, name, param)
 
     module.register_parameter = register
     try:

@@ -1,0 +1,16 @@
+"""Modules changed in place, by torch's public ways."""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+def empty_module(module: nn.Module) -> None:
+    """Take children, parameters and buffers off a module; it keeps its other attributes, which a model may read."""
+    while children := [name for name, _ in module.named_children()]:  # a child of two names is listed once
+        for name in children:
+            delattr(module, name)
+    parameters = list(module.named_parameters(recurse=False, remove_duplicate=False))
+    buffers = list(module.named_buffers(recurse=False, remove_duplicate=False))
+    for name, _ in (*parameters, *buffers):
+        delattr(module, name)
