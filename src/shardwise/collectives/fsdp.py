@@ -28,6 +28,9 @@ from shardwise._torch_compat import (
     reduce_scatter_single,
 )
 from shardwise.collectives.hierarchical import Choice, Hierarchy, around
+from shardwise.collectives.names import CollectiveName, unit_names
+
+SHARD_GROUP = "shard"
 
 
 class Hierarchies:
@@ -58,34 +61,45 @@ class Memory:
 
 
 class _Communication(Memory):
-    def __init__(self, hierarchies: Hierarchies) -> None:
+    """A unit's collective in two levels."""
+
+    operation = ""
+
+    def __init__(self, hierarchies: Hierarchies, unit: str) -> None:
         self.hierarchies = hierarchies
+        self.name = CollectiveName(unit, SHARD_GROUP, self.operation)
 
 
 class TwoLevelAllGather(_Communication):
     """For `FSDPModule.set_custom_all_gather`."""
 
+    operation = "all_gather"
+
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        hierarchy = self.hierarchies.of(group)
-        work = hierarchy.all_gather([output_tensor], [input_tensor], not async_op) if hierarchy else None
-        if work is None:
-            return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
-        return work if async_op else None
+        with self.name:
+            hierarchy = self.hierarchies.of(group)
+            work = hierarchy.all_gather([output_tensor], [input_tensor], not async_op) if hierarchy else None
+            if work is None:
+                return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+            return work if async_op else None
 
 
 class TwoLevelReduceScatter(_Communication):
     """For `FSDPModule.set_custom_reduce_scatter`."""
 
+    operation = "reduce_scatter"
+
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
-        hierarchy = self.hierarchies.of(group)
-        work = hierarchy.reduce_scatter([output_tensor], [input_tensor], op, not async_op) if hierarchy else None
-        if work is None:
-            return reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
-        return work if async_op else None
+        with self.name:
+            hierarchy = self.hierarchies.of(group)
+            work = hierarchy.reduce_scatter([output_tensor], [input_tensor], op, not async_op) if hierarchy else None
+            if work is None:
+                return reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+            return work if async_op else None
 
 
 class OverlappedReduceScatter(Memory):
@@ -96,16 +110,18 @@ class OverlappedReduceScatter(Memory):
     once (a second microbatch, replicas, another dtype, offload) the call is waited for here.
     """
 
-    def __init__(self, module: FSDPModule) -> None:
+    def __init__(self, module: FSDPModule, unit: str) -> None:
         self.module = module
+        self.name = CollectiveName(unit, SHARD_GROUP, "reduce_scatter")
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
         late = not async_op and keeps_reduced_gradients_as_they_are(self.module, output_tensor.dtype)
-        work: dist.Work | None = reduce_scatter_single(
-            output_tensor, input_tensor, op=op, group=group, async_op=async_op or late
-        )
+        with self.name:
+            work: dist.Work | None = reduce_scatter_single(
+                output_tensor, input_tensor, op=op, group=group, async_op=async_op or late
+            )
         if late and work is not None:
             at_end_of_backward(work.wait)
             return None
@@ -118,15 +134,15 @@ def overlap(modules: Sequence[FSDPModule]) -> None:
     Parameters are gathered ahead only as far as prefetching is set. Sums are those without overlap, bit for bit.
     """
     gather_asynchronously(modules[0])
+    units = unit_names(modules[0])
     for module in modules:
-        module.set_custom_reduce_scatter(OverlappedReduceScatter(module))  # type: ignore[arg-type]
+        module.set_custom_reduce_scatter(OverlappedReduceScatter(module, units[module]))  # type: ignore[arg-type]
 
 
 def use_two_levels(model: nn.Module, algorithm: Choice = "measured") -> Hierarchies:
     """Let every FSDP module in `model` communicate in two levels; the setters do not recurse."""
     hierarchies = Hierarchies(algorithm)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_custom_all_gather(TwoLevelAllGather(hierarchies))  # type: ignore[arg-type]
-            module.set_custom_reduce_scatter(TwoLevelReduceScatter(hierarchies))  # type: ignore[arg-type]
+    for module, unit in unit_names(model).items():
+        module.set_custom_all_gather(TwoLevelAllGather(hierarchies, unit))  # type: ignore[arg-type]
+        module.set_custom_reduce_scatter(TwoLevelReduceScatter(hierarchies, unit))  # type: ignore[arg-type]
     return hierarchies

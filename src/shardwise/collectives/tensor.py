@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shardwise._torch_compat import all_gather_single, reduce_scatter_single
+from shardwise.collectives.names import CollectiveName, group_name
 
 Move = Callable[[Tensor, Any], Tensor]
 
@@ -127,12 +128,17 @@ def summed(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     return total
 
 
-def sum_together(tensors: Sequence[Tensor], group: dist.ProcessGroup, device: torch.device) -> None:
-    """Each of `tensors` becomes its sum over `group`, in one all-reduce on `device` for those of one dtype."""
+def sum_together(tensors: Sequence[Tensor], group: dist.ProcessGroup, device: torch.device, unit: str) -> None:
+    """Sum each of `tensors` over `group`, in place, in one all-reduce on `device` for those of one dtype.
+
+    `unit` says what they are, for errors.
+    """
+    name = CollectiveName(unit, group_name(group), "all_reduce")
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         alike = [tensor for tensor in tensors if tensor.dtype == dtype]
         flat = torch.cat([tensor.reshape(-1).to(device) for tensor in alike])
-        dist.all_reduce(flat, group=group)
+        with name:
+            dist.all_reduce(flat, group=group)
         for tensor, total in zip(alike, flat.split([tensor.numel() for tensor in alike]), strict=True):
             tensor.copy_(total.view(tensor.shape))
 

@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from shardwise._torch_compat import all_gather_single, gathered_parameters
-from shardwise.collectives.fsdp import Memory
+from shardwise.collectives.fsdp import SHARD_GROUP, Memory
+from shardwise.collectives.names import CollectiveName, unit_names
 from shardwise.kernels.float8 import E4M3, quantize
 
 ALIGNED = 16  # bytes; each rank's message begins so, and numbers of any dtype can be read where they lie
@@ -37,8 +38,9 @@ class Piece(NamedTuple):
 class Float8AllGather(Memory):
     """For `FSDPModule.set_custom_all_gather` of `module`."""
 
-    def __init__(self, module: FSDPModule) -> None:
+    def __init__(self, module: FSDPModule, unit: str) -> None:
         self.module = module
+        self.name = CollectiveName(unit, SHARD_GROUP, "all_gather")
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -48,7 +50,8 @@ class Float8AllGather(Memory):
             return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
         message = pack(input_tensor, pieces)
         arrived = message.new_empty(group.size() * message.numel())
-        work = all_gather_single(arrived, message, group=group, async_op=async_op)
+        with self.name:
+            work = all_gather_single(arrived, message, group=group, async_op=async_op)
 
         def write() -> None:
             unpack(arrived.view(group.size(), -1), pieces, output_tensor.view(group.size(), -1))
@@ -68,8 +71,9 @@ class Float8AllGather(Memory):
 
 def gather_in_float8(modules: Sequence[FSDPModule]) -> None:
     """Let all FSDP `modules` of a model gather the weights of their float8 layers in float8."""
+    units = unit_names(modules[0]) if modules else {}
     for module in modules:
-        module.set_custom_all_gather(Float8AllGather(module))  # type: ignore[arg-type]
+        module.set_custom_all_gather(Float8AllGather(module, units[module]))  # type: ignore[arg-type]
 
 
 def pack(values: Tensor, pieces: Sequence[Piece]) -> Tensor:

@@ -147,7 +147,7 @@ class Layout:
 
     def group(self, *axes: Axis) -> ProcessGroup:
         """Return the process group along `axes`. Collective on first use: every rank must ask in the same order."""
-        return self._group(("axes", *axes), lambda rank: self.ranks(*axes, of=rank))
+        return self._group(axes, lambda rank: self.ranks(*axes, of=rank))
 
     def holders_group(self, pipeline: Sequence[int]) -> ProcessGroup:
         """Return the group of the ranks at these places of their pipeline. Collective, as `group`.
@@ -185,7 +185,9 @@ class Layout:
                 if len(partition) == 1 and dist.group.WORLD is not None:
                     self._groups[partition] = dist.group.WORLD
                 else:
-                    self._groups[partition], _ = dist.new_subgroups_by_enumeration([list(part) for part in partition])
+                    ranks = [list(part) for part in partition]
+                    description = " x ".join(str(word) for word in asked)
+                    self._groups[partition], _ = dist.new_subgroups_by_enumeration(ranks, group_desc=description)
             self._asked[asked] = self._groups[partition]
         return self._asked[asked]
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from shardwise.collectives.names import CollectiveName, group_name
 from shardwise.collectives.tensor import sum_together
 from shardwise.job.axes import Axis
 from shardwise.kernels.dropout import DropoutScope, dropout_scope
@@ -219,16 +220,19 @@ class ParallelModel:
         """Of parameters that several tensor ranks hold, each for a part of the activations (norms of single heads), and
         of embeddings that are tied across stages."""
         for names, group in self.partial:
-            sum_together(self.tensor_map.gradients(names), group, self.device)
+            sum_together(self.tensor_map.gradients(names), group, self.device, "partial gradients")
         for ranks, names in self._tied():
-            sum_together(self.tensor_map.gradients(names), self.layout.holders_group(ranks), self.device)
+            group = self.layout.holders_group(ranks)
+            sum_together(self.tensor_map.gradients(names), group, self.device, "tied gradients")
 
     def copy_tied(self) -> None:
         """What the first stage holds of embeddings that are tied across stages, to the others that hold them."""
         for ranks, names in self._tied():
             group = self.layout.holders_group(ranks)
+            first = dist.get_process_group_ranks(group)[0]
             for name in names:
-                dist.broadcast(self.tensor_map[name].local, dist.get_process_group_ranks(group)[0], group=group)
+                with CollectiveName(name, group_name(group), "broadcast"):
+                    dist.broadcast(self.tensor_map[name].local, first, group=group)
 
     def _tied(self) -> Iterator[tuple[Sequence[int], list[str]]]:
         """What is tied across stages, by the pipeline ranks that hold it."""

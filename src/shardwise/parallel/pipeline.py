@@ -23,6 +23,7 @@ from torch.distributed.pipelining import (
 )
 
 from shardwise._torch_compat import LazyStage, UnpairedDualPipeV
+from shardwise.collectives.names import CollectiveName
 from shardwise.errors import ModelError
 from shardwise.job.axes import Axis
 from shardwise.kernels.linear import WeightGradients
@@ -131,7 +132,7 @@ class Pipeline:
             shape: of the hidden states, if it is not that of training.
         """
         results: list[Tensor] = []
-        sending: list[tuple[Any, Tensor]] = []
+        sending: list[tuple[CollectiveName, Any, Tensor]] = []
         kept: dict[tuple[int, int], Tensor] = {}  # for this rank's own next stage, where a V turns
         for part, index in self._turns(count):
             boundary, arrived = self.boundaries[part], kept.pop((part, index), None)
@@ -143,9 +144,11 @@ class Pipeline:
             elif (target := self._rank_of(boundary.stage + 1)) == dist.get_rank():
                 kept[part + 1, index] = value
             else:
-                sending.append((dist.isend(value, target, group=self.group), value))
-        for handle, _ in sending:
-            handle.wait()
+                name = CollectiveName(f"stage {boundary.stage}", Axis.PIPELINE, "send")
+                sending.append((name, dist.isend(value, target, group=self.group), value))
+        for name, handle, _ in sending:
+            with name:
+                handle.wait()
         return results
 
     def _turns(self, count: int) -> Iterator[tuple[int, int]]:
@@ -163,7 +166,8 @@ class Pipeline:
         if boundary.is_first:
             return None
         arrived = torch.empty(shape, dtype=self.dtype, device=self.device)
-        dist.recv(arrived, self._rank_of(boundary.stage - 1), group=self.group)
+        with CollectiveName(f"stage {boundary.stage}", Axis.PIPELINE, "recv"):
+            dist.recv(arrived, self._rank_of(boundary.stage - 1), group=self.group)
         return arrived
 
     def _make_schedule(self, count: int, weight_gradients: Sequence[WeightGradients | None]) -> Any:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.collectives.names import CollectiveName
 from shardwise.data.batch import Batch, wrap
 from shardwise.errors import ModelError
 from shardwise.kernels.precision import LossScaler
@@ -24,6 +25,11 @@ from shardwise.plan.normalisation import NORMALISATIONS, LossCounts
 from shardwise.training.optimizer import ShardedOptimizer
 
 NORM_CHUNK = 1 << 16  # elements that a CPU sums in the gradients' own dtype; measured: as fast as the fp32 norm
+
+
+CONTROL = CollectiveName("the step's control message", "world", "all_reduce")
+LOSS_AND_NORM = CollectiveName("loss and gradient norm", "world", "all_reduce")
+EVALUATION = CollectiveName("the evaluation's loss", "world", "all_reduce")
 
 
 @dataclass
@@ -112,7 +118,8 @@ def evaluate(model: ParallelModel, objective: Objective, batches: Sequence[Seque
         totals += model.run(objective, on_device, step=0).to(totals.dtype)
     model.release_gathered()
     totals *= model.contributes
-    dist.all_reduce(totals)
+    with EVALUATION:
+        dist.all_reduce(totals)
     model.train()
     total, tokens = totals.tolist()
     return NORMALISATIONS[model.plan.normalisation].mean(total, LossCounts(tokens=int(tokens)))
@@ -134,7 +141,8 @@ def exchange(model: ParallelModel, mine: Control) -> Control:
     # A wish to stop or a failure may come from any rank.
     values = [labels if speaks else 0, stop, failed, data_hash if speaks else 0]
     control = torch.tensor(values, dtype=torch.int64, device=model.device)
-    dist.all_reduce(control)
+    with CONTROL:
+        dist.all_reduce(control)
     return Control(*control.tolist())
 
 
@@ -144,7 +152,8 @@ def reduce_loss_and_norm(
     """(summed loss, counted labels, gradient norm) of all ranks; a gradient element counts once, by its replication."""
     squares = squared_share(optimizer.gradients(), model.device)
     sums = torch.cat([totals.to(squares.dtype) * model.contributes, squares.view(1)])
-    dist.all_reduce(sums)
+    with LOSS_AND_NORM:
+        dist.all_reduce(sums)
     return sums[0], sums[1], sums[2].sqrt() / scale
 
 
