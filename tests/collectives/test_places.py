@@ -20,8 +20,9 @@ from shardwise.job.schema import Job
 from shardwise.launch import loopback
 from shardwise.launch.job_group import usable_backend
 from shardwise.plan.plan import World, resolve
+from shardwise.smp.session import launched_world
 from shardwise.smp.v1 import smddp
-from shardwise.smp.v1.process import state, world_to_come
+from shardwise.smp.v1.session import state
 from shardwise.testing.world import WorldPool
 from tests.parity.jobs import make_job
 from tests.plan.rules.jobs import FACTS
@@ -89,7 +90,7 @@ def test_smps_world_is_known_before_the_ranks_meet(monkeypatch: pytest.MonkeyPat
     variables = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "h"}
     for name, value in (variables | {"MASTER_PORT": "29500"}).items():
         monkeypatch.setenv(name, value)
-    assert world_to_come("cpu") == World(4, "cpu", 2, hosts=2)
+    assert launched_world("cpu") == World(4, "cpu", 2, hosts=2)
 
 
 def initialized(hosts: str, options: dict[str, Any]) -> tuple[str, float]:

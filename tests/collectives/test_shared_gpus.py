@@ -20,8 +20,8 @@ from shardwise.launch.environment import RankEnvironment
 from shardwise.launch.expected_world import expected_world, world_size
 from shardwise.launch.job_group import usable_backend
 from shardwise.plan.plan import Plan, World, resolve
-from shardwise.smp.script import Script, run
-from shardwise.smp.v1.backend import choose
+from shardwise.smp.backend import choose_backend
+from shardwise.smp.script import Script, launch_script
 from shardwise.testing.world import WorldPool
 from tests.parity.jobs import make_job
 from tests.plan.rules.jobs import FACTS
@@ -144,12 +144,12 @@ def test_scripts_need_a_gpu_a_worker(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     shown_gpus(monkeypatch, 1)
     (tmp_path / "script.py").write_text("")
     with pytest.raises(ConfigError, match=r"--workers=2 needs as many GPUs, this host shows 1.*--workers=1 or less"):
-        run(Script(str(tmp_path / "script.py"), (), "cuda"), 2)
+        launch_script(Script(str(tmp_path / "script.py"), (), "cuda"), 2)
 
 
 def test_smps_backend_is_the_engine_where_ranks_share_a_gpu() -> None:
-    assert choose(job().parallel, World(2, "cuda", 2, gpus=1), []) == "shardwise"
-    assert choose(job().parallel, World(2, "cuda", 2, gpus=2), []) == "nccl"
+    assert choose_backend(job().parallel, World(2, "cuda", 2, gpus=1), []) == "shardwise"
+    assert choose_backend(job().parallel, World(2, "cuda", 2, gpus=2), []) == "nccl"
 
 
 # --- on a GPU

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.smp.api import Entry, entries, missing
+from shardwise.smp.api import ApiName, api_names, missing_names
 
 
 def _owner(name: str) -> Any:
@@ -38,8 +38,8 @@ def _signature(function: Any) -> str:
     return f"({', '.join(found)})"
 
 
-@pytest.mark.parametrize("entry", entries(), ids=lambda entry: f"{entry.owner}.{entry.name}")
-def test_entry_is_there(entry: Entry) -> None:
+@pytest.mark.parametrize("entry", api_names(), ids=lambda entry: f"{entry.owner}.{entry.name}")
+def test_entry_is_there(entry: ApiName) -> None:
     found = inspect.getattr_static(_owner(entry.owner), entry.name, None) or getattr(_owner(entry.owner), entry.name)
     assert found is not None
     assert entry.status in ("acts", "accepted", "refused")
@@ -49,5 +49,5 @@ def test_entry_is_there(entry: Entry) -> None:
 
 
 def test_what_is_missing_is_not_there() -> None:
-    assert missing()
+    assert missing_names()
     assert importlib.util.find_spec("shardwise.smp.test") is None

@@ -12,7 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.futures import Future
 
 import shardwise.smp as smp
-from shardwise.smp.v1.exceptions import ShardwiseError, SMPUnsupportedError, SMPValidationError, StepUsageError
+from shardwise.smp.exceptions import ShardwiseError, SMPUnsupportedError, SMPValidationError, StepUsageError
 from shardwise.testing.world import WorldPool
 from tests.smp.scripts import LEARNING_RATE, batches, make_model, reference, train_step
 
@@ -165,7 +165,7 @@ def _held_back() -> tuple[float, int, float, float]:
             train_step(model, rows[0])
         early = len(calls)
         train_step(model, rows[1])
-        found = {entry.name: entry.local_gradient for entry in model.parallel.tensor_map}
+        found = {entry.name: entry.local_gradient for entry in model._smp.weights.parallel.tensor_map}
         optimizer.step()
         lonely = float(model.state_dict()["lonely"].sum())
     finally:
@@ -192,7 +192,7 @@ def _not_zeroed() -> float:
         model.register_comm_hook([], _mean)
         for batch in batches()[:2]:
             train_step(model, batch.chunk(smp.dp_size())[smp.dp_rank()])
-        found = {entry.name: entry.local_gradient for entry in model.parallel.tensor_map}
+        found = {entry.name: entry.local_gradient for entry in model._smp.weights.parallel.tensor_map}
     finally:
         smp.state.reset()
     plain = make_model("gpt2")

@@ -16,8 +16,9 @@ from shardwise.job.schema import Job
 from shardwise.job.smp_options import OPTIONS
 from shardwise.kernels import precision
 from shardwise.plan.plan import World
-from shardwise.smp.v1.backend import choose
-from shardwise.smp.v1.config import ACT_IN_SCRIPTS, VARIABLE, Configuration, read_configuration
+from shardwise.smp.backend import choose_backend
+from shardwise.smp.options import OPTIONS_VARIABLE
+from shardwise.smp.v1.config import ACT_IN_SCRIPTS, ModelParallelConfig, read_configuration
 from shardwise.testing.world import WorldPool
 from tests.smp.scripts import batches, make_model, replaced_loss
 
@@ -42,7 +43,7 @@ READ = {start.partition("=")[0] for start in ACT_IN_SCRIPTS} - {"ddp"}  # by smp
 def test_each_option_acts_or_is_named(option: Any) -> None:
     value, beside = VALUES.get(option.name, (True, {}))
     try:
-        found, before = Configuration({**beside, option.name: value}), Configuration(beside)
+        found, before = ModelParallelConfig({**beside, option.name: value}), ModelParallelConfig(beside)
         acts = found.job_keys != before.job_keys or option.name in READ
     except ConfigError as error:
         assert f"{option.name}={value!r} is refused" in str(error)
@@ -82,16 +83,16 @@ def test_what_is_idle_beside_the_others_is_named_once(
 def test_wrong_values_are_refused_from_the_launcher_too(
     given: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv(OPTIONS_VARIABLE, raising=False)
     with pytest.raises(ConfigError, match=said):
         read_configuration(given, "cpu").base_job()
-    monkeypatch.setenv(VARIABLE, json.dumps(given))
+    monkeypatch.setenv(OPTIONS_VARIABLE, json.dumps(given))
     with pytest.raises(ConfigError, match=said):
         read_configuration(None, "cpu").base_job()
 
 
 def test_what_the_ranks_do_not_allow_begins_with_the_option() -> None:
-    with pytest.raises(ConfigError, match=r"smp\.init: tensor_parallel_degree=2: parallel\.tensor_parallel_degree"):
+    with pytest.raises(ConfigError, match=r"smp\.init: tensor_parallel_degree=2: .*parallel\.tensor_parallel_degree"):
         smp.init({"tensor_parallel_degree": 2, "microbatches": None})
     smp.state.reset()
 
@@ -113,12 +114,12 @@ def test_a_processor_without_instructions_for_16_bits_is_named(
 def test_an_estimators_forms_are_bare_parameters_to_a_script(monkeypatch: pytest.MonkeyPatch) -> None:
     """`state.cfg` and the launcher's precedence know the parameters, whatever stands around them."""
     wrapped = {"smdistributed": {"modelparallel": {"enabled": True, "parameters": TWO}}, "mpi": {"enabled": True}}
-    monkeypatch.setenv(VARIABLE, json.dumps(wrapped))
+    monkeypatch.setenv(OPTIONS_VARIABLE, json.dumps(wrapped))
     cfg = read_configuration({"enabled": True, "parameters": {"pipeline_parallel_degree": 4, "fp16": True}}, "cpu")
     assert (cfg.pipeline_parallel_degree, cfg.partitions, cfg.microbatches, cfg.fp16) == (2, 2, 4, True)
     assert cfg.base_job().parallel.pipeline_parallel_degree == 2
     assert any("mpi.enabled=True has no effect here" in note for note in cfg.notes)
-    monkeypatch.setenv(VARIABLE, json.dumps({"enabled": False, "parameters": TWO}))
+    monkeypatch.setenv(OPTIONS_VARIABLE, json.dumps({"enabled": False, "parameters": TWO}))
     cfg = read_configuration({"microbatches": 2}, "cpu")
     assert (cfg.base_job().parallel.pipeline_parallel_degree, cfg.microbatches) == (1, 2)
     assert any("enabled=False" in note for note in cfg.notes)
@@ -126,17 +127,17 @@ def test_an_estimators_forms_are_bare_parameters_to_a_script(monkeypatch: pytest
 
 @pytest.mark.parametrize("more, weight", [({}, 0.8), ({"optimize": "speed"}, 0.2), ({"memory_weight": 0.5}, 0.5)])
 def test_stages_are_cut_with_the_weight_that_the_configuration_shows(more: dict[str, Any], weight: float) -> None:
-    cfg = Configuration({**TWO, **more})
+    cfg = ModelParallelConfig({**TWO, **more})
     assert cfg.memory_weight == cfg.base_job().parallel.memory_weight == weight
-    assert "parallel.memory_weight" not in Configuration({**more, "partitions": 1}).job_keys
-    assert "parallel.memory_weight" not in Configuration({**TWO, "auto_partition": False}).job_keys
+    assert "parallel.memory_weight" not in ModelParallelConfig({**more, "partitions": 1}).job_keys
+    assert "parallel.memory_weight" not in ModelParallelConfig({**TWO, "auto_partition": False}).job_keys
 
 
 def test_backend_is_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     def chosen(asked: str, size: int = 2, device: str = "cpu") -> tuple[str, list[str]]:
         notes: list[str] = []
-        parallel = Configuration({"ddp_dist_backend": asked}, device).base_job().parallel
-        return choose(parallel, World(size, device, size), notes), notes
+        parallel = ModelParallelConfig({"ddp_dist_backend": asked}, device).base_job().parallel
+        return choose_backend(parallel, World(size, device, size), notes), notes
 
     monkeypatch.setattr(engine, "obstacle", lambda: "")
     monkeypatch.setattr(engine, "build", lambda say: None)

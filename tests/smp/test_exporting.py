@@ -24,7 +24,7 @@ from shardwise.smp.v2.distributed.checkpoint.state_dict_loader import load
 from shardwise.smp.v2.distributed.checkpoint.state_dict_saver import save
 from shardwise.smp.v2.distributed.checkpoint.state_dict_utils import SMStateDictType, sm_state_dict_type
 from shardwise.smp.v2.distributed.fsdp.checkpoint import save_model_checkpoint
-from shardwise.smp.v2.exporting import export_script_checkpoint, is_script_checkpoint
+from shardwise.smp.v2.exporting import export_v2_checkpoint, is_v2_checkpoint
 from shardwise.smp.v2.local_state import LocalFile
 from shardwise.smp.v2.tensor_parallel.transformer import TransformerLayer
 from shardwise.testing.world import WorldPool
@@ -137,25 +137,25 @@ def test_what_cannot_be_put_together_is_named(tmp_path: Path) -> None:
     weights = model.state_dict()
     bare = _alone(tmp_path / "bare", {"model": weights})
     with pytest.raises(CheckpointError, match=r"keeps no 'model_config'.* put the model's config\.json into"):
-        export_script_checkpoint(bare, tmp_path / "out")
+        export_v2_checkpoint(bare, tmp_path / "out")
     model.config.save_pretrained(bare)
-    export_script_checkpoint(bare, tmp_path / "out")
+    export_v2_checkpoint(bare, tmp_path / "out")
     flat = _alone(tmp_path / "flat", {"model": {"_flat_param": torch.ones(3)}, "model_config": model.config})
     with pytest.raises(
         CheckpointError, match=r"lacks model\.embed_tokens\.weight.* holds _flat_param; flat parameters in"
     ):
-        export_script_checkpoint(flat, tmp_path / "other")
+        export_v2_checkpoint(flat, tmp_path / "other")
     _alone(tmp_path / "half" / "tp2-1", {"model": weights})
     with pytest.raises(CheckpointError, match="tp2-0 is not there, or its save has not finished"):
-        export_script_checkpoint(tmp_path / "half", tmp_path / "other")
+        export_v2_checkpoint(tmp_path / "half", tmp_path / "other")
     (tmp_path / "local").mkdir()
     torch.save({"weights": weights}, tmp_path / "local" / "0.pt")
     with pytest.raises(CheckpointError, match="holds no state of a 'model'"):
-        export_script_checkpoint(tmp_path / "local", tmp_path / "other")
+        export_v2_checkpoint(tmp_path / "local", tmp_path / "other")
     object_there = _alone(tmp_path / "object", {"model": weights, "model_config": Path("x")})
     with pytest.raises(CheckpointError, match="object cannot be read"):
-        export_script_checkpoint(object_there, tmp_path / "other")
-    assert not (tmp_path / "other").exists() and not is_script_checkpoint(tmp_path)
+        export_v2_checkpoint(object_there, tmp_path / "other")
+    assert not (tmp_path / "other").exists() and not is_v2_checkpoint(tmp_path)
 
 
 def test_local_state_of_which_ranks_are_missing_or_another_config_is_named(
@@ -169,7 +169,7 @@ def test_local_state_of_which_ranks_are_missing_or_another_config_is_named(
     assert content["model_config"].hidden_size == 24
     (folder / "1.pt").unlink()
     with pytest.raises(CheckpointError, match=r"1\.pt is not there"):
-        export_script_checkpoint(folder, tmp_path / "out")
+        export_v2_checkpoint(folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, GPT2Config
 import shardwise.smp as smp
 from shardwise.commands.cli import main
 from shardwise.errors import CheckpointError
-from shardwise.smp.v1.exporting import export, is_checkpoint
+from shardwise.smp.v1.exporting import export_v1_checkpoint, is_v1_checkpoint
 from shardwise.smp.v1.replacement import translate_out
 from shardwise.testing.world import WorldPool
 from tests.smp.scripts import batches, make_model
@@ -118,7 +118,7 @@ def test_amazons_stages_and_raw_files_are_exported(tmp_path: Path) -> None:
     torch.save(model.state_dict(), tmp_path / "fullmodel.pt")
     model.config.save_pretrained(tmp_path)
     for source in (tmp_path, folder, tmp_path / "fullmodel.pt"):
-        out = export(source, tmp_path / f"out-{source.name}")
+        out = export_v1_checkpoint(source, tmp_path / f"out-{source.name}")
         found = AutoModelForCausalLM.from_pretrained(out).state_dict()
         assert all(torch.equal(found[name], value) for name, value in model.state_dict().items())
 
@@ -127,18 +127,22 @@ def test_what_cannot_be_put_together_is_named(tmp_path: Path) -> None:
     model = _tiny()
     for ranks in ("0_0", "0_1"):
         torch.save({"model": model.state_dict()}, tmp_path / f"state.pt_{ranks}")
-    assert is_checkpoint(tmp_path / "state.pt") and not is_checkpoint(tmp_path) and not is_checkpoint(tmp_path / "no")
+    assert (
+        is_v1_checkpoint(tmp_path / "state.pt")
+        and not is_v1_checkpoint(tmp_path)
+        and not is_v1_checkpoint(tmp_path / "no")
+    )
     with pytest.raises(CheckpointError, match=r"state\.pt_0_1 is of tensor ranks"):
-        export(tmp_path / "state.pt", tmp_path / "out")
+        export_v1_checkpoint(tmp_path / "state.pt", tmp_path / "out")
     torch.save(model.state_dict(), tmp_path / "bare.pt")
     with pytest.raises(CheckpointError, match=r"keeps no 'model_config'.*put the model's config\.json into"):
-        export(tmp_path / "bare.pt", tmp_path / "out")
+        export_v1_checkpoint(tmp_path / "bare.pt", tmp_path / "out")
     torch.save({"model": {"other": torch.ones(1)}, "model_config": model.config}, tmp_path / "other.pt")
     with pytest.raises(CheckpointError, match=r"lacks transformer\.wte\.weight.* of gpt2, and holds other"):
-        export(tmp_path / "other.pt", tmp_path / "out")
+        export_v1_checkpoint(tmp_path / "other.pt", tmp_path / "out")
     (tmp_path / "one_partial").mkdir()
     torch.save({"pipeline": 1, "tensor": 2, "shard": 1, "steps": 1}, tmp_path / "one_partial" / "partition.pt")
     torch.save(model.state_dict(), tmp_path / "one_partial" / "model_0_0.pt")
     with pytest.raises(CheckpointError, match=r"cuts_0_0\.pt is not there"):
-        export(tmp_path / "one_partial", tmp_path / "out")
+        export_v1_checkpoint(tmp_path / "one_partial", tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 import shardwise.smp.v2 as tsm
-from shardwise.smp.v1.reading import for_scripts
+from shardwise.smp.safe_reading import load_for_scripts
 from shardwise.smp.v2.utils.process_group_utils import get_global_ranks
 from shardwise.testing.world import WorldPool
 from tests.smp.scripts import batches
@@ -73,7 +73,7 @@ def _save(model: Any, optimizer: Any, directory: str, how: str) -> None:
 
 
 def _load(model: Any, optimizer: Any, directory: str, how: str) -> None:
-    load = for_scripts(torch.load)
+    load = load_for_scripts(torch.load)
     if how == "local":
         with load_with_process_group(model.process_group):
             content = load(f"{directory}/{dist.get_rank()}.pt")

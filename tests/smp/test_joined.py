@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 import shardwise.smp as smp
 from shardwise.errors import ConfigError
-from shardwise.smp.v1.process import state
+from shardwise.smp.v1.session import state
 
 
 def test_nccl_alone_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

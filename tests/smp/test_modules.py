@@ -12,14 +12,14 @@ import transformers
 from torch import Tensor, nn
 
 import shardwise.smp as smp
+from shardwise.smp.exceptions import SMPValidationError
 from shardwise.smp.v1 import replacement
-from shardwise.smp.v1.exceptions import SMPValidationError
 from shardwise.smp.v1.nn.huggingface.gpt2 import (
     get_hf_gpt2_transformer_layer_hooks,
     translate_hf_block_state_dict_to_smdistributed,
     translate_layer_state_dict_to_hf_gpt2_block,
 )
-from shardwise.smp.v1.nn.huggingface.models import REPLACED, distributed
+from shardwise.smp.v1.nn.huggingface.models import REPLACED, distributed_module
 from shardwise.smp.v1.nn.huggingface.translation import to_hf, to_smp
 from shardwise.smp.v2.nn.attn import FlashSelfAttention
 from shardwise.testing.world import WorldPool
@@ -72,10 +72,10 @@ def test_weights_are_bit_equal_there_and_back_and_logits_the_same(family: str) -
 
 def _replaced(model: nn.Module) -> nn.Module:
     if type(model).__name__ in REPLACED:
-        return distributed(model).double().eval()
+        return distributed_module(model).double().eval()
     other = copy.deepcopy(model)
     base: Any = getattr(other, other.base_model_prefix)  # type: ignore[arg-type]
-    base.encoder = distributed(base.encoder)
+    base.encoder = distributed_module(base.encoder)
     return other.double().eval()
 
 

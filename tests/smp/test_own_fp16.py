@@ -14,8 +14,8 @@ from torch import Tensor
 
 import shardwise.smp as smp
 from shardwise.errors import CheckpointError
-from shardwise.smp.v1.meeting import LEFT
-from shardwise.smp.v1.reading import read
+from shardwise.smp.safe_reading import read_safely
+from shardwise.smp.v1.wait_registry import LEFT
 from shardwise.testing.world import WorldPool
 from tests.fork_server import run_python
 from tests.smp.scripts import batches, make_model, train_step
@@ -120,10 +120,10 @@ def test_hooks_for_a_model_that_is_distributed_are_called_at_once() -> None:
 def test_a_peer_that_was_met_and_has_ended_since_is_no_mistake() -> None:
     smp.init({})
     try:
-        meeting = smp.state.meeting
-        meeting.store.set(f"{meeting.prefix}/1", json.dumps({"call": LEFT}))
+        waits = smp.state.waits
+        waits.store.set(f"{waits.prefix}/1", json.dumps({"call": LEFT}))
         looks = iter([False, True, True])  # it comes, and ends, between this rank's look at the count and at its note
-        meeting._wait(lambda: next(looks), "smp.barrier", [1], "")
+        waits._wait(lambda: next(looks), "smp.barrier", [1], "")
     finally:
         smp.state.reset()
 
@@ -156,11 +156,11 @@ def test_files_fill_objects_of_a_scripts_classes_and_call_nothing(
     torch.save([their.Asking()], tmp_path / "asking.pt")
     their.called.clear()
     with pytest.raises(CheckpointError, match=r"names their_scaler\.Scaler"):  # of no script that runs
-        read(tmp_path / "scaler.pt")
+        read_safely(tmp_path / "scaler.pt")
     monkeypatch.setattr(sys.modules["__main__"], "__file__", str(tmp_path / "train.py"), raising=False)
-    found = read(tmp_path / "scaler.pt")["scaler"]
+    found = read_safely(tmp_path / "scaler.pt")["scaler"]
     assert type(found) is their.Scaler and found.scale == 8.0
-    assert not hasattr(read(tmp_path / "asking.pt")[0], "scale")
+    assert not hasattr(read_safely(tmp_path / "asking.pt")[0], "scale")
     assert their.called == []
 
 
@@ -193,11 +193,11 @@ def test_a_config_of_remote_code_is_read_where_the_script_has_loaded_that(
     module = importlib.import_module(name)
     monkeypatch.setattr(sys.modules["__main__"], "__file__", str(tmp_path / "elsewhere" / "train.py"), raising=False)
     torch.save({"model_config": module.TheirConfig(width=3)}, kept)
-    found = read(kept)["model_config"]
+    found = read_safely(kept)["model_config"]
     assert type(found) is module.TheirConfig and found.width == 3 and found.model_type == "theirs"
     torch.save(module.Other(), tmp_path / "other.pt")
     with pytest.raises(CheckpointError, match=r"names transformers_modules\.theirs\.configuration\.Other"):
-        read(tmp_path / "other.pt")
+        read_safely(tmp_path / "other.pt")
     del sys.modules[name]
     with pytest.raises(CheckpointError, match="TheirConfig"):
-        read(kept)
+        read_safely(kept)

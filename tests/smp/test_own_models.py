@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import shardwise.smp as smp
 from shardwise.errors import LegalityError
 from shardwise.model.discover import find_block_lists
-from shardwise.smp.v1.exceptions import StepUsageError
+from shardwise.smp.exceptions import StepUsageError
 from shardwise.testing.world import WorldPool
 
 WIDTH, ROWS, STEPS = 8, 8, 3

@@ -62,7 +62,7 @@ def test_models_without_values_keep_their_buffers() -> None:
 SCRIPT = """
 import importlib.util
 from shardwise.smp.doors import import_hook
-import_hook.install()
+import_hook.install_import_hook()
 assert importlib.util.find_spec("accelerate") is None
 import accelerate, transformer_engine
 assert accelerate.__name__.startswith("shardwise.") and transformer_engine.pytorch.fp8_autocast
@@ -81,7 +81,7 @@ def test_a_missing_accelerate_is_a_stand_in_for_scripts_alone() -> None:
 APEX = """
 import importlib.util
 from shardwise.smp.doors import import_hook
-import_hook.install()
+import_hook.install_import_hook()
 assert importlib.util.find_spec("apex") is None and importlib.util.find_spec("torch._six") is None
 import amp_C, apex_C, torch
 from apex import amp

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.parallel.tensor_map import Cut
-from shardwise.smp.v2 import split_model, state_handler
+from shardwise.smp.v2 import split_model
 
 
 def test_parts_in_host_memory_meet_on_the_rank_s_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,8 +22,7 @@ def test_parts_in_host_memory_meet_on_the_rank_s_device(monkeypatch: pytest.Monk
         return torch.ones(cut.shape)
 
     monkeypatch.setattr(split_model, "joined", joined)
-    here = SimpleNamespace(device=torch.device("meta"), layout=SimpleNamespace(group=lambda axis: None))
-    monkeypatch.setattr(state_handler, "state", here)
+    group: Any = None
     weights = {"weight": torch.zeros(2, 3)}
-    split_model.hf_names(model, weights, "")
+    split_model.join_parts(model, weights, "", group, torch.device("meta"))
     assert met == ["meta"] and weights["weight"].shape == cut.shape and weights["weight"].device.type == "cpu"

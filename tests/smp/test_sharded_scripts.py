@@ -378,7 +378,7 @@ def test_noise_of_routers_over_tensor_ranks_is_refused(world_pool: WorldPool) ->
 SCRIPT = """
 import importlib.util, sys
 from shardwise.smp.doors import import_hook
-import_hook.install()
+import_hook.install_import_hook()
 assert importlib.util.find_spec("flash_attn") is None and importlib.util.find_spec("transformer_engine") is None
 import torch.sagemaker as tsm
 from torch.sagemaker.state_handler import state
@@ -396,7 +396,7 @@ except ModuleNotFoundError:
     pass
 with te.fp8_autocast(enabled=False):
     print(FlashAttention()(__import__("torch").ones(1, 4, 3, 2, 8), causal=True)[0].sum().item())
-import_hook.uninstall()
+import_hook.remove_import_hook()
 assert not hasattr(sys.modules["torch"], "sagemaker")
 """
 

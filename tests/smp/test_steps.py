@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import shardwise.smp as smp
 from shardwise.errors import ConfigError, ShardwiseError
-from shardwise.smp.v1.exceptions import (
+from shardwise.smp.exceptions import (
     MessageError,
     NotInitializedError,
     PartitionError,
@@ -142,7 +142,7 @@ def _placed() -> Any:
 
         with torch.no_grad():
             loss, numbers = evaluate(model, batches()[0])
-        stages = [list(blocks) for blocks in model.parallel.plan.stages]
+        stages = [list(blocks) for blocks in model._smp.weights.parallel.plan.stages]
         if smp.pp_rank() == 0:
             smp.broadcast({"x": torch.ones(2)}, smp.PP_GROUP)
             got: Any = smp.recv_from(1, smp.RankType.PP_RANK)

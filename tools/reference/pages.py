@@ -33,7 +33,7 @@ from shardwise.observe.metrics import __doc__ as METRICS_DOC
 from shardwise.parallel.layout import SMP_LETTERS, Layout, smp_axes
 from shardwise.plan.plan import Dtypes, World, resolve
 from shardwise.plan.rules import rules
-from shardwise.smp.api import page as smp_api_page
+from shardwise.smp.api import api_page
 from tools.reference.attention import FAMILY_HEAD, KERNEL_HEAD, family_rows, kernel_rows
 from tools.reference.tables import COMMON_OPTIONS, ENVIRONMENT_VARIABLES, FILES, METRICS, SUBJECTS
 
@@ -381,7 +381,7 @@ PAGES: dict[str, Callable[[], Iterator[str]]] = {
     "legality.md": legality_page,
     "attention.md": attention_page,
     "smp-options.md": smp_page,
-    "smp-api.md": lambda: iter(smp_api_page()),
+    "smp-api.md": lambda: iter(api_page()),
     "layout.md": layout_page,
     "precision.md": precision_page,
     "run.md": run_page,

@@ -160,10 +160,10 @@ def _export_options(parser: argparse.ArgumentParser) -> None:
 
 def _export(options: argparse.Namespace, keys: dict[str, Any]) -> int:
     from shardwise.checkpoint.export import export_checkpoint
-    from shardwise.smp.v1 import exporting
-    from shardwise.smp.v2.exporting import export_script_checkpoint, is_script_checkpoint
+    from shardwise.smp.v1.exporting import export_v1_checkpoint, is_v1_checkpoint
+    from shardwise.smp.v2.exporting import export_v2_checkpoint, is_v2_checkpoint
 
-    kinds = ((is_script_checkpoint, export_script_checkpoint), (exporting.is_checkpoint, exporting.export))
+    kinds = ((is_v2_checkpoint, export_v2_checkpoint), (is_v1_checkpoint, export_v1_checkpoint))
     export = next((export for asks, export in kinds if asks(options.checkpoint)), export_checkpoint)
     path = export(options.checkpoint, options.out, options.dtype, say=say_note)
     print(f"exported to {path}")

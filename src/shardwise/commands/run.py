@@ -27,7 +27,7 @@ def run_options(parser: argparse.ArgumentParser) -> None:
 def run_script(options: argparse.Namespace, keys: dict[str, Any]) -> int:
     import torch
 
-    from shardwise.smp.script import Script, read_options, run
+    from shardwise.smp.script import Script, launch_script, read_run_options
 
     variables = {"SM_MODEL_DIR": options.model_dir, "SM_OUTPUT_DATA_DIR": options.output_dir}
     for channel in options.channel:
@@ -35,8 +35,10 @@ def run_script(options: argparse.Namespace, keys: dict[str, Any]) -> int:
         if not (name.isidentifier() and equals and directory):
             raise ConfigError(f"--channel={channel} must be NAME=DIR, e.g. --channel train=data/train")
         variables[f"SM_CHANNEL_{name.upper()}"] = directory
-    parameters, processes = (None, None) if options.smp_options is None else read_options(options.smp_options)
+    parameters, processes = (None, None) if options.smp_options is None else read_run_options(options.smp_options)
     device_type = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     given = {name: value for name, value in variables.items() if value is not None}
-    run(Script(options.script, options.arguments, device_type, given, parameters), options.workers or processes)
+    launch_script(
+        Script(options.script, options.arguments, device_type, given, parameters), options.workers or processes
+    )
     return 0

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import yaml
 
 
-class Entry(NamedTuple):
-    """One name. `signature` is "" for what is not called; `reason` says why it does not act, or how far."""
+class ApiName(NamedTuple):
+    """One name of the API. `signature` is "" for what is not called; `reason` says why it does not act, or how far."""
 
     owner: str
     name: str
@@ -27,24 +27,24 @@ def _data() -> dict[str, Any]:
     return data
 
 
-def entries() -> list[Entry]:
-    """Every name of the API that exists here."""
-    found = []
+def api_names() -> list[ApiName]:
+    """List every name of the API that exists here."""
+    listed = []
     for owner, names in _data()["modules"].items():
         for text, status in names.items():
             name, _, signature = text.partition("(")
             status, reason = status if isinstance(status, list) else (status, "")
-            found.append(Entry(owner, name, f"({signature}" if signature else "", status, reason))
-    return found
+            listed.append(ApiName(owner, name, f"({signature}" if signature else "", status, reason))
+    return listed
 
 
-def missing() -> dict[str, str]:
-    """Names of SMP's that do not exist here -> what to do."""
+def missing_names() -> dict[str, str]:
+    """Return names of SMP's that do not exist here -> what to do."""
     return dict(_data()["missing"])
 
 
-def page() -> list[str]:
-    """Lines of the reference page in Markdown."""
+def api_page() -> list[str]:
+    """Return lines of the reference page in Markdown."""
     lines = [
         "# SMP's Python API",
         "",
@@ -54,12 +54,12 @@ def page() -> list[str]:
         "below `stubs` has that name where it is missing.",
     ]
     owner = ""
-    for entry in entries():
+    for entry in api_names():
         if entry.owner != owner:
             owner = entry.owner
             lines += ["", f"## `{owner}`", "", "| name | status | |", "| --- | --- | --- |"]
         called = (entry.name + entry.signature).replace("self, ", "").replace("(self)", "()").replace("|", "\\|")
         lines.append(f"| `{called}` | {entry.status} | {entry.reason} |")
     lines += ["", "## Missing", "", "| name | instead |", "| --- | --- |"]
-    lines += [f"| `{name}` | {reason} |" for name, reason in missing().items()]
+    lines += [f"| `{name}` | {reason} |" for name, reason in missing_names().items()]
     return lines

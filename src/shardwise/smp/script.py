@@ -24,14 +24,14 @@ from shardwise.launch import failure
 from shardwise.launch.environment import detect
 from shardwise.launch.local import run_local
 from shardwise.smp.doors import import_hook
+from shardwise.smp.options import DEVICE_VARIABLE, OPTIONS_VARIABLE
 
 CPU_WORKERS = 2
-DEVICE_VARIABLE, OPTIONS_VARIABLE = "SHARDWISE_DEVICE", "SM_HP_MP_PARAMETERS"
 
 
 @dataclass(frozen=True)
 class Script:
-    """What to run and what it finds in its environment.
+    """A script, and what it finds in its environment.
 
     Attributes:
         path: the script.
@@ -48,7 +48,7 @@ class Script:
     options: Mapping[str, Any] | None = None
 
 
-def read_options(text: str) -> tuple[dict[str, Any], int | None]:
+def read_run_options(text: str) -> tuple[dict[str, Any], int | None]:
     """SMP's bare parameters from JSON or a file of it, and `mpi.processes_per_host` where it stands around them.
 
     Raises:
@@ -68,7 +68,7 @@ def read_options(text: str) -> tuple[dict[str, Any], int | None]:
     return parameters, translated.values.get("parallel.workers")
 
 
-def run(script: Script, workers: int | None) -> None:
+def launch_script(script: Script, workers: int | None) -> None:
     """Run `script` on local workers, or as the rank that a launcher has made of this process.
 
     Raises:
@@ -100,7 +100,7 @@ def run(script: Script, workers: int | None) -> None:
 
 def _worker(script: Script, count: int) -> None:
     _execute(script, count)
-    from shardwise.smp.v1.process import state
+    from shardwise.smp.v1.session import state
 
     state.leave()  # elastic keeps a worker that has returned until all have: who waits for this one learns it now
 
@@ -111,16 +111,16 @@ def _execute(script: Script, workers: int) -> None:
     # A local worker is itself spawned and would hand that on: the script's data loaders would import the script anew,
     # in a process without the hook. Under launchers, and when such scripts were written, processes are forked.
     multiprocessing.set_start_method("fork", force=True)
-    import_hook.install()
+    import_hook.install_import_hook()
     if script.device_type == "cpu":
         from shardwise.smp.doors.cpu_for_cuda import redirect
 
         redirect(workers, str(Path(script.path).resolve().parent))
         if os.environ.get("RANK", "0") == "0":
             print("note: --device cpu: what the script asks of CUDA is done on the CPU.", file=sys.stderr)
-    from shardwise.smp.v1.reading import for_scripts
+    from shardwise.smp.safe_reading import load_for_scripts
 
-    torch.load = for_scripts(torch.load)
+    torch.load = load_for_scripts(torch.load)
 
     sys.argv = [script.path, *script.arguments]
     sys.path.insert(0, str(Path(script.path).resolve().parent))

@@ -1,1 +1,1 @@
-"""How scripts written for SageMaker come in: the import hook, the CPU in CUDA's place, stubs of absent packages."""
+"""Doors by which scripts written for SageMaker come in: the import hook, CUDA on the CPU, stubs."""

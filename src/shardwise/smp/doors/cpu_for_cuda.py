@@ -67,10 +67,10 @@ class device(metaclass=_DeviceType):
     __module__, __qualname__ = "torch", "device"
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        kind = str(args[0] if args else kwargs.get("type", kwargs.get("device", "")))
+        device_type = str(args[0] if args else kwargs.get("type", kwargs.get("device", "")))
         return (
             CPU
-            if kind.startswith("cuda") or isinstance(args[0] if args else None, int)
+            if device_type.startswith("cuda") or isinstance(args[0] if args else None, int)
             else _real_device(*args, **kwargs)
         )
 
@@ -108,7 +108,7 @@ class _Event:
         """Nothing runs apart from the program."""
 
     def query(self) -> bool:
-        """What was recorded is done."""
+        """Return True: the recorded work is done."""
         return True
 
     def wait(self, *args: Any) -> None:
@@ -125,7 +125,7 @@ class _Stream:
         """Nothing runs apart from the program."""
 
     def query(self) -> bool:
-        """Everything is done."""
+        """Return True: everything is done."""
         return True
 
     wait_stream = wait_event = record_event = lambda self, *args: None
@@ -210,8 +210,10 @@ def _redirect_tensors() -> None:
 
 
 def _show_cuda(directory: str) -> None:
-    """Where scripts of 2021 and 2022 look whether they have weights on a GPU: the names of tensors' types, and the
-    devices of parameters, of which they leave those on the CPU alone."""
+    """Show CUDA in the names of tensors' types and in parameters' devices.
+
+    Scripts of 2021 and 2022 look there for weights on a GPU, and leave those on the CPU alone.
+    """
     tensor: Any = Tensor
     tensor.type = _for_script(_typed(Tensor.type), _cuda_type(Tensor.type), directory)
     parameter: Any = nn.Parameter
@@ -240,9 +242,9 @@ def _cuda_type(function: Callable[..., Any]) -> Callable[..., Any]:
     typed = _typed(function)
 
     def call(self: Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
-        found = typed(self, dtype, *args, **kwargs)
+        tensor_or_name = typed(self, dtype, *args, **kwargs)
         named = dtype is None and self.device.type == "cpu"
-        return found.replace("torch.", "torch.cuda.", 1) if named else found
+        return tensor_or_name.replace("torch.", "torch.cuda.", 1) if named else tensor_or_name
 
     return call
 

@@ -17,7 +17,7 @@ from typing import Any
 from shardwise.errors import ConfigError
 
 
-def complete(module: ModuleType) -> None:
+def add_former_names(module: ModuleType) -> None:
     """Put the names into `module` that it once had; what is there stays."""
     module = sys.modules[module.__name__]  # transformers puts another in its own place, and later does so once more
     for name, value in FORMER.get(module.__name__, {}).items():
@@ -35,14 +35,14 @@ def complete(module: ModuleType) -> None:
 def _completing(import_anew: Callable[..., ModuleType]) -> Callable[..., ModuleType]:
     @functools.wraps(import_anew)
     def import_whole(*args: Any, **kwargs: Any) -> ModuleType:
-        complete(found := import_anew(*args, **kwargs))
-        return found
+        add_former_names(module := import_anew(*args, **kwargs))
+        return module
 
     return import_whole
 
 
 class _Metric:
-    """What `datasets.load_metric` gave; scripts also load what they do not compute."""
+    """Stands for a result of `datasets.load_metric`; scripts also load what they do not compute."""
 
     def __init__(self, name: str, *args: Any, **kwargs: Any) -> None:
         self._name, self._given = name, (args, kwargs)
@@ -97,23 +97,24 @@ def _with_former_keywords(model: Any) -> None:
 
 @dataclass
 class _Arguments:
-    """Those that TrainingArguments once had."""
+    """Arguments that TrainingArguments once had."""
 
     overwrite_output_dir: bool = field(default=False, metadata={"help": "read by scripts, not by the Trainer"})
     evaluation_strategy: str | None = field(default=None, metadata={"help": "the former name of eval_strategy"})
     no_cuda: bool = field(default=False, metadata={"help": "the former name of use_cpu"})
 
 
-def _with_former_arguments(kind: Any) -> None:
-    """Make them fields of `kind`, so that its parser, its constructor and dataclasses derived from it have them."""
-    there = kind.__dataclass_fields__
-    added = {name: each for name, each in _Arguments.__dataclass_fields__.items() if name not in there}
+def _with_former_arguments(arguments: Any) -> None:
+    """Make them fields of the class `arguments`: for its parser, its constructor and derived dataclasses."""
+    fields = arguments.__dataclass_fields__
+    added = {name: item for name, item in _Arguments.__dataclass_fields__.items() if name not in fields}
     if not added:
         return
-    there |= added
-    kind.__annotations__ |= {name: _TYPES[name] for name in added}
-    kind.__init__ = _taking(kind.__init__, {name: each.default for name, each in added.items()})
-    kind.__post_init__ = _handing_on(kind.__post_init__)
+    fields |= added
+    arguments.__annotations__ |= {name: _TYPES[name] for name in added}
+    defaults = {name: item.default for name, item in added.items()}
+    arguments.__init__ = _taking(arguments.__init__, defaults)
+    arguments.__post_init__ = _handing_on(arguments.__post_init__)
 
 
 _TYPES = {"overwrite_output_dir": bool, "evaluation_strategy": str | None, "no_cuda": bool}

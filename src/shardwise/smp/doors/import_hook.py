@@ -34,7 +34,8 @@ NAMESPACES: dict[str, dict[str, Any]] = {
 # Their name -> ours.
 ALIASES = {
     "smdistributed.modelparallel.torch": VERSION_1,
-    "smdistributed.modelparallel.backend.exceptions": f"{VERSION_1}.exceptions",
+    "smdistributed.modelparallel.torch.exceptions": f"{ROOT}.exceptions",
+    "smdistributed.modelparallel.backend.exceptions": f"{ROOT}.exceptions",
     "smdistributed.modelparallel.test.torch.utils": f"{VERSION_1}.test_utils",
     "smdistributed.dataparallel.torch.torch_smddp": f"{VERSION_1}.smddp",
     "smdistributed.dataparallel.torch.distributed": f"{VERSION_1}.data_parallel",
@@ -46,14 +47,15 @@ ALIASES = {
 STAND_INS = {name: f"{ROOT}.doors.stubs.{name}" for name in ("transformer_engine", "flash_attn", "accelerate", "apex")}
 STAND_INS |= dict.fromkeys(("amp_C", "apex_C"), f"{ROOT}.doors.stubs.apex.kernels")
 STAND_INS["torch._six"] = f"{ROOT}.doors.stubs.torch_six"
-# Modules of others that scripts find as they were, or whole: ours completes each once it was run.
-COMPLETED = {"transformers.trainer": f"{ROOT}.doors.trainer_mode"}
+# Modules of others that scripts find as they were, or whole: a function of ours completes each once it was run.
+COMPLETED = {"transformers.trainer": (f"{ROOT}.doors.trainer_mode", "complete_trainer")}
+FORMER_NAMES = (f"{ROOT}.doors.former_names", "add_former_names")
 CHANGED = ("transformers", *(f"transformers.{name}" for name in ("modeling_utils", "training_args", "utils")))
-COMPLETED |= dict.fromkeys((*CHANGED, "transformers.utils.import_utils", "datasets"), f"{ROOT}.doors.former_names")
+COMPLETED |= dict.fromkeys((*CHANGED, "transformers.utils.import_utils", "datasets"), FORMER_NAMES)
 WITH_CHILDREN = ("smdistributed.modelparallel.torch", "torch.sagemaker", *STAND_INS)
 
 
-class Finder(importlib.abc.MetaPathFinder):
+class AliasFinder(importlib.abc.MetaPathFinder):
     """Finds the names above, after every other finder has been asked."""
 
     def find_spec(
@@ -70,8 +72,8 @@ class Finder(importlib.abc.MetaPathFinder):
         return ModuleSpec(fullname, _Alias(ours), is_package=True)
 
 
-class Below(Finder):
-    """Finds what is below a module of ours, before others do: they would make a second module of the same file."""
+class ChildFinder(AliasFinder):
+    """Finds children of a module of ours, before others do: they would make a second module of the same file."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -83,8 +85,8 @@ class Below(Finder):
         return ModuleSpec(fullname, _Alias(ours), is_package=True)
 
 
-class Completing(importlib.abc.MetaPathFinder):
-    """Leads the imports of `COMPLETED` to modules of ours, whose `complete` gets the module."""
+class CompletingFinder(importlib.abc.MetaPathFinder):
+    """Gives the modules in `COMPLETED` to the functions there, after they have run."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -97,7 +99,7 @@ class Completing(importlib.abc.MetaPathFinder):
 
             def run(module: ModuleType) -> None:
                 execute(module)
-                importlib.import_module(COMPLETED[fullname]).complete(module)
+                _complete(fullname, module)
 
             spec.loader.exec_module = run  # type: ignore[method-assign]
         return spec
@@ -125,25 +127,30 @@ class _Alias(importlib.abc.Loader):
         module.__spec__ = self.spec
 
 
-def install() -> None:
+def install_import_hook() -> None:
     """Put the hook among the finders; a second call does nothing."""
-    if not any(isinstance(finder, Finder) for finder in sys.meta_path):
-        sys.meta_path[:] = [Below(), Completing(), *sys.meta_path, Finder()]
+    if not any(isinstance(finder, AliasFinder) for finder in sys.meta_path):
+        sys.meta_path[:] = [ChildFinder(), CompletingFinder(), *sys.meta_path, AliasFinder()]
         for name in COMPLETED.keys() & sys.modules.keys():
-            importlib.import_module(COMPLETED[name]).complete(sys.modules[name])
+            _complete(name, sys.modules[name])
 
 
-def uninstall() -> None:
+def remove_import_hook() -> None:
     """Take the hook and what it has led here out again, for tests."""
-    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, (Finder, Completing))]
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, (AliasFinder, CompletingFinder))]
     for name in [name for name in sys.modules if name in NAMESPACES or _ours(name)]:
         del sys.modules[name]
     if "torch" in sys.modules:
         vars(sys.modules["torch"]).pop("sagemaker", None)
 
 
+def _complete(fullname: str, module: ModuleType) -> None:
+    place, function = COMPLETED[fullname]
+    getattr(importlib.import_module(place), function)(module)
+
+
 def _ours(fullname: str) -> str | None:
-    """Our name of an alias, or of what is below one of `WITH_CHILDREN`."""
+    """Return our name of an alias, or of what is below one of `WITH_CHILDREN`."""
     names = ALIASES | STAND_INS
     if fullname in names:
         return names[fullname]
@@ -152,7 +159,7 @@ def _ours(fullname: str) -> str | None:
 
 
 def _is_question() -> bool:
-    """Whether a library only asks if a package is there (`importlib.util.find_spec`): it is told the truth."""
+    """Tell if a library only asks for a package (`importlib.util.find_spec`): it is told the truth."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_code is not importlib.util.find_spec.__code__:
         frame = frame.f_back  # type: ignore[assignment]
@@ -162,8 +169,8 @@ def _is_question() -> bool:
 def _exists(name: str) -> bool:
     parent = name.rpartition(".")[0]
     try:  # not find_spec, by which the finder knows a question
-        found = importlib.import_module(parent)
+        package = importlib.import_module(parent)
     except ModuleNotFoundError:
         return False
-    paths = getattr(found, "__path__", None)
+    paths = getattr(package, "__path__", None)
     return paths is not None and importlib.machinery.PathFinder.find_spec(name, paths) is not None

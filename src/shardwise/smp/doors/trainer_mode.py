@@ -1,4 +1,4 @@
-"""What transformers' own `Trainer` lacks in its SMP mode, which transformers 5 still has and no longer runs.
+"""Parts that transformers' own `Trainer` lacks in its SMP mode, which transformers 5 still has and no longer runs.
 
 Looked at in 5.17 and 5.23: the mode makes no optimizer (`_prepare_for_training` puts that off and has no later place),
 wraps the model anew for each evaluation, deals batches and gathers results by rank instead of by data-parallel rank,
@@ -23,10 +23,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.parallel.layout import smp_axes
+from shardwise.smp.nesting import map_leaves
 from shardwise.smp.v1.model import DistributedModel
-from shardwise.smp.v1.nesting import map_leaves
-from shardwise.smp.v1.process import state
 from shardwise.smp.v1.saving import STEPS, save
+from shardwise.smp.v1.session import state
 
 NOTE = (
     "transformers' Trainer is in its SMP mode: shardwise makes its optimizer, clips by the whole model's norm, and "
@@ -37,7 +37,7 @@ STEPS_FILE = "smp_steps.json"
 GIVEN = "_smp_given_model"  # in a trainer: the model that it has wrapped
 
 
-def complete(trainer: Any) -> None:
+def complete_trainer(trainer: Any) -> None:
     """Complete the class of the module `transformers.trainer`, if the environment asks for the mode."""
     if not trainer.is_sagemaker_mp_enabled():
         return
@@ -51,6 +51,10 @@ def complete(trainer: Any) -> None:
     cls.create_accelerator_and_postprocess = _by_data_rank(cls.create_accelerator_and_postprocess)
     if state.layout.rank == 0:
         print(f"note: {NOTE}", file=sys.stderr)
+
+
+def _distributed_model() -> DistributedModel | None:
+    return state.model if isinstance(state.model, DistributedModel) else None
 
 
 def _with_tokenizer(make: Callable[..., None]) -> Callable[..., None]:
@@ -70,10 +74,12 @@ def _once(wrap: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(wrap)
     def wrap_once(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        made = state.model
-        if made is not None and any(model is one for one in (made, made.get_module(), vars(self).get(GIVEN))):
-            self.model_wrapped = made
-            return made
+        wrapped = _distributed_model()
+        if wrapped is not None and any(
+            model is known for known in (wrapped, wrapped.get_module(), vars(self).get(GIVEN))
+        ):
+            self.model_wrapped = wrapped
+            return wrapped
         vars(self)[GIVEN] = model  # which stays the trainer's own, where tensor parallelism replaces it
         return wrap(self, model, *args, **kwargs)
 
@@ -88,9 +94,10 @@ def _with_optimizer(create: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(create)
     def create_both(self: Any, num_training_steps: int, optimizer: Any = None) -> Any:
         if self.optimizer is None and optimizer is None:
-            self.model_wrapped = state.model or self.model_wrapped
-            takes = "model" in inspect.signature(self.create_optimizer).parameters
-            self.create_optimizer(*([state.model.get_module()] if takes and state.model else []))
+            wrapped = _distributed_model()
+            self.model_wrapped = wrapped or self.model_wrapped
+            takes_model = "model" in inspect.signature(self.create_optimizer).parameters
+            self.create_optimizer(*([wrapped.get_module()] if takes_model and wrapped is not None else []))
         return create(self, num_training_steps, optimizer)
 
     return create_both
@@ -141,16 +148,16 @@ def _by_data_rank(create: Callable[..., Any]) -> Callable[..., Any]:
     def create_told(self: Any) -> None:
         create(self)
         accelerator = self.accelerator
-        kind = "rdp" if state.cfg.prescaled_batch else "dp"
-        place, count, _ = state.layout.smp(kind)
-        group = state.layout.group(*smp_axes(kind))
+        letters = "rdp" if state.cfg.prescaled_batch else "dp"
+        data_rank, count, _ = state.layout.smp(letters)
+        group = state.layout.group(*smp_axes(letters))
         prepare = accelerator.prepare_data_loader
 
         @functools.wraps(prepare)
         def dealt(*args: Any, **kwargs: Any) -> Any:
             shown = vars(accelerator.state)
             kept = {name: shown[name] for name in ("num_processes", "process_index")}
-            shown.update(num_processes=count, process_index=place)
+            shown.update(num_processes=count, process_index=data_rank)
             try:
                 return prepare(*args, **kwargs)
             finally:
@@ -170,9 +177,9 @@ def _gathered(value: Any, group: dist.ProcessGroup) -> Any:
     """[B, ...] of each member -> [members x B, ...]; a number of each -> [members]."""
     if not isinstance(value, Tensor):
         return value
-    mine = value.detach().reshape(1) if value.dim() == 0 else value.detach().contiguous()
-    parts = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(parts, mine, group=group)
+    local = value.detach().reshape(1) if value.dim() == 0 else value.detach().contiguous()
+    parts = [torch.empty_like(local) for _ in range(group.size())]
+    dist.all_gather(parts, local, group=group)
     return torch.cat(parts)
 
 

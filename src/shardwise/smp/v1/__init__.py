@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from shardwise.smp import exceptions
 from shardwise.smp.v1 import (
     amp,
-    exceptions,
     nn,
     optimizers,
     patches,
@@ -19,9 +19,7 @@ from shardwise.smp.v1 import (
 )
 from shardwise.smp.v1.messages import allgather, barrier, broadcast, dp_barrier, mp_barrier, recv_from, send
 from shardwise.smp.v1.model import DistributedModel
-from shardwise.smp.v1.nesting import StepOutput
 from shardwise.smp.v1.optimizer import DistributedOptimizer
-from shardwise.smp.v1.process import state
 from shardwise.smp.v1.ranks import (
     DP_GROUP,
     MP_GROUP,
@@ -71,6 +69,8 @@ from shardwise.smp.v1.requests import (
     tensor_parallelism,
 )
 from shardwise.smp.v1.saving import load, resume_from_checkpoint, save, save_checkpoint
+from shardwise.smp.v1.session import state
+from shardwise.smp.v1.step_outputs import StepOutput
 from shardwise.smp.v1.steps import step
 
 

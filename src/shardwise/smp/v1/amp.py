@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from shardwise.smp.v1.process import state
+from shardwise.smp.v1.session import state
 
 
 class GradScaler(ShardedGradScaler):

@@ -1,4 +1,4 @@
-"""From a script's module to the engine's ParallelModel: the plan of a script, and its weights in their new places."""
+"""The way from a script's module to the engine's ParallelModel: a script's plan, and its weights in new places."""
 
 from __future__ import annotations
 
@@ -25,41 +25,45 @@ from shardwise.parallel.model import ParallelModel
 from shardwise.parallel.transforms.checkpointing import apply_activation_checkpointing
 from shardwise.plan.normalisation import SMP_MEAN
 from shardwise.plan.plan import Plan, resolve
-from shardwise.smp.v1.config import OFFLOAD, make_job
-from shardwise.smp.v1.exceptions import PartitionError
+from shardwise.smp.exceptions import PartitionError
+from shardwise.smp.options import make_job
+from shardwise.smp.v1.config import OFFLOAD
 from shardwise.smp.v1.nn.layers import DistributedEmbedding, DistributedLinear
 from shardwise.smp.v1.nn.splits import common_heads, tensor_splits
-from shardwise.smp.v1.process import state
-from shardwise.smp.v1.requests import Checkpointing, requests
+from shardwise.smp.v1.requests import CheckpointRequest, requests
+from shardwise.smp.v1.session import SmpSessionV1
 from shardwise.training.init import initialize
 from shardwise.training.setup import current_world
 
 DTYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
-class Shape(NamedTuple):
-    """Of one microbatch of one rank."""
+class MicrobatchShape(NamedTuple):
+    """Rows and positions of one microbatch of one rank."""
 
     rows: int
     positions: int
 
 
-def shape_of(inputs: Mapping[str, Any]) -> Shape:
-    """Rows and positions of the model's keyword arguments: those of `input_ids`, or of the first tensor with both."""
+def microbatch_shape(inputs: Mapping[str, Any]) -> MicrobatchShape:
+    """Return rows and positions of the model's keyword arguments, by `input_ids` or the first tensor with both."""
     tensors = [value for value in inputs.values() if isinstance(value, Tensor) and value.dim() > 1]
     first = inputs.get("input_ids") if isinstance(inputs.get("input_ids"), Tensor) else next(iter(tensors), None)
-    return Shape(1, 1) if first is None else Shape(first.shape[0], first.shape[1] if first.dim() > 1 else 1)
+    if first is None:
+        return MicrobatchShape(1, 1)
+    return MicrobatchShape(first.shape[0], first.shape[1] if first.dim() > 1 else 1)
 
 
-def forms_of(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """`inputs` with tensors that hold nothing, to see what a forward with such gives."""
+def on_meta(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `inputs` with their tensors on meta, to see the shapes that a forward gives."""
     return {name: value.to("meta") if isinstance(value, Tensor) else value for name, value in inputs.items()}
 
 
-def build(module: nn.Module, inputs: Mapping[str, Any]) -> ParallelModel:
+def build_parallel_model(session: SmpSessionV1, module: nn.Module, inputs: Mapping[str, Any]) -> ParallelModel:
     """Distribute `module`, in place, as the configuration asks; weights and buffers are those of rank 0. Collective.
 
     Args:
+        session: the session of this process.
         module: the script's model, the same on every rank.
         inputs: keyword arguments of its first forward.
 
@@ -73,26 +77,26 @@ def build(module: nn.Module, inputs: Mapping[str, Any]) -> ParallelModel:
         if isinstance(config, PreTrainedConfig):
             config.use_cache = False
     weights = _take_weights(module)
-    shape = shape_of(inputs)
-    values = state.cfg.job_keys | {
+    shape = microbatch_shape(inputs)
+    values = session.cfg.job_keys | {
         "training.microbatch_size": shape.rows,
-        "training.gradient_accumulation": int(state.cfg.microbatches),
+        "training.gradient_accumulation": int(session.cfg.microbatches),
         "data.sequence_length": max(1, shape.positions),
-        "parallel.device": state.device.type,
+        "parallel.device": session.device.type,
     }
     values.setdefault("precision.compute", _dtype_of(weights))
-    facts = _facts(module, values, inputs)
-    whole_rows = state.layout.size(Axis.TENSOR) > 1 and not facts.sequence_parallel.ok
+    facts = _facts(session, module, values, inputs)
+    whole_rows = session.layout.size(Axis.TENSOR) > 1 and not facts.sequence_parallel.ok
     if whole_rows and values.pop("parallel.sequence_parallel", False):
         _say(f"smp_options: optimize='memory' has no effect here: {facts.sequence_parallel.reason}.")
-    values |= _partition(module, facts) if state.layout.size(Axis.PIPELINE) > 1 else {}
-    values, apart = _settle_checkpointing(module, facts, values)
+    values |= _partition(session, module, facts) if session.layout.size(Axis.PIPELINE) > 1 else {}
+    values, apart = _settle_checkpointing(session, module, facts, values)
     plan = replace(
-        resolve(make_job(values), current_world(state.device), facts), chunked_loss=False, normalisation=SMP_MEAN.name
+        resolve(make_job(values), current_world(session.device), facts), chunked_loss=False, normalisation=SMP_MEAN.name
     )
     _say_partition(plan)
-    _checkpoint_each(module, _on_one_stage(module, apart, plan))
-    parallel = parallelize(module, plan, state.layout, facts, state.device)
+    _checkpoint_each(session, module, _on_one_stage(session, module, apart, plan))
+    parallel = parallelize(module, plan, session.layout, facts, session.device)
     _give_weights(parallel, weights)
     return parallel
 
@@ -101,7 +105,7 @@ def build(module: nn.Module, inputs: Mapping[str, Any]) -> ParallelModel:
 
 
 def _take_weights(module: nn.Module) -> dict[str, Tensor]:
-    """The values of all parameters by name, out of the module, whose parameters then take no memory."""
+    """Take the values of all parameters by name out of the module, whose parameters then take no memory."""
     taken: dict[str, Tensor] = {}
     made: dict[int, nn.Parameter] = {}
     for name, parameter in list(module.named_parameters(remove_duplicate=False)):
@@ -115,7 +119,7 @@ def _take_weights(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _give_weights(parallel: ParallelModel, weights: Mapping[str, Tensor]) -> None:
-    """Rank 0's values into the slices that are here; what was created without values is drawn."""
+    """Put rank 0's values into the slices that are here; what was created without values is drawn."""
     seed = torch.tensor([torch.initial_seed() & ((1 << 62) - 1)])
     dist.broadcast(seed, 0)
     if any(value.is_meta for value in weights.values()):
@@ -136,31 +140,34 @@ def _give_weights(parallel: ParallelModel, weights: Mapping[str, Tensor]) -> Non
 
 
 def _dtype_of(weights: Mapping[str, Tensor]) -> str:
-    found = {value.dtype for value in weights.values() if value.is_floating_point()}
-    widest = max(found, key=lambda dtype: dtype.itemsize, default=torch.float32)
+    dtypes = {value.dtype for value in weights.values() if value.is_floating_point()}
+    widest = max(dtypes, key=lambda dtype: dtype.itemsize, default=torch.float32)
     if widest not in DTYPES:
         raise ModelError(f"the model's parameters are {widest}; use one of {', '.join(map(str, DTYPES))}")
     return DTYPES[widest]
 
 
-def _facts(module: nn.Module, values: dict[str, Any], inputs: Mapping[str, Any]) -> ModelFacts:
-    """A script's own module is cut into stages like any other: between its blocks, or by tracing it."""
+def _facts(session: SmpSessionV1, module: nn.Module, values: dict[str, Any], inputs: Mapping[str, Any]) -> ModelFacts:
+    """Return the facts of the model.
+
+    A script's own module is cut into stages like any other: between its blocks, or by tracing it.
+    """
     length, example = values["data.sequence_length"], {n: v for n, v in inputs.items() if isinstance(v, Tensor)}
-    state.tracing = True
+    session.tracing = True
     published = isinstance(getattr(module, "config", None), PreTrainedConfig)  # whose inputs are known
     facts = discover(module, make_job({"data.sequence_length": length}), None if published else example)
-    if state.layout.size(Axis.PIPELINE) > 1:
+    if session.layout.size(Axis.PIPELINE) > 1:
         facts = _untraceable(facts, inputs) or cut_by_trace(module, facts, length, example)
-    state.tracing = False
-    own = tensor_splits(module)
+    session.tracing = False
+    splits = tensor_splits(module)
     unsplit = not published and not facts.supports(Axis.TENSOR).ok and _has_whole_layers(module)
-    if own or unsplit:
+    if splits or unsplit:
         whole = "layers of smp.nn hand whole activations to one another"
         facts = facts.with_capabilities({Axis.TENSOR: SUPPORTED})
-        facts = replace(facts, tensor_splits=own, vocabulary_parameters=(), sequence_parallel=refused(whole))
+        facts = replace(facts, tensor_splits=splits, vocabulary_parameters=(), sequence_parallel=refused(whole))
         if not facts.attention_heads:  # a script's own model has no config that says them
             facts = replace(facts, attention_heads=common_heads(module), key_value_heads=common_heads(module))
-    if unsplit and not own and state.layout.size(Axis.TENSOR) > 1:
+    if unsplit and not splits and session.layout.size(Axis.TENSOR) > 1:
         _say(f"nothing of {facts.family} is split: nn.Linear and nn.Embedding under tensor parallelism are whole on "
              "every tensor rank, which work on the rows of all.")  # fmt: skip
     # A script's own step takes the loss.
@@ -168,7 +175,7 @@ def _facts(module: nn.Module, values: dict[str, Any], inputs: Mapping[str, Any])
 
 
 def _has_whole_layers(module: nn.Module) -> bool:
-    """Whether a script's own model has layers by themselves under tensor parallelism, as SMP distributes them."""
+    """Tell if a script's own model has layers by themselves under tensor parallelism, as SMP distributes them."""
     return any(
         isinstance(inner, (DistributedLinear, DistributedEmbedding))
         or (isinstance(inner, (nn.Linear, nn.Embedding)) and requests.tensor.get(inner) is not None)
@@ -177,7 +184,7 @@ def _has_whole_layers(module: nn.Module) -> bool:
 
 
 def _untraceable(facts: ModelFacts, inputs: Mapping[str, Any]) -> ModelFacts | None:
-    """`facts` that name an argument of the forward with which no stages can be cut by tracing it, if there is one."""
+    """Return `facts` that name an argument of the forward with which tracing cuts no stages, if there is one."""
     known = (Tensor, bool, int, float, str, type(None))
     name = next((name for name, value in inputs.items() if not isinstance(value, known)), None)
     if name is None or facts.supports(Axis.PIPELINE).ok:
@@ -192,9 +199,9 @@ def _untraceable(facts: ModelFacts, inputs: Mapping[str, Any]) -> ModelFacts | N
 # ---- stages
 
 
-def _partition(module: nn.Module, facts: ModelFacts) -> dict[str, Any]:
-    """The blocks' stages, as the script or its contexts put them."""
-    if state.cfg.auto_partition:
+def _partition(session: SmpSessionV1, module: nn.Module, facts: ModelFacts) -> dict[str, Any]:
+    """Return the blocks' stages, as the script or its contexts put them."""
+    if session.cfg.auto_partition:
         return {}
     asked = {name: requests.partitions[inner] for name, inner in module.named_modules() if inner in requests.partitions}
     placed: dict[str, int] = {}
@@ -202,7 +209,7 @@ def _partition(module: nn.Module, facts: ModelFacts) -> dict[str, Any]:
         above = [name for name in asked if name == block.name or block.name.startswith(f"{name}.")]
         if above:
             placed[block.name] = asked[max(above, key=len)]
-    return {"parallel.partition": placed, "parallel.default_partition": int(state.cfg.default_partition)}
+    return {"parallel.partition": placed, "parallel.default_partition": int(session.cfg.default_partition)}
 
 
 def _say_partition(plan: Plan) -> None:
@@ -216,14 +223,14 @@ def _say_partition(plan: Plan) -> None:
 
 
 def _settle_checkpointing(
-    module: nn.Module, facts: ModelFacts, values: dict[str, Any]
-) -> tuple[dict[str, Any], dict[str, Checkpointing]]:
-    """Checkpointing of all blocks is the engine's; what is to be put around some of them or other modules by name."""
+    session: SmpSessionV1, module: nn.Module, facts: ModelFacts, values: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, CheckpointRequest]]:
+    """Let the engine checkpoint all blocks; return what is to be put around some of them, or other modules, by name."""
     values = {key: value for key, value in values.items() if key not in OFFLOAD}
     asked = {
         name: requests.checkpointing[inner] for name, inner in module.named_modules() if inner in requests.checkpointing
     }
-    offload = bool(state.cfg.offload_activations)
+    offload = bool(session.cfg.offload_activations)
     if asked and facts.stages.traced:
         _say("smp.set_activation_checkpointing has no effect: stages of this model are cut from its traced forward, "
              "which has operators and no modules.")  # fmt: skip
@@ -234,7 +241,7 @@ def _settle_checkpointing(
         values |= {"memory.activation_checkpointing": "full", "memory.checkpoint_strategy": strategies.pop()}
         if offload:
             values["memory.offload_activations"] = True
-            values["memory.activation_loading_horizon"] = int(state.cfg.activation_loading_horizon)
+            values["memory.activation_loading_horizon"] = int(session.cfg.activation_loading_horizon)
         return values, {}
     if not asked:
         if offload:
@@ -243,8 +250,10 @@ def _settle_checkpointing(
     return values, asked
 
 
-def _on_one_stage(module: nn.Module, asked: Mapping[str, Checkpointing], plan: Plan) -> list[str]:
-    """`asked` without what lies on several stages: a note where these are cut automatically, else an error."""
+def _on_one_stage(
+    session: SmpSessionV1, module: nn.Module, asked: Mapping[str, CheckpointRequest], plan: Plan
+) -> list[str]:
+    """Return `asked` without what lies on several stages: a note where these are cut automatically, else an error."""
     kept = []
     for name in asked:
         inner = module.get_submodule(name)
@@ -255,7 +264,7 @@ def _on_one_stage(module: nn.Module, asked: Mapping[str, Checkpointing], plan: P
             kept.append(name)
         for part, stages in over.items():
             text = f"smp.set_activation_checkpointing: {part or 'the model'} lies on stages {stages}"
-            if not state.cfg.auto_partition:
+            if not session.cfg.auto_partition:
                 raise PartitionError(f"{text}; checkpoint modules that are on one stage, such as its blocks")
             _say(f"{text}: it is not checkpointed.")
     return kept
@@ -275,21 +284,21 @@ def _say(text: str) -> None:
         print(f"note: {text}", file=sys.stderr)
 
 
-def _strategy(block: str, asked: Mapping[str, Checkpointing]) -> str | None:
+def _strategy(block: str, asked: Mapping[str, CheckpointRequest]) -> str | None:
     if block in asked:
         return "each"
     container = block.rpartition(".")[0]
     return asked[container].strategy if container in asked else None
 
 
-def _checkpoint_each(module: nn.Module, asked: Sequence[str]) -> None:
-    """Of containers the children, of others the module itself."""
-    memory, offload = MemorySection(activation_checkpointing="full"), bool(state.cfg.offload_activations)
-    horizon = int(state.cfg.activation_loading_horizon)
+def _checkpoint_each(session: SmpSessionV1, module: nn.Module, asked: Sequence[str]) -> None:
+    """Checkpoint the children of containers, and other modules themselves."""
+    memory, offload = MemorySection(activation_checkpointing="full"), bool(session.cfg.offload_activations)
+    horizon = int(session.cfg.activation_loading_horizon)
     for name in asked:
         inner = module.get_submodule(name)
         alone = not isinstance(inner, (nn.Sequential, nn.ModuleList))
         units: Sequence[nn.Module] = [inner] if alone else list(inner.children())
         apply_activation_checkpointing(
-            [[unit] for unit in units], memory, ActivationOffload(state.device, horizon) if offload else None
+            [[unit] for unit in units], memory, ActivationOffload(session.device, horizon) if offload else None
         )

@@ -20,19 +20,19 @@ from shardwise.job.axes import state_axes
 from shardwise.parallel.layout import smp_axes
 from shardwise.parallel.model import ParallelModel
 from shardwise.parallel.tensor_map import Entry
-from shardwise.smp.v1.exceptions import SMPUnsupportedError, SMPValidationError, StepUsageError
-from shardwise.smp.v1.process import state
+from shardwise.smp.exceptions import SMPUnsupportedError, SMPValidationError, StepUsageError
+from shardwise.smp.v1.session import SmpSessionV1
 
 STOCK = "torch.distributed.algorithms.ddp_comm_hooks"  # their state is a process group, or holds one
 MIB = 2**20
 
 
-class Bucket:
-    """What a hook gets; `torch.distributed.GradBucket` itself can be made by DistributedDataParallel alone.
+class GradientBucket:
+    """The gradients that a hook gets; DistributedDataParallel alone can make a `torch.distributed.GradBucket`.
 
     Args:
         index: number of the bucket in the step, from 0; the parameters of each number are the same in every step.
-        is_last: whether it is the step's last one.
+        is_last: it is the step's last one.
         parameters: the model's, in the order of their gradients.
         shapes: of the gradients.
         buffer: [n] the gradients, flat, one after the other.
@@ -54,7 +54,7 @@ class Bucket:
         return self._index
 
     def is_last(self) -> bool:
-        """Whether it is the step's last one."""
+        """True for the step's last one."""
         return self._is_last
 
     def parameters(self) -> list[nn.Parameter]:
@@ -71,11 +71,11 @@ class Bucket:
 
     def gradients(self) -> list[Tensor]:
         """Views of `buffer()`, one of each parameter's shape."""
-        return views(self._buffer, self._shapes)
+        return flat_views(self._buffer, self._shapes)
 
 
-def views(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
-    """`flat` [n] as tensors of `shapes`, which have n elements together."""
+def flat_views(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
+    """Return `flat` [n] as tensors of `shapes`, which have n elements together."""
     parts = flat.split([shape.numel() for shape in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes)]
 
@@ -84,8 +84,9 @@ class CommunicationHook:
     """A hook, its state, and how gradients come to it.
 
     Args:
+        session: the session of this process.
         hook_state: given to the hook.
-        hook: (state, Bucket) -> a future of the bucket's gradients as one tensor [n].
+        hook: (state, GradientBucket) -> a future of the bucket's gradients as one tensor [n].
         bucket_mb: MiB from which on a bucket is full.
 
     Raises:
@@ -94,19 +95,23 @@ class CommunicationHook:
             other parameters.
     """
 
-    def __init__(self, hook_state: Any, hook: Callable[[Any, Bucket], Any], bucket_mb: float) -> None:
+    def __init__(
+        self, session: SmpSessionV1, hook_state: Any, hook: Callable[[Any, GradientBucket], Any], bucket_mb: float
+    ) -> None:
         if not callable(hook):
             raise SMPValidationError(f"register_comm_hook: hook={hook!r} cannot be called; give a function")
-        _check_sharding()
-        _check_group(hook_state, hook)
-        self.hook_state, self.hook, self.most = hook_state, hook, bucket_mb * MIB
+        _check_sharding(session)
+        _check_group(session, hook_state, hook)
+        self._session = session
+        self.hook_state, self.hook, self.bucket_bytes = hook_state, hook, bucket_mb * MIB
         self._buckets: list[list[Entry]] = []
 
     def install(self, parallel: ParallelModel) -> None:
-        """From now on backwards leave whole gradients on their ranks."""
+        """Make backwards leave whole gradients on their ranks from now on."""
         for module in parallel.fsdp_modules:
             module.set_requires_gradient_sync(False, recurse=False)
-        self._buckets = _fill([entry for entry in parallel.tensor_map if entry.parameter.requires_grad], self.most)
+        trained = [entry for entry in parallel.tensor_map if entry.parameter.requires_grad]
+        self._buckets = _fill(trained, self.bucket_bytes)
 
     def reduce(self, parallel: ParallelModel) -> None:
         """Put what the hook makes of the gradients in their place. Collective over the data ranks of a stage.
@@ -116,7 +121,7 @@ class CommunicationHook:
         """
         left = {id(parameter): gradient for parameter, gradient in take_left_gradients(parallel.fsdp_modules)}
         gradients = {entry.name: _gradient(entry, left) for bucket in self._buckets for entry in bucket}
-        used = _used_anywhere(gradients, parallel.device)
+        used = self._used_anywhere(gradients, parallel.device)
         for index, entries in enumerate(self._buckets):
             # Next comes what another rank's next is, also where a hook's future goes on in a thread of the backend.
             self._reduce_bucket(index, entries, gradients, used)
@@ -124,23 +129,32 @@ class CommunicationHook:
     def _reduce_bucket(
         self, index: int, entries: Sequence[Entry], gradients: dict[str, Tensor | None], used: set[str]
     ) -> None:
-        """One bucket to the hook and back; parameters without a gradient here bring zeros."""
+        """Lead one bucket to the hook and back; parameters without a gradient here bring zeros."""
         shapes = [entry.local.shape for entry in entries]
-        given = [gradients[entry.name] for entry in entries]
-        flat = [torch.zeros_like(entry.local) if own is None else own for entry, own in zip(entries, given)]
-        bucket = Bucket(
+        gradients_here = [gradients[entry.name] for entry in entries]
+        local = [
+            torch.zeros_like(entry.local) if gradient is None else gradient
+            for entry, gradient in zip(entries, gradients_here)
+        ]
+        bucket = GradientBucket(
             index,
             index == len(self._buckets) - 1,
             [entry.parameter for entry in entries],
             shapes,
-            torch.cat([each.flatten() for each in flat]),
+            torch.cat([gradient.flatten() for gradient in local]),
         )
-        made = views(self._result(bucket), shapes)
-        for entry, own, new in zip(entries, flat, made):
+        reduced = flat_views(self._result(bucket), shapes)
+        for entry, gradient, mean in zip(entries, local, reduced):
             if entry.name in used:
-                _give(entry.parameter, own.copy_(new))
+                _set_gradient(entry.parameter, gradient.copy_(mean))
 
-    def _result(self, bucket: Bucket) -> Tensor:
+    def _used_anywhere(self, gradients: dict[str, Tensor | None], device: torch.device) -> set[str]:
+        """Return names of the parameters with a gradient on any data rank; optimizers leave the others as they are."""
+        counts = torch.tensor([float(gradient is not None) for gradient in gradients.values()], device=device)
+        dist.all_reduce(counts, group=self._session.layout.group(*smp_axes("rdp")))
+        return {name for name, count in zip(gradients, counts.tolist()) if count}
+
+    def _result(self, bucket: GradientBucket) -> Tensor:
         name, count = getattr(self.hook, "__qualname__", repr(self.hook)), bucket.buffer().numel()
         answer = self.hook(self.hook_state, bucket)
         if not hasattr(answer, "wait"):
@@ -159,10 +173,10 @@ class CommunicationHook:
         return value.flatten()
 
 
-def _check_sharding() -> None:
-    degree = state.layout.size(*state_axes())
-    if degree > 1 or state.cfg.shard_optimizer_state:
-        key = "shard_optimizer_state=True" if state.cfg.shard_optimizer_state else None
+def _check_sharding(session: SmpSessionV1) -> None:
+    degree = session.layout.size(*state_axes())
+    if degree > 1 or session.cfg.shard_optimizer_state:
+        key = "shard_optimizer_state=True" if session.cfg.shard_optimizer_state else None
         key = key or f"sharded_data_parallel_degree={degree}"
         raise SMPUnsupportedError(
             f"register_comm_hook: {key} leaves each rank a shard of the summed gradients, and a hook is for whole ones "
@@ -170,14 +184,14 @@ def _check_sharding() -> None:
         )
 
 
-def _check_group(hook_state: Any, hook: Callable[..., Any]) -> None:
-    """Torch's own hooks take the mean over the group in their state, or over all ranks."""
+def _check_group(session: SmpSessionV1, hook_state: Any, hook: Callable[..., Any]) -> None:
+    """Refuse torch's own hooks over ranks that hold other parameters: theirs is the group in their state, or all."""
     if not str(getattr(hook, "__module__", "")).startswith(STOCK):
         return
     group = getattr(hook_state, "process_group", hook_state)
     if group is not None and not isinstance(group, dist.ProcessGroup):
         return
-    size, replicas = dist.get_world_size(group), state.layout.size(*smp_axes("rdp"))
+    size, replicas = dist.get_world_size(group), session.layout.size(*smp_axes("rdp"))
     if size > replicas:
         raise SMPValidationError(
             f"register_comm_hook: {hook.__qualname__} takes the mean over {size} ranks, and {replicas} of them hold "
@@ -185,36 +199,29 @@ def _check_group(hook_state: Any, hook: Callable[..., Any]) -> None:
         )
 
 
-def _fill(entries: Sequence[Entry], most: float) -> list[list[Entry]]:
-    """Buckets from the model's end, where backward begins."""
+def _fill(entries: Sequence[Entry], bucket_bytes: float) -> list[list[Entry]]:
+    """Fill buckets from the model's end, where backward begins."""
     buckets: list[list[Entry]] = [[]]
     size = 0
     for entry in reversed(entries):
         buckets[-1].append(entry)
         size += entry.local.nbytes
-        if size >= most:
+        if size >= bucket_bytes:
             buckets.append([])
             size = 0
     return [bucket for bucket in buckets if bucket]
 
 
 def _gradient(entry: Entry, left: dict[int, Tensor]) -> Tensor | None:
-    """What backwards have left; a gradient from before that was not zeroed is in it, as in DistributedDataParallel."""
+    """Return what backwards have left, with a gradient from before that was not zeroed, as DistributedDataParallel."""
     old, new = entry.local_gradient, left.get(id(entry.parameter))
     if old is None or new is None:
         return old if new is None else new.to(entry.local)
     return old.add_(new)
 
 
-def _used_anywhere(gradients: dict[str, Tensor | None], device: torch.device) -> set[str]:
-    """Names of the parameters that have a gradient on any data rank; optimizers leave the others as they are."""
-    counts = torch.tensor([float(gradient is not None) for gradient in gradients.values()], device=device)
-    dist.all_reduce(counts, group=state.layout.group(*smp_axes("rdp")))
-    return {name for name, count in zip(gradients, counts.tolist()) if count}
-
-
-def _give(parameter: nn.Parameter, gradient: Tensor) -> None:
-    """`gradient` as the parameter's; of one that FSDP2 holds, this rank's only shard is all of it."""
+def _set_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
+    """Set `gradient` as the parameter's; of one that FSDP2 holds, this rank's only shard is all of it."""
     if isinstance(parameter, DTensor):
         mesh, places = parameter.device_mesh, parameter.placements
         gradient = DTensor.from_local(

@@ -6,8 +6,6 @@ batch is the script's own, so that its size is known at the first step and not b
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -15,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 from shardwise.errors import ConfigError
 from shardwise.job.schema import Job
 from shardwise.job.smp_options import BY_NAME, bare_parameters, translate
-from shardwise.job.sources import validate
+from shardwise.smp.options import launched_options, make_job
 
-VARIABLE = "SM_HP_MP_PARAMETERS"
 # SMP's own defaults, which `state.cfg` shows for keys that nobody gave.
 DEFAULTS: dict[str, Any] = {
     "pipeline_parallel_degree": 1, "microbatches": 1, "pipeline": "interleaved", "optimize": "memory",
@@ -42,13 +39,13 @@ BACKEND = "parallel.ddp_dist_backend"
 OFFLOAD = ("memory.offload_activations", "memory.activation_loading_horizon", "memory.activation_checkpointing")
 
 
-class Configuration:
-    """What was asked, by SMP's names: `cfg.microbatches`, `cfg["microbatches"]`. Attributes can be set.
+class ModelParallelConfig:
+    """The script's options by SMP's names: `cfg.microbatches`, `cfg["microbatches"]`. Attributes can be set.
 
     `given` are the keys that script or launcher gave, `notes` what has no effect here and why.
     """
 
-    def __init__(self, given: Mapping[str, Any], device_type: str = "cpu", around: Sequence[str] = ()) -> None:
+    def __init__(self, given: Mapping[str, Any], device_type: str = "cpu", wrapper_notes: Sequence[str] = ()) -> None:
         given = {key: value for key, value in given.items() if value is not None}
         degree = given.get("pipeline_parallel_degree", given.get("partitions", 1))
         stages = degree if isinstance(degree, int) else 1  # what is no number is refused with the other wrong values
@@ -57,7 +54,7 @@ class Configuration:
         vars(self).update(DEFAULTS | derived | given)
         self.given = dict(given)
         self.device_type = device_type
-        self.around = tuple(around)  # what to say of that in which the options were given
+        self.wrapper_notes = tuple(wrapper_notes)  # on the forms in which the options were given
         self.notes: list[str] = []
 
     if TYPE_CHECKING:  # every option is an attribute
@@ -82,9 +79,9 @@ class Configuration:
         if "partitions" in self.given:
             translate(self.given)  # which complains if the two names of one key disagree
             given["pipeline_parallel_degree"] = self.given["partitions"]
-        found = translate(given)
-        values = {key: value for key, (value, _) in found.defaults.items()} | found.values
-        self.notes = [*self.around, *(note for note in found.notes if not note.startswith(_SILENT))]
+        translated = translate(given)
+        values = {key: value for key, (value, _) in translated.defaults.items()} | translated.values
+        self.notes = [*self.wrapper_notes, *(note for note in translated.notes if not note.startswith(_SILENT))]
         values.setdefault("parallel.sharded_data_parallel_degree", 1)
         if values.pop("parallel.shard_optimizer_state", False):
             values["parallel.shard_optimizer_state"] = True
@@ -127,7 +124,7 @@ class Configuration:
             )
 
     def _settle_schedule(self, values: dict[str, Any]) -> None:
-        """What SMP's server of requests allows, and fixed schedules do not."""
+        """Change what SMP's server of requests allows and fixed schedules do not."""
         degree = values.get("parallel.pipeline_parallel_degree", 1)
         microbatches = values.get("training.gradient_accumulation", 1)
         if degree > 1 and self.auto_partition:
@@ -166,37 +163,16 @@ class Configuration:
 _SILENT = tuple(f"smp_options: {start}" for start in ACT_IN_SCRIPTS)
 
 
-def make_job(values: Mapping[str, Any]) -> Job:
-    """A Job of dotted keys."""
-    sections: dict[str, dict[str, Any]] = {}
-    for key, value in values.items():
-        section, _, name = key.partition(".")
-        sections.setdefault(section, {})[name] = value
-    return validate(sections)
-
-
-def read_configuration(config: Mapping[str, Any] | None, device_type: str) -> Configuration:
+def read_configuration(config: Mapping[str, Any] | None, device_type: str) -> ModelParallelConfig:
     """The script's `config`, the launcher's `SM_HP_MP_PARAMETERS` taking precedence; both in any of SMP's forms.
 
     Raises:
         ConfigError: the variable holds no JSON object, or a key is unknown, wrong or refused.
     """
-    around: list[str] = []
-    launched = bare_parameters(launched_options(), around)
-    given = bare_parameters(config or {}, around)
+    wrapper_notes: list[str] = []
+    launched = bare_parameters(launched_options(), wrapper_notes)
+    given = bare_parameters(config or {}, wrapper_notes)
     for one, other in (("partitions", "pipeline_parallel_degree"), ("pipeline_parallel_degree", "partitions")):
         if one in launched and other not in launched:
             given.pop(other, None)
-    return Configuration(given | launched, device_type, around)
-
-
-def launched_options() -> dict[str, Any]:
-    """The launcher's options, from `SM_HP_MP_PARAMETERS`. Raises ConfigError if it holds no JSON object."""
-    text = os.environ.get(VARIABLE) or "{}"
-    try:
-        launched = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"{VARIABLE}={text!r} is not JSON ({error}); give an object of SMP's parameters") from error
-    if not isinstance(launched, dict):
-        raise ConfigError(f"{VARIABLE}={text!r} is not a JSON object; give SMP's parameters as keys and values")
-    return launched
+    return ModelParallelConfig(given | launched, device_type, wrapper_notes)

@@ -26,8 +26,8 @@ from torch.distributed import (
 )
 
 from shardwise.launch.environment import detect
+from shardwise.smp.session import device_type
 from shardwise.smp.v1 import smddp
-from shardwise.smp.v1.process import device_type
 
 __all__ = [
     "DistributedDataParallel",
@@ -56,7 +56,7 @@ def init_process_group(backend: str | None = None, **settings: Any) -> None:
         backend: has no effect: there is one.
         settings: as torch.distributed's, `timeout` for one.
     """
-    smddp.register()
+    smddp.register_smddp()
     if device_type() == "cuda":
         torch.cuda.set_device(get_local_rank())
     if not dist.is_initialized():

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
@@ -28,21 +27,21 @@ from shardwise.checkpoint.writing import HuggingFaceWriter
 from shardwise.errors import CheckpointError
 from shardwise.job.axes import Axis
 from shardwise.parallel.tensor_map import Cut
+from shardwise.smp.model_config import CONFIG_KEY, MODEL_KEY, checkpoint_config
+from shardwise.smp.safe_reading import read_safely
 from shardwise.smp.v1.nn.huggingface.translation import FAMILIES, to_hf
-from shardwise.smp.v1.reading import read
 from shardwise.smp.v1.saving import CUTS, NEWEST, PARTITION, SUFFIX, USER
 from shardwise.smp.v1.sharded_data_parallel_checkpoint import PREFIX, whole_of_parts
 from shardwise.smp.v1.weights import PARTIAL
 from shardwise.words import listed
 
-CONFIG, CONFIG_FILE, MODEL = "model_config", "config.json", "model"
 REPLACED = ".seq_layers."  # in the names of smp.nn's transformers
-KINDS: tuple[Any, ...] = (AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForMaskedLM)
+AUTO_CLASSES: tuple[Any, ...] = (AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForMaskedLM)
 _RANKS = re.compile(r"(?:_\d+){1,3}")
 
 
-def is_checkpoint(path: str | Path) -> bool:
-    """Whether a checkpoint of version 1's scripts is there."""
+def is_v1_checkpoint(path: str | Path) -> bool:
+    """Tell if a checkpoint of version 1's scripts is there."""
     place = Path(path)
     if "://" in str(path):
         return False
@@ -50,7 +49,7 @@ def is_checkpoint(path: str | Path) -> bool:
     return folder or place.is_file() or bool(_saved_parts(place))
 
 
-def export(
+def export_v1_checkpoint(
     source: str | Path, path: str | Path, dtype: str | None = None, say: Callable[[str], None] = lambda text: None
 ) -> Path:
     """Write the model of a checkpoint of version 1's scripts to the new directory `path`.
@@ -69,13 +68,13 @@ def export(
         place = place / (place / NEWEST).read_text().strip()
         say(f"the newest checkpoint of {source} is {place.name}")
     weights, content = _opened(place)
-    config = config_of(place, content.get(CONFIG))
-    weights = _in_their_names(weights, config)
+    config = checkpoint_config(place, content.get(CONFIG_KEY))
+    weights = _in_hf_names(weights, config)
     model = _model_of(place, config, weights)
     with HuggingFaceWriter(path, config) as writer:
         for name in _once(model):
             if name in weights:
-                writer.add(name, converted(f"{MODEL}/{name}", weights[name], dtype))
+                writer.add(name, converted(f"{MODEL_KEY}/{name}", weights[name], dtype))
         return writer.finish()
 
 
@@ -83,16 +82,16 @@ def export(
 
 
 def _opened(place: Path) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
-    """(weights, what the script has kept beside them)."""
+    """Return (weights, what the script has kept beside them)."""
     if place.is_dir():
         file = place / f"{USER}.pt"
-        return _of_folder(place), _mapping(read(file) if file.is_file() else {})
+        return _of_folder(place), _mapping(read_safely(file) if file.is_file() else {})
     if not place.is_file():
-        saved = [_mapping(read(file)) for file in _of_stages(place)]
+        saved = [_mapping(read_safely(file)) for file in _of_stages(place)]
         return {name: value for part in saved for name, value in _weights(part).items()}, saved[0]
-    whole = _mapping(read(place))
+    whole = _mapping(read_safely(place))
     beside = place.parent / f"{USER}_{place.name}"
-    return _weights(whole), {**_mapping(read(beside) if beside.is_file() else {}), **whole}
+    return _weights(whole), {**_mapping(read_safely(beside) if beside.is_file() else {}), **whole}
 
 
 def _mapping(content: Any) -> Mapping[str, Any]:
@@ -100,22 +99,22 @@ def _mapping(content: Any) -> Mapping[str, Any]:
 
 
 def _weights(content: Mapping[str, Any]) -> dict[str, Tensor]:
-    found = content.get(MODEL, content)
-    return {name.removeprefix(PREFIX): value for name, value in found.items() if isinstance(value, Tensor)}
+    weights = content.get(MODEL_KEY, content)
+    return {name.removeprefix(PREFIX): value for name, value in weights.items() if isinstance(value, Tensor)}
 
 
 def _of_folder(folder: Path) -> dict[str, Tensor]:
     if not (folder / PARTITION).is_file():  # which Amazon's library does not write
         return whole_of_parts(folder)
-    degrees = read(folder / PARTITION)
+    degrees = read_safely(folder / PARTITION)
     if degrees[Axis.SHARD] > 1:
-        found: dict[str, Tensor] = read(_parts(folder)[0])["module"]
-        return found
+        whole: dict[str, Tensor] = read_safely(_parts(folder)[0])["module"]
+        return whole
     wholes: dict[str, Tensor] = {}
     for stage in range(degrees[Axis.PIPELINE]):
         for index in range(degrees[Axis.TENSOR]):
-            cuts = read(folder / f"{CUTS}_{stage}_{index}.pt") if degrees[Axis.TENSOR] > 1 else {}
-            _put_together(wholes, read(folder / f"model_{stage}_{index}.pt"), cuts)
+            cuts = read_safely(folder / f"{CUTS}_{stage}_{index}.pt") if degrees[Axis.TENSOR] > 1 else {}
+            _put_together(wholes, read_safely(folder / f"model_{stage}_{index}.pt"), cuts)
     return wholes
 
 
@@ -135,9 +134,9 @@ def _parts(folder: Path) -> list[Path]:
 
 
 def _saved_parts(place: Path) -> list[Path]:
-    """What `smp.save` has made of this name, by the ranks behind it."""
-    found = place.parent.glob(f"{place.name}_*") if place.parent.is_dir() and place.name else ()
-    return sorted(file for file in found if file.is_file() and _RANKS.fullmatch(file.name.removeprefix(place.name)))
+    """List the files that `smp.save` has made of this name, by the ranks behind it."""
+    files = place.parent.glob(f"{place.name}_*") if place.parent.is_dir() and place.name else ()
+    return sorted(file for file in files if file.is_file() and _RANKS.fullmatch(file.name.removeprefix(place.name)))
 
 
 def _of_stages(place: Path) -> list[Path]:
@@ -154,38 +153,20 @@ def _of_stages(place: Path) -> list[Path]:
 # ---- whose it is
 
 
-def config_of(place: Path, kept: Any) -> PreTrainedConfig:
-    """The model's config: `kept` with the checkpoint, or `config.json` in its folder or the one above.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    if isinstance(kept, PreTrainedConfig):
-        return type(kept).from_dict(kept.to_dict())  # without the attention that the run chose
-    folders = [folder for folder in (place, place.parent) if (folder / CONFIG_FILE).is_file()]
-    if not folders:
-        raise CheckpointError(
-            f"{place} keeps no {CONFIG!r}, as public scripts do; put the model's {CONFIG_FILE} into "
-            f"{place if place.is_dir() else place.parent}"
-        )
-    found: PreTrainedConfig = AutoConfig.from_pretrained(folders[0])
-    return found
-
-
-def _in_their_names(weights: dict[str, Tensor], config: PreTrainedConfig) -> dict[str, Tensor]:
-    """Of the Hugging Face model, where smp.nn's modules have taken the place of its own."""
+def _in_hf_names(weights: dict[str, Tensor], config: PreTrainedConfig) -> dict[str, Tensor]:
+    """Return weights in the Hugging Face model's names, where smp.nn's modules have taken the place of its own."""
     if config.model_type not in FAMILIES or not any(REPLACED in name for name in weights):
         return weights
     return to_hf(weights, config.model_type, getattr(config, "num_attention_heads", None))
 
 
 def _model_of(place: Path, config: PreTrainedConfig, weights: Mapping[str, Tensor]) -> nn.Module:
-    """The kind of model whose parameters are there, without values."""
+    """Return the kind of model whose parameters are there, without values."""
     lacking: list[str] = []
-    for kind in KINDS:
-        if type(config) in kind._model_mapping:
+    for auto_class in AUTO_CLASSES:
+        if type(config) in auto_class._model_mapping:
             with torch.device("meta"):
-                model: nn.Module = kind.from_config(config)
+                model: nn.Module = auto_class.from_config(config)
             missing = [name for name, _ in model.named_parameters() if name not in weights]
             if not missing:
                 return model

@@ -1,4 +1,4 @@
-"""What a script has a DistributedModel call: once it is distributed, after its first step, for its gradients."""
+"""Hooks of a script on its DistributedModel: once it is distributed, after its first step, and for its gradients."""
 
 from __future__ import annotations
 
@@ -8,77 +8,86 @@ from typing import Any
 
 from torch.utils.hooks import RemovableHandle
 
-from shardwise.parallel.model import ParallelModel
+from shardwise.smp.exceptions import SMPValidationError, StepUsageError
 from shardwise.smp.v1.communication_hook import CommunicationHook
-from shardwise.smp.v1.exceptions import SMPValidationError, StepUsageError
-from shardwise.smp.v1.process import state
+from shardwise.smp.v1.session import SmpSessionV1
+from shardwise.smp.v1.weights import ModelWeights
 
-Hook = Callable[[Any, Any], Any]
+ModelHook = Callable[[Any, Any], Any]  # of model and optimizer
 
 
-class Hooks:
-    """A part of DistributedModel, which has the attributes."""
+class ModelHooks:
+    """The hooks of a distributed model, the part of `DistributedModel` that keeps and calls them.
 
-    _after_partition: OrderedDict[int, Hook]
-    _after_step: OrderedDict[int, Hook]
-    parallel: ParallelModel | None
-    communication: CommunicationHook | None
-    overlapping: bool
-    bucket_mb: float
-    reduced: bool
+    Args:
+        session: the session of this process, whose model and optimizer the hooks get.
+        weights: the model's weights.
+        overlapping: False refuses a communication hook.
+        bucket_mb: MiB of gradients from which on a communication hook gets them.
 
-    @property
-    def partitioned(self) -> bool:
-        """Whether the model has been distributed."""
-        raise NotImplementedError
+    Attributes:
+        communication: the script's communication hook.
+        backward_has_run: no communication hook can come any more.
+    """
 
-    def _call(self, hooks: OrderedDict[int, Hook]) -> None:
-        optimizer = state.optimizer.public if state.optimizer is not None else None
-        for hook in list(hooks.values()):
-            hook(self, optimizer)
+    def __init__(self, session: SmpSessionV1, weights: ModelWeights, overlapping: bool, bucket_mb: float) -> None:
+        self.communication: CommunicationHook | None = None
+        self.backward_has_run = False
+        self._session = session
+        self._weights = weights
+        self._overlapping = overlapping
+        self._bucket_mb = bucket_mb
+        self._after_partition: OrderedDict[int, ModelHook] = OrderedDict()
+        self._after_step: OrderedDict[int, ModelHook] = OrderedDict()
+        self._step_has_run = False
 
-    def register_post_partition_hook(self, hook: Hook) -> RemovableHandle:
+    def partitioned(self) -> None:
+        """Install the communication hook and call the post-partition hooks: the model has been distributed."""
+        if self.communication is not None:
+            self.communication.install(self._weights.require_parallel())
+        if self._session.optimizer is not None:
+            self._session.optimizer.adopt(self._weights.require_parallel())
+        self._call(self._after_partition)
+
+    def stepped(self) -> None:
+        """Call the post-step hooks, after the first step alone."""
+        if not self._step_has_run:
+            self._step_has_run = True
+            self._call(self._after_step)
+
+    def register_post_partition_hook(self, hook: ModelHook) -> RemovableHandle:
         """Call `hook(model, optimizer)` once the model has been distributed; at once where it is."""
         handle = _register(self._after_partition, hook)
-        if self.partitioned:
+        if self._weights.parallel is not None:
             self._call(OrderedDict({handle.id: hook}))
         return handle
 
-    def register_post_step_hook(self, hook: Hook) -> RemovableHandle:
+    def register_post_step_hook(self, hook: ModelHook) -> RemovableHandle:
         """Call `hook(model, optimizer)` after the first step."""
         return _register(self._after_step, hook)
 
-    def register_comm_hook(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
-        """Let `hook(state, bucket)` take the mean of gradients, in the place of the library; once, before the first
-        backward.
-
-        The bucket is as DistributedDataParallel's: `buffer()`, `gradients()`, `parameters()`, `index()`, `is_last()`,
-        `set_buffer(tensor)`. It holds sums over microbatches, divided by nothing (under fp16 times the loss scale). The
-        hook returns a future of one tensor of as many elements: the mean over `smp.get_rdp_process_group()`, without
-        tensor parallelism the data ranks, and over the microbatches. A bucket comes when the future of the one before
-        it is done.
-
-        Raises:
-            SMPUnsupportedError: parameters, gradients or the optimizer's state are sharded.
-            SMPValidationError: `overlapping_allreduce` is False; `hook` cannot be called, or is torch's own with a
-                group of ranks that hold different parameters.
-            StepUsageError: there is a hook already, or a backward was run.
-        """
-        if not self.overlapping:
+    def register_communication_hook(self, hook_state: Any, hook: Callable[[Any, Any], Any]) -> None:
+        """Let `hook(hook_state, bucket)` take the mean of gradients; see `DistributedModel.register_comm_hook`."""
+        if not self._overlapping:
             raise SMPValidationError(
                 "register_comm_hook needs overlapping_allreduce=True, and DistributedModel was given False; leave that "
                 "out"
             )
         if self.communication is not None:
             raise StepUsageError("register_comm_hook was called before: a model has one communication hook")
-        if self.reduced:
+        if self.backward_has_run:
             raise StepUsageError("register_comm_hook comes after a backward; call it before the first step")
-        self.communication = CommunicationHook(state, hook, self.bucket_mb)
-        if self.parallel is not None:
-            self.communication.install(self.parallel)
+        self.communication = CommunicationHook(self._session, hook_state, hook, self._bucket_mb)
+        if self._weights.parallel is not None:
+            self.communication.install(self._weights.parallel)
+
+    def _call(self, hooks: OrderedDict[int, ModelHook]) -> None:
+        optimizer = self._session.optimizer.public if self._session.optimizer is not None else None
+        for hook in list(hooks.values()):
+            hook(self._session.model, optimizer)
 
 
-def _register(hooks: OrderedDict[int, Hook], hook: Hook) -> RemovableHandle:
+def _register(hooks: OrderedDict[int, ModelHook], hook: ModelHook) -> RemovableHandle:
     handle = RemovableHandle(hooks)
     hooks[handle.id] = hook
     return handle

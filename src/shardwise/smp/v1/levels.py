@@ -14,7 +14,7 @@ from torch import nn
 
 
 class DataParallelLevel:
-    """What `DistributedModel.module` is under `ddp`, where SMP has one wrapper more: `.module` is the script's module.
+    """`DistributedModel.module` under `ddp`, where SMP has one wrapper more: `.module` is the script's module.
 
     Scripts of 2021 and 2022 count the levels (`model.module.module.transformer`); there is nothing in this one.
     """
@@ -59,7 +59,7 @@ class CastingLevel:
         self.outer.add_module(self.name, model)
 
     def arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
-        """What the level gives its model."""
+        """Return what the level gives its model."""
         taken: list[Any] = []
 
         def take(*given: Any, **named: Any) -> None:
@@ -71,7 +71,7 @@ class CastingLevel:
         return (taken[0], taken[1]) if taken else (args, kwargs)
 
     def output(self, args: Sequence[Any], kwargs: Mapping[str, Any], value: Any) -> Any:
-        """What the level makes of its model's output `value`."""
+        """Return what the level makes of its model's output `value`."""
         return self._forward(lambda *given, **named: value, args, kwargs)
 
     def _forward(self, model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

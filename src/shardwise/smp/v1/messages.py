@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.smp.v1.exceptions import MessageError
-from shardwise.smp.v1.meeting import RECEIVE, SEND
-from shardwise.smp.v1.process import state
-from shardwise.smp.v1.ranks import CommGroup, RankType, members, process_group
+from shardwise.smp.exceptions import MessageError
+from shardwise.smp.v1.ranks import CommGroup, RankType, group_ranks, torch_group
+from shardwise.smp.v1.session import state
+from shardwise.smp.v1.wait_registry import RECEIVE, SEND
 
 HOST = torch.device("cpu")  # messages travel over Gloo, on NCCL ranks too
 
@@ -35,11 +35,11 @@ def broadcast(obj: Any, group: CommGroup = CommGroup.WORLD) -> None:
     Raises:
         MessageError: one of them did not answer in time.
     """
-    _exchange(obj, [rank for rank in members(group) if rank != state.layout.rank])
+    _exchange(obj, [rank for rank in group_ranks(group) if rank != state.layout.rank])
 
 
 def recv_from(src_rank: int, rank_type: RankType = RankType.WORLD_RANK) -> Any:
-    """What a rank sends here by `send` or `broadcast`.
+    """Return what a rank sends to this one by `send` or `broadcast`.
 
     Raises:
         MessageError: there is no such rank, it is this one, or it sent nothing in time.
@@ -52,7 +52,7 @@ def recv_from(src_rank: int, rank_type: RankType = RankType.WORLD_RANK) -> Any:
         dist.send(torch.ones(1), rank)
 
     try:
-        state.meeting.message(RECEIVE, [source], receive)
+        state.waits.message(RECEIVE, [source], receive)
     except (RuntimeError, dist.DistError) as error:
         raise MessageError(f"rank {state.layout.rank} waited for a message of rank {source}: {error}") from error
     return box[0]
@@ -64,11 +64,11 @@ def allgather(obj: Any, group: CommGroup = CommGroup.WORLD) -> list[Any]:
     Raises:
         MessageError: one of them waits for this rank elsewhere, has ended, or did not come in time.
     """
-    gathered: list[Any] = [None] * len(members(group))
+    gathered: list[Any] = [None] * len(group_ranks(group))
     if len(gathered) == 1:
         return [obj]
-    state.meeting.assemble("smp.allgather", members(group))
-    dist.all_gather_object(gathered, obj, group=process_group(group))
+    state.waits.assemble("smp.allgather", group_ranks(group))
+    dist.all_gather_object(gathered, obj, group=torch_group(group))
     return gathered
 
 
@@ -78,8 +78,8 @@ def barrier(group: CommGroup = CommGroup.WORLD) -> None:
     Raises:
         MessageError: one of them waits for this rank elsewhere, has ended, or did not come in time.
     """
-    if len(members(group)) > 1:
-        state.meeting.assemble("smp.barrier", members(group))
+    if len(group_ranks(group)) > 1:
+        state.waits.assemble("smp.barrier", group_ranks(group))
 
 
 def dp_barrier() -> None:
@@ -97,7 +97,7 @@ def _exchange(obj: Any, ranks: list[int]) -> None:
         dist.send_object_list([obj], rank, device=HOST)
 
     try:
-        state.meeting.message(SEND, ranks, send_to)
+        state.waits.message(SEND, ranks, send_to)
         for rank in ranks:
             dist.recv(torch.empty(1), rank)
     except (RuntimeError, dist.DistError) as error:
@@ -107,7 +107,7 @@ def _exchange(obj: Any, ranks: list[int]) -> None:
 
 
 def _global(rank: int, rank_type: RankType) -> int:
-    ranks = members(rank_type)
+    ranks = group_ranks(rank_type)
     if not 0 <= rank < len(ranks):
         raise MessageError(f"{rank_type.name} {rank} does not exist; there are {len(ranks)}, from 0")
     if ranks[rank] == state.layout.rank:

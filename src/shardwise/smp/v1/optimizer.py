@@ -1,7 +1,7 @@
 """`smp.DistributedOptimizer`: a script's own torch optimizer, on the elements of the parameters that live here.
 
-The optimizer keeps its class, its groups and its schedulers; `optimizer_side.py` has what it does with the model. Under
-`fp16` a wrapper scales the loss and skips steps whose gradients are not finite.
+The optimizer keeps its class, its groups and its schedulers; `optimizer_binding.py` has what it does with the model.
+Under `fp16` a wrapper scales the loss and skips steps whose gradients are not finite.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from shardwise._torch_compat import follow_schedulers
 from shardwise.job.axes import state_axes
 from shardwise.job.schema import LossScaleSection
 from shardwise.kernels.precision import LossScaler
-from shardwise.smp.v1.optimizer_side import Side
-from shardwise.smp.v1.optimizer_state import full_state, local_state, masters, scaler_state
-from shardwise.smp.v1.own_optimizer import Numbering, OwnOptimizer, class_with, inner_optimizer
-from shardwise.smp.v1.process import state
+from shardwise.smp.v1.optimizer_binding import OptimizerBinding
+from shardwise.smp.v1.optimizer_parameters import inner_optimizer
+from shardwise.smp.v1.own_optimizer import OwnOptimizer, ParameterNumbers, subclass_with
+from shardwise.smp.v1.session import state
 
 
-class DistributedOptimizerMixin(Numbering):
-    """What a script's optimizer gains; its own class comes behind it."""
+class DistributedOptimizerMixin(ParameterNumbers):
+    """Methods that a script's optimizer gains; its own class comes behind it."""
 
     __slots__ = ()
 
@@ -37,7 +37,7 @@ class DistributedOptimizerMixin(Numbering):
 
     @property
     def overflow(self) -> bool:
-        """Whether the last step was skipped because its gradients were not finite."""
+        """True where the last step was skipped because its gradients were not finite."""
         return self._smp.overflow
 
     @property
@@ -53,22 +53,20 @@ class DistributedOptimizerMixin(Numbering):
     @property
     def fp16_groups(self) -> list[list[nn.Parameter]]:
         """The model's parameters of every group, as `model.named_parameters()` has them, with `ds_shape`."""
-        return self._smp.parameters_of_groups()
+        return self._smp.parameters.of_groups()
 
     @property
     def ds_param_shard_group(self) -> dist.ProcessGroup:
         """The ranks among which parameters are sharded."""
-        return state.layout.group(*state_axes())
+        return self._smp.session.layout.group(*state_axes())
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Complete the step's gradients and update this rank's elements. Collective."""
         value = closure() if closure is not None else None
-        if self._smp.ready():
-            if state.model is not None:
-                state.model.release()
+        if self._smp.prepare_step():
+            self._smp.release_weights()
             self._inner_step()
-        if state.model is not None:
-            state.model.gather()
+        self._smp.gather_weights()
         return value
 
     def _inner_step(self) -> None:
@@ -88,24 +86,23 @@ class DistributedOptimizerMixin(Numbering):
         return self._smp.clip(max_norm)
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole state, of whole tensors, in the order of the script's own optimizer. Collective."""
-        return full_state(self._smp)
+        """Return the whole state, of whole tensors, in the order of the script's own optimizer. Collective."""
+        return self._smp.whole_state()
 
     def local_state_dict(self, gather_if_shard: bool = True) -> dict[str, Any]:
-        """This rank's state, with the key `_smp_is_partial`.
+        """Return this rank's state, with the key `_smp_is_partial`.
 
         Where state is sharded and `gather_if_shard`, reduced data rank 0 gets under `state` a list of all ranks' states
         of its group, by rank; the others their own. Collective then.
         """
-        own = self.orig_state_dict() | {"scaler": scaler_state(self._smp)} | masters(self._smp)
-        return local_state(own, gather_if_shard)
+        return self._smp.local_state(gather_if_shard)
 
     def orig_state_dict(self) -> dict[str, Any]:
-        """The torch optimizer's own state dict on this rank."""
-        return torch.optim.Optimizer.state_dict(self._smp.optimizer)
+        """Return the torch optimizer's own state dict on this rank."""
+        return self._smp.own_state()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], gather_if_shard: bool = True) -> None:
-        """What `state_dict` or `local_state_dict` returned; before the first step it waits for it."""
+        """Load what `state_dict` or `local_state_dict` returned; before the first step it waits for it."""
         self._smp.load(state_dict)
 
 
@@ -114,7 +111,7 @@ class Fp16Optimizer(DistributedOptimizerMixin):
 
     def __init__(self, optimizer: torch.optim.Optimizer, scaler: LossScaler) -> None:
         self.optimizer = optimizer
-        self._smp = Side(optimizer, scaler, self)
+        self._smp = OptimizerBinding(state, optimizer, scaler, self)
 
     def __getattr__(self, name: str) -> Any:
         if name in ("optimizer", "_smp"):
@@ -129,7 +126,7 @@ class Fp16Optimizer(DistributedOptimizerMixin):
 
     @property
     def loss_scale(self) -> float:
-        """By which losses are multiplied before backward."""
+        """The factor of losses before backward."""
         return self._smp.loss_scale
 
     def _inner_step(self) -> None:
@@ -168,9 +165,8 @@ def DistributedOptimizer(
             settings = {"static": static_loss_scale or 1.0}
         return Fp16Optimizer(optimizer, LossScaler.of("fp16", LossScaleSection.model_validate(settings)))
     inner_optimizer(optimizer)
-    kind = type(optimizer)
     before = DistributedOptimizerMixin if isinstance(optimizer, torch.optim.Optimizer) else OwnOptimizer
-    optimizer.__class__ = class_with(before, kind)
+    optimizer.__class__ = subclass_with(before, type(optimizer))
     follow_schedulers(optimizer)
-    optimizer._smp = Side(optimizer, None)
+    optimizer._smp = OptimizerBinding(state, optimizer, None)
     return optimizer

@@ -67,10 +67,10 @@ class FusedLAMB(Optimizer):
         return value
 
     def _norm(self) -> Tensor:
-        """Of all gradients; of the whole model's, where `smp.DistributedOptimizer` knows of it. Collective then."""
-        side = getattr(self, "_smp", None)
-        if side is not None and side.parallel is not None:
-            norm: Tensor = side.global_norm()
+        """Return the norm of all gradients; of the whole model's under `smp.DistributedOptimizer`. Collective then."""
+        binding = getattr(self, "_smp", None)
+        if binding is not None and binding.parallel is not None:
+            norm: Tensor = binding.global_norm()
             return norm
         gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
         return torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
@@ -175,7 +175,7 @@ def _closed(closure: Callable[[], Any] | None) -> Any:
 
 
 def _corrections(group: dict[str, Any]) -> tuple[float, float]:
-    """By what the two moments are divided."""
+    """Return the divisors of the two moments."""
     if not group["bias_correction"]:
         return 1.0, 1.0
     beta1, beta2 = group["betas"]

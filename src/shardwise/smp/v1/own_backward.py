@@ -13,8 +13,8 @@ from typing import Any
 from torch import Tensor
 
 from shardwise._torch_compat import at_end_of_backward, number_of_backward
-from shardwise.smp.v1.exceptions import StepUsageError
-from shardwise.smp.v1.nesting import map_leaves, tensors
+from shardwise.smp.exceptions import StepUsageError
+from shardwise.smp.nesting import map_leaves, nested_tensors
 
 
 class OwnBackward:
@@ -32,7 +32,7 @@ class OwnBackward:
 
     def watch(self, output: Any) -> Any:
         """The `output`, whose tensors know of a backward through them."""
-        for tensor in tensors(output):
+        for tensor in nested_tensors(output):
             if tensor.requires_grad:
                 tensor.register_hook(self._refuse)
         return output

@@ -7,103 +7,86 @@ scripts save, and finds gradients that are complete. Its parameters are those of
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
 
-from shardwise.errors import ModelError
-from shardwise.smp.v1.optimizer_state import full_state, local_of, local_state
-from shardwise.smp.v1.process import state
-
-if TYPE_CHECKING:
-    from shardwise.smp.v1.optimizer_side import Side
+from shardwise.smp.v1.optimizer_binding import OptimizerBinding
+from shardwise.smp.v1.optimizer_state import local_optimizer_state
 
 
-def inner_optimizer(given: Any) -> Optimizer:
-    """The torch optimizer in `given`, or it itself. Raises ModelError where there is none."""
-    inner = given
-    while not isinstance(inner, Optimizer):
-        if not hasattr(inner, "optimizer"):
-            raise ModelError(
-                f"{type(given).__name__} is none of torch.optim's classes and holds none as its attribute optimizer; "
-                "smp.DistributedOptimizer has nothing to put the distributed parameters into"
-            )
-        inner = inner.optimizer
-    return inner
+def subclass_with(before: type, cls: type) -> type:
+    """Return a subclass of `cls` that looks for its methods in `before` first.
+
+    Objects of `cls` can change to it, also where that is an abstract class: Python compares what the first base adds to
+    an object, so only the lookup is turned.
+    """
+    metaclass: type = type(cls)
+
+    class BeforeFirst(metaclass):  # type: ignore[valid-type,misc]
+        def mro(self) -> list[type]:
+            return [self, *(base for base in before.__mro__ if base is not object), *cls.__mro__]
+
+    subclass: type = BeforeFirst(cls.__name__, (cls, before), {"__module__": cls.__module__})
+    return subclass
 
 
-def class_with(before: type, kind: type) -> type:
-    """A subclass of `kind` that looks for its methods in `before` first. Objects of `kind` can change to it, also where
-    that is an abstract class: Python compares what the first base adds to an object, so only the lookup is turned."""
-    metaclass: type = type(kind)
-
-    class Looked(metaclass):  # type: ignore[valid-type,misc]
-        def mro(cls) -> list[type]:
-            return [cls, *(base for base in before.__mro__ if base is not object), *kind.__mro__]
-
-    made: type = Looked(kind.__name__, (kind, before), {"__module__": kind.__module__})
-    return made
-
-
-class Numbering:
+class ParameterNumbers:
     """The numbers that an optimizer's parameters have on this rank; scripts put functions of theirs in the place."""
 
     __slots__ = ()  # nor what comes before a script's class: objects of it could not change theirs
-    _smp: Side
+    _smp: OptimizerBinding
 
     @property
     def redefined_params(self) -> bool:
-        """Whether the groups hold this rank's elements in the place of the model's parameters."""
+        """True once the groups hold this rank's elements in the place of the model's parameters."""
         return self._smp.parallel is not None
 
     def _param_id_to_index(self) -> dict[int, int]:
-        return {id(parameter): number for number, (_, parameter) in enumerate(self._smp.numbered())}
+        return {id(parameter): number for number, (_, parameter) in enumerate(self._smp.parameters.numbered())}
 
     def param_name_to_index(self) -> dict[str, int]:
         """Name of a parameter that has elements here -> its number in the optimizer."""
-        return {name: number for number, (name, _) in enumerate(self._smp.numbered()) if name}
+        return {name: number for number, (name, _) in enumerate(self._smp.parameters.numbered()) if name}
 
     def _param_index_to_param_local(self) -> dict[int, nn.Parameter]:
-        return {number: parameter for number, (_, parameter) in enumerate(self._smp.numbered())}
+        return {number: parameter for number, (_, parameter) in enumerate(self._smp.parameters.numbered())}
 
 
-class OwnOptimizer(Numbering):
+class OwnOptimizer(ParameterNumbers):
     """Comes before the object's own class."""
 
     __slots__ = ()
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """The object's own, on complete gradients. Collective."""
+        """Run the object's own step on complete gradients. Collective."""
         self._smp.settle()
-        if state.model is not None:
-            state.model.release()
+        self._smp.release_weights()
         value = super().step(*args, **kwargs)  # type: ignore[misc]
-        self._smp.write_back()
-        if state.model is not None:
-            state.model.gather()
+        self._smp.parameters.write_back()
+        self._smp.gather_weights()
         return value
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """The object's own, and those of the distributed parameters."""
+        """Zero the object's own gradients, and those of the distributed parameters."""
         super().zero_grad(*args, **kwargs)  # type: ignore[misc]
         self._smp.zero(True)
 
     def local_state_dict(self, gather_if_shard: bool = True) -> dict[str, Any]:
-        """The object's own state, with the key `_smp_is_partial`; gathered as that of torch's optimizers."""
-        return local_state(self.orig_state_dict(), gather_if_shard)
+        """Return the object's own state, with the key `_smp_is_partial`; gathered as that of torch's optimizers."""
+        return local_optimizer_state(self._smp.session, self.orig_state_dict(), gather_if_shard)
 
     def orig_state_dict(self) -> dict[str, Any]:
-        """The object's own state."""
-        found: dict[str, Any] = super().state_dict()  # type: ignore[misc]
-        return found
+        """Return the object's own state."""
+        own: dict[str, Any] = super().state_dict()  # type: ignore[misc]
+        return own
 
     def state_dict(self) -> dict[str, Any]:
-        """The object's own; where that is the torch optimizer's, whole in the place of this rank's. Collective then."""
-        found = self.orig_state_dict()
-        known = self._smp.parallel is not None and {"state", "param_groups"} <= found.keys()
-        return found | full_state(self._smp) if known else found
+        """Return the object's own state; where that is the torch optimizer's, the whole one. Collective then."""
+        own = self.orig_state_dict()
+        is_torchs = self._smp.parallel is not None and {"state", "param_groups"} <= own.keys()
+        return own | self._smp.whole_state() if is_torchs else own
 
     def load_state_dict(self, state_dict: Mapping[str, Any], gather_if_shard: bool = True) -> None:
-        """What `state_dict` or `local_state_dict` returned, by the object's own way."""
-        super().load_state_dict(local_of(self._smp, state_dict))  # type: ignore[misc]
+        """Load what `state_dict` or `local_state_dict` returned, by the object's own way."""
+        super().load_state_dict(self._smp.local_part_of(state_dict))  # type: ignore[misc]

@@ -10,7 +10,7 @@ from enum import Enum
 import torch.distributed as dist
 
 from shardwise.parallel.layout import smp_axes
-from shardwise.smp.v1.process import state
+from shardwise.smp.v1.session import state
 
 
 class CommGroup(Enum):
@@ -25,7 +25,7 @@ class CommGroup(Enum):
 
 
 class RankType(Enum):
-    """What a rank in a message counts."""
+    """Groups in which the rank of a message is counted."""
 
     WORLD_RANK = "world"
     MP_RANK = "mp"
@@ -39,14 +39,14 @@ WORLD, MP_GROUP, DP_GROUP = CommGroup.WORLD, CommGroup.MP_GROUP, CommGroup.DP_GR
 TP_GROUP, PP_GROUP, RDP_GROUP = CommGroup.TP_GROUP, CommGroup.PP_GROUP, CommGroup.RDP_GROUP
 
 
-def members(kind: CommGroup | RankType) -> tuple[int, ...]:
-    """Global ranks of this rank's group, ascending."""
-    return state.layout.smp(kind.value)[2]
+def group_ranks(group: CommGroup | RankType) -> tuple[int, ...]:
+    """Return the global ranks of this rank's group, ascending."""
+    return state.layout.smp(group.value)[2]
 
 
-def process_group(kind: CommGroup) -> dist.ProcessGroup:
-    """torch's group of `kind`."""
-    return state.layout.group(*smp_axes(kind.value))
+def torch_group(group: CommGroup) -> dist.ProcessGroup:
+    """Return torch's group of `group`."""
+    return state.layout.group(*smp_axes(group.value))
 
 
 def rank() -> int:
@@ -121,66 +121,66 @@ def mp_size() -> int:
 
 def get_tp_group() -> list[int]:
     """Global ranks of the tensor group."""
-    return list(members(CommGroup.TP_GROUP))
+    return list(group_ranks(CommGroup.TP_GROUP))
 
 
 def get_pp_group() -> list[int]:
     """Global ranks of the pipeline group."""
-    return list(members(CommGroup.PP_GROUP))
+    return list(group_ranks(CommGroup.PP_GROUP))
 
 
 def get_rdp_group() -> list[int]:
     """Global ranks of the reduced data group."""
-    return list(members(CommGroup.RDP_GROUP))
+    return list(group_ranks(CommGroup.RDP_GROUP))
 
 
 def get_dp_group() -> list[int]:
     """Global ranks of the data group."""
-    return list(members(CommGroup.DP_GROUP))
+    return list(group_ranks(CommGroup.DP_GROUP))
 
 
 def get_mp_group() -> list[int]:
     """Global ranks of the model group."""
-    return list(members(CommGroup.MP_GROUP))
+    return list(group_ranks(CommGroup.MP_GROUP))
 
 
 def get_world_process_group() -> dist.ProcessGroup:
     """torch's group of all ranks."""
-    return process_group(CommGroup.WORLD)
+    return torch_group(CommGroup.WORLD)
 
 
 def get_tp_process_group() -> dist.ProcessGroup:
     """torch's tensor group."""
-    return process_group(CommGroup.TP_GROUP)
+    return torch_group(CommGroup.TP_GROUP)
 
 
 def get_pp_process_group() -> dist.ProcessGroup:
     """torch's pipeline group."""
-    return process_group(CommGroup.PP_GROUP)
+    return torch_group(CommGroup.PP_GROUP)
 
 
 def get_rdp_process_group() -> dist.ProcessGroup:
     """torch's reduced data group."""
-    return process_group(CommGroup.RDP_GROUP)
+    return torch_group(CommGroup.RDP_GROUP)
 
 
 def get_dp_process_group() -> dist.ProcessGroup:
     """torch's data group."""
-    return process_group(CommGroup.DP_GROUP)
+    return torch_group(CommGroup.DP_GROUP)
 
 
 def get_mp_process_group() -> dist.ProcessGroup:
     """torch's model group."""
-    return process_group(CommGroup.MP_GROUP)
+    return torch_group(CommGroup.MP_GROUP)
 
 
 def is_initialized() -> bool:
-    """Whether `smp.init` was called."""
+    """Tell if `smp.init` was called."""
     return state.initialized
 
 
 def is_tracing() -> bool:
-    """Whether the model's structure is being looked at; a step's body never runs meanwhile."""
+    """Tell if the model's structure is being read; a step's body never runs meanwhile."""
     return state.tracing
 
 

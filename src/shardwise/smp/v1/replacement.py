@@ -1,4 +1,4 @@
-"""Which modules of a script's model are replaced by distributed ones when it is wrapped, and their weights' names.
+"""The modules of a script's model that are replaced by distributed ones when it is wrapped, and their weights' names.
 
 Replaced is what was created under tensor parallelism and has a distributed class: of transformers' models those of
 `nn.huggingface.models`, and what a script has registered. The outermost such module is taken; its weights are fresh,
@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.smp.v1.exceptions import SMPValidationError
-from shardwise.smp.v1.nn.huggingface.models import REPLACED, distributed
+from shardwise.smp.exceptions import SMPValidationError
+from shardwise.smp.v1.nn.huggingface.models import REPLACED, distributed_module
 from shardwise.smp.v1.nn.huggingface.translation import FAMILIES, to_hf, to_smp
-from shardwise.smp.v1.process import state
-from shardwise.smp.v1.requests import Hooks, requests
+from shardwise.smp.v1.requests import ReplacementHooks, requests
+from shardwise.smp.v1.session import state
 
-_registered: dict[type[nn.Module], tuple[type[nn.Module], Hooks]] = {}
+_registered: dict[type[nn.Module], tuple[type[nn.Module], ReplacementHooks]] = {}
 
 
 def tp_register(
@@ -69,7 +69,7 @@ def register_parameter(module: nn.Module, param: nn.Parameter) -> None:
 
 
 def replace_modules(module: nn.Module) -> nn.Module:
-    """The model with what was created under tensor parallelism replaced."""
+    """Return the model with what was created under tensor parallelism replaced."""
     if _settings(module) is not None and (made := _replacement(module)) is not None:
         return made
     for parent, name, child in list(_outermost(module)):
@@ -80,7 +80,7 @@ def replace_modules(module: nn.Module) -> nn.Module:
 
 
 def _outermost(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    """(parent, name, child) of modules to be replaced that are not inside of another such."""
+    """Yield (parent, name, child) of modules to be replaced that are not inside of another such."""
     for name, child in module.named_children():
         if _settings(child) is not None and (type(child) in _registered or type(child).__name__ in REPLACED):
             yield module, name, child
@@ -100,7 +100,7 @@ def _replacement(module: nn.Module) -> nn.Module | None:
         return None
     meta = any(parameter.is_meta for parameter in module.parameters())
     with torch.device("meta") if meta else torch.device("cpu"):
-        made = distributed(module, **settings)
+        made = distributed_module(module, **settings)
     made.to(next(module.parameters()).dtype)
     made.train(module.training)
     if state.cfg._match_weights and not meta and made.smp_family not in ("bert", "roberta"):
@@ -109,13 +109,14 @@ def _replacement(module: nn.Module) -> nn.Module | None:
 
 
 def _registered_one(module: nn.Module, settings: dict[str, Any]) -> nn.Module:
-    kind, (init, forward, back) = _registered[type(module)]
+    distributed_class, (init, forward, back) = _registered[type(module)]
     args, kwargs = _arguments(module)
     if init is not None:
         args, kwargs = init(*args, **kwargs)
-    known = inspect.signature(kind.__init__).parameters
+    known = inspect.signature(distributed_class.__init__).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
-    made = kind(*args, **kwargs, **{k: v for k, v in settings.items() if (takes_all or k in known) and k not in kwargs})
+    taken = {k: v for k, v in settings.items() if (takes_all or k in known) and k not in kwargs}
+    made = distributed_class(*args, **kwargs, **taken)
     inner = made.forward
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -129,7 +130,7 @@ def _registered_one(module: nn.Module, settings: dict[str, Any]) -> nn.Module:
 
 
 def _arguments(module: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """With what a module was created; of one older than its registration, the config that its blocks take."""
+    """Return the arguments with which a module was made; for one older than its registration, its config."""
     if module in requests.arguments:
         return requests.arguments[module]  # type: ignore[no-any-return]
     config = next((inner.config for inner in module.modules() if hasattr(inner, "config")), None)
@@ -146,7 +147,7 @@ def _heads(module: nn.Module) -> int | None:
 
 
 def translate_in(module: nn.Module, weights: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Weights in the names of the module, where they are in those of a Hugging Face model."""
+    """Return weights in the names of the module, where they are in those of a Hugging Face model."""
     family = getattr(module, "smp_family", None)
     if family is None or any(name.startswith("transformer.seq_layers.") for name in weights):
         return weights
@@ -155,7 +156,7 @@ def translate_in(module: nn.Module, weights: Mapping[str, Any]) -> Mapping[str, 
 
 
 def translate_out(module: nn.Module, weights: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Weights in the names of the Hugging Face model that the module took the place of."""
+    """Return weights in the names of the Hugging Face model that the module took the place of."""
     family = getattr(module, "smp_family", None)
     if family not in FAMILIES:
         return weights

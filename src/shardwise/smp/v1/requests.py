@@ -1,4 +1,4 @@
-"""What a script asks of modules before they are distributed: partitions, checkpointing, tensor parallelism.
+"""Requests of a script for its modules before they are distributed: partitions, checkpointing, tensor parallelism.
 
 Requests are kept by module, not on it, so that a model stays what its author wrote. They are read once, when the model
 is built; the contexts mark the modules that are created inside of them.
@@ -15,23 +15,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.smp.v1.exceptions import SMPValidationError
-from shardwise.smp.v1.process import state
+from shardwise.smp.exceptions import SMPValidationError
+from shardwise.smp.v1.session import state
 
-Hooks = tuple[Callable[..., Any] | None, Callable[..., Any] | None, Callable[..., Any] | None]
+ReplacementHooks = tuple[Callable[..., Any] | None, Callable[..., Any] | None, Callable[..., Any] | None]
 
 
 @dataclass(frozen=True)
-class Checkpointing:
-    """How a module's activations are recomputed."""
+class CheckpointRequest:
+    """A strategy of recomputing a module's activations."""
 
     strategy: str = "each"
     preserve_rng_state: bool = True
 
 
 @dataclass
-class Requests:
-    """By module: its stage, its checkpointing, and whether (and with which settings) it is replaced."""
+class ModuleRequests:
+    """Stage, checkpointing and replacement of each module that a script has asked for them."""
 
     partitions: Any = field(default_factory=weakref.WeakKeyDictionary)
     checkpointing: Any = field(default_factory=weakref.WeakKeyDictionary)
@@ -40,7 +40,7 @@ class Requests:
     inside: list[Callable[[nn.Module], None]] = field(default_factory=list)  # of the contexts that are open
 
 
-requests = Requests()
+requests = ModuleRequests()
 
 
 @contextmanager
@@ -102,11 +102,11 @@ def set_activation_checkpointing(
         SMPValidationError: there is no such strategy.
     """
     check_strategy(strategy)
-    requests.checkpointing[module] = Checkpointing(strategy, preserve_rng_state)
+    requests.checkpointing[module] = CheckpointRequest(strategy, preserve_rng_state)
 
 
 def check_strategy(strategy: str) -> None:
-    """Raises SMPValidationError for an unknown strategy of checkpointing."""
+    """Raise SMPValidationError for an unknown strategy of checkpointing."""
     prefix, _, count = strategy.partition("_")
     if strategy not in ("each", "contiguous") and not (prefix == "group" and count.isdecimal() and int(count)):
         raise SMPValidationError(f"strategy={strategy!r} must be each, contiguous or group_N with N from 1")

@@ -13,30 +13,32 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.job.axes import Axis
-from shardwise.smp.v1.nesting import map_leaves
-from shardwise.smp.v1.process import state
+from shardwise.parallel.layout import Layout
+from shardwise.smp.nesting import map_leaves
 
 
-def merge(inputs: dict[str, Any]) -> dict[str, Any]:
-    """The tensors [B, ...] of `inputs`, of all tensor ranks: [t*B, ...]. Collective over them."""
-    if state.layout.size(Axis.TENSOR) == 1:
+def merge_rows(inputs: dict[str, Any], layout: Layout) -> dict[str, Any]:
+    """Return `inputs` with the rows of all tensor ranks: tensors [B, ...] as [t*B, ...]. Collective over them."""
+    degree = layout.size(Axis.TENSOR)
+    if degree == 1:
         return inputs
-    return {name: map_leaves(_merge, value) for name, value in inputs.items()}
+
+    def merged(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or leaf.dim() == 0:
+            return leaf
+        parts = [torch.empty_like(leaf) for _ in range(degree)]
+        dist.all_gather(parts, leaf.contiguous(), group=layout.group(Axis.TENSOR))
+        return torch.cat(parts)
+
+    return {name: map_leaves(merged, value) for name, value in inputs.items()}
 
 
-def _merge(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor) or leaf.dim() == 0:
-        return leaf
-    parts = [torch.empty_like(leaf) for _ in range(state.layout.size(Axis.TENSOR))]
-    dist.all_gather(parts, leaf.contiguous(), group=state.layout.group(Axis.TENSOR))
-    return torch.cat(parts)
-
-
-def narrow(output: Any, rows: int) -> Any:
-    """This rank's `rows` of every tensor [t*B, ...] of the model's output; scalars as they are."""
+def narrow_rows(output: Any, rows: int, layout: Layout) -> Any:
+    """Return this rank's `rows` of every tensor [t*B, ...] of the model's output; scalars as they are."""
 
     def cut(leaf: Any) -> Any:
-        return _OwnRows.apply(leaf, rows) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+        is_cut = isinstance(leaf, Tensor) and leaf.is_floating_point()
+        return _OwnRows.apply(leaf, rows, layout) if is_cut else leaf
 
     return map_leaves(cut, output)
 
@@ -45,12 +47,12 @@ class _OwnRows(torch.autograd.Function):
     """[t*B, ...] -> [B, ...]; a scalar stays. Backward sums over the tensor ranks, each of which has used its own."""
 
     @staticmethod
-    def forward(context: Any, values: Tensor, rows: int) -> Tensor:
-        context.shape = values.shape
-        if values.dim() == 0 or values.shape[0] != rows * state.layout.size(Axis.TENSOR):
+    def forward(context: Any, values: Tensor, rows: int, layout: Layout) -> Tensor:
+        context.shape, context.group = values.shape, layout.group(Axis.TENSOR)
+        if values.dim() == 0 or values.shape[0] != rows * layout.size(Axis.TENSOR):
             context.first = None
             return values.clone()
-        context.first = state.layout.index(Axis.TENSOR) * rows
+        context.first = layout.index(Axis.TENSOR) * rows
         return values[context.first : context.first + rows].clone()
 
     @staticmethod
@@ -61,5 +63,5 @@ class _OwnRows(torch.autograd.Function):
             whole = gradient.clone()
         else:
             whole[context.first : context.first + gradient.shape[0]] = gradient
-        dist.all_reduce(whole, group=state.layout.group(Axis.TENSOR))
-        return whole, None
+        dist.all_reduce(whole, group=context.group)
+        return whole, None, None

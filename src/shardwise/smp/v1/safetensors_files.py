@@ -13,8 +13,8 @@ from shardwise.errors import CheckpointError
 ASKED, FILE = "pytorch_model.bin", "model.safetensors"
 
 
-def in_safetensors(directory: Path, tag: str) -> dict[str, Tensor]:
-    """The whole weights beside a missing `pytorch_model.bin`, ties under one name; empty where there are none.
+def load_safetensors(directory: Path, tag: str) -> dict[str, Tensor]:
+    """Return the whole weights beside a missing `pytorch_model.bin`, ties under one name; empty where there are none.
 
     Raises:
         CheckpointError: a file is not what its name says.
@@ -24,7 +24,7 @@ def in_safetensors(directory: Path, tag: str) -> dict[str, Tensor]:
         return {}
     try:
         files = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {FILE}
-        found = {name: value for file in files for name, value in load_file(directory / Path(file).name).items()}
+        tensors = {name: value for file in files for name, value in load_file(directory / Path(file).name).items()}
     except Exception as error:  # of the JSON, or of safetensors, whose error is a class of its own
         raise CheckpointError(f"{directory} holds no whole model that can be read: {error}") from error
-    return found
+    return tensors

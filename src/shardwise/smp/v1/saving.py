@@ -5,7 +5,7 @@ is `<path>/<tag>_partial/` (`model_*.pt`, `optimizer_*.pt`, `fp16_states_*.pt`, 
 full, the file `<path>/<tag>` with `<path>/user_content_<tag>`; the text file `<path>/newest` names the last one. Of
 tensor ranks there are `cuts_*.pt` too, by which parts are put together without the model. Under sharded data
 parallelism there are `model_0.pt` and an `optimizer_<i>.pt` for each shard, whose `fp32_flat_groups` hold
-ceil(numel/degree) elements of every parameter in turn. `reading` says what is read.
+ceil(numel/degree) elements of every parameter in turn. `safe_reading` says what is read.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from torch import Tensor
 
 from shardwise.errors import CheckpointError
 from shardwise.job.axes import Axis
+from shardwise.smp.safe_reading import read_safely
 from shardwise.smp.v1.messages import barrier
-from shardwise.smp.v1.optimizer_side import Side
-from shardwise.smp.v1.optimizer_state import local_state, scaler_state
-from shardwise.smp.v1.own_optimizer import Numbering
-from shardwise.smp.v1.process import state
-from shardwise.smp.v1.reading import read
+from shardwise.smp.v1.model import DistributedModel
+from shardwise.smp.v1.optimizer_binding import OptimizerBinding
+from shardwise.smp.v1.own_optimizer import ParameterNumbers
 from shardwise.smp.v1.replacement import translate_in, translate_out
-from shardwise.smp.v1.safetensors_files import in_safetensors
+from shardwise.smp.v1.safetensors_files import load_safetensors
+from shardwise.smp.v1.session import state
 from shardwise.smp.v1.sharded_data_parallel_checkpoint import whole_of_parts
-from shardwise.smp.v1.weights import cuts_of, local_weights, marked, whole_weights, with_ties
+from shardwise.smp.v1.weights import PARTIAL, marked_partial
 
 NEWEST, SUFFIX, USER = "newest", "_partial", "user_content"
 PARTITION, CUTS = "partition.pt", "cuts"
@@ -62,18 +62,18 @@ def load(
     f: str, map_location: Any = None, pickle_module: Any = None, partial: bool = True, back_compat: bool = False,
     **pickle_load_args: Any,
 ) -> Any:  # fmt: skip
-    """What `save` wrote: this rank's own file if `partial`, of whichever of SMP's names is there.
+    """Load what `save` wrote: this rank's own file if `partial`, of whichever of SMP's names is there.
 
     Raises:
         CheckpointError: there is no such file, or it holds more than tensors and plain values.
     """
     if not partial:
-        return read(Path(f), map_location)
+        return read_safely(Path(f), map_location)
     names = [f"{f}{_ranks(True)}", f"{f}{_ranks(False)}", f"{f}_{state.layout.smp('mp')[0]}"]
-    found = next((name for name in names if os.path.exists(name)), None)
-    if found is None:
+    name = next((name for name in names if os.path.exists(name)), None)
+    if name is None:
         raise CheckpointError(f"smp.load: none of {', '.join(names)} is there; it was saved at other degrees, or whole")
-    return read(Path(found), map_location)
+    return read_safely(Path(name), map_location)
 
 
 def save_checkpoint(
@@ -97,18 +97,18 @@ def save_checkpoint(
         translate_if_full: write a replaced Hugging Face model under its own names.
         num_kept_partial_checkpoints: remove older partial ones.
     """
-    directory, model, side = Path(path), model or state.model, _side(optimizer)
+    directory, model, bound = Path(path), model or state.model, _binding(optimizer)
     directory.mkdir(parents=True, exist_ok=True)
     content = _user_content(user_content)
     if partial:
         folder = directory / f"{tag}{SUFFIX}"
         folder.mkdir(exist_ok=True)
-        _save_parts(folder, model, side)
+        _save_parts(folder, model, bound)
         if _leads():
             torch.save(content, folder / f"{USER}.pt")
         name = folder.name
     else:
-        weights: Mapping[str, Any] = whole_weights(model, "smp.save_checkpoint")
+        weights: Mapping[str, Any] = model._smp.weights.whole("smp.save_checkpoint")
         weights = translate_out(model.get_module(), weights) if translate_if_full else weights
         if _leads():
             torch.save(dict(weights), directory / tag)
@@ -153,7 +153,7 @@ def resume_from_checkpoint(
         raise CheckpointError(f"{directory} is no directory; give the one that save_checkpoint wrote to")
     tag = tag or _newest(directory)
     model = state.model
-    if model is None:
+    if not isinstance(model, DistributedModel):
         raise CheckpointError("smp.resume_from_checkpoint needs the model; make smp.DistributedModel first")
     if partial:
         folder = directory / (tag if tag.endswith(SUFFIX) else f"{tag}{SUFFIX}")
@@ -162,58 +162,58 @@ def resume_from_checkpoint(
         _load_parts(folder, strict, load_optimizer and load_sharded_optimizer_state)
         file = folder / f"{USER}.pt"
     else:
-        tied_once = in_safetensors(directory, tag)
-        whole: Any = tied_once or read(directory / tag)
+        tied_once = load_safetensors(directory, tag)
+        whole: Any = tied_once or read_safely(directory / tag)
         weights = whole.get("model", whole) if isinstance(whole, Mapping) else whole
         weights = translate_function(weights) if translate_function else translate_in(model.get_module(), weights)
-        weights = with_ties(model, weights) if tied_once else weights
-        model.load_state_dict({**weights, "_smp_is_partial": False}, strict=strict)
+        weights = model._smp.weights.with_ties(weights) if tied_once else weights
+        model.load_state_dict({**weights, PARTIAL: False}, strict=strict)
         file = directory / f"{USER}_{tag}"
-    content = read(file) if file.exists() else {}
+    content = read_safely(file) if file.exists() else {}
     return {} if content is None else content
 
 
 # ---- parts
 
 
-def _save_parts(folder: Path, model: Any, side: Side | None) -> None:
+def _save_parts(folder: Path, model: DistributedModel, bound: OptimizerBinding | None) -> None:
     degree = state.layout.size(Axis.SHARD)
     first = state.layout.index(Axis.REPLICA) == 0
     if degree > 1:
-        _save_shards(folder, model, side, first)
+        _save_shards(folder, model, bound, first)
     elif first:
-        torch.save(marked(local_weights(model)), folder / f"model{_ranks(False)}.pt")
+        torch.save(marked_partial(model._smp.weights.local()), folder / f"model{_ranks(False)}.pt")
         if state.layout.size(Axis.TENSOR) > 1:
-            torch.save(cuts_of(model), folder / f"{CUTS}{_ranks(False)}.pt")
-        if side is not None:
-            own = _optimizer_state(side)
+            torch.save(model._smp.weights.cuts(), folder / f"{CUTS}{_ranks(False)}.pt")
+        if bound is not None:
+            own = _optimizer_state(bound)
             torch.save(own, folder / f"optimizer{_ranks(False)}.pt")
-            if side.scaler is not None:
+            if bound.scaler is not None:
                 torch.save({"scaler": own["scaler"]}, folder / f"fp16_states{_ranks(False)}.pt")
     if _leads():
         torch.save({**_degrees(), STEPS: state.step_count}, folder / PARTITION)
 
 
-def _save_shards(folder: Path, model: Any, side: Side | None, first: bool) -> None:
+def _save_shards(folder: Path, model: DistributedModel, bound: OptimizerBinding | None, first: bool) -> None:
     """SMP's files of sharded data parallelism, each shard's exact state beside its flat groups."""
     degree, index = state.layout.size(Axis.SHARD), state.layout.index(Axis.SHARD)
-    weights = whole_weights(model, "smp.save_checkpoint")
+    weights = model._smp.weights.whole("smp.save_checkpoint")
     suffix = _split_suffix()
     if first and index == 0:
         torch.save({"module": weights}, folder / f"model_0{suffix}.pt")
     if not first:
         return
-    shard: dict[str, Any] = {"partition_count": degree, "weights": marked(local_weights(model))}
-    if side is not None:
-        shard["fp32_flat_groups"] = _flat_groups(side, weights, degree, index)
-        shard["optimizer"] = _optimizer_state(side)
+    shard: dict[str, Any] = {"partition_count": degree, "weights": marked_partial(model._smp.weights.local())}
+    if bound is not None:
+        shard["fp32_flat_groups"] = _flat_groups(bound, weights, degree, index)
+        shard["optimizer"] = _optimizer_state(bound)
     torch.save(shard, folder / f"optimizer_{index}{suffix}.pt")
 
 
-def _flat_groups(side: Side, weights: Mapping[str, Tensor], degree: int, index: int) -> list[Tensor]:
+def _flat_groups(bound: OptimizerBinding, weights: Mapping[str, Tensor], degree: int, index: int) -> list[Tensor]:
     groups, first = [], 0
-    for count in side.group_sizes:
-        names = side.order[first : first + count]
+    for count in bound.parameters.group_sizes:
+        names = bound.parameters.order[first : first + count]
         groups.append(torch.cat([_slice(weights[name], degree, index) for name in names]))
         first += count
     return groups
@@ -227,16 +227,16 @@ def _slice(whole: Tensor, degree: int, index: int) -> Tensor:
 
 
 def _load_parts(folder: Path, strict: bool, with_optimizer: bool) -> None:
-    model, side = state.model, state.optimizer
-    assert model is not None
+    model, bound = state.model, _binding(None)
+    assert isinstance(model, DistributedModel)
     if not (folder / PARTITION).is_file():  # which Amazon's library does not write
-        weights = with_ties(model, whole_of_parts(folder))
-        model.load_state_dict({**weights, "_smp_is_partial": False}, strict=strict)
+        weights = model._smp.weights.with_ties(whole_of_parts(folder))
+        model.load_state_dict({**weights, PARTIAL: False}, strict=strict)
         if _leads():
             print(f"note: {folder} is not of this library: its weights are loaded, and the optimizer starts anew.",
                   file=sys.stderr)  # fmt: skip
         return
-    saved = read(folder / PARTITION)
+    saved = read_safely(folder / PARTITION)
     steps = saved.pop(STEPS, state.step_count)
     if saved != _degrees():
         changed = ", ".join(f"{key} {saved.get(key)} there and {value} here" for key, value in _degrees().items()
@@ -244,37 +244,41 @@ def _load_parts(folder: Path, strict: bool, with_optimizer: bool) -> None:
         raise CheckpointError(f"{folder} is of other degrees: {changed}; use the same, or a full checkpoint")
     state.step_count = steps
     if state.layout.size(Axis.SHARD) > 1:
-        shard = read(folder / f"optimizer_{state.layout.index(Axis.SHARD)}{_split_suffix()}.pt")
+        shard = read_safely(folder / f"optimizer_{state.layout.index(Axis.SHARD)}{_split_suffix()}.pt")
         weights, optimizer = shard["weights"], shard.get("optimizer")
     else:
-        weights = read(folder / f"model{_ranks(False)}.pt")
+        weights = read_safely(folder / f"model{_ranks(False)}.pt")
         file = folder / f"optimizer{_ranks(False)}.pt"
-        optimizer = read(file) if file.exists() else None
+        optimizer = read_safely(file) if file.exists() else None
     model.load_state_dict(weights, strict=strict)
-    if with_optimizer and side is not None and optimizer is not None:
-        side.load(optimizer)
+    if with_optimizer and bound is not None and optimizer is not None:
+        bound.load(optimizer)
 
 
-def _optimizer_state(side: Side) -> dict[str, Any]:
-    return local_state(torch.optim.Optimizer.state_dict(side.optimizer) | {"scaler": scaler_state(side)}, False)
+def _optimizer_state(bound: OptimizerBinding) -> dict[str, Any]:
+    return bound.local_state(False, with_masters=False)
 
 
 def _degrees() -> dict[str, int]:
-    """What a partial checkpoint has to find again."""
+    """Return the degrees at which a partial checkpoint can be loaded."""
     layout = state.layout
     return {str(axis): layout.size(axis) for axis in (Axis.PIPELINE, Axis.TENSOR, Axis.SHARD)}
 
 
-def _side(optimizer: Any) -> Side | None:
-    return optimizer._smp if isinstance(optimizer, Numbering) else state.optimizer
+def _binding(optimizer: Any) -> OptimizerBinding | None:
+    if isinstance(optimizer, ParameterNumbers):
+        return optimizer._smp
+    return state.optimizer if isinstance(state.optimizer, OptimizerBinding) else None
 
 
 def _user_content(given: Any) -> Any:
     """With the names and shapes that scripts of sharded data parallelism look for."""
     model = state.model
-    if state.layout.size(Axis.SHARD) == 1 or model is None or not isinstance(given, (dict, type(None))):
+    is_plain = given is None or isinstance(given, dict)
+    if state.layout.size(Axis.SHARD) == 1 or not isinstance(model, DistributedModel) or not is_plain:
         return {} if given is None else given
-    shapes = dict(model.parallel.facts.parameter_shapes) if model.parallel else {}
+    parallel = model._smp.weights.parallel
+    shapes = dict(parallel.facts.parameter_shapes) if parallel is not None else {}
     added = {"buffer_names": [name for name, _ in model.get_module().named_buffers()], "param_shapes": [shapes]}
     return added | (given or {})
 
@@ -283,12 +287,12 @@ def _user_content(given: Any) -> Any:
 
 
 def _ranks(with_data: bool) -> str:
-    ranks = [state.layout.smp(kind)[0] for kind in ("pp", "tp", *(("rdp",) if with_data else ()))]
+    ranks = [state.layout.smp(letters)[0] for letters in ("pp", "tp", *(("rdp",) if with_data else ()))]
     return "".join(f"_{rank}" for rank in ranks)
 
 
 def _split_suffix() -> str:
-    """Of files of shards: nothing, the tensor rank, or stage and tensor rank (beside sharded optimizer state)."""
+    """Return the suffix of shard files: nothing, the tensor rank, or stage and tensor rank (beside sharded state)."""
     if state.layout.size(Axis.PIPELINE) > 1:
         return _ranks(False)
     return "" if state.layout.size(Axis.TENSOR) == 1 else f"_{state.layout.index(Axis.TENSOR)}"

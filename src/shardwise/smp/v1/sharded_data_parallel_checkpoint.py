@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import CheckpointError
-from shardwise.smp.v1.reading import read
+from shardwise.smp.safe_reading import read_safely
 
 PREFIX = "module."  # of Amazon's own wrapper
 
@@ -29,7 +29,7 @@ def get_full_state_dict_from_sharded_data_parallel_checkpoint(
     tag: str | None = None,
     remove_smp_prefix: bool = True,
 ) -> dict[str, Tensor]:
-    """The model's parameters and buffers by name, on the CPU.
+    """Return the model's parameters and buffers by name, on the CPU.
 
     Args:
         checkpoint_dir: directory of all checkpoints.
@@ -50,25 +50,27 @@ def get_full_state_dict_from_sharded_data_parallel_checkpoint(
     shards = sorted(folder.glob("optimizer_*.pt"), key=lambda file: int(file.stem.rpartition("_")[2]))
     if not shards:
         raise CheckpointError(f"{folder} has no optimizer_<i>.pt; give the directory of a partial checkpoint")
-    content = read(folder / "user_content.pt")
+    content = read_safely(folder / "user_content.pt")
     for key in ("param_shapes", "buffer_names"):
         if key not in content:
             raise CheckpointError(f"{folder / 'user_content.pt'} lacks {key!r}, by which flat tensors are taken apart")
     names = {name: tuple(shape) for group in content["param_shapes"] for name, shape in group.items()}
-    found: dict[str, Tensor] = OrderedDict(joined([read(shard) for shard in shards], names, folder))
-    module = read(folder / "model_0.pt")["module"]
-    found |= {name: module[name] for name in content["buffer_names"] if name in module}
-    plain = {name.removeprefix(PREFIX) if remove_smp_prefix else name: value for name, value in found.items()}
+    tensors: dict[str, Tensor] = OrderedDict(whole_parameters([read_safely(shard) for shard in shards], names, folder))
+    module = read_safely(folder / "model_0.pt")["module"]
+    tensors |= {name: module[name] for name in content["buffer_names"] if name in module}
+    plain = {name.removeprefix(PREFIX) if remove_smp_prefix else name: value for name, value in tensors.items()}
     return OrderedDict((name, value.to(dtype)) for name, value in plain.items())
 
 
 def whole_of_parts(folder: Path) -> dict[str, Any]:
-    """The model of a partial checkpoint that Amazon's library has written: of shards, or of pipeline stages.
+    """Return the model of a partial checkpoint that Amazon's library has written: of shards, or of pipeline stages.
 
     Raises:
         CheckpointError: there is none, or tensors are split, whose layout is not documented.
     """
-    if any(folder.glob("optimizer_*.pt")) and "fp32_flat_groups" in read(next(iter(folder.glob("optimizer_*.pt")))):
+    if any(folder.glob("optimizer_*.pt")) and "fp32_flat_groups" in read_safely(
+        next(iter(folder.glob("optimizer_*.pt")))
+    ):
         return dict(get_full_state_dict_from_sharded_data_parallel_checkpoint(folder.parent, tag=folder.name))
     parts = sorted(folder.glob("model_*.pt"))
     if not parts or any(file.stem.split("_")[2:3] not in ([], ["0"]) for file in parts):
@@ -76,20 +78,22 @@ def whole_of_parts(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{folder} {what}, and no partition.pt of this library; save and load a full checkpoint")
     weights: dict[str, Any] = {}
     for file in parts:
-        weights |= {name.removeprefix(PREFIX): value for name, value in read(file).items() if name != "_smp_is_partial"}
+        weights |= {
+            name.removeprefix(PREFIX): value for name, value in read_safely(file).items() if name != "_smp_is_partial"
+        }
     return weights
 
 
-def joined(
+def whole_parameters(
     shards: Sequence[Mapping[str, Any]], shapes: Mapping[str, tuple[int, ...]], folder: Path
 ) -> dict[str, Tensor]:
-    """Whole parameters of `shapes`, which stand in the flat groups one after the other.
+    """Join the parameters of `shapes`, which stand in the flat groups one after the other.
 
     Raises:
         CheckpointError: shards are missing, or hold more or fewer elements.
     """
-    said = shards[0].get("partition_count")
-    degree = max(said) if isinstance(said, (list, tuple)) else said
+    count = shards[0].get("partition_count")
+    degree = max(count) if isinstance(count, (list, tuple)) else count
     if degree != len(shards):
         raise CheckpointError(f"{folder} is of {degree} shards and has {len(shards)} optimizer_<i>.pt; find the others")
     flat = [torch.cat([group.flatten() for group in shard["fp32_flat_groups"]]) for shard in shards]
@@ -99,9 +103,9 @@ def joined(
             f"{folder}: shards have {sorted({part.numel() for part in flat})} elements, and {len(shapes)} parameters "
             f"need {needed}; it is of another model"
         )
-    found, first = {}, 0
+    wholes, first = {}, 0
     for name, shape in shapes.items():
         size, total = -(-math.prod(shape) // degree), math.prod(shape)
-        found[name] = torch.cat([part[first : first + size] for part in flat])[:total].view(shape)
+        wholes[name] = torch.cat([part[first : first + size] for part in flat])[:total].view(shape)
         first += size
-    return found
+    return wholes

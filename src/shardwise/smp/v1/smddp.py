@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from shardwise.collectives import carriers, engine
 from shardwise.collectives.carriers import Seat
-from shardwise.smp.v1.process import DEVICE_VARIABLE
+from shardwise.smp.options import DEVICE_VARIABLE
 
 NAME = "smddp"
 
@@ -27,7 +27,7 @@ def _create(options: Any, backend_options: Any) -> dist.ProcessGroup:
 
 
 def _carrier(seat: Seat) -> str:
-    """What carries a group's tensors; rank 0 of it says whether the engine can, and where not, why."""
+    """Return what carries a group's tensors; its rank 0 says if the engine can, and where not, why."""
     on_cpu = os.environ.get(DEVICE_VARIABLE) == "cpu"  # where torch.cuda says that it is there
     if not on_cpu and torch.cuda.is_available() and dist.is_nccl_available():
         return carriers.NCCL
@@ -41,10 +41,10 @@ def _carrier(seat: Seat) -> str:
     return seat.store.get("carrier").decode()
 
 
-def register() -> None:
+def register_smddp() -> None:
     """Make `init_process_group("smddp")` work; a second call does nothing."""
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
 
 
-register()
+register_smddp()

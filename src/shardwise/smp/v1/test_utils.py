@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardwise.smp.v1.exceptions import SMPUnsupportedError
+from shardwise.smp.exceptions import SMPUnsupportedError
 
 
 def dump_model(*args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""`smp.utils`: what older scripts use of SMP's helpers."""
+"""`smp.utils`: SMP's helpers that older scripts use."""
 
 from __future__ import annotations
 
@@ -7,21 +7,18 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.smp.v1.process import state
+from shardwise.smp.v1.model import DistributedModel
+from shardwise.smp.v1.session import state
 
 
 def get_distribution_axis(param: nn.Parameter) -> int | None:
-    """The dim along which tensor ranks hold parts of `param`; None where each has it whole."""
+    """Return the dim along which tensor ranks hold parts of `param`; None where each has it whole."""
     model = state.model
-    if model is None or model.parallel is None or not model.is_distributed_parameter(param):
-        return None
-    cut = model.parallel.tensor_map[model.names[id(param)]].cut
-    assert cut is not None
-    return cut.dim
+    return model._smp.inspection.split_dim(param) if isinstance(model, DistributedModel) else None
 
 
 def rmsg(*message: Any) -> str:
-    """A line that says which rank wrote it; also printed to stderr."""
+    """Return a line that says which rank wrote it, also printed to stderr."""
     text = f"[rank {state.layout.rank}] {' '.join(map(str, message))}"
     print(text, file=sys.stderr)
     return text

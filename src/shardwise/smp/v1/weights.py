@@ -1,179 +1,286 @@
-"""A distributed model's weights: whole by name, this rank's part, and back."""
+"""A distributed model's weights: whole by name, this rank's part, and back.
+
+`ModelWeights` is the part of `DistributedModel` that knows which tensors live here. Optimizer and checkpoints work with
+it alone.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise.checkpoint.state import persistent_buffers
 from shardwise.errors import CheckpointError
 from shardwise.job.axes import Axis, one_copy_axes
 from shardwise.parallel.layout import smp_axes
+from shardwise.parallel.model import ParallelModel
 from shardwise.parallel.tensor_map import Entry
-from shardwise.smp.v1.process import state
+from shardwise.smp.exceptions import StepUsageError
+from shardwise.smp.v1.host import HOST, HostWeights
+from shardwise.smp.v1.session import SmpSessionV1
 from shardwise.words import listed
 
-if TYPE_CHECKING:
-    from shardwise.smp.v1.model import DistributedModel
-
 PARTIAL = "_smp_is_partial"
-HOST = torch.device("cpu")
 
 
-def marked(weights: dict[str, Any]) -> dict[str, Any]:
-    """With the key that says that these are one rank's part."""
+class ModelWeights:
+    """The weights of the script's module, distributed or not yet.
+
+    Args:
+        session: the session of this process.
+        module: the script's module, or what took its place.
+
+    Attributes:
+        names: id of a parameter -> its name in the module.
+        parallel: the engine's model, once the module is distributed.
+        gathered: parameters whose optimizer state alone is sharded are whole on every rank.
+        unsettled: gradients that several ranks hold in part are not summed yet.
+    """
+
+    def __init__(self, session: SmpSessionV1, module: nn.Module) -> None:
+        self.module = module
+        self.names = {id(parameter): name for name, parameter in module.named_parameters()}
+        self.parallel: ParallelModel | None = None
+        self.gathered = False
+        self.unsettled = False
+        self._session = session
+        self._lent: HostWeights | None = None
+        self._pending: list[tuple[Mapping[str, Any], bool]] = []
+        self._originals: list[nn.Parameter] = []
+
+    def require_parallel(self) -> ParallelModel:
+        """Return the engine's model. Raises StepUsageError before the first forward."""
+        if self.parallel is None:
+            raise StepUsageError("the model is distributed at its first forward, which has not been; run a step first")
+        return self.parallel
+
+    def adopt(self, parallel: ParallelModel, originals: list[nn.Parameter]) -> None:
+        """Take `parallel` as the model, in the place of its `originals`, and load what waits for it."""
+        self.parallel = parallel
+        for parameter in originals:  # an optimizer may hold them, and its names go by their identity: only memory goes
+            parameter.data = parameter.data.new_empty(0)
+        self._originals = originals
+        for entry in parallel.tensor_map:
+            self.names[id(entry.parameter)] = entry.name
+        for weights, strict in self._pending:
+            self.load(weights, strict)
+        self._pending.clear()
+
+    # ---- out of the model
+
+    def whole(self, call: str, exact: bool = True) -> dict[str, Tensor]:
+        """Return whole tensors on the CPU by name, ties under all their names, persistent buffers too.
+
+        Collective once distributed, over the ranks that hold the model together.
+
+        Args:
+            call: the function that the script has called.
+            exact: False takes parameters that are gathered already as they are, maybe in the dtype of computing;
+                collective then over the ranks of one copy of the model, which may be called where the reduced data rank
+                is 0.
+
+        Raises:
+            MessageError: one of the ranks will not come.
+        """
+        parallel, session = self.parallel, self._session
+        if parallel is None:
+            return {name: value.detach().to(HOST) for name, value in self.module.state_dict().items()}
+        if self._lent is not None:
+            return {name: value.detach().to(HOST, copy=True) for name, value in self._lent.weights().items()}
+        gathered = self.gathered and not exact
+        session.waits.assemble(call, session.layout.ranks(*(smp_axes("mp") if gathered else one_copy_axes())))
+        tensors = {name: value.detach().to(HOST, copy=True) for name, value in parallel.wholes(gathered=gathered)}
+        tensors |= self._all_buffers()
+        for group in parallel.facts.ties:
+            tensors |= dict.fromkeys(group[1:], tensors[group[0]])
+        return tensors
+
+    def _all_buffers(self) -> dict[str, Tensor]:
+        buffers = {
+            name: buffer.detach().to(HOST) for name, buffer in persistent_buffers(self.module) if not buffer.is_meta
+        }
+        stages = self._session.layout.size(Axis.PIPELINE)
+        if stages == 1:
+            return buffers
+        by_stage: list[Any] = [None] * stages
+        dist.all_gather_object(by_stage, buffers, group=self._session.layout.group(Axis.PIPELINE))
+        return {name: buffer for part in by_stage for name, buffer in part.items()}
+
+    def local(self) -> dict[str, Tensor]:
+        """Return this rank's elements by name, and its persistent buffers."""
+        if self.parallel is None:
+            return self.whole("model.local_state_dict")
+        self.return_from_host()
+        return {entry.name: entry.local.to(HOST, copy=True) for entry in self.parallel.tensor_map} | self._buffers()
+
+    def local_or_gathered(self) -> dict[str, Tensor]:
+        """Return SMP's part of a rank: `local`, or, where the optimizer's state alone is sharded, whole parameters.
+
+        The latter are in the dtype of computing. Collective over the shard group then, unless an optimizer step has
+        gathered them.
+
+        Raises:
+            MessageError: one of its ranks will not come.
+        """
+        parallel, session = self.parallel, self._session
+        if parallel is None or not session.cfg.shard_optimizer_state or session.layout.size(Axis.SHARD) == 1:
+            return self.local()
+        self.return_from_host()
+        if not self.gathered:
+            session.waits.assemble("model.local_state_dict", session.layout.ranks(Axis.SHARD))
+        tensors = {name: value.to(HOST, copy=True) for name, value in parallel.gathered().items()}
+        if not self.gathered:
+            parallel.release_gathered()
+        return tensors | self._buffers()
+
+    def _buffers(self) -> dict[str, Tensor]:
+        return {name: buffer.detach().to(HOST) for name, buffer in persistent_buffers(self.module)}
+
+    def cuts(self) -> dict[str, dict[str, Any]]:
+        """Return the cuts of the tensors that this rank holds a part of, by name; they join parts without a model."""
+        entries = self.parallel.tensor_map if self.parallel is not None else ()
+        return {entry.name: dataclasses.asdict(entry.cut) for entry in entries if entry.cut is not None}
+
+    def with_ties(self, weights: Mapping[str, Any]) -> dict[str, Any]:
+        """Return `weights` under all names of a parameter that has several; files hold it once."""
+        complete = dict(weights)
+        for group in self._ties():
+            known = [name for name in group if name in weights]
+            complete |= {name: weights[known[0]] for name in group if known and name not in weights}
+        return complete
+
+    def _ties(self) -> Iterable[Iterable[str]]:
+        if self.parallel is not None:
+            return list(self.parallel.facts.ties)
+        groups: dict[int, list[str]] = {}
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            groups.setdefault(id(parameter), []).append(name)
+        return groups.values()
+
+    # ---- into the model
+
+    def load_or_wait(self, weights: Mapping[str, Any], strict: bool) -> None:
+        """Load `weights`, or keep them for the distributed model: a rank's part, and what a module on meta gets.
+
+        Raises:
+            CheckpointError: names or shapes do not fit, and `strict` is True.
+        """
+        waits = is_partial(weights) or any(parameter.is_meta for parameter in self.module.parameters())
+        if self.parallel is None and waits:
+            self._pending.append((weights, strict))
+        else:
+            self.load(weights, strict)
+
+    def load(self, weights: Mapping[str, Any], strict: bool) -> None:
+        """Load whole weights or one rank's part into the module, distributed or not.
+
+        Raises:
+            CheckpointError: names or shapes do not fit, and `strict` is True.
+        """
+        partial = is_partial(weights)
+        tensors = {name: value for name, value in weights.items() if name != PARTIAL}
+        parallel = self.parallel
+        if parallel is None:
+            try:
+                self.module.load_state_dict(tensors, strict=strict)
+            except RuntimeError as error:
+                raise CheckpointError(f"the weights do not fit the model: {error}") from error
+            return
+        names = parallel.tensor_map.names
+        buffers = dict(persistent_buffers(self.module))
+        local = {entry.name for entry in parallel.tensor_map}
+        if strict:
+            known = set(buffers) | set(parallel.facts.parameter_shapes) | set(names)
+            _check_names(sorted(local - tensors.keys()), sorted(tensors.keys() - known))
+        self.release()
+        for entry in parallel.tensor_map:
+            if entry.name in tensors:
+                _load_entry(entry, tensors[entry.name], partial)
+        for name, buffer in buffers.items():
+            if name in tensors:
+                buffer.copy_(tensors[name])
+
+    # ---- between steps
+
+    def share_buffers(self) -> None:
+        """Copy the first data rank's running statistics to the other ranks that hold the same. Collective over them.
+
+        DistributedDataParallel does so before each forward.
+        """
+        layout = self._session.layout
+        if layout.data_ranks == 1:
+            return
+        group = layout.group(*smp_axes("rdp"))
+        for _, buffer in persistent_buffers(self.module):
+            if buffer.is_floating_point() or buffer.dim() == 0:  # masks stay as they are
+                dist.broadcast(buffer, dist.get_process_group_ranks(group)[0], group=group)
+
+    def settle_gradients(self) -> None:
+        """Sum what several ranks hold in part, once for each optimizer step. Collective."""
+        self.return_from_host()
+        if self.unsettled and self.parallel is not None:
+            self.parallel.sum_shared_gradients()
+        self.unsettled = False
+
+    def gather(self) -> None:
+        """Gather whole parameters after an optimizer step under `shard_optimizer_state`. Collective over the shards.
+
+        Scripts may then ask for them on some ranks alone, as in SMP.
+        """
+        if self.parallel is not None and self._session.cfg.shard_optimizer_state:
+            self.parallel.gather()
+            self.gathered = True
+
+    def release(self) -> None:
+        """Let go of whole parameters before the shards change, also of those that an evaluation has left gathered."""
+        self.return_from_host()
+        if self.parallel is not None:
+            if self.gathered:
+                self.parallel.gather(wait=True)  # what is under way cannot be let go of
+            self.parallel.release_gathered()
+        self.gathered = False
+
+    # ---- on the host
+
+    @property
+    def are_lent(self) -> bool:
+        """True while the module has whole weights on the CPU."""
+        return self._lent is not None
+
+    def lend_to_host(self) -> None:
+        """Put whole weights on the CPU into the module, until `return_from_host`. Collective.
+
+        Raises:
+            MessageError: one of the ranks will not come.
+        """
+        if self._lent is None:
+            whole = self.whole("model.cpu")
+            self.release()
+            self._lent = HostWeights(self.module, self.require_parallel(), whole, self.return_from_host)
+
+    def return_from_host(self) -> None:
+        """Put the distributed weights back where `lend_to_host` has put whole ones."""
+        if self._lent is not None:
+            self._lent.take_back()
+            self._lent = None
+
+
+def marked_partial(weights: dict[str, Any]) -> dict[str, Any]:
+    """Return `weights` with the key that says that these are one rank's part."""
     return {**weights, PARTIAL: True}
 
 
 def is_partial(weights: Mapping[str, Any]) -> bool:
-    """Whether these are one rank's part."""
+    """Tell if these are one rank's part."""
     return bool(weights.get(PARTIAL, False))
 
 
-def whole_weights(model: DistributedModel, call: str, exact: bool = True) -> dict[str, Tensor]:
-    """Whole tensors by name, ties under all their names, persistent buffers too. Collective once distributed, over the
-    ranks that hold the model together.
-
-    Args:
-        call: what the script has called.
-        exact: False takes parameters that are gathered already as they are, maybe in the dtype of computing; collective
-            then over the ranks of one copy of the model, which may be called where the reduced data rank is 0.
-
-    Raises:
-        MessageError: one of the ranks will not come.
-    """
-    parallel = model.parallel
-    if parallel is None:
-        return {name: value.detach().to(HOST) for name, value in model.get_module().state_dict().items()}
-    if model.host is not None:
-        return {name: value.detach().to(HOST, copy=True) for name, value in model.host.weights().items()}
-    gathered = model.gathered and not exact
-    state.meeting.assemble(call, state.layout.ranks(*(smp_axes("mp") if gathered else one_copy_axes())))
-    found = {name: value.detach().to(HOST, copy=True) for name, value in parallel.wholes(gathered=gathered)}
-    found |= _all_buffers(model)
-    for group in parallel.facts.ties:
-        found |= dict.fromkeys(group[1:], found[group[0]])
-    return found
-
-
-def _all_buffers(model: DistributedModel) -> dict[str, Tensor]:
-    mine = {
-        name: buffer.detach().to(HOST) for name, buffer in persistent_buffers(model.get_module()) if not buffer.is_meta
-    }
-    if state.layout.size(Axis.PIPELINE) == 1:
-        return mine
-    everyone: list[Any] = [None] * state.layout.size(Axis.PIPELINE)
-    dist.all_gather_object(everyone, mine, group=state.layout.group(Axis.PIPELINE))
-    return {name: buffer for part in everyone for name, buffer in part.items()}
-
-
-def share_buffers(model: DistributedModel) -> None:
-    """The first data rank's persistent numbers, such as running statistics, to the other ones that hold the same.
-
-    DistributedDataParallel does so before each forward. Collective over the data ranks.
-    """
-    if state.layout.data_ranks == 1:
-        return
-    group = state.layout.group(*smp_axes("rdp"))
-    for _, buffer in persistent_buffers(model.get_module()):
-        if buffer.is_floating_point() or buffer.dim() == 0:  # masks stay as they are
-            dist.broadcast(buffer, dist.get_process_group_ranks(group)[0], group=group)
-
-
-def local_weights(model: DistributedModel) -> dict[str, Tensor]:
-    """This rank's elements by name, and its persistent buffers."""
-    if model.parallel is None:
-        return whole_weights(model, "model.local_state_dict")
-    model.come_back()
-    found = {entry.name: entry.local.to(HOST, copy=True) for entry in model.parallel.tensor_map}
-    return found | {name: buffer.detach().to(HOST) for name, buffer in persistent_buffers(model.get_module())}
-
-
-def cuts_of(model: DistributedModel) -> dict[str, dict[str, Any]]:
-    """How the tensors that this rank holds a part of were cut, by name: what puts them together without a model."""
-    entries = model.parallel.tensor_map if model.parallel is not None else ()
-    return {entry.name: dataclasses.asdict(entry.cut) for entry in entries if entry.cut is not None}
-
-
-def part_of_weights(model: DistributedModel) -> dict[str, Tensor]:
-    """What SMP has on a rank: `local_weights`, or, where the optimizer's state alone is sharded, whole parameters in
-    the dtype of computing. Collective over the shard group then, unless an optimizer step has gathered them.
-
-    Raises:
-        MessageError: one of its ranks will not come.
-    """
-    parallel = model.parallel
-    if parallel is None or not state.cfg.shard_optimizer_state or state.layout.size(Axis.SHARD) == 1:
-        return local_weights(model)
-    model.come_back()
-    if not model.gathered:
-        state.meeting.assemble("model.local_state_dict", state.layout.ranks(Axis.SHARD))
-    found = {name: value.to(HOST, copy=True) for name, value in parallel.gathered().items()}
-    if not model.gathered:
-        parallel.release_gathered()
-    return found | {name: buffer.detach().to(HOST) for name, buffer in persistent_buffers(model.get_module())}
-
-
-def with_ties(model: DistributedModel, weights: Mapping[str, Any]) -> dict[str, Any]:
-    """`weights` under all names of a parameter that has several; files hold it once."""
-    found = dict(weights)
-    for group in _ties(model):
-        known = [name for name in group if name in weights]
-        found |= {name: weights[known[0]] for name in group if known and name not in weights}
-    return found
-
-
-def _ties(model: DistributedModel) -> Iterable[Iterable[str]]:
-    if model.parallel is not None:
-        return list(model.parallel.facts.ties)
-    groups: dict[int, list[str]] = {}
-    for name, parameter in model.get_module().named_parameters(remove_duplicate=False):
-        groups.setdefault(id(parameter), []).append(name)
-    return groups.values()
-
-
-def load_weights(model: DistributedModel, weights: Mapping[str, Any], strict: bool, same: bool) -> None:
-    """Whole weights or one rank's part into the module, distributed or not.
-
-    Raises:
-        CheckpointError: names or shapes do not fit, and `strict` is True.
-    """
-    from shardwise.smp.v1.replacement import translate_in
-
-    partial = is_partial(weights)
-    if PARTIAL not in weights:
-        weights = translate_in(model.get_module(), weights)
-    tensors = {name: value for name, value in weights.items() if name != PARTIAL}
-    parallel = model.parallel
-    if parallel is None:
-        try:
-            model.get_module().load_state_dict(tensors, strict=strict)
-        except RuntimeError as error:
-            raise CheckpointError(f"the weights do not fit the model: {error}") from error
-        return
-    names = parallel.tensor_map.names
-    buffers = dict(persistent_buffers(model.get_module()))
-    local = {entry.name for entry in parallel.tensor_map}
-    if strict:
-        known = set(buffers) | set(parallel.facts.parameter_shapes) | set(names)
-        _check_names(sorted(local - tensors.keys()), sorted(tensors.keys() - known))
-    model.release()
-    for entry in parallel.tensor_map:
-        if entry.name not in tensors:
-            continue
-        _load(entry, tensors[entry.name], partial)
-    for name, buffer in buffers.items():
-        if name in tensors:
-            buffer.copy_(tensors[name])
-
-
-def _load(entry: Entry, value: Tensor, partial: bool) -> None:
-    """A rank's part is its elements, or what its shard group holds together."""
+def _load_entry(entry: Entry, value: Tensor, partial: bool) -> None:
+    """Load a whole tensor, or a rank's part: its elements, or what its shard group holds together."""
     shapes = [tuple(entry.local.shape), tuple(entry.parameter.shape)] if partial else [entry.shape]
     if tuple(value.shape) not in shapes:
         raise CheckpointError(

@@ -8,12 +8,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardwise.smp.v2 import fully_sharded, group_state
-from shardwise.smp.v2.state_handler import state
+from shardwise.smp.v2.attention_choice import fused_attention_for_flash
+from shardwise.smp.v2.fully_sharded import fsdp_by_degrees, take_state_dict_settings
+from shardwise.smp.v2.group_state import take_groups_of_any_ranks
+from shardwise.smp.v2.offloading import offload_of_checkpointed_inputs
+from shardwise.smp.v2.removed_names import names_of_transformers_4
+from shardwise.smp.v2.session import state
 from shardwise.smp.v2.transforming import transform
 
-group_state.install()
-fully_sharded.install_configs()
+# What `init` changes in torch and transformers, and `tsm.state.reset` gives back.
+CHANGES = (fsdp_by_degrees, offload_of_checkpointed_inputs, fused_attention_for_flash, names_of_transformers_4)
+
+# Scripts use these parts of torch before `init` too.
+take_groups_of_any_ranks()
+take_state_dict_settings()
 
 __all__ = ["init", "is_initialized", "state", "transform"]
 
@@ -27,8 +35,10 @@ def init(config: Any = None) -> None:
         ConfigError: a parameter is unknown, wrong or refused, or the ranks do not fit the degrees.
     """
     state.init(config)
+    for change in CHANGES:
+        state.until_reset(change())
 
 
 def is_initialized() -> bool:
-    """Whether `init` was called."""
+    """Tell if `init` was called."""
     return state.initialized

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.smp.v2.session import state
 from shardwise.smp.v2.split_model import local_names
-from shardwise.smp.v2.state_handler import state
 from shardwise.training.init import run_initializer, seeded
 
 
@@ -39,20 +39,20 @@ class DelayedParamIniter:
         self.ties = [places for places in places.values() if len(places) > 1]
 
     def get_param_init_fn(self) -> Callable[[nn.Module], None]:
-        """FSDP's `param_init_fn`: it draws the module's own parameters and buffers, not those of its children."""
+        """Return FSDP's `param_init_fn`: it draws a module's own parameters and buffers, not its children's."""
         return self._draw
 
     def get_post_param_init_fn(self) -> Callable[[nn.Module], None]:
-        """FSDP's `post_param_init_fn`: it ties again what was tied on the meta device."""
+        """Return FSDP's `post_param_init_fn`: it ties again what was tied on the meta device."""
         return self._tie
 
     def count_num_params(self, module: nn.Module, *args: Any) -> int:
-        """Elements of the module's parameters, ties once."""
+        """Count the elements of the module's parameters, ties once."""
         return sum(parameter.numel() for parameter in module.parameters())
 
     @contextmanager
     def validate_params_and_buffers_inited(self, enabled: bool = True) -> Iterator[None]:
-        """Raises AssertionError at its end for parameters and buffers that still have no values."""
+        """Raise AssertionError at its end for parameters and buffers that still have no values."""
         yield
         if not enabled:
             return
@@ -65,8 +65,8 @@ class DelayedParamIniter:
         name, cuts = self.names.get(id(module), ""), local_names(self.model)
         if self.verbose and state.rank == 0:
             print(f"drawing {name or type(module).__name__}")
-        held = dict(module.named_parameters(recurse=False, remove_duplicate=False))
-        for leaf, parameter in held.items():
+        own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+        for leaf, parameter in own.items():
             cut = cuts.get(f"{name}.{leaf}")
             shape = parameter.shape if cut is None else cut.shape
             whole = torch.full(shape, float("nan"), dtype=parameter.dtype, device=state.device)
@@ -79,9 +79,9 @@ class DelayedParamIniter:
                 self.own(module)
             else:
                 run_initializer(self.model, module)
-        for leaf in [leaf for leaf in held if f"{name}.{leaf}" in cuts]:
+        for leaf in [leaf for leaf in own if f"{name}.{leaf}" in cuts]:
             part = cuts[f"{name}.{leaf}"].part_of(module.get_parameter(leaf))
-            module.register_parameter(leaf, nn.Parameter(part, requires_grad=held[leaf].requires_grad))
+            module.register_parameter(leaf, nn.Parameter(part, requires_grad=own[leaf].requires_grad))
 
     def _tie(self, module: nn.Module) -> None:
         for (first, leaf), *others in self.ties:

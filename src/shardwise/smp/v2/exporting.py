@@ -32,9 +32,9 @@ from shardwise.model.discover import discover
 from shardwise.parallel.layout import Layout
 from shardwise.parallel.tensor_map import Cut
 from shardwise.parallel.transforms.tensor import planned_cuts
-from shardwise.smp.v1.config import make_job
-from shardwise.smp.v1.exporting import CONFIG, CONFIG_FILE, MODEL, config_of
-from shardwise.smp.v1.reading import allowing, read
+from shardwise.smp.model_config import CONFIG_FILE, CONFIG_KEY, MODEL_KEY, checkpoint_config
+from shardwise.smp.options import make_job
+from shardwise.smp.safe_reading import allowing, read_safely
 from shardwise.smp.v2.checkpoint.utils import SORT_BY_LAST_INT, STEPS
 from shardwise.smp.v2.distributed.checkpoint import torch_metadata
 from shardwise.smp.v2.distributed.checkpoint.filesystem import DistributedFileSystemReader, first_failure
@@ -43,7 +43,8 @@ from shardwise.smp.v2.distributed.fsdp.checkpoint import EXPORT_KEY_IDENTITY
 from shardwise.smp.v2.local_state import LocalFile
 from shardwise.words import listed
 
-PLACES = (MODEL, "state_dict")  # where a checkpoint has the model: public scripts', and those of the adapter for NeMo
+# The keys of the model in a checkpoint: public scripts', and those of the adapter for NeMo.
+MODEL_KEYS = (MODEL_KEY, "state_dict")
 WEIGHTS = (SINGLE, INDEX, TORCH_SINGLE, TORCH_INDEX)
 PROBED = 64  # positions of the forward that is looked at
 _TENSOR_PART = re.compile(r"tp(\d+)-(\d+)")
@@ -52,17 +53,17 @@ _DOCUMENTED = re.compile(r"tp(\d+)_ep0")
 
 
 class _Shard(Protocol):
-    """What one rank, or a group of them, has written."""
+    """Tensors that one rank, or a group of them, has written."""
 
     @property
     def names(self) -> Iterable[str]:
-        """Of the model's tensors."""
+        """Names of the model's tensors."""
 
     def read(self, name: str) -> Tensor:
         """A tensor of the model as it is here."""
 
     def config(self) -> Any:
-        """What the script has kept as the model's config; None where it has not."""
+        """Return what the script has kept as the model's config; None where it has not."""
 
 
 class _Directory:
@@ -74,7 +75,7 @@ class _Directory:
         self.reader.read_metadata = self._kept  # type: ignore[method-assign]
         tensors = [key for key, value in self._values.items() if isinstance(value, TensorStorageMetadata)]
         self.keys = {
-            key.partition(".")[2]: key for key in tensors if key.startswith(tuple(f"{top}." for top in PLACES))
+            key.partition(".")[2]: key for key in tensors if key.startswith(tuple(f"{top}." for top in MODEL_KEYS))
         }
 
     def _kept(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -90,16 +91,16 @@ class _Directory:
 
     def read(self, name: str) -> Tensor:
         stored = self._values[self.keys[name]]
-        found = torch.empty(stored.size, dtype=stored.properties.dtype)
-        self._load({self.keys[name]: found}, checkpoint.DefaultLoadPlanner())
-        return found
+        tensor = torch.empty(stored.size, dtype=stored.properties.dtype)
+        self._load({self.keys[name]: tensor}, checkpoint.DefaultLoadPlanner())
+        return tensor
 
     def config(self) -> Any:
-        if not isinstance(self._values.get(CONFIG), BytesStorageMetadata):
+        if not isinstance(self._values.get(CONFIG_KEY), BytesStorageMetadata):
             return None
         planner = _Plain()
-        self._load({CONFIG: None}, planner)
-        return planner.found
+        self._load({CONFIG_KEY: None}, planner)
+        return planner.value
 
     def _load(self, wanted: dict[str, Any], planner: Any) -> None:
         try:
@@ -113,12 +114,12 @@ class _Directory:
 class _Plain(checkpoint.DefaultLoadPlanner):
     """Reads one value that is no tensor, of what SMP's files may hold."""
 
-    found: Any = None
+    value: Any = None
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
         with allowing(value):
             value.seek(0)
-            self.found = torch.load(value, weights_only=True)
+            self.value = torch.load(value, weights_only=True)
 
 
 class _RankFile:
@@ -129,14 +130,14 @@ class _RankFile:
 
     @property
     def names(self) -> list[str]:
-        return list(self.content[MODEL])
+        return list(self.content[MODEL_KEY])
 
     def read(self, name: str) -> Tensor:
-        found: Tensor = self.content[MODEL][name]
-        return found
+        tensor: Tensor = self.content[MODEL_KEY][name]
+        return tensor
 
     def config(self) -> Any:
-        return self.content.get(CONFIG)
+        return self.content.get(CONFIG_KEY)
 
 
 class _Whole(HuggingFaceWeights):
@@ -149,13 +150,13 @@ class _Whole(HuggingFaceWeights):
 Parts = Sequence[Sequence[_Shard | LocalFile]]  # of each tensor rank its shards
 
 
-def is_script_checkpoint(path: str | Path) -> bool:
-    """Whether a checkpoint of version 2's scripts, or a directory of them, is there."""
+def is_v2_checkpoint(path: str | Path) -> bool:
+    """Tell if a checkpoint of version 2's scripts, or a directory of them, is there."""
     folder = Path(path)
     return "://" not in str(path) and folder.is_dir() and (_is_one(folder) or _newest(folder) is not None)
 
 
-def export_script_checkpoint(
+def export_v2_checkpoint(
     source: str | Path, path: str | Path, dtype: str | None = None, say: Callable[[str], None] = lambda text: None
 ) -> Path:
     """Write the model of a checkpoint of version 2's scripts to the new directory `path`, in one process.
@@ -175,13 +176,13 @@ def export_script_checkpoint(
         say(f"the newest checkpoint of {source} is {newest.name}")
         folder = newest
     parts = _parts(folder)
-    config = config_of(folder, parts[0][0].config())
+    config = checkpoint_config(folder, parts[0][0].config())
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     tensors = _Tensors(folder, model, parts)
     with HuggingFaceWriter(path, config) as writer:
         for name in tensors.shapes:
-            writer.add(name, converted(f"{MODEL}/{name}", tensors.read(name), dtype))
+            writer.add(name, converted(f"{MODEL_KEY}/{name}", tensors.read(name), dtype))
         return writer.finish()
 
 
@@ -222,17 +223,17 @@ class _Tensors:
     def _part(self, name: str, rank: int, shape: tuple[int, ...]) -> Tensor:
         """The part of a tensor rank; shards are runs of its elements, one behind the other."""
         shards = [shard.read(name) for shard in self.parts[rank]]
-        found = shards[0] if len(shards) == 1 else torch.cat([shard.flatten() for shard in shards])
-        if found.numel() != torch.Size(shape).numel():
+        elements = shards[0] if len(shards) == 1 else torch.cat([shard.flatten() for shard in shards])
+        if elements.numel() != torch.Size(shape).numel():
             raise CheckpointError(
-                f"{self.folder}: {name} has {found.numel()} elements, and the model's shape is {list(shape)}; config "
-                "and checkpoint do not belong together"
+                f"{self.folder}: {name} has {elements.numel()} elements, and the model's shape is {list(shape)}; "
+                "config and checkpoint do not belong together"
             )
-        return found.view(shape)
+        return elements.view(shape)
 
 
 def _by_name(shard: _Shard | LocalFile, shapes: Mapping[str, tuple[int, ...]]) -> _Shard:
-    return _RankFile({MODEL: shard.by_name(shapes)}) if isinstance(shard, LocalFile) else shard
+    return _RankFile({MODEL_KEY: shard.by_name(shapes)}) if isinstance(shard, LocalFile) else shard
 
 
 def _cuts(model: Any, degree: int) -> Mapping[str, Cut]:
@@ -262,7 +263,7 @@ def _has_metadata(folder: Path) -> bool:
 
 
 def _parts(folder: Path) -> Parts:
-    """What each rank has written.
+    """List what each rank has written.
 
     Raises:
         CheckpointError: directories or files of some ranks are missing, or they are of a kind that is not read here.
@@ -283,15 +284,15 @@ def _parts(folder: Path) -> Parts:
 
 
 def _by_rank(folder: Path) -> list[list[Path]]:
-    """Of each tensor rank the directories that belong here, by the names of those that are."""
+    """List the directories of each tensor rank, by the names of those that are there."""
     names = [child.name for child in folder.iterdir() if child.is_dir()]
-    parts = [int(found[1]) for name in names if (found := _TENSOR_PART.fullmatch(name))]
+    parts = [int(match[1]) for name in names if (match := _TENSOR_PART.fullmatch(name))]
     if parts:
         return [[folder / f"tp{max(parts)}-{rank}"] for rank in range(max(parts))]
-    ranks = [int(found[1]) for name in names if (found := _DOCUMENTED.fullmatch(name))]
+    ranks = [int(match[1]) for name in names if (match := _DOCUMENTED.fullmatch(name))]
     if ranks:
         return [[folder / f"tp{rank}_ep0"] for rank in range(max(ranks) + 1)]
-    shards = [(int(found[1]), int(found[2])) for name in names if (found := _SHARD.fullmatch(name))]
+    shards = [(int(match[1]), int(match[2])) for name in names if (match := _SHARD.fullmatch(name))]
     if not shards:
         return []
     degree, count = (max(numbers) + 1 for numbers in zip(*shards, strict=True))
@@ -299,12 +300,12 @@ def _by_rank(folder: Path) -> list[list[Path]]:
 
 
 def _of_files(folder: Path) -> Parts:
-    """Of shard ranks, the innermost, where it is local state, which no tensor ranks have."""
+    """List the files of each tensor rank; local state has shard ranks alone, the innermost."""
     first = LocalFile(folder / "0.pt")
-    said = first.content.get(EXPORT_KEY_IDENTITY)
-    if not isinstance(said, Mapping):
+    degrees = first.content.get(EXPORT_KEY_IDENTITY)
+    if not isinstance(degrees, Mapping):
         return [[first, *(LocalFile(folder / f"{rank}.pt") for rank in range(1, first.ranks))]]
-    layout = Layout({Axis(axis): degree for axis, degree in said.items() if isinstance(degree, int)})
+    layout = Layout({Axis(axis): degree for axis, degree in degrees.items() if isinstance(degree, int)})
     ranks = [layout.ranks(*state_axes(), of=tensor) for tensor in range(layout.size(Axis.TENSOR))]
-    files = {rank: read(folder / f"{rank}.pt") if rank else first.content for part in ranks for rank in part}
+    files = {rank: read_safely(folder / f"{rank}.pt") if rank else first.content for part in ranks for rank in part}
     return [[_RankFile(files[rank]) for rank in part] for part in ranks]

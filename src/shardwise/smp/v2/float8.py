@@ -21,8 +21,8 @@ from shardwise.errors import ConfigError
 from shardwise.kernels.float8 import Float8
 from shardwise.kernels.linear import use_float8
 from shardwise.kernels.precision import has_float8
-from shardwise.smp.v2.logger import tell
-from shardwise.smp.v2.state_handler import state
+from shardwise.smp.v2.logger import note_once
+from shardwise.smp.v2.session import state
 
 SCALING = {"HYBRID": "tensorwise", "E4M3": "rowwise"}  # formats: e5m2 for gradients, or e4m3 throughout
 
@@ -30,7 +30,7 @@ _layers: WeakSet[Any] = WeakSet()
 _active: list[Float8 | None] = [None]
 
 
-def lead_layers(layers: Iterable[nn.Module]) -> None:
+def register_float8_layers(layers: Iterable[nn.Module]) -> None:
     """Let `fp8_autocast` reach the linear `layers`, which do as before outside of it."""
     chosen = list(layers)
     use_float8(chosen, _active[-1])
@@ -45,11 +45,11 @@ def _follow(layer: Any, inputs: Any) -> None:
     """Let `layer` multiply as the installed Transformer Engine's scope says."""
     from transformer_engine.pytorch.fp8 import FP8GlobalStateManager as Scope
 
-    layer.float8 = chosen(Scope.get_fp8_recipe()) if Scope.is_fp8_enabled() else None
+    layer.float8 = float8_of_recipe(Scope.get_fp8_recipe()) if Scope.is_fp8_enabled() else None
 
 
-def chosen(recipe: Any) -> Float8:
-    """How `recipe` (Transformer Engine's; None: its default) multiplies here.
+def float8_of_recipe(recipe: Any) -> Float8:
+    """Return how `recipe` (Transformer Engine's; None: its default) multiplies here.
 
     Raises:
         ConfigError: its format is none of HYBRID and E4M3, or no model was transformed.
@@ -61,7 +61,7 @@ def chosen(recipe: Any) -> Float8:
         raise ConfigError("fp8_autocast(enabled=True) finds no layers; give the model to tsm.transform before")
     door = _door(SCALING[name])
     how = "numbers are rounded and multiplied in fp32, which is slow" if door == "emulate" else f"by {door}"
-    tell(f"fp8: {SCALING[name]} scales, taken from each call's numbers and not from a history; {how}")
+    note_once(f"fp8: {SCALING[name]} scales, taken from each call's numbers and not from a history; {how}")
     return Float8(door, SCALING[name])
 
 
@@ -76,7 +76,7 @@ def _door(scaling: str) -> str:
 
 @contextmanager
 def multiplying(float8: Float8 | None) -> Iterator[None]:
-    """Inside, the layers multiply by `float8`; None: as they are."""
+    """Let the layers multiply by `float8`; None: as they are."""
     _switch(float8)
     try:
         yield
@@ -85,8 +85,8 @@ def multiplying(float8: Float8 | None) -> Iterator[None]:
         _switch(_active.pop())
 
 
-def now() -> Float8 | None:
-    """How layers multiply at the moment."""
+def current_float8() -> Float8 | None:
+    """Return how layers multiply at the moment."""
     return _active[-1]
 
 

@@ -1,4 +1,4 @@
-"""What `tsm.init` changes in torch's `FullyShardedDataParallel`: groups by degree, and SMP's further keywords.
+"""The changes of `tsm.init` to torch's `FullyShardedDataParallel`: groups by degree, and SMP's further keywords.
 
 Scripts import the class before `init`, so it is changed in place, and given back at the end; the configs of whole state
 dicts are changed when `torch.sagemaker` is imported. A call without SMP's degrees reaches torch as it came, but for the
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,21 +26,11 @@ from torch.distributed.fsdp import (
 
 from shardwise._torch_compat import ReductionState, allreduce_hook, hybrid_strategies, set_reduction_hook
 from shardwise.errors import ConfigError
-from shardwise.job.axes import Axis, data_axes, replica_axes, state_axes
-from shardwise.smp.v1.process import device_type
-from shardwise.smp.v2.logger import tell
-from shardwise.smp.v2.split_model import added_names, hf_names, local_names
-
-SHARD, REPLICA, LINE = state_axes(), replica_axes(), data_axes()
-GROUPS = (
-    SHARD,
-    REPLICA,
-    LINE,
-    (Axis.TENSOR,),
-    (Axis.CONTEXT,),
-    (*SHARD, Axis.TENSOR),
-    (*LINE, Axis.PIPELINE, Axis.TENSOR),
-)
+from shardwise.job.axes import Axis
+from shardwise.smp.session import device_type
+from shardwise.smp.v2.logger import note_once
+from shardwise.smp.v2.session import DATA, REPLICA, SHARD, state
+from shardwise.smp.v2.split_model import added_names, join_parts, local_names
 
 _fsdp: Any = FullyShardedDataParallel
 _fsdp_init: Any = FullyShardedDataParallel.__init__
@@ -48,21 +39,21 @@ _state_init: Any = FullOptimStateDictConfig.__init__
 _wrapping = False  # FSDP wraps children by the same constructor
 
 
-def install() -> None:
-    """Change FSDP in place; a second call does nothing."""
+@contextmanager
+def fsdp_by_degrees() -> Iterator[None]:
+    """Change FSDP in place, and give it back at the end."""
     _fsdp.__init__ = _init
+    try:
+        yield
+    finally:
+        _fsdp.__init__ = _fsdp_init
 
 
-def uninstall() -> None:
-    """Give FSDP back as torch has it."""
-    _fsdp.__init__ = _fsdp_init
-
-
-def install_configs() -> None:
+def take_state_dict_settings() -> None:
     """Change the configs of whole states, for good: scripts make them before `tsm.init` too."""
     configs: Any = FullStateDictConfig, FullOptimStateDictConfig
-    for kind, constructor in zip(configs, (_init_config, _init_state), strict=True):
-        kind.__init__ = constructor
+    for config, constructor in zip(configs, (_init_config, _init_state), strict=True):
+        config.__init__ = constructor
 
 
 @functools.wraps(_config_init)
@@ -110,8 +101,6 @@ def _init(self: Any, *args: Any, post_param_init_fn: Callable[[nn.Module], Any] 
 def _check(module: nn.Module) -> None:
     """Refuse degrees that split nothing and parameters that came since, and turn off a cache that recomputation would
     add to a second time."""
-    from shardwise.smp.v2.state_handler import state
-
     if state.layout.size(Axis.TENSOR, Axis.CONTEXT) > 1 and not state.transformed:
         raise ConfigError(
             f"tensor_parallel_degree={state.tp_size} and context_parallel_degree={state.cp_size} split models that "
@@ -124,7 +113,7 @@ def _check(module: nn.Module) -> None:
         )
     config = getattr(module, "config", None)
     if getattr(config, "use_cache", False):
-        tell("use_cache is off inside of FSDP: recomputed blocks would add to the cache a second time")
+        note_once("use_cache is off inside of FSDP: recomputed blocks would add to the cache a second time")
         config.use_cache = False  # type: ignore[union-attr]
 
 
@@ -134,8 +123,6 @@ def _choose_groups(given: dict[str, Any]) -> dist.ProcessGroup | None:
     Returns:
         Where nothing is sharded, the ranks over which `_average` has to reduce gradients.
     """
-    from shardwise.smp.v2.state_handler import state
-
     if given.get("process_group") is not None or given.get("device_mesh") is not None:
         return None
     hybrid = given.get("sharding_strategy") in hybrid_strategies
@@ -148,7 +135,7 @@ def _choose_groups(given: dict[str, Any]) -> dist.ProcessGroup | None:
         given["use_orig_params"] = True  # a norm counts each parameter by how it is split
     if layout.size(*SHARD) == 1:
         given |= {"sharding_strategy": ShardingStrategy.NO_SHARD, "process_group": layout.group(*SHARD)}
-        return layout.group(*LINE)
+        return layout.group(*DATA)
     if not hybrid:
         given["sharding_strategy"] = ShardingStrategy.HYBRID_SHARD
     given["process_group"] = (layout.group(*SHARD), layout.group(*REPLICA))
@@ -169,8 +156,6 @@ def _average(model: Any, group: dist.ProcessGroup) -> None:
 
 def _initialize(given: dict[str, Any], after: Callable[[nn.Module], Any] | None) -> None:
     """Lead to `after` what the script gives to be called once parameters have values, before they are sharded."""
-    from shardwise.smp.v2.state_handler import state
-
     module, create = given["module"], given.get("param_init_fn")
     if state.device.type == "cpu":
         given["device_id"] = state.device
@@ -209,9 +194,7 @@ def _materialize(module: nn.Module, create: Callable[[nn.Module], Any] | None) -
 @torch.no_grad()
 def _spread(module: nn.Module) -> None:
     """The weights of the first rank of each line of data ranks, for all of it."""
-    from shardwise.smp.v2.state_handler import state
-
-    group = state.layout.group(*LINE)
+    group = state.layout.group(*DATA)
     for value in dict.fromkeys([*module.parameters(), *module.buffers()]):
         dist.broadcast(value.data, dist.get_process_group_ranks(group)[0], group=group)
 
@@ -228,7 +211,7 @@ def _is_whole(model: Any) -> bool:
 
 def _to_whole(model: Any, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
     if _is_whole(model):
-        hf_names(model, state_dict, prefix)
+        join_parts(model, state_dict, prefix, state.layout.group(Axis.TENSOR), state.device)
 
 
 def _to_parts(model: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -11,8 +11,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 from shardwise.errors import ConfigError
 from shardwise.job.axes import Axis
+from shardwise.smp.v2.session import state
 from shardwise.smp.v2.split_model import local_names
-from shardwise.smp.v2.state_handler import state
 
 # What FSDP, checkpointing and offload put into names.
 WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
@@ -37,14 +37,14 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name in the model that was wrapped."""
+    """Return a parameter's name in the model that was wrapped."""
     for word in WRAPPERS:
         name = name.replace(word, "")
     return name
 
 
 def _squares(model: nn.Module) -> Tensor:
-    """The squared norm over all ranks' parts, in fp32 or wider; those of one sharding are summed together."""
+    """Return the squared norm over all ranks' parts, in fp32 or wider; those of one sharding are summed together."""
     cuts = local_names(model)
     owner = _shard_groups(model)
     total = torch.zeros(2, dtype=torch.float64, device=state.device)  # of whole parameters, of tensor parts
@@ -68,11 +68,11 @@ def _squares(model: nn.Module) -> Tensor:
 
 
 def _shard_groups(model: nn.Module) -> dict[int, Any]:
-    """id of each parameter -> the ranks over which FSDP has sharded it; None where it is whole."""
-    found: dict[int, Any] = {}
+    """Return id of each parameter -> the ranks over which FSDP has sharded it; None where it is whole."""
+    groups: dict[int, Any] = {}
     modules: list[Any] = FullyShardedDataParallel.fsdp_modules(model)
     for module in modules:
         whole = module.sharding_strategy == ShardingStrategy.NO_SHARD or module.process_group.size() == 1
         for parameter in module.parameters():  # parents come first, so the innermost has the last word
-            found[id(parameter)] = None if whole else module.process_group
-    return found
+            groups[id(parameter)] = None if whole else module.process_group
+    return groups

@@ -44,8 +44,8 @@ _fsdp: Any = FullyShardedDataParallel
 _OLD_ORDER = ("optim_state_dict", "model", "optim", "is_named_optimizer", "load_directly", "group")
 
 
-def install() -> None:
-    """Change them; a second call does nothing."""
+def take_groups_of_any_ranks() -> None:
+    """Change torch's functions, for good; a second call does nothing."""
     if _PLACE not in inspect.signature(_files.load_sharded_optimizer_state_dict).parameters:
         _files.load_sharded_optimizer_state_dict = _with_group(_files.load_sharded_optimizer_state_dict)
     if not hasattr(_hooks.init_from_local_shards, "__wrapped__"):
@@ -78,7 +78,7 @@ def _with_coordinator(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_there(reader: Any) -> None:
-    """Raises CheckpointError where torch's own reader has no checkpoint: torch's error does not say so."""
+    """Raise CheckpointError where torch's own reader has no checkpoint: torch's error does not say so."""
     if type(reader) is not checkpoint.FileSystemReader or (Path(reader.path) / METADATA).is_file():
         return
     parts = sorted(path.parent.name for path in Path(reader.path).glob(f"*/{METADATA}"))
@@ -114,13 +114,13 @@ def _load_in_group(key: str, reader: Any, planner: Any, group: dist.ProcessGroup
     metadata = reader.read_metadata()
     places = metadata.planner_data
     wanted = {name: what for name, what in metadata.state_dict_metadata.items() if places[name][0] == key}
-    found = {name: _empty(what, group) for name, what in wanted.items()}
-    checkpoint.load(found, storage_reader=reader, planner=planner, no_dist=True)
-    return unflatten_state_dict(found, places)
+    state = {name: _empty(what, group) for name, what in wanted.items()}
+    checkpoint.load(state, storage_reader=reader, planner=planner, no_dist=True)
+    return unflatten_state_dict(state, places)
 
 
 def _empty(what: TensorStorageMetadata | BytesStorageMetadata, group: dist.ProcessGroup) -> Any:
-    """What the entry is read into: a tensor in chunks, a whole one of a single element, or any other value."""
+    """Return what the entry is read into: a tensor in chunks, a whole one of a single element, or any other value."""
     if isinstance(what, BytesStorageMetadata):
         return None
     device = "cuda" if torch.cuda.is_available() and dist.get_backend(group) == "nccl" else "cpu"

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from shardwise._torch_compat import ShardedTensor
 from shardwise.errors import CheckpointError
-from shardwise.smp.v1.exporting import CONFIG, MODEL
-from shardwise.smp.v1.reading import read
+from shardwise.smp.model_config import CONFIG_KEY, MODEL_KEY
+from shardwise.smp.safe_reading import read_safely
 
 SHARDED = "torch.distributed._shard.sharded_tensor.api.ShardedTensor"
 FLAT = "_flat_param"
@@ -37,43 +37,45 @@ class _Run(ShardedTensor):
         return torch.Size(self._metadata.size).numel()
 
     def elements(self, start: int, count: int) -> Tensor:
-        """Those of the `count` elements from `start` on, counted in the whole, that are here."""
-        found = []
+        """Return those of the `count` elements from `start` on, counted in the whole, that are here."""
+        parts = []
         for shard in self._local_shards:
             first = start - shard.metadata.shard_offsets[0]
-            found.append(shard.tensor[max(first, 0) : max(first + count, 0)])
-        return torch.cat(found) if found else torch.empty(0)
+            parts.append(shard.tensor[max(first, 0) : max(first + count, 0)])
+        return torch.cat(parts) if parts else torch.empty(0)
 
 
 class LocalFile:
-    """What one rank has saved.
+    """The file that one rank has saved.
 
     Raises:
         CheckpointError: the file is not there, or holds what cannot be read safely.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path, self.content = path, read(path, instead={SHARDED: _Run})
-        if not isinstance(self.content, Mapping) or not isinstance(self.content.get(MODEL), Mapping):
-            raise CheckpointError(f"{path} holds no state of a {MODEL!r}; it is no checkpoint of version 2's scripts")
+        self.path, self.content = path, read_safely(path, instead={SHARDED: _Run})
+        if not isinstance(self.content, Mapping) or not isinstance(self.content.get(MODEL_KEY), Mapping):
+            raise CheckpointError(
+                f"{path} holds no state of a {MODEL_KEY!r}; it is no checkpoint of version 2's scripts"
+            )
 
     def config(self) -> Any:
-        """What the script has kept as the model's config; None where it has not."""
-        return self.content.get(CONFIG)
+        """Return what the script has kept as the model's config; None where it has not."""
+        return self.content.get(CONFIG_KEY)
 
     @property
     def ranks(self) -> int:
-        """How many ranks' files make the whole: 1 where the state is whole already (`NO_SHARD`)."""
-        runs = [value for value in self.content[MODEL].values() if isinstance(value, _Run)]
+        """The number of ranks whose files make the whole: 1 where the state is whole already (`NO_SHARD`)."""
+        runs = [value for value in self.content[MODEL_KEY].values() if isinstance(value, _Run)]
         return max((len(run.metadata().shards_metadata) for run in runs), default=1)
 
     def by_name(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-        """This rank's elements of each parameter, flat; `shapes` are those of the model, in its order.
+        """Return this rank's elements of each parameter, flat; `shapes` are those of the model, in its order.
 
         Raises:
             CheckpointError: a flat parameter has another size than the parameters of its unit.
         """
-        saved: dict[str, Tensor] = self.content[MODEL]
+        saved: dict[str, Tensor] = self.content[MODEL_KEY]
         plain = {name: value for name, value in saved.items() if not isinstance(value, _Run)}
         if all(name in plain for name in shapes):
             return plain

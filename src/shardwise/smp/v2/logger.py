@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import sys
 
-_told: set[str] = set()
+from shardwise.smp.v2.session import state
+
+_noted: set[str] = set()
 
 
 def get_logger() -> logging.Logger:
-    """SMP's logger, which shows messages from INFO on standard error."""
+    """Return SMP's logger, which shows messages from INFO on standard error."""
     logger = logging.getLogger("torch.sagemaker")
     if not logger.handlers:
         handler = logging.StreamHandler(sys.stderr)
@@ -20,10 +22,8 @@ def get_logger() -> logging.Logger:
     return logger
 
 
-def tell(text: str) -> None:
-    """A line on rank 0's standard error, once in a process."""
-    from shardwise.smp.v2.state_handler import state
-
-    if text not in _told and state.rank == 0:
+def note_once(text: str) -> None:
+    """Print a line on rank 0's standard error, once in a process."""
+    if text not in _noted and state.rank == 0:
         print(f"note: {text}.", file=sys.stderr)
-    _told.add(text)
+    _noted.add(text)

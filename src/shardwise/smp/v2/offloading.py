@@ -1,4 +1,4 @@
-"""SMP's activation offloading: what torch's `offload_wrapper` does to a model once `tsm.init` has changed it.
+"""SMP's activation offloading: torch's `offload_wrapper`, as `tsm.init` has changed it.
 
 Torch's moves all that autograd saves. SMP's moves the inputs of checkpointed modules, and loads them back
 `activation_loading_horizon` of them ahead of their use.
@@ -7,30 +7,29 @@ Torch's moves all that autograd saves. SMP's moves the inputs of checkpointed mo
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from shardwise._torch_compat import CheckpointWrapper, OffloadWrapper
 from shardwise.parallel.activation_offload import ActivationOffload
+from shardwise.smp.v2.session import state
 
 _torch_init: Any = OffloadWrapper.__init__
 
 
-def install() -> None:
-    """Change the wrapper in place; a second call does nothing."""
+@contextmanager
+def offload_of_checkpointed_inputs() -> Iterator[None]:
+    """Change torch's wrapper in place, and give it back at the end."""
     wrapper: Any = OffloadWrapper
     wrapper.__init__ = _init
-
-
-def uninstall() -> None:
-    """Give it back as torch has it."""
-    wrapper: Any = OffloadWrapper
-    wrapper.__init__ = _torch_init
+    try:
+        yield
+    finally:
+        wrapper.__init__ = _torch_init
 
 
 def _init(self: Any, module: Any) -> None:
-    from shardwise.smp.v2.state_handler import state
-
     _torch_init(self, module)
     wrapped: list[Any] = [part for part in module.modules() if isinstance(part, CheckpointWrapper)]
     if not state.sm_activation_offloading:

@@ -9,7 +9,7 @@ from typing import Any
 
 from shardwise.errors import ConfigError
 from shardwise.job.smp_options import BY_NAME, bare_parameters, translate
-from shardwise.smp.v1.config import launched_options
+from shardwise.smp.options import launched_options
 from shardwise.words import nearest
 
 # SMP's own defaults. Offloading is on unless it is turned off: scripts ask for it and then wrap their model.
@@ -27,8 +27,8 @@ WHY = {
 }
 
 
-def read_options(config: Any, assigned: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """All parameters by name, and what the user should know of those that have no effect.
+def read_parameters(config: Any, assigned: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return all parameters by name, and what the user should know of those that have no effect.
 
     Args:
         config: a dict, the path of a JSON file, or None.
@@ -43,12 +43,12 @@ def read_options(config: Any, assigned: Mapping[str, Any]) -> tuple[dict[str, An
         if name not in BY_NAME or "v2" not in BY_NAME[name].versions:
             known = [option for option in BY_NAME if "v2" in BY_NAME[option].versions]
             raise ConfigError(f"tsm.init: {name!r} is no parameter of SMP version 2.{nearest(name, known)}")
-    found = translate(given)
+    translated = translate(given)
     for name in ("hybrid_shard_degree", "activation_loading_horizon", *DEGREES):
         least = 0 if name == "hybrid_shard_degree" else 1
         if given.get(name, least) < least:
             raise ConfigError(f"tsm.init: {name}={given[name]} must be at least {least}")
-    notes = [note for note in found.notes if not note.startswith(tuple(f"smp_options: {name}=" for name in ACT))]
+    notes = [note for note in translated.notes if not note.startswith(tuple(f"smp_options: {name}=" for name in ACT))]
     notes = [note for note in notes if not note.startswith(tuple(f"smp_options: {name}=" for name in WHY))]
     notes += [f"{name}={given[name]!r} has no effect here: {WHY[name]}." for name in WHY if name in given]
     return DEFAULTS | given, notes

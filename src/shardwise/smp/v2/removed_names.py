@@ -7,6 +7,8 @@ each GPT-NeoX layer, which they move to the device.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +16,7 @@ import torch
 from transformers.models.gpt_neox import modeling_gpt_neox
 from transformers.models.llama import modeling_llama
 
-from shardwise.smp.v2.logger import tell
+from shardwise.smp.v2.logger import note_once
 
 FLASH, TABLES = "LlamaFlashAttention2", "rotary_emb"
 _llama: Any = modeling_llama
@@ -26,26 +28,30 @@ class _LlamaAttention(modeling_llama.LlamaAttention):
 
     def __init__(self, config: Any, layer_idx: int | None = None) -> None:
         super().__init__(config, layer_idx)  # type: ignore[arg-type]
-        tell(f"{FLASH} is no more in transformers: it is LlamaAttention, with {config._attn_implementation} attention")
+        note_once(
+            f"{FLASH} is no more in transformers: it is LlamaAttention, with {config._attn_implementation} attention"
+        )
 
 
-def install() -> None:
-    """Put the names where they were; what is there stays, and a second call does nothing."""
+@contextmanager
+def names_of_transformers_4() -> Iterator[None]:
+    """Put the names where they were, and take them out at the end; what is there stays."""
     if not hasattr(modeling_llama, FLASH):
         _llama.LlamaFlashAttention2 = _LlamaAttention
     if not hasattr(_neox, TABLES):
         _neox.rotary_emb = property(_tables)
-
-
-def uninstall() -> None:
-    """Take them out again."""
-    if getattr(modeling_llama, FLASH, None) is _LlamaAttention:
-        del _llama.LlamaFlashAttention2
-    if isinstance(vars(_neox).get(TABLES), property):
-        del _neox.rotary_emb
+    try:
+        yield
+    finally:
+        if getattr(modeling_llama, FLASH, None) is _LlamaAttention:
+            del _llama.LlamaFlashAttention2
+        if isinstance(vars(_neox).get(TABLES), property):
+            del _neox.rotary_emb
 
 
 def _tables(attention: Any) -> Any:
-    tell("layers of GPT-NeoX have no rotary tables in transformers: the model has one, which FSDP moves to the device")
+    note_once(
+        "layers of GPT-NeoX have no rotary tables in transformers: the model has one, which FSDP moves to the device"
+    )
     empty = SimpleNamespace(sin_cached=torch.empty(0), cos_cached=torch.empty(0))
     return vars(attention).setdefault("_rotary_tables", empty)

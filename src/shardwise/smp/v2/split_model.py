@@ -54,18 +54,17 @@ def split_model(model: nn.Module, facts: ModelFacts, layout: Layout, weights: Ma
             module.register_parameter(leaf, nn.Parameter(cut.part_of(weights[name])))
 
 
-def hf_names(model: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
+def join_parts(
+    model: nn.Module, state_dict: dict[str, Any], prefix: str, group: dist.ProcessGroup, device: torch.device
+) -> None:
     """Join the tensor parts in a whole state dict, in place. Collective over the tensor group.
 
-    They meet on this rank's device, wherever they lie: the script may have joined its ranks over NCCL alone.
+    The tensor `group` meets on `device`, wherever they lie: the script may have joined its ranks over NCCL alone.
     """
-    from shardwise.smp.v2.state_handler import state
-
-    group = state.layout.group(Axis.TENSOR)
     for name, cut in local_names(model).items():
         part = state_dict.get(prefix + name)
         if part is not None and tuple(part.shape) == cut.local_shape():
-            state_dict[prefix + name] = joined(part.to(state.device), cut, group).to(part.device)
+            state_dict[prefix + name] = joined(part.to(device), cut, group).to(part.device)
 
 
 def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:

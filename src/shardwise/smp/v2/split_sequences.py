@@ -51,14 +51,14 @@ class _Runner:
             raise ConfigError("over context ranks a model takes input_ids of two chunks of each sequence, equally long")
         if attention_mask is not None and not bool(attention_mask.bool().all()):
             raise ConfigError("over context ranks attention_mask cannot hide padding; leave it out, or give ones")
-        here = self._rows(input_ids)
-        kwargs.setdefault("position_ids", here.positions.expand_as(input_ids))
+        sequences = self._rows(input_ids)
+        kwargs.setdefault("position_ids", sequences.positions.expand_as(input_ids))
         if labels is not None:
-            kwargs |= self._targets(labels, here)
+            kwargs |= self._targets(labels, sequences)
         # It stays until the next forward: recomputation in backward asks for the same rows.
         self.held.close()
         rows = torch.arange(len(input_ids), device=input_ids.device)
-        self.held.enter_context(dropout_scope(DropoutScope(0, 0, rows, sequences=here)))
+        self.held.enter_context(dropout_scope(DropoutScope(0, 0, rows, sequences=sequences)))
         return self.run(input_ids=input_ids, attention_mask=torch.ones_like(input_ids), labels=labels, **kwargs)
 
     def _rows(self, ids: Tensor) -> SequenceShard:
@@ -66,10 +66,10 @@ class _Runner:
         positions = dealt(torch.arange(length, device=ids.device), 0, self.context.degree)[self.context.index]
         return SequenceShard(self.context, length, length, positions, None)
 
-    def _targets(self, labels: Tensor, here: SequenceShard) -> dict[str, Any]:
-        """The label behind each of this rank's tokens, wherever that lies, and what the loss is divided by."""
+    def _targets(self, labels: Tensor, sequences: SequenceShard) -> dict[str, Any]:
+        """Return the label behind each of this rank's tokens, wherever that lies, and what the loss is divided by."""
         parts = [torch.empty_like(labels) for _ in range(self.context.degree)]
         torch.distributed.all_gather(parts, labels.contiguous(), group=self.context.group)
         whole = nn.functional.pad(in_order(parts, 1), (0, 1), value=IGNORED)[:, 1:]
         share = (whole != IGNORED).sum() / self.context.degree
-        return {"shift_labels": here.local(whole), "num_items_in_batch": share}
+        return {"shift_labels": sequences.local(whole), "num_items_in_batch": share}

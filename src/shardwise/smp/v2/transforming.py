@@ -19,12 +19,12 @@ from shardwise.job.axes import Axis, data_axes, state_axes
 from shardwise.model.discover import discover
 from shardwise.model.float8 import left_out
 from shardwise.plan.plan import resolve
-from shardwise.smp.v1.config import make_job
-from shardwise.smp.v2.float8 import lead_layers
+from shardwise.smp.options import make_job
+from shardwise.smp.v2.float8 import register_float8_layers
 from shardwise.smp.v2.moe.moe_config import MoEConfig
+from shardwise.smp.v2.session import state
 from shardwise.smp.v2.split_model import give_weights, split_model, take_weights
 from shardwise.smp.v2.split_sequences import METHODS, split_sequences
-from shardwise.smp.v2.state_handler import state
 from shardwise.smp.v2.tensor_parallel.transformer import MultiheadAttention, TransformerLayer, mark
 from shardwise.training.setup import current_world
 
@@ -80,7 +80,7 @@ def transform(
     if plan is not None and layout.size(Axis.CONTEXT) > 1:
         split_sequences(model, plan, layout)
     left = left_out(facts, "", layout.size(Axis.TENSOR))
-    lead_layers(model.get_submodule(name) for name, why in left.items() if not why)
+    register_float8_layers(model.get_submodule(name) for name, why in left.items() if not why)
     mark(model, [block.name for block in facts.blocks], TransformerLayer)
     mark(model, dict.fromkeys(layer.name for layer in facts.attention), MultiheadAttention)
     state.transformed = True
@@ -109,21 +109,21 @@ def _check(model: nn.Module, config: Any, cp_comm_type: str) -> None:
 
 @torch.no_grad()
 def _of_rank0(model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Rank 0's values for its tensor group; the others keep what they have."""
+    """Return rank 0's values on its tensor group; the others keep what they have."""
     layout = state.layout
     if any(layout.coordinates()[axis] for axis in data_axes()):
         return weights
-    group, sent, found = layout.group(Axis.TENSOR), {}, {}
+    group, sent, values = layout.group(Axis.TENSOR), {}, {}
     shared = {id(parameter): name for name, parameter in reversed(list(model.named_parameters(remove_duplicate=False)))}
     names = {name: shared[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}  # ties: the first name
     for name, value in weights.items():
         if names[name] == name:
             sent[name] = value.to(state.device) if layout.rank == 0 else torch.empty_like(value, device=state.device)
             dist.broadcast(sent[name], 0, group=group)
-        found[name] = sent[names[name]]
+        values[name] = sent[names[name]]
     for owner in model.modules():
         for leaf, buffer in list(owner.named_buffers(recurse=False, remove_duplicate=False)):
             copied = buffer.to(state.device) if layout.rank == 0 else torch.empty_like(buffer, device=state.device)
             dist.broadcast(copied, 0, group=group)
             setattr(owner, leaf, copied)
-    return found
+    return values

@@ -112,10 +112,10 @@ class DistributedTransformerLMHead(nn.Module):
             states, their_mask = cross or (None, None)
             masks = (None if mask is None else 1 - mask for mask in (hidden_from, their_mask))
             forward = DistributedTransformerLMHead.forward  # past hooks of tp_register, which stand in its place
-            found = forward(self, ids, next(masks), types, positions, wanted, states, next(masks))
+            output = forward(self, ids, next(masks), types, positions, wanted, states, next(masks))
             if self.lm_head is None:
-                return found
-            return found.logits if wanted is None else (found.loss, found.logits)
+                return output
+            return output.logits if wanted is None else (output.loss, output.logits)
         mask, their_mask = (
             None if mask is None else mask[:, None, None, :] != 0 for mask in (attention_mask, encoder_attention_mask)
         )

@@ -7,7 +7,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.smp.v1.nn.alibi import with_alibi
+from shardwise.smp.alibi import with_alibi
 
 
 class DistributedLinear(nn.Linear):

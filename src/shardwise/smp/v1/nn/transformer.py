@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from shardwise.job.axes import Axis
-from shardwise.smp.v1.nn.alibi import LARGEST, alibi_bias, alibi_slopes
+from shardwise.smp.alibi import LARGEST, alibi_bias, alibi_slopes
 from shardwise.smp.v1.nn.norms import FusedLayerNorm
-from shardwise.smp.v1.process import state
+from shardwise.smp.v1.session import state
 
 COMPILED = "the numbers are the same; model.compile fuses such steps"
 # Keywords of scripts that change nothing here, and why; one that is set is named once on rank 0.
@@ -40,7 +40,7 @@ _named: set[str] = set()
 
 
 def take_out(settings: dict[str, Any]) -> dict[str, Any]:
-    """`settings` without those that have no effect, of which the ones that are set are named on rank 0."""
+    """Return `settings` without those that have no effect, of which the ones that are set are named on rank 0."""
     first = not dist.is_initialized() or dist.get_rank() == 0
     for key in sorted(settings.keys() & WITHOUT_EFFECT.keys() - _named):
         if settings[key] and first and not key.startswith("_"):
@@ -50,13 +50,13 @@ def take_out(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def refuse_unknown(name: str, settings: dict[str, Any]) -> None:
-    """Raises TypeError for settings that nobody knows, as Python does."""
+    """Raise TypeError for settings that nobody knows, as Python does."""
     if settings:
         raise TypeError(f"{name}.__init__() got an unexpected keyword argument {next(iter(settings))!r}")
 
 
-def additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """A mask that is true where attention looks, as one that is added to scores; any other as it is."""
+def additive_mask(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Return a mask that is true where attention looks as one that is added to scores; any other as it is."""
     if mask is None or mask.dtype != torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
@@ -168,18 +168,18 @@ class DistributedAttentionLayer(nn.Module):
             query, key = self._rotate(query), self._rotate(key)
         if self.in_fp32 and query.dtype.itemsize < 4:
             query, key, value = query.float(), key.float(), value.float()
-        mask = self._mask(mask, query) if states is None else additive(mask, query.dtype)
+        mask = self._mask(mask, query) if states is None else additive_mask(mask, query.dtype)
         if not self.fused or (self.training and self.attention_dropout.p):
             scores = (query * self.scale) @ key.transpose(-1, -2)
             scores = scores if mask is None else scores + mask
-            found = self.attention_dropout(scores.softmax(-1)) @ value
+            mixed = self.attention_dropout(scores.softmax(-1)) @ value
         else:
-            found = F.scaled_dot_product_attention(query, key, value, mask, scale=self.scale)
-        return self.dropout(self.dense(found.to(hidden.dtype).transpose(1, 2).flatten(2)))
+            mixed = F.scaled_dot_product_attention(query, key, value, mask, scale=self.scale)
+        return self.dropout(self.dense(mixed.to(hidden.dtype).transpose(1, 2).flatten(2)))
 
     def _mask(self, mask: Tensor | None, query: Tensor) -> Tensor | None:
         """The given mask as an addend, with what the layer's own rule hides."""
-        least, mask = torch.finfo(query.dtype).min, additive(mask, query.dtype)
+        least, mask = torch.finfo(query.dtype).min, additive_mask(mask, query.dtype)
         if self.alibi:
             bias = self._distances(query)
             mask = bias if mask is None else torch.clamp(bias + mask.to(query.dtype), min=least)
@@ -187,15 +187,15 @@ class DistributedAttentionLayer(nn.Module):
             return mask
         length = query.shape[-2]
         ones = torch.ones(length, length, dtype=torch.bool, device=query.device)
-        seen = ones.tril() if not self.window else ones.tril() & ~ones.tril(-self.window)
-        own = torch.zeros(length, length, dtype=query.dtype, device=query.device).masked_fill(~seen, least)
-        return own if mask is None else torch.clamp(own + mask.to(query.dtype), min=least)
+        visible = ones.tril() if not self.window else ones.tril() & ~ones.tril(-self.window)
+        hidden_part = torch.zeros(length, length, dtype=query.dtype, device=query.device).masked_fill(~visible, least)
+        return hidden_part if mask is None else torch.clamp(hidden_part + mask.to(query.dtype), min=least)
 
     def _distances(self, query: Tensor) -> Tensor:
         """[heads that are here, S, S]: what ALiBi takes off the scores."""
-        here = query.shape[1]
-        first = state.layout.index(Axis.TENSOR) * here if here < len(self.alibi) else 0
-        return alibi_bias(self.alibi[first : first + here], query.shape[-2], query)
+        local_heads = query.shape[1]
+        first = state.layout.index(Axis.TENSOR) * local_heads if local_heads < len(self.alibi) else 0
+        return alibi_bias(self.alibi[first : first + local_heads], query.shape[-2], query)
 
     def _rotate(self, heads: Tensor) -> Tensor:
         """Rotary positions on the first `rotary_dim` features of [B, heads, S, D], in fp32 tables."""
@@ -255,8 +255,8 @@ class DistributedTransformerOutputLayer(nn.Module):
 
     def transform(self, hidden: Tensor) -> Tensor:
         """Without norms and residual."""
-        found: Tensor = self.dropout(self.dense2(self.activation(self.dense1(hidden))))
-        return found
+        transformed: Tensor = self.dropout(self.dense2(self.activation(self.dense1(hidden))))
+        return transformed
 
 
 class DistributedTransformerLayer(nn.Module):
@@ -320,7 +320,7 @@ class DistributedTransformerLayer(nn.Module):
         With cross attention it looks at `states` [B, T, H], and the tuple is (hidden, states, mask, states_mask).
         """
         if isinstance(hidden, tuple):
-            return (DistributedTransformerLayer.forward(self, *in_order(hidden)), *hidden[1:])
+            return (DistributedTransformerLayer.forward(self, *tuple_arguments(hidden)), *hidden[1:])
         if not self.parallel:
             hidden = self.attention(hidden, mask)
             hidden = hidden if self.cross_attention is None else self.cross_attention(hidden, states_mask, states)
@@ -362,13 +362,13 @@ class DistributedTransformer(nn.Module):
     ) -> Any:
         """As DistributedTransformerLayer's."""
         if isinstance(hidden, tuple):
-            return (DistributedTransformer.forward(self, *in_order(hidden)), *hidden[1:])
+            return (DistributedTransformer.forward(self, *tuple_arguments(hidden)), *hidden[1:])
         hidden = hidden if self.pre_layernorm is None else self.pre_layernorm(hidden)
         for layer in self.seq_layers:
             hidden = layer(hidden, mask) if states is None else layer(hidden, mask, states, states_mask)
         return hidden if self.layernorm is None else self.layernorm(hidden)
 
 
-def in_order(given: tuple[Any, ...]) -> tuple[Any, ...]:
-    """SMP's tuple (hidden, mask) or (hidden, states, mask, states_mask) as arguments."""
+def tuple_arguments(given: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return SMP's tuple (hidden, mask) or (hidden, states, mask, states_mask) as arguments."""
     return given if len(given) < 4 else (given[0], given[2], given[1], given[3])

@@ -1,4 +1,4 @@
-"""Which directories of checkpoints stay."""
+"""Directories of checkpoints: the newest ones are kept."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def limit_num_subdirs(
         while RANKS.fullmatch(root.name):
             root = root.parent
         root = root.parent if pattern.fullmatch(root.name) else root
-    found = sorted(_matching(root, pattern), key=lambda path: (sort_fn or SORT_BY_LAST_INT)(path.name))
-    for path in found[:-num_keep]:
+    ordered = sorted(_matching(root, pattern), key=lambda path: (sort_fn or SORT_BY_LAST_INT)(path.name))
+    for path in ordered[:-num_keep]:
         if log:
             get_logger().info("removing %s: %d checkpoints are kept", path, num_keep)
         shutil.rmtree(path, ignore_errors=True)

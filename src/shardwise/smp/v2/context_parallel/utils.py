@@ -1,4 +1,4 @@
-"""What scripts tell Transformer Engine about context ranks."""
+"""Functions by which scripts tell Transformer Engine about context ranks."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from typing import Any
 
 
 def setup_transformer_engine_cp_groups(model: Any, ranks: Any, pg: Any) -> None:
-    """Does nothing: `tsm.transform` has led attention over the context ranks, without Transformer Engine."""
+    """Do nothing: `tsm.transform` has led attention over the context ranks, without Transformer Engine."""

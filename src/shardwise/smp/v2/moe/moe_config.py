@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass
 class MoEConfig:
-    """What `tsm.transform` takes as `config` of a Mixtral; without effect."""
+    """The `config` that `tsm.transform` takes for a Mixtral; without effect."""
 
     smp_moe: bool = True
     random_seed: int = 12345

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardwise.errors import ConfigError
-from shardwise.smp.v1.nn.alibi import with_alibi
+from shardwise.smp.alibi import with_alibi
 
 LAYOUTS = ("b h s d", "b s h d")
 

@@ -7,13 +7,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.smp.v2.session import state
+
 
 def empty_module_params(module: nn.Module, device: Any = None, recurse: bool = False) -> nn.Module:
     """`module` with its parameters in new storage without values, on `device` or this rank's; ties stay ties.
 
     Its buffers stay as they are: models on the meta device have theirs with values where they were computed.
     """
-    place = _current() if device is None else device
+    place = state.device if device is None else device
     made: dict[int, nn.Parameter] = {}
     for part in module.modules() if recurse else [module]:
         for leaf, parameter in list(part.named_parameters(recurse=False, remove_duplicate=False)):
@@ -29,9 +31,3 @@ def move_buffers_to_device(module: nn.Module, device: Any, recurse: bool = False
         for leaf, buffer in list(part.named_buffers(recurse=False, remove_duplicate=False)):
             setattr(part, leaf, buffer.to(device))
     return module
-
-
-def _current() -> torch.device:
-    from shardwise.smp.v2.state_handler import state
-
-    return state.device

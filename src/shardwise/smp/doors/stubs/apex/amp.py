@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-from shardwise.smp.v1.exceptions import SMPUnsupportedError
+from shardwise.smp.exceptions import SMPUnsupportedError
 
 _amp_state = SimpleNamespace(loss_scalers=[])
 

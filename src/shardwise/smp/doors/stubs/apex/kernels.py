@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def multi_tensor_scale(chunk_size: int, overflow: Tensor, lists: Sequence[Sequence[Tensor]], scale: float) -> None:
-    """Of two lists, the second becomes the first times `scale`; `overflow` is set where that is not finite."""
+    """Set the second of two lists to the first times `scale`; set `overflow` where that is not finite."""
     for source, target in zip(*lists):
         target.copy_(source.float() * scale)
         if not bool(torch.isfinite(target).all()):

@@ -14,7 +14,7 @@ def flash_attn_func(
     q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False
 ) -> Tensor:
     """[B, S, heads, d] -> [B, S, heads, d]."""
-    q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+    q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
     output = F.scaled_dot_product_attention(
         q, k, v, dropout_p=dropout_p, is_causal=causal, scale=softmax_scale, enable_gqa=grouped

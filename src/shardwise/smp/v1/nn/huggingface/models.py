@@ -29,7 +29,7 @@ def _causal(config: Any) -> dict[str, Any]:
 
 
 def gpt2_settings(config: Any) -> dict[str, Any]:
-    """Of a GPT2Config."""
+    """Return the settings of a GPT2Config."""
     by_layer = config.scale_attn_by_inverse_layer_idx
     return _causal(config) | {
         "intermediate_size": config.n_inner or 4 * config.n_embd,
@@ -45,7 +45,7 @@ def gpt2_settings(config: Any) -> dict[str, Any]:
 
 
 def gptj_settings(config: Any) -> dict[str, Any]:
-    """Of a GPTJConfig."""
+    """Return the settings of a GPTJConfig."""
     return _causal(config) | {
         "intermediate_size": config.n_inner or 4 * config.n_embd,
         "num_positions": 0,
@@ -64,7 +64,7 @@ def gptj_settings(config: Any) -> dict[str, Any]:
 
 
 def gpt_neo_settings(config: Any) -> dict[str, Any]:
-    """Of a GPTNeoConfig."""
+    """Return the settings of a GPTNeoConfig."""
     return _causal(config) | {
         "intermediate_size": config.intermediate_size or 4 * config.hidden_size,
         "num_positions": config.max_position_embeddings,
@@ -75,12 +75,12 @@ def gpt_neo_settings(config: Any) -> dict[str, Any]:
         "layernorm_epsilon": config.layer_norm_epsilon,
         "scale_attention_scores": False,
         "qkv_bias": False,
-        "windows": [config.window_size if kind == "local" else 0 for kind in config.attention_layers],
+        "windows": [config.window_size if layer == "local" else 0 for layer in config.attention_layers],
     }
 
 
 def gpt_neox_settings(config: Any) -> dict[str, Any]:
-    """Of a GPTNeoXConfig."""
+    """Return the settings of a GPTNeoXConfig."""
     rope = config.rope_parameters
     return _causal(config) | {
         "intermediate_size": config.intermediate_size,
@@ -99,7 +99,7 @@ def gpt_neox_settings(config: Any) -> dict[str, Any]:
 
 
 def encoder_settings(config: Any) -> dict[str, Any]:
-    """Of a BertConfig or RobertaConfig: of the encoder alone."""
+    """Return the settings of the encoder of a BertConfig or RobertaConfig."""
     return {
         "num_layers": config.num_hidden_layers,
         "num_attention_heads": config.num_attention_heads,
@@ -115,7 +115,7 @@ def encoder_settings(config: Any) -> dict[str, Any]:
 
 
 class DistributedEncoder(DistributedTransformer):
-    """In the place of BERT's and RoBERTa's encoder."""
+    """Takes the place of BERT's and RoBERTa's encoder."""
 
     def forward(  # type: ignore[override]
         self, hidden_states: Any, attention_mask: Tensor | None = None, **unused: Any
@@ -137,10 +137,10 @@ REPLACED: dict[str, tuple[str, Callable[[Any], dict[str, Any]], type[nn.Module]]
 }
 
 
-def distributed(module: nn.Module, **given: Any) -> nn.Module:
-    """What takes the place of a module of transformers', with fresh weights; `given` overrides its settings."""
-    family, settings, kind = REPLACED[type(module).__name__]
+def distributed_module(module: nn.Module, **given: Any) -> nn.Module:
+    """Return what takes the place of a module of transformers', with fresh weights; `given` overrides its settings."""
+    family, settings, distributed_class = REPLACED[type(module).__name__]
     config: Any = module.config
-    made = kind(**(settings(config) | given))
+    made = distributed_class(**(settings(config) | given))
     made.config, made.smp_family = config, family  # type: ignore[assignment]
     return made

@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.smp.v1.exceptions import SMPValidationError
-from shardwise.smp.v1.process import state
+from shardwise.smp.exceptions import SMPValidationError
+from shardwise.smp.v1.session import state
 
 QKV, POSITIONS = ("query", "key", "value"), "position_embedding"
 
 
 @dataclass(frozen=True)
-class Family:
-    """How one family's weights are called.
+class WeightNames:
+    """Names of one family's weights.
 
     Attributes:
         name: transformers' model_type.
@@ -54,7 +54,7 @@ GPT_OTHERS = {"transformer.wte": "word_embedding", "transformer.wpe": POSITIONS,
               "transformer.ln_f": "layernorm", "lm_head": "lm_head"}  # fmt: skip
 
 
-def _encoder(name: str) -> Family:
+def _encoder(name: str) -> WeightNames:
     leaves = {f"attention.self.{part}": f"attention.{part}" for part in QKV} | {
         "attention.output.dense": "attention.dense",
         "attention.output.LayerNorm": "attention.layernorm",
@@ -62,27 +62,27 @@ def _encoder(name: str) -> Family:
         "output.dense": "output.dense2",
         "output.LayerNorm": "output.layernorm",
     }
-    return Family(name, f"{name}.encoder.layer.{{}}", leaves, target=f"{name}.encoder.seq_layers.{{}}")
+    return WeightNames(name, f"{name}.encoder.layer.{{}}", leaves, target=f"{name}.encoder.seq_layers.{{}}")
 
 
 FAMILIES = {
     family.name: family
     for family in (
-        Family(
+        WeightNames(
             "gpt2",
             "transformer.h.{}",
             {"ln_1": "attention.pre_layernorm", "attn.c_attn": "qkv", "attn.c_proj": "attention.dense",
              "ln_2": "output.pre_layernorm"} | {f"mlp.{old}": new for old, new in MLP.items()},
             GPT_OTHERS, transposed=True, qkv_bias=True,
         ),
-        Family(
+        WeightNames(
             "gptj",
             "transformer.h.{}",
             {"ln_1": "attention.pre_layernorm", "attn.out_proj": "attention.dense", "mlp.fc_in": "output.dense1",
              "mlp.fc_out": "output.dense2"} | {f"attn.{old}": new for old, new in SEPARATE.items()},
             {old: new for old, new in GPT_OTHERS.items() if new != POSITIONS}, qkv_bias=False,
         ),
-        Family(
+        WeightNames(
             "gpt_neo",
             "transformer.h.{}",
             {"ln_1": "attention.pre_layernorm", "attn.attention.out_proj": "attention.dense",
@@ -92,7 +92,7 @@ FAMILIES = {
             GPT_OTHERS, qkv_bias=False,
             ignored=r"\.attn\.attention\.(bias|masked_bias)$",
         ),
-        Family(
+        WeightNames(
             "gpt_neox",
             "gpt_neox.layers.{}",
             {"input_layernorm": "attention.pre_layernorm", "attention.query_key_value": "qkv",
@@ -113,7 +113,7 @@ FAMILIES["gpt2_blocks"] = replace(FAMILIES["gpt2"], name="gpt2_blocks", target="
 
 
 def to_smp(weights: Any, name: str, heads: int | None = None) -> dict[str, Tensor]:
-    """transformers' state dict of the family `name` as `smp.nn`'s; emptied meanwhile, where it can be.
+    """Return transformers' state dict of the family `name` as `smp.nn`'s; emptied meanwhile, where it can be.
 
     Args:
         weights: by transformers' names.
@@ -148,7 +148,11 @@ def to_smp(weights: Any, name: str, heads: int | None = None) -> dict[str, Tenso
 
 
 def to_hf(weights: Any, name: str, heads: int | None = None) -> dict[str, Tensor]:
-    """The way back of `to_smp`. Raises SMPValidationError where it is not of the family `name`."""
+    """Return `smp.nn`'s state dict as transformers', the way back of `to_smp`.
+
+    Raises:
+        SMPValidationError: it is not of the family `name`.
+    """
     family = FAMILIES[name]
     pattern = _pattern(family.target)
     _check(family, weights, pattern, "smp.nn")
@@ -168,7 +172,7 @@ def to_hf(weights: Any, name: str, heads: int | None = None) -> dict[str, Tensor
             parts = waiting.setdefault(fused, {})
             parts[part] = value
             if len(parts) == len(QKV):
-                made[fused] = _join([parts[each] for each in QKV], family, heads)
+                made[fused] = _join([parts[name] for name in QKV], family, heads)
                 del waiting[fused]
         elif module in back:
             turned = value.t().contiguous() if family.transposed and value.dim() == 2 else value
@@ -182,38 +186,39 @@ def _pattern(block: str) -> re.Pattern[str]:
     return re.compile(re.escape(block).replace(r"\{\}", r"(\d+)") + r"\.")
 
 
-def _check(family: Family, weights: Any, pattern: re.Pattern[str], whose: str) -> None:
+def _check(family: WeightNames, weights: Any, pattern: re.Pattern[str], whose: str) -> None:
     """Raises SMPValidationError unless the blocks hold what the family's do: several share the names around them."""
-    inside = [key[match.end() :] for key in weights if (match := pattern.match(key))]
-    here = whose == "smp.nn"
-    why = _stranger(family, inside, here) if inside else ""
-    if not inside:
+    in_blocks = [key[match.end() :] for key in weights if (match := pattern.match(key))]
+    is_ours = whose == "smp.nn"
+    why = _difference(family, in_blocks, is_ours) if in_blocks else ""
+    if not in_blocks:
         why = f"none is called like {family.block.format(0)}... or {family.target.format(0)}..."
-    elif not why and here and "word_embedding.weight" in weights:
-        found, wanted = (POSITIONS in (key.rpartition(".")[0] for key in weights), POSITIONS in family.others.values())
-        why = "" if found == wanted else f"they have {'a' if found else 'no'} {POSITIONS}"
+    elif not why and is_ours and "word_embedding.weight" in weights:
+        has_positions = POSITIONS in (key.rpartition(".")[0] for key in weights)
+        wants_positions = POSITIONS in family.others.values()
+        why = "" if has_positions == wants_positions else f"they have {'a' if has_positions else 'no'} {POSITIONS}"
     if why:
         raise SMPValidationError(
             f"these are not {whose}'s weights of {family.name}: {why}; use the function of their own family"
         )
 
 
-def _stranger(family: Family, inside: list[str], here: bool) -> str:
-    """What tells names in blocks, ours (`here`) or transformers', from the family's; empty where nothing does."""
+def _difference(family: WeightNames, in_blocks: list[str], is_ours: bool) -> str:
+    """Return what tells names in blocks, ours or transformers', from the family's; empty where nothing does."""
     fused = [f"attention.{part}" for part in QKV]
     ours = {name for new in family.leaves.values() for name in (fused if new == "qkv" else [new])}
-    wanted, found = ours if here else set(family.leaves), {name.rpartition(".")[0] for name in inside}
-    query = next(old for old, new in family.leaves.items() if new in ("qkv", fused[0])) if not here else fused[0]
-    biased = f"{query}.bias" in inside
-    if missing := wanted - found:
+    wanted, present = ours if is_ours else set(family.leaves), {name.rpartition(".")[0] for name in in_blocks}
+    query = next(old for old, new in family.leaves.items() if new in ("qkv", fused[0])) if not is_ours else fused[0]
+    biased = f"{query}.bias" in in_blocks
+    if missing := wanted - present:
         return f"no block has {', '.join(sorted(missing))}"
-    if here and (unknown := found - wanted):
+    if is_ours and (unknown := present - wanted):
         return f"blocks have {', '.join(sorted(unknown))} too"
     return "" if family.qkv_bias in (None, biased) else f"queries have {'a' if biased else 'no'} bias"
 
 
 def _drained(weights: Any) -> Iterator[tuple[str, Tensor]]:
-    """Items of a dict, each taken out of it, so that no weight is there twice."""
+    """Yield items of a dict, each taken out of it, so that no weight is there twice."""
     for key in list(weights):
         if isinstance(weights[key], Tensor):
             yield key, weights.pop(key) if isinstance(weights, MutableMapping) else weights[key]
@@ -226,7 +231,7 @@ def _renamed(key: str, prefixes: dict[str, str]) -> str:
     return key
 
 
-def _cut(fused: Tensor, family: Family, heads: int | None) -> list[Tensor]:
+def _cut(fused: Tensor, family: WeightNames, heads: int | None) -> list[Tensor]:
     if family.by_head:
         split = fused.unflatten(0, (_heads(heads), 3, -1))
         return [split[:, index].flatten(0, 1).contiguous() for index in range(3)]
@@ -234,7 +239,7 @@ def _cut(fused: Tensor, family: Family, heads: int | None) -> list[Tensor]:
     return [part.contiguous() for part in turned.chunk(3)]
 
 
-def _join(parts: list[Tensor], family: Family, heads: int | None) -> Tensor:
+def _join(parts: list[Tensor], family: WeightNames, heads: int | None) -> Tensor:
     if family.by_head:
         count = _heads(heads)
         return torch.stack([part.unflatten(0, (count, -1)) for part in parts], 1).flatten(0, 2)
@@ -244,8 +249,8 @@ def _join(parts: list[Tensor], family: Family, heads: int | None) -> Tensor:
 
 def _heads(given: int | None) -> int:
     """GPT-NeoX's fused projection does not say how many heads it has."""
-    module = None if state.model is None else state.model.get_module()
-    found = given or getattr(module, "num_attention_heads", None)
-    if found is None:
+    module = None if state.weights is None else state.weights.module
+    heads = given or getattr(module, "num_attention_heads", None)
+    if heads is None:
         raise SMPValidationError("GPT-NeoX's weights do not say how many heads there are; give heads=")
-    return int(found)
+    return int(heads)

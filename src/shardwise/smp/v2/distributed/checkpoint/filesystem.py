@@ -1,5 +1,4 @@
-"""Where distributed checkpoints lie: torch's file system storage, in a directory or in S3, with metadata that is read
-without trusting it.
+"""Torch's file system storage of checkpoints, in a directory or in S3, whose metadata is read without trust.
 
 Torch's metadata is a pickle, which is written for torch's own reader. Beside it stands the same as JSON, and that is
 what is read here. Where torch's own writer was at work the pickle alone is there: it is walked, not unpickled. What is
@@ -31,7 +30,7 @@ Hook = Callable[["DistributedFileSystemWriter"], Any]
 
 
 def path_to_file_system(path: Any, s3_region: str | None = None, s3client_config: Any = None) -> FileSystemBase:
-    """The file system of a path or address: an S3FileSystem, or torch's of this machine.
+    """Return the file system of a path or address: an S3FileSystem, or torch's of this machine.
 
     Raises:
         ConfigError: it is an address elsewhere.
@@ -87,7 +86,7 @@ class DistributedFileSystemWriter(FileSystemWriter):
     def finish(self, metadata: Metadata, results: Any) -> None:
         """Writes the metadata, once all ranks' files are there."""
         super().finish(metadata, results)
-        places = {one.index: one.storage_data for of_rank in results for one in of_rank}
+        places = {written.index: written.storage_data for of_rank in results for written in of_rank}
         with self.fs.create_stream(self.fs.concat_path(self.path, FILE), "wb") as stream:
             stream.write(to_text(replace(metadata, storage_data=places)).encode())
 
@@ -119,7 +118,7 @@ class DistributedFileSystemReader(FileSystemReader):
 
 
 def first_failure(error: CheckpointException) -> BaseException:
-    """What went wrong on the first of the ranks that torch's error lists."""
+    """Return what went wrong on the first of the ranks that torch's error lists."""
     return next(iter(error.failures.values()))[0] if error.failures else error
 
 
@@ -130,10 +129,10 @@ class LoadPlanner(DefaultLoadPlanner):
         """Raises CheckpointError for a value of another class than plain data."""
         name = read_item.dest_index.fqn
         try:
-            found = torch.load(value, weights_only=True)
+            loaded = torch.load(value, weights_only=True)
         except Exception as error:  # of pickle, which is not imported, or of torch
             raise CheckpointError(f"{name!r} of the checkpoint is no plain data: {error}") from error
         if self.flatten_state_dict:
-            set_state_element(self.original_state_dict, self.mappings[name], found)
+            set_state_element(self.original_state_dict, self.mappings[name], loaded)
         else:
-            self.state_dict[name] = found
+            self.state_dict[name] = loaded

@@ -22,7 +22,7 @@ FILE = "metadata.json"
 
 
 def to_text(metadata: Metadata) -> str:
-    """The metadata as JSON."""
+    """Return the metadata as JSON."""
     return json.dumps(
         {
             "values": {name: _value(value) for name, value in metadata.state_dict_metadata.items()},
@@ -36,15 +36,15 @@ def to_text(metadata: Metadata) -> str:
 
 
 def from_text(text: str, load_id: str | None) -> Metadata:
-    """The metadata of `to_text`. Raises ValueError, KeyError, TypeError or AttributeError for anything else."""
-    found = json.loads(text)
+    """Return the metadata of `to_text`. Raises ValueError, KeyError, TypeError or AttributeError for anything else."""
+    stored = json.loads(text)
     places = {
         MetadataIndex(name, None if offset is None else torch.Size(offset), number): StorageInfo(path, start, length)
-        for name, offset, number, path, start, length in found["places"]
+        for name, offset, number, path, start, length in stored["places"]
     }
     return Metadata(
-        state_dict_metadata={name: _from_value(value) for name, value in found["values"].items()},
-        planner_data={name: tuple(path) for name, path in (found["paths"] or {}).items()},
+        state_dict_metadata={name: _from_value(value) for name, value in stored["values"].items()},
+        planner_data={name: tuple(path) for name, path in (stored["paths"] or {}).items()},
         storage_data=places,
         storage_meta=StorageMeta(load_id=load_id),
     )

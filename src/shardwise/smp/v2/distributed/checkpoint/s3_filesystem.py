@@ -24,7 +24,7 @@ _ADDRESS = re.compile(r"s3:/{1,2}(?P<bucket>[^/]+)(?:/(?P<key>.*))?", re.DOTALL)
 
 
 def is_s3_uri(uri: Any) -> bool:
-    """Whether it is `s3://…`; a `Path` made of that too."""
+    """Tell if it is `s3://…`; a `Path` made of that too."""
     return str(uri).startswith("s3:/")
 
 
@@ -73,7 +73,7 @@ def retry_with_jitter(function: Any, attempts: int = 3, seconds: float = 1.0) ->
 
 
 class S3FileSystem(FileSystemBase):
-    """What torch's checkpoint storage asks of a file system. Errors are OSErrors.
+    """A file system of S3, as torch's checkpoint storage asks for one. Errors are OSErrors.
 
     Args:
         region: of the bucket; unset: the environment's.
@@ -123,11 +123,11 @@ class S3FileSystem(FileSystemBase):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Whether it is an address in S3."""
+        """Tell if it is an address in S3."""
         return is_s3_uri(checkpoint_id)
 
     def exists(self, path: Any) -> bool:
-        """Whether the file is there now."""
+        """Tell if the file is there now."""
         with os_errors():
             self.fs.invalidate_cache()
             return bool(self.fs.exists(format_s3_path(path)))
@@ -147,11 +147,11 @@ def _settings(region: str | None, config: Any) -> dict[str, Any]:
     client: dict[str, Any] = {"retries": {"max_attempts": asked("max_attempts")}} if asked("max_attempts") else {}
     if asked("force_path_style"):
         client["s3"] = {"addressing_style": "path"}
-    found = {
+    settings = {
         "default_block_size": asked("part_size") or PART_BYTES,
         "anon": asked("unsigned"),
         "profile": asked("profile"),
         "config_kwargs": client,
         "client_kwargs": {"region_name": region} if region else {},
     }
-    return {name: value for name, value in found.items() if value}
+    return {name: value for name, value in settings.items() if value}

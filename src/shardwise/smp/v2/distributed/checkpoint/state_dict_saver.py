@@ -122,16 +122,16 @@ def _own_group(group: Any) -> Any:
 
 
 def _staged(value: Any) -> Any:
-    """A copy in host memory, which training does not change."""
+    """Return a copy in host memory, which training does not change."""
     if isinstance(value, dict):
-        return {key: _staged(each) for key, each in value.items()}
+        return {key: _staged(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_staged(each) for each in value)
+        return type(value)(_staged(item) for item in value)
     if hasattr(value, "local_shards"):  # ShardedTensor
         copy = value.cpu()
-        for mine, theirs in zip(copy.local_shards(), value.local_shards(), strict=True):
-            if mine.tensor.data_ptr() == theirs.tensor.data_ptr():
-                mine.tensor = theirs.tensor.detach().clone()
+        for staged, live in zip(copy.local_shards(), value.local_shards(), strict=True):
+            if staged.tensor.data_ptr() == live.tensor.data_ptr():
+                staged.tensor = live.tensor.detach().clone()
         return copy
     if isinstance(value, Tensor):
         with torch.no_grad():

@@ -17,11 +17,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateDictConfi
 
 from shardwise.errors import ConfigError
 from shardwise.smp.v2.grad_norm import plain_name
-from shardwise.smp.v2.state_handler import state
+from shardwise.smp.v2.session import state
 
 
 class SMStateDictType(enum.Enum):
-    """What `sm_state_dict_type` gives."""
+    """Kinds of state dict that `sm_state_dict_type` gives."""
 
     SM_LOCAL_STATE_DICT = "local"
 
@@ -33,7 +33,7 @@ def sm_state_dict_type(
     state_dict_config: StateDictConfig | None = None,
     optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> Iterator[None]:
-    """Inside, `model.state_dict()` is of that type.
+    """Let `model.state_dict()` be of that type.
 
     SM_LOCAL_STATE_DICT: this rank's shards by name, live, so that `load` fills the model itself; it has no configs.
     Torch's types: as in `FullyShardedDataParallel.state_dict_type`, which gets the configs.
@@ -78,7 +78,7 @@ def _local_state_dict(model: nn.Module) -> Iterator[None]:
 
 @dataclass
 class _Interval:
-    """How often to save, and the durations behind it, in seconds: the slowest rank's medians.
+    """Steps between saves, and the durations behind it, in seconds: the slowest rank's medians.
 
     Attributes:
         interval: steps between saves; 0: not known yet.
@@ -101,7 +101,7 @@ def compute_auto_checkpoint_interval(
     ckpt_preprocessing_durations: Sequence[float],
     ckpt_io_durations: Sequence[float],
 ) -> _Interval:
-    """The most frequent saves that do not wait for one another: ceil((copy + writing) / step) steps. Collective.
+    """Return the most frequent saves that do not wait for one another: ceil((copy + writing) / step) steps. Collective.
 
     Each argument holds one duration in seconds for each step that was measured, and at least one.
 
@@ -111,8 +111,8 @@ def compute_auto_checkpoint_interval(
     measured = (step_durations, step_ckpt_durations, ckpt_preprocessing_durations, ckpt_io_durations)
     if not all(measured):
         raise ConfigError("compute_auto_checkpoint_interval: each of its lists needs at least one duration")
-    mine = torch.tensor([median(durations) for durations in measured], dtype=torch.float64)
-    slowest = mine.to(state.device) if state.initialized else mine
+    local = torch.tensor([median(durations) for durations in measured], dtype=torch.float64)
+    slowest = local.to(state.device) if state.initialized else local
     if dist.is_initialized():
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
     step, with_save, copy, writing = slowest.tolist()

@@ -33,7 +33,7 @@ _WITH_ARGUMENT = ("BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "BININT", "BI
 
 @dataclass(eq=False)
 class _Record:
-    """What an object would be made of: the name of its class or function, arguments, and state."""
+    """The makings of an object: the name of its class or function, arguments, and state."""
 
     name: str
     arguments: tuple[Any, ...] = ()
@@ -79,8 +79,8 @@ class _Walk:
         elif code == "STACK_GLOBAL":
             stack.append(_Record(".".join(self._last(2))))
         elif code in ("NEWOBJ", "REDUCE"):
-            kind, arguments = self._last(2)
-            stack.append(_Record(kind.name, tuple(arguments)))
+            maker, arguments = self._last(2)
+            stack.append(_Record(maker.name, tuple(arguments)))
         elif code == "BUILD":
             (state,) = self._last(1)
             stack[-1].state = state
@@ -110,9 +110,9 @@ def from_pickle(content: bytes, load_id: str | None) -> Metadata:
     )
 
 
-def _state(record: Any, kind: str) -> Any:
-    if not isinstance(record, _Record) or record.name.rpartition(".")[2] != kind:
-        raise ValueError(f"{getattr(record, 'name', type(record).__name__)} stands where a {kind} has to be")
+def _state(record: Any, class_name: str) -> Any:
+    if not isinstance(record, _Record) or record.name.rpartition(".")[2] != class_name:
+        raise ValueError(f"{getattr(record, 'name', type(record).__name__)} stands where a {class_name} has to be")
     return {} if record.state is None else record.state
 
 

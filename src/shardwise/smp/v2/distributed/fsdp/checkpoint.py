@@ -15,7 +15,7 @@ from shardwise.smp.v2.distributed.checkpoint.state_dict_utils import (
     sm_state_dict_type,
 )
 from shardwise.smp.v2.logger import get_logger
-from shardwise.smp.v2.state_handler import state
+from shardwise.smp.v2.session import state
 
 EXPORT_KEY_MODEL, EXPORT_KEY_OPTIMIZER, EXPORT_KEY_SCHEDULER = "model", "optimizer", "scheduler"
 EXPORT_KEY_IDENTITY = "identity"
@@ -72,8 +72,8 @@ def load_model_checkpoint(
     if log:
         get_logger().info("read %s", file)
     exports = {name: value for name, value in content.items() if name not in KEYS}
-    found = {EXPORT_KEY_MODEL: model, EXPORT_KEY_OPTIMIZER: optimizer, EXPORT_KEY_SCHEDULER: scheduler}
-    return found | {EXPORT_KEY_IDENTITY: {"epoch": 0} | dict(extra_imports or {}) | exports}
+    loaded = {EXPORT_KEY_MODEL: model, EXPORT_KEY_OPTIMIZER: optimizer, EXPORT_KEY_SCHEDULER: scheduler}
+    return loaded | {EXPORT_KEY_IDENTITY: {"epoch": 0} | dict(extra_imports or {}) | exports}
 
 
 def _check_keys(file: Path, content: Any, optimizer: Any, scheduler: Any) -> None:

@@ -6,4 +6,4 @@ from typing import Any
 
 
 def register_tp_processing_pre_comm_hook(*args: Any, **kwargs: Any) -> None:
-    """Does nothing: gradients of tensor parts are right before FSDP reduces them."""
+    """Do nothing: gradients of tensor parts are right before FSDP reduces them."""

@@ -1,4 +1,4 @@
-"""What scripts call of Transformer Engine."""
+"""Functions of Transformer Engine that scripts call."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.checkpoint import checkpoint as _checkpoint
 
-from shardwise.smp.v2.float8 import chosen, multiplying, now
+from shardwise.smp.v2.float8 import current_float8, float8_of_recipe, multiplying
 
 # What tells Transformer Engine of tensor ranks and their random numbers.
 ITS_OWN = ("distribute_saved_activations", "get_rng_state_tracker", "get_cuda_rng_tracker", "tp_group")
@@ -16,7 +16,7 @@ ITS_OWN = ("distribute_saved_activations", "get_rng_state_tracker", "get_cuda_rn
 
 @contextmanager
 def fp8_autocast(enabled: bool = True, fp8_recipe: Any = None, **settings: Any) -> Iterator[None]:
-    """Inside, the linear layers of a transformed model's blocks multiply in float8, as `fp8_recipe`'s format says.
+    """Let the linear layers of a transformed model's blocks multiply in float8, by `fp8_recipe`'s format.
 
     Args:
         enabled: whether; off, a scope inside of another one is not in float8.
@@ -26,14 +26,14 @@ def fp8_autocast(enabled: bool = True, fp8_recipe: Any = None, **settings: Any) 
     Raises:
         ConfigError: an unknown format, or no model was transformed.
     """
-    with multiplying(chosen(fp8_recipe) if enabled else None):
+    with multiplying(float8_of_recipe(fp8_recipe) if enabled else None):
         yield
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Torch's checkpoint without reentrant backward; the recomputation is in float8 where the forward was."""
     kwargs = {name: value for name, value in kwargs.items() if name not in (*ITS_OWN, "use_reentrant")}
-    float8 = now()
+    float8 = current_float8()
 
     def run(*inputs: Any, **named: Any) -> Any:
         with multiplying(float8):

@@ -1,4 +1,4 @@
-"""What files of SMP's scripts may hold, and how they are read: nothing that they name is called.
+"""Files of SMP's scripts, read so that nothing that they name is called.
 
 Beside tensors and plain values scripts keep their arguments, dicts with defaults, numpy's numbers, a model's config and
 the shards of FSDP's local state; those of 2021 and 2022 also keep their loss scaler, an object of a class of their own.
@@ -41,14 +41,14 @@ _SHARDS = {
     )
 }  # fmt: skip
 # Of what kind a defaultdict's defaults are.
-_FACTORIES: dict[str, Any] = {f"builtins.{kind.__name__}": kind for kind in (dict, list, int, float)}
+_FACTORIES: dict[str, Any] = {f"builtins.{factory.__name__}": factory for factory in (dict, list, int, float)}
 _NOTHING: Mapping[str, Any] = {}
 _CONFIGS = ("transformers.models.", "transformers.configuration_utils")
 _REMOTE = "transformers_modules."  # what transformers loads for `trust_remote_code=True`
 
 
-def read(path: Path, map_location: Any = None, instead: Mapping[str, Any] = _NOTHING) -> Any:
-    """A file of `torch.save`, of what the head of this module says. Raises CheckpointError for any other.
+def read_safely(path: Path, map_location: Any = None, instead: Mapping[str, Any] = _NOTHING) -> Any:
+    """Read a file of `torch.save`, of what the head of this module says. Raises CheckpointError for any other.
 
     Args:
         instead: classes by the names that are to stand for them.
@@ -70,16 +70,16 @@ def read(path: Path, map_location: Any = None, instead: Mapping[str, Any] = _NOT
 def allowing(
     path: str | os.PathLike[str] | io.BytesIO, instead: Mapping[str, Any] = _NOTHING
 ) -> AbstractContextManager[Any]:
-    """While it lasts, torch lets in those classes among the ones that the file names which are known to be harmless."""
-    found = [(instead[name], name) if name in instead else _known(name) for name in names_in(path)]
-    known = [item for item in found if item is not None]
+    """Let torch read, while it lasts, the classes that the file names and that are known to be harmless."""
+    candidates = [(instead[name], name) if name in instead else _known(name) for name in names_in(path)]
+    known = [item for item in candidates if item is not None]
     plain = (argparse.Namespace, ShardedTensor.ProcessGroupState, *_DTYPES)
     manager: AbstractContextManager[Any] = torch.serialization.safe_globals([*plain, *known])
     return manager
 
 
-def for_scripts(load: Callable[..., Any]) -> Callable[..., Any]:
-    """`torch.load` for scripts older than its caution: files that SMP's functions read, it reads too."""
+def load_for_scripts(load: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `torch.load` for scripts older than its caution: files that SMP's functions read, it reads too."""
 
     @functools.wraps(load)
     def call(f: Any, *args: Any, **kwargs: Any) -> Any:
@@ -92,12 +92,12 @@ def for_scripts(load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def names_in(path: str | os.PathLike[str] | io.BytesIO) -> list[str]:
-    """Of classes and functions in the file that torch does not know by itself; nothing is loaded."""
+    """List the classes and functions in the file that torch does not know by itself; nothing is loaded."""
     try:
-        found: list[str] = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+        names: list[str] = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     except Exception:  # no zip file, or a broken one: reading it says why
         return []
-    return found
+    return names
 
 
 def _unknown(path: Path) -> list[str]:
@@ -105,8 +105,10 @@ def _unknown(path: Path) -> list[str]:
 
 
 def _member(kind: Any, name: str) -> Any:
-    """In the place of `getattr`, by which members of enums (until Python 3.11) and a class inside of ShardedTensor are
-    pickled: nothing else can be asked for."""
+    """Stand in for `getattr`, which pickles members of enums (until Python 3.11) and a class inside of ShardedTensor.
+
+    Nothing else can be asked for.
+    """
     if isinstance(kind, type) and issubclass(kind, ShardedTensor) and name == "ProcessGroupState":
         return ShardedTensor.ProcessGroupState
     if not (isinstance(kind, type) and issubclass(kind, enum.Enum)):
@@ -115,40 +117,41 @@ def _member(kind: Any, name: str) -> Any:
 
 
 def _without_default(factory: Any = None) -> dict[Any, Any]:
-    """In the place of `collections.defaultdict`, which torch does not fill: a plain dict."""
+    """Stand in for `collections.defaultdict`, which torch does not fill, with a plain dict."""
     return {}
 
 
 def _of_script(module: str, leaf: str) -> type | None:
-    """What stands for a class that the script has defined, or loaded from files below its directory; or for a config of
-    a model whose code it has let transformers load."""
+    """Return what stands for a class of the script's own, from files below its directory.
+
+    A config of a model whose code it has let transformers load is let in too.
+    """
     main, loaded = getattr(sys.modules.get("__main__"), "__file__", None), sys.modules.get(module)
-    kind, file = getattr(loaded, leaf, None), getattr(loaded, "__file__", None)
-    if not (main and file and isinstance(kind, type) and kind.__module__ == module):
+    script_class, file = getattr(loaded, leaf, None), getattr(loaded, "__file__", None)
+    if not (main and file and isinstance(script_class, type) and script_class.__module__ == module):
         return None
     beside = Path(file).resolve().is_relative_to(Path(main).resolve().parent)
-    return _blank(kind) if beside or (module.startswith(_REMOTE) and _is_config(kind)) else None
+    return _blank(script_class) if beside or (module.startswith(_REMOTE) and _is_config(script_class)) else None
 
 
-def _blank(kind: type) -> type:
-    """In the place of a script's class: its objects get the attributes that the file has, and nothing of the class is
-    called for that."""
+def _blank(script_class: type) -> type:
+    """Return a stand-in for a script's class, whose objects get a file's attributes; nothing of the class is called."""
 
-    class Blank(kind):  # type: ignore[valid-type,misc]
+    class Blank(script_class):  # type: ignore[valid-type,misc]
         def __new__(cls, *given: Any, **named: Any) -> Any:
             return object.__new__(cls)
 
         def __init__(self, *given: Any, **named: Any) -> None: ...
 
         def __setstate__(self, values: dict[str, Any]) -> None:
-            self.__class__ = kind
+            self.__class__ = script_class
             self.__dict__ |= values
 
     return Blank
 
 
 def _known(name: str) -> tuple[Any, str] | None:
-    """(what the name stands for, the name), if it is of plain dicts, numpy's numbers, shards, or a config."""
+    """Return (what the name stands for, the name), if it is of plain dicts, numpy's numbers, shards, or a config."""
     module, _, leaf = name.rpartition(".")
     if name in _NUMPY:
         return _SCALAR, name
@@ -167,10 +170,10 @@ def _known(name: str) -> tuple[Any, str] | None:
     if not module.startswith(_CONFIGS):
         return None
     try:
-        kind = getattr(importlib.import_module(module), leaf, None)
+        config_class = getattr(importlib.import_module(module), leaf, None)
     except ImportError:  # of a model that the installed version does not have
         return None
-    return (kind, name) if _is_config(kind) else None
+    return (config_class, name) if _is_config(config_class) else None
 
 
 def _is_config(kind: Any) -> bool:

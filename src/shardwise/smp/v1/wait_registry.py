@@ -1,4 +1,6 @@
-"""Who waits for whom: a message that can never be answered ends as an error, and not at the group's timeout.
+"""Notes of ranks that wait for each other: a message that can never be answered ends as an error.
+
+Without them it would end at the group's timeout.
 
 Before a rank waits it notes in the job's store for what. A rank that waits for another one reads that one's note. If
 the other waits for this rank too, in a call that does not fit the one that this rank is in, neither will ever go on.
@@ -20,14 +22,14 @@ import torch
 import torch.distributed as dist
 
 from shardwise._torch_compat import default_store
-from shardwise.smp.v1.exceptions import MessageError
+from shardwise.smp.exceptions import MessageError
 
 LONGEST = 600.0  # seconds, as long as torch's own calls wait for a peer
 PAUSES = (0.0005, 0.02)  # seconds between looks: at first, and at most
 SEND, RECEIVE, LEFT = "smp.send or smp.broadcast", "smp.recv_from", "left"
 
 
-class Meeting:
+class WaitRegistry:
     """This rank's notes and counters. Made by all ranks together."""
 
     def __init__(self, rank: int) -> None:

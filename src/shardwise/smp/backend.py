@@ -1,4 +1,4 @@
-"""Which backend carries a script's collectives: `ddp_dist_backend`, as far as this machine can do what it asks."""
+"""The backend that carries a script's collectives: `ddp_dist_backend`, as far as this machine can do what it asks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from shardwise.plan.plan import World, collective_algorithm
 from shardwise.words import say_note
 
 
-def choose(parallel: ParallelSection, world: World, notes: list[str]) -> str:
-    """The name to join with, as for `shardwise train`.
+def choose_backend(parallel: ParallelSection, world: World, notes: list[str]) -> str:
+    """Return the name of the backend to join with, as for `shardwise train`.
 
     NCCL for CUDA, but the engine where ranks share a GPU; for the CPU the engine, or Gloo with a note.
 
@@ -28,6 +28,13 @@ def choose(parallel: ParallelSection, world: World, notes: list[str]) -> str:
     carrier = for_cuda if world.device_type == "cuda" else _for_cpu(parallel.ddp_dist_backend, world, notes)
     algorithm, _ = collective_algorithm(parallel, carrier, world)
     return hierarchical.name_of(algorithm, carrier, carrier)
+
+
+def fsdp_backend(world: World) -> str:
+    """Return the name of the backend for torch's own FSDP: the engine where ranks share a GPU, else torch's."""
+    if world.device_type != "cuda":
+        return carriers.GLOO
+    return engine.BACKEND if world.shares_gpus else carriers.NCCL
 
 
 def _for_cpu(asked: str, world: World, notes: list[str]) -> str:
@@ -46,9 +53,9 @@ def _for_cpu(asked: str, world: World, notes: list[str]) -> str:
     return carriers.GLOO
 
 
-def differs(asked: str) -> str:
-    """A note, where the script has joined its ranks itself by another backend than `asked`; else empty."""
-    between = hierarchical.parts_of(dist.get_backend())[1]
-    if asked == "auto" or asked in between:
+def joined_backend_note(asked: str) -> str:
+    """Return a note where the script has joined its ranks itself by another backend than `asked`; else nothing."""
+    joined = hierarchical.parts_of(dist.get_backend())[1]
+    if asked == "auto" or asked in joined:
         return ""
-    return f"smp_options: ddp_dist_backend={asked!r} has no effect here: the ranks are joined over {between} already."
+    return f"smp_options: ddp_dist_backend={asked!r} has no effect here: the ranks are joined over {joined} already."
