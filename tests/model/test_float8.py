@@ -10,7 +10,7 @@ from shardwise.job.schema import Job
 from shardwise.model.build import build_model
 from shardwise.model.discover import discover
 from shardwise.model.facts import ModelFacts
-from shardwise.model.float8 import ENDS, left_out, local_sizes, summary
+from shardwise.model.float8 import ENDS, float8_summary, left_out, local_sizes
 from shardwise.plan.draft import World
 from shardwise.plan.plan import resolve
 
@@ -37,7 +37,7 @@ def test_small_layers_are_left(llama: ModelFacts, scaling: str, small: set[str])
     left = left_out(llama, scaling)
     found = {name.rpartition(".")[2] for name, reason in left.items() if "too small" in reason}
     assert found == small
-    text = summary(left)
+    text = float8_summary(left)
     assert (
         text.startswith("10 of 28 linear layers") and f"4 left: 4096 x 1024 is too small to gain from {scaling}" in text
     )
@@ -60,7 +60,7 @@ def test_what_is_no_multiple_of_16_cannot_be_done(llama: ModelFacts) -> None:
 def test_the_plan_prints_the_reason(llama: ModelFacts) -> None:
     job = Job.model_validate({"model": {"config": LLAMA}, "precision": {"fp8": "emulate"}})
     plan = resolve(job, World(1, "cpu", 1), llama)
-    assert len(plan.float8) == 10 and plan.rules["float8"] == summary(left_out(llama, "tensorwise"))
+    assert len(plan.float8) == 10 and plan.rules["float8"] == float8_summary(left_out(llama, "tensorwise"))
     assert any("none of its speed" in note for note in plan.notes)
 
 

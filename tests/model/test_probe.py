@@ -12,7 +12,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from shardwise.model.build import build_model, parameters_on_meta
 from shardwise.model.discover import find_block_lists
-from shardwise.model.probe import Probe, probe
+from shardwise.model.probe import ForwardProbe, probe_forward
 from tests.model import toys
 
 HEADS = {"bert": "cls.predictions.decoder", "roberta": "lm_head.decoder", "gemma2": None}  # gemma2: soft cap after it
@@ -23,8 +23,8 @@ ALTERNATING = {"gemma2"}  # full and sliding attention: two masks
 NO_ATTENTION_DROPOUT = {"falcon"}  # its SDPA path without alibi passes none
 
 
-def _probe(model: nn.Module, example: dict[str, Tensor] | None = None) -> Probe:
-    return probe(model, find_block_lists(model), 64, example)
+def _probe(model: nn.Module, example: dict[str, Tensor] | None = None) -> ForwardProbe:
+    return probe_forward(model, find_block_lists(model), 64, example)
 
 
 @pytest.mark.parametrize("model_type", toys.CONFIGS)
@@ -120,7 +120,7 @@ def test_layer_drop_is_seen_before_training_too(family: str, dropped: float, tra
     small = {"vocab_size": 32, "encoder_layers": 2, "decoder_layers": 2}
     with torch.device("meta"):
         model = AutoModel.from_config(AutoConfig.for_model(family, **small, **{name: dropped}))
-    seen = probe(model.train(training), find_block_lists(model), 8)
+    seen = probe_forward(model.train(training), find_block_lists(model), 8)
     assert seen.failure == "" and seen.drops_blocks is (dropped > 0)
 
 
@@ -156,7 +156,7 @@ def test_a_forward_that_depends_on_data_gets_the_cautious_answer() -> None:
         model = _Undecided()
     seen = _probe(model, {"x": torch.empty(2, 5, 8)})
     assert "cannot run on fake tensors" in seen.failure
-    assert seen == Probe(failure=seen.failure)
+    assert seen == ForwardProbe(failure=seen.failure)
 
 
 def test_the_model_is_left_as_it_was() -> None:

@@ -23,7 +23,7 @@ from shardwise.model.registry import family_of, known_families
 TOY = '''
 """XGLM, as a family of one's own."""
 
-from shardwise.model.facts import TensorSplit
+from shardwise.model.tensor_split import TensorSplit
 from shardwise.model.family import Family
 from shardwise.model.split_rules import ROW, SEPARATE_ATTENTION, below
 

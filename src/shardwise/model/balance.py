@@ -1,4 +1,4 @@
-"""Where to cut a chain of blocks into pipeline stages so that the costliest rank costs least.
+"""Cuts a chain of blocks into pipeline stages so that the costliest rank costs least.
 
 The cost of a block is SMP's: a weighted sum of its share of the memory and of the compute. What stands before the
 blocks and after them belongs to the first and the last stage and counts there. A rank computes and holds all of its
@@ -22,7 +22,7 @@ FEW = 8  # stages up to which pairs of moves are tried: their number grows with 
 
 
 def block_costs(facts: ModelFacts, sequence_length: int, memory_weight: float) -> tuple[list[float], float, float]:
-    """Costs of the blocks, of what stands before them, and of what stands after; all together 1.
+    """Return the costs of the blocks, of what stands before them, and of what stands after; all together 1.
 
     Memory is counted in parameters, compute in model FLOPs of a token: 2·P of a block and 4·s·h of its attention (PaLM,
     arXiv 2204.02311, appendix B), 2·P of the head, nothing of tables that are only looked up.
@@ -41,7 +41,9 @@ def block_costs(facts: ModelFacts, sequence_length: int, memory_weight: float) -
 
 
 def balance(costs: Sequence[float], ranks: Sequence[int], first: float = 0.0, last: float = 0.0) -> list[int]:
-    """Number of blocks in each stage, at least one, such that the costliest rank costs least; empty if there are fewer.
+    """Return the number of blocks in each stage, at least one, such that the costliest rank costs least.
+
+    Empty where there are fewer blocks than stages.
 
     Exact with one stage on a rank, by dynamic programming over (blocks placed, stages used); of equal cuts the one with
     the longest last stage. With several the cut of equal stages is improved by moving blocks from stage to stage.
@@ -91,7 +93,7 @@ def _even_stages(until: Sequence[float], extra: Sequence[float]) -> tuple[int, .
 def _even_ranks(
     sizes: tuple[int, ...], until: Sequence[float], ranks: Sequence[int], extra: Sequence[float]
 ) -> tuple[int, ...]:
-    """`sizes` with blocks moved between stages, one at a time or two, as long as that helps."""
+    """Return `sizes` with blocks moved between stages, one at a time or two, as long as that helps."""
     cut, together = np.array(sizes), 1
     best = _costs(cut[None], until, ranks, extra)[0]
     while together <= (2 if len(sizes) <= FEW else 1):
@@ -108,8 +110,10 @@ def _even_ranks(
 
 
 def _costs(cuts: Array, until: Sequence[float], ranks: Sequence[int], extra: Sequence[float]) -> Array:
-    """What is made small, for each of `cuts` [cuts, stages]: the largest load of a rank, the largest stage, and the
-    loads of all ranks, the largest first."""
+    """Return what is made small, for each of `cuts` [cuts, stages].
+
+    That is the largest load of a rank, the largest stage, and the loads of all ranks, the largest first.
+    """
     ends = np.pad(np.cumsum(cuts, axis=1), ((0, 0), (1, 0)))
     stages = np.diff(np.array(until)[ends]) + np.array(extra)
     loads = np.sort(stages @ (np.array(ranks)[:, None] == np.unique(ranks)))[:, ::-1]
@@ -118,7 +122,7 @@ def _costs(cuts: Array, until: Sequence[float], ranks: Sequence[int], extra: Seq
 
 @lru_cache(maxsize=16)
 def _moves(stages: int, together: int) -> Array:
-    """[moves, stages]: fewer by a block in as many stages as are moved `together`, and more by one in others."""
+    """Return [moves, stages]: fewer by a block in as many stages as are moved `together`, and more by one in others."""
     places = list(combinations_with_replacement(range(stages), together))
     pairs = [(less, more) for less, more in product(places, places) if not set(less) & set(more)]
     change = np.zeros((len(pairs), stages), dtype=np.int8)

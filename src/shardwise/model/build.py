@@ -58,7 +58,7 @@ OTHER_DROPOUT = re.compile(r"classif|summary|pooler|^cls|^qa|layerdrop|^drop_pat
 
 
 def build_model(job: Job) -> nn.Module:
-    """The model of `job` in train mode, parameters on the meta device (fp32), key-value cache off."""
+    """Return the model of `job` in train mode, parameters on the meta device (fp32), key-value cache off."""
     model = _build_user_module(job.model) if job.model.factory else _build_hugging_face(job, load_config(job))
     fuse_activations(model)
     model.train()
@@ -70,7 +70,7 @@ def build_model(job: Job) -> nn.Module:
 
 
 def load_config(job: Job) -> PreTrainedConfig:
-    """The Hugging Face config that the job names, with the job's dropout put in; not for `model.factory`."""
+    """Return the Hugging Face config that the job names, with the job's dropout; not for `model.factory`."""
     section = job.model
     if section.path is not None:
         config = _read_config(Path(section.path), "model.path", section, directory_only=True)
@@ -94,7 +94,7 @@ def load_config(job: Job) -> PreTrainedConfig:
 
 
 def _read_config(path: Path, key: str, section: ModelSection, directory_only: bool = False) -> PreTrainedConfig:
-    """AutoConfig of a directory or a json file; every way it can be missing or broken has its own message."""
+    """Return the config of a directory or a json file; every way it can be missing or broken has its own message."""
     where = f"{key}={str(path)!r}"
     if not path.exists():
         raise ModelError(f"{where} does not exist (models are read from disk only, never from a hub)")
@@ -155,7 +155,7 @@ def _check_model_type(model_type: object, where: str) -> None:
 
 
 def _config_from_dict(values: dict[str, Any], job: Job) -> PreTrainedConfig:
-    """A config of the user's own values: unknown keys refused, vocabulary and special tokens made to fit."""
+    """Return a config of the user's own values: unknown keys refused, vocabulary and special tokens made to fit."""
     model_type = values.pop("model_type", None)
     _check_model_type(model_type, "model.config")
     config_class = CONFIG_MAPPING[model_type]
@@ -173,15 +173,15 @@ def _config_from_dict(values: dict[str, Any], job: Job) -> PreTrainedConfig:
         key for key in values if hasattr(config, key) and not hasattr(defaults, key) and not _is_read(key, config)
     ]
     if unknown:
-        known = {name for name in {*defaults.to_dict(), *defaults.attribute_map} if not name.startswith("_")}
-        raise ConfigError(f"{where} has no {unknown[0]!r}.{nearest(unknown[0], known)}")
+        names = {name for name in {*defaults.to_dict(), *defaults.attribute_map} if not name.startswith("_")}
+        raise ConfigError(f"{where} has no {unknown[0]!r}.{nearest(unknown[0], names)}")
     return config
 
 
 def _is_read(key: str, config: PreTrainedConfig) -> bool:
-    """Whether the model's source mentions `key`; transformers keeps a key it does not know and never looks at it."""
+    """Tell whether the model's source mentions `key`; transformers keeps unknown keys and never looks at them."""
     classes = [type(config)] + [mapping[type(config)] for _, mapping, _ in HEADS.values() if type(config) in mapping]
-    sources = {inspect.getsource(sys.modules[kind.__module__]) for kind in classes}
+    sources = {inspect.getsource(sys.modules[source_class.__module__]) for source_class in classes}
     return any(re.search(rf"\b{re.escape(key)}\b", source) for source in sources)
 
 
@@ -198,7 +198,7 @@ def _set_dropout(config: PreTrainedConfig, probability: float) -> None:
 
 
 def _assign_dropout(config: PreTrainedConfig, probability: float) -> list[str]:
-    """Sets every dropout probability of `config` and of the configs inside it; returns their names."""
+    """Set every dropout probability of `config` and of the configs inside it; return their names."""
     names = []
     for name, value in list(vars(config).items()):
         if isinstance(value, PreTrainedConfig):
@@ -259,8 +259,8 @@ def _check_head(config: PreTrainedConfig, section: ModelSection) -> None:
                 "set it (T5's is its pad_token_id)"
             )
         return
-    others = [task for task, (_, known, _) in HEADS.items() if type(config) in known]
-    fix = f"use model.task={others[0]!r}" if others else "transformers has no language model of this type"
+    tasks = [task for task, (_, mapping, _) in HEADS.items() if type(config) in mapping]
+    fix = f"use model.task={tasks[0]!r}" if tasks else "transformers has no language model of this type"
     raise ModelError(f"model.task={section.task!r}: model_type {config.model_type!r} has no such head; {fix}")
 
 
@@ -278,12 +278,12 @@ def _from_config(config: PreTrainedConfig, section: ModelSection, attention: str
     except ModelError as error:
         if attention is None:
             raise
-        has = [kernel for kernel in BUILT if kernel != attention and _succeeds(partial(build, kernel))]
-        if not has:
+        available = [kernel for kernel in BUILT if kernel != attention and _succeeds(partial(build, kernel))]
+        if not available:
             raise
         raise ModelError(
-            f"model.attention={attention!r}: model_type {config.model_type!r} has {', '.join(has)} only; "
-            f"use {has[0]!r} or 'auto'"
+            f"model.attention={attention!r}: model_type {config.model_type!r} has {', '.join(available)} only; "
+            f"use {available[0]!r} or 'auto'"
         ) from error
 
 
@@ -296,7 +296,7 @@ def _succeeds(build: Callable[[], object]) -> bool:
 
 
 def _guarded(where: str, call: Callable[[], Any]) -> Any:
-    """`call()`; whatever transformers raises for a user's values becomes a ModelError that names them."""
+    """Return `call()`; whatever transformers raises for a user's values becomes a ModelError that names them."""
     try:
         return call()
     except ShardwiseError:
@@ -326,7 +326,7 @@ def _build_user_module(section: ModelSection) -> nn.Module:
 
 
 def _check_tensors(model: nn.Module, where: str) -> None:
-    """Every parameter on meta and of known shape, every buffer with values."""
+    """Check that every parameter is on meta and of known shape, every buffer with values."""
     parameters = dict(model.named_parameters())
     if not parameters:
         raise ModelError(f"{where} returned a module without parameters; there is nothing to train")

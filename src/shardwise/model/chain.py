@@ -1,4 +1,4 @@
-"""What the blocks of one list take from one another in a watched forward, and what all of them are given."""
+"""Reads the calls of a list of blocks in a recorded forward: what they hand to one another, and what all are given."""
 
 from __future__ import annotations
 
@@ -9,90 +9,105 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwise._torch_compat import tree_leaves
+from shardwise.model.capability import SUPPORTED, Capability, refused
 
-Key = int | str  # of an argument: its position, or its name
-HandedOn = tuple[dict[int, Key], str]  # number of an output -> argument of the next block; why they are not alike
+ArgumentKey = int | str  # position or name of an argument
+HandedOn = dict[int, ArgumentKey]  # number of a block's output -> argument of the next block
 
 
-class BlockWatch:
-    """The calls of one block: its arguments, and what it returned."""
+class BlockCalls:
+    """The calls of one block.
+
+    Attributes:
+        calls: positional and keyword arguments of each.
+        outputs: of the last call.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         self.outputs: tuple[Any, ...] = (None,)
 
-    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def record_arguments(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Record a call; a forward pre-hook with keyword arguments."""
         self.calls.append((args, dict(kwargs)))
 
-    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+    def record_output(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Record what a call returned; a forward hook."""
         self.outputs = tuple(output) if isinstance(output, (tuple, list)) and output else (output,)
 
     @property
-    def arguments(self) -> dict[Key, Any]:
-        """Of the one call, by position or name."""
+    def arguments(self) -> dict[ArgumentKey, Any]:
+        """Arguments of the one call, by position or name."""
         args, kwargs = self.calls[0]
-        given: dict[Key, Any] = dict(enumerate(args))
-        return given | dict(kwargs)
+        return dict(enumerate(args)) | dict(kwargs)
 
 
-def is_chain(watches: Sequence[BlockWatch]) -> bool:
-    """Whether each block ran once, on the output of the one before it as its first positional argument."""
-    if any(len(watch.calls) != 1 or not watch.calls[0][0] for watch in watches):
+def is_chain(blocks: Sequence[BlockCalls]) -> bool:
+    """Tell whether each block ran once, on the output of the one before as its first positional argument."""
+    if any(len(block.calls) != 1 or not block.calls[0][0] for block in blocks):
         return False
-    return all(watch.calls[0][0][0] is previous.outputs[0] for previous, watch in pairwise(watches))
+    return all(block.calls[0][0][0] is previous.outputs[0] for previous, block in pairwise(blocks))
 
 
-def share_arguments(watches: Sequence[BlockWatch]) -> bool:
-    """Whether the blocks of a chain got the same arguments beyond the hidden states."""
-    (_, *first_args), first_kwargs = watches[0].calls[0]
-    others = ((args[1:], kwargs) for args, kwargs in (watch.calls[0] for watch in watches[1:]))
-    return all(_same([args, kwargs], [tuple(first_args), first_kwargs]) for args, kwargs in others)
+def share_arguments(blocks: Sequence[BlockCalls]) -> bool:
+    """Tell whether the blocks of a chain got the same arguments beyond the hidden states."""
+    (_, *first_args), first_kwargs = blocks[0].calls[0]
+    later_calls = ((args[1:], kwargs) for args, kwargs in (block.calls[0] for block in blocks[1:]))
+    return all(_equal([args, kwargs], [tuple(first_args), first_kwargs]) for args, kwargs in later_calls)
 
 
-def handed_on(lists: Sequence[Sequence[BlockWatch]], encoded: Tensor | None, all_trained: bool) -> HandedOn:
-    """What each block of a chain hands to the next, of what is made from weights: number of its output -> argument.
+def handed_on(
+    chains: Sequence[Sequence[BlockCalls]], encoded: Tensor | None, all_trained: bool
+) -> tuple[HandedOn, Capability]:
+    """Return what each block of a chain hands to the next, of what is made from weights.
 
     Args:
-        lists: of watched blocks, each a chain.
+        chains: lists of blocks, each a chain.
         encoded: the states of an encoder, which blocks of the other list may be given.
         all_trained: whether every parameter has a gradient; only then can what is made from weights be told.
 
     Returns:
-        (outputs and arguments, or why they are not the same between all blocks or not all that is made from weights).
+        (outputs and arguments, whether these are the same between all blocks and all that is made from weights).
     """
-    found: dict[int, Key] | None = None
-    for watches in lists:
-        for previous, watch in pairwise(watches):
-            given = watch.arguments
-            mine = {
-                number: key
-                for number, value in enumerate(previous.outputs)
-                for key, argument in given.items()
-                if isinstance(value, Tensor) and argument is value
-                if number == 0 or value.requires_grad or not all_trained
-            }
-            if found is not None and mine != found:
-                return found, f"{previous.name} does not hand on what the blocks before it do"
-            found = mine
-            other = [argument for key, argument in given.items() if key not in mine.values()]
-            if any(leaf.requires_grad and leaf is not encoded for leaf in tree_leaves(other) if _is_tensor(leaf)):
-                return found, f"{watch.name} is given what was made from weights before the block in front of it"
-    return found or {0: 0}, ""
+    common: HandedOn | None = None
+    for blocks in chains:
+        for previous, block in pairwise(blocks):
+            arguments = block.arguments
+            passed = _passed(previous.outputs, arguments, all_trained)
+            if common is not None and passed != common:
+                return common, refused(f"{previous.name} does not hand on what the blocks before it do")
+            common = passed
+            rest = [argument for key, argument in arguments.items() if key not in passed.values()]
+            if any(leaf.requires_grad and leaf is not encoded for leaf in tree_leaves(rest) if _is_tensor(leaf)):
+                reason = f"{block.name} is given what was made from weights before the block in front of it"
+                return passed, refused(reason)
+    return common or {0: 0}, SUPPORTED
+
+
+def _passed(outputs: Sequence[Any], arguments: dict[ArgumentKey, Any], all_trained: bool) -> HandedOn:
+    """Return the outputs of a block that are arguments of the next: the first one, and those with a gradient."""
+    return {
+        number: key
+        for number, output in enumerate(outputs)
+        for key, argument in arguments.items()
+        if isinstance(output, Tensor) and argument is output
+        if number == 0 or output.requires_grad or not all_trained
+    }
 
 
 def _is_tensor(leaf: Any) -> bool:
     return isinstance(leaf, Tensor)
 
 
-def _same(left: Any, right: Any) -> bool:
-    """The same object, or equal plain data; two tensors are the same only if they are one object."""
+def _equal(left: Any, right: Any) -> bool:
+    """Tell whether these are one object, or equal plain data; two tensors are equal only if they are one object."""
     if left is right:
         return True
     if type(left) is not type(right) or isinstance(left, Tensor):
         return False
     if isinstance(left, (tuple, list)):
-        return len(left) == len(right) and all(_same(a, b) for a, b in zip(left, right))
+        return len(left) == len(right) and all(_equal(a, b) for a, b in zip(left, right))
     if isinstance(left, dict):
-        return left.keys() == right.keys() and all(_same(left[key], right[key]) for key in left)
+        return left.keys() == right.keys() and all(_equal(left[key], right[key]) for key in left)
     return isinstance(left, (bool, int, float, str)) and left == right

@@ -17,7 +17,7 @@ MIN_POSITIONS = 1024  # rotary: positions cost no parameters, and the exported m
 
 
 def default_config(job: Job) -> GPTNeoXConfig:
-    """The config whose size comes nearest to the target for `data.vocabulary_size`; no dropout, untied embeddings."""
+    """Return the config of nearly the target size for `data.vocabulary_size`, without dropout or tied embeddings."""
     vocabulary = job.data.vocabulary_size
     width = min(
         range(HEAD_SIZE, 1025, HEAD_SIZE), key=lambda h: abs(parameter_count(vocabulary, h) - TARGET_PARAMETERS)
@@ -39,5 +39,5 @@ def default_config(job: Job) -> GPTNeoXConfig:
 
 
 def parameter_count(vocabulary: int, width: int) -> int:
-    """Parameters of the model: embedding and head, then per layer 12 h² weights, 9 h biases and 4 h of two norms."""
+    """Return the number of parameters: embedding and head; per layer 12 h² weights, 9 h biases, 4 h of two norms."""
     return 2 * vocabulary * width + LAYERS * (12 * width * width + 13 * width) + 2 * width

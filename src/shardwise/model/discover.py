@@ -24,7 +24,7 @@ from shardwise.model.attention_support import context_capability, kernel_capabil
 from shardwise.model.capability import SUPPORTED, Capability, refused, unless
 from shardwise.model.facts import BlockFacts, ModelFacts, StageFacts
 from shardwise.model.fusible import fusible
-from shardwise.model.probe import Probe, probe, rehearse_stage, token_inputs
+from shardwise.model.probe import ForwardProbe, probe_forward, rehearse_stage, token_inputs
 from shardwise.model.registry import family_of
 from shardwise.model.stage_cut import stage_facts
 from shardwise.model.tensor_plan import is_routed, sequence_capability, tensor_plan, vocabulary_parameters
@@ -46,7 +46,7 @@ POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "
 
 
 def discover(model: nn.Module, job: Job, example: Mapping[str, Tensor] | None = None) -> ModelFacts:
-    """The facts of `model` (parameters on meta).
+    """Return the facts of `model` (parameters on meta).
 
     `example` holds keyword arguments for the forward of a user's module; without it a module that does not take
     `input_ids` cannot be probed, and the facts then assume the worst and say so in `probe_failure`.
@@ -54,7 +54,7 @@ def discover(model: nn.Module, job: Job, example: Mapping[str, Tensor] | None = 
     lists = find_block_lists(model)
     blocks = [name for names in lists for name in names]
     config = _text_config(model)
-    forward = probe(model, lists, job.data.sequence_length, example)
+    forward = probe_forward(model, lists, job.data.sequence_length, example)
     ties = find_ties(model)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     splits, tensor = tensor_plan(model)
@@ -105,43 +105,43 @@ def discover(model: nn.Module, job: Job, example: Mapping[str, Tensor] | None = 
 
 def _interface(model: nn.Module) -> dict[str, bool]:
     """Return what a model takes and returns; of a user's module nothing is known but that it has a loss."""
-    known = isinstance(model, PreTrainedModel)
+    is_pretrained = isinstance(model, PreTrainedModel)
     return {
-        "takes_token_ids": known,
-        "returns_logits": known,
-        "computes_own_loss": not known,
-        "generates_text": known,
-        "has_config": known,
+        "takes_token_ids": is_pretrained,
+        "returns_logits": is_pretrained,
+        "computes_own_loss": not is_pretrained,
+        "generates_text": is_pretrained,
+        "has_config": is_pretrained,
     }
 
 
-def _context_capability(model: nn.Module, blocks: list[str], forward: Probe) -> Capability:
+def _context_capability(model: nn.Module, blocks: list[str], forward: ForwardProbe) -> Capability:
     return context_capability(
         model, blocks, forward.attention, forward.mixes_positions, forward.failure, forward.attention_arguments
     )
 
 
-def _kernel_capability(model: nn.Module, forward: Probe) -> Capability:
+def _kernel_capability(model: nn.Module, forward: ForwardProbe) -> Capability:
     return kernel_capability(model, len(forward.attention_calls), forward.attention_arguments, forward.failure)
 
 
 def _linears(model: nn.Module, blocks: Iterable[str]) -> dict[str, tuple[int, int]]:
-    """Plain linear layers inside of blocks; classes with a forward of their own are not among them."""
-    found = {}
+    """Return (inputs, outputs) of plain linear layers inside of blocks, not of classes with a forward of their own."""
+    linears = {}
     for block in blocks:
         for name, module in model.get_submodule(block).named_modules(prefix=block):
             if type(module) is nn.Linear:
-                found[name] = (module.in_features, module.out_features)
+                linears[name] = (module.in_features, module.out_features)
             elif type(module) is Conv1D:
-                found[name] = (module.nx, module.nf)
-    return found
+                linears[name] = (module.nx, module.nf)
+    return linears
 
 
 def _stages(
     model: nn.Module,
     lists: list[list[str]],
     ties: tuple[tuple[str, ...], ...],
-    forward: Probe,
+    forward: ForwardProbe,
     example: Mapping[str, Tensor] | None,
 ) -> tuple[StageFacts, Capability]:
     """Return how the model is cut into stages, and whether it can be."""
@@ -162,32 +162,34 @@ def _stages(
 
 
 def find_block_lists(model: nn.Module) -> list[list[str]]:
-    """Module names of the repeated blocks, one list for each container that holds such, in module order."""
-    found = {}
+    """Return the module names of the repeated blocks, one list for each container that holds such, in module order."""
+    containers = {}
     for name, module in model.named_modules():
         if isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
             children = _repeated_children(module)
-            found[name] = {f"{name}.{key}" if name else key: child for key, child in children.items()}
-    found = {name: children for name, children in found.items() if _count(children.values())}
+            containers[name] = {f"{name}.{key}" if name else key: child for key, child in children.items()}
+    containers = {name: children for name, children in containers.items() if _count(children.values())}
     # Blocks are modules of modules; a list of bare layers (heads, codebooks) counts only where there is nothing better.
-    composite = {name: children for name, children in found.items() if _are_composite(children.values())}
-    bare = {name: children for name, children in found.items() if len(children) > 1}
+    composite = {name: children for name, children in containers.items() if _are_composite(children.values())}
+    bare = {name: children for name, children in containers.items() if len(children) > 1}
     lists = _outermost(composite or bare)
     heaviest = max((_count(children.values()) for children in lists.values()), default=0)
     heavy = [children for children in lists.values() if _count(children.values()) >= SMALLEST_LIST * heaviest]
-    return [[name for block in children.items() for name in _called(*block)] for children in heavy]
+    return [[name for block in children.items() for name in _called_modules(*block)] for children in heavy]
 
 
-def _called(name: str, block: nn.Module) -> list[str]:
-    """The block, or in the place of a bare list what is in it: a model of `for attend, feed in layers` never calls the
-    lists, so that nothing can be done around them."""
+def _called_modules(name: str, block: nn.Module) -> list[str]:
+    """Return the block's name, or for a bare list the names of what is in it.
+
+    A model of `for attend, feed in layers` never calls the lists, so that nothing can be done around them.
+    """
     if not isinstance(block, (nn.ModuleList, nn.ModuleDict)):
         return [name] if _count([block]) else []
-    return [each for key, child in block.named_children() for each in _called(f"{name}.{key}", child)]
+    return [inner for key, child in block.named_children() for inner in _called_modules(f"{name}.{key}", child)]
 
 
 def _repeated_children(container: nn.Module) -> dict[str, nn.Module]:
-    """The children that repeat: all of them, or in a sequence of other things the longest run of one class."""
+    """Return the children that repeat: all of them, or in a sequence of other things the longest run of one class."""
     children = dict(container.named_children())
     classes = [type(child) for child in children.values()]
     if _is_repeated(children.values()):
@@ -203,13 +205,15 @@ def _repeated_children(container: nn.Module) -> dict[str, nn.Module]:
 
 
 def _is_repeated(children: Collection[nn.Module]) -> bool:
-    """Whether all are of one class and mostly share their parameter names."""
+    """Tell whether all are of one class and mostly share their parameter names."""
     if len({type(child) for child in children}) != 1:
         return False
     names = [{name for name, _ in child.named_parameters(remove_duplicate=False)} for child in children]
-    counts = Counter(name for own in names for name in own)
+    counts = Counter(name for child_names in names for name in child_names)
     common = {name for name, count in counts.items() if count > len(names) / 2}
-    return bool(common) and all(len(own & common) >= SIMILAR_NAMES * len(own | common) for own in names)
+    return bool(common) and all(
+        len(child_names & common) >= SIMILAR_NAMES * len(child_names | common) for child_names in names
+    )
 
 
 def _are_composite(children: Iterable[nn.Module]) -> bool:
@@ -217,7 +221,7 @@ def _are_composite(children: Iterable[nn.Module]) -> bool:
 
 
 def _outermost(lists: dict[str, dict[str, nn.Module]]) -> dict[str, dict[str, nn.Module]]:
-    """Drops lists inside another one's blocks; a list of one that merely wraps a longer list gives way to it."""
+    """Drop lists inside another one's blocks; a list of one that merely wraps a longer list gives way to it."""
 
     def inside(name: str, blocks: Iterable[str]) -> bool:
         return any(name == block or name.startswith(f"{block}.") for block in blocks)
@@ -236,15 +240,15 @@ def _outermost(lists: dict[str, dict[str, nn.Module]]) -> dict[str, dict[str, nn
 
 
 def find_ties(model: nn.Module) -> tuple[tuple[str, ...], ...]:
-    """Groups of names that are one parameter, the first name of `named_parameters()` first."""
+    """Return the groups of names that are one parameter, the first name of `named_parameters()` first."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     return tuple(tuple(group) for group in names.values() if len(group) > 1)
 
 
-def _embedding_parameters(model: nn.Module, ties: tuple[tuple[str, ...], ...], forward: Probe) -> int:
-    """Elements that are only looked up: owned by embeddings alone, and read by no matrix product."""
+def _embedding_parameters(model: nn.Module, ties: tuple[tuple[str, ...], ...], forward: ForwardProbe) -> int:
+    """Return how many elements are only looked up: owned by embeddings alone, and read by no matrix product."""
     owners: dict[str, list[nn.Module]] = {}
     first = {name: group[0] for group in ties for name in group}
     sizes = {}
@@ -261,7 +265,7 @@ def _embedding_parameters(model: nn.Module, ties: tuple[tuple[str, ...], ...], f
 
 
 def _count(modules: Iterable[nn.Module]) -> int:
-    """Elements of all parameters of `modules`, each parameter once."""
+    """Return the elements of all parameters of `modules`, each parameter once."""
     return sum({id(p): p.numel() for module in modules for p in module.parameters()}.values())
 
 
@@ -269,13 +273,13 @@ def _count(modules: Iterable[nn.Module]) -> int:
 
 
 def _text_config(model: nn.Module) -> Any:
-    """The config that describes the language model (a part of the config of a multi-modal model), or None."""
+    """Return the config that describes the language model (a part of the config of a multi-modal model), or None."""
     config: Any = getattr(model, "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
-def _sizes(model: nn.Module, config: Any, blocks: list[str], forward: Probe) -> dict[str, Any]:
-    """The size fields of ModelFacts: what the config says, else what the shapes tell, else 0."""
+def _sizes(model: nn.Module, config: Any, blocks: list[str], forward: ForwardProbe) -> dict[str, Any]:
+    """Return the size fields of ModelFacts: what the config says, else what the shapes tell, else 0."""
     block = model.get_submodule(blocks[0]) if blocks else None
     embedding = max(_embeddings(model), key=lambda module: module.weight.numel(), default=None)
     hidden = _number(config, HIDDEN) or _width(block, embedding)
@@ -292,15 +296,15 @@ def _sizes(model: nn.Module, config: Any, blocks: list[str], forward: Probe) -> 
     }
 
 
-def _head_size(config: Any, forward: Probe) -> int:
-    """Of the first call of attention, else what the config says, else 0."""
+def _head_size(config: Any, forward: ForwardProbe) -> int:
+    """Return the size of the first call of attention, else what the config says, else 0."""
     for call in forward.attention_calls:
         return (call.head_size + call.value_size) // 2
     return _number(config, HEAD_SIZE) or 0
 
 
 def _number(config: Any, names: Iterable[str]) -> int | None:
-    """The first of `names` that the config has as a positive integer."""
+    """Return the first of `names` that the config has as a positive integer."""
     values = (getattr(config, name, None) for name in names)
     return next(
         (value for value in values if isinstance(value, int) and not isinstance(value, bool) and value > 0), None
@@ -319,7 +323,7 @@ def _key_value_heads(config: Any, heads: int) -> int:
 
 
 def _width(block: nn.Module | None, embedding: nn.Embedding | None) -> int:
-    """The commonest length of a block's vectors (norms and output biases), else the width of the embedding."""
+    """Return the commonest length of a block's vectors (norms and output biases), else the width of the embedding."""
     lengths = Counter(p.shape[0] for p in block.parameters() if p.dim() == 1) if block is not None else Counter()
     if lengths:
         return lengths.most_common(1)[0][0]
@@ -327,7 +331,7 @@ def _width(block: nn.Module | None, embedding: nn.Embedding | None) -> int:
 
 
 def _intermediate(block: nn.Module | None, hidden: int) -> int:
-    """The widest m that a block goes to and comes back from: it has weights [m, hidden] and [hidden, m]."""
+    """Return the widest m that a block goes to and comes back from: it has weights [m, hidden] and [hidden, m]."""
     if block is None:
         return 0
     shapes = {tuple(parameter.shape) for parameter in block.parameters() if parameter.dim() == 2}
@@ -335,7 +339,7 @@ def _intermediate(block: nn.Module | None, hidden: int) -> int:
 
 
 def _idle_parameters(model: nn.Module, config: Any) -> int:
-    """How many parameters of stacked experts, [experts, ...], a token does not go through."""
+    """Return how many parameters of stacked experts, [experts, ...], a token does not go through."""
     chosen = _number(config, EXPERTS_OF_TOKEN)
     if chosen is None:
         return 0

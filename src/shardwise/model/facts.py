@@ -1,4 +1,4 @@
-"""ModelFacts: what the planner, the legality table and parallelize() need to know of a model, as plain data.
+"""ModelFacts: all that plan, planner and parallelize() know of a model, as plain data.
 
 Made by `shardwise.model.discover` from the structure of a model on the meta device; nothing here touches torch.
 """
@@ -11,6 +11,7 @@ from functools import cached_property
 
 from shardwise.job.axes import Axis
 from shardwise.model.capability import SUPPORTED, Capability, refused
+from shardwise.model.tensor_split import TensorSplit
 
 NOT_EXAMINED = refused("it was not looked at")
 
@@ -27,73 +28,8 @@ class BlockFacts:
 
 
 @dataclass(frozen=True)
-class TensorSplit:
-    """How tensor parallelism treats a module.
-
-    Attributes:
-        kind: a linear module is split by `column` (output features) or `row` (input features); a `partial` one is whole
-            but sees only a part of the activations, so the gradients of its parameters are summed; an `inner` one is
-            dropout of activations that exist in parts, between a column and the row module beside it; `experts` are
-            stacks of MLPs, each of which is split by its inner features.
-        dim: of the weight.
-        sections: fused projections that lie side by side along `dim`, each of which is split.
-        shared: features of the one key head, and of the one value head, that lie behind the queries of each group and
-            serve all of them; ranks that share a group each make a part of both, and the parts are gathered.
-        groups: of queries with the key and the value head that `shared` speaks of, one after the other.
-        alone: a column module whose parent also works on whole activations.
-        key_value: a column module of key or value heads alone; of fewer heads than ranks each is held by several.
-        grouped: experts that transformers' grouped products compute, which read rows of a multiple of 16 bytes.
-    """
-
-    kind: str
-    dim: int = 0
-    sections: int = 1
-    shared: int = 0
-    groups: int = 1
-    alone: bool = False
-    key_value: bool = False
-    grouped: bool = False
-
-    def of(self, leaf: str) -> TensorSplit | None:
-        """How a parameter of the module is split; None where it is whole, as the bias of a row module's sum is."""
-        if self.kind == "experts":
-            return EXPERTS.get(leaf)
-        if leaf == "weight" and self.kind in ("column", "row"):
-            return self
-        return replace(self, dim=0) if leaf == "bias" and self.kind == "column" else None
-
-    def shares_groups(self, degree: int) -> bool:
-        """Whether one of `degree` ranks holds a part of a group, and not whole ones."""
-        return self.shared > 0 and self.groups % degree > 0
-
-    def along(self, size: int, degree: int) -> tuple[tuple[int, ...], int]:
-        """(sizes of the projections along a `dim` of `size`, groups of ranks that share them in turn)."""
-        if self.shares_groups(degree):
-            queries = size // self.groups - 2 * self.shared
-            return (queries, self.shared, self.shared) * self.groups, self.groups
-        return (size // self.sections,) * self.sections, 1
-
-
-# Stacks [experts, (gate, up), hidden] and [experts, hidden, inner features]: their parameters by name.
-EXPERTS = {"gate_up_proj": TensorSplit("column", dim=1, sections=2), "down_proj": TensorSplit("row", dim=2)}
-
-
-def chunk(size: int, degree: int, index: int) -> slice:
-    """Part `index` of `size` in chunks of ceil(size / degree), the last ones short or empty (torch.chunk's rule)."""
-    most = -(-size // degree)
-    return slice(min(index * most, size), min((index + 1) * most, size))
-
-
-def chunks(sections: tuple[int, ...], degree: int, index: int, groups: int = 1) -> list[slice]:
-    """Part `index` of each of the `sections`; of several groups of ranks each has as many sections, for it alone."""
-    ranks, count = degree // groups, len(sections) // groups
-    mine = range(index // ranks * count, (index // ranks + 1) * count)
-    return [chunk(size, ranks, index % ranks) if n in mine else slice(0, 0) for n, size in enumerate(sections)]
-
-
-@dataclass(frozen=True)
-class StandIn:
-    """What takes a module's place on a stage that does not hold it: only the shape of its output counts.
+class PlaceholderShape:
+    """The shape of what a module would return, for its placeholder on a stage that does not hold it.
 
     Attributes:
         argument: position or name of the tensor, or the shape, that the output's shape follows from.
@@ -108,19 +44,19 @@ class StandIn:
     ones: int = 0
     width: int = 0
 
-    def shape(self, given: Sequence[int]) -> tuple[int, ...]:
-        """Of the output, where the argument's shape is `given`."""
-        return (*(1,) * self.ones, *given[self.first : self.end], *((self.width,) if self.width else ()))
+    def shape(self, argument_shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the output's shape."""
+        return (*(1,) * self.ones, *argument_shape[self.first : self.end], *((self.width,) if self.width else ()))
 
 
 @dataclass(frozen=True)
 class StageFacts:
-    """How a model is cut into pipeline stages: between blocks, if they are a chain or two, else by tracing its forward.
+    """The cut of a model into pipeline stages: between blocks that are a chain or two, else by tracing its forward.
 
     Attributes:
         before: modules outside of the blocks that run before them -> elements of their own parameters.
         after: those that run after them, or never.
-        stand_ins: of the modules before.
+        placeholders: shapes for those of the modules before.
         outputs: 0 where a block returns its hidden states; n where they are the first of a tuple of n.
         handed_on: what a block hands to the next: number of its output -> position or name of the argument there.
         encoder: name of the stack that runs first in a model of two, whose states go to every block of the other.
@@ -135,7 +71,7 @@ class StageFacts:
 
     before: dict[str, int] = field(default_factory=dict)
     after: dict[str, int] = field(default_factory=dict)
-    stand_ins: dict[str, StandIn] = field(default_factory=dict)
+    placeholders: dict[str, PlaceholderShape] = field(default_factory=dict)
     outputs: int = 0
     handed_on: dict[int, int | str] = field(default_factory=lambda: {0: 0})
     encoder: str = ""
@@ -148,8 +84,8 @@ class StageFacts:
     traced: bool = False
 
     @property
-    def travels_flat(self) -> bool:
-        """Whether more than hidden states [B, S, H] crosses the borders of stages, or of another length."""
+    def has_flat_boundaries(self) -> bool:
+        """Tell whether one flat tensor crosses a stage's boundaries: more than hidden states [B, S, H], or others."""
         return self.traced or bool(self.encoder) or len(self.handed_on) > 1
 
 
@@ -177,7 +113,7 @@ class AttentionFacts:
 
 @dataclass(frozen=True)
 class BlockTraits:
-    """What decides how much a block keeps for backward and the shapes of its parameters do not show.
+    """Traits of a block that decide how much it keeps for backward, and that shapes of parameters do not show.
 
     Attributes:
         relu: its MLP has ReLU.
@@ -257,13 +193,13 @@ class ModelFacts:
 
     @cached_property
     def attention_alike(self) -> tuple[int, ...]:
-        """Of each layer of `attention`, the number of the first that differs from it in nothing but its name."""
+        """The first layer that differs in nothing but its name, for each layer of `attention`; by number."""
         first: dict[AttentionFacts, int] = {}
         return tuple(first.setdefault(replace(layer, name=""), n) for n, layer in enumerate(self.attention))
 
     @property
     def own_attention_arguments(self) -> tuple[str, ...]:
-        """Those of `attention_arguments` that cannot be cut as keys are: only attention of whole rows knows them."""
+        """Those of `attention_arguments` that cannot be cut as keys are; attention of whole rows alone knows them."""
         return tuple(name for name in self.attention_arguments if name != "key_bias")
 
     @cached_property
@@ -274,7 +210,7 @@ class ModelFacts:
 
     @cached_property
     def key_values_apart(self) -> bool:
-        """Whether some module makes keys or values alone."""
+        """Tell whether some module makes keys or values alone."""
         return any(split.key_value for split in self.tensor_splits.values())
 
     @cached_property
@@ -286,14 +222,14 @@ class ModelFacts:
     def block_of(self) -> dict[str, str]:
         """Parameter name -> name of the block that holds it; those outside of the blocks are left out."""
         blocks = {block.name for block in self.blocks}
-        found: dict[str, str] = {}
+        blocks_of: dict[str, str] = {}
         for name in self.parameter_shapes:
             parts = name.split(".")
             prefixes = (".".join(parts[:end]) for end in range(1, len(parts)))
             block = next((prefix for prefix in prefixes if prefix in blocks), None)
             if block is not None:
-                found[name] = block
-        return found
+                blocks_of[name] = block
+        return blocks_of
 
     @property
     def counting(self) -> tuple[str, ...]:
@@ -303,7 +239,7 @@ class ModelFacts:
 
     @property
     def chunkable_head(self) -> bool:
-        """Whether the output projection can run inside the loss, so that logits never exist whole."""
+        """Tell whether the output projection can run inside the loss, so that logits never exist whole."""
         return self.head is not None
 
     @property
@@ -317,11 +253,11 @@ class ModelFacts:
         return self.attention_width * self.key_value_heads // self.attention_heads if self.attention_heads else 0
 
     def key_value_copies(self, degree: int) -> int:
-        """How many of `degree` tensor ranks hold the same key-value head, where there are fewer heads than ranks."""
+        """Return how many of `degree` tensor ranks hold the same key-value head; 1 where there are as many heads."""
         return max(1, degree // self.key_value_heads) if self.key_value_heads else 1
 
     def model_flops_per_token(self, sequence_length: int) -> float:
-        """Model FLOPs of forward and backward for one token: 6·P + 12·L·s·h.
+        """Return the model FLOPs of forward and backward for one token: 6·P + 12·L·s·h.
 
         P counts the parameters that take part in matrix products (all but input embeddings that are only looked up, and
         of experts those that a token goes to); s is the sequence length and h the heads times the size of one, most
@@ -333,5 +269,5 @@ class ModelFacts:
         )
 
     def smp_flops_per_token(self) -> float:
-        """SMP's published convention: 8·P for one token, all parameters, recomputation assumed."""
+        """Return FLOPs by SMP's published convention: 8·P for one token, all parameters, recomputation assumed."""
         return 8.0 * self.parameters

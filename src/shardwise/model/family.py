@@ -1,4 +1,4 @@
-"""The record of a model family: what of its models neither their structure nor transformers' own plans show.
+"""The record of a model family: all that neither the structure of its models nor transformers' plans show.
 
 A file of `shardwise.model.families` holds one record as `FAMILY`; `shardwise.model.registry` finds it by model type. A
 family without a record is one of which nothing has to be known: `Family((model_type,))`.
@@ -12,14 +12,15 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.model.facts import PLAIN_BLOCK, BlockTraits, TensorSplit
+from shardwise.model.facts import PLAIN_BLOCK, BlockTraits
+from shardwise.model.tensor_split import TensorSplit
 
 SplitRules = Mapping[str, TensorSplit]  # module of the base model, `*` for a block's number -> how it is split
 
 
 @dataclass(frozen=True)
 class FamilyAttention:
-    """What the attention of a family asks of kernels, and how its calls reach them.
+    """Attention of a family: what it asks of kernels, and how its calls reach them.
 
     Attributes:
         bias: kind of bias on scores (`attention_kernels.AttentionNeeds.bias`) that some model of it has.
@@ -47,7 +48,7 @@ class FamilyAttention:
 
 @dataclass(frozen=True)
 class Family:
-    """What is known of a model family.
+    """The record of a model family.
 
     Attributes:
         model_types: transformers' names of the family's models, which share everything here.

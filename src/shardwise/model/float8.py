@@ -1,4 +1,4 @@
-"""Which linear layers of a model are worth multiplying in float8: plain data, nothing here computes.
+"""Chooses the linear layers of a model that are worth multiplying in float8. Plain data, nothing here computes.
 
 A product in float8 pays for casting its factors, which are read and written once more, with a multiplication that
 takes about half as long. Work grows with the product of a layer's sizes and casting with their sum, so small layers
@@ -20,7 +20,7 @@ ENDS = "in the first or the last block, where rounding costs most"
 
 
 def left_out(facts: ModelFacts, scaling: str, tensor_degree: int = 1) -> dict[str, str]:
-    """Each linear layer of the blocks -> why it is left in the compute dtype; empty where it is not.
+    """Return linear layer of the blocks -> why it is left in the compute dtype; empty where it is not.
 
     Args:
         facts: of the model.
@@ -28,7 +28,7 @@ def left_out(facts: ModelFacts, scaling: str, tensor_degree: int = 1) -> dict[st
         tensor_degree: ranks that share a layer; it is the part that has to be large enough.
     """
     ends = tuple(f"{block.name}." for block in (*facts.blocks[:1], *facts.blocks[-1:]))
-    found = {}
+    reasons = {}
     for name in facts.linears:
         sizes = local_sizes(facts, name, tensor_degree)
         if any(size % MULTIPLE for size in sizes):
@@ -39,12 +39,12 @@ def left_out(facts: ModelFacts, scaling: str, tensor_degree: int = 1) -> dict[st
             reason = f"{sizes[0]} x {sizes[1]} is too small to gain from {scaling} scaling"
         else:
             reason = ""
-        found[name] = reason
-    return found
+        reasons[name] = reason
+    return reasons
 
 
 def local_sizes(facts: ModelFacts, name: str, tensor_degree: int) -> tuple[int, int]:
-    """(inputs, outputs) of a linear layer's part on one tensor rank."""
+    """Return (inputs, outputs) of a linear layer's part on one tensor rank."""
     inputs, outputs = facts.linears[name]
     split = facts.tensor_splits.get(name)
     if split is None or tensor_degree == 1 or split.kind not in ("row", "column"):
@@ -55,12 +55,12 @@ def local_sizes(facts: ModelFacts, name: str, tensor_degree: int) -> tuple[int, 
     return inputs, outputs * copies // tensor_degree
 
 
-def summary(left: dict[str, str]) -> str:
-    """How many of the layers are in float8, and why the others are not."""
-    reasons: dict[str, int] = {}
+def float8_summary(left: dict[str, str]) -> str:
+    """Return how many of the layers are in float8, and why the others are not."""
+    counts: dict[str, int] = {}
     for reason in left.values():
         if reason:
-            reasons[reason] = reasons.get(reason, 0) + 1
+            counts[reason] = counts.get(reason, 0) + 1
     taken = sum(not reason for reason in left.values())
-    others = "; ".join(f"{count} left: {reason}" for reason, count in reasons.items())
-    return f"{taken} of {len(left)} linear layers of the blocks" + (f"; {others}" if others else "")
+    rest = "; ".join(f"{count} left: {reason}" for reason, count in counts.items())
+    return f"{taken} of {len(left)} linear layers of the blocks" + (f"; {rest}" if rest else "")

@@ -1,4 +1,4 @@
-"""Where Liger's kernels can take the place of a model's code: modules whose forward is line by line what they compute.
+"""Finds modules whose forward is line by line what one of Liger's kernels computes.
 
 transformers writes its families out in full, so the same norm, MLP or rotation stands in many files. A module is taken
 where the source of its forward is that of Llama's; a family that departs in one line is not. Nothing here needs Liger.
@@ -21,20 +21,20 @@ RENAMES = "transformers.utils.deprecation"  # whose wrappers take former names o
 
 
 def fusible(model: nn.Module) -> dict[str, str]:
-    """Module name -> which kernel can compute it: NORM, SWIGLU, GEGLU, or ROTARY of an attention module."""
-    found = {name: _kind(module) for name, module in model.named_modules()}
-    return {name: kind for name, kind in found.items() if kind}
+    """Return module name -> which kernel can compute it: NORM, SWIGLU, GEGLU, or ROTARY of an attention module."""
+    kernels = {name: _kernel_of(module) for name, module in model.named_modules()}
+    return {name: kernel for name, kernel in kernels.items() if kernel}
 
 
-def bare_forward(kind: type[nn.Module]) -> Any:
-    """The class's forward, below wrappers that only know former names of its arguments."""
-    forward = kind.forward
+def bare_forward(module_class: type[nn.Module]) -> Any:
+    """Return the class's forward, below wrappers that only know former names of its arguments."""
+    forward = module_class.forward
     while getattr(forward, "__globals__", {}).get("__name__") == RENAMES:
         forward = forward.__wrapped__  # type: ignore[attr-defined]
     return forward
 
 
-def _kind(module: Any) -> str:
+def _kernel_of(module: Any) -> str:
     source = _source(type(module).forward)
     if source == _source(llama.LlamaRMSNorm.forward):
         return NORM
@@ -43,14 +43,13 @@ def _kind(module: Any) -> str:
         if isinstance(activation, (nn.SiLU, SiLUActivation)):
             return SWIGLU
         return GEGLU if isinstance(activation, GELUTanh) else ""  # the kernel has the approximation by tanh alone
-    kind: type[nn.Module] = type(module)
-    return ROTARY if _rotates(kind) else ""
+    return ROTARY if _rotates(type(module)) else ""
 
 
-def _rotates(kind: type[nn.Module]) -> bool:
-    """Whether its forward calls a rotation that is Llama's."""
-    rotation = getattr(sys.modules[kind.__module__], ROTATION, None)
-    forward = bare_forward(kind)
+def _rotates(module_class: type[nn.Module]) -> bool:
+    """Tell whether its forward calls a rotation that is Llama's."""
+    rotation = getattr(sys.modules[module_class.__module__], ROTATION, None)
+    forward = bare_forward(module_class)
     code = getattr(forward, "__code__", None)
     calls = code is not None and ROTATION in code.co_names and not hasattr(forward, "__wrapped__")
     return calls and rotation is not None and _source(rotation) == _source(llama.apply_rotary_pos_emb)
@@ -58,7 +57,7 @@ def _rotates(kind: type[nn.Module]) -> bool:
 
 @cache
 def _source(function: Any) -> str:
-    """Empty where there is none to read."""
+    """Return the source of a function; empty where there is none to read."""
     try:
         return inspect.getsource(function)
     except (OSError, TypeError):

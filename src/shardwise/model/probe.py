@@ -31,12 +31,12 @@ from transformers import PreTrainedConfig
 from shardwise._torch_compat import FakeTensorMode, tree_leaves
 from shardwise.errors import ModelError
 from shardwise.model.attention_calls import AttentionCalls
-from shardwise.model.capability import Capability, unless
-from shardwise.model.chain import BlockWatch, HandedOn, handed_on, is_chain, share_arguments
+from shardwise.model.capability import SUPPORTED, Capability, unless
+from shardwise.model.chain import BlockCalls, HandedOn, handed_on, is_chain, share_arguments
 from shardwise.model.facts import AttentionFacts, ModelFacts, StageFacts
+from shardwise.model.layer_drop import FixedScalarDraws
 from shardwise.model.modules import empty_module
-from shardwise.model.random_draws import Dice
-from shardwise.model.stage_cut import OrderWatch
+from shardwise.model.stage_cut import ExecutionOrder
 
 Result = TypeVar("Result")
 Shapes = dict[tuple[str, int], tuple[int, ...]]  # of (module, number of its output)
@@ -47,8 +47,8 @@ ATTEMPTS = (("cpu", torch.float32), ("meta", torch.float32), ("cpu", torch.bfloa
 
 DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
 DROPOUT_FORWARDS = {
-    kind.forward
-    for kind in (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+    module_class.forward
+    for module_class in (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 }
 MATRIX_PRODUCTS = {
     F.linear, F.bilinear, torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.einsum, torch.tensordot, torch.t,
@@ -65,19 +65,19 @@ LOOKS = {"__get__", "size", "dim", "numel", "stride", "is_floating_point", "elem
 
 
 @dataclass(frozen=True)
-class Probe:
-    """What the forward showed. The defaults are the cautious answers for a model that could not be probed."""
+class ForwardProbe:
+    """Findings of one forward. The defaults are the cautious answers for a model that could not be probed."""
 
     head: str | None = None
     head_has_bias: bool = False
     has_functional_dropout: bool = True
     has_attention_dropout: bool = True
     blocks_share_arguments: bool = False
-    order: OrderWatch | None = None  # what ran when
+    order: ExecutionOrder | None = None
     blocks_are_chain: bool = False  # each ran once, on the output of the one before
-    handed_on: HandedOn = field(default_factory=lambda: (dict[int, int | str]({0: 0}), ""))  # from block to block
+    handed_on: tuple[HandedOn, Capability] = field(default_factory=lambda: (HandedOn({0: 0}), SUPPORTED))
     block_calls: int = 0  # more than there are blocks where weights are shared across depth
-    dice: int = 0  # single random numbers that were drawn, by which layers may be dropped
+    scalar_draws: int = 0  # random numbers that were drawn, by which layers may be dropped
     drops_blocks: bool = False
     matrix_parameters: frozenset[str] = frozenset()
     attention: tuple[str, ...] = ()  # modules that called transformers' AttentionInterface, one for each call
@@ -87,40 +87,45 @@ class Probe:
     failure: str = ""
 
 
-def probe(
+def probe_forward(
     model: nn.Module,
     block_lists: Sequence[Sequence[str]],
     sequence_length: int,
     example: Mapping[str, Tensor] | None = None,
-) -> Probe:
-    """Runs the forward on `example` (keyword arguments; only shapes and dtypes count) or, without one, on tokens.
+) -> ForwardProbe:
+    """Run the forward on `example` (keyword arguments; only shapes and dtypes count) or, without one, on tokens.
 
     `block_lists` are module names. The model stays as it is: a copy runs, for a forward may keep tensors it made.
     """
     if example is None and "input_ids" not in inspect.signature(model.forward).parameters:
-        return Probe(failure=f"{type(model).__name__}.forward has no input_ids, and there is no example batch")
+        return ForwardProbe(failure=f"{type(model).__name__}.forward has no input_ids, and there is no example batch")
     inputs = example or token_inputs(model, min(POSITIONS, sequence_length))
 
-    def observe(die: float, training: bool, device: str, dtype: torch.dtype) -> Probe:
+    def observe(draw: float, training: bool, device: str, dtype: torch.dtype) -> ForwardProbe:
         observed = _copy(model).train() if training else _copy(model)
-        return _Observation(observed, block_lists, _positions(inputs), die).run(inputs, device, dtype)
+        return _RecordedForward(observed, block_lists, _positions(inputs), draw).run(inputs, device, dtype)
 
-    seen, failure = _attempt(partial(observe, 1.0, False))
-    if seen is not None and (seen.dice or not model.training):  # what drops in training may be asked before it
+    result, failure = _attempt(partial(observe, 1.0, False))
+    if result is not None and (
+        result.scalar_draws or not model.training
+    ):  # what drops in training may be asked before it
         fewest = _attempt(partial(observe, 0.0, True))[0]
-        seen = replace(seen, drops_blocks=fewest is not None and fewest.block_calls < seen.block_calls)
-    return seen or Probe(failure=f"the forward of {type(model).__name__} cannot run on fake tensors: {failure}")
+        drops_blocks = fewest is not None and fewest.block_calls < result.block_calls
+        result = replace(result, drops_blocks=drops_blocks)
+    return result or ForwardProbe(
+        failure=f"the forward of {type(model).__name__} cannot run on fake tensors: {failure}"
+    )
 
 
 def token_inputs(model: nn.Module, positions: int) -> dict[str, Tensor]:
-    """What a language model is called with, on the meta device."""
+    """Return the arguments of a language model, on the meta device."""
     tokens = torch.empty(ROWS, positions, dtype=torch.long, device="meta")
     two_sided = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     return {"input_ids": tokens} | ({"decoder_input_ids": tokens} if two_sided else {})
 
 
 def _attempt(run: Callable[[str, torch.dtype], Result]) -> tuple[Result | None, str]:
-    """What `run` gives on the first of ATTEMPTS that works, or None and why the first of them did not."""
+    """Return what `run` gives on the first of ATTEMPTS that works, or None and why the first of them did not."""
     failure = ""
     for device, dtype in ATTEMPTS:
         try:
@@ -141,9 +146,9 @@ def rehearse_stage(
     def rehearse(device: str, dtype: torch.dtype) -> None:
         rehearsed = _copy(model)
         for name in blocks:
-            own: Any = rehearsed.get_submodule(name)
-            empty_module(own)
-            own.forward = lambda hidden, *_, **__: (
+            block: Any = rehearsed.get_submodule(name)
+            empty_module(block)
+            block.forward = lambda hidden, *_, **__: (
                 (hidden, *(None,) * (stages.outputs - 1)) if stages.outputs else hidden
             )
         _run_fake(rehearsed, example, device, dtype)
@@ -153,7 +158,7 @@ def rehearse_stage(
 
 
 def shapes_handed_on(model: nn.Module, facts: ModelFacts, inputs: Mapping[str, Any]) -> Shapes:
-    """Shapes of what blocks hand on and of what an encoder returns, in a forward of `inputs`.
+    """Return the shapes of what blocks hand on and of what an encoder returns, in a forward of `inputs`.
 
     Args:
         model: uncut; it stays as it is.
@@ -162,47 +167,49 @@ def shapes_handed_on(model: nn.Module, facts: ModelFacts, inputs: Mapping[str, A
     Raises:
         ModelError: the forward cannot run on fake tensors.
     """
-    found: Shapes = {}
-    watched, stages = _copy(model), facts.stages
+    shapes: Shapes = {}
+    recorded, stages = _copy(model), facts.stages
 
-    def see(name: str, numbers: Iterable[int], module: nn.Module, args: Any, output: Any) -> None:
+    def record(name: str, numbers: Iterable[int], module: nn.Module, args: Any, output: Any) -> None:
         for number in numbers:
             value = output if isinstance(output, Tensor) else output[number]
-            found[name, number] = tuple(value.shape)
+            shapes[name, number] = tuple(value.shape)
 
     for block in facts.blocks:
-        watched.get_submodule(block.name).register_forward_hook(partial(see, block.name, stages.handed_on))
+        recorded.get_submodule(block.name).register_forward_hook(partial(record, block.name, stages.handed_on))
     if stages.encoder:
-        watched.get_submodule(stages.encoder).register_forward_hook(partial(see, stages.encoder, (0,)))
-    failure = _attempt(partial(_run_fake, watched, inputs))[1]
+        recorded.get_submodule(stages.encoder).register_forward_hook(partial(record, stages.encoder, (0,)))
+    failure = _attempt(partial(_run_fake, recorded, inputs))[1]
     if failure:
         raise ModelError(
             f"what travels between the stages of {facts.family} cannot be told for this batch: {failure}; use "
             "pipeline_parallel_degree 1"
         )
-    return found
+    return shapes
 
 
 def units_in_order(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[str, ...]:
-    """The smallest modules that together hold all parameters and run once each, in that order: what takes the place of
-    blocks in a model where nothing repeats. Empty where the model itself is the smallest, or cannot run.
+    """Return the smallest modules that together hold all parameters and run once each, in that order.
+
+    They take the place of blocks in a model where nothing repeats. Empty where the model itself is the smallest, or
+    cannot run.
 
     Args:
         inputs: keyword arguments of the forward; of tensors shapes and dtypes count.
     """
     calls: list[str] = []
-    watched = _copy(model)
-    for name, module in watched.named_modules():
+    recorded = _copy(model)
+    for name, module in recorded.named_modules():
         module.register_forward_pre_hook(partial(lambda name, module, args: calls.append(name), name))
 
     def run(device: str, dtype: torch.dtype) -> None:
         calls.clear()
-        _run_fake(watched, inputs, device, dtype)
+        _run_fake(recorded, inputs, device, dtype)
 
     if _attempt(run)[1]:
         return ()
-    found = _smallest(model, "", calls)
-    return () if found == [""] else tuple(sorted(found, key=calls.index))
+    units = _smallest(model, "", calls)
+    return () if units == [""] else tuple(sorted(units, key=calls.index))
 
 
 def _smallest(module: nn.Module, name: str, calls: Sequence[str]) -> list[str]:
@@ -210,9 +217,9 @@ def _smallest(module: nn.Module, name: str, calls: Sequence[str]) -> list[str]:
         f"{name}.{key}" if name else key: child for key, child in module.named_children() if _holds_parameters(child)
     }
     holds_some = any(True for _ in module.parameters(recurse=False))
-    if holds_some or not children or any(calls.count(each) != 1 for each in children):
+    if holds_some or not children or any(calls.count(child) != 1 for child in children):
         return [name]
-    return [unit for each, child in children.items() for unit in _smallest(child, each, calls)]
+    return [unit for key, child in children.items() for unit in _smallest(child, key, calls)]
 
 
 def _holds_parameters(module: nn.Module) -> bool:
@@ -220,21 +227,21 @@ def _holds_parameters(module: nn.Module) -> bool:
 
 
 def _run_fake(model: nn.Module, inputs: Mapping[str, Any], device: str, dtype: torch.dtype) -> None:
-    with _quiet(), FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]), Dice():
+    with _quiet(), FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]), FixedScalarDraws():
         state = {name: _fake(tensor, device, dtype) for name, tensor in _tensors(model)}
-        given = {
+        arguments = {
             name: _fake(value, device, dtype) if isinstance(value, Tensor) else value for name, value in inputs.items()
         }
-        torch.func.functional_call(model, state, (), given)
+        torch.func.functional_call(model, state, (), arguments)
 
 
 def _positions(inputs: Mapping[str, Tensor]) -> int:
-    """The sequence length S of the inputs: dim 1 of the first that has one."""
+    """Return the sequence length S of the inputs: dim 1 of the first that has one."""
     return next((tensor.shape[1] for tensor in inputs.values() if tensor.dim() > 1), 0)
 
 
 def _copy(model: nn.Module) -> nn.Module:
-    """A copy of the module tree that shares the buffers, which may be large; the probe never reads them.
+    """Return a copy of the module tree that shares the buffers, which may be large; the probe never reads them.
 
     Its experts, if it has some, are computed in the one way of transformers' whose shapes do not depend on the routing
     and whose widths may be any.
@@ -246,27 +253,28 @@ def _copy(model: nn.Module) -> nn.Module:
     return copied
 
 
-class _Observation:
-    """One run of the forward of `model` with watches on head, dropout modules and blocks; the model is used up."""
+class _RecordedForward:
+    """One run of the forward of `model` with hooks on head, dropout modules and blocks; the model is used up."""
 
-    def __init__(self, model: nn.Module, block_lists: Sequence[Sequence[str]], positions: int, die: float) -> None:
+    def __init__(self, model: nn.Module, block_lists: Sequence[Sequence[str]], positions: int, draw: float) -> None:
         self.model = model
-        self.blocks = [[BlockWatch(name) for name in names] for names in block_lists]
+        self.blocks = [[BlockCalls(name) for name in names] for names in block_lists]
         self.head_name, self.head = _plain_head(model)
-        self.functions, self.dice = _FunctionWatch(positions), Dice(die)
+        self.functions = _FunctionCalls(positions)
+        self.draws = FixedScalarDraws(draw)
         self.attention = AttentionCalls()
-        self.order = OrderWatch(model, block_lists)
-        for watch in (watch for watches in self.blocks for watch in watches):
-            model.get_submodule(watch.name).register_forward_pre_hook(watch.before, with_kwargs=True)
-            model.get_submodule(watch.name).register_forward_hook(watch.after)
+        self.order = ExecutionOrder(model, block_lists)
+        for block in (block for blocks in self.blocks for block in blocks):
+            model.get_submodule(block.name).register_forward_pre_hook(block.record_arguments, with_kwargs=True)
+            model.get_submodule(block.name).register_forward_hook(block.record_output)
         for module in model.modules():
             if type(module).forward in DROPOUT_FORWARDS:
                 module.register_forward_pre_hook(self.functions.enter_module)
                 module.register_forward_hook(self.functions.leave_module)
         if self.head is not None:
-            self.head.register_forward_hook(self.functions.see_head)
+            self.head.register_forward_hook(self.functions.record_head)
 
-    def run(self, inputs: Mapping[str, Tensor], device: str, dtype: torch.dtype) -> Probe:
+    def run(self, inputs: Mapping[str, Tensor], device: str, dtype: torch.dtype) -> ForwardProbe:
         with ExitStack() as stack:
             stack.enter_context(_quiet())
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
@@ -277,42 +285,42 @@ class _Observation:
             self.functions.names = {id(tensor): name for name, tensor in state.items()}
             stack.enter_context(torch.random.fork_rng(devices=[]))
             stack.enter_context(self.functions)
-            stack.enter_context(self.dice)
+            stack.enter_context(self.draws)
             stack.enter_context(self.attention.recorded())
             output = torch.func.functional_call(self.model, state, (), fakes)
         return self._result(output)
 
-    def _result(self, output: Any) -> Probe:
-        seen = self.functions
+    def _result(self, output: Any) -> ForwardProbe:
+        functions = self.functions
         logits = getattr(output, "logits", None)
         names = {id(module): name for name, module in self.model.named_modules()}
-        are_chain = all(is_chain(watches) for watches in self.blocks)
+        are_chain = all(is_chain(blocks) for blocks in self.blocks)
         all_trained = all(parameter.requires_grad for parameter in self.model.parameters())
-        is_last = len(seen.logits) == 1 and logits is seen.logits[0] and not seen.logits_used
-        return Probe(
+        is_last = len(functions.logits) == 1 and logits is functions.logits[0] and not functions.logits_used
+        return ForwardProbe(
             head=self.head_name if is_last else None,
             head_has_bias=is_last and self.head is not None and self.head.bias is not None,
-            has_functional_dropout=seen.functional_dropout,
-            has_attention_dropout=seen.attention_dropout,
-            blocks_share_arguments=are_chain and all(share_arguments(watches) for watches in self.blocks),
+            has_functional_dropout=functions.functional_dropout,
+            has_attention_dropout=functions.attention_dropout,
+            blocks_share_arguments=are_chain and all(share_arguments(blocks) for blocks in self.blocks),
             order=self.order,
             blocks_are_chain=are_chain,
-            handed_on=handed_on(self.blocks, self.order.encoded, all_trained) if are_chain else ({0: 0}, ""),
-            block_calls=sum(len(watch.calls) for watches in self.blocks for watch in watches),
-            dice=self.dice.thrown,
-            matrix_parameters=frozenset(seen.matrix_parameters),
+            handed_on=handed_on(self.blocks, self.order.encoded, all_trained) if are_chain else ({0: 0}, SUPPORTED),
+            block_calls=sum(len(block.calls) for blocks in self.blocks for block in blocks),
+            scalar_draws=self.draws.count,
+            matrix_parameters=frozenset(functions.matrix_parameters),
             attention=tuple(names.get(id(module), "") for module in self.attention.modules),
             attention_arguments=tuple(sorted(self.attention.arguments)),
             attention_calls=tuple(
                 replace(call, name=names.get(id(module), ""))
                 for call, module in zip(self.attention.calls, self.attention.modules, strict=True)
             ),
-            mixes_positions=seen.mixes_positions,
+            mixes_positions=functions.mixes_positions,
         )
 
 
-class _FunctionWatch(TorchFunctionMode):
-    """Sees every torch function that the forward calls."""
+class _FunctionCalls(TorchFunctionMode):
+    """A mode that records what the forward does by torch's functions."""
 
     def __init__(self, positions: int) -> None:
         super().__init__()
@@ -331,7 +339,7 @@ class _FunctionWatch(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func in DROPOUTS:
-            self._see_dropout(*_dropout_arguments(*args, **kwargs))
+            self._record_dropout(*_dropout_arguments(*args, **kwargs))
         elif func is Tensor.uniform_:
             self.functional_dropout = True  # noise on activations
         elif func is F.scaled_dot_product_attention:
@@ -344,7 +352,7 @@ class _FunctionWatch(TorchFunctionMode):
             self.logits_used |= any(leaf is self.logits[-1] for leaf in tree_leaves([args, kwargs]))
         return func(*args, **kwargs)
 
-    def _see_dropout(self, tensor: Tensor, probability: float, training: bool) -> None:
+    def _record_dropout(self, tensor: Tensor, probability: float, training: bool) -> None:
         if not training or probability == 0:
             return
         self.functional_dropout |= self._inside_module == 0
@@ -357,12 +365,12 @@ class _FunctionWatch(TorchFunctionMode):
     def leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
         self._inside_module -= 1
 
-    def see_head(self, module: nn.Module, args: Any, output: Any) -> None:
+    def record_head(self, module: nn.Module, args: Any, output: Any) -> None:
         self.logits.append(output)
 
 
 def _plain_head(model: nn.Module) -> tuple[str | None, nn.Linear | None]:
-    """Name and module of the output projection, if it is exactly an nn.Linear."""
+    """Return name and module of the output projection, if it is exactly an nn.Linear."""
     getter = getattr(model, "get_output_embeddings", None)
     head = getter() if callable(getter) else None
     if type(head) is not nn.Linear:
@@ -386,14 +394,14 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _fake(tensor: Tensor, device: str, dtype: torch.dtype) -> Tensor:
-    """A tensor of the same shape without storage; called under FakeTensorMode."""
-    kind = dtype if tensor.is_floating_point() else tensor.dtype
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=kind, device=device)
+    """Return a tensor of the same shape without storage; called under FakeTensorMode."""
+    fake_dtype = dtype if tensor.is_floating_point() else tensor.dtype
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=fake_dtype, device=device)
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Torch logs a traceback for each operation that has no fake version; the probe reports it in a sentence."""
+    """Silence torch's traceback for each operation without a fake version; the probe reports it in a sentence."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level
     logger.setLevel(logging.CRITICAL)

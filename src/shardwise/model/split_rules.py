@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shardwise.model.facts import TensorSplit
+from shardwise.model.tensor_split import TensorSplit
 
 COLUMN = TensorSplit("column")
 ROW = TensorSplit("row")

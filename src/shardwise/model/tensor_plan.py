@@ -19,19 +19,19 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from shardwise.model.capability import SUPPORTED, Capability, refused, unless
-from shardwise.model.facts import EXPERTS, TensorSplit
 from shardwise.model.family import Family, SplitRules
 from shardwise.model.registry import family_of, known_families
 from shardwise.model.split_rules import COLUMN, ROW
+from shardwise.model.tensor_split import EXPERTS, TensorSplit
 
-# Kinds of `base_model_tp_plan` that are understood here.
+# Styles of `base_model_tp_plan` that are understood here.
 PUBLISHED = {
     "colwise": COLUMN,
     "rowwise": ROW,
     "replicated_with_grad_allreduce": TensorSplit("partial"),
     "moe_tp_experts": TensorSplit("experts"),
 }
-# How transformers' plans speak of the parameters of experts, where these are stacked as `facts.EXPERTS` says.
+# How transformers' plans speak of the parameters of experts, where these are stacked as `EXPERTS` says.
 STACKED = {"gate_up_proj": "packed_colwise", "down_proj": "rowwise"}
 ROUTED = ["hidden_states", "top_k_index", "top_k_weights"]  # arguments of their forward
 UNGROUPED = ("eager", "batched_mm")  # transformers' implementations that take rows of any size
@@ -80,13 +80,13 @@ def _split_obstacles(model: PreTrainedModel, family: Family, splits: Mapping[str
     if experts and not family.experts:
         with_experts = [name for name, family in known_families().items() if family.experts]
         yield f"experts are split in {', '.join(with_experts)} alone, and those of {name} are not built yet"
-    other = [module for module in experts if not _stacked(model, module)]
-    if other:
-        yield f"{other[0]!r} of {name} is no pair of stacks of gate and up and of down projections"
+    unstacked = [module for module in experts if not _stacked(model, module)]
+    if unstacked:
+        yield f"{unstacked[0]!r} of {name} is no pair of stacks of gate and up and of down projections"
 
 
 def vocabulary_parameters(model: Any, head: str | None) -> tuple[str, ...]:
-    """Names of the parameters of input embeddings and head whose rows ranks can share; none where one is not plain."""
+    """Return the parameters of input embeddings and head whose rows ranks can share; none where one is not plain."""
     if head is None or not isinstance(model, PreTrainedModel):
         return ()
     table, projection = model.get_input_embeddings(), model.get_submodule(head)
@@ -112,26 +112,26 @@ def sequence_capability(
     parents = [name.rpartition(".")[0] for name, split in splits.items() if split.kind == "experts"]
     routers = [f"{parent}.{leaf}" for parent in parents for leaf in ROUTERS]
     planned, inside = (tuple(f"{name}." for name in names) for names in ([*splits, *routers], blocks))
-    others = [name for name in shapes if name.startswith(inside) and not name.startswith(planned)]
-    wide = [name for name in others if len(shapes[name]) > 1]
+    whole = [name for name in shapes if name.startswith(inside) and not name.startswith(planned)]
+    wide = [name for name in whole if len(shapes[name]) > 1]
     return unless(f"{wide[0]!r} of a block is not split, and may work across positions" if wide else "")
 
 
 def region_of(name: str, split: TensorSplit) -> str:
-    """The module at which a column module's region begins: its parent, or itself where the parent is whole."""
+    """Return the module at which a column module's region begins: its parent, or itself where the parent is whole."""
     return name if split.alone else name.rpartition(".")[0]
 
 
 def _beside(model: nn.Module, splits: Mapping[str, TensorSplit]) -> list[str]:
-    """Parameters inside of a region that no split accounts for: their gradients would be wrong without a word."""
+    """Return the parameters inside of a region that no split names: their gradients would be wrong without a word."""
     regions = tuple({f"{region_of(name, split)}." for name, split in splits.items() if split.kind == "column"})
-    known = tuple(f"{name}." for name in splits)
+    planned = tuple(f"{name}." for name in splits)
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    return [name for name in names if name.startswith(regions) and not name.startswith(known)]
+    return [name for name in names if name.startswith(regions) and not name.startswith(planned)]
 
 
 def _stacked(model: nn.Module, name: str) -> bool:
-    """Whether experts hold the two stacks that `facts.EXPERTS` splits, in those shapes, and take what routers give."""
+    """Tell whether experts hold the two stacks that `EXPERTS` splits, in those shapes, and take what routers give."""
     module = model.get_submodule(name)
     shapes = {leaf: tuple(parameter.shape) for leaf, parameter in module.named_parameters()}
     if shapes.keys() != EXPERTS.keys() or any(len(shape) != 3 for shape in shapes.values()):
@@ -142,30 +142,30 @@ def _stacked(model: nn.Module, name: str) -> bool:
 
 
 def is_routed(module: nn.Module) -> bool:
-    """Whether a module computes experts: it takes what a router of transformers' gives."""
+    """Tell whether a module computes experts: it takes what a router of transformers' gives."""
     return list(inspect.signature(module.forward).parameters) == ROUTED
 
 
 def _published(model: PreTrainedModel) -> dict[str, str]:
-    """Transformers' plan without the input embeddings, which `vocabulary_parameters` splits in its place.
+    """Return transformers' plan without the input embeddings, which `vocabulary_parameters` splits in its place.
 
     Transformers 5.17 names them in the configuration of every tied model, others too where the module has another name.
     The parameters of stacked experts are left out too, since a split of the experts says how those are cut.
     """
     plan: Mapping[str, str] = getattr(model.config, "base_model_tp_plan", None) or {}
     table = model.get_input_embeddings()
-    experts = [rule for rule, kind in plan.items() if PUBLISHED.get(kind) == TensorSplit("experts")]
-    of_stacks = {(f"{rule}.{leaf}", kind) for rule in experts for leaf, kind in STACKED.items()}
+    experts = [rule for rule, style in plan.items() if PUBLISHED.get(style) == TensorSplit("experts")]
+    of_stacks = {(f"{rule}.{leaf}", style) for rule in experts for leaf, style in STACKED.items()}
     return {
-        rule: kind
-        for rule, kind in plan.items()
-        if (rule, kind) not in of_stacks
-        and (kind != "embedding_rowwise" or any(part is not table for _, part in _named_by(model, rule)))
+        rule: style
+        for rule, style in plan.items()
+        if (rule, style) not in of_stacks
+        and (style != "embedding_rowwise" or any(part is not table for _, part in _named_by(model, rule)))
     }
 
 
 def _named_by(model: PreTrainedModel, rule: str) -> list[tuple[str, nn.Module]]:
-    """The modules that a rule such as `layers.*.mlp.up_proj` of the base model names."""
+    """Return the modules that a rule such as `layers.*.mlp.up_proj` of the base model names."""
     base = f"{model.base_model_prefix}." if hasattr(model, model.base_model_prefix) else ""
     pattern = re.compile(re.escape(base + rule).replace(r"\*", r"\d+"))
     return [(name, part) for name, part in model.named_modules() if pattern.fullmatch(name)]

@@ -1,4 +1,4 @@
-"""Cuts the forward of a model that is no chain of blocks, by torch's `pipeline()` (`torch.export`), into pieces.
+"""Cuts the forward of a model that is no chain of blocks into pieces, by torch's `pipeline()` (`torch.export`).
 
 The traced pieces call operators, not modules; they read parameters by the names of the unmodified model. What crosses a
 cut may come from any piece before it (skip connections). Values that follow from the batch alone, such as masks, need
@@ -29,19 +29,19 @@ from transformers.utils import ModelOutput
 from shardwise._torch_compat import FakeTensorMode, copy_module, tree_flatten, tree_leaves, tree_unflatten
 
 Value = tuple[int, int]  # (piece, number of its output); piece -1: a tensor of the batch
-Dropout = Callable[..., Tensor]  # (values, probability, name, use), in the place of torch's
+DropoutFunction = Callable[..., Tensor]  # (values, probability, name, use), in the place of torch's
 _WITH_STATISTICS = (torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default)
 PIECE = "submod_pp_"  # torch's names of the pieces: with their numbers
 _ROOT = {"": ("", "torch.nn.Module")}
 
 
 @dataclass(frozen=True)
-class Piece:
-    """The operators between two cuts.
+class TracedPiece:
+    """Operators between two cuts.
 
     Attributes:
         state: names of the parameters, buffers and constants it reads.
-        takes: what it computes from.
+        takes: values that it computes from.
         run: (state ..., takes ...) -> list of the tensors it gives.
         changes: buffers among `state` into which it writes, such as running statistics.
         bound: names of its operators that work on more than the batch.
@@ -55,7 +55,7 @@ class Piece:
 
 
 @dataclass
-class Trace:
+class ForwardTrace:
     """A forward in pieces.
 
     Attributes:
@@ -69,34 +69,34 @@ class Trace:
     """
 
     inputs: tuple[str, ...]
-    pieces: list[Piece]
+    pieces: list[TracedPiece]
     constants: dict[str, Tensor]
     outputs: list[Value]
     rebuild: Callable[[list[Tensor]], Any]
     shapes: dict[Value, tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
     free: set[Value] = field(default_factory=set)
     dtype: torch.dtype = torch.float32
-    _remade: dict[int, list[Piece]] = field(default_factory=dict)
+    _remade: dict[int, list[TracedPiece]] = field(default_factory=dict)
 
     @property
     def changed(self) -> dict[str, int]:
-        """The buffers into which the forward writes, and the piece that does."""
+        """Buffers into which the forward writes, each with the piece that does."""
         return {name: number for number, piece in enumerate(self.pieces) for name in sorted(piece.changes)}
 
     def needed(self, piece: int) -> list[Value]:
-        """What piece `piece`, or one behind it, or the output needs of the pieces before."""
-        later = [value for each in self.pieces[piece:] for value in each.takes] + self.outputs
+        """Return what piece `piece`, a later one or the output needs of the pieces before."""
+        later = [value for part in self.pieces[piece:] for value in part.takes] + self.outputs
         return sorted({value for value in later if 0 <= value[0] < piece})
 
     def crossing(self, piece: int) -> list[Value]:
-        """What has to travel over the cut before `piece`."""
+        """Return the values that have to cross the boundary before `piece`."""
         return [value for value in self.needed(piece) if value not in self.free]
 
-    def remade(self, piece: int) -> list[Piece]:
-        """For each piece before `piece` the part of it that makes what `piece` needs from the batch alone, in order."""
+    def remade(self, piece: int) -> list[TracedPiece]:
+        """Return the part of each piece before `piece` that makes what that needs from the batch alone, in order."""
         if piece not in self._remade:
             wanted = {value for value in (*self.pieces[piece].takes, *self.outputs) if value in self.free}
-            parts: list[Piece] = []
+            parts: list[TracedPiece] = []
             for number in reversed(range(piece)):
                 part = _pruned(self.pieces[number], [out for maker, out in sorted(wanted) if maker == number])
                 wanted |= {value for value in part.takes if value[0] >= 0}
@@ -112,9 +112,9 @@ def trace(
     device: torch.device,
     dtypes: tuple[torch.dtype, torch.dtype | None],
     blocks: Collection[str],
-    dropout: Dropout | None = None,
-) -> Trace:
-    """The forward of `model` (on meta; it stays as it is) in pieces that begin with the calls of `starts`.
+    dropout: DropoutFunction | None = None,
+) -> ForwardTrace:
+    """Return the forward of `model` (on meta; it stays as it is) in pieces that begin with the calls of `starts`.
 
     Args:
         inputs: the forward's keyword arguments; of tensors shapes and dtypes count, and stay those of the pieces, as
@@ -125,25 +125,27 @@ def trace(
         dropout: what the pieces call to drop; unset: torch's own.
 
     Raises:
-        Exception: whatever torch raises where it cannot trace; `reason` says it in a sentence.
+        Exception: whatever torch raises where it cannot trace; `first_line` says it in a sentence.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    traced, spec = _stand_in(model, mode, device, dtypes), SimpleNamespace()
+    traced, spec = _fake_copy(model, mode, device, dtypes), SimpleNamespace()
     tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
-    others = {name: value for name, value in inputs.items() if name not in tensors}
-    traced.forward = MethodType(_flat_forward(partial(traced.forward, **others), tuple(tensors), spec), traced)
+    plain = {name: value for name, value in inputs.items() if name not in tensors}
+    traced.forward = MethodType(_flat_forward(partial(traced.forward, **plain), tuple(tensors), spec), traced)
     reached = dict[str, None]()
     for name in starts:
         traced.get_submodule(name).register_forward_pre_hook(partial(_cut_before, name, reached))
-    kinds = {name: type(module) for name, module in model.named_modules(remove_duplicate=False)}
+    classes = {name: type(module) for name, module in model.named_modules(remove_duplicate=False)}
     values = tuple(_fake(mode, tensor, device, tensor.dtype) for tensor in tensors.values())
     with _quiet():
-        pipe = pipeline(traced, values, split_policy=lambda gm: _flatten(gm, kinds, blocks, dropout))
+        pipe = pipeline(traced, values, split_policy=lambda gm: _flatten(gm, classes, blocks, dropout))
     if pipe.num_stages != len(reached) + 1 or list(reached) != list(starts[: len(reached)]):
         raise RuntimeError(f"{pipe.num_stages} pieces came out of {len(starts)} cuts: a block runs more than once")
-    found = _read(pipe.split_gm, Trace(tuple(tensors), [], {}, [], spec.rebuild, dtype=dtypes[0]), model, blocks)
-    found.pieces += [_nothing() for _ in starts[len(reached) :]]  # such arguments end the forward earlier
-    return found
+    forward = _read(
+        pipe.split_gm, ForwardTrace(tuple(tensors), [], {}, [], spec.rebuild, dtype=dtypes[0]), model, blocks
+    )
+    forward.pieces += [_empty_piece() for _ in starts[len(reached) :]]  # such arguments end the forward earlier
+    return forward
 
 
 def _cut_before(name: str, reached: dict[str, None], module: nn.Module, args: Any) -> None:
@@ -151,15 +153,15 @@ def _cut_before(name: str, reached: dict[str, None], module: nn.Module, args: An
     pipe_split()
 
 
-def _nothing() -> Piece:
-    """A piece without operators: what the output needs goes past it."""
+def _empty_piece() -> TracedPiece:
+    """Return a piece without operators: what the output needs goes past it."""
     graph = fx.Graph()
     graph.output([])
-    return Piece((), (), fx.GraphModule(nn.Module(), graph))
+    return TracedPiece((), (), fx.GraphModule(nn.Module(), graph))
 
 
-def reason(error: Exception) -> str:
-    """What torch says, in its first line."""
+def first_line(error: Exception) -> str:
+    """Return the first line of what torch says."""
     cause: BaseException = error.__cause__ or error
     lines = str(cause).strip().splitlines()
     return f"{type(cause).__name__}: {lines[0]}" if lines else type(cause).__name__
@@ -167,7 +169,7 @@ def reason(error: Exception) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Where torch cannot trace it prints the graph so far and logs; the error alone says enough."""
+    """Silence what torch prints and logs where it cannot trace; the error alone says enough."""
     disabled = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
@@ -183,16 +185,18 @@ def _fake(mode: Any, tensor: Tensor, device: torch.device, dtype: torch.dtype) -
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=device)
 
 
-def _stand_in(model: nn.Module, mode: Any, device: torch.device, dtypes: tuple[torch.dtype, torch.dtype | None]) -> Any:
-    """A copy on fake tensors in which nothing is tied: torch 2.13 cannot sink a parameter of two names."""
+def _fake_copy(
+    model: nn.Module, mode: Any, device: torch.device, dtypes: tuple[torch.dtype, torch.dtype | None]
+) -> Any:
+    """Return a copy on fake tensors in which nothing is tied: torch 2.13 cannot sink a parameter of two names."""
     traced = copy.deepcopy(model, {id(buffer): buffer for buffer in model.buffers()})
-    seen: set[int] = set()
+    visited: set[int] = set()
     for name, module in list(traced.named_modules(remove_duplicate=False)):
-        if id(module) in seen:
+        if id(module) in visited:
             owner, _, leaf = name.rpartition(".")
             module = copy_module(module)
             traced.get_submodule(owner).add_module(leaf, module)
-        seen.add(id(module))
+        visited.add(id(module))
         for leaf, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             fake = _fake(mode, parameter, device, _dtype(parameter, dtypes[0]))
             module.register_parameter(leaf, nn.Parameter(fake, parameter.requires_grad))
@@ -206,7 +210,7 @@ def _dtype(tensor: Tensor, floating: torch.dtype | None) -> torch.dtype:
 
 
 def _flat_forward(forward: Callable[..., Any], names: Sequence[str], spec: SimpleNamespace) -> Callable[..., Any]:
-    """`forward` from tensors to a tuple of tensors; how the output is put together again goes to `spec.rebuild`."""
+    """Return `forward` as a function of tensors to a tuple of tensors; `spec.rebuild` puts the output together."""
 
     def run(self: nn.Module, *values: Tensor) -> tuple[Tensor, ...]:
         output = forward(**dict(zip(names, values, strict=True)))
@@ -214,10 +218,10 @@ def _flat_forward(forward: Callable[..., Any], names: Sequence[str], spec: Simpl
             output = _without_caches(output)
         leaves, form = tree_flatten(output)
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        without_tensors = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
         def rebuild(tensors: list[Tensor]) -> Any:
-            whole = list(others)
+            whole = list(without_tensors)
             for place, tensor in zip(places, tensors, strict=True):
                 whole[place] = tensor
             return tree_unflatten(whole, form)
@@ -229,7 +233,7 @@ def _flat_forward(forward: Callable[..., Any], names: Sequence[str], spec: Simpl
 
 
 def _without_caches(output: ModelOutput) -> ModelOutput:
-    """What is read of a model's output; caches and hidden states would cross the cuts."""
+    """Return what is read of a model's output; caches and hidden states would cross the cuts."""
     names = [name for name, value in output.items() if isinstance(value, Tensor)]
     if "logits" in names:
         names = [name for name in names if name in ("loss", "logits")]
@@ -237,7 +241,7 @@ def _without_caches(output: ModelOutput) -> ModelOutput:
 
 
 def _flatten(
-    graph: fx.GraphModule, kinds: Mapping[str, type], blocks: Collection[str], dropout: Dropout | None
+    graph: fx.GraphModule, classes: Mapping[str, type], blocks: Collection[str], dropout: DropoutFunction | None
 ) -> fx.GraphModule:
     """Let pieces be plain lists of operators, and name each dropout by its module and its use."""
     uses: Counter[str] = Counter()
@@ -247,7 +251,7 @@ def _flatten(
             values, probability, training = node.args
             inner = stack[-1] if stack else ""
             block = next((name for name in stack if name in blocks), "")
-            name = inner if issubclass(kinds.get(inner, nn.Module), nn.Dropout) else f"{block}/functional"
+            name = inner if issubclass(classes.get(inner, nn.Module), nn.Dropout) else f"{block}/functional"
             uses[name] += 1
             node.target = dropout
             node.args = (values, probability if training else 0.0, name, uses[name])
@@ -258,8 +262,8 @@ def _flatten(
 # --- torch's split graph ---------------------------------------------------------------------------------------------
 
 
-def _read(split: Any, found: Trace, model: nn.Module, blocks: Collection[str]) -> Trace:
-    """Torch's graph of pieces into `found`."""
+def _read(split: Any, forward: ForwardTrace, model: nn.Module, blocks: Collection[str]) -> ForwardTrace:
+    """Read torch's graph of pieces into `forward`."""
     values: dict[fx.Node, Value] = {}
     weights = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
@@ -269,26 +273,28 @@ def _read(split: Any, found: Trace, model: nn.Module, blocks: Collection[str]) -
     calls: dict[int, fx.Node] = {}  # torch sorts pieces by what they need; their numbers are the forward's order
     for node in split.graph.nodes:
         if node.op == "placeholder":
-            values[node] = (-1, len(found.free))
-            found.free.add(values[node])
+            values[node] = (-1, len(forward.free))
+            forward.free.add(values[node])
         elif node.op == "call_module":
             number = int(node.target.removeprefix(PIECE))
             calls[number], values[node] = node, (number, 0)
         elif node.op == "output":
-            found.outputs = [values[leaf] for leaf in tree_leaves(node.args) if isinstance(leaf, fx.Node)]
+            forward.outputs = [values[leaf] for leaf in tree_leaves(node.args) if isinstance(leaf, fx.Node)]
         elif node.target is operator.getitem:
             values[node] = (values[node.args[0]][0], node.args[1])
     for number in range(len(calls)):
         arguments: Any = calls[number].args
-        takes = tuple(values[each] for each in arguments)
-        found.pieces.append(_piece(split.get_submodule(calls[number].target), found, weights, buffers, takes))
-        _follow(found, bound | found.pieces[-1].changes)
-    _check_changes(found)
-    return found
+        takes = tuple(values[argument] for argument in arguments)
+        forward.pieces.append(_piece(split.get_submodule(calls[number].target), forward, weights, buffers, takes))
+        _follow(forward, bound | forward.pieces[-1].changes)
+    _check_changes(forward)
+    return forward
 
 
-def _piece(module: Any, found: Trace, weights: set[str], buffers: set[str], takes: tuple[Value, ...]) -> Piece:
-    """Torch's module of a piece: what it reads becomes arguments, its output a list."""
+def _piece(
+    module: Any, forward: ForwardTrace, weights: set[str], buffers: set[str], takes: tuple[Value, ...]
+) -> TracedPiece:
+    """Return torch's module of a piece, in which what it reads is an argument and its output a list."""
     graph, names = fx.Graph(), list[str]()  # without torch's calling convention for the first piece
     graph.output(graph.graph_copy(module.graph, {}))
     reads = [node for node in graph.nodes if node.op == "get_attr"]
@@ -298,8 +304,8 @@ def _piece(module: Any, found: Trace, weights: set[str], buffers: set[str], take
             constant = operator.attrgetter(name)(module)
             if not isinstance(constant, Tensor):
                 raise RuntimeError(f"torch traced a graph inside of the graph, {name}")
-            name = f"{len(found.pieces)}/{name}"
-            found.constants[name] = constant
+            name = f"{len(forward.pieces)}/{name}"
+            forward.constants[name] = constant
         names.insert(0, name)
         with graph.inserting_before(None):
             argument = graph.placeholder(f"read_{len(names)}")
@@ -307,13 +313,13 @@ def _piece(module: Any, found: Trace, weights: set[str], buffers: set[str], take
         graph.erase_node(node)
     end = next(node for node in graph.nodes if node.op == "output")
     end.args = (list(end.args[0]) if isinstance(end.args[0], tuple | list) else [end.args[0]],)
-    return Piece(tuple(names), takes, fx.GraphModule(nn.Module(), graph), _changes(graph, names, buffers))
+    return TracedPiece(tuple(names), takes, fx.GraphModule(nn.Module(), graph), _changes(graph, names, buffers))
 
 
-def _follow(found: Trace, names: set[str]) -> None:
-    """Shapes of what the last piece gives, and which of it follows from the batch alone: from no state in `names`."""
-    piece, number = found.pieces[-1], len(found.pieces) - 1
-    sources = (name in names for name in piece.state), (value not in found.free for value in piece.takes)
+def _follow(forward: ForwardTrace, names: set[str]) -> None:
+    """Note the shapes of what the last piece gives, and what of it follows from the batch alone, not from `names`."""
+    piece, number = forward.pieces[-1], len(forward.pieces) - 1
+    sources = (name in names for name in piece.state), (value not in forward.free for value in piece.takes)
     bound: set[fx.Node] = set()
     nodes: list[Any] = list(piece.run.graph.nodes)
     for node, is_bound in zip(nodes, chain(*sources, repeat(False)), strict=False):
@@ -324,15 +330,15 @@ def _follow(found: Trace, names: set[str]) -> None:
                     bound.add(written)
                     written = written.args[0] if written.args else None
         if node.op == "output":
-            for output, given in enumerate(node.args[0]):
-                found.shapes[number, output] = given.meta["val"].shape, given.meta["val"].dtype
-                if given not in bound:
-                    found.free.add((number, output))
+            for output, value in enumerate(node.args[0]):
+                forward.shapes[number, output] = value.meta["val"].shape, value.meta["val"].dtype
+                if value not in bound:
+                    forward.free.add((number, output))
     piece.bound.update(node.name for node in bound)
 
 
 def _written(node: fx.Node) -> list[Any]:
-    """The arguments that an operator writes into."""
+    """Return the arguments that an operator writes into."""
     if node.target in _WITH_STATISTICS:  # their schema does not say so
         return list(node.args[3:5]) if node.args[5] else []
     schema = getattr(node.target, "_schema", None)
@@ -341,7 +347,7 @@ def _written(node: fx.Node) -> list[Any]:
 
 
 def _changes(graph: fx.Graph, state: Sequence[str], buffers: set[str]) -> frozenset[str]:
-    """The buffers into which a piece writes, whose first arguments are `state`.
+    """Return the buffers into which a piece writes, whose first arguments are `state`.
 
     Raises:
         RuntimeError: it writes into a parameter, a constant, or a tensor that came over a cut.
@@ -358,7 +364,7 @@ def _changes(graph: fx.Graph, state: Sequence[str], buffers: set[str]) -> frozen
 
 
 def _viewed(value: Any) -> Any:
-    """What a value is a view of, or itself."""
+    """Return the value of which this one is a view, or itself."""
     while isinstance(value, fx.Node) and (schema := getattr(value.target, "_schema", None)) is not None:
         if not (value.args and schema.returns and schema.returns[0].alias_info):
             break
@@ -366,16 +372,16 @@ def _viewed(value: Any) -> Any:
     return value
 
 
-def _check_changes(found: Trace) -> None:
+def _check_changes(forward: ForwardTrace) -> None:
     """Refuse buffers that one piece changes and another reads."""
-    for name, number in found.changed.items():
-        others = [other for other, piece in enumerate(found.pieces) if name in piece.state and other != number]
-        if others:
+    for name, number in forward.changed.items():
+        readers = [reader for reader, piece in enumerate(forward.pieces) if name in piece.state and reader != number]
+        if readers:
             raise RuntimeError(f"its forward changes the buffer {name} in one stage and reads it in another")
 
 
-def _pruned(piece: Piece, outputs: Iterable[int]) -> Piece:
-    """The part of a piece that leads to `outputs`; it gives None for the others."""
+def _pruned(piece: TracedPiece, outputs: Iterable[int]) -> TracedPiece:
+    """Return the part of a piece that leads to `outputs`; it gives None for the others."""
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     graph.graph_copy(piece.run.graph, copies)
     end, wanted = next(node for node in piece.run.graph.nodes if node.op == "output"), set(outputs)
@@ -390,4 +396,4 @@ def _pruned(piece: Piece, outputs: Iterable[int]) -> Piece:
             graph.erase_node(node)
     state = tuple(source for source in kept if isinstance(source, str))
     takes = tuple(source for source in kept if not isinstance(source, str))
-    return Piece(state, takes, fx.GraphModule(nn.Module(), graph))
+    return TracedPiece(state, takes, fx.GraphModule(nn.Module(), graph))

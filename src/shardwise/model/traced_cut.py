@@ -1,8 +1,8 @@
-"""Whether a model that is no chain of blocks can be cut into stages by tracing it, and which stage then holds what.
+"""Answers whether tracing can cut a model that is no chain of blocks, and says which stage then holds what.
 
-Found by a trace that is cut before every block; where nothing repeats, before every module that holds parameters and
-runs once. The facts that come out of it are those of the traced forward, which
-has operators on weights and no modules that could be split, checkpointed or replaced: what does that is refused.
+The trace is cut before every block; where nothing repeats, before every module that holds parameters and runs once. The
+facts that come out of it are those of the traced forward. It has operators on weights and no modules that could be
+split, checkpointed or replaced: what does that is refused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shardwise.job.axes import Axis
 from shardwise.model.capability import SUPPORTED, refused
 from shardwise.model.facts import BlockFacts, ModelFacts, StageFacts
 from shardwise.model.probe import token_inputs, units_in_order
-from shardwise.model.trace import Trace, reason, trace
+from shardwise.model.trace import ForwardTrace, first_line, trace
 
 TRACED = refused("stages of this model are cut from its traced forward, in which there are no modules any more")
 DTYPE = torch.float32  # of the trial; a cut of another compute dtype is tried again before it runs
@@ -28,7 +28,7 @@ DTYPE = torch.float32  # of the trial; a cut of another compute dtype is tried a
 def cut_by_trace(
     model: nn.Module, facts: ModelFacts, sequence_length: int, example: Mapping[str, Any] | None = None
 ) -> ModelFacts:
-    """`facts` with stages from a trace, where the model cannot be cut between blocks; else as they are.
+    """Return `facts` with stages from a trace, where the model cannot be cut between blocks; else as they are.
 
     Args:
         model: on the meta device; it stays as it is.
@@ -44,14 +44,14 @@ def cut_by_trace(
     if not order:
         return facts
     try:
-        found = trace(model, order[1:], inputs, torch.device("cpu"), (DTYPE, DTYPE), order)
-        stages = _stages(facts, found)
+        traced = trace(model, order[1:], inputs, torch.device("cpu"), (DTYPE, DTYPE), order)
+        stages = _stages(facts, traced)
     except Exception as error:  # torch raises anything where it cannot trace
-        refusal = refused(f"{untraced.reason}, and torch cannot cut it either: {reason(error)}")
+        refusal = refused(f"{untraced.reason}, and torch cannot cut it either: {first_line(error)}")
         return facts.with_capabilities({Axis.PIPELINE: refusal})
     sizes = {block.name: block for block in facts.blocks}
     rows = next(value.shape[0] for value in inputs.values() if isinstance(value, Tensor))
-    widest = max(elements(found, piece) for piece in range(1, len(found.pieces)))
+    widest = max(boundary_elements(traced, piece) for piece in range(1, len(traced.pieces)))
     return replace(
         facts.with_capabilities({Axis.PIPELINE: SUPPORTED, Axis.TENSOR: TRACED, Axis.CONTEXT: TRACED}),
         blocks=tuple(sizes[name] for name in order),
@@ -72,42 +72,42 @@ def _as_tried(value: Any) -> Any:
 
 def _with_units(model: nn.Module, facts: ModelFacts, inputs: Mapping[str, Any]) -> ModelFacts:
     order = units_in_order(model, inputs)
-    sizes = [sum(each.numel() for each in model.get_submodule(name).parameters()) for name in order]
+    sizes = [sum(parameter.numel() for parameter in model.get_submodule(name).parameters()) for name in order]
     blocks = tuple(BlockFacts(name, size) for name, size in zip(order, sizes, strict=True))
     return replace(facts, blocks=blocks, stages=replace(facts.stages, order=order))
 
 
-def elements(found: Trace, piece: int) -> int:
-    """Elements that travel over the cut before `piece`.
+def boundary_elements(traced: ForwardTrace, piece: int) -> int:
+    """Return the elements that cross the boundary before `piece`.
 
     Raises:
         RuntimeError: they are not all of one floating dtype.
     """
-    crossing = [found.shapes[value] for value in found.crossing(piece)]
-    other = [dtype for _, dtype in crossing if dtype != found.dtype]
-    if other:
-        raise RuntimeError(f"{other[0]} would have to travel between stages, which send {found.dtype}")
+    crossing = [traced.shapes[value] for value in traced.crossing(piece)]
+    unsendable = [dtype for _, dtype in crossing if dtype != traced.dtype]
+    if unsendable:
+        raise RuntimeError(f"{unsendable[0]} would have to travel between stages, which send {traced.dtype}")
     return sum(shape.numel() for shape, _ in crossing)
 
 
-def _stages(facts: ModelFacts, found: Trace) -> StageFacts:
-    """Who holds the parameters; each is used with one block, or at both ends.
+def _stages(facts: ModelFacts, traced: ForwardTrace) -> StageFacts:
+    """Return which stage holds each parameter, which is used with one block or at both ends.
 
     Raises:
         RuntimeError: one is used elsewhere.
     """
     first_name = {name: group[0] for group in facts.ties for name in group}
     used: dict[str, set[int]] = defaultdict(set)
-    for number, piece in enumerate(found.pieces):
+    for number, piece in enumerate(traced.pieces):
         for name in piece.state:
             used[first_name.get(name, name)].add(number)
-    order, last = facts.stages.order, len(found.pieces) - 1
+    order, last = facts.stages.order, len(traced.pieces) - 1
     uses: dict[str, tuple[int, ...]] = {}
     for name in facts.parameter_shapes:
         block = facts.block_of.get(name)
-        own = {order.index(block)} if block else set()
-        numbers = used[name] or own or {0}
-        if (own and numbers != own) or not (len(numbers) == 1 or numbers <= {0, last}):
+        of_block = {order.index(block)} if block else set()
+        numbers = used[name] or of_block or {0}
+        if (of_block and numbers != of_block) or not (len(numbers) == 1 or numbers <= {0, last}):
             where = [order[number] for number in sorted(numbers)]
             raise RuntimeError(f"{name} is used with {where[0]} and with {where[-1]}")
         if not block:
@@ -116,7 +116,7 @@ def _stages(facts: ModelFacts, found: Trace) -> StageFacts:
 
 
 def _shares(facts: ModelFacts, uses: Mapping[str, Sequence[int]], last: int) -> dict[str, Any]:
-    """The fields `before`, `after` and `between` of StageFacts."""
+    """Return the fields `before`, `after` and `between` of StageFacts."""
     before: dict[str, int] = defaultdict(int)
     after: dict[str, int] = defaultdict(int)
     between: dict[int, int] = defaultdict(int)

@@ -284,7 +284,7 @@ class ParallelModel:
         if self.pipeline is None:
             return work(0, 0, None)
         self.prepare({"input_ids": ids})
-        shape = None if self.facts.stages.travels_flat else (*ids.shape, self.facts.hidden_size)
+        shape = None if self.facts.stages.has_flat_boundaries else (*ids.shape, self.facts.hidden_size)
         found = self.pipeline.evaluate(work, 1, shape)
         logits = found[0] if found else torch.empty(len(ids), self.facts.vocabulary_size, device=self.device)
         dist.broadcast(logits, self.pipeline.last_rank, group=self.layout.group(Axis.PIPELINE))

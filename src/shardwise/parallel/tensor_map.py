@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from shardwise.job.axes import Axis, data_axes, replica_axes, state_axes
-from shardwise.model.facts import chunk, chunks
+from shardwise.model.tensor_split import chunk, chunks
 
 Slices = tuple[slice, ...]
 

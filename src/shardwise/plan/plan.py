@@ -17,7 +17,7 @@ from typing import Any
 from shardwise.job.axes import Axis, axis_degrees, data_axes, row_axes, state_axes
 from shardwise.job.schema import Job, ParallelSection
 from shardwise.model.facts import ModelFacts
-from shardwise.model.float8 import summary
+from shardwise.model.float8 import float8_summary
 from shardwise.plan.draft import (
     SPLIT_SCHEDULES,
     V_SCHEDULES,
@@ -230,7 +230,7 @@ def _context_method(draft: Draft, rules: dict[str, str]) -> str:
 def _float8(draft: Draft, rules: dict[str, str]) -> tuple[str, ...]:
     if draft.precision.fp8 == "none":
         return ()
-    rules["float8"] = summary(draft.float8_left)
+    rules["float8"] = float8_summary(draft.float8_left)
     return tuple(name for name, reason in draft.float8_left.items() if not reason)
 
 

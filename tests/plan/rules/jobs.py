@@ -11,7 +11,8 @@ from shardwise.errors import LegalityError
 from shardwise.job.axes import Axis
 from shardwise.job.schema import Job
 from shardwise.model.capability import SUPPORTED, refused
-from shardwise.model.facts import AttentionFacts, BlockFacts, ModelFacts, StageFacts, TensorSplit
+from shardwise.model.facts import AttentionFacts, BlockFacts, ModelFacts, StageFacts
+from shardwise.model.tensor_split import TensorSplit
 from shardwise.plan.draft import Draft, World
 from shardwise.plan.rules import RULES, check
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from shardwise.errors import LegalityError
-from shardwise.model.facts import TensorSplit
+from shardwise.model.tensor_split import TensorSplit
 from shardwise.plan.draft import World
 from tests.plan.rules.jobs import CPU4, FACTS, resolve_case
 

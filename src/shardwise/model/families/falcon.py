@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from transformers.models.falcon.modeling_falcon import FalconAttention
 from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb as rotate
 
-from shardwise.model.facts import BlockTraits, TensorSplit
+from shardwise.model.facts import BlockTraits
 from shardwise.model.family import Family, FamilyAttention
 from shardwise.model.interface_attention import InterfaceAttention
 from shardwise.model.split_rules import FUSED_PROJECTION, INTERLEAVED_BLOCK
+from shardwise.model.tensor_split import TensorSplit
 
 NO_DROPOUT = nn.Dropout(0.0)
 

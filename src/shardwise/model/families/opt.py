@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from shardwise.model.facts import BlockTraits, TensorSplit
+from shardwise.model.facts import BlockTraits
 from shardwise.model.family import Family, FamilyAttention
 from shardwise.model.split_rules import ROW, SEPARATE_ATTENTION, below
+from shardwise.model.tensor_split import TensorSplit
 
 FAMILY = Family(
     ("opt",),

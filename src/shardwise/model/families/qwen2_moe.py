@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from shardwise.model.facts import TensorSplit
 from shardwise.model.family import Family
 from shardwise.model.split_rules import COLUMN, GATED_MLP, ROW, below
+from shardwise.model.tensor_split import TensorSplit
 
 FAMILY = Family(
     ("qwen2_moe",),

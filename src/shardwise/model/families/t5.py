@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from shardwise.model.facts import TensorSplit
 from shardwise.model.family import Family, FamilyAttention
 from shardwise.model.split_rules import COLUMN, ROW, below
+from shardwise.model.tensor_split import TensorSplit
 
 ATTENTION = {"q": COLUMN, "k": COLUMN, "v": COLUMN, "o": ROW, "relative_attention_bias": COLUMN}
 MLP = {"wi": COLUMN, "wi_0": COLUMN, "wi_1": COLUMN, "wo": ROW, "dropout": TensorSplit("inner")}

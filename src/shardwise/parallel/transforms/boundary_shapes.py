@@ -16,7 +16,7 @@ class BoundaryShapesOfStages(Transform):
     axis = Axis.PIPELINE
 
     def applies(self, plan: Plan, facts: ModelFacts) -> bool:
-        return facts.stages.travels_flat and not facts.stages.traced
+        return facts.stages.has_flat_boundaries and not facts.stages.traced
 
     def apply(self, build: ModelBuilder, inputs: BuildInputs) -> None:
         build.boundary_shapes = BoundaryShapes(build.stages[0].model, inputs.facts, inputs.plan)

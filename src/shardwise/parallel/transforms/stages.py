@@ -18,7 +18,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from shardwise.job.axes import Axis
 from shardwise.kernels.precision import torch_dtype
-from shardwise.model.facts import ModelFacts, StandIn
+from shardwise.model.facts import ModelFacts, PlaceholderShape
 from shardwise.model.modules import empty_module
 from shardwise.parallel.builder import BuildInputs, ModelBuilder, Transform
 from shardwise.parallel.stage_boundary import ENCODED, BoundaryShapes, StageBoundary, set_shapes
@@ -82,8 +82,8 @@ def cut_stage(
     placeholders: dict[str, Callable[..., Tensor]] = {}
     for name, numbers in facts.stages.runs.items():
         if not any(first <= number < end for number in numbers):
-            stand_in = facts.stages.stand_ins.get(name)
-            placeholders[name] = _identity if stand_in is None else _placeholder(stand_in, dtype, device)
+            output_shape = facts.stages.placeholders.get(name)
+            placeholders[name] = _identity if output_shape is None else _placeholder(output_shape, dtype, device)
     used = [name for name in (*own, *facts.stages.runs) if name not in placeholders]
     kept = {id(parameter) for name in used for parameter in model.get_submodule(name).parameters(recurse=name in own)}
     absent = {*before, *after}
@@ -159,13 +159,13 @@ def _connect_encoder(model: nn.Module, name: str, boundary: StageBoundary) -> No
         model.get_submodule(name).register_forward_hook(keep)
 
 
-def _placeholder(stand_in: StandIn, dtype: torch.dtype, device: torch.device) -> Callable[..., Tensor]:
+def _placeholder(output_shape: PlaceholderShape, dtype: torch.dtype, device: torch.device) -> Callable[..., Tensor]:
     """Return a forward whose output has the right shape and costs nothing."""
 
     def forward(*args: Any, **kwargs: Any) -> Tensor:
         given: dict[int | str, Any] = dict(enumerate(args)) | dict(kwargs)  # type: ignore[operator]
-        follows = given[stand_in.argument]
-        shape = stand_in.shape(follows.shape if isinstance(follows, Tensor) else follows)
+        follows = given[output_shape.argument]
+        shape = output_shape.shape(follows.shape if isinstance(follows, Tensor) else follows)
         return torch.zeros((), dtype=dtype, device=device).expand(shape)
 
     return forward

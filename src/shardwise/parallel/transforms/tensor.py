@@ -25,8 +25,9 @@ from shardwise.collectives.tensor import Rows, enter_rows, leave
 from shardwise.job.axes import Axis
 from shardwise.kernels.linear import linear
 from shardwise.kernels.loss import Vocabulary
-from shardwise.model.facts import ModelFacts, TensorSplit, chunk
+from shardwise.model.facts import ModelFacts
 from shardwise.model.tensor_plan import region_of
+from shardwise.model.tensor_split import TensorSplit, chunk
 from shardwise.parallel.builder import BuildInputs, ModelBuilder, Transform
 from shardwise.parallel.layout import Layout
 from shardwise.parallel.regions import RegionBoundary, SequenceRegionBoundary, map_hidden_states

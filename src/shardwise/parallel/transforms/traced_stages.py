@@ -19,8 +19,8 @@ from shardwise.job.axes import Axis
 from shardwise.kernels.dropout import active_scope, dropout
 from shardwise.kernels.precision import torch_dtype
 from shardwise.model.facts import ModelFacts
-from shardwise.model.trace import Trace, Value, reason, trace
-from shardwise.model.traced_cut import elements
+from shardwise.model.trace import ForwardTrace, Value, first_line, trace
+from shardwise.model.traced_cut import boundary_elements
 from shardwise.parallel.builder import BuildInputs, ModelBuilder, Transform
 from shardwise.parallel.stage_boundary import StageBoundary, unflatten
 from shardwise.plan.plan import Plan
@@ -50,9 +50,9 @@ class StageTracer:
     def __init__(self, model: nn.Module, facts: ModelFacts, plan: Plan, device: torch.device) -> None:
         self.model = copy.deepcopy(model, {id(buffer): buffer for buffer in model.buffers()})
         self.facts, self.plan, self.device = facts, plan, device
-        self._known: dict[Any, Trace] = {}
+        self._known: dict[Any, ForwardTrace] = {}
 
-    def __call__(self, inputs: Mapping[str, Any], training: bool) -> Trace:
+    def __call__(self, inputs: Mapping[str, Any], training: bool) -> ForwardTrace:
         """Return the trace for these inputs, in pieces that are the plan's stages.
 
         Raises:
@@ -69,11 +69,11 @@ class StageTracer:
             try:
                 traced = trace(self.model, starts, given, self.device, dtypes, blocks, drop)
                 for piece in range(1, len(traced.pieces)):
-                    elements(traced, piece)
+                    boundary_elements(traced, piece)
             except Exception as error:  # torch raises anything where it cannot trace
                 raise ModelError(
                     f"the forward of {self.facts.family} cannot be cut into stages in {self.plan.dtypes.compute}: "
-                    f"{reason(error)}; use pipeline_parallel_degree 1"
+                    f"{first_line(error)}; use pipeline_parallel_degree 1"
                 ) from error
             self._known[key] = traced
         return self._known[key]
@@ -109,7 +109,7 @@ class TracedForward:
     def prepare(self, inputs: Mapping[str, Any]) -> None:
         """Trace for such inputs, and tell the boundary what arrives and leaves, and which buffers change."""
         traced, stage = self.tracer(inputs, self.model.training), self.boundary.stage
-        sizes = [0 if cut in (0, len(traced.pieces)) else elements(traced, cut) for cut in (stage, stage + 1)]
+        sizes = [0 if cut in (0, len(traced.pieces)) else boundary_elements(traced, cut) for cut in (stage, stage + 1)]
         self.boundary.shapes, self.boundary.changed_buffers = ((sizes[0],), (sizes[1],)), traced.changed
 
     def __call__(self, **inputs: Any) -> Any:
@@ -128,12 +128,12 @@ class TracedForward:
         self.boundary.output = leaving.to(traced.dtype)  # under a script's autocast they may be of another
         return self.boundary.output
 
-    def _run(self, traced: Trace, number: int, piece: Any, values: dict[Value, Tensor]) -> None:
+    def _run(self, traced: ForwardTrace, number: int, piece: Any, values: dict[Value, Tensor]) -> None:
         state = [self._state(traced, name) for name in piece.state]
         outputs = piece.run(*state, *(values[value] for value in piece.takes))
         values |= {(number, output): tensor for output, tensor in enumerate(outputs) if tensor is not None}
 
-    def _state(self, traced: Trace, name: str) -> Tensor:
+    def _state(self, traced: ForwardTrace, name: str) -> Tensor:
         if name in traced.constants:
             return traced.constants[name].to(self.tracer.device)
         owner, _, leaf = name.rpartition(".")
@@ -141,7 +141,7 @@ class TracedForward:
         return tensor
 
 
-def _unpack(flat: Tensor, traced: Trace, crossing: list[Value]) -> dict[Value, Tensor]:
+def _unpack(flat: Tensor, traced: ForwardTrace, crossing: list[Value]) -> dict[Value, Tensor]:
     shapes = tuple(tuple(traced.shapes[value][0]) for value in crossing)
     return dict(zip(crossing, unflatten(flat, shapes), strict=True))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardwise.model.attention_kernels import installed
-from shardwise.model.float8 import summary
+from shardwise.model.float8 import float8_summary
 from shardwise.plan.draft import Draft
 from shardwise.plan.rules.rule import Rule, idle
 from shardwise.words import one_of
@@ -58,6 +58,6 @@ RULES: tuple[Rule, ...] = (
     Rule("fp8-gains", (FP8, "precision.fp8_scaling", "precision.fp8_layers"), "some linear layer has to be in float8",
          lambda d: d.precision.fp8 != "none" and all(d.float8_left.values()),
          fix="use precision.fp8 none, or fp8_layers all",
-         because=lambda d: summary(d.float8_left)),
+         because=lambda d: float8_summary(d.float8_left)),
 )
 # fmt: on

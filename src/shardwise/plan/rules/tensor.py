@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardwise.job.axes import Axis
-from shardwise.model.facts import chunk
+from shardwise.model.tensor_split import chunk
 from shardwise.plan.draft import Draft
 from shardwise.plan.rules.rule import Rule
 from shardwise.words import divisors, one_of

@@ -39,7 +39,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from shardwise.model.facts import EXPERTS, ModelFacts
+from shardwise.model.facts import ModelFacts
+from shardwise.model.tensor_split import EXPERTS
 
 FP32 = 4
 INDICES = 40  # bytes of a row's expert, its place before and behind the sorting by expert, and its weight

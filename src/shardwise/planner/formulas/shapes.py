@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from shardwise.job.axes import Axis
-from shardwise.model.facts import ModelFacts, chunk, chunks
+from shardwise.model.facts import ModelFacts
+from shardwise.model.tensor_split import chunk, chunks
 from shardwise.plan.plan import Plan
 from shardwise.planner.formulas.schedule import holders
 

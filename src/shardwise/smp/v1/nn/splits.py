@@ -10,7 +10,7 @@ from math import gcd
 
 from torch import nn
 
-from shardwise.model.facts import TensorSplit
+from shardwise.model.tensor_split import TensorSplit
 from shardwise.smp.v1.nn.transformer import DistributedAttentionLayer, DistributedTransformerOutputLayer
 
 COLUMN, ROW = TensorSplit("column", 0, alone=True), TensorSplit("row", 1)

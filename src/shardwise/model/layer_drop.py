@@ -1,4 +1,4 @@
-"""Single random numbers that a forward draws, by which it may drop layers: on fake tensors they have no value."""
+"""Fixes the random numbers by which a forward may drop layers (LayerDrop): on fake tensors they have no value."""
 
 from __future__ import annotations
 
@@ -9,24 +9,25 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 
-class Dice(TorchFunctionMode):
-    """Lets `torch.rand([])` be `value`; where that is 1, no layer is dropped.
+class FixedScalarDraws(TorchFunctionMode):
+    """A mode in which `torch.rand([])` is `value`; where that is 1, no layer is dropped.
 
-    OPT, and transformers 5.17's BART, throw a die a layer also where none is ever dropped.
+    OPT, and transformers 5.17's BART, draw a number a layer even where none is ever dropped.
 
     Attributes:
-        thrown: how many.
+        count: numbers drawn.
     """
 
     def __init__(self, value: float = 1.0) -> None:
         super().__init__()
-        self.value, self.thrown = value, 0
+        self.value = value
+        self.count = 0
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if func is torch.rand and args in (([],), ((),), ()) and not kwargs.get("size"):
-            self.thrown += 1
+            self.count += 1
             return torch.tensor(self.value)
         return func(*args, **kwargs)
