@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from shardwise.job.smp_options import OPTIONS
 from shardwise.job.sources import load_job, read_value, take_overrides
 from shardwise.plan.rules import rules
 from tools.reference.pages import PAGES, pages, write
-from tools.reference.tables import SUBJECTS
+from tools.reference.tables import METRICS, SUBJECTS
 
 ROOT = Path(__file__).parent.parent
 REFERENCE = ROOT / "docs" / "reference"
@@ -166,6 +167,12 @@ def test_keys_exist() -> None:
         for key in re.findall(rf"`((?:{first})\.[a-z_.]+[a-z])(?::[^`]*)?`", page.read_text()):
             if not key.endswith((".md", ".py", ".yaml", ".safetensors")) and key not in sections():
                 leaf_of(key)
+
+
+def test_records_of_metrics_have_keys_that_runs_write() -> None:
+    records = [json.loads(text) for _, _, text in blocks("json") if '"step"' in text]
+    assert len(records) >= 1
+    assert {key for record in records for key in record} <= set(METRICS)
 
 
 def test_links_resolve() -> None:
