@@ -113,16 +113,12 @@ def test_every_command_and_public_name_is_there() -> None:
 def test_every_environment_variable_is_there() -> None:
     """Names in capitals that the sources of the launch and data rooms look up."""
     page, private = pages(ROOT)["environment.md"], {"SHARDWISE_FAILURE_DIRECTORY", "TORCHELASTIC_SIGNALS_TO_HANDLE"}
-    sources = Path(shardwise.__file__).parent.rglob("*.py")
+    package = Path(shardwise.__file__).parent
+    sources = [package / "cache.py", package / "words.py", *package.glob("launch/*.py"), *package.glob("data/*.py")]
     pattern = r'"((?:[A-Z]+_)+[A-Za-z_]+|RANK)"'
-    names = {
-        n
-        for p in sources
-        if p.parent.name in ("launch", "data", "shardwise")
-        for n in re.findall(pattern, p.read_text())
-    }
-    names = {name for name in names if name not in private and name not in page}
-    assert names == set()
+    names = {name for source in sources for name in re.findall(pattern, source.read_text())}
+    assert len(names) > 5
+    assert {name for name in names if name not in private and name not in page} == set()
 
 
 # --- what people wrote -----------------------------------------------------------------------------------------------
