@@ -20,6 +20,9 @@ _HOMES = {
     "parallelize": "shardwise.parallel.apply",
     "initialize": "shardwise.training.init",
     "train_step": "shardwise.training.step",
+    "Session": "shardwise.training.session",
+    "Callback": "shardwise.observe.callback",
+    "run_local": "shardwise.launch.local",
     "train": "shardwise.commands.train",
     "verify": "shardwise.commands.verify",
 }

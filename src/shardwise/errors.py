@@ -65,6 +65,10 @@ class CapacityError(ShardwiseError):
     """A model that no layout fits on the cluster it was planned for."""
 
 
+class UserCodeError(ShardwiseError):
+    """A user's own function or class that cannot be imported, takes other arguments, or raises; with file and line."""
+
+
 class WorkerError(ShardwiseError):
     """A worker failed. The message ends with the first failing rank's own error."""
 

@@ -11,7 +11,7 @@ from shardwise.checkpoint.manifest import Progress
 from shardwise.checkpoint.save import Checkpointer
 from shardwise.checkpoint.stores import checkpoint_store
 from shardwise.job.schema import Job
-from shardwise.training.keeper import data_facts
+from shardwise.training.checkpoints import data_facts
 from shardwise.training.setup import set_up
 from shardwise.training.step import train_step
 

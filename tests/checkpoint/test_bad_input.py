@@ -21,9 +21,9 @@ from shardwise.errors import CheckpointError
 from shardwise.job.schema import Job
 from shardwise.launch.process_group import process_group
 from shardwise.testing.world import WorldPool
-from shardwise.training.keeper import Keeper
+from shardwise.training.checkpoints import RunCheckpoints
 from shardwise.training.output import check_output
-from shardwise.training.setup import Run, set_up
+from shardwise.training.setup import AssembledJob, set_up
 from shardwise.training.trainer import train_rank
 from tests.fork_server import run_python
 from tests.parity.jobs import make_job, write_tokens
@@ -74,13 +74,13 @@ def restore_here(jobs: list[Job]) -> list[tuple[str, list[str]]]:
     return restore_all(set_up(jobs[0], torch.device("cpu")), jobs)
 
 
-def restore_all(run: Run, jobs: list[Job]) -> list[tuple[str, list[str]]]:
+def restore_all(run: AssembledJob, jobs: list[Job]) -> list[tuple[str, list[str]]]:
     found: list[tuple[str, list[str]]] = []
     for job in jobs:
         checkpoint = job.checkpoint.model_copy(update={"every": 0})  # reads only
         run.plan = run.model.plan = replace(run.plan, job=job.model_copy(update={"checkpoint": checkpoint}))
         try:
-            found.append(("", Keeper(run).restore()[1]))
+            found.append(("", RunCheckpoints(run).restore()[1]))
         except CheckpointError as error:
             found.append((str(error), []))
     return found
@@ -288,7 +288,7 @@ def test_nothing_is_made_up_where_every_checkpoint_is_damaged(
 def begin_here(job: Job) -> None:
     """A run that saves, and that cannot begin."""
     with pytest.raises(CheckpointError, match="is damaged at bytes"):
-        Keeper(set_up(job, torch.device("cpu"))).restore()
+        RunCheckpoints(set_up(job, torch.device("cpu"))).restore()
 
 
 def test_a_run_that_cannot_begin_takes_the_store_from_nobody(

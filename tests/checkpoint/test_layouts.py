@@ -18,8 +18,8 @@ from shardwise.checkpoint.save import Checkpointer
 from shardwise.checkpoint.stores import LocalStore
 from shardwise.job.schema import Job
 from shardwise.testing.world import WorldPool
-from shardwise.training.keeper import data_facts
-from shardwise.training.setup import Run, set_up
+from shardwise.training.checkpoints import data_facts
+from shardwise.training.setup import AssembledJob, set_up
 from shardwise.training.step import train_step
 from tests.checkpoint.stored import scalars, stored
 from tests.parity.jobs import make_module_job, tensor_job
@@ -59,7 +59,7 @@ def a_job(corpora: Path, model: str, parallel: dict[str, Any]) -> Job:
     return tensor_job(corpora, model.split(",")[0], **settings)
 
 
-def save(run: Run, path: Path, progress: Progress) -> None:
+def save(run: AssembledJob, path: Path, progress: Progress) -> None:
     Checkpointer(run.model, run.optimizer, LocalStore(str(path)), data_facts(run)).save(progress, run.scaler, wait=True)
 
 

@@ -17,10 +17,11 @@ from shardwise.errors import CheckpointError, DamagedError, DataError, OutputErr
 from shardwise.job.schema import Job
 from shardwise.observe.metrics import read_metrics
 from shardwise.testing.world import WorldPool
-from shardwise.training.keeper import Keeper, way_on
+from shardwise.training.checkpoints import RunCheckpoints, resume_hint
 from shardwise.training.output import check_output, check_resume, claim_output, clear_output
+from shardwise.training.session import TrainingResult
 from shardwise.training.setup import set_up
-from shardwise.training.trainer import TrainingResult, train_rank
+from shardwise.training.trainer import train_rank
 from tests.checkpoint.stored import stored
 from tests.parity.jobs import make_job
 
@@ -226,12 +227,12 @@ def test_a_run_that_fails_says_what_it_can_go_on_from(
     with pytest.raises(WorkerError, match="was killed"):
         entry.train(job, say=said.append)
     assert said[-1] == "note: the newest complete checkpoint is step-00000006; --checkpoint.resume auto goes on from it"
-    assert way_on(a_job(corpora, tmp_path / "never")) is None
+    assert resume_hint(a_job(corpora, tmp_path / "never")) is None
 
 
 def notes(job: Job) -> str:
     """What resuming says."""
-    return "\n".join(Keeper(set_up(job, torch.device("cpu"))).restore()[1])
+    return "\n".join(RunCheckpoints(set_up(job, torch.device("cpu"))).restore()[1])
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_replaced(world_pool: WorldPool, corpora: Path, tmp_path: Path) -> None:
@@ -311,7 +312,7 @@ def test_a_named_checkpoint_of_another_run(world_pool: WorldPool, corpora: Path,
 
 
 def generators(job: Job) -> list[float]:
-    Keeper(set_up(job, torch.device("cpu"))).restore()
+    RunCheckpoints(set_up(job, torch.device("cpu"))).restore()
     return torch.rand(2).tolist()
 
 

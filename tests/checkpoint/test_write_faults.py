@@ -24,9 +24,10 @@ from shardwise.checkpoint.stores import OWNER, LocalStore, open_store
 from shardwise.errors import CheckpointError
 from shardwise.job.schema import CheckpointSection, Job
 from shardwise.testing.world import WorldPool
-from shardwise.training.keeper import data_facts
+from shardwise.training.checkpoints import data_facts
+from shardwise.training.session import Session
 from shardwise.training.setup import set_up
-from shardwise.training.trainer import Trainer, train_rank
+from shardwise.training.trainer import train_rank
 from tests.checkpoint.stored import stored
 from tests.parity.jobs import make_job, make_module_job
 
@@ -156,7 +157,7 @@ def a_job(corpora: Path, output: Path, resume: str = "none", **checkpoint: Any) 
 
 def train_with_a_fault(job: Job, rank: int, point: str) -> str:
     """Trains; `point` of the store fails on `rank` as the checkpoint of step 4 is written. The error, or ""."""
-    original, one_step = getattr(LocalStore, point), Trainer.one_step
+    original, step = getattr(LocalStore, point), Session.step
 
     def failing(self: LocalStore, name: str, *arguments: Any) -> Any:
         if name == name_of(4):
@@ -164,16 +165,16 @@ def train_with_a_fault(job: Job, rank: int, point: str) -> str:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), place)
         return original(self, name, *arguments)
 
-    def after_the_writing(self: Trainer, step: int) -> Any:
+    def after_the_writing(self: Session, batches: Any) -> Any:
         """Steps long enough that a save has ended, well or not, when the next begins."""
         for thread in threading.enumerate():
             if thread.name.startswith("shardwise-step"):
                 thread.join()
-        return one_step(self, step)
+        return step(self, batches)
 
     Path(job.output).mkdir(parents=True, exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Trainer, "one_step", after_the_writing)
+        patch.setattr(Session, "step", after_the_writing)
         if dist.get_rank() == rank:
             patch.setattr(LocalStore, point, failing)
         try:

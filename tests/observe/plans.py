@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 from shardwise.job.axes import Axis
@@ -26,6 +27,9 @@ FACTS = ModelFacts(
     max_positions=512,
     head="embed_out",
 )
+
+
+SESSION: Any = SimpleNamespace(notes=(), rank=0, steps_done=0)  # as far as observers look
 
 
 def make_plan(workers: int = 2, accelerator: str = "", **sections: Any) -> Plan:

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from shardwise.observe import display as display_module
 from shardwise.observe.display import Display, duration
-from tests.observe.plans import make_plan, step_record
+from tests.observe.plans import SESSION, make_plan, step_record
 
 
 class Clock:
@@ -26,12 +26,18 @@ def plain_lines(
     steps: list[dict[str, Any]], clock: Clock | None = None, pace: float = 0.0, **sections: Any
 ) -> list[str]:
     file = io.StringIO()
-    with Display(make_plan(**sections), Console(file=file, width=40)) as display:
-        for record in steps:
-            if clock:
-                clock.now += pace
-            display.step(record)
+    display = Display(make_plan(**sections), Console(file=file, width=40))
+    display.on_start(SESSION)
+    for record in steps:
+        if clock:
+            clock.now += pace
+        show(display, record)
+    display.on_end(SESSION, {})
     return file.getvalue().splitlines()
+
+
+def show(display: Display, record: dict[str, Any]) -> None:
+    (display.on_step_end if "loss" in record else display.on_evaluation)(SESSION, record)
 
 
 def on_terminal(width: int = 120) -> tuple[Display, Console]:
@@ -60,11 +66,12 @@ def test_log_every_thins_the_lines_but_keeps_first_and_last() -> None:
 
 def test_what_compilation_took_is_said_after_the_second_step(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, file = Clock(monkeypatch), io.StringIO()
-    with Display(make_plan(model={"compile": True}), Console(file=file)) as display:
-        assert display._time_left() == "compiling in the first step"
-        for step, seconds in ((1, 31.5), (2, 1.25), (3, 1.0)):
-            clock.now += seconds
-            display.step(step_record(step))
+    display = Display(make_plan(model={"compile": True}), Console(file=file))
+    display.on_start(SESSION)
+    assert display._time_left() == "compiling in the first step"
+    for step, seconds in ((1, 31.5), (2, 1.25), (3, 1.0)):
+        clock.now += seconds
+        show(display, step_record(step))
     said = [line for line in file.getvalue().splitlines() if "compilation" in line]
     assert said == ["compilation: 30.2 s of the first step's 31.5 s"]
     assert not [line for line in plain_lines([step_record(step) for step in (1, 2)]) if "compil" in line]
@@ -73,12 +80,12 @@ def test_what_compilation_took_is_said_after_the_second_step(monkeypatch: pytest
 def test_time_left_forgets_the_slow_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     display = Display(make_plan(training={"steps": 101}), Console(file=io.StringIO()))
-    display.start()
+    display.on_start(SESSION)
     clock.now += 500
-    display.step(step_record(1))
+    show(display, step_record(1))
     for step in range(2, 42):
         clock.now += 2
-        display.step(step_record(step))
+        show(display, step_record(step))
     assert display._time_left() == "2:00 left"
 
 
@@ -98,12 +105,12 @@ def test_many_ranks_show_the_range_of_memory() -> None:
 @pytest.mark.parametrize("width", [60, 120])
 def test_terminal_shows_bar_figures_and_sentences(width: int) -> None:
     display, console = on_terminal(width)
-    display.start()
+    display.on_start(SESSION)
     display.say("first step compiles [not markup] 12")
-    display.step(step_record(150))
-    display.step({"step": 150, "validation_loss": 3.5})
-    display.finish()
-    display.finish()
+    show(display, step_record(150))
+    show(display, {"step": 150, "validation_loss": 3.5})
+    display.on_end(SESSION, {})
+    display.on_end(SESSION, {})
     assert console.file.getvalue().count("\x1b[?25h") >= 1  # type: ignore[attr-defined]  # the cursor is back
     text = console.export_text()
     assert "first step compiles [not markup] 12" in text
@@ -115,13 +122,13 @@ def test_terminal_shows_bar_figures_and_sentences(width: int) -> None:
 def test_cuda_ranks_are_named_by_their_accelerator() -> None:
     file = io.StringIO()
     plan = make_plan(workers=4, accelerator="NVIDIA H200")
-    Display(plan, Console(file=file, width=40)).start()
+    Display(plan, Console(file=file, width=40)).on_start(SESSION)
     assert file.getvalue() == "shardwise  4 NVIDIA H200 ranks · shard 4 · bf16\n"
 
 
 def test_one_rank_is_not_ranks() -> None:
     file = io.StringIO()
-    Display(make_plan(workers=1), Console(file=file, width=40)).start()
+    Display(make_plan(workers=1), Console(file=file, width=40)).on_start(SESSION)
     assert file.getvalue() == "shardwise  1 cpu rank · fp32\n"
 
 

@@ -6,17 +6,18 @@ import gzip
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from shardwise.job.schema import Job
-from shardwise.observe.profile import profiler
+from shardwise.observe.profile import Profiler
 
 
-def job(window: list[int] | None, steps: int = 5) -> Job:
-    return Job.model_validate({"observe": {"profile": window}, "training": {"steps": steps}})
+def job(window: list[int] | None, output: Path) -> Job:
+    return Job.model_validate({"observe": {"profile": window}, "training": {"steps": 5}, "output": str(output)})
 
 
 def shapes_of_products(path: Path) -> list[Any]:
@@ -26,10 +27,13 @@ def shapes_of_products(path: Path) -> list[Any]:
 
 def run(window: list[int] | None, output: Path, done: int = 0, until: int = 5) -> None:
     """Step k multiplies a matrix of k rows, so that a trace tells which steps it holds."""
-    with profiler(job(window), output, done) as traced:
-        for step in range(done + 1, until + 1):
-            torch.ones(step, 2) @ torch.ones(2, 2)
-            traced.step()
+    session: Any = SimpleNamespace(steps_done=done)
+    traced = Profiler(job(window, output))
+    traced.on_start(session)
+    for session.steps_done in range(done + 1, until + 1):
+        torch.ones(session.steps_done, 2) @ torch.ones(2, 2)
+        traced.on_step_end(session, {})
+    traced.on_end(session, {})
 
 
 @pytest.mark.parametrize("window, steps", [([2, 3], [2, 3]), ([1, 1], [1]), ([4, 9], [4, 5])])

@@ -43,6 +43,7 @@ def test_scalars_are_named_by_section_and_finite() -> None:
 
 def test_tensorboard_event_files_hold_the_numbers(tmp_path: Path) -> None:
     (tracker,) = make_trackers(Job(), tmp_path)
+    tracker.open()
     tracker.log(RECORD)
     tracker.log({**RECORD, "step": 4, "loss": 2.25})
     tracker.close()
@@ -80,6 +81,7 @@ def test_wandb_gets_job_records_and_finish(tmp_path: Path, monkeypatch: Any) -> 
     monkeypatch.setitem(sys.modules, "wandb", fake)
     tracked = job(wandb="project")
     (tracker,) = make_trackers(tracked, tmp_path)
+    tracker.open()
     tracker.log(RECORD)
     tracker.close()
     assert fake.calls == [("init", "project", tracked.training.steps), (3, NAMED), "finish"]
@@ -100,6 +102,7 @@ def test_mlflow_gets_job_records_and_end(tmp_path: Path, monkeypatch: Any) -> No
     fake = FakeMlflow()
     monkeypatch.setitem(sys.modules, "mlflow", fake)
     (tracker,) = make_trackers(job(mlflow="experiment"), tmp_path)
+    tracker.open()
     tracker.log(RECORD)
     tracker.close()
     assert [call[0] for call in fake.calls] == ["set_experiment", "start_run", "log_params", "log_metrics", "end_run"]
@@ -113,4 +116,4 @@ def test_a_tracker_that_cannot_start_is_a_named_error(tmp_path: Path, monkeypatc
     fake.init = lambda **_: (_ for _ in ()).throw(RuntimeError("no API key"))  # type: ignore[method-assign]
     monkeypatch.setitem(sys.modules, "wandb", fake)
     with pytest.raises(MachineError, match=r"observe\.wandb.*no API key"):
-        make_trackers(job(wandb="project"), tmp_path)
+        make_trackers(job(wandb="project"), tmp_path)[0].open()

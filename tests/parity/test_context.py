@@ -15,7 +15,7 @@ from shardwise.job.schema import Job
 from shardwise.kernels.dropout import DropoutScope, dropout_scope
 from shardwise.testing.world import WorldPool
 from shardwise.training.sample import generate
-from shardwise.training.setup import Run, set_up
+from shardwise.training.setup import AssembledJob, set_up
 from shardwise.training.step import evaluate, train_step
 from tests.parity.jobs import VOCABULARY, check_agrees, tensor_job, verify_one
 
@@ -129,7 +129,7 @@ def test_context_tensor_and_shard(world_pool: WorldPool, corpora: Path, family: 
         assert report.agrees, (report.first, report.diagnosis)
 
 
-def outputs(run: Run, batch: Batch) -> Tensor:
+def outputs(run: AssembledJob, batch: Batch) -> Tensor:
     """[B, S/c, H] hidden states of this rank's rows."""
     assert run.model.context is not None
     part, here = run.model.context.part(batch)

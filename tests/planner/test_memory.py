@@ -26,7 +26,7 @@ from shardwise.plan.plan import Plan, World, resolve
 from shardwise.planner.formulas.memory import estimate, moments
 from shardwise.planner.formulas.shapes import local_elements
 from shardwise.testing.world import WorldPool
-from shardwise.training.setup import Run, set_up
+from shardwise.training.setup import AssembledJob, set_up
 from shardwise.training.step import train_step
 from tests.parity.jobs import tensor_job
 
@@ -177,13 +177,13 @@ def states(jobs: list[Job]) -> list[tuple[Bytes, Bytes]]:
     return [(held(run := set_up(job, torch.device("cpu"))), predicted(run)) for job in jobs]
 
 
-def held(run: Run) -> Bytes:
+def held(run: AssembledJob) -> Bytes:
     train_step(run.model, run.objective, run.stream.batches(0), run.optimizer, run.scaler, 0)
     parameters = sum(entry.local.numel() * entry.local.element_size() for entry in run.model.tensor_map)
     return parameters, run.optimizer.gradient_bytes, run.optimizer.state_bytes()
 
 
-def predicted(run: Run) -> Bytes:
+def predicted(run: AssembledJob) -> Bytes:
     tensor, shard, pipeline = (run.layout.index(*axes) for axes in (("tensor",), ("shard", "context"), ("pipeline",)))
     elements = local_elements(run.facts, run.plan, tensor, shard, pipeline)
     return (8 * elements,) * 3

@@ -21,7 +21,7 @@ from shardwise.planner.formulas.local import (
     machine_constants,
 )
 from shardwise.testing.world import WorldPool
-from shardwise.training import trainer
+from shardwise.training import session
 from shardwise.training.forecast import WATCHED, Forecast, compared
 from shardwise.training.output import claim_output
 from shardwise.training.trainer import train_rank
@@ -45,7 +45,7 @@ def run_dry_of_memory(job: Job, cache: str) -> str:
     def fails(*args: Any, **kwargs: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
-    with mock.patch.object(trainer, "train_step", fails), pytest.raises(CapacityError) as raised:
+    with mock.patch.object(session, "train_step", fails), pytest.raises(CapacityError) as raised:
         train(job, cache)
     return str(raised.value)
 
@@ -63,7 +63,7 @@ def test_prediction_and_measurement_are_recorded(world_pool: WorldPool, corpora:
     assert expected["step_seconds"] == record["predicted_step_seconds"] > 0
     assert expected["peak_memory_bytes"] == record["predicted_peak_memory_bytes"]
     page = write_report(tmp_path / "run").read_text()
-    assert "Predicted step" in page and "Predicted memory" in page
+    assert "Predicted step" in page and "; predicted " in page
 
 
 def test_running_out_of_memory_names_causes_and_remedies(world_pool: WorldPool, corpora: Path, tmp_path: Path) -> None:

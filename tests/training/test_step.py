@@ -17,18 +17,18 @@ from shardwise.job.schema import Job
 from shardwise.testing.world import WorldPool
 from shardwise.training.init import fingerprint
 from shardwise.training.objectives.language_modelling import LanguageModelling
-from shardwise.training.setup import Run, check_whole_batches, set_up
+from shardwise.training.setup import AssembledJob, check_whole_batches, set_up
 from shardwise.training.step import StepResult, _check_count, evaluate, train_step
 from tests.parity.jobs import make_job, make_module_job
 
 CPU = torch.device("cpu")
 
 
-def one_step(run: Run, step: int = 0, stop: bool = False) -> StepResult:
+def one_step(run: AssembledJob, step: int = 0, stop: bool = False) -> StepResult:
     return train_step(run.model, run.objective, run.stream.batches(step), run.optimizer, run.scaler, step, stop)
 
 
-def weights(run: Run) -> str:
+def weights(run: AssembledJob) -> str:
     return fingerprint((entry.name, entry.whole()) for entry in run.model.tensor_map)
 
 

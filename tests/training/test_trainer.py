@@ -12,10 +12,11 @@ from torch import Tensor
 
 from shardwise.errors import OutputError
 from shardwise.job.schema import Job
+from shardwise.observe.display import Display
 from shardwise.observe.metrics import MetricsWriter
+from shardwise.observe.output_disk import writing
 from shardwise.testing.world import WorldPool
-from shardwise.training.output import write_run, writing
-from shardwise.training.recorder import Recorder
+from shardwise.training.output import write_run
 from shardwise.training.trainer import train_rank
 from tests.parity.jobs import Points, make_module_job
 
@@ -31,7 +32,7 @@ class Holes(Points):
 def last_words(job: Job) -> list[str]:
     said: list[str] = []
     Path(job.output).mkdir(parents=True)
-    with mock.patch.object(Recorder, "say", lambda _, text: said.append(text)):
+    with mock.patch.object(Display, "say", lambda _, text: said.append(text)):
         train_rank(job, torch.device("cpu"))
     return said
 

@@ -6,7 +6,7 @@ a launcher the job's own local workers are started; under torchrun, Slurm or Ope
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -18,12 +18,15 @@ from shardwise.launch.expected_world import engine_problem, expected_world, worl
 from shardwise.launch.job_group import Say, job_group, usable_backend
 from shardwise.launch.local import run_local
 from shardwise.model.facts import ModelFacts
+from shardwise.observe.callback import Callback
 from shardwise.observe.trackers import require_extras
 from shardwise.plan.plan import Plan, precheck, resolve
-from shardwise.training.keeper import after_restart, way_on
+from shardwise.training.checkpoints import after_restart, resume_hint
 from shardwise.training.output import check_output, check_resume, claim_output
+from shardwise.training.session import TrainingResult
 from shardwise.training.setup import prepare_data, study
-from shardwise.training.trainer import TrainingResult, train_rank
+from shardwise.training.trainer import train_rank
+from shardwise.training.user_code import check_can_be_sent, check_user_code
 
 
 def plan_job(job: Job) -> Plan:
@@ -38,13 +41,16 @@ def plan_with_facts(job: Job) -> tuple[Plan, ModelFacts]:
     return replace(plan, notes=(*plan.notes, *_launcher_notes(job, place), *_machine_notes(plan))), facts
 
 
-def train(job: Job, notes: Iterable[str] = (), say: Say = print) -> TrainingResult:
+def train(job: Job, notes: Iterable[str] = (), say: Say = print, callbacks: Sequence[Callback] = ()) -> TrainingResult:
     """Train `job`; returns when it has finished.
+
+    `callbacks` are called after those that the job names, on every rank; local workers get copies of them.
 
     Raises:
         ShardwiseError: whatever a user can mend; before training starts nothing has been overwritten.
     """
     place, job = detect(), after_restart(job)
+    check_user_code(job, callbacks)
     speaks = place is None or place.rank == 0
     say = say if speaks else _silent
     if speaks:
@@ -54,6 +60,7 @@ def train(job: Job, notes: Iterable[str] = (), say: Say = print) -> TrainingResu
             say(f"note: {note}")
     if place is None:  # the ranks of a launcher find out together: one that ended early would leave the others waiting
         check_resume(job)
+        check_can_be_sent(callbacks)
     plan, facts = _plan(job, place)
     for note in _machine_notes(plan):
         say(f"note: {note}")
@@ -61,23 +68,23 @@ def train(job: Job, notes: Iterable[str] = (), say: Say = print) -> TrainingResu
     backend = usable_backend(plan, say)
     with claim_output(job) if speaks else nullcontext():
         if place is not None:
-            return _worker(job, plan.world.device_type, backend)
-        return _run_workers(job, plan, backend, say)
+            return _worker(job, plan.world.device_type, backend, callbacks)
+        return _run_workers(job, plan, backend, say, callbacks)
 
 
-def _run_workers(job: Job, plan: Plan, backend: str, say: Say) -> TrainingResult:
+def _run_workers(job: Job, plan: Plan, backend: str, say: Say, callbacks: Sequence[Callback]) -> TrainingResult:
     try:
         return run_local(
             _worker,
-            (job, plan.world.device_type, backend),
+            (job, plan.world.device_type, backend, callbacks),
             plan.world.size,
             device_type=plan.world.device_type,
             forward_signals=True,
             max_restarts=job.parallel.max_restarts,
         )[0]
     except WorkerError:
-        if way := way_on(job):
-            say(f"note: {way}")
+        if hint := resume_hint(job):
+            say(f"note: {hint}")
         raise
 
 
@@ -113,7 +120,7 @@ def _silent(text: str) -> None:
     pass
 
 
-def _worker(job: Job, device_type: str, backend: str) -> TrainingResult:
+def _worker(job: Job, device_type: str, backend: str, callbacks: Sequence[Callback] = ()) -> TrainingResult:
     """Train on one rank."""
     with job_group(job, device_type, backend) as device:
-        return train_rank(after_restart(job), device)
+        return train_rank(after_restart(job), device, callbacks)

@@ -36,7 +36,7 @@ from shardwise.testing.comparison import Report
 from shardwise.testing.oracle import Oracle
 from shardwise.testing.oracle_data import open_source
 from shardwise.testing.reference import OracleReference, RecordedReference, Recording, oracle_dtypes
-from shardwise.training.setup import Run, assemble, prepare_data, study
+from shardwise.training.setup import AssembledJob, assemble, prepare_data, study
 
 # Tensors of master dtype that rank 0 holds beside its own shard: the oracle's weights, gradients and two optimizer
 # states, three of them once more to step back for a diagnosis, and our gradients and weights.
@@ -112,7 +112,7 @@ def _record(job: Job, device: torch.device, directory: str, steps: int) -> None:
     _compare(run, steps, lambda: Recording(Path(directory)), Report(""))
 
 
-def _compare(run: Run, steps: int, make_reference: Callable[[], Any], report: Report) -> Report | None:
+def _compare(run: AssembledJob, steps: int, make_reference: Callable[[], Any], report: Report) -> Report | None:
     """Step after step until one disagrees; rank 0 judges and tells the others."""
     with fused_dropout_off() as dropped:
         reference = make_reference() if dist.get_rank() == 0 else None
@@ -129,11 +129,11 @@ def _compare(run: Run, steps: int, make_reference: Callable[[], Any], report: Re
     return report if dist.get_rank() == 0 else None
 
 
-def _assemble(job: Job, device: torch.device, facts: ModelFacts) -> Run:
+def _assemble(job: Job, device: torch.device, facts: ModelFacts) -> AssembledJob:
     return assemble(job, device, facts, prepare_data(job, facts))
 
 
-def _oracle(run: Run, weights: dict[str, Tensor]) -> Oracle:
+def _oracle(run: AssembledJob, weights: dict[str, Tensor]) -> Oracle:
     job, plan = run.plan.job, run.plan
     source = open_source(job, run.data.directory)
     # Dropout that is a function of its place runs on both sides, and the model's own has places in eager alone.
@@ -141,14 +141,14 @@ def _oracle(run: Run, weights: dict[str, Tensor]) -> Oracle:
     return Oracle(job, weights, source, plan.sequences_per_step, run.facts.counting, eager=eager, **oracle_dtypes(plan))
 
 
-def _title(run: Run, reference: str) -> str:
+def _title(run: AssembledJob, reference: str) -> str:
     degrees = " x ".join(f"{name} {size}" for name, size in run.plan.degrees.items() if size > 1) or "one rank"
     return (
         f"{run.facts.family}, {run.facts.parameters:,} parameters, {run.plan.dtypes.compute}: {degrees} | {reference}"
     )
 
 
-def _check_memory(run: Run) -> None:
+def _check_memory(run: AssembledJob) -> None:
     """Refuse a model that one process cannot hold."""
     needed = run.facts.parameters * BYTES[run.plan.dtypes.parameters] * COPIES
     available = psutil.virtual_memory().available

@@ -289,6 +289,11 @@ class TrainingSection(Section):
     evaluate_every: NonNegative = Field(default=0, description="Steps between evaluations; 0: at the end only.")
     evaluate_batches: Positive = Field(default=8, description="Global batches of one evaluation.")
     deterministic: bool = Field(default=False, description="`torch.use_deterministic_algorithms`.")
+    callbacks: list[str] = Field(
+        default=[],
+        description="Callbacks of your own, each `package.module:name` of a subclass of `shardwise.Callback`, of a "
+        "function that returns one, or of an object; called in this order, before the display and the trackers.",
+    )
 
 
 class DataSection(Section):

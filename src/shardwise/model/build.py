@@ -59,7 +59,13 @@ OTHER_DROPOUT = re.compile(r"classif|summary|pooler|^cls|^qa|layerdrop|^drop_pat
 
 def build_model(job: Job) -> nn.Module:
     """Return the model of `job` in train mode, parameters on the meta device (fp32), key-value cache off."""
-    model = _build_user_module(job.model) if job.model.factory else _build_hugging_face(job, load_config(job))
+    return prepare_for_training(
+        _build_user_module(job.model) if job.model.factory else _build_hugging_face(job, load_config(job))
+    )
+
+
+def prepare_for_training(model: nn.Module) -> nn.Module:
+    """Put a model into train mode, with its activations fused and its key-value cache off; the same model."""
     fuse_activations(model)
     model.train()
     for module in model.modules():  # an encoder-decoder's stacks have configs of their own

@@ -1,4 +1,4 @@
-"""What a running training shows: a live bar on a terminal, plain lines anywhere else.
+"""The display of a running training: a live bar on a terminal, plain lines anywhere else.
 
 Only the process that owns the terminal (rank 0) makes one. The plain lines hold no control characters, one line every
 `observe.log_every` steps, so that they can be read in a log file and cut by column.
@@ -7,7 +7,6 @@ Only the process that owns the terminal (rank 0) makes one. The plain lines hold
 from __future__ import annotations
 
 import time
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from rich.columns import Columns
@@ -17,6 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from shardwise.observe.callback import Callback, ObservedSession
 from shardwise.observe.metrics import Record
 
 if TYPE_CHECKING:
@@ -37,8 +37,10 @@ _NUMBERS = {  # name shown: key of the record and format
 _SHOWN = [*_NUMBERS, "memory/rank", "skipped"]
 
 
-class Display:
-    """Progress of one run. `start`, then `step` with each record, `say` for sentences, `finish` in any case."""
+class Display(Callback):
+    """Progress of one run: a bar or lines, and sentences among them."""
+
+    rank_zero_only = True
 
     def __init__(self, plan: Plan, console: Console | None = None) -> None:
         self._console = console or Console()
@@ -49,56 +51,67 @@ class Display:
         self._first_seconds = 0.0
         self._live: Live | None = None
         self._step = 0
-        self._seen = 0
+        self._steps_shown = 0
         self._figures: dict[str, str] = {}
         self._seconds_a_step: float | None = None
         self._last_time = time.monotonic()
 
-    def start(self) -> None:
-        """Begin to show; on a terminal the bar stays at the bottom until `finish`."""
+    def on_start(self, session: ObservedSession) -> None:
+        """Begin to show; on a terminal the bar stays at the bottom until the end."""
         self._last_time = time.monotonic()
         if self._console.is_terminal:
             self._live = Live(self, console=self._console, refresh_per_second=4, redirect_stdout=True)
             self._live.start()
         else:
             self._line(self._title)
+        for note in session.notes:
+            self.say(note)
 
-    def step(self, record: Record) -> None:
-        """Show a record of metrics.jsonl, of a step or of an evaluation."""
-        self._step = int(record.get("step", self._step))
-        figures = _figures(record)
-        self._figures.update(figures)
-        if "validation_loss" in record and "loss" not in record:
-            if self._live is None:
-                self._line(f"step {self._step}/{self._steps}  {_evaluation(record)}")
-            return
+    def on_step_end(self, session: ObservedSession, record: Record) -> None:
+        """Show the figures of a step."""
+        figures = self._take(record)
         self._measure_pace()
         self._say_compilation()
         due = self._step % self._log_every == 0 or self._step in (1, self._steps)
         if self._live is None and due:
             self._line(f"step {self._step}/{self._steps}  {_joined(figures)}  {self._time_left()}")
 
+    def on_evaluation(self, session: ObservedSession, record: Record) -> None:
+        """Show the validation loss."""
+        self._take(record)
+        if self._live is None:
+            self._line(f"step {self._step}/{self._steps}  {_evaluation(record)}")
+
+    def on_note(self, session: ObservedSession, text: str, record: Record | None) -> None:
+        """Show a sentence."""
+        self.say(text)
+
+    def on_end(self, session: ObservedSession, result: Record) -> None:
+        """Leave the last state of the bar on the screen."""
+        self._finish()
+
+    def on_failure(self, session: ObservedSession, error: BaseException) -> None:
+        """Leave the last state of the bar on the screen, above the error."""
+        self._finish()
+
     def say(self, text: str) -> None:
-        """A sentence above the bar, or a line of its own; markup in it is not interpreted."""
+        """Print a sentence above the bar, or as a line of its own; markup in it is not interpreted."""
         if self._live is None:
             self._line(text)
         else:
             self._console.print(text, markup=False, highlight=False)
 
-    def finish(self) -> None:
-        """Leave the last state of the bar on the screen. May be called twice."""
+    def _take(self, record: Record) -> dict[str, str]:
+        """Keep a record's figures for the bar, and return them."""
+        self._step = int(record.get("step", self._step))
+        figures = _figures(record)
+        self._figures.update(figures)
+        return figures
+
+    def _finish(self) -> None:
         if self._live is not None:
             self._live.stop()
             self._live = None
-
-    def __enter__(self) -> Display:
-        self.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.finish()
 
     def __rich__(self) -> RenderableType:
         head = Table.grid(padding=(0, 2), expand=True)
@@ -115,17 +128,19 @@ class Display:
     def _measure_pace(self) -> None:
         now = time.monotonic()
         seconds, self._last_time = now - self._last_time, now
-        self._seen += 1
-        if self._seconds_a_step is None or self._seen == 2:  # the first step connects and allocates: no measure of more
+        self._steps_shown += 1
+        if (
+            self._seconds_a_step is None or self._steps_shown == 2
+        ):  # the first step connects and allocates: no measure of more
             self._seconds_a_step = seconds
         else:
             self._seconds_a_step += _RECENT * (seconds - self._seconds_a_step)
 
     def _say_compilation(self) -> None:
-        """What the compiler took of the first step, once the second has shown how long a step is without it."""
-        if not self._compiles or self._seconds_a_step is None or self._seen > 2:
+        """Say what the compiler took of the first step, once the second has shown how long a step is without it."""
+        if not self._compiles or self._seconds_a_step is None or self._steps_shown > 2:
             return
-        if self._seen == 1:
+        if self._steps_shown == 1:
             self._first_seconds = self._seconds_a_step
         else:
             share = max(0.0, self._first_seconds - self._seconds_a_step)
@@ -148,7 +163,7 @@ def _title(plan: Plan) -> str:
 
 
 def _figures(record: Record) -> dict[str, str]:
-    """The record as short words and numbers, in the order in which they are shown; absent ones left out."""
+    """Return the record as short words and numbers, in the order in which they are shown; absent ones left out."""
     figures = {name: format(record[key], form) for name, (key, form) in _NUMBERS.items() if record.get(key) is not None}
     figures["memory/rank"] = _memory(record.get("peak_memory_bytes"))
     if "loss" in record:
@@ -157,7 +172,7 @@ def _figures(record: Record) -> dict[str, str]:
 
 
 def _evaluation(record: Record) -> str:
-    """The losses of an evaluation: that of training is of as many sequences, where it has had so many."""
+    """Return the losses of an evaluation: that of training is of as many sequences, where it has had so many."""
     training = record.get("training_loss")
     compared = "" if training is None else f"  training loss {training:.4f} of the last steps"
     return f"validation loss {record['validation_loss']:.4f}{compared}"
@@ -168,7 +183,7 @@ def _joined(figures: dict[str, str]) -> str:
 
 
 def _styled(figures: dict[str, str]) -> Columns:
-    """The figures side by side; a narrow terminal breaks between two of them, never inside of one."""
+    """Put the figures side by side; a narrow terminal breaks between two of them, never inside of one."""
     styles = {"loss": "bold", "validation": "bold", "skipped": "bold red"}
     ordered = sorted(figures, key=lambda name: _SHOWN.index(name))
     texts = [
@@ -178,7 +193,7 @@ def _styled(figures: dict[str, str]) -> Columns:
 
 
 def _memory(sizes: list[int] | None) -> str:
-    """`412 · 415 MiB` for a few ranks, `402 – 415 MiB` for many."""
+    """Return `412 · 415 MiB` for a few ranks, `402 – 415 MiB` for many."""
     if not sizes:
         return ""
     unit, name = (2**30, "GiB") if max(sizes) >= 10 * 2**30 else (2**20, "MiB")
@@ -189,7 +204,7 @@ def _memory(sizes: list[int] | None) -> str:
 
 
 def duration(seconds: float) -> str:
-    """`0:42`, `12:05` or `3:00:10`."""
+    """Return `0:42`, `12:05` or `3:00:10`."""
     minutes, rest = divmod(round(max(seconds, 0)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -12,36 +12,45 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
 from shardwise.job.schema import Job
+from shardwise.observe.callback import Callback, ObservedSession
+from shardwise.observe.metrics import Record
 
 
-class Profiler:
-    """Records steps `first` to `last`; `step()` is called after each training step. Does nothing without a window."""
+class Profiler(Callback):
+    """Records the steps of `observe.profile`; does nothing where the job asks for none."""
 
-    def __init__(self, directory: Path, window: tuple[int, int] | None, done: int = 0) -> None:
-        self._directory = directory
-        self._window = window
-        self._done = done  # steps finished before this run, when it resumes another
+    def __init__(self, job: Job) -> None:
+        window = job.observe.profile
+        self._directory = Path(job.output) / "profile"
+        self._window = (window[0], window[-1]) if window else None
+        self._steps_done = 0
         self._profile: profile | None = None
 
-    def step(self) -> None:
-        """A training step has ended."""
-        self._done += 1
+    def on_start(self, session: ObservedSession) -> None:
+        """Begin, where the window begins with the first step."""
+        self._steps_done = session.steps_done
         self._turn()
 
-    def __enter__(self) -> Profiler:
+    def on_step_end(self, session: ObservedSession, record: Record) -> None:
+        """Begin or end the trace, where the window does."""
+        self._steps_done = session.steps_done
         self._turn()
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._profile is not None:  # stopped inside of the window: keep what there is
+    def on_end(self, session: ObservedSession, result: Record) -> None:
+        """Keep what there is of a window that the run has not come to the end of."""
+        self._keep()
+
+    def on_failure(self, session: ObservedSession, error: BaseException) -> None:
+        """Keep what there is."""
+        self._keep()
+
+    def _keep(self) -> None:
+        if self._profile is not None:
             self._write()
 
     def _turn(self) -> None:
@@ -49,13 +58,13 @@ class Profiler:
         if self._window is None:
             return
         first, last = self._window
-        if self._profile is None and first <= self._done + 1 <= last:
+        if self._profile is None and first <= self._steps_done + 1 <= last:
             known = supported_activities()
             activities = [a for a in (ProfilerActivity.CPU, ProfilerActivity.CUDA) if a in known]
             self._profile = profile(activities=activities, record_shapes=True, profile_memory=True, acc_events=True)
             with _quiet():
                 self._profile.start()
-        elif self._profile is not None and self._done >= last:
+        elif self._profile is not None and self._steps_done >= last:
             self._write()
 
     def _write(self) -> None:
@@ -68,15 +77,9 @@ class Profiler:
         self._profile = None
 
 
-def profiler(job: Job, output: Path, done: int = 0) -> Profiler:
-    """The profiler that the job asks for; `done` steps came before this run, when it resumes another."""
-    asked = job.observe.profile
-    return Profiler(output / "profile", (asked[0], asked[-1]) if asked else None, done)
-
-
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without standard error, to which Kineto reports its start and stop past Python and breaks up the live display."""
+    """Close standard error inside: Kineto reports there past Python, which breaks up the live display."""
     sys.stderr.flush()
     kept = os.dup(2)
     try:

@@ -1,8 +1,7 @@
-"""Experiment trackers: TensorBoard, Weights & Biases and MLflow behind one small protocol.
+"""Experiment trackers: TensorBoard, Weights & Biases and MLflow as callbacks with one small base.
 
-The trainer makes them on rank 0 before training starts, so that a missing extra is an error before any work, and passes
-each record of metrics.jsonl to all of them. Names of the scalars are the same everywhere: `train/loss`,
-`validation/loss`, `throughput/tokens_per_second`, `memory/rank0_bytes`.
+They run on rank 0 and are opened before the first step. Each takes every record of metrics.jsonl. Names of the scalars
+are the same everywhere: `train/loss`, `validation/loss`, `throughput/tokens_per_second`, `memory/rank0_bytes`.
 """
 
 from __future__ import annotations
@@ -12,11 +11,13 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from shardwise.errors import ConfigError, MachineError
 from shardwise.job.schema import Job
+from shardwise.observe.callback import Callback, ObservedSession
 from shardwise.observe.metrics import Record, plain
+from shardwise.observe.output_disk import writing
 
 _SECTIONS = {
     "validation_loss": "validation/loss",
@@ -28,12 +29,57 @@ _SECTIONS = {
 }
 
 
-class Tracker(Protocol):
-    """Where the records of a run go besides metrics.jsonl."""
+class Tracker(Callback):
+    """A place besides metrics.jsonl where the records of a run go; subclasses open it, log to it and close it."""
 
-    def log(self, record: Record) -> None: ...
+    rank_zero_only = True
 
-    def close(self) -> None: ...
+    def __init__(self, output: Path) -> None:
+        self._output = output
+
+    def open(self) -> None:
+        """Reach the tracker."""
+        raise NotImplementedError
+
+    def log(self, record: Record) -> None:
+        """Take the numbers of a record."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Finish; also where it has not been opened."""
+        raise NotImplementedError
+
+    def on_start(self, session: ObservedSession) -> None:
+        """Open the tracker."""
+        with writing(self._output):
+            self.open()
+
+    def on_step_end(self, session: ObservedSession, record: Record) -> None:
+        """Log a step."""
+        self._keep(record)
+
+    def on_evaluation(self, session: ObservedSession, record: Record) -> None:
+        """Log an evaluation."""
+        self._keep(record)
+
+    def on_note(self, session: ObservedSession, text: str, record: Record | None) -> None:
+        """Log what the note is about."""
+        if record is not None:
+            self._keep(record)
+
+    def on_end(self, session: ObservedSession, result: Record) -> None:
+        """Close the tracker."""
+        with writing(self._output):
+            self.close()
+
+    def on_failure(self, session: ObservedSession, error: BaseException) -> None:
+        """Close the tracker with what it has."""
+        with writing(self._output):
+            self.close()
+
+    def _keep(self, record: Record) -> None:
+        with writing(self._output):
+            self.log(record)
 
 
 def require_extras(job: Job) -> None:
@@ -47,19 +93,19 @@ def require_extras(job: Job) -> None:
 
 
 def make_trackers(job: Job, output: Path) -> list[Tracker]:
-    """The trackers that the job asks for, opened. Raises ConfigError when one's extra is not installed."""
+    """Return the trackers that the job asks for. Raises ConfigError when one's extra is not installed."""
     require_extras(job)
     observe = job.observe
-    trackers: list[Tracker] = [TensorBoardTracker(output / "tensorboard")] if observe.tensorboard else []
+    trackers: list[Tracker] = [TensorBoardTracker(output)] if observe.tensorboard else []
     if observe.wandb:
         trackers.append(WandbTracker(job, output))
     if observe.mlflow:
-        trackers.append(MlflowTracker(job))
+        trackers.append(MlflowTracker(job, output))
     return trackers
 
 
 def scalars(record: Record) -> Iterator[tuple[str, float]]:
-    """(name, number) pairs of a record, named by section; what is not a finite number is left out."""
+    """Yield (name, number) pairs of a record, named by section; what is not a finite number is left out."""
     for key, value in plain(record).items():
         if key == "step" or value is None:
             continue
@@ -71,29 +117,39 @@ def scalars(record: Record) -> Iterator[tuple[str, float]]:
             yield _SECTIONS.get(key, f"train/{key}"), float(value)
 
 
-class TensorBoardTracker:
+class TensorBoardTracker(Tracker):
     """Event files for `tensorboard --logdir OUTPUT/tensorboard`."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, output: Path) -> None:
+        super().__init__(output)
+        self._writer: Any = None
+
+    def open(self) -> None:
         from torch.utils.tensorboard import SummaryWriter  # slow to import
 
-        self._writer = SummaryWriter(str(directory))
+        self._writer = SummaryWriter(str(self._output / "tensorboard"))
 
     def log(self, record: Record) -> None:
         for name, value in scalars(record):
             self._writer.add_scalar(name, value, record.get("step"))
 
     def close(self) -> None:
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()
 
 
-class WandbTracker:
+class WandbTracker(Tracker):
     """A Weights & Biases run; its usual environment variables (WANDB_MODE, WANDB_API_KEY …) hold."""
 
     def __init__(self, job: Job, output: Path) -> None:
+        super().__init__(output)
+        self._job = job
+        self._run: Any = None
+
+    def open(self) -> None:
         def start() -> Any:
             wandb = importlib.import_module("wandb")
-            return wandb.init(project=job.observe.wandb, dir=str(output), config=_flat(job))
+            return wandb.init(project=self._job.observe.wandb, dir=str(self._output), config=_flat(self._job))
 
         self._run = _opened("wandb", start)
 
@@ -101,18 +157,24 @@ class WandbTracker:
         self._run.log(dict(scalars(record)), step=record.get("step"))
 
     def close(self) -> None:
-        self._run.finish()
+        if self._run is not None:
+            self._run.finish()
 
 
-class MlflowTracker:
+class MlflowTracker(Tracker):
     """An MLflow run in the experiment of `observe.mlflow`; MLFLOW_TRACKING_URI holds."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, output: Path) -> None:
+        super().__init__(output)
+        self._job = job
+        self._mlflow: Any = None
+
+    def open(self) -> None:
         def start() -> Any:
             mlflow = importlib.import_module("mlflow")
-            mlflow.set_experiment(job.observe.mlflow)
+            mlflow.set_experiment(self._job.observe.mlflow)
             mlflow.start_run()
-            mlflow.log_params(_flat(job))
+            mlflow.log_params(_flat(self._job))
             return mlflow
 
         self._mlflow = _opened("mlflow", start)
@@ -121,7 +183,8 @@ class MlflowTracker:
         self._mlflow.log_metrics(dict(scalars(record)), step=record.get("step"))
 
     def close(self) -> None:
-        self._mlflow.end_run()
+        if self._mlflow is not None:
+            self._mlflow.end_run()
 
 
 def _installed(name: str) -> bool:
@@ -142,7 +205,7 @@ def _opened(name: str, start: Callable[[], Any]) -> Any:
 
 
 def _flat(job: Job) -> dict[str, Any]:
-    """The job as `section.key` pairs, unset ones left out."""
+    """Return the job as `section.key` pairs, unset ones left out."""
     flat: dict[str, Any] = {}
     for section, content in job.model_dump(mode="json", exclude_none=True).items():
         for key, value in content.items() if isinstance(content, dict) else [("", content)]:

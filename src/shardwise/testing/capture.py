@@ -19,7 +19,7 @@ from shardwise.job.axes import Axis
 from shardwise.parallel.tensor_map import Entry
 from shardwise.training.init import fingerprint
 from shardwise.training.optimizer import learning_rate
-from shardwise.training.setup import Run
+from shardwise.training.setup import AssembledJob
 from shardwise.training.step import StepResult, train_step
 
 MOST_OVERFLOWS = 40  # fp16 steps repeated while the loss scale finds its place
@@ -49,7 +49,7 @@ class Captured:
     data_hash: int
 
 
-def capture_step(run: Run, step: int) -> Captured:
+def capture_step(run: AssembledJob, step: int) -> Captured:
     """Run step `step` and gather what it did. Collective."""
     settings = run.plan.job.optimizer
     run.optimizer.set_learning_rate(learning_rate(settings, step, run.plan.job.training.steps, run.plan.warmup_steps))
@@ -70,11 +70,11 @@ def capture_step(run: Run, step: int) -> Captured:
     )
 
 
-def _scale_can_shrink(run: Run) -> bool:
+def _scale_can_shrink(run: AssembledJob) -> bool:
     return run.plan.dtypes.compute == "fp16" and run.scaler.settings.static is None and not run.scaler.exhausted()
 
 
-def gather(run: Run, gradients: bool = False, divisor: float = 1.0) -> dict[str, Tensor]:
+def gather(run: AssembledJob, gradients: bool = False, divisor: float = 1.0) -> dict[str, Tensor]:
     """Whole parameters or gradients by logical name, on the CPU of rank 0; empty elsewhere. Collective."""
     kept = {}
     for name, whole in run.model.wholes(gradients):
@@ -83,7 +83,7 @@ def gather(run: Run, gradients: bool = False, divisor: float = 1.0) -> dict[str,
     return kept
 
 
-def _step(run: Run, step: int) -> tuple[StepResult, dict[str, Tensor]]:
+def _step(run: AssembledJob, step: int) -> tuple[StepResult, dict[str, Tensor]]:
     with _gradients_seen(run) as gradients:
         batches = run.stream.batches(step)
         result = train_step(run.model, run.objective, batches, run.optimizer, run.scaler, step)
@@ -91,7 +91,7 @@ def _step(run: Run, step: int) -> tuple[StepResult, dict[str, Tensor]]:
 
 
 @contextmanager
-def _gradients_seen(run: Run) -> Iterator[dict[str, Tensor]]:
+def _gradients_seen(run: AssembledJob) -> Iterator[dict[str, Tensor]]:
     """Gathers the gradients whenever the model's `run` has returned."""
     gradients: dict[str, Tensor] = {}
     original = run.model.run
@@ -108,7 +108,7 @@ def _gradients_seen(run: Run) -> Iterator[dict[str, Tensor]]:
         del run.model.run
 
 
-def _spread(run: Run) -> dict[str, float]:
+def _spread(run: AssembledJob) -> dict[str, float]:
     """How far the replicas of each tensor are apart, relative to its largest element; the worst of all shards."""
     if run.layout.size(Axis.REPLICA) == 1:
         return {}
@@ -128,12 +128,12 @@ def _apart(entry: Entry, group: dist.ProcessGroup) -> float:
     return float((high - low).abs().max() / high.abs().max().clamp(min=torch.finfo(high.dtype).tiny))
 
 
-def _digest(run: Run) -> str:
+def _digest(run: AssembledJob) -> str:
     """Hash of what this rank holds."""
     return fingerprint((entry.name, entry.local) for entry in run.model.tensor_map)
 
 
-def _flags(mine: bool, run: Run) -> list[bool]:
+def _flags(mine: bool, run: AssembledJob) -> list[bool]:
     """Every rank's flag."""
     flag = torch.tensor([int(mine)], device=run.model.device)
     everyone = [torch.empty_like(flag) for _ in range(dist.get_world_size())]

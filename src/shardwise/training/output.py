@@ -7,13 +7,11 @@ one that cannot be written are refused before anything starts.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +21,24 @@ from shardwise.checkpoint.catalog import RUN_FILE, checkpoints, complete, find_s
 from shardwise.checkpoint.stores import checkpoint_store, open_store, split
 from shardwise.errors import CheckpointError, IncompleteError, OutputError
 from shardwise.job.schema import Job
+from shardwise.observe.output_disk import writing
 
 METRICS_FILE = "metrics.jsonl"
 MODEL_DIRECTORY = "model"
 SAMPLE_FILE = "sample.txt"
+REPORT_FILE = "report.html"
 LOCK_FILE = ".lock"
-_RESULTS = (SAMPLE_FILE, "report.html", "job.yaml", MODEL_DIRECTORY)
+_RESULTS = (SAMPLE_FILE, REPORT_FILE, "job.yaml", MODEL_DIRECTORY)
 _RECORDS = (METRICS_FILE, "tensorboard", "profile")  # a run that is resumed goes on with them
-_REFUSALS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO}  # of a disk
 
 # Which keys of a job may differ in two runs of the same training.
-UNLIKE: Any = {"output": True, "observe": True, "checkpoint": True, "parallel": {"timeout_seconds", "max_restarts"}}
+UNLIKE: Any = {
+    "output": True,
+    "observe": True,
+    "checkpoint": True,
+    "parallel": {"timeout_seconds", "max_restarts"},
+    "training": {"callbacks"},
+}
 
 
 def job_fingerprint(job: Job) -> str:
@@ -170,24 +175,6 @@ def clear_output(path: Path, step: int) -> None:
             shutil.rmtree(target)
         else:
             target.unlink(missing_ok=True)
-
-
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """What the disk refuses in the body is an error of the output directory `path`.
-
-    Raises:
-        OutputError: the disk is full, has failed or may no longer be written.
-    """
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in _REFUSALS:  # a tracker's server, say
-            raise
-        raise OutputError(
-            f"output={str(path)!r} cannot be written any more: {error.strerror}; once it can be, "
-            "--checkpoint.resume auto goes on from the last checkpoint; or use --output NEW_DIRECTORY"
-        ) from error
 
 
 def write_run(path: Path, content: dict[str, Any]) -> None:

@@ -1,128 +1,84 @@
-"""What rank 0 shows and keeps of a run: display, metrics.jsonl, trackers, run.json, report."""
+"""The records of a run on disk: metrics.jsonl, run.json, job.yaml and report.html in its output directory."""
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from shardwise.checkpoint.save import versions
-from shardwise.job.schema import Job
+from shardwise.errors import OutputError
 from shardwise.job.sources import job_to_yaml
-from shardwise.observe.display import Display
+from shardwise.observe.callback import Callback, ObservedSession
 from shardwise.observe.metrics import MetricsWriter, Record
+from shardwise.observe.output_disk import writing
 from shardwise.observe.report import write_report
-from shardwise.observe.trackers import make_trackers
-from shardwise.training.forecast import Forecast
-from shardwise.training.output import METRICS_FILE, SAMPLE_FILE, clear_output, job_fingerprint, write_run, writing
-from shardwise.training.setup import Run
+from shardwise.training.output import METRICS_FILE, clear_output, job_fingerprint, write_run
+from shardwise.training.setup import AssembledJob
 
 
-class Recorder:
-    """Observers of one run that goes on from `step`, on rank 0; `enabled=False` makes every call do nothing.
+class Recorder(Callback):
+    """Writes what a run does into its output directory, and the report at its end."""
 
-    Use as a context manager: the display and files are closed whatever happens.
-    """
+    rank_zero_only = True
 
-    def __init__(self, run: Run, step: int, enabled: bool) -> None:
-        self.enabled, self.run = enabled, run
-        if not enabled:
-            return
-        job: Job = run.plan.job
-        self.output = Path(job.output)
-        self.display, self.description = Display(run.plan), _describe(run)
+    def __init__(self, assembled: AssembledJob) -> None:
+        self.output = Path(assembled.plan.job.output)
+        self.description = _describe(assembled)
+        self._metrics: MetricsWriter | None = None
+
+    def on_start(self, session: ObservedSession) -> None:
+        """Make room for the run that goes on from here, and say what it is."""
         with writing(self.output):
-            clear_output(self.output, step)
-            self.trackers = make_trackers(job, self.output)
-            self.metrics = MetricsWriter(self.output / METRICS_FILE, resume_step=step)
-            (self.output / "job.yaml").write_text(job_to_yaml(job))
+            clear_output(self.output, session.steps_done)
+            self._metrics = MetricsWriter(self.output / METRICS_FILE, resume_step=session.steps_done)
+            (self.output / "job.yaml").write_text(job_to_yaml(session.job))
         write_run(self.output, self.description)
 
-    def __enter__(self) -> Recorder:
-        if self.enabled:
-            self.display.start()
-            for note in self.run.plan.notes:
-                self.display.say(f"note: {note}")
-        return self
+    def on_step_end(self, session: ObservedSession, record: Record) -> None:
+        """Write the record of a step."""
+        self._write(record)
 
-    def __exit__(self, *error: object) -> None:
-        if not self.enabled:
-            return
-        with writing(self.output), ExitStack() as closing:  # the rest too where one fails, from the last to the first
-            for tracker in self.trackers:
-                closing.callback(tracker.close)
-            closing.callback(self.metrics.close)
-            closing.callback(self.display.finish)
+    def on_evaluation(self, session: ObservedSession, record: Record) -> None:
+        """Write the record of an evaluation."""
+        self._write(record)
 
-    def say(self, text: str) -> None:
-        """A sentence for the user."""
-        if self.enabled:
-            self.display.say(text)
+    def on_note(self, session: ObservedSession, text: str, record: Record | None) -> None:
+        """Write the record that a note is about."""
+        if record is not None:
+            self._write(record)
 
-    def record(self, record: Record) -> None:
-        """A step or an evaluation."""
-        if self.enabled:
-            self._keep(record)
-            self.display.step(record)
-
-    def note(self, record: Record, text: str) -> None:
-        """A record that is no step's, and its sentence."""
-        if self.enabled:
-            self._keep(record)
-            self.display.say(text)
-
-    def _keep(self, record: Record) -> None:
+    def on_end(self, session: ObservedSession, result: Record) -> None:
+        """Write the result and the report."""
+        self.describe("result", result)
         with writing(self.output):
-            self.metrics.write(record)
-            for tracker in self.trackers:
-                tracker.log(record)
+            write_report(self.output)
+            self._close()
 
-    def expect(self, forecast: Forecast) -> None:
-        """What the planner predicts, for the user and for run.json."""
-        if self.enabled:
-            self.description["prediction"] = forecast.to_dict()
-            write_run(self.output, self.description)
-            self.display.say(forecast.sentence())
+    def on_failure(self, session: ObservedSession, error: BaseException) -> None:
+        """Close what is open; of a disk that is full the error is known."""
+        with suppress(OutputError), writing(self.output):
+            self._close()
 
-    def sample(self, text: str) -> None:
-        """The generated sample."""
-        if self.enabled:
-            with writing(self.output):
-                (self.output / SAMPLE_FILE).write_text(text)
-
-    def finish(self, result: dict[str, Any]) -> Path | None:
-        """Write the result and the report; returns the report's path on rank 0."""
-        if not self.enabled:
-            return None
-        self.description["result"] = result
+    def describe(self, key: str, value: Any) -> None:
+        """Add to run.json."""
+        self.description[key] = value
         write_run(self.output, self.description)
+
+    def _write(self, record: Record) -> None:
+        assert self._metrics is not None
         with writing(self.output):
-            return write_report(self.output)
+            self._metrics.write(record)
+
+    def _close(self) -> None:
+        if self._metrics is not None:
+            self._metrics.close()
 
 
-def state_table(run: Run) -> Table:
-    """Dtypes and measured bytes of what this rank holds between steps."""
-    dtypes = run.plan.dtypes
-    parameters = sum(entry.local.numel() * entry.local.element_size() for entry in run.model.tensor_map)
-    buffers = sum(buffer.numel() * buffer.element_size() for buffer in run.model.module.buffers())
-    table = Table(title="state of rank 0", title_justify="left", box=None)
-    for column in ("", "dtype", "bytes, measured"):
-        table.add_column(column, justify="right" if column.startswith("bytes") else "left")
-    table.add_row("parameters (master)", dtypes.parameters, f"{parameters:,}")
-    table.add_row("buffers", "as the model", f"{buffers:,}")
-    table.add_row("compute", dtypes.compute, "gathered a block at a time" if run.model.fsdp_modules else "in place")
-    table.add_row("gradients", dtypes.reduction, f"{run.optimizer.gradient_bytes:,}")
-    table.add_row(f"optimizer ({run.plan.job.optimizer.name})", dtypes.optimizer, f"{run.optimizer.state_bytes():,}")
-    table.add_row("loss", dtypes.loss, "")
-    return table
-
-
-def _describe(run: Run) -> dict[str, Any]:
-    """What run.json says from the start."""
-    plan, facts = run.plan, run.facts
+def _describe(assembled: AssembledJob) -> dict[str, Any]:
+    """Return what run.json says from the start."""
+    plan, facts = assembled.plan, assembled.facts
     return {
         "job_fingerprint": job_fingerprint(plan.job),
         "job": plan.job.model_dump(mode="json"),
@@ -135,7 +91,7 @@ def _describe(run: Run) -> dict[str, Any]:
             "model_flops_per_token (6P + 12Lsh)": facts.model_flops_per_token(plan.sequence_length),
             "smp_flops_per_token (8P)": facts.smp_flops_per_token(),
         },
-        "data": run.data.describe(),
+        "data": {} if assembled.given_data is None else assembled.given_data.describe(),
         "versions": versions(),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
     }

@@ -1,10 +1,11 @@
-"""From a Job to everything one rank needs for its steps; the trainer, verify and the benchmarks start here."""
+"""From a Job to everything one rank needs for its steps; a session, verify and the benchmarks start here."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from shardwise.collectives import engine, hierarchical, topology
 from shardwise.data.corpus import data_format
 from shardwise.data.loader import Stream
 from shardwise.data.prepare import TokenData, prepare
-from shardwise.errors import DataError, ModelError
+from shardwise.errors import ConfigError, DataError, ModelError
 from shardwise.job.schema import Job
 from shardwise.kernels.precision import LossScaler, has_float8
 from shardwise.model.build import build_model
@@ -26,24 +27,44 @@ from shardwise.parallel.layout import Layout
 from shardwise.parallel.model import ParallelModel
 from shardwise.parallel.objective import Objective
 from shardwise.plan.plan import Plan, World, resolve
+from shardwise.training.given_model import GivenModel, give_weights
 from shardwise.training.init import initialize, match_weights
 from shardwise.training.objectives.choose import make_objective
 from shardwise.training.optimizer import ShardedOptimizer
 
 
 @dataclass
-class Run:
-    """One rank's side of a job, ready for its first step."""
+class AssembledJob:
+    """One rank's side of a job, ready for its first step.
+
+    Attributes:
+        given_data: the job's data; None where the caller brings the batches.
+    """
 
     plan: Plan
     layout: Layout
     facts: ModelFacts
-    data: TokenData
-    stream: Stream
+    given_data: TokenData | None
     model: ParallelModel
     objective: Objective
     optimizer: ShardedOptimizer
     scaler: LossScaler
+
+    @property
+    def data(self) -> TokenData:
+        """The job's data.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        if self.given_data is None:
+            raise ConfigError("this session has no data: it was made of a model without a data section; give data={…}")
+        return self.given_data
+
+    @cached_property
+    def stream(self) -> Stream:
+        """This rank's batches of the training split."""
+        return make_stream(self.plan, self.layout, self.data)
 
     @property
     def evaluation_batches(self) -> int:
@@ -52,9 +73,14 @@ class Run:
         step = self.plan.sequences_per_step
         return min(wanted, size // step if self.objective.needs_whole_batches else -(-size // step))
 
+    @property
+    def evaluated_sequences(self) -> int:
+        """Validation sequences that one evaluation covers."""
+        return min(len(self.data.validation), self.evaluation_batches * self.plan.sequences_per_step)
+
 
 def current_world(device: torch.device) -> World:
-    """The world of the process group that this process has joined."""
+    """Return the world of the process group that this process has joined."""
     size = dist.get_world_size()
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
@@ -65,10 +91,10 @@ def current_world(device: torch.device) -> World:
 
 
 def _gpus(device: torch.device, local_size: int) -> int:
-    """GPUs of this host's ranks. Where one sees fewer than there are ranks it may have its own, so they compare."""
-    seen = torch.cuda.device_count()
-    if seen >= local_size:
-        return seen
+    """Count the GPUs of this host's ranks. Where one sees fewer than ranks it may have its own, so they compare."""
+    visible = torch.cuda.device_count()
+    if visible >= local_size:
+        return visible
     store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
     local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
     topology.tell_device(store, local_rank, topology.gpu_identity(device.index))
@@ -76,7 +102,7 @@ def _gpus(device: torch.device, local_size: int) -> int:
 
 
 def study(job: Job) -> ModelFacts:
-    """The structure of the job's model, and that its weights, where it has some, are there and fit.
+    """Return the structure of the job's model; its weights, where it has some, are there and fit.
 
     Reads no corpus. Any process may call it.
     """
@@ -91,45 +117,43 @@ def study(job: Job) -> ModelFacts:
 
 
 def prepare_data(job: Job, facts: ModelFacts, say: Callable[[str], None] = lambda text: None) -> TokenData:
-    """The job's data for a model of these facts, tokenized where the cache does not hold it."""
+    """Return the job's data for a model of these facts, tokenized where the cache does not hold it."""
     return prepare(job, facts.vocabulary_size or None, say)
 
 
-def set_up(job: Job, device: torch.device) -> Run:
+def set_up(job: Job, device: torch.device) -> AssembledJob:
     """Build, shard and initialize the model of `job` on this rank. Collective over the world."""
     facts = study(job)
     return assemble(job, device, facts, prepare_data(job, facts))
 
 
-def assemble(job: Job, device: torch.device, facts: ModelFacts, data: TokenData) -> Run:
-    """`set_up` for facts and data that are there already."""
-    check_same_data(data, device)
+def assemble(
+    job: Job, device: torch.device, facts: ModelFacts, data: TokenData | None, given: GivenModel | None = None
+) -> AssembledJob:
+    """Do the same for facts and data that are there already, and for a model that the caller has built."""
+    if data is not None:
+        check_same_data(data, device)
     world = current_world(device)
     plan = resolve(job, world, facts)
     layout = Layout.from_plan(plan, dist.get_rank())
     seed = job.training.seed
     choose_algorithms(job.training.deterministic)
     torch.manual_seed(seed * world.size + dist.get_rank())  # read by fused attention dropout alone
-    model = parallelize(build_model(job), plan, layout, facts, device)
-    initialize(model, seed)
+    model = parallelize(build_model(job) if given is None else given.module, plan, layout, facts, device)
+    if given is None:
+        initialize(model, seed)
+    else:
+        give_weights(model, given.weights, seed)
     objective = make_objective(model)
-    if objective.needs_whole_batches:
+    if objective.needs_whole_batches and data is not None:
         check_whole_batches(plan, data)
-    return Run(
-        plan,
-        layout,
-        facts,
-        data,
-        make_stream(plan, layout, data),
-        model,
-        objective,
-        ShardedOptimizer(model.tensor_map, job.optimizer),
-        LossScaler.of(plan.dtypes.compute, job.precision.loss_scale),
-    )
+    optimizer = ShardedOptimizer(model.tensor_map, job.optimizer)
+    scaler = LossScaler.of(plan.dtypes.compute, job.precision.loss_scale)
+    return AssembledJob(plan, layout, facts, data, model, objective, optimizer, scaler)
 
 
 def choose_algorithms(deterministic: bool) -> None:
-    """Whether operators that have several algorithms take one that gives the same numbers each time, or fail.
+    """Let operators that have several algorithms take one that gives the same numbers each time, or fail.
 
     On a GPU torch then refuses every matrix product unless cuBLAS is told so, which listens until its first one.
     """
@@ -144,8 +168,8 @@ def check_same_data(data: TokenData, device: torch.device) -> None:
     Raises:
         DataError: some rank has other tokens than the rest.
     """
-    mine = torch.tensor([int(data.content[:15] or "0", 16)], dtype=torch.int64, device=device)
-    least, most = mine.clone(), mine.clone()
+    content = torch.tensor([int(data.content[:15] or "0", 16)], dtype=torch.int64, device=device)
+    least, most = content.clone(), content.clone()
     dist.all_reduce(least, dist.ReduceOp.MIN)
     dist.all_reduce(most, dist.ReduceOp.MAX)
     if int(least) != int(most):
@@ -177,7 +201,7 @@ def check_whole_batches(plan: Plan, data: TokenData) -> None:
 
 
 def make_stream(plan: Plan, layout: Layout, data: TokenData) -> Stream:
-    """This rank's batches of the training split."""
+    """Return this rank's batches of the training split."""
     return Stream(
         data.train,
         plan.job.training.seed,
@@ -190,7 +214,7 @@ def make_stream(plan: Plan, layout: Layout, data: TokenData) -> Stream:
 
 
 def _example(job: Job, data: TokenData) -> dict[str, Tensor]:
-    """What a user's module is called with for one sample of its data; `model.loss` takes the labels itself."""
+    """Return what a user's module is called with for one sample; `model.loss` takes the labels itself."""
     batch = data.train.batch([0], [0], 0)
     labels = {} if batch.labels is None or job.model.loss is not None else {"labels": batch.labels}
     return {**batch.inputs, **labels}

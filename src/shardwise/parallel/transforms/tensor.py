@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
-from shardwise.collectives.tensor import Rows, enter_rows, leave
+from shardwise.collectives.tensor import Rows, enter, enter_rows, leave
 from shardwise.job.axes import Axis
 from shardwise.kernels.linear import linear
 from shardwise.kernels.loss import Vocabulary
@@ -270,15 +270,12 @@ def _look_up_part(embedding: Any, vocabulary: Vocabulary) -> None:
 
 
 def _gather_logits(head: Any, cut: Cut, group: dist.ProcessGroup) -> None:
-    """Whole logits, for generation alone: training takes the loss of the parts."""
+    """Let the head give whole logits, for generation and a loss of the user's own; others take the loss of parts."""
+    sizes = [cut.local_shape(index)[0] for index in range(group.size())]
+    before, after = sum(sizes[: cut.index]), sum(sizes[cut.index + 1 :])
 
     def forward(hidden: Tensor) -> Tensor:
-        part = F.linear(hidden, head.weight, head.bias)
-        parts = []
-        for index, rank in enumerate(dist.get_process_group_ranks(group)):
-            rows = cut.local_shape(index)[0]
-            parts.append(part.contiguous() if index == cut.index else part.new_empty(*part.shape[:-1], rows))
-            dist.broadcast(parts[-1], rank, group=group)
-        return torch.cat(parts, -1)
+        part = F.linear(enter(hidden, group), head.weight, head.bias)
+        return leave(F.pad(part, (before, after)), group)
 
     head.forward = forward

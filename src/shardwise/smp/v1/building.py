@@ -32,7 +32,7 @@ from shardwise.smp.v1.nn.layers import DistributedEmbedding, DistributedLinear
 from shardwise.smp.v1.nn.splits import common_heads, tensor_splits
 from shardwise.smp.v1.requests import CheckpointRequest, requests
 from shardwise.smp.v1.session import SmpSessionV1
-from shardwise.training.init import initialize
+from shardwise.training.given_model import give_weights, take_weights
 from shardwise.training.setup import current_world
 
 DTYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -76,7 +76,7 @@ def build_parallel_model(session: SmpSessionV1, module: nn.Module, inputs: Mappi
         config = getattr(inner, "config", None)
         if isinstance(config, PreTrainedConfig):
             config.use_cache = False
-    weights = _take_weights(module)
+    weights = take_weights(module)
     shape = microbatch_shape(inputs)
     values = session.cfg.job_keys | {
         "training.microbatch_size": shape.rows,
@@ -97,46 +97,18 @@ def build_parallel_model(session: SmpSessionV1, module: nn.Module, inputs: Mappi
     _say_partition(plan)
     _checkpoint_each(session, module, _on_one_stage(session, module, apart, plan))
     parallel = parallelize(module, plan, session.layout, facts, session.device)
-    _give_weights(parallel, weights)
+    give_weights(parallel, weights, _agreed_seed())
     return parallel
 
 
 # ---- weights
 
 
-def _take_weights(module: nn.Module) -> dict[str, Tensor]:
-    """Take the values of all parameters by name out of the module, whose parameters then take no memory."""
-    taken: dict[str, Tensor] = {}
-    made: dict[int, nn.Parameter] = {}
-    for name, parameter in list(module.named_parameters(remove_duplicate=False)):
-        if id(parameter) not in made:
-            blank = torch.empty_like(parameter.detach(), device="meta")
-            made[id(parameter)] = nn.Parameter(blank, requires_grad=parameter.requires_grad)
-            taken[name] = parameter.detach()
-        owner, _, leaf = name.rpartition(".")
-        module.get_submodule(owner).register_parameter(leaf, made[id(parameter)])
-    return taken
-
-
-def _give_weights(parallel: ParallelModel, weights: Mapping[str, Tensor]) -> None:
-    """Put rank 0's values into the slices that are here; what was created without values is drawn."""
+def _agreed_seed() -> int:
+    """Return rank 0's seed, for what the script has created without values."""
     seed = torch.tensor([torch.initial_seed() & ((1 << 62) - 1)])
     dist.broadcast(seed, 0)
-    if any(value.is_meta for value in weights.values()):
-        initialize(parallel, int(seed))
-    dtype = {entry.name: entry.parameter.dtype for entry in parallel.tensor_map}
-    for name, value in weights.items():
-        if value.is_meta:
-            continue
-        whole = value.to(parallel.device)
-        whole = whole.clone() if whole is value else whole
-        if dist.get_world_size() > 1:
-            dist.broadcast(whole, 0)
-        if name in parallel.tensor_map.names:
-            parallel.tensor_map[name].store(whole.to(dtype[parallel.tensor_map.names[name]]))
-    if parallel.pipeline is None and dist.get_world_size() > 1:
-        for buffer in parallel.module.buffers():
-            dist.broadcast(buffer, 0)
+    return int(seed)
 
 
 def _dtype_of(weights: Mapping[str, Tensor]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,8 +10,7 @@ from torch import Tensor
 from shardwise.data.batch import Batch
 from shardwise.errors import ModelError
 from shardwise.parallel.objective import Objective
-
-LossFunction = Callable[[Any, Batch], tuple[Tensor, Tensor]]
+from shardwise.training.objectives.own_loss import LossFunction, call_loss
 
 
 class OwnModule(Objective):
@@ -35,7 +33,7 @@ class OwnModule(Objective):
     def loss(self, microbatch: Batch, output: Any) -> tuple[Tensor, Tensor]:
         """Return the user's (sum, count), or mean times count."""
         if self.function is not None:
-            return self.function(output, microbatch)
+            return call_loss(self.function, output, microbatch, "model.loss")
         count = microbatch.count()
         return _own_loss(output) * count, count
 

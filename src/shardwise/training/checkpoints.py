@@ -1,0 +1,103 @@
+"""The checkpoints of one run: what it starts from, and saving its state. How they are written is in checkpoint/."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import Any
+
+from shardwise.checkpoint.catalog import complete, name_of
+from shardwise.checkpoint.load import restore
+from shardwise.checkpoint.manifest import Progress
+from shardwise.checkpoint.save import Checkpointer
+from shardwise.checkpoint.stores import checkpoint_store
+from shardwise.errors import CheckpointError
+from shardwise.job.schema import Job
+from shardwise.training.setup import AssembledJob
+
+
+def after_restart(job: Job) -> Job:
+    """Return the job as an elastic agent's restarted ranks run it: from the newest checkpoint, where there is one."""
+    again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    named = job.checkpoint.resume != "none"  # a run that started from a named checkpoint does so until it has its own
+    if not again or (named and next(complete(checkpoint_store(job)), None) is None):
+        return job
+    return job.model_copy(update={"checkpoint": job.checkpoint.model_copy(update={"resume": "auto"})})
+
+
+def resume_hint(job: Job) -> str | None:
+    """Return what a run that failed can go on from, and how; None where nothing is complete."""
+    with contextlib.suppress(CheckpointError):
+        for name, _ in complete(checkpoint_store(job)):
+            return f"the newest complete checkpoint is {name}; --checkpoint.resume auto goes on from it"
+    return None
+
+
+class RunCheckpoints:
+    """The checkpoints of one run, as its session uses them."""
+
+    def __init__(self, assembled: AssembledJob) -> None:
+        self.assembled, self.settings = assembled, assembled.plan.job.checkpoint
+        self.store = checkpoint_store(assembled.plan.job)
+        self.checkpointer: Checkpointer | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether this rank knows that the last save failed."""
+        return self.checkpointer is not None and self.checkpointer.failed
+
+    def restore(self) -> tuple[Progress, list[str]]:
+        """Bring the run to where the checkpoint it resumes from had come; also what there is to say about it.
+
+        The store is claimed once that has succeeded: a run that cannot begin takes it from no other.
+        """
+        assembled, notes = self.assembled, list[str]()
+        restored = restore(
+            assembled.model, assembled.optimizer, assembled.scaler, self.store, data_facts(assembled), notes.append
+        )
+        self.checkpointer = self._make() if self.settings.every else None
+        if restored is None:
+            if self.settings.resume == "auto":
+                notes.append(f"no checkpoint in {self.store.root}: training starts at the beginning")
+            return Progress(), notes
+        progress = restored.progress
+        notes.append(f"resumed from {restored.path}: step {progress.step}, {progress.samples} samples")
+        return progress.model_copy(update={"validation_loss": None}), notes
+
+    def save(self, progress: Progress, wait: bool) -> str:
+        """Save the state after `progress.step` steps and return its path, complete where it is waited for. Collective.
+
+        Raises:
+            CheckpointError: this save where it is waited for, or the last one, failed on some rank.
+        """
+        self.checkpointer = self.checkpointer or self._make()
+        self.checkpointer.save(progress, self.assembled.scaler, wait=wait)
+        return f"{self.store.root}/{name_of(progress.step)}"
+
+    def wait(self) -> None:
+        """Wait for a save that is under way.
+
+        Raises:
+            CheckpointError: it failed.
+        """
+        if self.checkpointer is not None:
+            self.checkpointer.wait()
+
+    def close(self) -> None:
+        """Let a save that is under way come to its end."""
+        if self.checkpointer is not None:
+            self.checkpointer.close()
+
+    def _make(self) -> Checkpointer:
+        assembled = self.assembled
+        return Checkpointer(assembled.model, assembled.optimizer, self.store, data_facts(assembled))
+
+
+def data_facts(assembled: AssembledJob) -> dict[str, Any]:
+    """Return what a checkpoint says of its data; `content`, `order` and `split` must be equal to go on from it."""
+    data = assembled.given_data
+    if data is None:
+        return {"corpus": "batches of the caller's own", "content": "", "tokenizer": None, "split": None, "order": ""}
+    facts = data.describe()
+    order = f"seed {assembled.plan.job.training.seed}, {len(data.train)} sequences"
+    return {key: facts.get(key) for key in ("corpus", "content", "tokenizer", "split")} | {"order": order}

@@ -1,0 +1,85 @@
+"""Microbatches and loss functions of a loop of one's own, as the step takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from shardwise.data.batch import IGNORED, Batch
+from shardwise.errors import ConfigError
+from shardwise.parallel.objective import Objective
+from shardwise.training.objectives.own_loss import LossFunction, OwnLoss, head_in_forward
+from shardwise.training.objectives.own_module import OwnModule
+from shardwise.training.setup import AssembledJob
+
+Microbatch = Batch | Mapping[str, Tensor]
+
+
+def as_batches(microbatches: Sequence[Microbatch], assembled: AssembledJob, samples: int) -> list[Batch]:
+    """Return batches of what a loop brings; mappings hold keyword arguments of the model, and `labels`.
+
+    Labels of a causal language model of transformers stand, as there, at their own token's position.
+
+    Args:
+        samples: counter of the step's first row over all ranks, on which dropout depends.
+
+    Raises:
+        ConfigError: there are none, or a pipeline gets another number of rows than it was planned for.
+    """
+    if not microbatches:
+        raise ConfigError("step() got no microbatch; every rank brings at least one, and all equally many")
+    rank, ranks = assembled.layout.data_rank, assembled.layout.data_ranks
+    batches = []
+    for number, microbatch in enumerate(microbatches):
+        batch = microbatch if isinstance(microbatch, Batch) else _as_batch(microbatch, assembled)
+        if not isinstance(microbatch, Batch):
+            first = samples + (number * ranks + rank) * len(batch.rows)
+            batch.rows += first
+        _check_rows(batch, assembled)
+        batches.append(batch)
+    return batches
+
+
+def rows_of_all_ranks(batches: Sequence[Batch], assembled: AssembledJob) -> int:
+    """Return the rows of a step of own batches, over the ranks that read rows of their own."""
+    return sum(len(batch.rows) for batch in batches) * assembled.layout.data_ranks
+
+
+def _as_batch(tensors: Mapping[str, Tensor], assembled: AssembledJob) -> Batch:
+    if not isinstance(tensors, Mapping) or not all(isinstance(value, Tensor) for value in tensors.values()):
+        raise ConfigError(f"a microbatch is a {type(tensors).__name__}; give a mapping of tensors, or a Batch")
+    inputs = {name: value for name, value in tensors.items() if name != "labels"}
+    if not inputs:
+        raise ConfigError("a microbatch has no tensor beside its labels; give the model's keyword arguments by name")
+    labels = tensors.get("labels")
+    is_causal = assembled.facts.returns_logits and assembled.plan.job.model.task == "causal_lm"
+    if labels is not None and is_causal:
+        labels = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], IGNORED)], dim=1)
+    first = next(iter(inputs.values()))
+    return Batch(inputs=inputs, labels=labels, rows=torch.arange(len(first), device=first.device))
+
+
+def _check_rows(batch: Batch, assembled: AssembledJob) -> None:
+    planned = assembled.plan.microbatch
+    if assembled.plan.stages and len(batch.rows) != planned:
+        raise ConfigError(
+            f"a microbatch has {len(batch.rows)} rows and the pipeline was planned for training.microbatch_size="
+            f"{planned}; stages exchange activations of one size"
+        )
+
+
+@contextmanager
+def objective_for(assembled: AssembledJob, loss_function: LossFunction | None) -> Iterator[Objective]:
+    """Yield the objective of a step: the job's own, or one with the caller's loss, which sees logits whole."""
+    if loss_function is None:
+        yield assembled.objective
+        return
+    what = f"loss_function={getattr(loss_function, '__name__', type(loss_function).__name__)}"
+    objective = assembled.objective
+    if isinstance(objective, OwnModule):
+        objective = OwnModule(loss_function, assembled.model.compute_dtype)  # labels are the loss's, not the forward's
+    with head_in_forward(assembled.model):
+        yield OwnLoss(objective, loss_function, what)

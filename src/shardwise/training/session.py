@@ -1,0 +1,459 @@
+"""Session: a job's model, optimizer and data on this rank, and how a step, an evaluation and a checkpoint are done.
+
+The trainer knows when, the session how; a loop of one's own uses a session as the trainer does. It joins the process
+group itself: under a launcher (torchrun, Slurm, Open MPI) or in a worker of `shardwise.run_local` it is one rank of
+several, in a process of its own the only one.
+
+    with shardwise.Session("job.yaml") as session:
+        session.restore()
+        for batches in session.batches():
+            result = session.step(batches)
+        session.evaluate()
+        session.save()
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise import errors
+from shardwise.checkpoint.manifest import Progress
+from shardwise.data.batch import Batch
+from shardwise.data.state import SAMPLES, ConsumedSamples, DataState
+from shardwise.errors import ShardwiseError, WorkerError
+from shardwise.job.schema import Job
+from shardwise.job.sources import Source, load_job
+from shardwise.launch.environment import detect
+from shardwise.launch.expected_world import expected_world
+from shardwise.launch.job_group import job_group, usable_backend
+from shardwise.launch.process_group import ALONE
+from shardwise.model.facts import ModelFacts
+from shardwise.observe.callback import Callback, CallbackList, check_callback, load_callbacks
+from shardwise.observe.memory import reset_peak
+from shardwise.observe.metrics import Record
+from shardwise.parallel.layout import Layout
+from shardwise.parallel.model import ParallelModel
+from shardwise.plan.plan import Plan, resolve
+from shardwise.training.checkpoints import RunCheckpoints, after_restart
+from shardwise.training.forecast import is_out_of_memory, out_of_memory
+from shardwise.training.given_model import GivenModel, ModelSource, name_of
+from shardwise.training.objectives.own_loss import LossFunction
+from shardwise.training.optimizer import ShardedOptimizer, learning_rate
+from shardwise.training.own_batches import Microbatch, as_batches, objective_for, rows_of_all_ranks
+from shardwise.training.recent_loss import RecentLoss
+from shardwise.training.setup import assemble, prepare_data, study
+from shardwise.training.step import StepResult, evaluate, train_step
+from shardwise.training.step_record import step_record
+
+
+@dataclass
+class TrainingResult:
+    """What a finished run says, equal on every rank.
+
+    `training_loss` is the mean of the last `averaged_steps` steps, as many as one evaluation has batches, each before
+    its update. `stopped` is why the run ended before its last step, if it did.
+    """
+
+    validation_loss: float | None
+    unigram_entropy: float | None
+    training_loss: float | None
+    averaged_steps: int
+    steps: int
+    tokens: int
+    seconds: float
+    skipped: int
+    stopped: str | None = None
+
+
+class Session:
+    """One rank's training, a step at a time. Every method but `note` and `request_stop` is collective.
+
+    Args:
+        job: a Job, the path of a YAML file or a dict; unset: the default job.
+        model: a module, or a function that makes one, in the place of the job's own model. The values of its
+            parameters are the start, rank 0's on every rank; a function's are drawn from the job's seed.
+        example: keyword arguments of one forward of `model` for one microbatch of a rank, where it has no data and does
+            not take `input_ids`.
+        callbacks: called after those that the job names.
+        device: of a process group that exists; unset: the one that the session joins, or the group's own.
+        sections: keys of the job by section, on top of `job`, such as `optimizer={"learning_rate": 1e-3}`.
+
+    Raises:
+        ShardwiseError: whatever a user can mend.
+    """
+
+    def __init__(
+        self,
+        job: Source = None,
+        *,
+        model: ModelSource | None = None,
+        example: Mapping[str, Tensor] | None = None,
+        callbacks: Sequence[Callback] = (),
+        device: torch.device | None = None,
+        **sections: Mapping[str, Any],
+    ) -> None:
+        self._exit = ExitStack()
+        self._started = self._ended = False
+        self._began = time.perf_counter()
+        self._fetched: float | None = None  # when the batches of the next step were asked for
+        self._requested: str | None = None
+        self.progress = Progress()
+        self.notes: list[str] = []
+        self.stopped: str | None = None
+        with ExitStack() as opening:
+            opening.push(self._exit.__exit__)
+            self._open(_job_of(job, model, example, sections), model, example, callbacks, device)
+            opening.pop_all()
+
+    def _open(
+        self,
+        job: Job,
+        model: ModelSource | None,
+        example: Mapping[str, Tensor] | None,
+        callbacks: Sequence[Callback],
+        device: torch.device | None,
+    ) -> None:
+        """Join the group, build and shard the model, open the data."""
+        own = [check_callback(callback, f"callbacks[{index}]") for index, callback in enumerate(callbacks)]
+        named = load_callbacks(job.training.callbacks)
+        given = None if model is None else GivenModel.of(model, example)
+        facts = study(job) if given is None else given.study(job)
+        has_data = given is None or _names_data(job)
+        data = prepare_data(job, facts) if has_data else None
+        self.device = self._exit.enter_context(_joined(job, facts)) if device is None else device
+        reset_peak(self.device)
+        self.assembled = assemble(job, self.device, facts, data, given)
+        self.callbacks = CallbackList([*named, *own], self.rank)
+        self.checkpoints = RunCheckpoints(self.assembled)
+        self._exit.callback(self.checkpoints.close)
+        self._data_state: DataState | None = None if data is None else ConsumedSamples(self.assembled.stream)
+        self._recent = RecentLoss(job.training.evaluate_batches if data is None else self.assembled.evaluation_batches)
+        self.notes += [f"note: {note}" for note in self.plan.notes]
+
+    # ---- what a loop works with
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the world."""
+        return dist.get_rank()
+
+    @property
+    def steps_done(self) -> int:
+        """Optimizer steps so far, those before a resume included."""
+        return self.progress.step
+
+    @property
+    def job(self) -> Job:
+        """The job, whose keys hold."""
+        return self.plan.job
+
+    @property
+    def plan(self) -> Plan:
+        """What runs, with the rule behind each derived value."""
+        return self.assembled.plan
+
+    @property
+    def layout(self) -> Layout:
+        """Where this rank stands on each axis."""
+        return self.assembled.layout
+
+    @property
+    def facts(self) -> ModelFacts:
+        """The structure of the model."""
+        return self.assembled.facts
+
+    @property
+    def model(self) -> ParallelModel:
+        """This rank's part of the model; `model.module` is the module itself as far as it is here."""
+        return self.assembled.model
+
+    @property
+    def optimizer(self) -> ShardedOptimizer:
+        """The optimizer of this rank's elements; `optimizer.inner` is torch's."""
+        return self.assembled.optimizer
+
+    def batches(self) -> Iterator[list[Batch]]:
+        """Yield this rank's microbatches of each step that is left, until a stop has been agreed on.
+
+        Raises:
+            ConfigError: the session has no data.
+        """
+        self.assembled.data  # noqa: B018  # raises before the first item is asked for
+        return self._batches()
+
+    def _batches(self) -> Iterator[list[Batch]]:
+        assert self._data_state is not None
+        while self.progress.step < self.job.training.steps and self.stopped is None:
+            self._fetched = time.perf_counter()
+            yield self._data_state.next_step()
+
+    # ---- how things are done
+
+    def start(self) -> None:
+        """Call the callbacks' `on_start`, once; the first step does it where nobody has."""
+        if not self._started:
+            self._started, self._began = True, time.perf_counter()
+            self.callbacks.call("on_start", self)
+            self._agree_on_failure()
+
+    def step(
+        self,
+        batch: Microbatch | Sequence[Microbatch],
+        loss_function: LossFunction | None = None,
+        learning_rate: float | None = None,
+    ) -> StepResult:
+        """Train one step.
+
+        Args:
+            batch: this rank's microbatch, or several whose gradients are accumulated; every rank brings equally many.
+                Ranks of one context, tensor or pipeline group bring the same.
+            loss_function: (model output, batch) -> (summed loss, count), in the place of the job's loss; it is called
+                where the model's outputs are made, on the last pipeline stage. The count is `batch.count()`.
+            learning_rate: of this step, in the place of the schedule's.
+
+        Raises:
+            ShardwiseError: a callback, a checkpoint or the caller's loss failed, on this rank or another.
+            CapacityError: there is not enough memory; the message says which changes would fit.
+        """
+        self.start()
+        began, self._fetched = self._fetched or time.perf_counter(), None
+        self.callbacks.call("on_step_begin", self)
+        batches = as_batches([batch] if isinstance(batch, Batch | Mapping) else batch, self.assembled, self._samples)
+        rate = self._scheduled_rate() if learning_rate is None else learning_rate
+        self.optimizer.set_learning_rate(rate)
+        result = self._train(batches, loss_function)
+        self._advance(result, batches)
+        record = step_record(self.assembled, self.progress, result, rate, time.perf_counter() - began)
+        self.callbacks.call("on_step_end", self, record)
+        if result.failed:  # before this step; it is over now, and a save that was under way can end
+            self._raise_failure()
+        if result.stop:
+            self.stopped = self._agreed_reason()
+        return result
+
+    def evaluate(
+        self,
+        batches: Iterable[Sequence[Microbatch]] | None = None,
+        loss_function: LossFunction | None = None,
+    ) -> float:
+        """Return the mean loss of the validation split, or of the caller's steps of microbatches, at this point."""
+        self.start()
+        assembled = self.assembled
+        if batches is None:
+            batches = assembled.stream.evaluation(assembled.data.validation, assembled.evaluation_batches)
+        steps = [as_batches(microbatches, assembled, self._samples) for microbatches in batches]
+        with objective_for(assembled, loss_function) as objective:
+            loss = evaluate(self.model, objective, steps)
+        self.progress = self.progress.model_copy(update={"validation_loss": loss})
+        compared = {} if self._recent.mean is None else {"training_loss": self._recent.mean}
+        self.callbacks.call("on_evaluation", self, {"step": self.progress.step, "validation_loss": loss, **compared})
+        return loss
+
+    def save(self, wait: bool = False) -> str:
+        """Save the state and return the checkpoint's path; it is written beside training unless it is waited for.
+
+        Raises:
+            CheckpointError: this save where it is waited for, or the last one, failed on some rank.
+        """
+        self.start()
+        path = self.checkpoints.save(self.progress, wait)
+        self.callbacks.call("on_save", self, {"step": self.progress.step, "checkpoint": path})
+        return path
+
+    def restore(self) -> int:
+        """Go on from the checkpoint that `checkpoint.resume` names, and return the number of steps done.
+
+        Raises:
+            CheckpointError: it is damaged, incomplete, or of another model or data.
+        """
+        self.progress, notes = self.checkpoints.restore()
+        self.notes += notes
+        if self._data_state is not None:
+            self._data_state.load_state_dict({SAMPLES: self.progress.samples})
+        return self.progress.step
+
+    def end(self, stopped: str | None = None) -> TrainingResult:
+        """End the run: saves come to their end, then the callbacks' `on_end` is called.
+
+        Args:
+            stopped: why the run ends before its last step, if it does.
+        """
+        result = self.result(stopped)
+        if not self._ended:
+            self._ended = True
+            self.checkpoints.wait()
+            self._agree_on_failure()
+            self.callbacks.call("on_end", self, vars(result))
+            self._agree_on_failure()
+        return result
+
+    def result(self, stopped: str | None = None) -> TrainingResult:
+        """Return what the run has come to so far."""
+        assembled, data = self.assembled, self.assembled.given_data
+        return TrainingResult(
+            validation_loss=self.progress.validation_loss,
+            unigram_entropy=None if data is None else data.entropy_of(assembled.evaluated_sequences),
+            training_loss=self._recent.mean,
+            averaged_steps=self._recent.steps,
+            steps=self.progress.step,
+            tokens=self.progress.tokens,
+            seconds=time.perf_counter() - self._began,
+            skipped=self.progress.skipped,
+            stopped=stopped,
+        )
+
+    def note(self, text: str, record: Record | None = None) -> None:
+        """Say a sentence to the user, and keep `record`, which is no step's, if there is one."""
+        self.callbacks.call("on_note", self, text, record)
+
+    def request_stop(self, reason: str) -> None:
+        """Ask all ranks to end the run after the next step. Any rank may, by itself."""
+        self._requested = self._requested or reason
+
+    def close(self) -> None:
+        """Let saves come to their end and leave the group that the session has joined."""
+        self._exit.close()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None and self._started:
+            try:
+                self.end()
+            except BaseException as failure:
+                self._leave(failure)
+                raise
+        self._leave(error)
+
+    def _leave(self, error: BaseException | None) -> None:
+        """Leave the group, which hears of an error that ends the run."""
+        if error is None:
+            self._exit.close()
+            return
+        self.callbacks.clean_up(self, error)
+        self._exit.__exit__(type(error), error, error.__traceback__)
+
+    # ---- inside of a step
+
+    @property
+    def _samples(self) -> int:
+        return self.progress.samples
+
+    def _scheduled_rate(self) -> float:
+        return learning_rate(self.job.optimizer, self.progress.step, self.job.training.steps, self.plan.warmup_steps)
+
+    def _train(self, batches: list[Batch], loss_function: LossFunction | None) -> StepResult:
+        assembled = self.assembled
+        failed = self.callbacks.failure is not None or self.checkpoints.failed
+        try:
+            with objective_for(assembled, loss_function) as objective:
+                return train_step(
+                    assembled.model, objective, batches, assembled.optimizer, assembled.scaler, self.progress.step,
+                    stop=self._requested is not None, failed=failed,
+                )  # fmt: skip
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise out_of_memory(assembled, error) from error
+            raise
+
+    def _advance(self, result: StepResult, batches: list[Batch]) -> None:
+        """Count what the step has consumed."""
+        before = self.progress
+        self._recent.add(result)
+        samples = before.samples + rows_of_all_ranks(batches, self.assembled)
+        if self._data_state is not None:
+            samples = self._data_state.state_dict()[SAMPLES]
+        self.progress = Progress(
+            step=before.step + 1,
+            samples=samples,
+            tokens=before.tokens + result.count,
+            skipped=before.skipped + result.skipped,
+            skipped_in_a_row=before.skipped_in_a_row + 1 if result.skipped else 0,
+            data_hash=f"{(int(before.data_hash, 16) + result.data_hash) % (1 << 64):016x}",
+        )
+
+    def _agreed_reason(self) -> str:
+        """Return the lowest rank's reason to stop, told to all."""
+        reasons: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(reasons, self._requested)
+        return next(reason for reason in reasons if reason)
+
+    # ---- failures
+
+    def _agree_on_failure(self) -> None:
+        """Raise on every rank where a callback or a save has failed on one. Collective."""
+        failed = self.callbacks.failure is not None or self.checkpoints.failed
+        flag = torch.tensor(int(failed), device=self.device)
+        dist.all_reduce(flag)
+        if int(flag):
+            self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        """Raise this rank's failure, or the first failing rank's where it has none. Collective, on a failing run."""
+        own = self._own_failure()
+        failures: list[tuple[str, str] | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(failures, None if own is None else (type(own).__name__, str(own)))
+        if own is not None:
+            raise own
+        rank, (name, message) = next((rank, failure) for rank, failure in enumerate(failures) if failure)
+        kind = getattr(errors, name, None)
+        if not (isinstance(kind, type) and issubclass(kind, ShardwiseError)):
+            raise WorkerError(f"rank {rank} failed: {name}: {message}")
+        raise kind(message if message.startswith("rank ") else f"rank {rank}: {message}")
+
+    def _own_failure(self) -> Exception | None:
+        """Return what has failed here, once a save that is under way has come to its end."""
+        try:
+            self.checkpoints.wait()
+        except Exception as error:
+            return self.callbacks.failure or error
+        return self.callbacks.failure
+
+
+def _job_of(
+    source: Source, model: ModelSource | None, example: Mapping[str, Tensor] | None, sections: Mapping[str, Any]
+) -> Job:
+    """Return the job of a session; a caller's model is named in it, and its example says how large a microbatch is."""
+    keys = {f"{section}.{key}": value for section, content in sections.items() for key, value in content.items()}
+    if model is not None:
+        keys["model.factory"] = name_of(model)
+    job = load_job(source, keys) if keys or not isinstance(source, Job) else source
+    first = next(iter(example.values()), None) if example else None
+    if first is not None:
+        sizes: dict[str, Any] = {}
+        if job.training.microbatch_size is None:
+            sizes["training.microbatch_size"] = len(first)
+        if first.dim() > 1 and "sequence_length" not in job.data.model_fields_set:
+            sizes["data.sequence_length"] = first.shape[1]
+        job = load_job(job, sizes)
+    return after_restart(job)
+
+
+def _names_data(job: Job) -> bool:
+    """Return whether the data section says where data is, rather than only how long sequences are."""
+    return bool({"path", "format", "factory"} & job.data.model_fields_set)
+
+
+def _joined(job: Job, facts: ModelFacts) -> Any:
+    """Return the context of the group that this process joins, which may exist already."""
+    if dist.is_initialized():
+        return job_group(job, expected_world(job, detect() or ALONE).device_type, "")
+    place = detect() or ALONE
+    plan = resolve(job, expected_world(job, place), facts)
+    return job_group(job, plan.world.device_type, usable_backend(plan, _say_nothing))
+
+
+def _say_nothing(text: str) -> None:
+    pass

@@ -1,0 +1,57 @@
+"""Dtypes and measured bytes of what rank 0 holds between steps, said once after the first step."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from shardwise.observe.callback import Callback, ObservedSession
+from shardwise.observe.metrics import Record
+from shardwise.training.setup import AssembledJob
+
+WIDTH = 100
+
+
+class StateReport(Callback):
+    """Says what the state takes, once the first step has made the optimizer's."""
+
+    rank_zero_only = True
+
+    def __init__(self, assembled: AssembledJob) -> None:
+        self._assembled = assembled
+
+    def on_step_end(self, session: ObservedSession, record: Record) -> None:
+        """Say the table after step 1 of the training."""
+        if record["step"] != 1:
+            return
+        console = Console(width=WIDTH)
+        with console.capture() as capture:
+            console.print(state_table(self._assembled))
+        session.note(capture.get().rstrip())
+
+
+def state_table(assembled: AssembledJob) -> Table:
+    """Return a table of dtypes and measured bytes."""
+    dtypes, model, optimizer = assembled.plan.dtypes, assembled.model, assembled.optimizer
+    parameters = sum(entry.local.numel() * entry.local.element_size() for entry in model.tensor_map)
+    buffers = sum(buffer.numel() * buffer.element_size() for buffer in model.module.buffers())
+    table = Table(title="state of rank 0", title_justify="left", box=None)
+    for column in ("", "dtype", "bytes, measured"):
+        table.add_column(column, justify="right" if column.startswith("bytes") else "left")
+    table.add_row("parameters (master)", dtypes.parameters, f"{parameters:,}")
+    table.add_row("buffers", "as the model", f"{buffers:,}")
+    table.add_row("compute", dtypes.compute, "gathered a block at a time" if model.fsdp_modules else "in place")
+    table.add_row("gradients", dtypes.reduction, f"{optimizer.gradient_bytes:,}")
+    table.add_row(f"optimizer ({assembled.plan.job.optimizer.name})", dtypes.optimizer, f"{optimizer.state_bytes():,}")
+    table.add_row("loss", dtypes.loss, "")
+    return table
+
+
+def state_bytes(assembled: AssembledJob) -> dict[str, int]:
+    """Return what this rank holds between steps, measured, by the causes of the planner's prediction."""
+    gradients = sum(gradient.numel() * gradient.element_size() for _, gradient in assembled.optimizer.gradients())
+    return {
+        "parameters": sum(entry.local.numel() * entry.local.element_size() for entry in assembled.model.tensor_map),
+        "gradients": gradients,
+        "optimizer": assembled.optimizer.state_bytes(),
+    }
