@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from shardwise.checkpoint.catalog import checkpoints, read_manifest
 from shardwise.checkpoint.manifest import FILE, seal
@@ -228,20 +229,50 @@ def content_of(path: Path) -> dict[str, bytes]:
     return {str(f.relative_to(path)): f.read_bytes() for f in sorted(path.rglob("*")) if f.is_file()}
 
 
-@pytest.mark.parametrize(("damage", "said"), [pytest.param(d, s, id=name) for name, d, s in DAMAGES])
+Answers = list[tuple[str, list[str]]]
+
+
+def restore_damaged(jobs: list[Job], checkpoint: Path, spare: Path) -> dict[str, tuple[Answers, bool]]:
+    """For each damage what `restore_all` gives of it, and whether that has left the files as they were."""
+    run = set_up(jobs[0], torch.device("cpu"))
+    writes = dist.get_rank() == 0
+    results = {}
+    for name, damage, _ in DAMAGES:
+        if writes:
+            damage(checkpoint)
+        dist.barrier()
+        before = content_of(checkpoint.parent)
+        answers = restore_all(run, jobs)
+        results[name] = answers, content_of(checkpoint.parent) == before
+        dist.barrier()
+        if writes:
+            shutil.rmtree(checkpoint)
+            shutil.copytree(spare, checkpoint)
+    return results
+
+
+@pytest.fixture(scope="module")
+def damaged(
+    world_pool: WorldPool, corpora: Path, written: Path, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, tuple[Answers, bool]]]:
+    """The answers of each rank to one checkpoint, damaged in every way in turn."""
+    output = shutil.copytree(written, tmp_path_factory.mktemp("damaged") / "run")
+    newest = output / "checkpoints" / NEWER
+    jobs = [a_job(corpora, output, resume) for resume in (str(newest), "auto")]
+    return world_pool.run(2, restore_damaged, jobs, newest, written / "checkpoints" / NEWER)
+
+
+@pytest.mark.parametrize(("name", "said"), [pytest.param(name, said, id=name) for name, _, said in DAMAGES])
 def test_damage_is_named_on_every_rank_and_auto_takes_the_older_one(
-    world_pool: WorldPool, corpora: Path, newest: Path, damage: Damage, said: list[str]
+    damaged: list[dict[str, tuple[Answers, bool]]], name: str, said: list[str]
 ) -> None:
-    damage(newest)
-    before = content_of(newest.parent)
-    jobs = [a_job(corpora, newest.parents[1], resume) for resume in (str(newest), "auto")]
-    for (error, _), (problem, notes) in world_pool.run(2, restore_here, jobs):
+    for ((error, _), (problem, notes)), is_unchanged in (answers[name] for answers in damaged):
+        assert is_unchanged
         assert [part for part in said if part not in error] == [], error
         assert problem == ""
         (passed,) = [note for note in notes if "passed over" in note]
         assert NEWER in passed and [part for part in said if part not in passed] == [], passed
         assert any(f"{OLDER}: step 2" in note for note in notes)
-    assert content_of(newest.parent) == before
 
 
 def test_a_newer_version_is_not_passed_over(world_pool: WorldPool, corpora: Path, newest: Path) -> None:

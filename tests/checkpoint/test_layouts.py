@@ -1,6 +1,7 @@
 """Written on any layout, read on any other: values, optimizer state and scaler bit-equal, each element stored once.
 
-A new axis joins the matrix by its line in LAYOUTS. By default one model goes through all of it, with `-m slow` all do.
+A new axis joins the matrix by its line in LAYOUTS. By default each layout reads four others' checkpoints of one model,
+with `-m slow` all read all, for every model.
 """
 
 from __future__ import annotations
@@ -112,14 +113,33 @@ def written(
     return request.param, paths
 
 
+# Of thirteen layouts in a ring each reads these; any two readers then have one checkpoint in common.
+STEPS_OF_THE_RING = (0, 1, 3, 9)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("written", [QUICK], indirect=True)
+def test_every_layout_reads_some_others(
+    world_pool: WorldPool, corpora: Path, tmp_path: Path, written: tuple[str, list[Path]], layout: str
+) -> None:
+    model, paths = written
+    reader = list(LAYOUTS).index(layout)
+    sources = [paths[(reader + step) % len(paths)] for step in STEPS_OF_THE_RING]
+    check_reading(world_pool, a_job(corpora, model, LAYOUTS[layout][1]), LAYOUTS[layout][0], sources, tmp_path)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_any_layout_reads_every_other(
     world_pool: WorldPool, corpora: Path, tmp_path: Path, written: tuple[str, list[Path]], layout: str
 ) -> None:
     model, sources = written
-    ranks, parallel = LAYOUTS[layout]
+    check_reading(world_pool, a_job(corpora, model, LAYOUTS[layout][1]), LAYOUTS[layout][0], sources, tmp_path)
+
+
+def check_reading(world_pool: WorldPool, job: Job, ranks: int, sources: list[Path], tmp_path: Path) -> None:
     targets = [tmp_path / str(number) for number in range(len(sources))]
-    found = world_pool.run(ranks, read_and_write, a_job(corpora, model, parallel), sources, targets)
+    found = world_pool.run(ranks, read_and_write, job, sources, targets)
     assert found == [[Progress(step=2, samples=16)] * len(sources)] * ranks
     for source, target in zip(sources, targets, strict=True):
         assert_same(source, target / "step-00000002")

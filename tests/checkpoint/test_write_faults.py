@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from shardwise.training.session import Session
 from shardwise.training.setup import set_up
 from shardwise.training.trainer import train_rank
 from tests.checkpoint.stored import stored
+from tests.fork_server import run_python
 from tests.parity.jobs import make_job, make_module_job
 
 ROOT = Path(__file__).parents[2]
@@ -220,31 +220,44 @@ def test_a_failed_save_is_everyones_at_the_next_step_and_the_last_one_stays(
 # In a mount namespace of its own: two runs of the command line on a small tmpfs, which is larger for the second.
 FULL = """
 import ctypes, json, os, sys
+from pathlib import Path
 from shardwise.commands.cli import main
 disk, job = sys.argv[1:]
 
+libc = ctypes.CDLL(None, use_errno=True)
+
+def checked(result):
+    if result:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+def unshare():  # as `unshare --map-root-user --mount` does it
+    user, group = os.geteuid(), os.getegid()
+    checked(libc.unshare(0x10000000 | 0x00020000))  # CLONE_NEWUSER | CLONE_NEWNS
+    Path("/proc/self/setgroups").write_text("deny")
+    Path("/proc/self/uid_map").write_text(f"0 {user} 1")
+    Path("/proc/self/gid_map").write_text(f"0 {group} 1")
+    checked(libc.mount(b"none", b"/", None, 0x4000 | 1 << 18, None))  # MS_REC | MS_PRIVATE
+
 def mount(flags, size):
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.mount(b"tmpfs", disk.encode(), b"tmpfs", flags, f"size={size}".encode()):
-        raise OSError(ctypes.get_errno(), "mount")
+    checked(libc.mount(b"tmpfs", disk.encode(), b"tmpfs", flags, f"size={size}".encode()))
 
 def train(*options):
     code = main(["train", job, *options])
     print(json.dumps({"code": code, "left": sorted(os.listdir(disk))}), flush=True)
 
 if __name__ == "__main__":
+    unshare()
     mount(0, 5 << 19)
     train()
     mount(32, 1 << 26)  # MS_REMOUNT
     train("--checkpoint.resume", "auto")
 """
-NAMESPACE = ["unshare", "--map-root-user", "--mount"]
 
 
 def can_mount() -> bool:
     return (
         shutil.which("unshare") is not None
-        and subprocess.run([*NAMESPACE, "true"], capture_output=True).returncode == 0
+        and subprocess.run(["unshare", "--map-root-user", "--mount", "true"], capture_output=True).returncode == 0
     )
 
 
@@ -260,10 +273,7 @@ def test_a_full_disk(corpora: Path, tmp_path: Path) -> None:
     file.write_text(job.model_dump_json(exclude_unset=True))
     environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
     (tmp_path / "full.py").write_text(FULL)
-    done = subprocess.run(
-        [*NAMESPACE, sys.executable, str(tmp_path / "full.py"), str(disk), str(file)],
-        env=environment, capture_output=True, text=True, timeout=280,
-    )  # fmt: skip
+    done = run_python(tmp_path / "full.py", disk, file, env=environment, timeout=280)
     assert done.returncode == 0, done.stderr
     first, second = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"code"')]
     assert first == {"code": 2, "left": [OWNER, name_of(2)]}, done.stderr

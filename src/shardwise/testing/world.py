@@ -45,6 +45,9 @@ PRELOAD = (
     "shardwise.smp.v1",
     "shardwise.smp.v2",
     "shardwise.commands.train",
+    "datasets",
+    "torch.utils.tensorboard",
+    *(f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "gpt_neox", "llama", "bloom", "falcon", "t5")),
 )
 CLOSE_SECONDS = 5.0  # for idle workers to end by themselves
 GRACE_SECONDS = 10.0  # what is left for the others once a rank has failed
