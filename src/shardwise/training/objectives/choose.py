@@ -1,17 +1,38 @@
-"""The objective of a job."""
+"""The objective of a job: the first row of one table that serves it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 from shardwise.job.objects import load_object
+from shardwise.job.schema import Job
+from shardwise.model.facts import ModelFacts
 from shardwise.parallel.model import ParallelModel
 from shardwise.parallel.objective import Objective
 from shardwise.training.objectives.language_modelling import LanguageModelling
 from shardwise.training.objectives.own_module import OwnModule
 
 
+class ObjectiveChoice(NamedTuple):
+    """When an objective serves a job and its model, and how it is made."""
+
+    serves: Callable[[Job, ModelFacts], bool]
+    make: Callable[[ParallelModel], Objective]
+
+
+def _with_loss_of_job(model: ParallelModel) -> Objective:
+    return OwnModule(load_object(str(model.plan.job.model.loss), "model.loss"), model.compute_dtype)
+
+
+OBJECTIVES = (
+    ObjectiveChoice(lambda job, facts: job.model.loss is not None, _with_loss_of_job),
+    ObjectiveChoice(lambda job, facts: facts.returns_logits, LanguageModelling),
+    ObjectiveChoice(lambda job, facts: True, lambda model: OwnModule(None, model.compute_dtype)),
+)
+
+
 def make_objective(model: ParallelModel) -> Objective:
-    """Return the objective of a job's own model: its loss function, language modelling, or the module's own loss."""
-    settings = model.plan.job.model
-    if settings.loss is not None:
-        return OwnModule(load_object(settings.loss), model.compute_dtype)
-    return LanguageModelling(model) if model.facts.returns_logits else OwnModule(None, model.compute_dtype)
+    """Return the objective of a job's own model."""
+    choice = next(choice for choice in OBJECTIVES if choice.serves(model.plan.job, model.facts))
+    return choice.make(model)

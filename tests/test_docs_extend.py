@@ -1,0 +1,90 @@
+"""The examples of docs/how-to/extend.md, run from the page."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardwise.observe.callback import HOOKS
+from shardwise.testing.world import WorldPool
+from shardwise.training.objectives import choose
+from shardwise.training.session import Session
+from shardwise.training.trainer import train_rank
+from tests.pages import DOCS, load_block
+from tests.parity.jobs import make_job
+
+PAGE = "how-to/extend.md"
+
+
+def test_the_page_has_the_hooks_in_their_order() -> None:
+    text = (DOCS / PAGE).read_text(encoding="utf-8")
+    positions = [text.index(f"| `{hook}(") for hook in HOOKS if hook != "on_note"]
+    assert positions == sorted(positions)
+
+
+def train_with_metric(job: Any) -> float:
+    Path(job.output).mkdir(parents=True, exist_ok=True)
+    train_rank(job, torch.device("cpu"), [load_block(PAGE, "LargestWeight").LargestWeight()])
+    torch.distributed.barrier()
+    records = [json.loads(line) for line in (Path(job.output) / "metrics.jsonl").read_text().splitlines()]
+    return next(float(record["largest_weight"]) for record in records if "loss" in record)
+
+
+def test_a_metric_of_ones_own_is_recorded_alike_on_two_ranks(
+    world_pool: WorldPool, corpora: Path, tmp_path: Path
+) -> None:
+    job = make_job(corpora, layers=1, training={"steps": 1}, observe={"tensorboard": False, "sample": False})
+    largest = []
+    for ranks in (1, 2):
+        output = job.model_copy(update={"output": str(tmp_path / f"run{ranks}")})
+        largest.append(world_pool.run(ranks, train_with_metric, output)[0])
+    assert largest[0] > 0 and largest[1] == pytest.approx(largest[0], rel=1e-12)
+
+
+def train_until_it_stops(job: Any) -> tuple[int, str]:
+    callback = load_block(PAGE, "EarlyStopping").EarlyStopping(patience=1)
+    with Session(job, callbacks=[callback], optimizer={"learning_rate": 1e-30, "weight_decay": 0.0}) as session:
+        for batches in session.batches():
+            session.step(batches)
+            session.evaluate()
+        return session.steps_done, session.stopped or ""
+
+
+def test_early_stopping_ends_the_loop_on_every_rank(world_pool: WorldPool, corpora: Path) -> None:
+    job = make_job(corpora, layers=1, training={"steps": 9}, precision={"compute": "fp32"})
+    for steps, stopped in world_pool.run(2, train_until_it_stops, job):
+        assert steps < 9 and stopped.startswith("no better validation loss than ")
+
+
+def losses_of_objective() -> list[float]:
+    example = load_block(PAGE, "WeightedRegression").WeightedRegression
+    row = choose.ObjectiveChoice(lambda job, facts: not facts.returns_logits, example)
+    tensors = {"x": torch.ones(4, 3), "weight": torch.tensor([0.0, 1.0, 2.0, 3.0]), "labels": torch.zeros(4, 1)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choose, "OBJECTIVES", (row, *choose.OBJECTIVES))
+        model = nn.Linear(3, 1, bias=False)
+        nn.init.constant_(model.weight, 0.5)
+        with Session(model=Named(model), example={"x": tensors["x"]}) as session:
+            return [session.step(tensors).loss]
+
+
+class Named(nn.Module):
+    """A layer whose forward takes `x` by name."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.layer(x)
+        return output
+
+
+def test_an_objective_is_one_class_and_one_row(world_pool: WorldPool) -> None:
+    [losses] = world_pool.run(1, losses_of_objective)
+    assert losses == [pytest.approx(1.5**2 * (0 + 1 + 2 + 3) / 4)]
