@@ -46,7 +46,7 @@ def test_attention_of_its_own() -> None:
     facts = discover(build_model(wanted), wanted)
     reason = facts.supports(Axis.CONTEXT).reason
     assert reason.startswith("mpt takes no position_ids") or "Interface" in reason
-    assert facts.attention_kernels.reason == "mpt is not among the families whose attention is led to kernels"
+    assert facts.attention_kernels.reason == "mpt is not among the families whose attention kernels compute"
 
 
 def test_biases_that_count_positions() -> None:

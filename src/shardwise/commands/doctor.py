@@ -65,7 +65,7 @@ def _table(rows: Iterable[tuple[str, str]]) -> Table:
 
 
 @dataclass(frozen=True)
-class ExaminedModel:
+class DegreeTrial:
     """A model and the job with which degrees are tried on it.
 
     Attributes:
@@ -92,7 +92,7 @@ def examine_model(where: str) -> Table:
     length = min(facts.max_positions or 128, 128)
     training = {"sequences_per_step": MOST_RANKS}  # that no degree is refused for want of samples
     job = {"model": {"config": where, "task": task}, "data": {"sequence_length": length}, "training": training}
-    return _table(_model_rows(ExaminedModel(job, facts, staged)))
+    return _table(_model_rows(DegreeTrial(job, facts, staged)))
 
 
 def _facts_of(where: str) -> tuple[ModelFacts, ModelFacts, str]:
@@ -109,7 +109,7 @@ def _facts_of(where: str) -> tuple[ModelFacts, ModelFacts, str]:
     return facts, cut_by_trace(model, facts, min(facts.max_positions or TRACE_LENGTH, TRACE_LENGTH)), task
 
 
-def _model_rows(model: ExaminedModel) -> Iterator[tuple[str, str]]:
+def _model_rows(model: DegreeTrial) -> Iterator[tuple[str, str]]:
     facts = model.facts
     blocks = f"{len(facts.blocks)} blocks" if facts.blocks else "no repeated blocks"
     yield "model", f"{facts.family}, {facts.parameters:,} parameters, {blocks}"
@@ -122,20 +122,20 @@ def _model_rows(model: ExaminedModel) -> Iterator[tuple[str, str]]:
         yield "note", facts.probe_failure
 
 
-def _any_degree(model: ExaminedModel, axis: Axis) -> str:
+def _any_degree(model: DegreeTrial, axis: Axis) -> str:
     return "any degree"
 
 
-def _shard_units(model: ExaminedModel, axis: Axis) -> str:
+def _shard_units(model: DegreeTrial, axis: Axis) -> str:
     return f"any degree, {'block by block' if model.facts.blocks else 'as one unit'}"
 
 
-def _degrees(model: ExaminedModel, axis: Axis) -> str:
+def _degrees(model: DegreeTrial, axis: Axis) -> str:
     capability = model.facts.supports(axis)
     return _legal_degrees(model.job, model.facts, axis) if capability.ok else f"no: {capability.reason}"
 
 
-def _stage_degrees(model: ExaminedModel, axis: Axis) -> str:
+def _stage_degrees(model: DegreeTrial, axis: Axis) -> str:
     staged = replace(model, facts=model.staged)
     return _degrees(staged, axis) + (", stages cut from its traced forward" if staged.facts.stages.traced else "")
 
@@ -144,7 +144,7 @@ class AxisRow(NamedTuple):
     """The row of an axis: its label, and the function that says what a model supports."""
 
     label: str
-    says: Callable[[ExaminedModel, Axis], str]
+    says: Callable[[DegreeTrial, Axis], str]
 
 
 AXIS_ROWS: dict[Axis, AxisRow] = {
@@ -156,7 +156,7 @@ AXIS_ROWS: dict[Axis, AxisRow] = {
 }
 
 
-def _sequence_degrees(model: ExaminedModel) -> str:
+def _sequence_degrees(model: DegreeTrial) -> str:
     """Return the tensor degrees whose ranks can share the sequence."""
     for capability in (model.facts.supports(Axis.TENSOR), model.facts.sequence_parallel):
         if not capability.ok:
@@ -164,7 +164,7 @@ def _sequence_degrees(model: ExaminedModel) -> str:
     return _legal_degrees(model.job, model.facts, Axis.TENSOR, sequence_parallel=True)
 
 
-def _attention(model: ExaminedModel) -> Iterator[tuple[str, str]]:
+def _attention(model: DegreeTrial) -> Iterator[tuple[str, str]]:
     """Yield the kernel of each attention layer on this machine, layers with the same kernel and reason together."""
     facts = model.facts
     if not facts.attention_kernels.ok:

@@ -60,7 +60,7 @@ class ModelSection(Section):
     attention: AttentionKernel = Field(
         default="auto",
         description="Attention kernel; `auto` takes the first that can do what the model, the data and the device ask "
-        "for (`shardwise doctor --model` shows it). Families that are not led to kernels have `eager` and `sdpa`.",
+        "for (`shardwise doctor --model` shows it). Families that kernels do not compute have `eager` and `sdpa`.",
     )
     dropout: Fraction | None = Field(
         default=None,

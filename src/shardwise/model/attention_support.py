@@ -40,7 +40,7 @@ def _kernel_obstacles(model: nn.Module, calls: int, arguments: Sequence[str], fa
     config: Any = getattr(model, "config", None)
     family = str(getattr(config, "model_type", type(model).__name__))
     if family_of(family).attention is None:
-        yield f"{family} is not among the families whose attention is led to kernels"
+        yield f"{family} is not among the families whose attention kernels compute"
     if failure or not calls:
         yield failure or f"this {family} does not call transformers' AttentionInterface"
     if unknown := sorted(set(arguments) - KERNEL_ARGUMENTS):

@@ -9,8 +9,8 @@ names, input embeddings are what only `nn.Embedding` reads. Sizes come from the 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -59,6 +59,7 @@ def discover(model: nn.Module, job: Job, example: Mapping[str, Tensor] | None = 
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     splits, tensor = tensor_plan(model)
     stages, pipeline = _stages(model, lists, ties, forward, example)
+    examined = ExaminedModel(model, tuple(blocks), forward, tensor, pipeline)
     name = getattr(config, "model_type", None) or type(model).__name__
     family = family_of(name)
     return ModelFacts(
@@ -66,13 +67,7 @@ def discover(model: nn.Module, job: Job, example: Mapping[str, Tensor] | None = 
         parameters=_count([model]),
         embedding_parameters=_embedding_parameters(model, ties, forward),
         blocks=tuple(BlockFacts(name, _count([model.get_submodule(name)])) for name in blocks),
-        capabilities={
-            Axis.REPLICA: SUPPORTED,
-            Axis.SHARD: SUPPORTED,
-            Axis.CONTEXT: _context_capability(model, blocks, forward),
-            Axis.TENSOR: tensor,
-            Axis.PIPELINE: pipeline,
-        },
+        capabilities={axis: answer(examined) for axis, answer in AXIS_CAPABILITIES.items()},
         **_interface(model),
         idle_parameters=_idle_parameters(model, config),
         experts_of_token=_number(config, EXPERTS_OF_TOKEN) or 0,
@@ -92,6 +87,7 @@ def discover(model: nn.Module, job: Job, example: Mapping[str, Tensor] | None = 
         tensor_splits=splits,
         vocabulary_parameters=vocabulary_parameters(model, forward.head),
         attention_arguments=forward.attention_arguments,
+        per_head_arguments=family.per_head_arguments,
         attention=forward.attention_calls,
         linears=_linears(model, blocks),
         fusible=fusible(model),
@@ -115,10 +111,46 @@ def _interface(model: nn.Module) -> dict[str, bool]:
     }
 
 
-def _context_capability(model: nn.Module, blocks: list[str], forward: ForwardProbe) -> Capability:
+@dataclass(frozen=True)
+class ExaminedModel:
+    """A model and what is known of it before it is asked which axes it supports.
+
+    Attributes:
+        blocks: names of the repeated blocks.
+        forward: findings of its forward.
+        tensor, pipeline: answers that came with the tensor splits and with the stages.
+    """
+
+    model: nn.Module
+    blocks: tuple[str, ...]
+    forward: ForwardProbe
+    tensor: Capability
+    pipeline: Capability
+
+
+def _any_model(examined: ExaminedModel) -> Capability:
+    return SUPPORTED
+
+
+def _context_capability(examined: ExaminedModel) -> Capability:
+    forward = examined.forward
     return context_capability(
-        model, blocks, forward.attention, forward.mixes_positions, forward.failure, forward.attention_arguments
+        examined.model,
+        examined.blocks,
+        forward.attention,
+        forward.mixes_positions,
+        forward.failure,
+        forward.attention_arguments,
     )
+
+
+AXIS_CAPABILITIES: dict[Axis, Callable[[ExaminedModel], Capability]] = {
+    Axis.REPLICA: _any_model,
+    Axis.SHARD: _any_model,
+    Axis.CONTEXT: _context_capability,
+    Axis.TENSOR: lambda examined: examined.tensor,
+    Axis.PIPELINE: lambda examined: examined.pipeline,
+}
 
 
 def _kernel_capability(model: nn.Module, forward: ForwardProbe) -> Capability:

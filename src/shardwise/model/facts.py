@@ -170,6 +170,7 @@ class ModelFacts:
     tensor_splits: dict[str, TensorSplit] = field(default_factory=dict)  # module name -> how it can be split
     vocabulary_parameters: tuple[str, ...] = ()  # of input embeddings and head, where ranks can share their rows
     attention_arguments: tuple[str, ...] = ()  # what attention is given beside tensors, scale and dropout
+    per_head_arguments: tuple[str, ...] = ()  # of its attention modules, made for all heads
     attention: tuple[AttentionFacts, ...] = ()  # calls of attention, in order
     fusible: dict[str, str] = field(default_factory=dict)  # module name -> which of Liger's kernels can compute it
     linears: dict[str, tuple[int, int]] = field(default_factory=dict)  # of blocks: name -> (inputs, outputs)
@@ -257,7 +258,7 @@ class ModelFacts:
         return max(1, degree // self.key_value_heads) if self.key_value_heads else 1
 
     def model_flops_per_token(self, sequence_length: int) -> float:
-        """Return the model FLOPs of forward and backward for one token: 6·P + 12·L·s·h.
+        """Model FLOPs of forward and backward for one token: 6·P + 12·L·s·h.
 
         P counts the parameters that take part in matrix products (all but input embeddings that are only looked up, and
         of experts those that a token goes to); s is the sequence length and h the heads times the size of one, most
@@ -269,5 +270,5 @@ class ModelFacts:
         )
 
     def smp_flops_per_token(self) -> float:
-        """Return FLOPs by SMP's published convention: 8·P for one token, all parameters, recomputation assumed."""
+        """SMP's published convention: 8·P for one token, all parameters, recomputation assumed."""
         return 8.0 * self.parameters

@@ -56,6 +56,8 @@ class Family:
         tensor_splits: modules that tensor parallelism splits; None: transformers' plan (`base_model_tp_plan`) says so.
         refine_splits: (config, splits of a model) -> splits that depend on the config's values.
         tensor_refusal: config -> why a model cannot be split all the same; empty where it can.
+        per_head_arguments: arguments of its attention modules that the model makes for all heads, [B, heads, ...] or
+            [B*heads, 1, S].
         experts: whether its experts are split by features, which tests hold against one process.
         block: what the shapes of its blocks' parameters do not show.
     """
@@ -65,5 +67,6 @@ class Family:
     tensor_splits: SplitRules | None = None
     refine_splits: Callable[[Any, dict[str, TensorSplit]], dict[str, TensorSplit]] | None = None
     tensor_refusal: Callable[[Any], str] | None = None
+    per_head_arguments: tuple[str, ...] = ()
     experts: bool = False
     block: BlockTraits = PLAIN_BLOCK

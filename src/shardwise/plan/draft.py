@@ -235,8 +235,8 @@ class Draft:
         return self.facts.returns_logits and self.facts.chunkable_head and self.model.loss is None
 
     @property
-    def led(self) -> bool:
-        """Whether the model's attention is led to our kernels."""
+    def uses_kernels(self) -> bool:
+        """Tell whether kernels of this project compute the model's attention."""
         return self.facts.attention_kernels.ok
 
     def attention_needs(self, layer: AttentionFacts) -> AttentionNeeds:
@@ -255,8 +255,8 @@ class Draft:
 
     @cached_property
     def attention_choices(self) -> tuple[tuple[AttentionFacts, KernelChoice | None], ...]:
-        """The kernel of each attention layer, None where the one asked for cannot do it; of models that are led."""
-        if not self.led:
+        """Each attention layer with its kernel, None where the one asked for cannot do it; empty without kernels."""
+        if not self.uses_kernels:
             return ()
         layers, alike = self.facts.attention, self.facts.attention_alike
         chosen = {
@@ -267,7 +267,7 @@ class Draft:
     @cached_property
     def exact_dropout(self) -> bool:
         """Whether attention dropout is equal on every layout: not where a fused kernel draws it."""
-        if not self.led:
+        if not self.uses_kernels:
             return self.model.attention == "eager"
         return all(choice.kernel.dropout == "exact" for _, choice in self.attention_choices if choice)
 

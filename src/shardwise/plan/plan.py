@@ -235,7 +235,7 @@ def _float8(draft: Draft, rules: dict[str, str]) -> tuple[str, ...]:
 
 
 def _attention(draft: Draft, rules: dict[str, str]) -> str:
-    if not draft.led:
+    if not draft.uses_kernels:
         rules["attention"] = f"transformers' own: {draft.facts.attention_kernels.reason}"
         return ""
     kernels: dict[str, str] = {}  # name -> the reason of the first layer that has it

@@ -56,5 +56,6 @@ FAMILY = Family(
         key_bias_method="build_alibi_tensor",
     ),
     tensor_splits=INTERLEAVED_BLOCK,
+    per_head_arguments=("alibi",),
     tensor_refusal=_tensor_refusal,
 )

@@ -77,6 +77,7 @@ FAMILY = Family(
         keeps_class=_keeps_class,
     ),
     tensor_splits=INTERLEAVED_BLOCK,
+    per_head_arguments=("alibi",),
     refine_splits=_refine_splits,
     block=BlockTraits(parallel_residual=True),
 )

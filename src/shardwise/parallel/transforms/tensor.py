@@ -38,24 +38,21 @@ from shardwise.plan.plan import Plan
 WIDTHS = ("split_size", "num_heads", "num_attention_heads", "all_head_size", "num_key_value_heads", "num_kv_heads",
           "n_heads")  # fmt: skip
 OUTPUTS = ("out_features", "nf")
-# Further inputs of a region: whole activations of another stack, and (OF_HEADS) what a model makes for all heads.
+# Further inputs of a region that are whole activations of another stack.
 ENTERING = ("key_value_states", "encoder_hidden_states")
 INNER = ("intermediate_dim", "intermediate_size")  # attributes of experts that say how wide a part is
 
 
-def _of_mask(mask: Any, heads: int, mine: slice) -> Any:
-    """This rank's heads of [B, heads, S, S], into which Falcon writes its biases; one for all heads stays as it is."""
-    return mask[:, mine] if isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[1] == heads else mask
+MASK = "attention_mask"  # a model may write biases into it, and then it has a row for each head
 
 
-def _of_alibi(alibi: Any, heads: int, mine: slice) -> Any:
-    """This rank's heads of Bloom's [B*heads, 1, S] or Falcon's [B, heads, 1, S]."""
-    if not isinstance(alibi, Tensor) or alibi.dim() == 4:
-        return _of_mask(alibi, heads, mine)
-    return alibi.unflatten(0, (-1, heads))[:, mine].flatten(0, 1)
-
-
-OF_HEADS: dict[str, Callable[[Any, int, slice], Any]] = {"attention_mask": _of_mask, "alibi": _of_alibi}
+def local_heads(values: Any, heads: int, local: slice) -> Any:
+    """Return this rank's heads of [B, heads, ...] or [B*heads, 1, S]; what is for all heads stays as it is."""
+    if not isinstance(values, Tensor):
+        return values
+    if values.dim() == 4:
+        return values[:, local] if values.shape[1] == heads else values
+    return values.unflatten(0, (-1, heads))[:, local].flatten(0, 1) if values.dim() == 3 else values
 
 
 class TensorParallelism(Transform):
@@ -215,12 +212,13 @@ def _enter(region: Any, facts: ModelFacts, layout: Layout, boundary: RegionBound
     """Lead the region's activations over its boundary; tell it how wide its part is."""
     inner: Callable[..., Any] = region.forward
     degree, index, heads = layout.size(Axis.TENSOR), layout.index(Axis.TENSOR), facts.attention_heads
-    mine = slice(index * heads // degree, (index + 1) * heads // degree)
+    local = slice(index * heads // degree, (index + 1) * heads // degree)
+    per_head = (MASK, *facts.per_head_arguments)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = map_hidden_states(boundary.enter, args, kwargs)
         kwargs |= {name: boundary.enter(kwargs[name]) for name in ENTERING if kwargs.get(name) is not None}
-        kwargs |= {name: of_heads(kwargs[name], heads, mine) for name, of_heads in OF_HEADS.items() if name in kwargs}
+        kwargs |= {name: local_heads(kwargs[name], heads, local) for name in per_head if name in kwargs}
         return inner(*args, **kwargs)
 
     region.forward = forward

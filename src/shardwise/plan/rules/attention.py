@@ -38,7 +38,7 @@ def _widens(d: Draft) -> bool:
 RULES: tuple[Rule, ...] = (
     idle("factory-attention", "model.attention", "a module of model.factory has no config in which to set it",
           model_from_factory, "use auto and set it in the factory"),
-    Rule("attention-led", ("model.attention",), "kernels are chosen for the families whose attention is led to them",
+    Rule("attention-family", ("model.attention",), "kernels are chosen for the families whose attention they compute",
          lambda d: d.model.attention not in ("auto", "eager", "sdpa") and not d.facts.attention_kernels.ok,
          fix="use auto, sdpa or eager",
          because=lambda d: d.facts.attention_kernels.reason),

@@ -60,8 +60,8 @@ RULES: tuple[Rule, ...] = (
          use=lambda d: f"use at most {d.facts.max_positions}"),
     Rule("documents-window", ("data.isolate_documents", "data.sequence_length"),
          "the mask of documents takes the place of the model's own, which then must not hide more than it",
-         lambda d: d.data.isolate_documents and not d.led and (d.facts.sliding_window or d.data.sequence_length)
-         < d.data.sequence_length,
+         lambda d: d.data.isolate_documents and not d.uses_kernels
+         and (d.facts.sliding_window or d.data.sequence_length) < d.data.sequence_length,
          fix="use isolate_documents false, or a sequence within the window",
          because=lambda d: f"the documents' mask would replace the model's sliding window of {d.facts.sliding_window}",
          use=lambda d: f"use isolate_documents false, or a sequence_length of at most {d.facts.sliding_window}"),

@@ -12,7 +12,7 @@ CASES = {
     "factory-attention": case(
         {"model": {"factory": "a:b", "attention": "sdpa"}}, {"model": {"attention": "sdpa"}}, "attention=sdpa"
     ),
-    "attention-led": case(
+    "attention-family": case(
         {"model": {"attention": "blockwise"}},
         {"model": {"attention": "blockwise"}},
         "xlm is not among the families; use auto, sdpa or eager",
