@@ -91,7 +91,7 @@ class ContextParallel:
         self.index, self.tensor_index = layout.index(Axis.CONTEXT), layout.index(Axis.TENSOR)
         self.method, self.causal = plan.context_method, plan.job.model.task == "causal_lm"
         self.dtype = torch_dtype(plan.dtypes.compute)
-        self.led = bool(plan.attention)
+        self.uses_kernels = bool(plan.attention)
         self.count_positions = _position_counter(model)
         _reroute(model)
         _place_biases(model)
@@ -119,7 +119,7 @@ class ContextParallel:
         Otherwise ones: a model that is told that nothing is padding does not take the jumps of the positions for
         borders of documents, and asks `_masked` for its own kind of mask.
         """
-        if shard.documents is None or self.method == "ring" or self.led:
+        if shard.documents is None or self.method == "ring" or self.uses_kernels:
             return torch.ones_like(ids)
         return shard.document_mask(shard.whole if self.method == "ulysses" else shard.positions, shard.whole)
 
