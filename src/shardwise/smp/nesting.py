@@ -75,8 +75,8 @@ def broadcast_nested(value: Any, source: int, group: dist.ProcessGroup, device: 
         tensors.append(leaf.detach())
         return _SentTensor(len(tensors) - 1, tuple(leaf.shape), leaf.dtype)
 
-    box = [map_leaves(without_tensor, value) if is_source else None]
-    dist.broadcast_object_list(box, source, group=group, device=torch.device("cpu"))
+    sent = [map_leaves(without_tensor, value) if is_source else None]
+    dist.broadcast_object_list(sent, source, group=group, device=torch.device("cpu"))
 
     def with_tensor(leaf: Any) -> Any:
         if not isinstance(leaf, _SentTensor):
@@ -86,4 +86,4 @@ def broadcast_nested(value: Any, source: int, group: dist.ProcessGroup, device: 
         dist.broadcast(tensor, source, group=group)
         return tensor
 
-    return map_leaves(with_tensor, box[0])
+    return map_leaves(with_tensor, sent[0])

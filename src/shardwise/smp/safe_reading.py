@@ -104,16 +104,16 @@ def _unknown(path: Path) -> list[str]:
     return [name for name in names_in(path) if name != "argparse.Namespace" and _known(name) is None]
 
 
-def _member(kind: Any, name: str) -> Any:
+def _member(owner: Any, name: str) -> Any:
     """Stand in for `getattr`, which pickles members of enums (until Python 3.11) and a class inside of ShardedTensor.
 
     Nothing else can be asked for.
     """
-    if isinstance(kind, type) and issubclass(kind, ShardedTensor) and name == "ProcessGroupState":
+    if isinstance(owner, type) and issubclass(owner, ShardedTensor) and name == "ProcessGroupState":
         return ShardedTensor.ProcessGroupState
-    if not (isinstance(kind, type) and issubclass(kind, enum.Enum)):
-        raise CheckpointError(f"a file asks for {name!r} of {kind!r}, which is neither an enum nor of a ShardedTensor")
-    return kind[name]
+    if not (isinstance(owner, type) and issubclass(owner, enum.Enum)):
+        raise CheckpointError(f"a file asks for {name!r} of {owner!r}, which is neither an enum nor of a ShardedTensor")
+    return owner[name]
 
 
 def _without_default(factory: Any = None) -> dict[Any, Any]:
@@ -138,10 +138,10 @@ def _blank(script_class: type) -> type:
     """Return a stand-in for a script's class, whose objects get a file's attributes; nothing of the class is called."""
 
     class Blank(script_class):  # type: ignore[valid-type,misc]
-        def __new__(cls, *given: Any, **named: Any) -> Any:
+        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
             return object.__new__(cls)
 
-        def __init__(self, *given: Any, **named: Any) -> None: ...
+        def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
         def __setstate__(self, values: dict[str, Any]) -> None:
             self.__class__ = script_class
@@ -165,8 +165,8 @@ def _known(name: str) -> tuple[Any, str] | None:
         return _member, name
     if name in _SHARDS:
         return getattr(importlib.import_module(module), leaf), name
-    if (own := _of_script(module, leaf)) is not None:
-        return own, name
+    if (stand_in := _of_script(module, leaf)) is not None:
+        return stand_in, name
     if not module.startswith(_CONFIGS):
         return None
     try:
@@ -176,7 +176,7 @@ def _known(name: str) -> tuple[Any, str] | None:
     return (config_class, name) if _is_config(config_class) else None
 
 
-def _is_config(kind: Any) -> bool:
+def _is_config(value: Any) -> bool:
     from transformers import PreTrainedConfig
 
-    return isinstance(kind, type) and issubclass(kind, PreTrainedConfig)
+    return isinstance(value, type) and issubclass(value, PreTrainedConfig)

@@ -78,13 +78,14 @@ def launch_script(script: Script, workers: int | None) -> None:
     """
     if not Path(script.path).is_file():
         raise ConfigError(f"{script.path!r} is not a file; give the path of a Python script")
-    place = detect()
-    if place is not None:
-        if workers not in (None, place.local_world_size):
+    environment = detect()
+    if environment is not None:
+        if workers not in (None, environment.local_world_size):
             raise ConfigError(
-                f"--workers={workers}: {place.launcher} has started {place.local_world_size} here; leave it out"
+                f"--workers={workers}: {environment.launcher} has started {environment.local_world_size} here; "
+                "leave it out"
             )
-        _execute(script, place.local_world_size)
+        _execute(script, environment.local_world_size)
         return
     gpus = torch.cuda.device_count() if script.device_type == "cuda" else 0
     count = workers or gpus or CPU_WORKERS

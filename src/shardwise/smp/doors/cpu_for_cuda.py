@@ -147,14 +147,14 @@ def redirect(workers: int, directory: str) -> None:
     """
     cuda: Any = torch.cuda
     for name, value in RETURNS.items():
-        for place in (cuda, cuda.memory, cuda.random):
-            if place is cuda or hasattr(place, name):
-                setattr(place, name, _returning(value))
+        for module in (cuda, cuda.memory, cuda.random):
+            if module is cuda or hasattr(module, name):
+                setattr(module, name, _returning(value))
     cuda.is_available = _for_script(cuda.is_available, _returning(True), directory)
     cuda.device_count = _for_script(cuda.device_count, _returning(workers), directory)
     cuda.get_device_properties = _returning(SimpleNamespace(name="cpu", total_memory=0, major=0, minor=0))
-    for place in (cuda, cuda.memory):
-        place.memory_stats = lambda *args, **kwargs: defaultdict(int)
+    for module in (cuda, cuda.memory):
+        module.memory_stats = lambda *args, **kwargs: defaultdict(int)
     cuda.cudart, cuda.profiler.start, cuda.profiler.stop = _returning(_Runtime()), _returning(None), _returning(None)
     cuda.Event, cuda.Stream = _Event, _Stream
     cuda.current_stream = cuda.default_stream = lambda *args: _Stream()
@@ -165,11 +165,11 @@ def redirect(workers: int, directory: str) -> None:
     cuda.memory._record_memory_history = cuda.memory._dump_snapshot = _returning(None)
     for name in TYPES:
         setattr(cuda, f"{name}Tensor", getattr(torch, f"{name}Tensor"))
-    for place in (cuda, cuda.random):
-        place.get_rng_state, place.initial_seed = lambda *args: torch.get_rng_state(), torch.initial_seed
-        place.get_rng_state_all = lambda: [torch.get_rng_state()]
-        place.set_rng_state = lambda state, *args: torch.set_rng_state(state)
-        place.set_rng_state_all = lambda states: torch.set_rng_state(states[0])
+    for module in (cuda, cuda.random):
+        module.get_rng_state, module.initial_seed = lambda *args: torch.get_rng_state(), torch.initial_seed
+        module.get_rng_state_all = lambda: [torch.get_rng_state()]
+        module.set_rng_state = lambda state, *args: torch.set_rng_state(state)
+        module.set_rng_state_all = lambda states: torch.set_rng_state(states[0])
     _redirect_tensors()
     _show_cuda(directory)
     _redirect_groups()

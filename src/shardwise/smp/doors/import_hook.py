@@ -145,8 +145,8 @@ def remove_import_hook() -> None:
 
 
 def _complete(fullname: str, module: ModuleType) -> None:
-    place, function = COMPLETED[fullname]
-    getattr(importlib.import_module(place), function)(module)
+    path, function = COMPLETED[fullname]
+    getattr(importlib.import_module(path), function)(module)
 
 
 def _ours(fullname: str) -> str | None:

@@ -165,9 +165,9 @@ class CommunicationHook:
         value = answer.wait()
         value = value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else value  # as of a work's own future
         if not isinstance(value, Tensor) or value.numel() != count:
-            what = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            brought = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise StepUsageError(
-                f"the future of the communication hook {name} brought {what}; it has to bring one tensor of the "
+                f"the future of the communication hook {name} brought {brought}; it has to bring one tensor of the "
                 f"bucket's {count} elements"
             )
         return value.flatten()

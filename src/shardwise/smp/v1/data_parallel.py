@@ -65,8 +65,8 @@ def init_process_group(backend: str | None = None, **settings: Any) -> None:
 
 def get_local_rank() -> int:
     """This process among those of its host; 0 where no launcher started it."""
-    place = detect()
-    return 0 if place is None else place.local_rank
+    environment = detect()
+    return 0 if environment is None else environment.local_rank
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):

@@ -42,11 +42,11 @@ _RANKS = re.compile(r"(?:_\d+){1,3}")
 
 def is_v1_checkpoint(path: str | Path) -> bool:
     """Tell if a checkpoint of version 1's scripts is there."""
-    place = Path(path)
+    checkpoint = Path(path)
     if "://" in str(path):
         return False
-    folder = place.is_dir() and ((place / NEWEST).is_file() or bool(_parts(place)))
-    return folder or place.is_file() or bool(_saved_parts(place))
+    folder = checkpoint.is_dir() and ((checkpoint / NEWEST).is_file() or bool(_parts(checkpoint)))
+    return folder or checkpoint.is_file() or bool(_saved_parts(checkpoint))
 
 
 def export_v1_checkpoint(
@@ -63,14 +63,14 @@ def export_v1_checkpoint(
         CheckpointError: it is incomplete, of split tensors of another library, or has no config.
         OutputError: `path` is there already or cannot be written.
     """
-    place = Path(source)
-    if place.is_dir() and (place / NEWEST).is_file():
-        place = place / (place / NEWEST).read_text().strip()
-        say(f"the newest checkpoint of {source} is {place.name}")
-    weights, content = _opened(place)
-    config = checkpoint_config(place, content.get(CONFIG_KEY))
+    checkpoint = Path(source)
+    if checkpoint.is_dir() and (checkpoint / NEWEST).is_file():
+        checkpoint = checkpoint / (checkpoint / NEWEST).read_text().strip()
+        say(f"the newest checkpoint of {source} is {checkpoint.name}")
+    weights, content = _opened(checkpoint)
+    config = checkpoint_config(checkpoint, content.get(CONFIG_KEY))
     weights = _in_hf_names(weights, config)
-    model = _model_of(place, config, weights)
+    model = _model_of(checkpoint, config, weights)
     with HuggingFaceWriter(path, config) as writer:
         for name in _once(model):
             if name in weights:
@@ -81,16 +81,16 @@ def export_v1_checkpoint(
 # ---- what there is
 
 
-def _opened(place: Path) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
+def _opened(checkpoint: Path) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
     """Return (weights, what the script has kept beside them)."""
-    if place.is_dir():
-        file = place / f"{USER}.pt"
-        return _of_folder(place), _mapping(read_safely(file) if file.is_file() else {})
-    if not place.is_file():
-        saved = [_mapping(read_safely(file)) for file in _of_stages(place)]
+    if checkpoint.is_dir():
+        file = checkpoint / f"{USER}.pt"
+        return _of_folder(checkpoint), _mapping(read_safely(file) if file.is_file() else {})
+    if not checkpoint.is_file():
+        saved = [_mapping(read_safely(file)) for file in _of_stages(checkpoint)]
         return {name: value for part in saved for name, value in _weights(part).items()}, saved[0]
-    whole = _mapping(read_safely(place))
-    beside = place.parent / f"{USER}_{place.name}"
+    whole = _mapping(read_safely(checkpoint))
+    beside = checkpoint.parent / f"{USER}_{checkpoint.name}"
     return _weights(whole), {**_mapping(read_safely(beside) if beside.is_file() else {}), **whole}
 
 
@@ -133,14 +133,16 @@ def _parts(folder: Path) -> list[Path]:
     return sorted(folder.glob("model_*.pt")) if folder.name.endswith(SUFFIX) else []
 
 
-def _saved_parts(place: Path) -> list[Path]:
+def _saved_parts(checkpoint: Path) -> list[Path]:
     """List the files that `smp.save` has made of this name, by the ranks behind it."""
-    files = place.parent.glob(f"{place.name}_*") if place.parent.is_dir() and place.name else ()
-    return sorted(file for file in files if file.is_file() and _RANKS.fullmatch(file.name.removeprefix(place.name)))
+    files = checkpoint.parent.glob(f"{checkpoint.name}_*") if checkpoint.parent.is_dir() and checkpoint.name else ()
+    return sorted(
+        file for file in files if file.is_file() and _RANKS.fullmatch(file.name.removeprefix(checkpoint.name))
+    )
 
 
-def _of_stages(place: Path) -> list[Path]:
-    by_ranks = {file: file.name.removeprefix(place.name).split("_")[1:] for file in _saved_parts(place)}
+def _of_stages(checkpoint: Path) -> list[Path]:
+    by_ranks = {file: file.name.removeprefix(checkpoint.name).split("_")[1:] for file in _saved_parts(checkpoint)}
     split = [file for file, ranks in by_ranks.items() if ranks[1:2] not in ([], ["0"])]
     if split:
         raise CheckpointError(
@@ -160,7 +162,7 @@ def _in_hf_names(weights: dict[str, Tensor], config: PreTrainedConfig) -> dict[s
     return to_hf(weights, config.model_type, getattr(config, "num_attention_heads", None))
 
 
-def _model_of(place: Path, config: PreTrainedConfig, weights: Mapping[str, Tensor]) -> nn.Module:
+def _model_of(checkpoint: Path, config: PreTrainedConfig, weights: Mapping[str, Tensor]) -> nn.Module:
     """Return the kind of model whose parameters are there, without values."""
     lacking: list[str] = []
     for auto_class in AUTO_CLASSES:
@@ -172,7 +174,7 @@ def _model_of(place: Path, config: PreTrainedConfig, weights: Mapping[str, Tenso
                 return model
             lacking = lacking or missing
     raise CheckpointError(
-        f"{place} lacks {listed(lacking) or 'a model that transformers knows'} of {config.model_type}, and holds "
+        f"{checkpoint} lacks {listed(lacking) or 'a model that transformers knows'} of {config.model_type}, and holds "
         f"{listed(sorted(weights)) or 'no tensors'}"
     )
 

@@ -45,8 +45,8 @@ class CastingLevel:
     def around(cls, module: nn.Module) -> CastingLevel | None:
         """`module` as a level: it holds one module and nothing else, and has weights by names of its own making."""
         children = list(module.named_children())
-        own = list(module.parameters(recurse=False)) + list(module.buffers(recurse=False))
-        alone = len(children) == 1 and not own and type(module).state_dict is not nn.Module.state_dict
+        tensors = list(module.parameters(recurse=False)) + list(module.buffers(recurse=False))
+        alone = len(children) == 1 and not tensors and type(module).state_dict is not nn.Module.state_dict
         return cls(module, children[0][0]) if alone else None
 
     @property
@@ -60,19 +60,19 @@ class CastingLevel:
 
     def arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
         """Return what the level gives its model."""
-        taken: list[Any] = []
+        arguments: list[Any] = []
 
-        def take(*given: Any, **named: Any) -> None:
-            taken.extend((given, named))
+        def take(*positional: Any, **named: Any) -> None:
+            arguments.extend((positional, named))
             raise _Called
 
         with suppress(_Called):
             self._forward(take, args, kwargs)
-        return (taken[0], taken[1]) if taken else (args, kwargs)
+        return (arguments[0], arguments[1]) if arguments else (args, kwargs)
 
     def output(self, args: Sequence[Any], kwargs: Mapping[str, Any], value: Any) -> Any:
         """Return what the level makes of its model's output `value`."""
-        return self._forward(lambda *given, **named: value, args, kwargs)
+        return self._forward(lambda *positional, **named: value, args, kwargs)
 
     def _forward(self, model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         self.outer.__dict__[self.name] = model  # found before the module of that name

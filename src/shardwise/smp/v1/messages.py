@@ -45,17 +45,17 @@ def recv_from(src_rank: int, rank_type: RankType = RankType.WORLD_RANK) -> Any:
         MessageError: there is no such rank, it is this one, or it sent nothing in time.
     """
     source = _global(src_rank, rank_type)
-    box: list[Any] = [None]
+    received: list[Any] = [None]
 
     def receive(rank: int) -> None:
-        dist.recv_object_list(box, rank, device=HOST)
+        dist.recv_object_list(received, rank, device=HOST)
         dist.send(torch.ones(1), rank)
 
     try:
         state.waits.message(RECEIVE, [source], receive)
     except (RuntimeError, dist.DistError) as error:
         raise MessageError(f"rank {state.layout.rank} waited for a message of rank {source}: {error}") from error
-    return box[0]
+    return received[0]
 
 
 def allgather(obj: Any, group: CommGroup = CommGroup.WORLD) -> list[Any]:

@@ -70,12 +70,12 @@ def register_parameter(module: nn.Module, param: nn.Parameter) -> None:
 
 def replace_modules(module: nn.Module) -> nn.Module:
     """Return the model with what was created under tensor parallelism replaced."""
-    if _settings(module) is not None and (made := _replacement(module)) is not None:
-        return made
+    if _settings(module) is not None and (replacement := _replacement(module)) is not None:
+        return replacement
     for parent, name, child in list(_outermost(module)):
-        made = _replacement(child)
-        assert made is not None
-        setattr(parent, name, made)
+        replacement = _replacement(child)
+        assert replacement is not None
+        setattr(parent, name, replacement)
     return module
 
 
@@ -100,12 +100,12 @@ def _replacement(module: nn.Module) -> nn.Module | None:
         return None
     meta = any(parameter.is_meta for parameter in module.parameters())
     with torch.device("meta") if meta else torch.device("cpu"):
-        made = distributed_module(module, **settings)
-    made.to(next(module.parameters()).dtype)
-    made.train(module.training)
-    if state.cfg._match_weights and not meta and made.smp_family not in ("bert", "roberta"):
-        made.load_state_dict(to_smp(dict(module.state_dict()), made.smp_family, _heads(made)))  # type: ignore[arg-type]
-    return made
+        replacement = distributed_module(module, **settings)
+    replacement.to(next(module.parameters()).dtype)
+    replacement.train(module.training)
+    if state.cfg._match_weights and not meta and replacement.smp_family not in ("bert", "roberta"):
+        replacement.load_state_dict(to_smp(dict(module.state_dict()), replacement.smp_family, _heads(replacement)))  # type: ignore[arg-type]
+    return replacement
 
 
 def _registered_one(module: nn.Module, settings: dict[str, Any]) -> nn.Module:
@@ -115,9 +115,9 @@ def _registered_one(module: nn.Module, settings: dict[str, Any]) -> nn.Module:
         args, kwargs = init(*args, **kwargs)
     known = inspect.signature(distributed_class.__init__).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
-    taken = {k: v for k, v in settings.items() if (takes_all or k in known) and k not in kwargs}
-    made = distributed_class(*args, **kwargs, **taken)
-    inner = made.forward
+    extra = {k: v for k, v in settings.items() if (takes_all or k in known) and k not in kwargs}
+    replacement = distributed_class(*args, **kwargs, **extra)
+    inner = replacement.forward
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if forward is not None:
@@ -125,8 +125,8 @@ def _registered_one(module: nn.Module, settings: dict[str, Any]) -> nn.Module:
         output = inner(*args, **kwargs)
         return output if back is None else back(output)
 
-    made.forward = call  # type: ignore[method-assign]
-    return made
+    replacement.forward = call  # type: ignore[method-assign]
+    return replacement
 
 
 def _arguments(module: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -151,8 +151,8 @@ def translate_in(module: nn.Module, weights: Mapping[str, Any]) -> Mapping[str, 
     family = getattr(module, "smp_family", None)
     if family is None or any(name.startswith("transformer.seq_layers.") for name in weights):
         return weights
-    made: Mapping[str, Any] = to_smp(dict(weights), str(family), _heads(module))
-    return made
+    translated: Mapping[str, Any] = to_smp(dict(weights), str(family), _heads(module))
+    return translated
 
 
 def translate_out(module: nn.Module, weights: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -160,5 +160,5 @@ def translate_out(module: nn.Module, weights: Mapping[str, Any]) -> Mapping[str,
     family = getattr(module, "smp_family", None)
     if family not in FAMILIES:
         return weights
-    made: Mapping[str, Any] = to_hf(dict(weights), str(family), _heads(module))
-    return made
+    translated: Mapping[str, Any] = to_hf(dict(weights), str(family), _heads(module))
+    return translated

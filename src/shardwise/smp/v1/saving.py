@@ -186,10 +186,10 @@ def _save_parts(folder: Path, model: DistributedModel, bound: OptimizerBinding |
         if state.layout.size(Axis.TENSOR) > 1:
             torch.save(model._smp.weights.cuts(), folder / f"{CUTS}{_ranks(False)}.pt")
         if bound is not None:
-            own = _optimizer_state(bound)
-            torch.save(own, folder / f"optimizer{_ranks(False)}.pt")
+            optimizer_state = _optimizer_state(bound)
+            torch.save(optimizer_state, folder / f"optimizer{_ranks(False)}.pt")
             if bound.scaler is not None:
-                torch.save({"scaler": own["scaler"]}, folder / f"fp16_states{_ranks(False)}.pt")
+                torch.save({"scaler": optimizer_state["scaler"]}, folder / f"fp16_states{_ranks(False)}.pt")
     if _leads():
         torch.save({**_degrees(), STEPS: state.step_count}, folder / PARTITION)
 
@@ -271,16 +271,16 @@ def _binding(optimizer: Any) -> OptimizerBinding | None:
     return state.optimizer if isinstance(state.optimizer, OptimizerBinding) else None
 
 
-def _user_content(given: Any) -> Any:
+def _user_content(content: Any) -> Any:
     """With the names and shapes that scripts of sharded data parallelism look for."""
     model = state.model
-    is_plain = given is None or isinstance(given, dict)
+    is_plain = content is None or isinstance(content, dict)
     if state.layout.size(Axis.SHARD) == 1 or not isinstance(model, DistributedModel) or not is_plain:
-        return {} if given is None else given
+        return {} if content is None else content
     parallel = model._smp.weights.parallel
     shapes = dict(parallel.facts.parameter_shapes) if parallel is not None else {}
     added = {"buffer_names": [name for name, _ in model.get_module().named_buffers()], "param_shapes": [shapes]}
-    return added | (given or {})
+    return added | (content or {})
 
 
 # ---- names

@@ -74,8 +74,10 @@ def whole_of_parts(folder: Path) -> dict[str, Any]:
         return dict(get_full_state_dict_from_sharded_data_parallel_checkpoint(folder.parent, tag=folder.name))
     parts = sorted(folder.glob("model_*.pt"))
     if not parts or any(file.stem.split("_")[2:3] not in ([], ["0"]) for file in parts):
-        what = "has parts of split tensors" if parts else "has no model_<ranks>.pt"
-        raise CheckpointError(f"{folder} {what}, and no partition.pt of this library; save and load a full checkpoint")
+        problem = "has parts of split tensors" if parts else "has no model_<ranks>.pt"
+        raise CheckpointError(
+            f"{folder} {problem}, and no partition.pt of this library; save and load a full checkpoint"
+        )
     weights: dict[str, Any] = {}
     for file in parts:
         weights |= {

@@ -98,15 +98,17 @@ class WaitRegistry:
         return f"{self.prefix}/{call}/{one}/{other}"
 
     def _await(self, call: str, peer: int, number: int) -> None:
-        theirs = self._key(RECEIVE if call == SEND else SEND, peer, self.rank)
-        self._wait(lambda: self.store.add(theirs, 0) >= number, call, [peer], "neither can go on")
+        key = self._key(RECEIVE if call == SEND else SEND, peer, self.rank)
+        self._wait(lambda: self.store.add(key, 0) >= number, call, [peer], "neither can go on")
 
     def _wait(self, is_met: Callable[[], bool], call: str, peers: Sequence[int], consequence: str) -> None:
         start, pause = time.monotonic(), PAUSES[0]
         while not is_met():
             for peer in peers:
-                if (said := self._hindrance(call, peer)) and not is_met():  # a peer that was met has gone on since
-                    raise MessageError(f"rank {self.rank} is in {call} with rank {peer}, which {said}; {consequence}")
+                if (hindrance := self._hindrance(call, peer)) and not is_met():  # a peer that was met has gone on since
+                    raise MessageError(
+                        f"rank {self.rank} is in {call} with rank {peer}, which {hindrance}; {consequence}"
+                    )
             if time.monotonic() - start > LONGEST:
                 raise MessageError(f"rank {self.rank} is in {call}, and not all of {list(peers)} came in {LONGEST:g} s")
             time.sleep(pause)
@@ -116,19 +118,21 @@ class WaitRegistry:
         """Why `peer` will never be where this rank is, as far as its note says."""
         key = f"{self.prefix}/{peer}"
         note = json.loads(self.store.get(key)) if self.store.check([key]) else {}
-        theirs = note.get("call")
-        if theirs == LEFT:
+        their_call = note.get("call")
+        if their_call == LEFT:
             return "has ended"
         # Both send, or both receive, or this rank does neither; done means here the other half of the peer's message.
-        if theirs in (SEND, RECEIVE) and (theirs == call or call not in (SEND, RECEIVE)):
-            half = RECEIVE if theirs == SEND else SEND
+        if their_call in (SEND, RECEIVE) and (their_call == call or call not in (SEND, RECEIVE)):
+            half = RECEIVE if their_call == SEND else SEND
             number = note["of"].get(str(self.rank), 0)
             return (
-                f"is in {theirs} with this rank" + " too" * (theirs == call) if number > self.done[half, peer] else ""
+                f"is in {their_call} with this rank" + " too" * (their_call == call)
+                if number > self.done[half, peer]
+                else ""
             )
         group = note.get("group")
         if group is None or self.rank not in json.loads(group):
             return ""
         # A call of all of a group's ranks is met by the same call of the same number alone.
-        other = theirs != call and call == self.inside.get(group) and note["number"] == self.entered[group]
-        return f"waits for this rank in {theirs}" if other or note["number"] > self.entered[group] else ""
+        other = their_call != call and call == self.inside.get(group) and note["number"] == self.entered[group]
+        return f"waits for this rank in {their_call}" if other or note["number"] > self.entered[group] else ""

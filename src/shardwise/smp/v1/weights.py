@@ -297,5 +297,5 @@ def _load_entry(entry: Entry, value: Tensor, partial: bool) -> None:
 
 def _check_names(missing: list[str], unknown: list[str]) -> None:
     if missing or unknown:
-        what = [f"lack {listed(missing)}"] * bool(missing) + [f"have {listed(unknown)} too"] * bool(unknown)
-        raise CheckpointError(f"the weights {' and '.join(what)}; use strict=False to load what fits")
+        problems = [f"lack {listed(missing)}"] * bool(missing) + [f"have {listed(unknown)} too"] * bool(unknown)
+        raise CheckpointError(f"the weights {' and '.join(problems)}; use strict=False to load what fits")

@@ -56,22 +56,22 @@ def take_groups_of_any_ranks() -> None:
     for module, name in ((state_dict_saver, "save_state_dict"), (state_dict_loader, "load_state_dict")):
         if "coordinator" not in vars(getattr(module, name)):
             changed = _with_coordinator(getattr(module, name))
-            for place in (module, checkpoint):
-                setattr(place, name, changed)
+            for namespace in (module, checkpoint):
+                setattr(namespace, name, changed)
 
 
 def _with_coordinator(function: Callable[..., Any]) -> Callable[..., Any]:
-    taken = inspect.signature(function)
+    signature = inspect.signature(function)
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        given = taken.bind(*args, **kwargs)
-        _check_there(given.arguments.get("storage_reader"))
-        group, rank = given.arguments.get(_PLACE), given.arguments.get("coordinator_rank", 0)
+        arguments = signature.bind(*args, **kwargs)
+        _check_there(arguments.arguments.get("storage_reader"))
+        group, rank = arguments.arguments.get(_PLACE), arguments.arguments.get("coordinator_rank", 0)
         members = dist.get_process_group_ranks(group) if group is not None else []
         if rank in members:  # whichever is meant: all members choose the same one
-            given.arguments["coordinator_rank"] = members.index(rank)
-        return function(*given.args, **given.kwargs)
+            arguments.arguments["coordinator_rank"] = members.index(rank)
+        return function(*arguments.args, **arguments.kwargs)
 
     vars(call)["coordinator"] = True
     return call
@@ -113,19 +113,19 @@ def _load_in_group(key: str, reader: Any, planner: Any, group: dist.ProcessGroup
     """The optimizer's state in chunks along dim 0 over `group`, each rank reading its own."""
     metadata = reader.read_metadata()
     places = metadata.planner_data
-    wanted = {name: what for name, what in metadata.state_dict_metadata.items() if places[name][0] == key}
-    state = {name: _empty(what, group) for name, what in wanted.items()}
+    wanted = {name: entry for name, entry in metadata.state_dict_metadata.items() if places[name][0] == key}
+    state = {name: _empty(entry, group) for name, entry in wanted.items()}
     checkpoint.load(state, storage_reader=reader, planner=planner, no_dist=True)
     return unflatten_state_dict(state, places)
 
 
-def _empty(what: TensorStorageMetadata | BytesStorageMetadata, group: dist.ProcessGroup) -> Any:
+def _empty(entry: TensorStorageMetadata | BytesStorageMetadata, group: dist.ProcessGroup) -> Any:
     """Return what the entry is read into: a tensor in chunks, a whole one of a single element, or any other value."""
-    if isinstance(what, BytesStorageMetadata):
+    if isinstance(entry, BytesStorageMetadata):
         return None
     device = "cuda" if torch.cuda.is_available() and dist.get_backend(group) == "nccl" else "cpu"
-    whole = torch.empty(what.size, dtype=what.properties.dtype, device=device)
-    if what.size.numel() == 1:
+    whole = torch.empty(entry.size, dtype=entry.properties.dtype, device=device)
+    if entry.size.numel() == 1:
         return whole
     devices = torch.cuda.device_count() if device == "cuda" else dist.get_world_size()
     return create_chunk_sharded_tensor(whole, dist.get_rank(group), dist.get_world_size(group), devices, group)

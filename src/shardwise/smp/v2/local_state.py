@@ -92,9 +92,7 @@ class LocalFile:
                 f"have {sum(counts)}; config and checkpoint do not belong together"
             )
         starts = itertools.accumulate(counts, initial=0)
-        return {
-            name: run.elements(*place) for name, place in zip(shapes, zip(starts, counts, strict=False), strict=True)
-        }
+        return {name: run.elements(*span) for name, span in zip(shapes, zip(starts, counts, strict=False), strict=True)}
 
 
 def _owned(prefix: str, units: Mapping[str, Any], names: Mapping[str, Any]) -> list[str]:

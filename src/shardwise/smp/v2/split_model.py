@@ -85,24 +85,24 @@ def _sum_gradient(module: Any, group: dist.ProcessGroup) -> None:
 
 def take_weights(model: nn.Module) -> dict[str, Tensor]:
     """The values of all parameters by all their names, out of the model, whose parameters are then on meta."""
-    taken: dict[str, Tensor] = {}
-    made: dict[int, nn.Parameter] = {}
+    weights: dict[str, Tensor] = {}
+    blanks: dict[int, nn.Parameter] = {}
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         blank = torch.empty_like(parameter.detach(), device="meta")
-        made.setdefault(id(parameter), nn.Parameter(blank, requires_grad=parameter.requires_grad))
-        taken[name] = parameter.detach()
+        blanks.setdefault(id(parameter), nn.Parameter(blank, requires_grad=parameter.requires_grad))
+        weights[name] = parameter.detach()
         owner, leaf = _owner(model, name)
-        owner.register_parameter(leaf, made[id(parameter)])
-    return taken
+        owner.register_parameter(leaf, blanks[id(parameter)])
+    return weights
 
 
 def give_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """The values back into parameters that were not cut; ties stay ties, and what was on meta stays there."""
-    made: dict[int, nn.Parameter] = {}
+    parameters: dict[int, nn.Parameter] = {}
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         value = weights[name]
         if name in local_names(model) or value.is_meta:
             continue
-        made.setdefault(id(parameter), nn.Parameter(value, requires_grad=parameter.requires_grad))
+        parameters.setdefault(id(parameter), nn.Parameter(value, requires_grad=parameter.requires_grad))
         owner, leaf = _owner(model, name)
-        owner.register_parameter(leaf, made[id(parameter)])
+        owner.register_parameter(leaf, parameters[id(parameter)])

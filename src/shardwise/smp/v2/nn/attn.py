@@ -75,13 +75,15 @@ def _check(layout: str) -> None:
 
 def _unpacked(packed: Tensor, parts: int, layout: str) -> tuple[Tensor, ...]:
     """Its parts: [B, parts x heads, S, d] by heads, or [B, parts, heads, S, d]; with heads behind S in "b s h d"."""
-    place = LAYOUTS.index(layout) + 1
-    if packed.dim() == 4 and packed.shape[place] % parts == 0:
-        return packed.chunk(parts, place)
-    if packed.dim() == 5 and packed.shape[place] == parts:
-        return packed.unbind(place)
+    heads_dim = LAYOUTS.index(layout) + 1
+    if packed.dim() == 4 and packed.shape[heads_dim] % parts == 0:
+        return packed.chunk(parts, heads_dim)
+    if packed.dim() == 5 and packed.shape[heads_dim] == parts:
+        return packed.unbind(heads_dim)
     shape = tuple(packed.shape)
-    raise ConfigError(f"a tensor of {parts} packed parts has {parts} x heads in dim {place} ({layout}), not {shape}")
+    raise ConfigError(
+        f"a tensor of {parts} packed parts has {parts} x heads in dim {heads_dim} ({layout}), not {shape}"
+    )
 
 
 def _attend(
@@ -89,7 +91,7 @@ def _attend(
     cast_dtype: torch.dtype | None, layout: str,
 ) -> Tensor:  # fmt: skip
     dtype, turned = query.dtype, layout == LAYOUTS[1]
-    q, k, v = ((each.transpose(1, 2) if turned else each).to(cast_dtype or dtype) for each in (query, key, value))
+    q, k, v = ((states.transpose(1, 2) if turned else states).to(cast_dtype or dtype) for states in (query, key, value))
     if module.alibi:
         mask, causal = with_alibi(q, mask, causal), False
     output = F.scaled_dot_product_attention(

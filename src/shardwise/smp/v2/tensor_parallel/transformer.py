@@ -25,16 +25,16 @@ class MultiheadAttention(nn.Module):
     """Base of the attention in those blocks; scripts find it in Transformer Engine, which has a stand-in."""
 
 
-def mark(model: nn.Module, names: Iterable[str], kind: Any) -> None:
+def mark(model: nn.Module, names: Iterable[str], script_class: Any) -> None:
     """Let the named modules of `model` be of class `kind` too."""
     for name in names:
         module = model.get_submodule(name)
         cls: Any = type(module)
-        module.__class__ = _marked(cls, kind)
+        module.__class__ = _marked(cls, script_class)
 
 
 @functools.cache
-def _marked(cls: Any, kind: Any) -> type[nn.Module]:
-    if issubclass(cls, kind):
+def _marked(cls: Any, script_class: Any) -> type[nn.Module]:
+    if issubclass(cls, script_class):
         return cls
-    return type(cls.__name__, (cls, kind), {"__module__": cls.__module__})
+    return type(cls.__name__, (cls, script_class), {"__module__": cls.__module__})

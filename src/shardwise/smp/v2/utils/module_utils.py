@@ -15,13 +15,13 @@ def empty_module_params(module: nn.Module, device: Any = None, recurse: bool = F
 
     Its buffers stay as they are: models on the meta device have theirs with values where they were computed.
     """
-    place = state.device if device is None else device
-    made: dict[int, nn.Parameter] = {}
+    target = state.device if device is None else device
+    empty: dict[int, nn.Parameter] = {}
     for part in module.modules() if recurse else [module]:
         for leaf, parameter in list(part.named_parameters(recurse=False, remove_duplicate=False)):
-            blank = torch.empty_like(parameter.detach(), device=place)
-            made.setdefault(id(parameter), nn.Parameter(blank, requires_grad=parameter.requires_grad))
-            part.register_parameter(leaf, made[id(parameter)])
+            blank = torch.empty_like(parameter.detach(), device=target)
+            empty.setdefault(id(parameter), nn.Parameter(blank, requires_grad=parameter.requires_grad))
+            part.register_parameter(leaf, empty[id(parameter)])
     return module
 
 

@@ -24,15 +24,15 @@ def init_empty_weights(include_buffers: bool = False) -> Iterator[None]:
             yield
         return
     module: Any = nn.Module
-    own: Callable[..., None] = module.register_parameter
+    torch_register: Callable[..., None] = module.register_parameter
 
     def register(self: Any, name: str, param: nn.Parameter | None) -> None:
         if param is not None:
             param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
-        own(self, name, param)
+        torch_register(self, name, param)
 
     module.register_parameter = register
     try:
         yield
     finally:
-        module.register_parameter = own
+        module.register_parameter = torch_register

@@ -50,8 +50,8 @@ def _blocks(weights: Any, translate: Callable[[Any, str], dict[str, Tensor]]) ->
     if any(name.startswith("transformer.h.") for name in weights):
         return translate(weights, "gpt2_blocks")
     alone = "transformer.h.0."
-    made = translate({alone + name: value for name, value in weights.items()}, "gpt2_blocks")
-    return {name.removeprefix(alone): value for name, value in made.items()}
+    translated = translate({alone + name: value for name, value in weights.items()}, "gpt2_blocks")
+    return {name.removeprefix(alone): value for name, value in translated.items()}
 
 
 def get_hf_gpt2_transformer_layer_hooks() -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:

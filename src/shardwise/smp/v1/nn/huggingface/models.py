@@ -137,10 +137,10 @@ REPLACED: dict[str, tuple[str, Callable[[Any], dict[str, Any]], type[nn.Module]]
 }
 
 
-def distributed_module(module: nn.Module, **given: Any) -> nn.Module:
+def distributed_module(module: nn.Module, **overrides: Any) -> nn.Module:
     """Return what takes the place of a module of transformers', with fresh weights; `given` overrides its settings."""
     family, settings, distributed_class = REPLACED[type(module).__name__]
     config: Any = module.config
-    made = distributed_class(**(settings(config) | given))
-    made.config, made.smp_family = config, family  # type: ignore[assignment]
-    return made
+    replacement = distributed_class(**(settings(config) | overrides))
+    replacement.config, replacement.smp_family = config, family  # type: ignore[assignment]
+    return replacement

@@ -126,25 +126,25 @@ def to_smp(weights: Any, name: str, heads: int | None = None) -> dict[str, Tenso
     family = FAMILIES[name]
     pattern = _pattern(family.block)
     _check(family, weights, pattern, "transformers")
-    made: dict[str, Tensor] = {}
+    translated: dict[str, Tensor] = {}
     for key, value in _drained(weights):
         if re.search(family.ignored, key):
             continue
         match = pattern.match(key)
         if match is None:
-            made[_renamed(key, family.others)] = value
+            translated[_renamed(key, family.others)] = value
             continue
         module, _, leaf = key[match.end() :].rpartition(".")
         prefix, target = family.target.format(match[1]), family.leaves.get(module)
         if target is None:
-            made[key] = value
+            translated[key] = value
         elif target == "qkv":
             parts = _cut(value, family, heads)
-            made |= {f"{prefix}.attention.{part}.{leaf}": tensor for part, tensor in zip(QKV, parts)}
+            translated |= {f"{prefix}.attention.{part}.{leaf}": tensor for part, tensor in zip(QKV, parts)}
         else:
             turned = value.t().contiguous() if family.transposed and value.dim() == 2 else value
-            made[f"{prefix}.{target}.{leaf}"] = turned
-    return made
+            translated[f"{prefix}.{target}.{leaf}"] = turned
+    return translated
 
 
 def to_hf(weights: Any, name: str, heads: int | None = None) -> dict[str, Tensor]:
@@ -158,12 +158,12 @@ def to_hf(weights: Any, name: str, heads: int | None = None) -> dict[str, Tensor
     _check(family, weights, pattern, "smp.nn")
     back = {new: old for old, new in family.leaves.items()}
     others = {new: old for old, new in reversed(list(family.others.items()))}
-    made: dict[str, Tensor] = {}
+    translated: dict[str, Tensor] = {}
     waiting: dict[str, dict[str, Tensor]] = {}
     for key, value in _drained(weights):
         match = pattern.match(key)
         if match is None:
-            made[_renamed(key, others)] = value
+            translated[_renamed(key, others)] = value
             continue
         module, _, leaf = key[match.end() :].rpartition(".")
         prefix, part = family.block.format(match[1]), module.rpartition(".")[2]
@@ -172,14 +172,14 @@ def to_hf(weights: Any, name: str, heads: int | None = None) -> dict[str, Tensor
             parts = waiting.setdefault(fused, {})
             parts[part] = value
             if len(parts) == len(QKV):
-                made[fused] = _join([parts[name] for name in QKV], family, heads)
+                translated[fused] = _join([parts[name] for name in QKV], family, heads)
                 del waiting[fused]
         elif module in back:
             turned = value.t().contiguous() if family.transposed and value.dim() == 2 else value
-            made[f"{prefix}.{back[module]}.{leaf}"] = turned
+            translated[f"{prefix}.{back[module]}.{leaf}"] = turned
         else:
-            made[key] = value
-    return made
+            translated[key] = value
+    return translated
 
 
 def _pattern(block: str) -> re.Pattern[str]:
@@ -187,7 +187,7 @@ def _pattern(block: str) -> re.Pattern[str]:
 
 
 def _check(family: WeightNames, weights: Any, pattern: re.Pattern[str], whose: str) -> None:
-    """Raises SMPValidationError unless the blocks hold what the family's do: several share the names around them."""
+    """Raise SMPValidationError unless the blocks hold what the family's do: several share the names around them."""
     in_blocks = [key[match.end() :] for key in weights if (match := pattern.match(key))]
     is_ours = whose == "smp.nn"
     why = _difference(family, in_blocks, is_ours) if in_blocks else ""

@@ -101,7 +101,7 @@ class DistributedFileSystemReader(FileSystemReader):
         self.problem: CheckpointError | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Raises CheckpointError where there is none, or it is none of ours."""
+        """Return the metadata. Raises CheckpointError where there is none, or it is none of ours."""
         file = self.fs.concat_path(self.path, FILE)
         try:
             torchs = self.fs.concat_path(self.path, torch_metadata.FILE)
@@ -126,7 +126,7 @@ class LoadPlanner(DefaultLoadPlanner):
     """Torch's planner; values that are no tensors are read with `weights_only=True`."""
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
-        """Raises CheckpointError for a value of another class than plain data."""
+        """Load a value that is no tensor. Raises CheckpointError for one of another class than plain data."""
         name = read_item.dest_index.fqn
         try:
             loaded = torch.load(value, weights_only=True)

@@ -42,5 +42,5 @@ def load(
     except checkpoint.CheckpointException as error:
         # Torch 2.11 swallows it, to say that the metadata is None.
         first = getattr(reader, "problem", None) or first_failure(error)
-        where = getattr(reader, "path", checkpoint_id)
-        raise CheckpointError(f"the checkpoint in {where} cannot be loaded: {first}") from error
+        path = getattr(reader, "path", checkpoint_id)
+        raise CheckpointError(f"the checkpoint in {path} cannot be loaded: {first}") from error

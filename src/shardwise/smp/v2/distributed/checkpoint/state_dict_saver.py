@@ -101,8 +101,8 @@ def _save(state_dict: dict[str, Any], writer: Any, planner: SavePlanner | None, 
     try:
         checkpoint.save(state_dict, storage_writer=writer, planner=planner, process_group=group)
     except checkpoint.CheckpointException as error:
-        where = getattr(writer, "path", "storage_writer")
-        raise CheckpointError(f"the checkpoint in {where} cannot be written: {first_failure(error)}") from error
+        path = getattr(writer, "path", "storage_writer")
+        raise CheckpointError(f"the checkpoint in {path} cannot be written: {first_failure(error)}") from error
 
 
 def _writer(checkpoint_id: Any, storage_writer: Any, s3_region: str | None, s3client_config: Any) -> Any:

@@ -123,8 +123,8 @@ def _value(record: _Record) -> TensorStorageMetadata | BytesStorageMetadata:
     dtype = getattr(torch, _state(state["properties"], "TensorProperties")[0].name.removeprefix("torch."))
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{dtype!r} is no dtype")
-    places = [_state(chunk, "ChunkStorageMetadata") for chunk in state["chunks"]]
-    chunks = [ChunkStorageMetadata(_size(place["offsets"]), _size(place["sizes"])) for place in places]
+    chunks_of = [_state(chunk, "ChunkStorageMetadata") for chunk in state["chunks"]]
+    chunks = [ChunkStorageMetadata(_size(place["offsets"]), _size(place["sizes"])) for place in chunks_of]
     return TensorStorageMetadata(TensorProperties(dtype=dtype), _size(state["size"]), chunks)
 
 

@@ -59,9 +59,9 @@ def load_model_checkpoint(
     except Exception as error:  # of the file, of torch, or of pickle, which is not imported
         raise CheckpointError(f"{file} cannot be read: {error}") from error
     _check_keys(file, content, optimizer, scheduler)
-    theirs, ours = content[EXPORT_KEY_IDENTITY], _identity(sharding_strategy)
-    if theirs != ours:
-        raise CheckpointError(f"{file} is of {theirs}, and this run is {ours}; use the same degrees")
+    saved_identity, identity = content[EXPORT_KEY_IDENTITY], _identity(sharding_strategy)
+    if saved_identity != identity:
+        raise CheckpointError(f"{file} is of {saved_identity}, and this run is {identity}; use the same degrees")
     with sm_state_dict_type(model, SMStateDictType.SM_LOCAL_STATE_DICT):
         model.load_state_dict(content[EXPORT_KEY_MODEL])
     if optimizer is not None:
