@@ -64,9 +64,9 @@ def check_arguments(function: Callable[..., Any], arguments: Sequence[str], what
     try:
         signature.bind(*arguments)
     except TypeError:
-        raise UserCodeError(
-            f"{what} takes {signature} and is called with ({', '.join(arguments)}){_in_words(defined_at(function))}"
-        ) from None
+        own = ", ".join(signature.parameters)
+        place = _in_words(defined_at(function))
+        raise UserCodeError(f"{what} takes ({own}) and is called with ({', '.join(arguments)}){place}") from None
 
 
 @contextmanager
