@@ -23,13 +23,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from shardwise.planner.formulas.prediction import Configuration
-from shardwise.planner.published.evaluate import Result, evaluate
+from shardwise.planner.formulas.prediction import TrainingConfiguration
+from shardwise.planner.published.evaluate import RowResult, evaluate_rows
 from shardwise.planner.published.tables import LAYER_METRIC, Row, Unmapped, configuration, measured, read_table
 
 SYSTEMS = {"A100 80GB": "a100_80g.json", "H100 SXM": "h100_80g_nvl8.json"}
 RECOMPUTED = {"none": "none", "full": "full", "attention": "attn_only"}
-Seconds = Callable[[Configuration, bool, bool], float]  # of a configuration, whether a layer alone, reduction beside
+Seconds = Callable[
+    [TrainingConfiguration, bool, bool], float
+]  # of a configuration, whether a layer alone, reduction beside
 
 
 class NotItsRow(Exception):
@@ -45,7 +47,7 @@ def load(directory: Path) -> Seconds:
     log = logging.getLogger("calculon")
     build = getattr(Llm.Execution, "from_json", Llm.Execution)
 
-    def seconds(given: Configuration, layer: bool, beside: bool) -> float:
+    def seconds(given: TrainingConfiguration, layer: bool, beside: bool) -> float:
         system = System(json.loads((directory / "systems" / SYSTEMS[given.cluster.accelerator.name]).read_text()))
         run = Llm(Llm.Application(application(given)), log)
         try:
@@ -58,7 +60,7 @@ def load(directory: Path) -> Seconds:
     return seconds
 
 
-def check(given: Configuration) -> None:
+def check(given: TrainingConfiguration) -> None:
     """Raises NotItsRow."""
     reasons = {
         "accelerator": given.cluster.accelerator.name not in SYSTEMS,
@@ -73,12 +75,12 @@ def check(given: Configuration) -> None:
             raise NotItsRow(reason)
 
 
-def approximate(given: Configuration) -> bool:
+def approximate(given: TrainingConfiguration) -> bool:
     """Whether Calculon has to be given something else that is near."""
     return given.model.gated or given.flash or given.model.key_value_heads != given.model.heads
 
 
-def application(given: Configuration) -> dict[str, int]:
+def application(given: TrainingConfiguration) -> dict[str, int]:
     """Calculon's description of the model."""
     model = given.model
     return {
@@ -91,7 +93,7 @@ def application(given: Configuration) -> dict[str, int]:
     }
 
 
-def execution(given: Configuration, beside: bool) -> dict[str, Any]:
+def execution(given: TrainingConfiguration, beside: bool) -> dict[str, Any]:
     """Calculon's description of the run, with the settings of its own validation where a row leaves a choice."""
     data = given.replica * given.shard
     inside = given.ranks <= given.cluster.per_node
@@ -127,7 +129,7 @@ def compared(rows: Sequence[Row], theirs: Seconds, unmeasured: bool) -> dict[str
     """Errors in per cent of both on the rows that Calculon runs; the planner's with the shipped constants, or refitted
     without any row of the software."""
     kept, refused = _runnable(rows, theirs)
-    ours = evaluate(rows, leave_one_stack_out=unmeasured)
+    ours = evaluate_rows(rows, leave_one_stack_out=unmeasured)
     found: dict[str, Any] = {"refused": refused}
     for kind in ("exact", "approximate"):
         numbers = [number for number, given in kept.items() if approximate(given) == (kind == "approximate")]
@@ -143,8 +145,8 @@ def compared(rows: Sequence[Row], theirs: Seconds, unmeasured: bool) -> dict[str
     return found
 
 
-def _runnable(rows: Sequence[Row], theirs: Seconds) -> tuple[dict[int, Configuration], dict[str, int]]:
-    kept: dict[int, Configuration] = {}
+def _runnable(rows: Sequence[Row], theirs: Seconds) -> tuple[dict[int, TrainingConfiguration], dict[str, int]]:
+    kept: dict[int, TrainingConfiguration] = {}
     refused: dict[str, int] = {}
     for number, row in enumerate(rows):
         try:
@@ -159,7 +161,7 @@ def _runnable(rows: Sequence[Row], theirs: Seconds) -> tuple[dict[int, Configura
     return kept, refused
 
 
-def _error(row: Row, given: Configuration, theirs: Seconds, beside: bool) -> float:
+def _error(row: Row, given: TrainingConfiguration, theirs: Seconds, beside: bool) -> float:
     """Calculon's, in the unit of the measurement."""
     layer = row.text["metric"].startswith(LAYER_METRIC)
     seconds, found = theirs(given, layer, beside), measured(row)
@@ -177,7 +179,7 @@ def _error(row: Row, given: Configuration, theirs: Seconds, beside: bool) -> flo
     return 100 * abs(value / found.value - 1)
 
 
-def _ours(result: Result) -> float:
+def _ours(result: RowResult) -> float:
     """An error in per cent; a row that was kept has one."""
     if result.error_percent is None:
         raise ValueError(f"the planner does not score a row that Calculon runs: {result}")

@@ -17,7 +17,7 @@ import shardwise
 from shardwise import errors
 from shardwise.commands.cli import COMMANDS, as_command, build_parser
 from shardwise.errors import ConfigError
-from shardwise.job.keys import leaf_of, leaves, sections
+from shardwise.job.keys import leaf_keys, leaf_of, sections
 from shardwise.job.smp_options import OPTIONS
 from shardwise.job.sources import load_job, read_value, take_overrides
 from shardwise.plan.rules import rules
@@ -91,7 +91,7 @@ def test_every_item_has_its_place() -> None:
 @pytest.mark.parametrize(
     ("page", "names"),
     [
-        ("job.md", list(leaves())),
+        ("job.md", list(leaf_keys())),
         ("legality.md", [rule.id for rule in rules()]),
         ("smp-options.md", [option.name for option in OPTIONS]),
         ("errors.md", [name for name in vars(errors) if name.endswith("Error")]),

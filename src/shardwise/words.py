@@ -26,7 +26,7 @@ def say_note(note: str) -> None:
 
 
 def listed(names: Iterable[str], most: int = 4, separator: str = ", ") -> str:
-    """The first of `names`, and how many more there are."""
+    """Return the first of `names`, and how many more there are."""
     names = list(names)
     return separator.join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
@@ -35,7 +35,7 @@ LISTED = 60  # names that a message lists, at most
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """` Did you mean 'x'?` for the closest of `known`, or the list of them when nothing is close."""
+    """Return ` Did you mean 'x'?` for the closest of `known`, or the list of them when nothing is close."""
     known = sorted(known)
     close = [name for name in known if name.lower() == word.lower()]  # `adamw` is further from AdamW than from Adam
     close = close or difflib.get_close_matches(word, known, n=1, cutoff=0.55)
@@ -43,7 +43,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def nearest_file(path: Path, *suffixes: str) -> str:
-    """Of a file that is not there: the one beside it with the closest name, or that there is none of these kinds."""
+    """Return a hint for a file that is not there: the closest name beside it, or that there is none of these kinds."""
     if not path.parent.is_dir():
         return f" There is no directory {str(path.parent)!r}."
     files = [str(path.parent / name) for name in os.listdir(path.parent) if name.endswith(suffixes)]

@@ -15,7 +15,7 @@ import pytest
 from shardwise import __version__
 from shardwise.commands.cli import COMMANDS, main
 from shardwise.errors import DataError, WorkerError
-from shardwise.job.keys import leaves
+from shardwise.job.keys import leaf_keys
 from shardwise.job.schema import Job
 from shardwise.plan.plan import resolve
 from tests.plan.rules.jobs import CPU4, FACTS
@@ -220,7 +220,7 @@ def test_help_pages(capsys: pytest.CaptureFixture[str]) -> None:
     overview = _page(capsys, "--help")
     assert all(f"{name} " in overview and command.summary in overview for name, command in COMMANDS.items())
     train = _page(capsys, "train", "--help")
-    assert all(key.rpartition(".")[2] in train for key in leaves())
+    assert all(key.rpartition(".")[2] in train for key in leaf_keys())
     assert "--against" in _page(capsys, "verify", "--help")
     for name in ("export", "checkpoint", "doctor"):
         page = _page(capsys, name, "--help")

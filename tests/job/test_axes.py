@@ -19,7 +19,7 @@ from shardwise.job.axes import (
     same_rows_ranks,
     state_axes,
 )
-from shardwise.job.keys import leaves
+from shardwise.job.keys import leaf_keys
 from shardwise.job.schema import Job
 
 
@@ -29,7 +29,7 @@ def parallel_job(**parallel: object) -> Job:
 
 def test_every_axis_has_one_record_with_a_key_of_the_job() -> None:
     assert [spec.axis for spec in AXES] == list(Axis)
-    assert {spec.degree_key for spec in AXES} - {""} <= set(leaves())
+    assert {spec.degree_key for spec in AXES} - {""} <= set(leaf_keys())
 
 
 def test_the_sets_of_axes() -> None:

@@ -19,7 +19,7 @@ from shardwise.parallel.layout import Layout
 from shardwise.plan.plan import resolve
 from shardwise.planner.constants.inventory import cluster, presets, stack_of
 from shardwise.planner.formulas.predict import predict
-from shardwise.planner.formulas.prediction import Configuration
+from shardwise.planner.formulas.prediction import TrainingConfiguration
 from tests.plan.rules.jobs import FACTS, World
 
 PACKAGE = Path(shardwise.__file__).parent
@@ -95,8 +95,12 @@ def test_a_toy_axis_is_planned() -> None:
 
 @pytest.mark.usefixtures("toy_axis")
 def test_a_toy_axis_is_predicted() -> None:
-    given = Configuration(presets()["llama3-8b"], cluster("p5.48xlarge:1"), stack_of("default"), 4096, 1, context=2)
-    toy_configuration = make_dataclass("ToyConfiguration", [("toy", int, 2)], bases=(Configuration,), frozen=True)
+    given = TrainingConfiguration(
+        presets()["llama3-8b"], cluster("p5.48xlarge:1"), stack_of("default"), 4096, 1, context=2
+    )
+    toy_configuration = make_dataclass(
+        "ToyConfiguration", [("toy", int, 2)], bases=(TrainingConfiguration,), frozen=True
+    )
     prediction = predict(toy_configuration(**vars(given)))
     assert prediction.ranks == 4
     assert prediction.seconds["toy"] == prediction.seconds["context"] > 0

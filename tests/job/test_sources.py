@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shardwise.errors import ConfigError
-from shardwise.job.keys import leaves
+from shardwise.job.keys import leaf_keys
 from shardwise.job.schema import Job
 from shardwise.job.sources import (
     ENVIRONMENT,
@@ -283,5 +283,5 @@ def test_overlay_changes_only_what_the_file_sets(tmp_path: Path) -> None:
 
 
 def test_every_key_has_a_description() -> None:
-    assert all(info.description for info in leaves().values())
-    assert len(leaves()) > 60
+    assert all(info.description for info in leaf_keys().values())
+    assert len(leaf_keys()) > 60

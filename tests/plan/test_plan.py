@@ -17,7 +17,7 @@ from shardwise.job.schema import Job
 from shardwise.model.facts import ModelFacts
 from shardwise.plan.draft import even_cut
 from shardwise.plan.plan import Plan, World, precheck, resolve
-from shardwise.plan.table import describe
+from shardwise.plan.table import plan_table
 from tests.plan.rules.jobs import CPU4, CUDA4, FACTS, FLAT, FULL
 
 
@@ -199,7 +199,7 @@ def test_how_collectives_cross_hosts(asked: str, world: World, runs: str, rule: 
     result = plan({"parallel": {"collective_algorithm": asked}}, world)
     assert result.collectives == runs and rule in result.rules["collectives"]
     shown = Console(width=200, record=True, file=io.StringIO())
-    shown.print(describe(result))
+    shown.print(plan_table(result))
     assert ("collectives" in shown.export_text()) == (world.hosts > 1)
 
 
@@ -224,7 +224,7 @@ def test_chunked_loss() -> None:
 def test_every_derived_value_has_its_rule_and_is_shown() -> None:
     result = plan({"memory": {"offload_parameters": True}})
     console = Console(width=160, record=True, file=io.StringIO())
-    console.print(describe(result))
+    console.print(plan_table(result))
     shown = console.export_text()
     derived = ["placement", "backend", "sequences_per_step", "microbatch", "accumulation", "zero1", "chunked_loss"]
     for key in (*result.degrees, *derived, "compute", "parameters"):

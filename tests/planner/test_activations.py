@@ -17,11 +17,11 @@ from shardwise.model.facts import ModelFacts
 from shardwise.model.replacements import fuse_activations
 from shardwise.planner.formulas.activations import (
     BlockKind,
-    Piece,
-    Shape,
+    MicrobatchShape,
+    ModuleMemory,
     backward_peak,
-    block_pieces,
     kept_bytes,
+    modules_of_block,
     saved_bytes,
 )
 
@@ -81,9 +81,9 @@ def saved_by_autograd(family: str, facts: ModelFacts, dtype: torch.dtype = torch
     return saved.bytes()
 
 
-def pieces_of(facts: ModelFacts, **more: Any) -> list[Piece]:
+def pieces_of(facts: ModelFacts, **more: Any) -> list[ModuleMemory]:
     shape = {"tokens": BATCH * SEQUENCE, "sequence": SEQUENCE, "bytes": 4, **more}
-    return block_pieces(facts, BlockKind.of(facts), Shape(**shape))
+    return modules_of_block(facts, BlockKind.of(facts), MicrobatchShape(**shape))
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -144,7 +144,10 @@ def test_selective_keeps_outputs_of_matrix_products() -> None:
 
 
 def test_backward_peak_trades_activations_for_gradients() -> None:
-    pieces = [Piece("first", saved=100, parameters=50), Piece("second", saved=10, working=5, parameters=1)]
+    pieces = [
+        ModuleMemory("first", saved=100, parameters=50),
+        ModuleMemory("second", saved=10, working=5, parameters=1),
+    ]
     assert backward_peak(pieces, 1) == (100, 51)
     assert backward_peak(pieces[:1], 1) == (100, 50)
-    assert backward_peak([pieces[0], Piece("second", saved=10, working=200)], 1) == (310, 0)
+    assert backward_peak([pieces[0], ModuleMemory("second", saved=10, working=200)], 1) == (310, 0)

@@ -17,7 +17,7 @@ from shardwise.planner.constants.inventory import shipped
 from shardwise.planner.formulas.predict import predict
 from shardwise.planner.published import accuracy
 from shardwise.planner.published.calibrate import fit, samples, shipped_rows
-from shardwise.planner.published.evaluate import evaluate, summary
+from shardwise.planner.published.evaluate import error_summary, evaluate_rows
 from shardwise.planner.published.tables import Row, configuration, predicted, read_table
 
 TABLES = Path("tests/data/perf-tables")
@@ -64,7 +64,7 @@ MEMORY_HELD = {
 
 @pytest.mark.parametrize("table", HELD)
 def test_accuracy_is_kept(table: str) -> None:
-    found = summary(evaluate(read_table(TABLES / f"{table}.csv")))
+    found = error_summary(evaluate_rows(read_table(TABLES / f"{table}.csv")))
     median, p90 = HELD[table]
     assert found["median_percent"] < median and found["p90_percent"] < p90
     assert found["mapped_percent"] == 100
@@ -75,7 +75,7 @@ def test_accuracy_is_kept(table: str) -> None:
 
 
 def test_layouts_are_ranked_and_called_feasible_as_they_were() -> None:
-    found = summary(evaluate(read_table(TABLES / "nanotron_grid_h100.csv")))
+    found = error_summary(evaluate_rows(read_table(TABLES / "nanotron_grid_h100.csv")))
     assert found["ranking"]["ordered_percent"] > 90 and found["ranking"]["regret_median_percent"] < 5
     called = found["memory"]
     assert called["ran_called_feasible_percent"] >= 99 and called["crashed_called_infeasible_percent"] >= 85
@@ -106,17 +106,17 @@ def test_json_has_a_line_for_each_row(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_probe_rows_are_drawn_by_seed_and_not_scored() -> None:
     rows = read_table(TABLES / "fms_fsdp.csv")
-    once, again, other = (evaluate(rows, probe_rows=3, probe_seed=seed) for seed in (1, 1, 2))
+    once, again, other = (evaluate_rows(rows, probe_rows=3, probe_seed=seed) for seed in (1, 1, 2))
     drawn = [[result.row.id for result in each if result.probe] for each in (once, again, other)]
     assert drawn[0] == drawn[1] != drawn[2] and len(drawn[0]) == 3
-    assert summary(once)["scored"] == len(rows) - 3
+    assert error_summary(once)["scored"] == len(rows) - 3
 
 
 def test_the_rate_of_a_stacks_products_is_found_by_its_probes() -> None:
     """Matrix products half as fast as predicted, all else as it was: three rows are enough to say so."""
     slow = [_measured(row, 0.5) for row in read_table(TABLES / "fms_fsdp.csv")]
-    assert summary(evaluate(slow))["median_percent"] > 50
-    assert summary(evaluate(slow, probe_rows=3))["max_percent"] < 0.5
+    assert error_summary(evaluate_rows(slow))["median_percent"] > 50
+    assert error_summary(evaluate_rows(slow, probe_rows=3))["max_percent"] < 0.5
 
 
 def _measured(row: Row, rate: float) -> Row:
@@ -201,7 +201,7 @@ UNMAPPED = {
 @pytest.mark.parametrize("column", UNMAPPED)
 def test_a_row_that_cannot_be_mapped_says_why(column: str, tmp_path: Path) -> None:
     value, reason = UNMAPPED[column]
-    first = evaluate(read_table(_changed(tmp_path, lambda record: record.update({column: value}))))[0]
+    first = evaluate_rows(read_table(_changed(tmp_path, lambda record: record.update({column: value}))))[0]
     assert first.error_percent == 100 and reason in (first.unmapped or "")
 
 

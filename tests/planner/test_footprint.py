@@ -12,11 +12,11 @@ import pytest
 
 from shardwise.planner.constants.hardware import GIB
 from shardwise.planner.constants.inventory import cluster, presets, shipped, stack_of
-from shardwise.planner.formulas.compute import Work
-from shardwise.planner.formulas.footprint import footprint, stage_blocks, stages
-from shardwise.planner.formulas.layer import Layer, blocks_ahead
+from shardwise.planner.formulas.compute import KernelWork
+from shardwise.planner.formulas.footprint import footprint, stage_blocks, stage_footprints
+from shardwise.planner.formulas.layer import BlockTime, blocks_ahead
 from shardwise.planner.formulas.predict import predict
-from shardwise.planner.formulas.prediction import EIGHTY, Configuration, Stack
+from shardwise.planner.formulas.prediction import EIGHTY, Stack, TrainingConfiguration
 from shardwise.planner.published.calibrate_memory import Held, fit_memory
 from shardwise.planner.published.calibrate_spread import (
     Prior,
@@ -29,15 +29,15 @@ from shardwise.planner.published.calibrate_spread import (
     unknown_spread,
     wait_spread,
 )
-from shardwise.planner.published.evaluate import evaluate
+from shardwise.planner.published.evaluate import evaluate_rows
 from shardwise.planner.published.tables import configuration, read_table
 
 TABLES = Path("tests/data/perf-tables")
 
 
-def made(**changes: object) -> Configuration:
+def made(**changes: object) -> TrainingConfiguration:
     model, where = presets()["llama3-8b"], cluster("p5.48xlarge:4")
-    base = Configuration(model, where, stack_of("default"), 4096, 2, accumulation=8, shard=8, tensor=4)
+    base = TrainingConfiguration(model, where, stack_of("default"), 4096, 2, accumulation=8, shard=8, tensor=4)
     return replace(base, **changes)  # type: ignore[arg-type]
 
 
@@ -113,7 +113,7 @@ def test_partial_results_are_pending_as_far_as_the_host_is_ahead() -> None:
 
 def test_a_host_is_ahead_where_it_is_quicker_and_does_not_wait() -> None:
     def ahead(host: float, blocks: int = 32, forwards: float = 1.0, **changes: object) -> float:
-        layer = Layer(Work(1.0, host=host), Work(), Work(), {}, 0.0)
+        layer = BlockTime(KernelWork(1.0, host=host), KernelWork(), KernelWork(), {}, 0.0)
         return blocks_ahead(made(**changes), layer, blocks, forwards)
 
     assert ahead(2.0) == ahead(3.0) == 0
@@ -137,9 +137,9 @@ def test_reduction_buckets_are_held_with_several_data_ranks() -> None:
 def test_memory_is_compared_with_that_of_the_rank_that_logs_it() -> None:
     """The first, also where the last, with its logits, is fuller."""
     rows = [row for row in read_table(TABLES / "nanotron_grid_h100.csv") if row.numbers["pp"] > 1]
-    for result in evaluate(rows[::50]):
+    for result in evaluate_rows(rows[::50]):
         each = shipped().applied(configuration(result.row))
-        assert result.memory == pytest.approx(sum(stages(each)[0].values()) / GIB)
+        assert result.memory == pytest.approx(sum(stage_footprints(each)[0].values()) / GIB)
 
 
 def test_intervals_hold_what_they_say() -> None:

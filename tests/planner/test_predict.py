@@ -21,21 +21,21 @@ from shardwise.plan.draft import World
 from shardwise.plan.plan import resolve
 from shardwise.planner.constants.hardware import GIB
 from shardwise.planner.constants.inventory import accelerator, cluster, presets, stack_of
-from shardwise.planner.formulas.communication import gather, group, join, reduce
-from shardwise.planner.formulas.compute import block, matmul_seconds, rates, recomputed
+from shardwise.planner.formulas.communication import all_reduce_seconds, gather_seconds, overlapped_seconds, rank_group
+from shardwise.planner.formulas.compute import block_work, matmul_seconds, rates, recomputed_work
 from shardwise.planner.formulas.configure import configuration_of
 from shardwise.planner.formulas.footprint import footprint
 from shardwise.planner.formulas.predict import predict
-from shardwise.planner.formulas.prediction import Configuration, ModelShape
+from shardwise.planner.formulas.prediction import ModelShape, TrainingConfiguration
 from shardwise.planner.published.tables import configuration, read_table
 from tests.planner.test_schedule import FACTS
 
 TABLES = Path("tests/data/perf-tables")
 
 
-def made(**changes: Any) -> Configuration:
+def made(**changes: Any) -> TrainingConfiguration:
     given = {"model": presets()["llama2-7b"], "cluster": cluster("p5.48xlarge:2"), "stack": stack_of("default")}
-    return Configuration(**given | {"sequence": 4096, "microbatch": 1, "shard": 16} | changes)
+    return TrainingConfiguration(**given | {"sequence": 4096, "microbatch": 1, "shard": 16} | changes)
 
 
 LAYOUTS = {
@@ -77,27 +77,27 @@ def test_megatron_convention_is_the_papers() -> None:
 
 
 def test_ring_inside_a_node_is_the_formula() -> None:
-    over = group(made(cluster=cluster("p5.48xlarge:1"), shard=8), *state_axes())
-    assert gather(8e9, over) == pytest.approx(7 / 8 * 8e9 / over.intra + 7 * over.hop)
-    assert reduce(8e9, over) == pytest.approx(2 * gather(8e9, over))
+    over = rank_group(made(cluster=cluster("p5.48xlarge:1"), shard=8), *state_axes())
+    assert gather_seconds(8e9, over) == pytest.approx(7 / 8 * 8e9 / over.intra + 7 * over.hop)
+    assert all_reduce_seconds(8e9, over) == pytest.approx(2 * gather_seconds(8e9, over))
 
 
 def test_groups_follow_the_placement() -> None:
     inner = made(tensor=8, shard=2)
-    assert group(inner, Axis.TENSOR).nodes == 1 and group(inner, *state_axes()).nodes == 2
+    assert rank_group(inner, Axis.TENSOR).nodes == 1 and rank_group(inner, *state_axes()).nodes == 2
     outer = replace(inner, placement="TPD")
-    assert group(outer, Axis.TENSOR).local == 4 and group(outer, *state_axes()).nodes == 1
+    assert rank_group(outer, Axis.TENSOR).local == 4 and rank_group(outer, *state_axes()).nodes == 1
 
 
 def test_direct_gathering_beats_the_ring_where_hops_are_many() -> None:
-    over = group(made(cluster=cluster("p4d.24xlarge:16"), shard=128), *state_axes())
-    assert gather(1e8, over, "smddp") < gather(1e8, over, "hierarchical") < gather(1e8, over)
+    over = rank_group(made(cluster=cluster("p4d.24xlarge:16"), shard=128), *state_axes())
+    assert gather_seconds(1e8, over, "smddp") < gather_seconds(1e8, over, "hierarchical") < gather_seconds(1e8, over)
 
 
 def test_joined_times_lie_between_the_longer_and_the_sum() -> None:
-    assert join(3.0, 4.0, 2.0) == pytest.approx(5.0)
-    assert join(3.0, 4.0, 1.0) == pytest.approx(7.0)
-    assert join(3.0, 0.0, 3.0) == 3.0
+    assert overlapped_seconds(3.0, 4.0, 2.0) == pytest.approx(5.0)
+    assert overlapped_seconds(3.0, 4.0, 1.0) == pytest.approx(7.0)
+    assert overlapped_seconds(3.0, 0.0, 3.0) == 3.0
 
 
 def test_small_products_waste_the_accelerator() -> None:
@@ -135,8 +135,8 @@ def test_torchs_checkpoint_stops_before_a_last_product_that_nothing_keeps(
     reentrant: bool, dropout: float, again: int
 ) -> None:
     """FLOPs of torch itself: of two products `again` many run once more."""
-    block, hidden, flops = _Mlp(dropout), torch.randn(8, 16, requires_grad=True), []
-    for run in (block, partial(checkpoint, block, use_reentrant=reentrant)):
+    mlp, hidden, flops = _Mlp(dropout), torch.randn(8, 16, requires_grad=True), []
+    for run in (mlp, partial(checkpoint, mlp, use_reentrant=reentrant)):
         with FlopCounterMode(display=False) as counter:
             run(hidden).sum().backward()
         flops.append(counter.get_total_flops())
@@ -146,7 +146,7 @@ def test_torchs_checkpoint_stops_before_a_last_product_that_nothing_keeps(
 def test_recomputation_that_stops_early_spares_the_last_product() -> None:
     stack = replace(stack_of("default"), recompute=1.0)
     whole, early = (
-        recomputed(given, block(given)[0])
+        recomputed_work(given, block_work(given)[0])
         for given in (made(checkpointing="full", stack=replace(stack, stops_early=stops)) for stops in (False, True))
     )
     given = made(stack=stack)
@@ -203,7 +203,7 @@ def test_blocks_that_wait_gathered_spare_a_gather_each() -> None:
     nothing were freed."""
     exposed = made(stack=replace(stack_of("default"), overlap=1.0), accumulation=4)
     freed, kept, whole = (predict(replace(exposed, kept_blocks=n)) for n in (0, 3, exposed.model.layers))
-    one = gather(2 * exposed.model.layer_parameters, group(exposed, *state_axes()))
+    one = gather_seconds(2 * exposed.model.layer_parameters, rank_group(exposed, *state_axes()))
     assert freed.seconds["shard"] - kept.seconds["shard"] == pytest.approx(4 * 3 * one)
     assert whole == predict(replace(exposed, reshard_after_forward=False))
     hidden = [predict(made(kept_blocks=n)).seconds["shard"] for n in (0, 1)]
@@ -257,12 +257,14 @@ def test_an_accelerator_that_is_not_known_names_the_nearest() -> None:
 
 def test_groups_that_lie_over_a_nodes_edge_are_between_nodes() -> None:
     """Of 6 tensor ranks on nodes of 8 the second group is on two nodes, and all wait for it."""
-    inside, over = (group(made(tensor=t, shard=48 // t, cluster=cluster("p5.48xlarge:6")), Axis.TENSOR) for t in (8, 6))
+    inside, over = (
+        rank_group(made(tensor=t, shard=48 // t, cluster=cluster("p5.48xlarge:6")), Axis.TENSOR) for t in (8, 6)
+    )
     assert (inside.nodes, over.nodes > 1) == (1, True)
-    alone = group(made(tensor=6, shard=1, cluster=replace(cluster("p5.48xlarge:1"), per_node=6)), Axis.TENSOR)
+    alone = rank_group(made(tensor=6, shard=1, cluster=replace(cluster("p5.48xlarge:1"), per_node=6)), Axis.TENSOR)
     assert alone.nodes == 1
     size = 1e8
-    assert gather(size, over) > 3 * gather(size, inside)
+    assert gather_seconds(size, over) > 3 * gather_seconds(size, inside)
 
 
 def test_offloaded_parameters_take_time_and_room_of_the_host() -> None:

@@ -22,10 +22,10 @@ from shardwise.model.capability import SUPPORTED
 from shardwise.model.facts import BlockFacts, ModelFacts, StageFacts
 from shardwise.plan.draft import V_SCHEDULES, World, in_flight, stage_ranks
 from shardwise.plan.plan import Plan, resolve
-from shardwise.planner.formulas.schedule import bubble, stages
+from shardwise.planner.formulas.schedule import bubble, stage_shares
 from shardwise.planner.formulas.shapes import weights_put_off
-from shardwise.planner.formulas.timeline import order
-from shardwise.planner.search.report import stage_table
+from shardwise.planner.formulas.timeline import tasks_of_rank
+from shardwise.planner.search.stage_table import stage_table
 
 FACTS = ModelFacts(
     family="gpt_neox",
@@ -51,13 +51,13 @@ def plan(**parallel: Any) -> Plan:
 
 def test_shares_add_up_to_the_model() -> None:
     made = plan(pipeline_parallel_degree=4, virtual_pipeline_degree=2)
-    rows = stages(made, FACTS)
+    rows = stage_shares(made, FACTS)
     assert [row.rank for row in rows] == [0, 1, 2, 3, 0, 1, 2, 3]
     assert sum(row.parameters for row in rows) == FACTS.parameters
     assert sum(row.flops for row in rows) == pytest.approx(FACTS.model_flops_per_token(32))
-    assert stages(plan(), FACTS) == []
+    assert stage_shares(plan(), FACTS) == []
     experts = replace(FACTS, idle_parameters=100)
-    assert sum(row.flops for row in stages(made, experts)) == pytest.approx(experts.model_flops_per_token(32))
+    assert sum(row.flops for row in stage_shares(made, experts)) == pytest.approx(experts.model_flops_per_token(32))
 
 
 def test_the_bubble_is_what_the_schedule_idles() -> None:
@@ -83,7 +83,7 @@ def makespan(orders: list[list[Any]], stages: int) -> float:
     """When the last rank is done, if a forward and either half of a backward take 1 and messages take nothing."""
     cost = {"FORWARD": 1, "BACKWARD_INPUT": 1, "BACKWARD_WEIGHT": 1, "FULL_BACKWARD": 2}
     done: dict[tuple[str, int, int], int] = {}
-    clocks, waiting = [0] * len(orders), [list(order) for order in orders]
+    clocks, waiting = [0] * len(orders), [list(tasks) for tasks in orders]
     while any(waiting):
         for rank, actions in enumerate(waiting):
             while actions:
@@ -134,7 +134,7 @@ def test_stages_in_a_v_are_drawn_and_counted_as_torch_orders_them(schedule: str,
     parallel = ParallelSection.model_validate({"pipeline_parallel_degree": ranks, "pipeline": schedule})
     for rank, actions in enumerate(order_of(KINDS[schedule], ranks, 2, count)):
         said = [(each.stage_index, each.microbatch_index, SAID[each.computation_type.name]) for each in actions]
-        assert order(rank, ranks, 2, count, schedule) == said
+        assert tasks_of_rank(rank, ranks, 2, count, schedule) == said
         assert {stage_ranks(parallel)[stage] for stage, _, _ in said} == {rank}
         forwards = list(accumulate({"forward": 1, "weights": 0}.get(kind, -1) for _, _, kind in said))
         waiting = list(accumulate({"backward": 1, "weights": -1}.get(kind, 0) for _, _, kind in said))

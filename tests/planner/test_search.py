@@ -27,12 +27,12 @@ from shardwise.planner.constants.presets import preset_config
 from shardwise.planner.formulas.configure import configuration_of
 from shardwise.planner.formulas.memory import estimate
 from shardwise.planner.formulas.predict import predict
-from shardwise.planner.search.explain import Budget, may_not_fit, times_of, to_dict, why_not_fit, why_slower
+from shardwise.planner.search.explain import Budget, candidate_data, may_not_fit, times_of, why_not_fit, why_slower
 from shardwise.planner.search.remedies import remedies
 from shardwise.planner.search.search import (
     SHOWN,
-    Found,
-    Question,
+    SearchQuestion,
+    SearchResult,
     distinct,
     matching,
     of_changes,
@@ -40,8 +40,8 @@ from shardwise.planner.search.search import (
     search,
     world_of,
 )
-from shardwise.planner.search.search_report import explanation, ranking, remarks
-from shardwise.planner.search.space import Space, changed_job, thinned
+from shardwise.planner.search.search_report import layout_explanation, ranking_table, search_remarks
+from shardwise.planner.search.space import SearchSpace, changed_job, thinned
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 8,
@@ -55,15 +55,15 @@ def facts_of(name: str) -> ModelFacts:
     return discover(build_model(job), job)
 
 
-def question(where: str = "h100:8", model: str = "small", **sections: dict[str, Any]) -> Question:
+def question(where: str = "h100:8", model: str = "small", **sections: dict[str, Any]) -> SearchQuestion:
     job = {"data": {"sequence_length": 512}, "training": {"sequences_per_step": 32}}
     for name, section in sections.items():
         job[name] = {**job.get(name, {}), **section}
-    return Question(Job.model_validate(job), facts_of(model), cluster(where))
+    return SearchQuestion(Job.model_validate(job), facts_of(model), cluster(where))
 
 
 @cache
-def found() -> Found:
+def found() -> SearchResult:
     return search(question())
 
 
@@ -77,7 +77,7 @@ def test_every_ranked_layout_is_what_training_would_resolve() -> None:
 
 def test_no_combination_of_the_space_that_fits_is_faster() -> None:
     asked, world = found().question, world_of(found().question.cluster)
-    space = Space(asked.job, asked.facts, world.size, 32)
+    space = SearchSpace(asked.job, asked.facts, world.size, 32)
     best, counted = found().ranked[0], 0
     for changes in space.jobs():
         try:
@@ -105,7 +105,7 @@ def test_a_limit_takes_an_even_sample_and_says_what_it_left_out() -> None:
     few = search(question(), limit=50)
     assert few.left_out > 0 and few.looked_at < found().looked_at
     assert len({candidate.plan.degrees["tensor"] for candidate in few.ranked}) > 1
-    assert any("were not looked at" in line for line in remarks(few))
+    assert any("were not looked at" in line for line in search_remarks(few))
 
 
 def test_causes_add_up() -> None:
@@ -119,14 +119,14 @@ def test_budget_is_days_and_dollars() -> None:
     best, budget = found().ranked[0], Budget(1e9, 2.0)
     assert budget.days(best) == pytest.approx(1e9 / best.tokens_per_second / 86400)
     assert budget.cost(best) == pytest.approx(budget.days(best) * 24 * 8 * 2.0)  # type: ignore[operator]
-    assert to_dict(best, budget)["days"] == budget.days(best)
+    assert candidate_data(best, budget)["days"] == budget.days(best)
 
 
 def test_the_text_names_causes_conventions_and_losers() -> None:
     console = Console(width=100)
     with console.capture() as captured:
-        console.print(ranking(found(), 4, Budget()))
-        console.print(explanation(found().ranked[0], found(), Budget(3e11, 2.0)))
+        console.print(ranking_table(found(), 4, Budget()))
+        console.print(layout_explanation(found().ranked[0], found(), Budget(3e11, 2.0)))
     text = captured.get()
     for word in ("matrix products", "8P", "megatron-2021", "palm", "megatron-2022", "MFU", "slower", "$"):
         assert word in text, word
@@ -143,12 +143,16 @@ def test_a_layout_whose_interval_of_memory_does_not_fit_is_marked_and_a_surer_on
     assert not any(each.fits_surely for each in faster if each.exact)
     said = may_not_fit(best, tight)
     assert said is not None and "--explain sure" in said and why_slower(surest, best) in said
-    assert may_not_fit(surest, tight) is None and to_dict(surest)["fits_surely"] and not to_dict(best)["fits_surely"]
+    assert (
+        may_not_fit(surest, tight) is None
+        and candidate_data(surest)["fits_surely"]
+        and not candidate_data(best)["fits_surely"]
+    )
     least = replace(tight, ranked=tuple(each for each in tight.ranked if not each.fits_surely))
     assert least.surest is None and (said := may_not_fit(best, least)) is not None and "every layout" in said
     console = Console(width=100)
     with console.capture() as captured:
-        console.print(explanation(best, tight, Budget()))
+        console.print(layout_explanation(best, tight, Budget()))
     assert "may not fit" in captured.get()
 
 

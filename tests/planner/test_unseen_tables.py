@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.planner.formulas.predict import predict
-from shardwise.planner.published.evaluate import evaluate, summary
+from shardwise.planner.published.evaluate import error_summary, evaluate_rows
 from shardwise.planner.published.tables import COLUMNS, configuration, read_table
 from shardwise.planner.published.unstated import MICROBATCHES, fits, with_checkpointing
 
@@ -80,11 +80,11 @@ def test_a_stack_of_odd_tables_is_mapped_but_for_what_is_not_modelled(tmp_path: 
         {"ep": 8},
         {"gpu": "TPU v5p"},
     ]
-    found = evaluate(read_table(written(tmp_path, *rows)))
+    found = evaluate_rows(read_table(written(tmp_path, *rows)))
     assert all(result.predicted and result.predicted > 0 for result in found[:5])
     reasons = [result.unmapped or "" for result in found[5:]]
     assert "neither mbs nor a gbs" in reasons[0] and "experts" in reasons[1] and "TPU v5p" in reasons[2]
-    assert summary(found)["mapped_percent"] == 62.5
+    assert error_summary(found)["mapped_percent"] == 62.5
 
 
 def test_a_strategys_name_says_what_is_sharded(tmp_path: Path) -> None:

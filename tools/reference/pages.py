@@ -22,7 +22,7 @@ from shardwise import errors
 from shardwise.commands.cli import COMMANDS, INTERRUPTED
 from shardwise.errors import ShardwiseError
 from shardwise.job.axes import Axis
-from shardwise.job.keys import leaves, sections
+from shardwise.job.keys import leaf_keys, sections
 from shardwise.job.optimizers import ELEMENTWISE, UNUSABLE
 from shardwise.job.schema import Job
 from shardwise.job.smp_options import ANY, MAPPED, MPI_NOTES, OPTIONS, Option, translate
@@ -94,7 +94,7 @@ def job_page() -> Iterator[str]:
     yield f"`{ENVIRONMENT}`, the command line. An unknown key, a wrong type or a value out of range ends with"
     yield "exit code 2 and the nearest known key or value; [legality.md](legality.md) has what cannot be combined.\n"
     for section, model in sections().items():
-        keys = [key for key in leaves() if key.rpartition(".")[0] == section]
+        keys = [key for key in leaf_keys() if key.rpartition(".")[0] == section]
         yield f"## {section or 'top level'}\n"
         yield f"{first_paragraph(model.__doc__)}\n"
         yield from table(("key", "values", "default", "meaning"), (_key_row(key) for key in keys))
@@ -103,7 +103,7 @@ def job_page() -> Iterator[str]:
 def _key_row(key: str) -> tuple[str, str, str, str]:
     section, _, name = key.rpartition(".")
     schema = sections()[section].model_json_schema()["properties"][name]
-    info = leaves()[key]
+    info = leaf_keys()[key]
     default = info.get_default(call_default_factory=True)
     return code(key), values_of(schema), code(json.dumps(default)), info.description or ""
 

@@ -73,10 +73,10 @@ def _formatter(prog: str) -> argparse.HelpFormatter:
 
 def _key_page() -> str:
     """Every key of a job by section, wrapped."""
-    from shardwise.job.keys import leaves
+    from shardwise.job.keys import leaf_keys
 
     grouped: dict[str, list[str]] = {}
-    for key in leaves():
+    for key in leaf_keys():
         section, dot, name = key.rpartition(".")
         if dot:
             grouped.setdefault(section, []).append(name)
@@ -113,13 +113,13 @@ def _train(options: argparse.Namespace, keys: dict[str, Any]) -> int:
         return 0
     from rich.console import Console
 
-    from shardwise.plan.table import describe
-    from shardwise.planner.search.report import stage_table
+    from shardwise.plan.table import plan_table
+    from shardwise.planner.search.stage_table import stage_table
 
     plan, facts = entry.plan_with_facts(job)
     _say_notes(notes)
     console = Console()
-    console.print(describe(plan))
+    console.print(plan_table(plan))
     if plan.stages:
         console.print(stage_table(plan, facts))
     return 0

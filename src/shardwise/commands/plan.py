@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from shardwise.job.schema import Job
     from shardwise.planner.formulas.prediction import Cluster
     from shardwise.planner.search.explain import Budget
-    from shardwise.planner.search.search import Candidate, Changes, Found, Question
+    from shardwise.planner.search.search import Candidate, Changes, SearchQuestion, SearchResult
 
 PRESET_POSITIONS = 2048  # tokens in a sequence of a preset, where the job does not say
 SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
@@ -92,12 +92,12 @@ def _check(options: argparse.Namespace) -> None:
 # ------------------------------------------------------------------------------------------------------------- inputs
 
 
-def _question(options: argparse.Namespace, keys: dict[str, Any]) -> tuple[Question, list[str]]:
+def _question(options: argparse.Namespace, keys: dict[str, Any]) -> tuple[SearchQuestion, list[str]]:
     from shardwise.job.sources import read_job
     from shardwise.model.build import build_model
     from shardwise.model.discover import discover
     from shardwise.planner.constants.inventory import cluster
-    from shardwise.planner.search.search import Question
+    from shardwise.planner.search.search import SearchQuestion
 
     notes: list[str] = []
     if options.model is not None:
@@ -111,7 +111,7 @@ def _question(options: argparse.Namespace, keys: dict[str, Any]) -> tuple[Questi
         length = min(PRESET_POSITIONS, facts.max_positions or PRESET_POSITIONS)
         job = job.model_copy(update={"data": job.data.model_copy(update={"sequence_length": length})})
         notes.append(f"data.sequence_length is not set: {length} is assumed")
-    return Question(job, facts, where or local_cluster(job)), notes
+    return SearchQuestion(job, facts, where or local_cluster(job)), notes
 
 
 def _model_keys(name: str) -> dict[str, Any]:
@@ -143,21 +143,21 @@ def local_cluster(job: Job) -> Cluster:
 # ------------------------------------------------------------------------------------------------------------ outputs
 
 
-def _print(found: Found, asked: Candidate, budget: Budget, top: int, notes: list[str]) -> None:
+def _print(found: SearchResult, asked: Candidate, budget: Budget, top: int, notes: list[str]) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from shardwise.planner.search.search_report import explanation, ranking, remarks
+    from shardwise.planner.search.search_report import layout_explanation, ranking_table, search_remarks
 
     console = Console()
-    console.print(ranking(found, top, budget))
-    console.print(explanation(asked, found, budget))
-    for note in [*remarks(found), *notes]:
+    console.print(ranking_table(found, top, budget))
+    console.print(layout_explanation(asked, found, budget))
+    for note in [*search_remarks(found), *notes]:
         console.print(Text(f"note: {note}", style="yellow"))
 
 
-def _as_json(found: Found, asked: Candidate, budget: Budget, top: int, notes: list[str]) -> dict[str, Any]:
-    from shardwise.planner.search.explain import to_dict, why_not_fit, why_slower
+def _as_json(found: SearchResult, asked: Candidate, budget: Budget, top: int, notes: list[str]) -> dict[str, Any]:
+    from shardwise.planner.search.explain import candidate_data, why_not_fit, why_slower
     from shardwise.planner.search.search import distinct
 
     question, best = found.question, found.ranked[0]
@@ -170,16 +170,17 @@ def _as_json(found: Found, asked: Candidate, budget: Budget, top: int, notes: li
         "left_out": found.left_out,
         "search_seconds": found.seconds,
         "illegal": dict(found.illegal),
-        "explained": to_dict(asked, budget),
+        "explained": candidate_data(asked, budget),
         "ranked": [
-            to_dict(each, budget) | {"against_best": why_slower(each, best)} for each in distinct(found.ranked, top)
+            candidate_data(each, budget) | {"against_best": why_slower(each, best)}
+            for each in distinct(found.ranked, top)
         ],
-        "do_not_fit": [to_dict(each) | {"why": why_not_fit(each)} for each in distinct(found.misfits, top)],
+        "do_not_fit": [candidate_data(each) | {"why": why_not_fit(each)} for each in distinct(found.misfits, top)],
         "notes": [*found.notes, *notes],
     }
 
 
-def _too_large(found: Found) -> str:
+def _too_large(found: SearchResult) -> str:
     from shardwise.plan.plan import resolve
     from shardwise.planner.search.explain import layout_of, memory_policy, why_not_fit
     from shardwise.planner.search.search import smallest_cluster, world_of
@@ -203,7 +204,7 @@ def _too_large(found: Found) -> str:
     return f"{said}; {nodes} nodes would do, with {layout_of(best)} and checkpointing {memory_policy(best)}"
 
 
-def _asked(found: Found, text: str) -> Candidate:
+def _asked(found: SearchResult, text: str) -> Candidate:
     from shardwise.planner.search.search import distinct, matching, of_changes
 
     if text.isdecimal():
@@ -223,10 +224,12 @@ def _asked(found: Found, text: str) -> Candidate:
 
 def _wanted(text: str) -> Changes:
     """`tensor_parallel_degree=8,memory.checkpoint_every=2` as dotted keys and values."""
-    from shardwise.job.keys import leaves
+    from shardwise.job.keys import leaf_keys
     from shardwise.job.sources import read_value
 
-    known = {key.rpartition(".")[2]: key for key in leaves() if key.startswith(("parallel.", "memory.", "training."))}
+    known = {
+        key.rpartition(".")[2]: key for key in leaf_keys() if key.startswith(("parallel.", "memory.", "training."))
+    }
     wanted: Changes = {}
     for word in text.split(","):
         name, equals, value = word.strip().partition("=")
@@ -240,13 +243,13 @@ def _wanted(text: str) -> Changes:
     return wanted
 
 
-def job_file(candidate: Candidate, found: Found) -> str:
+def job_file(candidate: Candidate, found: SearchResult) -> str:
     """A job that `shardwise train` runs as planned: the given one with what the search chose."""
-    from shardwise.planner.search.explain import chosen, layout_of
+    from shardwise.planner.search.explain import chosen_keys, layout_of
 
     job, cluster = found.question.job, found.question.cluster
     data: dict[str, Any] = job.model_dump(mode="json", exclude_unset=True)
-    changes = {**chosen(candidate, found), "data.sequence_length": job.data.sequence_length}
+    changes = {**chosen_keys(candidate, found), "data.sequence_length": job.data.sequence_length}
     changes["parallel.device"] = candidate.plan.world.device_type
     if cluster.nodes == 1:
         changes["parallel.workers"] = cluster.size
@@ -272,13 +275,13 @@ def _save(path: str, option: str, write: Any) -> None:
         raise OutputError(f"{option}={path}: {error.strerror}") from error
 
 
-def _dry_run(question: Question, options: argparse.Namespace) -> int:
+def _dry_run(question: SearchQuestion, options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from shardwise.planner.search.search import sized, world_of
+    from shardwise.planner.search.search import sized_job, world_of
     from shardwise.testing.dry_run import describe, dry_run
 
-    job, _ = sized(question)
+    job, _ = sized_job(question)
     run = dry_run(job, world_of(question.cluster), question.facts, options.rank or 0)
     if options.json:
         print(json.dumps(run.to_dict(), indent=1))

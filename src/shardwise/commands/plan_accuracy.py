@@ -47,7 +47,7 @@ def calibrate_options(parser: argparse.ArgumentParser) -> None:
 
 def run_evaluate(options: argparse.Namespace, keys: dict[str, Any]) -> int:
     from shardwise.planner.constants.inventory import read_constants
-    from shardwise.planner.published.evaluate import evaluate, overall, summary
+    from shardwise.planner.published.evaluate import error_summary, evaluate_rows, summary_over_tables
     from shardwise.planner.published.tables import read_table
 
     if options.leave_one_stack_out and options.constants:
@@ -58,12 +58,12 @@ def run_evaluate(options: argparse.Namespace, keys: dict[str, Any]) -> int:
     found = {}
     for path in map(Path, options.tables):
         rows = read_table(path)
-        found[path.stem] = evaluate(
+        found[path.stem] = evaluate_rows(
             rows, constants, options.probe_rows, options.probe_seed, options.leave_one_stack_out
         )
-    summaries = {name: summary(results) for name, results in found.items()}
+    summaries = {name: error_summary(results) for name, results in found.items()}
     if options.json:
-        only = next(iter(summaries.values())) if len(summaries) == 1 else overall(summaries)
+        only = next(iter(summaries.values())) if len(summaries) == 1 else summary_over_tables(summaries)
         listed = [{**result.to_dict(), "table": name} for name, results in found.items() for result in results]
         print(json.dumps({"rows": listed, "summary": only}, indent=1))
         return 0

@@ -1,1 +1,1 @@
-"""What the user asks for: the Job's schema, its keys, and the sources that it is read from."""
+"""The job that a user asks for: its schema, its keys, and the sources that it is read from."""

@@ -21,14 +21,14 @@ from shardwise.words import one_of
 
 
 @cache
-def leaves() -> dict[str, FieldInfo]:
-    """Every key that holds a value, dotted, in the order of the Job."""
+def leaf_keys() -> dict[str, FieldInfo]:
+    """Return every key that holds a value, dotted, in the order of the Job."""
     return dict(_walk(Job, ""))
 
 
 @cache
 def sections() -> dict[str, type[Section]]:
-    """The sections by dotted name; the Job itself is ``."""
+    """Return the sections by dotted name; the Job itself is ``."""
     return dict(_sections(Job, ""))
 
 
@@ -52,7 +52,7 @@ def _is_section(annotation: Any) -> bool:
 
 
 def kinds(annotation: Any) -> set[Any]:
-    """The plain types and Literals that an annotation allows: `int | None` -> {int, NoneType}."""
+    """Return the plain types and Literals that an annotation allows: `int | None` -> {int, NoneType}."""
     if get_origin(annotation) in (Union, UnionType):
         return {kind for part in get_args(annotation) for kind in kinds(part)}
     if get_origin(annotation) is Annotated:
@@ -69,7 +69,7 @@ def leaf_of(key: str) -> str:
     parts = key.split(".")
     for end in range(len(parts), 0, -1):
         leaf = ".".join(parts[:end])
-        if leaf in leaves() and (end == len(parts) or dict in kinds(leaves()[leaf].annotation)):
+        if leaf in leaf_keys() and (end == len(parts) or dict in kinds(leaf_keys()[leaf].annotation)):
             return leaf
     if key in sections():
         raise ConfigError(f"{key} is a section; set one of its keys: {_keys_in(key)}")
@@ -77,7 +77,7 @@ def leaf_of(key: str) -> str:
 
 
 def is_switch(key: str) -> bool:
-    return kinds(leaves()[key].annotation) == {bool} if key in leaves() else False
+    return kinds(leaf_keys()[key].annotation) == {bool} if key in leaf_keys() else False
 
 
 def _keys_in(section: str) -> str:
@@ -85,15 +85,15 @@ def _keys_in(section: str) -> str:
 
 
 def suggestion(key: str) -> str:
-    """What was probably meant by an unknown dotted key."""
+    """Return what was probably meant by an unknown dotted key."""
     section, _, name = key.rpartition(".")
-    namesakes = [leaf for leaf in leaves() if leaf.rpartition(".")[2] == name]
+    namesakes = [leaf for leaf in leaf_keys() if leaf.rpartition(".")[2] == name]
     if namesakes:
         return f" Did you mean {one_of(repr(leaf) for leaf in namesakes)}?"
     if name in BY_NAME:
         return f" {name} is an SMP option: put it under `smp_options`."
     siblings = {f"{section}.{field}".lstrip("."): field for field in sections().get(section, Job).model_fields}
-    last_names = {leaf: leaf.rpartition(".")[2] for leaf in leaves()}
+    last_names = {leaf: leaf.rpartition(".")[2] for leaf in leaf_keys()}
     for names, cutoff in ((siblings, 0.6), (last_names, 0.75)):
         close = difflib.get_close_matches(name, names.values(), n=1, cutoff=cutoff)
         if close:
@@ -118,7 +118,7 @@ def _key_at(location: tuple[int | str, ...], kind: str) -> str:
         longer = f"{key}.{part}".lstrip(".")
         if isinstance(part, int):
             return f"{key}[{part}]"
-        if longer not in leaves() and longer not in sections():
+        if longer not in leaf_keys() and longer not in sections():
             return key
         key = longer
     return key
@@ -142,7 +142,7 @@ def _fix(item: Mapping[str, Any]) -> str:
             return f"; use {context[bound]}"
     if item["type"] == "literal_error":
         words = context["expected"].replace("'", "").replace(" or ", ", ").split(", ")
-        key = next((leaf for leaf in leaves() if leaf.rpartition(".")[2] == value), None)
+        key = next((leaf for leaf in leaf_keys() if leaf.rpartition(".")[2] == value), None)
         if key is not None:
             return f"; or set {key}"
         close = difflib.get_close_matches(str(value), words, n=1, cutoff=0.5)
@@ -158,5 +158,5 @@ def refuse_stray_switches(data: Mapping[str, Any], section: str = "") -> None:
         key = f"{section}.{name}".lstrip(".")
         if isinstance(value, Mapping) and key in sections():
             refuse_stray_switches(value, key)
-        elif isinstance(value, bool) and key in leaves() and kinds(leaves()[key].annotation) & {int, float}:
+        elif isinstance(value, bool) and key in leaf_keys() and kinds(leaf_keys()[key].annotation) & {int, float}:
             raise ConfigError(f"{key}={value}: must be a number, not true or false")

@@ -1,4 +1,4 @@
-"""What is known of torch's optimizer classes: which there are, which options they take, which can update a shard alone.
+"""Torch's optimizer classes: their names, the options they take, and those that can update a shard alone.
 
 The legality table and the training room's optimizer read it. torch is imported on first use, so that reading a job does
 not need it.
@@ -27,7 +27,7 @@ UNUSABLE = {
 
 @cache
 def classes() -> dict[str, type]:
-    """The optimizers of the installed torch, by name."""
+    """Return the optimizers of the installed torch, by name."""
     from torch import optim
 
     found = inspect.getmembers(optim, lambda item: inspect.isclass(item) and issubclass(item, optim.Optimizer))
@@ -36,23 +36,23 @@ def classes() -> dict[str, type]:
 
 @cache
 def options(name: str) -> list[str]:
-    """Arguments of an optimizer class that a job's `optimizer.options` may set."""
+    """Return the arguments of an optimizer class that a job's `optimizer.options` may set."""
     arguments = inspect.signature(classes()[name]).parameters
     return [argument for argument in arguments if argument not in ("params", "lr", "weight_decay")]
 
 
 def decays(name: str) -> bool:
-    """Whether an optimizer class has weight decay."""
+    """Return whether an optimizer class has weight decay."""
     return "weight_decay" in inspect.signature(classes()[name]).parameters
 
 
 def unknown_options(section: OptimizerSection) -> list[str]:
-    """Options that the class does not take, or that have a key of their own."""
+    """Return the options that the class does not take, or that have a key of their own."""
     return sorted(set(section.options) - set(options(section.name)))
 
 
 def complaint(section: OptimizerSection) -> str:
-    """What the class itself says against the values of its arguments; empty when it takes them."""
+    """Return what the class itself says against the values of its arguments; empty when it takes them."""
     arguments = {"lr": section.learning_rate, **section.options}
     if decays(section.name):
         arguments["weight_decay"] = section.weight_decay

@@ -32,7 +32,7 @@ class Section(BaseModel):
 
 
 class ModelSection(Section):
-    """Which model is trained, and how its forward is executed."""
+    """The model that is trained, and how its forward is executed."""
 
     path: str | None = Field(
         default=None, description="Local Hugging Face model directory; its weights are the starting point."
@@ -80,7 +80,7 @@ class ModelSection(Section):
 
 
 class ParallelSection(Section):
-    """How ranks are arranged. Names are SMP's where SMP has one."""
+    """The arrangement of the ranks. Names are SMP's where SMP has one."""
 
     workers: Positive | None = Field(
         default=None, description="Local workers to start; unset: all GPUs, or 2 on a CPU."
@@ -176,7 +176,7 @@ class ParallelSection(Section):
 
 
 class MemorySection(Section):
-    """What is recomputed or kept elsewhere to save device memory."""
+    """Recomputation and offload, which save device memory."""
 
     activation_checkpointing: Checkpointing = Field(
         default="none",
@@ -266,7 +266,7 @@ class OptimizerSection(Section):
 
 
 class TrainingSection(Section):
-    """How many steps of what size."""
+    """The number of steps and their size."""
 
     steps: Positive = Field(default=64, description="Optimizer steps.")
     tokens_per_step: Positive | None = Field(
@@ -297,7 +297,7 @@ class TrainingSection(Section):
 
 
 class DataSection(Section):
-    """What the model is trained on."""
+    """The corpus that the model is trained on."""
 
     path: str | None = Field(default=None, description="File, directory or glob. Unset with `format: auto`: `stdlib`.")
     format: DataFormat = Field(
@@ -340,7 +340,7 @@ class DataSection(Section):
 
 
 class CheckpointSection(Section):
-    """When the run's state is kept, where, and from what a run starts."""
+    """Checkpoints: when the run's state is kept, where, and from what a run starts."""
 
     every: NonNegative = Field(
         default=0, description="Steps between checkpoints, the last step included; 0: only where a signal ends the run."
@@ -369,7 +369,7 @@ class CheckpointSection(Section):
 
 
 class ObserveSection(Section):
-    """What is shown and recorded."""
+    """Display and records of a run."""
 
     log_every: Positive = Field(default=1, description="Steps between lines of a display that is not a terminal.")
     tensorboard: bool = Field(default=True, description="Write TensorBoard event files.")

@@ -141,13 +141,13 @@ MPI_NOTES = {"enabled": "workers are started by torch's elastic launcher", "cust
 
 
 def is_smp(source: Mapping[str, Any]) -> bool:
-    """Whether a dict is SMP's rather than a Job's: wrapped as an estimator's `distribution`, or bare parameters."""
+    """Return whether a dict is SMP's, wrapped as an estimator's `distribution` or bare, rather than a Job's."""
     wrappers = {"smdistributed", "modelparallel", "enabled", "parameters"}
     return bool(wrappers & set(source)) or (bool(source) and any(key in BY_NAME for key in source))
 
 
 def translate(source: Mapping[str, Any]) -> Translation:
-    """SMP's options in any of their forms as keys of a Job. Raises ConfigError on what cannot be translated."""
+    """Return SMP's options in any of their forms as keys of a Job. Raises ConfigError on what cannot be translated."""
     result = Translation()
     parameters = _unwrap(dict(source), result)
     options = {name: _known(name) for name in parameters}
@@ -160,7 +160,7 @@ def translate(source: Mapping[str, Any]) -> Translation:
 
 
 def bare_parameters(source: Mapping[str, Any], notes: list[str] | None = None) -> dict[str, Any]:
-    """The parameters inside of whatever form of options `source` is; they are not looked at.
+    """Return the parameters inside of whatever form of options `source` is; they are not looked at.
 
     What stands around them and has no effect is said in `notes`, where they are given.
     """
@@ -172,7 +172,7 @@ def bare_parameters(source: Mapping[str, Any], notes: list[str] | None = None) -
 
 
 def _unwrap(source: dict[str, Any], result: Translation) -> dict[str, Any]:
-    """The bare parameters inside the estimator's `distribution` dict; what stands around them becomes keys or notes."""
+    """Return the bare parameters inside a `distribution` dict; what stands around them becomes keys or notes."""
     if "smdistributed" in source or "mpi" in source or "torch_distributed" in source:
         _around(source, result)
         source = _mapping(source.get("smdistributed", {}), "smdistributed")
@@ -266,7 +266,7 @@ def _check_type(option: Option, value: Any) -> None:
 
 
 def _add_defaults(result: Translation, parameters: Mapping[str, Any]) -> None:
-    """What SMP itself does where a key is left out, as far as a Job's own default differs."""
+    """Add what SMP itself does where a key is left out, as far as a Job's own default differs."""
     versions = {BY_NAME[name].versions for name in parameters}
     if "v1" in versions and "v2" not in versions:
         note = (

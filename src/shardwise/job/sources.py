@@ -19,7 +19,7 @@ import yaml
 from pydantic import ValidationError
 
 from shardwise.errors import ConfigError
-from shardwise.job.keys import explain, is_switch, kinds, leaf_of, leaves, refuse_stray_switches
+from shardwise.job.keys import explain, is_switch, kinds, leaf_keys, leaf_of, refuse_stray_switches
 from shardwise.job.schema import Job
 from shardwise.job.smp_options import is_smp, translate
 from shardwise.words import nearest_file
@@ -215,7 +215,7 @@ def _next_value(key: str, queue: list[str]) -> str:
 
 
 def _example(key: str) -> str:
-    default = leaves()[leaf_of(key)].get_default(call_default_factory=True)
+    default = leaf_keys()[leaf_of(key)].get_default(call_default_factory=True)
     return "VALUE" if default in (None, {}) else str(default)
 
 
@@ -236,7 +236,7 @@ def _items(overrides: Overrides) -> Iterator[tuple[str, Any]]:
 def read_value(key: str, text: str) -> Any:
     """The text of an override as a value: itself for keys that hold text, YAML or JSON for all others."""
     leaf = leaf_of(key)
-    allowed = kinds(leaves()[leaf].annotation) if leaf == key else set()
+    allowed = kinds(leaf_keys()[leaf].annotation) if leaf == key else set()
     if str not in allowed:
         return parse_yaml(text, f"{key}={text!r}")
     if text in ("", "null") and type(None) in allowed:
@@ -284,7 +284,7 @@ def _merged(base: Mapping[str, Any], top: Mapping[str, Any], depth: Iterable[str
     for name, value in top.items():
         old = base.get(name)
         key = ".".join([*depth, name])
-        if isinstance(value, Mapping) and isinstance(old, Mapping) and key not in leaves():
+        if isinstance(value, Mapping) and isinstance(old, Mapping) and key not in leaf_keys():
             result[name] = _merged(old, value, [*depth, name])
         else:
             result[name] = value

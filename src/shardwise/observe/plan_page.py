@@ -32,8 +32,8 @@ from shardwise.planner.search.explain import (
     why_not_fit,
     why_slower,
 )
-from shardwise.planner.search.search import Candidate, Found, distinct, on_nodes
-from shardwise.planner.search.search_report import remarks
+from shardwise.planner.search.search import Candidate, SearchResult, distinct, on_nodes
+from shardwise.planner.search.search_report import search_remarks
 
 SHOWN = 8  # layouts in the bars
 SCALES = (0.25, 0.5, 1, 2, 4)  # of the cluster's nodes
@@ -51,7 +51,7 @@ PALER = {axis: round(0.77**number, 2) for number, axis in enumerate(TRAFFIC)}
 MEMORY_COLOURS = ("c1", "c6", "c3", "c2", "c5", "c7", "c4", "c8", "c1", "c8")
 
 
-def write_page(path: Path, found: Found, asked: Candidate, budget: Budget) -> None:
+def write_page(path: Path, found: SearchResult, asked: Candidate, budget: Budget) -> None:
     """Write the page of a search; `asked` is the layout that is explained."""
     charts = list(_charts(found, asked))
     template = Template(files("shardwise.observe").joinpath("report.html").read_text(encoding="utf-8"))
@@ -95,7 +95,7 @@ def _figures(asked: Candidate, budget: Budget) -> Iterator[Figure]:
 # ------------------------------------------------------------------------------------------------------------- charts
 
 
-def _charts(found: Found, asked: Candidate) -> Iterator[Chart]:
+def _charts(found: SearchResult, asked: Candidate) -> Iterator[Chart]:
     shown = distinct(found.ranked, SHOWN)
     names = [f"{number}" for number in range(1, len(shown) + 1)]
     if all(asked is not each for each in shown):
@@ -181,7 +181,7 @@ def _schedule(asked: Candidate) -> Chart:
     return Chart("schedule", "Schedule", f"{text}; white is bubble.", figure, wide=True)
 
 
-def _scaling(found: Found) -> Iterator[Chart]:
+def _scaling(found: SearchResult) -> Iterator[Chart]:
     """Tokens a second over numbers of nodes, the same sequences a step, beside what the planned nodes would give."""
     nodes = sorted({max(1, round(found.question.cluster.nodes * scale)) for scale in SCALES})
     best = {count: on_nodes(found, count) for count in nodes}
@@ -227,7 +227,7 @@ def _figure(unit: str) -> go.Figure:
 # ------------------------------------------------------------------------------------------------------------- tables
 
 
-def _sections(found: Found) -> Iterator[str]:
+def _sections(found: SearchResult) -> Iterator[str]:
     assert found.best is not None
     head = ("#", "Layout", "Against the first")
     rows: list[Row] = []
@@ -246,5 +246,5 @@ def _sections(found: Found) -> Iterator[str]:
             "<details><summary>Fastest that do not fit</summary>"
             f"{data_table(('Layout', 'Checkpointing', 'Why'), misfits)}</details>"
         )
-    notes = "".join(f"<li>{escape(note)}</li>" for note in remarks(found, 0))
+    notes = "".join(f"<li>{escape(note)}</li>" for note in search_remarks(found, 0))
     yield f'<ul class="notes">{notes}</ul>'

@@ -1,2 +1,1 @@
-"""What will run: the Draft of derived numbers, the legality table in rules/, and the Plan with the rule behind each
-value."""
+"""The plan of a run: derived numbers (Draft), the legality table (rules/), and the Plan with its rules."""

@@ -1,4 +1,4 @@
-"""What the legality table and the plan both read: the machine, and the numbers that follow from it, job and model.
+"""Numbers that the legality table and the plan both read: the machine, and what follows from it, job and model.
 
 A `Draft` computes each derived number once, leniently; `shardwise.plan.rules` judges them, `shardwise.plan` keeps them.
 So a rule can never look at another number than the one that runs. Pure arithmetic, no torch.
@@ -42,7 +42,7 @@ SPLIT_SCHEDULES = ("zero_bubble", *V_SCHEDULES)  # weights' gradients are taken 
 
 @dataclass(frozen=True)
 class World:
-    """What there is to run on."""
+    """The ranks, hosts and devices that there are to run on."""
 
     size: int
     device_type: str  # "cpu" | "cuda"
@@ -55,18 +55,18 @@ class World:
 
     @property
     def shares_gpus(self) -> bool:
-        """Whether several ranks of a host compute on one GPU."""
+        """True where several ranks of a host compute on one GPU."""
         return 0 < self.gpus < self.local_size
 
     @property
     def nccl_refusal(self) -> str:
-        """Why NCCL cannot join these ranks; empty where it can."""
+        """The reason why NCCL cannot join these ranks; empty where it can."""
         if self.shares_gpus:
             return f"{self.local_size} ranks of a host share {self.gpus} GPU(s), and NCCL joins one rank of each"
         return "ranks of another host share a GPU, and NCCL joins one rank of each" if self.engine else ""
 
 
-class Derived(NamedTuple):
+class DerivedNumber(NamedTuple):
     """A number and the rule that gave it."""
 
     value: int
@@ -74,7 +74,7 @@ class Derived(NamedTuple):
 
 
 def lookup(job: Job, key: str) -> Any:
-    """The value at a dotted key."""
+    """Return the value at a dotted key."""
     return _getter(key)(job)
 
 
@@ -94,18 +94,18 @@ def _default(key: str) -> Any:
 
 
 def changed(job: Job, *keys: str) -> list[str]:
-    """Those of the dotted keys whose value is not the default."""
+    """Return those of the dotted keys whose value is not the default."""
     return [key for key in keys if lookup(job, key) != _default(key)]
 
 
 def placement_order(strategy: str) -> str | None:
-    """The axes D, P, T in order, right-most varying fastest; None when `strategy` does not hold each of them once."""
+    """Return D, P and T in order, right-most varying fastest; None when `strategy` does not hold each of them once."""
     order = PLACEMENTS.get(strategy.upper(), strategy.upper())
     return order if sorted(order) == ["D", "P", "T"] else None
 
 
 def group_size(strategy: str) -> int | None:
-    """N of a checkpoint strategy `group_N`; None for anything else."""
+    """Return N of a checkpoint strategy `group_N`; None for anything else."""
     prefix, _, count = strategy.partition("_")
     return int(count) if prefix == "group" and count.isdecimal() and int(count) > 0 else None
 
@@ -183,17 +183,17 @@ class Draft:
 
     @property
     def sequence_parallel(self) -> bool:
-        """Whether tensor ranks share the sequence between split layers."""
+        """True where tensor ranks share the sequence between split layers."""
         return self.parallel.sequence_parallel and self.parallel.tensor_parallel_degree > 1
 
     @cached_property
     def zero1(self) -> bool:
-        """Whether only optimizer state and the reduction of gradients are sharded."""
+        """True where only optimizer state and the reduction of gradients are sharded."""
         return self.parallel.shard_optimizer_state and self.data_axis > 1
 
     @cached_property
     def heads_divide(self) -> bool:
-        """Whether the heads of a tensor rank can be shared among the context ranks."""
+        """True where the heads of a tensor rank can be shared among the context ranks."""
         degree = self.parallel.tensor_parallel_degree * self.parallel.context_parallel_degree
         return self.facts.attention_heads % degree == 0 and self.facts.key_value_heads % degree == 0
 
@@ -204,7 +204,7 @@ class Draft:
 
     @property
     def in_v(self) -> bool:
-        """Whether the stages go down the ranks and up again."""
+        """True where the stages go down the ranks and up again."""
         return self.parallel.pipeline_parallel_degree > 1 and self.parallel.pipeline in V_SCHEDULES
 
     @cached_property
@@ -231,16 +231,16 @@ class Draft:
 
     @cached_property
     def chunked_loss(self) -> bool:
-        """Whether the head runs inside the loss, so that logits never exist whole."""
+        """True where the head runs inside the loss, so that logits never exist whole."""
         return self.facts.returns_logits and self.facts.chunkable_head and self.model.loss is None
 
     @property
     def uses_kernels(self) -> bool:
-        """Tell whether kernels of this project compute the model's attention."""
+        """True where kernels of this project compute the model's attention."""
         return self.facts.attention_kernels.ok
 
     def attention_needs(self, layer: AttentionFacts) -> AttentionNeeds:
-        """What one attention layer of this job needs of its kernel."""
+        """Return what one attention layer of this job needs of its kernel."""
         window = layer.window is not None and layer.window < self.data.sequence_length
         return AttentionNeeds(
             self.world.device_type,
@@ -266,7 +266,7 @@ class Draft:
 
     @cached_property
     def exact_dropout(self) -> bool:
-        """Whether attention dropout is equal on every layout: not where a fused kernel draws it."""
+        """True where attention dropout is equal on every layout: not where a fused kernel draws it."""
         if not self.uses_kernels:
             return self.model.attention == "eager"
         return all(choice.kernel.dropout == "exact" for _, choice in self.attention_choices if choice)
@@ -279,49 +279,49 @@ class Draft:
         return left_out(self.facts, scaling, self.parallel.tensor_parallel_degree)
 
     @cached_property
-    def sequences(self) -> Derived:
+    def sequences(self) -> DerivedNumber:
         """Global sequences of one step."""
         training, length = self.training, self.data.sequence_length
         if training.sequences_per_step is not None:
-            return Derived(training.sequences_per_step, "given")
+            return DerivedNumber(training.sequences_per_step, "given")
         if training.tokens_per_step is not None:
             rule = f"tokens_per_step {training.tokens_per_step} / sequence_length {length}"
-            return Derived(training.tokens_per_step // length, rule)
+            return DerivedNumber(training.tokens_per_step // length, rule)
         size, count = training.microbatch_size, training.gradient_accumulation
         if size is not None and count is not None:
             rule = f"microbatch_size {size} x gradient_accumulation {count} x {self.data_ranks} data ranks"
-            return Derived(size * count * self.data_ranks, rule)
-        return Derived(DEFAULT_SEQUENCES, "default, on any number of ranks")
+            return DerivedNumber(size * count * self.data_ranks, rule)
+        return DerivedNumber(DEFAULT_SEQUENCES, "default, on any number of ranks")
 
     @cached_property
     def sequences_per_rank(self) -> int:
         return -(-self.sequences.value // self.data_ranks)
 
     @cached_property
-    def microbatch(self) -> Derived:
+    def microbatch(self) -> DerivedNumber:
         """Sequences in one forward of one rank."""
         training, rows = self.training, self.sequences_per_rank
         share = f"{self.sequences.value} sequences / {self.data_ranks} data ranks = {rows} a rank"
         if training.microbatch_size is not None:
-            return Derived(training.microbatch_size, "given")
+            return DerivedNumber(training.microbatch_size, "given")
         if training.gradient_accumulation is not None:
             count = training.gradient_accumulation
-            return Derived(-(-rows // count), f"{share}, cut into gradient_accumulation {count}")
+            return DerivedNumber(-(-rows // count), f"{share}, cut into gradient_accumulation {count}")
         limit = MICROBATCH_TOKENS.get(self.world.device_type, MICROBATCH_TOKENS["cuda"])
         most, rule = max(1, limit // self.data.sequence_length), f"of at most {limit} tokens (or one sequence)"
         if (degree := self.parallel.pipeline_parallel_degree) > 1:
             pieces = FILLING * degree
             most, rule = min(most, max(1, rows // pieces)), f"{rule}, {pieces} or more to fill {degree} pipeline ranks"
-        return Derived(even_cut(rows, most), f"{share}, in pieces {rule}")
+        return DerivedNumber(even_cut(rows, most), f"{share}, in pieces {rule}")
 
     @cached_property
-    def accumulation(self) -> Derived:
+    def accumulation(self) -> DerivedNumber:
         """Microbatches of one step on each rank."""
         asked = self.training.gradient_accumulation
         if asked is not None:
-            return Derived(asked, "given")
+            return DerivedNumber(asked, "given")
         rule = f"{self.sequences_per_rank} sequences a rank / microbatch {self.microbatch.value}"
-        return Derived(self.needed_accumulation, rule)
+        return DerivedNumber(self.needed_accumulation, rule)
 
     @cached_property
     def needed_accumulation(self) -> int:
@@ -335,13 +335,13 @@ class Draft:
         return sorted({-(-rows // size) for size in range(1, rows + 1)})
 
     @cached_property
-    def warmup(self) -> Derived:
+    def warmup(self) -> DerivedNumber:
         """Steps of linear warm-up."""
         asked, steps = self.optimizer.warmup_steps, self.training.steps
         if asked != "auto":
-            return Derived(asked, "given")
+            return DerivedNumber(asked, "given")
         rule = f"warmup_steps auto: a sixth of {steps:,} steps, at most {MOST_WARMUP:,}"
-        return Derived(min(steps // WARMUP_SHARE, MOST_WARMUP), rule)
+        return DerivedNumber(min(steps // WARMUP_SHARE, MOST_WARMUP), rule)
 
     @cached_property
     def padding_rows(self) -> int:
@@ -350,19 +350,19 @@ class Draft:
 
 
 def stages_of_a_rank(parallel: ParallelSection) -> int:
-    """Pipeline stages on each rank, `virtual_pipeline_degree` where it is given."""
+    """Return the pipeline stages on each rank, `virtual_pipeline_degree` where it is given."""
     return parallel.virtual_pipeline_degree or (2 if parallel.pipeline in V_SCHEDULES else 1)
 
 
 def stage_ranks(parallel: ParallelSection) -> tuple[int, ...]:
-    """The pipeline rank of every stage: in turns around the ranks, or down the ranks and up again."""
+    """Return the pipeline rank of every stage: in turns around the ranks, or down the ranks and up again."""
     ranks = range(parallel.pipeline_parallel_degree)
     down = (*ranks, *reversed(ranks)) if parallel.pipeline in V_SCHEDULES else (*ranks, *ranks)
     return tuple(down[stage % len(down)] for stage in range(len(ranks) * stages_of_a_rank(parallel)))
 
 
 def in_flight(parallel: ParallelSection, microbatches: int, rank: int = 0) -> int:
-    """Most forwards of a stage that await their backward on pipeline rank `rank`.
+    """Return the most forwards of a stage that await their backward on pipeline rank `rank`.
 
     All of them for `simple`; one for each rank that is behind, and its own, for 1F1B (arXiv 2104.04473, section 2.2.1);
     with virtual stages its warm-up and one (section 2.2.2, as torch's schedules build it). In a V equally many on every
@@ -382,7 +382,7 @@ def in_flight(parallel: ParallelSection, microbatches: int, rank: int = 0) -> in
 
 
 def even_cut(rows: int, limit: int) -> int:
-    """The microbatch (<= `limit`) that cuts `rows` best: the largest divisor unless that is below half of what fits.
+    """Return the microbatch that cuts `rows` best: their largest divisor up to `limit`, unless below half of it.
 
     A small divisor (1 for a prime number of rows) would cost many short forwards; then a cut into the fewest equal
     parts, with some padding rows in the last, is cheaper.

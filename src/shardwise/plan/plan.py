@@ -47,7 +47,7 @@ class Dtypes:
 
 @dataclass(frozen=True)
 class Plan:
-    """What runs on which ranks, in which pieces, in which dtypes."""
+    """The plan of a run: what runs on which ranks, in which parts, in which dtypes."""
 
     job: Job
     world: World
@@ -86,54 +86,55 @@ class Plan:
 
     @property
     def positions(self) -> int:
-        """Of a sequence on one rank; what is split is padded to two chunks a rank."""
+        """Positions of a sequence on one rank; a split sequence is padded to two chunks a rank."""
         context = self.degrees[Axis.CONTEXT]
         return self.sequence_length if context == 1 else 2 * -(-self.sequence_length // (2 * context))
 
     @property
     def splits_backward(self) -> bool:
-        """Whether the gradients of weights are taken apart from those of activations, and later."""
+        """True where the gradients of weights are taken apart from those of activations, and later."""
         return self.degrees[Axis.PIPELINE] > 1 and self.job.parallel.pipeline in SPLIT_SCHEDULES
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages of a pipeline rank, in order; none without a pipeline."""
+        """Return the stages of a pipeline rank, in order; none without a pipeline."""
         return tuple(stage for stage, at in enumerate(self.stage_ranks) if at == rank)
 
     @property
     def in_v(self) -> bool:
-        """Whether the stages go down the ranks and up again."""
+        """True where the stages go down the ranks and up again."""
         return bool(self.stages) and self.job.parallel.pipeline in V_SCHEDULES
 
     @property
     def holds_whole(self) -> bool:
-        """Whether parameters stay gathered and gradients whole until the end of a step."""
+        """True where parameters stay gathered and gradients whole until the end of a step."""
         return self.zero1 or self.splits_backward
 
     @property
     def keeps_last_unit(self) -> bool:
-        """Whether what is gathered last in forward waits for backward, which begins with it and has nothing to hide
-        a gather behind. A pipeline's forwards may be several ahead."""
+        """True where the unit that forward gathers last stays gathered for backward.
+
+        Backward begins with it and has nothing to hide a gather behind. A pipeline's forwards may be several ahead."""
         return self.degrees[Axis.PIPELINE] == 1
 
     @property
     def gathers_float8(self) -> bool:
-        """Whether the weights of float8 layers are gathered in float8."""
+        """True where the weights of float8 layers are gathered in float8."""
         return bool(self.float8) and self.job.precision.fp8_all_gather
 
     @property
     def masks_whole(self) -> bool:
-        """Whether attention has a mask of all queries and keys; our blocks make it for one block."""
+        """True where attention has a mask of all queries and keys; our blocks make it for one block."""
         auto = self.attention == "auto" and self.world.device_type == "cpu"
         return not (auto or self.attention in ("blockwise", "flex"))
 
     @property
     def needs_fsdp(self) -> bool:
-        """Whether FSDP2 has work to do: several data ranks, a compute dtype of its own, or parameters on the host."""
+        """True where FSDP2 has work: several data ranks, a compute dtype of its own, or parameters on the host."""
         ranks = math.prod(self.degrees[axis] for axis in data_axes())
         return ranks > 1 or self.dtypes.compute != self.dtypes.parameters or self.job.memory.offload_parameters
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, ready for JSON or YAML."""
+        """Return plain data, ready for JSON or YAML."""
         degrees = {str(axis): degree for axis, degree in self.degrees.items()}
         return asdict(self) | {"job": self.job.model_dump(mode="json"), "degrees": degrees, "notes": list(self.notes)}
 
@@ -317,7 +318,7 @@ def _collectives(draft: Draft, rules: dict[str, str]) -> str:
 
 
 def collective_algorithm(parallel: ParallelSection, backend: str, world: World) -> tuple[str, str]:
-    """How collectives cross hosts, and the rule that says so."""
+    """Return how collectives cross hosts, and the rule that says so."""
     asked = parallel.collective_algorithm
     if world.hosts == 1 or world.local_size == 1:
         return "flat", "all ranks are on one host" if world.hosts == 1 else "each host has one rank"

@@ -12,8 +12,8 @@ from rich.text import Text
 from shardwise.plan.plan import Plan
 
 
-def describe(plan: Plan) -> Group:
-    """The plan as a table of key, value and rule, then its notes."""
+def plan_table(plan: Plan) -> Group:
+    """Return the plan as a table of key, value and rule, then its notes."""
     table = Table(title=f"Plan {plan.fingerprint}", title_justify="left", title_style="bold")
     table.add_column("key", style="cyan", no_wrap=True)
     table.add_column("value", no_wrap=True)

@@ -1,1 +1,1 @@
-"""What can be said before anything runs: accelerators and closed forms. Pure, no torch.distributed."""
+"""Forecasts before anything runs: accelerators and closed forms. Pure, no torch.distributed."""

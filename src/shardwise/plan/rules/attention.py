@@ -30,7 +30,7 @@ def _possible_kernels(d: Draft) -> list[str]:
 
 
 def _widens(d: Draft) -> bool:
-    """Whether attention that is called eager sums its scores in fp32: some families' own, and a ring's."""
+    """Return whether attention that is called eager sums its scores in fp32: some families' own, and a ring's."""
     return d.facts.fp32_scores or context_method(d) == "ring"
 
 

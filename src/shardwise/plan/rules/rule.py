@@ -1,4 +1,4 @@
-"""What a row of the legality table is, and the ways of writing one that recur."""
+"""A row of the legality table, and the ways of writing one that recur."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class Rule:
 
 
 def _shown(value: Any) -> Any:
-    """Of a section the keys that were set."""
+    """Return a section's keys that were set, and any other value itself."""
     return value.model_dump(exclude_defaults=True) if isinstance(value, Section) else value
 
 
 def idle(id: str, key: str, sentence: str, when: Callable[[Draft], Any], fix: str = "leave it out") -> Rule:
-    """A row for a key that was set although it would do nothing."""
+    """Return a row for a key that was set although it would do nothing."""
     return Rule(id, (key,), sentence, lambda d: changed(d.job, key) and when(d), fix)
 
 

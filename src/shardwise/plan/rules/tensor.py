@@ -13,7 +13,7 @@ BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
 
 def _shares_heads(d: Draft, degree: int) -> bool:
-    """Whether `degree` ranks can share the heads: equally, holding those of key-value modules in copies, or parts."""
+    """Return whether `degree` ranks can share the heads; key-value heads whole, in copies, or in parts."""
     heads, key_value = d.facts.attention_heads, d.facts.key_value_heads
     if not key_value:  # a script's own model, in which no heads are split
         return True
@@ -24,7 +24,7 @@ def _shares_heads(d: Draft, degree: int) -> bool:
 
 
 def _unaligned(d: Draft, degree: int) -> int:
-    """Inner features of an expert's part on some of `degree` ranks that grouped products could not read; 0: none."""
+    """Return the features of an expert's part, on one of `degree` ranks, that grouped products cannot read; 0: none."""
     parts = [chunk(features, degree, index) for features in d.facts.grouped_features for index in (0, degree - 1)]
     sizes = (part.stop - part.start for part in parts if degree > 1)
     return next((features for features in sizes if not features or features * BYTES[d.compute] % ALIGNED), 0)

@@ -1,1 +1,1 @@
-"""What the planner knows by name: accelerators, clusters, models; data files beside."""
+"""Things that the planner knows by name: accelerators, clusters, models; data files beside."""

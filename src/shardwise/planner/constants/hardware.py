@@ -68,7 +68,7 @@ class Accelerator:
 
     @property
     def fp8(self) -> bool:
-        """Whether products in fp8 are quicker than in bf16: Ada, Hopper, Blackwell, CDNA 3 and 4."""
+        """True where products in fp8 are quicker than in bf16: Ada, Hopper, Blackwell, CDNA 3 and 4."""
         return re.match(r"(G?[BH]\d|L\d|RTX [456]0|MI3)", self.name) is not None
 
 

@@ -18,7 +18,7 @@ import yaml
 
 from shardwise.errors import ConfigError
 from shardwise.planner.constants.hardware import ACCELERATORS, GIB, USABLE, Accelerator, find_accelerator, read_data
-from shardwise.planner.formulas.prediction import Cluster, Configuration, Fabric, ModelShape, Stack
+from shardwise.planner.formulas.prediction import Cluster, Fabric, ModelShape, Stack, TrainingConfiguration
 from shardwise.words import nearest, nearest_file
 
 NVLINK4, PCIE = 400, 100  # GB/s, one direction, from which on links are the former and up to which the latter
@@ -52,7 +52,7 @@ class Constants:
         factor = self.accelerators.get(family(given), self.accelerators.get("*", 1.0))
         return replace(given, matmul=given.matmul * factor)
 
-    def applied(self, given: Configuration) -> Configuration:
+    def applied(self, given: TrainingConfiguration) -> TrainingConfiguration:
         """`given`, made with an accelerator as in the table, under these constants."""
         cluster = replace(given.cluster, accelerator=self.device(given.cluster.accelerator))
         return replace(given, cluster=cluster, stack=self.stack(given.stack.name))
@@ -67,7 +67,7 @@ class Constants:
 
 
 def constants_of(data: dict[str, Any]) -> Constants:
-    """Of what `Constants.to_dict` made."""
+    """Return the constants that `Constants.to_dict` made plain data of."""
     stacks = {name: Stack(name, **row) for name, row in data["stacks"].items()}
     return Constants(data["accelerators"], stacks)
 
@@ -103,15 +103,15 @@ def stack_of(name: str) -> Stack:
 @cache
 def presets() -> dict[str, ModelShape]:
     """Named models."""
-    return {name: shape_of(name, row) for name, row in read_data("models").items()}
+    return {name: preset_shape(name, row) for name, row in read_data("models").items()}
 
 
-def shape_of(name: str, row: dict[str, Any]) -> ModelShape:
+def preset_shape(name: str, row: dict[str, Any]) -> ModelShape:
     return ModelShape(name=name, **{"key_value_heads": row["heads"], **row})
 
 
 def accelerator(name: str) -> Accelerator:
-    """By its name in the table or torch's name of the device. Raises ConfigError with the nearest name."""
+    """Return an accelerator by its name in the table or torch's name of the device. Raises ConfigError."""
     wanted = name.lower().replace("-", " ").strip()
     known = {each.name.lower(): each for each in ACCELERATORS}
     found = known.get(wanted) or known.get(f"{wanted} sxm") or find_accelerator(name)

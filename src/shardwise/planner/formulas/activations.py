@@ -1,4 +1,4 @@
-"""What autograd keeps of one transformer block between its forward and its backward, counted module by module.
+"""Bytes that autograd keeps of a transformer block between its forward and its backward, module by module.
 
 For T tokens of a microbatch, hidden size H, width A of all heads (most often H), key and value width K, intermediate
 size I and c bytes a number, autograd saves, each tensor once however many operators need it:
@@ -48,7 +48,10 @@ INDICES = 40  # bytes of a row's expert, its place before and behind the sorting
 
 @dataclass(frozen=True)
 class BlockKind:
-    """What decides how much a block keeps. `of` reads it off parameter shapes, and off the family what they hide."""
+    """The traits of a block that decide how much it keeps.
+
+    `of` reads them off parameter shapes, and off the family what these hide.
+    """
 
     rms_norm: bool = False
     fused_projection: bool = False
@@ -90,7 +93,7 @@ Attention = Literal["fused", "eager", "math"]  # math: SDPA that could not fuse
 
 
 @dataclass(frozen=True)
-class Shape:
+class MicrobatchShape:
     """One microbatch on one rank, in numbers."""
 
     tokens: int
@@ -104,7 +107,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Piece:
+class ModuleMemory:
     """A module of a block, in bytes and elements.
 
     saved: kept from forward to backward. kept: what selective checkpointing keeps of its outputs. working: held besides
@@ -150,26 +153,26 @@ def _experts(
     }
 
 
-def block_pieces(facts: ModelFacts, kind: BlockKind, shape: Shape) -> list[Piece]:
-    """The modules of one block in the order of its forward."""
+def modules_of_block(facts: ModelFacts, kind: BlockKind, shape: MicrobatchShape) -> list[ModuleMemory]:
+    """Return the modules of one block in the order of its forward."""
     attention = _attention_pieces(facts, kind, shape)
     norm = _mlp_norm(facts, kind, shape)
     mlp = _expert_pieces(facts, kind, shape) if kind.experts else _mlp_pieces(facts, kind, shape)
-    return [*attention, norm, *mlp, Piece("MLP dropout", _mask(_rows(facts, shape)[1], shape))]
+    return [*attention, norm, *mlp, ModuleMemory("MLP dropout", _mask(_rows(facts, shape)[1], shape))]
 
 
-def _rows(facts: ModelFacts, shape: Shape) -> tuple[float, float]:
+def _rows(facts: ModelFacts, shape: MicrobatchShape) -> tuple[float, float]:
     """(all tokens, those between regions) of hidden states, in bytes."""
     row = float(shape.tokens * shape.bytes * facts.hidden_size)
     return row, row / shape.tensor if shape.scattered else row
 
 
-def _moved(row: float, shape: Shape) -> float:
-    """What the border of a region holds while a sum or a gathering runs: a copy of the hidden states."""
+def _moved(row: float, shape: MicrobatchShape) -> float:
+    """Return what a tensor-parallel region's boundary holds while a collective runs: a copy of the hidden states."""
     return row if shape.tensor > 1 else 0.0
 
 
-def _attention_pieces(facts: ModelFacts, kind: BlockKind, shape: Shape) -> list[Piece]:
+def _attention_pieces(facts: ModelFacts, kind: BlockKind, shape: MicrobatchShape) -> list[ModuleMemory]:
     whole, between = _rows(facts, shape)
     heads = facts.attention_width / shape.tensor  # of this rank
     row = shape.tokens * shape.bytes * heads
@@ -181,21 +184,23 @@ def _attention_pieces(facts: ModelFacts, kind: BlockKind, shape: Shape) -> list[
     output = facts.hidden_size * heads
     return [
         _norm("attention norm", between, kind, shape),
-        Piece("query, key, value", between, qkv, whole + _moved(whole, shape), size),
-        Piece("query and key norm", _norm("", (row + qkv) / 2, kind, shape).saved if kind.head_norms else 0.0),
-        Piece("attention", saved + shape.gathered, row if fused else 0.0, working),
-        Piece("attention output", row if kind.heads_apart or not fused else 0.0, whole, whole, output),
-        Piece("attention dropout", _mask(between, shape)),
+        ModuleMemory("query, key, value", between, qkv, whole + _moved(whole, shape), size),
+        ModuleMemory("query and key norm", _norm("", (row + qkv) / 2, kind, shape).saved if kind.head_norms else 0.0),
+        ModuleMemory("attention", saved + shape.gathered, row if fused else 0.0, working),
+        ModuleMemory("attention output", row if kind.heads_apart or not fused else 0.0, whole, whole, output),
+        ModuleMemory("attention dropout", _mask(between, shape)),
     ]
 
 
-def _fused_attention(facts: ModelFacts, kind: BlockKind, shape: Shape, row: float, qkv: float) -> tuple[float, float]:
+def _fused_attention(
+    facts: ModelFacts, kind: BlockKind, shape: MicrobatchShape, row: float, qkv: float
+) -> tuple[float, float]:
     """(saved, working): query, key, value, result and statistics; working: the gradients of the first three."""
     rotated = (row + qkv) / 2 if kind.fused_projection and kind.rotary else 0.0
     return qkv + rotated + row + 4 * shape.tokens * facts.attention_heads / shape.tensor, qkv + rotated
 
 
-def _plain_attention(facts: ModelFacts, shape: Shape, row: float) -> tuple[float, float]:
+def _plain_attention(facts: ModelFacts, shape: MicrobatchShape, row: float) -> tuple[float, float]:
     """(saved, working): copies of query, key and value, and matrices of all scores."""
     scores = shape.tokens * shape.sequence * facts.attention_heads / shape.tensor
     masked = scores * shape.bytes if shape.attention == "math" else scores  # as numbers, or one byte an element
@@ -203,26 +208,28 @@ def _plain_attention(facts: ModelFacts, shape: Shape, row: float) -> tuple[float
     return 3 * row + saved, 3 * row + 2 * scores * shape.bytes
 
 
-def _mlp_norm(facts: ModelFacts, kind: BlockKind, shape: Shape) -> Piece:
+def _mlp_norm(facts: ModelFacts, kind: BlockKind, shape: MicrobatchShape) -> ModuleMemory:
     _, row = _rows(facts, shape)
     norm = _norm("MLP norm", row, kind, shape)
     # Parallel branches read the same residual stream.
     return replace(norm, saved=norm.saved - row) if kind.parallel_residual else norm
 
 
-def _mlp_pieces(facts: ModelFacts, kind: BlockKind, shape: Shape, features: int | None = None) -> list[Piece]:
+def _mlp_pieces(
+    facts: ModelFacts, kind: BlockKind, shape: MicrobatchShape, features: int | None = None
+) -> list[ModuleMemory]:
     hidden, wide = facts.hidden_size, math.ceil((features or facts.intermediate_size) / shape.tensor)
     (whole, row), inner = _rows(facts, shape), shape.tokens * shape.bytes * wide
     keeps, ups = (3, 2) if kind.gated else (1, 1)
     shares = kind.relu and not kind.gated  # ReLU holds on to its result, which is the next linear's input
     return [
-        Piece("MLP up", row, ups * inner, whole + _moved(whole, shape), ups * hidden * wide),
-        Piece("activation", keeps * inner, 0.0, (2 + kind.gated) * inner),
-        Piece("MLP down", (1 - shares) * inner, whole, inner + _moved(whole, shape), hidden * wide),
+        ModuleMemory("MLP up", row, ups * inner, whole + _moved(whole, shape), ups * hidden * wide),
+        ModuleMemory("activation", keeps * inner, 0.0, (2 + kind.gated) * inner),
+        ModuleMemory("MLP down", (1 - shares) * inner, whole, inner + _moved(whole, shape), hidden * wide),
     ]
 
 
-def _expert_pieces(facts: ModelFacts, kind: BlockKind, shape: Shape) -> list[Piece]:
+def _expert_pieces(facts: ModelFacts, kind: BlockKind, shape: MicrobatchShape) -> list[ModuleMemory]:
     rows = facts.experts_of_token * shape.tokens
     wide = math.ceil(kind.expert_features / shape.tensor)
     (whole, row), inner = _rows(facts, shape), float(rows * shape.bytes * wide)
@@ -233,26 +240,26 @@ def _expert_pieces(facts: ModelFacts, kind: BlockKind, shape: Shape) -> list[Pie
     scores = float(FP32 * shape.tokens * kind.experts + INDICES * rows)
     shared = _mlp_pieces(facts, kind, shape, kind.shared_features) if kind.shared_features else []
     return [
-        Piece("router", (0.0 if shared else row) + scores, parameters=kind.experts * facts.hidden_size),
-        Piece("experts up", spread + 2 * copies, 2 * inner, 2 * (inner + copies) + spread + whole, 2 * weights),
-        Piece("expert activation", 3 * inner, 0.0, 3 * inner),
-        Piece("experts down", inner + copies, spread, spread + inner + copies, weights),
-        Piece("sum of experts", spread, 0.0, 2 * spread + _moved(whole, shape)),
+        ModuleMemory("router", (0.0 if shared else row) + scores, parameters=kind.experts * facts.hidden_size),
+        ModuleMemory("experts up", spread + 2 * copies, 2 * inner, 2 * (inner + copies) + spread + whole, 2 * weights),
+        ModuleMemory("expert activation", 3 * inner, 0.0, 3 * inner),
+        ModuleMemory("experts down", inner + copies, spread, spread + inner + copies, weights),
+        ModuleMemory("sum of experts", spread, 0.0, 2 * spread + _moved(whole, shape)),
         *shared,
-        Piece("shared gate", gated, 0.0, 2 * gated),
+        ModuleMemory("shared gate", gated, 0.0, 2 * gated),
     ]
 
 
-def _norm(name: str, row: float, kind: BlockKind, shape: Shape) -> Piece:
+def _norm(name: str, row: float, kind: BlockKind, shape: MicrobatchShape) -> ModuleMemory:
     """Layer norm: input and two fp32 statistics. RMS norm: input in fp32, and the normalised values."""
     tokens = shape.tokens / shape.tensor if shape.scattered else shape.tokens
     if kind.rms_norm:
         wide = row * 4 / min(shape.bytes, 4)
-        return Piece(name, wide + row + 4 * tokens, 0.0, 3 * wide)
-    return Piece(name, row + 8 * tokens, 0.0, row)
+        return ModuleMemory(name, wide + row + 4 * tokens, 0.0, 3 * wide)
+    return ModuleMemory(name, row + 8 * tokens, 0.0, row)
 
 
-def _mask(row: float, shape: Shape) -> float:
+def _mask(row: float, shape: MicrobatchShape) -> float:
     return row / shape.bytes if shape.dropout else 0.0
 
 
@@ -269,17 +276,17 @@ def _norm_sizes(shapes: dict[str, tuple[int, ...]]) -> list[tuple[int, ...]]:
     return [shapes[f"{norm}.weight"] for norm in _norms(shapes)]
 
 
-def saved_bytes(pieces: Sequence[Piece]) -> float:
-    """All that a block keeps without checkpointing."""
+def saved_bytes(pieces: Sequence[ModuleMemory]) -> float:
+    """Return all that a block keeps without checkpointing."""
     return sum(piece.saved for piece in pieces)
 
 
-def kept_bytes(pieces: Sequence[Piece]) -> float:
-    """Outputs of matrix products and attention, which selective checkpointing keeps."""
+def kept_bytes(pieces: Sequence[ModuleMemory]) -> float:
+    """Return the outputs of matrix products and attention, which selective checkpointing keeps."""
     return sum(piece.kept for piece in pieces)
 
 
-def backward_peak(pieces: Sequence[Piece], gradient_bytes: int) -> tuple[float, float]:
+def backward_peak(pieces: Sequence[ModuleMemory], gradient_bytes: int) -> tuple[float, float]:
     """(activations and temporaries, weight gradients) at the worst moment of a block's backward.
 
     Modules run backwards; a module's saved tensors are freed behind it and its weight gradients stay.

@@ -20,9 +20,15 @@ from typing import NamedTuple
 
 from shardwise.job.axes import Axis, data_axes, replica_axes, state_axes
 from shardwise.plan.draft import V_SCHEDULES
-from shardwise.planner.formulas.communication import gather, group, join, message, reduce
+from shardwise.planner.formulas.communication import (
+    all_reduce_seconds,
+    gather_seconds,
+    message_seconds,
+    overlapped_seconds,
+    rank_group,
+)
 from shardwise.planner.formulas.compute import BYTES, tokens_of
-from shardwise.planner.formulas.prediction import Configuration
+from shardwise.planner.formulas.prediction import TrainingConfiguration
 
 ASYNC = 0.6  # of tensor traffic that stays exposed when it is cut in pieces (torchtitan gains 9 and 10 % a step by it)
 
@@ -37,69 +43,71 @@ class StageWork(NamedTuple):
 class AxisTraffic(NamedTuple):
     """Exposed seconds of one axis: of a block and microbatch, and of a step besides; None where there are none."""
 
-    in_block: Callable[[Configuration], float] | None = None
-    in_step: Callable[[Configuration, StageWork], float] | None = None
+    in_block: Callable[[TrainingConfiguration], float] | None = None
+    in_step: Callable[[TrainingConfiguration, StageWork], float] | None = None
 
 
-def _tensor(configuration: Configuration) -> float:
+def _tensor(configuration: TrainingConfiguration) -> float:
     if configuration.tensor == 1:
         return 0.0
-    over = group(configuration, Axis.TENSOR)
+    over = rank_group(configuration, Axis.TENSOR)
     size = float(tokens_of(configuration) * configuration.model.hidden * BYTES[configuration.precision])
-    one = 2 * gather(size, over) if configuration.sequence_parallel else reduce(size, over)
+    one = 2 * gather_seconds(size, over) if configuration.sequence_parallel else all_reduce_seconds(size, over)
     again = configuration.checkpointed if configuration.checkpointing == "full" else 0.0
     return (4 + 2 * again) * one * (ASYNC if configuration.async_tensor else 1.0)
 
 
-def _context(configuration: Configuration) -> float:
+def _context(configuration: TrainingConfiguration) -> float:
     if configuration.context == 1:
         return 0.0
     width = 2 * configuration.model.key_value_width / configuration.tensor
     size = configuration.microbatch * configuration.sequence * width * BYTES[configuration.precision]
-    return 3 * gather(size, group(configuration, Axis.CONTEXT))
+    return 3 * gather_seconds(size, rank_group(configuration, Axis.CONTEXT))
 
 
-def _ends_sharded(configuration: Configuration, work: StageWork) -> float:
+def _ends_sharded(configuration: TrainingConfiguration, work: StageWork) -> float:
     """Return the seconds of gathering and scattering what stands first and last, in all microbatches."""
     if configuration.zero < 3 or configuration.degree(*state_axes()) == 1:
         return 0.0
-    over = group(configuration, *state_axes())
+    over = rank_group(configuration, *state_axes())
     size = BYTES[configuration.precision] + BYTES[configuration.reduction]
-    one = gather(configuration.model.embedding_parameters / configuration.tensor * size, over)
+    one = gather_seconds(configuration.model.embedding_parameters / configuration.tensor * size, over)
     return configuration.accumulation * one
 
 
-def _messages(configuration: Configuration, work: StageWork) -> float:
+def _messages(configuration: TrainingConfiguration, work: StageWork) -> float:
     """Return the seconds of the messages between stages, of all microbatches and the bubble's."""
     if configuration.pipeline == 1:
         return 0.0
     size = float(tokens_of(configuration) * configuration.model.hidden * BYTES[configuration.precision])
     gathered = 0.0
     if configuration.sequence_parallel or configuration.scattered_messages:
-        gathered = 0.0 if configuration.sequence_parallel else gather(size, group(configuration, Axis.TENSOR))
+        gathered = (
+            0.0 if configuration.sequence_parallel else gather_seconds(size, rank_group(configuration, Axis.TENSOR))
+        )
         size /= configuration.tensor
-    one = 2 * configuration.virtual * (message(size, group(configuration, Axis.PIPELINE)) + gathered)
+    one = 2 * configuration.virtual * (message_seconds(size, rank_group(configuration, Axis.PIPELINE)) + gathered)
     return one * (configuration.accumulation + configuration.pipeline - 1)
 
 
-def _reduction(configuration: Configuration, work: StageWork) -> float:
+def _reduction(configuration: TrainingConfiguration, work: StageWork) -> float:
     """Return the exposed seconds of the reduction of gradients between replicas, once a step."""
     elements = elements_of_rank(configuration, work.blocks)
     parameter, reduction = BYTES[configuration.precision], BYTES[configuration.reduction]
     shards, after = configuration.degree(*state_axes()), 0.0
     if configuration.zero == 3:
-        traffic = reduce(elements / shards * reduction, group(configuration, *replica_axes()))
+        traffic = all_reduce_seconds(elements / shards * reduction, rank_group(configuration, *replica_axes()))
     elif configuration.zero == 0:
-        traffic = reduce(elements * reduction, group(configuration, *data_axes()))
+        traffic = all_reduce_seconds(elements * reduction, rank_group(configuration, *data_axes()))
     else:
-        over = group(configuration, *state_axes())
-        traffic = gather(elements * reduction, over)
-        traffic += reduce(elements / shards * reduction, group(configuration, *replica_axes()))
-        after = gather(elements * parameter, over)
-    return join(work.last_backward, traffic, configuration.stack.overlap) - work.last_backward + after
+        over = rank_group(configuration, *state_axes())
+        traffic = gather_seconds(elements * reduction, over)
+        traffic += all_reduce_seconds(elements / shards * reduction, rank_group(configuration, *replica_axes()))
+        after = gather_seconds(elements * parameter, over)
+    return overlapped_seconds(work.last_backward, traffic, configuration.stack.overlap) - work.last_backward + after
 
 
-def elements_of_rank(configuration: Configuration, blocks: int) -> float:
+def elements_of_rank(configuration: TrainingConfiguration, blocks: int) -> float:
     """Return the elements of `blocks` blocks and of what stands first and last, on one tensor rank."""
     model = configuration.model
     one_rank_has_both = configuration.pipeline == 1 or configuration.schedule in V_SCHEDULES
@@ -117,11 +125,11 @@ AXIS_TRAFFIC: dict[Axis, AxisTraffic] = {
 }
 
 
-def block_traffic(configuration: Configuration) -> dict[Axis, float]:
+def block_traffic(configuration: TrainingConfiguration) -> dict[Axis, float]:
     """Return the exposed seconds of each axis in one block and microbatch."""
     return {axis: row.in_block(configuration) if row.in_block else 0.0 for axis, row in AXIS_TRAFFIC.items()}
 
 
-def step_traffic(configuration: Configuration, work: StageWork) -> dict[Axis, float]:
+def step_traffic(configuration: TrainingConfiguration, work: StageWork) -> dict[Axis, float]:
     """Return the exposed seconds of each axis in a step, beside those of blocks."""
     return {axis: row.in_step(configuration, work) if row.in_step else 0.0 for axis, row in AXIS_TRAFFIC.items()}

@@ -24,13 +24,13 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from shardwise.job.axes import Axis, placed_axes
-from shardwise.planner.formulas.prediction import Cluster, Configuration, Stack
+from shardwise.planner.formulas.prediction import Cluster, Stack, TrainingConfiguration
 
 TREE = 0.25  # share of the ring's bandwidth that trees reach on large sizes (p5 with EFA, fabric_bandwidth.csv)
 DIRECT = 0.90  # share of the nominal bandwidth between nodes that direct sending reaches
 
 
-class Group(NamedTuple):
+class RankGroup(NamedTuple):
     """Ranks of one axis: how many, how many of them on a node, and rates in bytes a second and seconds a hop."""
 
     ranks: int
@@ -47,13 +47,13 @@ class Group(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _group(ranks: int, stride: int, cluster: Cluster, stack: Stack) -> Group:
+def _group(ranks: int, stride: int, cluster: Cluster, stack: Stack) -> RankGroup:
     # Groups that do not divide a node lie over the edges of some: those of the slowest group count.
     whole = cluster.per_node if cluster.nodes == 1 else math.gcd(ranks * stride, cluster.per_node)
     local = max(1, min(ranks, whole // max(1, stride)))
     # The node's network is shared by all of its ranks; those of one group form rings that use their share together.
     share = cluster.inter * 1e9 * local / cluster.per_node
-    return Group(
+    return RankGroup(
         ranks,
         local,
         cluster.intra * 1e9 * cluster.link.bandwidth,
@@ -64,7 +64,7 @@ def _group(ranks: int, stride: int, cluster: Cluster, stack: Stack) -> Group:
     )
 
 
-def group(configuration: Configuration, *axes: Axis) -> Group:
+def rank_group(configuration: TrainingConfiguration, *axes: Axis) -> RankGroup:
     """Return the group of the ranks that differ along `axes`, which lie side by side in the placement."""
     placed = placed_axes(configuration.placement)
     fastest = max(placed.index(axis) for axis in axes)
@@ -72,7 +72,7 @@ def group(configuration: Configuration, *axes: Axis) -> Group:
     return _group(configuration.degree(*axes), stride, configuration.cluster, configuration.stack)
 
 
-def gather(size: float, over: Group, algorithm: str = "nccl") -> float:
+def gather_seconds(size: float, over: RankGroup, algorithm: str = "nccl") -> float:
     """All-gather or reduce-scatter of `size` bytes, seconds; `algorithm`: nccl (ring), hierarchical or smddp."""
     if over.ranks == 1:
         return 0.0
@@ -88,16 +88,16 @@ def gather(size: float, over: Group, algorithm: str = "nccl") -> float:
     return inside + far / over.inter + (over.nodes - 1) * over.far_hop
 
 
-def reduce(size: float, over: Group) -> float:
+def all_reduce_seconds(size: float, over: RankGroup) -> float:
     """All-reduce of `size` bytes, seconds."""
     if over.nodes == 1:
-        return 2 * gather(size, over)
+        return 2 * gather_seconds(size, over)
     ring = 2 * (over.ranks - 1) / over.ranks * size / min(over.intra, over.inter) + (over.ranks - 1) * over.far_hop
     hops = 2 * (math.log2(over.nodes) * over.far_hop + over.local * over.hop)
     return min(ring, 2 * size / (min(over.intra, over.inter) * TREE) + hops)
 
 
-def message(size: float, over: Group) -> float:
+def message_seconds(size: float, over: RankGroup) -> float:
     """One rank to the next of its axis, seconds; the slowest neighbours of the group."""
     if over.ranks == 1:
         return 0.0
@@ -106,7 +106,7 @@ def message(size: float, over: Group) -> float:
     return size / (over.inter / over.local) + over.far_hop
 
 
-def join(computation: float, traffic: float, exponent: float) -> float:
+def overlapped_seconds(computation: float, traffic: float, exponent: float) -> float:
     """Seconds of two things at once that hinder each other: (a^x + b^x)^(1/x).
 
     1 is one after the other, a large exponent the longer of both; between them, traffic of half the computation's time

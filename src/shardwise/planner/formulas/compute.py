@@ -21,7 +21,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from shardwise.planner.constants.hardware import Accelerator
-from shardwise.planner.formulas.prediction import Configuration, Stack
+from shardwise.planner.formulas.prediction import Stack, TrainingConfiguration
 
 TILE = 128
 WAVE = 0.35  # of a wave that the last one wastes
@@ -49,7 +49,7 @@ BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}  # fp8: of produc
 FP8 = 1.45  # rate of products in fp8 against bf16 with scaling; torchtitan's Llama 3 8B gains 28 % a step on H100
 
 
-class Work(NamedTuple):
+class KernelWork(NamedTuple):
     """Seconds on the accelerator by cause, and of the host's launches."""
 
     matmul: float = 0.0
@@ -61,15 +61,15 @@ class Work(NamedTuple):
     def device(self) -> float:
         return self.matmul + self.attention + self.memory_bound
 
-    def times(self, factor: float) -> Work:
-        return Work(*(factor * part for part in self))
+    def times(self, factor: float) -> KernelWork:
+        return KernelWork(*(factor * part for part in self))
 
-    def plus(self, other: Work) -> Work:
-        return Work(*(one + two for one, two in zip(self, other)))
+    def plus(self, other: KernelWork) -> KernelWork:
+        return KernelWork(*(one + two for one, two in zip(self, other)))
 
 
 class Rates(NamedTuple):
-    """What one accelerator does a second under one stack."""
+    """The rates of one accelerator under one stack."""
 
     flops: float  # of large matrix products
     attention: float  # of flash attention on long sequences
@@ -111,12 +111,12 @@ def _linears(shapes: list[tuple[int, int]], tokens: int, rates: Rates) -> tuple[
     return forward, backward
 
 
-def tokens_of(configuration: Configuration) -> int:
+def tokens_of(configuration: TrainingConfiguration) -> int:
     """Tokens of a microbatch on one rank."""
     return max(1, configuration.microbatch * configuration.sequence // configuration.context)
 
 
-def block(configuration: Configuration) -> tuple[Work, Work]:
+def block_work(configuration: TrainingConfiguration) -> tuple[KernelWork, KernelWork]:
     """(forward, backward) of one block without recomputation."""
     model, t = configuration.model, configuration.tensor
     speed = rates(configuration.cluster.accelerator, configuration.stack, configuration.precision)
@@ -130,33 +130,33 @@ def block(configuration: Configuration) -> tuple[Work, Work]:
     passes = _passes(configuration, tokens, speed)
     host = _host(configuration)
     return (
-        Work(products[0], scores[0], passes[0], host),
-        Work(products[1], scores[1], passes[1], BACKWARD_LAUNCH * 2 * host),
+        KernelWork(products[0], scores[0], passes[0], host),
+        KernelWork(products[1], scores[1], passes[1], BACKWARD_LAUNCH * 2 * host),
     )
 
 
-def _flash(configuration: Configuration, tokens: int, speed: Rates) -> tuple[float, float]:
+def _flash(configuration: TrainingConfiguration, tokens: int, speed: Rates) -> tuple[float, float]:
     length = configuration.sequence
     width = configuration.model.attention_width
     flops = 2.0 * tokens * length * width / configuration.tensor
-    head = width / max(1, configuration.model.heads)
-    forward = flops / speed.attention * (1 + ATTENTION_LENGTH / length) * (1 + ATTENTION_HEAD / head)
+    head_size = width / max(1, configuration.model.heads)
+    forward = flops / speed.attention * (1 + ATTENTION_LENGTH / length) * (1 + ATTENTION_HEAD / head_size)
     return forward, 2.5 * forward
 
 
-def _scores(configuration: Configuration, tokens: int, speed: Rates) -> tuple[float, float]:
+def _scores(configuration: TrainingConfiguration, tokens: int, speed: Rates) -> tuple[float, float]:
     model, t = configuration.model, configuration.tensor
     heads = max(1, model.heads // t)
     elements = float(tokens * configuration.sequence * heads)
-    head = model.attention_width // max(1, model.heads)
-    products = 4.0 * elements * head / speed.flops * (1 + INNER / head)
+    head_size = model.attention_width // max(1, model.heads)
+    products = 4.0 * elements * head_size / speed.flops * (1 + INNER / head_size)
     one = elements * speed.size / speed.bandwidth * configuration.stack.score_passes
     dropped = DROPOUT_SCORE_PASSES if configuration.dropout else (0.0, 0.0)
     forward, backward = (passes + more for passes, more in zip(SCORE_PASSES, dropped))
     return products + forward * one, 2 * products + backward * one
 
 
-def _passes(configuration: Configuration, tokens: int, speed: Rates) -> tuple[float, float]:
+def _passes(configuration: TrainingConfiguration, tokens: int, speed: Rates) -> tuple[float, float]:
     model, t = configuration.model, configuration.tensor
     row = tokens * model.hidden * speed.size / speed.bandwidth
     between = row / t if configuration.sequence_parallel else row
@@ -169,37 +169,37 @@ def _passes(configuration: Configuration, tokens: int, speed: Rates) -> tuple[fl
     return forward + masks, backward + masks
 
 
-def kernels(configuration: Configuration) -> float:
+def kernels_of_block(configuration: TrainingConfiguration) -> float:
     """Launches of one block's forward."""
     return FORWARD_KERNELS[configuration.model.gated] * (COMPILED if configuration.compile else 1.0)
 
 
-def _host(configuration: Configuration) -> float:
-    return kernels(configuration) * LAUNCH * configuration.stack.launch
+def _host(configuration: TrainingConfiguration) -> float:
+    return kernels_of_block(configuration) * LAUNCH * configuration.stack.launch
 
 
 OPTIMIZER_BYTES = 34.0  # of an element: norm and Adam's update read and write them
 LOGIT_BYTES = (14.0, 12.0)  # forward: written, read and cast to fp32, log-softmax; backward: the same back
 
 
-def head(configuration: Configuration) -> tuple[Work, Work]:
+def head_work(configuration: TrainingConfiguration) -> tuple[KernelWork, KernelWork]:
     """(forward, backward) of output projection and loss."""
     model = configuration.model
     if not model.vocabulary:
-        return Work(), Work()
+        return KernelWork(), KernelWork()
     speed = rates(configuration.cluster.accelerator, configuration.stack, configuration.precision)
     tokens, vocabulary = tokens_of(configuration), max(1, model.vocabulary // configuration.tensor)
     forward, backward = _linears([(model.hidden, vocabulary)], tokens, speed)
     logits = tokens * vocabulary / speed.bandwidth
     host = 12 * LAUNCH * configuration.stack.launch
     return (
-        Work(forward, 0.0, LOGIT_BYTES[0] * logits, host),
-        Work(backward, 0.0, LOGIT_BYTES[1] * logits, host),
+        KernelWork(forward, 0.0, LOGIT_BYTES[0] * logits, host),
+        KernelWork(backward, 0.0, LOGIT_BYTES[1] * logits, host),
     )
 
 
-def recomputed(configuration: Configuration, forward: Work) -> Work:
-    """What a checkpointed block does again in its backward, given its forward.
+def recomputed_work(configuration: TrainingConfiguration, forward: KernelWork) -> KernelWork:
+    """Return what a checkpointed block does again in its backward, given its forward.
 
     torch.utils.checkpoint without reentrant backward stops, since torch 2.1, once all that backward needs is there.
     """
@@ -214,17 +214,19 @@ def recomputed(configuration: Configuration, forward: Work) -> Work:
     if configuration.checkpointing == "full" and configuration.stack.stops_early:
         matmul -= _last_product(configuration)
     host = forward.host if configuration.checkpointing != "none" else 0.0
-    return Work(matmul, attention, memory_bound, host).times(configuration.checkpointed * configuration.stack.recompute)
+    return KernelWork(matmul, attention, memory_bound, host).times(
+        configuration.checkpointed * configuration.stack.recompute
+    )
 
 
-def _last_product(configuration: Configuration) -> float:
-    """Of a block's forward."""
+def _last_product(configuration: TrainingConfiguration) -> float:
+    """Return the last product of a block's forward."""
     speed = rates(configuration.cluster.accelerator, configuration.stack, configuration.precision)
     inner = max(1, configuration.model.intermediate // configuration.tensor)
     return matmul_seconds(tokens_of(configuration), configuration.model.hidden, inner, speed)
 
 
-def optimizer_seconds(elements: float, configuration: Configuration) -> float:
+def optimizer_seconds(elements: float, configuration: TrainingConfiguration) -> float:
     """A step of Adam over `elements` of this rank, once a step."""
     accelerator = configuration.cluster.accelerator
     return OPTIMIZER_BYTES * elements / (accelerator.bandwidth * 1e9 * accelerator.memory_bound)

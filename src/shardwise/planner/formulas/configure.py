@@ -1,4 +1,4 @@
-"""A Configuration of a resolved Plan and discovered facts: what `shardwise train` would run, for `predict`."""
+"""A TrainingConfiguration of a resolved Plan and discovered facts: what `shardwise train` would run, for `predict`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from shardwise.model.facts import ModelFacts
 from shardwise.plan.draft import group_size
 from shardwise.plan.plan import Plan
 from shardwise.planner.constants.inventory import stack_of
-from shardwise.planner.formulas.prediction import Cluster, Configuration, ModelShape, Stack
+from shardwise.planner.formulas.prediction import Cluster, ModelShape, Stack, TrainingConfiguration
 
 
 def configuration_of(
     plan: Plan, facts: ModelFacts, cluster: Cluster, stack: Stack | None = None, shape: ModelShape | None = None
-) -> Configuration:
+) -> TrainingConfiguration:
     """The configuration of `plan` on `cluster`. `shape`, where it is known, spares reading it off the facts again."""
     job, degrees = plan.job, plan.degrees
     memory, parallel, stack = job.memory, job.parallel, stack or stack_of("shardwise")
@@ -23,7 +23,7 @@ def configuration_of(
     if dropout:  # the mask of one behind a block's last product is kept, so that this is recomputed too
         stack = replace(stack, stops_early=False)
     sizes: dict[str, Any] = {str(axis): degree for axis, degree in degrees.items()}
-    return Configuration(
+    return TrainingConfiguration(
         **sizes,
         model=shape or ModelShape.of(facts),
         cluster=cluster,

@@ -1,4 +1,4 @@
-"""Peak memory of each pipeline rank by cause, from a Configuration: a few sums, quick enough for a search.
+"""Peak memory of each pipeline rank by cause, from a TrainingConfiguration: a few sums, quick enough for a search.
 
 `shardwise.planner.formulas.memory` follows FSDP2 allocation by allocation for a resolved Plan; this is what holds of
 any stack. It counts what the allocator reserves, which is what trainers log, in the fuller of two moments: when the
@@ -42,33 +42,33 @@ from itertools import pairwise
 from shardwise.job.axes import state_axes
 from shardwise.plan.draft import SPLIT_SCHEDULES, V_SCHEDULES
 from shardwise.planner.formulas.compute import BYTES, tokens_of
-from shardwise.planner.formulas.layer import Layer, blocks_ahead, layer_of
-from shardwise.planner.formulas.prediction import Configuration, ModelShape
+from shardwise.planner.formulas.layer import BlockTime, block_time, blocks_ahead
+from shardwise.planner.formulas.prediction import ModelShape, TrainingConfiguration
 
 GB = 10**9
 CHUNK = 1024  # rows of logits that a chunked loss holds
 SHARED_LOGITS = 10.0  # bytes of a logit, at most, where tensor ranks share the vocabulary
 
 
-def footprint(configuration: Configuration) -> tuple[dict[str, float], list[float]]:
+def footprint(configuration: TrainingConfiguration) -> tuple[dict[str, float], list[float]]:
     """(bytes by cause on the fullest rank, bytes of each pipeline rank)."""
-    found = stages(configuration)
+    found = stage_footprints(configuration)
     totals = [sum(causes.values()) for causes in found]
     return found[totals.index(max(totals))], totals
 
 
-def stages(configuration: Configuration, layer: Layer | None = None) -> list[dict[str, float]]:
+def stage_footprints(configuration: TrainingConfiguration, layer: BlockTime | None = None) -> list[dict[str, float]]:
     """Bytes by cause of each pipeline rank. `layer` spares counting its seconds again, where they are needed."""
     kept = _activations(configuration)
     found = [_rank(configuration, rank, *kept) for rank in range(configuration.pipeline)]
     if configuration.stack.pending and configuration.tensor > 1:
-        layer = layer or layer_of(configuration)
+        layer = layer or block_time(configuration)
         for rank, causes in enumerate(found):
             causes["pending"] = _pending(configuration, layer, rank)
     return found
 
 
-def host_bytes(configuration: Configuration) -> float:
+def host_bytes(configuration: TrainingConfiguration) -> float:
     """Bytes that offloading puts into the host's memory, of the rank that has most: parameters, gradients and Adam's
     states in fp32; inputs of checkpointed blocks."""
     model, size, found = configuration.model, 0.0, 0.0
@@ -83,7 +83,7 @@ def host_bytes(configuration: Configuration) -> float:
     return found
 
 
-def _rank(configuration: Configuration, rank: int, kept: float, working: float) -> dict[str, float]:
+def _rank(configuration: TrainingConfiguration, rank: int, kept: float, working: float) -> dict[str, float]:
     model, t, p = configuration.model, configuration.tensor, configuration.pipeline
     in_v = configuration.schedule in V_SCHEDULES
     blocks = _blocks(configuration, rank)
@@ -100,20 +100,20 @@ def _rank(configuration: Configuration, rank: int, kept: float, working: float) 
     return causes
 
 
-def _pending(configuration: Configuration, layer: Layer, rank: int) -> float:
+def _pending(configuration: TrainingConfiguration, layer: BlockTime, rank: int) -> float:
     """Partial results that are free but not to be had, when the last forward before a backward is launched."""
     blocks, forwards = _blocks(configuration, rank), _in_flight(configuration, rank)
     row = tokens_of(configuration) * configuration.model.hidden * BYTES[configuration.precision]
     return configuration.stack.pending * blocks_ahead(configuration, layer, blocks, forwards) * 2.0 * row
 
 
-def _blocks(configuration: Configuration, rank: int) -> int:
+def _blocks(configuration: TrainingConfiguration, rank: int) -> int:
     """Blocks of a pipeline rank; in a V it has a stage on the way down and one on the way up."""
     model, p, by_cost = configuration.model, configuration.pipeline, configuration.cuts_by_cost
     if configuration.schedule not in V_SCHEDULES:
         return stage_blocks(model, p, by_cost)[rank]
-    stages = stage_blocks(model, 2 * p, by_cost)
-    return stages[rank] + stages[-1 - rank]
+    blocks = stage_blocks(model, 2 * p, by_cost)
+    return blocks[rank] + blocks[-1 - rank]
 
 
 @lru_cache(maxsize=4096)
@@ -134,7 +134,7 @@ def stage_blocks(model: ModelShape, pipeline: int, balanced: bool) -> tuple[int,
     return min((by_cost, even), key=lambda blocks: max((*blocks[:-1], blocks[-1] + head)))
 
 
-def _in_flight(configuration: Configuration, rank: int) -> float:
+def _in_flight(configuration: TrainingConfiguration, rank: int) -> float:
     """Microbatches whose activations a rank holds (arXiv 2205.05198, section 4.2.3)."""
     p, v, m = configuration.pipeline, configuration.virtual, configuration.accumulation
     if p == 1:
@@ -148,7 +148,7 @@ def _in_flight(configuration: Configuration, rank: int) -> float:
     return float(min(m, p - rank))
 
 
-def _states(configuration: Configuration, elements: float) -> dict[str, float]:
+def _states(configuration: TrainingConfiguration, elements: float) -> dict[str, float]:
     data = configuration.degree(*state_axes())
     if configuration.zero == 3:
         each = elements / data
@@ -164,7 +164,7 @@ def _states(configuration: Configuration, elements: float) -> dict[str, float]:
     }
 
 
-def _buffers(configuration: Configuration, elements: float, ends: float) -> dict[str, float]:
+def _buffers(configuration: TrainingConfiguration, elements: float, ends: float) -> dict[str, float]:
     """ZeRO-3's parameters and gradients that are whole, and its flat buffers.
 
     Gathered: two blocks and the ends. Communication: the flat buffers of the largest gathering and the largest
@@ -180,7 +180,7 @@ def _buffers(configuration: Configuration, elements: float, ends: float) -> dict
     return {"gathered": size * (2 * one + ends), "communication": size * one + flat}
 
 
-def _logits(configuration: Configuration) -> float:
+def _logits(configuration: TrainingConfiguration) -> float:
     """Bytes while the loss turns round."""
     tokens, shared = tokens_of(configuration), configuration.tensor > 1
     rows = min(tokens, CHUNK) if configuration.chunked_loss else tokens
@@ -188,7 +188,7 @@ def _logits(configuration: Configuration) -> float:
     return rows * configuration.model.vocabulary / configuration.tensor * (min(size, SHARED_LOGITS) if shared else size)
 
 
-def _activations(configuration: Configuration) -> tuple[float, float]:
+def _activations(configuration: TrainingConfiguration) -> tuple[float, float]:
     """(kept of a block between forward and backward, held besides at the worst moment of a backward)."""
     model, t = configuration.model, configuration.tensor
     tokens, size = tokens_of(configuration), BYTES[configuration.precision]
@@ -217,7 +217,7 @@ def _activations(configuration: Configuration) -> tuple[float, float]:
     return fraction * kept + (1 - fraction) * whole, recomputed + 2 * row + inner / 2
 
 
-def _half(configuration: Configuration, query: float, key_value: float, up: float, down: float) -> float:
+def _half(configuration: TrainingConfiguration, query: float, key_value: float, up: float, down: float) -> float:
     """Results of every other matrix product of a block: query, value, gate, down; or query, key, value in one, and up.
 
     Down's, the last, is read by no backward.

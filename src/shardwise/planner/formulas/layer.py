@@ -14,20 +14,27 @@ from typing import NamedTuple
 
 from shardwise.job.axes import Axis, state_axes
 from shardwise.planner.formulas.axis_traffic import block_traffic
-from shardwise.planner.formulas.communication import gather, group, join
-from shardwise.planner.formulas.compute import BYTES, Work, block, kernels, recomputed, tokens_of
-from shardwise.planner.formulas.prediction import Configuration
+from shardwise.planner.formulas.communication import gather_seconds, overlapped_seconds, rank_group
+from shardwise.planner.formulas.compute import (
+    BYTES,
+    KernelWork,
+    block_work,
+    kernels_of_block,
+    recomputed_work,
+    tokens_of,
+)
+from shardwise.planner.formulas.prediction import TrainingConfiguration
 
 HOST_BANDWIDTH = 12e9  # bytes a second of one accelerator to its host; two of them share 16 lanes of PCIe 4
 QUEUE = 1024  # launches that an accelerator keeps before its host has to wait
 
 
-class Layer(NamedTuple):
+class BlockTime(NamedTuple):
     """Seconds of one block, a microbatch: forward, backward with recomputation, and exposed traffic in either."""
 
-    forward: Work
-    backward: Work
-    again: Work
+    forward: KernelWork
+    backward: KernelWork
+    again: KernelWork
     traffic: dict[Axis, float]
     offload: float
 
@@ -41,10 +48,10 @@ class Layer(NamedTuple):
         return self.forward.host + self.backward.host + self.again.host
 
 
-def layer_of(configuration: Configuration) -> Layer:
+def block_time(configuration: TrainingConfiguration) -> BlockTime:
     """The mean block of `configuration`."""
-    forward, backward = block(configuration)
-    again = recomputed(configuration, forward)
+    forward, backward = block_work(configuration)
+    again = recomputed_work(configuration, forward)
     traffic = block_traffic(configuration)
     busy = (forward.device, backward.device + again.device)
     shard, offload = _shard(configuration, busy)
@@ -54,42 +61,44 @@ def layer_of(configuration: Configuration) -> Layer:
         kept = configuration.kept_blocks / configuration.model.layers
         shard, offload = ((1 - kept) * one + kept * two for one, two in zip((shard, offload), waiting))
     traffic[Axis.SHARD] += shard
-    return Layer(forward, backward, again, traffic, offload)
+    return BlockTime(forward, backward, again, traffic, offload)
 
 
-def blocks_ahead(configuration: Configuration, layer: Layer, blocks: int, forwards: float) -> float:
+def blocks_ahead(configuration: TrainingConfiguration, layer: BlockTime, blocks: int, forwards: float) -> float:
     """Forwards of blocks that wait in the accelerator's queue when the last of `forwards` microbatches, of `blocks` of
     them each, is launched; `forwards` are those that a rank runs before its first backward."""
-    most = QUEUE / kernels(configuration)
+    most = QUEUE / kernels_of_block(configuration)
     free = forwards if configuration.pipeline == 1 else max(0.0, forwards - 2)
     filling = blocks * free * max(0.0, 1 - layer.host / layer.device)
     if configuration.accumulation <= configuration.pipeline:
         return min(most, filling)
     # Neither's seconds are known well enough for a switch: none of the queue where the host takes twice as long as the
     # accelerator, and all of it where it is as quick.
-    ratio = layer.device / (layer.host + waits(configuration))
+    ratio = layer.device / (layer.host + message_waits(configuration))
     return min(most, max(filling, most * (2 * ratio - 1)))
 
 
-def waits(configuration: Configuration) -> float:
+def message_waits(configuration: TrainingConfiguration) -> float:
     """Seconds that a block's share of messages costs the host."""
-    between = group(configuration, Axis.PIPELINE).nodes > 1
+    between = rank_group(configuration, Axis.PIPELINE).nodes > 1
     return configuration.tensor * configuration.stack.pipeline_wait if between else 0.0
 
 
-def _shard(configuration: Configuration, busy: tuple[float, float]) -> tuple[float, float]:
+def _shard(configuration: TrainingConfiguration, busy: tuple[float, float]) -> tuple[float, float]:
     """Exposed in one block and microbatch: (gathering and scattering of parameters, what goes to the host and back).
 
     Both hide behind the same computation, and share the way to the host's side of the machine.
     """
     exponent = configuration.stack.overlap
     traffic, host = _parameter_traffic(configuration), _host_traffic(configuration)
-    shard = sum(join(work, moved, exponent) - work for work, moved in zip(busy, traffic))
-    both = sum(join(work, moved + more, exponent) - work for work, moved, more in zip(busy, traffic, host))
+    shard = sum(overlapped_seconds(work, moved, exponent) - work for work, moved in zip(busy, traffic))
+    both = sum(
+        overlapped_seconds(work, moved + more, exponent) - work for work, moved, more in zip(busy, traffic, host)
+    )
     return shard, both - shard
 
 
-def _host_traffic(configuration: Configuration) -> tuple[float, float]:
+def _host_traffic(configuration: TrainingConfiguration) -> tuple[float, float]:
     """Seconds of (forward's, backward's) copies of a block between accelerator and host.
 
     Offloaded activations go there and come back. Of offloaded parameters the shard in fp32 comes before each gathering,
@@ -107,13 +116,13 @@ def _host_traffic(configuration: Configuration) -> tuple[float, float]:
     return forward / HOST_BANDWIDTH, backward / HOST_BANDWIDTH
 
 
-def _parameter_traffic(configuration: Configuration) -> tuple[float, float]:
+def _parameter_traffic(configuration: TrainingConfiguration) -> tuple[float, float]:
     """Seconds of (forward's, backward's) gathering and scattering of a block's parameters."""
     if configuration.zero < 3 or configuration.degree(*state_axes()) == 1:
         return 0.0, 0.0
-    over = group(configuration, *state_axes())
+    over = rank_group(configuration, *state_axes())
     elements = configuration.model.layer_parameters / configuration.tensor
     size = 1 if configuration.gathers_float8 else BYTES[configuration.precision]
-    parameters = gather(elements * size, over, configuration.collectives)
-    gradients = gather(elements * BYTES[configuration.reduction], over, configuration.collectives)
+    parameters = gather_seconds(elements * size, over, configuration.collectives)
+    gradients = gather_seconds(elements * BYTES[configuration.reduction], over, configuration.collectives)
     return parameters, gradients + (parameters if configuration.reshard_after_forward else 0.0)

@@ -26,7 +26,7 @@ USUAL_GROWTH, USUAL_GROWTH_SHARE = 66.0 * 2**20, 0.23
 
 @dataclass(frozen=True)
 class MachineConstants:
-    """What this machine's CPU does. Rates are of one process of so many.
+    """The rates of this machine's CPU, of one process of so many.
 
     tflops: fp32 matrix products, by number of processes that share the cores. bandwidth: GB/s of memory, likewise.
     link: GB/s of a collective's traffic between processes; hop_seconds: of one hop. step_factor: measured step time of
@@ -59,13 +59,13 @@ def _nearest(of: dict[int, float], ranks: int) -> int:
 
 
 def constants_path() -> Path:
-    """Where this machine's constants are kept."""
+    """Return the file in which this machine's constants are kept."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache / "shardwise" / f"machine-{platform.node() or 'local'}.json"
 
 
 def machine_constants() -> MachineConstants | None:
-    """What was measured here; None where nothing was, or the file is not what was written."""
+    """Return what was measured here; None where nothing was, or the file is not what was written."""
     try:
         data = json.loads(constants_path().read_text(encoding="utf-8"))
         for name in ("tflops", "bandwidth", "step_factor"):
@@ -112,7 +112,7 @@ def cpu_cluster(ranks: int, constants: MachineConstants | None = None) -> Cluste
 
 
 def is_calibrated(world: World) -> bool:
-    """Whether predictions of time mean anything: a CPU has to have been measured."""
+    """Return whether predictions of time mean anything: a CPU has to have been measured."""
     return world.device_type != "cpu" or machine_constants() is not None
 
 
@@ -134,7 +134,7 @@ def stack_here(world: World) -> Stack:
 
 
 def step_factor(world: World) -> float:
-    """By what this machine's own measurement corrects a predicted step; 1 on accelerators."""
+    """Return the factor by which this machine's own measurement corrects a predicted step; 1 on accelerators."""
     constants = machine_constants()
     if world.device_type != "cpu" or constants is None:
         return 1.0

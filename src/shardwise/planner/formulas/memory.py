@@ -38,11 +38,11 @@ from shardwise.plan.plan import Plan
 from shardwise.planner.formulas.activations import (
     Attention,
     BlockKind,
-    Piece,
-    Shape,
+    MicrobatchShape,
+    ModuleMemory,
     backward_peak,
-    block_pieces,
     kept_bytes,
+    modules_of_block,
     saved_bytes,
 )
 from shardwise.planner.formulas.memory_estimate import MemoryEstimate
@@ -73,7 +73,7 @@ def moments(plan: Plan, facts: ModelFacts, kind: BlockKind | None = None, pipeli
 
 @dataclass(frozen=True)
 class _Unit:
-    """What is gathered together: elements whole (padded), of one rank, and of the last tensor."""
+    """Parameters that are gathered together: elements whole (padded), of one rank, and of the last tensor."""
 
     whole: float
     shard: float
@@ -188,7 +188,7 @@ class _Step:
 
     @property
     def _waits(self) -> bool:
-        """Whether gradients are reduced once a step, at its end."""
+        """Return whether gradients are reduced once a step, at its end."""
         return self.plan.holds_whole and self.plan.accumulation > 1
 
     @cached_property
@@ -229,14 +229,14 @@ class _Step:
     # --- activations
 
     @cached_property
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[ModuleMemory]:
         """The modules of one block; none for a model that is not known."""
         facts, job = self.facts, self.job
         if not facts.attention_heads:
             return []
         unfused = facts.has_attention_dropout and not self.on_cuda and self.plan.masks_whole
         attention: Attention = "eager" if job.model.attention == "eager" else "math" if unfused else "fused"
-        shape = Shape(
+        shape = MicrobatchShape(
             self.tokens,
             self.plan.sequence_length,
             self.compute,
@@ -246,7 +246,7 @@ class _Step:
             self.tensor,
             self.plan.sequence_parallel,
         )
-        return block_pieces(facts, self.kind, shape)
+        return modules_of_block(facts, self.kind, shape)
 
     @cached_property
     def _saved(self) -> float:
@@ -262,7 +262,7 @@ class _Step:
 
     @property
     def _gathered_keys(self) -> float:
-        """Of a block whose attention gathers keys and values: those of the other ranks, and its rows of the mask."""
+        """Return the bytes of the other ranks' keys and values that attention gathers, and of its rows of the mask."""
         if self.plan.context_method != "all_gather":
             return 0.0
         width = self.facts.key_value_width * self.facts.key_value_copies(self.tensor) / self.tensor
@@ -276,7 +276,7 @@ class _Step:
         return self.checkpointed(index) and self.job.memory.offload_activations
 
     def kept(self, index: int) -> float:
-        """What unit `index` keeps on the device between forward and backward."""
+        """Return what unit `index` keeps on the device between forward and backward."""
         blocks = self.units[index].blocks
         if not self.checkpointed(index):
             return blocks * self._saved
@@ -285,14 +285,14 @@ class _Step:
         return kept + (0.0 if self.offloaded(index) else self.between)
 
     def recomputed(self, index: int) -> float:
-        """What unit `index` holds when its backward begins: of a checkpoint its input, loaded back ahead, and all."""
+        """Return what unit `index` holds when its backward begins: a checkpoint's input, loaded ahead, and the rest."""
         if not self.checkpointed(index):
             return self.kept(index)
         ahead = min(index, self.job.memory.activation_loading_horizon) if self.offloaded(index) else 0
         return self.between * (1 + ahead) + self.units[index].blocks * self._saved
 
     def kept_before(self, index: int) -> float:
-        """What the units before `index` that are of its stage keep."""
+        """Return what the units before `index` that are of its stage keep."""
         starts = accumulate((len(part) for part in self._groups[:-1]), initial=0)
         return self._kept_until[index] - self._kept_until[max(start for start in starts if start <= index)]
 

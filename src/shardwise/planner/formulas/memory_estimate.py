@@ -1,4 +1,4 @@
-"""What a rank holds at one moment, as plain data; `shardwise.planner.formulas.memory` computes it."""
+"""The bytes of a rank at one moment, as plain data; `shardwise.planner.formulas.memory` computes it."""
 
 from __future__ import annotations
 

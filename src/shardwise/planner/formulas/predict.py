@@ -20,11 +20,11 @@ from dataclasses import replace
 from shardwise.job.axes import data_axes, state_axes
 from shardwise.plan.draft import SPLIT_SCHEDULES
 from shardwise.planner.formulas.axis_traffic import StageWork, elements_of_rank, step_traffic
-from shardwise.planner.formulas.communication import join
-from shardwise.planner.formulas.compute import OPTIMIZER_BYTES, Work, head, optimizer_seconds
-from shardwise.planner.formulas.footprint import host_bytes, stages
-from shardwise.planner.formulas.layer import Layer, layer_of, waits
-from shardwise.planner.formulas.prediction import EIGHTY, Configuration, Prediction
+from shardwise.planner.formulas.communication import overlapped_seconds
+from shardwise.planner.formulas.compute import OPTIMIZER_BYTES, KernelWork, head_work, optimizer_seconds
+from shardwise.planner.formulas.footprint import host_bytes, stage_footprints
+from shardwise.planner.formulas.layer import BlockTime, block_time, message_waits
+from shardwise.planner.formulas.prediction import EIGHTY, Prediction, TrainingConfiguration
 
 GIVEN_BACK = 1.05  # reserved bytes against those in use: an allocator that is full gives back what it only kept
 HOST_MEMORY = 25e9  # bytes a second of host memory for one accelerator: 12 channels of DDR4-2933, 70 %, shared by 8
@@ -33,12 +33,12 @@ FULL = 0.9  # of the memory, from which an allocator has to free before it can a
 HOST = 4.0  # exponent that joins host and accelerator
 
 
-def predict(configuration: Configuration) -> Prediction:
-    """Step time and memory of `configuration`.
+def predict(configuration: TrainingConfiguration) -> Prediction:
+    """Return the step time and memory of `configuration`.
 
     Nothing is checked for legality here; `shardwise.plan.plan.resolve` is.
     """
-    layer, ends = layer_of(configuration), _ends(configuration)
+    layer, ends = block_time(configuration), _ends(configuration)
     blocks, with_head = _slowest(configuration, layer.device, ends.device)
     m, p = configuration.accumulation, configuration.pipeline
     seconds = _causes(layer, ends, blocks, 1.0 if with_head else 0.0)
@@ -51,7 +51,7 @@ def predict(configuration: Configuration) -> Prediction:
     for axis, exposed in step_traffic(configuration, work).items():
         seconds[axis] += exposed
     seconds["optimizer"] = _optimizer(configuration, blocks)
-    memory = stages(configuration, layer)
+    memory = stage_footprints(configuration, layer)
     totals = [sum(causes.values()) for causes in memory]
     total, room = max(totals), math.exp(EIGHTY * configuration.stack.memory_spread)
     accelerator = configuration.cluster.accelerator
@@ -78,13 +78,13 @@ def predict(configuration: Configuration) -> Prediction:
     return replace(found, interval=(step / width, step * width))
 
 
-def _ends(configuration: Configuration) -> Work:
-    forward, backward = head(configuration)
+def _ends(configuration: TrainingConfiguration) -> KernelWork:
+    forward, backward = head_work(configuration)
     return forward.plus(backward)
 
 
-def _slowest(configuration: Configuration, layer: float, ends: float) -> tuple[int, bool]:
-    """(blocks of the slowest stage, whether it has the head)."""
+def _slowest(configuration: TrainingConfiguration, layer: float, ends: float) -> tuple[int, bool]:
+    """Return (blocks of the slowest stage, whether it has the head)."""
     layers, p = configuration.model.layers, configuration.pipeline
     if p == 1:
         return layers, True
@@ -98,8 +98,8 @@ def _slowest(configuration: Configuration, layer: float, ends: float) -> tuple[i
     return best[1], best[2]
 
 
-def _causes(layer: Layer, ends: Work, blocks: int, heads: float) -> dict[str, float]:
-    """Seconds of one microbatch on one stage."""
+def _causes(layer: BlockTime, ends: KernelWork, blocks: int, heads: float) -> dict[str, float]:
+    """Return the seconds of one microbatch on one stage, by cause."""
     both = layer.forward.plus(layer.backward)
     return {
         "matmul": blocks * both.matmul + heads * ends.matmul,
@@ -111,16 +111,16 @@ def _causes(layer: Layer, ends: Work, blocks: int, heads: float) -> dict[str, fl
     }
 
 
-def _launch(configuration: Configuration, layer: Layer, ends: Work, blocks: int) -> float:
-    """What a slow host adds to a microbatch."""
+def _launch(configuration: TrainingConfiguration, layer: BlockTime, ends: KernelWork, blocks: int) -> float:
+    """Return the seconds that a slow host adds to a microbatch."""
     device = blocks * layer.device + ends.device
     host = blocks * layer.host + ends.host
-    host += blocks * waits(configuration)
-    return join(device, host, HOST) - device
+    host += blocks * message_waits(configuration)
+    return overlapped_seconds(device, host, HOST) - device
 
 
-def _stalls(configuration: Configuration, full: bool) -> float:
-    """What a stack loses where something waits for the whole device in every microbatch of a pipeline.
+def _stalls(configuration: TrainingConfiguration, full: bool) -> float:
+    """Return the seconds lost where something waits for the whole device in every microbatch of a pipeline.
 
     That is an allocator that is full and frees before it can allocate, and gradients that are not sharded and are
     reduced between nodes beside the stages' messages. The next stage waits with it: two waits of four stages and
@@ -133,7 +133,7 @@ def _stalls(configuration: Configuration, full: bool) -> float:
     return configuration.accumulation * configuration.stack.stall * min(2.0, p / 2)
 
 
-def _optimizer(configuration: Configuration, blocks: int) -> float:
+def _optimizer(configuration: TrainingConfiguration, blocks: int) -> float:
     """Return the seconds of the optimizer's update, once a step."""
     elements = elements_of_rank(configuration, blocks)
     local = elements / configuration.degree(*state_axes()) if configuration.zero else elements

@@ -1,7 +1,7 @@
-"""What the planner is asked and what it answers, as plain data: a Configuration in, a Prediction out.
+"""Question and answer of the planner as plain data: a TrainingConfiguration in, a Prediction out.
 
-A Configuration comes from a row of a table (`shardwise.planner.published.tables`), from a search, or from a resolved
-Plan (`configuration_of`). `shardwise.planner.formulas.predict.predict` turns it into a Prediction.
+A TrainingConfiguration comes from a row of a table (`shardwise.planner.published.tables`), from a search, or from a
+resolved Plan (`configuration_of`). `shardwise.planner.formulas.predict.predict` turns it into a Prediction.
 """
 
 from __future__ import annotations
@@ -58,26 +58,26 @@ class ModelShape:
 
     @cached_property
     def active_parameters(self) -> int:
-        """Those of a block that a token goes through."""
+        """Parameters of a block that a token goes through."""
         attention = 2 * self.hidden * (self.attention_width + self.key_value_width)
         mlp = (3 if self.gated else 2) * self.hidden * self.intermediate
         return attention + mlp + (2 if self.gated else 9) * self.hidden + (0 if self.gated else self.intermediate)
 
     @cached_property
     def embedding_parameters(self) -> int:
-        """Of one embedding of the vocabulary."""
+        """Parameters of one embedding of the vocabulary."""
         return self.vocabulary * self.hidden
 
     @cached_property
     def parameters(self) -> int:
-        """Of the whole model; tied embeddings once."""
+        """Parameters of the whole model; tied embeddings once."""
         if self.counted is not None:
             return self.counted
         ends = self.embedding_parameters * (1 if self.tied else 2) + self.positions * self.hidden
         return self.layers * self.layer_parameters + ends
 
     def flops_per_token(self, sequence: int) -> dict[str, float]:
-        """FLOPs of a token, forward and backward, by convention.
+        """Return the FLOPs of a token, forward and backward, by convention.
 
         - `8P`: 8 x parameters; attention not counted, recomputation counted (SMP's own scripts)
         - `megatron-2021`: 96 L h^2 (1 + s/6h + V/16Lh); recomputation counted (arXiv 2104.04473, section 5.1)
@@ -100,7 +100,7 @@ class ModelShape:
 
     @classmethod
     def of(cls, facts: ModelFacts, gated: bool | None = None) -> ModelShape:
-        """The shape of discovered facts."""
+        """Return the shape of discovered facts."""
         if gated is None:
             from shardwise.planner.formulas.activations import BlockKind
 
@@ -157,7 +157,7 @@ class Cluster:
 
     @property
     def host_bytes(self) -> float:
-        """Of the host's memory, one accelerator's share; infinite where it is not known."""
+        """Bytes of the host's memory, one accelerator's share; infinite where it is not known."""
         return self.host_gb * GIB / self.per_node if self.host_gb else math.inf
 
     @property
@@ -223,7 +223,7 @@ class Stack:
 
 
 @dataclass(frozen=True)
-class Configuration:
+class TrainingConfiguration:
     """One way to train one model on one cluster. Degrees multiply to the cluster's size.
 
     Attributes:
@@ -285,7 +285,7 @@ class Configuration:
 
     @property
     def host_optimizer(self) -> bool:
-        """Whether parameters and optimizer state are kept, and updated, in another memory than the accelerator's."""
+        """True where parameters and optimizer state are kept, and updated, in another memory than the accelerator's."""
         return self.offload_parameters and self.cluster.accelerator.name != "CPU"
 
     def degree(self, *axes: Axis) -> int:
@@ -310,7 +310,7 @@ class Configuration:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What is expected of a configuration. Times are seconds of one step; memory is bytes of the fullest rank.
+    """The forecast for a configuration. Times are seconds of one step; memory is bytes of the fullest rank.
 
     `seconds` by cause: matmul, attention, memory_bound, recomputation, shard, replica, tensor, context, pipeline
     (exposed traffic of each axis), bubble, launch, optimizer, offload, stalls, stragglers. `memory` by cause:
@@ -349,12 +349,12 @@ class Prediction:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of one accelerator."""
+        """Tokens a second of one accelerator."""
         return self.tokens / self.step_seconds / self.ranks
 
     @property
     def tflops(self) -> dict[str, float]:
-        """Of one accelerator, by FLOP convention (`ModelShape.flops_per_token`)."""
+        """TFLOP/s of one accelerator, by FLOP convention (`ModelShape.flops_per_token`)."""
         return {name: flops * self.tokens_per_second / 1e12 for name, flops in self.flops_per_token.items()}
 
     @property

@@ -1,4 +1,4 @@
-"""What a pipeline's stages hold and how long they idle, from plan and model alone."""
+"""A pipeline's stages: what they hold and how long they idle, from plan and model alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardwise.plan.plan import Plan
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageShare:
     """One stage: its number, its pipeline rank, its blocks, and its share of the model.
 
     `parameters` counts elements, those of tied embeddings on both ends; `flops` are model FLOPs of a token, forward
@@ -24,8 +24,8 @@ class Stage:
     flops: float
 
 
-def stages(plan: Plan, facts: ModelFacts) -> list[Stage]:
-    """The stages of `plan`, in order; none without a pipeline."""
+def stage_shares(plan: Plan, facts: ModelFacts) -> list[StageShare]:
+    """Return the stages of `plan`, in order; none without a pipeline."""
     between = facts.stages.between
     sizes = {block.name: block.parameters + between.get(n, 0) for n, block in enumerate(facts.blocks)}
     used = 1 - facts.idle_parameters / max(1, sum(block.parameters for block in facts.blocks))
@@ -37,12 +37,12 @@ def stages(plan: Plan, facts: ModelFacts) -> list[Stage]:
         before = sum(facts.stages.before.values()) if number == 0 else 0
         after = sum(facts.stages.after.values()) if number == last else 0
         flops = 6.0 * (used * blocks + after) + attention * len(names)
-        found.append(Stage(number, plan.stage_ranks[number], len(names), blocks + before + after, flops))
+        found.append(StageShare(number, plan.stage_ranks[number], len(names), blocks + before + after, flops))
     return found
 
 
 def holders(plan: Plan, facts: ModelFacts) -> dict[str, tuple[int, ...]]:
-    """Parameter name -> the stages that hold it: one, or for tied embeddings those where they are used."""
+    """Return parameter name -> the stages that hold it: one, or for tied embeddings those where they are used."""
     stage_of = {block: stage for stage, blocks in enumerate(plan.stages) for block in blocks}
     found: dict[str, tuple[int, ...]] = {}
     for name in facts.parameter_shapes:
@@ -53,7 +53,7 @@ def holders(plan: Plan, facts: ModelFacts) -> dict[str, tuple[int, ...]]:
 
 
 def tied_across(plan: Plan, facts: ModelFacts) -> dict[str, tuple[int, ...]]:
-    """Parameter name -> the pipeline ranks that hold it, of those that several do: tied embeddings."""
+    """Return parameter name -> the pipeline ranks that hold it, of those that several do: tied embeddings."""
     if not plan.stages:
         return {}
     ranks = {
@@ -64,7 +64,7 @@ def tied_across(plan: Plan, facts: ModelFacts) -> dict[str, tuple[int, ...]]:
 
 
 def bubble(plan: Plan) -> float:
-    """Share of a step in which a pipeline rank idles, if all stages take the same time and messages take none.
+    """Return the share of a step in which a pipeline rank idles, if stages take equal times and messages none.
 
     (p - 1) / (v·m + p - 1) for p ranks, m microbatches and v stages a rank (arXiv 2104.04473, sections 2.2.1 and 2.2.2,
     there over the ideal time instead of the whole). Where the gradients of weights fill in, a third of that idle time

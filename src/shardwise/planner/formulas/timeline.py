@@ -18,7 +18,7 @@ from shardwise.plan.draft import SPLIT_SCHEDULES, V_SCHEDULES
 Kind = Literal["forward", "backward", "weights", "whole backward"]
 
 
-class Block(NamedTuple):
+class TimelineTask(NamedTuple):
     """One forward or backward of a microbatch on a stage. Times in seconds.
 
     Where a schedule splits backwards, `backward` is the part that the stage before waits for, `weights` the other, and
@@ -38,8 +38,8 @@ Task = tuple[int, int, Kind]  # stage, microbatch
 
 def timeline(
     ranks: int, virtual: int, microbatches: int, forward: float, backward: float, schedule: str = "interleaved"
-) -> list[Block]:
-    """All forwards and backwards of a step on `ranks` pipeline ranks with `virtual` stages each.
+) -> list[TimelineTask]:
+    """Return all forwards and backwards of a step on `ranks` pipeline ranks with `virtual` stages each.
 
     Args:
         forward, backward: seconds of one microbatch on one stage.
@@ -52,17 +52,17 @@ def timeline(
         "weights": forward,
         "whole backward": backward,
     }
-    waiting = [order(rank, ranks, virtual, microbatches, schedule) for rank in range(ranks)]
+    waiting = [tasks_of_rank(rank, ranks, virtual, microbatches, schedule) for rank in range(ranks)]
     done: dict[Task, float] = {}
     free = [0.0] * ranks
-    blocks: list[Block] = []
+    blocks: list[TimelineTask] = []
     while any(waiting):
         for rank, tasks in enumerate(waiting):
             while tasks and (ready := _ready(tasks[0], done, ranks * virtual)) is not None:
                 stage, microbatch, kind = tasks.pop(0)
                 start = max(free[rank], ready)
                 free[rank] = done[stage, microbatch, _BROUGHT.get(kind, kind)] = start + lasting[kind]
-                blocks.append(Block(rank, stage, microbatch, kind, start, lasting[kind]))
+                blocks.append(TimelineTask(rank, stage, microbatch, kind, start, lasting[kind]))
     return blocks
 
 
@@ -85,8 +85,8 @@ def _ready(task: Task, done: dict[Task, float], stages: int) -> float | None:
     return max((done[need] for need in needs), default=0.0)
 
 
-def order(rank: int, ranks: int, virtual: int, microbatches: int, schedule: str) -> list[Task]:
-    """What a rank does, in its order: warm-up forwards, one forward and one backward in turn, the rest.
+def tasks_of_rank(rank: int, ranks: int, virtual: int, microbatches: int, schedule: str) -> list[Task]:
+    """Return what a rank does, in its order: warm-up forwards, one forward and one backward in turn, the rest.
 
     Gradients of weights follow their backward, on rank r by r backwards later.
     """
@@ -102,13 +102,13 @@ def order(rank: int, ranks: int, virtual: int, microbatches: int, schedule: str)
     each = microbatches // max(1, microbatches // ranks)
     warm = ranks - 1 - rank if virtual == 1 else (virtual - 1) * each + (1 if split else 2) * (ranks - 1 - rank)
     warm = min(warm, len(forwards))
-    order, later = forwards[:warm], deque[Task]()
+    tasks, later = forwards[:warm], deque[Task]()
     for number, (stage, microbatch, _) in enumerate(backwards):
-        order += [*forwards[warm + number : warm + number + 1], backwards[number]]
+        tasks += [*forwards[warm + number : warm + number + 1], backwards[number]]
         later.append((stage, microbatch, "weights"))
         if split and number >= rank:
-            order.append(later.popleft())
-    return [*order, *later] if split else order
+            tasks.append(later.popleft())
+    return [*tasks, *later] if split else tasks
 
 
 def _turns(ranks: int, virtual: int, microbatches: int) -> Iterator[tuple[int, int]]:

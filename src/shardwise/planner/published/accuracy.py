@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.planner.constants.inventory import cluster, presets, stack_of
-from shardwise.planner.formulas.communication import Group, gather, reduce
+from shardwise.planner.formulas.communication import RankGroup, all_reduce_seconds, gather_seconds
 from shardwise.planner.formulas.predict import predict
-from shardwise.planner.formulas.prediction import Configuration
-from shardwise.planner.published.evaluate import evaluate, overall, summary
+from shardwise.planner.formulas.prediction import TrainingConfiguration
+from shardwise.planner.published.evaluate import error_summary, evaluate_rows, summary_over_tables
 from shardwise.planner.published.tables import read_table
 
 PROBES = 3  # rows of a stack on which its factor is fitted
@@ -34,7 +34,7 @@ def tables(directory: Path) -> list[Path]:
 
 def known(directory: Path) -> str:
     """Markdown: accuracy with the shipped constants."""
-    found = {path.stem: summary(evaluate(read_table(path))) for path in tables(directory)}
+    found = {path.stem: error_summary(evaluate_rows(read_table(path))) for path in tables(directory)}
     head = ("table", "scored", "median", "p90", "max", "in 80 % interval", "mapped", "memory median", "memory p90")
     lines = [
         (
@@ -52,12 +52,12 @@ def known(directory: Path) -> str:
 
 
 def _middle(found: dict[str, dict[str, Any]]) -> tuple[str, ...]:
-    middle = overall(found)["median_over_tables"]
+    middle = summary_over_tables(found)["median_over_tables"]
     return (*_figures(middle, "median_percent", "p90_percent"), "")
 
 
 def _inside(found: dict[str, dict[str, Any]]) -> str:
-    return _figures(overall(found)["mean_over_tables"], "inside_interval_percent")[0]
+    return _figures(summary_over_tables(found)["mean_over_tables"], "inside_interval_percent")[0]
 
 
 def ranked(directory: Path) -> str:
@@ -73,7 +73,7 @@ def ranked(directory: Path) -> str:
     )
     lines = []
     for path in tables(directory):
-        each = summary(evaluate(read_table(path)))
+        each = error_summary(evaluate_rows(read_table(path)))
         order, memory = each["ranking"], each["memory"]
         figures = _figures(order, "ordered_percent", "regret_median_percent")
         called = _figures(memory, "ran_called_feasible_percent", "crashed_called_infeasible_percent")
@@ -85,14 +85,18 @@ def unknown(directory: Path) -> str:
     """Markdown: accuracy for a stack nobody has measured, without and with three rows of its own (means over seeds)."""
     head = ("table", "median", "p90", "in 80 % interval", f"median with {PROBES} rows", "p90", "in 80 % interval")
     rows = {path.stem: read_table(path) for path in tables(directory)}
-    left = {name: summary(evaluate(own, leave_one_stack_out=True)) for name, own in rows.items()}
+    left = {name: error_summary(evaluate_rows(own, leave_one_stack_out=True)) for name, own in rows.items()}
     drawn = [
-        {name: summary(evaluate(own, None, PROBES, seed, leave_one_stack_out=True)) for name, own in rows.items()}
+        {
+            name: error_summary(evaluate_rows(own, None, PROBES, seed, leave_one_stack_out=True))
+            for name, own in rows.items()
+        }
         for seed in range(SEEDS)
     ]
     lines = [(name, *_figures(left[name], *KEYS), *_means([each[name] for each in drawn])) for name in rows]
-    middles = [overall(each)["median_over_tables"] for each in drawn]
-    inside = f"{statistics.mean(overall(each)['mean_over_tables']['inside_interval_percent'] for each in drawn):.1f}"
+    middles = [summary_over_tables(each)["median_over_tables"] for each in drawn]
+    means = [summary_over_tables(summaries)["mean_over_tables"]["inside_interval_percent"] for summaries in drawn]
+    inside = f"{statistics.mean(means):.1f}"
     middle = ("median over tables", *_middle(left), *_means(middles)[:2], "")
     return _markdown(head, [*lines, middle, ("mean over tables", "", "", _inside(left), "", "", inside)])
 
@@ -110,12 +114,12 @@ def fabric(directory: Path) -> str:
         nodes, size = int(row["nodes"]), float(row["size_MB"]) * 1e6
         p5 = cluster(f"p5.48xlarge:{nodes}")
         inter = p5.inter * 1e9
-        over = Group(
+        over = RankGroup(
             p5.size, p5.per_node, p5.intra * 1e9 * p5.link.bandwidth, inter * p5.fabric.bandwidth,
             p5.link.hop_seconds, p5.fabric.hop_seconds, inter,
         )  # fmt: skip
         twice = row["collective"] == "AllReduce"
-        seconds = reduce(size, over) if twice else gather(size, over)
+        seconds = all_reduce_seconds(size, over) if twice else gather_seconds(size, over)
         bus = (2 if twice else 1) * (p5.size - 1) / p5.size * size / seconds  # as NCCL's own tests count it
         lines.append((row["collective"], str(nodes), f"{bus / 1e9:.0f}", f"{float(row['GBps']):.0f}"))
     return _markdown(("collective of 256 MB", "nodes", "predicted bus GB/s", "measured GB/s"), lines)
@@ -144,9 +148,9 @@ def example(directory: Path) -> str:
     return _markdown(head, lines)
 
 
-def published_175b(nodes: int, accumulation: int) -> Configuration:
+def published_175b(nodes: int, accumulation: int) -> TrainingConfiguration:
     """8 tensor ranks, 6 stages, the rest data ranks with sharded optimizer state; microbatches of one sequence."""
-    return Configuration(
+    return TrainingConfiguration(
         model=presets()["gpt3-175b"],
         cluster=cluster(f"p4d.24xlarge:{nodes}"),
         stack=stack_of("SMP1.13/PT1.12"),
@@ -177,13 +181,13 @@ PARTS = {"known": known, "ranked": ranked, "unknown": unknown, "fabric": fabric,
 
 
 def part(page: str, name: str) -> str:
-    """What stands between the markers of a part."""
+    """Return what stands between the markers of a part."""
     found = re.search(f"<!-- {name} -->\n(.*?)\n<!-- end -->", page, re.DOTALL)
     assert found is not None, name
     return found.group(1)
 
 
-def main(words: Sequence[str]) -> int:
+def update_accuracy_page(words: Sequence[str]) -> int:
     """Write the parts of a page anew: those named behind directory and page, or all of them."""
     directory, page, names = Path(words[0]), Path(words[1]), words[2:] or list(PARTS)
     made = {name: PARTS[name](directory) for name in names}
@@ -195,4 +199,4 @@ def main(words: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(update_accuracy_page(sys.argv[1:]))

@@ -26,7 +26,7 @@ import numpy as np
 from shardwise.planner.constants.hardware import DATA, GIB
 from shardwise.planner.constants.inventory import Constants, family
 from shardwise.planner.formulas.predict import predict
-from shardwise.planner.formulas.prediction import Configuration, Stack
+from shardwise.planner.formulas.prediction import Stack, TrainingConfiguration
 from shardwise.planner.published.calibrate_memory import FACTORS, LEAST_ROWS, Held, fit_memory
 from shardwise.planner.published.calibrate_spread import (
     DEPARTURES,
@@ -70,9 +70,9 @@ class Sample:
     """A measured row and what it ran."""
 
     row: Row
-    configuration: Configuration
+    configuration: TrainingConfiguration
 
-    def error(self, configuration: Configuration) -> float:
+    def error(self, configuration: TrainingConfiguration) -> float:
         """log(predicted seconds / measured seconds)."""
         found = measured(self.row)
         assert found is not None
@@ -219,7 +219,7 @@ def _derivatives(
 
 
 def _with_spread(given: Sequence[Sample], constants: Constants) -> Constants:
-    """How far measurements lie from predictions, and provenance (`calibrate_spread`).
+    """Return `stacks` with how far measurements lie from predictions, and with their sources (`calibrate_spread`).
 
     Of a stack that is not among the rows: how far each stack's rows lie from what the default's constants predict.
     """
@@ -253,19 +253,19 @@ def seen(own: Sequence[Sample], constants: Constants) -> list[Seen]:
     return [_seen(sample, constants.applied(sample.configuration)) for sample in own]
 
 
-def _seen(sample: Sample, applied: Configuration) -> Seen:
+def _seen(sample: Sample, applied: TrainingConfiguration) -> Seen:
     tried = DEPARTURES[::TRIED]
     errors = [sample.error(faster(applied, float(departure))) for departure in tried]
     return Seen(np.interp(DEPARTURES, tried, errors), predict(applied).waits)
 
 
-def faster(given: Configuration, departure: float) -> Configuration:
+def faster(given: TrainingConfiguration, departure: float) -> TrainingConfiguration:
     """`given` with matrix products exp(departure) times as fast."""
     return replace(given, stack=replace(given.stack, matmul=given.stack.matmul * math.exp(departure)))
 
 
 def _source(errors: Sequence[float], rows: Sequence[Row]) -> str:
-    """Where a stack's constants are from, and how well they fit."""
+    """Return where a stack's constants are from, and how well they fit."""
     sizes = sorted(abs(math.expm1(error)) for error in errors)
     names = sorted({row.text.get("source", "") for row in rows})
     return (

@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardwise.planner.formulas.footprint import footprint, stages
-from shardwise.planner.formulas.prediction import Configuration, Stack
+from shardwise.planner.formulas.footprint import footprint, stage_footprints
+from shardwise.planner.formulas.prediction import Stack, TrainingConfiguration
 
 LEAST_ROWS = 10  # with memory; fewer leave the default's constants
 ROUNDS = 12
@@ -33,7 +33,7 @@ SD = np.array([0.5, 2.0, 1.0, 1.0])
 class Held(NamedTuple):
     """A configuration that ran, and the bytes it held, where they were measured."""
 
-    configuration: Configuration
+    configuration: TrainingConfiguration
     size: float | None
 
 
@@ -76,4 +76,4 @@ def _errors(rows: Sequence[Held], stack: Stack) -> list[float]:
 
 def _first(rows: Sequence[Held], stack: Stack) -> np.ndarray:
     """Bytes of each row's first rank under `stack`."""
-    return np.array([sum(stages(replace(row.configuration, stack=stack))[0].values()) for row in rows])
+    return np.array([sum(stage_footprints(replace(row.configuration, stack=stack))[0].values()) for row in rows])

@@ -1,4 +1,4 @@
-"""How wide intervals have to be: variance components of the log error, from rows that were measured.
+"""The width of intervals: variance components of the log error, from rows that were measured.
 
 A row's variance is that of computation on its stack, and (wait_spread · w)^2 for the share w of the step that is
 traffic, launching and waiting, which no row's configuration tells as well. Each component is as small as it can be with
@@ -38,19 +38,19 @@ WAIT_SPREADS = tuple(step / 20 for step in range(17))  # those tried
 
 
 def wait_spread(stacks: Sequence[Scatter]) -> float:
-    """What waiting adds: the value that makes intervals narrowest while each stack's hold 80 % of its rows."""
+    """Return what waiting adds: the value of the narrowest intervals that hold 80 % of each stack's rows."""
     return min(WAIT_SPREADS, key=lambda waits: math.fsum(_width(scatter, waits) for scatter in stacks))
 
 
 def spread(scatter: Scatter, waits: float) -> float:
-    """Of computation on a stack, from its rows."""
+    """Return the spread of computation on a stack, from its rows."""
     rows = len(scatter)
     own = _needed(scatter, waits)
     return math.sqrt((rows * own**2 + USUAL_ROWS * USUAL**2) / (rows + USUAL_ROWS))
 
 
 def unknown_spread(stacks: Sequence[Scatter]) -> float:
-    """Of a stack that nobody has measured, from rows of others that were predicted as if nobody had."""
+    """Return the spread of a stack that nobody has measured, from rows of others predicted as if nobody had."""
     usual = [median(abs(error) for error, _ in scatter) / HALF for scatter in stacks]
     between = math.sqrt(math.fsum(size**2 for size in usual) / len(usual))
     return max(USUAL, between * student(max(1, len(usual) - 2)))
@@ -69,7 +69,7 @@ def alike(error: float, waits: float) -> Seen:
 
 
 def unknown_offset(stacks: Sequence[Sequence[Seen]]) -> float:
-    """How far stacks usually depart from the default: the scale of a Cauchy distribution, its median.
+    """Return how far stacks usually depart from the default: the scale of a Cauchy distribution, its median.
 
     A stack's departure is that with the least sum of absolute errors.
     """
@@ -78,7 +78,7 @@ def unknown_offset(stacks: Sequence[Sequence[Seen]]) -> float:
 
 
 class Prior(NamedTuple):
-    """What is known of a stack before any of its rows: the scale of its departure, its rows' spread about that and what
+    """A stack before any of its rows: the scale of its departure, its rows' spread about that and what
     waiting adds, and how many rows that spread counts as."""
 
     offset: float
@@ -96,7 +96,7 @@ class Probed(NamedTuple):
 
 
 def probed(rows: Sequence[Seen], prior: Prior) -> Probed:
-    """What a few rows of a stack say of the next one.
+    """Return what a few rows of a stack say of the next one.
 
     A row's error e(b) under the stack's departure b has the variance k^2 u, u = spread^2 + (waits · w)^2. b is drawn
     from a Cauchy distribution, as stacks lie close together but for a few; 1 / k^2 from a gamma distribution of mean 1
@@ -122,7 +122,10 @@ def probed(rows: Sequence[Seen], prior: Prior) -> Probed:
 
 
 def student(freedom: float) -> float:
-    """How much wider 80 % of Student's t is than of a normal distribution (Abramowitz and Stegun 1964, 26.7.5)."""
+    """Return how much wider 80 % of Student's t is than of a normal distribution.
+
+    After Abramowitz and Stegun 1964, 26.7.5.
+    """
     z, n = EIGHTY, freedom
     terms = (z**3 + z) / (4 * n), (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2)
     return 1 + (sum(terms) + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * n**3)) / z

@@ -1,4 +1,4 @@
-"""How right the planner is: a table's rows predicted from their configurations alone, against what was measured."""
+"""The planner's accuracy: a table's rows predicted from their configurations alone, against what was measured."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Choice = Callable[[str], Constants]  # the constants with which a stack is score
 
 
 @dataclass(frozen=True)
-class Result:
+class RowResult:
     """A row: what was predicted and measured, in the row's own unit; memory in GiB."""
 
     row: Row
@@ -70,14 +70,14 @@ class Result:
         }
 
 
-def evaluate(
+def evaluate_rows(
     rows: Sequence[Row],
     constants: Constants | None = None,
     probe_rows: int = 0,
     probe_seed: int = 0,
     leave_one_stack_out: bool = False,
-) -> list[Result]:
-    """Every row's result. `constants`: those of a file instead of the shipped ones.
+) -> list[RowResult]:
+    """Return every row's result. `constants`: those of a file instead of the shipped ones.
 
     `probe_rows`: for each stack the rate of its matrix products is fitted on so many of its rows, drawn with
     `probe_seed`, and the others are scored. `leave_one_stack_out`: each stack is predicted by constants refitted
@@ -107,18 +107,18 @@ def without(constants: Constants, stack: str) -> Constants:
     return Constants(constants.accelerators, {name: s for name, s in constants.stacks.items() if name != stack})
 
 
-def _result(row: Row, constants: Constants) -> Result:
+def _result(row: Row, constants: Constants) -> RowResult:
     try:
         found = measured(row)
         prediction = predict(constants.applied(configuration(row)))
         value = predicted(row, prediction)
     except Unmapped as reason:
-        return Result(row, unmapped=str(reason))
+        return RowResult(row, unmapped=str(reason))
     unit = found.unit if found else "step_s"
     low, high = (seconds / prediction.step_seconds for seconds in prediction.interval)
     around = (value * low, value * high) if unit == "step_s" else (value / high, value / low)
     only_memory = found is None and "mem_gb" in row.numbers
-    return Result(
+    return RowResult(
         row,
         unit,
         None if only_memory else value,
@@ -149,7 +149,7 @@ def _probe(rows: Sequence[Row], choose: Choice, count: int, seed: int) -> tuple[
 
 
 def _prior(constants: Constants, stack: str) -> Prior:
-    """Of a stack before its probes: its own spread where it was fitted, the usual one where it was not."""
+    """Return a stack before its probes: its own spread where it was fitted, the usual one where it was not."""
     known = constants.stack(stack)
     if stack in constants.stacks:
         return Prior(known.offset, known.spread, known.wait_spread, USUAL_ROWS)
@@ -166,8 +166,8 @@ def _sample(row: Row) -> Sample | None:
 # ------------------------------------------------------------------------------------------------------------- summary
 
 
-def summary(results: Sequence[Result]) -> dict[str, Any]:
-    """Of one table: errors in per cent, mapped share, share of rows inside their interval, memory, ranking."""
+def error_summary(results: Sequence[RowResult]) -> dict[str, Any]:
+    """Return of one table errors in per cent, mapped share, share of rows inside their interval, memory, ranking."""
     scored = [result for result in results if result.scored]
     errors = [error for result in scored if (error := result.error_percent) is not None]
     inside = [
@@ -182,12 +182,12 @@ def summary(results: Sequence[Result]) -> dict[str, Any]:
         **_quantiles(errors),
         "inside_interval_percent": _share(inside),
         "memory": _memory(scored),
-        "ranking": ranking(scored),
+        "ranking": ranking_errors(scored),
     }
 
 
-def overall(summaries: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """Of several tables: each one's summary, and the medians over the tables, so that none hides the others.
+def summary_over_tables(summaries: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return each table's summary, and the medians over the tables, so that none hides the others.
 
     Of rows inside their intervals the mean as well: a stack that nobody has measured errs as a whole, so an interval
     that is right holds all rows of most tables and few of some.
@@ -212,7 +212,7 @@ def _share(flags: Sequence[bool]) -> float | None:
     return 100 * sum(flags) / len(flags) if flags else None
 
 
-def _memory(results: Sequence[Result]) -> dict[str, Any]:
+def _memory(results: Sequence[RowResult]) -> dict[str, Any]:
     """Errors of peak memory; of rows that ran the share called feasible, of those that crashed the share that is not.
 
     A crashed row counts where its shapes divide: heads over tensor ranks and blocks over stages.
@@ -234,7 +234,7 @@ def _divides(row: Row) -> bool:
     return heads % tensor == 0 and row.numbers.get("kv_heads", heads) % tensor == 0 and layers >= stages
 
 
-def ranking(results: Sequence[Result]) -> dict[str, Any]:
+def ranking_errors(results: Sequence[RowResult]) -> dict[str, Any]:
     """Inside groups that differ in configuration only: pairs ordered rightly, and what the predicted best costs.
 
     Regret: how much slower the predicted best was than the measured best, in per cent, median and largest over groups.

@@ -1,4 +1,4 @@
-"""Tables of published measurements: reading them, checking them, and making a Configuration of each row.
+"""Tables of published measurements: reading them, checking them, and making a TrainingConfiguration of each row.
 
 The schema is that of tests/data/perf-tables/SCHEMA.md. What no row may say (a text for a number, a negative degree, a
 throughput above the accelerator's peak) is a TableError that names row and column; what a row merely does not say, and
@@ -19,7 +19,7 @@ from typing import NamedTuple
 from shardwise.errors import TableError
 from shardwise.planner.constants.hardware import ACCELERATORS, GIB, USABLE, Accelerator, find_accelerator
 from shardwise.planner.constants.inventory import fabrics, link_of, presets, usual_network
-from shardwise.planner.formulas.prediction import Cluster, Configuration, ModelShape, Prediction, Stack
+from shardwise.planner.formulas.prediction import Cluster, ModelShape, Prediction, Stack, TrainingConfiguration
 from shardwise.planner.published.unstated import with_checkpointing, with_microbatch
 from shardwise.words import nearest_file
 
@@ -130,8 +130,8 @@ def _check(where: str, row: Row) -> None:
             raise TableError(f"{where}, column tflops_gpu: {has['tflops_gpu']:g} is above the peak of {peak.name}")
 
 
-def configuration(row: Row) -> Configuration:
-    """What the row ran, without fitted constants (`Constants.applied` has them). Raises Unmapped."""
+def configuration(row: Row) -> TrainingConfiguration:
+    """Return what the row ran, without fitted constants (`Constants.applied` has them). Raises Unmapped."""
     tensor, pipeline, context = (row.whole(column, 1) for column in ("tp", "pp", "cp"))
     cluster = _cluster(row, tensor * pipeline * context)
     data = row.whole("dp", max(1, cluster.size // (tensor * pipeline * context)))
@@ -145,7 +145,7 @@ def configuration(row: Row) -> Configuration:
     shard = min(data, row.whole("sdp", data if zero else 1))
     batch = _batch(row, data, pipeline)
     checkpointing, share = _checkpointing(row)
-    found = Configuration(
+    found = TrainingConfiguration(
         model=_model(row),
         cluster=cluster,
         stack=Stack(row.text["stack"]),
@@ -225,7 +225,7 @@ class _Batch(NamedTuple):
 
 
 def _batch(row: Row, data: int, pipeline: int) -> _Batch:
-    """What is missing follows from the global batch.
+    """Return the batch; what is missing follows from the global batch.
 
     Where nothing is said of it, there are twice as many microbatches as stages, which fill any schedule.
     """
@@ -245,7 +245,7 @@ def _batch(row: Row, data: int, pipeline: int) -> _Batch:
 
 
 def _word(row: Row) -> str:
-    """What stands in act_ckpt, without its share."""
+    """Return what stands in act_ckpt, without its share."""
     return re.sub(r"[_ ()]+", "-", row.text["act_ckpt"].lower().partition(":")[0].strip()).strip("-")
 
 
@@ -335,7 +335,7 @@ POWER = 0.4  # exponent of the rate of matrix products against the power limit
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured of a row, in its own unit: step_s, tok_s_gpu, tflops_gpu in a FLOP convention, or mfu_pct."""
+    """The measurement of a row, in its own unit: step_s, tok_s_gpu, tflops_gpu in a FLOP convention, or mfu_pct."""
 
     unit: str
     value: float

@@ -1,4 +1,4 @@
-"""What a published run does not say of itself: the size of its microbatch, and whether it checkpoints activations.
+"""Settings that a published run leaves unstated: the size of its microbatch, and activation checkpointing.
 
 Who publishes a run has tuned it. So a microbatch that is not stated is the one predicted to be quickest of those that
 fit, and activations are checkpointed where the run does not fit without. Both are guesses that leave a row mapped;
@@ -11,17 +11,19 @@ from dataclasses import replace
 
 from shardwise.planner.formulas.footprint import footprint
 from shardwise.planner.formulas.predict import predict
-from shardwise.planner.formulas.prediction import Configuration
+from shardwise.planner.formulas.prediction import TrainingConfiguration
 
 MICROBATCHES = (1, 2, 4, 8, 16, 32, 64)
 
 
-def fits(given: Configuration) -> bool:
-    """Whether every stage is predicted to fit."""
+def fits(given: TrainingConfiguration) -> bool:
+    """Return whether every stage is predicted to fit."""
     return max(footprint(given)[1]) <= given.cluster.accelerator.memory_bytes
 
 
-def with_microbatch(given: Configuration, sequences: int | None, accumulation: int | None) -> Configuration:
+def with_microbatch(
+    given: TrainingConfiguration, sequences: int | None, accumulation: int | None
+) -> TrainingConfiguration:
     """`given` with the quickest microbatch that fits.
 
     Args:
@@ -35,6 +37,6 @@ def with_microbatch(given: Configuration, sequences: int | None, accumulation: i
     return max([way for way in ways if fits(way)] or ways[:1], key=lambda way: predict(way).tokens_per_second)
 
 
-def with_checkpointing(given: Configuration) -> Configuration:
+def with_checkpointing(given: TrainingConfiguration) -> TrainingConfiguration:
     """`given`, with every block checkpointed where it does not fit otherwise."""
     return given if fits(given) else replace(given, checkpointing="full", checkpointed=1.0)

@@ -1,4 +1,4 @@
-"""What a search found, in words: where the time and the bytes go, why one layout loses to another, days and cost."""
+"""The result of a search, in words: where the time and the bytes go, why one layout loses to another, days and cost."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardwise.job.axes import Axis
 from shardwise.plan.draft import lookup
 from shardwise.plan.rules import rules
 from shardwise.planner.formulas.axis_traffic import AXIS_TRAFFIC
-from shardwise.planner.search.search import Candidate, Found, written
+from shardwise.planner.search.search import Candidate, SearchResult, written_keys
 
 TRAFFIC = tuple(map(str, AXIS_TRAFFIC))  # exposed communication, by axis
 SCHEDULES = {  # said beside a layout; 1F1B is not
@@ -93,7 +93,7 @@ def why_slower(candidate: Candidate, best: Candidate) -> str:
 
 
 def why_not_fit(candidate: Candidate) -> str:
-    """How many bytes are missing, and what most of them are."""
+    """Return how many bytes are missing, and what most of them are."""
     room = candidate.configuration.cluster.accelerator.memory_bytes
     if not candidate.fits_host:
         needed, share = candidate.prediction.host_bytes / GIB, candidate.configuration.cluster.host_bytes / GIB
@@ -103,8 +103,8 @@ def why_not_fit(candidate: Candidate) -> str:
     return f"needs {candidate.memory_bytes / GIB:.1f} of {room / GIB:.1f} GiB: {largest}"
 
 
-def may_not_fit(candidate: Candidate, found: Found) -> str | None:
-    """What to know of a layout that fits as predicted but whose interval of memory ends beyond the accelerator's."""
+def may_not_fit(candidate: Candidate, found: SearchResult) -> str | None:
+    """Return a warning for a layout that fits as predicted but whose interval of memory ends beyond the device's."""
     if not candidate.fits or candidate.fits_surely:
         return None
     room, high = candidate.configuration.cluster.accelerator.memory_bytes, candidate.memory_interval[1]
@@ -115,17 +115,17 @@ def may_not_fit(candidate: Candidate, found: Found) -> str | None:
     return f"{said}; the fastest that ends within, for `--explain sure`, is {sure}"
 
 
-def refusals(found: Found, most: int = 5) -> Iterator[tuple[int, str, str]]:
+def refusals(found: SearchResult, most: int = 5) -> Iterator[tuple[int, str, str]]:
     """(how many combinations, rule's id, rule's sentence) of the legality table, the commonest first."""
     sentences = {rule.id: rule.sentence for rule in rules()}
     for rule, count in found.illegal.most_common(most):
         yield count, rule, sentences.get(rule, "")
 
 
-def chosen(candidate: Candidate, found: Found) -> dict[str, Any]:
+def chosen_keys(candidate: Candidate, found: SearchResult) -> dict[str, Any]:
     """Dotted key -> value of what the search chose beside the job's own keys; defaults are left out."""
     job = found.question.job
-    changed = {key: value for key, value in written(candidate) if value != lookup(type(job)(), key)}
+    changed = {key: value for key, value in written_keys(candidate) if value != lookup(type(job)(), key)}
     settled = {
         "training.sequences_per_step": job.training.sequences_per_step,
         "precision.compute": candidate.plan.dtypes.compute,
@@ -133,7 +133,7 @@ def chosen(candidate: Candidate, found: Found) -> dict[str, Any]:
     return changed | {key: value for key, value in settled.items() if value is not None}
 
 
-def to_dict(candidate: Candidate, budget: Budget = Budget()) -> dict[str, Any]:
+def candidate_data(candidate: Candidate, budget: Budget = Budget()) -> dict[str, Any]:
     """A candidate as plain data: times in seconds, memory in bytes, rates of one accelerator."""
     prediction, plan = candidate.prediction, candidate.plan
     return {

@@ -1,4 +1,4 @@
-"""What would make a job fit that ran out of memory: the changes that cost least time, by prediction."""
+"""Remedies for a job that ran out of memory: the changes that cost least time, by prediction."""
 
 from __future__ import annotations
 

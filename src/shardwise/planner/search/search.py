@@ -26,8 +26,8 @@ from shardwise.planner.formulas.configure import configuration_of
 from shardwise.planner.formulas.memory import estimate
 from shardwise.planner.formulas.memory_estimate import MemoryEstimate
 from shardwise.planner.formulas.predict import predict
-from shardwise.planner.formulas.prediction import Cluster, Configuration, ModelShape, Prediction, Stack
-from shardwise.planner.search.space import SHARDED, SIZE, Changes, Space, changed_job, fixed_keys
+from shardwise.planner.formulas.prediction import Cluster, ModelShape, Prediction, Stack, TrainingConfiguration
+from shardwise.planner.search.space import SHARDED, SIZE, Changes, SearchSpace, changed_job, fixed_keys
 
 LIMIT = 10_000  # candidates of the exhaustive part
 IMPROVED = 12  # of the best, how many are improved key by key
@@ -41,8 +41,8 @@ EXPERTS = (
 SEQUENCES_A_RANK = 2  # of a step, where the job does not say
 
 
-class Question(NamedTuple):
-    """What is planned: a job for a model on a cluster, with the constants of a stack."""
+class SearchQuestion(NamedTuple):
+    """The question of a search: a job for a model on a cluster, with the constants of a stack."""
 
     job: Job
     facts: ModelFacts
@@ -56,7 +56,7 @@ class Candidate:
 
     changes: Changes
     plan: Plan
-    configuration: Configuration
+    configuration: TrainingConfiguration
     prediction: Prediction
     exact: tuple[MemoryEstimate, ...] = ()
 
@@ -100,28 +100,28 @@ class Candidate:
 
     @property
     def fits_surely(self) -> bool:
-        """Whether all of that interval fits, so that nine in ten such runs do."""
+        """True where all of that interval fits, so that nine in ten such runs do."""
         return self.fits and self.memory_interval[1] <= self.configuration.cluster.accelerator.memory_bytes
 
     @property
     def fits_host(self) -> bool:
-        """Whether what is offloaded fits into the rank's share of its host's memory, where that is known."""
+        """True where what is offloaded fits into the rank's share of its host's memory, where that is known."""
         return self.prediction.host_bytes <= self.configuration.cluster.host_bytes
 
     @property
     def tokens_per_second(self) -> float:
-        """Of the whole cluster."""
+        """Tokens a second of the whole cluster."""
         return self.prediction.tokens / self.prediction.step_seconds
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a search found. `ranked`: candidates that fit, best first; `misfits`: those that do not, smallest first.
+class SearchResult:
+    """The candidates of a search. `ranked`: those that fit, best first; `misfits`: the others, smallest first.
 
     `illegal` counts by rule of the legality table; `left_out` combinations that the limit kept from being looked at.
     """
 
-    question: Question
+    question: SearchQuestion
     ranked: tuple[Candidate, ...]
     misfits: tuple[Candidate, ...]
     illegal: Counter[str]
@@ -137,15 +137,15 @@ class Found:
     @cached_property
     def surest(self) -> Candidate | None:
         """The fastest of those that fit surely. A search fills the memory, so `best` is often not among them."""
-        likely = (exactly(each, self.question.facts) for each in self.ranked if each.fits_surely)
+        likely = (with_exact_memory(each, self.question.facts) for each in self.ranked if each.fits_surely)
         return next((each for each in likely if each.fits_surely), None)
 
 
 @dataclass
 class _Search:
-    question: Question
+    question: SearchQuestion
     world: World
-    space: Space
+    space: SearchSpace
     shape: ModelShape
     illegal: Counter[str] = field(default_factory=Counter)
     seen: dict[str, Candidate | None] = field(default_factory=dict)
@@ -184,7 +184,7 @@ class _Search:
         return [each for each in self.seen.values() if each is not None]
 
 
-def search(question: Question, limit: int = LIMIT, world: World | None = None) -> Found:
+def search(question: SearchQuestion, limit: int = LIMIT, world: World | None = None) -> SearchResult:
     """Rank the layouts of a job that leave alone what the job sets.
 
     Args:
@@ -192,12 +192,12 @@ def search(question: Question, limit: int = LIMIT, world: World | None = None) -
         world: what to run on; unset: all of the cluster.
     """
     started = time.perf_counter()
-    job, notes = sized(question)
+    job, notes = sized_job(question)
     if question.facts.idle_parameters:
         notes.append(EXPERTS)
     question = question._replace(job=job)
     world = world or world_of(question.cluster)
-    space = Space(job, question.facts, world.size, job.training.sequences_per_step or 1)
+    space = SearchSpace(job, question.facts, world.size, job.training.sequences_per_step or 1)
     made = _Search(question, world, space, ModelShape.of(question.facts))
     jobs = list(space.jobs())
     stride = max(1, -(-len(jobs) // limit))  # of too many, an even sample
@@ -209,7 +209,7 @@ def search(question: Question, limit: int = LIMIT, world: World | None = None) -
         made.all(more for each in misfits[:SHOWN] for more in space.neighbours(each.changes, offload=True))
         ranked, misfits = _ranked(made.everything(), question.facts)
     left_out, seconds = len(jobs) - len(jobs[::stride]), time.perf_counter() - started
-    return Found(question, ranked, misfits, made.illegal, len(made.seen), left_out, seconds, tuple(notes))
+    return SearchResult(question, ranked, misfits, made.illegal, len(made.seen), left_out, seconds, tuple(notes))
 
 
 def _speed(candidate: Candidate) -> float:
@@ -228,7 +228,7 @@ def _ranked(candidates: list[Candidate], facts: ModelFacts) -> tuple[tuple[Candi
     misfits = [each for each in candidates if not _may_fit(each)]
     rest = iter(by_speed)
     for candidate in rest:
-        exact = exactly(candidate, facts)
+        exact = with_exact_memory(candidate, facts)
         (ranked if exact.fits else misfits).append(exact)
         if len(ranked) == SHOWN:
             break
@@ -236,7 +236,9 @@ def _ranked(candidates: list[Candidate], facts: ModelFacts) -> tuple[tuple[Candi
         (ranked if candidate.fits else misfits).append(candidate)
     shown = sorted(misfits, key=lambda each: each.memory_bytes)
     if not ranked:
-        shown[:SHOWN] = sorted((exactly(each, facts) for each in shown[:SHOWN]), key=lambda each: each.memory_bytes)
+        shown[:SHOWN] = sorted(
+            (with_exact_memory(each, facts) for each in shown[:SHOWN]), key=lambda each: each.memory_bytes
+        )
         ranked, shown = [each for each in shown if each.fits], [each for each in shown if not each.fits]
     return tuple(sorted(ranked, key=_rank)), tuple(shown)
 
@@ -246,7 +248,7 @@ def _rank(candidate: Candidate) -> tuple[float, int]:
     return -float(f"{_speed(candidate):.4g}"), len(candidate.changes)
 
 
-def exactly(candidate: Candidate, facts: ModelFacts) -> Candidate:
+def with_exact_memory(candidate: Candidate, facts: ModelFacts) -> Candidate:
     """With the closed form of memory for every pipeline rank; long pipelines: for the ends and the middle."""
     if candidate.exact:
         return candidate
@@ -265,7 +267,7 @@ def world_of(cluster: Cluster) -> World:
     return World(cluster.size, "cuda", cluster.per_node, device.name, hosts=cluster.nodes, float8=device.fp8)
 
 
-def sized(question: Question) -> tuple[Job, list[str]]:
+def sized_job(question: SearchQuestion) -> tuple[Job, list[str]]:
     """The job with what a plan cannot leave open: sequences of a step, and a dtype that the accelerator has."""
     job, ranks, notes = question.job, question.cluster.size, []
     changes: Changes = {}
@@ -290,11 +292,11 @@ def _assumed(job: Job, ranks: int) -> int:
     return max(16, SEQUENCES_A_RANK * ranks)
 
 
-def smallest_cluster(question: Question, most: int = 4096) -> Found | None:
+def smallest_cluster(question: SearchQuestion, most: int = 4096) -> SearchResult | None:
     """The search on the fewest nodes on which some layout fits, by doubling and then halving the gap; None: none up to
     `most` times as many."""
 
-    def on(nodes: int) -> Found:
+    def on(nodes: int) -> SearchResult:
         cluster = replace(question.cluster, nodes=nodes)
         return search(question._replace(job=_frugal(question.job), cluster=cluster), limit=LIMIT // 10)
 
@@ -314,7 +316,7 @@ def smallest_cluster(question: Question, most: int = 4096) -> Found | None:
 
 
 def _frugal(job: Job) -> Job:
-    """What takes least memory, where the job leaves it open: full checkpointing and microbatches of one sequence."""
+    """Return the job with full checkpointing and microbatches of one sequence, where it leaves these open."""
     frugal = {"memory.activation_checkpointing": "full", "training.microbatch_size": 1}
     opened = {key: value for key, value in frugal.items() if key not in fixed_keys(job)}
     if job.training.gradient_accumulation is not None:
@@ -322,13 +324,13 @@ def _frugal(job: Job) -> Job:
     return changed_job(job, opened)
 
 
-def on_nodes(found: Found, nodes: int) -> Candidate | None:
+def on_nodes(found: SearchResult, nodes: int) -> Candidate | None:
     """The best of the found layouts on another number of nodes, the same sequences a step; None where none fits."""
     question = found.question
     cluster = replace(question.cluster, nodes=nodes)
     tried: list[Candidate] = []
     for candidate in distinct(found.ranked, SHOWN):
-        space = Space(question.job, question.facts, cluster.size, question.job.training.sequences_per_step or 1)
+        space = SearchSpace(question.job, question.facts, cluster.size, question.job.training.sequences_per_step or 1)
         made = _Search(question._replace(cluster=cluster), world_of(cluster), space, candidate.configuration.model)
         open_shards = candidate.changes | {SHARDED: None}
         open_batches = {key: value for key, value in open_shards.items() if key != SIZE}
@@ -348,13 +350,13 @@ def distinct(candidates: Iterable[Candidate], most: int) -> list[Candidate]:
     return list(kept.values())
 
 
-def matching(found: Found, wanted: Changes) -> Candidate | None:
+def matching(found: SearchResult, wanted: Changes) -> Candidate | None:
     """The best candidate whose job has these values at these dotted keys; of those that do not fit where none does."""
     of = _has(wanted)
     return next((each for each in (*found.ranked, *found.misfits) if of(each)), None)
 
 
-def of_changes(found: Found, wanted: Changes) -> Candidate:
+def of_changes(found: SearchResult, wanted: Changes) -> Candidate:
     """The best layout with other values at some keys, whether or not it fits. Raises LegalityError."""
     question = found.question
     base = (found.best or found.misfits[0]).changes | wanted
@@ -362,7 +364,7 @@ def of_changes(found: Found, wanted: Changes) -> Candidate:
         base = {key: value for key, value in base.items() if key != "training.microbatch_size"}
     plan = resolve(changed_job(question.job, base), world_of(question.cluster), question.facts)
     configuration = configuration_of(plan, question.facts, question.cluster, question.stack)
-    return exactly(Candidate(base, plan, configuration, predict(configuration)), question.facts)
+    return with_exact_memory(Candidate(base, plan, configuration, predict(configuration)), question.facts)
 
 
 def _has(wanted: Changes) -> Callable[[Candidate], bool]:
@@ -373,7 +375,7 @@ def _has(wanted: Changes) -> Callable[[Candidate], bool]:
 
 
 def _value(candidate: Candidate, key: str) -> object:
-    """What runs: the plan's own number where it derives one."""
+    """Return what runs: the plan's own number where it derives one."""
     derived = {
         SHARDED: candidate.plan.state_ranks,
         "training.microbatch_size": candidate.plan.microbatch,
@@ -382,6 +384,6 @@ def _value(candidate: Candidate, key: str) -> object:
     return derived[key] if key in derived else lookup(candidate.job, key)
 
 
-def written(candidate: Candidate) -> Iterator[tuple[str, object]]:
+def written_keys(candidate: Candidate) -> Iterator[tuple[str, object]]:
     """(dotted key, value) of what the search chose, for a job file; values that are the default's are left out."""
     yield from ((key, value) for key, value in candidate.changes.items() if value is not None)

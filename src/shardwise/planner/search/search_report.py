@@ -1,4 +1,4 @@
-"""What `shardwise plan` prints: the ranking, one layout explained, and what did not make it."""
+"""The report of `shardwise plan`: the ranking, one layout explained, and what did not make it."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from shardwise.planner.search.explain import (
     why_not_fit,
     why_slower,
 )
-from shardwise.planner.search.search import Candidate, Found, distinct
+from shardwise.planner.search.search import Candidate, SearchResult, distinct
 
 BAR = 24  # characters of the longest bar
 
 
-def ranking(found: Found, most: int, budget: Budget) -> Table:
-    """The best layouts, and why each loses to the first."""
+def ranking_table(found: SearchResult, most: int, budget: Budget) -> Table:
+    """Return the best layouts, and why each loses to the first."""
     facts = found.question.facts
     title = f"{facts.family}, {facts.parameters / 1e9:.3g}B parameters, on {_cluster(found)}"
     table = Table(title=title, title_justify="left", title_style="bold")
@@ -43,7 +43,7 @@ def ranking(found: Found, most: int, budget: Budget) -> Table:
     return table
 
 
-def _cluster(found: Found) -> str:
+def _cluster(found: SearchResult) -> str:
     cluster = found.question.cluster
     return f"{cluster.nodes} × {cluster.per_node} {cluster.accelerator.name} ({cluster.name})"
 
@@ -68,8 +68,8 @@ def _numbers(candidate: Candidate, budget: Budget) -> list[str | Text]:
     return numbers if days is None else [*numbers, f"{days:,.1f}"]
 
 
-def explanation(candidate: Candidate, found: Found, budget: Budget) -> Group:
-    """Where the time and the bytes of a layout go, its rates in each convention, days and cost; and why it loses."""
+def layout_explanation(candidate: Candidate, found: SearchResult, budget: Budget) -> Group:
+    """Return where a layout's time and bytes go, its rates in each convention, days and cost; and why it loses."""
     title = Text(f"{layout_of(candidate)}, {memory_policy(candidate)}", style="bold")
     parts: list[RenderableType] = [title, _times(candidate), _bytes(candidate)]
     if unsure := may_not_fit(candidate, found):
@@ -136,8 +136,8 @@ def _bar(value: float, of: float) -> str:
     return "█" * round(BAR * value / of)
 
 
-def remarks(found: Found, most: int = 4) -> Iterator[str]:
-    """How many combinations were looked at, what the legality table refused, and what did not fit."""
+def search_remarks(found: SearchResult, most: int = 4) -> Iterator[str]:
+    """Yield how many combinations were looked at, what the legality table refused, and what did not fit."""
     legal = len(found.ranked) + len(found.misfits)
     refused = sum(found.illegal.values())
     yield (

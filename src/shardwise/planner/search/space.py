@@ -50,7 +50,7 @@ def changed_job(job: Job, changes: Changes) -> Job:
 
 
 @dataclass(frozen=True)
-class Space:
+class SearchSpace:
     """The open keys of `job` for a model of `facts` on `ranks` ranks, `sequences` a step."""
 
     job: Job
@@ -142,24 +142,24 @@ class Space:
         yield "memory.offload_parameters", [False, True]
 
 
-def _at_most_heads(space: Space) -> list[int]:
+def _at_most_heads(space: SearchSpace) -> list[int]:
     heads = max(1, space.facts.attention_heads)
     return thinned((d for d in divisors(space.ranks) if d <= heads), FINE)
 
 
-def _at_most_blocks(space: Space) -> list[int]:
+def _at_most_blocks(space: SearchSpace) -> list[int]:
     blocks = max(1, len(space.facts.blocks))
     return thinned((d for d in divisors(space.ranks) if d <= blocks), FINE)
 
 
-def _of_1024_positions(space: Space) -> list[int]:
+def _of_1024_positions(space: SearchSpace) -> list[int]:
     """Return the degrees that leave 1024 positions on a rank: shorter parts cost more traffic than they save."""
     most = max(1, space.job.data.sequence_length // 1024)
     return [d for d in divisors(space.ranks) if d <= most]
 
 
 # The degrees of each axis that a search tries, the last axis varying fastest. None: the sharding degree decides.
-CANDIDATE_DEGREES: dict[Axis, Callable[[Space], list[int]] | None] = {
+CANDIDATE_DEGREES: dict[Axis, Callable[[SearchSpace], list[int]] | None] = {
     Axis.TENSOR: _at_most_heads,
     Axis.PIPELINE: _at_most_blocks,
     Axis.CONTEXT: _of_1024_positions,
@@ -169,7 +169,7 @@ CANDIDATE_DEGREES: dict[Axis, Callable[[Space], list[int]] | None] = {
 
 
 def thinned(values: Iterable[int], ratio: float = COARSE) -> list[int]:
-    """Of ascending values the first, the last, and between them those at least `ratio` apart."""
+    """Return of ascending values the first, the last, and between them those at least `ratio` apart."""
     kept: list[int] = []
     last = None
     for last in values:

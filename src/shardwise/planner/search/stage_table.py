@@ -1,4 +1,4 @@
-"""What a plan looks like: tables for the terminal."""
+"""The stages of a plan as a table for the terminal."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from shardwise.job.axes import Axis
 from shardwise.model.facts import ModelFacts
 from shardwise.plan.plan import Plan
 from shardwise.planner.formulas.memory import estimate
-from shardwise.planner.formulas.schedule import bubble, stages
+from shardwise.planner.formulas.schedule import bubble, stage_shares
 
 BAR = 10  # characters of the longest bar
 
 
 def stage_table(plan: Plan, facts: ModelFacts) -> Table:
-    """The stages: shares of parameters and FLOPs as bars, the peak memory of their rank; and the schedule's bubble."""
-    rows = stages(plan, facts)
+    """Return shares of parameters and FLOPs of each stage as bars, its rank's peak memory, and the bubble."""
+    rows = stage_shares(plan, facts)
     peaks = [estimate(plan, facts, pipeline=rank).total for rank in range(plan.degrees[Axis.PIPELINE])]
     table = Table(title="Stages", title_justify="left", title_style="bold", caption_justify="left")
     for column in ("stage", "rank", "blocks"):
