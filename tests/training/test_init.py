@@ -16,14 +16,14 @@ from shardwise.testing.world import WorldPool
 from shardwise.training.setup import set_up
 from tests.parity.jobs import MODELS, VOCABULARY, make_job, make_module_job
 
-LAYOUTS: list[tuple[int, dict[str, Any]]] = [
+LAYOUTS = [
     (2, {}),
     (2, {"sharded_data_parallel_degree": 1}),
     (2, {"shard_optimizer_state": True}),
     (3, {}),
     (4, {"sharded_data_parallel_degree": 2}),
-    (8, {}),
-    (8, {"sharded_data_parallel_degree": 4, "placement_strategy": "spread"}),
+    pytest.param(8, {}, marks=pytest.mark.slow),
+    pytest.param(8, {"sharded_data_parallel_degree": 4, "placement_strategy": "spread"}, marks=pytest.mark.slow),
 ]
 
 

@@ -144,8 +144,10 @@ def seeded(seed: int, name: str, device: torch.device) -> Iterator[None]:
     """Default generators seeded by (seed, name) inside, as they were outside."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     devices = [device] if device.type == "cuda" else []
+    # torch.manual_seed also formats the stack, for each kind of device that has not started; a model has many owners.
+    manual_seed = torch.default_generator.manual_seed if device.type == "cpu" else torch.manual_seed
     with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(int.from_bytes(digest, "little") >> 1)
+        manual_seed(int.from_bytes(digest, "little") >> 1)
         yield
 
 
