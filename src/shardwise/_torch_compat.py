@@ -136,7 +136,7 @@ def backends_of(group: dist.ProcessGroup) -> dict[str, Any]:
 
 
 def add_backends(group: dist.ProcessGroup, backends: Mapping[str, Any]) -> None:
-    """What `group` itself does not do, these do, by device type."""
+    """Add backends to `group`, by device type, for what it does not do itself."""
     kinds = {"gloo": dist.ProcessGroup.BackendType.GLOO, "nccl": dist.ProcessGroup.BackendType.NCCL}
     for device, backend in backends.items():
         kind = kinds.get(backend.name(), dist.ProcessGroup.BackendType.CUSTOM)
@@ -236,13 +236,13 @@ def default_store() -> dist.Store:
 
 
 def is_alive(group: dist.ProcessGroup) -> bool:
-    """Whether `group` was not destroyed."""
+    """Return True if `group` was not destroyed."""
     # No public name: torch keeps its groups in a private map (torch 2.11 to 2.13).
     return group in dist.distributed_c10d._world.pg_map
 
 
 def has_flash_attention(query: Tensor) -> bool:
-    """Whether the fused kernel that also gives the log-sum-exp runs on these tensors [B, h, S, d]."""
+    """Return True if the fused kernel that also gives the log-sum-exp runs on these tensors [B, h, S, d]."""
     return query.device.type == "cpu"
 
 
@@ -297,7 +297,7 @@ def reduce_left_gradients(modules: Sequence[FSDPModule]) -> None:
 
 
 def fuses_on_gpu(optimizer_class: type[torch.optim.Optimizer]) -> bool:
-    """Whether the class's fused form runs on a GPU: torch 2.11 refuses Adagrad's there, at the first step."""
+    """Return True if the class's fused form runs on a GPU: torch 2.11 refuses Adagrad's there, at the first step."""
     return "cuda_unsupported=True" not in inspect.getsource(optimizer_class)
 
 
@@ -338,7 +338,7 @@ def gather_asynchronously(root: FSDPModule) -> None:
 
 # No public name: only FSDP2 knows what it does with a reduced gradient right away.
 def keeps_reduced_gradients_as_they_are(module: FSDPModule, dtype: torch.dtype) -> bool:
-    """Whether nothing reads or converts what a reduce-scatter of `dtype` gives `module` before backward ends."""
+    """Return True if nothing reads or converts what a reduce-scatter of `dtype` gives `module` before backward ends."""
     for group in _fsdp_groups(module):
         if group.mesh_info.replicate_mesh_dim is not None or group._all_reduce_hook is not None:
             return False
@@ -405,7 +405,7 @@ class LazyStage(PipelineStage):
 
     @contextmanager
     def _described(self, infos: Mapping[int, Sequence[Any]]) -> Iterator[None]:
-        """What torch makes meanwhile for `infos` has a shape and no memory."""
+        """Let what torch makes meanwhile for `infos` have a shape and no memory."""
         device, self.device = self.device, torch.device("meta")
         try:
             yield

@@ -28,7 +28,7 @@ def numbers(rank: int, count: int, dtype: torch.dtype) -> Tensor:
     return torch.randint(-9, 9, (count + 1,), generator=generator).to(dtype)[1:]
 
 
-def in_order(name: str, inputs: list[Tensor]) -> Tensor:
+def join_chunks(name: str, inputs: list[Tensor]) -> Tensor:
     """The reduction in the order of the ranks, in the type in which the engine keeps it, rounded once."""
     dtype = inputs[0].dtype
     wide = [x.float() if dtype in (torch.bfloat16, torch.float16) else x for x in inputs]
@@ -53,7 +53,7 @@ def sums(cases: list[tuple[str, torch.dtype]], count: int) -> None:
     group, rank, size = dist.new_group(backend="shardwise"), dist.get_rank(), dist.get_world_size()
     for name, dtype in cases:
         inputs = [numbers(peer, count * size, dtype) for peer in range(size)]
-        right, part = in_order(name, inputs), torch.empty(count, dtype=dtype)
+        right, part = join_chunks(name, inputs), torch.empty(count, dtype=dtype)
         reduce_scatter_single(part, inputs[rank], operator(name), group)
         assert torch.equal(part, right[rank * count : (rank + 1) * count]), (name, dtype)
         dist.all_reduce(inputs[rank], operator(name), group)

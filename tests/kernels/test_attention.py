@@ -190,17 +190,19 @@ def test_a_query_that_sees_nothing_gets_zeros_and_no_gradient() -> None:
 # --- dropout
 
 
-def dropped(kernel: str, step: int, p: float, case: dict[str, Any]) -> list[Tensor]:
+def dropout_factors(kernel: str, step: int, p: float, case: dict[str, Any]) -> list[Tensor]:
     with dropout_scope(DropoutScope(0, step, torch.tensor([5, 9]))):
         return both(kernel, {**case, "dropout": p}, torch.float64)
 
 
 @pytest.mark.parametrize("name", ["causal", "documents", "alibi", "cap"])
 def test_blocks_drop_what_eager_drops(name: str) -> None:
-    for ours, theirs in zip(*(dropped(kernel, 3, 0.3, CASES[name]) for kernel in ("blockwise", "eager")), strict=True):
+    for ours, theirs in zip(
+        *(dropout_factors(kernel, 3, 0.3, CASES[name]) for kernel in ("blockwise", "eager")), strict=True
+    ):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
-    other = dropped("blockwise", 4, 0.3, CASES[name])[0]
-    assert not torch.allclose(other, dropped("blockwise", 3, 0.3, CASES[name])[0])
+    other = dropout_factors("blockwise", 4, 0.3, CASES[name])[0]
+    assert not torch.allclose(other, dropout_factors("blockwise", 3, 0.3, CASES[name])[0])
 
 
 @pytest.mark.parametrize("kernel", ["blockwise", "sdpa"])

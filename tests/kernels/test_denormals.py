@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shardwise._torch_compat import FakeTensorMode
-from shardwise.kernels.attention.blockwise import Blockwise, blockwise_attention
+from shardwise.kernels.attention.blockwise import BlockwiseSettings, blockwise_attention
 
 
 def _kept() -> bool:
@@ -16,7 +16,7 @@ def _kept() -> bool:
 def test_a_dry_run_asks_for_no_number() -> None:
     with FakeTensorMode():
         query, key, value = (torch.randn(1, 2, 64, 8, requires_grad=True) for _ in range(3))
-        settings = Blockwise(8**-0.5, causal=True, bias=torch.zeros(1, 2, 1, 64))
+        settings = BlockwiseSettings(8**-0.5, causal=True, bias=torch.zeros(1, 2, 1, 64))
         blockwise_attention(query, key, value, settings).sum().backward()
     assert query.grad is not None and query.grad.shape == query.shape
 
@@ -30,7 +30,7 @@ def test_probabilities_too_small_to_matter_are_zero_and_nothing_else_is(biased: 
     bias = torch.tensor([0.0, -95.0]).view(1, 1, 1, 2) if biased else None
     torch.set_flush_denormal(not before)
     try:
-        output = blockwise_attention(query, key, value, Blockwise(8**-0.5, bias=bias))
+        output = blockwise_attention(query, key, value, BlockwiseSettings(8**-0.5, bias=bias))
         assert float(output.detach().max()) == (0.0 if biased else 0.5)
         assert _kept() == before
         output.sum().backward()

@@ -11,11 +11,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from shardwise._torch_compat import gather_asynchronously
 from shardwise.kernels import float8_gather as under_test
 from shardwise.kernels.float8 import E4M3, Float8, quantize
-from shardwise.kernels.float8_gather import Piece, gather_in_float8, pack, unpack
+from shardwise.kernels.float8_gather import BufferSegment, gather_in_float8, pack, unpack
 from shardwise.kernels.linear import use_float8
 from shardwise.testing.world import WorldPool
 
-PIECES = [Piece(7, False), Piece(33, True), Piece(2, False), Piece(64, True)]
+PIECES = [BufferSegment(7, False), BufferSegment(33, True), BufferSegment(2, False), BufferSegment(64, True)]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -28,10 +28,10 @@ def test_what_is_unpacked_is_what_was_packed_rounded_by_powers_of_two(dtype: tor
     unpack(messages, PIECES, output)
     for values, found in zip(ranks, output, strict=True):
         expected = []
-        for piece, part in zip(PIECES, values.split([piece.elements for piece in PIECES]), strict=True):
+        for segment, part in zip(PIECES, values.split([segment.elements for segment in PIECES]), strict=True):
             rounded = quantize(part, E4M3, by_powers=True)
             assert float(rounded.scale.log2()) == int(rounded.scale.log2())
-            expected.append((rounded.values.double() / rounded.scale.double()) if piece.rounded else part.double())
+            expected.append((rounded.values.double() / rounded.scale.double()) if segment.rounded else part.double())
         torch.testing.assert_close(found.double(), torch.cat(expected), rtol=0, atol=0)
 
 

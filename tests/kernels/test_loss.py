@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shardwise.kernels.loss import IGNORED, Terms, count_labels, cross_entropy_sum, linear_cross_entropy
+from shardwise.kernels.loss import IGNORED, LossTerms, count_labels, cross_entropy_sum, linear_cross_entropy
 from shardwise.observe.memory import LiveBytes
 
 ROWS, WIDTH, VOCABULARY = 30, 13, 17
@@ -44,8 +44,8 @@ def test_value_and_gradients_are_those_of_whole_logits(chunk: int, bias: bool) -
         assert (a - b).abs().max() <= 1e-12 * b.abs().max()
 
 
-@pytest.mark.parametrize("terms", [Terms(0.1, 0.0), Terms(0.0, 0.01), Terms(0.2, 0.05)])
-def test_smoothing_and_z_loss(terms: Terms) -> None:
+@pytest.mark.parametrize("terms", [LossTerms(0.1, 0.0), LossTerms(0.0, 0.01), LossTerms(0.2, 0.05)])
+def test_smoothing_and_z_loss(terms: LossTerms) -> None:
     """Against their definitions: targets with a share of every class, and the squared log-normaliser."""
     hidden, weight, bias, labels = problem(torch.float64, True)
     loss = linear_cross_entropy(hidden, weight, bias, labels, chunk=7, terms=terms)

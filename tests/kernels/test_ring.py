@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.collectives.context import dealt, gather_sequence, heads_for_rows, in_order, rows_for_heads
+from shardwise.collectives.context import deal_chunks, gather_sequence, heads_for_rows, join_chunks, rows_for_heads
 from shardwise.kernels.attention import ring
 from shardwise.kernels.attention.masks import document_mask
-from shardwise.kernels.attention.ring import Ring, ring_attention
+from shardwise.kernels.attention.ring import RingSettings, ring_attention
 from shardwise.testing.world import WorldPool
 
 LENGTH, HEADS, GROUPS = 24, 4, 2
@@ -50,15 +50,15 @@ def difference(kind: str, width: int) -> float:
         "documents": document_mask(documents, True, torch.float64),
     }
     whole, here = drawn(width), dist.get_rank()
-    wanted = [dealt(tensor, 2, degree)[here] for tensor in expected(whole, masks[kind])]
-    positions = [dealt(torch.arange(LENGTH), 0, degree)[rank] for rank in range(degree)]
+    wanted = [deal_chunks(tensor, 2, degree)[here] for tensor in expected(whole, masks[kind])]
+    positions = [deal_chunks(torch.arange(LENGTH), 0, degree)[rank] for rank in range(degree)]
 
     def block(rank: int, queries: slice, keys: slice) -> Tensor:
         return document_mask(documents, True, torch.float64, positions[here][queries], positions[rank][keys])
 
-    parts = [dealt(tensor, 2, degree)[here] for tensor in whole]
+    parts = [deal_chunks(tensor, 2, degree)[here] for tensor in whole]
     query, key, value = (part.clone().requires_grad_() for part in parts[:3])
-    settings = Ring(group, 0.3, kind == "causal", block if kind == "documents" else None)
+    settings = RingSettings(group, 0.3, kind == "causal", block if kind == "documents" else None)
     output = ring_attention(query, key, value, settings)
     output.backward(parts[3])
     found = [output.detach(), query.grad, key.grad, value.grad]
@@ -77,7 +77,7 @@ def there_and_back() -> bool:
     group, degree, here = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
     assert group is not None
     whole = drawn(6)[0]
-    part = dealt(whole, 2, degree)[here].requires_grad_()
+    part = deal_chunks(whole, 2, degree)[here].requires_grad_()
     exchanged = heads_for_rows(part, group)
     assert torch.equal(exchanged, whole.chunk(degree, 1)[here])
     back = rows_for_heads(exchanged.transpose(1, 2), group).transpose(1, 2)
@@ -87,7 +87,7 @@ def there_and_back() -> bool:
         torch.equal(back, part)
         and torch.equal(part.grad if part.grad is not None else part, part)
         and torch.equal(gathered, whole)
-        and torch.equal(in_order(dealt(whole, 2, degree), 2), whole)
+        and torch.equal(join_chunks(deal_chunks(whole, 2, degree), 2), whole)
     )
 
 

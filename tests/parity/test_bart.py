@@ -117,7 +117,7 @@ def export(job: Job, path: Path) -> dict[str, torch.Tensor]:
     run = set_up(job, torch.device("cpu"))
     train_step(run.model, run.objective, run.stream.batches(0), run.optimizer, run.scaler, 0)
     export_hugging_face(run.model, path, None)
-    return dict(run.model.wholes())
+    return dict(run.model.whole_tensors())
 
 
 @pytest.mark.parametrize("family", ["bart", pytest.param("marian", marks=pytest.mark.slow)])

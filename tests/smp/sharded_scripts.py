@@ -31,7 +31,7 @@ from transformers import (
 )
 
 import shardwise.smp.v2 as tsm
-from shardwise.collectives.context import dealt
+from shardwise.collectives.context import deal_chunks
 from shardwise.smp.v2.delayed_param import DelayedParamIniter
 from shardwise.smp.v2.grad_norm import clip_grad_norm_
 from shardwise.smp.v2.tensor_parallel.transformer import TransformerLayer
@@ -99,7 +99,7 @@ def steps(model: Any, clip: float | None = CLIP) -> tuple[list[float], list[floa
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     losses, norms = [], []
     for batch in batches():
-        rows = dealt(batch.chunk(ranks)[mine], 1, context)[tsm.state.cp_rank]
+        rows = deal_chunks(batch.chunk(ranks)[mine], 1, context)[tsm.state.cp_rank]
         optimizer.zero_grad(set_to_none=True)
         loss = model(input_ids=rows, attention_mask=None, labels=rows)["loss"]
         loss.backward()

@@ -53,7 +53,7 @@ def export_hugging_face(model: ParallelModel, path: Path, tokenizer_directory: s
 
 
 def _gathered(model: ParallelModel) -> Iterator[tuple[str, Tensor]]:
-    for name, whole in model.wholes():
+    for name, whole in model.whole_tensors():
         yield name, whole.cpu()
     yield from persistent_buffers(model.module)  # from_pretrained and load_state_dict ask for them
 

@@ -23,7 +23,7 @@ from shardwise.checkpoint.manifest import NUMBER, TensorRecord
 from shardwise.checkpoint.piece import DTYPES, TORCH_DTYPES, Piece
 from shardwise.errors import CheckpointError
 from shardwise.parallel.model import ParallelModel
-from shardwise.parallel.tensor_map import Entry
+from shardwise.parallel.tensor_map import ParameterEntry
 
 Scalars = dict[str, dict[str, tuple[float, str]]]  # parameter -> key -> (value, dtype in the manifest's words)
 
@@ -31,7 +31,7 @@ Scalars = dict[str, dict[str, tuple[float, str]]]  # parameter -> key -> (value,
 class Optimizer(Protocol):
     """What is read of a ShardedOptimizer."""
 
-    locals: list[tuple[Entry, nn.Parameter]]
+    locals: list[tuple[ParameterEntry, nn.Parameter]]
     inner: torch.optim.Optimizer
 
 
@@ -148,9 +148,9 @@ def _scalar(value: float, dtype: str) -> float | Tensor:
     return value if dtype == NUMBER else torch.tensor(value, dtype=TORCH_DTYPES[dtype])
 
 
-def _owned(model: ParallelModel) -> list[tuple[Entry, Tensor]]:
+def _owned(model: ParallelModel) -> list[tuple[ParameterEntry, Tensor]]:
     """Entries that this rank writes. Ranks that hold the same slices share them out alike, so each has one writer."""
-    mine: list[tuple[Entry, Tensor]] = []
+    mine: list[tuple[ParameterEntry, Tensor]] = []
     load: dict[int, list[int]] = {}  # replication -> bytes given to each of the ranks that hold the same
     for entry in model.tensor_map:
         local = entry.local
@@ -164,7 +164,7 @@ def _owned(model: ParallelModel) -> list[tuple[Entry, Tensor]]:
     return mine
 
 
-def _pieces(kind: str, entry: Entry, tensor: Tensor) -> list[Piece]:
+def _pieces(kind: str, entry: ParameterEntry, tensor: Tensor) -> list[Piece]:
     """The slices of `tensor`, which is laid out as the entry's local one."""
     return [
         Piece(f"{kind}/{entry.name}", entry.shape, tuple(p.start for p in region.logical), tensor[region.local])
@@ -177,7 +177,7 @@ def _whole(name: str, tensor: Tensor) -> Piece:
     return Piece(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor)
 
 
-def _state_pieces(kind: str, entry: Entry, local: Tensor, value: Any) -> list[Piece]:
+def _state_pieces(kind: str, entry: ParameterEntry, local: Tensor, value: Any) -> list[Piece]:
     """Optimizer state beside `local`: sliced as it is, or of a shape of its own (Adafactor's) where it is not cut."""
     if isinstance(value, Tensor) and value.shape == local.shape:
         return _pieces(kind, entry, value)
@@ -189,7 +189,7 @@ def _state_pieces(kind: str, entry: Entry, local: Tensor, value: Any) -> list[Pi
     )
 
 
-def _is_own_shape(entry: Entry, local: Tensor, shape: Sequence[int]) -> bool:
+def _is_own_shape(entry: ParameterEntry, local: Tensor, shape: Sequence[int]) -> bool:
     """Whether state may have this shape beside a parameter that is not cut: rows or columns, the other dims 1."""
     if tuple(local.shape) != tuple(entry.shape) or tuple(shape) == tuple(entry.shape):
         return False

@@ -57,39 +57,39 @@ def _exchanged(values: Tensor, group: dist.ProcessGroup) -> Tensor:
 def gather_sequence(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[B, h, S/c, d] of each rank -> [B, h, S, d] in natural order; backward reduce-scatters the gradient."""
     parts: Tensor = _Gather.apply(values, group)
-    return in_order(parts.unbind(0), 2)
+    return join_chunks(parts.unbind(0), 2)
 
 
 def heads_for_rows(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[B, h, S/c, d] -> [B, h/c, S, d]: a share of the heads for all of the sequence (arXiv 2309.14509, section 3)."""
     shares = torch.stack(values.chunk(group.size(), dim=1))
     parts: Tensor = _Exchange.apply(shares, group)
-    return in_order(parts.unbind(0), 2)
+    return join_chunks(parts.unbind(0), 2)
 
 
 def rows_for_heads(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[B, S, h/c, d] -> [B, S/c, h, d], the way back, in the order of attention's output."""
-    parts = torch.stack(dealt(values, 1, group.size()))
+    parts = torch.stack(deal_chunks(values, 1, group.size()))
     shares: Tensor = _Exchange.apply(parts, group)
     return torch.cat(shares.unbind(0), dim=2)
 
 
-def in_order(parts: Sequence[Tensor], dim: int) -> Tensor:
-    """The whole sequence along `dim` of what the ranks hold."""
+def join_chunks(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """Return the whole sequence along `dim` of the ranks' parts."""
     halves = [part.chunk(2, dim) for part in parts]
     return torch.cat([first for first, _ in halves] + [second for _, second in reversed(halves)], dim)
 
 
-def dealt(whole: Tensor, dim: int, degree: int) -> list[Tensor]:
-    """What each rank holds of the whole sequence along `dim`."""
+def deal_chunks(whole: Tensor, dim: int, degree: int) -> list[Tensor]:
+    """Return each rank's part of the whole sequence along `dim`."""
     chunks = whole.chunk(2 * degree, dim)
     return [torch.cat([chunks[rank], chunks[-1 - rank]], dim) for rank in range(degree)]
 
 
 def pass_on(values: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
     """Send `values` to the next rank of the ring and receive as much from the one before. Without autograd."""
-    ranks, here = dist.get_process_group_ranks(group), group.rank()
-    after, before = ranks[(here + 1) % len(ranks)], ranks[here - 1]
+    ranks, rank = dist.get_process_group_ranks(group), group.rank()
+    after, before = ranks[(rank + 1) % len(ranks)], ranks[rank - 1]
     sent = [value.contiguous() for value in values]
     received = [torch.empty_like(value) for value in sent]
     operations = [dist.P2POp(dist.isend, value, after, group) for value in sent]

@@ -54,7 +54,7 @@ class Hierarchies:
 
 
 class Memory:
-    """What FSDP2 asks of all these objects. It is freed after use, since several gathers may be in flight."""
+    """Memory that FSDP2 asks all these objects for. It is freed after use, since several gathers may be in flight."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)

@@ -24,8 +24,8 @@ Move = Callable[[Tensor, Any], Tensor]
 
 
 @dataclass(frozen=True)
-class Rows:
-    """How the `length` positions of `batch` samples lie over the ranks of `group`: in runs that differ by one at most.
+class SequenceRows:
+    """The `length` positions of `batch` samples over the ranks of `group`: in runs that differ by one at most.
 
     Values are [B, S, ...], or [B*S, ...] where a model has flattened them.
     """
@@ -70,7 +70,7 @@ def _apply(values: Tensor, there: Move, back: Move, where: Any) -> Tensor:
     return moved
 
 
-class Regathered:
+class RegatheredActivations:
     """Whole activations, gathered again in backward for the linears that read them; kept is this rank's part alone.
 
     The paper's way to keep nothing whole (section 4.2.2): one more all-gather in backward. Readers run their backward
@@ -78,47 +78,47 @@ class Regathered:
     checkpointing and offload find it.
     """
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: SequenceRows) -> None:
         self.rows = rows
         self.readers = 0
         self._whole: Tensor | None = None
 
     def again(self, part: Tensor) -> Tensor:
         """The whole of `part`, for one of the readers."""
-        whole = gathered(part, self.rows) if self._whole is None else self._whole
+        whole = gather_rows(part, self.rows) if self._whole is None else self._whole
         self.readers -= 1
         self._whole = whole if self.readers else None
         return whole
 
 
-def enter(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+def copy_to_region(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     """`values`, equal on all ranks of `group`; their gradient is the sum of the ranks' gradients."""
     return _apply(values, _same, summed, group)
 
 
-def leave(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+def reduce_from_region(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum of the ranks' `values`; the gradient of each is that of the sum."""
     return _apply(values, summed, _same, group)
 
 
-def enter_rows(values: Tensor, rows: Rows) -> Tensor:
+def gather_to_region(values: Tensor, rows: SequenceRows) -> Tensor:
     """All positions, of which each rank brings its own; their gradients are summed, and each rank keeps its own."""
-    return _apply(values, gathered, _summed_part, rows)
+    return _apply(values, gather_rows, _reduce_scatter_rows, rows)
 
 
-def leave_rows(values: Tensor, rows: Rows) -> Tensor:
+def reduce_scatter_from_region(values: Tensor, rows: SequenceRows) -> Tensor:
     """This rank's positions of the sum of the ranks' `values`."""
-    return _apply(values, _summed_part, gathered, rows)
+    return _apply(values, _reduce_scatter_rows, gather_rows, rows)
 
 
-def scatter(values: Tensor, rows: Rows) -> Tensor:
+def scatter_sequence(values: Tensor, rows: SequenceRows) -> Tensor:
     """This rank's positions of `values`, which are equal on all ranks."""
-    return _apply(values, _part, gathered, rows)
+    return _apply(values, _local_rows, gather_rows, rows)
 
 
-def gather(values: Tensor, rows: Rows) -> Tensor:
+def gather_whole_sequence(values: Tensor, rows: SequenceRows) -> Tensor:
     """All positions, on ranks that then do the same with them: the gradients that come back are equal."""
-    return _apply(values, gathered, _part, rows)
+    return _apply(values, gather_rows, _local_rows, rows)
 
 
 def summed(values: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -143,14 +143,14 @@ def sum_together(tensors: Sequence[Tensor], group: dist.ProcessGroup, device: to
             tensor.copy_(total.view(tensor.shape))
 
 
-def gathered(values: Tensor, rows: Rows) -> Tensor:
+def gather_rows(values: Tensor, rows: SequenceRows) -> Tensor:
     """[B, S of this rank, H] of each rank -> [B, S, H]. Without autograd."""
     sizes = rows.sizes
     most = max(sizes)
-    mine = rows.by_sample(values, sizes[rows.index])
-    mine = mine if mine.shape[1] == most else F.pad(mine, (0, 0, 0, most - mine.shape[1]))
-    everyone = mine.new_empty(len(sizes), *mine.shape)
-    all_gather_single(everyone.flatten(0, 1), mine.contiguous(), group=rows.group)
+    own = rows.by_sample(values, sizes[rows.index])
+    own = own if own.shape[1] == most else F.pad(own, (0, 0, 0, most - own.shape[1]))
+    everyone = own.new_empty(len(sizes), *own.shape)
+    all_gather_single(everyone.flatten(0, 1), own.contiguous(), group=rows.group)
     if min(sizes) == most:
         whole = everyone.transpose(0, 1).reshape(rows.batch, rows.length, -1)  # of one sample no copy
     else:
@@ -158,7 +158,7 @@ def gathered(values: Tensor, rows: Rows) -> Tensor:
     return whole.flatten(0, 1) if values.dim() == 2 else whole
 
 
-def _summed_part(values: Tensor, rows: Rows) -> Tensor:
+def _reduce_scatter_rows(values: Tensor, rows: SequenceRows) -> Tensor:
     """[B, S, H] of each rank -> [B, S of this rank, H] of their sum."""
     sizes = rows.sizes
     most = max(sizes)
@@ -167,11 +167,11 @@ def _summed_part(values: Tensor, rows: Rows) -> Tensor:
     total = torch.empty_like(stacked[0])
     reduce_scatter_single(total, stacked.flatten(0, 1), group=rows.group)
     # Models add to it in place, which autograd allows where it is no view.
-    mine = total if total.shape[1] == sizes[rows.index] else total[:, : sizes[rows.index]].clone()
-    return mine.flatten(0, 1) if values.dim() == 2 else mine
+    own = total if total.shape[1] == sizes[rows.index] else total[:, : sizes[rows.index]].clone()
+    return own.flatten(0, 1) if values.dim() == 2 else own
 
 
-def _part(values: Tensor, rows: Rows) -> Tensor:
+def _local_rows(values: Tensor, rows: SequenceRows) -> Tensor:
     start, end = rows.bounds(rows.index)
     return values[:, start:end].clone(memory_format=torch.contiguous_format)  # a view would keep the whole alive
 

@@ -51,9 +51,9 @@ def train(job: Job, notes: Iterable[str] = (), say: Say = print, callbacks: Sequ
     """
     place, job = detect(), after_restart(job)
     check_user_code(job, callbacks)
-    speaks = place is None or place.rank == 0
-    say = say if speaks else _silent
-    if speaks:
+    is_reporting_rank = place is None or place.rank == 0
+    say = say if is_reporting_rank else _silent
+    if is_reporting_rank:
         check_output(job)
         require_extras(job)
         for note in (*notes, *_launcher_notes(job, place)):
@@ -66,7 +66,7 @@ def train(job: Job, notes: Iterable[str] = (), say: Say = print, callbacks: Sequ
         say(f"note: {note}")
     prepare_data(job, facts, say)  # before the engine, which may have to be compiled
     backend = usable_backend(plan, say)
-    with claim_output(job) if speaks else nullcontext():
+    with claim_output(job) if is_reporting_rank else nullcontext():
         if place is not None:
             return _worker(job, plan.world.device_type, backend, callbacks)
         return _run_workers(job, plan, backend, say, callbacks)

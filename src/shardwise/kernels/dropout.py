@@ -25,8 +25,8 @@ _GOLDEN = 0x9E3779B1 - (1 << 32)  # 2**32 / golden ratio, as a signed 32-bit int
 
 
 @dataclass(frozen=True)
-class Square:
-    """Which attention probabilities a rank holds: heads from number `first`, of these queries and keys.
+class ProbabilityBlock:
+    """Attention probabilities that a rank holds: heads from number `first`, of these queries and keys.
 
     `queries` [Q] and `keys` [K] are positions in sequences of `length`.
     """
@@ -37,7 +37,7 @@ class Square:
     length: int
 
     def index(self, heads: int) -> Tensor:
-        """[heads * Q * K] indices of the elements in [all heads, length, length]."""
+        """Return [heads * Q * K] indices of the elements in [all heads, length, length]."""
         number = self.first + torch.arange(heads, device=self.keys.device)
         return _flat(_flat(number, self.queries, self.length), self.keys, self.length)
 
@@ -48,7 +48,7 @@ def _flat(outer: Tensor, inner: Tensor, size: int) -> Tensor:
 
 
 class SplitSequences(Protocol):
-    """What dropout asks of a rank's part of the sequences."""
+    """The part of a rank's sequences that dropout reads."""
 
     @property
     def positions(self) -> Tensor:
@@ -58,10 +58,13 @@ class SplitSequences(Protocol):
 
 @dataclass
 class DropoutScope:
-    """What a microbatch's masks depend on. `calls` counts the uses of each name, `block` prefixes functional calls.
+    """Everything that a microbatch's masks depend on.
+
+    `calls` counts the uses of each name, `block` prefixes functional calls.
 
     `part` is this rank's number in its tensor group: of attention probabilities it holds that part of the heads.
-    `sequences` says which rows [B, S/c, ...] of split sequences are here, `square` which attention runs on them now.
+    `sequences` says which rows [B, S/c, ...] of split sequences are here, `probability_block` which attention runs on
+    them now.
     `positions` (first, end) is set while hidden states hold only these of the rows that are here.
     `documents` [B, S] numbers each position's document where attention must not cross them; masks of attention read it.
     """
@@ -71,19 +74,19 @@ class DropoutScope:
     rows: Tensor  # [B] int64: global sample counters
     calls: Counter[str] = field(default_factory=Counter)
     block: str = ""
-    functional: bool = False  # also lead torch.nn.functional.dropout here
+    functional: bool = False  # torch.nn.functional.dropout too
     part: int = 0
     sequences: SplitSequences | None = None
-    square: Square | None = None
+    probability_block: ProbabilityBlock | None = None
     positions: tuple[int, int] | None = None
     documents: Tensor | None = None
 
     def snapshot(self) -> DropoutScope:
-        """A copy to recompute under: same masks again, whatever ran in between."""
+        """Return a copy to recompute under: same masks again, whatever ran in between."""
         return replace(self, calls=Counter(self.calls))
 
     def key(self, name: str) -> int:
-        """64 bits that identify the next use of `name` in this step."""
+        """Return 64 bits that identify the next use of `name` in this step."""
         self.calls[name] += 1
         text = f"{self.seed}/{self.step}/{name}/{self.calls[name]}".encode()
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
@@ -94,7 +97,7 @@ _active: DropoutScope | None = None
 
 
 def active_scope() -> DropoutScope | None:
-    """The scope of the microbatch that runs now."""
+    """Return the scope of the microbatch that runs now."""
     return _active
 
 
@@ -111,7 +114,9 @@ def dropout_scope(scope: DropoutScope | None) -> Iterator[None]:
 
 
 def keep_mask(key: int, rows: Tensor, elements: int | Tensor, keep: float) -> Tensor:
-    """[len(rows), elements] bool, True with probability `keep`: a function of (key, row value, element index) only.
+    """Return [len(rows), elements] bool, True with probability `keep`.
+
+    It is a function of (key, row value, element index) alone.
 
     Args:
         key: 64 bits of seed, step and module.
@@ -152,7 +157,7 @@ def _row_keys(key: int, rows: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.compiler.disable
 def dropout(values: Tensor, probability: float, name: str, columns: tuple[int, int] | None = None) -> Tensor:
-    """`values` with elements zeroed with `probability` and the rest scaled by 1/(1-probability).
+    """Zero elements of `values` with `probability` and scale the rest by 1/(1-probability).
 
     `values` is [B, ...], or [B*k, ...] with the batch outermost, for the scope's B rows; a leading dim that B does not
     divide (a table shared by all rows) gets one mask for the whole step. Values of four dims are attention
@@ -170,17 +175,17 @@ def dropout(values: Tensor, probability: float, name: str, columns: tuple[int, i
     if values.shape[0] % len(rows):
         rows = rows.new_full((1,), -1)
     if columns is not None:
-        (first, width), mine = columns, values.shape[-1]
-        elements = values.numel() // len(rows) // mine * width
+        (first, width), own_width = columns, values.shape[-1]
+        elements = values.numel() // len(rows) // own_width * width
         mask = keep_mask(_active.key(name), rows, elements, 1 - probability)
-        return values * mask.view(*values.shape[:-1], width)[..., first : first + mine] * (1 / (1 - probability))
+        return values * mask.view(*values.shape[:-1], width)[..., first : first + own_width] * (1 / (1 - probability))
     mask = keep_mask(_active.key(name), rows, _elements(values, len(rows), _active), 1 - probability)
     return values * mask.view(values.shape) * (1 / (1 - probability))
 
 
 @torch.compiler.disable
 def uniform(values: Tensor, low: float, high: float, name: str) -> Tensor:
-    """`values` [B, ...], of the scope's B rows, filled in place with noise that is uniform in [low, high).
+    """Fill `values` [B, ...], of the scope's B rows, in place with noise that is uniform in [low, high).
 
     A leading dim that B does not divide gets one noise for the whole step.
 
@@ -200,11 +205,11 @@ def uniform(values: Tensor, low: float, high: float, name: str) -> Tensor:
 
 
 def _elements(values: Tensor, rows: int, scope: DropoutScope) -> int | Tensor:
-    """How many elements a row has, or which of the whole tensor's they are."""
+    """Return the number of a row's elements, or which of the whole tensor's they are."""
     elements = values.numel() // rows
     if values.dim() == 4:
-        if scope.square is not None:
-            return scope.square.index(values.shape[1])
+        if scope.probability_block is not None:
+            return scope.probability_block.index(values.shape[1])
         first = scope.part * elements
         return torch.arange(first, first + elements, device=values.device) if first else elements
     positions = None if scope.sequences is None else scope.sequences.positions
@@ -238,7 +243,7 @@ class IndexedDropout(nn.Module):
 
 
 class FunctionalDropout(TorchFunctionMode):
-    """Leads `torch.nn.functional.dropout` to the same masks, for models that call it (OPT, eager attention).
+    """Give `torch.nn.functional.dropout` the same masks, for models that call it (OPT, eager attention).
 
     And `Tensor.uniform_` to noise of the same kind, for routers that jitter what they read (Mixtral).
     """

@@ -32,15 +32,15 @@ ROLES = {
 
 @dataclass(frozen=True)
 class Float8:
-    """How a linear layer multiplies.
+    """A linear layer's way to multiply.
 
     Attributes:
-        door: `emulate`, or `torchao` or `transformer_engine` for the hardware's products.
+        provider: `emulate`, or `torchao` or `transformer_engine` for the hardware's products.
         scaling: `tensorwise` or `rowwise`.
         gathered: weights come rounded to float8 by a power of two (kernels/float8_gather.py), so this one is too.
     """
 
-    door: str
+    provider: str
     scaling: str
     gathered: bool = False
 
@@ -52,10 +52,10 @@ class Float8:
             b: weight or activations.
             what: a key of ROLES.
         """
-        if self.door == "torchao":
+        if self.provider == "torchao":
             return _by_torchao(a, b, what, self, emulate=False)
         rowwise, dtype = self.scaling == "rowwise", gradient_format(self.scaling) if what != "output" else E4M3
-        if self.door == "transformer_engine":
+        if self.provider == "transformer_engine":
             from shardwise.kernels import float8_transformer_engine
 
             powers = (False, self.by_powers(ROLES[what][1]))
@@ -65,7 +65,7 @@ class Float8:
         return ((first.values.float() / first.scale) @ (second.values.float() / second.scale)).to(a.dtype)
 
     def by_powers(self, role: str) -> bool:
-        """Whether the scale of a factor is a power of two."""
+        """Return True if the scale of a factor is a power of two."""
         return self.scaling == "rowwise" or (self.gathered and role == "WEIGHT")
 
 
@@ -77,7 +77,7 @@ class Quantized(NamedTuple):
 
 
 def gradient_format(scaling: str) -> torch.dtype:
-    """e5m2 reaches further, e4m3 is finer: a scale for each row leaves it range enough."""
+    """Return e5m2, which reaches further, or e4m3, which is finer, where a scale for each row leaves range enough."""
     return E4M3 if scaling == "rowwise" else E5M2
 
 
@@ -96,7 +96,7 @@ def quantize(values: Tensor, dtype: torch.dtype, dim: int | None = None, by_powe
 
 
 class _Torchao(NamedTuple):
-    """What is used of torchao."""
+    """Names of torchao that are used."""
 
     cast: Any
     granularity: Any

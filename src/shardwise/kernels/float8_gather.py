@@ -28,7 +28,7 @@ from shardwise.kernels.float8 import E4M3, quantize
 ALIGNED = 16  # bytes; each rank's message begins so, and numbers of any dtype can be read where they lie
 
 
-class Piece(NamedTuple):
+class BufferSegment(NamedTuple):
     """A rank's part of one parameter in FSDP2's flat buffer."""
 
     elements: int
@@ -45,26 +45,26 @@ class Float8AllGather(Memory):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        pieces = self._pieces()
-        if not any(piece.rounded for piece in pieces):
+        segments = self._segments()
+        if not any(segment.rounded for segment in segments):
             return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
-        message = pack(input_tensor, pieces)
+        message = pack(input_tensor, segments)
         arrived = message.new_empty(group.size() * message.numel())
         with self.name:
             work = all_gather_single(arrived, message, group=group, async_op=async_op)
 
         def write() -> None:
-            unpack(arrived.view(group.size(), -1), pieces, output_tensor.view(group.size(), -1))
+            unpack(arrived.view(group.size(), -1), segments, output_tensor.view(group.size(), -1))
 
         if work is not None:
             return _Written(work, write)
         write()
         return None
 
-    def _pieces(self) -> list[Piece]:
+    def _segments(self) -> list[BufferSegment]:
         """Asked anew each time: a layer that is in float8 in some calls alone has its `float8` set for those."""
         return [
-            Piece(elements, name == "weight" and getattr(owner, "float8", None) is not None)
+            BufferSegment(elements, name == "weight" and getattr(owner, "float8", None) is not None)
             for elements, owner, name in gathered_parameters(self.module)
         ]
 
@@ -76,34 +76,38 @@ def gather_in_float8(modules: Sequence[FSDPModule]) -> None:
         module.set_custom_all_gather(Float8AllGather(module, units[module]))  # type: ignore[arg-type]
 
 
-def pack(values: Tensor, pieces: Sequence[Piece]) -> Tensor:
+def pack(values: Tensor, segments: Sequence[BufferSegment]) -> Tensor:
     """Numbers [elements of all pieces] -> bytes: scales in fp32, then what is not rounded, then what is, in e4m3."""
-    parts = values.split([piece.elements for piece in pieces])
-    rounded = [quantize(part, E4M3, by_powers=True) for part, piece in zip(parts, pieces, strict=True) if piece.rounded]
-    scales = [each.scale.view(1) for each in rounded]
-    whole = [part for part, piece in zip(parts, pieces, strict=True) if not piece.rounded]
-    content = [each.view(torch.uint8) for each in (*scales, *whole, *(each.values for each in rounded))]
+    parts = values.split([segment.elements for segment in segments])
+    rounded = [
+        quantize(part, E4M3, by_powers=True) for part, segment in zip(parts, segments, strict=True) if segment.rounded
+    ]
+    scales = [tensor.scale.view(1) for tensor in rounded]
+    whole = [part for part, segment in zip(parts, segments, strict=True) if not segment.rounded]
+    content = [tensor.view(torch.uint8) for tensor in (*scales, *whole, *(tensor.values for tensor in rounded))]
     content.append(content[0].new_zeros(-sum(map(len, content)) % ALIGNED))
     return torch.cat(content)
 
 
-def unpack(messages: Tensor, pieces: Sequence[Piece], output: Tensor) -> None:
+def unpack(messages: Tensor, segments: Sequence[BufferSegment], output: Tensor) -> None:
     """Bytes [ranks, message] -> numbers in `output` [ranks, elements of all pieces]."""
-    count = sum(piece.rounded for piece in pieces)
+    count = sum(segment.rounded for segment in segments)
     scales = iter(messages[:, : 4 * count].view(torch.float32).split(1, dim=1))
-    for piece, part, content in _placed(messages[:, 4 * count :], pieces, output):
-        if piece.rounded:
+    for segment, part, content in _placed(messages[:, 4 * count :], segments, output):
+        if segment.rounded:
             part.copy_(content.view(E4M3)).div_(next(scales))
         else:
             part.copy_(content.view(output.dtype))
 
 
-def _placed(messages: Tensor, pieces: Sequence[Piece], output: Tensor) -> Iterator[tuple[Piece, Tensor, Tensor]]:
+def _placed(
+    messages: Tensor, segments: Sequence[BufferSegment], output: Tensor
+) -> Iterator[tuple[BufferSegment, Tensor, Tensor]]:
     """Each piece, its columns of the output and its bytes, in the order of the message."""
-    at, columns = 0, output.split([piece.elements for piece in pieces], dim=1)
-    for piece, part in sorted(zip(pieces, columns, strict=True), key=lambda pair: pair[0].rounded):
-        size = piece.elements * (1 if piece.rounded else output.element_size())
-        yield piece, part, messages[:, at : at + size]
+    at, columns = 0, output.split([segment.elements for segment in segments], dim=1)
+    for segment, part in sorted(zip(segments, columns, strict=True), key=lambda pair: pair[0].rounded):
+        size = segment.elements * (1 if segment.rounded else output.element_size())
+        yield segment, part, messages[:, at : at + size]
         at += size
 
 

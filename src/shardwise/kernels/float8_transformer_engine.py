@@ -18,7 +18,7 @@ MULTIPLE = 16  # of every dim of a factor, in numbers of one byte
 
 
 class _Engine(NamedTuple):
-    """What is used of Transformer Engine."""
+    """Names of Transformer Engine that are used."""
 
     quantizer: Any
     product: Any

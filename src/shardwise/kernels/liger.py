@@ -18,7 +18,7 @@ from shardwise.model.fusible import GEGLU, NORM, ROTARY, ROTATION, SWIGLU, bare_
 
 
 def use_liger(model: nn.Module, kinds: Mapping[str, str], kernels: Any = None) -> None:
-    """Lead the modules that `kinds` names to the kernels.
+    """Let the modules that `kinds` names run Liger's kernels.
 
     Args:
         model: changed in place, on the meta device or not.
@@ -29,7 +29,7 @@ def use_liger(model: nn.Module, kinds: Mapping[str, str], kernels: Any = None) -
         from liger_kernel.transformers import functional
 
         kernels = functional
-    lead: dict[str, Callable[[Any, Any], Callable[..., Any]]] = {
+    makers: dict[str, Callable[[Any, Any], Callable[..., Any]]] = {
         NORM: lambda module, kernels: partial(_norm, module, kernels.liger_rms_norm),
         SWIGLU: lambda module, kernels: partial(_gated, module, kernels.liger_swiglu),
         GEGLU: lambda module, kernels: partial(_gated, module, kernels.liger_geglu),
@@ -37,7 +37,7 @@ def use_liger(model: nn.Module, kinds: Mapping[str, str], kernels: Any = None) -
     }
     for name, kind in kinds.items():
         module = model.get_submodule(name)
-        module.forward = lead[kind](module, kernels)  # type: ignore[method-assign]
+        module.forward = makers[kind](module, kernels)  # type: ignore[method-assign]
 
 
 def _norm(module: Any, kernel: Callable[..., Tensor], hidden_states: Tensor) -> Tensor:
@@ -46,8 +46,8 @@ def _norm(module: Any, kernel: Callable[..., Tensor], hidden_states: Tensor) -> 
 
 
 def _gated(module: Any, kernel: Callable[[Tensor, Tensor], Tensor], x: Tensor) -> Tensor:
-    found: Tensor = module.down_proj(kernel(module.gate_proj(x), module.up_proj(x)))
-    return found
+    output: Tensor = module.down_proj(kernel(module.gate_proj(x), module.up_proj(x)))
+    return output
 
 
 def _with_rotation(module: nn.Module, kernel: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Any]:
@@ -58,6 +58,6 @@ def _with_rotation(module: nn.Module, kernel: Callable[..., tuple[Tensor, Tensor
 
     own = bare_forward(type(module))
     names = {**own.__globals__, ROTATION: rotate}
-    led = FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
-    led.__kwdefaults__ = own.__kwdefaults__
-    return MethodType(led, module)
+    rotated = FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
+    rotated.__kwdefaults__ = own.__kwdefaults__
+    return MethodType(rotated, module)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
-from shardwise.collectives.tensor import Regathered
+from shardwise.collectives.tensor import RegatheredActivations
 from shardwise.kernels.float8 import Float8
 
 
@@ -30,7 +30,7 @@ class WeightGradients:
         self.pending: list[Callable[[], None]] = []
 
     def take(self) -> Callable[[], None]:
-        """What computes all that are pending, and adds them to the parameters' gradients; nothing is pending then."""
+        """Return a function that computes all that are pending and adds them to `.grad`; then none is pending."""
         taken, self.pending = self.pending, []
 
         @torch.no_grad()
@@ -61,8 +61,10 @@ def linear(module: Any, values: Tensor, transposed: bool = False, biased: bool =
     return rounded if bias is None else rounded + bias
 
 
-def linear_of_parts(module: Any, whole: Tensor, part: Tensor, transposed: bool, source: Regathered) -> Tensor:
-    """`linear`, where backward gathers `whole` again from each rank's `part` of it."""
+def linear_of_parts(
+    module: Any, whole: Tensor, part: Tensor, transposed: bool, source: RegatheredActivations
+) -> Tensor:
+    """Run `linear` so that backward gathers `whole` again from each rank's `part` of it."""
     weight = module.weight.T if transposed else module.weight
     float8: Float8 | None = getattr(module, "float8", None)
     result: Tensor = _LinearOfParts.apply(whole, part.detach(), weight, module.bias, source, float8)
@@ -75,7 +77,7 @@ def defer_weight_gradients(blocks: Iterable[nn.Module]) -> WeightGradients:
     for module in [module for block in blocks for module in block.modules()]:
         if type(module) in (nn.Linear, Conv1D):
             module.weight_gradients = later  # type: ignore[assignment]
-            _lead(module)
+            _use_linear(module)
     return later
 
 
@@ -83,11 +85,11 @@ def use_float8(modules: Iterable[nn.Module], float8: Float8 | None) -> None:
     """Let the linear layers `modules` multiply in float8; None: not yet, until their `float8` is set."""
     for module in modules:
         module.float8 = float8  # type: ignore[assignment]
-        _lead(module)
+        _use_linear(module)
 
 
-def _lead(module: nn.Module) -> None:
-    """Lead the module's forward to `linear`; those that tensor parallelism has rewritten call it already."""
+def _use_linear(module: nn.Module) -> None:
+    """Let the module's forward be `linear`; those that tensor parallelism has rewritten call it already."""
     if "forward" not in vars(module):
         module.forward = partial(linear, module, transposed=type(module) is Conv1D)  # type: ignore[method-assign]
 
@@ -146,7 +148,7 @@ class _LinearOfParts(torch.autograd.Function):
         part: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        source: Regathered,
+        source: RegatheredActivations,
         float8: Float8 | None,
     ) -> Tensor:
         source.readers += 1

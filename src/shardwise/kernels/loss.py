@@ -18,7 +18,7 @@ from torch.nn import functional as F
 IGNORED = -100
 
 
-class Vocabulary(NamedTuple):
+class VocabularyShard(NamedTuple):
     """Rows `first` to `end` of the output projection, on this rank of `group`."""
 
     group: dist.ProcessGroup
@@ -26,8 +26,8 @@ class Vocabulary(NamedTuple):
     end: int
 
 
-class Terms(NamedTuple):
-    """What is added to the cross-entropy of a row with log-normaliser Z (the log-sum-exp of its logits).
+class LossTerms(NamedTuple):
+    """Terms added to the cross-entropy of a row with log-normaliser Z (the log-sum-exp of its logits).
 
     smoothing: the target has 1 - smoothing, and every one of the V classes smoothing / V besides (arXiv 1512.00567,
     section 7). z_loss: z_loss * Z**2 (PaLM, arXiv 2204.02311, section 5).
@@ -37,21 +37,21 @@ class Terms(NamedTuple):
     z_loss: float = 0.0
 
 
-PLAIN = Terms()
+NO_TERMS = LossTerms()
 
 
 def loss_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Losses are accumulated in fp32, or in fp64 for an fp64 model."""
+    """Return the dtype in which losses are accumulated: fp32, or fp64 for an fp64 model."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def count_labels(labels: Tensor) -> Tensor:
-    """Number of counted labels, a 0-dim int64 tensor."""
+    """Return the number of counted labels, a 0-dim int64 tensor."""
     return (labels != IGNORED).sum()
 
 
-def cross_entropy_sum(logits: Tensor, labels: Tensor, terms: Terms = PLAIN) -> Tensor:
-    """Summed cross-entropy (nats) of `logits` [..., V] against `labels` [...]; fp32, or fp64 for fp64 logits."""
+def cross_entropy_sum(logits: Tensor, labels: Tensor, terms: LossTerms = NO_TERMS) -> Tensor:
+    """Return the summed cross-entropy (nats) of `logits` [..., V] against `labels` [...]; fp32, or fp64."""
     flat, targets = logits.flatten(0, -2).to(loss_dtype(logits.dtype)), labels.flatten()
     loss = F.cross_entropy(flat, targets, ignore_index=IGNORED, reduction="sum", label_smoothing=terms.smoothing)
     if terms.z_loss:
@@ -67,10 +67,10 @@ def linear_cross_entropy(
     *,
     chunk: int,
     seed: Tensor | float = 1.0,
-    vocabulary: Vocabulary | None = None,
-    terms: Terms = PLAIN,
+    vocabulary: VocabularyShard | None = None,
+    terms: LossTerms = NO_TERMS,
 ) -> Tensor:
-    """Summed cross-entropy (nats) of `hidden @ weight.T + bias`, without whole logits.
+    """Return the summed cross-entropy (nats) of `hidden @ weight.T + bias`, without whole logits.
 
     Args:
         hidden: [..., H] in the compute dtype.
@@ -102,8 +102,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         labels: Tensor,
         chunk: int,
         seed: Tensor | float,
-        vocabulary: Vocabulary | None,
-        terms: Terms,
+        vocabulary: VocabularyShard | None,
+        terms: LossTerms,
     ) -> Tensor:
         rows, targets = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
         dtype = loss_dtype(hidden.dtype)
@@ -142,8 +142,8 @@ def _chunk(
     logits: Tensor,
     targets: Tensor,
     wanted: bool,
-    vocabulary: Vocabulary | None = None,
-    terms: Terms = PLAIN,
+    vocabulary: VocabularyShard | None = None,
+    terms: LossTerms = NO_TERMS,
 ) -> Tensor:
     """Summed loss of one chunk; where `wanted`, `logits` [R, V] become the gradients of each row's loss, in place.
 
@@ -151,22 +151,22 @@ def _chunk(
     Rows that are not counted have one too, and no share in the sum.
     """
     index = targets.clamp(min=0).unsqueeze(1)
-    here = torch.ones_like(index, dtype=torch.bool)  # whether this rank holds the target's logit
+    is_local = torch.ones_like(index, dtype=torch.bool)  # whether this rank holds the target's logit
     if vocabulary is not None:
-        here = (index >= vocabulary.first) & (index < vocabulary.end)
-        index = (index - vocabulary.first).masked_fill(~here, 0)
-    columns = [logits.gather(1, index) * here]
+        is_local = (index >= vocabulary.first) & (index < vocabulary.end)
+        index = (index - vocabulary.first).masked_fill(~is_local, 0)
+    columns = [logits.gather(1, index) * is_local]
     if terms.smoothing:  # the sum of all logits, and over how many
         columns += [logits.sum(1, keepdim=True), torch.full_like(columns[0], logits.shape[1])]
     local = _softmax_(logits)
     log_normaliser, target, *sums = _normaliser(local, columns, vocabulary)
     share = terms.smoothing / sums[1] if sums else 0.0  # of every class
-    each = log_normaliser - (1 - terms.smoothing) * target + terms.z_loss * log_normaliser.square()
-    loss = torch.where(targets != IGNORED, (each - share * sums[0] if sums else each).squeeze(1), 0.0).sum()
+    row_losses = log_normaliser - (1 - terms.smoothing) * target + terms.z_loss * log_normaliser.square()
+    loss = torch.where(targets != IGNORED, (row_losses - share * sums[0] if sums else row_losses).squeeze(1), 0.0).sum()
     if wanted:
         if vocabulary is not None or terms.z_loss:  # else 1
             logits.mul_((1 + 2 * terms.z_loss * log_normaliser) * (local - log_normaliser).exp())
-        logits.scatter_add_(1, index, here.to(logits.dtype) * (terms.smoothing - 1))
+        logits.scatter_add_(1, index, is_local.to(logits.dtype) * (terms.smoothing - 1))
         if sums:
             logits.sub_(share)
     return loss
@@ -182,7 +182,7 @@ def _softmax_(logits: Tensor) -> Tensor:
     return highest - logits.amax(1, keepdim=True).log()
 
 
-def _normaliser(local: Tensor, columns: list[Tensor], vocabulary: Vocabulary | None) -> list[Tensor]:
+def _normaliser(local: Tensor, columns: list[Tensor], vocabulary: VocabularyShard | None) -> list[Tensor]:
     """[R, 1] log-sum-exp over the whole vocabulary from that of its parts, and `columns` [R, 1] summed over them."""
     if vocabulary is None:
         return [local, *columns]

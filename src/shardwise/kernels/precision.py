@@ -18,12 +18,12 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, 
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """`fp64`, `fp32`, `bf16` or `fp16` as a torch dtype."""
+    """Return the torch dtype of `fp64`, `fp32`, `bf16` or `fp16`."""
     return DTYPES[name]
 
 
 def without_instructions(compute: str, device_type: str) -> str:
-    """That this processor cannot multiply `compute` by itself, as a sentence's end; empty where it can."""
+    """Return a sentence's end that says that this processor cannot multiply `compute` itself; empty where it can."""
     dtype = DTYPES.get(compute)  # none is "auto", which is fp32 on a CPU
     if device_type != "cpu" or dtype is None or multiplies(dtype):
         return ""
@@ -34,7 +34,7 @@ def without_instructions(compute: str, device_type: str) -> str:
 
 
 def has_float8(device: torch.device) -> bool:
-    """Whether matrix products of float8 run on `device`: from Ada (compute capability 8.9) and CDNA 3 (gfx94) on."""
+    """Return True if `device` has products of float8: from Ada (compute capability 8.9) and CDNA 3 (gfx94) on."""
     if device.type != "cuda":
         return False
     if torch.version.hip:
@@ -57,7 +57,7 @@ class LossScaler:
 
     @classmethod
     def of(cls, compute: str, settings: LossScaleSection) -> LossScaler:
-        """Scale 1 that never moves, unless `compute` is fp16."""
+        """Return a scaler of 1 that never moves, unless `compute` is fp16."""
         if compute != "fp16":
             return cls(settings.model_copy(update={"static": 1.0}))
         return cls(settings, settings.static or settings.init_scale, hysteresis=settings.delayed_shift)
@@ -84,5 +84,5 @@ class LossScaler:
             self.scale = max(self.scale / self.settings.scale_factor, self.settings.min_scale)
 
     def exhausted(self) -> bool:
-        """Whether the scale can shrink no further, so that overflows will not stop by themselves."""
+        """Return True if the scale can shrink no further, so that overflows will not stop by themselves."""
         return self.settings.static is None and math.isclose(self.scale, self.settings.min_scale)

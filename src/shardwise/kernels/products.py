@@ -26,7 +26,7 @@ LEAST = 1 << 22  # multiplications of a product, 0.1 ms, from which on asking co
 
 @cache
 def prefers_onednn() -> bool:
-    """Whether fp32 products are quicker by oneDNN: on AMD's processors with AVX-512, where torch has both libraries."""
+    """Return True if fp32 products are quicker by oneDNN: AMD's processors with AVX-512, where torch has both."""
     if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
         return False
     has_avx512 = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
@@ -35,7 +35,7 @@ def prefers_onednn() -> bool:
 
 @contextmanager
 def quick_products(device_type: str, compute: str) -> Iterator[None]:
-    """Large fp32 products by oneDNN where that is quicker, in a job that computes in fp32 on a CPU.
+    """Run large fp32 products by oneDNN where that is quicker, in a job that computes in fp32 on a CPU.
 
     For the whole process, since an operator has one kernel. `compute`: as `precision.compute` has it.
     """
@@ -50,7 +50,7 @@ def quick_products(device_type: str, compute: str) -> Iterator[None]:
 
 
 def _kernel(name: str) -> Kernel:
-    """Of `mm`, `addmm`, or of either as it writes into an `out` of the caller's."""
+    """Return the kernel of `mm`, `addmm`, or of either as it writes into an `out` of the caller's."""
     own = torch.library.get_kernel(f"aten::{name}", "CPU")
 
     def kernel(keys: Any, *operands: Tensor, **options: Any) -> Tensor:
@@ -67,17 +67,17 @@ def _kernel(name: str) -> Kernel:
 def _fits(
     left: Tensor, right: Tensor, bias: list[Tensor], beta: Any = 1, alpha: Any = 1, out: Tensor | None = None
 ) -> bool:
-    """Whether oneDNN's operator does just that: nothing scaled, no bias but one row, `out` as large as the result."""
+    """Return True if oneDNN's operator does just that: nothing scaled, a bias of one row, `out` of the right size."""
     shape, single = (left.shape[0], right.shape[1]), torch.float32
-    a_row = all(each.shape == shape[1:] and each.dtype == single and each.is_contiguous() for each in bias)
+    a_row = all(factor.shape == shape[1:] and factor.dtype == single and factor.is_contiguous() for factor in bias)
     return beta == alpha == 1 and a_row and (out is None or (out.shape == shape and out.dtype == single))
 
 
 def _worthwhile(left: Tensor, right: Tensor) -> bool:
-    if any(each.dtype != torch.float32 or each.dim() != 2 for each in (left, right)):  # a vector is torch's error
+    if any(factor.dtype != torch.float32 or factor.dim() != 2 for factor in (left, right)):  # a vector is torch's error
         return False
     (rows, inner), columns = left.shape, right.shape[1]
-    dense = all(each.is_contiguous() or each.t().is_contiguous() for each in (left, right))
+    dense = all(factor.is_contiguous() or factor.t().is_contiguous() for factor in (left, right))
     return dense and inner == right.shape[0] and rows * inner * columns >= LEAST
 
 

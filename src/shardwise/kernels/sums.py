@@ -31,7 +31,7 @@ NORM, EMBEDDING, INDEX = "native_layer_norm_backward", "embedding_dense_backward
 
 @contextmanager
 def fp32_sums(device_type: str, compute: str | None = None) -> Iterator[None]:
-    """Sums of operators of `compute`, or of every 16-bit dtype where that is None, in fp32 on a CPU.
+    """Take sums of operators of `compute`, or of every 16-bit dtype where that is None, in fp32 on a CPU.
 
     For the whole process, since an operator has one kernel. `compute`: as `precision.compute` has it.
     """
@@ -67,12 +67,12 @@ def _in_fp32(name: str, dtypes: Sequence[torch.dtype]) -> Kernel:
     def kernel(keys: Any, first: Tensor, *others: Any, **named: Any) -> Any:
         if first.dtype not in dtypes:
             return own.call_boxed(keys, first, *others, **named)
-        given = [_wide(each, dtypes) for each in (first, *others)]
-        found = own.call_boxed(keys, *given, **{key: _wide(value, dtypes) for key, value in named.items()})
-        if isinstance(found, Tensor):
-            return found.to(first.dtype)
-        results = zip(found, _results(name, first, others))
-        return tuple(None if each is None else each.to(dtype) for each, dtype in results)
+        widened = [_wide(value, dtypes) for value in (first, *others)]
+        result = own.call_boxed(keys, *widened, **{key: _wide(value, dtypes) for key, value in named.items()})
+        if isinstance(result, Tensor):
+            return result.to(first.dtype)
+        outputs = zip(result, _results(name, first, others))
+        return tuple(None if output is None else output.to(dtype) for output, dtype in outputs)
 
     return kernel
 
@@ -86,7 +86,7 @@ def _results(name: str, first: Tensor, others: Sequence[Any]) -> Sequence[torch.
     if name == ATTENTION[0]:
         return first.dtype, torch.float32
     if name == NORM:
-        return [first.dtype if each is None else each.dtype for each in (others[0], others[4], others[5])]
+        return [first.dtype if tensor is None else tensor.dtype for tensor in (others[0], others[4], others[5])]
     return [first.dtype] * 3
 
 
@@ -103,7 +103,7 @@ def _into(name: str, product: Kernel, dtypes: Sequence[torch.dtype]) -> Kernel:
 
 
 def _embedding(dtypes: Sequence[torch.dtype]) -> Kernel:
-    """By `index_add_`, which sums in fp32 without a copy of the whole table."""
+    """Return a kernel by `index_add_`, which sums in fp32 without a copy of the whole table."""
     own = torch.library.get_kernel(f"aten::{EMBEDDING}", "CPU")
 
     def kernel(keys: Any, gradient: Tensor, ids: Tensor, rows: int, padding: int, by_frequency: bool) -> Tensor:

@@ -22,7 +22,7 @@ class HostPool:
         self._free: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = defaultdict(list)
 
     def take(self, like: Tensor) -> Tensor:
-        """A buffer of `like`'s shape and dtype."""
+        """Return a buffer of `like`'s shape and dtype."""
         free = self._free[like.shape, like.dtype]
         return free.pop() if free else torch.empty(like.shape, dtype=like.dtype, pin_memory=self.pinned)
 
@@ -71,7 +71,7 @@ class ActivationOffload:
         self._order: list[_Saved] = []
 
     def checkpoint_input(self) -> AbstractContextManager[Any]:
-        """Context in which one checkpoint is called; its saved input goes to the host."""
+        """Return the context in which one checkpoint is called; its saved input goes to the host."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def copy(self, source: Tensor, target: Tensor) -> torch.cuda.Event | None:

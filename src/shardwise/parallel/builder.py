@@ -1,4 +1,4 @@
-"""What transforms work on: a rank's stages of the model while `parallelize` builds them, and the transform's protocol.
+"""A rank's stages of the model while `parallelize` builds them, and the protocol of a transform.
 
 A `ModelBuilder` holds one `StageBuilder` for each virtual stage of this rank (one for the whole model without a
 pipeline). Transforms change the stages' modules in place and hand on to later ones through the builders' fields.
@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from shardwise.job.axes import Axis
 from shardwise.kernels.linear import WeightGradients
-from shardwise.kernels.loss import Vocabulary
+from shardwise.kernels.loss import VocabularyShard
 from shardwise.model.facts import ModelFacts
 from shardwise.parallel.activation_offload import ActivationOffload
 from shardwise.parallel.context import ContextParallel
@@ -31,7 +31,7 @@ from shardwise.parallel.pipeline import Pipeline
 from shardwise.parallel.regions import RegionBoundary
 from shardwise.parallel.shared_gradients import partial_parameters
 from shardwise.parallel.stage_boundary import BoundaryShapes, StageBoundary
-from shardwise.parallel.tensor_map import Cut, TensorMap
+from shardwise.parallel.tensor_map import ParameterSplit, TensorMap
 from shardwise.plan.plan import Plan
 from shardwise.planner.formulas.schedule import tied_across
 
@@ -40,7 +40,7 @@ Allocation = Callable[[], AbstractContextManager[Any]]
 
 @dataclass(frozen=True)
 class BuildInputs:
-    """What every transform may read.
+    """Inputs that every transform may read.
 
     Attributes:
         plan: what will run.
@@ -66,7 +66,7 @@ class StageBuilder:
         number: of the stage; None without a pipeline.
         boundary: inputs and outputs of the stage; set by `stages` or `traced_stages`.
         region_boundary: how activations enter and leave split modules; set by `tensor`.
-        cuts: how `tensor` cut parameters, by name.
+        splits: how `tensor` split parameters, by name.
         vocabulary: this rank's rows of embeddings and head, where `tensor` split them.
         head: the output projection that the loss runs; set by `loss`.
         weight_gradients: those that backward leaves for later; set by `weight_gradients`.
@@ -78,8 +78,8 @@ class StageBuilder:
     number: int | None = None
     boundary: StageBoundary | None = None
     region_boundary: RegionBoundary | None = None
-    cuts: dict[str, Cut] = field(default_factory=dict)
-    vocabulary: Vocabulary | None = None
+    splits: dict[str, ParameterSplit] = field(default_factory=dict)
+    vocabulary: VocabularyShard | None = None
     head: DeferredHead | None = None
     weight_gradients: WeightGradients | None = None
     offload: ActivationOffload | None = None
@@ -171,12 +171,12 @@ class ModelBuilder:
     def finish(self, inputs: BuildInputs) -> ParallelModel:
         """Make the model of the stages: what ties them, what lives where, and what drives them. Collective."""
         plan, layout, facts = inputs.plan, inputs.layout, inputs.facts
-        cuts = self.stages[0].cuts
+        splits = self.stages[0].splits
         tied = tied_across(plan, facts)
         for ranks in dict.fromkeys(tied.values()):
             layout.holders_group(ranks)  # here, where every rank is, for a group is made by all
-        tensor_map = TensorMap.of([stage.model for stage in self.stages], layout, cuts, tied)
-        partial_gradients = partial_parameters(tensor_map, facts, layout, plan.sequence_parallel) if cuts else ()
+        tensor_map = TensorMap.of([stage.model for stage in self.stages], layout, splits, tied)
+        partial_gradients = partial_parameters(tensor_map, facts, layout, plan.sequence_parallel) if splits else ()
         return ParallelModel(
             [self._part(index) for index in range(len(self.stages))],
             plan,

@@ -23,12 +23,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from shardwise.collectives.context import dealt, gather_sequence, heads_for_rows, rows_for_heads
+from shardwise.collectives.context import deal_chunks, gather_sequence, heads_for_rows, rows_for_heads
 from shardwise.job.axes import Axis
 from shardwise.kernels.attention.interface import PREFIX, own_attention, set_implementation
-from shardwise.kernels.attention.masks import Mask, Seen, additive, document_mask, make_mask, same_document
-from shardwise.kernels.attention.ring import OfBlock, Ring, ring_attention
-from shardwise.kernels.dropout import Square, active_scope, keep_mask
+from shardwise.kernels.attention.masks import Mask, MaskFunction, additive_mask, document_mask, make_mask, same_document
+from shardwise.kernels.attention.ring import BlockFunction, RingSettings, ring_attention
+from shardwise.kernels.dropout import ProbabilityBlock, active_scope, keep_mask
 from shardwise.kernels.loss import IGNORED, loss_dtype
 from shardwise.kernels.precision import torch_dtype
 from shardwise.model.registry import family_of
@@ -56,20 +56,20 @@ class SequenceShard:
     documents: Tensor | None
 
     def local(self, values: Tensor) -> Tensor:
-        """This rank's rows of [B, S, ...]; padding repeats the last one."""
+        """Return this rank's rows of [B, S, ...]; padding repeats the last one."""
         return values[:, self.positions.clamp(max=self.length - 1)]
 
     @property
     def whole(self) -> Tensor:
-        """[padded] all positions."""
+        """All positions, [padded]."""
         return torch.arange(self.padded, device=self.positions.device)
 
     def positions_of(self, rank: int) -> Tensor:
-        """Positions of the rows of another rank of the context group."""
-        return dealt(self.whole, 0, self.context.degree)[rank]
+        """Return the positions of the rows of another rank of the context group."""
+        return deal_chunks(self.whole, 0, self.context.degree)[rank]
 
     def document_mask(self, rows: Tensor, columns: Tensor) -> Tensor:
-        """[B, 1, Q, K] additive mask of documents for queries and keys at these positions, which hides padding."""
+        """Return the [B, 1, Q, K] additive mask of documents for queries and keys at positions; it hides padding."""
         context = self.context
         assert self.documents is not None
         mask = document_mask(self.documents, context.causal, context.dtype, rows, columns)
@@ -78,13 +78,13 @@ class SequenceShard:
 
 
 def _active_shard() -> SequenceShard | None:
-    """The split sequences of the microbatch that runs now, also in a recomputation; None where they are whole."""
+    """Return the split sequences of the microbatch that runs now, recomputation too; None where they are whole."""
     scope = active_scope()
     return None if scope is None else cast("SequenceShard | None", scope.sequences)
 
 
 class ContextParallel:
-    """How this rank takes part; made once by `parallelize`."""
+    """This rank's part in context parallelism; made once by `parallelize`."""
 
     def __init__(self, model: nn.Module, plan: Plan, layout: Layout) -> None:
         self.group, self.degree = layout.group(Axis.CONTEXT), layout.size(Axis.CONTEXT)
@@ -97,7 +97,7 @@ class ContextParallel:
         _place_biases(model)
 
     def split(self, microbatch: Any) -> tuple[Any, SequenceShard]:
-        """This rank's part of a whole microbatch, and which part that is."""
+        """Return this rank's part of a whole microbatch, and which part that is."""
         ids = microbatch.inputs["input_ids"]
         shard = self._rows(ids.shape[1], ids.device, microbatch.document_ids)
         inputs = {**self.count_positions(ids), **microbatch.inputs}
@@ -111,13 +111,13 @@ class ContextParallel:
         everything = torch.arange(padded, device=device)
         if documents is not None:
             documents = documents[:, everything.clamp(max=length - 1)]
-        return SequenceShard(self, length, padded, dealt(everything, 0, self.degree)[self.index], documents)
+        return SequenceShard(self, length, padded, deal_chunks(everything, 0, self.degree)[self.index], documents)
 
     def _mask(self, shard: SequenceShard, ids: Tensor) -> Tensor:
-        """Of isolated documents the mask itself, four-dimensional, which models take as it is; a ring makes its blocks.
+        """Return the mask of isolated documents, four-dimensional, which models take as it is; a ring makes its blocks.
 
         Otherwise ones: a model that is told that nothing is padding does not take the jumps of the positions for
-        borders of documents, and asks `_masked` for its own kind of mask.
+        ends of documents, and asks `_masked` for its own kind of mask.
         """
         if shard.documents is None or self.method == "ring" or self.uses_kernels:
             return torch.ones_like(ids)
@@ -157,7 +157,7 @@ def _alibi(own: Callable[..., Tensor], attention_mask: Tensor, *args: Any, **kwa
 
 
 def _reroute(model: Any) -> None:
-    """Lead the model's attention and masks through this module."""
+    """Register this module's attention and masks in the place of the model's."""
     original = str(model.config._attn_implementation)
     name = NAME.format(original)
     AttentionInterface.register(name, partial(_attend, original))
@@ -191,16 +191,16 @@ def _attend(
 def _all_gather(shard: SequenceShard, run: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     group = shard.context.group
     first = shard.context.tensor_index * query.shape[1]
-    with _square(first, shard.positions, shard.whole, shard.length):
+    with _probability_block(first, shard.positions, shard.whole, shard.length):
         output: Tensor = run(query=query, key=gather_sequence(key, group), value=gather_sequence(value, group))[0]
     return output
 
 
 def _ulysses(shard: SequenceShard, run: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     context = shard.context
-    query, key, value = (heads_for_rows(each, context.group) for each in (query, key, value))
+    query, key, value = (heads_for_rows(tensor, context.group) for tensor in (query, key, value))
     first = (context.tensor_index * context.degree + context.index) * query.shape[1]
-    with _square(first, shard.whole, shard.whole, shard.length):
+    with _probability_block(first, shard.whole, shard.whole, shard.length):
         output: Tensor = run(query=query, key=key, value=value)[0]
     return rows_for_heads(output, context.group)
 
@@ -216,13 +216,13 @@ def _ring(
         known = attention_mask if isinstance(attention_mask, Mask) else make_mask(1, shard.whole, causal=True)
         attention_mask = known.within(local_window)
     mask = _ring_mask(shard, attention_mask)
-    dropped = _ring_dropout(shard, query, dropout, dropout_name) if dropout > 0 else None
+    dropout_factors = _ring_dropout(shard, query, dropout, dropout_name) if dropout > 0 else None
     bias = None if key_bias is None else partial(_ring_bias, shard, key_bias)
-    ring = Ring(shard.context.group, scale, causal and mask is None, mask, dropped, bias)
+    ring = RingSettings(shard.context.group, scale, causal and mask is None, mask, dropout_factors, bias)
     return ring_attention(query, key, value, ring).transpose(1, 2)
 
 
-def _ring_mask(shard: SequenceShard, mask: Mask | Tensor | None) -> OfBlock | None:
+def _ring_mask(shard: SequenceShard, mask: Mask | Tensor | None) -> BlockFunction | None:
     """Blocks of documents, or of the mask [1 or B, 1, S/c, S] that `_masked` made."""
     if isinstance(mask, Mask):
         by_positions = mask.at
@@ -239,15 +239,15 @@ def _ring_bias(shard: SequenceShard, bias: Tensor, rank: int, rows: slice, colum
     return bias[..., shard.positions_of(rank)[columns]]
 
 
-def _ring_dropout(shard: SequenceShard, query: Tensor, probability: float, name: str | None = None) -> OfBlock:
-    """The factors that `nn.functional.dropout` of a whole eager attention would multiply each block by."""
+def _ring_dropout(shard: SequenceShard, query: Tensor, probability: float, name: str | None = None) -> BlockFunction:
+    """Return the factors that `nn.functional.dropout` of a whole eager attention would multiply each block by."""
     scope = active_scope()
     assert scope is not None
     rows, key = scope.rows, scope.key(name or f"{scope.block}/functional")
     heads, first = query.shape[1], shard.context.tensor_index * query.shape[1]
 
     def factors(rank: int, queries: slice, keys: slice) -> Tensor:
-        square = Square(first, shard.positions[queries], shard.positions_of(rank)[keys], shard.length)
+        square = ProbabilityBlock(first, shard.positions[queries], shard.positions_of(rank)[keys], shard.length)
         kept = keep_mask(key, rows, square.index(heads), 1 - probability)
         shape = (len(rows), heads, len(square.queries), len(square.keys))
         return kept.view(shape).to(loss_dtype(query.dtype)) * (1 / (1 - probability))
@@ -256,15 +256,15 @@ def _ring_dropout(shard: SequenceShard, query: Tensor, probability: float, name:
 
 
 @contextmanager
-def _square(first: int, queries: Tensor, keys: Tensor, length: int) -> Iterator[None]:
+def _probability_block(first: int, queries: Tensor, keys: Tensor, length: int) -> Iterator[None]:
     """Tell dropout which attention probabilities run."""
     scope = active_scope()
     assert scope is not None
-    scope.square = Square(first, queries, keys, length)
+    scope.probability_block = ProbabilityBlock(first, queries, keys, length)
     try:
         yield
     finally:
-        scope.square = None
+        scope.probability_block = None
 
 
 def _masked(
@@ -272,7 +272,7 @@ def _masked(
     attention_mask: Tensor | None = None, local_size: int | None = None, allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False, **rest: Any,
 ) -> Mask | Tensor | None:  # fmt: skip
-    """The model's kind of mask for this part: this rank's rows of it, or all for Ulysses.
+    """Make the model's kind of mask for this part: this rank's rows of it, or all for Ulysses.
 
     None says that the kernel needs none: all keys count, or (in a ring, or on whole sequences) all that are not ahead;
     or that a ring makes the masks of documents itself.
@@ -303,14 +303,22 @@ def _masked(
     rows, columns = shard.positions.view(1, 1, -1, 1), shard.whole.view(1, 1, 1, -1)
     batch = torch.arange(batch_size, device=rows.device).view(-1, 1, 1, 1)
     allowed = among(batch, batch.new_zeros(1, 1, 1, 1), rows, columns).expand(batch_size, -1, rows.numel(), -1)
-    return additive(allowed, rest["dtype"]) if name == "eager" else allowed
+    return additive_mask(allowed, rest["dtype"]) if name == "eager" else allowed
 
 
 def _lazy(
-    shard: SequenceShard, mask_function: Seen, batch: int, local_size: int | None, causal: bool, bidirectional: bool
+    shard: SequenceShard,
+    mask_function: MaskFunction,
+    batch: int,
+    local_size: int | None,
+    causal: bool,
+    bidirectional: bool,
 ) -> Mask | None:
-    """The mask of this rank's rows (all for Ulysses) for our kernels; None where it hides nothing but keys ahead, in
-    an order in which the kernel can tell, or nothing at all (`causal`, `bidirectional` allow the one or the other)."""
+    """Return the mask of this rank's rows (all for Ulysses) for our kernels.
+
+    None where it hides nothing but keys ahead, in an order in which the kernel can tell, or nothing at all (`causal`,
+    `bidirectional` allow the one or the other).
+    """
     method, documents = shard.context.method, shard.documents
     plain = documents is None and (local_size is None or local_size >= shard.length)
     ordered = causal and method != "all_gather"
@@ -318,10 +326,10 @@ def _lazy(
         return None
 
     def function(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        seen = mask_function(b, h, q, k)
+        visible = mask_function(b, h, q, k)
         if documents is not None:
-            seen = seen & same_document(documents, b, q, k)
-        return (seen & (k < shard.length)) | (q >= shard.length)
+            visible = visible & same_document(documents, b, q, k)
+        return (visible & (k < shard.length)) | (q >= shard.length)
 
     return Mask(function, shard.whole if method == "ulysses" else shard.positions, shard.whole, batch)
 
@@ -329,5 +337,5 @@ def _lazy(
 def _among_real(
     mask_function: Callable[..., Tensor], length: int, b: Tensor, h: Tensor, q: Tensor, k: Tensor
 ) -> Tensor:
-    """No row sees padding; rows of padding see everything, since a row that sees nothing has no softmax."""
+    """Hide padding from every row; rows of padding see everything, since a row that sees nothing has no softmax."""
     return (mask_function(b, h, q, k) & (k < length)) | (q >= length)

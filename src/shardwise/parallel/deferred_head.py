@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from shardwise.kernels.loss import Vocabulary
+from shardwise.kernels.loss import VocabularyShard
 
 
 class DeferredHead:
@@ -15,7 +15,7 @@ class DeferredHead:
     loss, for a loss that takes its gradients in forward; 1 without backward.
     """
 
-    def __init__(self, head: nn.Module, vocabulary: Vocabulary | None = None) -> None:
+    def __init__(self, head: nn.Module, vocabulary: VocabularyShard | None = None) -> None:
         self.head, self.vocabulary, self.deferred = head, vocabulary, True
         self.seed: Tensor | float = 1.0
         self._forward = head.forward

@@ -1,4 +1,4 @@
-"""What FSDP2 synchronises after each backward of a step: two-hop reduction (MiCS, arXiv 2205.00119, section 4.3).
+"""Synchronisation of gradients after each backward: two-hop reduction (MiCS, arXiv 2205.00119, section 4.3).
 
 Within a shard group gradients are reduce-scattered every micro-step; replicas all-reduce once, on the last.
 """

@@ -119,13 +119,13 @@ class ParallelModel:
         return torch_dtype(self.plan.dtypes.compute)
 
     @property
-    def speaks(self) -> bool:
-        """Whether this rank speaks for its rows: one of the ranks that read them."""
+    def is_reporting_rank(self) -> bool:
+        """True on one of the ranks that read the same rows: it reports their counts."""
         return self.layout.index(Axis.CONTEXT, Axis.TENSOR, Axis.PIPELINE) == 0
 
     @property
     def contributes(self) -> bool:
-        """Whether the loss that this rank computed is part of the sum: of equal ones, one alone is."""
+        """True where the loss that this rank computed is part of the sum: of equal ones, one alone is."""
         is_last = self.pipeline is None or self.pipeline.boundaries[-1].is_last
         return is_last and self.layout.index(Axis.TENSOR) == 0
 
@@ -135,7 +135,7 @@ class ParallelModel:
         return torch_dtype(self.plan.dtypes.loss)
 
     def run(self, objective: Objective, microbatches: Sequence[Any], step: int, seed: Tensor | None = None) -> Tensor:
-        """Forward, and with a `seed` backward, of all microbatches; returns [2]: summed loss and count on this rank.
+        """Run forward, and with a `seed` backward, of all microbatches; return [2]: summed loss and count on this rank.
 
         Args:
             microbatches: at least one; all ranks bring equally many.
@@ -147,7 +147,7 @@ class ParallelModel:
             self.head.seed = 1.0 if seed is None else seed
 
         def work(number: int, index: int, boundary_input: Tensor | None) -> Tensor:
-            """Forward of one microbatch through one part: what leaves it, or the loss times `seed`."""
+            """Run forward of one microbatch through one part: its boundary output, or the loss times `seed`."""
             part, microbatch, sequences = self.parts[number], microbatches[index], None
             if self.context:
                 microbatch, sequences = self.context.split(microbatch)
@@ -204,7 +204,7 @@ class ParallelModel:
         self._share_changed_buffers()
 
     def _share_changed_buffers(self) -> None:
-        """Running statistics, from the stage whose forward changes them to the others, which save or show them too."""
+        """Copy running statistics from the stage whose forward changes them to the others, which save or show them."""
         boundary = self.parts[0].boundary
         for name, stage in (boundary.changed_buffers if boundary else {}).items():
             owners = (part for part in self.parts if part.boundary and part.boundary.stage == stage)
@@ -217,8 +217,7 @@ class ParallelModel:
                     buffer.copy_(source)
 
     def sum_shared_gradients(self) -> None:
-        """Of parameters that several tensor ranks hold, each for a part of the activations (norms of single heads), and
-        of embeddings that are tied across stages."""
+        """Sum gradients of parameters that several ranks hold, each for a part of the activations or of the stages."""
         for names, group in self.partial:
             sum_together(self.tensor_map.gradients(names), group, self.device, "partial gradients")
         for ranks, names in self._tied():
@@ -226,7 +225,7 @@ class ParallelModel:
             sum_together(self.tensor_map.gradients(names), group, self.device, "tied gradients")
 
     def copy_tied(self) -> None:
-        """What the first stage holds of embeddings that are tied across stages, to the others that hold them."""
+        """Copy embeddings that are tied across stages from the first stage to the others that hold them."""
         for ranks, names in self._tied():
             group = self.layout.holders_group(ranks)
             first = dist.get_process_group_ranks(group)[0]
@@ -235,45 +234,47 @@ class ParallelModel:
                     dist.broadcast(self.tensor_map[name].local, first, group=group)
 
     def _tied(self) -> Iterator[tuple[Sequence[int], list[str]]]:
-        """What is tied across stages, by the pipeline ranks that hold it."""
+        """Yield (pipeline ranks, names of the parameters that are tied across them)."""
         for ranks in dict.fromkeys(self.tied.values()):
             yield ranks, [name for name, holders in self.tied.items() if holders == ranks]
 
-    def wholes(self, gradients: bool = False, gathered: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """(logical name, whole tensor or gradient) of every parameter of the model, on every rank. Collective; with
-        `gathered`, of parameters that `gather` has gathered, over the ranks of one copy of the model alone."""
-        parts = self.gathered() if gathered else {}
+    def whole_tensors(self, gradients: bool = False, unsharded: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Yield (logical name, whole tensor or gradient) of every parameter of the model, on every rank. Collective.
+
+        With `unsharded`, parameters are taken as `unshard` has gathered them: collective over one copy of the model.
+        """
+        parts = self.unsharded_parameters() if unsharded else {}
         if self.pipeline is None:
             yield from ((entry.name, entry.whole(gradients, parts.get(entry.name))) for entry in self.tensor_map)
             return
         dtype, group = torch_dtype(self.plan.dtypes.parameters), self.layout.group(Axis.PIPELINE)
-        held = holders(self.plan, self.facts)
+        stages_of = holders(self.plan, self.facts)
         for name, shape in self.facts.parameter_shapes.items():
-            owner = self.layout.rank_at(pipeline=self.plan.stage_ranks[held[name][0]])
-            here = name in self.tensor_map.names
-            part = parts.get(self.tensor_map[name].name) if here else None
-            mine = self.tensor_map[name].whole(gradients, part) if here else torch.empty(shape, dtype=dtype)
-            whole = mine.to(self.device).contiguous()
+            owner = self.layout.rank_at(pipeline=self.plan.stage_ranks[stages_of[name][0]])
+            is_local = name in self.tensor_map.names
+            part = parts.get(self.tensor_map[name].name) if is_local else None
+            value = self.tensor_map[name].whole(gradients, part) if is_local else torch.empty(shape, dtype=dtype)
+            whole = value.to(self.device).contiguous()
             dist.broadcast(whole, owner, group=group)
             yield name, whole
 
-    def gather(self, wait: bool = False) -> None:
-        """Begin to gather all parameters, for the next forward or for `wholes`; with `wait`, until they are there.
+    def unshard(self, wait: bool = False) -> None:
+        """Begin to gather all parameters, for the next forward or `whole_tensors`; with `wait`, until they are there.
 
         Collective over the shard group.
         """
         for module in self.fsdp_modules:
             module.unshard(async_op=not wait)
 
-    def gathered(self) -> dict[str, Tensor]:
-        """Parameters as the modules hold them while they are gathered, in the dtype of parameters."""
-        self.gather(wait=True)
+    def unsharded_parameters(self) -> dict[str, Tensor]:
+        """Return parameters as the modules hold them while they are gathered, in the dtype of parameters."""
+        self.unshard(wait=True)
         dtype = torch_dtype(self.plan.dtypes.parameters)
-        held = ((name, value) for part in self.parts for name, value in part.module.named_parameters())
-        return {self.tensor_map.names[name]: value.detach().to(dtype) for name, value in held}
+        named = ((name, value) for part in self.parts for name, value in part.module.named_parameters())
+        return {self.tensor_map.names[name]: value.detach().to(dtype) for name, value in named}
 
     def last_logits(self, ids: Tensor) -> Tensor:
-        """[B, V] fp32 logits of the last of [B, S] token ids, on every rank. Collective; under `whole_logits`."""
+        """Return [B, V] fp32 logits of the last of [B, S] ids, on every rank. Collective; under `whole_logits`."""
 
         def work(number: int, index: int, boundary_input: Tensor | None) -> Tensor:
             part = self.parts[number]
@@ -285,19 +286,19 @@ class ParallelModel:
             return work(0, 0, None)
         self.prepare({"input_ids": ids})
         shape = None if self.facts.stages.has_flat_boundaries else (*ids.shape, self.facts.hidden_size)
-        found = self.pipeline.evaluate(work, 1, shape)
-        logits = found[0] if found else torch.empty(len(ids), self.facts.vocabulary_size, device=self.device)
+        results = self.pipeline.evaluate(work, 1, shape)
+        logits = results[0] if results else torch.empty(len(ids), self.facts.vocabulary_size, device=self.device)
         dist.broadcast(logits, self.pipeline.last_rank, group=self.layout.group(Axis.PIPELINE))
         return logits
 
     def train(self, mode: bool = True) -> None:
-        """Training or evaluation mode of all parts."""
+        """Set training or evaluation mode of all parts."""
         for part in self.parts:
             part.module.train(mode)
 
     @contextmanager
     def whole_logits(self) -> Iterator[None]:
-        """Evaluation mode with the model's own head, for generation."""
+        """Use evaluation mode and the model's own head inside, for generation."""
         training = self.module.training
         self.train(False)
         if self.head:
@@ -309,13 +310,13 @@ class ParallelModel:
             if self.head:
                 self.head.deferred = True
 
-    def release_gathered(self) -> None:
+    def reshard(self) -> None:
         """Free parameters that stay gathered after a forward that no backward follows."""
         for module in self.fsdp_modules:
             module.reshard()
 
     def scope(self, microbatch: Microbatch, step: int, sequences: SequenceShard | None = None) -> Any:
-        """The dropout scope of a microbatch."""
+        """Return the context that is the dropout scope of a microbatch."""
         seed = self.plan.job.training.seed
         functional = self.facts.has_functional_dropout
         part = self.layout.index(Axis.TENSOR)

@@ -13,13 +13,13 @@ from torch import Tensor
 
 
 class Microbatch(Protocol):
-    """What `ParallelModel.run` itself reads of a microbatch; objectives read the rest."""
+    """The part of a microbatch that `ParallelModel.run` itself reads; objectives read the rest."""
 
     rows: Tensor  # [B] int64 global sample counters
 
 
 class Objective(Protocol):
-    """What surrounds the model in a step.
+    """Inputs and loss of the model in a step.
 
     Losses are sums: `Normalisation` (plan/normalisation.py) divides them, once. Without gradients (evaluation) an
     objective leaves out what is added for training alone.

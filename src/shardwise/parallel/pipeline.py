@@ -86,7 +86,7 @@ class Pipeline:
         count: int,
         weight_gradients: Sequence[WeightGradients | None],
     ) -> None:
-        """Forward and backward of `count` microbatches in the plan's schedule. Collective over the pipeline group.
+        """Run forward and backward of `count` microbatches in the plan's schedule. Collective over the pipeline group.
 
         Args:
             work: runs a microbatch of a part; of the last stage it returns the loss times the seed of backward.

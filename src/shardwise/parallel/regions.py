@@ -1,4 +1,4 @@
-"""How activations enter and leave the split modules of tensor parallelism: a tensor-parallel region's boundary.
+"""The boundary of a tensor-parallel region: how activations enter and leave split modules.
 
 Between regions every tensor rank holds the same [B, S, H] (Megatron-LM, arXiv 1909.08053, section 3), or with sequence
 parallelism its own positions [B, S/t, H] (arXiv 2205.05198, section 4.2.2). A region then gathers its input and
@@ -15,15 +15,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.collectives.tensor import (
-    Regathered,
-    Rows,
-    enter,
-    enter_rows,
-    gather,
-    gathered,
-    leave,
-    leave_rows,
-    scatter,
+    RegatheredActivations,
+    SequenceRows,
+    copy_to_region,
+    gather_rows,
+    gather_to_region,
+    gather_whole_sequence,
+    reduce_from_region,
+    reduce_scatter_from_region,
+    scatter_sequence,
 )
 from shardwise.kernels.dropout import active_scope
 from shardwise.kernels.linear import linear, linear_of_parts
@@ -35,15 +35,15 @@ class RegionBoundary:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
 
-    def enter(self, values: Tensor) -> Tensor:
-        return enter(values, self.group)
+    def region_input(self, values: Tensor) -> Tensor:
+        return copy_to_region(values, self.group)
 
-    def leave(self, values: Tensor) -> Tensor:
-        return leave(values, self.group)
+    def region_output(self, values: Tensor) -> Tensor:
+        return reduce_from_region(values, self.group)
 
-    def enter_routes(self, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Which experts each position goes to, and with what weights: both [positions, experts of each]."""
-        return index, enter(weights, self.group)
+    def routes_input(self, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the experts that each position goes to, and their weights: both [positions, experts of each]."""
+        return index, copy_to_region(weights, self.group)
 
     def linear(self, module: Any, values: Tensor, transposed: bool) -> Tensor:
         return linear(module, values, transposed)
@@ -60,50 +60,52 @@ class SequenceRegionBoundary(RegionBoundary):
     def __init__(self, group: dist.ProcessGroup, index: int) -> None:
         super().__init__(group)
         self.index = index
-        self.rows: Rows | None = None
-        self.entered: tuple[Tensor, Tensor, Regathered] | None = None  # the region's input: whole, this rank's part
+        self.rows: SequenceRows | None = None
+        self.entered: tuple[Tensor, Tensor, RegatheredActivations] | None = (
+            None  # the region's input: whole, this rank's part
+        )
 
     @torch.compiler.disable
-    def enter(self, values: Tensor) -> Tensor:
+    def region_input(self, values: Tensor) -> Tensor:
         assert self.rows is not None
-        whole = enter_rows(values, self.rows)
-        self.entered = whole, values, Regathered(self.rows)
+        whole = gather_to_region(values, self.rows)
+        self.entered = whole, values, RegatheredActivations(self.rows)
         return whole
 
     @torch.compiler.disable
-    def enter_routes(self, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    def routes_input(self, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         assert self.rows is not None
-        return gathered(index, self.rows), enter_rows(weights, self.rows)
+        return gather_rows(index, self.rows), gather_to_region(weights, self.rows)
 
     @torch.compiler.disable
     def linear(self, module: Any, values: Tensor, transposed: bool) -> Tensor:
-        """A column module's product; of what has entered the region as it is, backward keeps this rank's part."""
+        """Return a column module's product; of what has entered the region as it is, backward keeps a part."""
         if self.entered is None or self.entered[0] is not values:
             return linear(module, values, transposed)
         _, part, source = self.entered
         return linear_of_parts(module, values, part, transposed, source)
 
     @torch.compiler.disable
-    def leave(self, values: Tensor) -> Tensor:
+    def region_output(self, values: Tensor) -> Tensor:
         assert self.rows is not None
         self.entered = None
-        return leave_rows(values, self.rows)
+        return reduce_scatter_from_region(values, self.rows)
 
-    def scatter(self, values: Tensor) -> Tensor:
+    def scatter_sequence(self, values: Tensor) -> Tensor:
         """[B, S, H] -> [B, S of this rank, H]."""
-        self.rows = Rows(self.group, self.index, values.shape[0], values.shape[1])
+        self.rows = SequenceRows(self.group, self.index, values.shape[0], values.shape[1])
         scope = active_scope()
         if scope is not None:
             scope.positions = self.rows.bounds(self.index)
-        return scatter(values, self.rows)
+        return scatter_sequence(values, self.rows)
 
-    def gather(self, values: Tensor) -> Tensor:
+    def gather_sequence(self, values: Tensor) -> Tensor:
         """[B, S of this rank, H] -> [B, S, H]."""
         assert self.rows is not None
         scope = active_scope()
         if scope is not None:
             scope.positions = None
-        return gather(values, self.rows)
+        return gather_whole_sequence(values, self.rows)
 
 
 def map_hidden_states(

@@ -23,8 +23,8 @@ def partial_parameters(
     modules = [name for name, split in facts.tensor_splits.items() if split.kind == "partial"]
     modules += [block.name for block in facts.blocks] if scattered else []
     inside = tuple(f"{name}." for name in modules)
-    whole = [entry.name for entry in tensor_map if entry.cut is None and entry.name.startswith(inside)]
-    copies = {entry.name: entry.cut.copies for entry in tensor_map if entry.cut and entry.cut.copies > 1}
+    whole = [entry.name for entry in tensor_map if entry.split is None and entry.name.startswith(inside)]
+    copies = {entry.name: entry.split.copies for entry in tensor_map if entry.split and entry.split.copies > 1}
     sums: list[tuple[Sequence[str], dist.ProcessGroup]] = [(whole, layout.group(Axis.TENSOR))] if whole else []
     if copies:
         sums.append((list(copies), layout.tensor_neighbours(max(copies.values()))))

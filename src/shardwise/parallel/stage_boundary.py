@@ -27,7 +27,7 @@ ENCODED = -1  # the encoder's states, among the numbers of a block's outputs
 
 @dataclass
 class StageBoundary:
-    """Where values enter and leave one stage, in the forward that runs now.
+    """Boundary input and output of one stage, in the forward that runs now.
 
     Attributes:
         stage: number of the stage, of `stages`.

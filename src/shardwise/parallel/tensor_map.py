@@ -22,7 +22,7 @@ Slices = tuple[slice, ...]
 
 
 class Coordinates(Protocol):
-    """What the map asks of a Layout."""
+    """The part of a Layout that the map reads."""
 
     def size(self, *axes: Axis) -> int: ...
 
@@ -32,12 +32,12 @@ class Coordinates(Protocol):
 
 
 @dataclass(frozen=True)
-class Cut:
-    """How tensor parallelism cut a parameter: runs along `dim`, each of them in chunks (torch.chunk's rule).
+class ParameterSplit:
+    """A parameter as tensor parallelism splits it: sections along `dim`, each in chunks (torch.chunk's rule).
 
     Attributes:
         shape: of the whole parameter.
-        sections: sizes of the runs.
+        sections: their sizes.
         degree, index: parts there are, and which of them this rank holds.
         copies, copy: neighbouring ranks that hold the same part, and which of them this is; several where a model has
             fewer key-value heads than there are ranks.
@@ -54,25 +54,25 @@ class Cut:
     groups: int = 1
 
     def local_shape(self, index: int | None = None) -> tuple[int, ...]:
-        """Shape of part `index`; this rank's if unset."""
+        """Return the shape of part `index`; this rank's if unset."""
         size = sum(part.stop - part.start for part in self._chunks(index))
         return (*self.shape[: self.dim], size, *self.shape[self.dim + 1 :])
 
     def regions(self, index: int | None = None) -> tuple[Region, ...]:
-        """Where part `index` belongs in the whole parameter, section by section."""
+        """Return where part `index` belongs in the whole parameter, section by section."""
         boxes = []
-        first = held = 0  # of the section, in the whole parameter and in the part
+        logical_first = local_first = 0  # of the section, in the whole parameter and in the part
         for section, part in zip(self.sections, self._chunks(index), strict=True):
             logical, local = _everything(self.shape), _everything(self.local_shape(index))
             size = part.stop - part.start
-            logical[self.dim] = slice(first + part.start, first + part.stop)
-            local[self.dim] = slice(held, held + size)
+            logical[self.dim] = slice(logical_first + part.start, logical_first + part.stop)
+            local[self.dim] = slice(local_first, local_first + size)
             boxes.append(Region(tuple(logical), tuple(local)))
-            first, held = first + section, held + size
+            logical_first, local_first = logical_first + section, local_first + size
         return tuple(boxes)
 
-    def part_of(self, whole: Tensor) -> Tensor:
-        """This rank's part of the whole parameter, as a tensor of its own."""
+    def local_part(self, whole: Tensor) -> Tensor:
+        """Return this rank's part of the whole parameter, as a tensor of its own."""
         part = whole.new_empty(self.local_shape())
         for region in self.regions():
             part[region.local] = whole[region.logical]
@@ -87,14 +87,14 @@ class Cut:
         return chunks(self.sections, self.degree, self.index if index is None else index, self.groups)
 
 
-def joined(part: Tensor, cut: Cut, group: dist.ProcessGroup) -> Tensor:
-    """The whole of a tensor whose parts the tensor group holds; they may differ in size, so each is sent by itself."""
-    whole = part.new_empty(cut.shape)
-    for index, rank in enumerate(dist.get_process_group_ranks(group)[:: cut.copies]):
-        mine = index == cut.index and cut.copy == 0
-        other = part.contiguous() if mine else part.new_empty(cut.local_shape(index))
+def gather_split(part: Tensor, split: ParameterSplit, group: dist.ProcessGroup) -> Tensor:
+    """Gather the parts of a split tensor; they may differ in size, so each is broadcast by itself. Collective."""
+    whole = part.new_empty(split.shape)
+    for index, rank in enumerate(dist.get_process_group_ranks(group)[:: split.copies]):
+        is_own = index == split.index and split.copy == 0
+        other = part.contiguous() if is_own else part.new_empty(split.local_shape(index))
         dist.broadcast(other, rank, group=group)
-        for region in cut.regions(index):
+        for region in split.regions(index):
             whole[region.logical] = other[region.local]
     return whole
 
@@ -108,7 +108,7 @@ class Region:
 
 
 @dataclass(frozen=True)
-class Entry:
+class ParameterEntry:
     """One parameter of this rank.
 
     Attributes:
@@ -119,8 +119,8 @@ class Entry:
         regions: what of the logical tensor lives here; together they make up `local`.
         replication: how many ranks hold the same elements.
         replica: number of this rank among those, from 0.
-        cut: how tensor parallelism cut it; None where every tensor rank holds it.
-        tensor_group: the ranks that hold the parts of `cut`.
+        split: how tensor parallelism split it; None where every tensor rank holds it.
+        tensor_group: the ranks that hold the parts of `split`.
     """
 
     name: str
@@ -130,7 +130,7 @@ class Entry:
     regions: tuple[Region, ...]
     replication: int
     replica: int
-    cut: Cut | None = None
+    split: ParameterSplit | None = None
     tensor_group: dist.ProcessGroup | None = None
 
     @property
@@ -155,7 +155,7 @@ class Entry:
             self.local.copy_(part[rows] if part.dim() else part)
 
     def whole(self, gradient: bool = False, part: Tensor | None = None) -> Tensor:
-        """The logical tensor, or its gradient, on every rank. Collective over shard and tensor groups.
+        """Return the logical tensor, or its gradient, on every rank. Collective over shard and tensor groups.
 
         Args:
             gradient: that of the gradient.
@@ -166,10 +166,10 @@ class Entry:
             return torch.zeros(self.shape, dtype=self.parameter.dtype)
         if part is None:
             part = value.full_tensor() if isinstance(value, DTensor) else value
-        if self.cut is None:
+        if self.split is None:
             return part
         assert self.tensor_group is not None
-        return joined(part, self.cut, self.tensor_group)
+        return gather_split(part, self.split, self.tensor_group)
 
     def store(self, whole: Tensor) -> None:
         """Keep this rank's slices of the logical tensor `whole`."""
@@ -181,34 +181,34 @@ class Entry:
 class TensorMap:
     """All entries of a model, in module order, ties once."""
 
-    def __init__(self, entries: list[Entry]) -> None:
+    def __init__(self, entries: list[ParameterEntry]) -> None:
         self.entries = {entry.name: entry for entry in entries}
         self.names = {name: entry.name for entry in entries for name in (entry.name, *entry.aliases)}
 
-    def __iter__(self) -> Iterator[Entry]:
+    def __iter__(self) -> Iterator[ParameterEntry]:
         return iter(self.entries.values())
 
-    def __getitem__(self, name: str) -> Entry:
-        """The entry of a logical name or of an alias of it."""
+    def __getitem__(self, name: str) -> ParameterEntry:
+        """Return the entry of a logical name or of an alias of it."""
         return self.entries[self.names[name]]
 
     def gradients(self, names: Sequence[str]) -> list[Tensor]:
-        """This rank's gradient elements of those of `names` that have some."""
-        found = (self[name].local_gradient for name in names)
-        return [gradient for gradient in found if gradient is not None]
+        """Return this rank's gradient elements of those of `names` that have some."""
+        gradients = (self[name].local_gradient for name in names)
+        return [gradient for gradient in gradients if gradient is not None]
 
     @classmethod
     def of(
         cls,
         parts: Sequence[nn.Module],
         layout: Coordinates,
-        cuts: Mapping[str, Cut] | None = None,
+        splits: Mapping[str, ParameterSplit] | None = None,
         tied: Mapping[str, Sequence[int]] | None = None,
     ) -> TensorMap:
         """Read the map off this rank's parts of a model, whose parameters are plain or sharded by FSDP2 on dim 0.
 
         Args:
-            cuts: parameters that tensor parallelism has cut before, by name.
+            splits: parameters that tensor parallelism has split before, by name.
             tied: parameters that several pipeline ranks hold, by name, and which.
         """
         names: dict[int, list[str]] = {}
@@ -218,15 +218,18 @@ class TensorMap:
                 own = names.setdefault(id(parameter), [])
                 own += [name] if name not in own else []  # two parts of a rank may hold it, under the same names
                 parameters[id(parameter)] = parameter
-        cuts, tied = cuts or {}, tied or {}
+        splits, tied = splits or {}, tied or {}
         return cls(
-            [_entry(own, parameters[key], layout, cuts.get(own[0]), tied.get(own[0], ())) for key, own in names.items()]
+            [
+                _entry(own, parameters[key], layout, splits.get(own[0]), tied.get(own[0], ()))
+                for key, own in names.items()
+            ]
         )
 
 
 def _entry(
-    names: list[str], parameter: nn.Parameter, layout: Coordinates, cut: Cut | None, tied: Sequence[int]
-) -> Entry:
+    names: list[str], parameter: nn.Parameter, layout: Coordinates, split: ParameterSplit | None, tied: Sequence[int]
+) -> ParameterEntry:
     shape = tuple(parameter.shape)
     rows = slice(0, shape[0]) if shape else None
     copies = data_axes()
@@ -235,29 +238,29 @@ def _entry(
         copies = replica_axes()
         assert parameter.placements[-1] == Shard(0)
     everything = tuple(_everything(shape))
-    regions = (Region(everything, everything),) if cut is None else cut.regions()
+    regions = (Region(everything, everything),) if split is None else split.regions()
     name, *aliases = names
-    if cut is None:
+    if split is None:
         replication, replica = layout.size(*copies, Axis.TENSOR), layout.index(*copies, Axis.TENSOR)
     else:
-        replication, replica = layout.size(*copies) * cut.copies, layout.index(*copies) * cut.copies + cut.copy
+        replication, replica = layout.size(*copies) * split.copies, layout.index(*copies) * split.copies + split.copy
     if tied:
         replication, replica = len(tied) * replication, len(tied) * replica + tied.index(layout.index(Axis.PIPELINE))
-    return Entry(
+    return ParameterEntry(
         name,
         tuple(aliases),
-        shape if cut is None else cut.shape,
+        shape if split is None else split.shape,
         parameter,
         regions if rows is None else tuple(_within(region, rows) for region in regions),
         replication,
         replica,
-        cut,
-        layout.group(Axis.TENSOR) if cut else None,
+        split,
+        layout.group(Axis.TENSOR) if split else None,
     )
 
 
 def _within(region: Region, rows: slice) -> Region:
-    """What is left of `region` where only `rows` of the local tensor's dim 0 are kept; it may be empty."""
+    """Narrow `region` to `rows` of the local tensor's dim 0; it may become empty."""
     start = min(max(region.local[0].start, rows.start), rows.stop)
     stop = max(min(region.local[0].stop, rows.stop), start)
     shift = region.logical[0].start - region.local[0].start

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.job.axes import Axis
-from shardwise.parallel.tensor_map import Entry
+from shardwise.parallel.tensor_map import ParameterEntry
 from shardwise.training.init import fingerprint
 from shardwise.training.optimizer import learning_rate
 from shardwise.training.setup import AssembledJob
@@ -77,7 +77,7 @@ def _scale_can_shrink(run: AssembledJob) -> bool:
 def gather(run: AssembledJob, gradients: bool = False, divisor: float = 1.0) -> dict[str, Tensor]:
     """Whole parameters or gradients by logical name, on the CPU of rank 0; empty elsewhere. Collective."""
     kept = {}
-    for name, whole in run.model.wholes(gradients):
+    for name, whole in run.model.whole_tensors(gradients):
         if dist.get_rank() == 0:
             kept[name] = whole.detach().to("cpu", copy=True).div_(divisor)
     return kept
@@ -119,7 +119,7 @@ def _spread(run: AssembledJob) -> dict[str, float]:
     return dict(zip(names, apart.tolist(), strict=True))
 
 
-def _apart(entry: Entry, group: dist.ProcessGroup) -> float:
+def _apart(entry: ParameterEntry, group: dist.ProcessGroup) -> float:
     high, low = entry.local.clone(), entry.local.clone()
     dist.all_reduce(high, dist.ReduceOp.MAX, group=group)
     dist.all_reduce(low, dist.ReduceOp.MIN, group=group)

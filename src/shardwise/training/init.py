@@ -20,7 +20,7 @@ from shardwise.checkpoint.state import persistent_buffers
 from shardwise.errors import ModelError
 from shardwise.model.facts import ModelFacts
 from shardwise.parallel.model import ModelPart, ParallelModel
-from shardwise.parallel.tensor_map import Entry
+from shardwise.parallel.tensor_map import ParameterEntry
 
 _BUFFERS_ONLY = "buffers"
 
@@ -41,7 +41,7 @@ def initialize(model: ParallelModel, seed: int) -> None:
 
 
 def match_weights(module: nn.Module, facts: ModelFacts, path: str) -> tuple[HuggingFaceWeights, dict[str, str]]:
-    """The files of a Hugging Face directory, and the name in them of every parameter and of the buffers they hold.
+    """Return the files of a Hugging Face directory, and the names in them of parameters and of the buffers they hold.
 
     Reads no tensor, but for names of one parameter that are stored several times.
 
@@ -71,7 +71,7 @@ def read_hugging_face(model: ParallelModel, path: str) -> None:
 
 
 def _units(part: ModelPart, facts: ModelFacts) -> Iterator[tuple[str, bool]]:
-    """(qualified name, whole subtree?) of what is initialized together: blocks whole, other modules by themselves."""
+    """Yield (qualified name, whole subtree?) of what is initialized together: blocks whole, others by themselves."""
     blocks = {block.name for block in facts.blocks}
     inside = tuple(f"{name}." for name in blocks)
     absent = part.boundary.absent if part.boundary is not None else ()
@@ -125,13 +125,13 @@ def _whole_parameters(
             module.register_parameter(leaf, local[key])
 
 
-def _blank(entry: Entry, key: str, device: torch.device) -> nn.Parameter:
+def _blank(entry: ParameterEntry, key: str, device: torch.device) -> nn.Parameter:
     on = device if key == entry.name else torch.device("meta")
     return nn.Parameter(torch.full(entry.shape, float("nan"), dtype=entry.parameter.dtype, device=on))
 
 
 def run_initializer(model: nn.Module, module: nn.Module) -> None:
-    """The model's own `_init_weights` (transformers' convention), else the module's `reset_parameters`."""
+    """Run the model's own `_init_weights` (transformers' convention), else the module's `reset_parameters`."""
     init_weights = getattr(model, "_init_weights", None)
     if callable(init_weights):
         init_weights(module)
@@ -141,7 +141,7 @@ def run_initializer(model: nn.Module, module: nn.Module) -> None:
 
 @contextmanager
 def seeded(seed: int, name: str, device: torch.device) -> Iterator[None]:
-    """Default generators seeded by (seed, name) inside, as they were outside."""
+    """Seed the default generators by (seed, name) inside; they are as before outside."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     devices = [device] if device.type == "cuda" else []
     # torch.manual_seed also formats the stack, for each kind of device that has not started; a model has many owners.

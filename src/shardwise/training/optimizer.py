@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shardwise._torch_compat import fuses_on_gpu
 from shardwise.job.schema import OptimizerSection
-from shardwise.parallel.tensor_map import Entry, TensorMap
+from shardwise.parallel.tensor_map import ParameterEntry, TensorMap
 
 
 class ShardedOptimizer:
@@ -28,7 +28,7 @@ class ShardedOptimizer:
 
     def __init__(self, tensor_map: TensorMap, settings: OptimizerSection) -> None:
         self.entries = list(tensor_map)
-        self.locals: list[tuple[Entry, nn.Parameter]] = [
+        self.locals: list[tuple[ParameterEntry, nn.Parameter]] = [
             (entry, nn.Parameter(entry.local, requires_grad=True))
             for entry in self.entries
             if entry.parameter.requires_grad and entry.local.numel()
@@ -43,7 +43,7 @@ class ShardedOptimizer:
         self.gradient_bytes = 0  # of the last step
         self.inner = make_torch_optimizer(settings, groups, any(local.is_cuda for _, local in self.locals))
 
-    def gradients(self) -> Iterator[tuple[Entry, Tensor]]:
+    def gradients(self) -> Iterator[tuple[ParameterEntry, Tensor]]:
         """Entries with the local gradients of the last backward."""
         for entry, _ in self.locals:
             gradient = entry.local_gradient

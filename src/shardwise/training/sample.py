@@ -25,6 +25,6 @@ def generate(model: ParallelModel, prompt: list[int], tokens: int, seed: int) ->
             drawn = torch.multinomial((logits / TEMPERATURE).softmax(-1), 1, generator=generator)
             dist.broadcast(drawn, src=0)  # ranks could round differently; one of them decides
             ids = torch.cat([ids, drawn], dim=1)
-    model.release_gathered()
+    model.reshard()
     result: list[int] = ids[0].tolist()
     return result

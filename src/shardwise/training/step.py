@@ -20,7 +20,7 @@ from shardwise.errors import ModelError
 from shardwise.kernels.precision import LossScaler
 from shardwise.parallel.model import ParallelModel
 from shardwise.parallel.objective import Objective
-from shardwise.parallel.tensor_map import Entry
+from shardwise.parallel.tensor_map import ParameterEntry
 from shardwise.plan.normalisation import NORMALISATIONS, LossCounts
 from shardwise.training.optimizer import ShardedOptimizer
 
@@ -34,7 +34,7 @@ EVALUATION = CollectiveName("the evaluation's loss", "world", "all_reduce")
 
 @dataclass
 class StepResult:
-    """What one step did, equal on every rank.
+    """Outcome of one step, equal on every rank.
 
     Attributes:
         loss: mean loss of the step's counted labels, nats.
@@ -67,7 +67,7 @@ def train_step(
     stop: bool = False,
     failed: bool = False,
 ) -> StepResult:
-    """One optimizer step from this rank's microbatches. Collective: every rank calls it with equally many.
+    """Take one optimizer step with this rank's microbatches. Collective: every rank calls it with equally many.
 
     Args:
         model: initialized; in training mode.
@@ -80,8 +80,10 @@ def train_step(
         failed: this rank's last checkpoint could not be written.
     """
     counted = sum(int(batch.count()) for batch in batches)
-    agreed = exchange(model, Control(counted, int(stop), int(failed), wrap(sum(batch.digest for batch in batches))))
-    normalisation, counts = NORMALISATIONS[model.plan.normalisation], LossCounts(tokens=agreed.labels)
+    control = exchange_control(
+        model, ControlMessage(counted, int(stop), int(failed), wrap(sum(batch.digest for batch in batches)))
+    )
+    normalisation, counts = NORMALISATIONS[model.plan.normalisation], LossCounts(tokens=control.labels)
     batches = [batch.to(model.device) for batch in batches]
     seed = torch.tensor(normalisation.seed(counts, scaler.scale), dtype=model.accumulation_dtype, device=model.device)
 
@@ -103,20 +105,20 @@ def train_step(
         counts.tokens,
         skipped,
         scale,
-        bool(agreed.stop),
-        bool(agreed.failed),
-        agreed.data_hash,
+        bool(control.stop),
+        bool(control.failed),
+        control.data_hash,
     )
 
 
 def evaluate(model: ParallelModel, objective: Objective, batches: Sequence[Sequence[Batch]]) -> float:
-    """Mean loss (nats a label) over global batches, each given as this rank's microbatches."""
+    """Return the mean loss (nats a label) over global batches, each given as this rank's microbatches."""
     model.train(False)
     totals = torch.zeros(2, dtype=model.accumulation_dtype, device=model.device)
     for microbatches in batches:
         on_device = [batch.to(model.device) for batch in microbatches]
         totals += model.run(objective, on_device, step=0).to(totals.dtype)
-    model.release_gathered()
+    model.reshard()
     totals *= model.contributes
     with EVALUATION:
         dist.all_reduce(totals)
@@ -125,8 +127,8 @@ def evaluate(model: ParallelModel, objective: Objective, batches: Sequence[Seque
     return NORMALISATIONS[model.plan.normalisation].mean(total, LossCounts(tokens=int(tokens)))
 
 
-class Control(NamedTuple):
-    """What ranks tell each other before a step; each is summed over the ranks that read different rows."""
+class ControlMessage(NamedTuple):
+    """Message of a rank to all before a step; values are summed over the ranks that read different rows."""
 
     labels: int
     stop: int
@@ -134,22 +136,22 @@ class Control(NamedTuple):
     data_hash: int
 
 
-def exchange(model: ParallelModel, mine: Control) -> Control:
-    """The control all-reduce, in int64, whose sums wrap around."""
-    speaks = model.speaks
-    labels, stop, failed, data_hash = mine
+def exchange_control(model: ParallelModel, message: ControlMessage) -> ControlMessage:
+    """Sum the ranks' messages, in int64, whose sums wrap around. Collective."""
+    reports = model.is_reporting_rank
+    labels, stop, failed, data_hash = message
     # A wish to stop or a failure may come from any rank.
-    values = [labels if speaks else 0, stop, failed, data_hash if speaks else 0]
+    values = [labels if reports else 0, stop, failed, data_hash if reports else 0]
     control = torch.tensor(values, dtype=torch.int64, device=model.device)
     with CONTROL:
         dist.all_reduce(control)
-    return Control(*control.tolist())
+    return ControlMessage(*control.tolist())
 
 
 def reduce_loss_and_norm(
     model: ParallelModel, optimizer: ShardedOptimizer, totals: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(summed loss, counted labels, gradient norm) of all ranks; a gradient element counts once, by its replication."""
+    """Return (summed loss, counted labels, gradient norm) of all ranks; a gradient's element counts once."""
     squares = squared_share(optimizer.gradients(), model.device)
     sums = torch.cat([totals.to(squares.dtype) * model.contributes, squares.view(1)])
     with LOSS_AND_NORM:
@@ -157,8 +159,8 @@ def reduce_loss_and_norm(
     return sums[0], sums[1], sums[2].sqrt() / scale
 
 
-def squared_share(gradients: Iterable[tuple[Entry, Tensor]], device: torch.device) -> Tensor:
-    """0-dim fp64: this rank's share of the squared norm; of all ranks' shares the sum has every element once."""
+def squared_share(gradients: Iterable[tuple[ParameterEntry, Tensor]], device: torch.device) -> Tensor:
+    """Return this rank's share, 0-dim fp64, of the squared norm; the ranks' shares have every element once."""
     squares = torch.zeros((), dtype=torch.float64, device=device)
     by_replication: dict[int, list[Tensor]] = {}
     for entry, gradient in gradients:
@@ -169,7 +171,7 @@ def squared_share(gradients: Iterable[tuple[Entry, Tensor]], device: torch.devic
 
 
 def _sum_of_squares(gradients: list[Tensor]) -> Tensor:
-    """Over all elements, in fp64 from chunk to chunk: a CPU's fp32 norm of a few million elements is off by 5e-5."""
+    """Sum the squares, in fp64 from chunk to chunk: a CPU's fp32 norm of a few million elements is off by 5e-5."""
     if gradients[0].is_cuda:
         return torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float64)).square().sum()
     chunks = (chunk for gradient in gradients for chunk in gradient.reshape(-1).split(NORM_CHUNK))
@@ -177,7 +179,7 @@ def _sum_of_squares(gradients: list[Tensor]) -> Tensor:
 
 
 def _check_count(seen: int, count: int) -> None:
-    """Backward was seeded by the batches' count; a `model.loss` that counts otherwise would scale every gradient."""
+    """Refuse a `model.loss` that counts otherwise than the batches, whose count has seeded backward."""
     if seen != count:
         raise ModelError(
             f"model.loss counts {seen}, the batches of all ranks have {count} counted labels (rows, if they are no "

@@ -19,12 +19,12 @@ from torch import Tensor
 from shardwise._torch_compat import flash_attention, flash_attention_backward
 from shardwise.kernels.loss import loss_dtype
 
-EVERY = slice(None)
+ALL = slice(None)
 
 
 @contextmanager
 def _flushing_denormals(where: torch.device) -> Iterator[None]:
-    """While it lasts, a CPU takes numbers below the smallest normal one (1.2e-38 in fp32) for 0.
+    """Let a CPU take numbers below the smallest normal one (1.2e-38 in fp32) for 0.
 
     A bias such as ALiBi's leaves many probabilities there, which made a layer's attention 4.6 times as slow.
     """
@@ -39,8 +39,8 @@ def _flushing_denormals(where: torch.device) -> Iterator[None]:
         torch.set_flush_denormal(flushed)
 
 
-class Saved(NamedTuple):
-    """Of the rows of a block: the output's gradient, the merged output, its log-sum-exp."""
+class SavedRows(NamedTuple):
+    """Rows of a block that backward reads: the output's gradient, the merged output, its log-sum-exp."""
 
     gradient: Tensor
     output: Tensor
@@ -48,7 +48,7 @@ class Saved(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Block:
+class ScoreBlock:
     """One product of queries and keys: `rows` and `columns` index [B, h, S, ...] tensors.
 
     Attributes:
@@ -73,12 +73,12 @@ class Block:
     softcap: float | None = None
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """(output [B, h, Q, d], log-sum-exp [B, h, Q])."""
+        """Return (output [B, h, Q, d], log-sum-exp [B, h, Q])."""
         with _flushing_denormals(query.device) if self.bias is not None else nullcontext():
             return self._forward(query, key, value)
 
-    def backward(self, query: Tensor, key: Tensor, value: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of query, key and value."""
+    def backward(self, query: Tensor, key: Tensor, value: Tensor, saved: SavedRows) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of query, key and value."""
         with _flushing_denormals(query.device) if self.bias is not None else nullcontext():
             return self._backward(query, key, value, saved)
 
@@ -93,7 +93,7 @@ class Block:
         kept = weights if self.factors is None else weights * self.factors()
         return kept.to(value.dtype) @ value, logs
 
-    def _backward(self, query: Tensor, key: Tensor, value: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
+    def _backward(self, query: Tensor, key: Tensor, value: Tensor, saved: SavedRows) -> tuple[Tensor, Tensor, Tensor]:
         if self.fused:
             mask, _ = self._fused_mask(query)
             return flash_attention_backward(query, key, value, self.diagonal, self.scale, *saved, mask)
@@ -148,24 +148,24 @@ def _product(rows: Tensor, columns: Tensor) -> Tensor:
 
 
 def _weights(scores: Tensor, normaliser: Tensor) -> Tensor:
-    """Of a row that sees no key here the scores are -inf and the weights zero."""
+    """Return the softmax of scores by the rows' log-sum-exp; a row that sees no key here has weights of zero."""
     lowest = torch.finfo(scores.dtype).min
     return (scores - normaliser.clamp(min=lowest).unsqueeze(-1)).exp_()
 
 
-def widened(keys: Tensor, query: Tensor) -> Tensor:
-    """[B, k, S, d] -> [B, h, S, d]: each key head for its group of query heads."""
+def repeat_key_heads(keys: Tensor, query: Tensor) -> Tensor:
+    """Repeat key heads for their groups of query heads: [B, k, S, d] -> [B, h, S, d]."""
     groups = query.shape[1] // keys.shape[1]
     return keys if groups == 1 else keys.repeat_interleave(groups, dim=1)
 
 
-def narrowed(gradient: Tensor, like: Tensor) -> Tensor:
-    """The transpose of `widened`."""
+def sum_key_heads(gradient: Tensor, like: Tensor) -> Tensor:
+    """Sum gradients of query heads by their key head: the transpose of `repeat_key_heads`."""
     heads = like.shape[1]
     return gradient if gradient.shape[1] == heads else gradient.unflatten(1, (heads, -1)).sum(2, dtype=like.dtype)
 
 
-def merge(output: Tensor, normaliser: Tensor, part: Tensor, logs: Tensor) -> None:
+def merge_block(output: Tensor, normaliser: Tensor, part: Tensor, logs: Tensor) -> None:
     """Add a block's output [B, h, Q, d] and log-sum-exp [B, h, Q] to the running ones, in place."""
     both = torch.logaddexp(normaliser, logs)
     least = both.clamp(min=torch.finfo(both.dtype).min)  # rows that have seen no key yet are -inf

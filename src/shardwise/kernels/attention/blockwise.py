@@ -15,39 +15,39 @@ import torch
 from torch import Tensor
 
 from shardwise._torch_compat import has_flash_attention
-from shardwise.kernels.attention.blocks import EVERY, Block, Saved, merge, narrowed, widened
-from shardwise.kernels.attention.masks import Mask, Piece, cut
-from shardwise.kernels.dropout import Square, keep_mask
+from shardwise.kernels.attention.blocks import ALL, SavedRows, ScoreBlock, merge_block, repeat_key_heads, sum_key_heads
+from shardwise.kernels.attention.masks import Mask, MaskBlock, block_slices
+from shardwise.kernels.dropout import ProbabilityBlock, keep_mask
 from shardwise.kernels.loss import loss_dtype
 
 
 @dataclass(frozen=True)
-class Dropped:
+class DropoutFactors:
     """Dropout of attention probabilities: a function of key, rows and place.
 
     Attributes:
         key: of the step, module and use.
         rows: [B] global sample counters.
-        square: which probabilities these are.
+        probabilities: which these are.
         keep: probability.
     """
 
     key: int
     rows: Tensor
-    square: Square
+    probabilities: ProbabilityBlock
     keep: float
 
     def factors(self, heads: int, rows: slice, columns: slice, dtype: torch.dtype) -> Tensor:
-        """[B, heads, Q, K] of a block: 0 or 1 / keep."""
-        whole = self.square
-        part = Square(whole.first, whole.queries[rows], whole.keys[columns], whole.length)
+        """Return [B, heads, Q, K] of a block: 0 or 1 / keep."""
+        whole = self.probabilities
+        part = ProbabilityBlock(whole.first, whole.queries[rows], whole.keys[columns], whole.length)
         kept = keep_mask(self.key, self.rows, part.index(heads), self.keep)
         return kept.view(len(self.rows), heads, len(part.queries), len(part.keys)).to(dtype) * (1 / self.keep)
 
 
 @dataclass(frozen=True)
-class Blockwise:
-    """What attention in blocks needs beside its tensors.
+class BlockwiseSettings:
+    """Settings of attention in blocks, beside its tensors.
 
     Attributes:
         scale: of the scores.
@@ -55,7 +55,7 @@ class Blockwise:
         mask: which keys are seen.
         bias: [1 or B, 1 or h, 1 or Q, K], without a gradient.
         softcap: of the scores.
-        dropped: what is dropped.
+        dropout_factors: of the probabilities.
     """
 
     scale: float
@@ -63,12 +63,12 @@ class Blockwise:
     mask: Mask | None = None
     bias: Tensor | None = None
     softcap: float | None = None
-    dropped: Dropped | None = None
+    dropout_factors: DropoutFactors | None = None
 
 
 @torch.compiler.disable
-def blockwise_attention(query: Tensor, key: Tensor, value: Tensor, settings: Blockwise) -> Tensor:
-    """[B, h, Q, d] attention output; a query that sees no key gets zeros.
+def blockwise_attention(query: Tensor, key: Tensor, value: Tensor, settings: BlockwiseSettings) -> Tensor:
+    """Return the [B, h, Q, d] attention output; a query that sees no key gets zeros.
 
     Args:
         query: [B, h, Q, e].
@@ -81,8 +81,8 @@ def blockwise_attention(query: Tensor, key: Tensor, value: Tensor, settings: Blo
 
 class _BlockwiseAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, settings: Blockwise) -> Tensor:
-        keys, values = widened(key, query), widened(value, query)
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, settings: BlockwiseSettings) -> Tensor:
+        keys, values = repeat_key_heads(key, query), repeat_key_heads(value, query)
         blocks = list(_blocks(query, key, value, settings))
         if len(blocks) == 1 and blocks[0].mask is None and blocks[0].rows[2] == slice(0, query.shape[2]):
             result, normaliser = blocks[0].forward(query, keys, values)  # all in one: there is nothing to merge
@@ -95,70 +95,77 @@ class _BlockwiseAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output, normaliser = ctx.saved_tensors
-        keys, values, gradient = widened(key, query), widened(value, query), gradients[0].contiguous()
+        keys, values, gradient = repeat_key_heads(key, query), repeat_key_heads(value, query), gradients[0].contiguous()
         if len(ctx.blocks) == 1:
             block = ctx.blocks[0]
             parts = block.backward(
                 query[block.rows], keys[block.columns], values[block.columns],
-                Saved(gradient[block.rows], output[block.rows], normaliser[block.rows]),
+                SavedRows(gradient[block.rows], output[block.rows], normaliser[block.rows]),
             )  # fmt: skip
             whole = all(part.shape == like.shape for part, like in zip(parts, (query, keys, values), strict=True))
             if whole:
-                found = zip(parts, (query, key, value), strict=True)
-                return *(narrowed(part, like).to(like.dtype) for part, like in found), None
-        totals = [torch.zeros(each.shape, dtype=normaliser.dtype, device=each.device) for each in (query, keys, values)]
+                gradients_of = zip(parts, (query, key, value), strict=True)
+                return *(sum_key_heads(part, like).to(like.dtype) for part, like in gradients_of), None
+        totals = [
+            torch.zeros(tensor.shape, dtype=normaliser.dtype, device=tensor.device) for tensor in (query, keys, values)
+        ]
         for block in ctx.blocks:
-            saved = Saved(gradient[block.rows], output[block.rows], normaliser[block.rows])
+            saved = SavedRows(gradient[block.rows], output[block.rows], normaliser[block.rows])
             parts = block.backward(query[block.rows], keys[block.columns], values[block.columns], saved)
             for total, part, where in zip(totals, parts, (block.rows, block.columns, block.columns), strict=True):
                 total[where] += part
-        found = zip(totals, (query, key, value), strict=True)
-        return *(narrowed(part, like).to(like.dtype) for part, like in found), None
+        gradients_of = zip(totals, (query, key, value), strict=True)
+        return *(sum_key_heads(part, like).to(like.dtype) for part, like in gradients_of), None
 
 
-def _merged(query: Tensor, keys: Tensor, values: Tensor, blocks: list[Block]) -> tuple[Tensor, Tensor]:
+def _merged(query: Tensor, keys: Tensor, values: Tensor, blocks: list[ScoreBlock]) -> tuple[Tensor, Tensor]:
     """(output in the dtype of the query, log-sum-exp; 0 for a query that sees no key)."""
     wide = loss_dtype(query.dtype)
     output = torch.zeros(*query.shape[:-1], values.shape[-1], dtype=wide, device=query.device)
     normaliser = torch.full(query.shape[:-1], -torch.inf, dtype=wide, device=query.device)
     for block in blocks:
         part, logs = block.forward(query[block.rows], keys[block.columns], values[block.columns])
-        merge(output[block.rows], normaliser[block.rows], part, logs)
+        merge_block(output[block.rows], normaliser[block.rows], part, logs)
     return output.to(query.dtype), normaliser.masked_fill_(normaliser == -torch.inf, 0.0)
 
 
-def _blocks(query: Tensor, key: Tensor, value: Tensor, settings: Blockwise) -> Iterator[Block]:
-    plain = settings.softcap is None and settings.dropped is None
+def _blocks(query: Tensor, key: Tensor, value: Tensor, settings: BlockwiseSettings) -> Iterator[ScoreBlock]:
+    plain = settings.softcap is None and settings.dropout_factors is None
     fused = plain and query.shape[-1] == value.shape[-1] and has_flash_attention(query)
-    mask, dropped, heads, dtype = settings.mask, settings.dropped, query.shape[1], loss_dtype(query.dtype)
+    mask, dropout_factors, heads, dtype = (
+        settings.mask,
+        settings.dropout_factors,
+        query.shape[1],
+        loss_dtype(query.dtype),
+    )
     if mask is not None and mask.causal:
         mask = None
     diagonal = settings.causal if settings.mask is None else settings.mask.causal
-    pieces = _squares(query.shape[2], key.shape[2], diagonal, fused) if mask is None else mask.pieces
+    pieces = _plain_blocks(query.shape[2], key.shape[2], diagonal, fused) if mask is None else mask.visible_blocks
     for rows, columns, whole in pieces:
-        yield Block(
-            (EVERY, EVERY, rows),
-            (EVERY, EVERY, columns),
+        yield ScoreBlock(
+            (ALL, ALL, rows),
+            (ALL, ALL, columns),
             settings.scale,
             fused,
             diagonal and columns.stop > rows.start + 1,
             rows.start - columns.start,
             mask=None if mask is None or whole else partial(mask.block, rows, columns),
             bias=None if settings.bias is None else partial(_part, settings.bias, rows, columns),
-            factors=None if dropped is None else partial(dropped.factors, heads, rows, columns, dtype),
+            factors=None if dropout_factors is None else partial(dropout_factors.factors, heads, rows, columns, dtype),
             softcap=settings.softcap,
         )
 
 
 def _part(bias: Tensor, rows: slice, columns: slice) -> Tensor:
-    return bias[:, :, rows if bias.shape[2] > 1 else EVERY, columns]
+    return bias[:, :, rows if bias.shape[2] > 1 else ALL, columns]
 
 
-def _squares(queries: int, keys: int, causal: bool, fused: bool) -> Iterator[Piece]:
+def _plain_blocks(queries: int, keys: int, causal: bool, fused: bool) -> Iterator[MaskBlock]:
     """All with all in one piece where it is fused, else in blocks, of which a causal triangle has half."""
     if fused:
-        yield Piece(slice(0, queries), slice(0, keys), not causal)
+        yield MaskBlock(slice(0, queries), slice(0, keys), not causal)
         return
-    for rows in cut(queries):
-        for columns in cut(min(rows.stop, keys) if causal else keys):
-            yield Piece(rows, columns, not causal)
+    for rows in block_slices(queries):
+        for columns in block_slices(min(rows.stop, keys) if causal else keys):
+            yield MaskBlock(rows, columns, not causal)

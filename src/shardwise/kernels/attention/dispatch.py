@@ -18,10 +18,10 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shardwise.errors import KernelError
-from shardwise.kernels.attention.blocks import widened
-from shardwise.kernels.attention.blockwise import Blockwise, Dropped, blockwise_attention
+from shardwise.kernels.attention.blocks import repeat_key_heads
+from shardwise.kernels.attention.blockwise import BlockwiseSettings, DropoutFactors, blockwise_attention
 from shardwise.kernels.attention.masks import Mask, make_mask
-from shardwise.kernels.dropout import Square, active_scope
+from shardwise.kernels.dropout import ProbabilityBlock, active_scope
 from shardwise.kernels.loss import loss_dtype
 from shardwise.kernels.precision import DTYPES
 from shardwise.model.attention_kernels import BY_NAME as KERNELS
@@ -36,7 +36,7 @@ BACKENDS = {
 
 
 @dataclass(frozen=True)
-class Call:
+class AttentionCall:
     """One call of attention: tensors [B, h, Q, e], [B, k, K, e], [B, k, K, d], and what is done with the scores."""
 
     query: Tensor
@@ -52,7 +52,7 @@ class Call:
 
     @property
     def needs(self) -> AttentionNeeds:
-        """What a kernel has to be able to do."""
+        """Abilities that the call asks of a kernel."""
         query, value = self.query, self.value
         return AttentionNeeds(
             query.device.type,
@@ -63,7 +63,7 @@ class Call:
             self.dropout > 0,
             query.shape[-1],
             value.shape[-1],
-            torch.is_grad_enabled() and any(each.requires_grad for each in (query, self.key, value)),
+            torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, self.key, value)),
         )
 
     @property
@@ -76,11 +76,11 @@ class Call:
 
     @property
     def is_causal(self) -> bool:
-        """Whether exactly the keys ahead are hidden."""
+        """True where exactly the keys ahead are hidden."""
         return self.causal if self.mask is None else self.mask.causal
 
     def dense(self) -> Tensor | None:
-        """What is added to the scores, whole: [1 or B, 1 or h, Q, K]; bool where nothing but hidden keys is to say."""
+        """Return what is added to the scores, whole: [1 or B, 1 or h, Q, K]; bool where keys are hidden and no more."""
         mask = self.mask
         if mask is None and self.causal and self.bias is not None:
             positions = torch.arange(self.query.shape[2], device=self.query.device)
@@ -107,7 +107,9 @@ def attention(
     scale: float | None = None,
     kernel: str = "auto",
 ) -> Tensor:
-    """[B, h, S, d] softmax(scale * query @ key.T + bias) @ value, by the kernel that fits; positions count from 0.
+    """Return [B, h, S, d] softmax(scale * query @ key.T + bias) @ value, by the kernel that fits.
+
+    Positions count from 0.
 
     Args:
         query: [B, h, S, e].
@@ -134,16 +136,16 @@ def attention(
         slopes = (alibi.view(1, -1, 1, 1) * positions).to(query.dtype)
         bias = slopes if bias is None else bias + slopes
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    return run(Call(query, key, value, scale, causal, mask, bias, softcap, dropout), kernel)
+    return run_attention(AttentionCall(query, key, value, scale, causal, mask, bias, softcap, dropout), kernel)
 
 
-def run(call: Call, kernel: str = "auto") -> Tensor:
-    """[B, h, Q, d] of a call; raises KernelError where no kernel can do it."""
-    return RUNNERS[chosen(call, kernel).kernel.name](call)
+def run_attention(call: AttentionCall, kernel: str = "auto") -> Tensor:
+    """Run a call: [B, h, Q, d]. Raises KernelError where no kernel can do it."""
+    return RUNNERS[kernel_of_call(call, kernel).kernel.name](call)
 
 
-def chosen(call: Call, kernel: str) -> KernelChoice:
-    """The kernel of a call and the reason. Raises KernelError where the one asked for cannot do it."""
+def kernel_of_call(call: AttentionCall, kernel: str) -> KernelChoice:
+    """Choose the kernel of a call, with the reason. Raises KernelError where the one asked for cannot do it."""
     needs = call.needs
     choice = choose_kernel(kernel, needs)
     if choice is None:
@@ -156,9 +158,9 @@ def chosen(call: Call, kernel: str) -> KernelChoice:
     return choice
 
 
-def _eager(call: Call) -> Tensor:
+def _eager(call: AttentionCall) -> Tensor:
     wide = loss_dtype(call.query.dtype)
-    key, value = widened(call.key, call.query), widened(call.value, call.query)
+    key, value = repeat_key_heads(call.key, call.query), repeat_key_heads(call.value, call.query)
     scores = (call.query.to(wide) @ key.to(wide).mT) * call.scale
     if call.softcap is not None:
         scores = (scores / call.softcap).tanh() * call.softcap
@@ -170,31 +172,35 @@ def _eager(call: Call) -> Tensor:
         scores = scores.masked_fill(~added, torch.finfo(wide).min) if added.dtype == torch.bool else scores + added
     weights = scores.softmax(-1)
     if call.dropout > 0:
-        dropped = _dropped(call)
-        weights = weights * dropped.factors(weights.shape[1], slice(None), slice(None), wide)
+        dropout_factors = _dropout_factors(call)
+        weights = weights * dropout_factors.factors(weights.shape[1], slice(None), slice(None), wide)
     return (weights @ value.to(wide)).to(value.dtype)  # in backward too: products of fp16 leave its range
 
 
-def _blockwise(call: Call) -> Tensor:
-    dropped = _dropped(call) if call.dropout > 0 else None
-    settings = Blockwise(call.scale, call.causal, call.mask, call.bias, call.softcap, dropped)
+def _blockwise(call: AttentionCall) -> Tensor:
+    dropout_factors = _dropout_factors(call) if call.dropout > 0 else None
+    settings = BlockwiseSettings(call.scale, call.causal, call.mask, call.bias, call.softcap, dropout_factors)
     return blockwise_attention(call.query, call.key, call.value, settings)
 
 
-def _dropped(call: Call) -> Dropped:
-    """The factors of the step's dropout scope; without one, of torch's generator."""
+def _dropout_factors(call: AttentionCall) -> DropoutFactors:
+    """Return the factors of the step's dropout scope; without one, of torch's generator."""
     batch, heads, queries, _ = call.query.shape
     device, keys, scope = call.query.device, call.key.shape[2], active_scope()
-    here = Square(0, torch.arange(queries, device=device), torch.arange(keys, device=device), max(queries, keys))
+    whole = ProbabilityBlock(
+        0, torch.arange(queries, device=device), torch.arange(keys, device=device), max(queries, keys)
+    )
     if scope is None:
         key = int(torch.randint(2**62, ()))
-        return Dropped(key, torch.arange(batch, device=device), here, 1 - call.dropout)
-    square = scope.square or Square(scope.part * heads, here.queries, here.keys, here.length)
+        return DropoutFactors(key, torch.arange(batch, device=device), whole, 1 - call.dropout)
+    probabilities = scope.probability_block or ProbabilityBlock(
+        scope.part * heads, whole.queries, whole.keys, whole.length
+    )
     key = scope.key(call.dropout_name or f"{scope.block}/functional")
-    return Dropped(key, scope.rows, square, 1 - call.dropout)
+    return DropoutFactors(key, scope.rows, probabilities, 1 - call.dropout)
 
 
-def _sdpa(call: Call, name: str = "sdpa") -> Tensor:
+def _sdpa(call: AttentionCall, name: str = "sdpa") -> Tensor:
     mask = call.dense()
     grouped = call.key.shape[1] != call.query.shape[1]
     keys, values, options = call.key, call.value, {}
@@ -203,7 +209,7 @@ def _sdpa(call: Call, name: str = "sdpa") -> Tensor:
     if grouped and mask is None and not coarse:
         options = {"enable_gqa": True}
     elif grouped:
-        keys, values = widened(keys, call.query), widened(values, call.query)
+        keys, values = repeat_key_heads(keys, call.query), repeat_key_heads(values, call.query)
     with sdpa_kernel(BACKENDS[name]) if name in BACKENDS and call.query.is_cuda else nullcontext():
         return F.scaled_dot_product_attention(
             call.query,
@@ -217,7 +223,7 @@ def _sdpa(call: Call, name: str = "sdpa") -> Tensor:
         )
 
 
-def _flex(call: Call) -> Tensor:
+def _flex(call: AttentionCall) -> Tensor:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     bias, cap, mask = call.bias, call.softcap, call.mask
@@ -230,7 +236,7 @@ def _flex(call: Call) -> Tensor:
         at = [index if size > 1 else 0 for index, size in zip((b, h, q, k), bias.shape, strict=True)]
         return value + bias[at[0], at[1], at[2], at[3]]
 
-    def seen(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         if mask is None:
             return q >= k
         result = mask.function(b, h, mask.rows[q], mask.columns[k])
@@ -239,26 +245,26 @@ def _flex(call: Call) -> Tensor:
     hides = mask is not None or call.causal
     queries, keys = call.query.shape[2], call.key.shape[2]
     batch = None if mask is None else call.query.shape[0]
-    hidden = create_block_mask(seen, batch, None, queries, keys, call.query.device.type) if hides else None
+    hidden = create_block_mask(visible, batch, None, queries, keys, call.query.device.type) if hides else None
     attend: Any = torch.compile(flex_attention) if call.query.is_cuda else flex_attention
-    key, value = widened(call.key, call.query), widened(call.value, call.query)
+    key, value = repeat_key_heads(call.key, call.query), repeat_key_heads(call.value, call.query)
     bent = score if cap is not None or bias is not None else None
     output: Tensor = attend(call.query, key, value, bent, hidden, scale=call.scale)
     return output
 
 
-def _flash_package(call: Call, package: str) -> Tensor:
+def _flash_package(call: AttentionCall, package: str) -> Tensor:
     function = import_module(package).flash_attn_func
     options = {"softcap": call.softcap or 0.0, "softmax_scale": call.scale, "causal": call.is_causal}
     if call.dropout > 0:
         options["dropout_p"] = call.dropout
-    output = function(*(each.transpose(1, 2) for each in (call.query, call.key, call.value)), **options)
+    output = function(*(tensor.transpose(1, 2) for tensor in (call.query, call.key, call.value)), **options)
     output = output[0] if isinstance(output, tuple) else output
     result: Tensor = output.transpose(1, 2)
     return result
 
 
-RUNNERS: dict[str, Callable[[Call], Tensor]] = {
+RUNNERS: dict[str, Callable[[AttentionCall], Tensor]] = {
     "eager": _eager,
     "blockwise": _blockwise,
     "sdpa": _sdpa,

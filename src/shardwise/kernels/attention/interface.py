@@ -1,4 +1,4 @@
-"""Leads the attention and the masks of a model of transformers to the kernels of kernels/attention/dispatch.py.
+"""Attention and masks that transformers' interfaces call, by the kernels of kernels/attention/dispatch.py.
 
 The model's `attn_implementation` becomes one of ours, for which transformers' AttentionInterface and
 AttentionMaskInterface hold the two functions here. Masks are the model's own mask functions together with the documents
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.masking_utils import causal_mask_function
 
-from shardwise.kernels.attention.dispatch import Call, chosen, run
-from shardwise.kernels.attention.masks import Mask, Seen, make_mask, same_document
+from shardwise.kernels.attention.dispatch import AttentionCall, kernel_of_call, run_attention
+from shardwise.kernels.attention.masks import Mask, MaskFunction, make_mask, same_document
 from shardwise.kernels.dropout import active_scope
 from shardwise.model.interface_attention import InterfaceAttention, eager_attention_forward
 
@@ -70,14 +70,14 @@ def attend(
     if local_window is not None:
         mask = _local(mask, local_window, query, key)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    call = Call(query, key, value, scale, causal, mask, bias, softcap, dropout, dropout_name)
-    if chosen(call, kernel).kernel.name == "eager":
+    call = AttentionCall(query, key, value, scale, causal, mask, bias, softcap, dropout, dropout_name)
+    if kernel_of_call(call, kernel).kernel.name == "eager":
         return _own_eager(module, call, position_bias, key_bias), None
-    return run(call, kernel).transpose(1, 2), None
+    return run_attention(call, kernel).transpose(1, 2), None
 
 
-def _own_eager(module: nn.Module, call: Call, position_bias: Tensor | None, key_bias: Tensor | None) -> Tensor:
-    """The eager attention in the file of the module's class, which is the reference."""
+def _own_eager(module: nn.Module, call: AttentionCall, position_bias: Tensor | None, key_bias: Tensor | None) -> Tensor:
+    """Run the eager attention in the file of the module's class, which is the reference."""
     more = {"softcap": call.softcap, "position_bias": position_bias, "key_bias": key_bias}
     mask = call.mask
     if mask is None and call.causal:
@@ -87,7 +87,7 @@ def _own_eager(module: nn.Module, call: Call, position_bias: Tensor | None, key_
         call.query,
         call.key,
         call.value,
-        None if mask is None else mask.additive(call.query.dtype),
+        None if mask is None else mask.as_additive(call.query.dtype),
         scaling=call.scale,
         dropout=call.dropout,
         **{name: value for name, value in more.items() if value is not None},
@@ -96,7 +96,7 @@ def _own_eager(module: nn.Module, call: Call, position_bias: Tensor | None, key_
 
 
 def own_attention(name: str, module: nn.Module) -> Callable[..., Any]:
-    """The function that the model would have called; an eager one stands in the file of the module's class."""
+    """Return the function that the model would have called; an eager one stands in the file of its class."""
     if name == "eager" and isinstance(module, InterfaceAttention):
         return eager_attention_forward
     if name == "eager":
@@ -105,7 +105,7 @@ def own_attention(name: str, module: nn.Module) -> Callable[..., Any]:
 
 
 def _given(mask: Tensor, bias: Tensor | None, query: Tensor) -> tuple[Mask | None, Tensor | None]:
-    """A mask that was made whole by whoever called the model: (the mask, where it is bool; the sum with the bias)."""
+    """Return (mask, bias) of a mask that the model's caller made whole: a bool one stays, others join the bias."""
     if mask.dtype != torch.bool:
         return None, mask if bias is None else bias + mask
     rows, columns = (torch.arange(size, device=mask.device) for size in mask.shape[-2:])
@@ -113,7 +113,7 @@ def _given(mask: Tensor, bias: Tensor | None, query: Tensor) -> tuple[Mask | Non
 
 
 def _local(mask: Mask | None, window: int, query: Tensor, key: Tensor) -> Mask | None:
-    """The causal mask of a layer whose queries see `window` keys."""
+    """Return the causal mask of a layer whose queries see `window` keys."""
     if window >= key.shape[2]:
         return mask
     known = mask or make_mask(1, torch.arange(key.shape[2], device=query.device), causal=True)
@@ -125,7 +125,7 @@ def masked(
     batch_size: int,
     q_length: int,
     kv_length: int,
-    mask_function: Seen,
+    mask_function: MaskFunction,
     device: torch.device | str,
     attention_mask: Tensor | None = None,
     q_offset: int = 0,
@@ -135,8 +135,10 @@ def masked(
     allow_is_bidirectional_skip: bool = False,
     **rest: Any,
 ) -> Mask | None:
-    """The model's kind of mask, and the documents of the microbatch that runs; None where nothing more than the keys
-    ahead is hidden (causal models) or nothing at all (others)."""
+    """Return the model's kind of mask, with the documents of the microbatch that runs.
+
+    None where nothing more than the keys ahead is hidden (causal models) or nothing at all (others).
+    """
     scope = active_scope()
     documents = None if scope is None else scope.documents
     padding = None if documents is not None or attention_mask is None else attention_mask.bool()
@@ -146,10 +148,10 @@ def masked(
         return None
 
     def function(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        seen = mask_function(b, h, q, k)
+        visible = mask_function(b, h, q, k)
         if documents is not None:
-            return seen & same_document(documents, b, q, k)
-        return seen if padding is None else seen & padding[b, k]
+            return visible & same_document(documents, b, q, k)
+        return visible if padding is None else visible & padding[b, k]
 
     rows = torch.arange(q_length, device=device) + q_offset
     columns = torch.arange(kv_length, device=device) + kv_offset

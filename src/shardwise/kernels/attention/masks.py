@@ -1,4 +1,4 @@
-"""What attention hides, as a function of positions: masks are made for the block that is computed, whole for nobody.
+"""Masks of attention as functions of positions, made for the block that is computed, whole for nobody.
 
 A `Mask` holds transformers' own mask functions (causal, windows, chunks, padding) or those made here, together with the
 positions of the queries and keys at hand. Which blocks are hidden altogether and which not at all is found out once
@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 # (batch [B,1,1,1], head [1,1,1,1], query positions [1,1,Q,1], key positions [1,1,1,K]) -> bool, broadcast; True: seen.
-Seen = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 BLOCK = 512  # queries and keys of a block
 
 
-class Piece(NamedTuple):
+class MaskBlock(NamedTuple):
     """A block of the square of queries and keys that is not hidden; `whole`: nothing of it is."""
 
     rows: slice
@@ -28,7 +28,7 @@ class Piece(NamedTuple):
 
 
 class Mask:
-    """Which keys each query sees.
+    """The keys that each query sees.
 
     Args:
         function: says it for positions.
@@ -39,21 +39,21 @@ class Mask:
 
     ndim = 0  # models that add to a mask of four dims on their own (Falcon) find none
 
-    def __init__(self, function: Seen, rows: Tensor, columns: Tensor, batch: int, causal: bool = False) -> None:
+    def __init__(self, function: MaskFunction, rows: Tensor, columns: Tensor, batch: int, causal: bool = False) -> None:
         self.function, self.rows, self.columns, self.batch, self.causal = function, rows, columns, batch, causal
 
     def block(self, rows: slice | Tensor, columns: slice | Tensor) -> Tensor:
-        """[1 or B, 1, Q, K] bool of some queries and keys by their index."""
+        """Return [1 or B, 1, Q, K] bool of some queries and keys by their index."""
         return self.at(self.rows[rows], self.columns[columns])
 
     def at(self, rows: Tensor, columns: Tensor) -> Tensor:
-        """[1 or B, 1, Q, K] bool of queries and keys by their positions."""
+        """Return [1 or B, 1, Q, K] bool of queries and keys by their positions."""
         batch = torch.arange(self.batch, device=rows.device).view(-1, 1, 1, 1)
-        seen = self.function(batch, batch.new_zeros(1, 1, 1, 1), rows.view(1, 1, -1, 1), columns.view(1, 1, 1, -1))
-        return seen.expand(-1, -1, len(rows), len(columns))
+        visible = self.function(batch, batch.new_zeros(1, 1, 1, 1), rows.view(1, 1, -1, 1), columns.view(1, 1, 1, -1))
+        return visible.expand(-1, -1, len(rows), len(columns))
 
     def within(self, window: int) -> Mask:
-        """The same mask, and nothing seen that is `window` or more keys back."""
+        """Return the same mask, with keys hidden that are `window` or more back."""
 
         def function(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
             return self.function(b, h, q, k) & (k > q - window)
@@ -65,33 +65,33 @@ class Mask:
         """[1 or B, 1, Q, K] bool, for kernels that take masks whole."""
         return self.block(slice(None), slice(None))
 
-    def additive(self, dtype: torch.dtype) -> Tensor:
-        """The whole mask as numbers to add."""
+    def as_additive(self, dtype: torch.dtype) -> Tensor:
+        """Return the whole mask as numbers to add."""
         if self._additive is None or self._additive.dtype != dtype:
-            self._additive = additive(self.dense, dtype)
+            self._additive = additive_mask(self.dense, dtype)
         return self._additive
 
     _additive: Tensor | None = None
 
     @cached_property
-    def pieces(self) -> Sequence[Piece]:
+    def visible_blocks(self) -> Sequence[MaskBlock]:
         """Blocks that are not hidden; neighbours that are seen whole are one."""
-        found: list[Piece] = []
-        for rows in cut(len(self.rows)):
-            cuts = cut(len(self.columns))
+        visible: list[MaskBlock] = []
+        for rows in block_slices(len(self.rows)):
+            cuts = block_slices(len(self.columns))
             blocks = [self.block(rows, columns) for columns in cuts]
             verdicts = torch.stack([torch.stack([block.any(), block.all()]) for block in blocks]).tolist()
             for columns, (some, all_) in zip(cuts, verdicts, strict=True):
-                last = found[-1] if found else None
+                last = visible[-1] if visible else None
                 if all_ and last and last.whole and last.rows == rows and last.columns.stop == columns.start:
-                    found[-1] = Piece(rows, slice(last.columns.start, columns.stop), True)
+                    visible[-1] = MaskBlock(rows, slice(last.columns.start, columns.stop), True)
                 elif some:
-                    found.append(Piece(rows, columns, bool(all_)))
-        return found
+                    visible.append(MaskBlock(rows, columns, bool(all_)))
+        return visible
 
 
-def cut(length: int) -> list[slice]:
-    """`length` in blocks."""
+def block_slices(length: int) -> list[slice]:
+    """Return slices of `length` in blocks."""
     return [slice(start, min(start + BLOCK, length)) for start in range(0, length, BLOCK)]
 
 
@@ -104,7 +104,7 @@ def make_mask(
     documents: Tensor | None = None,
     window: int | None = None,
 ) -> Mask:
-    """The mask of self-attention on whole sequences.
+    """Return the mask of self-attention on whole sequences.
 
     Args:
         batch: rows of the batch.
@@ -116,19 +116,19 @@ def make_mask(
     """
 
     def function(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        seen = (k <= q) if causal else torch.ones_like(k <= q)
+        visible = (k <= q) if causal else torch.ones_like(k <= q)
         if window is not None:
-            seen = seen & (k > q - window) & (k < q + window)
+            visible = visible & (k > q - window) & (k < q + window)
         if padding is not None:
-            seen = seen & padding[b, k]
-        return seen if documents is None else seen & same_document(documents, b, q, k)
+            visible = visible & padding[b, k]
+        return visible if documents is None else visible & same_document(documents, b, q, k)
 
     plain = causal and padding is None and documents is None and window is None
     return Mask(function, positions, positions, batch, plain)
 
 
 def same_document(documents: Tensor, b: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """Whether query and key stand in one of the documents [B, S]."""
+    """Return True where query and key stand in one of the documents [B, S]."""
     return documents[b, q] == documents[b, k]
 
 
@@ -139,7 +139,7 @@ def document_mask(
     rows: Tensor | None = None,
     columns: Tensor | None = None,
 ) -> Tensor:
-    """[B, 1, S, S] additive mask: 0 where query and key share a document (the key not ahead), else the minimum.
+    """Return the [B, 1, S, S] additive mask: 0 inside a document (the key not ahead), else the minimum.
 
     Args:
         document_ids: [B, S].
@@ -153,10 +153,10 @@ def document_mask(
     allowed = document_ids[:, rows].unsqueeze(2) == document_ids[:, columns].unsqueeze(1)
     if causal:
         allowed = allowed & (columns <= rows.unsqueeze(1))
-    return additive(allowed, dtype).unsqueeze(1)
+    return additive_mask(allowed, dtype).unsqueeze(1)
 
 
-def additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where `allowed`, else the minimum of `dtype`, as transformers' eager attention wants it."""
+def additive_mask(allowed: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return 0 where `allowed`, else the minimum of `dtype`, as transformers' eager attention wants it."""
     mask = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
     return mask.masked_fill_(~allowed, torch.finfo(dtype).min)

@@ -16,37 +16,37 @@ from torch import Tensor
 
 from shardwise._torch_compat import has_flash_attention
 from shardwise.collectives.context import pass_on
-from shardwise.kernels.attention.blocks import EVERY, Block, Saved, merge, narrowed, widened
+from shardwise.kernels.attention.blocks import ALL, SavedRows, ScoreBlock, merge_block, repeat_key_heads, sum_key_heads
 from shardwise.kernels.loss import loss_dtype
 
 # (rank whose keys they are, its rows of queries, columns of keys) -> something of that block.
-OfBlock = Callable[[int, slice, slice], Tensor]
+BlockFunction = Callable[[int, slice, slice], Tensor]
 SCORE_ROWS = 512  # queries of a block that is not fused: its scores are [B, h, SCORE_ROWS, keys]
 
 
 @dataclass(frozen=True)
-class Ring:
-    """What a ring's attention needs beside its tensors.
+class RingSettings:
+    """Settings of a ring's attention, beside its tensors.
 
     Attributes:
         group: the ranks among which keys and values go round.
         scale: of the scores.
         causal: whether later keys are hidden; only without a mask, which says it itself.
         mask: [1 or B, 1, Q, K] of a block, bool (True: attend) or additive; None hides nothing.
-        dropped: [B, h, Q, K] dropout factors of a block, 0 or 1 / (1 - probability); None drops nothing.
+        dropout_factors: [B, h, Q, K] of a block, 0 or 1 / (1 - probability); None drops nothing.
         bias: [1 or B, 1 or h, 1 or Q, K] of a block, added to its scores, without a gradient.
     """
 
     group: dist.ProcessGroup
     scale: float
     causal: bool
-    mask: OfBlock | None = None
-    dropped: OfBlock | None = None
-    bias: OfBlock | None = None
+    mask: BlockFunction | None = None
+    dropout_factors: BlockFunction | None = None
+    bias: BlockFunction | None = None
 
 
-def ring_attention(query: Tensor, key: Tensor, value: Tensor, ring: Ring) -> Tensor:
-    """[B, h, S/c, d] attention output of this rank's queries over the keys of all ranks of the ring.
+def ring_attention(query: Tensor, key: Tensor, value: Tensor, ring: RingSettings) -> Tensor:
+    """Return the [B, h, S/c, d] attention output of this rank's queries over the keys of all ranks of the ring.
 
     Args:
         query: [B, h, S/c, d].
@@ -59,17 +59,17 @@ def ring_attention(query: Tensor, key: Tensor, value: Tensor, ring: Ring) -> Ten
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, ring: Ring) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, ring: RingSettings) -> Tensor:
         wide = loss_dtype(query.dtype)
         output = torch.zeros(*query.shape[:-1], value.shape[-1], dtype=wide, device=query.device)
         normaliser = torch.full(query.shape[:-1], -torch.inf, dtype=wide, device=query.device)
         here, degree = ring.group.rank(), ring.group.size()
         moving = [key, value]
         for step in range(degree):
-            keys, values = (widened(each, query) for each in moving)
+            keys, values = (repeat_key_heads(tensor, query) for tensor in moving)
             for block in _blocks(query, value, ring, (here - step) % degree):
                 part, logs = block.forward(query[block.rows], keys[block.columns], values[block.columns])
-                merge(output[block.rows], normaliser[block.rows], part, logs)
+                merge_block(output[block.rows], normaliser[block.rows], part, logs)
             if step < degree - 1:
                 moving = pass_on(moving, ring.group)
         result = output.to(query.dtype)
@@ -80,48 +80,48 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output, normaliser = ctx.saved_tensors
-        ring: Ring = ctx.ring
+        ring: RingSettings = ctx.ring
         wide, here, degree = normaliser.dtype, ring.group.rank(), ring.group.size()
         moving, gradient = [key, value], gradients[0].contiguous()
         for_query = torch.zeros(query.shape, dtype=wide, device=query.device)
-        carried = [torch.zeros(each.shape, dtype=wide, device=each.device) for each in moving]
+        carried = [torch.zeros(tensor.shape, dtype=wide, device=tensor.device) for tensor in moving]
         for step in range(degree):
-            keys, values = (widened(each, query) for each in moving)
+            keys, values = (repeat_key_heads(tensor, query) for tensor in moving)
             for block in _blocks(query, value, ring, (here - step) % degree):
-                saved = Saved(gradient[block.rows], output[block.rows], normaliser[block.rows])
+                saved = SavedRows(gradient[block.rows], output[block.rows], normaliser[block.rows])
                 parts = block.backward(query[block.rows], keys[block.columns], values[block.columns], saved)
                 for_query[block.rows] += parts[0]
                 for total, part in zip(carried, parts[1:], strict=True):
-                    total[block.columns] += narrowed(part, total)
+                    total[block.columns] += sum_key_heads(part, total)
             carried = pass_on(carried, ring.group)  # after the last step the gradients are at home
             if step < degree - 1:
                 moving = pass_on(moving, ring.group)
-        found = zip((for_query, *carried), (query, key, value), strict=True)
-        return *(part.to(like.dtype) for part, like in found), None
+        gradients_of = zip((for_query, *carried), (query, key, value), strict=True)
+        return *(part.to(like.dtype) for part, like in gradients_of), None
 
 
-def _blocks(query: Tensor, value: Tensor, ring: Ring, source: int) -> Iterator[Block]:
+def _blocks(query: Tensor, value: Tensor, ring: RingSettings, source: int) -> Iterator[ScoreBlock]:
     """The products of this rank's queries with the keys of rank `source`, in pieces of few rows where not fused."""
-    plain = ring.mask is None and ring.dropped is None
+    plain = ring.mask is None and ring.dropout_factors is None
     fused = plain and query.shape[-1] == value.shape[-1] and has_flash_attention(query)
     for rows, columns, diagonal in _products(query.shape[2], ring, source):
         size = rows.stop - rows.start if fused else SCORE_ROWS
         for start in range(rows.start, rows.stop, size):
             piece = slice(start, min(start + size, rows.stop))
-            yield Block(
-                (EVERY, EVERY, piece),
-                (EVERY, EVERY, columns),
+            yield ScoreBlock(
+                (ALL, ALL, piece),
+                (ALL, ALL, columns),
                 ring.scale,
                 fused,
                 diagonal,
                 start - rows.start,
                 mask=ring.mask and partial(ring.mask, source, piece, columns),
                 bias=ring.bias and partial(ring.bias, source, piece, columns),
-                factors=ring.dropped and partial(ring.dropped, source, piece, columns),
+                factors=ring.dropout_factors and partial(ring.dropout_factors, source, piece, columns),
             )
 
 
-def _products(length: int, ring: Ring, source: int) -> Iterator[tuple[slice, slice, bool]]:
+def _products(length: int, ring: RingSettings, source: int) -> Iterator[tuple[slice, slice, bool]]:
     """(rows, columns, on the diagonal): all with all, or under a plain causal mask the chunks that are not ahead.
 
     Every rank then has two whole products of chunks at each step, or one and two triangles.

@@ -43,7 +43,7 @@ def scatter_between_blocks(blocks: Sequence[nn.Module], boundary: SequenceRegion
 
 def _with_scattered_input(forward: Callable[..., Any], boundary: SequenceRegionBoundary) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = map_hidden_states(boundary.scatter, args, kwargs)
+        args, kwargs = map_hidden_states(boundary.scatter_sequence, args, kwargs)
         return forward(*args, **kwargs)
 
     return run
@@ -52,6 +52,10 @@ def _with_scattered_input(forward: Callable[..., Any], boundary: SequenceRegionB
 def _with_gathered_output(forward: Callable[..., Any], boundary: SequenceRegionBoundary) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         output = forward(*args, **kwargs)
-        return (boundary.gather(output[0]), *output[1:]) if isinstance(output, tuple) else boundary.gather(output)
+        return (
+            (boundary.gather_sequence(output[0]), *output[1:])
+            if isinstance(output, tuple)
+            else boundary.gather_sequence(output)
+        )
 
     return run

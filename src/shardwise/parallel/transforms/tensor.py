@@ -21,17 +21,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
-from shardwise.collectives.tensor import Rows, enter, enter_rows, leave
+from shardwise.collectives.tensor import SequenceRows, copy_to_region, gather_to_region, reduce_from_region
 from shardwise.job.axes import Axis
 from shardwise.kernels.linear import linear
-from shardwise.kernels.loss import Vocabulary
+from shardwise.kernels.loss import VocabularyShard
 from shardwise.model.facts import ModelFacts
 from shardwise.model.tensor_plan import region_of
 from shardwise.model.tensor_split import TensorSplit, chunk
 from shardwise.parallel.builder import BuildInputs, ModelBuilder, Transform
 from shardwise.parallel.layout import Layout
 from shardwise.parallel.regions import RegionBoundary, SequenceRegionBoundary, map_hidden_states
-from shardwise.parallel.tensor_map import Coordinates, Cut
+from shardwise.parallel.tensor_map import Coordinates, ParameterSplit
 from shardwise.plan.plan import Plan
 
 # Attributes that say how wide a part is: of attention modules that cut a fused projection, and of Conv1D's output.
@@ -68,11 +68,11 @@ class TensorParallelism(Transform):
         plan, layout, facts = inputs.plan, inputs.layout, inputs.facts
         for stage in build.stages:
             stage.region_boundary = _region_boundary(plan, layout)
-            stage.cuts = split_tensors(stage.model, facts, layout, stage.region_boundary)
+            stage.splits = split_tensors(stage.model, facts, layout, stage.region_boundary)
             split = split_vocabulary(stage.model, facts, layout) if plan.chunked_loss else None
             if split is not None:
                 stage.vocabulary = split[0]
-                stage.cuts |= split[1]
+                stage.splits |= split[1]
 
 
 def _region_boundary(plan: Plan, layout: Layout) -> RegionBoundary:
@@ -80,26 +80,30 @@ def _region_boundary(plan: Plan, layout: Layout) -> RegionBoundary:
     return SequenceRegionBoundary(group, layout.index(Axis.TENSOR)) if plan.sequence_parallel else RegionBoundary(group)
 
 
-def split_tensors(model: nn.Module, facts: ModelFacts, layout: Layout, boundary: RegionBoundary) -> dict[str, Cut]:
-    """Cut the modules that the facts name (on the meta device) to this rank's part; parameter name -> how it was cut.
+def split_tensors(
+    model: nn.Module, facts: ModelFacts, layout: Layout, boundary: RegionBoundary
+) -> dict[str, ParameterSplit]:
+    """Split the modules that the facts name (on the meta device); return parameter name -> how it was split.
 
     `boundary` says how regions are entered and left.
     """
     splits = facts.tensor_splits
-    cuts = planned_cuts(model, facts, layout)
+    parameter_splits = planned_splits(model, facts, layout)
     for name, split in splits.items():
         if split.kind in ("partial", "inner"):
             continue
         module = model.get_submodule(name)
         own = [leaf for leaf, _ in module.named_parameters(recurse=False, remove_duplicate=False)]
-        _cut_parameters(module, {leaf: cuts[key] for leaf in own if (key := f"{name}.{leaf}") in cuts})
+        _split_parameters(
+            module, {leaf: parameter_splits[key] for leaf in own if (key := f"{name}.{leaf}") in parameter_splits}
+        )
         if split.kind == "experts":
-            _narrow(module, INNER, cuts[f"{name}.down_proj"])
+            _narrow(module, INNER, parameter_splits[f"{name}.down_proj"])
             _enter_routed(module, boundary)
         elif split.kind == "row":
             _sum_output(module, split, boundary)
         else:
-            _narrow(module, OUTPUTS, cuts[f"{name}.weight"])
+            _narrow(module, OUTPUTS, parameter_splits[f"{name}.weight"])
             _make_part(module, split, boundary, layout)
     for region in sorted({region_of(name, split) for name, split in splits.items() if split.kind == "column"}):
         _enter(model.get_submodule(region), facts, layout, boundary)
@@ -108,53 +112,61 @@ def split_tensors(model: nn.Module, facts: ModelFacts, layout: Layout, boundary:
         row = next(
             other for other, split in splits.items() if split.kind == "row" and region_of(other, split) == parent
         )
-        model.get_submodule(name).columns = cuts[f"{row}.weight"].columns  # type: ignore[assignment]
-    return cuts
+        model.get_submodule(name).columns = parameter_splits[f"{row}.weight"].columns  # type: ignore[assignment]
+    return parameter_splits
 
 
-def cut_of(
+def tensor_split(
     shape: tuple[int, ...], dim: int, sections: tuple[int, ...], layout: Coordinates, copies: int = 1, groups: int = 1
-) -> Cut:
-    """The cut of a tensor group in which `copies` neighbours hold the same part, or `groups` of them share sections."""
+) -> ParameterSplit:
+    """Return the split over a tensor group.
+
+    `copies` neighbours hold the same part, or `groups` of them share sections.
+    """
     index, copy = divmod(layout.index(Axis.TENSOR), copies)
-    return Cut(shape, dim, sections, layout.size(Axis.TENSOR) // copies, index, copies, copy, groups)
+    return ParameterSplit(shape, dim, sections, layout.size(Axis.TENSOR) // copies, index, copies, copy, groups)
 
 
-def planned_cuts(model: nn.Module, facts: ModelFacts, layout: Coordinates) -> dict[str, Cut]:
-    """How `split_tensors` would cut the whole `model`, by parameter name; nothing is changed and no group is asked."""
-    cuts: dict[str, Cut] = {}
+def planned_splits(model: nn.Module, facts: ModelFacts, layout: Coordinates) -> dict[str, ParameterSplit]:
+    """Return how `split_tensors` would split the whole `model`, by parameter name; nothing is changed."""
+    parameter_splits: dict[str, ParameterSplit] = {}
     for name, split in facts.tensor_splits.items():
         if split.kind not in ("partial", "inner"):
             copies = facts.key_value_copies(layout.size(Axis.TENSOR)) if split.key_value else 1
-            found = _module_cuts(model.get_submodule(name), split, layout, copies)
-            cuts |= {f"{name}.{leaf}": cut for leaf, cut in found.items()}
-    return cuts
+            own = _module_splits(model.get_submodule(name), split, layout, copies)
+            parameter_splits |= {f"{name}.{leaf}": parameter_split for leaf, parameter_split in own.items()}
+    return parameter_splits
 
 
-def _module_cuts(module: nn.Module, split: TensorSplit, layout: Coordinates, copies: int) -> dict[str, Cut]:
-    """How a module's own parameters are cut to parts that `copies` neighbours hold alike; leaf name -> cut."""
-    cuts: dict[str, Cut] = {}
+def _module_splits(
+    module: nn.Module, split: TensorSplit, layout: Coordinates, copies: int
+) -> dict[str, ParameterSplit]:
+    """Return the splits of a module's own parameters, by name, of which `copies` neighbours hold the same part."""
+    parameter_splits: dict[str, ParameterSplit] = {}
     for leaf, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
         part = split.of(leaf)
         if part is not None:
             sections, groups = part.along(parameter.shape[part.dim], layout.size(Axis.TENSOR))
-            cuts[leaf] = cut_of(tuple(parameter.shape), part.dim, sections, layout, copies, groups)
-    return cuts
+            parameter_splits[leaf] = tensor_split(tuple(parameter.shape), part.dim, sections, layout, copies, groups)
+    return parameter_splits
 
 
-def _cut_parameters(module: nn.Module, cuts: Mapping[str, Cut]) -> None:
+def _split_parameters(module: nn.Module, parameter_splits: Mapping[str, ParameterSplit]) -> None:
     """Narrow a module's own parameters (on the meta device) to this rank's part."""
-    for leaf, cut in cuts.items():
+    for leaf, parameter_split in parameter_splits.items():
         parameter = module.get_parameter(leaf)
-        local = parameter.new_empty(cut.local_shape())
+        local = parameter.new_empty(parameter_split.local_shape())
         module.register_parameter(leaf, nn.Parameter(local, requires_grad=parameter.requires_grad))
 
 
 def _sum_output(module: Any, split: TensorSplit, boundary: RegionBoundary) -> None:
-    """A row module's product, summed, then its bias. Its weight is [out, in], or [in, out] where `dim` is 0."""
+    """Sum a row module's product over the ranks, then add its bias.
+
+    Its weight is [out, in], or [in, out] where `dim` is 0.
+    """
 
     def forward(values: Tensor) -> Tensor:
-        total = boundary.leave(linear(module, values, transposed=split.dim == 0, biased=False))
+        total = boundary.region_output(linear(module, values, transposed=split.dim == 0, biased=False))
         return total if module.bias is None else total + module.bias
 
     module.forward = forward
@@ -176,7 +188,7 @@ def _make_part(module: Any, split: TensorSplit, boundary: RegionBoundary, layout
 
 
 def _enter_routed(module: Any, boundary: RegionBoundary) -> None:
-    """Lead what stacked experts are given over the boundary of their region, and the sum of their parts back.
+    """Let what stacked experts are given enter their region, and the sum of their parts leave it.
 
     The router's weights are often fp32; in fp64 their gradient is summed before it is rounded to that.
     """
@@ -184,40 +196,40 @@ def _enter_routed(module: Any, boundary: RegionBoundary) -> None:
 
     def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         wide = torch.promote_types(top_k_weights.dtype, hidden_states.dtype)
-        index, weights = boundary.enter_routes(top_k_index, top_k_weights.to(wide))
-        return boundary.leave(inner(boundary.enter(hidden_states), index, weights))
+        index, weights = boundary.routes_input(top_k_index, top_k_weights.to(wide))
+        return boundary.region_output(inner(boundary.region_input(hidden_states), index, weights))
 
     module.forward = forward
 
 
 def _with_shared_heads(part: Tensor, features: int, group: dist.ProcessGroup) -> Tensor:
-    """This rank's queries and its part of the key and value of their group -> its queries, the whole key and value.
+    """Return this rank's queries with the whole key and value of their group, of which it computed a part.
 
     The gradients of key and value, one from every rank's queries, are summed.
     """
-    mine = features // group.size()
-    queries, shared = part[..., : -2 * mine], part[..., -2 * mine :]
-    heads = Rows(group, dist.get_rank(group), 2 * shared[..., 0].numel(), features)
-    whole = enter_rows(shared.reshape(-1, mine, 1), heads)
+    width = features // group.size()
+    queries, shared = part[..., : -2 * width], part[..., -2 * width :]
+    heads = SequenceRows(group, dist.get_rank(group), 2 * shared[..., 0].numel(), features)
+    whole = gather_to_region(shared.reshape(-1, width, 1), heads)
     return torch.cat([queries, whole.view(*part.shape[:-1], 2 * features)], -1)
 
 
-def _narrow(module: Any, names: Sequence[str], cut: Cut) -> None:
+def _narrow(module: Any, names: Sequence[str], parameter_split: ParameterSplit) -> None:
     for name in names:
         if hasattr(module, name):
-            setattr(module, name, cut.local_shape()[cut.dim])
+            setattr(module, name, parameter_split.local_shape()[parameter_split.dim])
 
 
 def _enter(region: Any, facts: ModelFacts, layout: Layout, boundary: RegionBoundary) -> None:
-    """Lead the region's activations over its boundary; tell it how wide its part is."""
+    """Let a region's activations enter by its boundary; tell the region how wide its part is."""
     inner: Callable[..., Any] = region.forward
     degree, index, heads = layout.size(Axis.TENSOR), layout.index(Axis.TENSOR), facts.attention_heads
     local = slice(index * heads // degree, (index + 1) * heads // degree)
     per_head = (MASK, *facts.per_head_arguments)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = map_hidden_states(boundary.enter, args, kwargs)
-        kwargs |= {name: boundary.enter(kwargs[name]) for name in ENTERING if kwargs.get(name) is not None}
+        args, kwargs = map_hidden_states(boundary.region_input, args, kwargs)
+        kwargs |= {name: boundary.region_input(kwargs[name]) for name in ENTERING if kwargs.get(name) is not None}
         kwargs |= {name: local_heads(kwargs[name], heads, local) for name in per_head if name in kwargs}
         return inner(*args, **kwargs)
 
@@ -229,51 +241,53 @@ def _enter(region: Any, facts: ModelFacts, layout: Layout, boundary: RegionBound
         region.num_key_value_groups //= facts.key_value_copies(degree)
 
 
-def split_vocabulary(model: Any, facts: ModelFacts, layout: Layout) -> tuple[Vocabulary, dict[str, Cut]] | None:
-    """Cut input embeddings and head (on the meta device) by rows of the vocabulary; None where they are not plain."""
+def split_vocabulary(
+    model: Any, facts: ModelFacts, layout: Layout
+) -> tuple[VocabularyShard, dict[str, ParameterSplit]] | None:
+    """Split input embeddings and head (on the meta device) by rows of the vocabulary; None where they are not plain."""
     if not facts.vocabulary_parameters:
         return None
     embedding, head = model.get_input_embeddings(), model.get_submodule(facts.head)
-    cuts: dict[str, Cut] = {}
+    parameter_splits: dict[str, ParameterSplit] = {}
     for parameter in [model.get_parameter(name) for name in facts.vocabulary_parameters]:
         shape = tuple(parameter.shape)
-        cut = cut_of(shape, 0, shape[:1], layout)
-        local = nn.Parameter(parameter.new_empty(cut.local_shape()), requires_grad=parameter.requires_grad)
+        parameter_split = tensor_split(shape, 0, shape[:1], layout)
+        local = nn.Parameter(parameter.new_empty(parameter_split.local_shape()), requires_grad=parameter.requires_grad)
         for name, owner in model.named_modules():
             own = owner.named_parameters(recurse=False, remove_duplicate=False)
             for leaf in [leaf for leaf, candidate in own if candidate is parameter]:
                 owner.register_parameter(leaf, local)  # under all its names: a tie stays one parameter
-                cuts[f"{name}.{leaf}"] = cut
-    cut = cuts[f"{facts.head}.weight"]
-    rows = chunk(cut.shape[0], cut.degree, cut.index)
-    vocabulary = Vocabulary(layout.group(Axis.TENSOR), rows.start, rows.stop)
+                parameter_splits[f"{name}.{leaf}"] = parameter_split
+    parameter_split = parameter_splits[f"{facts.head}.weight"]
+    rows = chunk(parameter_split.shape[0], parameter_split.degree, parameter_split.index)
+    vocabulary = VocabularyShard(layout.group(Axis.TENSOR), rows.start, rows.stop)
     for table in [table for table in model.modules() if isinstance(table, nn.Embedding)]:
         if table.weight is embedding.weight:  # T5's stacks each have a module of their own for it
             _look_up_part(table, vocabulary)
-    _gather_logits(head, cut, vocabulary.group)
-    return vocabulary, cuts
+    _gather_logits(head, parameter_split, vocabulary.group)
+    return vocabulary, parameter_splits
 
 
-def _look_up_part(embedding: Any, vocabulary: Vocabulary) -> None:
-    """Each rank looks up the ids that it holds; the sum over the ranks has each once."""
+def _look_up_part(embedding: Any, vocabulary: VocabularyShard) -> None:
+    """Let each rank look up the ids that it holds; the sum over the ranks has each once."""
     pad = embedding.padding_idx
     pad = pad - vocabulary.first if pad is not None and vocabulary.first <= pad < vocabulary.end else None
 
     def forward(ids: Tensor) -> Tensor:
         elsewhere = (ids < vocabulary.first) | (ids >= vocabulary.end)
-        found = F.embedding((ids - vocabulary.first).masked_fill(elsewhere, 0), embedding.weight, pad)
-        return leave(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), vocabulary.group)
+        rows = F.embedding((ids - vocabulary.first).masked_fill(elsewhere, 0), embedding.weight, pad)
+        return reduce_from_region(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0), vocabulary.group)
 
     embedding.forward = forward
 
 
-def _gather_logits(head: Any, cut: Cut, group: dist.ProcessGroup) -> None:
+def _gather_logits(head: Any, split: ParameterSplit, group: dist.ProcessGroup) -> None:
     """Let the head give whole logits, for generation and a loss of the user's own; others take the loss of parts."""
-    sizes = [cut.local_shape(index)[0] for index in range(group.size())]
-    before, after = sum(sizes[: cut.index]), sum(sizes[cut.index + 1 :])
+    sizes = [split.local_shape(index)[0] for index in range(group.size())]
+    before, after = sum(sizes[: split.index]), sum(sizes[split.index + 1 :])
 
     def forward(hidden: Tensor) -> Tensor:
-        part = F.linear(enter(hidden, group), head.weight, head.bias)
-        return leave(F.pad(part, (before, after)), group)
+        part = F.linear(copy_to_region(hidden, group), head.weight, head.bias)
+        return reduce_from_region(F.pad(part, (before, after)), group)
 
     head.forward = forward

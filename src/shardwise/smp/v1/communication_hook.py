@@ -19,7 +19,7 @@ from shardwise._torch_compat import take_left_gradients
 from shardwise.job.axes import state_axes
 from shardwise.parallel.layout import smp_axes
 from shardwise.parallel.model import ParallelModel
-from shardwise.parallel.tensor_map import Entry
+from shardwise.parallel.tensor_map import ParameterEntry
 from shardwise.smp.exceptions import SMPUnsupportedError, SMPValidationError, StepUsageError
 from shardwise.smp.v1.session import SmpSessionV1
 
@@ -104,7 +104,7 @@ class CommunicationHook:
         _check_group(session, hook_state, hook)
         self._session = session
         self.hook_state, self.hook, self.bucket_bytes = hook_state, hook, bucket_mb * MIB
-        self._buckets: list[list[Entry]] = []
+        self._buckets: list[list[ParameterEntry]] = []
 
     def install(self, parallel: ParallelModel) -> None:
         """Make backwards leave whole gradients on their ranks from now on."""
@@ -127,7 +127,7 @@ class CommunicationHook:
             self._reduce_bucket(index, entries, gradients, used)
 
     def _reduce_bucket(
-        self, index: int, entries: Sequence[Entry], gradients: dict[str, Tensor | None], used: set[str]
+        self, index: int, entries: Sequence[ParameterEntry], gradients: dict[str, Tensor | None], used: set[str]
     ) -> None:
         """Lead one bucket to the hook and back; parameters without a gradient here bring zeros."""
         shapes = [entry.local.shape for entry in entries]
@@ -199,9 +199,9 @@ def _check_group(session: SmpSessionV1, hook_state: Any, hook: Callable[..., Any
         )
 
 
-def _fill(entries: Sequence[Entry], bucket_bytes: float) -> list[list[Entry]]:
+def _fill(entries: Sequence[ParameterEntry], bucket_bytes: float) -> list[list[ParameterEntry]]:
     """Fill buckets from the model's end, where backward begins."""
-    buckets: list[list[Entry]] = [[]]
+    buckets: list[list[ParameterEntry]] = [[]]
     size = 0
     for entry in reversed(entries):
         buckets[-1].append(entry)
@@ -212,7 +212,7 @@ def _fill(entries: Sequence[Entry], bucket_bytes: float) -> list[list[Entry]]:
     return [bucket for bucket in buckets if bucket]
 
 
-def _gradient(entry: Entry, left: dict[int, Tensor]) -> Tensor | None:
+def _gradient(entry: ParameterEntry, left: dict[int, Tensor]) -> Tensor | None:
     """Return what backwards have left, with a gradient from before that was not zeroed, as DistributedDataParallel."""
     old, new = entry.local_gradient, left.get(id(entry.parameter))
     if old is None or new is None:

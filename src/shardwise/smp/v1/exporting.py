@@ -26,7 +26,7 @@ from shardwise.checkpoint.export import converted
 from shardwise.checkpoint.writing import HuggingFaceWriter
 from shardwise.errors import CheckpointError
 from shardwise.job.axes import Axis
-from shardwise.parallel.tensor_map import Cut
+from shardwise.parallel.tensor_map import ParameterSplit
 from shardwise.smp.model_config import CONFIG_KEY, MODEL_KEY, checkpoint_config
 from shardwise.smp.safe_reading import read_safely
 from shardwise.smp.v1.nn.huggingface.translation import FAMILIES, to_hf
@@ -121,7 +121,7 @@ def _of_folder(folder: Path) -> dict[str, Tensor]:
 def _put_together(wholes: dict[str, Tensor], part: Mapping[str, Any], cuts: Mapping[str, Any]) -> None:
     for name, value in part.items():
         if name in cuts:
-            cut = Cut(**cuts[name])
+            cut = ParameterSplit(**cuts[name])
             whole = wholes.setdefault(name, value.new_empty(cut.shape))
             for region in cut.regions():
                 whole[region.logical] = value[region.local]

@@ -53,7 +53,7 @@ class MicrobatchForward:
         with parallel.scope(microbatch, session.step_count):
             output = part.forward(merged, arrived)
         if not (torch.is_grad_enabled() or self._weights.gathered):
-            parallel.release_gathered()  # as a backward does: scripts look at gradients, and change what they look at
+            parallel.reshard()  # as a backward does: scripts look at gradients, and change what they look at
         if not part.is_last:
             return part.boundary_output()
         output = output if own_rows else narrow_rows(output, microbatch_shape(inputs).rows, session.layout)

@@ -65,7 +65,7 @@ class ModelInspection:
         name = self._weights.names.get(id(parameter))
         if parallel is None or name is None or name not in parallel.tensor_map.names:
             return None
-        cut = parallel.tensor_map[name].cut
+        cut = parallel.tensor_map[name].split
         return None if cut is None else cut.dim
 
 

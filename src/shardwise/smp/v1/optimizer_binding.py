@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shardwise.kernels.precision import LossScaler
 from shardwise.parallel.model import ParallelModel
-from shardwise.parallel.tensor_map import Entry
+from shardwise.parallel.tensor_map import ParameterEntry
 from shardwise.smp.v1.optimizer_parameters import OptimizerParameters, inner_optimizer
 from shardwise.smp.v1.optimizer_state import (
     MASTERS,
@@ -70,7 +70,7 @@ class OptimizerBinding:
         return self.parameters.parallel
 
     @property
-    def locals(self) -> list[tuple[Entry, nn.Parameter]]:
+    def locals(self) -> list[tuple[ParameterEntry, nn.Parameter]]:
         """Entries with elements on this rank, with the tensors that the optimizer updates."""
         return self.parameters.locals
 
@@ -97,7 +97,7 @@ class OptimizerBinding:
 
     # ---- gradients
 
-    def gradients(self) -> Iterator[tuple[Entry, Tensor]]:
+    def gradients(self) -> Iterator[tuple[ParameterEntry, Tensor]]:
         """Yield entries with this rank's gradient elements."""
         for entry, _ in self.parameters.locals:
             gradient = entry.local_gradient

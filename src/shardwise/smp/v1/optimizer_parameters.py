@@ -18,7 +18,7 @@ from shardwise.errors import ModelError
 from shardwise.job.axes import Axis, state_axes
 from shardwise.job.optimizers import ELEMENTWISE
 from shardwise.parallel.model import ParallelModel
-from shardwise.parallel.tensor_map import Entry
+from shardwise.parallel.tensor_map import ParameterEntry
 from shardwise.smp.v1.inspection import show_shard
 from shardwise.smp.v1.session import SmpSessionV1
 
@@ -54,7 +54,7 @@ class OptimizerParameters:
 
     def __init__(self, session: SmpSessionV1, optimizer: Optimizer, reads_gradients: bool) -> None:
         self.optimizer = optimizer
-        self.locals: list[tuple[Entry, nn.Parameter]] = []
+        self.locals: list[tuple[ParameterEntry, nn.Parameter]] = []
         self.order: list[str] = []
         self.group_sizes: list[int] = []
         self.parallel: ParallelModel | None = None
@@ -91,7 +91,7 @@ class OptimizerParameters:
     def _names_by_id(self) -> dict[int, str]:
         return self._session.weights.names if self._session.weights is not None else {}
 
-    def _elements(self, entry: Entry, dtype: Any) -> nn.Parameter:
+    def _elements(self, entry: ParameterEntry, dtype: Any) -> nn.Parameter:
         """Return what the optimizer updates of `entry`: the elements themselves.
 
         An object of the script's own that keeps masters knows 16-bit weights by their `dtype`: it gets copies in that,
@@ -116,7 +116,7 @@ class OptimizerParameters:
         names = self._names_by_id
         return [(names.get(id(parameter), ""), parameter) for parameter in self._current()]
 
-    def updated(self) -> list[tuple[Entry, nn.Parameter]]:
+    def updated(self) -> list[tuple[ParameterEntry, nn.Parameter]]:
         """List (entry, what the torch optimizer updates of it), in its order.
 
         That is `locals`, or what an object of another class has put in their place since.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardwise.errors import CheckpointError
 from shardwise.job.axes import Axis, data_axes, one_copy_axes
-from shardwise.parallel.tensor_map import Entry
+from shardwise.parallel.tensor_map import ParameterEntry
 from shardwise.smp.nesting import to_device
 from shardwise.smp.v1.host import HOST
 from shardwise.smp.v1.optimizer_parameters import OptimizerParameters
@@ -73,7 +73,7 @@ def whole_optimizer_state(session: SmpSessionV1, parameters: OptimizerParameters
     }
 
 
-def _regions(entry: Entry, values: Mapping[str, Any]) -> dict[str, Any]:
+def _regions(entry: ParameterEntry, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the regions of each tensor of the parameter's shape with their elements; other values as they are."""
     regions: dict[str, Any] = {}
     for key, value in values.items():
@@ -143,7 +143,7 @@ def _cut_whole(parameters: OptimizerParameters, saved: Mapping[str, Any]) -> dic
     return {"state": {index: values for index, values in local.items() if values}, "param_groups": groups}
 
 
-def _cut(entry: Entry, elements: Tensor, value: Any) -> Any:
+def _cut(entry: ParameterEntry, elements: Tensor, value: Any) -> Any:
     if not isinstance(value, Tensor) or tuple(value.shape) != entry.shape or not value.dim():
         return value
     local = torch.empty_like(elements, dtype=value.dtype, device=HOST)

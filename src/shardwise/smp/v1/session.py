@@ -20,7 +20,7 @@ from shardwise.job.axes import axis_degrees, one_copy_axes
 from shardwise.kernels.precision import without_instructions
 from shardwise.parallel.layout import SMP_LETTERS, Layout, smp_axes
 from shardwise.parallel.model import ParallelModel
-from shardwise.parallel.tensor_map import Entry
+from shardwise.parallel.tensor_map import ParameterEntry
 from shardwise.plan.plan import precheck
 from shardwise.smp.backend import choose_backend, joined_backend_note
 from shardwise.smp.session import SmpSession, device_type, launched_world, print_notes
@@ -68,7 +68,7 @@ class ModelOptimizer(Protocol):
     reads_gradients: bool
 
     @property
-    def locals(self) -> list[tuple[Entry, nn.Parameter]]:
+    def locals(self) -> list[tuple[ParameterEntry, nn.Parameter]]:
         """Entries of this rank, with the tensors that the optimizer updates."""
 
     @property

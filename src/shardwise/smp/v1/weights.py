@@ -18,7 +18,7 @@ from shardwise.errors import CheckpointError
 from shardwise.job.axes import Axis, one_copy_axes
 from shardwise.parallel.layout import smp_axes
 from shardwise.parallel.model import ParallelModel
-from shardwise.parallel.tensor_map import Entry
+from shardwise.parallel.tensor_map import ParameterEntry
 from shardwise.smp.exceptions import StepUsageError
 from shardwise.smp.v1.host import HOST, HostWeights
 from shardwise.smp.v1.session import SmpSessionV1
@@ -93,7 +93,9 @@ class ModelWeights:
             return {name: value.detach().to(HOST, copy=True) for name, value in self._lent.weights().items()}
         gathered = self.gathered and not exact
         session.waits.assemble(call, session.layout.ranks(*(smp_axes("mp") if gathered else one_copy_axes())))
-        tensors = {name: value.detach().to(HOST, copy=True) for name, value in parallel.wholes(gathered=gathered)}
+        tensors = {
+            name: value.detach().to(HOST, copy=True) for name, value in parallel.whole_tensors(unsharded=gathered)
+        }
         tensors |= self._all_buffers()
         for group in parallel.facts.ties:
             tensors |= dict.fromkeys(group[1:], tensors[group[0]])
@@ -132,9 +134,9 @@ class ModelWeights:
         self.return_from_host()
         if not self.gathered:
             session.waits.assemble("model.local_state_dict", session.layout.ranks(Axis.SHARD))
-        tensors = {name: value.to(HOST, copy=True) for name, value in parallel.gathered().items()}
+        tensors = {name: value.to(HOST, copy=True) for name, value in parallel.unsharded_parameters().items()}
         if not self.gathered:
-            parallel.release_gathered()
+            parallel.reshard()
         return tensors | self._buffers()
 
     def _buffers(self) -> dict[str, Tensor]:
@@ -143,7 +145,7 @@ class ModelWeights:
     def cuts(self) -> dict[str, dict[str, Any]]:
         """Return the cuts of the tensors that this rank holds a part of, by name; they join parts without a model."""
         entries = self.parallel.tensor_map if self.parallel is not None else ()
-        return {entry.name: dataclasses.asdict(entry.cut) for entry in entries if entry.cut is not None}
+        return {entry.name: dataclasses.asdict(entry.split) for entry in entries if entry.split is not None}
 
     def with_ties(self, weights: Mapping[str, Any]) -> dict[str, Any]:
         """Return `weights` under all names of a parameter that has several; files hold it once."""
@@ -232,7 +234,7 @@ class ModelWeights:
         Scripts may then ask for them on some ranks alone, as in SMP.
         """
         if self.parallel is not None and self._session.cfg.shard_optimizer_state:
-            self.parallel.gather()
+            self.parallel.unshard()
             self.gathered = True
 
     def release(self) -> None:
@@ -240,8 +242,8 @@ class ModelWeights:
         self.return_from_host()
         if self.parallel is not None:
             if self.gathered:
-                self.parallel.gather(wait=True)  # what is under way cannot be let go of
-            self.parallel.release_gathered()
+                self.parallel.unshard(wait=True)  # what is under way cannot be let go of
+            self.parallel.reshard()
         self.gathered = False
 
     # ---- on the host
@@ -279,7 +281,7 @@ def is_partial(weights: Mapping[str, Any]) -> bool:
     return bool(weights.get(PARTIAL, False))
 
 
-def _load_entry(entry: Entry, value: Tensor, partial: bool) -> None:
+def _load_entry(entry: ParameterEntry, value: Tensor, partial: bool) -> None:
     """Load a whole tensor, or a rank's part: its elements, or what its shard group holds together."""
     shapes = [tuple(entry.local.shape), tuple(entry.parameter.shape)] if partial else [entry.shape]
     if tuple(value.shape) not in shapes:

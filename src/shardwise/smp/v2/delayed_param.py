@@ -80,7 +80,7 @@ class DelayedParamIniter:
             else:
                 run_initializer(self.model, module)
         for leaf in [leaf for leaf in own if f"{name}.{leaf}" in cuts]:
-            part = cuts[f"{name}.{leaf}"].part_of(module.get_parameter(leaf))
+            part = cuts[f"{name}.{leaf}"].local_part(module.get_parameter(leaf))
             module.register_parameter(leaf, nn.Parameter(part, requires_grad=own[leaf].requires_grad))
 
     def _tie(self, module: nn.Module) -> None:

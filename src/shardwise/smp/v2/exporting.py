@@ -30,8 +30,8 @@ from shardwise.errors import CheckpointError
 from shardwise.job.axes import Axis, state_axes
 from shardwise.model.discover import discover
 from shardwise.parallel.layout import Layout
-from shardwise.parallel.tensor_map import Cut
-from shardwise.parallel.transforms.tensor import planned_cuts
+from shardwise.parallel.tensor_map import ParameterSplit
+from shardwise.parallel.transforms.tensor import planned_splits
 from shardwise.smp.model_config import CONFIG_FILE, CONFIG_KEY, MODEL_KEY, checkpoint_config
 from shardwise.smp.options import make_job
 from shardwise.smp.safe_reading import allowing, read_safely
@@ -236,12 +236,12 @@ def _by_name(shard: _Shard | LocalFile, shapes: Mapping[str, tuple[int, ...]]) -
     return _RankFile({MODEL_KEY: shard.by_name(shapes)}) if isinstance(shard, LocalFile) else shard
 
 
-def _cuts(model: Any, degree: int) -> Mapping[str, Cut]:
+def _cuts(model: Any, degree: int) -> Mapping[str, ParameterSplit]:
     if degree == 1:
         return {}
     length = min(PROBED, getattr(model.config, "max_position_embeddings", PROBED))
     facts = discover(model, make_job({"data.sequence_length": length}))
-    return planned_cuts(model, facts, Layout({Axis.TENSOR: degree}))
+    return planned_splits(model, facts, Layout({Axis.TENSOR: degree}))
 
 
 # ---- which directories and files there are

@@ -218,4 +218,4 @@ def _to_parts(model: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> N
     for name, cut in local_names(model).items():
         whole = state_dict.get(prefix + name)
         if whole is not None and tuple(whole.shape) == cut.shape:
-            state_dict[prefix + name] = cut.part_of(whole)
+            state_dict[prefix + name] = cut.local_part(whole)

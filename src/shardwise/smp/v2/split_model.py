@@ -11,24 +11,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise._torch_compat import clean_tensor_name
-from shardwise.collectives.tensor import enter
+from shardwise.collectives.tensor import copy_to_region
 from shardwise.job.axes import Axis
 from shardwise.kernels.linear import linear
 from shardwise.model.facts import ModelFacts
 from shardwise.parallel.layout import Layout
 from shardwise.parallel.regions import RegionBoundary
-from shardwise.parallel.tensor_map import Cut, joined
+from shardwise.parallel.tensor_map import ParameterSplit, gather_split
 from shardwise.parallel.transforms.tensor import split_tensors
 
 CUTS = "_tensor_cuts"  # where a transformed model keeps what was cut: parameter name -> Cut
 NAMES = "_names_when_cut"  # and which parameters it had then
 
 
-def local_names(model: nn.Module) -> Mapping[str, Cut]:
+def local_names(model: nn.Module) -> Mapping[str, ParameterSplit]:
     """Parameter name -> how it was cut, of the transformed model inside of `model`; nothing where none was."""
     for inner in model.modules():
         if CUTS in vars(inner):
-            cuts: Mapping[str, Cut] = vars(inner)[CUTS]
+            cuts: Mapping[str, ParameterSplit] = vars(inner)[CUTS]
             return cuts
     return {}
 
@@ -51,7 +51,7 @@ def split_model(model: nn.Module, facts: ModelFacts, layout: Layout, weights: Ma
         if cut.copies > 1 and leaf == "weight":
             _sum_gradient(module, layout.tensor_neighbours(cut.copies))
         if not weights[name].is_meta:
-            module.register_parameter(leaf, nn.Parameter(cut.part_of(weights[name])))
+            module.register_parameter(leaf, nn.Parameter(cut.local_part(weights[name])))
 
 
 def join_parts(
@@ -64,7 +64,7 @@ def join_parts(
     for name, cut in local_names(model).items():
         part = state_dict.get(prefix + name)
         if part is not None and tuple(part.shape) == cut.local_shape():
-            state_dict[prefix + name] = joined(part.to(device), cut, group).to(part.device)
+            state_dict[prefix + name] = gather_split(part.to(device), cut, group).to(part.device)
 
 
 def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
@@ -76,8 +76,10 @@ def _sum_gradient(module: Any, group: dist.ProcessGroup) -> None:
     """A projection that neighbours hold too, for query heads of their own: its gradient is the sum of theirs."""
 
     def forward(values: Tensor) -> Tensor:
-        bias = None if module.bias is None else enter(module.bias, group)
-        summed = SimpleNamespace(weight=enter(module.weight, group), bias=bias, float8=getattr(module, "float8", None))
+        bias = None if module.bias is None else copy_to_region(module.bias, group)
+        summed = SimpleNamespace(
+            weight=copy_to_region(module.weight, group), bias=bias, float8=getattr(module, "float8", None)
+        )
         return linear(summed, values)
 
     module.forward = forward

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.collectives.context import dealt, in_order
+from shardwise.collectives.context import deal_chunks, join_chunks
 from shardwise.errors import ConfigError
 from shardwise.kernels.dropout import DropoutScope, dropout_scope
 from shardwise.kernels.loss import IGNORED
@@ -63,13 +63,13 @@ class _Runner:
 
     def _rows(self, ids: Tensor) -> SequenceShard:
         length = ids.shape[1] * self.context.degree
-        positions = dealt(torch.arange(length, device=ids.device), 0, self.context.degree)[self.context.index]
+        positions = deal_chunks(torch.arange(length, device=ids.device), 0, self.context.degree)[self.context.index]
         return SequenceShard(self.context, length, length, positions, None)
 
     def _targets(self, labels: Tensor, sequences: SequenceShard) -> dict[str, Any]:
         """Return the label behind each of this rank's tokens, wherever that lies, and what the loss is divided by."""
         parts = [torch.empty_like(labels) for _ in range(self.context.degree)]
         torch.distributed.all_gather(parts, labels.contiguous(), group=self.context.group)
-        whole = nn.functional.pad(in_order(parts, 1), (0, 1), value=IGNORED)[:, 1:]
+        whole = nn.functional.pad(join_chunks(parts, 1), (0, 1), value=IGNORED)[:, 1:]
         share = (whole != IGNORED).sum() / self.context.degree
         return {"shift_labels": sequences.local(whole), "num_items_in_batch": share}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardwise.data.batch import Batch
 from shardwise.kernels.attention.masks import document_mask
-from shardwise.kernels.loss import PLAIN, Terms, cross_entropy_sum, linear_cross_entropy
+from shardwise.kernels.loss import NO_TERMS, LossTerms, cross_entropy_sum, linear_cross_entropy
 from shardwise.parallel.model import ParallelModel
 from shardwise.parallel.objective import Objective
 
@@ -30,7 +30,7 @@ class LanguageModelling(Objective):
         has_decoder = model.plan.job.model.task == "seq2seq_lm"
         config: Any = model.module.config
         self.decoder_start: int | None = config.decoder_start_token_id if has_decoder else None
-        self.terms = Terms(training.label_smoothing, training.z_loss)
+        self.terms = LossTerms(training.label_smoothing, training.z_loss)
 
     def inputs(self, microbatch: Batch) -> dict[str, Any]:
         """Return the batch's inputs, with an attention mask where documents are isolated.
@@ -63,7 +63,7 @@ class LanguageModelling(Objective):
     def loss(self, microbatch: Batch, output: Any) -> tuple[Tensor, Tensor]:
         """Return (summed cross-entropy in nats, counted labels)."""
         assert microbatch.labels is not None
-        head, terms = self.model.head, self.terms if torch.is_grad_enabled() else PLAIN
+        head, terms = self.model.head, self.terms if torch.is_grad_enabled() else NO_TERMS
         if head is None:
             return cross_entropy_sum(output.logits, microbatch.labels, terms), microbatch.count()
         loss = linear_cross_entropy(
