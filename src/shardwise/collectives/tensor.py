@@ -53,7 +53,7 @@ class SequenceRows:
 
 
 class _Pair(torch.autograd.Function):
-    """`there` in forward and `back` in backward."""
+    """Run `there` in forward and `back` in backward."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, there: Move, back: Move, where: Any) -> Tensor:
@@ -84,7 +84,7 @@ class RegatheredActivations:
         self._whole: Tensor | None = None
 
     def again(self, part: Tensor) -> Tensor:
-        """The whole of `part`, for one of the readers."""
+        """Return the whole of `part`, for one of the readers."""
         whole = gather_rows(part, self.rows) if self._whole is None else self._whole
         self.readers -= 1
         self._whole = whole if self.readers else None
@@ -92,37 +92,49 @@ class RegatheredActivations:
 
 
 def copy_to_region(values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """`values`, equal on all ranks of `group`; their gradient is the sum of the ranks' gradients."""
+    """Return `values`, equal on all ranks of `group`; their gradient is the sum of the ranks' gradients.
+
+    Megatron's copy_to_tensor_model_parallel_region.
+    """
     return _apply(values, _same, summed, group)
 
 
 def reduce_from_region(values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum of the ranks' `values`; the gradient of each is that of the sum."""
+    """Return the sum of the ranks' `values`; the gradient of each is that of the sum.
+
+    Megatron's reduce_from_tensor_model_parallel_region.
+    """
     return _apply(values, summed, _same, group)
 
 
 def gather_to_region(values: Tensor, rows: SequenceRows) -> Tensor:
-    """All positions, of which each rank brings its own; their gradients are summed, and each rank keeps its own."""
+    """Return all positions, of which each rank brings its own; their gradients are summed, and each keeps its own.
+
+    Megatron's gather_from_sequence_parallel_region.
+    """
     return _apply(values, gather_rows, _reduce_scatter_rows, rows)
 
 
 def reduce_scatter_from_region(values: Tensor, rows: SequenceRows) -> Tensor:
-    """This rank's positions of the sum of the ranks' `values`."""
+    """Return this rank's positions of the sum of the ranks' `values`.
+
+    Megatron's reduce_scatter_to_sequence_parallel_region.
+    """
     return _apply(values, _reduce_scatter_rows, gather_rows, rows)
 
 
 def scatter_sequence(values: Tensor, rows: SequenceRows) -> Tensor:
-    """This rank's positions of `values`, which are equal on all ranks."""
+    """Return this rank's positions of `values`, which are equal on all ranks."""
     return _apply(values, _local_rows, gather_rows, rows)
 
 
 def gather_whole_sequence(values: Tensor, rows: SequenceRows) -> Tensor:
-    """All positions, on ranks that then do the same with them: the gradients that come back are equal."""
+    """Return all positions, on ranks that then do the same with them: the gradients that come back are equal."""
     return _apply(values, gather_rows, _local_rows, rows)
 
 
 def summed(values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """A new tensor: the sum over `group`. Without autograd."""
+    """Return a new tensor: the sum over `group`. Without autograd."""
     total = values.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total
@@ -144,7 +156,7 @@ def sum_together(tensors: Sequence[Tensor], group: dist.ProcessGroup, device: to
 
 
 def gather_rows(values: Tensor, rows: SequenceRows) -> Tensor:
-    """[B, S of this rank, H] of each rank -> [B, S, H]. Without autograd."""
+    """Gather [B, S of this rank, H] of each rank to [B, S, H]. Without autograd."""
     sizes = rows.sizes
     most = max(sizes)
     own = rows.by_sample(values, sizes[rows.index])

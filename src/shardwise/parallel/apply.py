@@ -20,7 +20,7 @@ from shardwise.parallel.transforms.attention import AttentionKernels
 from shardwise.parallel.transforms.boundary_shapes import BoundaryShapesOfStages
 from shardwise.parallel.transforms.checkpointing import ActivationCheckpointing
 from shardwise.parallel.transforms.compile import CompiledBlocks
-from shardwise.parallel.transforms.context import SplitSequences
+from shardwise.parallel.transforms.context import ContextParallelism
 from shardwise.parallel.transforms.dropout import LayoutIndependentDropout
 from shardwise.parallel.transforms.dtypes import ParameterDtypes
 from shardwise.parallel.transforms.float8 import Float8Linears
@@ -42,7 +42,7 @@ TRANSFORMS: tuple[Transform, ...] = (
     ParameterDtypes(),
     BoundaryShapesOfStages(),  # of attention as it is: kernels look into masks
     AttentionKernels(),
-    SplitSequences(),
+    ContextParallelism(),
     FusedKernels(),
     TensorParallelism(),
     BlockStages(),

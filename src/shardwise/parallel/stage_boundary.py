@@ -69,7 +69,7 @@ class StageBoundary:
         """Return what arrived, by the number of the block's output that it was."""
         if not self.input_shapes or self.input is None:
             return {0: self.input}
-        return dict(zip(self.input_numbers, unflatten(self.input, self.input_shapes), strict=True))
+        return dict(zip(self.input_numbers, split_flat(self.input, self.input_shapes), strict=True))
 
     def take_output(self) -> Tensor:
         """Return the boundary output of the forward that ran, and forget it and its input."""
@@ -83,7 +83,7 @@ class StageBoundary:
         return output.contiguous()
 
 
-def unflatten(flat: Tensor, shapes: tuple[tuple[int, ...], ...]) -> list[Tensor]:
+def split_flat(flat: Tensor, shapes: tuple[tuple[int, ...], ...]) -> list[Tensor]:
     """Return views of a flat tensor with the given shapes, one behind the other."""
     ends = [0]
     for shape in shapes:

@@ -9,7 +9,7 @@ from shardwise.parallel.context import ContextParallel
 from shardwise.plan.plan import Plan
 
 
-class SplitSequences(Transform):
+class ContextParallelism(Transform):
     """Attention and masks that reach the other ranks' rows; microbatches are split when they run."""
 
     name = "context"

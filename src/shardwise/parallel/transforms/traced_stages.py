@@ -22,7 +22,7 @@ from shardwise.model.facts import ModelFacts
 from shardwise.model.trace import ForwardTrace, Value, first_line, trace
 from shardwise.model.traced_cut import boundary_elements
 from shardwise.parallel.builder import BuildInputs, ModelBuilder, Transform
-from shardwise.parallel.stage_boundary import StageBoundary, unflatten
+from shardwise.parallel.stage_boundary import StageBoundary, split_flat
 from shardwise.plan.plan import Plan
 from shardwise.planner.formulas.schedule import holders
 
@@ -143,7 +143,7 @@ class TracedForward:
 
 def _unpack(flat: Tensor, traced: ForwardTrace, crossing: list[Value]) -> dict[Value, Tensor]:
     shapes = tuple(tuple(traced.shapes[value][0]) for value in crossing)
-    return dict(zip(crossing, unflatten(flat, shapes), strict=True))
+    return dict(zip(crossing, split_flat(flat, shapes), strict=True))
 
 
 def numbered_dropout(values: Tensor, probability: float, name: str, use: int) -> Tensor:
