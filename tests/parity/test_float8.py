@@ -113,7 +113,7 @@ def test_verify_holds_float8_to_its_rounding(
     report = world_pool.run(2, verify_one, job)[0]
     assert report.agrees and FLOAT8 in report.notes, (report.first, report.diagnosis)
     worst = max(each.error for each in report.differences if each.quantity == "gradient")
-    assert worst > 3e-2  # float8 has run: bf16 alone is within 2e-2 there
+    assert worst > 2.5e-2  # float8 has run: bf16 alone is within 2e-2 there
 
 
 @pytest.mark.parametrize("fault", ["lost_rank", "mean_for_sum"])
