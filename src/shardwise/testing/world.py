@@ -74,7 +74,7 @@ class Report:
     what: str  # "raised ValueError", "died: SIGKILL", "hangs"
     text: str  # its traceback, as far as there is one
     when: float  # Unix time
-    gather_split: bool = True  # whether it ever was in the group
+    joined: bool = True  # whether it ever was in the group
 
 
 @dataclass(frozen=True)
@@ -261,16 +261,16 @@ def _serve(connection: Connection, dump: str) -> None:
 def _handle(request: Request) -> bytes:
     """Runs the request. Its group stays open until the next one: peers may still read what this rank sent last."""
     _leave()
-    gather_split = False
+    joined = False
     try:
         _enter(request)
-        gather_split = True
+        joined = True
         _load_module(request)
         function, args = pickle.loads(request.payload)
         answer = pickle.dumps(("result", pickle.dumps(function(*args))))
     except (Exception, SystemExit) as error:
         text = "".join(traceback.format_exception(error)).rstrip()
-        answer = pickle.dumps(("error", (f"raised {type(error).__name__}", text, time.time(), gather_split)))
+        answer = pickle.dumps(("error", (f"raised {type(error).__name__}", text, time.time(), joined)))
         traceback.clear_frames(error.__traceback__)  # they hold the group, and peers wait for it to close
         _leave()
     return answer
