@@ -127,6 +127,7 @@ def build_stress(directory: Path, *flags: str) -> Path:
     return program
 
 
+@pytest.mark.slow  # it compiles the engine's sources once more
 def test_nobody_is_left_asleep_when_what_it_waits_for_has_come(tmp_path: Path) -> None:
     """Sleepers look around every 20 s here, not every 0.1 s: two that nobody woke take longer than all are given.
 

@@ -69,7 +69,7 @@ def test_the_backend_of_a_job_on_two_hosts(backend: str, algorithm: str, joins: 
 
 def carried(hosts: str) -> tuple[str, float, str]:
     os.environ[topology.HOST_VARIABLE] = hosts[dist.get_rank()]
-    smddp.register()
+    smddp.register_smddp()
     group = dist.new_group(backend="smddp")
     total = torch.tensor([float(dist.get_rank())])
     dist.all_reduce(total, group=group)
