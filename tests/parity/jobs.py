@@ -241,20 +241,25 @@ def span_job(
     return make_job(directory, "gpt2", model=model, **{**sections, "data": data | {"mean_span_length": 2.0}})
 
 
-def verify_one(job: Job, steps: int = 3) -> Report | None:
+def verify_one(job: Job, steps: int = 3, facts: ModelFacts | None = None) -> Report | None:
     """Run on every rank of a world."""
-    model = job.model.model_dump_json()
-    if model not in _known:  # studied once in a process
-        _known[model] = study(job)
-    return verify_rank(job, torch.device("cpu"), steps, _known[model])
+    return verify_rank(job, torch.device("cpu"), steps, facts or facts_of(job))
 
 
 _known: dict[str, ModelFacts] = {}
 
 
+def facts_of(job: Job) -> ModelFacts:
+    """Return the facts of the job's model, which is studied once in a process."""
+    model = job.model.model_dump_json()
+    if model not in _known:
+        _known[model] = study(job)
+    return _known[model]
+
+
 def check_agrees(pool: WorldPool, ranks: int, job: Job) -> None:
     """`job` on `ranks` ranks computes what one process computes."""
-    report = pool.run(ranks, verify_one, job)[0]
+    report = pool.run(ranks, verify_one, job, 3, facts_of(job))[0]
     assert report is not None
     assert report.agrees, (report.first, report.diagnosis)
 
