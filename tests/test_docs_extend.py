@@ -10,6 +10,10 @@ import pytest
 import torch
 from torch import nn
 
+from shardwise.errors import KernelError
+from shardwise.kernels.attention import dispatch
+from shardwise.model import attention_kernels
+from shardwise.model.attention_kernels import AttentionNeeds, kernels_for
 from shardwise.observe.callback import HOOKS
 from shardwise.testing.world import WorldPool
 from shardwise.training.objectives import choose
@@ -88,3 +92,19 @@ class Named(nn.Module):
 def test_an_objective_is_one_class_and_one_row(world_pool: WorldPool) -> None:
     [losses] = world_pool.run(1, losses_of_objective)
     assert losses == [pytest.approx(1.5**2 * (0 + 1 + 2 + 3) / 4)]
+
+
+def test_an_attention_kernel_is_one_function_and_one_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    example = load_block(PAGE, "linear_attention")
+    kernel = example.KERNEL
+    monkeypatch.setattr(attention_kernels, "KERNELS", (*attention_kernels.KERNELS, kernel))
+    monkeypatch.setitem(attention_kernels.BY_NAME, kernel.name, kernel)
+    monkeypatch.setitem(dispatch.RUNNERS, kernel.name, example.linear_attention)
+    query, key, value = torch.randn(3, 2, 4, 7, 8, dtype=torch.float64)
+    output = dispatch.attention(query, key[:, :2], value[:, :2], causal=True, kernel="linear")
+    keys, values = (tensor[:, :2].repeat_interleave(2, 1) for tensor in (key, value))
+    scores = ((nn.functional.elu(query) + 1) @ (nn.functional.elu(keys) + 1).mT).tril()
+    assert torch.allclose(output, scores / scores.sum(-1, keepdim=True) @ values)
+    assert "linear" in kernels_for(AttentionNeeds()) and "linear" not in kernels_for(AttentionNeeds(softcap=True))
+    with pytest.raises(KernelError, match="it hides nothing but a causal triangle"):
+        dispatch.attention(query, key, value, causal=True, window=2, kernel="linear")

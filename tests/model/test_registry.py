@@ -18,24 +18,14 @@ from shardwise.model.build import build_model
 from shardwise.model.discover import discover
 from shardwise.model.facts import ModelFacts
 from shardwise.model.registry import family_of, known_families
+from tests.pages import python_blocks
 
-# XGLM has OPT's names of layers, no plan of transformers' and no file here.
-TOY = '''
-"""XGLM, as a family of one's own."""
-
-from shardwise.model.tensor_split import TensorSplit
-from shardwise.model.family import Family
-from shardwise.model.split_rules import ROW, SEPARATE_ATTENTION, below
-
-FAMILY = Family(
-    ("xglm",),
-    tensor_splits=below("layers.*.self_attn", SEPARATE_ATTENTION)
-    | below("layers.*", {"fc1": TensorSplit("column", alone=True), "fc2": ROW}),
-)
-'''
+# transformers has no plan for XGLM, and this package no file.
+[XGLM] = [block for block in python_blocks("how-to/extend.md") if "FAMILY = " in block]
 SOURCE = Path(shardwise.__file__).parent
-# Rooms that name models for reasons of their own: Amazon's table of models, and published runs of the planner.
-NAMING_ROOMS = ("model/families", "smp", "planner/constants", "planner/published")
+# What names models for reasons of its own: Amazon's table of them, the planner's presets and published runs, and the
+# models that workers of tests import before they fork.
+NAMING_ROOMS = ("model/families", "smp", "planner/constants", "planner/published", "testing/world.py")
 OTHER_MEANINGS = {("kernels/liger.py", "llama")}  # Liger's name of a way to cast
 
 
@@ -63,9 +53,9 @@ def xglm_facts() -> ModelFacts:
     return discover(build_model(job), job)
 
 
-def test_a_family_is_added_by_one_file(extra_families: Path) -> None:
+def test_the_family_of_the_page_is_added_by_one_file(extra_families: Path) -> None:
     assert xglm_facts().supports(Axis.TENSOR).reason == "there is no plan for xglm yet"
-    (extra_families / "toy_family.py").write_text(TOY)
+    (extra_families / "toy_xglm.py").write_text(XGLM)
     known_families.cache_clear()
     facts = xglm_facts()
     assert facts.supports(Axis.TENSOR).ok
@@ -86,7 +76,7 @@ def test_a_file_without_a_record_is_an_error(extra_families: Path) -> None:
 
 
 def test_two_files_with_one_model_type_are_an_error(extra_families: Path) -> None:
-    (extra_families / "toy_llama.py").write_text(TOY.replace("xglm", "llama"))
+    (extra_families / "toy_llama.py").write_text(XGLM.replace("xglm", "llama"))
     known_families.cache_clear()
     with pytest.raises(TypeError, match=r"toy_llama\.py names the model type 'llama', which another family has"):
         known_families()
@@ -109,3 +99,14 @@ def _strings() -> Iterator[tuple[str, str]]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 yield path.relative_to(SOURCE).as_posix(), node.value
+
+
+def test_no_other_file_imports_models_of_transformers() -> None:
+    """Llama's modules are what Liger's kernels compute, so their source is a yardstick for every family."""
+    importing = {
+        path.relative_to(SOURCE).as_posix()
+        for path in SOURCE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("transformers.models.")
+    }
+    assert {file for file in importing if not file.startswith(("model/families", "smp"))} == {"model/fusible.py"}

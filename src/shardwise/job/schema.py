@@ -18,7 +18,7 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Device = Literal["auto", "cpu", "cuda"]
 Precision = Literal["auto", "fp64", "fp32", "bf16", "fp16"]
 Checkpointing = Literal["none", "full", "selective"]
-AttentionKernel = Literal[
+AttentionKernelName = Literal[
     "auto", "eager", "sdpa", "flash", "efficient", "cudnn", "flex", "blockwise", "flash_attention_2",
     "flash_attention_3",
 ]  # fmt: skip
@@ -57,7 +57,7 @@ class ModelSection(Section):
         description="Which head and which loss. `seq2seq_lm` (T5 and its kind) learns to fill in spans of text that "
         "are left out (arXiv 1910.10683, section 3.1.4).",
     )
-    attention: AttentionKernel = Field(
+    attention: AttentionKernelName = Field(
         default="auto",
         description="Attention kernel; `auto` takes the first that can do what the model, the data and the device ask "
         "for (`shardwise doctor --model` shows it). Families that kernels do not compute have `eager` and `sdpa`.",
