@@ -108,3 +108,18 @@ def test_an_attention_kernel_is_one_function_and_one_record(monkeypatch: pytest.
     assert "linear" in kernels_for(AttentionNeeds()) and "linear" not in kernels_for(AttentionNeeds(softcap=True))
     with pytest.raises(KernelError, match="it hides nothing but a causal triangle"):
         dispatch.attention(query, key, value, causal=True, window=2, kernel="linear")
+
+
+def losses_of_optimizer(job: Any) -> list[float]:
+    page = load_block(PAGE, "SignDescent").__name__
+    own = {"name": f"{page}:SignDescent", "schedule": f"{page}:inverse_square_root", "learning_rate": 0.01}
+    with Session(job, optimizer=own) as session:
+        return [session.step(batches).loss for batches in session.batches()]
+
+
+def test_an_optimizer_and_a_schedule_of_ones_own_train_alike_on_two_ranks(world_pool: WorldPool, corpora: Path) -> None:
+    job = make_job(corpora, layers=1, training={"steps": 3})
+    [alone] = world_pool.run(1, losses_of_optimizer, job)
+    assert len(set(alone)) == 3
+    for losses in world_pool.run(2, losses_of_optimizer, job):
+        assert losses == pytest.approx(alone, rel=1e-9)

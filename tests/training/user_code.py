@@ -74,3 +74,59 @@ def loss_that_is_a_mean(output: Any, batch: Any) -> torch.Tensor:
 
 
 ANSWER = 42
+
+
+class SignDescent(torch.optim.Optimizer):
+    """Moves each element by the learning rate against the sign of its gradient."""
+
+    elementwise = True
+
+    def __init__(self, params: Any, lr: float = 1e-3, slack: float = 0.0) -> None:
+        if slack < 0:
+            raise ValueError(f"slack {slack} is negative")
+        super().__init__(params, {"lr": lr, "slack": slack})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update all parameters."""
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        moved = parameter.grad.abs() > group["slack"]
+                        parameter.sub_(group["lr"] * parameter.grad.sign() * moved)
+
+
+class WholeTensors(SignDescent):
+    """Says nothing of its elements."""
+
+    elementwise = False
+
+
+class FailingStep(SignDescent):
+    """Cannot update."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        raise RuntimeError("no way forward")
+
+
+class WithoutRate(torch.optim.Optimizer):
+    """Takes no learning rate."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+
+def halved(step: int, steps: int) -> float:
+    return 0.5 ** (step + 1)
+
+
+def schedule_of_one_argument(step: int) -> float:
+    return 1.0
+
+
+def schedule_that_raises(step: int, steps: int) -> float:
+    return [1.0][step]
+
+
+def schedule_below_zero(step: int, steps: int) -> float:
+    return 1.0 - 2 * step

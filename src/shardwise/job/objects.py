@@ -65,7 +65,7 @@ def check_arguments(function: Callable[..., Any], arguments: Sequence[str], what
         signature.bind(*arguments)
     except TypeError:
         own = ", ".join(signature.parameters)
-        place = _in_words(defined_at(function))
+        place = in_parentheses(defined_at(function))
         raise UserCodeError(f"{what} takes ({own}) and is called with ({', '.join(arguments)}){place}") from None
 
 
@@ -83,7 +83,7 @@ def user_code(what: str) -> Iterator[None]:
         place = raised_at(error)
         if not place or any(word in f"{type(error).__name__} {error}" for word in OUT_OF_MEMORY):
             raise
-        raise UserCodeError(f"{what} raised {type(error).__name__}: {error}{_in_words(place)}") from error
+        raise UserCodeError(f"{what} raised {type(error).__name__}: {error}{in_parentheses(place)}") from error
 
 
 def raised_at(error: BaseException) -> str:
@@ -103,7 +103,8 @@ def defined_at(definition: Any) -> str:
         return ""
 
 
-def _in_words(place: str) -> str:
+def in_parentheses(place: str) -> str:
+    """Return a place as the end of a message; nothing where it is not known."""
     return f" ({place})" if place else ""
 
 
@@ -125,9 +126,9 @@ def _load_module(name: str, what: str) -> ModuleType:
         place = raised_at(error)
         raise ConfigError(
             f"{what}: module {name!r} cannot be imported ({error}); it must be installed, on PYTHONPATH, or in {here}"
-            + _in_words(place)
+            + in_parentheses(place)
         ) from error
     except Exception as error:  # a module's own code may raise anything while it is imported
         raise UserCodeError(
-            f"{what}: importing {name!r} raised {type(error).__name__}: {error}{_in_words(raised_at(error))}"
+            f"{what}: importing {name!r} raised {type(error).__name__}: {error}{in_parentheses(raised_at(error))}"
         ) from error

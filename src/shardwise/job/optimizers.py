@@ -1,7 +1,7 @@
-"""Torch's optimizer classes: their names, the options they take, and those that can update a shard alone.
+"""Optimizer classes of torch and of the user's own: their options, and which can update a shard alone.
 
-The legality table and the training room's optimizer read it. torch is imported on first use, so that reading a job does
-not need it.
+A class of the user's own says so by an attribute `elementwise = True`. The legality table and the training room's
+optimizer read this file. torch is imported on first use, so that reading a job does not need it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,10 @@ from __future__ import annotations
 import inspect
 import json
 from functools import cache
+from typing import Any
 
+from shardwise.errors import UserCodeError
+from shardwise.job.objects import defined_at, in_parentheses, is_reference, load_object, raised_at
 from shardwise.job.schema import OptimizerSection
 
 # The update of an element reads that element's own history only, so that a shard can be updated alone. A class that is
@@ -30,24 +33,55 @@ def classes() -> dict[str, type]:
     """Return the optimizers of the installed torch, by name."""
     from torch import optim
 
-    found = inspect.getmembers(optim, lambda item: inspect.isclass(item) and issubclass(item, optim.Optimizer))
-    return {name: item for name, item in found if item is not optim.Optimizer}
+    members = inspect.getmembers(optim, lambda item: inspect.isclass(item) and issubclass(item, optim.Optimizer))
+    return {name: item for name, item in members if item is not optim.Optimizer}
+
+
+@cache
+def optimizer_class(name: str) -> Any:
+    """Return the class that `optimizer.name` names: one of torch.optim, or `package.module:name` of the user's own.
+
+    Raises:
+        ConfigError: the reference names nothing.
+        UserCodeError: what it names is no optimizer, or takes no learning rate.
+    """
+    if not is_reference(name):
+        return classes()[name]
+    from torch.optim import Optimizer
+
+    what, loaded = f"optimizer.name={name!r}", load_object(name, "optimizer.name")
+    if not (inspect.isclass(loaded) and issubclass(loaded, Optimizer)):
+        raise UserCodeError(f"{what} is no subclass of torch.optim.Optimizer{in_parentheses(defined_at(loaded))}")
+    if "lr" not in inspect.signature(loaded).parameters:
+        place = in_parentheses(defined_at(loaded))
+        raise UserCodeError(f"{what} takes no argument lr, by which the learning rate is set{place}")
+    return loaded
+
+
+def is_known(name: str) -> bool:
+    """Return whether a class is there: torch's by its name, the user's own by being loaded."""
+    return name in classes() if not is_reference(name) else optimizer_class(name) is not None
+
+
+def is_elementwise(name: str) -> bool:
+    """Return whether the update of an element reads that element's own history only."""
+    return name in ELEMENTWISE or (is_reference(name) and getattr(optimizer_class(name), "elementwise", False) is True)
 
 
 @cache
 def options(name: str) -> list[str]:
     """Return the arguments of an optimizer class that a job's `optimizer.options` may set."""
-    arguments = inspect.signature(classes()[name]).parameters
+    arguments = inspect.signature(optimizer_class(name)).parameters
     return [argument for argument in arguments if argument not in ("params", "lr", "weight_decay")]
 
 
 def decays(name: str) -> bool:
     """Return whether an optimizer class has weight decay."""
-    return "weight_decay" in inspect.signature(classes()[name]).parameters
+    return "weight_decay" in inspect.signature(optimizer_class(name)).parameters
 
 
 def unknown_options(section: OptimizerSection) -> list[str]:
-    """Return the options that the class does not take, or that have a key of their own."""
+    """Return options that the class does not take, or that have a key of their own."""
     return sorted(set(section.options) - set(options(section.name)))
 
 
@@ -64,7 +98,8 @@ def _complaint(name: str, arguments: str) -> str:
     from torch import nn, zeros
 
     try:
-        classes()[name]([nn.Parameter(zeros(1))], **json.loads(arguments))
+        optimizer_class(name)([nn.Parameter(zeros(1))], **json.loads(arguments))
     except Exception as error:  # each class has its own way to refuse a value
-        return f"{name} says {str(error)!r}"
+        place = raised_at(error)
+        return f"{name} says {str(error)!r}{in_parentheses(place)}"
     return ""

@@ -10,11 +10,22 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+def _check_reference(name: str) -> str:
+    module, colon, path = name.partition(":")
+    if not (module and colon and path):
+        raise PydanticCustomError("reference", "package.module:name of your own")
+    return name
+
+
+OwnObject = Annotated[str, AfterValidator(_check_reference)]  # of the user's own code
 Device = Literal["auto", "cpu", "cuda"]
 Precision = Literal["auto", "fp64", "fp32", "bf16", "fp16"]
 Checkpointing = Literal["none", "full", "selective"]
@@ -245,7 +256,7 @@ class PrecisionSection(Section):
 class OptimizerSection(Section):
     """The optimizer and its learning-rate schedule."""
 
-    name: str = Field(default="AdamW", description="Class in `torch.optim`.")
+    name: str = Field(default="AdamW", description="Class in `torch.optim`, or `package.module:name` of your own.")
     learning_rate: float = Field(default=3e-3, gt=0, description="Peak learning rate.")
     weight_decay: float = Field(
         default=0.1,
@@ -255,7 +266,11 @@ class OptimizerSection(Section):
     options: dict[str, Any] = Field(
         default_factory=dict, description="Further keyword arguments of the class, e.g. `betas: [0.9, 0.95]`."
     )
-    schedule: Literal["constant", "linear", "cosine"] = Field(default="cosine", description="Shape after warm-up.")
+    schedule: Literal["constant", "linear", "cosine"] | OwnObject = Field(
+        default="cosine",
+        description="Shape after warm-up; or `package.module:function` of your own, called with (step, steps) for each "
+        "step from 0, which returns the learning rate as a factor of `learning_rate`, its warm-up included.",
+    )
     warmup_steps: Literal["auto"] | NonNegative = Field(
         default="auto", description="Steps of linear warm-up; `auto`: a sixth of `training.steps`, at most 2000."
     )

@@ -29,7 +29,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from shardwise.errors import UserCodeError
-from shardwise.job.objects import check_arguments, defined_at, load_object, user_code
+from shardwise.job.objects import check_arguments, defined_at, in_parentheses, load_object, user_code
 from shardwise.job.schema import Job
 from shardwise.observe.metrics import Record
 from shardwise.words import nearest
@@ -145,7 +145,7 @@ def check_callback(callback: Any, what: str) -> Callback:
         place = defined_at(type(callback))
         raise UserCodeError(
             f"{what} is a {type(callback).__name__}; a callback is a subclass of shardwise.Callback"
-            + (f" ({place})" if place else "")
+            f"{in_parentheses(place)}"
         )
     for name in dir(type(callback)):
         if name.startswith("on_") and name not in HOOKS:

@@ -14,6 +14,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from shardwise.job.axes import DATA_LETTER, placed_axes, same_rows_ranks, spec_of
+from shardwise.job.objects import is_reference
 from shardwise.job.schema import (
     DataSection,
     Job,
@@ -338,6 +339,8 @@ class Draft:
     def warmup(self) -> DerivedNumber:
         """Steps of linear warm-up."""
         asked, steps = self.optimizer.warmup_steps, self.training.steps
+        if is_reference(self.optimizer.schedule):
+            return DerivedNumber(0, "a schedule of the job's own has its own warm-up")
         if asked != "auto":
             return DerivedNumber(asked, "given")
         rule = f"warmup_steps auto: a sixth of {steps:,} steps, at most {MOST_WARMUP:,}"

@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelFo
 
 from shardwise.data.batch import Batch
 from shardwise.job.objects import load_object
+from shardwise.job.optimizers import optimizer_class
 from shardwise.job.schema import Job, OptimizerSection
 from shardwise.model.build import load_config
 from shardwise.testing.oracle_data import NOT_COUNTED, Rows, Source
@@ -299,7 +300,7 @@ def _build(job: Job, eager: bool) -> nn.Module:
 
 def _optimizer(settings: OptimizerSection, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
     """torch's class in its plain loop over tensors; weight decay for matrices only."""
-    made = getattr(torch.optim, settings.name)
+    made = optimizer_class(settings.name)
     accepted = inspect.signature(made).parameters
     options = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.options.items()}
     options |= {name: False for name in ("foreach", "fused") if name in accepted}
@@ -313,6 +314,8 @@ def _optimizer(settings: OptimizerSection, parameters: Mapping[str, nn.Parameter
 
 def _rate(settings: OptimizerSection, step: int, steps: int) -> float:
     """Warm-up to the peak over `warmup_steps`, then straight or along half a cosine to the final ratio at the end."""
+    if ":" in settings.schedule:
+        return settings.learning_rate * float(load_object(settings.schedule)(step, steps))
     warmup = min(steps // 6, 2000) if settings.warmup_steps == "auto" else settings.warmup_steps
     if step < warmup:
         return settings.learning_rate * (step + 1) / warmup

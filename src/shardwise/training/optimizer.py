@@ -1,7 +1,8 @@
 """The optimizer over this rank's own elements, and its learning-rate schedule.
 
-Any elementwise class of `torch.optim` updates plain local tensors that share storage with the model's (sharded)
-parameters: no DTensor dispatch per parameter, and each element is updated on every rank that holds it and nowhere else.
+Any elementwise class, of `torch.optim` or of the user's own, updates plain local tensors that share storage with the
+model's (sharded) parameters: no DTensor dispatch per parameter, and each element is updated on every rank that holds it
+and nowhere else.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from shardwise._torch_compat import fuses_on_gpu
+from shardwise.job.objects import is_reference, user_code
+from shardwise.job.optimizers import optimizer_class
+from shardwise.job.schedules import own_schedule_factor
 from shardwise.job.schema import OptimizerSection
 from shardwise.parallel.tensor_map import ParameterEntry, TensorMap
 
 
 class ShardedOptimizer:
-    """A `torch.optim` class on the local slices of a TensorMap.
+    """A `torch.optim` class, or one of the user's own, on the local slices of a TensorMap.
 
     `inner` is the torch optimizer; its parameters are `locals`, in the order of the map. Parameters of which this rank
     holds no element are left out. Tensors of fewer than two dims get no weight decay.
@@ -41,10 +45,11 @@ class ShardedOptimizer:
             if parameters
         ]
         self.gradient_bytes = 0  # of the last step
+        self._name = settings.name
         self.inner = make_torch_optimizer(settings, groups, any(local.is_cuda for _, local in self.locals))
 
     def gradients(self) -> Iterator[tuple[ParameterEntry, Tensor]]:
-        """Entries with the local gradients of the last backward."""
+        """Yield entries with the local gradients of the last backward."""
         for entry, _ in self.locals:
             gradient = entry.local_gradient
             if gradient is not None:
@@ -56,7 +61,8 @@ class ShardedOptimizer:
             local.grad = entry.local_gradient
         grads = [local.grad for _, local in self.locals if local.grad is not None]
         self.gradient_bytes = sum(gradient.numel() * gradient.element_size() for gradient in grads)
-        self.inner.step()
+        with user_code(f"optimizer.name={self._name!r}: step"):
+            self.inner.step()
 
     def zero_grad(self) -> None:
         """Drop gradients of parameters and locals.
@@ -69,38 +75,41 @@ class ShardedOptimizer:
             local.grad = None
 
     def set_learning_rate(self, rate: float) -> None:
+        """Set the learning rate of the next step."""
         for group in self.inner.param_groups:
             group["lr"] = rate
 
     def state_bytes(self) -> int:
-        """Bytes of optimizer state tensors on this rank."""
+        """Return the bytes of optimizer state tensors on this rank."""
         states = self.inner.state.values()
         return sum(v.numel() * v.element_size() for s in states for v in s.values() if isinstance(v, Tensor))
 
 
 def make_torch_optimizer(settings: OptimizerSection, groups: Any, on_gpu: bool) -> torch.optim.Optimizer:
-    """The `torch.optim` class of `settings` over `groups`, fused where it offers that there and the job does not say.
+    """Return the optimizer of `settings` over `groups`, fused where it offers that there and the job does not say.
 
     An empty rank (more ranks than rows) gets an optimizer over one empty tensor, so that it needs no special case.
     """
-    optimizer_class = getattr(torch.optim, settings.name)
+    made = optimizer_class(settings.name)
     options = {key: tuple(value) if isinstance(value, list) else value for key, value in settings.options.items()}
-    known = inspect.signature(optimizer_class).parameters
+    known = inspect.signature(made).parameters
     if "fused" in known and not {"fused", "foreach"} & options.keys():
-        options["fused"] = not on_gpu or fuses_on_gpu(optimizer_class)
+        options["fused"] = not on_gpu or fuses_on_gpu(made)
     groups = groups or [{"params": [nn.Parameter(torch.empty(0, device="cuda" if on_gpu else "cpu"))]}]
     if "weight_decay" not in known:
         groups = [{"params": group["params"]} for group in groups]
-    optimizer: torch.optim.Optimizer = optimizer_class(groups, lr=settings.learning_rate, **options)
+    optimizer: torch.optim.Optimizer = made(groups, lr=settings.learning_rate, **options)
     return optimizer
 
 
 def learning_rate(settings: OptimizerSection, step: int, steps: int, warmup: int) -> float:
-    """Learning rate of `step` in 0..steps-1: `warmup` steps up to the peak, then the schedule down to its final ratio.
+    """Return the learning rate of `step` in 0..steps-1: `warmup` steps to the peak, then the schedule down from it.
 
-    The cosine is that of SGDR without restarts (arXiv 1608.03983, equation 5).
+    The cosine is that of SGDR without restarts (arXiv 1608.03983, equation 5). A schedule of the user's own says all.
     """
     peak = settings.learning_rate
+    if is_reference(settings.schedule):
+        return peak * own_schedule_factor(settings.schedule, step, steps)
     if step < warmup:
         return peak * (step + 1) / warmup
     progress = (step - warmup) / max(1, steps - 1 - warmup)

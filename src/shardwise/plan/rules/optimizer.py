@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
-from shardwise.job.optimizers import ELEMENTWISE, UNUSABLE, classes, complaint, decays, options, unknown_options
+from shardwise.job.objects import is_reference
+from shardwise.job.optimizers import (
+    ELEMENTWISE,
+    UNUSABLE,
+    classes,
+    complaint,
+    decays,
+    is_elementwise,
+    is_known,
+    options,
+    unknown_options,
+)
 from shardwise.plan.draft import Draft
 from shardwise.plan.rules.rule import Rule, idle, spelling
 from shardwise.words import one_of
 
 OWN_KEYS = {"lr": "optimizer.learning_rate", "weight_decay": "optimizer.weight_decay"}
+
+
+OWN_CLASS = "; or set `elementwise = True` in the class, if the update of an element reads its own history only"
 
 
 def _option_fix(d: Draft) -> str:
@@ -18,26 +32,27 @@ def _option_fix(d: Draft) -> str:
 
 
 def _pieces(d: Draft) -> int:
-    """Ranks over which a parameter is cut."""
+    """Return the ranks over which a parameter is cut."""
     return d.sharded * d.parallel.tensor_parallel_degree
 
 
 # fmt: off
 RULES: tuple[Rule, ...] = (
-    Rule("optimizer-name", ("optimizer.name",), "has to be a class in torch.optim",
-         lambda d: d.optimizer.name not in classes(),
-         fix="use AdamW or another class of torch.optim",
+    Rule("optimizer-name", ("optimizer.name",), "has to be a class in torch.optim, or one of your own",
+         lambda d: not is_known(d.optimizer.name),
+         fix="use AdamW or another class of torch.optim, or package.module:name",
          use=lambda d: spelling(d.optimizer.name, list(classes()))),
     Rule("optimizer-usable", ("optimizer.name",), "has to take dense gradients of any shape, without a closure",
          lambda d: d.optimizer.name in UNUSABLE,
          fix="use AdamW",
          because=lambda d: UNUSABLE[d.optimizer.name]),
     Rule("optimizer-elementwise", ("optimizer.name",), "has to be elementwise when its state is sharded",
-         lambda d: _pieces(d) > 1 and d.optimizer.name not in ELEMENTWISE,
-         fix="use an elementwise optimizer, or degree 1 for sharding and tensors, without shard_optimizer_state",
+         lambda d: _pieces(d) > 1 and not is_elementwise(d.optimizer.name),
+         fix="use an elementwise optimizer (a class of your own says `elementwise = True`), or degree 1 for sharding "
+         "and tensors, without shard_optimizer_state",
          because=lambda d: f"needs whole tensors, and they are cut over {_pieces(d)} ranks",
          use=lambda d: "use degree 1 for parallel.sharded_data_parallel_degree and tensor_parallel_degree, or "
-         f"{one_of(ELEMENTWISE)}"),
+         f"{one_of(ELEMENTWISE)}{OWN_CLASS if is_reference(d.optimizer.name) else ''}"),
     Rule("optimizer-options", ("optimizer.name", "optimizer.options"), "options are arguments of the class",
          lambda d: unknown_options(d.optimizer),
          fix="leave the option out",
@@ -53,7 +68,10 @@ RULES: tuple[Rule, ...] = (
          lambda d: d.warmup.value >= d.training.steps,
          fix="use fewer warmup_steps",
          use=lambda d: f"use at most {d.training.steps - 1} warmup_steps"),
-    idle("final-learning-rate", "optimizer.final_learning_rate_ratio", "a constant schedule stays at the peak",
-          lambda d: d.optimizer.schedule == "constant", "use schedule linear or cosine, or leave it out"),
+    idle("own-schedule", "optimizer.warmup_steps", "a schedule of your own has its own warm-up",
+         lambda d: is_reference(d.optimizer.schedule)),
+    idle("final-learning-rate", "optimizer.final_learning_rate_ratio", "the schedule ends at no ratio of the peak",
+         lambda d: d.optimizer.schedule == "constant" or is_reference(d.optimizer.schedule),
+         "use schedule linear or cosine, or leave it out"),
 )
 # fmt: on

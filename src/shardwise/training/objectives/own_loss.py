@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardwise.data.batch import Batch
 from shardwise.errors import UserCodeError
-from shardwise.job.objects import check_arguments, defined_at, user_code
+from shardwise.job.objects import check_arguments, defined_at, in_parentheses, user_code
 from shardwise.parallel.model import ParallelModel
 from shardwise.parallel.objective import Objective
 
@@ -56,7 +56,7 @@ def call_loss(function: LossFunction, output: Any, batch: Batch, what: str) -> t
     shown = f"({', '.join(map(_shown, result))})" if isinstance(result, tuple) else _shown(result)
     raise UserCodeError(
         f"{what} returned {shown}; it must return (sum, count), two tensors without dims, such as (losses.sum(), "
-        f"batch.count()) ({defined_at(function)})"
+        f"batch.count()){in_parentheses(defined_at(function))}"
     )
 
 

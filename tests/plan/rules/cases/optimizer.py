@@ -34,6 +34,11 @@ CASES = {
         {"optimizer": {"warmup_steps": 9}, "training": {"steps": 10}},
         "use at most 9 warmup_steps",
     ),
+    "own-schedule": case(
+        {"optimizer": {"schedule": "tests.training.user_code:halved", "warmup_steps": 2}},
+        {"optimizer": {"schedule": "tests.training.user_code:halved"}},
+        "has its own warm-up",
+    ),
     "final-learning-rate": case(
         {"optimizer": {"schedule": "constant", "final_learning_rate_ratio": 0.5}},
         {"optimizer": {"schedule": "linear", "final_learning_rate_ratio": 0.5}},
@@ -42,6 +47,7 @@ CASES = {
 }
 
 MORE: list[tuple[str, dict[str, Any], World, ModelFacts]] = [
+    ("optimizer-elementwise", {"optimizer": {"name": "tests.training.user_code:WholeTensors"}}, CPU4, FACTS),
     ("optimizer-options", {"optimizer": {"options": {"lr": 1.0}}}, CPU4, FACTS),
     (
         "optimizer-elementwise",
