@@ -36,9 +36,11 @@ class RegionBoundary:
         self.group = group
 
     def region_input(self, values: Tensor) -> Tensor:
+        """Let activations [B, S, H] enter a region; backward sums their gradients over the ranks."""
         return copy_to_region(values, self.group)
 
     def region_output(self, values: Tensor) -> Tensor:
+        """Sum the ranks' parts of a region's output [B, S, H]."""
         return reduce_from_region(values, self.group)
 
     def routes_input(self, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -46,6 +48,7 @@ class RegionBoundary:
         return index, copy_to_region(weights, self.group)
 
     def linear(self, module: Any, values: Tensor, transposed: bool) -> Tensor:
+        """Return the product of a column module in the region."""
         return linear(module, values, transposed)
 
 
@@ -61,9 +64,8 @@ class SequenceRegionBoundary(RegionBoundary):
         super().__init__(group)
         self.index = index
         self.rows: SequenceRows | None = None
-        self.entered: tuple[Tensor, Tensor, RegatheredActivations] | None = (
-            None  # the region's input: whole, this rank's part
-        )
+        # The region's input: whole, this rank's part, and how backward gathers it again.
+        self.entered: tuple[Tensor, Tensor, RegatheredActivations] | None = None
 
     @torch.compiler.disable
     def region_input(self, values: Tensor) -> Tensor:
@@ -92,7 +94,7 @@ class SequenceRegionBoundary(RegionBoundary):
         return reduce_scatter_from_region(values, self.rows)
 
     def scatter_sequence(self, values: Tensor) -> Tensor:
-        """[B, S, H] -> [B, S of this rank, H]."""
+        """Keep this rank's positions of hidden states: [B, S, H] -> [B, S of this rank, H]."""
         self.rows = SequenceRows(self.group, self.index, values.shape[0], values.shape[1])
         scope = active_scope()
         if scope is not None:
@@ -100,7 +102,7 @@ class SequenceRegionBoundary(RegionBoundary):
         return scatter_sequence(values, self.rows)
 
     def gather_sequence(self, values: Tensor) -> Tensor:
-        """[B, S of this rank, H] -> [B, S, H]."""
+        """Gather hidden states over the ranks: [B, S of this rank, H] -> [B, S, H]."""
         assert self.rows is not None
         scope = active_scope()
         if scope is not None:
