@@ -100,7 +100,7 @@ def test_vocabulary_follows_the_tokenizer_trained_here() -> None:
 
 
 def test_special_tokens_beyond_a_small_vocabulary_are_dropped() -> None:
-    config = load_config(toys.job("gpt2"))
+    config = load_config(toys.Job.model_validate({"model": {"config": {"model_type": "gpt2", **toys.GPT}}}))
     assert config.eos_token_id is None  # GPT-2's own is 50256
     assert load_config(toys.job("gpt2", config={"eos_token_id": 3})).eos_token_id == 3
 

@@ -8,47 +8,24 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.job.schema import Job
+from shardwise.testing.toy_configs import SIZES, toy_config
 
+# Sizes that several types name alike, for configs that a test writes itself.
 WIDE = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "max_position_embeddings": 64,
+    name: SIZES[name]
+    for name in (
+        *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"),
+        "max_position_embeddings",
+    )
 }
 GROUPED = {**WIDE, "num_key_value_heads": 2, "head_dim": 8}
-GPT = {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
-CONFIGS: dict[str, dict[str, Any]] = {
-    "gpt2": GPT,
-    "gpt_neox": WIDE,
-    "gptj": {**GPT, "rotary_dim": 4},
-    "gpt_neo": {
-        "vocab_size": 97,
-        "hidden_size": 32,
-        "num_layers": 2,
-        "num_heads": 4,
-        "attention_types": [[["global", "local"], 1]],
-        "max_position_embeddings": 64,
-    },
-    "bert": WIDE,
-    "roberta": WIDE,
-    "bloom": {"vocab_size": 97, "hidden_size": 32, "n_layer": 2, "n_head": 4},
-    "opt": {
-        "vocab_size": 97,
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "ffn_dim": 48,
-        "max_position_embeddings": 64,
-        "word_embed_proj_dim": 32,
-    },
-    "llama": {**GROUPED},
-    "mistral": {**GROUPED},
-    "qwen3": {**GROUPED},
-    "gemma": {**GROUPED},
-    "gemma2": {**GROUPED},
-    "falcon": {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
+GPT = {name: SIZES[name] for name in ("vocab_size", "n_embd", "n_layer", "n_head", "n_positions")}
+MODEL_TYPES = (
+    *("gpt2", "gpt_neox", "gptj", "gpt_neo", "bert", "roberta", "bloom", "opt"),
+    *("llama", "mistral", "qwen3", "gemma", "gemma2", "falcon"),
+)
+CONFIGS = {model_type: toy_config(model_type) for model_type in MODEL_TYPES} | {
+    "falcon": toy_config("falcon", num_kv_heads=4, ffn_hidden_size=128)
 }
 MASKED = ("bert", "roberta")
 
@@ -57,7 +34,7 @@ def job(
     model_type: str, *, data: dict[str, Any] | None = None, config: dict[str, Any] | None = None, **model: Any
 ) -> Job:
     """A job whose model is the toy of `model_type`; `config` adds to its values, `model` to the model section."""
-    values = {"model_type": model_type, **CONFIGS[model_type], **(config or {})}
+    values = {**CONFIGS[model_type], **(config or {})}
     task = "masked_lm" if model_type in MASKED else "causal_lm"
     return Job.model_validate({"model": {"config": values, "task": task, **model}})
 

@@ -1,0 +1,91 @@
+"""Toy configs of transformers' language models: some thousand parameters, whatever the model type.
+
+A config's own defaults are kept but for its sizes, which are recognised by the names that families give them. Tests of
+families, of layouts and of versions of transformers build their models from these.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+VOCABULARY = 97
+# Names of one size, over all families, by the toy's size.
+NAMES_OF_SIZE: dict[int, tuple[str, ...]] = {
+    VOCABULARY: ("vocab_size", "text_vocab_size", "n_words"),
+    64: ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "max_sequence_length"),
+    48: (
+        *("intermediate_size", "n_inner", "d_ff", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "ffn_hidden_size"),
+        *("hidden_dim", "moe_intermediate_size", "shared_expert_intermediate_size", "mlp_hidden_size"),
+    ),
+    32: ("hidden_size", "n_embd", "d_model", "dim", "emb_dim", "embedding_size", "word_embed_proj_dim"),
+    16: ("q_lora_rank", "kv_lora_rank"),
+    8: ("head_dim", "d_kv", "attention_head_size", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"),
+    4: (
+        *(
+            "num_attention_heads",
+            "n_head",
+            "n_heads",
+            "num_heads",
+            "encoder_attention_heads",
+            "decoder_attention_heads",
+        ),
+        *("num_encoder_attention_heads", "num_decoder_attention_heads"),
+        *("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
+    ),
+    2: (
+        *("num_key_value_heads", "num_kv_heads", "n_kv_heads", "num_experts_per_tok", "moe_topk"),
+        *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers"),
+        *("num_decoder_layers", "num_encoder_layers"),
+    ),
+}
+SIZES = {name: size for size, names in NAMES_OF_SIZE.items() for name in names}
+# What else a family needs to be small.
+EXTRAS: dict[str, dict[str, Any]] = {
+    "gptj": {"rotary_dim": 4},
+    "codegen": {"rotary_dim": 4},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "prophetnet": {"num_encoder_layers": 2, "num_decoder_layers": 2},
+}
+
+
+def toy_config(model_type: str, **overrides: Any) -> dict[str, Any]:
+    """Return the `model.config` of a toy of `model_type`, ready for a Job.
+
+    Args:
+        model_type: a key of transformers' `CONFIG_MAPPING`.
+        overrides: values that take the place of the toy's, or come beside them.
+
+    Raises:
+        KeyError: the installed transformers has no such model type.
+    """
+    from transformers import CONFIG_MAPPING
+
+    values = _small(CONFIG_MAPPING[model_type]())
+    return {"model_type": model_type, **values, **EXTRAS.get(model_type, {}), **overrides}
+
+
+def language_model_types(task: str) -> list[str]:
+    """Return the model types that the installed transformers has a head for; `task` as in `model.task`."""
+    from shardwise.model.build import HEADS
+
+    _, known, _ = HEADS[task]
+    return sorted({config.model_type for config in known})
+
+
+def _small(config: Any) -> dict[str, Any]:
+    """Return the values to change of a config with its defaults, those of configs inside of it too."""
+    fields = config.to_dict()
+    values: dict[str, Any] = {name: SIZES[name] for name in fields if name in SIZES and fields[name] is not None}
+    if "num_layers" in values and "num_hidden_layers" in values:
+        del values["num_hidden_layers"]
+    if fields.get("is_encoder_decoder"):
+        values["decoder_start_token_id"] = 1
+    for name, value in fields.items():
+        if name.endswith("token_id") and (not isinstance(value, int) or value >= VOCABULARY):
+            values[name] = 1 + len(values) % 8
+        elif name.endswith("layerdrop"):
+            values[name] = 0.0
+        inner = vars(config).get(name)
+        if hasattr(inner, "to_dict"):
+            values[name] = _small(inner)
+    return values
