@@ -14,10 +14,10 @@ from shardwise.job.axes import Axis
 from shardwise.parallel.model import ModelPart
 from shardwise.smp.exceptions import StepUsageError
 from shardwise.smp.v1.building import microbatch_shape
-from shardwise.smp.v1.levels import CastingLevel
 from shardwise.smp.v1.rows import merge_rows, narrow_rows
 from shardwise.smp.v1.session import SmpSessionV1
 from shardwise.smp.v1.weights import ModelWeights
+from shardwise.smp.v1.wrappers import CastingWrapper
 
 
 class MicrobatchForward:
@@ -26,11 +26,11 @@ class MicrobatchForward:
     Args:
         session: the session of this process.
         weights: the model's weights.
-        level: a module of the script's around its model, if there is one.
+        wrapper: a module of the script's around its model, if there is one.
     """
 
-    def __init__(self, session: SmpSessionV1, weights: ModelWeights, level: CastingLevel | None) -> None:
-        self._session, self._weights, self._level = session, weights, level
+    def __init__(self, session: SmpSessionV1, weights: ModelWeights, wrapper: CastingWrapper | None) -> None:
+        self._session, self._weights, self._wrapper = session, weights, wrapper
         self._parameters = inspect.signature(weights.module.forward)
 
     def run(
@@ -57,12 +57,12 @@ class MicrobatchForward:
         if not part.is_last:
             return part.boundary_output()
         output = output if own_rows else narrow_rows(output, microbatch_shape(inputs).rows, session.layout)
-        return output if self._level is None else self._level.output(args, kwargs, output)
+        return output if self._wrapper is None else self._wrapper.output(args, kwargs, output)
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of the module's forward by name. Raises StepUsageError for some that have none."""
-        if self._level is not None:
-            args, kwargs = self._level.arguments(args, kwargs)
+        if self._wrapper is not None:
+            args, kwargs = self._wrapper.arguments(args, kwargs)
         bound = self._parameters.bind(*args, **kwargs)
         named: dict[str, Any] = {}
         for name, value in bound.arguments.items():

@@ -24,11 +24,11 @@ from shardwise.smp.v1.forward import MicrobatchForward
 from shardwise.smp.v1.hooks import ModelHook, ModelHooks
 from shardwise.smp.v1.host import HOST
 from shardwise.smp.v1.inspection import REDUCES_ITSELF, ModelInspection, refuse_data_parallel, show_shards
-from shardwise.smp.v1.levels import CastingLevel, DataParallelLevel
 from shardwise.smp.v1.replacement import replace_modules, translate_in, translate_out
 from shardwise.smp.v1.session import SmpSessionV1, state
 from shardwise.smp.v1.step_runner import BackwardSettings, StepRunner
 from shardwise.smp.v1.weights import PARTIAL, ModelWeights, marked_partial
+from shardwise.smp.v1.wrappers import CastingWrapper, DataParallelWrapper
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class ModelParts:
 
     Attributes:
         session: the session of this process.
-        level: a module of the script's around its model, if there is one.
+        wrapper: a module of the script's around its model, if there is one.
         weights: which tensors live here.
         hooks: what the script has the model call.
         runner: forward and backward.
@@ -45,7 +45,7 @@ class ModelParts:
     """
 
     session: SmpSessionV1
-    level: CastingLevel | None
+    wrapper: CastingWrapper | None
     weights: ModelWeights
     hooks: ModelHooks
     runner: StepRunner
@@ -96,15 +96,15 @@ class DistributedModel(nn.Module):
             )
         refuse_data_parallel(module)
         device = state.device
-        level = CastingLevel.around(module)
-        self.module = replace_modules(module if level is None else level.model)
-        if level is not None:
-            level.hold(self.get_module())
+        wrapper = CastingWrapper.around(module)
+        self.module = replace_modules(module if wrapper is None else wrapper.model)
+        if wrapper is not None:
+            wrapper.hold(self.get_module())
         settings = BackwardSettings(backward_passes_per_step, average_grads_across_microbatches, broadcast_buffers)
         weights = ModelWeights(state, self.get_module())
         hooks = ModelHooks(state, weights, overlapping_allreduce, bucket_cap_mb)
-        runner = StepRunner(state, weights, hooks, MicrobatchForward(state, weights, level), settings)
-        self._smp = ModelParts(state, level, weights, hooks, runner, ModelInspection(state, weights))
+        runner = StepRunner(state, weights, hooks, MicrobatchForward(state, weights, wrapper), settings)
+        self._smp = ModelParts(state, wrapper, weights, hooks, runner, ModelInspection(state, weights))
         whole = state.layout.size(Axis.PIPELINE) == 1 and state.cfg.sharded_data_parallel_degree == 1
         if whole and not any(parameter.is_meta for parameter in self.get_module().parameters()):
             self.get_module().to(device)  # what has no values yet is drawn where it will live
@@ -212,9 +212,9 @@ class DistributedModel(nn.Module):
     def __getattr__(self, name: str) -> Any:
         """Return the module's attribute where the wrapper has none: `config`, `generate` and such."""
         if name == "module":
-            level = self._smp.level
-            below = self.get_module() if level is None else level.outer
-            return DataParallelLevel(below) if self._smp.session.cfg.ddp else below
+            wrapper = self._smp.wrapper
+            below = self.get_module() if wrapper is None else wrapper.outer
+            return DataParallelWrapper(below) if self._smp.session.cfg.ddp else below
         try:
             return super().__getattr__(name)
         except AttributeError:

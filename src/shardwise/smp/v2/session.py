@@ -112,8 +112,8 @@ class SmpSessionV2(SmpSession):
     @property
     def layout(self) -> Layout:
         """The named axes of the ranks, and this rank's position on each."""
-        self.after_init(True if self.initialized else None)
-        return self._layouts[self.native and self.native_hybrid and True in self._layouts]
+        hybrid = self.native and self.native_hybrid and True in self._layouts
+        return self.after_init(self._layouts.get(hybrid))
 
     @property
     def rank(self) -> int:

@@ -85,8 +85,8 @@ def _sum_gradient(module: Any, group: dist.ProcessGroup) -> None:
     module.forward = forward
 
 
-def take_weights(model: nn.Module) -> dict[str, Tensor]:
-    """The values of all parameters by all their names, out of the model, whose parameters are then on meta."""
+def take_weights_by_all_names(model: nn.Module) -> dict[str, Tensor]:
+    """Return the values of all parameters by all their names, out of the model, whose parameters are then on meta."""
     weights: dict[str, Tensor] = {}
     blanks: dict[int, nn.Parameter] = {}
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
@@ -98,8 +98,8 @@ def take_weights(model: nn.Module) -> dict[str, Tensor]:
     return weights
 
 
-def give_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """The values back into parameters that were not cut; ties stay ties, and what was on meta stays there."""
+def restore_uncut_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Put the values back into parameters that were not cut; ties stay ties, and what was on meta stays there."""
     parameters: dict[int, nn.Parameter] = {}
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         value = weights[name]

@@ -23,7 +23,7 @@ from shardwise.smp.options import make_job
 from shardwise.smp.v2.float8 import register_float8_layers
 from shardwise.smp.v2.moe.moe_config import MoEConfig
 from shardwise.smp.v2.session import state
-from shardwise.smp.v2.split_model import give_weights, split_model, take_weights
+from shardwise.smp.v2.split_model import restore_uncut_weights, split_model, take_weights_by_all_names
 from shardwise.smp.v2.split_sequences import METHODS, split_sequences
 from shardwise.smp.v2.tensor_parallel.transformer import MultiheadAttention, TransformerLayer, mark
 from shardwise.training.setup import current_world
@@ -58,7 +58,7 @@ def transform(
     _check(model, config, cp_comm_type)
     model.config.use_cache = False  # recomputation would add to it a second time
     model.tie_weights()  # moving a model to the meta device parts what was tied
-    weights = take_weights(model)
+    weights = take_weights_by_all_names(model)
     if load_state_dict_from_rank0:
         weights = _of_rank0(model, weights)
     length = {"data.sequence_length": min(PROBED, getattr(model.config, "max_position_embeddings", PROBED))}
@@ -76,7 +76,7 @@ def transform(
         plan = replace(resolve(make_job(values), current_world(state.device), facts), attention="")
     if layout.size(Axis.TENSOR) > 1:
         split_model(model, facts, layout, weights)
-    give_weights(model, weights)
+    restore_uncut_weights(model, weights)
     if plan is not None and layout.size(Axis.CONTEXT) > 1:
         split_sequences(model, plan, layout)
     left = left_out(facts, "", layout.size(Axis.TENSOR))

@@ -1,4 +1,4 @@
-"""Levels between a DistributedModel and the model: scripts of 2021 and 2022 count them, and bring one of their own.
+"""Wrappers between a DistributedModel and the model: scripts of 2021 and 2022 count them, and bring one of their own.
 
 Theirs is a module that halves its model's weights and casts what goes in and comes out. It is not a part of the model:
 weights have the names without it. The model below it is distributed, and it is called around that.
@@ -13,10 +13,10 @@ from typing import Any
 from torch import nn
 
 
-class DataParallelLevel:
+class DataParallelWrapper:
     """`DistributedModel.module` under `ddp`, where SMP has one wrapper more: `.module` is the script's module.
 
-    Scripts of 2021 and 2022 count the levels (`model.module.module.transformer`); there is nothing in this one.
+    Scripts of 2021 and 2022 count the wrappers (`model.module.module.transformer`); there is nothing in this one.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -27,10 +27,13 @@ class DataParallelLevel:
 
 
 class _Called(BaseException):
-    """Leaves a level's forward at the call of its model; no Exception: the level's own `except` is for its errors."""
+    """Leaves a wrapper's forward at the call of its model.
+
+    No Exception: the wrapper's own `except` is for its errors.
+    """
 
 
-class CastingLevel:
+class CastingWrapper:
     """A script's module around its model, such as `FP16_Module`.
 
     Attributes:
@@ -42,8 +45,11 @@ class CastingLevel:
         self.outer, self.name = outer, name
 
     @classmethod
-    def around(cls, module: nn.Module) -> CastingLevel | None:
-        """`module` as a level: it holds one module and nothing else, and has weights by names of its own making."""
+    def around(cls, module: nn.Module) -> CastingWrapper | None:
+        """Return `module` as a wrapper, if it is one.
+
+        It holds one module and nothing else then, and its state dict has names of its own making.
+        """
         children = list(module.named_children())
         tensors = list(module.parameters(recurse=False)) + list(module.buffers(recurse=False))
         alone = len(children) == 1 and not tensors and type(module).state_dict is not nn.Module.state_dict
@@ -59,7 +65,7 @@ class CastingLevel:
         self.outer.add_module(self.name, model)
 
     def arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
-        """Return what the level gives its model."""
+        """Return what the wrapper gives its model."""
         arguments: list[Any] = []
 
         def take(*positional: Any, **named: Any) -> None:
@@ -71,7 +77,7 @@ class CastingLevel:
         return (arguments[0], arguments[1]) if arguments else (args, kwargs)
 
     def output(self, args: Sequence[Any], kwargs: Mapping[str, Any], value: Any) -> Any:
-        """Return what the level makes of its model's output `value`."""
+        """Return what the wrapper makes of its model's output `value`."""
         return self._forward(lambda *positional, **named: value, args, kwargs)
 
     def _forward(self, model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
