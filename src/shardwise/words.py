@@ -7,6 +7,10 @@ import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def divisors(number: int) -> list[int]:
@@ -32,6 +36,8 @@ def listed(names: Iterable[str], most: int = 4, separator: str = ", ") -> str:
 
 
 LISTED = 60  # names that a message lists, at most
+FILE_CUTOFF = 0.7  # likeness of two names, from which one may be meant by the other
+PIPED_WIDTH = 10_000  # columns, so that a name can be found with grep
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
@@ -43,8 +49,30 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def nearest_file(path: Path, *suffixes: str) -> str:
-    """Return a hint for a file that is not there: the closest name beside it, or that there is none of these kinds."""
+    """Return what a message says of a path that is not there: the one beside it with a close name, or what there is.
+
+    Args:
+        path: what was looked for.
+        suffixes: of the files that may be meant; none: files and directories of any name.
+    """
     if not path.parent.is_dir():
         return f" There is no directory {str(path.parent)!r}."
-    files = [str(path.parent / name) for name in os.listdir(path.parent) if name.endswith(suffixes)]
-    return nearest(str(path), files) if files else f" There is no {' or '.join(suffixes)} file beside it."
+    names = sorted(name for name in os.listdir(path.parent) if not suffixes or name.endswith(suffixes))
+    # By the name without its suffix: a shared directory or suffix makes no two names alike.
+    stems = {Path(name).stem: name for name in reversed(names)}
+    close = difflib.get_close_matches(path.stem, stems, n=1, cutoff=FILE_CUTOFF)
+    if close:
+        return f" Did you mean {str(path.parent / stems[close[0]])!r}?"
+    if suffixes and not names:
+        return f" There is no {' or '.join(suffixes)} file beside it."
+    return f" There are {listed(names)} beside it." if suffixes else ""
+
+
+def output_console() -> Console:
+    """Return the console of a command's output: as wide as the terminal, or so wide in a pipe that nothing breaks."""
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal:
+        console.width = PIPED_WIDTH
+    return console

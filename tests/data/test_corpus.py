@@ -182,7 +182,7 @@ def test_invalid_utf8_names_the_file(tmp_path: Path) -> None:
 
 
 def test_missing_path_names_the_nearest(text_directory: Path) -> None:
-    with pytest.raises(DataError, match=r"'.*/text' does not exist. Did you mean 'texts'"):
+    with pytest.raises(DataError, match=r"'.*/text' does not exist. Did you mean '.*/texts'"):
         corpus_of(path=str(text_directory.parent / "text"))
     with pytest.raises(DataError, match="matches no file"):
         corpus_of(path=str(text_directory / "*.csv"))

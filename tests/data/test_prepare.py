@@ -127,10 +127,14 @@ def test_tokenizer_larger_than_the_model(make_job: JobMaker, text_directory: Pat
 
 def test_empty_and_too_small(make_job: JobMaker, tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text("")
-    with pytest.raises(DataError, match="is empty: no document has any text"):
+    with pytest.raises(
+        DataError, match=r"data\.path='.*' is empty: no document has any text .*; give a path with text"
+    ):
         prepare(make_job(path=str(tmp_path / "empty.txt")))
     (tmp_path / "none.jsonl").write_text('{"input_ids": []}\n')
-    with pytest.raises(DataError, match="is empty: no document has any token"):
+    with pytest.raises(
+        DataError, match=r"is empty: no document has any token in its column 'input_ids' \(data\.field\)"
+    ):
         prepare(make_job(path=str(tmp_path / "none.jsonl"), format="tokens"))
     (tmp_path / "small.txt").write_text("too small")
     with pytest.raises(DataError, match="too few"):

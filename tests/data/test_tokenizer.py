@@ -109,8 +109,11 @@ def test_bad_directories(text_directory: Path, make_job: JobMaker) -> None:
     (text_directory / "tokenizer.json").write_text('{"model": ')
     source = find(make_job(path=str(text_directory), tokenizer=str(text_directory)))
     assert source is not None
-    with pytest.raises(DataError, match="cannot be opened"):
+    with pytest.raises(DataError, match=r"data\.tokenizer='.*': the tokenizer .* cannot be opened: .*; save it again"):
         load_tokenizer(source)
+    (text_directory / "tokenizer.json").write_text("")
+    with pytest.raises(DataError, match=r"data\.tokenizer='.*': its tokenizer\.json is empty; save it again"):
+        find(make_job(path=str(text_directory), tokenizer=str(text_directory)))
 
 
 def test_vocabulary_must_fit_the_model() -> None:

@@ -226,7 +226,7 @@ def test_every_wrong_key_is_told_at_once() -> None:
         (["--training.step", "3"], "unknown key training.step. Did you mean 'training.steps'?"),
         (["--trainin.steps", "3"], "Did you mean 'training.steps'?"),
         (["--precision.loss_scale", "3"], "precision.loss_scale is a section; set one of its keys: static"),
-        (["--training.steps"], "--training.steps needs a value, e.g. --training.steps=64"),
+        (["--training.steps"], "--training.steps needs a value, e.g. --training.steps=32"),
         (["--training.steps", "--model.compile"], "--training.steps needs a value"),
         (["--training.steps", "[3"], "training.steps='[3' is not YAML"),
         (["steps"], "override 'steps' must be"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import pty
 import signal
@@ -221,8 +222,13 @@ def test_workers_die_with_their_launcher(tmp_path: Path, deadly: signal.Signals,
             pids = [int(pid) for pid, _ in said]
             assert [terminal for _, terminal in said] == ["True", "False"]  # rank 0 alone has the terminal
             launcher.send_signal(deadly)
+            if deadly == signal.SIGINT:  # as a terminal does: every process of the group
+                os.kill(pids[0], deadly)
             assert launcher.wait(timeout=100) == exit_code
             wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
+            os.set_blocking(ours, False)
+            with contextlib.suppress(BlockingIOError):
+                assert b"atexit" not in os.read(ours, 100_000)
     finally:
         for pid in filter(psutil.pid_exists, pids):
             os.kill(pid, signal.SIGKILL)

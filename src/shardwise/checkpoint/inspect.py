@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich import box
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -19,9 +19,9 @@ from shardwise.checkpoint.catalog import checkpoints, find, find_store, is_check
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.stores import Store
 from shardwise.errors import CheckpointError
+from shardwise.words import output_console
 
 LARGEST = 10  # tensors that `show` lists unasked
-PIPED_WIDTH = 120
 
 Say = Callable[[str], None]
 Page = Iterable[RenderableType]
@@ -256,9 +256,7 @@ def run_show(path: str, every_tensor: bool, as_json: bool, say: Say) -> int:
 
 
 def print_page(page: Page) -> int:
-    console = Console()
-    if not console.is_terminal:
-        console.width = max(console.width, PIPED_WIDTH)  # a table that is cut short is of no use in a file
+    console = output_console()
     for part in page:
         console.print(part, soft_wrap=isinstance(part, Text))
     return 0

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from rich.table import Table
 
 from shardwise._torch_compat import all_gather_single, reduce_scatter_single
@@ -26,6 +25,7 @@ from shardwise.collectives import engine
 from shardwise.errors import OutputError
 from shardwise.launch.process_group import available_cores
 from shardwise.testing.world import WorldPool
+from shardwise.words import output_console
 
 OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce")
 CONTENDERS = (engine.BACKEND, "gloo")
@@ -71,7 +71,7 @@ def run_collectives(where: str | None, cases: Sequence[Case] = STANDARD, say: Ca
         _check_writable(Path(where))
     engine.build(say)
     rows = measure(cases)
-    Console().print(render(rows))
+    output_console().print(render(rows))
     if where is not None:
         Path(where).write_text(json.dumps({"rows": rows}, indent=1) + "\n")
     return 0

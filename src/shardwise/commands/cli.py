@@ -21,7 +21,7 @@ from shardwise.commands import plan_accuracy as plan_cli
 from shardwise.commands import run as run_cli
 from shardwise.commands.arguments import whole_number
 from shardwise.errors import ConfigError, ShardwiseError
-from shardwise.words import nearest, say_note
+from shardwise.words import nearest, output_console, say_note
 
 INTERRUPTED = 130
 SPECIAL = (
@@ -50,12 +50,31 @@ class Command(NamedTuple):
     takes_job: bool = True
 
 
+class StoreOnce(argparse.Action):
+    """argparse's storing of a value, which refuses an option that is given twice."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        given = vars(namespace).setdefault("given_options", {})
+        if option_string is not None and self.dest in given:
+            parser.error(f"{option_string} is given twice, as {given[self.dest]} and as {values}; keep one")
+        given[self.dest] = values
+        setattr(namespace, self.dest, values)
+
+
 class Parser(argparse.ArgumentParser):
     """argparse whose complaints are ConfigErrors, and whose pages end with the keys of a job where it takes them."""
 
     def __init__(self, takes_keys: bool = False, **settings: Any) -> None:
         super().__init__(**{"allow_abbrev": False, "formatter_class": _formatter, **settings})
         self.takes_keys = takes_keys
+        for action in (None, "store"):
+            self.register("action", action, StoreOnce)
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; see `{self.prog} --help`")
@@ -111,14 +130,12 @@ def _train(options: argparse.Namespace, keys: dict[str, Any]) -> int:
     if not options.print_plan:
         entry.train(job, notes)
         return 0
-    from rich.console import Console
-
     from shardwise.plan.table import plan_table
     from shardwise.planner.search.stage_table import stage_table
 
     plan, facts = entry.plan_with_facts(job)
     _say_notes(notes)
-    console = Console()
+    console = output_console()
     console.print(plan_table(plan))
     if plan.stages:
         console.print(stage_table(plan, facts))
@@ -206,13 +223,11 @@ def _doctor_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _doctor(options: argparse.Namespace, keys: dict[str, Any]) -> int:
-    from rich.console import Console
-
     from shardwise.commands.doctor import examine, examine_model
 
     table = examine() if options.model is None else examine_model(options.model)
     if table is not None:
-        Console().print(table)
+        output_console().print(table)
     return 0
 
 
@@ -366,7 +381,8 @@ def _explain_unknown(word: str, command: str) -> str:
         return f"unexpected {word!r}: {command} {takes}; see `shardwise {command} --help`"
     if not COMMANDS[command].takes_job:
         return f"unknown option {word}; see `shardwise {command} --help`"
-    from shardwise.job.keys import suggestion
+    from shardwise.job.schema import Job
+    from shardwise.job.section import suggestion
 
     name = word.lstrip("-").partition("=")[0]
     if name in SPECIAL:
@@ -374,9 +390,8 @@ def _explain_unknown(word: str, command: str) -> str:
     close = difflib.get_close_matches(name, SPECIAL, n=1, cutoff=0.8)
     if close:
         return f"unknown option {word}. Did you mean '--{close[0]}'?"
-    return (
-        f"unknown option {word}.{suggestion(name.replace('-', '_'))} Keys of the job are given as --section.key VALUE."
-    )
+    hint = suggestion(Job, name.replace("-", "_"))
+    return f"unknown option {word}.{hint} Keys of the job are given as --section.key VALUE."
 
 
 def main(words: Sequence[str] | None = None) -> int:

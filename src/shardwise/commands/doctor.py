@@ -101,7 +101,7 @@ def _facts_of(where: str) -> tuple[ModelFacts, ModelFacts, str]:
     from shardwise.model.discover import discover
     from shardwise.model.traced_cut import cut_by_trace
 
-    config = load_config(Job.model_validate({"model": {"config": where}}))
+    config = load_config(Job.model_validate({"model": {"config": where}}), key="--model")
     task = next((task for task, (_, mapping, _) in HEADS.items() if type(config) in mapping), "causal_lm")
     job = Job.model_validate({"model": {"config": where, "task": task}})
     model = build_model(job)

@@ -11,7 +11,7 @@ import yaml
 
 from shardwise.commands.arguments import whole_number
 from shardwise.errors import CapacityError, ConfigError, OutputError
-from shardwise.words import nearest
+from shardwise.words import nearest, output_console
 
 if TYPE_CHECKING:
     from shardwise.job.schema import Job
@@ -144,12 +144,11 @@ def local_cluster(job: Job) -> Cluster:
 
 
 def _print(found: SearchResult, asked: Candidate, budget: Budget, top: int, notes: list[str]) -> None:
-    from rich.console import Console
     from rich.text import Text
 
     from shardwise.planner.search.search_report import layout_explanation, ranking_table, search_remarks
 
-    console = Console()
+    console = output_console()
     console.print(ranking_table(found, top, budget))
     console.print(layout_explanation(asked, found, budget))
     for note in [*search_remarks(found), *notes]:
@@ -276,8 +275,6 @@ def _save(path: str, option: str, write: Any) -> None:
 
 
 def _dry_run(question: SearchQuestion, options: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from shardwise.planner.search.search import sized_job, world_of
     from shardwise.testing.dry_run import describe, dry_run
 
@@ -286,7 +283,7 @@ def _dry_run(question: SearchQuestion, options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(run.to_dict(), indent=1))
     else:
-        Console().print(describe(run))
+        output_console().print(describe(run))
     return 0
 
 

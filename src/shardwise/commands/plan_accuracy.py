@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shardwise.errors import ConfigError, OutputError
+from shardwise.words import output_console
 
 SHOWN = 40  # rows printed of a table without --all
 
@@ -80,7 +81,7 @@ def _print(found: dict[str, Any], summaries: dict[str, Any], everything: bool) -
             print(_line(_cells(result)))
         if len(kept) < len(results):
             print(f"  the {len(kept)} largest errors of {len(results)} rows; --all shows every row")
-    Console(width=max(120, Console().width)).print(summary_table(summaries))
+    output_console().print(summary_table(summaries))
 
 
 HEADER = ("row", "model", "unit", "predicted", "measured", "error", "80 % interval", "memory GiB (measured)")

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from shardwise.errors import WorkerError
 from shardwise.job.schema import Job
+from shardwise.job.sources import require_job
 from shardwise.kernels.precision import without_instructions
 from shardwise.launch.environment import RankEnvironment, detect
 from shardwise.launch.expected_world import engine_problem, expected_world, world_size
@@ -49,7 +50,7 @@ def train(job: Job, notes: Iterable[str] = (), say: Say = print, callbacks: Sequ
     Raises:
         ShardwiseError: whatever a user can mend; before training starts nothing has been overwritten.
     """
-    place, job = detect(), after_restart(job)
+    place, job = detect(), after_restart(require_job(job, "train"))
     check_user_code(job, callbacks)
     is_reporting_rank = place is None or place.rank == 0
     say = say if is_reporting_rank else _silent

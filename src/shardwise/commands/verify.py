@@ -19,13 +19,13 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from torch import Tensor
 
 from shardwise.commands.train import plan_job
 from shardwise.data.tokenizer import VOCABULARY_FILES
 from shardwise.errors import ConfigError, MachineError
 from shardwise.job.schema import Job
+from shardwise.job.sources import require_job
 from shardwise.launch.environment import detect
 from shardwise.launch.job_group import job_group, usable_backend
 from shardwise.launch.local import run_local
@@ -37,6 +37,7 @@ from shardwise.testing.oracle import Oracle
 from shardwise.testing.oracle_data import open_source
 from shardwise.testing.reference import OracleReference, RecordedReference, Recording, oracle_dtypes
 from shardwise.training.setup import AssembledJob, assemble, prepare_data, study
+from shardwise.words import output_console
 
 # Tensors of master dtype that rank 0 holds beside its own shard: the oracle's weights, gradients and two optimizer
 # states, three of them once more to step back for a diagnosis, and our gradients and weights.
@@ -50,7 +51,7 @@ def run_verify(job: Job, blocks: int | None = None, against: Job | None = None, 
     report = verify(job, blocks, against, steps)
     if report is None:  # a rank other than 0 under a launcher; rank 0 prints and fails
         return 0
-    Console().print(report.render())
+    output_console().print(report.render())
     return 0 if report.agrees else 1
 
 
@@ -69,14 +70,23 @@ def verify(job: Job, blocks: int | None = None, against: Job | None = None, step
     Raises:
         ShardwiseError: the job cannot run, or one process cannot hold the model.
     """
+    require_job(job, "verify")
+    _require_count("steps", steps)
     if blocks is not None:
+        _require_count("blocks", blocks)
         job = cut_depth(job, blocks)
     if against is None:
         return _in_workers(job, verify_rank, steps)
-    job, other, notes = _layouts(job, against)
+    job, other, notes = _layouts(job, require_job(against, "verify's `against`"))
     with tempfile.TemporaryDirectory(prefix="shardwise-verify-") as directory:
         _in_workers(other, _record, directory, steps)
         return _in_workers(job, _against_recording, directory, steps, notes)
+
+
+def _require_count(name: str, value: object) -> None:
+    """Refuse what the command line's `--steps` and `--blocks` refuse."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name}={value!r}: must be a whole number from 1")
 
 
 class _Callable(ModuleType):

@@ -20,7 +20,7 @@ from shardwise.data.readers import ROWS, text_file, text_pieces, token_ids
 from shardwise.data.store import digest
 from shardwise.errors import ConfigError, DataError
 from shardwise.job.schema import DataSection
-from shardwise.words import nearest
+from shardwise.words import nearest_file
 
 SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
 SAVED_DATASET = ("state.json", "dataset_dict.json")  # files that datasets.save_to_disk writes
@@ -38,6 +38,7 @@ class Corpus:
     max_documents: int | None
     identity: str  # changes when the documents would
     size: int  # bytes
+    path: str | None = None  # data.path, for messages
 
     def describe(self) -> str:
         """For the display."""
@@ -45,6 +46,14 @@ class Corpus:
         files = f"{len(self.files):,} file{'s' * (len(self.files) != 1)}"
         size = f"{self.size / 1e6:.1f} MB" if self.size >= 1e5 else f"{self.size:,} bytes"
         return f"{self.format}: {where}, {files}, {size}"
+
+    def emptiness(self, unit: str) -> str:
+        """Return the message for a corpus in which no document has any `unit`."""
+        column = "" if self.container == "text" else f" in its column {self.column!r} (data.field)"
+        return (
+            f"data.path={self.path!r} is empty: no document has any {unit}{column} ({self.describe()}); give a path "
+            "with text, or leave data.path out for the standard library's sources"
+        )
 
     def texts(self) -> Iterator[tuple[str, bool]]:
         """(text, is the document's last piece) of at most `max_documents` documents that have any text."""
@@ -118,6 +127,7 @@ def find_corpus(data: DataSection) -> Corpus:
         max_documents=data.max_documents,
         identity=digest(name, container, column, data.max_documents, identity),
         size=size,
+        path=data.path,
     )
 
 
@@ -147,9 +157,7 @@ def _expand(path: str) -> list[Path]:
         if matches:
             return matches
         raise DataError(f"data.path={path!r} matches no file")
-    siblings = [entry.name for entry in whole.parent.iterdir()] if whole.parent.is_dir() else []
-    hint = nearest(whole.name, siblings) if 0 < len(siblings) <= 100 else ""
-    raise DataError(f"data.path={path!r} does not exist.{hint}")
+    raise DataError(f"data.path={path!r} does not exist.{nearest_file(whole)}")
 
 
 def _infer(path: str) -> str:

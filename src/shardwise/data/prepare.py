@@ -243,7 +243,7 @@ def _build(
     known: dict[str, Any] = {"corpus": corpus.describe(), "tokenizer": asdict(facts) if facts else None}
     known |= _write_columns(target, documents, facts.eos_id if facts else None, say)
     if not known["tokens"]:
-        raise DataError(f"{corpus.describe()} is empty: no document has any token")
+        raise DataError(corpus.emptiness("token"))
     say(f"{known['documents']:,} documents, {known['tokens']:,} tokens")
     (target / COMPLETE).write_text(json.dumps(known))
 

@@ -59,11 +59,25 @@ class TokenizerFacts:
 
 @dataclass(frozen=True)
 class TokenizerSource:
-    """A tokenizer directory; `identity` changes when its files do."""
+    """A tokenizer directory.
+
+    Attributes:
+        directory: absolute.
+        identity: changes when its files do.
+        trust_remote_code: whether it may run Python code of its own.
+        key: of the job that names it, for messages; empty for one that was trained here.
+    """
 
     directory: Path
     identity: str
     trust_remote_code: bool = False
+    key: str = ""
+
+    def remedy(self) -> str:
+        """Return the way out where it cannot be opened."""
+        if not self.key:
+            return f"delete {self.directory}, and it is trained again"
+        return f"save it again with `save_pretrained`, or set {self.key} to another directory"
 
 
 def find_tokenizer(
@@ -95,7 +109,10 @@ def load_tokenizer(source: TokenizerSource) -> PreTrainedTokenizerBase:
         )
     except Exception as error:  # tokenizers raises bare Exception for a corrupt file
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise DataError(f"the tokenizer in {source.directory} cannot be opened: {first_line}") from error
+        key = f"{source.key}={str(source.directory)!r}: " if source.key else ""
+        raise DataError(
+            f"{key}the tokenizer in {source.directory} cannot be opened: {first_line}; {source.remedy()}"
+        ) from error
     return tokenizer
 
 
@@ -142,7 +159,11 @@ def _source(directory: Path, key: str, trust_remote_code: bool) -> TokenizerSour
         path for path in sorted(directory.iterdir()) if path.suffix in {".json", ".txt", ".model", ".jinja", ".py"}
     ]
     states = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    return TokenizerSource(directory, digest(str(directory), *states), trust_remote_code)
+    source = TokenizerSource(directory, digest(str(directory), *states), trust_remote_code, key)
+    empty = [path.name for path in files if path.name in VOCABULARY_FILES and not path.stat().st_size]
+    if empty:
+        raise DataError(f"{key}={str(directory)!r}: its {empty[0]} is empty; {source.remedy()}")
+    return source
 
 
 def _trained(job: Job, corpus: Corpus, model_vocabulary: int | None, say: Callable[[str], None]) -> TokenizerSource:
@@ -201,4 +222,4 @@ def _sample(corpus: Corpus) -> Iterator[str]:
         if left <= 0:
             return
     if left == SAMPLE:
-        raise DataError(f"{corpus.describe()} is empty: no document has any text")
+        raise DataError(corpus.emptiness("text"))

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
-Positive = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[int, Field(ge=0)]
+from shardwise.job.section import RootSection, Section
+
+MOST = (1 << 63) - 1  # what torch, numpy and files take as a size
+Positive = Annotated[int, Field(ge=1, le=MOST)]
+NonNegative = Annotated[int, Field(ge=0, le=MOST)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
@@ -34,12 +37,6 @@ AttentionKernelName = Literal[
     "flash_attention_3",
 ]  # fmt: skip
 DataFormat = Literal["auto", "stdlib", "text", "jsonl", "parquet", "dataset", "tokens", "factory"]
-
-
-class Section(BaseModel):
-    """A part of the Job: immutable, unknown keys refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
 
 class ModelSection(Section):
@@ -403,7 +400,7 @@ class ObserveSection(Section):
     sample_tokens: Positive = Field(default=64, description="Tokens generated.")
 
 
-class Job(Section):
+class Job(RootSection):
     """Everything a user asks for. `Job()` is the embedded default that `shardwise train` runs."""
 
     model: ModelSection = Field(default_factory=ModelSection, description="The model.")

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
-from pydantic import ValidationError
 
 from shardwise.errors import ConfigError
-from shardwise.job.keys import explain, is_switch, kinds, leaf_keys, leaf_of, refuse_stray_switches
+from shardwise.job.keys import is_switch, leaf_keys, leaf_of
 from shardwise.job.schema import Job
+from shardwise.job.section import choices, plain_types
 from shardwise.job.smp_options import is_smp, translate
 from shardwise.words import nearest_file
 
@@ -28,6 +28,7 @@ ENVIRONMENT = "SM_HP_MP_PARAMETERS"
 SMP_KEY = "smp_options"
 Source = str | os.PathLike[str] | Mapping[str, Any] | Job | None
 Overrides = Sequence[str] | Mapping[str, Any]
+JOB_SUFFIXES = (".yaml", ".yml", ".json")
 SWITCH_WORDS = frozenset(["true", "false", "yes", "no", "on", "off", "1", "0"])
 
 
@@ -72,12 +73,8 @@ def job_to_yaml(job: Job) -> str:
 
 
 def validate(data: Mapping[str, Any]) -> Job:
-    """A Job from nested plain data. Raises ConfigError that explains every wrong key."""
-    refuse_stray_switches(data)
-    try:
-        return Job.model_validate(data)
-    except ValidationError as error:
-        raise ConfigError(explain(error)) from None
+    """Return the Job of nested plain data. Raises ConfigError that explains every wrong key."""
+    return Job.model_validate(data)
 
 
 def overlay(job: Job, path: str | os.PathLike[str]) -> LoadedJob:
@@ -98,16 +95,29 @@ def _data_of(source: Source) -> dict[str, Any]:
         return source.model_dump(exclude_unset=True)
     if isinstance(source, Mapping):
         return copy.deepcopy(dict(source))
+    if not isinstance(source, str | os.PathLike):
+        raise ConfigError(
+            f"a job cannot be read from {source!r}; give the path of a YAML file, a mapping of sections, SMP's options "
+            "or a Job"
+        )
     return _read_file(Path(source))
+
+
+def require_job(job: object, caller: str) -> Job:
+    """Return `job`, which `caller` was given. Raises ConfigError where it is no Job."""
+    if isinstance(job, Job):
+        return job
+    raise ConfigError(
+        f"{caller} takes a Job, not {job!r}; shardwise.load_job makes one of a path, a mapping of sections or SMP's "
+        "options"
+    )
 
 
 def _read_file(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError(
-            f"job file {str(path)!r} does not exist.{nearest_file(path, '.yaml', '.yml', '.json')}"
-        ) from None
+        raise ConfigError(f"job file {str(path)!r} does not exist.{nearest_file(path, *JOB_SUFFIXES)}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"job file {str(path)!r} cannot be read: {error}; give a YAML file in UTF-8") from None
     data = parse_yaml(text, f"job file {str(path)!r}")
@@ -189,9 +199,9 @@ def parse_yaml(text: str, what: str) -> Any:
 
 
 def take_overrides(words: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
-    """Words of a command line without the dotted options (`--training.steps 30`), and those as key and text."""
+    """Split a command line into words without the dotted options (`--training.steps 30`), and those as key and text."""
     rest: list[str] = []
-    found: list[tuple[str, str]] = []
+    pairs: list[tuple[str, str]] = []
     queue = list(words)
     while queue:
         word = queue.pop(0)
@@ -201,42 +211,71 @@ def take_overrides(words: Sequence[str]) -> tuple[list[str], list[tuple[str, str
         else:
             key = name[2:]
             leaf_of(key)
-            found.append((key, text if equals else _next_value(key, queue)))
-    return rest, found
+            pairs.append((key, text if equals else _next_value(key, queue)))
+    _refuse_repeated(pairs)
+    return rest, pairs
 
 
 def _next_value(key: str, queue: list[str]) -> str:
-    """The word after an option without `=`; a switch alone is true."""
-    if is_switch(key) and (not queue or queue[0].lower() not in SWITCH_WORDS):
+    """Take the word after an option without `=`; a switch alone is true."""
+    if is_switch(key) and (not queue or queue[0].startswith("--") or _is_job_file(queue[0])):
         return "true"
     if not queue or queue[0].startswith("--"):
         raise ConfigError(f"--{key} needs a value, e.g. --{key}={_example(key)}")
     return queue.pop(0)
 
 
+def _is_job_file(word: str) -> bool:
+    """Return whether the word after a switch is the command's job rather than the switch's value."""
+    return word.lower() not in SWITCH_WORDS and (Path(word).suffix in JOB_SUFFIXES or Path(word).exists())
+
+
 def _example(key: str) -> str:
-    default = leaf_keys()[leaf_of(key)].get_default(call_default_factory=True)
-    return "VALUE" if default in (None, {}) else str(default)
+    """Return a value that the key takes, other than its default, which nobody has to give."""
+    field = leaf_keys()[leaf_of(key)]
+    default = field.get_default(call_default_factory=True)
+    words = [word for word in choices(field) if word != default]
+    if words:
+        return words[0]
+    if isinstance(default, int | float):
+        return str(default // 2 if isinstance(default, int) and default > 1 else default / 2 or 1)
+    return "VALUE"
 
 
 def _items(overrides: Overrides) -> Iterator[tuple[str, Any]]:
-    if isinstance(overrides, Mapping):
+    if isinstance(overrides, Mapping) and all(isinstance(key, str) for key in overrides):
         yield from overrides.items()
         return
-    rest, found = take_overrides(overrides)
+    if isinstance(overrides, Mapping | str) or not _are_words(overrides):
+        raise ConfigError(f"overrides={overrides!r} must be words of a command line, or a mapping of dotted keys")
+    rest, pairs = take_overrides(overrides)
     for word in rest:
         key, equals, text = word.removeprefix("--").partition("=")
         if not equals:
             raise ConfigError(f"override {word!r} must be --section.key value or section.key=value")
-        found.append((key, text))
-    for key, text in found:
+        pairs.append((key, text))
+    _refuse_repeated(pairs)
+    for key, text in pairs:
         yield key, read_value(key, text)
+
+
+def _are_words(overrides: object) -> bool:
+    return isinstance(overrides, Sequence) and all(isinstance(word, str) for word in overrides)
+
+
+def _refuse_repeated(pairs: Sequence[tuple[str, str]]) -> None:
+    """Refuse a key that is given twice: which of the two is meant nobody can tell."""
+    texts: dict[str, str] = {}
+    for key, text in pairs:
+        if key in texts:
+            raise ConfigError(f"--{key} is given twice, as {texts[key]} and as {text}; keep one")
+        texts[key] = text
 
 
 def read_value(key: str, text: str) -> Any:
     """The text of an override as a value: itself for keys that hold text, YAML or JSON for all others."""
     leaf = leaf_of(key)
-    allowed = kinds(leaf_keys()[leaf].annotation) if leaf == key else set()
+    allowed = plain_types(leaf_keys()[leaf].annotation) if leaf == key else set()
     if str not in allowed:
         return parse_yaml(text, f"{key}={text!r}")
     if text in ("", "null") and type(None) in allowed:

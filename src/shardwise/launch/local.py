@@ -139,13 +139,19 @@ def _work(call: Call) -> Any:
         if failure.report(error):
             time.sleep(2 * SHUTDOWN_SECONDS)  # a peer died: let the launcher see that one and end us
         if waits_for_peers():  # at the end of the process too, and the launcher would wait with us
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(1)
+            _leave(1)
         # Not raised again: torch would leave its traceback behind as a pickle in the temporary directory.
         raise SystemExit(1) from None
     except KeyboardInterrupt:  # torch would end this process as if all were well, and wait for its result for ever
-        raise SystemExit(128 + signal.SIGINT) from None
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # elastic sends another, which would meet what runs at exit
+        _leave(128 + signal.SIGINT)
+
+
+def _leave(exit_code: int) -> NoReturn:
+    """End this process without what runs at exit."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
 
 
 # ---- rendezvous

@@ -75,13 +75,16 @@ def prepare_for_training(model: nn.Module) -> nn.Module:
     return model
 
 
-def load_config(job: Job) -> PreTrainedConfig:
-    """Return the Hugging Face config that the job names, with the job's dropout; not for `model.factory`."""
+def load_config(job: Job, key: str = "model.config") -> PreTrainedConfig:
+    """Return the Hugging Face config that the job names, with the job's dropout; not for `model.factory`.
+
+    `key` is what messages call the path of a config.
+    """
     section = job.model
     if section.path is not None:
         config = _read_config(Path(section.path), "model.path", section, directory_only=True)
     elif isinstance(section.config, str):
-        config = _read_config(Path(section.config), "model.config", section)
+        config = _read_config(Path(section.config), key, section)
     elif section.config is not None:
         config = _config_from_dict(copy.deepcopy(section.config), job)
     else:

@@ -5,27 +5,62 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from rich.console import Group
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from shardwise.plan.plan import Plan
 
+NARROW = 70  # columns of a terminal below which rules stand under their values
+
 
 def plan_table(plan: Plan) -> Group:
     """Return the plan as a table of key, value and rule, then its notes."""
-    table = Table(title=f"Plan {plan.fingerprint}", title_justify="left", title_style="bold")
+    return Group(PlanTable(plan), *(Text(f"note: {note}", style="yellow") for note in plan.notes))
+
+
+class PlanTable:
+    """Key, value and rule of everything derived: three columns, or on a narrow terminal the rule under the value."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        rows = [
+            _world(self.plan),
+            *((key, str(value), self.plan.rules.get(key, "")) for key, value in _rows(self.plan)),
+        ]
+        title = f"Plan {self.plan.fingerprint}"
+        yield _list(title, rows) if options.max_width < NARROW else _table(title, rows)
+
+
+def _world(plan: Plan) -> tuple[str, str, str]:
+    world = plan.world
+    machine = f", {world.accelerator}" if world.accelerator else ""
+    return (
+        "world",
+        f"{world.size} x {world.device_type}",
+        f"{world.local_size} on each of {world.hosts} host(s){machine}",
+    )
+
+
+def _table(title: str, rows: list[tuple[str, str, str]]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold")
     table.add_column("key", style="cyan", no_wrap=True)
     table.add_column("value", no_wrap=True)
     table.add_column("rule", style="dim", overflow="fold")
-    world = plan.world
-    machine = f", {world.accelerator}" if world.accelerator else ""
-    table.add_row(
-        "world", f"{world.size} x {world.device_type}", f"{world.local_size} on each of {world.hosts} host(s){machine}"
-    )
-    for key, value in _rows(plan):
-        table.add_row(key, str(value), Text(plan.rules.get(key, "")))
-    return Group(table, *(Text(f"note: {note}", style="yellow") for note in plan.notes))
+    for key, value, rule in rows:
+        table.add_row(key, value, Text(rule))
+    return table
+
+
+def _list(title: str, rows: list[tuple[str, str, str]]) -> Group:
+    lines: list[RenderableType] = [Text(title, style="bold")]
+    for key, value, rule in rows:
+        lines.append(Text.assemble((key, "cyan"), f"  {value}"))
+        lines.append(Padding(Text(rule, style="dim"), (0, 0, 0, 2)))
+    return Group(*lines)
 
 
 def _rows(plan: Plan) -> Iterator[tuple[str, object]]:

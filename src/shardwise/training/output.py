@@ -57,7 +57,10 @@ def check_output(job: Job) -> None:
     path = Path(job.output)
     existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        raise OutputError(f"output={job.output!r} cannot be written: {existing} is not a writable directory")
+        raise OutputError(
+            f"output={job.output!r} cannot be written: {existing} is not a writable directory; use --output "
+            "NEW_DIRECTORY"
+        )
     if not path.exists():
         return _check_checkpoints(job)
     if (path / LOCK_FILE).exists():
@@ -160,7 +163,9 @@ def _locked(job: Job) -> FileLock:
             f"output={job.output!r}: another run is writing there now; use --output NEW_DIRECTORY"
         ) from None
     except OSError as error:
-        raise OutputError(f"output={job.output!r} cannot be written: {error.strerror}") from error
+        raise OutputError(
+            f"output={job.output!r} cannot be written: {error.strerror}; use --output NEW_DIRECTORY"
+        ) from error
     return lock
 
 
