@@ -20,8 +20,8 @@ from shardwise.model.facts import ModelFacts
 from shardwise.model.registry import family_of, known_families
 from tests.pages import python_blocks
 
-# transformers has no plan for XGLM, and this package no file.
-[XGLM] = [block for block in python_blocks("how-to/extend.md") if "FAMILY = " in block]
+# transformers has no plan for BioGPT, and this package no file.
+[BIOGPT] = [block for block in python_blocks("how-to/extend.md") if "FAMILY = " in block]
 SOURCE = Path(shardwise.__file__).parent
 # What names models for reasons of its own: Amazon's table of them, the planner's presets and published runs, and the
 # models that workers of tests import before they fork.
@@ -40,27 +40,27 @@ def extra_families(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
         sys.modules.pop(f"{families.__name__}.{file.stem}", None)
 
 
-def xglm_facts() -> ModelFacts:
+def biogpt_facts() -> ModelFacts:
     config = {
-        "model_type": "xglm",
+        "model_type": "biogpt",
         "vocab_size": 64,
-        "d_model": 32,
-        "num_layers": 2,
-        "attention_heads": 4,
-        "ffn_dim": 48,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 48,
     }
     job = Job.model_validate({"model": {"config": config}})
     return discover(build_model(job), job)
 
 
 def test_the_family_of_the_page_is_added_by_one_file(extra_families: Path) -> None:
-    assert xglm_facts().supports(Axis.TENSOR).reason == "there is no plan for xglm yet"
-    (extra_families / "toy_xglm.py").write_text(XGLM)
+    assert biogpt_facts().supports(Axis.TENSOR).reason == "there is no plan for biogpt yet"
+    (extra_families / "toy_biogpt.py").write_text(BIOGPT)
     known_families.cache_clear()
-    facts = xglm_facts()
-    assert facts.supports(Axis.TENSOR).ok
-    assert facts.tensor_splits["model.layers.1.fc1"].kind == "column"
-    assert facts.tensor_splits["model.layers.1.self_attn.out_proj"].kind == "row"
+    facts = biogpt_facts()
+    assert facts.supports(Axis.TENSOR).ok and facts.attention_kernels.ok
+    assert facts.tensor_splits["biogpt.layers.1.fc1"].kind == "column"
+    assert facts.tensor_splits["biogpt.layers.1.self_attn.out_proj"].kind == "row"
 
 
 def test_an_unknown_model_type_has_an_empty_record() -> None:
@@ -76,7 +76,7 @@ def test_a_file_without_a_record_is_an_error(extra_families: Path) -> None:
 
 
 def test_two_files_with_one_model_type_are_an_error(extra_families: Path) -> None:
-    (extra_families / "toy_llama.py").write_text(XGLM.replace("xglm", "llama"))
+    (extra_families / "toy_llama.py").write_text(BIOGPT.replace("biogpt", "llama"))
     known_families.cache_clear()
     with pytest.raises(TypeError, match=r"toy_llama\.py names the model type 'llama', which another family has"):
         known_families()
