@@ -26,7 +26,14 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from shardwise.collectives.context import deal_chunks, gather_sequence, heads_for_rows, rows_for_heads
 from shardwise.job.axes import Axis
 from shardwise.kernels.attention.interface import PREFIX, own_attention, set_implementation
-from shardwise.kernels.attention.masks import Mask, MaskFunction, additive_mask, document_mask, make_mask, same_document
+from shardwise.kernels.attention.masks import (
+    Mask,
+    MaskFunction,
+    document_mask,
+    make_mask,
+    same_document,
+    to_additive_mask,
+)
 from shardwise.kernels.attention.ring import BlockFunction, RingSettings, ring_attention
 from shardwise.kernels.dropout import ProbabilityBlock, active_scope, keep_mask
 from shardwise.kernels.loss import IGNORED, loss_dtype
@@ -303,7 +310,7 @@ def _masked(
     rows, columns = shard.positions.view(1, 1, -1, 1), shard.whole.view(1, 1, 1, -1)
     batch = torch.arange(batch_size, device=rows.device).view(-1, 1, 1, 1)
     allowed = among(batch, batch.new_zeros(1, 1, 1, 1), rows, columns).expand(batch_size, -1, rows.numel(), -1)
-    return additive_mask(allowed, rest["dtype"]) if name == "eager" else allowed
+    return to_additive_mask(allowed, rest["dtype"]) if name == "eager" else allowed
 
 
 def _lazy(

@@ -68,7 +68,7 @@ class Mask:
     def as_additive(self, dtype: torch.dtype) -> Tensor:
         """Return the whole mask as numbers to add."""
         if self._additive is None or self._additive.dtype != dtype:
-            self._additive = additive_mask(self.dense, dtype)
+            self._additive = to_additive_mask(self.dense, dtype)
         return self._additive
 
     _additive: Tensor | None = None
@@ -153,10 +153,10 @@ def document_mask(
     allowed = document_ids[:, rows].unsqueeze(2) == document_ids[:, columns].unsqueeze(1)
     if causal:
         allowed = allowed & (columns <= rows.unsqueeze(1))
-    return additive_mask(allowed, dtype).unsqueeze(1)
+    return to_additive_mask(allowed, dtype).unsqueeze(1)
 
 
-def additive_mask(allowed: Tensor, dtype: torch.dtype) -> Tensor:
+def to_additive_mask(allowed: Tensor, dtype: torch.dtype) -> Tensor:
     """Return 0 where `allowed`, else the minimum of `dtype`, as transformers' eager attention wants it."""
     mask = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
     return mask.masked_fill_(~allowed, torch.finfo(dtype).min)
