@@ -31,7 +31,7 @@ BLOCKS = {
 TIED = {"gpt2", "gpt_neo", "bert", "roberta", "bloom", "opt", "gemma", "gemma2", "falcon"}
 KEY_VALUE_HEADS = {"llama": 2, "mistral": 2, "qwen3": 2, "gemma": 2, "gemma2": 2, "falcon": 1}
 WIDER = {"gpt2", "gptj", "gpt_neo", "bloom", "falcon"}  # four times the width, for want of a setting
-POSITIONS = {"bloom": None, "falcon": 2048, "roberta": 62}
+POSITIONS = {"bloom": None, "roberta": 62}
 POSITION_TABLES = {"gpt2": 64, "gpt_neo": 64, "bert": 66, "roberta": 66, "opt": 66}  # rows, token types included
 
 

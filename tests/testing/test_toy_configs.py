@@ -10,7 +10,8 @@ from shardwise.model.build import build_model
 from shardwise.testing.toy_configs import language_model_types, toy_config
 
 LARGEST = 3_000_000  # parameters; most toys have 20,000 to 100,000
-BUILT = 0.8  # of a task's types, at least: the others need packages, or sizes of their own that depend on each other
+# Least share of a task's types. The others need packages, or sizes of their own; or they read sound instead of tokens.
+BUILT = {"causal_lm": 0.8, "masked_lm": 0.8, "seq2seq_lm": 0.6}
 
 
 def parameters(model_type: str, task: str) -> int:
@@ -39,7 +40,7 @@ def test_values_of_the_caller_win() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", ["causal_lm", "masked_lm", "seq2seq_lm"])
+@pytest.mark.parametrize("task", BUILT)
 def test_most_types_of_transformers_have_a_toy(task: str) -> None:
     types = language_model_types(task)
     sizes: dict[str, int] = {}
@@ -49,4 +50,4 @@ def test_most_types_of_transformers_have_a_toy(task: str) -> None:
         except (ModelError, ValueError, AttributeError):  # each config class has its own way to refuse values
             continue
     small = [model_type for model_type, size in sizes.items() if size < LARGEST]
-    assert len(small) >= BUILT * len(types), sorted(set(types) - set(small))
+    assert len(small) >= BUILT[task] * len(types), sorted(set(types) - set(small))

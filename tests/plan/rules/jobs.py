@@ -63,6 +63,11 @@ NO_INTERFACE = FACTS.with_capabilities(
 )
 
 
+def staged(**parallel: Any) -> dict[str, Any]:
+    """Return a job of two pipeline stages."""
+    return {"parallel": {"pipeline_parallel_degree": 2, **parallel}}
+
+
 def resolve_case(job: dict[str, Any], world: World = CPU4, facts: ModelFacts = FACTS) -> None:
     check(Draft(Job.model_validate(job), world, facts))
 

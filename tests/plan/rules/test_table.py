@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from shardwise.model.facts import ModelFacts
+from shardwise.parallel.apply import TRANSFORMS
 from shardwise.plan.draft import World
 from shardwise.plan.rules import AXIS_RULES, RULES, float8, fused_kernels, rules
 from shardwise.words import divisors, one_of
@@ -47,6 +48,12 @@ def test_the_table_holds_every_subject_and_each_row_has_a_name_of_its_own() -> N
     assert {rule.id for rows in AXIS_RULES.values() for rule in rows} <= set(ids)
     assert [doc.id for doc in rules()] == ids
     assert all(doc.sentence and doc.fix and doc.keys for doc in rules())
+
+
+def test_a_transform_has_its_rules_under_its_own_name() -> None:
+    without_rules = {"boundary_shapes", "materialize"}  # which follow from others
+    names = {transform.name for transform in TRANSFORMS}
+    assert names - without_rules <= set(SUBJECTS)
 
 
 def test_the_default_job_is_legal_on_cpu_and_cuda() -> None:

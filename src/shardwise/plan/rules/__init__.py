@@ -34,7 +34,9 @@ from shardwise.plan.rules import (
     sharding,
     stages,
     tensor,
+    traced_stages,
     training,
+    weight_gradients,
 )
 from shardwise.plan.rules.rule import Rule
 
@@ -44,7 +46,7 @@ AXIS_RULES: dict[Axis, tuple[Rule, ...]] = {
     Axis.CONTEXT: context.RULES,
     Axis.REPLICA: (),
     Axis.SHARD: sharding.RULES,
-    Axis.PIPELINE: stages.RULES,
+    Axis.PIPELINE: (*stages.RULES, *traced_stages.RULES, *weight_gradients.RULES),
 }
 RULES: tuple[Rule, ...] = (
     *model.RULES,

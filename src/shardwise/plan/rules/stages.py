@@ -5,17 +5,17 @@ from __future__ import annotations
 from itertools import pairwise
 
 from shardwise.job.axes import Axis
-from shardwise.plan.draft import SPLIT_SCHEDULES, Draft, changed, stages_of_a_rank
+from shardwise.plan.draft import Draft, stages_of_a_rank
 from shardwise.plan.rules.rule import Rule, idle
 from shardwise.words import nearest
 
 DEGREE, VIRTUAL = "parallel.pipeline_parallel_degree", "parallel.virtual_pipeline_degree"
 MAP, DEFAULT, AUTO = "parallel.partition", "parallel.default_partition", "parallel.auto_partition"
 COUNT = "training.gradient_accumulation"
-BLOCK_KEYS = ("memory.activation_checkpointing", "model.compile", "precision.fp8")
 
 
-def _one_stage(d: Draft) -> bool:
+def one_stage(d: Draft) -> bool:
+    """Return whether there is one pipeline stage."""
     return d.parallel.pipeline_parallel_degree == 1
 
 
@@ -29,7 +29,7 @@ def _unplaced(d: Draft) -> list[str]:
 
 
 def _too_few(d: Draft) -> bool:
-    return not _one_stage(d) and d.parallel.pipeline != "simple" and d.accumulation.value < _fewest(d)
+    return not one_stage(d) and d.parallel.pipeline != "simple" and d.accumulation.value < _fewest(d)
 
 
 def _fewest(d: Draft) -> int:
@@ -39,7 +39,7 @@ def _fewest(d: Draft) -> int:
 
 def _takes_turns(d: Draft) -> bool:
     turns = stages_of_a_rank(d.parallel) > 1 or d.parallel.pipeline == "zero_bubble"
-    return turns and not _one_stage(d) and not d.in_v
+    return turns and not one_stage(d) and not d.in_v
 
 
 def _rounds(d: Draft) -> int:
@@ -49,26 +49,18 @@ def _rounds(d: Draft) -> int:
 
 # fmt: off
 RULES: tuple[Rule, ...] = (
-    *(idle(f"{key.rpartition('.')[2].replace('_', '-')}-without-stages", key, "there is one pipeline stage", _one_stage)
+    *(idle(f"{key.rpartition('.')[2].replace('_', '-')}-without-stages", key, "there is one pipeline stage", one_stage)
       for key in ("parallel.pipeline", VIRTUAL, "parallel.active_microbatches", AUTO, "parallel.memory_weight", DEFAULT,
                   MAP)),
     Rule("pipeline-model", (DEGREE,), "the model has to be a chain of blocks, or one that torch can trace and cut",
-         lambda d: not _one_stage(d) and not d.facts.supports(Axis.PIPELINE).ok,
+         lambda d: not one_stage(d) and not d.facts.supports(Axis.PIPELINE).ok,
          fix="use 1",
          because=lambda d: d.facts.supports(Axis.PIPELINE).reason),
-    Rule("traced-modules", (DEGREE, *BLOCK_KEYS),
-         "stages that are cut from a traced forward have operators, and no blocks that something could be done to",
-         lambda d: not _one_stage(d) and d.facts.stages.traced and changed(d.job, *BLOCK_KEYS),
-         fix="use checkpointing none, compile false and fp8 none, or pipeline_parallel_degree 1"),
-    Rule("traced-schedule", (DEGREE, "parallel.pipeline"),
-         "in a traced forward the gradients of weights cannot be put off",
-         lambda d: not _one_stage(d) and d.facts.stages.traced and d.parallel.pipeline in SPLIT_SCHEDULES,
-         fix="use pipeline interleaved or simple"),
     Rule("pipeline-loss", (DEGREE, "model.loss"), "the loss of a module of model.factory is taken on the last stage",
-         lambda d: not _one_stage(d) and d.facts.computes_own_loss and d.model.loss is None,
+         lambda d: not one_stage(d) and d.facts.computes_own_loss and d.model.loss is None,
          fix="give model.loss, a function of output and batch, or use pipeline_parallel_degree 1"),
     Rule("pipeline-blocks", (DEGREE, VIRTUAL), "every stage has a block",
-         lambda d: not _one_stage(d) and d.stages > len(d.facts.blocks),
+         lambda d: not one_stage(d) and d.stages > len(d.facts.blocks),
          fix="use fewer stages",
          because=lambda d: f"{d.stages} stages, and the model has {len(d.facts.blocks)} blocks",
          use=lambda d: f"use a product of at most {len(d.facts.blocks)}"),
@@ -78,10 +70,6 @@ RULES: tuple[Rule, ...] = (
     Rule("virtual-v", ("parallel.pipeline", VIRTUAL), "stages that go down the ranks and up again are two on each rank",
          lambda d: d.in_v and stages_of_a_rank(d.parallel) != 2,
          fix="leave virtual_pipeline_degree out, or use pipeline zero_bubble"),
-    Rule("zero-bubble-compile", ("parallel.pipeline", "model.compile"),
-         "a compiled block takes all its gradients at once",
-         lambda d: not _one_stage(d) and d.parallel.pipeline in SPLIT_SCHEDULES and d.model.compile,
-         fix="use model.compile false, or pipeline interleaved"),
     Rule("pipeline-microbatches", (DEGREE, "parallel.pipeline", COUNT),
          "interleaved stages need a microbatch for every rank, those of zbv and dualpipev one for every stage",
          _too_few,
@@ -98,7 +86,7 @@ RULES: tuple[Rule, ...] = (
          use=lambda d: f"use a multiple of {d.parallel.pipeline_parallel_degree}"),
     Rule("active-microbatches", ("parallel.active_microbatches", "parallel.pipeline"),
          "the schedule has to be able to keep within it",
-         lambda d: not _one_stage(d) and (d.parallel.active_microbatches or d.in_flight) < d.in_flight,
+         lambda d: not one_stage(d) and (d.parallel.active_microbatches or d.in_flight) < d.in_flight,
          fix="use a larger number, or pipeline interleaved",
          because=lambda d: f"the schedule keeps {d.in_flight} forwards in flight",
          use=lambda d: f"use at least {d.in_flight}"),
@@ -113,11 +101,11 @@ RULES: tuple[Rule, ...] = (
          use=lambda d: f"use names such as {d.facts.blocks[0].name if d.facts.blocks else ''!r}."
          + nearest(_unknown(d)[0], [block.name for block in d.facts.blocks])),
     Rule("partition-stages", (AUTO, MAP, DEFAULT), "every block is on one of the stages",
-         lambda d: not _one_stage(d) and _unplaced(d),
+         lambda d: not one_stage(d) and _unplaced(d),
          fix="give every block a stage, or a default_partition",
          because=lambda d: f"{_unplaced(d)[0]} is on none of the stages 0 to {d.stages - 1}"),
     Rule("partition-order", (AUTO, MAP, DEFAULT), "stages follow each other as the blocks do, and none is empty",
-         lambda d: not _one_stage(d) and (any(later < earlier for earlier, later in pairwise(d.partition))
+         lambda d: not one_stage(d) and (any(later < earlier for earlier, later in pairwise(d.partition))
                                           or len(set(d.partition)) < d.stages),
          fix="use a map whose stages never decrease and that leaves none out",
          because=lambda d: f"the blocks are on the stages {d.partition}"),

@@ -5,14 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from shardwise.model.facts import StageFacts
-from tests.plan.rules.jobs import CPU4, FACTORY, FACTS, LISTS, USERS_MODULE, case
-
-TRACED = replace(FACTS, stages=StageFacts(traced=True))
-
-
-def staged(**parallel: Any) -> dict[str, Any]:
-    return {"parallel": {"pipeline_parallel_degree": 2, **parallel}}
+from tests.plan.rules.jobs import CPU4, FACTORY, FACTS, LISTS, USERS_MODULE, case, staged
 
 
 def mapped(*stages: int) -> dict[str, Any]:
@@ -35,18 +28,6 @@ CASES = {
         )
     },
     "pipeline-model": case(staged(), staged(), "two lists", CPU4, LISTS, FACTS),
-    "traced-modules": case(
-        {**staged(), "memory": {"activation_checkpointing": "full"}},
-        staged(),
-        "use checkpointing none",
-        facts=TRACED,
-    ),
-    "traced-schedule": case(staged(pipeline="zero_bubble"), staged(), "pipeline interleaved or simple", facts=TRACED),
-    "zero-bubble-compile": case(
-        {**staged(pipeline="zero_bubble"), "model": {"compile": True}},
-        {**staged(), "model": {"compile": True}},
-        "pipeline interleaved",
-    ),
     "pipeline-loss": case(
         {**FACTORY, **staged()},
         {"model": {"factory": "a:b", "loss": "a:c"}, **staged()},
