@@ -12,6 +12,7 @@ from pathlib import Path
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub
 
 import pytest
+import torch
 
 from shardwise.collectives import engine
 from shardwise.testing.world import WorldPool
@@ -34,6 +35,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):  # which xdist gives its workers
         config.pluginmanager.register(Leftovers())
+    cores, processes = len(os.sched_getaffinity(0)), int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    torch.set_num_threads(max(1, cores // processes))  # threads of two that share a core wait for each other
     get_temp_dir()  # before a test gives itself another TMPDIR
     config.pluginmanager.register(ProcessorTimes(config))
     config.pluginmanager.register(Subjects(config))
