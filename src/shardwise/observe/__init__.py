@@ -1,1 +1,1 @@
-"""What a run shows and records: display, metrics, trackers, memory, profiles and the report."""
+"""Everything that a run shows and records: display, metrics, trackers, memory, profiles and the report."""

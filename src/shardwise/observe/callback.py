@@ -42,7 +42,7 @@ if TYPE_CHECKING:  # the report reads the display's words and needs no torch
 
 
 class ObservedSession(Protocol):
-    """What a callback may use of the session that calls it.
+    """A session as a callback may use it.
 
     Attributes:
         rank: of this process in the world.

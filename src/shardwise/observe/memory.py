@@ -1,4 +1,4 @@
-"""How much memory a rank uses: live tensor storages counted on any device, and the device's own peak counter.
+"""Memory of a rank: live tensor storages counted on any device, and the device's own peak counter.
 
 `LiveBytes` is exact on a CPU, where torch has no peak counter and the resident set is too coarse: it sees every
 operator that torch dispatches while it is active and adds up the storages that are still referenced. What a kernel

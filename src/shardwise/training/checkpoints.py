@@ -43,7 +43,7 @@ class RunCheckpoints:
 
     @property
     def failed(self) -> bool:
-        """Whether this rank knows that the last save failed."""
+        """True where this rank knows that the last save failed."""
         return self.checkpointer is not None and self.checkpointer.failed
 
     def restore(self) -> tuple[Progress, list[str]]:

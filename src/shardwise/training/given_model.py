@@ -50,11 +50,13 @@ class GivenModel:
         """
         module = source
         if not isinstance(module, nn.Module):
-            with parameters_on_meta(), user_code(f"model={name_of(source)}"):
+            with parameters_on_meta(), user_code(f"model={model_reference(source)}"):
                 module = source()
         if not isinstance(module, nn.Module):
-            raise ModelError(f"model={name_of(source)} returned a {type(module).__name__}; a torch.nn.Module is needed")
-        weights = take_weights(module)
+            raise ModelError(
+                f"model={model_reference(source)} returned a {type(module).__name__}; a torch.nn.Module is needed"
+            )
+        weights = detach_weights(module)
         return cls(prepare_for_training(module), weights, example)
 
     def study(self, job: Job) -> ModelFacts:
@@ -65,13 +67,13 @@ class GivenModel:
         return facts
 
 
-def name_of(source: ModelSource) -> str:
+def model_reference(source: ModelSource) -> str:
     """Return `module:name` of a model's class, or of the function that makes it."""
     definition = type(source) if isinstance(source, nn.Module) else source
     return f"{definition.__module__}:{getattr(definition, '__qualname__', type(definition).__qualname__)}"
 
 
-def take_weights(module: nn.Module) -> dict[str, Tensor]:
+def detach_weights(module: nn.Module) -> dict[str, Tensor]:
     """Return the values of all parameters by name, out of the module, whose parameters then take no memory."""
     weights: dict[str, Tensor] = {}
     blanks: dict[int, nn.Parameter] = {}
@@ -85,7 +87,7 @@ def take_weights(module: nn.Module) -> dict[str, Tensor]:
     return weights
 
 
-def give_weights(model: ParallelModel, weights: Mapping[str, Tensor], seed: int) -> None:
+def place_weights(model: ParallelModel, weights: Mapping[str, Tensor], seed: int) -> None:
     """Put rank 0's values into the slices that are here; what has no value is drawn from `seed`. Collective."""
     if any(value.is_meta for value in weights.values()):
         initialize(model, seed)

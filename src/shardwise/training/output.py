@@ -124,7 +124,7 @@ def _newest_in(path: str) -> str | None:
 
 
 def _goes_on(job: Job) -> bool:
-    """Whether the checkpoints there are of this model and data; layout, precision and schedule may have changed."""
+    """Return whether checkpoints there are of this model and data; layout, precision and schedule may have changed."""
     if job.checkpoint.resume != "auto":
         return False
     newest = next(complete(checkpoint_store(job)), None)
@@ -195,7 +195,7 @@ def write_run(path: Path, content: dict[str, Any]) -> None:
 
 
 def _unused(path: Path) -> bool:
-    """Whether a run has claimed the directory and come to nothing: a mistake in a job must not bind its correction."""
+    """Return whether a run has claimed the directory and come to nothing: a mistake must not bind its correction."""
     return {entry.name for entry in path.iterdir()} <= {RUN_FILE, LOCK_FILE}
 
 

@@ -1,4 +1,4 @@
-"""What a finished run leaves behind: its model in Hugging Face's format, a sample of text, and its last words."""
+"""The end of a run: its model in Hugging Face's format, a sample of text, and its last words."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ from shardwise.parallel.model import ParallelModel
 from shardwise.plan.plan import Plan, resolve
 from shardwise.training.checkpoints import RunCheckpoints, after_restart
 from shardwise.training.forecast import is_out_of_memory, out_of_memory
-from shardwise.training.given_model import GivenModel, ModelSource, name_of
+from shardwise.training.given_model import GivenModel, ModelSource, model_reference
 from shardwise.training.objectives.own_loss import LossFunction
 from shardwise.training.optimizer import ShardedOptimizer, learning_rate
 from shardwise.training.own_batches import Microbatch, as_batches, objective_for, rows_of_all_ranks
@@ -57,7 +57,7 @@ from shardwise.training.step_record import step_record
 
 @dataclass
 class TrainingResult:
-    """What a finished run says, equal on every rank.
+    """The result of a finished run, equal on every rank.
 
     `training_loss` is the mean of the last `averaged_steps` steps, as many as one evaluation has batches, each before
     its update. `stopped` is why the run ended before its last step, if it did.
@@ -158,12 +158,12 @@ class Session:
 
     @property
     def plan(self) -> Plan:
-        """What runs, with the rule behind each derived value."""
+        """The plan of what runs, with the rule behind each derived value."""
         return self.assembled.plan
 
     @property
     def layout(self) -> Layout:
-        """Where this rank stands on each axis."""
+        """The place of this rank on each axis."""
         return self.assembled.layout
 
     @property
@@ -428,7 +428,7 @@ def _job_of(
     """Return the job of a session; a caller's model is named in it, and its example says how large a microbatch is."""
     keys = {f"{section}.{key}": value for section, content in sections.items() for key, value in content.items()}
     if model is not None:
-        keys["model.factory"] = name_of(model)
+        keys["model.factory"] = model_reference(model)
     job = load_job(source, keys) if keys or not isinstance(source, Job) else source
     first = next(iter(example.values()), None) if example else None
     if first is not None:

@@ -27,7 +27,7 @@ from shardwise.parallel.layout import Layout
 from shardwise.parallel.model import ParallelModel
 from shardwise.parallel.objective import Objective
 from shardwise.plan.plan import Plan, World, resolve
-from shardwise.training.given_model import GivenModel, give_weights
+from shardwise.training.given_model import GivenModel, place_weights
 from shardwise.training.init import initialize, match_weights
 from shardwise.training.objectives.choose import make_objective
 from shardwise.training.optimizer import ShardedOptimizer
@@ -143,7 +143,7 @@ def assemble(
     if given is None:
         initialize(model, seed)
     else:
-        give_weights(model, given.weights, seed)
+        place_weights(model, given.weights, seed)
     objective = make_objective(model)
     if objective.needs_whole_batches and data is not None:
         check_whole_batches(plan, data)

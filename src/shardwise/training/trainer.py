@@ -54,7 +54,7 @@ class Trainer:
 
     @property
     def is_last(self) -> bool:
-        """Whether the step that has just ended was the last."""
+        """True after the last step."""
         return self.session.steps_done == self.training.steps
 
     def is_due(self, every: int) -> bool:

@@ -32,7 +32,7 @@ from shardwise.smp.v1.nn.layers import DistributedEmbedding, DistributedLinear
 from shardwise.smp.v1.nn.splits import common_heads, tensor_splits
 from shardwise.smp.v1.requests import CheckpointRequest, requests
 from shardwise.smp.v1.session import SmpSessionV1
-from shardwise.training.given_model import give_weights, take_weights
+from shardwise.training.given_model import detach_weights, place_weights
 from shardwise.training.setup import current_world
 
 DTYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -76,7 +76,7 @@ def build_parallel_model(session: SmpSessionV1, module: nn.Module, inputs: Mappi
         config = getattr(inner, "config", None)
         if isinstance(config, PreTrainedConfig):
             config.use_cache = False
-    weights = take_weights(module)
+    weights = detach_weights(module)
     shape = microbatch_shape(inputs)
     values = session.cfg.job_keys | {
         "training.microbatch_size": shape.rows,
@@ -97,7 +97,7 @@ def build_parallel_model(session: SmpSessionV1, module: nn.Module, inputs: Mappi
     _say_partition(plan)
     _checkpoint_each(session, module, _on_one_stage(session, module, apart, plan))
     parallel = parallelize(module, plan, session.layout, facts, session.device)
-    give_weights(parallel, weights, _agreed_seed())
+    place_weights(parallel, weights, _agreed_seed())
     return parallel
 
 
