@@ -243,7 +243,7 @@ def test_paths_on_pages_exist() -> None:
     """`room/file.py` is in the package or in the repository."""
     missing = []
     for page in WRITTEN:
-        if page.name == "CHANGELOG.md":
+        if page.name in ("CHANGELOG.md", "extend.md"):  # what was there, and files that a reader is to write
             continue
         for path in re.findall(r"`((?:[\w-]+/)+[\w.-]+\.(?:py|md|cpp|h))`", page.read_text()):
             if not path.startswith("gpt") and not any((root / path).exists() for root in HOMES):
