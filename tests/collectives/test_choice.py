@@ -83,7 +83,7 @@ def measured(directory: str) -> tuple[list[str], int]:
     rank, world = dist.get_rank(), dist.group.WORLD
     assert world is not None
     topology_before = topology.of_identities(["a", "a", "b", "b"])
-    hierarchical.discover = lambda store, rank, size: topology_before  # type: ignore[assignment]
+    hierarchical.discover_topology = lambda store, rank, size: topology_before  # type: ignore[assignment]
     texts, calls = [], []
     inner = choice.measure
     choice.measure = lambda *arguments: calls.append(1) or inner(*arguments)  # type: ignore[func-returns-value]
@@ -99,7 +99,7 @@ def measured(directory: str) -> tuple[list[str], int]:
             hierarchy.close()
     finally:
         # A worker serves other tests, beside workers that have not seen this one.
-        choice.measure, hierarchical.discover, choice.LADDER = inner, topology.discover, ladder
+        choice.measure, hierarchical.discover_topology, choice.LADDER = inner, topology.discover_topology, ladder
     return texts, len(calls)
 
 

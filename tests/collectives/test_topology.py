@@ -24,9 +24,9 @@ def test_hosts_are_grouped_by_identity_in_the_order_of_their_first_ranks() -> No
 def test_ranks_of_one_process_share_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(topology.HOST_VARIABLE, raising=False)
     store = dist.HashStore()
-    other = threading.Thread(target=topology.discover, args=(store, 1, 2))
+    other = threading.Thread(target=topology.discover_topology, args=(store, 1, 2))
     other.start()
-    assert topology.discover(store, 0, 2) == Topology(((0, 1),))
+    assert topology.discover_topology(store, 0, 2) == Topology(((0, 1),))
     other.join()
 
 

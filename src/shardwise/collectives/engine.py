@@ -30,7 +30,7 @@ import torch.distributed as dist
 from filelock import FileLock
 
 from shardwise.cache import cache_root
-from shardwise.collectives.topology import discover
+from shardwise.collectives.topology import discover_topology
 from shardwise.errors import MachineError
 
 BACKEND = "shardwise"
@@ -123,7 +123,7 @@ def _create(options: Any, backend_options: Any) -> Any:
 
 def create(store: Any, rank: int, names: Sequence[int], timeout: timedelta) -> Any:
     """The backend of one rank of a group, from a store that its members alone see; `names` are its global ranks."""
-    hosts = discover(store, rank, len(names)).hosts
+    hosts = discover_topology(store, rank, len(names)).hosts
     interface = os.environ.get(INTERFACE_VARIABLE, "")
     return load().make(store, rank, hosts, list(names), interface, *_towards(store), timeout)
 

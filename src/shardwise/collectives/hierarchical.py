@@ -34,7 +34,7 @@ from shardwise._torch_compat import (
 from shardwise.collectives import carriers, choice
 from shardwise.collectives.carriers import Seat
 from shardwise.collectives.choice import Algorithm, Operation, Table
-from shardwise.collectives.topology import Topology, discover
+from shardwise.collectives.topology import Topology, discover_topology
 from shardwise.collectives.turns import Turns
 from shardwise.collectives.two_level import TwoLevel, can_reduce
 from shardwise.errors import ConfigError
@@ -236,7 +236,7 @@ def _create(algorithm: str, between: str, inside: str, options: Any, backend_opt
 def _hierarchy(seat: Seat, flat: dist.ProcessGroup, algorithm: str, between: str, inside: str) -> Hierarchy | None:
     if algorithm == "flat":
         return None
-    found = discover(seat.store, seat.rank, seat.size)
+    found = discover_topology(seat.store, seat.rank, seat.size)
     if not has_two_levels(found):
         _say_why_flat(found, seat.rank)
         return None

@@ -75,7 +75,7 @@ def of_identities(identities: Sequence[str]) -> Topology:
     return Topology(tuple(tuple(ranks) for ranks in hosts.values()), tuple(hosts))
 
 
-def discover(store: Any, rank: int, world: int, device: str | None = None) -> Topology:
+def discover_topology(store: Any, rank: int, world: int, device: str | None = None) -> Topology:
     """The topology of `world` ranks that all call this with the same `store` (a `torch.distributed.Store`).
 
     Waits for all of them, as long as the store's own timeout. `device` names what this rank computes on, uniquely in

@@ -264,7 +264,7 @@ def _topology() -> Iterator[tuple[str, str]]:
     place = detect() or ALONE
     with process_group("cpu", "gloo", MEETING_SECONDS):
         store = distributed.group.WORLD.get_group_store()  # type: ignore[union-attr]
-        places = topology.discover(store, place.rank, place.world_size, _device(place.local_rank))
+        places = topology.discover_topology(store, place.rank, place.world_size, _device(place.local_rank))
         distributed.barrier()  # nobody ends the store that others still read
     for node, (ranks, identity) in enumerate(zip(places.hosts, places.identities, strict=True)):
         members = ", ".join(f"{rank} (local {local})" for local, rank in enumerate(ranks))
