@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     engine.build()
     ladder = [bench.Case(op, LADDER_RANKS, size) for op in bench.OPERATIONS for size in SIZES if options.plot]
-    rows = bench.measure([*bench.STANDARD, *ladder])
+    rows = bench.measure_collectives([*bench.STANDARD, *ladder])
     Console().print(bench.render(rows))
     if options.json:
         write_json(options.json, header(("torch", "shardwise")) | {"rows": rows})

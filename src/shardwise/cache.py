@@ -1,4 +1,4 @@
-"""Where things are kept that would cost time to make again: tokens, tokenizers, the compiled engine."""
+"""The cache of what would cost time to make again: tokens, tokenizers, the compiled engine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def cache_root(configured: str | None = None) -> Path:
-    """`configured`, else `$XDG_CACHE_HOME/shardwise`, else `~/.cache/shardwise`."""
+    """Return `configured`, else `$XDG_CACHE_HOME/shardwise`, else `~/.cache/shardwise`."""
     if configured is not None:
         return Path(configured).expanduser().absolute()
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"

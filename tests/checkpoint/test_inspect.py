@@ -14,7 +14,7 @@ from shardwise.checkpoint.catalog import find, read_manifest
 from shardwise.checkpoint.inspect import list_checkpoints, run_ls, run_show
 from shardwise.checkpoint.manifest import BLOCK_BYTES, FILE, seal
 from shardwise.checkpoint.stores import open_store
-from shardwise.checkpoint.verification import run_verify, verify_files
+from shardwise.checkpoint.verification import verify_checkpoint, verify_files
 from shardwise.commands.cli import main
 from shardwise.errors import CheckpointError
 from shardwise.testing.world import WorldPool
@@ -171,7 +171,7 @@ def test_what_looks_like_markup_is_shown_as_it_is(place: Path, capsys: pytest.Ca
 
 
 def test_verify_is_content_with_what_was_written(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_verify(str(run), say=print) == 0
+    assert verify_checkpoint(str(run), say=print) == 0
     assert "every block is as it was written" in capsys.readouterr().out
 
 
@@ -182,7 +182,7 @@ def test_verify_looks_at_every_file_and_block(place: Path, capsys: pytest.Captur
     size = (checkpoint / SHARD).stat().st_size
     assert size > 2 * BLOCK_BYTES
     flip(checkpoint / SHARD, size - 1)
-    assert run_verify(str(checkpoint), say=print) == 1
+    assert verify_checkpoint(str(checkpoint), say=print) == 1
     shown = capsys.readouterr().out
     assert f"other bytes than were written at {BLOCK_BYTES} to {min(2 * BLOCK_BYTES, size)}" in shown
     assert "2 of 2 files damaged" in shown
@@ -207,7 +207,7 @@ def test_verify_names_what_a_truncated_file_held(place: Path, kept: int) -> None
 
 def test_verify_goes_on_behind_a_file_that_is_not_there(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (place / NEWEST / "rank-00000.safetensors").unlink()
-    assert run_verify(str(place / NEWEST), say=print) == 1
+    assert verify_checkpoint(str(place / NEWEST), say=print) == 1
     shown = capsys.readouterr().out
     assert "is missing" in shown and "1 of 2 files damaged" in shown
     flip(place / NEWEST / SHARD, 5000)

@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 from shardwise.checkpoint import storage_write, stores
-from shardwise.checkpoint.catalog import checkpoints, name_of
+from shardwise.checkpoint.catalog import checkpoint_name, checkpoints
 from shardwise.checkpoint.manifest import FILE
 from shardwise.checkpoint.staging import Staging
 from shardwise.checkpoint.stores import LocalStore
@@ -289,11 +289,11 @@ def kill_and_resume(pool: WorldPool, corpora: Path, directory: Path, undisturbed
         for name in left:
             assert_same_checkpoint(output / "checkpoints" / name, undisturbed / "checkpoints" / name)
         before = len(records(output)) if (output / "metrics.jsonl").exists() else 0
-        assert before < len(records(undisturbed)) or name_of(STEPS) not in left  # it did not come to its end
+        assert before < len(records(undisturbed)) or checkpoint_name(STEPS) not in left  # it did not come to its end
         train(pool, a_job(corpora, output, "auto"))
         assert records(output) == records(undisturbed), str(fault)
         names = sorted(entry.name for entry in (output / "checkpoints").iterdir() if entry.name.startswith("step"))
-        assert names == [name_of(step) for step in range(EVERY, STEPS + 1, EVERY)]
+        assert names == [checkpoint_name(step) for step in range(EVERY, STEPS + 1, EVERY)]
         assert_same_checkpoint(output / "checkpoints" / names[-1], undisturbed / "checkpoints" / names[-1])
 
 

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from xxhash import xxh3_128_hexdigest
 
-from shardwise.checkpoint.manifest import BLOCK_BYTES
-from shardwise.checkpoint.stores import OWNER
+from shardwise.checkpoint.manifest import BLOCK_BYTES, OWNER
 from shardwise.launch.process_group import process_group
 from shardwise.training.setup import set_up
 from tests.checkpoint.test_bad_input import Damage, a_job, alone, edited, newest, restore_all, written

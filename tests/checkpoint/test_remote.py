@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 from shardwise.checkpoint.catalog import checkpoints, complete, read_manifest
 from shardwise.checkpoint.export import export_checkpoint
 from shardwise.checkpoint.inspect import list_checkpoints
-from shardwise.checkpoint.manifest import FILE
+from shardwise.checkpoint.manifest import FILE, OWNER
 from shardwise.checkpoint.remote import RemoteStore
 from shardwise.checkpoint.save import claim
-from shardwise.checkpoint.stores import OWNER, Store, open_store, split
+from shardwise.checkpoint.stores import Store, open_store, split
 from shardwise.checkpoint.verification import verify_files
 from shardwise.errors import CheckpointError
 from shardwise.job.schema import Job

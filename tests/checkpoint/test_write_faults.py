@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 from shardwise.checkpoint import save as saving
-from shardwise.checkpoint.catalog import Retention, checkpoints, name_of, read_manifest
-from shardwise.checkpoint.manifest import FILE, Manifest, Progress
+from shardwise.checkpoint.catalog import Retention, checkpoint_name, checkpoints, read_manifest
+from shardwise.checkpoint.manifest import FILE, OWNER, Manifest, Progress
 from shardwise.checkpoint.save import Checkpointer
-from shardwise.checkpoint.stores import OWNER, LocalStore, open_store
+from shardwise.checkpoint.stores import LocalStore, open_store
 from shardwise.errors import CheckpointError
 from shardwise.job.schema import CheckpointSection, Job
 from shardwise.testing.world import WorldPool
@@ -85,11 +85,11 @@ def test_a_save_waits_for_the_last_and_holds_what_was_there_when_it_began(
     world_pool: WorldPool, corpora: Path, tmp_path: Path
 ) -> None:
     coordinator, other = world_pool.run(2, save_twice, make_module_job(corpora), tmp_path)
-    expected = [(what, name_of(step)) for step in (1, 2) for what in ("snapshot", "begin", "commit")]
+    expected = [(what, checkpoint_name(step)) for step in (1, 2) for what in ("snapshot", "begin", "commit")]
     assert coordinator == [(what, "" if what == "snapshot" else name) for what, name in expected]
     assert other == [("snapshot", "")] * 2
     for step in (1, 2):
-        weights = {n: t for n, t in stored(tmp_path / name_of(step)).items() if n.startswith("model/")}
+        weights = {n: t for n, t in stored(tmp_path / checkpoint_name(step)).items() if n.startswith("model/")}
         assert weights and all(bool((tensor == step).all()) for tensor in weights.values())
 
 
@@ -106,8 +106,8 @@ def save_among_others(job: Job, root: str, midway: bool) -> tuple[str, list[str]
         create, store.create = store.create, lambda *place: (store.claim("others"), create(*place))[1]  # type: ignore[method-assign]
     elif dist.get_rank() == 0:
         store.claim("others")
-        store.begin(name_of(2))
-        with store.create(name_of(2), "their file") as handle:
+        store.begin(checkpoint_name(2))
+        with store.create(checkpoint_name(2), "their file") as handle:
             handle.write(b"theirs")
     dist.barrier()
     with pytest.raises(CheckpointError) as caught:
@@ -115,9 +115,9 @@ def save_among_others(job: Job, root: str, midway: bool) -> tuple[str, list[str]
     dist.barrier()
     complete = [name for name in checkpoints(store) if FILE in store.sizes(name)]
     if dist.get_rank() == 0 and not midway:
-        store.commit(name_of(2), b"{}")
+        store.commit(checkpoint_name(2), b"{}")
     dist.barrier()
-    return str(caught.value), complete, {} if midway else store.sizes(name_of(2))
+    return str(caught.value), complete, {} if midway else store.sizes(checkpoint_name(2))
 
 
 @pytest.mark.parametrize("midway", [False, True])
@@ -129,7 +129,7 @@ def test_a_run_that_finds_another_ones_owner_touches_nothing(
     for found in world_pool.run(ranks, save_among_others, make_module_job(corpora), root, midway):
         said, names, theirs = found
         assert f"another run writes into {root} now" in said
-        assert names == [name_of(1)]
+        assert names == [checkpoint_name(1)]
         assert theirs == ({} if midway else {**THEIRS, FILE: 2})
 
 
@@ -160,7 +160,7 @@ def train_with_a_fault(job: Job, rank: int, point: str) -> str:
     original, step = getattr(LocalStore, point), Session.step
 
     def failing(self: LocalStore, name: str, *arguments: Any) -> Any:
-        if name == name_of(4):
+        if name == checkpoint_name(4):
             place = self._partial(name) if point == "begin" else None  # as mkdir says it, and as write does not
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), place)
         return original(self, name, *arguments)
@@ -206,13 +206,13 @@ def test_a_failed_save_is_everyones_at_the_next_step_and_the_last_one_stays(
     output = tmp_path / "run"
     for said in world_pool.run(2, train_with_a_fault, a_job(corpora, output), rank, point):
         assert said.startswith(f"rank {rank}: ") and "No space left on device; earlier ones are intact" in said
-        assert NAMED[point].format(name_of(4), FILES[rank]) in said
+        assert NAMED[point].format(checkpoint_name(4), FILES[rank]) in said
     expected = losses(undisturbed)
     assert losses(output) == expected[:5]  # the step after the save, and no further
-    assert sorted(entry.name for entry in (output / "checkpoints").iterdir()) == [OWNER, name_of(2)]
+    assert sorted(entry.name for entry in (output / "checkpoints").iterdir()) == [OWNER, checkpoint_name(2)]
     assert world_pool.run(2, train_with_a_fault, a_job(corpora, output, "auto"), -1, point) == ["", ""]
     assert losses(output) == expected
-    assert checkpoints(LocalStore(str(output / "checkpoints"))) == [name_of(6), name_of(4)]
+    assert checkpoints(LocalStore(str(output / "checkpoints"))) == [checkpoint_name(6), checkpoint_name(4)]
 
 
 # --- a disk that is full ---------------------------------------------------------------------------------------------
@@ -276,12 +276,12 @@ def test_a_full_disk(corpora: Path, tmp_path: Path) -> None:
     done = run_python(tmp_path / "full.py", disk, file, env=environment, timeout=280)
     assert done.returncode == 0, done.stderr
     first, second = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"code"')]
-    assert first == {"code": 2, "left": [OWNER, name_of(2)]}, done.stderr
+    assert first == {"code": 2, "left": [OWNER, checkpoint_name(2)]}, done.stderr
     assert "No space left on device; earlier ones are intact" in done.stderr and "Traceback" not in done.stderr
     said = " ".join(done.stderr.split())
-    assert any(f"{name_of(4)}/{file}, which was to hold " in said for file in FILES), done.stderr
+    assert any(f"{checkpoint_name(4)}/{file}, which was to hold " in said for file in FILES), done.stderr
     assert second["code"] == 0, done.stderr
-    assert f"resumed from {disk}/{name_of(2)}" in done.stdout.replace("\n", "")
+    assert f"resumed from {disk}/{checkpoint_name(2)}" in done.stdout.replace("\n", "")
     assert [step for step, _ in losses(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
 
 
@@ -309,15 +309,19 @@ def empty_manifest(step: int) -> bytes:
 def test_retention(tmp_path: Path, settings: dict[str, Any], kept: list[int]) -> None:
     store = LocalStore(str(tmp_path))
     for step in LOSSES:
-        store.begin(name_of(step))
-        store.commit(name_of(step), empty_manifest(step))
-    for other in (tmp_path / name_of(0), tmp_path / "step-mine", tmp_path / "my notes"):  # no manifest, no checkpoint
+        store.begin(checkpoint_name(step))
+        store.commit(checkpoint_name(step), empty_manifest(step))
+    for other in (
+        tmp_path / checkpoint_name(0),
+        tmp_path / "step-mine",
+        tmp_path / "my notes",
+    ):  # no manifest, no checkpoint
         other.mkdir()
-    for name in Retention(CheckpointSection(**settings)).surplus(store, name_of(max(LOSSES))):
+    for name in Retention(CheckpointSection(**settings)).surplus(store, checkpoint_name(max(LOSSES))):
         store.remove(name)
     left = [int(path.name[5:]) for path in sorted(tmp_path.glob("step-*")) if (path / FILE).exists()]
     assert left == kept
-    assert {"step-mine", "my notes", name_of(0)} <= {entry.name for entry in tmp_path.iterdir()}
+    assert {"step-mine", "my notes", checkpoint_name(0)} <= {entry.name for entry in tmp_path.iterdir()}
 
 
 @pytest.mark.parametrize(("keep_last", "kept"), [(1, [5, 6, 7]), (2, [4, 5, 6, 7])])
@@ -325,42 +329,44 @@ def test_what_was_passed_over_takes_no_place(tmp_path: Path, keep_last: int, kep
     """Step 5 was saved by a run that went on from step 4, as later ones are damaged in a way that sizes do not show."""
     store = LocalStore(str(tmp_path))
     for step in LOSSES:
-        store.begin(name_of(step))
-        store.commit(name_of(step), empty_manifest(step))
-    surplus = Retention(CheckpointSection(keep_last=keep_last)).surplus(store, name_of(5))
-    assert sorted(surplus) == [name_of(step) for step in LOSSES if step not in kept]
+        store.begin(checkpoint_name(step))
+        store.commit(checkpoint_name(step), empty_manifest(step))
+    surplus = Retention(CheckpointSection(keep_last=keep_last)).surplus(store, checkpoint_name(5))
+    assert sorted(surplus) == [checkpoint_name(step) for step in LOSSES if step not in kept]
 
 
 def test_what_lies_elsewhere_stays_there(tmp_path: Path) -> None:
     """A checkpoint that was moved to a larger disk, with a link in its place."""
     store, elsewhere = LocalStore(str(tmp_path / "here")), LocalStore(str(tmp_path / "there"))
-    for name in (name_of(1), name_of(2)):
+    for name in (checkpoint_name(1), checkpoint_name(2)):
         elsewhere.begin(name)
         elsewhere.commit(name, empty_manifest(1))
         (tmp_path / "here").mkdir(exist_ok=True)
         (tmp_path / "here" / name).symlink_to(tmp_path / "there" / name)
-    store.remove(name_of(1))
-    store.begin(name_of(2))
-    store.commit(name_of(2), empty_manifest(2))
-    assert [entry.name for entry in (tmp_path / "here").iterdir()] == [name_of(2)]
+    store.remove(checkpoint_name(1))
+    store.begin(checkpoint_name(2))
+    store.commit(checkpoint_name(2), empty_manifest(2))
+    assert [entry.name for entry in (tmp_path / "here").iterdir()] == [checkpoint_name(2)]
     assert [read_manifest(elsewhere, name).progress.step for name in checkpoints(elsewhere)] == [1, 1]
-    assert read_manifest(store, name_of(2)).progress.step == 2
+    assert read_manifest(store, checkpoint_name(2)).progress.step == 2
 
 
 def test_a_run_that_was_killed_as_it_replaced_a_checkpoint(tmp_path: Path) -> None:
     """The damaged one has its other name still; that is no reason for the next to fail."""
     store = LocalStore(str(tmp_path))
-    for name in (f".{name_of(1)}.old", name_of(1)):
+    for name in (f".{checkpoint_name(1)}.old", checkpoint_name(1)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "rank-00000.safetensors").write_bytes(b"damaged")
-    store.begin(name_of(1))
-    store.commit(name_of(1), empty_manifest(1))
-    assert [entry.name for entry in tmp_path.iterdir()] == [name_of(1)] and list(store.sizes(name_of(1))) == [FILE]
+    store.begin(checkpoint_name(1))
+    store.commit(checkpoint_name(1), empty_manifest(1))
+    assert [entry.name for entry in tmp_path.iterdir()] == [checkpoint_name(1)] and list(
+        store.sizes(checkpoint_name(1))
+    ) == [FILE]
 
 
 def test_retention_removes_as_the_run_goes(world_pool: WorldPool, corpora: Path, tmp_path: Path) -> None:
     job = a_job(corpora, tmp_path / "run", keep_last=1, keep_every=4)
     assert world_pool.run(2, train_with_a_fault, job, -1, "create") == ["", ""]
     store = LocalStore(str(tmp_path / "run" / "checkpoints"))
-    assert checkpoints(store) == [name_of(6), name_of(4)]
-    assert read_manifest(store, name_of(6)).progress.validation_loss is not None
+    assert checkpoints(store) == [checkpoint_name(6), checkpoint_name(4)]
+    assert read_manifest(store, checkpoint_name(6)).progress.validation_loss is not None

@@ -206,7 +206,7 @@ def test_export_reaches_its_function(capsys: pytest.CaptureFixture[str], monkeyp
     [
         (["ls", "run", "--json"], "inspect.run_ls", ("run", True)),
         (["show", "run", "--tensors"], "inspect.run_show", ("run", True, False)),
-        (["verify", "memory://x"], "verification.run_verify", ("memory://x",)),
+        (["verify", "memory://x"], "verification.verify_checkpoint", ("memory://x",)),
     ],
 )
 def test_checkpoint_reaches_its_functions(

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from shardwise.errors import MachineError
-from shardwise.launch.environment import RankEnvironment, detect, first_host, read
+from shardwise.launch.environment import RankEnvironment, detect, first_host, read_environment
 
 TORCHRUN = {
     "RANK": "5",
@@ -43,66 +43,70 @@ def without(variables: dict[str, str], *keys: str) -> dict[str, str]:
 
 
 def test_no_launcher() -> None:
-    assert read({"PATH": "/bin", "WORLD_SIZE": "4"}) is None
+    assert read_environment({"PATH": "/bin", "WORLD_SIZE": "4"}) is None
 
 
 def test_torchrun() -> None:
-    assert read(TORCHRUN) == RankEnvironment(5, 8, 1, 4, "node1", 1234, "torchrun")
-    assert not read(TORCHRUN).one_host
+    assert read_environment(TORCHRUN) == RankEnvironment(5, 8, 1, 4, "node1", 1234, "torchrun")
+    assert not read_environment(TORCHRUN).one_host
 
 
 def test_one_rank_by_itself_needs_no_address() -> None:
-    place = read({"RANK": "0", "WORLD_SIZE": "1"})
+    place = read_environment({"RANK": "0", "WORLD_SIZE": "1"})
     assert place is not None and place.one_host and place.master_address == "127.0.0.1"
 
 
 def test_slurm_step() -> None:
-    assert read(SLURM) == RankEnvironment(6, 7, 0, 1, "rack1node03", 20_000 + 4713, "Slurm")
-    assert read(SLURM | {"SLURM_NODEID": "1", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"}).local_world_size == 2
+    assert read_environment(SLURM) == RankEnvironment(6, 7, 0, 1, "rack1node03", 20_000 + 4713, "Slurm")
+    assert (
+        read_environment(SLURM | {"SLURM_NODEID": "1", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"}).local_world_size == 2
+    )
 
 
 def test_slurm_address_and_port_are_the_same_on_every_rank() -> None:
     places = [
-        read(SLURM | {"SLURM_PROCID": str(rank), "SLURM_NODEID": str(rank // 2), "SLURM_LOCALID": str(rank % 2)})
+        read_environment(
+            SLURM | {"SLURM_PROCID": str(rank), "SLURM_NODEID": str(rank // 2), "SLURM_LOCALID": str(rank % 2)}
+        )
         for rank in range(7)
     ]
     assert len({(place.master_address, place.master_port) for place in places}) == 1
 
 
 def test_slurm_on_one_node_stays_on_the_loopback_interface() -> None:
-    place = read(SLURM | {"SLURM_STEP_TASKS_PER_NODE": "7", "SLURM_NODEID": "0", "SLURM_LOCALID": "6"})
+    place = read_environment(SLURM | {"SLURM_STEP_TASKS_PER_NODE": "7", "SLURM_NODEID": "0", "SLURM_LOCALID": "6"})
     assert place.one_host and place.master_address == "127.0.0.1"
 
 
 def test_slurm_address_without_a_step_list() -> None:
-    assert read(without(SLURM, "SLURM_STEP_NODELIST")).master_address == "other1"
-    assert read(without(SLURM, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")).master_address == "10.0.0.9"
-    assert read(SLURM | {"MASTER_ADDR": "mine", "MASTER_PORT": "99"}).master_address == "mine"
+    assert read_environment(without(SLURM, "SLURM_STEP_NODELIST")).master_address == "other1"
+    assert read_environment(without(SLURM, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")).master_address == "10.0.0.9"
+    assert read_environment(SLURM | {"MASTER_ADDR": "mine", "MASTER_PORT": "99"}).master_address == "mine"
 
 
 def test_slurm_batch_script_and_interactive_shell_are_no_ranks() -> None:
-    assert read(without(SLURM, "SLURM_STEP_NUM_TASKS")) is None
-    assert read(SLURM | {"SLURM_PTY_PORT": "4000"}) is None
+    assert read_environment(without(SLURM, "SLURM_STEP_NUM_TASKS")) is None
+    assert read_environment(SLURM | {"SLURM_PTY_PORT": "4000"}) is None
 
 
 def test_open_mpi() -> None:
-    place = read(OPEN_MPI)
+    place = read_environment(OPEN_MPI)
     assert (place.rank, place.world_size, place.local_rank, place.local_world_size) == (1, 4, 1, 4)
     assert place.master_address == "127.0.0.1"
-    assert place.master_port == read(OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "0"}).master_port
-    assert place.master_port != read(OPEN_MPI | {"PMIX_NAMESPACE": "prterun-host-78@1"}).master_port
+    assert place.master_port == read_environment(OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "0"}).master_port
+    assert place.master_port != read_environment(OPEN_MPI | {"PMIX_NAMESPACE": "prterun-host-78@1"}).master_port
 
 
 def test_open_mpi_wins_over_the_slurm_task_it_runs_in() -> None:
-    assert read(SLURM | OPEN_MPI).launcher == "Open MPI"
-    assert read(SLURM | OPEN_MPI | TORCHRUN).launcher == "torchrun"
+    assert read_environment(SLURM | OPEN_MPI).launcher == "Open MPI"
+    assert read_environment(SLURM | OPEN_MPI | TORCHRUN).launcher == "torchrun"
 
 
 def test_open_mpi_on_several_hosts_needs_an_address() -> None:
     several = OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
     with pytest.raises(MachineError, match="MASTER_ADDR is not set"):
-        read(several)
-    assert read(several | {"MASTER_ADDR": "node7"}).master_address == "node7"
+        read_environment(several)
+    assert read_environment(several | {"MASTER_ADDR": "node7"}).master_address == "node7"
 
 
 @pytest.mark.parametrize(
@@ -122,7 +126,7 @@ def test_open_mpi_on_several_hosts_needs_an_address() -> None:
 )
 def test_broken_variables_are_named(variables: dict[str, str], message: str) -> None:
     with pytest.raises(MachineError, match=message):
-        read(variables)
+        read_environment(variables)
 
 
 @pytest.mark.parametrize(

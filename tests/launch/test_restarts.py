@@ -12,7 +12,7 @@ import pytest
 
 from shardwise.errors import DataError, LegalityError, ShardwiseError, WorkerError
 from shardwise.launch import failure
-from shardwise.launch.diagnosis import diagnose, reports_of
+from shardwise.launch.diagnosis import diagnose_failure, reports_of
 from shardwise.launch.interrupt import Interrupt
 from shardwise.launch.local import run_local
 from tests.fork_server import call
@@ -119,7 +119,7 @@ def test_reports_of_another_attempt_do_not_count(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("SHARDWISE_FAILURE_DIRECTORY", "")
     report(tmp_path, 0, 0, DataError("data.path=x is empty"), monkeypatch)
     report(tmp_path, 1, 1, ValueError("boom"), monkeypatch)
-    first, second, third = (diagnose(tmp_path, number, 2, {1: 1}) for number in range(3))
+    first, second, third = (diagnose_failure(tmp_path, number, 2, {1: 1}) for number in range(3))
     assert (type(first.error), first.repeats) == (DataError, True) and first.summary == "rank 0: data.path=x is empty"
     assert (type(second.error), second.repeats) == (WorkerError, False) and second.summary == "rank 1: ValueError: boom"
     assert third.summary == "rank 1 of 2 ended with exit code 1 and no error of its own"
@@ -127,7 +127,7 @@ def test_reports_of_another_attempt_do_not_count(tmp_path: Path, monkeypatch: py
 
 def test_an_error_says_how_many_restarts_were_made(tmp_path: Path) -> None:
     def error(restarts: int) -> ShardwiseError:
-        return diagnose(tmp_path, restarts, 4, {3: -signal.SIGSEGV}).after(restarts)
+        return diagnose_failure(tmp_path, restarts, 4, {3: -signal.SIGSEGV}).after(restarts)
 
     killed = "rank 3 of 4 was killed by SIGSEGV (signal 11)"
     assert [str(error(n)) for n in range(3)] == [killed, f"after 1 restart: {killed}", f"after 2 restarts: {killed}"]

@@ -16,7 +16,7 @@ PREFIX = "step-"
 RUN_FILE = "run.json"  # in the output directory of a run; training/output.py writes it
 
 
-def name_of(step: int) -> str:
+def checkpoint_name(step: int) -> str:
     """Directory of the checkpoint after `step` steps."""
     return f"{PREFIX}{step:08d}"
 
@@ -134,7 +134,7 @@ def find(path: str, say: Callable[[str], None] = lambda text: None) -> tuple[Sto
 
 
 def is_checkpoint(path: str) -> bool:
-    """Whether `path` is the place of one checkpoint: by its name, or because it holds a manifest."""
+    """Return whether `path` is one checkpoint: by its name, or because it holds a manifest."""
     root, name = split(path)
     if not name or name in (".", ".."):
         return False
@@ -164,7 +164,7 @@ def find_store(path: str) -> Store:
 
 
 def _elsewhere(path: str) -> list[str]:
-    """Where the run of an output directory keeps its checkpoints, if it says another place."""
+    """Return the places outside of an output directory where its run keeps checkpoints."""
     try:
         written = json.loads((Path(path) / RUN_FILE).read_text(encoding="utf-8"))["job"]["checkpoint"]["directory"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -173,7 +173,7 @@ def _elsewhere(path: str) -> list[str]:
 
 
 class Retention:
-    """Which checkpoints stay: the newest, the multiples of `keep_every`, the one of the lowest validation loss.
+    """The checkpoints that stay: the newest, the multiples of `keep_every`, the one of the lowest validation loss.
 
     What was resumed from and what others wrote is judged by the same rule. Incomplete ones are left alone: they are
     evidence, and never the one that a run resumes from.

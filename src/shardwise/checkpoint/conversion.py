@@ -1,4 +1,4 @@
-"""Which tensors of the files make which parameter, by transformers' own rules for the kind of model.
+"""The tensors of files that make a parameter, by transformers' own rules for the kind of model.
 
 Most parameters are one tensor, under a name that was changed since (GPT-NeoX's head is `embed_out` on the Hub, BERT's
 norms have a `gamma`) or with and without the base model's prefix (GPT-2). Some are made of others: stacked experts of

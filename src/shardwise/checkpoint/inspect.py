@@ -88,7 +88,7 @@ def _bytes_of(store: Store, name: str) -> int:
 
 
 def ranks_of(manifest: Manifest) -> int | None:
-    """How many ranks wrote a checkpoint."""
+    """Return the number of ranks that wrote a checkpoint."""
     size = manifest.plan.get("world", {}).get("size")
     return size if isinstance(size, int) else None
 
@@ -117,8 +117,8 @@ def listing(root: str, found: Sequence[Listed]) -> Page:
 # --- show ------------------------------------------------------------------------------------------------------------
 
 
-def header(manifest: Manifest) -> dict[str, Any]:
-    """What a checkpoint says of itself, apart from its tensors."""
+def manifest_summary(manifest: Manifest) -> dict[str, Any]:
+    """Return what a checkpoint says of itself, apart from its tensors."""
     progress, plan = manifest.progress, manifest.plan
     return {
         "written": manifest.written,
@@ -170,7 +170,7 @@ def contents(place: str, manifest: Manifest, every_tensor: bool) -> Page:
     facts = Table(show_header=False, box=None, pad_edge=False)
     facts.add_column(style="cyan", no_wrap=True)
     facts.add_column(overflow="fold")
-    for key, text in _facts(header(manifest)):
+    for key, text in _facts(manifest_summary(manifest)):
         facts.add_row(key, Text(text))
     yield from (facts, Text())
     rows = tensor_rows(manifest)
@@ -251,7 +251,9 @@ def run_show(path: str, every_tensor: bool, as_json: bool, say: Say) -> int:
     store, name = find(path, say)
     manifest = read_manifest(store, name)
     if as_json:
-        return _print_json({"path": f"{store.root}/{name}", **header(manifest), "tensors": tensor_rows(manifest)})
+        return _print_json(
+            {"path": f"{store.root}/{name}", **manifest_summary(manifest), "tensors": tensor_rows(manifest)}
+        )
     return print_page(contents(f"{store.root}/{name}", manifest, every_tensor))
 
 

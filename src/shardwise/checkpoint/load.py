@@ -39,7 +39,7 @@ NO_NUMBERS = ("parallel.timeout_seconds", "parallel.max_restarts")  # keys that 
 
 @dataclass
 class Restored:
-    """What a run goes on from: the checkpoint's place, and how far it had come."""
+    """The checkpoint that a run goes on from, and how far it had come."""
 
     path: str
     progress: Progress
@@ -196,7 +196,7 @@ def _misfits(model: ParallelModel, manifest: Manifest) -> Iterator[str]:
 
 
 def differences(model: ParallelModel, manifest: Manifest) -> list[str]:
-    """What has changed since the checkpoint was written and may change the numbers that follow."""
+    """List what has changed since the checkpoint was written and may change the numbers that follow."""
     job = model.plan.job.model_dump(mode="json")
     notes = []
     for section in ("model", "parallel", "memory", "precision", "optimizer", "training"):
@@ -211,7 +211,7 @@ def differences(model: ParallelModel, manifest: Manifest) -> list[str]:
 
 
 def _same_world(model: ParallelModel, manifest: Manifest) -> bool:
-    """Whether every rank finds its own generator state."""
+    """Return whether every rank finds its own generator state."""
     names = [piece.name for piece in random_pieces(model.device, dist.get_rank())]
     same = manifest.plan.get("world", {}).get("size") == model.plan.world.size
     return same and all(name in manifest.tensors for name in names)

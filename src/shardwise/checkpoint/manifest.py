@@ -19,6 +19,7 @@ from shardwise.errors import CheckpointError, DamagedError
 from shardwise.words import listed
 
 FILE = "manifest.json"
+OWNER = "owner"  # a file beside the checkpoints: the run that writes here
 FORMAT: Literal["shardwise-checkpoint"] = "shardwise-checkpoint"
 VERSION = 1
 BLOCK_BYTES = 1 << 22  # files are hashed in blocks of this size, so that a slice can be checked without its whole file
@@ -108,7 +109,7 @@ class TensorRecord(_Part):
 
 
 def _overlap(slices: list[Slice]) -> bool:
-    """Whether an element is in two slices: without it their sizes could add up and leave a hole."""
+    """Return whether an element is in two slices: without this check their sizes could add up and leave a hole."""
     boxes = sorted([(o, o + n) for o, n in zip(part.offset, part.shape, strict=True)] for part in slices)
     for number, box in enumerate(boxes):
         for other in boxes[number + 1 :]:
@@ -120,7 +121,7 @@ def _overlap(slices: list[Slice]) -> bool:
 
 
 class Progress(_Part):
-    """How far a run has come. `samples` is the whole state of the data; `data_hash` is that of the samples so far."""
+    """The progress of a run. `samples` is the whole state of the data; `data_hash` is that of the samples so far."""
 
     step: Size = 0
     samples: Size = 0

@@ -108,7 +108,7 @@ class HuggingFaceWeights:
         return self._file_of[name]
 
     def _plan(self, recipes: Iterable[Recipe]) -> dict[str, tuple[Recipe, tuple[int, ...]]]:
-        """What each recipe makes, found on the meta device: an expert too few shows before anything is read."""
+        """Return what each recipe makes, found on the meta device: an expert too few shows before anything is read."""
 
         def blank(name: str) -> Tensor:
             return torch.empty(self._files[self._file(name)].shape(name), device="meta")

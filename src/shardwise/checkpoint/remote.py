@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, BinaryIO
 
-from shardwise.checkpoint.manifest import BLOCK_BYTES, FILE
-from shardwise.checkpoint.stores import OWNER
+from shardwise.checkpoint.manifest import BLOCK_BYTES, FILE, OWNER
 from shardwise.errors import CheckpointError
 from shardwise.words import nearest
 

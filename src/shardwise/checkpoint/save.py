@@ -24,11 +24,17 @@ import transformers
 from torch.distributed.checkpoint.api import CheckpointException
 
 import shardwise
-from shardwise.checkpoint.catalog import Retention, name_of
+from shardwise.checkpoint.catalog import Retention, checkpoint_name
 from shardwise.checkpoint.manifest import BLOCK_BYTES, FileRecord, Manifest, Progress, Scaler, TensorRecord
 from shardwise.checkpoint.staging import Source, Staging, Straight
 from shardwise.checkpoint.state import Optimizer, snapshot
-from shardwise.checkpoint.storage_write import Describe, PieceSavePlanner, SafetensorsWriter, header, in_file_order
+from shardwise.checkpoint.storage_write import (
+    Describe,
+    PieceSavePlanner,
+    SafetensorsWriter,
+    in_file_order,
+    safetensors_header,
+)
 from shardwise.checkpoint.stores import Store
 from shardwise.errors import CheckpointError, ShardwiseError
 from shardwise.kernels.precision import LossScaler
@@ -59,7 +65,7 @@ class Checkpointer:
 
     @property
     def failed(self) -> bool:
-        """Whether the last save has failed on this rank; `wait` raises it."""
+        """Return whether the last save has failed on this rank; `wait` raises it."""
         return self.failure is not None
 
     def save(self, progress: Progress, scaler: LossScaler, wait: bool = False) -> None:
@@ -69,10 +75,10 @@ class Checkpointer:
             CheckpointError: this save where it is waited for, or the last one, failed on some rank.
         """
         self.wait()
-        name = name_of(progress.step)
+        name = checkpoint_name(progress.step)
         taken = snapshot(self.model, self.optimizer)
         pieces = in_file_order(taken.pieces)
-        lead = torch.frombuffer(bytearray(header(pieces)), dtype=torch.uint8)
+        lead = torch.frombuffer(bytearray(safetensors_header(pieces)), dtype=torch.uint8)
         parts = [lead, *(piece.tensor for piece in pieces)]
         planner = PieceSavePlanner(f"rank-{dist.get_rank():05d}.safetensors", pieces, taken.scalars, lead.numel())
         describe = self._describer(progress, scaler)
@@ -194,7 +200,7 @@ class Checkpointer:
 
 
 def versions() -> dict[str, str]:
-    """Of everything that decides what a run computes."""
+    """Return the versions of everything that decides what a run computes."""
     return {
         "shardwise": shardwise.__version__,
         "torch": torch.__version__,
@@ -246,7 +252,7 @@ def claim(store: Store) -> str:
 
 
 def _sees(store: Store, run: str) -> bool:
-    """Whether this rank's host has the store that `run` owns; an error must not keep it from answering."""
+    """Return whether this rank's host has the store that `run` owns; an error must not keep it from answering."""
     try:
         return store.owner() == run
     except OSError:

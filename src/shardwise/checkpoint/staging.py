@@ -211,7 +211,7 @@ class Run:
 
     @property
     def changed(self) -> bool:
-        """Whether the tensor was written to since the stream began."""
+        """Return whether the tensor was written to since the stream began."""
         return version_of(self.tensor) != self.version
 
 

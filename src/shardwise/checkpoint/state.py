@@ -29,7 +29,7 @@ Scalars = dict[str, dict[str, tuple[float, str]]]  # parameter -> key -> (value,
 
 
 class Optimizer(Protocol):
-    """What is read of a ShardedOptimizer."""
+    """The part of a ShardedOptimizer that is read here."""
 
     locals: list[tuple[ParameterEntry, nn.Parameter]]
     inner: torch.optim.Optimizer
@@ -37,14 +37,14 @@ class Optimizer(Protocol):
 
 @dataclass
 class Snapshot:
-    """What one rank writes: its pieces, and the optimizer's scalars of them."""
+    """The state that one rank writes: its pieces, and the optimizer's scalars of them."""
 
     pieces: list[Piece]
     scalars: Scalars
 
 
 def snapshot(model: ParallelModel, optimizer: Optimizer) -> Snapshot:
-    """What this rank owns of the run's state, as it is now; tensors are not copied, but for buffers."""
+    """Return what this rank owns of the run's state, as it is now; tensors are not copied, but for buffers."""
     pieces: list[Piece] = []
     scalars: Scalars = {}
     states = {entry.name: optimizer.inner.state.get(local, {}) for entry, local in optimizer.locals}
@@ -129,7 +129,7 @@ def set_random(device: torch.device, pieces: Sequence[Piece]) -> None:
 
 
 def is_scalar(value: Any) -> bool:
-    """Whether optimizer state is one number: a step counter, as a number or a tensor without dims."""
+    """Return whether optimizer state is one number: a step counter, as a number or a tensor without dims."""
     return isinstance(value, int | float) or (isinstance(value, Tensor) and value.dim() == 0)
 
 
@@ -190,7 +190,7 @@ def _state_pieces(kind: str, entry: ParameterEntry, local: Tensor, value: Any) -
 
 
 def _is_own_shape(entry: ParameterEntry, local: Tensor, shape: Sequence[int]) -> bool:
-    """Whether state may have this shape beside a parameter that is not cut: rows or columns, the other dims 1."""
+    """Return whether state may have this shape beside an uncut parameter: rows or columns, the other dims 1."""
     if tuple(local.shape) != tuple(entry.shape) or tuple(shape) == tuple(entry.shape):
         return False
     return len(shape) == len(entry.shape) and all(

@@ -90,7 +90,7 @@ class PieceSavePlanner(SavePlanner):
 
 
 def _places(pieces: Sequence[Piece], first: int) -> list[Place]:
-    """What the manifest says of each: name, dtype, global shape, offset, own shape, first byte in the file."""
+    """Return what the manifest says of each: name, dtype, global shape, offset, own shape, first byte in the file."""
     return [
         (piece.name, DTYPES[piece.tensor.dtype], piece.shape, piece.offset, tuple(piece.tensor.shape), start)
         for piece, start in zip(pieces, _positions(pieces, first), strict=True)
@@ -176,7 +176,7 @@ class SafetensorsWriter(StorageWriter):
         return False  # the store says where a checkpoint lies
 
 
-def header(pieces: Sequence[Piece]) -> bytes:
+def safetensors_header(pieces: Sequence[Piece]) -> bytes:
     """The safetensors header of a file of `pieces`: a length of eight bytes, then JSON, padded to eight bytes."""
     entries: dict[str, Any] = {}
     for piece, start in zip(pieces, _positions(pieces, 0), strict=True):

@@ -1,4 +1,4 @@
-"""Where checkpoints lie: a local directory, or anything that fsspec reaches. The only code that names their files.
+"""Stores of checkpoints: a local directory, or anything that fsspec reaches. The only code that names their files.
 
 A store holds checkpoints by name. One that is being written is committed by its manifest, which comes last; on a local
 disk it also has another name until then (`.NAME.partial`), and files and directories are synced before the rename.
@@ -17,11 +17,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-from shardwise.checkpoint.manifest import FILE
+from shardwise.checkpoint.manifest import FILE, OWNER
 from shardwise.job.schema import Job
 
 DIRECTORY = "checkpoints"  # in the output directory, where the job names no other
-OWNER = "owner"  # beside the checkpoints: who writes here
 
 
 class Store(Protocol):
@@ -92,7 +91,7 @@ def open_store(root: str) -> Store:
 
 
 def checkpoint_store(job: Job) -> Store:
-    """Where the checkpoints of `job` lie."""
+    """Return the store of the checkpoints of `job`."""
     return open_store(job.checkpoint.directory or f"{job.output}/{DIRECTORY}")
 
 

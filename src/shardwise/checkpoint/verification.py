@@ -22,7 +22,7 @@ Advance = Callable[[int], None]
 
 @dataclass
 class FileReport:
-    """What became of one file: each damage as a sentence, and the tensors with bytes in any of them."""
+    """The state of one file: each damage as a sentence, and the tensors with bytes in any of them."""
 
     name: str
     bytes: int
@@ -108,7 +108,7 @@ def _verdict(reports: Sequence[FileReport]) -> str:
     return f"{len(reports)} files, {total}: every block is as it was written"
 
 
-def run_verify(path: str, say: Say) -> int:
+def verify_checkpoint(path: str, say: Say) -> int:
     """`shardwise checkpoint verify`: 1 where anything is damaged, the manifest included.
 
     Raises:
@@ -121,7 +121,7 @@ def run_verify(path: str, say: Say) -> int:
 
 
 def _newest_finished(path: str, say: Say) -> tuple[Store, str]:
-    """Of several, the newest that was written to its end: `find` would pass over a damaged one, which is asked for."""
+    """Return the newest that was written to its end: `find` would pass over a damaged one, which is asked for."""
     store = find_store(path)
     for name in checkpoints(store):
         try:

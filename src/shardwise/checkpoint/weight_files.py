@@ -122,7 +122,7 @@ def _is_zip(file: Path) -> bool:
 
 
 def _load(file: Path, mapped: bool) -> object:
-    """What torch's restricted unpickler makes of `file`."""
+    """Return what torch's restricted unpickler makes of `file`."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about TorchScript, which is refused below
@@ -161,7 +161,7 @@ def _tensors_of(content: object, file: Path) -> dict[str, Tensor]:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether every element is a number in the file: not sparse, quantized, on meta, or one number repeated at will."""
+    """Return whether every element is a number in the file: not sparse, quantized, on meta, or repeated at will."""
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
         return False
     if tensor.is_quantized or tensor.is_nested:

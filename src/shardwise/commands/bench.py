@@ -70,14 +70,14 @@ def run_collectives(where: str | None, cases: Sequence[Case] = STANDARD, say: Ca
     if where is not None:
         _check_writable(Path(where))
     engine.build(say)
-    rows = measure(cases)
+    rows = measure_collectives(cases)
     output_console().print(render(rows))
     if where is not None:
         Path(where).write_text(json.dumps({"rows": rows}, indent=1) + "\n")
     return 0
 
 
-def measure(cases: Sequence[Case]) -> list[dict[str, Any]]:
+def measure_collectives(cases: Sequence[Case]) -> list[dict[str, Any]]:
     """The rows of `cases`, in the JSON's form."""
     ranks, cores = max(case.ranks for case in cases), available_cores()
     with WorldPool(limit=max(ranks, cores), preload=("torch", "torch.distributed")) as pool:

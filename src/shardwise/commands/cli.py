@@ -213,7 +213,7 @@ def _checkpoint(options: argparse.Namespace, keys: dict[str, Any]) -> int:
         return inspect.run_ls(options.path, options.json)
     if options.action == "show":
         return inspect.run_show(options.path, options.tensors, options.json, say=say_note)
-    return verification.run_verify(options.path, say=say_note)
+    return verification.verify_checkpoint(options.path, say=say_note)
 
 
 def _doctor_options(parser: argparse.ArgumentParser) -> None:

@@ -69,7 +69,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Growth:
-    """Of a training: bytes of activations by the closed form, and bytes by which the process outgrew it."""
+    """Memory of a training: bytes of activations by the closed form, and bytes by which the process outgrew it."""
 
     activations: float
     size: float
@@ -77,7 +77,7 @@ class Growth:
 
 @dataclass(frozen=True)
 class RankProbe:
-    """What one process measured: TFLOP/s, GB/s, (bytes, seconds) of all-gathers, seconds of a step."""
+    """Measurements of one process: TFLOP/s, GB/s, (bytes, seconds) of all-gathers, seconds of a step."""
 
     tflops: float
     bandwidth: float
@@ -187,7 +187,7 @@ def growing_job(rows: int) -> Job:
 
 
 def predicted_seconds(constants: MachineConstants, ranks: int) -> float:
-    """Of a step of `probe_job`, with these constants alone."""
+    """Return the seconds of a step of `probe_job` that these constants alone give."""
     job = probe_job(ranks)
     facts = discover(build_model(job), job)
     plan = resolve(job, World(ranks, "cpu", ranks, engine=not engine.obstacle()), facts)
@@ -205,7 +205,7 @@ def _rank(settings: dict[str, Any], backend: str) -> RankProbe:
 
 
 def _grown(settings: dict[str, Any], backend: str) -> Growth:
-    """Of a process that has done nothing else, as a worker's."""
+    """Return the growth of a process that has done nothing else, as a worker's."""
     with quick_products("cpu", "fp32"), process_group("cpu", backend, TIMEOUT) as device:
         return _training(Job.model_validate(settings), device)[1]
 

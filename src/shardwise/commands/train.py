@@ -97,7 +97,7 @@ def _plan(job: Job, place: RankEnvironment | None) -> tuple[Plan, ModelFacts]:
 
 
 def _launcher_notes(job: Job, place: RankEnvironment | None) -> Iterator[str]:
-    """Which keys of the job are another launcher's to decide. The plan cannot tell: in a worker all launchers are one.
+    """Name the keys of the job that another launcher decides. The plan cannot tell: in a worker all launchers are one.
 
     `parallel.workers` is not among them, since the plan sees how many there are. Also why `auto` is not the engine.
     """
@@ -111,7 +111,7 @@ def _launcher_notes(job: Job, place: RankEnvironment | None) -> Iterator[str]:
 
 
 def _machine_notes(plan: Plan) -> Iterator[str]:
-    """What this machine cannot do well; a plan may be of another."""
+    """Say what this machine cannot do well; a plan may be of another."""
     compute = plan.job.precision.compute
     if why := without_instructions(compute, plan.world.device_type):
         yield f"precision.compute={compute}: {why}."

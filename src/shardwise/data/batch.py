@@ -25,7 +25,7 @@ class Batch:
     rows: [B] int64, the global sample counter of each row: a pure function of step and row, the same on every layout.
     document_ids: [B, S] int64, number of the document within its row, from 0; only where documents are isolated.
     counted: [B] bool, False for padding rows: they repeat a real row, and no loss may count them.
-    digest: hash of the real samples (`digest`), signed 64 bits.
+    digest: hash of the real samples (`batch_digest`), signed 64 bits.
     """
 
     inputs: dict[str, Tensor]
@@ -61,7 +61,7 @@ class Batch:
         return (self.labels != IGNORED).sum()
 
 
-def digest(batch: Batch) -> int:
+def batch_digest(batch: Batch) -> int:
     """Hash of the real samples of a batch: the wrapping sum of each one's XXH3-64 over its counter, inputs and labels.
 
     A sum, so that the hash of a step does not depend on which rank or microbatch holds a sample.

@@ -1,4 +1,4 @@
-"""Which files a job reads, what is in them, and how a cache knows that they are still the same.
+"""The files that a job reads, what is in them, and how a cache knows that they are still the same.
 
 `find_corpus` resolves `data.path` and `data.format` to a Corpus; `Corpus.texts` and `Corpus.token_rows` then read its
 documents in a fixed order: files sorted by path, rows as they stand in the file.

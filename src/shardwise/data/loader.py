@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from shardwise.data.batch import IGNORED, Batch, digest
+from shardwise.data.batch import IGNORED, Batch, batch_digest
 from shardwise.data.order import order
 
 Locate = Callable[[int], tuple[int, int]]  # row of a step -> (index in the split, sample counter)
@@ -26,7 +26,7 @@ class Split(Protocol):
     """Samples by index: `packing.Windows` or `factory.Samples`."""
 
     def __len__(self) -> int:
-        """How many samples there are."""
+        """Return the number of samples."""
 
     def batch(self, indices: Sequence[int], counters: Sequence[int], seed: int) -> Batch:
         """The samples `indices`, with `rows` = counters."""
@@ -88,7 +88,7 @@ class Stream:
             yield [self._microbatch(each, real, locate, source) for each in range(self.accumulation)]
 
     def evaluation_batches(self, split: Split, batches: int | None = None) -> int:
-        """How many items `evaluation` gives."""
+        """Return the number of items that `evaluation` gives."""
         whole = -(-len(split) // self.sequences_per_step)
         return whole if batches is None else min(batches, whole)
 
@@ -102,5 +102,5 @@ class Stream:
         batch.counted = torch.tensor([row < real for row in rows])
         if batch.labels is not None and rows.stop > real:
             batch.labels[~batch.counted] = IGNORED
-        batch.digest = digest(batch)
+        batch.digest = batch_digest(batch)
         return batch if torch.device(self.device).type == "cpu" else batch.to(self.device)

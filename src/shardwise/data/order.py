@@ -1,4 +1,4 @@
-"""Which sample comes when: a pure function of (seed, sample counter), in O(1) memory.
+"""The order of samples: a pure function of (seed, sample counter), in O(1) memory.
 
 The state of a run's data is therefore one integer, the samples consumed, on any number of ranks and any batch size.
 

@@ -133,7 +133,7 @@ class Windows:
         return np.cumsum(begins)
 
     def target_counts(self, windows: int | None = None) -> np.ndarray:
-        """How often each token id is a target of the first `windows` windows (unset: of all), by id.
+        """Count how often each token id is a target of the first `windows` windows (unset: of all), by id.
 
         Targets are the tokens that the loss can be measured on: all but the very first for a causal LM.
         """

@@ -1,4 +1,4 @@
-"""Which tokens of a corpus train and which are held out for validation: two streams of tokens that share none.
+"""The split of a corpus into tokens that train and tokens that are held out for validation: two streams.
 
 Exact definitions. The corpus has T tokens in documents, H of them are held out (`packing.split_windows` says how many).
 

@@ -48,7 +48,7 @@ BYTES = 256
 
 @dataclass(frozen=True)
 class TokenizerFacts:
-    """What packing needs to know of a tokenizer. `special_ids` are never masked; `sentinel_ids` stand for spans."""
+    """The facts of a tokenizer that packing needs. `special_ids` are never masked; `sentinel_ids` stand for spans."""
 
     vocabulary_size: int
     eos_id: int | None
@@ -185,14 +185,14 @@ def _trained(job: Job, corpus: Corpus, model_vocabulary: int | None, say: Callab
 
     def build(target: Path) -> None:
         say(f"training a byte-level BPE tokenizer of {size} tokens on {corpus.describe()}")
-        train(corpus, size, special, target)
+        train_tokenizer(corpus, size, special, target)
         (target / COMPLETE).write_text(json.dumps({"corpus": corpus.describe(), "vocabulary_size": size}))
 
     build_once(directory, build, say)
     return TokenizerSource(directory, key)
 
 
-def train(corpus: Corpus, size: int, special: list[str], directory: Path) -> None:
+def train_tokenizer(corpus: Corpus, size: int, special: list[str], directory: Path) -> None:
     """Train a byte-level BPE on the start of `corpus` and save it as a `transformers` tokenizer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast

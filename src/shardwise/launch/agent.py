@@ -19,7 +19,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
 
 from shardwise.launch import descendants
-from shardwise.launch.diagnosis import diagnose
+from shardwise.launch.diagnosis import diagnose_failure
 from shardwise.launch.interrupt import SIGNALS
 from shardwise.launch.signals import Forwarding
 
@@ -70,11 +70,11 @@ class Agent(LocalElasticAgent):
                 if -number in ended.values():  # no handler: the worker was not, or no longer, at its steps
                     raise SignalException(f"a worker died of {number.name}", number)
         spec = self._worker_group.spec
-        found = diagnose(self._directory, self._restarts, spec.local_world_size, ended)
-        if asked_to_stop or found.repeats or self._restarts == spec.max_restarts:
-            raise found.after(self._restarts)
+        diagnosis = diagnose_failure(self._directory, self._restarts, spec.local_world_size, ended)
+        if asked_to_stop or diagnosis.repeats or self._restarts == spec.max_restarts:
+            raise diagnosis.after(self._restarts)
         self._restarts += 1
-        print(f"restart {self._restarts} of {spec.max_restarts}: {found.summary}", file=sys.stderr, flush=True)
+        print(f"restart {self._restarts} of {spec.max_restarts}: {diagnosis.summary}", file=sys.stderr, flush=True)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *rest: Any, **settings: Any) -> None:
         if death_sig == signal.SIGTERM and self._signals is not None:
@@ -84,7 +84,7 @@ class Agent(LocalElasticAgent):
 
 
 def exit_code(pid: int) -> int | None:
-    """How this child ended (minus the signal that killed it), or None while it runs; torch can still wait for it.
+    """Return a child's exit code (minus the signal that killed it), or None while it runs. Torch can still wait for it.
 
     Where there is no `waitid` (macOS before Python 3.13), None: torch then finds it.
     """

@@ -1,4 +1,4 @@
-"""What workers have forked ends with them: a killed process has no say in what becomes of its children.
+"""The end of what workers have forked: a killed process has no say in what becomes of its children.
 
 A process pool of a user's script, say, waits for work for ever, and holds the launcher's output open while it does.
 """

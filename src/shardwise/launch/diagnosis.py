@@ -1,4 +1,4 @@
-"""What ended an attempt: which of the ranks that failed is the cause, and what error that is in the launcher.
+"""The cause that ended an attempt: which of the ranks that failed is the cause, and what error that is in the launcher.
 
 Each attempt has a directory of its own for the reports of its workers (`shardwise.launch.failure`), so that a later
 attempt is never explained by an earlier one's.
@@ -18,7 +18,7 @@ USERS_MISTAKE = ShardwiseError.exit_code
 
 
 @dataclass(frozen=True)
-class Diagnosis:
+class FailureDiagnosis:
     """The first failing rank's own error. `summary` says it in one line; `repeats` is whether a restart is useless."""
 
     error: ShardwiseError
@@ -33,26 +33,26 @@ class Diagnosis:
 
 
 def reports_of(directory: Path, attempt: int) -> Path:
-    """Where the workers of attempt 0, 1, ... of a run leave their reports."""
+    """Return the directory in which the workers of attempt 0, 1, ... leave their reports."""
     return directory / f"attempt-{attempt}"
 
 
 def logs_of(directory: Path) -> Path:
-    """Where torch keeps what the workers write."""
+    """Return the directory in which torch keeps what the workers write."""
     return directory / "output"
 
 
-def diagnose(directory: Path, attempt: int, workers: int, ended: dict[int, int]) -> Diagnosis:
+def diagnose_failure(directory: Path, attempt: int, workers: int, ended: dict[int, int]) -> FailureDiagnosis:
     """The cause of a failure in which the ranks `ended` (with their exit codes, minus the signal) ended early."""
     reports = failure.collect(reports_of(directory, attempt))
     silent = sorted(ended.keys() - {report.rank for report in reports})
     if reports and (not reports[0].dead_before or not silent):
         cause = reports[0]
         error = cause.to_error(_last_output(directory, attempt, cause.rank))
-        return Diagnosis(error, _summary(cause), cause.is_users and error.exit_code == USERS_MISTAKE)
+        return FailureDiagnosis(error, _summary(cause), cause.is_users and error.exit_code == USERS_MISTAKE)
     rank = silent[0] if silent else min(ended)
     what = f"rank {rank} of {workers} {_end_of(ended[rank])}"
-    return Diagnosis(WorkerError(_last_output(directory, attempt, rank) + what), what, repeats=False)
+    return FailureDiagnosis(WorkerError(_last_output(directory, attempt, rank) + what), what, repeats=False)
 
 
 def _summary(cause: failure.Failure) -> str:
@@ -76,7 +76,7 @@ def _end_of(exit_code: int) -> str:
 
 
 def _last_output(directory: Path, attempt: int, rank: int) -> str:
-    """What the rank wrote to stderr, if that did not go to the terminal."""
+    """Return what the rank wrote to stderr, if that did not go to the terminal."""
     lines: list[str] = []
     for path in logs_of(directory).glob(f"*/attempt_{attempt}/{rank}/stderr.log"):
         lines += path.read_text(errors="replace").splitlines()

@@ -1,4 +1,4 @@
-"""Which rank is this process? Reads what torchrun, Open MPI or Slurm left in the environment.
+"""The rank of this process, from what torchrun, Open MPI or Slurm left in the environment.
 
 `detect` translates the launcher's variables to the ones that torch reads (`RANK`, `WORLD_SIZE`, `LOCAL_RANK`,
 `LOCAL_WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`), or returns None outside of a launcher. torchrun's win, then Open
@@ -49,13 +49,13 @@ class RankEnvironment:
 
 def detect() -> RankEnvironment | None:
     """This process's place, with torch's variables set in `os.environ`; None where no launcher started it."""
-    environment = read(os.environ)
+    environment = read_environment(os.environ)
     if environment is not None:
         os.environ.update(environment.variables())
     return environment
 
 
-def read(variables: Mapping[str, str]) -> RankEnvironment | None:
+def read_environment(variables: Mapping[str, str]) -> RankEnvironment | None:
     """`detect` on given variables, changing nothing."""
     if "RANK" in variables:
         found = _torchrun(variables)

@@ -1,4 +1,4 @@
-"""How a failing worker tells its launcher what happened: one small JSON file for each rank in a private directory.
+"""The report of a failing worker to its launcher: one small JSON file for each rank in a private directory.
 
 The file is written where the error is first seen, before the process group is torn down, because tearing it down makes
 other ranks fail too. The cause is then the earliest report of a rank that had not already lost a peer. Nothing is
@@ -94,7 +94,7 @@ def report(error: BaseException) -> list[int]:
 
 
 def is_reported() -> bool:
-    """Whether this process has failed."""
+    """Return whether this process has failed."""
     return _reported
 
 

@@ -1,4 +1,4 @@
-"""What becomes of memory that a CPU rank frees: it stays with the process, since the next step asks for it again.
+"""The memory that a CPU rank frees: it stays with the process, since the next step asks for it again.
 
 A training step allocates and frees the same large buffers again and again: gathered parameters, gradients, activations.
 glibc gives freed memory back to the system, which hands out and clears each page anew when it is touched next.

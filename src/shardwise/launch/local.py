@@ -240,7 +240,7 @@ def _signals_handled(except_termination: bool) -> Iterator[None]:
 
 @contextmanager
 def _elastic_log_hidden() -> Iterator[None]:
-    """What elastic logs about a failing worker says less than the error we raise."""
+    """Hide what elastic logs about a failing worker: it says less than the error we raise."""
     prefixes = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
     loggers = [logging.getLogger(name) for name in logging.root.manager.loggerDict if name.startswith(prefixes)]
     changed = [] if _debug() else [logger for logger in loggers if not logger.disabled]

@@ -64,8 +64,11 @@ def process_group(device_type: str, backend: str, timeout_seconds: float = 600) 
 
 
 def waits_for_peers() -> bool:
-    """Whether to leave the group would be to wait for ranks that do not come: NCCL lets what was begun come to its end
-    on all of them, and after an error on one the others wait for it in their next collective."""
+    """Return whether to leave the group would be to wait for ranks that do not come.
+
+    NCCL lets what was begun come to its end on all of them, and after an error on one the others wait for it in their
+    next collective.
+    """
     if not failure.is_reported() or not dist.is_initialized() or dist.get_world_size() == 1:
         return False
     return "nccl" in dist.get_backend()
@@ -92,7 +95,7 @@ def _gpu(place: RankEnvironment) -> int:
 
 
 def gpus_of_host(device_type: str, place: RankEnvironment | None) -> int:
-    """How many GPUs the ranks of this host compute on, or may; 0 on a CPU.
+    """Return the number of GPUs that the ranks of this host compute on, or may; 0 on a CPU.
 
     Where a rank of a launcher sees fewer than there are ranks, all tell one another which: it may have its own.
 

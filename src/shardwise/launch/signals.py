@@ -1,4 +1,4 @@
-"""What a launcher does with SIGTERM and SIGUSR1: it passes them on to its workers, who write a checkpoint and end.
+"""A launcher's answer to SIGTERM and SIGUSR1: it passes them on to its workers, who write a checkpoint and end.
 
 Torch's elastic agent would end the workers instead. A second SIGTERM does that, if it comes late enough not to be the
 first one on another way (see `shardwise.launch.interrupt`).

@@ -6,7 +6,7 @@ import contextlib
 import os
 from typing import Any
 
-from shardwise.checkpoint.catalog import complete, name_of
+from shardwise.checkpoint.catalog import checkpoint_name, complete
 from shardwise.checkpoint.load import restore
 from shardwise.checkpoint.manifest import Progress
 from shardwise.checkpoint.save import Checkpointer
@@ -72,7 +72,7 @@ class RunCheckpoints:
         """
         self.checkpointer = self.checkpointer or self._make()
         self.checkpointer.save(progress, self.assembled.scaler, wait=wait)
-        return f"{self.store.root}/{name_of(progress.step)}"
+        return f"{self.store.root}/{checkpoint_name(progress.step)}"
 
     def wait(self) -> None:
         """Wait for a save that is under way.
