@@ -17,7 +17,7 @@ from shardwise.model.facts import ModelFacts
 from shardwise.model.replacements import fuse_activations
 from shardwise.planner.formulas.activations import (
     BlockKind,
-    MicrobatchShape,
+    LocalMicrobatch,
     ModuleMemory,
     backward_peak,
     kept_bytes,
@@ -83,7 +83,7 @@ def saved_by_autograd(family: str, facts: ModelFacts, dtype: torch.dtype = torch
 
 def pieces_of(facts: ModelFacts, **more: Any) -> list[ModuleMemory]:
     shape = {"tokens": BATCH * SEQUENCE, "sequence": SEQUENCE, "bytes": 4, **more}
-    return modules_of_block(facts, BlockKind.of(facts), MicrobatchShape(**shape))
+    return modules_of_block(facts, BlockKind.of(facts), LocalMicrobatch(**shape))
 
 
 @pytest.mark.parametrize("family", CONFIGS)

@@ -1,4 +1,4 @@
-"""What a loss is divided by: the one place, for jobs (`token`) and for scripts of SMP (`smp_mean`).
+"""The division of a loss: the one place, for jobs (`token`) and for scripts of SMP (`smp_mean`).
 
 Losses are sums. Their normalisation is the seed of backward, so no gradient is ever divided; reductions are sums too.
 """
@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 
 
 class LossCounts(NamedTuple):
-    """What a step's loss is summed over, on all ranks together.
+    """The counts over which a step's loss is summed, on all ranks together.
 
     Attributes:
         tokens: counted labels (rows, where labels are no class ids).
@@ -23,7 +23,7 @@ class LossCounts(NamedTuple):
 
 
 class Normalisation(Protocol):
-    """How summed losses become one number.
+    """The rule by which summed losses become one number.
 
     Attributes:
         name: in the plan.

@@ -93,7 +93,7 @@ Attention = Literal["fused", "eager", "math"]  # math: SDPA that could not fuse
 
 
 @dataclass(frozen=True)
-class MicrobatchShape:
+class LocalMicrobatch:
     """One microbatch on one rank, in numbers."""
 
     tokens: int
@@ -153,7 +153,7 @@ def _experts(
     }
 
 
-def modules_of_block(facts: ModelFacts, kind: BlockKind, shape: MicrobatchShape) -> list[ModuleMemory]:
+def modules_of_block(facts: ModelFacts, kind: BlockKind, shape: LocalMicrobatch) -> list[ModuleMemory]:
     """Return the modules of one block in the order of its forward."""
     attention = _attention_pieces(facts, kind, shape)
     norm = _mlp_norm(facts, kind, shape)
@@ -161,18 +161,18 @@ def modules_of_block(facts: ModelFacts, kind: BlockKind, shape: MicrobatchShape)
     return [*attention, norm, *mlp, ModuleMemory("MLP dropout", _mask(_rows(facts, shape)[1], shape))]
 
 
-def _rows(facts: ModelFacts, shape: MicrobatchShape) -> tuple[float, float]:
+def _rows(facts: ModelFacts, shape: LocalMicrobatch) -> tuple[float, float]:
     """(all tokens, those between regions) of hidden states, in bytes."""
     row = float(shape.tokens * shape.bytes * facts.hidden_size)
     return row, row / shape.tensor if shape.scattered else row
 
 
-def _moved(row: float, shape: MicrobatchShape) -> float:
+def _moved(row: float, shape: LocalMicrobatch) -> float:
     """Return what a tensor-parallel region's boundary holds while a collective runs: a copy of the hidden states."""
     return row if shape.tensor > 1 else 0.0
 
 
-def _attention_pieces(facts: ModelFacts, kind: BlockKind, shape: MicrobatchShape) -> list[ModuleMemory]:
+def _attention_pieces(facts: ModelFacts, kind: BlockKind, shape: LocalMicrobatch) -> list[ModuleMemory]:
     whole, between = _rows(facts, shape)
     heads = facts.attention_width / shape.tensor  # of this rank
     row = shape.tokens * shape.bytes * heads
@@ -193,14 +193,14 @@ def _attention_pieces(facts: ModelFacts, kind: BlockKind, shape: MicrobatchShape
 
 
 def _fused_attention(
-    facts: ModelFacts, kind: BlockKind, shape: MicrobatchShape, row: float, qkv: float
+    facts: ModelFacts, kind: BlockKind, shape: LocalMicrobatch, row: float, qkv: float
 ) -> tuple[float, float]:
     """(saved, working): query, key, value, result and statistics; working: the gradients of the first three."""
     rotated = (row + qkv) / 2 if kind.fused_projection and kind.rotary else 0.0
     return qkv + rotated + row + 4 * shape.tokens * facts.attention_heads / shape.tensor, qkv + rotated
 
 
-def _plain_attention(facts: ModelFacts, shape: MicrobatchShape, row: float) -> tuple[float, float]:
+def _plain_attention(facts: ModelFacts, shape: LocalMicrobatch, row: float) -> tuple[float, float]:
     """(saved, working): copies of query, key and value, and matrices of all scores."""
     scores = shape.tokens * shape.sequence * facts.attention_heads / shape.tensor
     masked = scores * shape.bytes if shape.attention == "math" else scores  # as numbers, or one byte an element
@@ -208,7 +208,7 @@ def _plain_attention(facts: ModelFacts, shape: MicrobatchShape, row: float) -> t
     return 3 * row + saved, 3 * row + 2 * scores * shape.bytes
 
 
-def _mlp_norm(facts: ModelFacts, kind: BlockKind, shape: MicrobatchShape) -> ModuleMemory:
+def _mlp_norm(facts: ModelFacts, kind: BlockKind, shape: LocalMicrobatch) -> ModuleMemory:
     _, row = _rows(facts, shape)
     norm = _norm("MLP norm", row, kind, shape)
     # Parallel branches read the same residual stream.
@@ -216,7 +216,7 @@ def _mlp_norm(facts: ModelFacts, kind: BlockKind, shape: MicrobatchShape) -> Mod
 
 
 def _mlp_pieces(
-    facts: ModelFacts, kind: BlockKind, shape: MicrobatchShape, features: int | None = None
+    facts: ModelFacts, kind: BlockKind, shape: LocalMicrobatch, features: int | None = None
 ) -> list[ModuleMemory]:
     hidden, wide = facts.hidden_size, math.ceil((features or facts.intermediate_size) / shape.tensor)
     (whole, row), inner = _rows(facts, shape), shape.tokens * shape.bytes * wide
@@ -229,7 +229,7 @@ def _mlp_pieces(
     ]
 
 
-def _expert_pieces(facts: ModelFacts, kind: BlockKind, shape: MicrobatchShape) -> list[ModuleMemory]:
+def _expert_pieces(facts: ModelFacts, kind: BlockKind, shape: LocalMicrobatch) -> list[ModuleMemory]:
     rows = facts.experts_of_token * shape.tokens
     wide = math.ceil(kind.expert_features / shape.tensor)
     (whole, row), inner = _rows(facts, shape), float(rows * shape.bytes * wide)
@@ -250,7 +250,7 @@ def _expert_pieces(facts: ModelFacts, kind: BlockKind, shape: MicrobatchShape) -
     ]
 
 
-def _norm(name: str, row: float, kind: BlockKind, shape: MicrobatchShape) -> ModuleMemory:
+def _norm(name: str, row: float, kind: BlockKind, shape: LocalMicrobatch) -> ModuleMemory:
     """Layer norm: input and two fp32 statistics. RMS norm: input in fp32, and the normalised values."""
     tokens = shape.tokens / shape.tensor if shape.scattered else shape.tokens
     if kind.rms_norm:
@@ -259,7 +259,7 @@ def _norm(name: str, row: float, kind: BlockKind, shape: MicrobatchShape) -> Mod
     return ModuleMemory(name, row + 8 * tokens, 0.0, row)
 
 
-def _mask(row: float, shape: MicrobatchShape) -> float:
+def _mask(row: float, shape: LocalMicrobatch) -> float:
     return row / shape.bytes if shape.dropout else 0.0
 
 

@@ -38,7 +38,7 @@ from shardwise.plan.plan import Plan
 from shardwise.planner.formulas.activations import (
     Attention,
     BlockKind,
-    MicrobatchShape,
+    LocalMicrobatch,
     ModuleMemory,
     backward_peak,
     kept_bytes,
@@ -236,7 +236,7 @@ class _Step:
             return []
         unfused = facts.has_attention_dropout and not self.on_cuda and self.plan.masks_whole
         attention: Attention = "eager" if job.model.attention == "eager" else "math" if unfused else "fused"
-        shape = MicrobatchShape(
+        shape = LocalMicrobatch(
             self.tokens,
             self.plan.sequence_length,
             self.compute,
