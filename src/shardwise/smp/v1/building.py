@@ -38,20 +38,20 @@ from shardwise.training.setup import current_world
 DTYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
-class MicrobatchShape(NamedTuple):
+class MicrobatchSize(NamedTuple):
     """Rows and positions of one microbatch of one rank."""
 
     rows: int
     positions: int
 
 
-def microbatch_shape(inputs: Mapping[str, Any]) -> MicrobatchShape:
+def microbatch_size(inputs: Mapping[str, Any]) -> MicrobatchSize:
     """Return rows and positions of the model's keyword arguments, by `input_ids` or the first tensor with both."""
     tensors = [value for value in inputs.values() if isinstance(value, Tensor) and value.dim() > 1]
     first = inputs.get("input_ids") if isinstance(inputs.get("input_ids"), Tensor) else next(iter(tensors), None)
     if first is None:
-        return MicrobatchShape(1, 1)
-    return MicrobatchShape(first.shape[0], first.shape[1] if first.dim() > 1 else 1)
+        return MicrobatchSize(1, 1)
+    return MicrobatchSize(first.shape[0], first.shape[1] if first.dim() > 1 else 1)
 
 
 def on_meta(inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def build_parallel_model(session: SmpSessionV1, module: nn.Module, inputs: Mappi
         if isinstance(config, PreTrainedConfig):
             config.use_cache = False
     weights = detach_weights(module)
-    shape = microbatch_shape(inputs)
+    shape = microbatch_size(inputs)
     values = session.cfg.job_keys | {
         "training.microbatch_size": shape.rows,
         "training.gradient_accumulation": int(session.cfg.microbatches),

@@ -13,7 +13,7 @@ from shardwise.data.batch import Batch
 from shardwise.job.axes import Axis
 from shardwise.parallel.model import ModelPart
 from shardwise.smp.exceptions import StepUsageError
-from shardwise.smp.v1.building import microbatch_shape
+from shardwise.smp.v1.building import microbatch_size
 from shardwise.smp.v1.rows import merge_rows, narrow_rows
 from shardwise.smp.v1.session import SmpSessionV1
 from shardwise.smp.v1.weights import ModelWeights
@@ -47,7 +47,7 @@ class MicrobatchForward:
         own_rows = session.cfg.prescaled_batch or session.layout.size(Axis.TENSOR) == 1
         inputs = self.bind(args, kwargs)
         merged = inputs if own_rows else merge_rows(inputs, session.layout)
-        rows = microbatch_shape(merged).rows
+        rows = microbatch_size(merged).rows
         first = (parallel.layout.data_rank * count + index) * rows
         microbatch = Batch({}, None, torch.arange(first, first + rows, device=session.device))
         with parallel.scope(microbatch, session.step_count):
@@ -56,7 +56,7 @@ class MicrobatchForward:
             parallel.reshard()  # as a backward does: scripts look at gradients, and change what they look at
         if not part.is_last:
             return part.boundary_output()
-        output = output if own_rows else narrow_rows(output, microbatch_shape(inputs).rows, session.layout)
+        output = output if own_rows else narrow_rows(output, microbatch_size(inputs).rows, session.layout)
         return output if self._wrapper is None else self._wrapper.output(args, kwargs, output)
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

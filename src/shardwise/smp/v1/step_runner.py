@@ -21,7 +21,7 @@ from shardwise.parallel.model import ParallelModel
 from shardwise.plan.normalisation import SMP_MEAN, LossCounts
 from shardwise.smp.exceptions import StepUsageError
 from shardwise.smp.nesting import to_device, tree_leaves
-from shardwise.smp.v1.building import MicrobatchShape, build_parallel_model, microbatch_shape, on_meta
+from shardwise.smp.v1.building import MicrobatchSize, build_parallel_model, microbatch_size, on_meta
 from shardwise.smp.v1.forward import MicrobatchForward
 from shardwise.smp.v1.hooks import ModelHooks
 from shardwise.smp.v1.own_backward import OutsideBackward
@@ -76,7 +76,7 @@ class StepRunner:
         self._held_back = False
         self._last = True  # the backward outside of a step that runs completes the gradients
         self._outside = OutsideBackward(self._begin_outside, lambda: self._finish_backward(self._last))
-        self._shapes: dict[Any, tuple[MicrobatchShape, dict[str, Any]]] = {}
+        self._shapes: dict[Any, tuple[MicrobatchSize, dict[str, Any]]] = {}
 
     # ---- forward
 
@@ -123,7 +123,7 @@ class StepRunner:
             inputs = run.first_inputs()
             merged = inputs if self._session.cfg.prescaled_batch else merge_rows(inputs, self._session.layout)
             self.distribute(merged)
-            self._shapes[key] = microbatch_shape(merged), on_meta(merged)
+            self._shapes[key] = microbatch_size(merged), on_meta(merged)
         shape, inputs = self._shapes[key]
         parallel = self._weights.require_parallel()
         if parallel.pipeline is not None:

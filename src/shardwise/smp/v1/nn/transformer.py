@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from shardwise.job.axes import Axis
+from shardwise.kernels.attention.masks import to_additive_mask
 from shardwise.smp.alibi import LARGEST, alibi_bias, alibi_slopes
 from shardwise.smp.v1.nn.norms import FusedLayerNorm
 from shardwise.smp.v1.session import state
@@ -55,11 +56,11 @@ def refuse_unknown(name: str, settings: dict[str, Any]) -> None:
         raise TypeError(f"{name}.__init__() got an unexpected keyword argument {next(iter(settings))!r}")
 
 
-def additive_mask(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+def added_to_scores(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """Return a mask that is true where attention looks as one that is added to scores; any other as it is."""
     if mask is None or mask.dtype != torch.bool:
         return mask
-    return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+    return to_additive_mask(mask, dtype)
 
 
 class Projection(nn.Linear):
@@ -168,7 +169,7 @@ class DistributedAttentionLayer(nn.Module):
             query, key = self._rotate(query), self._rotate(key)
         if self.in_fp32 and query.dtype.itemsize < 4:
             query, key, value = query.float(), key.float(), value.float()
-        mask = self._mask(mask, query) if states is None else additive_mask(mask, query.dtype)
+        mask = self._mask(mask, query) if states is None else added_to_scores(mask, query.dtype)
         if not self.fused or (self.training and self.attention_dropout.p):
             scores = (query * self.scale) @ key.transpose(-1, -2)
             scores = scores if mask is None else scores + mask
@@ -179,7 +180,7 @@ class DistributedAttentionLayer(nn.Module):
 
     def _mask(self, mask: Tensor | None, query: Tensor) -> Tensor | None:
         """The given mask as an addend, with what the layer's own rule hides."""
-        least, mask = torch.finfo(query.dtype).min, additive_mask(mask, query.dtype)
+        least, mask = torch.finfo(query.dtype).min, added_to_scores(mask, query.dtype)
         if self.alibi:
             bias = self._distances(query)
             mask = bias if mask is None else torch.clamp(bias + mask.to(query.dtype), min=least)
