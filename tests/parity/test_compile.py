@@ -6,15 +6,34 @@ in fp32.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
+from shardwise.job.schema import Job
+from shardwise.testing.comparison import Report
 from shardwise.testing.world import WorldPool
 from tests.parity.jobs import make_job, tensor_job, verify_one
 
 FP32: dict[str, Any] = {"precision": {"compute": "fp32"}, "optimizer": {"name": "SGD", "learning_rate": 0.1}}
+CHECKPOINTED: dict[str, Any] = {**FP32, "memory": {"activation_checkpointing": "full"}, "tied": False}
+
+
+def verify_graphs(job: Job) -> Report | None:
+    """The graphs that the compiler takes, run operator by operator instead of by kernels that it would write."""
+    with mock.patch.object(torch, "compile", partial(torch.compile, backend="eager")):
+        return verify_one(job, 2)
+
+
+def test_a_model_of_graphs_agrees(world_pool: WorldPool, corpora: Path) -> None:
+    job = make_job(corpora, "llama", layers=1, model={"compile": True}, **CHECKPOINTED)
+    report = world_pool.run(2, verify_graphs, job)[0]
+    assert report is not None
+    assert report.agrees, (report.first, report.diagnosis)
 
 
 @pytest.mark.timeout(900)  # the compiler is slow on a busy machine
@@ -22,7 +41,7 @@ FP32: dict[str, Any] = {"precision": {"compute": "fp32"}, "optimizer": {"name": 
     "family, sections",
     [
         pytest.param("gpt2", {"dropout": 0.1}, marks=pytest.mark.slow),
-        ("llama", {**FP32, "memory": {"activation_checkpointing": "full"}, "tied": False}),
+        pytest.param("llama", CHECKPOINTED, marks=pytest.mark.slow),
     ],
 )
 def test_a_compiled_model_agrees(world_pool: WorldPool, corpora: Path, family: str, sections: dict[str, Any]) -> None:

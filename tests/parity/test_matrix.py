@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 
 from shardwise.job.schema import Job
+from shardwise.model.facts import ModelFacts
 from shardwise.testing.comparison import Report
 from shardwise.testing.world import WorldPool
-from tests.parity.jobs import verify_one
+from tests.parity.jobs import facts_of, verify_one
 from tests.parity.matrix import DIMENSIONS, LAYOUTS, MORE_LAYOUTS, Case, cover, job_of, world_size
 
 SEED = int(os.environ.get("SHARDWISE_TEST_SEED", "0"))
@@ -25,9 +26,9 @@ COVER = cover(SEED, 2, DIMENSIONS)
 BATCH = 8  # cases of one world size in one call of the pool
 
 
-def verify_many(jobs: list[Job]) -> list[Report | None]:
+def verify_many(jobs: list[tuple[Job, ModelFacts]]) -> list[Report | None]:
     """Run on every rank of a world; two steps tell what three do."""
-    return [verify_one(job, steps=2) for job in jobs]
+    return [verify_one(job, 2, facts) for job, facts in jobs]
 
 
 def batches(cases: list[Case]) -> list[tuple[int, list[Case]]]:
@@ -44,7 +45,8 @@ def batches(cases: list[Case]) -> list[tuple[int, list[Case]]]:
 
 def check(world_pool: WorldPool, corpora: Path, size: int, cases: list[Case]) -> None:
     print(f"seed {SEED}, world of {size}")
-    reports = world_pool.run(size, verify_many, [job_of(case, corpora) for case in cases], timeout=280)[0]
+    jobs = [job_of(case, corpora) for case in cases]
+    reports = world_pool.run(size, verify_many, [(job, facts_of(job)) for job in jobs], timeout=280)[0]
     failures = [
         f"{case}\n  first {report.first}\n  {report.diagnosis}"
         for case, report in zip(cases, reports, strict=True)

@@ -26,6 +26,9 @@ FP32: dict[str, Any] = {"precision": {"compute": "fp32"}, "optimizer": {"name": 
 UNEVEN = {"sequences_per_step": 7, "microbatch_size": 2}
 EIGHT = {"sequences_per_step": 15, "gradient_accumulation": 8}  # microbatches, the last one ragged
 SLOW: list[tuple[str, int, dict[str, Any]]] = [
+    ("llama", 8, {"parallel": {**ALL, "placement_strategy": "spread"}, "tied": False}),
+    ("gpt2", 8, {"parallel": {**TWO, **TENSOR, "context_parallel_degree": 2, "sequence_parallel": True},
+                 "dropout": 0.1, "layers": 3, "data": {"isolate_documents": True}}),
     ("gpt2", 4, {"parallel": {**TWO, "sharded_data_parallel_degree": 1}, "tied": False}),
     ("gpt_neox", 4, {"parallel": {**TWO, "pipeline": "zero_bubble", "shard_optimizer_state": True}, "layers": 3}),
     ("gpt2", 4, {"parallel": {**FOUR, "pipeline": "zero_bubble"}, "layers": 5, "dropout": 0.1}),
@@ -86,11 +89,10 @@ CASES = [
     ("gpt2", 4, {"parallel": {**TWO, "sharded_data_parallel_degree": 2}, "dropout": 0.1, "training": UNEVEN}),
     ("gpt2", 4, {"parallel": {**TWO, "shard_optimizer_state": True}}),
     # tensors
-    ("llama", 8, {"parallel": {**ALL, "placement_strategy": "spread"}, "tied": False}),
     ("gpt2", 4, {"parallel": {**TWO, **TENSOR, "sequence_parallel": True}, "dropout": 0.1, "layers": 3}),
     # sequences
-    ("gpt2", 8, {"parallel": {**TWO, **TENSOR, "context_parallel_degree": 2, "sequence_parallel": True},
-                 "dropout": 0.1, "layers": 3, "data": {"isolate_documents": True}}),
+    ("gpt2", 4, {"parallel": {**TWO, "context_parallel_degree": 2}, "dropout": 0.1, "layers": 3,
+                 "data": {"isolate_documents": True}}),
     # memory and precision
     ("gpt2", 2, {"parallel": TWO, "memory": {"activation_checkpointing": "full"}, "dropout": 0.1}),
     ("llama", 4, {"parallel": TWO, "memory": {"activation_checkpointing": "full", "offload_activations": True}}),
