@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.errors import ModelError
 from shardwise.job.schema import Job
 from shardwise.model.build import build_model
 from shardwise.testing.toy_configs import language_model_types, toy_config
@@ -47,7 +46,7 @@ def test_most_types_of_transformers_have_a_toy(task: str) -> None:
     for model_type in types:
         try:
             sizes[model_type] = parameters(model_type, task)
-        except (ModelError, ValueError, AttributeError):  # each config class has its own way to refuse values
+        except Exception:  # each config class has its own way to refuse values, its own defaults among them
             continue
     small = [model_type for model_type, size in sizes.items() if size < LARGEST]
     assert len(small) >= BUILT[task] * len(types), sorted(set(types) - set(small))
