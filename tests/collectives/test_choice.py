@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.collectives import carriers, choice, hierarchical, topology
-from shardwise.collectives.carriers import Seat
-from shardwise.collectives.choice import Table
+from shardwise.collectives.carriers import GroupMember
+from shardwise.collectives.choice import AlgorithmTable
 from shardwise.collectives.turns import Turns
 from shardwise.errors import ConfigError
 from shardwise.testing.world import WorldPool
@@ -23,12 +23,12 @@ from shardwise.testing.world import WorldPool
 
 
 def test_a_table_is_read_by_bytes() -> None:
-    table = Table(dict.fromkeys(choice.OPERATIONS, ((1024, "flat"), (4096, "two_level"), (0, "direct"))))
+    table = AlgorithmTable(dict.fromkeys(choice.OPERATIONS, ((1024, "flat"), (4096, "two_level"), (0, "direct"))))
     found = [table.algorithm("all_reduce", size) for size in (1, 1024, 1025, 4096, 4097, 10**9)]
     assert found == ["flat", "flat", "two_level", "two_level", "direct", "direct"]
-    assert Table.from_json(table.to_json()) == table
+    assert AlgorithmTable.from_json(table.to_json()) == table
     assert table.describe().startswith("all_gather flat to 1 KiB, then two_level to 4 KiB, then direct; ")
-    assert Table.given("direct").algorithm("all_gather", 0) == "direct"
+    assert AlgorithmTable.given("direct").algorithm("all_gather", 0) == "direct"
 
 
 @pytest.mark.parametrize(
@@ -45,16 +45,16 @@ def test_a_table_is_read_by_bytes() -> None:
 def test_a_damaged_table_is_measured_again(tmp_path: Path, text: str) -> None:
     path = tmp_path / "table.json"
     path.write_text(text)
-    assert choice.read(path) is None
-    choice.keep(path, Table.given("direct"))
-    assert choice.read(path) == Table.given("direct")
+    assert choice.read_table(path) is None
+    choice.keep_table(path, AlgorithmTable.given("direct"))
+    assert choice.read_table(path) == AlgorithmTable.given("direct")
     assert [file.name for file in tmp_path.iterdir()] == ["table.json"]
 
 
 def test_a_cache_that_cannot_be_written_costs_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    choice.keep(tmp_path / "file" / "table.json", Table.given("flat"))
-    assert choice.read(tmp_path / "file" / "table.json") is None
+    choice.keep_table(tmp_path / "file" / "table.json", AlgorithmTable.given("flat"))
+    assert choice.read_table(tmp_path / "file" / "table.json") is None
 
 
 def test_the_fastest_has_to_be_clearly_faster_than_flat() -> None:
@@ -71,8 +71,8 @@ def test_a_ladder_ends_where_a_step_takes_long(monkeypatch: pytest.MonkeyPatch) 
         return [1.0, 0.1, 0.5] if whole.nbytes > 2**17 else [0.1, 0.2, 0.3]
 
     monkeypatch.setattr(choice, "_times", times)
-    seat = Seat(dist.HashStore(), 0, (0,), timedelta(seconds=10))
-    table = choice.measure(lambda *_: None, carriers.make("gloo", seat), torch.device("cpu"))
+    seat = GroupMember(dist.HashStore(), 0, (0,), timedelta(seconds=10))
+    table = choice.measure_algorithms(lambda *_: None, carriers.make("gloo", seat), torch.device("cpu"))
     assert sizes == [2**14, 2**18] * 3  # 1 s at the second size is more than the patience
     assert table.rows["all_gather"] == ((2**16, "flat"), (0, "two_level"))
 
@@ -90,7 +90,7 @@ def measured(directory: str) -> tuple[list[str], int]:
     try:
         for name in ("first", "second"):
             store = dist.PrefixStore(f"{directory}-{name}", world.get_group_store())
-            seat = Seat(store, rank, (0, 1, 2, 3), timedelta(seconds=60))
+            seat = GroupMember(store, rank, (0, 1, 2, 3), timedelta(seconds=60))
             flat = carriers.make("gloo", seat.among("flat", [0, 1, 2, 3]))
             hierarchy = hierarchical._hierarchy(seat, flat, "measured", "gloo", "gloo")
             assert hierarchy is not None
@@ -114,14 +114,14 @@ def test_a_measurement_is_kept_for_the_hosts(
 
 
 def test_names_of_backends() -> None:
-    assert hierarchical.name_of("two_level", "gloo", "shardwise") == "two_level_gloo_shardwise"
+    assert hierarchical.backend_name("two_level", "gloo", "shardwise") == "two_level_gloo_shardwise"
     assert hierarchical.parts_of("two_level_gloo_shardwise") == ("two_level", "gloo", "shardwise")
-    assert hierarchical.name_of("flat", "nccl", "nccl") == "nccl"
+    assert hierarchical.backend_name("flat", "nccl", "nccl") == "nccl"
     assert hierarchical.parts_of("nccl") == ("flat", "nccl", "nccl")
     with pytest.raises(ConfigError, match="'ring' is none of measured, flat, two_level, direct"):
-        hierarchical.register("ring", "gloo", "gloo")
+        hierarchical.register_two_levels("ring", "gloo", "gloo")
     with pytest.raises(ConfigError, match="'mpi' is none of gloo, nccl, shardwise"):
-        hierarchical.register("direct", "mpi", "gloo")
+        hierarchical.register_two_levels("direct", "mpi", "gloo")
 
 
 # --- turns

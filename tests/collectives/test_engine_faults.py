@@ -197,7 +197,7 @@ def leavings() -> tuple[int, int, int]:
             shared = sum("memfd:shardwise" in line for line in maps)
         return len(os.listdir("/proc/self/fd")), shared, len(os.listdir("/proc/self/task"))
 
-    engine.load()
+    engine.load_engine()
     gc.collect()  # broken groups of earlier tests, which their errors' tracebacks hold
     before = count()
     group = engine_group()

@@ -151,7 +151,7 @@ def leavings() -> tuple[int, int]:
 
     from tests.collectives.test_engine_faults import operate
 
-    engine.load()
+    engine.load_engine()
     before = count()
     group = engine_group()
     for kind in KINDS:

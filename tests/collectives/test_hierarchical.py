@@ -52,7 +52,7 @@ def joined(hosts: str, algorithm: str, inside: str = "gloo") -> Iterator[None]:
     assert world is not None
     store = dist.PrefixStore(f"{hosts}-{algorithm}-{inside}", world.get_group_store())
     dist.destroy_process_group()
-    name = hierarchical.register(algorithm, "gloo", inside)
+    name = hierarchical.register_two_levels(algorithm, "gloo", inside)
     dist.init_process_group(name, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
     yield
     dist.barrier()
@@ -69,7 +69,7 @@ def numbers(count: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
 
 def operations(hosts: str, algorithm: str, inside: str, counts: tuple[int, ...] = (1, 333)) -> str:
     """All operations, waited for at once and later; the type of the group."""
-    group = dist.new_group(backend=hierarchical.register(algorithm, "gloo", inside))
+    group = dist.new_group(backend=hierarchical.register_two_levels(algorithm, "gloo", inside))
     for count in counts:
         for dtype in DTYPES:
             gathered(group, count, dtype)
@@ -173,7 +173,7 @@ def subgroup() -> tuple[str, float]:
     """A group of some ranks, in another order of hosts than the world's."""
     on_host("aabbaabb")
     members = [1, 2, 4, 7]  # a b a b
-    group = dist.new_group(members, backend=hierarchical.register("direct", "gloo", "gloo"))
+    group = dist.new_group(members, backend=hierarchical.register_two_levels("direct", "gloo", "gloo"))
     total = torch.tensor([float(dist.get_rank())])
     if dist.get_rank() in members:
         dist.all_reduce(total, group=group)
@@ -191,7 +191,7 @@ def test_a_group_of_some_ranks(world_pool: WorldPool) -> None:
 def broadcasts(rounds: int) -> int:
     """Short-lived tensors through the flat group: what C++ called with Python's lock held hung within seconds."""
     on_host("aabb")
-    group = dist.new_group(backend=hierarchical.register("direct", "gloo", "gloo"))
+    group = dist.new_group(backend=hierarchical.register_two_levels("direct", "gloo", "gloo"))
     return sum(_told(group, number) for number in range(rounds))
 
 
@@ -207,7 +207,7 @@ def test_flat_operations_do_not_hold_pythons_lock(world_pool: WorldPool) -> None
 
 def mistaken() -> list[str]:
     on_host("aabb")
-    group = dist.new_group(backend=hierarchical.register("direct", "gloo", "gloo"))
+    group = dist.new_group(backend=hierarchical.register_two_levels("direct", "gloo", "gloo"))
     messages = []
     for call in (
         lambda: all_gather_single(torch.empty(7), torch.empty(2), group=group),

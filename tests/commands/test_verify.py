@@ -20,7 +20,7 @@ from shardwise.commands.verify import cut_depth, fused_dropout_off, run_verify
 from shardwise.errors import ConfigError, MachineError
 from shardwise.job.schema import Job
 from shardwise.model.build import load_config
-from shardwise.testing.comparison import Difference, Report, Tolerance, compare_tensors, relative_error
+from shardwise.testing.comparison import Difference, Tolerance, VerifyReport, compare_tensors, relative_error
 from shardwise.training.setup import study
 from tests.parity.jobs import make_job, make_module_job, write_tokens
 
@@ -66,9 +66,9 @@ def test_nothing_unusual_counts_as_agreement() -> None:
     for ours in ({"a": torch.ones(2)}, {**whole, "c": torch.ones(1)}, {**whole, "b": torch.ones(1, 3)}):
         assert not all(d.agrees for d in compare_tensors(0, "gradient", ours, whole, tolerance))
     nan = compare_tensors(0, "gradient", {**whole, "b": torch.full((3,), math.nan)}, whole, tolerance)
-    report = Report("", nan)
+    report = VerifyReport("", nan)
     assert not report.agrees and report.max_relative_error == math.inf and report.first == nan[1]
-    assert not Report("").agrees  # nothing was compared
+    assert not VerifyReport("").agrees  # nothing was compared
 
 
 def test_a_tensor_of_rounding_is_held_to_the_largest_one() -> None:
@@ -81,7 +81,7 @@ def test_a_tensor_of_rounding_is_held_to_the_largest_one() -> None:
 
 def test_first_is_by_step_and_then_in_the_order_of_comparison() -> None:
     good, bad = Difference(0, "loss", "", 0.0, 1.0), Difference(1, "gradient", "w", 2.0, 1.0)
-    assert Report("", [good, bad, Difference(1, "norm", "", 9.0, 1.0)]).first == bad
+    assert VerifyReport("", [good, bad, Difference(1, "norm", "", 9.0, 1.0)]).first == bad
 
 
 # --- whole runs with workers of their own
@@ -129,7 +129,9 @@ def test_disagreement_ends_with_exit_code_one(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    bad = Report("t", [Difference(2, "parameter", "wte.weight", 0.5, 1e-9)], diagnosis="gradients are clipped twice")
+    bad = VerifyReport(
+        "t", [Difference(2, "parameter", "wte.weight", 0.5, 1e-9)], diagnosis="gradients are clipped twice"
+    )
     monkeypatch.setattr(sys.modules["shardwise.commands.verify"], "verify", lambda *_: bad)
     assert run_verify(make_job(corpora)) == 1
     printed = capsys.readouterr().out

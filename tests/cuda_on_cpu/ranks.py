@@ -20,7 +20,7 @@ from shardwise.errors import CapacityError
 from shardwise.job.schema import Job
 from shardwise.launch import process_group as process_groups
 from shardwise.launch.environment import detect
-from shardwise.testing.comparison import Report
+from shardwise.testing.comparison import VerifyReport
 from shardwise.training.optimizer import ShardedOptimizer
 from shardwise.training.output import METRICS_FILE
 from shardwise.training.setup import study
@@ -41,7 +41,7 @@ def joined(function: Callable[..., Any], argument: Any, backend: str = "nccl") -
         return function(device, argument)
 
 
-def verified(device: torch.device, job: Job) -> Report | None:
+def verified(device: torch.device, job: Job) -> VerifyReport | None:
     return verify_rank(job, device, 2, study(job))
 
 

@@ -18,7 +18,7 @@ from shardwise.kernels.dropout import (
     name_functional_dropout,
     replace_dropout,
 )
-from shardwise.testing.oracle_dropout import OracleDropout, keep
+from shardwise.testing.oracle_dropout import OracleDropout, oracle_keep_mask
 
 
 def scope(rows: list[int], step: int = 0, seed: int = 0, functional: bool = False) -> DropoutScope:
@@ -75,7 +75,7 @@ def test_kept_elements_are_scaled_so_that_the_mean_stays() -> None:
 def test_masks_are_those_of_the_independent_implementation(key: int, p: float) -> None:
     rows = [0, 1, -1, 2**40 + 3, 2**62 + 5]
     ours = keep_mask(key, torch.tensor(rows), 1000, 1 - p).numpy()
-    theirs = np.stack([keep(key, row, 1000, p) if p else np.ones(1000, dtype=bool) for row in rows])
+    theirs = np.stack([oracle_keep_mask(key, row, 1000, p) if p else np.ones(1000, dtype=bool) for row in rows])
     assert (ours == theirs).all()
 
 

@@ -14,7 +14,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 from shardwise.commands.verify import verify_rank
 from shardwise.job.schema import Job
 from shardwise.model.facts import ModelFacts
-from shardwise.testing.comparison import Report
+from shardwise.testing.comparison import VerifyReport
 from shardwise.testing.world import WorldPool
 from shardwise.training.setup import study
 
@@ -241,7 +241,7 @@ def span_job(
     return make_job(directory, "gpt2", model=model, **{**sections, "data": data | {"mean_span_length": 2.0}})
 
 
-def verify_one(job: Job, steps: int = 3, facts: ModelFacts | None = None) -> Report | None:
+def verify_one(job: Job, steps: int = 3, facts: ModelFacts | None = None) -> VerifyReport | None:
     """Run on every rank of a world."""
     return verify_rank(job, torch.device("cpu"), steps, facts or facts_of(job))
 

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from shardwise.job.schema import Job
-from shardwise.testing.comparison import Report
+from shardwise.testing.comparison import VerifyReport
 from shardwise.testing.faults import FAULTS
 from shardwise.testing.world import WorldPool
 from tests.parity.jobs import make_job, verify_one
 
 
-def with_fault(job: Job, fault: str) -> Report | None:
+def with_fault(job: Job, fault: str) -> VerifyReport | None:
     with FAULTS[fault]():
         return verify_one(job)
 

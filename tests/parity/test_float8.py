@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardwise.job.schema import Job
 from shardwise.testing.capture import capture_step
-from shardwise.testing.comparison import Report, Tolerance, compare_tensors
+from shardwise.testing.comparison import Tolerance, VerifyReport, compare_tensors
 from shardwise.testing.faults import FAULTS
 from shardwise.testing.reference import FLOAT8
 from shardwise.testing.world import WorldPool
@@ -45,7 +45,7 @@ def steps(job: Job, count: int) -> tuple[list[float], dict[str, Tensor], tuple[s
     return [each.loss for each in captured], captured[0].gradients, run.plan.float8
 
 
-def with_fault(job: Job, fault: str) -> Report | None:
+def with_fault(job: Job, fault: str) -> VerifyReport | None:
     with FAULTS[fault]():
         return verify_one(job, 1)
 

@@ -16,7 +16,7 @@ import pytest
 
 from shardwise.job.schema import Job
 from shardwise.model.facts import ModelFacts
-from shardwise.testing.comparison import Report
+from shardwise.testing.comparison import VerifyReport
 from shardwise.testing.world import WorldPool
 from tests.parity.jobs import facts_of, verify_one
 from tests.parity.matrix import DIMENSIONS, LAYOUTS, MORE_LAYOUTS, Case, cover, job_of, world_size
@@ -26,7 +26,7 @@ COVER = cover(SEED, 2, DIMENSIONS)
 BATCH = 8  # cases of one world size in one call of the pool
 
 
-def verify_many(jobs: list[tuple[Job, ModelFacts]]) -> list[Report | None]:
+def verify_many(jobs: list[tuple[Job, ModelFacts]]) -> list[VerifyReport | None]:
     """Run on every rank of a world; two steps tell what three do."""
     return [verify_one(job, 2, facts) for job, facts in jobs]
 

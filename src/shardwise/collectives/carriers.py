@@ -22,7 +22,7 @@ NAMES = (GLOO, NCCL, engine.BACKEND)
 
 
 @dataclass(frozen=True)
-class Seat:
+class GroupMember:
     """A rank's place in a group that is to be made.
 
     Attributes:
@@ -38,7 +38,7 @@ class Seat:
     timeout: timedelta
 
     @classmethod
-    def of(cls, options: Any) -> Seat:
+    def of(cls, options: Any) -> GroupMember:
         """From what torch gives the creator of a backend; its list of members is empty for the world."""
         members = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
         return cls(options.store, options.group_rank, members, options.timeout)
@@ -47,37 +47,37 @@ class Seat:
     def size(self) -> int:
         return len(self.members)
 
-    def among(self, name: str, ranks: list[int]) -> Seat:
-        """The seat in a part of this group, of `ranks` of it; `name` must be the part's own."""
+    def among(self, name: str, ranks: list[int]) -> GroupMember:
+        """Return this rank's place in the part `ranks` of this group; `name` must be the part's own."""
         store = dist.PrefixStore(name, self.store)
         return replace(self, store=store, rank=ranks.index(self.rank), members=tuple(self.members[r] for r in ranks))
 
 
-def make(name: str, seat: Seat) -> dist.ProcessGroup:
+def make(name: str, member: GroupMember) -> dist.ProcessGroup:
     """A process group whose tensors `name` carries; beside NCCL, Gloo carries those of the CPU."""
-    backends = {"cpu": _backend(GLOO if name == NCCL else name, seat)}
+    backends = {"cpu": _backend(GLOO if name == NCCL else name, member)}
     if name == NCCL:
-        backends["cuda"] = _backend(NCCL, replace(seat, store=dist.PrefixStore(NCCL, seat.store)))
+        backends["cuda"] = _backend(NCCL, replace(member, store=dist.PrefixStore(NCCL, member.store)))
     elif name == engine.BACKEND:
         backends["cuda"] = backends["cpu"]
-    return group_of(backends, seat.store, seat.rank, seat.size)
+    return group_of(backends, member.store, member.rank, member.size)
 
 
-def make_or(name: str, instead: str, seat: Seat) -> dist.ProcessGroup:
+def make_or(name: str, instead: str, member: GroupMember) -> dist.ProcessGroup:
     """`make`; where the engine cannot join these ranks, which all of them see, a group of `instead`, with a line."""
     try:
-        return make(name, seat)
+        return make(name, member)
     except (RuntimeError, MachineError) as error:
         if name != engine.BACKEND or instead == engine.BACKEND:
             raise
-        if seat.rank == 0:
-            warnings.warn(f"{instead} carries the collectives of these {seat.size} ranks: {error}", stacklevel=2)
-        return make(instead, seat.among("instead", list(range(seat.size))))
+        if member.rank == 0:
+            warnings.warn(f"{instead} carries the collectives of these {member.size} ranks: {error}", stacklevel=2)
+        return make(instead, member.among("instead", list(range(member.size))))
 
 
-def _backend(name: str, seat: Seat) -> Any:
+def _backend(name: str, member: GroupMember) -> Any:
     if name == engine.BACKEND:
-        return engine.create(seat.store, seat.rank, seat.members, seat.timeout)
+        return engine.create(member.store, member.rank, member.members, member.timeout)
     if name == NCCL:
-        return dist.ProcessGroupNCCL(seat.store, seat.rank, seat.size, nccl_options(seat.timeout))
-    return dist.ProcessGroupGloo(seat.store, seat.rank, seat.size, timeout=seat.timeout)
+        return dist.ProcessGroupNCCL(member.store, member.rank, member.size, nccl_options(member.timeout))
+    return dist.ProcessGroupGloo(member.store, member.rank, member.size, timeout=member.timeout)

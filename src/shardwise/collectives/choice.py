@@ -1,4 +1,4 @@
-"""Which algorithm a collective takes: one table by operation and bytes, given or measured when a group is made.
+"""The choice of a collective's algorithm: one table by operation and bytes, given or measured when a group is made.
 
 The table of a group holds for its shape (hosts, ranks on each), its hosts and what carries the bytes. A measurement
 walks a short ladder of sizes, all ranks together, and is kept in the user's cache under what it holds for.
@@ -33,23 +33,23 @@ ROUNDS = 2
 PATIENCE = 0.5  # seconds of one call after which no larger size is tried
 GAIN = 0.95  # of flat's time that another algorithm has to stay under: below that it is noise
 
-Run = Callable[[Operation, Algorithm, Tensor], None]  # one call with a full buffer
+TimedCall = Callable[[Operation, Algorithm, Tensor], None]  # one call with a full buffer
 
 
 @dataclass(frozen=True)
-class Table:
+class AlgorithmTable:
     """Operation -> (bytes of full buffer up to which, algorithm), ascending; the last holds for all that is larger."""
 
     rows: dict[Operation, tuple[tuple[int, Algorithm], ...]]
 
     @classmethod
-    def given(cls, algorithm: str) -> Table:
-        """One algorithm for everything."""
+    def given(cls, algorithm: str) -> AlgorithmTable:
+        """Return a table with one algorithm for everything."""
         return cls({operation: ((0, ALGORITHMS[ALGORITHMS.index(algorithm)]),) for operation in OPERATIONS})
 
     @classmethod
-    def from_json(cls, text: str) -> Table:
-        """What `to_json` wrote.
+    def from_json(cls, text: str) -> AlgorithmTable:
+        """Return the table that `to_json` wrote.
 
         Raises:
             ValueError: it is something else.
@@ -69,7 +69,7 @@ class Table:
         return json.dumps(self.rows)
 
     def algorithm(self, operation: Operation, size: int) -> Algorithm:
-        """What an operation on a full buffer of `size` bytes takes."""
+        """Return the algorithm of an operation on a full buffer of `size` bytes."""
         row = self.rows[operation]
         return next((algorithm for limit, algorithm in row[:-1] if size <= limit), row[-1][1])
 
@@ -83,7 +83,7 @@ def _row(row: Sequence[tuple[int, Algorithm]]) -> str:
     return ", then ".join([*parts, row[-1][1]])
 
 
-def measure(run: Run, control: dist.ProcessGroup, device: torch.device) -> Table:
+def measure_algorithms(run: TimedCall, control: dist.ProcessGroup, device: torch.device) -> AlgorithmTable:
     """Time every algorithm on the ladder; all ranks of `control` together, the slowest rank's time counts."""
     rows: dict[Operation, tuple[tuple[int, Algorithm], ...]] = {}
     for operation in OPERATIONS:
@@ -94,11 +94,11 @@ def measure(run: Run, control: dist.ProcessGroup, device: torch.device) -> Table
             best.append((size, _fastest(seconds)))
             if max(seconds) > PATIENCE:
                 break
-        rows[operation] = _borders(best)
-    return Table(rows)
+        rows[operation] = _merged_rows(best)
+    return AlgorithmTable(rows)
 
 
-def _times(run: Run, operation: Operation, whole: Tensor) -> list[float]:
+def _times(run: TimedCall, operation: Operation, whole: Tensor) -> list[float]:
     """Seconds of each algorithm: the best of interleaved rounds after one that is not counted."""
     taken: list[list[float]] = [[] for _ in ALGORITHMS]
     for _ in range(ROUNDS + 1):
@@ -125,8 +125,8 @@ def _fastest(seconds: Sequence[float]) -> Algorithm:
     return ALGORITHMS[1 + others.index(best)] if best < GAIN * flat else "flat"
 
 
-def _borders(best: Sequence[tuple[int, Algorithm]]) -> tuple[tuple[int, Algorithm], ...]:
-    """One entry for each run of equal algorithms; a border lies at the geometric mean of the sizes beside it."""
+def _merged_rows(best: Sequence[tuple[int, Algorithm]]) -> tuple[tuple[int, Algorithm], ...]:
+    """One entry for each run of equal algorithms; a boundary lies at the geometric mean of the sizes beside it."""
     rows: list[tuple[int, Algorithm]] = []
     for (size, algorithm), (larger, other) in itertools.pairwise(best):
         if algorithm != other:
@@ -137,21 +137,21 @@ def _borders(best: Sequence[tuple[int, Algorithm]]) -> tuple[tuple[int, Algorith
 # --- kept
 
 
-def file_of(holds_for: Sequence[object]) -> Path:
-    """Where the table is kept that holds for these hosts, shape and carriers (whatever names them)."""
+def table_file(holds_for: Sequence[object]) -> Path:
+    """Return the file of the table that holds for these hosts, shape and carriers (whatever names them)."""
     text = "\0".join(map(str, (torch.__version__, *LADDER, *holds_for)))
     return cache_root() / "collectives" / f"{blake2b(text.encode(), digest_size=12).hexdigest()}.json"
 
 
-def read(path: Path) -> Table | None:
+def read_table(path: Path) -> AlgorithmTable | None:
     """The table kept there; None where there is none that can be read."""
     try:
-        return Table.from_json(path.read_text(encoding="utf-8"))
+        return AlgorithmTable.from_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
 
-def keep(path: Path, table: Table) -> None:
+def keep_table(path: Path, table: AlgorithmTable) -> None:
     """Keep `table`, whole or not at all; a cache that cannot be written only costs the next measurement."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -44,22 +44,22 @@ Say = Callable[[str], None]
 
 
 def directory() -> Path:
-    """Where built engines are kept: `$SHARDWISE_ENGINE_DIRECTORY`, else `engine` in the user's cache."""
+    """Return the directory of built engines: `$SHARDWISE_ENGINE_DIRECTORY`, else `engine` in the user's cache."""
     given = os.environ.get(DIRECTORY_VARIABLE)
     return Path(given).expanduser().absolute() if given else cache_root() / "engine"
 
 
 def library() -> Path:
-    """The file of the engine of these sources, for this torch, Python and processor; it may not be there yet."""
+    """Return the file of the engine of these sources, for this torch, Python and processor; it may not exist yet."""
     return directory() / _key() / f"{MODULE}.so"
 
 
 def obstacle() -> str:
-    """Why the engine cannot run here, as far as is known without building it; empty where it can."""
+    """Return why the engine cannot run here, as far as is known without building it; empty where it can."""
     if sys.platform != "linux":
         return f"it needs Linux, this is {sys.platform}"
     if library().is_file():
-        return load().obstacle()
+        return load_engine().obstacle()
     compiler = os.environ.get("CXX", "c++")
     if shutil.which(compiler) is None:
         return f"it is not built yet and there is no C++ compiler ({compiler}); install one or set CXX"
@@ -92,8 +92,8 @@ def build(say: Say = print) -> Path:
 
 
 @cache
-def load() -> ModuleType:
-    """The engine's extension module, built if it is not yet.
+def load_engine() -> ModuleType:
+    """Return the engine's extension module; build it if needed.
 
     Raises:
         MachineError: as `build`.
@@ -125,7 +125,7 @@ def create(store: Any, rank: int, names: Sequence[int], timeout: timedelta) -> A
     """The backend of one rank of a group, from a store that its members alone see; `names` are its global ranks."""
     hosts = discover_topology(store, rank, len(names)).hosts
     interface = os.environ.get(INTERFACE_VARIABLE, "")
-    return load().make(store, rank, hosts, list(names), interface, *_towards(store), timeout)
+    return load_engine().make(store, rank, hosts, list(names), interface, *_towards(store), timeout)
 
 
 def _towards(store: Any) -> tuple[str, str]:

@@ -1,6 +1,6 @@
 """Two-level collectives as a backend of torch.distributed, over Gloo, NCCL or the native engine.
 
-    name = hierarchical.register("measured", between="gloo", inside="shardwise")
+    name = hierarchical.register_two_levels("measured", between="gloo", inside="shardwise")
     torch.distributed.init_process_group(name)
 
 Every group that is made then looks at its ranks' hosts. Where it has several hosts with equally many ranks, and more
@@ -32,8 +32,8 @@ from shardwise._torch_compat import (
     reduce_scatter_whole,
 )
 from shardwise.collectives import carriers, choice
-from shardwise.collectives.carriers import Seat
-from shardwise.collectives.choice import Algorithm, Operation, Table
+from shardwise.collectives.carriers import GroupMember
+from shardwise.collectives.choice import Algorithm, AlgorithmTable, Operation
 from shardwise.collectives.topology import Topology, discover_topology
 from shardwise.collectives.turns import Turns
 from shardwise.collectives.two_level import TwoLevel, can_reduce
@@ -50,7 +50,7 @@ class Hierarchy:
     makes the flat call. That is decided on the caller's thread, so that flat calls keep their order.
     """
 
-    def __init__(self, levels: TwoLevel, table: Table, turns: Turns) -> None:
+    def __init__(self, levels: TwoLevel, table: AlgorithmTable, turns: Turns) -> None:
         self.levels, self.table, self.turns = levels, table, turns
 
     def all_gather(self, outputs: Sequence[Tensor], pieces: Sequence[Tensor], blocking: bool) -> dist.Work | None:
@@ -105,7 +105,7 @@ class Hierarchy:
         return self.table.algorithm(operation, sum(whole.nbytes for whole in wholes))
 
     def _fits(self, whole: Tensor, piece: Tensor) -> bool:
-        """Whether the flat operation would take the pair, as far as the levels ask for it."""
+        """Return True if the flat operation would take the pair, as far as the levels ask for it."""
         same = whole.dtype == piece.dtype and whole.device == piece.device
         contiguous = whole.is_contiguous() and piece.is_contiguous()
         return same and contiguous and piece.numel() > 0 and whole.numel() == self.levels.size * piece.numel()
@@ -126,8 +126,8 @@ class HierarchicalGroup(dist.ProcessGroup):
     with Gloo's lock held (torch 2.13, PyProcessGroup.hpp).
     """
 
-    def __init__(self, seat: Seat, flat: dist.ProcessGroup, hierarchy: Hierarchy) -> None:
-        super().__init__(seat.rank, seat.size)  # type: ignore[call-arg]
+    def __init__(self, member: GroupMember, flat: dist.ProcessGroup, hierarchy: Hierarchy) -> None:
+        super().__init__(member.rank, member.size)  # type: ignore[call-arg]
         add_backends(self, backends_of(flat))
         self.flat, self.hierarchy = flat, hierarchy
 
@@ -176,7 +176,7 @@ class HierarchicalGroup(dist.ProcessGroup):
         self.flat.shutdown()
 
 
-def name_of(algorithm: str, between: str, inside: str) -> str:
+def backend_name(algorithm: str, between: str, inside: str) -> str:
     """The backend's name for a choice: `direct_gloo_shardwise`; of flat collectives that of `between`."""
     return between if algorithm == "flat" else f"{algorithm}_{between}_{inside}"
 
@@ -187,7 +187,7 @@ def parts_of(name: str) -> tuple[str, str, str]:
     return (parts[0], parts[1], parts[2]) if len(parts) == 3 else ("flat", name, name)
 
 
-def register(algorithm: str, between: str, inside: str) -> str:
+def register_two_levels(algorithm: str, between: str, inside: str) -> str:
     """Make a backend of torch.distributed for this choice and return its name; a second call does nothing.
 
     Args:
@@ -201,7 +201,7 @@ def register(algorithm: str, between: str, inside: str) -> str:
     for word, words in ((algorithm, get_args(Choice)), (between, carriers.NAMES), (inside, carriers.NAMES)):
         if word not in words:
             raise ConfigError(f"{word!r} is none of {', '.join(words)}")
-    name = name_of(algorithm, between, inside)
+    name = backend_name(algorithm, between, inside)
     if algorithm != "flat" and not hasattr(dist.Backend, name.upper()):
         devices = ["cpu"] if between == carriers.GLOO else ["cpu", "cuda"]
         create = partial(_create, algorithm, between, inside)
@@ -221,35 +221,37 @@ def around(group: dist.ProcessGroup, algorithm: Choice, timeout: timedelta = TIM
         raise ConfigError(f"backend {backend!r} has no two-level form; use one of {', '.join(carriers.NAMES)}")
     carrier = carriers.NCCL if carriers.NCCL in names else names[0]
     members = tuple(dist.get_process_group_ranks(group))
-    seat = Seat(dist.PrefixStore("two_level", group.get_group_store()), group.rank(), members, timeout)
-    return _hierarchy(seat, group, algorithm, carrier, carrier)
+    member = GroupMember(dist.PrefixStore("two_level", group.get_group_store()), group.rank(), members, timeout)
+    return _hierarchy(member, group, algorithm, carrier, carrier)
 
 
 def _create(algorithm: str, between: str, inside: str, options: Any, backend_options: Any) -> dist.ProcessGroup:
     """A group; called by torch on each member with the group's own store."""
-    seat = Seat.of(options)
-    flat = carriers.make(between, seat.among("flat", list(range(seat.size))))
-    hierarchy = _hierarchy(seat, flat, algorithm, between, inside)
-    return flat if hierarchy is None else HierarchicalGroup(seat, flat, hierarchy)
+    member = GroupMember.of(options)
+    flat = carriers.make(between, member.among("flat", list(range(member.size))))
+    hierarchy = _hierarchy(member, flat, algorithm, between, inside)
+    return flat if hierarchy is None else HierarchicalGroup(member, flat, hierarchy)
 
 
-def _hierarchy(seat: Seat, flat: dist.ProcessGroup, algorithm: str, between: str, inside: str) -> Hierarchy | None:
+def _hierarchy(
+    member: GroupMember, flat: dist.ProcessGroup, algorithm: str, between: str, inside: str
+) -> Hierarchy | None:
     if algorithm == "flat":
         return None
-    found = discover_topology(seat.store, seat.rank, seat.size)
+    found = discover_topology(member.store, member.rank, member.size)
     if not has_two_levels(found):
-        _say_why_flat(found, seat.rank)
+        _say_why_flat(found, member.rank)
         return None
-    levels = _levels(seat, found, between, inside)
+    levels = _levels(member, found, between, inside)
     if algorithm != "measured":
-        return Hierarchy(levels, Table.given(algorithm), Turns())
+        return Hierarchy(levels, AlgorithmTable.given(algorithm), Turns())
     device = torch.device("cuda" if between == carriers.NCCL else "cpu")
     holds_for = (between, levels.local.name(), device.type, found.hosts, *sorted(found.identities))
-    return Hierarchy(levels, _measured(seat, flat, levels, holds_for, device), Turns())
+    return Hierarchy(levels, _measured(member, flat, levels, holds_for, device), Turns())
 
 
 def has_two_levels(found: Topology) -> bool:
-    """Whether there are several hosts, more than one rank on each, and equally many."""
+    """Return True if there are several hosts with equally many ranks, more than one on each."""
     return len(found.hosts) > 1 and found.is_uniform and len(found.hosts[0]) > 1
 
 
@@ -261,28 +263,32 @@ def _say_why_flat(found: Topology, rank: int) -> None:
         warnings.warn(text, stacklevel=2)
 
 
-def _levels(seat: Seat, found: Topology, between: str, inside: str) -> TwoLevel:
-    host, index = found.node_index(seat.rank), found.local_index(seat.rank)
+def _levels(member: GroupMember, found: Topology, between: str, inside: str) -> TwoLevel:
+    host, index = found.node_index(member.rank), found.local_index(member.rank)
     beside, across = list(found.hosts[host]), [ranks[index] for ranks in found.hosts]
-    places = [(found.node_index(rank), found.local_index(rank)) for rank in range(seat.size)]
-    local = carriers.make_or(inside, between, seat.among(f"host-{host}", beside))
-    cross = carriers.make(between, seat.among(f"index-{index}", across))
+    places = [(found.node_index(rank), found.local_index(rank)) for rank in range(member.size)]
+    local = carriers.make_or(inside, between, member.among(f"host-{host}", beside))
+    cross = carriers.make(between, member.among(f"index-{index}", across))
     return TwoLevel(local, cross, host, index, [node * len(beside) + local_index for node, local_index in places])
 
 
 def _measured(
-    seat: Seat, flat: dist.ProcessGroup, levels: TwoLevel, holds_for: Sequence[object], device: torch.device
-) -> Table:
+    member: GroupMember, flat: dist.ProcessGroup, levels: TwoLevel, holds_for: Sequence[object], device: torch.device
+) -> AlgorithmTable:
     """The group's table: what its first rank finds in the cache goes for all, else all measure."""
-    path = choice.file_of(holds_for)
-    if seat.rank == 0:
-        kept = choice.read(path)
-        seat.store.set("table", kept.to_json() if kept else "")
-    text = seat.store.get("table").decode()
-    table = Table.from_json(text) if text else choice.measure(partial(_call, flat, levels), flat, device)
-    if seat.rank == 0 and not text:
-        choice.keep(path, table)
-    if seat.members[seat.rank] == 0:  # of all ranks the one whose output is shown
+    path = choice.table_file(holds_for)
+    if member.rank == 0:
+        kept = choice.read_table(path)
+        member.store.set("table", kept.to_json() if kept else "")
+    text = member.store.get("table").decode()
+    table = (
+        AlgorithmTable.from_json(text)
+        if text
+        else choice.measure_algorithms(partial(_call, flat, levels), flat, device)
+    )
+    if member.rank == 0 and not text:
+        choice.keep_table(path, table)
+    if member.members[member.rank] == 0:  # of all ranks the one whose output is shown
         where = f"{levels.hosts} hosts of {levels.locals} ranks, {'kept' if text else 'measured'}"
         print(f"note: collectives over {where}: {table.describe()}", file=sys.stderr)
     return table
@@ -313,7 +319,7 @@ def _reduction(options: Any) -> Any:
 
 
 def _blocking(options: Any) -> bool:
-    """Whether the caller waits at once. Options that do not say come from C++ (DDP, functional collectives)."""
+    """Return True if the caller waits at once. Options that do not say come from C++ (DDP, functional collectives)."""
     return not getattr(options, "asyncOp", True)
 
 

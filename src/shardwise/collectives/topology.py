@@ -1,4 +1,4 @@
-"""Which ranks share a host: what the native engine and the two-level algorithms are chosen by.
+"""The topology of a group: which ranks share a host. The engine and the two-level algorithms are chosen by it.
 
 Every rank writes its host's identity to the store at start and reads the others'. Two ranks share a host where host
 name, boot id and network namespace are equal, so several network namespaces on one machine count as several hosts.
@@ -30,11 +30,11 @@ class Topology:
 
     @property
     def is_uniform(self) -> bool:
-        """Whether all hosts have the same number of ranks."""
+        """True if all hosts have the same number of ranks."""
         return len({len(ranks) for ranks in self.hosts}) == 1
 
     def node_index(self, rank: int) -> int:
-        """Which host `rank` is on.
+        """Return the index of the host that `rank` is on.
 
         Raises:
             ValueError: there is no such rank.
@@ -45,17 +45,17 @@ class Topology:
         raise ValueError(f"rank {rank} is on none of the {len(self.hosts)} hosts")
 
     def local_index(self, rank: int) -> int:
-        """Which of its host's ranks `rank` is, counted from 0."""
+        """Return the index of `rank` among its host's ranks."""
         return self.hosts[self.node_index(rank)].index(rank)
 
     def sharers(self, rank: int) -> tuple[int, ...]:
-        """The ranks that compute on the device of `rank`, itself included; of a CPU all ranks of the host."""
+        """Return the ranks that compute on the device of `rank`, itself included; on a CPU all ranks of the host."""
         beside = self.hosts[self.node_index(rank)]
         return tuple(other for other in beside if self.devices[other] == self.devices[rank])
 
 
 def host_identity() -> str:
-    """What is equal on all ranks of a host and on no other: `$SHARDWISE_HOST` where it is set."""
+    """Return a text that is equal on all ranks of a host and on no other: `$SHARDWISE_HOST` where it is set."""
     given = os.environ.get(HOST_VARIABLE)
     if given:
         return json.dumps([given])
@@ -68,7 +68,7 @@ def host_identity() -> str:
 
 
 def of_identities(identities: Sequence[str]) -> Topology:
-    """The topology of ranks whose hosts' identities are these, in the order of the ranks."""
+    """Return the topology of ranks with these hosts' identities, in the order of the ranks."""
     hosts: dict[str, list[int]] = {}
     for rank, identity in enumerate(identities):
         hosts.setdefault(identity, []).append(rank)
@@ -85,15 +85,15 @@ def discover_topology(store: Any, rank: int, world: int, device: str | None = No
         torch.distributed.DistStoreError: a rank did not come in that time.
     """
     store.set(f"host/{rank}", host_identity())
-    found = of_identities(_of_all(store, "host", world))
+    topology = of_identities(_of_all(store, "host", world))
     if device is None:
-        return found
+        return topology
     store.set(f"device/{rank}", device)
-    return replace(found, devices=tuple(_of_all(store, "device", world)))
+    return replace(topology, devices=tuple(_of_all(store, "device", world)))
 
 
 def gpu_identity(index: int) -> str:
-    """What a rank computes on that sees a GPU as `cuda:index`, uniquely in its host."""
+    """Return the name, unique in its host, of the GPU that this rank sees as `cuda:index`."""
     import torch
 
     device = torch.cuda.get_device_properties(index)
@@ -106,7 +106,7 @@ def tell_device(store: Any, local_rank: int, device: str) -> None:
 
 
 def count_devices(store: Any, local_ranks: int) -> int:
-    """On how many devices the ranks of this host compute; waits until all of them have called `tell_device`."""
+    """Return the number of devices of this host's ranks; wait until all of them have called `tell_device`."""
     keys = [f"device/{host_identity()}/{local_rank}" for local_rank in range(local_ranks)]
     return len({store.get(key) for key in keys})
 

@@ -36,7 +36,7 @@ REDUCTIONS: dict[Any, Callable[[Tensor, Tensor], Any]] = {
 
 
 def can_reduce(tensor: Tensor, reduction: Any) -> bool:
-    """Whether the reduction can be made in two levels: of floating-point tensors, and no premultiplied sum or bits."""
+    """Return True if two levels can reduce these: floating-point tensors, and no premultiplied sum or bits."""
     return tensor.is_floating_point() and (reduction in REDUCTIONS or reduction == dist.ReduceOp.AVG)
 
 

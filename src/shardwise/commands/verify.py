@@ -32,7 +32,7 @@ from shardwise.launch.local import run_local
 from shardwise.model.build import load_config
 from shardwise.model.facts import ModelFacts
 from shardwise.testing.capture import capture_step, gather
-from shardwise.testing.comparison import Report
+from shardwise.testing.comparison import VerifyReport
 from shardwise.testing.oracle import Oracle
 from shardwise.testing.oracle_data import open_source
 from shardwise.testing.reference import OracleReference, RecordedReference, Recording, oracle_dtypes
@@ -55,7 +55,7 @@ def run_verify(job: Job, blocks: int | None = None, against: Job | None = None, 
     return 0 if report.agrees else 1
 
 
-def verify(job: Job, blocks: int | None = None, against: Job | None = None, steps: int = 3) -> Report | None:
+def verify(job: Job, blocks: int | None = None, against: Job | None = None, steps: int = 3) -> VerifyReport | None:
     """Compare `steps` steps of `job` with one process, or with the layout of the job `against`.
 
     Args:
@@ -92,7 +92,7 @@ def _require_count(name: str, value: object) -> None:
 class _Callable(ModuleType):
     """`shardwise.verify` is this module once it has been imported, and the function before; both can be called."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Report | None:
+    def __call__(self, *args: Any, **kwargs: Any) -> VerifyReport | None:
         return verify(*args, **kwargs)
 
 
@@ -102,27 +102,31 @@ sys.modules[__name__].__class__ = _Callable
 # --- on every rank ---------------------------------------------------------------------------------------------------
 
 
-def verify_rank(job: Job, device: torch.device, steps: int = 3, facts: ModelFacts | None = None) -> Report | None:
+def verify_rank(job: Job, device: torch.device, steps: int = 3, facts: ModelFacts | None = None) -> VerifyReport | None:
     """Verify against the oracle inside an existing process group; the report on rank 0. Collective."""
     run = _assemble(job, device, facts or study(job))
-    report = Report(_title(run, "one process"))
+    report = VerifyReport(_title(run, "one process"))
     _check_memory(run)
     weights = gather(run)
     return _compare(run, steps, lambda: OracleReference(run.plan, _oracle(run, weights), report), report)
 
 
-def _against_recording(job: Job, device: torch.device, directory: str, steps: int, notes: list[str]) -> Report | None:
+def _against_recording(
+    job: Job, device: torch.device, directory: str, steps: int, notes: list[str]
+) -> VerifyReport | None:
     run = _assemble(job, device, study(job))
-    report = Report(_title(run, "another layout"), notes=list(notes))
+    report = VerifyReport(_title(run, "another layout"), notes=list(notes))
     return _compare(run, steps, lambda: RecordedReference(run.plan, Path(directory), report), report)
 
 
 def _record(job: Job, device: torch.device, directory: str, steps: int) -> None:
     run = _assemble(job, device, study(job))
-    _compare(run, steps, lambda: Recording(Path(directory)), Report(""))
+    _compare(run, steps, lambda: Recording(Path(directory)), VerifyReport(""))
 
 
-def _compare(run: AssembledJob, steps: int, make_reference: Callable[[], Any], report: Report) -> Report | None:
+def _compare(
+    run: AssembledJob, steps: int, make_reference: Callable[[], Any], report: VerifyReport
+) -> VerifyReport | None:
     """Step after step until one disagrees; rank 0 judges and tells the others."""
     with fused_dropout_off() as dropped:
         reference = make_reference() if dist.get_rank() == 0 else None

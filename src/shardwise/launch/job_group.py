@@ -44,11 +44,11 @@ def usable_backend(plan: Plan, say: Say) -> str:
     between = _built_backend(plan, say)
     if between != plan.backend:
         algorithm, _ = collective_algorithm(plan.job.parallel, between, plan.world)
-        return hierarchical.name_of(algorithm, between, between)
+        return hierarchical.backend_name(algorithm, between, between)
     inside = between
     if plan.collectives != "flat" and between == "gloo" and plan.job.parallel.ddp_dist_backend == "auto":
         inside = _built_backend(replace(plan, backend=engine.BACKEND), say)
-    return hierarchical.name_of(plan.collectives, between, inside)
+    return hierarchical.backend_name(plan.collectives, between, inside)
 
 
 def _built_backend(plan: Plan, say: Say) -> str:

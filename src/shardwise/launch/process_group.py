@@ -152,7 +152,7 @@ def _join(place: RankEnvironment, device: torch.device, backend: str, timeout: t
     parts = hierarchical.parts_of(backend)
     if engine.BACKEND in parts:
         engine.register()
-    hierarchical.register(*parts)
+    hierarchical.register_two_levels(*parts)
     if device.type == "cuda" and backend == "nccl":
         # Offloaded parameters and counters live on the CPU. No `device_id`: with it every new group is split from the
         # default one by all ranks together, and a layout makes its groups on their members alone.

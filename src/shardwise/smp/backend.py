@@ -27,7 +27,7 @@ def choose_backend(parallel: ParallelSection, world: World, notes: list[str]) ->
     for_cuda = engine.BACKEND if world.shares_gpus else carriers.NCCL
     carrier = for_cuda if world.device_type == "cuda" else _for_cpu(parallel.ddp_dist_backend, world, notes)
     algorithm, _ = collective_algorithm(parallel, carrier, world)
-    return hierarchical.name_of(algorithm, carrier, carrier)
+    return hierarchical.backend_name(algorithm, carrier, carrier)
 
 
 def fsdp_backend(world: World) -> str:

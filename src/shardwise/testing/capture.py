@@ -27,7 +27,7 @@ MOST_OVERFLOWS = 40  # fp16 steps repeated while the loss scale finds its place
 
 @dataclass
 class Captured:
-    """What one step of ours did. The dicts are empty on ranks other than 0.
+    """Results of one step of the engine. The dicts are empty on ranks other than 0.
 
     Attributes:
         gradients: whole, reduced, unclipped, without loss scale.
@@ -109,7 +109,7 @@ def _gradients_seen(run: AssembledJob) -> Iterator[dict[str, Tensor]]:
 
 
 def _spread(run: AssembledJob) -> dict[str, float]:
-    """How far the replicas of each tensor are apart, relative to its largest element; the worst of all shards."""
+    """Return the distance of the replicas of each tensor, relative to its largest element; the worst of all shards."""
     if run.layout.size(Axis.REPLICA) == 1:
         return {}
     group, names = run.layout.group(Axis.REPLICA), list(run.facts.parameter_shapes)

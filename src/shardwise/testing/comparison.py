@@ -1,4 +1,4 @@
-"""How two sets of numbers are compared: errors, tolerances, and the table that `shardwise verify` prints.
+"""The comparison of two sets of numbers: errors, tolerances, and the table that `shardwise verify` prints.
 
 error = max|a - b| / max|b| for each tensor. A tensor that is nearly zero beside the largest one of its kind - the
 gradient of a key bias is zero but for rounding - has no relative error of its own; its denominator is never smaller
@@ -22,7 +22,7 @@ SMALLEST = 1e-3  # of the largest tensor of a kind: below it a tensor is held to
 
 @dataclass(frozen=True)
 class Tolerance:
-    """What an error may be, and below which share of the largest tensor denominators stay constant."""
+    """The largest error allowed, and the share of the largest tensor below which denominators stay constant."""
 
     error: float
     floor: float = SMALLEST
@@ -74,8 +74,8 @@ class Difference:
 
 
 @dataclass
-class Report:
-    """What a verification found. `diagnosis` and `fault` name the mistake, where one was recognised."""
+class VerifyReport:
+    """Results of a verification. `diagnosis` and `fault` name the mistake, where one was recognised."""
 
     title: str
     differences: list[Difference] = field(default_factory=list)

@@ -63,7 +63,7 @@ class Evidence:
 
     @cached_property
     def coefficients(self) -> dict[tuple[int, int], float] | None:
-        """How often our gradient holds each part; None where it is no combination of them."""
+        """Return how often our gradient holds each part; None where it is no combination of them."""
         if len(self.parts) > MOST_PARTS:
             return None
         target, columns, keys = _sample(self.ours.gradients), [], []
@@ -82,13 +82,13 @@ class Evidence:
         return {keys[i]: float(value) for i, value in zip(present, solution.tolist(), strict=True)}
 
     def reproduces(self, twist: Twist) -> bool:
-        """Whether the oracle with this mistake brings our gradients."""
+        """Return True if the oracle with this mistake brings our gradients."""
         self.oracle.backward(self.step, twist=twist)
         found = compare_tensors(self.step, "", self.ours.gradients, self.oracle.gradients, self.tolerances.gradient)
         return all(difference.agrees for difference in found)
 
     def updates_to_ours(self, twist: UpdateTwist) -> bool:
-        """Whether the oracle's update with this mistake ends at our parameters."""
+        """Return True if the oracle's update with this mistake ends at our parameters."""
         found = compare_tensors(self.step, "", self.ours.parameters, self._updated(twist), self.tolerances.parameter)
         return all(difference.agrees for difference in found)
 

@@ -46,7 +46,7 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class DryRun:
-    """What one traced rank held at most, and what the closed forms say. Memory in bytes.
+    """Peak memory of one traced rank in bytes, beside that of the closed forms.
 
     Attributes:
         rank: the rank that was traced, of `plan.world.size`.
@@ -175,7 +175,7 @@ def _trace(plan: Plan, layout: Layout, facts: ModelFacts) -> tuple[int, int]:
 
 
 def _step(model: ParallelModel, optimizer: ShardedOptimizer) -> None:
-    """What `train_step` does, less what only moves numbers: control, norm, and their all-reduces."""
+    """Run `train_step` less what only moves numbers: control, norm, and their all-reduces."""
     batches = [_batch(model.plan) for _ in range(model.plan.accumulation)]
     model.run(make_objective(model), batches, 0, torch.empty((), dtype=model.accumulation_dtype))
     optimizer.step()

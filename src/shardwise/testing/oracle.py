@@ -196,7 +196,7 @@ class Oracle:
         return torch.where(allowed, torch.zeros((), dtype=self.compute), lowest)
 
     def _packs_by_positions(self) -> bool:
-        """Whether transformers finds the documents in the positions, beside a window that a mask of ours would undo."""
+        """Return True if transformers finds the documents in the positions, beside a window that a mask would undo."""
         window = getattr(getattr(self.model, "config", None), "sliding_window", None)
         return isinstance(window, int) and window < self.job.data.sequence_length
 

@@ -169,7 +169,7 @@ def _without_held_out(documents: Sequence[np.ndarray], tokens: int, seed: int) -
 
 
 def _mixed(value: int) -> int:
-    """What SplitMix64 makes of its state."""
+    """Return SplitMix64's output for its state."""
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     value = (value ^ (value >> 27)) * 0x94D049BB133111EB % 2**64
     return value ^ (value >> 31)

@@ -26,7 +26,7 @@ A, B, G = 0x2545F4914F6CDD1D, 0x369DEA0F31A53F85, 0x9E3779B1
 M1, M2 = 0x7FEB352D, 0x846CA68B
 
 
-def keep(key: int, counter: int, elements: int, probability: float) -> np.ndarray:
+def oracle_keep_mask(key: int, counter: int, elements: int, probability: float) -> np.ndarray:
     """[elements] bool: which elements of the sample `counter` survive dropout with `probability`."""
     threshold = round((1 - probability) * 2**32) - 2**31
     kept: np.ndarray = random_bits(key, counter, elements).view(np.int32) < np.int64(threshold)
@@ -56,7 +56,7 @@ def _signed(value: int) -> int:
 
 
 class OracleDropout(TorchFunctionMode):
-    """Leads every `nn.Dropout` of a model and every call of `torch.nn.functional.dropout` to `keep`; noise likewise.
+    """Lead every `nn.Dropout` of a model and functional dropout to `oracle_keep_mask`; noise likewise.
 
     Used as a context around one forward, after `begin`. Functional calls are named by the innermost of `blocks` that
     runs.
@@ -103,7 +103,7 @@ class OracleDropout(TorchFunctionMode):
         if probability >= 1:
             return values * 0
         key, counters, each = self._use(values, name)
-        kept = np.stack([keep(key, counter, each, probability) for counter in counters])
+        kept = np.stack([oracle_keep_mask(key, counter, each, probability) for counter in counters])
         return torch.where(torch.from_numpy(kept).view(values.shape), values / (1 - probability), 0.0)
 
     def _jitter(self, values: Tensor, low: float = 0, high: float = 1) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a run is compared with: the oracle, or the recorded numbers of another layout of ours.
+"""The other side of a comparison: the oracle, or the recorded numbers of another layout.
 
 Both answer the same questions step by step. The oracle either trains freely (its own gradients make its updates) or is
 led: it takes our gradients, once they have been compared, for its update. Led, gradients are compared at the same
@@ -24,9 +24,9 @@ from shardwise.plan.plan import Plan
 from shardwise.testing.capture import Captured
 from shardwise.testing.comparison import (
     Difference,
-    Report,
     Tolerance,
     Tolerances,
+    VerifyReport,
     compare_numbers,
     compare_tensors,
     largest,
@@ -49,7 +49,7 @@ class OracleReference:
 
     plan: Plan
     oracle: Oracle
-    report: Report
+    report: VerifyReport
     led: bool = field(init=False)
     tolerances: Tolerances = field(init=False)
 
@@ -136,7 +136,7 @@ class RecordedReference:
 
     plan: Plan
     directory: Path
-    report: Report
+    report: VerifyReport
 
     def judge(self, step: int, ours: Captured) -> bool:
         """Compare one step; True where everything agrees."""
@@ -181,7 +181,7 @@ class Recording:
 
 
 def oracle_dtype(plan: Plan) -> str:
-    """What the oracle computes in: the job's own dtype where one plain process can.
+    """Return the dtype of the oracle: the job's own where one plain process can.
 
     fp32 for fp16, so that it needs no loss scale, and for a user's module in bf16, whose fp32 buffers nothing casts.
     """

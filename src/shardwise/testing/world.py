@@ -56,9 +56,9 @@ DUMP_SECONDS = 2.0  # how long a hanging rank gets to write its traceback
 
 
 class WorldError(AssertionError):
-    """A run of a world failed. `reports` maps each failing rank to its `Report`; `first` is where it began."""
+    """A run of a world failed. `reports` maps each failing rank to its `RankOutcome`; `first` is where it began."""
 
-    def __init__(self, name: str, world_size: int, reports: dict[int, Report]) -> None:
+    def __init__(self, name: str, world_size: int, reports: dict[int, RankOutcome]) -> None:
         self.reports = reports
         order = sorted(reports, key=lambda rank: (reports[rank].when, rank))
         self.first = order[0]
@@ -68,8 +68,8 @@ class WorldError(AssertionError):
 
 
 @dataclass(frozen=True)
-class Report:
-    """What became of one rank."""
+class RankOutcome:
+    """The outcome of one rank."""
 
     what: str  # "raised ValueError", "died: SIGKILL", "hangs"
     text: str  # its traceback, as far as there is one
@@ -192,17 +192,17 @@ class WorldPool:
             request = Request(self._runs, place, timeout, module, file, payload, environment, directory, list(sys.path))
             worker.connection.send_bytes(pickle.dumps(request))
 
-    def _receive(self, workers: dict[int, Worker], timeout: float) -> tuple[dict[int, Report], dict[int, Any]]:
+    def _receive(self, workers: dict[int, Worker], timeout: float) -> tuple[dict[int, RankOutcome], dict[int, Any]]:
         """Reads every rank's answer; a rank without one is dead or, when time is up, hangs."""
         pending, results = dict(workers), {}
-        reports: dict[int, Report] = {}
+        reports: dict[int, RankOutcome] = {}
         deadline = time.monotonic() + timeout
         while pending and (left := deadline - time.monotonic()) > 0:
             ready = wait([end for w in pending.values() for end in (w.connection, w.process.sentinel)], left)
             for rank, worker in list(pending.items()):
                 if worker.connection in ready or worker.process.sentinel in ready:
                     answer = _answer(worker)
-                    if isinstance(answer, Report):
+                    if isinstance(answer, RankOutcome):
                         reports[rank] = answer
                         deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
                     else:
@@ -214,20 +214,20 @@ class WorldPool:
         return reports, results
 
 
-def _answer(worker: Worker) -> Report | bytes:
+def _answer(worker: Worker) -> RankOutcome | bytes:
     try:
         kind, content = pickle.loads(worker.connection.recv_bytes())
     except (EOFError, OSError):
         worker.process.join()
-        return Report(f"died: {_how(worker.process.exitcode)}", worker.dump.read_text(), time.time())
-    return Report(*content) if kind == "error" else content
+        return RankOutcome(f"died: {_how(worker.process.exitcode)}", worker.dump.read_text(), time.time())
+    return RankOutcome(*content) if kind == "error" else content
 
 
 def _how(exit_code: int) -> str:
     return signal.Signals(-exit_code).name if exit_code < 0 else f"exit code {exit_code}"
 
 
-def _dump_hanging(workers: dict[int, Worker]) -> dict[int, Report]:
+def _dump_hanging(workers: dict[int, Worker]) -> dict[int, RankOutcome]:
     """Each hanging rank's Python stack, which faulthandler writes even while the rank waits inside C."""
     for worker in workers.values():
         os.kill(worker.process.pid, signal.SIGUSR1)
@@ -236,7 +236,7 @@ def _dump_hanging(workers: dict[int, Worker]) -> dict[int, Report]:
         time.sleep(0.02)
     if workers:
         time.sleep(0.1)  # a traceback is written in many small pieces
-    return {rank: Report("hangs", worker.dump.read_text(), time.time()) for rank, worker in workers.items()}
+    return {rank: RankOutcome("hangs", worker.dump.read_text(), time.time()) for rank, worker in workers.items()}
 
 
 # ---- in the worker

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.collectives import carriers, engine
-from shardwise.collectives.carriers import Seat
+from shardwise.collectives.carriers import GroupMember
 from shardwise.smp.options import DEVICE_VARIABLE
 
 NAME = "smddp"
@@ -22,23 +22,23 @@ NAME = "smddp"
 
 def _create(options: Any, backend_options: Any) -> dist.ProcessGroup:
     """A group; called by torch on each member with the group's own store."""
-    seat = Seat.of(options)
-    return carriers.make_or(_carrier(seat), carriers.GLOO, seat.among(NAME, list(range(seat.size))))
+    member = GroupMember.of(options)
+    return carriers.make_or(_carrier(member), carriers.GLOO, member.among(NAME, list(range(member.size))))
 
 
-def _carrier(seat: Seat) -> str:
+def _carrier(member: GroupMember) -> str:
     """Return what carries a group's tensors; its rank 0 says if the engine can, and where not, why."""
     on_cpu = os.environ.get(DEVICE_VARIABLE) == "cpu"  # where torch.cuda says that it is there
     if not on_cpu and torch.cuda.is_available() and dist.is_nccl_available():
         return carriers.NCCL
-    if seat.size == 1:
+    if member.size == 1:
         return carriers.GLOO
-    if seat.rank == 0:
+    if member.rank == 0:
         problem = engine.obstacle()
-        seat.store.set("carrier", carriers.GLOO if problem else engine.BACKEND)
-        if problem and seat.members[0] == 0:
+        member.store.set("carrier", carriers.GLOO if problem else engine.BACKEND)
+        if problem and member.members[0] == 0:
             print(f"note: smddp is Gloo here, the native engine is not usable: {problem}.", file=sys.stderr)
-    return seat.store.get("carrier").decode()
+    return member.store.get("carrier").decode()
 
 
 def register_smddp() -> None:
