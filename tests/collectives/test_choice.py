@@ -60,7 +60,7 @@ def test_a_cache_that_cannot_be_written_costs_nothing_else(tmp_path: Path) -> No
 def test_the_fastest_has_to_be_clearly_faster_than_flat() -> None:
     assert choice._fastest([1.0, 0.97, 0.96]) == "flat"
     assert choice._fastest([1.0, 0.9, 0.5]) == "direct"
-    assert choice._borders([(100, "flat"), (400, "flat"), (1600, "direct")]) == ((800, "flat"), (0, "direct"))
+    assert choice._merged_rows([(100, "flat"), (400, "flat"), (1600, "direct")]) == ((800, "flat"), (0, "direct"))
 
 
 def test_a_ladder_ends_where_a_step_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,8 +85,8 @@ def measured(directory: str) -> tuple[list[str], int]:
     topology_before = topology.of_identities(["a", "a", "b", "b"])
     hierarchical.discover_topology = lambda store, rank, size: topology_before  # type: ignore[assignment]
     texts, calls = [], []
-    inner = choice.measure
-    choice.measure = lambda *arguments: calls.append(1) or inner(*arguments)  # type: ignore[func-returns-value]
+    inner = choice.measure_algorithms
+    choice.measure_algorithms = lambda *arguments: calls.append(1) or inner(*arguments)  # type: ignore[func-returns-value]
     try:
         for name in ("first", "second"):
             store = dist.PrefixStore(f"{directory}-{name}", world.get_group_store())
@@ -99,7 +99,11 @@ def measured(directory: str) -> tuple[list[str], int]:
             hierarchy.close()
     finally:
         # A worker serves other tests, beside workers that have not seen this one.
-        choice.measure, hierarchical.discover_topology, choice.LADDER = inner, topology.discover_topology, ladder
+        choice.measure_algorithms, hierarchical.discover_topology, choice.LADDER = (
+            inner,
+            topology.discover_topology,
+            ladder,
+        )
     return texts, len(calls)
 
 
