@@ -45,16 +45,16 @@ def test_a_table_is_read_by_bytes() -> None:
 def test_a_damaged_table_is_measured_again(tmp_path: Path, text: str) -> None:
     path = tmp_path / "table.json"
     path.write_text(text)
-    assert choice.read_table(path) is None
-    choice.keep_table(path, AlgorithmTable.given("direct"))
-    assert choice.read_table(path) == AlgorithmTable.given("direct")
+    assert choice.read_algorithm_table(path) is None
+    choice.keep_algorithm_table(path, AlgorithmTable.given("direct"))
+    assert choice.read_algorithm_table(path) == AlgorithmTable.given("direct")
     assert [file.name for file in tmp_path.iterdir()] == ["table.json"]
 
 
 def test_a_cache_that_cannot_be_written_costs_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    choice.keep_table(tmp_path / "file" / "table.json", AlgorithmTable.given("flat"))
-    assert choice.read_table(tmp_path / "file" / "table.json") is None
+    choice.keep_algorithm_table(tmp_path / "file" / "table.json", AlgorithmTable.given("flat"))
+    assert choice.read_algorithm_table(tmp_path / "file" / "table.json") is None
 
 
 def test_the_fastest_has_to_be_clearly_faster_than_flat() -> None:

@@ -67,7 +67,7 @@ class PieceLoadPlanner(LoadPlanner):
 
 
 def read_items(piece: Piece, metadata: Metadata) -> list[ReadItem]:
-    """What has to be read for `piece`.
+    """Return what has to be read for `piece`.
 
     Raises:
         DamagedError: the stored tensor has another shape.

@@ -143,7 +143,7 @@ def table_file(holds_for: Sequence[object]) -> Path:
     return cache_root() / "collectives" / f"{blake2b(text.encode(), digest_size=12).hexdigest()}.json"
 
 
-def read_table(path: Path) -> AlgorithmTable | None:
+def read_algorithm_table(path: Path) -> AlgorithmTable | None:
     """The table kept there; None where there is none that can be read."""
     try:
         return AlgorithmTable.from_json(path.read_text(encoding="utf-8"))
@@ -151,7 +151,7 @@ def read_table(path: Path) -> AlgorithmTable | None:
         return None
 
 
-def keep_table(path: Path, table: AlgorithmTable) -> None:
+def keep_algorithm_table(path: Path, table: AlgorithmTable) -> None:
     """Keep `table`, whole or not at all; a cache that cannot be written only costs the next measurement."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -278,7 +278,7 @@ def _measured(
     """The group's table: what its first rank finds in the cache goes for all, else all measure."""
     path = choice.table_file(holds_for)
     if member.rank == 0:
-        kept = choice.read_table(path)
+        kept = choice.read_algorithm_table(path)
         member.store.set("table", kept.to_json() if kept else "")
     text = member.store.get("table").decode()
     table = (
@@ -287,7 +287,7 @@ def _measured(
         else choice.measure_algorithms(partial(_call, flat, levels), flat, device)
     )
     if member.rank == 0 and not text:
-        choice.keep_table(path, table)
+        choice.keep_algorithm_table(path, table)
     if member.members[member.rank] == 0:  # of all ranks the one whose output is shown
         where = f"{levels.hosts} hosts of {levels.locals} ranks, {'kept' if text else 'measured'}"
         print(f"note: collectives over {where}: {table.describe()}", file=sys.stderr)
