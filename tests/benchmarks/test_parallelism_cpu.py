@@ -47,9 +47,8 @@ def test_a_script_of_smp_beside_the_engine(tmp_path: Path) -> None:
         assert rows[0]["last_loss"] == pytest.approx(rows[1]["last_loss"], rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    "axis", ["pipeline", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tensor", "context", "shard"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["pipeline", "tensor", "context", "shard"])
 def test_an_axis_at_toy_size(tmp_path: Path, axis: str) -> None:
     target = tmp_path / "result.json"
     code = parallelism_cpu.main(["--axes", axis, *TOY, "--json", str(target)])

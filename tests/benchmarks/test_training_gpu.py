@@ -133,7 +133,7 @@ def test_a_spent_budget_starts_nothing() -> None:
     assert "not started" in result["ended"] and not result["limit_flops_per_second"]
 
 
-@pytest.mark.parametrize("family", ["llama", "neox"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("neox", marks=pytest.mark.slow)])
 def test_a_toy_run_on_the_cpu(family: str, tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     arguments = ["--device", "cpu", "--toy", "--families", family, "--ladder", "1", "2", "--rounds", "1"]
@@ -146,6 +146,7 @@ def test_a_toy_run_on_the_cpu(family: str, tmp_path: Path) -> None:
     assert ours["turns"][0]["last_loss"] == pytest.approx(masters["turns"][0]["last_loss"], abs=5e-3)
 
 
+@pytest.mark.slow
 def test_single_switches_of_shardwise_run_at_toy_size(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     names = ["shardwise", "shardwise-fp8", "shardwise-checkpointed", "shardwise-checkpointed-eager"]
