@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import json
+import lzma
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -220,3 +224,69 @@ def test_mixed_formats_must_be_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"set data.format to one of them"):
         corpus_of(path=str(tmp_path / "in"))
     assert documents(corpus_of(path=str(tmp_path / "in"), format="parquet")) == ["b"]
+
+
+def test_links_below_a_directory_are_followed_once(text_directory: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "linked.txt").write_text("linked")
+    (text_directory / "y").symlink_to(elsewhere)
+    (text_directory / "z").symlink_to(text_directory)
+    assert documents(corpus_of(path=str(text_directory))) == [*TEXTS, "linked"]
+    assert documents(corpus_of(path=f"{text_directory}/**/*.txt")) == [*TEXTS, "linked"]
+
+
+def test_suffixes_in_capitals(tmp_path: Path) -> None:
+    write(tmp_path, "jsonl", {"text": ["a"]}).rename(tmp_path / "ROWS.JSONL")
+    assert documents(corpus_of(path=str(tmp_path))) == ["a"]
+    assert documents(corpus_of(path=str(tmp_path / "ROWS.JSONL"))) == ["a"]
+
+
+def zstandard(content: bytes) -> bytes:
+    return bytes(pa.compress(content, codec="zstd", asbytes=True))
+
+
+COMPRESSIONS = {"gz": gzip.compress, "BZ2": bz2.compress, "xz": lzma.compress, "zst": zstandard}
+
+
+@pytest.mark.parametrize("suffix", COMPRESSIONS)
+def test_compressed_files(tmp_path: Path, suffix: str) -> None:
+    compress: Callable[[bytes], bytes] = COMPRESSIONS[suffix]
+    row = json.dumps({"text": "third"}).encode()
+    write(tmp_path, "jsonl", {"text": TEXTS})
+    (tmp_path / f"rows2.jsonl.{suffix}").write_bytes(compress(row))
+    assert documents(corpus_of(path=str(tmp_path))) == [*TEXTS, "third"]
+    text = tmp_path / f"a.txt.{suffix}"
+    text.write_bytes(compress(TEXTS[1].encode()) + compress(b"second frame"))
+    assert documents(corpus_of(path=str(text))) == [TEXTS[1] + "second frame"]
+    text.write_bytes(compress(b"word " * 5000)[:-9])
+    with pytest.raises(DataError, match=rf"a\.txt\.{suffix} cannot be read as \.{suffix} file"):
+        documents(corpus_of(path=str(text)))
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "dataset"])
+def test_columns_beside_token_ids_are_not_passed_over(tmp_path: Path, kind: str) -> None:
+    alike = {"input_ids": [[1, 2], [3]], "labels": [[1, 2], [3]], "attention_mask": [[1, 1], [1]]}
+
+    def rows(name: str, columns: dict[str, list[Any]]) -> list[list[int]]:
+        path = write(tmp_path / name, kind, columns)
+        return [row.tolist() for row in corpus_of(path=str(path), format="tokens").token_rows(None)]
+
+    assert rows("alike", alike) == [[1, 2], [3]]
+    with pytest.raises(DataError, match=r"(line|row) 2: the column labels differs from input_ids.*data\.factory"):
+        rows("labels", alike | {"labels": [[1, 2], [-100]]})
+    with pytest.raises(DataError, match=r"(line|row) 1: the column attention_mask leaves tokens out"):
+        rows("mask", alike | {"attention_mask": [[1, 0], [1]]})
+
+
+def test_a_lone_surrogate_names_file_and_row(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "\\ud83d\\ude00"}\n{"text": "ab\\ud83d"}\n')
+    with pytest.raises(DataError, match=r"a\.jsonl, line 2: .* lone surrogate, U\+D83D at character 3"):
+        documents(corpus_of(path=str(tmp_path)))
+
+
+def test_text_of_parquet_that_is_not_utf_8(tmp_path: Path) -> None:
+    column = pa.array([b"ok", b"\xff"], pa.binary()).cast(pa.string(), safe=False)
+    parquet.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a\.parquet cannot be read as Parquet: .*utf-8"):
+        documents(corpus_of(path=str(tmp_path)))

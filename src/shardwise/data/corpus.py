@@ -16,7 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from shardwise.data.readers import ROWS, text_file, text_pieces, token_ids
+from shardwise.data.compressed import content_suffix
+from shardwise.data.readers import BESIDE_TOKENS, ROWS, text_file, text_pieces, token_ids
 from shardwise.data.store import digest
 from shardwise.errors import ConfigError, DataError
 from shardwise.job.schema import DataSection
@@ -69,14 +70,14 @@ class Corpus:
             if self.container == "text":
                 yield from text_file(path)
             else:
-                for row in ROWS[self.container](path, self.column):
+                for row in ROWS[self.container](path, self.column, ()):
                     yield from text_pieces(row)
 
     def token_rows(self, limit: int | None) -> Iterator[np.ndarray]:
         """The `input_ids` of at most `max_documents` rows that have any; each id must be below `limit`."""
         count = 0
         for path in self.files:
-            for row in ROWS[self.container](path, self.column):
+            for row in ROWS[self.container](path, self.column, BESIDE_TOKENS):
                 ids = token_ids(row, limit)
                 if len(ids):
                     yield ids
@@ -170,10 +171,11 @@ def _infer(path: str) -> str:
 
 def _format_of(path: Path) -> str:
     if path.is_file():
-        return SUFFIXES.get(path.suffix, "text")
+        return SUFFIXES.get(content_suffix(path), "text")
     if any((path / name).is_file() for name in SAVED_DATASET):
         return "dataset"
-    found = {SUFFIXES[file.suffix] for file in _walk(path) if file.suffix in SUFFIXES and file.suffix != ".json"}
+    suffixes = {content_suffix(file) for file in _walk(path)} - {".json"}
+    found = {SUFFIXES[suffix] for suffix in suffixes if suffix in SUFFIXES}
     if len(found) > 1:
         raise ConfigError(f"{path} holds both jsonl and parquet files; set data.format to one of them")
     return found.pop() if found else "text"
@@ -200,7 +202,9 @@ def _files(paths: list[Path], container: str) -> tuple[Path, ...]:
     found: list[Path] = []
     for path in paths:
         found += _inside(path, container) if path.is_dir() else [path]
-    return tuple(dict.fromkeys(found))  # a glob with ** matches a directory and what is in it
+    # A glob with ** matches a directory and what is in it, and goes round in links that lead back.
+    places = {(os.path.realpath(path.parent), path.name): path for path in reversed(found)}
+    return tuple(path for path in found if places[os.path.realpath(path.parent), path.name] is path)
 
 
 def _inside(folder: Path, container: str) -> list[Path]:
@@ -208,17 +212,29 @@ def _inside(folder: Path, container: str) -> list[Path]:
     files = _walk(folder)
     if container == "text":
         return files
-    fitting = [file for file in files if SUFFIXES.get(file.suffix) == container]
-    return [file for file in fitting if file.suffix != ".json"] or fitting
+    fitting = [file for file in files if SUFFIXES.get(content_suffix(file)) == container]
+    return [file for file in fitting if content_suffix(file) != ".json"] or fitting
 
 
 def _walk(folder: Path) -> list[Path]:
-    """All files below `folder` that are not hidden, sorted."""
+    """All files below `folder` that are not hidden, sorted. Links are followed, each directory is read once."""
     found = []
-    for parent, subfolders, names in os.walk(folder):
-        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+    directories = {os.path.realpath(folder)}
+    for parent, subfolders, names in os.walk(folder, followlinks=True):
+        visible = sorted(name for name in subfolders if not name.startswith("."))
+        visible.sort(key=lambda name: Path(parent, name).is_symlink())  # a directory's own name wins
+        subfolders[:] = [name for name in visible if _is_new(Path(parent, name), directories)]
         found += [Path(parent, name) for name in names if not name.startswith(".")]
     return sorted(found)
+
+
+def _is_new(folder: Path, directories: set[str]) -> bool:
+    """Return whether no other name has led to this directory, and remember it."""
+    target = os.path.realpath(folder)
+    if target in directories:
+        return False
+    directories.add(target)
+    return True
 
 
 def _identity(files: tuple[Path, ...], name: str) -> tuple[str, int]:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 Say = Callable[[str], None]
 
-VERSION = 3  # of the cached layout; part of the cache key
+VERSION = 4  # of the cached layout and of what is refused when it is built; part of the cache key
 GROUP_CHARACTERS = 1 << 21  # text that is tokenized in one call
 SECONDS_BETWEEN_REPORTS = 5.0
 TOKENS, DOCUMENTS, HASHES = "tokens.arrow", "documents.arrow", "hashes.arrow"

@@ -8,19 +8,26 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
 
+from shardwise.data.compressed import opened_text
 from shardwise.errors import DataError
 from shardwise.words import nearest
 
 PIECE = 1 << 20  # characters of a document that are tokenized at once
 BATCH_ROWS = 1024
 
-Row = tuple[str, Any]  # where it stands (for messages), value of the column
+# Columns beside `input_ids` that say which tokens are learned. Packed sequences know none of that.
+LABELS = "labels"
+MASKS = ("attention_mask", "loss_mask", "completion_mask", "assistant_masks")
+BESIDE_TOKENS = (LABELS, *MASKS)
+
+Beside = Mapping[str, Any]  # further columns of a row that its reader was asked for, where the row has them
+Row = tuple[str, Any, Beside]  # where it stands (for messages), value of the column, further columns
 
 
 def pieces(stream: TextIO) -> Iterator[tuple[str, bool]]:
@@ -37,26 +44,38 @@ def pieces(stream: TextIO) -> Iterator[tuple[str, bool]]:
 
 def text_file(path: Path) -> Iterator[tuple[str, bool]]:
     """Pieces of one text file, which is one document."""
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as stream:
-            yield from pieces(stream)
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not valid UTF-8 ({error.reason}); convert it, or check data.format") from error
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+    with opened_text(path, newline="") as stream:
+        yield from pieces(stream)
 
 
 def text_pieces(row: Row) -> Iterator[tuple[str, bool]]:
     """Pieces of a row's text."""
-    where, value = row
+    where, value, _ = row
     if not isinstance(value, str):
         raise DataError(f"{where}: expected text, found {type(value).__name__} {_short(value)}")
+    _refuse_surrogates(where, value)
     yield from pieces(io.StringIO(value, newline=""))
 
 
+def _refuse_surrogates(where: str, text: str) -> None:
+    """Refuse half of a pair of UTF-16, which JSON can write as an escape and no tokenizer can encode."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{where}: the text holds a lone surrogate, U+{ord(text[error.start]):04X} at character {error.start + 1}, "
+            "which is half a character; write the text again with both halves, or without it"
+        ) from error
+
+
 def token_ids(row: Row, limit: int | None) -> np.ndarray:
-    """A row's `input_ids`; each must be an integer of 0 … limit - 1."""
-    where, value = row
+    """A row's `input_ids`; each must be an integer of 0 … limit - 1, and all are learned.
+
+    Raises:
+        DataError: they are no such integers, or a column beside them says that some are not learned.
+    """
+    where, value, beside = row
+    _refuse_unread(where, value, beside)
     try:
         array = np.asarray(value if value is not None else [None])
     except ValueError:
@@ -73,20 +92,34 @@ def token_ids(row: Row, limit: int | None) -> np.ndarray:
     return array.astype(np.int64)
 
 
-def jsonl_rows(path: Path, column: str) -> Iterator[Row]:
+def _refuse_unread(where: str, value: Any, beside: Beside) -> None:
+    """Refuse labels other than the token ids themselves, and masks that leave some of them out."""
+    labels = beside.get(LABELS)
+    if labels is not None and list(labels) != list(value if value is not None else []):
+        raise _unread(where, LABELS, "differs from input_ids")
+    for name in MASKS:
+        if beside.get(name) is not None and not all(beside[name]):
+            raise _unread(where, name, "leaves tokens out")
+
+
+def _unread(where: str, column: str, what: str) -> DataError:
+    return DataError(
+        f"{where}: the column {column} {what}, and data.format=tokens learns every token of input_ids; leave the "
+        "column out, or give whole samples with a data.factory"
+    )
+
+
+def jsonl_rows(path: Path, column: str, beside: Sequence[str] = ()) -> Iterator[Row]:
     """One JSON object a line; blank lines are skipped."""
-    try:
-        with path.open(encoding="utf-8-sig") as stream:
-            for number, line in enumerate(stream, start=1):
-                if line.strip():
-                    yield f"{path}, line {number}", _json_value(line, column, f"{path}, line {number}")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not valid UTF-8 ({error.reason})") from error
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+    with opened_text(path) as stream:
+        for number, line in enumerate(stream, start=1):
+            if line.strip():
+                where = f"{path}, line {number}"
+                row = _json_row(line, column, where)
+                yield where, row[column], {name: row[name] for name in beside if name in row}
 
 
-def _json_value(line: str, column: str, where: str) -> Any:
+def _json_row(line: str, column: str, where: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
@@ -95,10 +128,10 @@ def _json_value(line: str, column: str, where: str) -> Any:
         raise DataError(f"{where}: expected a JSON object, found {_short(row)}")
     if column not in row:
         raise _missing_column(where, column, list(row))
-    return row[column]
+    return row
 
 
-def parquet_rows(path: Path, column: str) -> Iterator[Row]:
+def parquet_rows(path: Path, column: str, beside: Sequence[str] = ()) -> Iterator[Row]:
     """Rows of a Parquet file."""
     import pyarrow as pa
     from pyarrow.parquet import ParquetFile
@@ -107,16 +140,17 @@ def parquet_rows(path: Path, column: str) -> Iterator[Row]:
         with ParquetFile(path) as file:
             if column not in file.schema_arrow.names:
                 raise _missing_column(str(path), column, file.schema_arrow.names)
+            others = [name for name in beside if name in file.schema_arrow.names]
             number = 0
-            for batch in file.iter_batches(batch_size=BATCH_ROWS, columns=[column]):
-                for value in batch.column(0).to_pylist():
+            for batch in file.iter_batches(batch_size=BATCH_ROWS, columns=[column, *others]):
+                for row in batch.to_pylist():
                     number += 1
-                    yield f"{path}, row {number}", value
-    except (OSError, pa.ArrowException) as error:
+                    yield f"{path}, row {number}", row[column], {name: row[name] for name in others}
+    except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
         raise DataError(f"{path} cannot be read as Parquet: {error}") from error
 
 
-def dataset_rows(path: Path, column: str) -> Iterator[Row]:
+def dataset_rows(path: Path, column: str, beside: Sequence[str] = ()) -> Iterator[Row]:
     """Rows of a directory written by `datasets.save_to_disk`; of its `train` split where it has splits."""
     import pyarrow as pa
     from datasets import DatasetDict, load_from_disk
@@ -129,16 +163,17 @@ def dataset_rows(path: Path, column: str) -> Iterator[Row]:
             dataset = dataset["train"]
         if column not in dataset.column_names:
             raise _missing_column(str(path), column, dataset.column_names)
+        others = [name for name in beside if name in dataset.column_names]
         number = 0
-        for batch in dataset.with_format(None).select_columns([column]).iter(batch_size=BATCH_ROWS):
-            for value in batch[column]:
+        for batch in dataset.with_format(None).select_columns([column, *others]).iter(batch_size=BATCH_ROWS):
+            for index, value in enumerate(batch[column]):
                 number += 1
-                yield f"{path}, row {number}", value
-    except (OSError, pa.ArrowException, json.JSONDecodeError) as error:
+                yield f"{path}, row {number}", value, {name: batch[name][index] for name in others}
+    except (OSError, pa.ArrowException, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise DataError(f"{path} cannot be read as a saved data set: {error}") from error
 
 
-ROWS: dict[str, Callable[[Path, str], Iterator[Row]]] = {
+ROWS: dict[str, Callable[[Path, str, Sequence[str]], Iterator[Row]]] = {
     "jsonl": jsonl_rows,
     "parquet": parquet_rows,
     "dataset": dataset_rows,
