@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -155,13 +156,20 @@ if __name__ == "__main__":
 """
 
 
+@pytest.fixture
+def short_directory() -> Iterator[Path]:
+    """A temporary directory with room behind it: the path of a socket has at most 107 bytes."""
+    with tempfile.TemporaryDirectory() as directory:
+        yield Path(directory)
+
+
 @pytest.mark.parametrize("end", ["forgotten", "busy"])
-def test_workers_end_with_the_test_session(tmp_path: Path, end: str) -> None:
+def test_workers_end_with_the_test_session(tmp_path: Path, short_directory: Path, end: str) -> None:
     script, note = tmp_path / "owner.py", tmp_path / "pids"
     script.write_text(OWNER)
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path]),
-        "TMPDIR": str(tmp_path),  # SIGKILL leaves no chance to tidy up
+        "TMPDIR": str(short_directory),  # SIGKILL leaves no chance to tidy up
     }
     owner = subprocess.Popen([sys.executable, str(script), str(note), end], env=environment)
     try:
