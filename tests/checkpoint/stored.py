@@ -13,15 +13,15 @@ from torch import Tensor
 def stored(path: Path) -> dict[str, Tensor]:
     """Every logical tensor of the checkpoint, put together from the slices that the files' own headers name."""
     manifest = json.loads((path / "manifest.json").read_text())
-    pieces: dict[str, list[tuple[list[int], Tensor]]] = {}
+    chunks: dict[str, list[tuple[list[int], Tensor]]] = {}
     for file in sorted(path.glob("*.safetensors")):
         with safe_open(str(file), framework="pt") as opened:
             for key in opened.keys():  # noqa: SIM118
                 name, _, place = key.rpartition("@")
                 offset = [int(each) for each in place.split(",") if each]
-                pieces.setdefault(name, []).append((offset, opened.get_tensor(key)))
-    assert pieces.keys() == manifest["tensors"].keys()
-    return {name: _joined(manifest["tensors"][name]["shape"], parts) for name, parts in pieces.items()}
+                chunks.setdefault(name, []).append((offset, opened.get_tensor(key)))
+    assert chunks.keys() == manifest["tensors"].keys()
+    return {name: _joined(manifest["tensors"][name]["shape"], parts) for name, parts in chunks.items()}
 
 
 def scalars(path: Path) -> dict[str, dict[str, list[float | str]]]:

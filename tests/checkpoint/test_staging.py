@@ -239,7 +239,7 @@ def test_a_gpus_state_may_be_larger_than_the_ring(settings: dict[str, Any]) -> N
     blocks: list[bytes] = []
     saver._write = lambda name, planner, staging, describe: collect(staging, blocks)
     parts = numbers(SYNCHRONOUS_BYTES + 3 * BLOCK_BYTES)
-    planner = SimpleNamespace(pieces=[SimpleNamespace(bytes=parts[0].numel())])
+    planner = SimpleNamespace(chunks=[SimpleNamespace(bytes=parts[0].numel())])
     saving = threading.Thread(target=saver._write_beside, args=("step", planner, parts, None), daemon=True)
     saving.start()
     saving.join(20)

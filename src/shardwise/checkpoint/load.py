@@ -18,14 +18,14 @@ from shardwise.checkpoint.save import named
 from shardwise.checkpoint.state import (
     Optimizer,
     load_optimizer,
-    model_pieces,
-    optimizer_pieces,
+    model_chunks,
+    optimizer_chunks,
     persistent_buffers,
-    random_pieces,
+    random_chunks,
     set_random,
     state_keys,
 )
-from shardwise.checkpoint.storage_read import PieceLoadPlanner, SafetensorsReader
+from shardwise.checkpoint.storage_read import ChunkLoadPlanner, SafetensorsReader
 from shardwise.checkpoint.stores import Store, open_store, split
 from shardwise.errors import CheckpointError, DamagedError
 from shardwise.kernels.precision import LossScaler
@@ -102,13 +102,13 @@ def _read(
     check_options(model, optimizer, manifest, path)
     for note in differences(model, manifest):
         say(f"note: {note}")
-    state, states = optimizer_pieces(optimizer, manifest.tensors, optimizer_keys(manifest))
-    generators = random_pieces(model.device, dist.get_rank()) if _same_world(model, manifest) else []
-    pieces = [*model_pieces(model), *state, *generators]
+    state, states = optimizer_chunks(optimizer, manifest.tensors, optimizer_keys(manifest))
+    generators = random_chunks(model.device, dist.get_rank()) if _same_world(model, manifest) else []
+    chunks = [*model_chunks(model), *state, *generators]
     try:
         with torch.no_grad():
             reader = SafetensorsReader(store, name, manifest)
-            dcp.load({}, storage_reader=reader, planner=PieceLoadPlanner(pieces))
+            dcp.load({}, storage_reader=reader, planner=ChunkLoadPlanner(chunks))
     except CheckpointException as error:
         raise named(error, store.root) from error
     load_optimizer(optimizer, states, manifest.optimizer_scalars)
@@ -212,6 +212,6 @@ def differences(model: ParallelModel, manifest: Manifest) -> list[str]:
 
 def _same_world(model: ParallelModel, manifest: Manifest) -> bool:
     """Return whether every rank finds its own generator state."""
-    names = [piece.name for piece in random_pieces(model.device, dist.get_rank())]
+    names = [chunk.name for chunk in random_chunks(model.device, dist.get_rank())]
     same = manifest.plan.get("world", {}).get("size") == model.plan.world.size
     return same and all(name in manifest.tensors for name in names)

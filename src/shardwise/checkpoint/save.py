@@ -29,8 +29,8 @@ from shardwise.checkpoint.manifest import BLOCK_BYTES, FileRecord, Manifest, Pro
 from shardwise.checkpoint.staging import Source, Staging, Straight
 from shardwise.checkpoint.state import Optimizer, snapshot
 from shardwise.checkpoint.storage_write import (
+    ChunkSavePlanner,
     Describe,
-    PieceSavePlanner,
     SafetensorsWriter,
     in_file_order,
     safetensors_header,
@@ -77,10 +77,10 @@ class Checkpointer:
         self.wait()
         name = checkpoint_name(progress.step)
         taken = snapshot(self.model, self.optimizer)
-        pieces = in_file_order(taken.pieces)
-        lead = torch.frombuffer(bytearray(safetensors_header(pieces)), dtype=torch.uint8)
-        parts = [lead, *(piece.tensor for piece in pieces)]
-        planner = PieceSavePlanner(f"rank-{dist.get_rank():05d}.safetensors", pieces, taken.scalars, lead.numel())
+        chunks = in_file_order(taken.chunks)
+        lead = torch.frombuffer(bytearray(safetensors_header(chunks)), dtype=torch.uint8)
+        parts = [lead, *(chunk.tensor for chunk in chunks)]
+        planner = ChunkSavePlanner(f"rank-{dist.get_rank():05d}.safetensors", chunks, taken.scalars, lead.numel())
         describe = self._describer(progress, scaler)
         if not self.settings.asynchronous and self.model.device.type == "cpu":
             self._write(name, planner, Straight(parts), describe)
@@ -116,10 +116,10 @@ class Checkpointer:
             self._thread.join(timeout=60)
 
     def _write_beside(
-        self, name: str, planner: PieceSavePlanner, parts: Sequence[torch.Tensor], describe: Describe
+        self, name: str, planner: ChunkSavePlanner, parts: Sequence[torch.Tensor], describe: Describe
     ) -> None:
         """Start the writing thread on the state as it is now."""
-        staging = self._ring(sum(piece.bytes for piece in planner.pieces))
+        staging = self._ring(sum(chunk.bytes for chunk in planner.chunks))
         staging.begin(parts)
         self._thread = threading.Thread(
             target=self._write, args=(name, planner, staging, describe), name=f"shardwise-{name}", daemon=True
@@ -128,7 +128,7 @@ class Checkpointer:
         if self.model.device.type == "cuda":
             staging.settle()  # from the stream that computed it; another one's copies would need an order of their own
 
-    def _write(self, name: str, planner: PieceSavePlanner, staging: Source, describe: Describe) -> None:
+    def _write(self, name: str, planner: ChunkSavePlanner, staging: Source, describe: Describe) -> None:
         """Plan, write and commit; the writing thread's work."""
         rank = dist.get_rank()
         writer = SafetensorsWriter(self.store, name, planner, staging, describe, self._fence)

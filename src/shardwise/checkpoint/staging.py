@@ -33,7 +33,7 @@ class Broken(Exception):
 
 
 @dataclass
-class Block:
+class StagingBlock:
     """Up to BLOCK_BYTES of the stream; `ready` is the event after which a copy from the device has arrived."""
 
     memory: Tensor
@@ -81,8 +81,8 @@ class Staging:
 
     def _empty(self) -> None:
         self._made = 0
-        self._free: queue.SimpleQueue[Block] = queue.SimpleQueue()
-        self._full: queue.SimpleQueue[Block | None] = queue.SimpleQueue()
+        self._free: queue.SimpleQueue[StagingBlock] = queue.SimpleQueue()
+        self._full: queue.SimpleQueue[StagingBlock | None] = queue.SimpleQueue()
 
     def settle(self) -> None:
         """Copy what is left of the stream, before its tensors change. At once where nothing is.
@@ -113,7 +113,7 @@ class Staging:
             yield block.content()
             self._free.put(block)
 
-    def _next(self) -> Block | None:
+    def _next(self) -> StagingBlock | None:
         """The next full block, filled here unless the other thread is at it; of a GPU that one fills all."""
         while not self._broken.is_set():
             if not self._pinned and self._filling.acquire(blocking=False):
@@ -145,7 +145,7 @@ class Staging:
         self._hand_over(block)
         return True
 
-    def _check(self, runs: Sequence[Run]) -> None:
+    def _check(self, runs: Sequence[TensorBytes]) -> None:
         """Refuse to write what is half old and half new."""
         if any(run.changed for run in runs):
             self._changed = CheckpointError(
@@ -155,11 +155,11 @@ class Staging:
             self.cancel()
             raise self._changed
 
-    def _take(self) -> Block:
+    def _take(self) -> StagingBlock:
         while not self._broken.is_set():
             if self._free.empty() and self._made < self.blocks:
                 self._made += 1
-                return Block(_aligned(self._pinned))
+                return StagingBlock(_aligned(self._pinned))
             try:
                 block = self._free.get(timeout=0.1)
             except queue.Empty:
@@ -168,7 +168,7 @@ class Staging:
             return block
         raise Broken
 
-    def _hand_over(self, block: Block) -> None:
+    def _hand_over(self, block: StagingBlock) -> None:
         if self._pinned:
             block.ready = torch.cuda.Event()
             block.ready.record()
@@ -190,7 +190,7 @@ class Straight:
 
     def drain(self) -> Iterator[memoryview]:
         """The stream in runs, none of them across the end of a block."""
-        for run in _runs(_versions(self._parts)):
+        for run in _tensor_bytes(_versions(self._parts)):
             yield memoryview(run.content.numpy())  # type: ignore[arg-type]
 
     def cancel(self) -> None:
@@ -201,7 +201,7 @@ Source = Staging | Straight
 
 
 @dataclass
-class Run:
+class TensorBytes:
     """Bytes of one tensor that lie together in one block, from `at` on."""
 
     at: int
@@ -222,7 +222,7 @@ def _versions(parts: Sequence[Tensor]) -> Versions:
     return [(part, version_of(part)) for part in parts]
 
 
-def _runs(parts: Versions) -> Iterator[Run]:
+def _tensor_bytes(parts: Versions) -> Iterator[TensorBytes]:
     """The bytes of `parts`, cut where a block ends; each with its place in its block."""
     at = 0
     for part, version in parts:
@@ -230,14 +230,14 @@ def _runs(parts: Versions) -> Iterator[Run]:
         start = 0
         while start < flat.numel():
             count = min(BLOCK_BYTES - at, flat.numel() - start)
-            yield Run(at, flat[start : start + count], part, version)
+            yield TensorBytes(at, flat[start : start + count], part, version)
             start, at = start + count, (at + count) % BLOCK_BYTES
 
 
-def _blocks(parts: Versions) -> Iterator[list[Run]]:
+def _blocks(parts: Versions) -> Iterator[list[TensorBytes]]:
     """The runs of each block, then an empty list."""
-    block: list[Run] = []
-    for run in _runs(parts):
+    block: list[TensorBytes] = []
+    for run in _tensor_bytes(parts):
         if run.at == 0 and block:
             yield block
             block = []

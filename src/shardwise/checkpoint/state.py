@@ -1,4 +1,4 @@
-"""A run's state as pieces of logical tensors: parameters, buffers, optimizer state and random generators.
+"""A run's state as chunks of logical tensors: parameters, buffers, optimizer state and random generators.
 
 Which slice of which tensor a rank holds is read off the TensorMap. Optimizer state with the shape of its parameter is
 sliced as the parameter is; of another shape (Adafactor's rows and columns) it is kept whole, beside a whole parameter;
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from shardwise._torch_compat import is_persistent
 from shardwise.checkpoint.manifest import NUMBER, TensorRecord
-from shardwise.checkpoint.piece import DTYPES, TORCH_DTYPES, Piece
+from shardwise.checkpoint.tensor_chunk import DTYPES, TORCH_DTYPES, TensorChunk
 from shardwise.errors import CheckpointError
 from shardwise.parallel.model import ParallelModel
 from shardwise.parallel.tensor_map import ParameterEntry
@@ -37,50 +37,50 @@ class Optimizer(Protocol):
 
 @dataclass
 class Snapshot:
-    """The state that one rank writes: its pieces, and the optimizer's scalars of them."""
+    """The state that one rank writes: its chunks, and the optimizer's scalars of them."""
 
-    pieces: list[Piece]
+    chunks: list[TensorChunk]
     scalars: Scalars
 
 
 def snapshot(model: ParallelModel, optimizer: Optimizer) -> Snapshot:
     """Return what this rank owns of the run's state, as it is now; tensors are not copied, but for buffers."""
-    pieces: list[Piece] = []
+    chunks: list[TensorChunk] = []
     scalars: Scalars = {}
     states = {entry.name: optimizer.inner.state.get(local, {}) for entry, local in optimizer.locals}
     for entry, local in _owned(model):
-        pieces += _pieces("model", entry, local)
+        chunks += _chunks("model", entry, local)
         for key, value in states.get(entry.name, {}).items():
             if is_scalar(value):
                 dtype = DTYPES[value.dtype] if isinstance(value, Tensor) else NUMBER
                 scalars.setdefault(entry.name, {})[key] = (float(value), dtype)
             elif value is not None:
-                pieces += _state_pieces(f"optimizer/{key}", entry, local, value)
+                chunks += _state_chunks(f"optimizer/{key}", entry, local, value)
     if dist.get_rank() == 0:
         # A forward may change them (running statistics), unlike the rest, and they are small.
-        pieces += [_whole(f"buffer/{name}", buffer.clone()) for name, buffer in persistent_buffers(model.module)]
-    return Snapshot([*pieces, *random_pieces(model.device, dist.get_rank())], scalars)
+        chunks += [_whole(f"buffer/{name}", buffer.clone()) for name, buffer in persistent_buffers(model.module)]
+    return Snapshot([*chunks, *random_chunks(model.device, dist.get_rank())], scalars)
 
 
-def model_pieces(model: ParallelModel) -> list[Piece]:
+def model_chunks(model: ParallelModel) -> list[TensorChunk]:
     """Every slice of parameters and buffers on this rank, to be filled in place."""
-    parameters = [piece for entry in model.tensor_map for piece in _pieces("model", entry, entry.local)]
+    parameters = [chunk for entry in model.tensor_map for chunk in _chunks("model", entry, entry.local)]
     return parameters + [_whole(f"buffer/{name}", buffer) for name, buffer in persistent_buffers(model.module)]
 
 
-def optimizer_pieces(
+def optimizer_chunks(
     optimizer: Optimizer, stored: Mapping[str, TensorRecord], keys: Sequence[str]
-) -> tuple[list[Piece], dict[str, dict[str, Tensor]]]:
-    """Empty tensors for the state `keys` of every local parameter that has it `stored`: as pieces, by name and key."""
-    pieces: list[Piece] = []
+) -> tuple[list[TensorChunk], dict[str, dict[str, Tensor]]]:
+    """Empty tensors for the state `keys` of every local parameter that has it `stored`: as chunks, by name and key."""
+    chunks: list[TensorChunk] = []
     states: dict[str, dict[str, Tensor]] = {}
     for entry, local in optimizer.locals:
         for key in keys:
             if record := stored.get(f"optimizer/{key}/{entry.name}"):
                 shape = record.shape if _is_own_shape(entry, local, record.shape) else local.shape
                 states.setdefault(entry.name, {})[key] = torch.empty(shape, dtype=local.dtype, device=local.device)
-                pieces += _state_pieces(f"optimizer/{key}", entry, local, states[entry.name][key])
-    return pieces, states
+                chunks += _state_chunks(f"optimizer/{key}", entry, local, states[entry.name][key])
+    return chunks, states
 
 
 def load_optimizer(optimizer: Optimizer, states: dict[str, dict[str, Tensor]], scalars: Scalars) -> None:
@@ -111,21 +111,21 @@ def state_keys(optimizer: torch.optim.Optimizer) -> set[str]:
     return set(other.state[example])
 
 
-def random_pieces(device: torch.device, rank: int) -> list[Piece]:
+def random_chunks(device: torch.device, rank: int) -> list[TensorChunk]:
     """This rank's generator states: fused attention dropout draws from them, nothing else does."""
-    pieces = [_whole(f"random/cpu/{rank}", torch.get_rng_state())]
+    chunks = [_whole(f"random/cpu/{rank}", torch.get_rng_state())]
     if device.type == "cuda":
-        pieces.append(_whole(f"random/cuda/{rank}", torch.cuda.get_rng_state(device)))
-    return pieces
+        chunks.append(_whole(f"random/cuda/{rank}", torch.cuda.get_rng_state(device)))
+    return chunks
 
 
-def set_random(device: torch.device, pieces: Sequence[Piece]) -> None:
+def set_random(device: torch.device, chunks: Sequence[TensorChunk]) -> None:
     """Put generator states that were read back in their place."""
-    for piece in pieces:
-        if piece.name.startswith("random/cuda/"):
-            torch.cuda.set_rng_state(piece.tensor, device)
-        elif piece.name.startswith("random/cpu/"):
-            torch.set_rng_state(piece.tensor)
+    for chunk in chunks:
+        if chunk.name.startswith("random/cuda/"):
+            torch.cuda.set_rng_state(chunk.tensor, device)
+        elif chunk.name.startswith("random/cpu/"):
+            torch.set_rng_state(chunk.tensor)
 
 
 def is_scalar(value: Any) -> bool:
@@ -164,23 +164,23 @@ def _owned(model: ParallelModel) -> list[tuple[ParameterEntry, Tensor]]:
     return mine
 
 
-def _pieces(kind: str, entry: ParameterEntry, tensor: Tensor) -> list[Piece]:
+def _chunks(kind: str, entry: ParameterEntry, tensor: Tensor) -> list[TensorChunk]:
     """The slices of `tensor`, which is laid out as the entry's local one."""
     return [
-        Piece(f"{kind}/{entry.name}", entry.shape, tuple(p.start for p in region.logical), tensor[region.local])
+        TensorChunk(f"{kind}/{entry.name}", entry.shape, tuple(p.start for p in region.logical), tensor[region.local])
         for region in entry.regions
         if tensor[region.local].numel()
     ]
 
 
-def _whole(name: str, tensor: Tensor) -> Piece:
-    return Piece(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor)
+def _whole(name: str, tensor: Tensor) -> TensorChunk:
+    return TensorChunk(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor)
 
 
-def _state_pieces(kind: str, entry: ParameterEntry, local: Tensor, value: Any) -> list[Piece]:
+def _state_chunks(kind: str, entry: ParameterEntry, local: Tensor, value: Any) -> list[TensorChunk]:
     """Optimizer state beside `local`: sliced as it is, or of a shape of its own (Adafactor's) where it is not cut."""
     if isinstance(value, Tensor) and value.shape == local.shape:
-        return _pieces(kind, entry, value)
+        return _chunks(kind, entry, value)
     if isinstance(value, Tensor) and _is_own_shape(entry, local, value.shape):
         return [_whole(f"{kind}/{entry.name}", value)]
     raise CheckpointError(

@@ -1,6 +1,6 @@
 """Reading under torch.distributed.checkpoint: the planner, and the StorageReader of safetensors files.
 
-A rank's pieces are filled from whichever slices hold their elements: DCP finds the overlaps. A reader takes the bytes
+A rank's chunks are filled from whichever slices hold their elements: DCP finds the overlaps. A reader takes the bytes
 it needs, and checks the blocks they lie in.
 """
 
@@ -27,18 +27,18 @@ from torch.futures import Future
 
 from shardwise.checkpoint.checked_file import CheckedFile
 from shardwise.checkpoint.manifest import Manifest, Slice
-from shardwise.checkpoint.piece import TORCH_DTYPES, Piece
 from shardwise.checkpoint.stores import Store
+from shardwise.checkpoint.tensor_chunk import TORCH_DTYPES, TensorChunk
 from shardwise.errors import DamagedError
 
 READ_BYTES = 1 << 26  # most of a slice that is in memory at once when it cannot be read straight to its place
 
 
-class PieceLoadPlanner(LoadPlanner):
-    """Plans to fill this rank's pieces from whichever slices hold their elements."""
+class ChunkLoadPlanner(LoadPlanner):
+    """Plans to fill this rank's chunks from whichever slices hold their elements."""
 
-    def __init__(self, pieces: Sequence[Piece]) -> None:
-        self.pieces = {(piece.name, torch.Size(piece.offset)): piece for piece in pieces if piece.tensor.numel()}
+    def __init__(self, chunks: Sequence[TensorChunk]) -> None:
+        self.chunks = {(chunk.name, torch.Size(chunk.offset)): chunk for chunk in chunks if chunk.tensor.numel()}
         self.metadata = Metadata({})
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
@@ -46,7 +46,7 @@ class PieceLoadPlanner(LoadPlanner):
         self.metadata = metadata
 
     def create_local_plan(self) -> LoadPlan:
-        return LoadPlan([item for piece in self.pieces.values() for item in read_items(piece, self.metadata)])
+        return LoadPlan([item for chunk in self.chunks.values() for item in read_items(chunk, self.metadata)])
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         return global_plan
@@ -60,23 +60,23 @@ class PieceLoadPlanner(LoadPlanner):
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         index = read_item.dest_index
         assert index.offset is not None
-        return _box(self.pieces[index.fqn, index.offset].tensor, read_item.dest_offsets, read_item.lengths)
+        return _box(self.chunks[index.fqn, index.offset].tensor, read_item.dest_offsets, read_item.lengths)
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         pass
 
 
-def read_items(piece: Piece, metadata: Metadata) -> list[ReadItem]:
-    """Return what has to be read for `piece`.
+def read_items(chunk: TensorChunk, metadata: Metadata) -> list[ReadItem]:
+    """Return what has to be read for `chunk`.
 
     Raises:
         DamagedError: the stored tensor has another shape.
     """
-    stored = metadata.state_dict_metadata[piece.name]
+    stored = metadata.state_dict_metadata[chunk.name]
     assert isinstance(stored, TensorStorageMetadata)
-    if tuple(stored.size) != piece.shape:
-        raise DamagedError(f"{piece.name} has shape {list(stored.size)} in the checkpoint, not {list(piece.shape)}")
-    return create_read_items_for_chunk_list(piece.name, stored, [piece.chunk])
+    if tuple(stored.size) != chunk.shape:
+        raise DamagedError(f"{chunk.name} has shape {list(stored.size)} in the checkpoint, not {list(chunk.shape)}")
+    return create_read_items_for_chunk_list(chunk.name, stored, [chunk.metadata])
 
 
 class SafetensorsReader(StorageReader):

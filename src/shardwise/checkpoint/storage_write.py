@@ -1,8 +1,8 @@
 """Writing under torch.distributed.checkpoint: the planner, and the StorageWriter that makes safetensors files.
 
-DCP plans who writes what and carries results and errors between ranks. What it plans over are `Piece`s, which come from
-the TensorMap; the stock planners know DTensor placements only, and the stock safetensors storage keeps one slice a
-tensor and file. Each rank writes one file as a stream, hashed block by block.
+DCP plans who writes what and carries results and errors between ranks. What it plans over are `TensorChunk`s, which
+come from the TensorMap; the stock planners know DTensor placements only, and the stock safetensors storage keeps one
+slice a tensor and file. Each rank writes one file as a stream, hashed block by block.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from shardwise.checkpoint.manifest import BLOCK_BYTES, FILE, FileRecord, Manifest, Slice, TensorRecord
-from shardwise.checkpoint.piece import DTYPES, Piece
 from shardwise.checkpoint.staging import Source
 from shardwise.checkpoint.stores import Store
+from shardwise.checkpoint.tensor_chunk import DTYPES, TensorChunk
 from shardwise.errors import CheckpointError
 from shardwise.words import listed
 
@@ -29,25 +29,25 @@ Place = tuple[str, str, tuple[int, ...], tuple[int, ...], tuple[int, ...], int]
 Describe = Callable[[dict[str, Any], dict[str, TensorRecord], dict[str, FileRecord]], Manifest]
 
 
-class PieceSavePlanner(SavePlanner):
-    """Plans to write this rank's pieces as they are; their owners were chosen before, so nothing is written twice.
+class ChunkSavePlanner(SavePlanner):
+    """Plans to write this rank's chunks as they are; their owners were chosen before, so nothing is written twice.
 
     A rank's plan goes to the coordinator as plain tuples and nothing comes back: a `WriteItem` takes a hundred times as
     long to pickle, which training's interpreter waits for, and there is one for every tensor of every rank.
 
     Args:
         file: this rank's file.
-        pieces: in the order of the file.
-        scalars: optimizer state that is one number a parameter, of this rank's pieces.
-        start: byte of the file at which the first piece begins.
+        chunks: in the order of the file.
+        scalars: optimizer state that is one number a parameter, of this rank's chunks.
+        start: byte of the file at which the first chunk begins.
 
     Attributes:
         tensors: on the coordinator, after planning, what the manifest says of each.
         all_scalars: and the scalars of all ranks.
     """
 
-    def __init__(self, file: str, pieces: Sequence[Piece], scalars: Mapping[str, Any], start: int) -> None:
-        self.file, self.pieces, self.scalars, self.start = file, pieces, scalars, start
+    def __init__(self, file: str, chunks: Sequence[TensorChunk], scalars: Mapping[str, Any], start: int) -> None:
+        self.file, self.chunks, self.scalars, self.start = file, chunks, scalars, start
         self.tensors: dict[str, TensorRecord] = {}
         self.all_scalars: dict[str, Any] = {}
 
@@ -55,13 +55,13 @@ class PieceSavePlanner(SavePlanner):
         pass
 
     def create_local_plan(self) -> SavePlan:
-        return SavePlan([], planner_data=(self.file, _places(self.pieces, self.start), self.scalars))
+        return SavePlan([], planner_data=(self.file, _places(self.chunks, self.start), self.scalars))
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Join the ranks' plans.
 
         Raises:
-            CheckpointError: the pieces of a tensor do not make it up.
+            CheckpointError: the chunks of a tensor do not make it up.
         """
         for file, places, scalars in (plan.planner_data for plan in all_plans):
             self.all_scalars |= scalars
@@ -86,22 +86,22 @@ class PieceSavePlanner(SavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> Any:
         """Asked of by other writers than ours, which takes bytes from the staging ring, as they were at the save."""
-        raise CheckpointError(f"{write_item.index.fqn} was planned by another planner; pieces have their own writer")
+        raise CheckpointError(f"{write_item.index.fqn} was planned by another planner; chunks have their own writer")
 
 
-def _places(pieces: Sequence[Piece], first: int) -> list[Place]:
+def _places(chunks: Sequence[TensorChunk], first: int) -> list[Place]:
     """Return what the manifest says of each: name, dtype, global shape, offset, own shape, first byte in the file."""
     return [
-        (piece.name, DTYPES[piece.tensor.dtype], piece.shape, piece.offset, tuple(piece.tensor.shape), start)
-        for piece, start in zip(pieces, _positions(pieces, first), strict=True)
+        (chunk.name, DTYPES[chunk.tensor.dtype], chunk.shape, chunk.offset, tuple(chunk.tensor.shape), start)
+        for chunk, start in zip(chunks, _positions(chunks, first), strict=True)
     ]
 
 
 class SafetensorsWriter(StorageWriter):
-    """Writes one rank's pieces as one file, and on the coordinator the manifest.
+    """Writes one rank's chunks as one file, and on the coordinator the manifest.
 
     Args:
-        planner: whose pieces `staging` brings, in their order.
+        planner: whose chunks `staging` brings, in their order.
         describe: makes the manifest from optimizer scalars, tensors and files.
         fence: raises where another run writes into the store now, of which nothing may be touched.
     """
@@ -110,7 +110,7 @@ class SafetensorsWriter(StorageWriter):
         self,
         store: Store,
         name: str,
-        planner: PieceSavePlanner,
+        planner: ChunkSavePlanner,
         staging: Source,
         describe: Describe,
         fence: Callable[[], None],
@@ -140,7 +140,7 @@ class SafetensorsWriter(StorageWriter):
         """
         done: Future[list[WriteResult]] = Future()
         record: dict[str, Any] = {"bytes": 0, "hashes": []}
-        if not self.planner.pieces:
+        if not self.planner.chunks:
             for _ in self.staging.drain():
                 pass
             done.set_result([])
@@ -156,7 +156,7 @@ class SafetensorsWriter(StorageWriter):
         return done
 
     def _named(self, error: OSError) -> OSError:
-        tensors = listed([piece.name for piece in self.planner.pieces])
+        tensors = listed([chunk.name for chunk in self.planner.chunks])
         reason = f"{self.name}/{self.planner.file}, which was to hold {tensors}: {error.strerror or error}"
         return OSError(error.errno, reason)
 
@@ -176,30 +176,30 @@ class SafetensorsWriter(StorageWriter):
         return False  # the store says where a checkpoint lies
 
 
-def safetensors_header(pieces: Sequence[Piece]) -> bytes:
-    """The safetensors header of a file of `pieces`: a length of eight bytes, then JSON, padded to eight bytes."""
+def safetensors_header(chunks: Sequence[TensorChunk]) -> bytes:
+    """The safetensors header of a file of `chunks`: a length of eight bytes, then JSON, padded to eight bytes."""
     entries: dict[str, Any] = {}
-    for piece, start in zip(pieces, _positions(pieces, 0), strict=True):
-        place = ",".join(str(offset) for offset in piece.offset)
-        entries[f"{piece.name}@{place}"] = {
-            "dtype": DTYPES[piece.tensor.dtype],
-            "shape": list(piece.tensor.shape),
-            "data_offsets": [start, start + piece.bytes],
+    for chunk, start in zip(chunks, _positions(chunks, 0), strict=True):
+        place = ",".join(str(offset) for offset in chunk.offset)
+        entries[f"{chunk.name}@{place}"] = {
+            "dtype": DTYPES[chunk.tensor.dtype],
+            "shape": list(chunk.tensor.shape),
+            "data_offsets": [start, start + chunk.bytes],
         }
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
-def in_file_order(pieces: Sequence[Piece]) -> list[Piece]:
+def in_file_order(chunks: Sequence[TensorChunk]) -> list[TensorChunk]:
     """Wider items first, so that every tensor of the file is aligned to its items."""
-    return sorted(pieces, key=lambda piece: -piece.tensor.element_size())
+    return sorted(chunks, key=lambda chunk: -chunk.tensor.element_size())
 
 
-def _positions(pieces: Sequence[Piece], first: int) -> list[int]:
+def _positions(chunks: Sequence[TensorChunk], first: int) -> list[int]:
     starts = [first]
-    for piece in pieces:
-        starts.append(starts[-1] + piece.bytes)
+    for chunk in chunks:
+        starts.append(starts[-1] + chunk.bytes)
     return starts[:-1]
 
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from shardwise.checkpoint.checked_file import CheckedFile
 from shardwise.checkpoint.manifest import Manifest
-from shardwise.checkpoint.piece import TORCH_DTYPES, Piece
 from shardwise.checkpoint.storage_read import metadata_of, read_box, read_items
 from shardwise.checkpoint.stores import Store
+from shardwise.checkpoint.tensor_chunk import TORCH_DTYPES, TensorChunk
 
 OPEN_FILES = 32  # each holds a block; tensors lie in their files in one order, so a block is read about once
 
@@ -20,7 +20,7 @@ OPEN_FILES = 32  # each holds a block; tensors lie in their files in one order, 
 class WholeTensors:
     """Assembles logical tensors from their slices; a context manager.
 
-    Reads are planned as a loading rank plans them, with the whole tensor as its one piece.
+    Reads are planned as a loading rank plans them, with the whole tensor as its one chunk.
     """
 
     def __init__(self, store: Store, name: str, manifest: Manifest) -> None:
@@ -37,8 +37,8 @@ class WholeTensors:
         record = self.manifest.tensors[key]
         dtype = TORCH_DTYPES[record.dtype]
         whole = torch.empty(record.shape, dtype=dtype)
-        piece = Piece(key, tuple(record.shape), (0,) * len(record.shape), whole)
-        for item in read_items(piece, self._metadata):
+        chunk = TensorChunk(key, tuple(record.shape), (0,) * len(record.shape), whole)
+        for item in read_items(chunk, self._metadata):
             number = item.storage_index.index
             assert number is not None
             target = whole

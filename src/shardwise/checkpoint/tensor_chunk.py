@@ -1,4 +1,4 @@
-"""A `Piece`: a box of a logical tensor on one rank, which is what is saved and loaded; and the names of dtypes."""
+"""A box of a logical tensor on one rank, which is what is saved and loaded; and the names of dtypes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorChunk:
     """A box of a logical tensor that this rank holds.
 
     Attributes:
@@ -32,7 +32,8 @@ class Piece:
     tensor: Tensor
 
     @property
-    def chunk(self) -> ChunkStorageMetadata:
+    def metadata(self) -> ChunkStorageMetadata:
+        """Offset and sizes as torch.distributed.checkpoint writes them."""
         return ChunkStorageMetadata(torch.Size(self.offset), self.tensor.shape)
 
     @property
