@@ -250,12 +250,30 @@ def test_wrong_overrides(words: list[str], says: str) -> None:
         ("smp_options: 3", "smp_options=3: must be a mapping"),
         ("smp_options: {partitons: 3}", "Did you mean 'partitions'"),
         ("!!python/object:os.system {}", "is not YAML"),
+        ("training: {steps: 010}", "line 1, column 19: 010 is a number to the base eight; write 8, or 10 where"),
+        (
+            "training: {steps: 1:30}",
+            "cannot be read at line 1, column 19: 1:30 is a number to the base sixty; write 90",
+        ),
+        ("optimizer: {learning_rate: 1:30.5}", "1:30.5 is a number to the base sixty; write 90.5, or '1:30.5' where"),
     ],
 )
 def test_wrong_files(tmp_path: Path, text: str, says: str) -> None:
     with pytest.raises(ConfigError) as raised:
         read(written(tmp_path, text))
     assert says in str(raised.value)
+
+
+def test_home_directories_in_every_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    keys = ["model.path", "data.path", "data.tokenizer", "data.cache_directory", "checkpoint.resume"]
+    keys += ["model.config", "checkpoint.directory", "output"]
+    job = load_job(None, dict.fromkeys(keys, "~/place")).model_dump()
+    for key in keys:
+        section, _, name = key.rpartition(".")
+        assert (job[section] if section else job)[name] == str(tmp_path / "place"), key
+    written(tmp_path, "training: {steps: 3}").rename(tmp_path / "mine.yaml")
+    assert load_job("~/mine.yaml").training.steps == 3
 
 
 def test_files_that_are_not_there(tmp_path: Path) -> None:

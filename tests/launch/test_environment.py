@@ -46,6 +46,10 @@ def test_no_launcher() -> None:
     assert read_environment({"PATH": "/bin", "WORLD_SIZE": "4"}) is None
 
 
+def test_empty_variables_are_not_set() -> None:
+    assert read_environment({"RANK": "", "WORLD_SIZE": "", "OMPI_COMM_WORLD_RANK": " ", "SLURM_PROCID": ""}) is None
+
+
 def test_torchrun() -> None:
     assert read_environment(TORCHRUN) == RankEnvironment(5, 8, 1, 4, "node1", 1234, "torchrun")
     assert not read_environment(TORCHRUN).one_host

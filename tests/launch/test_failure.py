@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from shardwise.errors import DataError, WorkerError
+from shardwise.errors import ConfigError, DataError, WorkerError
 from shardwise.launch import failure
+from shardwise.launch.diagnosis import UNGUARDED_EXIT, diagnose_failure
 
 
 class CorpusError(DataError):
@@ -70,6 +72,13 @@ def test_a_users_error_keeps_its_class_or_the_nearest_known(directory: Path, mon
 def test_an_error_that_says_whose_it_is_is_left_at_that(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report_as(0, DataError("rank 1: x is damaged"), monkeypatch)
     assert str(failure.collect(directory)[0].to_error("unseen")) == "rank 1: x is damaged"
+
+
+def test_a_script_without_a_guard_is_named(directory: Path) -> None:
+    diagnosis = diagnose_failure(directory, 0, 2, {0: UNGUARDED_EXIT, 1: -signal.SIGKILL})
+    assert isinstance(diagnosis.error, ConfigError)
+    assert diagnosis.repeats
+    assert 'if __name__ == "__main__":' in diagnosis.summary
 
 
 def test_without_a_launcher_of_ours_nothing_is_written(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

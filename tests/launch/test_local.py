@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
+import multiprocessing
 import os
 import pty
 import signal
 import subprocess
 import sys
 import time
+from multiprocessing.context import SpawnContext
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardwise.commands.train import train
 from shardwise.errors import ConfigError, LegalityError, MachineError, WorkerError
+from shardwise.launch.diagnosis import UNGUARDED_EXIT
 from shardwise.launch.local import run_local
 from shardwise.launch.process_group import process_group
 from tests.fork_server import call, started
@@ -177,6 +182,25 @@ def test_what_a_killed_rank_has_forked_ends_with_it(tmp_path: Path) -> None:
 def test_a_result_that_cannot_be_sent_is_an_error_of_its_rank() -> None:
     with pytest.raises(WorkerError, match="pickle"):
         call(run_local, unpicklable, (), 1)
+
+
+def test_a_worker_that_imports_its_launcher_ends(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
+    with pytest.raises(SystemExit) as ended:
+        train({})  # type: ignore[arg-type]
+    assert ended.value.code == UNGUARDED_EXIT
+    assert "shardwise.train: a worker imports the script" in capsys.readouterr().err
+
+
+def test_shared_memory_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(context: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(SpawnContext, "Lock", refuse)
+    with pytest.raises(MachineError, match=r"/dev/shm, which cannot be written: Read-only.*torchrun"):
+        run_local(print, (), 2)
 
 
 def test_gpu_workers_without_a_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGUSR1: a worker remembers them, a launcher passes them on."""
+"""SIGTERM, SIGUSR1 and SIGHUP: a worker remembers them, a launcher passes them on."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from typing import Any
 import psutil
 import pytest
 
-from shardwise.launch import interrupt
+from shardwise.launch import interrupt, local
 from shardwise.launch.interrupt import Interrupt
 from shardwise.launch.local import run_local
-from shardwise.launch.signals import Forwarding
+from shardwise.launch.signals import Forwarding, forwarding
 from tests.fork_server import Fork, started
 
 ROOT = Path(__file__).parents[2]
-BOTH = (signal.SIGTERM, signal.SIGUSR1)
+REQUESTS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 def handlers() -> list[Any]:
-    return [signal.getsignal(number) for number in BOTH]
+    return [signal.getsignal(number) for number in REQUESTS]
 
 
 @pytest.fixture(autouse=True)
 def usual_handlers() -> Iterator[None]:
     before = handlers()
     yield
-    for number, handler in zip(BOTH, before):
+    for number, handler in zip(REQUESTS, before):
         signal.signal(number, handler)
 
 
-@pytest.mark.parametrize("number", BOTH)
+@pytest.mark.parametrize("number", REQUESTS)
 def test_a_signal_is_remembered_with_its_reason(number: signal.Signals) -> None:
     with Interrupt(3) as interrupt:
         assert interrupt.reason is None
@@ -56,6 +56,25 @@ def test_own_handlers_come_back_even_after_a_signal() -> None:
     assert not got
     signal.raise_signal(signal.SIGTERM)
     assert got == [signal.SIGTERM]
+
+
+def test_a_hang_up_that_is_ignored_stays_so() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with Interrupt(0) as remembered, forwarding() as forwarded:
+        signal.raise_signal(signal.SIGHUP)
+        assert (remembered.reason, forwarded.received) == (None, [])
+    for is_forwarded in (True, False):
+        with local._signals_handled(is_forwarded):
+            assert "SIGHUP" not in os.environ[local.SIGNALS_OF_TORCH]
+
+
+def test_a_hang_up_is_forwarded_or_ends_the_workers() -> None:
+    with local._signals_handled(True), forwarding() as forwarded:
+        assert os.environ[local.SIGNALS_OF_TORCH] == "SIGINT,SIGQUIT"
+        signal.raise_signal(signal.SIGHUP)
+        assert forwarded.received == [signal.SIGHUP]
+    with local._signals_handled(False):
+        assert "SIGHUP" in os.environ[local.SIGNALS_OF_TORCH]
 
 
 def test_handlers_come_back_after_an_error() -> None:
@@ -212,7 +231,7 @@ def test_workers_that_heed_a_signal_return_as_usual(tmp_path: Path, number: sign
         assert out == f"['{number.name} received by rank 0', '{number.name} received by rank 1']\n"
 
 
-@pytest.mark.parametrize("number", BOTH)
+@pytest.mark.parametrize("number", REQUESTS)
 def test_workers_without_a_handler_die_of_it_and_are_not_restarted(tmp_path: Path, number: signal.Signals) -> None:
     with launched(tmp_path, "no_handler") as (launcher, _):
         launcher.send_signal(number)

@@ -60,7 +60,7 @@ def obstacle() -> str:
         return f"it needs Linux, this is {sys.platform}"
     if library().is_file():
         return load_engine().obstacle()
-    compiler = os.environ.get("CXX", "c++")
+    compiler = os.environ.get("CXX") or "c++"
     if shutil.which(compiler) is None:
         return f"it is not built yet and there is no C++ compiler ({compiler}); install one or set CXX"
     return ""
@@ -134,7 +134,7 @@ def _towards(store: Any) -> tuple[str, str]:
         store = store.underlying_store
     if hasattr(store, "host"):
         return store.host, str(store.port)
-    return os.environ.get("MASTER_ADDR", socket.gethostname()), os.environ.get("MASTER_PORT", "0")
+    return os.environ.get("MASTER_ADDR") or socket.gethostname(), os.environ.get("MASTER_PORT") or "0"
 
 
 def _compile(path: Path, say: Say) -> None:

@@ -17,7 +17,7 @@ from shardwise.kernels.precision import without_instructions
 from shardwise.launch.environment import RankEnvironment, detect
 from shardwise.launch.expected_world import engine_problem, expected_world, world_size
 from shardwise.launch.job_group import Say, job_group, usable_backend
-from shardwise.launch.local import run_local
+from shardwise.launch.local import refuse_unguarded_script, run_local
 from shardwise.model.facts import ModelFacts
 from shardwise.observe.callback import Callback
 from shardwise.observe.trackers import require_extras
@@ -50,6 +50,7 @@ def train(job: Job, notes: Iterable[str] = (), say: Say = print, callbacks: Sequ
     Raises:
         ShardwiseError: whatever a user can mend; before training starts nothing has been overwritten.
     """
+    refuse_unguarded_script("shardwise.train")
     place, job = detect(), after_restart(require_job(job, "train"))
     check_user_code(job, callbacks)
     is_reporting_rank = place is None or place.rank == 0

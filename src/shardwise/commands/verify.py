@@ -28,7 +28,7 @@ from shardwise.job.schema import Job
 from shardwise.job.sources import require_job
 from shardwise.launch.environment import detect
 from shardwise.launch.job_group import job_group, usable_backend
-from shardwise.launch.local import run_local
+from shardwise.launch.local import refuse_unguarded_script, run_local
 from shardwise.model.build import load_config
 from shardwise.model.facts import ModelFacts
 from shardwise.testing.capture import capture_step, gather
@@ -70,6 +70,7 @@ def verify(job: Job, blocks: int | None = None, against: Job | None = None, step
     Raises:
         ShardwiseError: the job cannot run, or one process cannot hold the model.
     """
+    refuse_unguarded_script("shardwise.verify")
     require_job(job, "verify")
     _require_count("steps", steps)
     if blocks is not None:

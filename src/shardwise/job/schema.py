@@ -8,6 +8,7 @@ descriptions below.
 
 from __future__ import annotations
 
+import os.path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
@@ -28,6 +29,11 @@ def _check_reference(name: str) -> str:
     return name
 
 
+def _expand_home(path: str) -> str:
+    return os.path.expanduser(path)
+
+
+UserPath = Annotated[str, AfterValidator(_expand_home)]  # `~` is the home directory, which no shell may have put in
 OwnObject = Annotated[str, AfterValidator(_check_reference)]  # of the user's own code
 Device = Literal["auto", "cpu", "cuda"]
 Precision = Literal["auto", "fp64", "fp32", "bf16", "fp16"]
@@ -42,10 +48,10 @@ DataFormat = Literal["auto", "stdlib", "text", "jsonl", "parquet", "dataset", "t
 class ModelSection(Section):
     """The model that is trained, and how its forward is executed."""
 
-    path: str | None = Field(
+    path: UserPath | None = Field(
         default=None, description="Local Hugging Face model directory; its weights are the starting point."
     )
-    config: str | dict[str, Any] | None = Field(
+    config: UserPath | dict[str, Any] | None = Field(
         default=None,
         description="Hugging Face config: a config.json, a directory that holds one, or the dict itself (with "
         "`model_type`). Weights are drawn anew.",
@@ -311,7 +317,9 @@ class TrainingSection(Section):
 class DataSection(Section):
     """The corpus that the model is trained on."""
 
-    path: str | None = Field(default=None, description="File, directory or glob. Unset with `format: auto`: `stdlib`.")
+    path: UserPath | None = Field(
+        default=None, description="File, directory or glob. Unset with `format: auto`: `stdlib`."
+    )
     format: DataFormat = Field(
         default="auto",
         description="`stdlib`: the Python standard library's sources; `text`, `jsonl`, `parquet`; `dataset`: a local "
@@ -324,7 +332,7 @@ class DataSection(Section):
     )
     factory_arguments: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of `factory`.")
     field: str = Field(default="text", description="Column that holds the text.")
-    tokenizer: str | None = Field(
+    tokenizer: UserPath | None = Field(
         default=None,
         description="Directory of a tokenizer; unset: the model directory's, or a byte-level BPE trained here.",
     )
@@ -346,7 +354,7 @@ class DataSection(Section):
         default=3.0, ge=1, description="Tokens of a span that is left out for `seq2seq_lm`, in the mean."
     )
     max_documents: Positive | None = Field(default=None, description="Read only the first so many documents.")
-    cache_directory: str | None = Field(
+    cache_directory: UserPath | None = Field(
         default=None, description="Where tokenizers and tokens are cached; unset: `$XDG_CACHE_HOME/shardwise`."
     )
 
@@ -357,12 +365,12 @@ class CheckpointSection(Section):
     every: NonNegative = Field(
         default=0, description="Steps between checkpoints, the last step included; 0: only where a signal ends the run."
     )
-    resume: str = Field(
+    resume: UserPath = Field(
         default="none",
         description="`none`; `auto`: go on from the newest complete checkpoint, or start where there is none; or the "
         "path of one checkpoint.",
     )
-    directory: str | None = Field(
+    directory: UserPath | None = Field(
         default=None,
         description="Directory or URL (`s3://bucket/run`, `gs://...`; needs fsspec's package for its scheme); unset: "
         "`checkpoints` in `output`.",
@@ -414,4 +422,4 @@ class Job(RootSection):
         default_factory=CheckpointSection, description="Keeping and resuming the run's state."
     )
     observe: ObserveSection = Field(default_factory=ObserveSection, description="Display and records.")
-    output: str = Field(default="shardwise-run", description="Directory of everything a run writes.")
+    output: UserPath = Field(default="shardwise-run", description="Directory of everything a run writes.")

@@ -100,7 +100,7 @@ def _data_of(source: Source) -> dict[str, Any]:
             f"a job cannot be read from {source!r}; give the path of a YAML file, a mapping of sections, SMP's options "
             "or a Job"
         )
-    return _read_file(Path(source))
+    return _read_file(Path(source).expanduser())
 
 
 def require_job(job: object, caller: str) -> Job:
@@ -169,6 +169,10 @@ def _apply_smp(data: dict[str, Any], options: Mapping[str, Any], environment: Ma
 # ------------------------------------------------------------------------------------------------------------- YAML
 
 
+class _OtherBase(yaml.constructor.ConstructorError):
+    """A number that YAML 1.1 does not read as a decimal."""
+
+
 class _Loader(yaml.SafeLoader):
     """Safe YAML in which 1e-3 is a number (YAML 1.1 wants 1.0e-3) and a key given twice is an error."""
 
@@ -180,9 +184,29 @@ class _Loader(yaml.SafeLoader):
             seen.add(key.value if isinstance(key.value, str) else repr(key.value))
         return super().construct_mapping(node, deep)
 
+    def construct_plain_number(self, node: yaml.ScalarNode) -> Any:
+        """Refuse numbers that YAML 1.1 reads to another base than their reader: 010 is 8, and 1:30 is 90."""
+        number = self.construct_yaml_int(node) if node.tag.endswith(":int") else self.construct_yaml_float(node)
+        digits = node.value.lstrip("+-").replace("_", "")
+        base = "sixty" if ":" in digits else "eight" if re.fullmatch("0[0-7]+", digits) else ""
+        if base == "sixty" or (base and node.tag.endswith(":int")):
+            raise _OtherBase(
+                None, None,
+                f"{node.value} is a number to the base {base}; write {number}, or {_meant(node.value)}",
+                node.start_mark,
+            )  # fmt: skip
+        return number
+
+
+def _meant(text: str) -> str:
+    """Return what else may be meant by a number to another base."""
+    return f"'{text}' where it is text" if ":" in text else f"{int(text)} where that is meant"
+
 
 _EXPONENT = re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+.0123456789"))
+for _tag in ("int", "float"):
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_tag}", _Loader.construct_plain_number)
 
 
 def parse_yaml(text: str, what: str) -> Any:
@@ -192,7 +216,8 @@ def parse_yaml(text: str, what: str) -> Any:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise ConfigError(f"{what} is not YAML{place}: {getattr(error, 'problem', None) or error}") from None
+        verdict = "cannot be read" if isinstance(error, _OtherBase) else "is not YAML"
+        raise ConfigError(f"{what} {verdict}{place}: {getattr(error, 'problem', None) or error}") from None
 
 
 # -------------------------------------------------------------------------------------------------------- overrides

@@ -10,9 +10,14 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwise.errors import ShardwiseError, WorkerError
+from shardwise.errors import ConfigError, ShardwiseError, WorkerError
 from shardwise.launch import failure
 
+UNGUARDED_EXIT = 113  # of a worker that is led back to the launcher by the script that it imports
+UNGUARDED = (
+    "a worker imports the script that starts it, and would start workers again; put what the script does below "
+    '`if __name__ == "__main__":`'
+)
 OUTPUT_LINES = 30  # of a failed rank's stderr
 USERS_MISTAKE = ShardwiseError.exit_code
 
@@ -44,6 +49,8 @@ def logs_of(directory: Path) -> Path:
 
 def diagnose_failure(directory: Path, attempt: int, workers: int, ended: dict[int, int]) -> FailureDiagnosis:
     """The cause of a failure in which the ranks `ended` (with their exit codes, minus the signal) ended early."""
+    if UNGUARDED_EXIT in ended.values():
+        return FailureDiagnosis(ConfigError(UNGUARDED), UNGUARDED, repeats=True)
     reports = failure.collect(reports_of(directory, attempt))
     silent = sorted(ended.keys() - {report.rank for report in reports})
     if reports and (not reports[0].dead_before or not silent):

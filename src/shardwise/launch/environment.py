@@ -56,7 +56,8 @@ def detect() -> RankEnvironment | None:
 
 
 def read_environment(variables: Mapping[str, str]) -> RankEnvironment | None:
-    """`detect` on given variables, changing nothing."""
+    """`detect` on given variables, changing nothing. An empty variable is one that is not set."""
+    variables = {name: value for name, value in variables.items() if value.strip()}
     if "RANK" in variables:
         found = _torchrun(variables)
     elif "OMPI_COMM_WORLD_RANK" in variables:

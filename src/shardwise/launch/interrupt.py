@@ -1,4 +1,4 @@
-"""A request to stop, as the operating system sends it: SIGTERM and SIGUSR1 are remembered until the step is done.
+"""A request to stop, as the operating system sends it: SIGTERM, SIGUSR1 and SIGHUP are noted until the step is done.
 
 Schedulers announce the end of an allocation with a signal to one process or to all of them, which may be in the midst
 of a collective. So a handler only notes the reason; the training loop reads it at the next step boundary, where all
@@ -14,11 +14,17 @@ import time
 from types import FrameType, TracebackType
 from typing import Any
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 # `scancel --full`, `kill -- -GROUP` and `timeout` reach a launcher and its workers alike, and the launcher passes on
 # what it got: one request arrives twice, a moment apart. Only a SIGTERM later than this is a second one.
 SAME_REQUEST_SECONDS = 2.0
+
+
+def heeded_signals() -> list[signal.Signals]:
+    """Return the signals that ask this process to stop. Under nohup a hang-up is ignored, and stays so."""
+    is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return [number for number in SIGNALS if not (number == signal.SIGHUP and is_ignored)]
 
 
 class Interrupt:
@@ -39,7 +45,7 @@ class Interrupt:
 
     def __enter__(self) -> Interrupt:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+            self._before = {number: signal.signal(number, self._note) for number in heeded_signals()}
         return self
 
     def __exit__(

@@ -34,12 +34,12 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from shardwise.errors import MachineError
 from shardwise.launch import descendants, failure, loopback
 from shardwise.launch.agent import Agent, restore_cursor
-from shardwise.launch.diagnosis import logs_of, reports_of
+from shardwise.launch.diagnosis import UNGUARDED, UNGUARDED_EXIT, logs_of, reports_of
 from shardwise.launch.interrupt import SIGNALS as FORWARDED
 from shardwise.launch.process_group import waits_for_peers
 from shardwise.launch.signals import forwarding
 
-SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 SIGNALS_OF_TORCH = "TORCHELASTIC_SIGNALS_TO_HANDLE"  # where its agent looks for them
 SHUTDOWN_SECONDS = 10  # from a polite signal to SIGKILL
 
@@ -61,10 +61,11 @@ def run_local(
     higher, up to `max_restarts` times, unless its error is a user's mistake, which would repeat itself.
 
     Ctrl-C and deadly signals end the run. With `forward_signals` SIGTERM and SIGUSR1 are passed on to the workers
-    instead, which may heed them and return as usual; a SIGTERM that comes later than two seconds after the first ends
-    the run.
+    instead, as is SIGHUP unless it is ignored here; they may heed them and return as usual. A SIGTERM that comes later
+    than two seconds after the first ends the run.
 
     Raises:
+        ConfigError: a script without a guard has called this while a worker imports it.
         ShardwiseError: the failing rank's own error of the last attempt, if it is a ShardwiseError.
         WorkerError: any other failure of a worker; ends with its traceback.
         KeyboardInterrupt: Ctrl-C.
@@ -72,6 +73,8 @@ def run_local(
     """
     if device_type == "cuda" and torch.cuda.device_count() == 0:
         raise MachineError("the workers are for CUDA and this host shows no GPU; use parallel.device=cpu")
+    refuse_unguarded_script("local workers")
+    _check_locks()
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shardwise-run-")))  # mode 0700
         for surrounding in (_own_children_ended(), _signals_handled(forward_signals), _elastic_log_hidden()):
@@ -86,6 +89,32 @@ def run_local(
         finally:
             spec.rdzv_handler.shutdown()
     return [results[rank] for rank in range(workers)]
+
+
+def refuse_unguarded_script(caller: str) -> None:
+    """Refuse to go on where a worker that starts is importing the script that has started it.
+
+    Raises:
+        SystemExit: with the code by which the launcher knows it; the message stands on stderr.
+    """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        print(f"error: {caller}: {UNGUARDED}", file=sys.stderr, flush=True)
+        raise SystemExit(UNGUARDED_EXIT)
+
+
+def _check_locks() -> None:
+    """Refuse a machine on which Python makes no locks between processes. Elastic needs them, the engine does not.
+
+    Raises:
+        MachineError: with what else starts ranks.
+    """
+    try:
+        multiprocessing.get_context("spawn").Lock()
+    except OSError as error:
+        raise MachineError(
+            f"local workers need locks in /dev/shm, which cannot be written: {error.strerror}; mount a tmpfs that can "
+            "be there, or start the ranks with torchrun, which needs none"
+        ) from error
 
 
 def _spec(call: Call, workers: int, max_restarts: int) -> WorkerSpec:
@@ -220,22 +249,30 @@ def _own_children_ended() -> Iterator[None]:
 
 
 @contextmanager
-def _signals_handled(except_termination: bool) -> Iterator[None]:
+def _signals_handled(forwarded: bool) -> Iterator[None]:
     """Elastic installs handlers and leaves them; a Python session that goes on wants its own back."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {name: signal.getsignal(getattr(signal, name)) for name in SIGNALS}
+    before = {number: signal.getsignal(number) for number in SIGNALS}
     variable = os.environ.get(SIGNALS_OF_TORCH)
-    os.environ[SIGNALS_OF_TORCH] = ",".join(SIGNALS[1:] if except_termination else SIGNALS)
+    os.environ[SIGNALS_OF_TORCH] = ",".join(_signals_of_elastic(forwarded))
     try:
         yield
     finally:
         os.environ.pop(SIGNALS_OF_TORCH)
         if variable is not None:
             os.environ[SIGNALS_OF_TORCH] = variable
-        for name, handler in before.items():
-            signal.signal(getattr(signal, name), handler)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _signals_of_elastic(forwarded: bool) -> list[str]:
+    """Return the signals at which elastic ends the workers: not what they are given, nor a hang-up under nohup."""
+    elsewhere = set(FORWARDED) if forwarded else set()
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        elsewhere.add(signal.SIGHUP)
+    return [number.name for number in SIGNALS if number not in elsewhere]
 
 
 @contextmanager

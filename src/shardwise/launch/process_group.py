@@ -119,7 +119,7 @@ def _tell_gpu(store: dist.Store, place: RankEnvironment) -> None:
 
 def _share_cores(local_world_size: int) -> None:
     """Each worker computes on its share of the cores; OMP_NUM_THREADS, where set, is the user's word on that."""
-    if "OMP_NUM_THREADS" not in os.environ:
+    if not os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(max(1, available_cores() // local_world_size))
 
 
@@ -131,7 +131,7 @@ def available_cores() -> int:
 def _keep_on_host(place: RankEnvironment) -> list[str]:
     """Gloo resolves the host's name for its address, which may be public or may not resolve at all."""
     name = loopback.interface()
-    if not place.one_host or name is None or GLOO_INTERFACE in os.environ:
+    if not place.one_host or name is None or os.environ.get(GLOO_INTERFACE):
         return []
     os.environ[GLOO_INTERFACE] = name
     return [GLOO_INTERFACE]
@@ -169,7 +169,7 @@ def _meet(place: RankEnvironment, timeout: timedelta) -> dist.Store:
     """
     store = _job_store(place, timeout)
     _groups[place] += 1
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if place.one_host else "0"
+    attempt = (os.environ.get("TORCHELASTIC_RESTART_COUNT") or "0") if place.one_host else "0"
     return dist.PrefixStore(f"attempt{attempt}/group{_groups[place]}", store)
 
 

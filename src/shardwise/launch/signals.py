@@ -1,4 +1,4 @@
-"""A launcher's answer to SIGTERM and SIGUSR1: it passes them on to its workers, who write a checkpoint and end.
+"""A launcher's answer to SIGTERM, SIGUSR1 and SIGHUP: its workers get them too, write a checkpoint and end.
 
 Torch's elastic agent would end the workers instead. A second SIGTERM does that, if it comes late enough not to be the
 first one on another way (see `shardwise.launch.interrupt`).
@@ -16,7 +16,7 @@ from types import FrameType
 
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from shardwise.launch.interrupt import SAME_REQUEST_SECONDS, SIGNALS
+from shardwise.launch.interrupt import SAME_REQUEST_SECONDS, heeded_signals
 
 
 class Forwarding:
@@ -47,12 +47,12 @@ class Forwarding:
 
 @contextmanager
 def forwarding() -> Iterator[Forwarding]:
-    """Takes both signals meanwhile. Outside of the main thread, where Python takes no handlers, nothing changes."""
+    """Takes these signals meanwhile. Outside of the main thread, where Python takes no handlers, nothing changes."""
     signals = Forwarding()
     if threading.current_thread() is not threading.main_thread():
         yield signals
         return
-    before = {number: signal.signal(number, signals.note) for number in SIGNALS}
+    before = {number: signal.signal(number, signals.note) for number in heeded_signals()}
     try:
         yield signals
     finally:

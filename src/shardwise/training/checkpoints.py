@@ -18,7 +18,7 @@ from shardwise.training.setup import AssembledJob
 
 def after_restart(job: Job) -> Job:
     """Return the job as an elastic agent's restarted ranks run it: from the newest checkpoint, where there is one."""
-    again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) > 0
     named = job.checkpoint.resume != "none"  # a run that started from a named checkpoint does so until it has its own
     if not again or (named and next(complete(checkpoint_store(job)), None) is None):
         return job

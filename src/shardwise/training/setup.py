@@ -82,7 +82,7 @@ class AssembledJob:
 def current_world(device: torch.device) -> World:
     """Return the world of the process group that this process has joined."""
     size = dist.get_world_size()
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE") or size)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     gpus = _gpus(device, local_size) if device.type == "cuda" else 0
     uses_engine = hierarchical.parts_of(dist.get_backend())[1] == engine.BACKEND
@@ -96,7 +96,7 @@ def _gpus(device: torch.device, local_size: int) -> int:
     if visible >= local_size:
         return visible
     store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
-    local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
+    local_rank = int(os.environ.get("LOCAL_RANK") or dist.get_rank())
     topology.tell_device(store, local_rank, topology.gpu_identity(device.index))
     return topology.count_devices(store, local_size)
 
