@@ -5,12 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from shardwise.job.schema import Job
+from shardwise.testing.capture import gather
 from shardwise.testing.comparison import VerifyReport
+from shardwise.testing.copies import compare_copies
 from shardwise.testing.faults import FAULTS
 from shardwise.testing.world import WorldPool
-from tests.parity.jobs import make_job, verify_one
+from shardwise.training.setup import assemble, prepare_data
+from tests.parity.jobs import facts_of, make_job, verify_one
 
 
 def with_fault(job: Job, fault: str) -> VerifyReport | None:
@@ -32,14 +37,24 @@ def job(corpora: Path) -> Job:
     )
 
 
+def job_of(corpora: Path, fault: str, job: Job) -> tuple[int, Job]:
+    """Return the ranks and the job on which a fault is planted: a small one where the fault needs its own axis."""
+    if fault == "gradient_copies_apart":
+        return 2, make_job(corpora, layers=2, parallel={"pipeline_parallel_degree": 2})
+    if fault == "replicas_apart":
+        return 2, make_job(corpora, layers=1, parallel={"tensor_parallel_degree": 2})
+    return 4, job
+
+
 def test_without_a_fault_everything_agrees(world_pool: WorldPool, job: Job) -> None:
     report = world_pool.run(4, verify_one, job)[0]
     assert report.agrees and not report.diagnosis and report.max_relative_error < 1e-9
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_verify_names_the_fault(world_pool: WorldPool, job: Job, fault: str) -> None:
-    report = world_pool.run(4, with_fault, job, fault)[0]
+def test_verify_names_the_fault(world_pool: WorldPool, corpora: Path, job: Job, fault: str) -> None:
+    ranks, planted_in = job_of(corpora, fault, job)
+    report = world_pool.run(ranks, with_fault, planted_in, fault)[0]
     assert not report.agrees
     assert report.fault == fault, f"named {report.fault!r}: {report.diagnosis}; first {report.first}"
 
@@ -50,3 +65,27 @@ def test_verify_names_faults_of_an_adam_in_fp32(world_pool: WorldPool, corpora: 
     job = make_job(corpora, layers=2, precision={"compute": "fp32"}, training={"microbatch_size": 2})
     report = world_pool.run(2, with_fault, job, fault)[0]
     assert report.fault == fault, f"named {report.fault!r}: {report.diagnosis}; first {report.first}"
+
+
+def memory_around_verify(job: Job) -> tuple[list[bool], bool]:
+    """Fill each rank's memory with numbers of its own, look at all of it, and return whether it stayed equal."""
+    assembled = assemble(job, torch.device("cpu"), facts_of(job), prepare_data(job, facts_of(job)))
+    rank = dist.get_rank()
+    tensors = []
+    with torch.no_grad():
+        for entry in assembled.model.tensor_map:
+            entry.local.add_(rank)
+            entry.parameter.grad = torch.full_like(entry.parameter, float(rank + 1))
+            tensors += [entry.local, entry.local_gradient]
+    before = [tensor.clone() for tensor in tensors]
+    gather(assembled, gradients=True)
+    gather(assembled)
+    copies = compare_copies(assembled, gradients=True)
+    return [torch.equal(*pair) for pair in zip(tensors, before, strict=True)], any(c.error for c in copies.values())
+
+
+@pytest.mark.parametrize("axis", ["pipeline_parallel_degree", "tensor_parallel_degree"])
+def test_verify_does_not_touch_what_it_judges(world_pool: WorldPool, corpora: Path, axis: str) -> None:
+    job = make_job(corpora, layers=2, parallel={axis: 2})
+    for unchanged, copies_differ in world_pool.run(2, memory_around_verify, job):
+        assert unchanged and all(unchanged) and copies_differ

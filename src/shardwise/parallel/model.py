@@ -255,6 +255,8 @@ class ParallelModel:
             part = parts.get(self.tensor_map[name].name) if is_local else None
             value = self.tensor_map[name].whole(gradients, part) if is_local else torch.empty(shape, dtype=dtype)
             whole = value.to(self.device).contiguous()
+            if dist.get_rank() != owner:
+                whole = torch.empty_like(whole)  # `value` may be the parameter or gradient itself, which a read keeps
             dist.broadcast(whole, owner, group=group)
             yield name, whole
 

@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.job.axes import Axis
-from shardwise.parallel.tensor_map import ParameterEntry
+from shardwise.testing.copies import CopyError, compare_copies
 from shardwise.training.init import fingerprint
 from shardwise.training.optimizer import learning_rate
 from shardwise.training.setup import AssembledJob
@@ -32,7 +31,8 @@ class Captured:
     Attributes:
         gradients: whole, reduced, unclipped, without loss scale.
         parameters: whole, after the update.
-        spread: for each tensor the largest relative difference between replicas, after the update.
+        copies: for each tensor that several ranks hold, how far its copies lie apart after the update.
+        gradient_copies: the same for gradients, before clipping.
         moved: by rank, whether any element changed.
         repeats: fp16 overflows before the step that counted.
         data_hash: of the samples that all ranks read.
@@ -43,7 +43,8 @@ class Captured:
     skipped: bool
     gradients: dict[str, Tensor]
     parameters: dict[str, Tensor]
-    spread: dict[str, float]
+    copies: dict[str, CopyError]
+    gradient_copies: dict[str, CopyError]
     moved: list[bool]
     repeats: int
     data_hash: int
@@ -54,16 +55,19 @@ def capture_step(run: AssembledJob, step: int) -> Captured:
     settings = run.plan.job.optimizer
     run.optimizer.set_learning_rate(learning_rate(settings, step, run.plan.job.training.steps, run.plan.warmup_steps))
     before = _digest(run)
-    result, gradients, repeats = *_step(run, step), 0
+    result, gradients, gradient_copies = _step(run, step)
+    repeats = 0
     while result.skipped and _scale_can_shrink(run) and repeats < MOST_OVERFLOWS:
-        result, gradients, repeats = *_step(run, step), repeats + 1
+        result, gradients, gradient_copies = _step(run, step)
+        repeats += 1
     return Captured(
         result.loss,
         result.grad_norm,
         result.skipped,
         gradients,
         gather(run),
-        _spread(run),
+        compare_copies(run),
+        gradient_copies,
         _flags(_digest(run) != before, run),
         repeats,
         result.data_hash,
@@ -83,49 +87,31 @@ def gather(run: AssembledJob, gradients: bool = False, divisor: float = 1.0) -> 
     return kept
 
 
-def _step(run: AssembledJob, step: int) -> tuple[StepResult, dict[str, Tensor]]:
-    with _gradients_seen(run) as gradients:
+def _step(run: AssembledJob, step: int) -> tuple[StepResult, dict[str, Tensor], dict[str, CopyError]]:
+    with _gradients_seen(run) as (gradients, copies):
         batches = run.stream.batches(step)
         result = train_step(run.model, run.objective, batches, run.optimizer, run.scaler, step)
-    return result, gradients
+    return result, gradients, copies
 
 
 @contextmanager
-def _gradients_seen(run: AssembledJob) -> Iterator[dict[str, Tensor]]:
-    """Gathers the gradients whenever the model's `run` has returned."""
+def _gradients_seen(run: AssembledJob) -> Iterator[tuple[dict[str, Tensor], dict[str, CopyError]]]:
+    """Gather the gradients, and compare their copies, whenever the model's `run` has returned."""
     gradients: dict[str, Tensor] = {}
+    copies: dict[str, CopyError] = {}
     original = run.model.run
 
     def watched(*args: Any, **kwargs: Any) -> Tensor:
         totals = original(*args, **kwargs)
         gradients.update(gather(run, gradients=True, divisor=run.scaler.scale))
+        copies.update(compare_copies(run, gradients=True))
         return totals
 
     run.model.run = watched  # type: ignore[method-assign]
     try:
-        yield gradients
+        yield gradients, copies
     finally:
         del run.model.run
-
-
-def _spread(run: AssembledJob) -> dict[str, float]:
-    """Return the distance of the replicas of each tensor, relative to its largest element; the worst of all shards."""
-    if run.layout.size(Axis.REPLICA) == 1:
-        return {}
-    group, names = run.layout.group(Axis.REPLICA), list(run.facts.parameter_shapes)
-    mine = {entry.name: _apart(entry, group) for entry in run.model.tensor_map}
-    apart = torch.tensor([mine.get(name, 0.0) for name in names], dtype=torch.float64, device=run.model.device)
-    dist.all_reduce(apart, dist.ReduceOp.MAX)
-    return dict(zip(names, apart.tolist(), strict=True))
-
-
-def _apart(entry: ParameterEntry, group: dist.ProcessGroup) -> float:
-    high, low = entry.local.clone(), entry.local.clone()
-    dist.all_reduce(high, dist.ReduceOp.MAX, group=group)
-    dist.all_reduce(low, dist.ReduceOp.MIN, group=group)
-    if not high.numel():
-        return 0.0
-    return float((high - low).abs().max() / high.abs().max().clamp(min=torch.finfo(high.dtype).tiny))
 
 
 def _digest(run: AssembledJob) -> str:

@@ -63,7 +63,7 @@ class Difference:
     """One compared number or tensor."""
 
     step: int
-    quantity: str  # "data", "loss", "gradient", "norm", "parameter", "replicas"
+    quantity: str  # "data", "loss", "gradient", "norm", "parameter", "gradient copies", "replicas"
     name: str
     error: float
     tolerance: float

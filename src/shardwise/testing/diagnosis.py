@@ -20,6 +20,7 @@ from shardwise.job.axes import Axis
 from shardwise.plan.plan import Plan
 from shardwise.testing.capture import Captured
 from shardwise.testing.comparison import Tolerances, compare_tensors
+from shardwise.testing.copies import CopyError
 from shardwise.testing.oracle import Oracle, Twist, UpdateTwist
 
 MOST_PARTS = 128  # microbatches of all ranks in one step; each costs a backward of the oracle
@@ -150,8 +151,7 @@ def _whole_scale(evidence: Evidence) -> Diagnosis | None:
 
 def _replicas(evidence: Evidence) -> Diagnosis | None:
     """Only the parts of our own replica are there, and replicas have come apart."""
-    apart = max(evidence.ours.spread.values(), default=0.0)
-    if not apart:
+    if not any(copies.error for copies in evidence.ours.copies.values()):
         return None
     shard = evidence.plan.degrees[Axis.SHARD]
     coefficients = evidence.coefficients or {}
@@ -266,9 +266,25 @@ def _update_mistake(evidence: Evidence) -> Diagnosis | None:
     return Diagnosis("wrong_learning_rate", f"updates are {ratio:.4g} times what they should be: the learning rate")
 
 
+def _gradients_apart(evidence: Evidence) -> Diagnosis | None:
+    """Gradients as the first holder has them are right, a copy is not."""
+    if evidence.wrong & {"gradient", "loss"}:
+        return None
+    tolerance = evidence.tolerances.gradient.error
+    return _copies_apart("gradient_copies_apart", "the gradient of", evidence.ours.gradient_copies, tolerance)
+
+
 def _apart(evidence: Evidence) -> Diagnosis | None:
-    worst = max(evidence.ours.spread, key=lambda name: evidence.ours.spread[name], default="")
-    return Diagnosis("replicas_apart", f"replicas differ after the update, most in {worst}")
+    return _copies_apart("replicas_apart", "after the update", evidence.ours.copies, 0.0)
+
+
+def _copies_apart(fault: str, what: str, copies: Mapping[str, CopyError], tolerance: float) -> Diagnosis | None:
+    """Name the tensor whose copies differ most, and the ranks whose copy is not the first holder's."""
+    worst = max(copies, key=lambda name: copies[name].error, default="")
+    if not worst or copies[worst].error <= tolerance:
+        return None
+    ranks = ", ".join(map(str, copies[worst].ranks))
+    return Diagnosis(fault, f"{what} {worst}: the copy of rank {ranks} differs from the first holder's")
 
 
 # Judged in order; a signature is asked only where one of its quantities disagrees.
@@ -280,6 +296,7 @@ SIGNATURES: tuple[tuple[set[str], Callable[[Evidence], Diagnosis | None]], ...] 
     ({"gradient"}, _odd_parts),
     ({"gradient"}, _batch_mistake),
     ({"gradient"}, _some_tensors),
+    ({"gradient copies"}, _gradients_apart),
     ({"loss"}, _loss),
     ({"norm"}, _norm),
     ({"parameter", "replicas"}, _stale),

@@ -157,6 +157,27 @@ def _wrong_loss() -> AbstractContextManager[None]:
     return _wrapped(step, "reduce_loss_and_norm", wrapper)
 
 
+def _lost_tied_gradient() -> AbstractContextManager[None]:
+    def wrapper(original: Callable[..., Any], self: ParallelModel) -> None:
+        own = [] if dist.get_rank() != RANK else self.tensor_map.gradients(list(self.tied))
+        before = [gradient.clone() for gradient in own]
+        original(self)
+        for gradient, part in zip(own, before, strict=True):
+            gradient.copy_(part)
+
+    return _wrapped(ParallelModel, "sum_shared_gradients", wrapper)
+
+
+def _drifting_copy() -> AbstractContextManager[None]:
+    def wrapper(original: Callable[..., Any], self: ShardedOptimizer) -> None:
+        original(self)
+        if dist.get_rank() == RANK:
+            norm = next(local for entry, local in self.locals if entry.split is None and len(entry.shape) == 1)
+            norm.data.mul_(1 + 1e-9)
+
+    return _wrapped(ShardedOptimizer, "step", wrapper)
+
+
 FAULTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "lost_rank": lambda: _gradient_times(0.0, lambda number: dist.get_rank() == RANK),
     "lost_microbatch": lambda: _gradient_times(0.0, lambda number: number == MICROBATCH),
@@ -175,4 +196,6 @@ FAULTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "clip_twice": _clip_twice,
     "decay_on_bias": _decay_on_bias,
     "wrong_learning_rate": _wrong_learning_rate,
+    "gradient_copies_apart": _lost_tied_gradient,  # of a stage that is not the first
+    "replicas_apart": _drifting_copy,  # of a tensor rank that is not the first
 }

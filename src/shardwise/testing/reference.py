@@ -82,7 +82,7 @@ class OracleReference:
         update_with = self._update_gradients(ours)
         oracle.update(step, update_with)
         found += compare_tensors(step, "parameter", ours.parameters, oracle.parameters, tolerances.parameter)
-        found += compare_replicas(step, ours)
+        found += compare_all_copies(step, ours, tolerances.gradient)
         self.report.differences += found
         wrong = {difference.quantity for difference in found if not difference.agrees}
         if wrong:
@@ -153,7 +153,7 @@ class RecordedReference:
         found += compare_tensors(
             step, "parameter", ours.parameters, self._read(step, "parameters"), tolerances.parameter
         )
-        found += compare_replicas(step, ours)
+        found += compare_all_copies(step, ours, tolerances.gradient)
         self.report.differences += found
         return all(difference.agrees for difference in found)
 
@@ -199,6 +199,12 @@ def compare_data(step: int, ours: int, reference: int) -> Difference:
     return Difference(step, "data", "", 0.0 if ours == reference else math.inf, 0.0)
 
 
-def compare_replicas(step: int, ours: Captured) -> list[Difference]:
-    """Replicas have to be equal bit by bit."""
-    return [Difference(step, "replicas", name, error, 0.0) for name, error in ours.spread.items()]
+def compare_all_copies(step: int, ours: Captured, gradient: Tolerance) -> list[Difference]:
+    """Copies of a parameter have to be equal bit by bit, those of a gradient within the tolerance of gradients."""
+    found = []
+    for quantity, copies, allowed in (
+        ("gradient copies", ours.gradient_copies, gradient.error),
+        ("replicas", ours.copies, 0.0),
+    ):
+        found += [Difference(step, quantity, name, copy.error, allowed) for name, copy in copies.items()]
+    return found

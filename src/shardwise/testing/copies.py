@@ -1,0 +1,88 @@
+"""Copies of one tensor on several ranks, compared with one another: every one is read and none is written.
+
+Replicas hold the same elements, and so do tensor ranks of a norm's weight, key-value heads that several ranks share,
+and stages of a tied embedding. Digests are gathered first; elements only of what differs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.training.setup import AssembledJob
+
+
+@dataclass(frozen=True)
+class CopyError:
+    """How far the copies of a tensor lie apart.
+
+    Attributes:
+        error: largest difference of two copies, relative to the largest element of any.
+        ranks: those whose copy differs from the lowest rank's; empty where all agree.
+    """
+
+    error: float = 0.0
+    ranks: tuple[int, ...] = ()
+
+
+def compare_copies(run: AssembledJob, gradients: bool = False) -> dict[str, CopyError]:
+    """Return the errors, by logical name, of parameters or gradients that several ranks hold. Collective."""
+    tensors = _local_tensors(run, gradients)
+    digests = _gathered({key: _digest(tensor) for key, tensor in tensors.items()})
+    holders: dict[str, list[int]] = {}
+    for rank, own in enumerate(digests):
+        for key in own:
+            holders.setdefault(key, []).append(rank)
+    errors: dict[str, CopyError] = {}
+    for key, ranks in holders.items():
+        if len(ranks) == 1:
+            continue
+        is_equal = len({digests[rank][key] for rank in ranks}) == 1
+        error = CopyError() if is_equal else _measured(_gathered(tensors.get(key)))
+        name = key.partition(" ")[0]
+        errors[name] = max(errors.get(name, CopyError()), error, key=lambda copy_error: copy_error.error)
+    return errors
+
+
+def _local_tensors(run: AssembledJob, gradients: bool) -> dict[str, Tensor]:
+    """This rank's elements by "name slices", whole names as the unmodified model has them."""
+    tensors = {}
+    for name in run.facts.parameter_shapes:
+        if name not in run.model.tensor_map.names:
+            continue
+        entry = run.model.tensor_map[name]
+        value = entry.local_gradient if gradients else entry.local
+        if not entry.local.numel():
+            continue
+        slices = [[(box.start, box.stop) for box in region.logical] for region in entry.regions]
+        tensors[f"{name} {slices}"] = torch.zeros_like(entry.local) if value is None else value.detach()
+    return tensors
+
+
+def _digest(tensor: Tensor) -> bytes:
+    elements = tensor.cpu().contiguous().view(-1).view(torch.uint8)
+    return hashlib.blake2b(elements.numpy().tobytes(), digest_size=16).digest()
+
+
+def _measured(copies: list[Tensor | None]) -> CopyError:
+    """Return the error of the copies that ranks have brought, by rank."""
+    held = {rank: copy.double() for rank, copy in enumerate(copies) if copy is not None}
+    first = held[min(held)]
+    high, low = torch.stack([*held.values()]).amax(0), torch.stack([*held.values()]).amin(0)
+    largest = torch.maximum(high.abs(), low.abs()).max()
+    error = float((high - low).max() / largest) if largest > 0 else 0.0
+    ranks = tuple(rank for rank, copy in held.items() if not torch.equal(copy, first))
+    return CopyError(error, ranks)
+
+
+def _gathered(own: Any) -> list[Any]:
+    """Every rank's object, by rank; tensors as copies on the CPU."""
+    value = own.cpu() if isinstance(own, Tensor) else own
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    return everyone
