@@ -17,6 +17,8 @@ from shardwise.testing.world import WorldPool
 from shardwise.training.setup import assemble, prepare_data
 from tests.parity.jobs import facts_of, make_job, verify_one
 
+OF_ADAM = ("wrong_eps", "late_correction", "no_decay", "no_update", "wrong_update")
+
 
 def with_fault(job: Job, fault: str) -> VerifyReport | None:
     with FAULTS[fault]():
@@ -43,7 +45,18 @@ def job_of(corpora: Path, fault: str, job: Job) -> tuple[int, Job]:
         return 2, make_job(corpora, layers=2, parallel={"pipeline_parallel_degree": 2})
     if fault == "replicas_apart":
         return 2, make_job(corpora, layers=1, parallel={"tensor_parallel_degree": 2})
+    if fault in OF_ADAM:
+        return 2, slow_adam(corpora, "fp64")
+    if fault == "unknown_gradient":
+        return 2, make_job(corpora, layers=1)
     return 4, job
+
+
+def slow_adam(corpora: Path, compute: str) -> Job:
+    """A job whose parameters hardly move: the first steps of a long warm-up to a small rate."""
+    optimizer = {"learning_rate": 2e-5, "warmup_steps": 100, "weight_decay": 0.1}
+    training = {"steps": 1000, "sequences_per_step": 2}
+    return make_job(corpora, layers=1, precision={"compute": compute}, optimizer=optimizer, training=training)
 
 
 def test_without_a_fault_everything_agrees(world_pool: WorldPool, job: Job) -> None:
@@ -65,6 +78,23 @@ def test_verify_names_faults_of_an_adam_in_fp32(world_pool: WorldPool, corpora: 
     job = make_job(corpora, layers=2, precision={"compute": "fp32"}, training={"microbatch_size": 2})
     report = world_pool.run(2, with_fault, job, fault)[0]
     assert report.fault == fault, f"named {report.fault!r}: {report.diagnosis}; first {report.first}"
+
+
+@pytest.mark.parametrize("compute", ["fp64", "fp32"])
+def test_small_updates_agree_without_a_fault(world_pool: WorldPool, corpora: Path, compute: str) -> None:
+    report = world_pool.run(2, verify_one, slow_adam(corpora, compute))[0]
+    assert report.agrees, (report.first, report.diagnosis)
+
+
+@pytest.mark.parametrize("fault", ["wrong_eps", "late_correction", "no_update"])
+def test_small_updates_are_judged_in_fp32(world_pool: WorldPool, corpora: Path, fault: str) -> None:
+    report = world_pool.run(2, with_fault, slow_adam(corpora, "fp32"), fault)[0]
+    assert report.fault == fault, f"named {report.fault!r}: {report.diagnosis}; first {report.first}"
+
+
+def test_where_it_begins_and_on_which_rank(world_pool: WorldPool, corpora: Path) -> None:
+    report = world_pool.run(2, with_fault, make_job(corpora, layers=1), "unknown_gradient")[0]
+    assert "begins at transformer.ln_f on rank 1:" in report.diagnosis, report.diagnosis
 
 
 def memory_around_verify(job: Job) -> tuple[list[bool], bool]:

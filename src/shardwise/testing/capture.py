@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.testing.copies import CopyError, compare_copies
+from shardwise.parallel.tensor_map import Slices
+from shardwise.testing.copies import CopyError, compare_copies, gathered
 from shardwise.training.init import fingerprint
 from shardwise.training.optimizer import learning_rate
 from shardwise.training.setup import AssembledJob
@@ -36,6 +37,7 @@ class Captured:
         moved: by rank, whether any element changed.
         repeats: fp16 overflows before the step that counted.
         data_hash: of the samples that all ranks read.
+        slices: by rank and tensor, what the rank holds of it.
     """
 
     loss: float
@@ -48,6 +50,7 @@ class Captured:
     moved: list[bool]
     repeats: int
     data_hash: int
+    slices: list[dict[str, list[Slices]]]
 
 
 def capture_step(run: AssembledJob, step: int) -> Captured:
@@ -71,6 +74,7 @@ def capture_step(run: AssembledJob, step: int) -> Captured:
         _flags(_digest(run) != before, run),
         repeats,
         result.data_hash,
+        gathered({entry.name: [region.logical for region in entry.regions] for entry in run.model.tensor_map}),
     )
 
 

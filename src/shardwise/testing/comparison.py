@@ -3,6 +3,9 @@
 error = max|a - b| / max|b| for each tensor. A tensor that is nearly zero beside the largest one of its kind - the
 gradient of a key bias is zero but for rounding - has no relative error of its own; its denominator is never smaller
 than `Tolerance.floor` times that largest one.
+
+Under a warm-up a parameter hardly moves, so its update, after minus before, is judged too, by the largest update of
+the tensor. What adding it to the parameter rounds off, in the parameter's own dtype, is allowed element by element.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ class Tolerances:
     gradient: Tolerance
     norm: Tolerance
     parameter: Tolerance
-    replicas: Tolerance = Tolerance(0.0)
+    update: Tolerance
 
     @classmethod
     def of(cls, compute: str, float8: bool = False) -> Tolerances:
@@ -51,11 +54,11 @@ class Tolerances:
         """
         if float8:
             gradient = Tolerance.of(0.25, 0.1)
-            return cls(Tolerance(1e-2), gradient, Tolerance(5e-2), cls.of("fp32").parameter)
+            return cls(Tolerance(1e-2), gradient, Tolerance(5e-2), cls.of("fp32").parameter, cls.of("fp32").update)
         forward = {"fp64": (1e-9, 2.3e-16), "fp32": (1e-5, 1.2e-7), "bf16": (2e-2, 7.9e-3), "fp16": (2e-2, 9.8e-4)}
         master = forward["fp64" if compute == "fp64" else "fp32"]
         error = Tolerance.of(*forward[compute])
-        return cls(error, error, error, Tolerance.of(*master))
+        return cls(error, error, error, Tolerance.of(*master), Tolerance(1e-6 if compute == "fp64" else 1e-4))
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ class Difference:
     """One compared number or tensor."""
 
     step: int
-    quantity: str  # "data", "loss", "gradient", "norm", "parameter", "gradient copies", "replicas"
+    quantity: str  # "data", "loss", "gradient", "norm", "parameter", "update", "gradient copies", "replicas"
     name: str
     error: float
     tolerance: float
@@ -140,6 +143,36 @@ def compare_tensors(
         there = name in ours and name in reference and ours[name].shape == reference[name].shape
         error = relative_error(ours[name], reference[name], least) if there else math.inf
         found.append(Difference(step, quantity, name, error, tolerance.error))
+    return found
+
+
+@dataclass(frozen=True)
+class Update:
+    """Whole parameters before and after one update."""
+
+    before: Mapping[str, Tensor]
+    after: Mapping[str, Tensor]
+
+    def of(self, name: str) -> Tensor:
+        """Return what was added to a parameter, in fp64."""
+        return self.after[name].detach().double() - self.before[name].detach().double()
+
+    def rounding(self, name: str) -> Tensor:
+        """Return how far two runs may round apart: each rounds weight decay and the sum, by half a unit."""
+        parameter = self.after[name].detach()
+        return 2 * torch.finfo(parameter.dtype).eps * parameter.double().abs()
+
+
+def compare_updates(step: int, ours: Update, reference: Update, tolerance: Tolerance) -> list[Difference]:
+    """Compare what was added to each parameter that both have, beyond the rounding of the parameter's dtype."""
+    names = [name for name in reference.after if name in ours.after and reference.after[name].numel()]
+    updates = {name: reference.of(name) for name in names}
+    least = tolerance.floor * largest(updates.values())
+    found = []
+    for name, update in updates.items():
+        excess = ((ours.of(name) - update).abs() - reference.rounding(name)).clamp(min=0.0)
+        error = relative_error(update.abs() + excess, update.abs(), least)
+        found.append(Difference(step, "update", name, error, tolerance.error))
     return found
 
 

@@ -33,7 +33,7 @@ class CopyError:
 def compare_copies(run: AssembledJob, gradients: bool = False) -> dict[str, CopyError]:
     """Return the errors, by logical name, of parameters or gradients that several ranks hold. Collective."""
     tensors = _local_tensors(run, gradients)
-    digests = _gathered({key: _digest(tensor) for key, tensor in tensors.items()})
+    digests = gathered({key: _digest(tensor) for key, tensor in tensors.items()})
     holders: dict[str, list[int]] = {}
     for rank, own in enumerate(digests):
         for key in own:
@@ -43,7 +43,7 @@ def compare_copies(run: AssembledJob, gradients: bool = False) -> dict[str, Copy
         if len(ranks) == 1:
             continue
         is_equal = len({digests[rank][key] for rank in ranks}) == 1
-        error = CopyError() if is_equal else _measured(_gathered(tensors.get(key)))
+        error = CopyError() if is_equal else _measured(gathered(tensors.get(key)))
         name = key.partition(" ")[0]
         errors[name] = max(errors.get(name, CopyError()), error, key=lambda copy_error: copy_error.error)
     return errors
@@ -80,8 +80,8 @@ def _measured(copies: list[Tensor | None]) -> CopyError:
     return CopyError(error, ranks)
 
 
-def _gathered(own: Any) -> list[Any]:
-    """Every rank's object, by rank; tensors as copies on the CPU."""
+def gathered(own: Any) -> list[Any]:
+    """Return every rank's object, by rank; tensors come as copies on the CPU. Collective."""
     value = own.cpu() if isinstance(own, Tensor) else own
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, value)

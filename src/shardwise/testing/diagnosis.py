@@ -8,7 +8,7 @@ the mistake that reproduces our numbers is the diagnosis. The oracle stands befo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -19,13 +19,15 @@ from torch import Tensor
 from shardwise.job.axes import Axis
 from shardwise.plan.plan import Plan
 from shardwise.testing.capture import Captured
-from shardwise.testing.comparison import Tolerances, compare_tensors
+from shardwise.testing.comparison import Tolerances, Update, compare_tensors, compare_updates
 from shardwise.testing.copies import CopyError
 from shardwise.testing.oracle import Oracle, Twist, UpdateTwist
 
 MOST_PARTS = 128  # microbatches of all ranks in one step; each costs a backward of the oracle
 ELEMENTS = 2000  # of each tensor that the fit looks at
 NEAR = 0.05  # coefficients are told apart by more than this
+SAME_RATIO = 1e-3  # updates of all tensors are one multiple of the right ones within this
+EPSILONS = [10.0**-exponent for exponent in range(3, 13)]  # tried for an optimizer's eps
 
 
 class Diagnosis(NamedTuple):
@@ -37,7 +39,7 @@ class Diagnosis(NamedTuple):
 
 @dataclass
 class Evidence:
-    """One disagreeing step. `update_with` are the gradients that the oracle's update used."""
+    """One disagreeing step. `update_with` are the gradients that the oracle's update used, `update` is ours."""
 
     plan: Plan
     step: int
@@ -48,6 +50,7 @@ class Evidence:
     loss: float  # the oracle's
     norm: float
     update_with: Mapping[str, Tensor]
+    update: Update
 
     @cached_property
     def parts(self) -> list[tuple[int, int, list[int]]]:
@@ -88,29 +91,36 @@ class Evidence:
         found = compare_tensors(self.step, "", self.ours.gradients, self.oracle.gradients, self.tolerances.gradient)
         return all(difference.agrees for difference in found)
 
-    def updates_to_ours(self, twist: UpdateTwist) -> bool:
-        """Return True if the oracle's update with this mistake ends at our parameters."""
-        found = compare_tensors(self.step, "", self.ours.parameters, self._updated(twist), self.tolerances.parameter)
-        return all(difference.agrees for difference in found)
+    def wrong_updates(self, twist: UpdateTwist) -> list[str]:
+        """Return the tensors whose update is not that of the oracle with this mistake."""
+        found = compare_updates(self.step, self.update, self._updated(twist), self.tolerances.update)
+        return [difference.name for difference in found if not difference.agrees]
 
     @cached_property
     def update_ratio(self) -> float | None:
-        """Our update as a multiple of the oracle's, if it is one."""
-        before, _ = self.oracle.snapshot()
-        after = self._updated(UpdateTwist())
-        ours = _sample({name: self.ours.parameters[name] - before[name] for name in before})
-        theirs = _sample({name: after[name] - before[name] for name in before})
-        ratio = float((ours @ theirs) / (theirs @ theirs))
-        miss = float((ours - ratio * theirs).abs().max() / theirs.abs().max())
-        return ratio if miss < 1e3 * self.tolerances.parameter.error else None
+        """Our update as a multiple of the oracle's, if it is the same one, and not 1, in every tensor."""
+        right, ratios = self._updated(UpdateTwist()), []
+        for name in right.after:
+            ours, theirs = self.update.of(name), right.of(name)
+            noise = right.rounding(name)
+            if not theirs.numel() or float(theirs.abs().max()) < 100 * float(noise.max()):
+                continue  # it says nothing about a ratio
+            ratio = float((ours * theirs).sum() / theirs.square().sum())
+            misfit = ((ours - ratio * theirs).abs() - noise * max(1.0, abs(ratio))).clamp(min=0.0).max()
+            if float(misfit) > 10 * self.tolerances.update.error * float(theirs.abs().max()) * max(1.0, abs(ratio)):
+                return None
+            ratios.append(ratio)
+        mean = sum(ratios) / max(len(ratios), 1)
+        is_one_ratio = all(abs(ratio - mean) <= SAME_RATIO * abs(mean) for ratio in ratios)
+        return mean if ratios and is_one_ratio and abs(mean - 1) > 2 * SAME_RATIO else None
 
-    def _updated(self, twist: UpdateTwist) -> dict[str, Tensor]:
-        """The oracle's parameters after an update with `twist`, taken back afterwards."""
+    def _updated(self, twist: UpdateTwist) -> Update:
+        """The oracle's update with `twist`, taken back afterwards."""
         before = self.oracle.snapshot()
         self.oracle.update(self.step, self.update_with, twist)
         after = {name: parameter.detach().clone() for name, parameter in self.oracle.parameters.items()}
         self.oracle.restore(before)
-        return after
+        return Update(before[0], after)
 
 
 def diagnose(evidence: Evidence) -> Diagnosis | None:
@@ -217,6 +227,39 @@ def _right(evidence: Evidence) -> dict[str, Tensor]:
     return evidence.oracle.gradients
 
 
+def _where_it_begins(evidence: Evidence) -> Diagnosis | None:
+    """No known mistake fits: name the module at which wrong gradients begin, and the ranks that hold them."""
+    right = _right(evidence)
+    found = compare_tensors(evidence.step, "", evidence.ours.gradients, right, evidence.tolerances.gradient)
+    owners: dict[str, list[str]] = {}
+    for difference in found:
+        if not difference.agrees:
+            owners.setdefault(difference.name.rpartition(".")[0], []).append(difference.name)
+    called = [name for name in evidence.oracle.modules_in_order(evidence.step) if name in owners]
+    if not called:
+        return None
+    if "loss" in evidence.wrong:
+        name, why = called[0], "the first module in the order of computation whose gradient differs"
+    else:
+        name, why = called[-1], "the loss agrees, and backward reaches no wrong gradient before that of this module"
+    ranks = _ranks_of(evidence, owners[name][0], right)
+    where = f" on rank {', '.join(map(str, ranks))}" if ranks else ""
+    return Diagnosis("unknown_gradient", f"none of the known mistakes; it begins at {name}{where}: {why}")
+
+
+def _ranks_of(evidence: Evidence, name: str, right: Mapping[str, Tensor]) -> list[int]:
+    """Return the ranks whose slices of a gradient are wrong."""
+    if name not in right or name not in evidence.ours.gradients:
+        return []
+    error = (evidence.ours.gradients[name].double() - right[name].double()).abs()
+    allowed = evidence.tolerances.gradient.error * float(right[name].abs().max())
+    return [
+        rank
+        for rank, held in enumerate(evidence.ours.slices)
+        if any(error[box].numel() and not float(error[box].max()) <= allowed for box in held.get(name, ()))
+    ]
+
+
 def _loss(evidence: Evidence) -> Diagnosis | None:
     if "gradient" in evidence.wrong:
         return None
@@ -229,13 +272,16 @@ def _norm(evidence: Evidence) -> Diagnosis | None:
     if "gradient" in evidence.wrong:
         return None
     ratio = evidence.ours.norm / evidence.norm if evidence.norm else float("inf")
+    if abs(ratio - 1) < SAME_RATIO:
+        sentence = f"the gradient norm is off by {abs(ratio - 1):.1e} of itself while gradients agree: it is rounded"
+        return Diagnosis("rounded_norm", sentence)
     reason = "it is not the norm of the gradients"
     for name, size in evidence.plan.degrees.items():
         if size > 1 and abs(ratio**2 / size - 1) < NEAR:
             reason = f"its square counts elements {size} times ({name}): replication is ignored"
         elif size > 1 and abs(ratio**2 * size - 1) < NEAR:
             reason = f"its square holds 1/{size} of the elements ({name})"
-    return Diagnosis("wrong_norm", f"the gradient norm is {ratio:.4g} times what it should be: {reason}")
+    return Diagnosis("wrong_norm", f"the gradient norm is {ratio:.6g} times what it should be: {reason}")
 
 
 def _stale(evidence: Evidence) -> Diagnosis | None:
@@ -251,19 +297,39 @@ def _update_mistake(evidence: Evidence) -> Diagnosis | None:
     """Gradients and norm are right; the oracle's optimizer makes the mistake itself."""
     if evidence.wrong & {"gradient", "norm"}:
         return None
-    hypotheses = (
-        (UpdateTwist(clips=0), "clip_skipped", "gradients are not clipped"),
-        (UpdateTwist(clips=2), "clip_twice", "gradients are clipped twice"),
-        (UpdateTwist(decay_all=True), "decay_on_bias", "weight decay is applied to biases and norms"),
-        (UpdateTwist(decay_none=True), "no_decay", "weight decay is not applied"),
-    )
-    for twist, fault, sentence in hypotheses:
-        if evidence.updates_to_ours(twist):
+    for twist, fault, sentence in _update_hypotheses(evidence.plan):
+        if not evidence.wrong_updates(twist):
             return Diagnosis(fault, sentence)
+    wrong = evidence.wrong_updates(UpdateTwist())
+    if set(wrong).isdisjoint(evidence.wrong_updates(UpdateTwist(decay_none=True))) and wrong:
+        return Diagnosis("no_decay", f"weight decay is not applied to {_few(wrong)}")
     ratio = evidence.update_ratio
-    if ratio is None:
-        return None
-    return Diagnosis("wrong_learning_rate", f"updates are {ratio:.4g} times what they should be: the learning rate")
+    if ratio is not None:
+        sentence = f"updates are {ratio:.4g} times what they should be: the learning rate"
+        return Diagnosis("wrong_learning_rate", sentence)
+    if wrong:
+        return Diagnosis("wrong_update", f"gradients and norm are right, the update is not, of {_few(wrong)}")
+    return None
+
+
+def _update_hypotheses(plan: Plan) -> Iterator[tuple[UpdateTwist, str, str]]:
+    settings = plan.job.optimizer
+    if settings.clip_norm is not None:
+        yield UpdateTwist(clips=0), "clip_skipped", "gradients are not clipped"
+        yield UpdateTwist(clips=2), "clip_twice", "gradients are clipped twice"
+    if settings.weight_decay:
+        yield UpdateTwist(decay_all=True), "decay_on_bias", "weight decay is applied to biases and norms"
+        yield UpdateTwist(decay_none=True), "no_decay", "weight decay is not applied"
+    if settings.name in ("Adam", "AdamW"):
+        yield UpdateTwist(counted=1), "late_correction", "the optimizer's step counter is one ahead"
+        yield UpdateTwist(counted=10**9), "no_bias_correction", "the optimizer's moments are not corrected for bias"
+        for eps in EPSILONS:
+            yield UpdateTwist(eps=eps), "wrong_eps", f"the optimizer's eps is {eps:g}, not the job's"
+
+
+def _few(names: Sequence[str]) -> str:
+    """Return at most four names, and how many there are where there are more."""
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _gradients_apart(evidence: Evidence) -> Diagnosis | None:
@@ -296,11 +362,12 @@ SIGNATURES: tuple[tuple[set[str], Callable[[Evidence], Diagnosis | None]], ...] 
     ({"gradient"}, _odd_parts),
     ({"gradient"}, _batch_mistake),
     ({"gradient"}, _some_tensors),
+    ({"gradient"}, _where_it_begins),
     ({"gradient copies"}, _gradients_apart),
     ({"loss"}, _loss),
     ({"norm"}, _norm),
-    ({"parameter", "replicas"}, _stale),
-    ({"parameter"}, _update_mistake),
+    ({"parameter", "update", "replicas"}, _stale),
+    ({"parameter", "update"}, _update_mistake),
     ({"replicas"}, _apart),
 )
 

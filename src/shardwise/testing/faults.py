@@ -178,6 +178,62 @@ def _drifting_copy() -> AbstractContextManager[None]:
     return _wrapped(ShardedOptimizer, "step", wrapper)
 
 
+def _wrong_eps() -> AbstractContextManager[None]:
+    def wrapper(original: Callable[..., Any], self: ShardedOptimizer, *args: Any) -> None:
+        original(self, *args)
+        for group in self.inner.param_groups:
+            group["eps"] = 1e-6
+
+    return _wrapped(ShardedOptimizer, "__init__", wrapper)
+
+
+def _late_correction() -> AbstractContextManager[None]:
+    def wrapper(original: Callable[..., Any], self: ShardedOptimizer, *args: Any) -> None:
+        original(self, *args)
+        for _, local in self.locals:
+            moments = {moment: torch.zeros_like(local) for moment in ("exp_avg", "exp_avg_sq")}
+            self.inner.state[local] = {"step": torch.ones(()), **moments}
+
+    return _wrapped(ShardedOptimizer, "__init__", wrapper)
+
+
+def _no_decay() -> AbstractContextManager[None]:
+    def wrapper(original: Callable[..., Any], self: ShardedOptimizer, *args: Any) -> None:
+        original(self, *args)
+        embedding = next(local for entry, local in self.locals if len(entry.shape) > 1)
+        for group in self.inner.param_groups:
+            group["params"] = [local for local in group["params"] if local is not embedding]
+        self.inner.add_param_group({"params": [embedding], "weight_decay": 0.0})
+
+    return _wrapped(ShardedOptimizer, "__init__", wrapper)
+
+
+def _rounded_moments() -> AbstractContextManager[None]:
+    def wrapper(original: Callable[..., Any], self: ShardedOptimizer) -> None:
+        original(self)
+        for state in self.inner.state.values():
+            state["exp_avg"].copy_(state["exp_avg"].bfloat16())
+
+    return _wrapped(ShardedOptimizer, "step", wrapper)
+
+
+def _no_update() -> AbstractContextManager[None]:
+    return _wrapped(ShardedOptimizer, "step", lambda original, self: None)
+
+
+def _turned_gradient() -> AbstractContextManager[None]:
+    def wrapper(original: Callable[..., Any], self: ParallelModel, *args: Any, **kwargs: Any) -> Tensor:
+        totals: Tensor = original(self, *args, **kwargs)
+        if dist.get_rank() == RANK:
+            for entry in list(self.tensor_map)[:-1]:
+                gradient = entry.local_gradient
+                if gradient is not None:
+                    gradient.copy_(gradient.flip(0).sin())
+        return totals
+
+    return _wrapped(ParallelModel, "run", wrapper)
+
+
 FAULTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "lost_rank": lambda: _gradient_times(0.0, lambda number: dist.get_rank() == RANK),
     "lost_microbatch": lambda: _gradient_times(0.0, lambda number: number == MICROBATCH),
@@ -198,4 +254,10 @@ FAULTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "wrong_learning_rate": _wrong_learning_rate,
     "gradient_copies_apart": _lost_tied_gradient,  # of a stage that is not the first
     "replicas_apart": _drifting_copy,  # of a tensor rank that is not the first
+    "wrong_eps": _wrong_eps,
+    "late_correction": _late_correction,
+    "no_decay": _no_decay,  # of embeddings
+    "no_update": _no_update,
+    "wrong_update": _rounded_moments,  # no known mistake: the tensors are named
+    "unknown_gradient": _turned_gradient,  # no known mistake: the module is named
 }

@@ -46,12 +46,20 @@ class Twist:
 
 @dataclass(frozen=True)
 class UpdateTwist:
-    """The same for the update: the clip factor's power, decay on all tensors or none, another learning rate."""
+    """The same for the update.
+
+    Attributes:
+        clips: power of the clip factor.
+        decay_all, decay_none: weight decay on all tensors or on none.
+        eps: of the optimizer, instead of its own.
+        counted: steps that its counter is ahead.
+    """
 
     clips: int = 1
     decay_all: bool = False
     decay_none: bool = False
-    rate: float | None = None
+    eps: float | None = None
+    counted: int = 0
 
 
 @dataclass
@@ -227,17 +235,55 @@ class Oracle:
             factor = min(1.0, settings.clip_norm / (norm + 1e-6)) ** twist.clips
             for name in self.used:
                 self.parameters[name].grad = given[name].to(self.master, copy=True).mul_(factor)
-        rate = _rate(settings, step, self.job.training.steps) if twist.rate is None else twist.rate
-        decays = [group.get("weight_decay") for group in self.optimizer.param_groups]
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
-            if twist.decay_all or twist.decay_none:
-                group["weight_decay"] = 0.0 if twist.decay_none else settings.weight_decay
-        self.optimizer.step()
-        for group, decay in zip(self.optimizer.param_groups, decays, strict=True):
-            if decay is not None:
-                group["weight_decay"] = decay
+            group["lr"] = _rate(settings, step, self.job.training.steps)
+        with self._changed(twist):
+            self.optimizer.step()
         self._publish()
+
+    @contextmanager
+    def _changed(self, twist: UpdateTwist) -> Iterator[None]:
+        """Let the optimizer have the mistake's options inside."""
+        groups = self.optimizer.param_groups
+        before: list[dict[str, Any]] = [
+            {key: group[key] for key in ("weight_decay", "eps") if key in group} for group in groups
+        ]
+        for group in groups:
+            if twist.decay_all or twist.decay_none:
+                group["weight_decay"] = 0.0 if twist.decay_none else self.job.optimizer.weight_decay
+            if twist.eps is not None:
+                group["eps"] = twist.eps
+        if twist.counted:
+            self._count(twist.counted)
+        try:
+            yield
+        finally:
+            for group, options in zip(groups, before, strict=True):
+                group |= options
+
+    def _count(self, steps: int) -> None:
+        """Add to the counter of Adam and AdamW, whose state before the first step is zero."""
+        for name in self.used:
+            parameter = self.parameters[name]
+            state = self.optimizer.state[parameter]
+            state.setdefault("step", torch.zeros(()))
+            for moment in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
+                state.setdefault(moment, torch.zeros_like(parameter, requires_grad=False))
+            state["step"] += steps
+
+    def modules_in_order(self, step: int) -> list[str]:
+        """Return the names of modules in the order of their first call in forward of a step."""
+        called: dict[str, None] = {}
+        handles = [
+            module.register_forward_pre_hook(lambda module, inputs, name=name: called.setdefault(name))
+            for name, module in self.model.named_modules()
+        ]
+        try:
+            self.backward(step)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return list(called)
 
     def snapshot(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Weights and optimizer state, to `restore` later."""

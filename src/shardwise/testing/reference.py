@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,11 @@ from shardwise.testing.comparison import (
     Difference,
     Tolerance,
     Tolerances,
+    Update,
     VerifyReport,
     compare_numbers,
     compare_tensors,
+    compare_updates,
     largest,
 )
 from shardwise.testing.diagnosis import Evidence, diagnose
@@ -52,6 +54,7 @@ class OracleReference:
     report: VerifyReport
     led: bool = field(init=False)
     tolerances: Tolerances = field(init=False)
+    weights: Mapping[str, Tensor] = field(default_factory=dict, init=False)  # ours, before the next step
 
     def __post_init__(self) -> None:
         compute, name = self.plan.dtypes.compute, self.plan.job.optimizer.name
@@ -82,12 +85,16 @@ class OracleReference:
         update_with = self._update_gradients(ours)
         oracle.update(step, update_with)
         found += compare_tensors(step, "parameter", ours.parameters, oracle.parameters, tolerances.parameter)
+        update = Update(self.weights or before[0], ours.parameters)
+        found += compare_updates(step, update, Update(before[0], oracle.parameters), tolerances.update)
+        self.weights = ours.parameters
         found += compare_all_copies(step, ours, tolerances.gradient)
         self.report.differences += found
         wrong = {difference.quantity for difference in found if not difference.agrees}
         if wrong:
             oracle.restore(before)
-            self._diagnose(Evidence(self.plan, step, oracle, ours, wrong, tolerances, loss, norm, update_with))
+            evidence = Evidence(self.plan, step, oracle, ours, wrong, tolerances, loss, norm, update_with, update)
+            self._diagnose(evidence)
         return not wrong
 
     def _update_gradients(self, ours: Captured) -> dict[str, Tensor]:
@@ -118,7 +125,7 @@ class OracleReference:
         if floor <= FLOOR_EXPECTED:
             return
         self.led, wide = True, max(self.tolerances.gradient.error, 10 * floor)
-        self.tolerances = Tolerances(Tolerance(wide), Tolerance(wide), Tolerance(wide), self.tolerances.parameter)
+        self.tolerances = replace(self.tolerances, loss=Tolerance(wide), gradient=Tolerance(wide), norm=Tolerance(wide))
         self.report.notes.append(
             f"The model itself computes in a smaller dtype than fp64: the oracle reproduces its own gradients to "
             f"{floor:.1e} only; gradients are held to {wide:.1e}."
@@ -142,7 +149,7 @@ class RecordedReference:
         """Compare one step; True where everything agrees."""
         tolerances = Tolerances.of(self.plan.dtypes.compute, bool(self.plan.float8))
         if self.plan.float8 or self.plan.dtypes.compute in ("bf16", "fp16"):  # weights differ from the second step on
-            tolerances = Tolerances(tolerances.loss, tolerances.gradient, tolerances.norm, tolerances.gradient)
+            tolerances = replace(tolerances, parameter=tolerances.gradient)
         numbers = json.loads((self.directory / f"{step}.json").read_text())
         found = [compare_data(step, ours.data_hash, numbers["data_hash"])]
         if not found[0].agrees:
