@@ -23,9 +23,10 @@ from tests.pages import python_blocks
 # transformers has no plan for BioGPT, and this package no file.
 [BIOGPT] = [block for block in python_blocks("how-to/extend.md") if "FAMILY = " in block]
 SOURCE = Path(shardwise.__file__).parent
-# What names models for reasons of its own: Amazon's table of them, the planner's presets and published runs, and the
-# models that workers of tests import before they fork.
-NAMING_ROOMS = ("model/families", "smp", "planner/constants", "planner/published", "testing/world.py")
+# What names models for reasons of its own: Amazon's table of them, the planner's presets and published runs, the models
+# that workers of tests import before they fork, and what else a toy's config needs.
+NAMING_ROOMS = ("model/families", "smp", "planner/constants", "planner/published", "testing/world.py",
+                "testing/toy_configs.py")  # fmt: skip
 OTHER_MEANINGS = {("kernels/liger.py", "llama")}  # Liger's name of a way to cast
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from shardwise.job.schema import Job
-from shardwise.testing.comparison import Report
+from shardwise.testing.comparison import VerifyReport
 from shardwise.testing.world import WorldPool
 from tests.parity.jobs import make_job, tensor_job, verify_one
 
@@ -23,7 +23,7 @@ FP32: dict[str, Any] = {"precision": {"compute": "fp32"}, "optimizer": {"name": 
 CHECKPOINTED: dict[str, Any] = {**FP32, "memory": {"activation_checkpointing": "full"}, "tied": False}
 
 
-def verify_graphs(job: Job) -> Report | None:
+def verify_graphs(job: Job) -> VerifyReport | None:
     """The graphs that the compiler takes, run operator by operator instead of by kernels that it would write."""
     with mock.patch.object(torch, "compile", partial(torch.compile, backend="eager")):
         return verify_one(job, 2)

@@ -132,8 +132,8 @@ def test_context_tensor_and_shard(world_pool: WorldPool, corpora: Path, family: 
 def outputs(run: AssembledJob, batch: Batch) -> Tensor:
     """[B, S/c, H] hidden states of this rank's rows."""
     assert run.model.context is not None
-    part, here = run.model.context.part(batch)
-    with torch.no_grad(), dropout_scope(DropoutScope(0, 0, part.rows, sequences=here)):
+    part, shard = run.model.context.split(batch)
+    with torch.no_grad(), dropout_scope(DropoutScope(0, 0, part.rows, sequences=shard)):
         hidden: Tensor = run.model.module(**run.objective.inputs(part)).logits
     return hidden
 
@@ -151,7 +151,7 @@ def perturbed(job: Job) -> tuple[bool, bool]:
     ids[row, place] = (ids[row, place] + 1) % VOCABULARY
     before, after = outputs(run, batch), outputs(run, replace(batch, inputs={**batch.inputs, "input_ids": ids}))
     assert run.model.context is not None
-    positions = run.model.context.part(batch)[1].positions
+    positions = run.model.context.split(batch)[1].positions
     real = positions < documents.shape[1]
     own = documents[:, positions.clamp(max=documents.shape[1] - 1)] == 1
     own &= torch.arange(len(ids)).unsqueeze(1) == row

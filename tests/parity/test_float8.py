@@ -89,7 +89,9 @@ def gathered(job: Job) -> Job:
     "family, ranks, sections",
     [
         ("llama", 3, {"training": {"sequences_per_step": 6}}),
-        ("gpt2", 4, {"parallel": {**TENSOR, "sharded_data_parallel_degree": 2}}),
+        # By place: of documents drawn by hash, two elements lie where a sum in another order rounds them to the next
+        # float8 number, and the gradients of those columns differ by up to 1.5e-2.
+        ("gpt2", 4, {"parallel": {**TENSOR, "sharded_data_parallel_degree": 2}, "data": {"validation_split": "place"}}),
         ("gpt2", 2, {"parallel": {"shard_optimizer_state": True}}),
     ],
 )

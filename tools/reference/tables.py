@@ -21,6 +21,7 @@ METRICS = {
     "data_hash": "hash of all samples so far, equal on any layout: two runs that differ in it have read other data",
     "seconds": "wall time of the step",
     "loss_scale": "scale of this step's backward; fp16 only",
+    "training_loss": "of an evaluation: mean of the steps before it, as many as it has batches, each before its update",
     "validation_loss": "mean over the labels of `training.evaluate_batches` global batches, nats",
 }
 
