@@ -55,6 +55,18 @@ def test_transformers_opens_what_was_written(tmp_path: Path, model_type: str, ma
     assert_reads_all(path, model)
 
 
+def test_weights_are_written_where_transformers_refuses_a_config(tmp_path: Path) -> None:
+    model = make_model("llama")
+    generation = GenerationConfig(do_sample=False, temperature=0.5)
+    with HuggingFaceWriter(tmp_path / "out", model.config, generation_config=generation) as writer:
+        for name, parameter in model.named_parameters():
+            writer.add(name, parameter)
+        writer.finish()
+    assert_reads_all(tmp_path / "out", model)
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["temperature"] == 0.5
+    assert [problem.partition(" has values")[0] for problem in writer.problems] == ["generation_config.json"]
+
+
 def test_shards_stay_below_their_size(tmp_path: Path) -> None:
     path = _write(tmp_path / "out", make_model("llama"), max_shard_bytes=9_000)
     for shard in path.glob("*.safetensors"):

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from shardwise.observe import display as display_module
-from shardwise.observe.display import Display, duration
+from shardwise.observe.display import Display, DisplayConsole, duration
 from tests.observe.plans import SESSION, make_plan, step_record
 
 
@@ -43,6 +43,23 @@ def show(display: Display, record: dict[str, Any]) -> None:
 def on_terminal(width: int = 120) -> tuple[Display, Console]:
     console = Console(file=io.StringIO(), force_terminal=True, width=width, height=20, record=True)
     return Display(make_plan(training={"steps": 300}), console), console
+
+
+class ClosedPipe(io.StringIO):
+    """A stream whose reader has gone."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError(32, "Broken pipe")
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_reader_that_goes_does_not_end_the_run(is_terminal: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    display = Display(make_plan(), DisplayConsole(file=ClosedPipe(), force_terminal=is_terminal))
+    display.on_start(SESSION)
+    display.on_step_end(SESSION, step_record(1))
+    display.on_note(SESSION, "a note", None)
+    display.on_end(SESSION, {})
+    assert capsys.readouterr().err.count("stdout cannot be written any more ([Errno 32] Broken pipe)") == 1
 
 
 def test_plain_lines_hold_the_figures_and_no_control_characters() -> None:

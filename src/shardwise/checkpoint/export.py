@@ -34,11 +34,13 @@ Say = Callable[[str], None]
 # --- from a run ------------------------------------------------------------------------------------------------------
 
 
-def export_hugging_face(model: ParallelModel, path: Path, tokenizer_directory: str | None) -> None:
+def export_hugging_face(
+    model: ParallelModel, path: Path, tokenizer_directory: str | None, say: Say = lambda text: None
+) -> None:
     """Write `path` so that `from_pretrained` opens it; a user's own module as safetensors alone. Collective.
 
     Ties are stored once, under their first name. `path` lies in the run's own directory: what was left beside it by an
-    attempt of the run that was killed here goes.
+    attempt of the run that was killed here goes. `say` is told on rank 0 what the directory lacks.
 
     Raises:
         OutputError: rank 0 cannot write; nothing is left behind.
@@ -49,6 +51,8 @@ def export_hugging_face(model: ParallelModel, path: Path, tokenizer_directory: s
                 writer.add(name, tensor)
         if writer is not None:
             writer.finish()
+            for problem in writer.problems:
+                say(problem)
     dist.barrier()
 
 
@@ -109,7 +113,10 @@ def export_checkpoint(
             tensor = tensors.read(key)
             writer.add(key.partition("/")[2], converted(key, tensor, dtype))
             advance(manifest.tensor_bytes(key))
-        return writer.finish()
+        writer.finish()
+        for problem in writer.problems:
+            say(problem)
+        return writer.path
 
 
 def restore_config(manifest: Manifest) -> PreTrainedConfig:

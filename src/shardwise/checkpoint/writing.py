@@ -36,7 +36,10 @@ class HuggingFaceWriter:
 
     `ties` are groups of names of one parameter: the first name that is added is stored, the others are skipped.
     An existing directory is replaced only with `overwrite`. A user's own module has no config; its weights are written
-    alone.
+    alone. What transformers refuses to write does not cost the weights.
+
+    Attributes:
+        problems: what the directory lacks, or has in another form than transformers would write, and why.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class HuggingFaceWriter:
         self._total_bytes = 0
         self._shards = 0
         self._has_dtype = False
+        self.problems: list[str] = []
         if self.path.exists() and not overwrite and not _is_empty_directory(self.path):
             raise OutputError(f"{self.path} exists already; choose another directory")
         self._temporary = _make_sibling(self.path)
@@ -140,13 +144,27 @@ class HuggingFaceWriter:
             return
         if getattr(self.config, "use_cache", True) is False:
             self.config.use_cache = True  # off while training; whoever opens the model generates with it
-        self.config.save_pretrained(self._temporary)
+        self._write_config(self.config, "config.json")
         if self.generation_config is not None:
-            self.generation_config.save_pretrained(self._temporary)
+            self._write_config(self.generation_config, "generation_config.json")
         source = Path(self.config.name_or_path or "")
         if getattr(self.config, "auto_map", None) and source.is_dir():
             for file in source.glob("*.py"):  # a model that brings its own code cannot be opened without it
                 shutil.copy2(file, self._temporary / file.name)
+
+    def _write_config(self, config: PreTrainedConfig | GenerationConfig, name: str) -> None:
+        """Write a config as transformers does, or with its values as they are where it refuses them."""
+        try:
+            config.save_pretrained(self._temporary)
+        except OSError:
+            raise
+        except Exception as error:  # transformers checks values by code of its own, and a config may have its own code
+            reason = " ".join(str(error).split())
+            text = json.dumps(config.to_dict(), indent=2, sort_keys=True, default=str)
+            (self._temporary / name).write_text(text + "\n", encoding="utf-8")
+            self.problems.append(
+                f"{name} has values that transformers refuses to save, and was written as is: {reason}"
+            )
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:

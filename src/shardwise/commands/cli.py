@@ -21,6 +21,7 @@ from shardwise.commands import plan_accuracy as plan_cli
 from shardwise.commands import run as run_cli
 from shardwise.commands.arguments import whole_number
 from shardwise.errors import ConfigError, ShardwiseError
+from shardwise.observe.standard_streams import flush_or_leave, secure_streams
 from shardwise.words import nearest, output_console, say_note
 
 INTERRUPTED = 130
@@ -396,6 +397,7 @@ def _explain_unknown(word: str, command: str) -> str:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Entry point of the `shardwise` command: the exit code."""
+    secure_streams()
     try:
         return run(sys.argv[1:] if words is None else list(words))
     except ShardwiseError as error:
@@ -404,6 +406,8 @@ def main(words: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         _complain("interrupted")
         return INTERRUPTED
+    finally:
+        flush_or_leave("stdout")
 
 
 def _complain(message: str) -> None:

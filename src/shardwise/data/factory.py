@@ -9,15 +9,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import floor
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import xxhash
 from torch import Tensor
 
 from shardwise.data.batch import Batch
 from shardwise.errors import DataError
 from shardwise.job.objects import load_object
 from shardwise.job.schema import DataSection
+
+COMPARED = 4  # samples of each split that ranks compare
+
+
+class SampleHash(NamedTuple):
+    """A sample's hash, and its shapes and dtypes."""
+
+    whole: str
+    shapes: str
 
 
 @dataclass(frozen=True)
@@ -63,6 +73,29 @@ class Samples:
                 f"{self.name}: sample {self.base + index} has shapes {found}, another of its batch {expected}; "
                 "all samples must have the same keys and shapes (pad them)"
             )
+
+
+def content_hash(*parts: Samples) -> str:
+    """Return a hash of how many samples there are and of what a few of them hold, equal on every rank.
+
+    A sample that differs when it is read twice (an augmentation) counts by its shapes alone.
+    """
+    content = xxhash.xxh3_64()
+    for samples in parts:
+        content.update(str(len(samples)).encode())
+        for index in sorted({round(step * (len(samples) - 1) / (COMPARED - 1)) for step in range(COMPARED)}):
+            first, second = (_sample_hash(samples.sample(index)) for _ in range(2))
+            content.update((first.whole if first == second else first.shapes).encode())
+    return content.hexdigest()
+
+
+def _sample_hash(sample: dict[str, Tensor]) -> SampleHash:
+    whole = xxhash.xxh3_64()
+    shapes = str(sorted((key, str(value.dtype), tuple(value.shape)) for key, value in sample.items()))
+    whole.update(shapes.encode())
+    for key in sorted(sample):
+        whole.update(sample[key].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return SampleHash(whole.hexdigest(), shapes)
 
 
 def open_samples(data: DataSection) -> tuple[Samples, Samples]:

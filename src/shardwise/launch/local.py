@@ -38,6 +38,7 @@ from shardwise.launch.diagnosis import UNGUARDED, UNGUARDED_EXIT, logs_of, repor
 from shardwise.launch.interrupt import SIGNALS as FORWARDED
 from shardwise.launch.process_group import waits_for_peers
 from shardwise.launch.signals import forwarding
+from shardwise.observe.standard_streams import flush_or_leave, secure_streams
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 SIGNALS_OF_TORCH = "TORCHELASTIC_SIGNALS_TO_HANDLE"  # where its agent looks for them
@@ -155,6 +156,7 @@ def _redirects(workers: int) -> dict[int, Std]:
 def _work(call: Call) -> Any:
     """A worker's body. `call` is one argument because elastic substitutes `$` in arguments that are strings."""
     loopback.die_with_parent()
+    secure_streams()
     directory, forward_signals, function, args = call
     failure.announce(reports_of(directory, int(os.environ["TORCHELASTIC_RESTART_COUNT"])))
     try:
@@ -178,8 +180,8 @@ def _work(call: Call) -> Any:
 
 def _leave(exit_code: int) -> NoReturn:
     """End this process without what runs at exit."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_or_leave("stdout")
+    flush_or_leave("stderr")
     os._exit(exit_code)
 
 

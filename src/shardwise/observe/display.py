@@ -6,7 +6,10 @@ Only the process that owns the terminal (rank 0) makes one. The plain lines hold
 
 from __future__ import annotations
 
+import io
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from rich.columns import Columns
@@ -18,6 +21,8 @@ from rich.text import Text
 
 from shardwise.observe.callback import Callback, ObservedSession
 from shardwise.observe.metrics import Record
+from shardwise.observe.standard_streams import leave_stream
+from shardwise.words import say_note
 
 if TYPE_CHECKING:
     from shardwise.plan.plan import Plan
@@ -37,13 +42,22 @@ _NUMBERS = {  # name shown: key of the record and format
 _SHOWN = [*_NUMBERS, "memory/rank", "skipped"]
 
 
+class DisplayConsole(Console):
+    """A console that lets its caller know that its reader is gone; rich's own would end the process."""
+
+    def on_broken_pipe(self) -> None:
+        """Raise the BrokenPipeError that is being handled."""
+        raise
+
+
 class Display(Callback):
     """Progress of one run: a bar or lines, and sentences among them."""
 
     rank_zero_only = True
 
     def __init__(self, plan: Plan, console: Console | None = None) -> None:
-        self._console = console or Console()
+        self._console = console or DisplayConsole()
+        self._is_on_stdout = console is None
         self._steps = plan.job.training.steps
         self._log_every = plan.job.observe.log_every
         self._title = _title(plan)
@@ -61,7 +75,8 @@ class Display(Callback):
         self._last_time = time.monotonic()
         if self._console.is_terminal:
             self._live = Live(self, console=self._console, refresh_per_second=4, redirect_stdout=True)
-            self._live.start()
+            with self._while_shown():
+                self._live.start()
         else:
             self._line(self._title)
         for note in session.notes:
@@ -99,7 +114,8 @@ class Display(Callback):
         if self._live is None:
             self._line(text)
         else:
-            self._console.print(text, markup=False, highlight=False)
+            with self._while_shown():
+                self._console.print(text, markup=False, highlight=False)
 
     def _take(self, record: Record) -> dict[str, str]:
         """Keep a record's figures for the bar, and return them."""
@@ -110,7 +126,8 @@ class Display(Callback):
 
     def _finish(self) -> None:
         if self._live is not None:
-            self._live.stop()
+            with self._while_shown():
+                self._live.stop()
             self._live = None
 
     def __rich__(self) -> RenderableType:
@@ -153,7 +170,20 @@ class Display(Callback):
 
     def _line(self, text: str) -> None:
         """Print exactly these characters: no wrapping, no markup, no styles."""
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        with self._while_shown():
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    @contextmanager
+    def _while_shown(self) -> Iterator[None]:
+        """Let a run go on whose reader or terminal is gone: it has a model to write."""
+        try:
+            yield
+        except (OSError, ValueError) as error:
+            self._live, self._console = None, Console(file=io.StringIO())
+            if self._is_on_stdout:
+                leave_stream("stdout")
+            with suppress(OSError, ValueError):
+                say_note(f"stdout cannot be written any more ({error}); the run goes on without its display")
 
 
 def _title(plan: Plan) -> str:

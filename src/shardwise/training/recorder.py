@@ -33,7 +33,7 @@ class Recorder(Callback):
         with writing(self.output):
             clear_output(self.output, session.steps_done)
             self._metrics = MetricsWriter(self.output / METRICS_FILE, resume_step=session.steps_done)
-            (self.output / "job.yaml").write_text(job_to_yaml(session.job))
+            (self.output / "job.yaml").write_text(job_to_yaml(session.job), encoding="utf-8")
         write_run(self.output, self.description)
 
     def on_step_end(self, session: ObservedSession, record: Record) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shardwise.checkpoint.export import export_hugging_face
+from shardwise.data.tokenizer import TokenizerSource, load_tokenizer
 from shardwise.job.schema import Job
 from shardwise.observe.callback import Callback, ObservedSession
 from shardwise.observe.metrics import Record
@@ -13,20 +15,34 @@ from shardwise.training.output import MODEL_DIRECTORY, REPORT_FILE, SAMPLE_FILE
 from shardwise.training.sample import generate
 from shardwise.training.setup import AssembledJob
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 PROMPT_TOKENS = 24
 
 
 class ModelExport(Callback):
-    """Writes the trained model where a run has come to its end. Collective."""
+    """Writes the trained model after the last step, before anything else that could fail. Collective."""
 
     def __init__(self, assembled: AssembledJob) -> None:
         self._assembled = assembled
+        self._is_written = False
+
+    def on_step_end(self, session: ObservedSession, record: Record) -> None:
+        """Export the model after the last step, before it is evaluated."""
+        if session.steps_done == session.job.training.steps:
+            self._export(session)
 
     def on_end(self, session: ObservedSession, result: Record) -> None:
-        """Export the model with its tokenizer."""
-        if result["stopped"] is None:
-            directory = Path(session.job.output) / MODEL_DIRECTORY
-            export_hugging_face(session.model, directory, self._assembled.data.tokenizer_directory)
+        """Export the model of a run that was resumed at its last step."""
+        if result["stopped"] is None and not self._is_written:
+            self._export(session)
+
+    def _export(self, session: ObservedSession) -> None:
+        """Write the model with its tokenizer."""
+        self._is_written = True
+        directory = Path(session.job.output) / MODEL_DIRECTORY
+        export_hugging_face(session.model, directory, self._assembled.data.tokenizer_directory, session.note)
 
 
 class TextSample(Callback):
@@ -34,31 +50,45 @@ class TextSample(Callback):
 
     def __init__(self, assembled: AssembledJob) -> None:
         self._assembled = assembled
+        self._tokenizer: PreTrainedTokenizerBase | None = None  # of a model and a job that there are samples of
+        self._prompt: list[int] = []
+
+    def on_start(self, session: ObservedSession) -> None:
+        """Open the tokenizer, while it costs nothing that it cannot be.
+
+        Raises:
+            DataError: with the way out.
+        """
+        job, directory = session.job, self._assembled.data.tokenizer_directory
+        is_language_model = job.model.task == "causal_lm" and self._assembled.facts.generates_text
+        if not job.observe.sample or directory is None or not is_language_model:
+            return
+        key = "data.tokenizer" if job.data.tokenizer is not None else "model.path"
+        may_run_code = key == "model.path" and job.model.trust_remote_code
+        self._tokenizer = load_tokenizer(TokenizerSource(Path(directory), "", may_run_code, key))
+        self._prompt = self._tokens_of_prompt(self._tokenizer)
 
     def on_end(self, session: ObservedSession, result: Record) -> None:
-        """Generate, say and keep the sample."""
-        text = None if result["stopped"] else self._generate()
-        if text is None:
+        """Generate, say and keep the sample. The run has its model: what fails here is reported, not raised."""
+        if result["stopped"] or self._tokenizer is None:
             return
-        output = Path(session.job.output)
-        if session.rank == 0:
-            with writing(output):
-                (output / SAMPLE_FILE).write_text(text)
+        job, output = session.job, Path(session.job.output)
+        try:
+            tokens = generate(self._assembled.model, self._prompt, job.observe.sample_tokens, job.training.seed)
+            text = str(self._tokenizer.decode(tokens))
+            if session.rank == 0:
+                with writing(output):
+                    (output / SAMPLE_FILE).write_text(text, encoding="utf-8", errors="backslashreplace")
+        except Exception as error:  # the tokenizer may have code of its own
+            session.note(f"no sample: {type(error).__name__}: {error}")
+            return
         session.note(f"sample:\n{text}")
 
-    def _generate(self) -> str | None:
-        """Return generated text, or None where there is nothing to generate with."""
-        assembled, job = self._assembled, self._assembled.plan.job
-        directory = assembled.data.tokenizer_directory
-        is_language_model = job.model.task == "causal_lm" and assembled.facts.generates_text
-        if not job.observe.sample or directory is None or not is_language_model:
-            return None
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-        given, length = job.observe.sample_prompt, assembled.plan.sequence_length
-        prompt = tokenizer.encode(given) if given else assembled.data.prompt(min(PROMPT_TOKENS, length))
-        return str(tokenizer.decode(generate(assembled.model, prompt, job.observe.sample_tokens, job.training.seed)))
+    def _tokens_of_prompt(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+        given = self._assembled.plan.job.observe.sample_prompt
+        if given:
+            return list(tokenizer.encode(given))
+        return self._assembled.data.prompt(min(PROMPT_TOKENS, self._assembled.plan.sequence_length))
 
 
 class Summary(Callback):

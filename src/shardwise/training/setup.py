@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shardwise.collectives import engine, hierarchical, topology
 from shardwise.data.corpus import data_format
+from shardwise.data.factory import Samples, content_hash
 from shardwise.data.loader import Stream
 from shardwise.data.prepare import TokenData, prepare
 from shardwise.errors import ConfigError, DataError, ModelError
@@ -163,20 +164,35 @@ def choose_algorithms(deterministic: bool) -> None:
 
 
 def check_same_data(data: TokenData, device: torch.device) -> None:
-    """Every host builds its own token cache; refuse to train where they differ. Collective.
+    """Every host builds its own token cache, every rank its own data set; refuse those that differ. Collective.
 
     Raises:
-        DataError: some rank has other tokens than the rest.
+        DataError: some rank has other tokens, or samples, than the rest.
     """
-    content = torch.tensor([int(data.content[:15] or "0", 16)], dtype=torch.int64, device=device)
-    least, most = content.clone(), content.clone()
+    if dist.get_world_size() == 1:
+        return
+    if isinstance(data.train, Samples):
+        return _check_same_samples(data, device)
+    _agree(data.content, device, f"{data.corpus}; the corpus and tokenizer must be the same on every host")
+
+
+def _check_same_samples(data: TokenData, device: torch.device) -> None:
+    assert isinstance(data.train, Samples)
+    assert isinstance(data.validation, Samples)
+    remedy = (
+        "it must return the same samples in the same order on every rank; seed what it draws, and sort what it lists"
+    )
+    where = f"{data.corpus}, {data.documents} samples; {remedy}"
+    _agree(content_hash(data.train, data.validation), device, where)
+
+
+def _agree(content: str, device: torch.device, where: str) -> None:
+    number = torch.tensor([int(content[:15] or "0", 16)], dtype=torch.int64, device=device)
+    least, most = number.clone(), number.clone()
     dist.all_reduce(least, dist.ReduceOp.MIN)
     dist.all_reduce(most, dist.ReduceOp.MAX)
     if int(least) != int(most):
-        raise DataError(
-            f"ranks read different data: this one has {data.content} ({data.corpus}); the corpus and tokenizer must be "
-            "the same on every host"
-        )
+        raise DataError(f"ranks read different data: this one has {content} ({where})")
 
 
 def check_whole_batches(plan: Plan, data: TokenData) -> None:

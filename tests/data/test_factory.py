@@ -1,0 +1,39 @@
+"""Data sets of one's own: what ranks compare of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shardwise.data.factory import Samples, content_hash
+
+
+class Rows:
+    """Rows that depend on a salt, or differ each time."""
+
+    def __init__(self, count: int = 20, salt: int = 0, is_random: bool = False) -> None:
+        self._count, self._salt, self._is_random = count, salt, is_random
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        noise = torch.rand(3) if self._is_random else torch.full((3,), float(self._salt))
+        return {"x": noise, "scale": torch.tensor(index, dtype=torch.bfloat16), "flag": torch.tensor(True)}
+
+
+def hashed(rows: Rows) -> str:
+    size = len(rows)
+    return content_hash(Samples(rows, 0, size - 1, "rows"), Samples(rows, size - 1, 1, "rows"))
+
+
+def test_ranks_compare_length_and_contents() -> None:
+    assert hashed(Rows()) == hashed(Rows())
+    assert hashed(Rows()) != hashed(Rows(count=21))
+    assert hashed(Rows()) != hashed(Rows(salt=1))
+
+
+def test_augmented_samples_are_compared_by_their_shapes() -> None:
+    assert hashed(Rows(is_random=True)) == hashed(Rows(is_random=True))
+    assert hashed(Rows(is_random=True)) != hashed(Rows(count=21, is_random=True))

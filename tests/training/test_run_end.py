@@ -1,0 +1,64 @@
+"""A trained model is written first, and what fails later does not take it away."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from shardwise.errors import DataError
+from shardwise.job.schema import Job
+from shardwise.training import run_end
+from shardwise.training.run_end import ModelExport, TextSample
+
+
+def session_of(job: Job, steps_done: int = 0) -> Any:
+    notes: list[str] = []
+    return SimpleNamespace(job=job, model=None, rank=0, steps_done=steps_done, note=notes.append, notes=notes)
+
+
+def assembled_of(job: Job, tokenizer_directory: str | None = None) -> Any:
+    data = SimpleNamespace(tokenizer_directory=tokenizer_directory, prompt=lambda length: [1, 2])
+    facts = SimpleNamespace(generates_text=True)
+    return SimpleNamespace(plan=SimpleNamespace(job=job, sequence_length=8), data=data, facts=facts, model=None)
+
+
+def test_the_model_is_written_after_the_last_step_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[int] = []
+    monkeypatch.setattr(run_end, "export_hugging_face", lambda *arguments: written.append(session.steps_done))
+    job = Job(training={"steps": 2})
+    export = ModelExport(assembled_of(job))
+    for step in (1, 2):
+        session = session_of(job, step)
+        export.on_step_end(session, {})
+    export.on_end(session, {"stopped": None})
+    assert written == [2]
+    ModelExport(assembled_of(job)).on_end(session, {"stopped": None})  # resumed at its last step
+    assert written == [2, 2]
+
+
+def test_a_sample_that_fails_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: Any) -> list[int]:
+        raise KeyError("of the tokenizer's own code")
+
+    job = Job(output=str(tmp_path))
+    session = session_of(job)
+    sample = TextSample(assembled_of(job, str(tmp_path)))
+    monkeypatch.setattr(run_end, "load_tokenizer", lambda source: SimpleNamespace())
+    monkeypatch.setattr(run_end, "generate", fail)
+    sample.on_start(session)
+    sample.on_end(session, {"stopped": None})
+    assert session.notes == ['no sample: KeyError: "of the tokenizer\'s own code"']
+
+
+def test_the_tokenizer_of_the_sample_is_opened_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(model={"path": str(tmp_path), "trust_remote_code": True})
+    sources: list[Any] = []
+    monkeypatch.setattr(run_end, "load_tokenizer", sources.append)
+    TextSample(assembled_of(job, str(tmp_path))).on_start(session_of(job))
+    assert (sources[0].trust_remote_code, sources[0].key) == (True, "model.path")
+    monkeypatch.undo()
+    with pytest.raises(DataError, match=r"model\.path=.* cannot be opened"):
+        TextSample(assembled_of(job, str(tmp_path))).on_start(session_of(job))
