@@ -39,6 +39,25 @@ def test_a_run_of_an_earlier_version_goes_on(tmp_path: Path, monkeypatch: pytest
     check_output(Job(output=str(tmp_path), checkpoint={"resume": "auto"}, data={"validation_split": split}))
 
 
+def test_a_run_goes_on_with_what_no_number_depends_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory_of(tmp_path, earlier(), monkeypatch)
+    data = {"path": str(tmp_path), "cache_directory": "elsewhere"}  # the tokens are compared when it is read
+    model = {"compile": True, "attention": "eager"}
+    check_output(Job(output=str(tmp_path), checkpoint={"resume": "auto"}, data=data, model=model))
+
+
+def test_what_has_changed_is_named_with_the_way_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory_of(tmp_path, earlier(), monkeypatch)
+    with pytest.raises(OutputError) as refused:
+        check_output(
+            Job(
+                output=str(tmp_path), checkpoint={"resume": "auto"}, model={"dropout": 0.5}, data={"sequence_length": 8}
+            )
+        )
+    assert "model.dropout was None, is 0.5, data.sequence_length was 256, is 8;" in str(refused.value)
+    assert f"--checkpoint.resume {tmp_path}/checkpoints/step-00000002 --output NEW_DIR" in str(refused.value)
+
+
 def test_another_models_directory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory_of(tmp_path, earlier(factory="a:b"), monkeypatch)
     with pytest.raises(OutputError, match="another job"):
@@ -50,3 +69,12 @@ def test_a_checkpoint_of_an_earlier_version_keeps_its_split() -> None:
     check_data(manifest, FACTS | {"split": "place"}, "step-00000002")
     with pytest.raises(CheckpointError, match=r"held out by place.*by documents.*set data\.validation_split to place"):
         check_data(manifest, FACTS | {"split": "documents"}, "step-00000002")
+
+
+def test_other_data_is_refused_with_the_keys_that_differ() -> None:
+    manifest = Manifest.model_construct(data=FACTS)
+    changes = ["data.field was 'text' in the checkpoint, is 'body' now"]
+    with pytest.raises(
+        CheckpointError, match=r"on other data: data\.field was 'text' .* is 'body' now \(text: here: abc"
+    ):
+        check_data(manifest, FACTS | {"content": "def"}, "step-00000002", changes)

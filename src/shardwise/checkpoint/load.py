@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -141,21 +141,26 @@ def check_fits(model: ParallelModel, manifest: Manifest, data: Mapping[str, Any]
             f"{path} holds the state of {manifest.optimizer}, the job has optimizer.name={name!r}; set it to "
             f"{manifest.optimizer}, or start from exported weights with model.path"
         )
-    check_data(manifest, data, path)
+    job = model.plan.job.model_dump(mode="json")
+    changes = [*_changes(job, manifest, "data"), *_changes(job, manifest, "training", ("seed",))]
+    check_data(manifest, data, path, changes)
 
 
-def check_data(manifest: Manifest, data: Mapping[str, Any], path: str) -> None:
+def check_data(manifest: Manifest, data: Mapping[str, Any], path: str, changes: Sequence[str] = ()) -> None:
     """Refuse a checkpoint of other tokens, of another order of samples, or of other held-out sequences.
+
+    `changes` are the keys of the job that may be why.
 
     Raises:
         CheckpointError: with what differs.
     """
     for key in ("content", "order"):
         if manifest.data.get(key) != data.get(key):
+            keys = f": {listed(changes, separator='; ')}" if changes else ""
             raise CheckpointError(
-                f"{path} was trained on other data ({manifest.data.get('corpus')}: {manifest.data.get(key)}; now "
-                f"{data.get('corpus')}: {data.get(key)}); restore the corpus and the data section, or start from "
-                "exported weights with model.path"
+                f"{path} was trained on other data{keys} ({manifest.data.get('corpus')}: {manifest.data.get(key)}; now "
+                f"{data.get('corpus')}: {data.get(key)}); restore the corpus and these keys, or train another model "
+                "from its exported weights with model.path"
             )
     wrote, reads = manifest.data.get("split", FORMER_SPLIT), data.get("split", FORMER_SPLIT)
     if wrote != reads:
@@ -195,15 +200,20 @@ def _misfits(model: ParallelModel, manifest: Manifest) -> Iterator[str]:
             yield f"{plain} has shape {stored[name]}, not {own[name]}"
 
 
+def _changes(job: Mapping[str, Any], manifest: Manifest, section: str, keys: Sequence[str] = ()) -> Iterator[str]:
+    """Yield what has changed in a section of the job since the checkpoint was written; `keys`: in these alone."""
+    for key, value in job[section].items():
+        before = manifest.job.get(section, {}).get(key, value)
+        if before != value and (not keys or key in keys):
+            yield f"{section}.{key} was {before!r} in the checkpoint, is {value!r} now"
+
+
 def differences(model: ParallelModel, manifest: Manifest) -> list[str]:
     """List what has changed since the checkpoint was written and may change the numbers that follow."""
     job = model.plan.job.model_dump(mode="json")
     notes = []
     for section in ("model", "parallel", "memory", "precision", "optimizer", "training"):
-        for key, value in job[section].items():
-            old = manifest.job.get(section, {}).get(key, value)
-            if old != value and f"{section}.{key}" not in NO_NUMBERS:
-                notes.append(f"{section}.{key} was {old!r} in the checkpoint, is {value!r} now")
+        notes += [note for note in _changes(job, manifest, section) if not note.startswith(NO_NUMBERS)]
     wrote, reads = manifest.plan.get("world", {}).get("size"), model.plan.world.size
     if wrote != reads:
         notes.append(f"the checkpoint was written by {wrote} rank{'s' * (wrote != 1)} and is read by {reads}")

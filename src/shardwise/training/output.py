@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from shardwise.checkpoint.stores import checkpoint_store, open_store, split
 from shardwise.errors import CheckpointError, IncompleteError, OutputError
 from shardwise.job.schema import Job
 from shardwise.observe.output_disk import writing
+from shardwise.words import listed
 
 METRICS_FILE = "metrics.jsonl"
 MODEL_DIRECTORY = "model"
@@ -39,6 +41,17 @@ UNLIKE: Any = {
     "parallel": {"timeout_seconds", "max_restarts"},
     "training": {"callbacks"},
 }
+
+
+# Keys of model and data that may differ in a run that goes on: no number depends on the first, and the tokens that the
+# second lead to are compared by their hash when the checkpoint is read.
+SAME_NUMBERS = {
+    "model": {"attention", "compile", "cuda_graphs", "liger", "trust_remote_code"},
+    "data": {
+        "path", "format", "field", "tokenizer", "vocabulary_size", "max_documents", "cache_directory",
+        "validation_split",  # the checkpoint's own words on it come when it is read, with the way out
+    },
+}  # fmt: skip
 
 
 def job_fingerprint(job: Job) -> str:
@@ -71,11 +84,8 @@ def check_output(job: Job) -> None:
             f"output={job.output!r} holds files that are not a run of shardwise; use --output NEW_DIRECTORY"
         )
     _check_checkpoints(job)
-    if owner not in (None, job_fingerprint(job)) and not _unused(path) and not _goes_on(job):
-        raise OutputError(
-            f"output={job.output!r} holds the run of another job ({path / RUN_FILE}); nothing was overwritten; "
-            "use --output NEW_DIRECTORY"
-        )
+    if owner not in (None, job_fingerprint(job)) and not _unused(path):
+        _check_goes_on(job)
 
 
 def _check_checkpoints(job: Job) -> None:
@@ -123,19 +133,36 @@ def _newest_in(path: str) -> str | None:
     return None
 
 
-def _goes_on(job: Job) -> bool:
-    """Return whether checkpoints there are of this model and data; layout, precision and schedule may have changed."""
-    if job.checkpoint.resume != "auto":
-        return False
-    newest = next(complete(checkpoint_store(job)), None)
+def _check_goes_on(job: Job) -> None:
+    """Refuse the directory of another job, unless the run goes on from its checkpoints of this model and data.
+
+    Layout, precision and schedule may have changed.
+
+    Raises:
+        OutputError: with the keys that differ, and how to go on with them.
+    """
+    where = f"output={job.output!r} holds the run of another job"
+    store = checkpoint_store(job)
+    newest = next(complete(store), None) if job.checkpoint.resume == "auto" else None
     if newest is None:
-        return False
-    written = newest[1].job
-    wanted = job.model_dump(mode="json", include={"model": True, "data": True})
-    wanted["data"].pop("validation_split")  # the checkpoint's own words on it come when it is read, with the way out
-    return all(
-        written[section].get(key, value) == value for section, values in wanted.items() for key, value in values.items()
-    )
+        run_file = Path(job.output) / RUN_FILE
+        raise OutputError(f"{where} ({run_file}); nothing was overwritten; use --output NEW_DIRECTORY")
+    name, manifest = newest
+    changes = list(_changes(job, manifest.job))
+    if changes:
+        raise OutputError(
+            f"{where}: {listed(changes)}; nothing was overwritten; restore what it was, or go on from its newest "
+            f"checkpoint with --checkpoint.resume {store.root}/{name} --output NEW_DIRECTORY"
+        )
+
+
+def _changes(job: Job, written: dict[str, Any]) -> Iterator[str]:
+    """Yield the keys of model and data that differ from a checkpoint's job and that numbers depend on."""
+    for section, unlike in SAME_NUMBERS.items():
+        for key, value in job.model_dump(mode="json")[section].items():
+            before = written[section].get(key, value)
+            if key not in unlike and before != value:
+                yield f"{section}.{key} was {before!r}, is {value!r}"
 
 
 def claim_output(job: Job) -> FileLock:
