@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -182,6 +183,32 @@ def version_of(tensor: Tensor) -> int:
 def sparse_parts(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """Return (indices, values) of a sparse tensor; the public ways want it coalesced, which copies."""
     return tensor._indices(), tensor._values()
+
+
+def gradient_hooks(parameter: Tensor) -> dict[int, Callable[[Tensor], Tensor | None]]:
+    """Hooks of `Tensor.register_hook`, by number."""
+    return dict(parameter._backward_hooks or {})
+
+
+def accumulate_grad_hooks(parameter: Tensor) -> dict[int, Callable[[Tensor], None]]:
+    """Hooks of `Tensor.register_post_accumulate_grad_hook`, by number."""
+    return dict(parameter._post_accumulate_grad_hooks or {})  # type: ignore[attr-defined]
+
+
+def share_gradient_hooks(source: Tensor, target: Tensor) -> None:
+    """Let `target` have the hooks that `source` has now or is given later."""
+    if not source.requires_grad:
+        return
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if getattr(source, name) is None:
+            setattr(source, name, OrderedDict())
+        setattr(target, name, getattr(source, name))
+
+
+def clear_module_hooks(module: nn.Module) -> None:
+    """Take off the hooks that a call of `module` calls."""
+    for hooks in (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks):
+        hooks.clear()
 
 
 def copy_module(module: nn.Module) -> nn.Module:

@@ -185,11 +185,17 @@ def fused_dropout_off() -> Iterator[list[float]]:
     asked: list[float] = []
 
     def without(
-        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, **rest: Any
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **rest: Any,
     ) -> Tensor:
         if dropout_p > 0 and dropout_p not in asked:
             asked.append(dropout_p)
-        output: Tensor = original(query, key, value, attn_mask=attn_mask, dropout_p=0.0, **rest)
+        output: Tensor = original(query, key, value, attn_mask=attn_mask, dropout_p=0.0, is_causal=is_causal, **rest)
         return output
 
     torch.nn.functional.scaled_dot_product_attention = without  # type: ignore[assignment]

@@ -234,6 +234,11 @@ class PrecisionSection(Section):
         default="auto", description="Dtype of forward and backward; `auto`: bf16 on CUDA, fp32 on a CPU."
     )
     loss_scale: LossScaleSection = Field(default_factory=LossScaleSection, description="Loss scaling of fp16.")
+    cast_float_arguments: bool = Field(
+        default=False,
+        description="In 16 bits, cast every float argument of a block of a module of `model.factory`; without it only "
+        "what is made from weights, so that positions and times in fp32 are not rounded.",
+    )
     fp8: Literal["none", "torchao", "transformer_engine", "emulate"] = Field(
         default="none",
         description="What multiplies the blocks' linear layers in float8: `torchao` on a GPU that has it, extra fp8; "

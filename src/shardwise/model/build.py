@@ -38,6 +38,7 @@ from transformers import (
 )
 from transformers.initialization import meta_device_safe_creation_ops
 
+from shardwise._torch_compat import share_gradient_hooks
 from shardwise.errors import ConfigError, ModelError, ShardwiseError
 from shardwise.job.objects import load_object
 from shardwise.job.schema import Job, ModelSection
@@ -363,6 +364,7 @@ def parameters_on_meta() -> Iterator[None]:
         if meta is None or source is None or source() is not parameter:  # an id may be reused after its owner died
             meta = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
             meta.__dict__.update(parameter.__dict__)
+            share_gradient_hooks(parameter, meta)
             moved[id(parameter)] = (weakref.ref(parameter), meta)
         return meta
 

@@ -57,6 +57,13 @@ def share_arguments(blocks: Sequence[BlockCalls]) -> bool:
     return all(_equal([args, kwargs], [tuple(first_args), first_kwargs]) for args, kwargs in later_calls)
 
 
+def activation_arguments(blocks: Sequence[BlockCalls]) -> tuple[ArgumentKey, ...]:
+    """Return positions and names of the arguments, in any call of a block, that are tensors made from weights."""
+    calls = (dict(enumerate(args)) | kwargs for block in blocks for args, kwargs in block.calls)
+    keys = (key for call in calls for key, value in call.items() if isinstance(value, Tensor) and value.requires_grad)
+    return tuple(dict.fromkeys(keys))
+
+
 def handed_on(
     chains: Sequence[Sequence[BlockCalls]], encoded: Tensor | None, all_trained: bool
 ) -> tuple[HandedOn, Capability]:

@@ -24,6 +24,12 @@ from shardwise.model.attention_support import context_capability, kernel_capabil
 from shardwise.model.capability import SUPPORTED, Capability, refused, unless
 from shardwise.model.facts import BlockFacts, ModelFacts, StageFacts
 from shardwise.model.fusible import fusible
+from shardwise.model.gradient_hooks import (
+    definition_of,
+    find_accumulate_grad_hooks,
+    find_gradient_hooks,
+    whole_gradient_hooks,
+)
 from shardwise.model.probe import ForwardProbe, probe_forward, rehearse_stage, token_inputs
 from shardwise.model.registry import family_of
 from shardwise.model.stage_cut import stage_facts
@@ -62,6 +68,7 @@ def discover(model: nn.Module, job: Job, example: Mapping[str, Tensor] | None = 
     examined = ExaminedModel(model, tuple(blocks), forward, tensor, pipeline)
     name = getattr(config, "model_type", None) or type(model).__name__
     family = family_of(name)
+    hooks = find_gradient_hooks(model)
     return ModelFacts(
         family=name,
         parameters=_count([model]),
@@ -95,6 +102,11 @@ def discover(model: nn.Module, job: Job, example: Mapping[str, Tensor] | None = 
         sequence_parallel=sequence_capability(shapes, blocks, splits, len(lists) == 1 and forward.blocks_are_chain),
         block_traits=family.block,
         fp32_scores=family.attention is not None and family.attention.fp32_scores,
+        gradient_hooks=tuple(hooks),
+        whole_gradient_hooks=whole_gradient_hooks(model, hooks),
+        accumulate_grad_hooks=find_accumulate_grad_hooks(model),
+        definition=definition_of(model),
+        activation_arguments=forward.activation_arguments,
         probe_failure=forward.failure,
     )
 
@@ -180,6 +192,10 @@ def _stages(
     if forward.order is None:
         return StageFacts(), unless(forward.failure)
     stages, capability = stage_facts(model, lists, ties, forward.order, forward.blocks_are_chain, forward.handed_on)
+    if capability.ok and forward.outside_reads:
+        name = forward.outside_reads[0]
+        reason = f"{definition_of(model)} reads {name} outside of the module that owns it, which another stage may hold"
+        return StageFacts(order=tuple(forward.order.calls)), refused(reason)
     if stages.encoder:  # MVP adds to what its head returns
         example = token_inputs(model, LENGTH)
     elif isinstance(model, PreTrainedModel):

@@ -176,6 +176,11 @@ class ModelFacts:
     linears: dict[str, tuple[int, int]] = field(default_factory=dict)  # of blocks: name -> (inputs, outputs)
     attention_kernels: Capability = NOT_EXAMINED  # whether kernels of this project compute its attention
     stages: StageFacts = field(default_factory=StageFacts)
+    gradient_hooks: tuple[str, ...] = ()  # parameters with hooks on their gradients
+    whole_gradient_hooks: tuple[str, ...] = ()  # those whose hooks have to be given the whole gradient at once
+    accumulate_grad_hooks: tuple[str, ...] = ()  # parameters with hooks for when a gradient is accumulated
+    definition: str = ""  # the class of a user's module, with its file and line
+    activation_arguments: tuple[int | str, ...] = ()  # of the blocks, positions or names: what is made from weights
     sequence_parallel: Capability = SUPPORTED  # whether tensor ranks can share the sequence, where tensors are split
     block_traits: BlockTraits = PLAIN_BLOCK
     fp32_scores: bool = False  # its eager attention multiplies queries and keys in fp32 in every compute dtype

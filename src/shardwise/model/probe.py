@@ -26,13 +26,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardwise._torch_compat import FakeTensorMode, tree_leaves
 from shardwise.errors import ModelError
 from shardwise.model.attention_calls import AttentionCalls
 from shardwise.model.capability import SUPPORTED, Capability, unless
-from shardwise.model.chain import BlockCalls, HandedOn, handed_on, is_chain, share_arguments
+from shardwise.model.chain import BlockCalls, HandedOn, activation_arguments, handed_on, is_chain, share_arguments
 from shardwise.model.facts import AttentionFacts, ModelFacts, StageFacts
 from shardwise.model.layer_drop import FixedScalarDraws
 from shardwise.model.modules import empty_module
@@ -84,6 +84,8 @@ class ForwardProbe:
     attention_arguments: tuple[str, ...] = ()
     attention_calls: tuple[AttentionFacts, ...] = ()
     mixes_positions: bool = False  # by a convolution or a scan
+    outside_reads: tuple[str, ...] = ()  # parameters read where neither their module nor its block ran
+    activation_arguments: tuple[int | str, ...] = ()  # of the blocks: positions or names of what is made from weights
     failure: str = ""
 
 
@@ -271,6 +273,8 @@ class _RecordedForward:
             if type(module).forward in DROPOUT_FORWARDS:
                 module.register_forward_pre_hook(self.functions.enter_module)
                 module.register_forward_hook(self.functions.leave_module)
+        if not isinstance(model, PreTrainedModel):
+            self.functions.watch_owners(model, [name for names in block_lists for name in names])
         if self.head is not None:
             self.head.register_forward_hook(self.functions.record_head)
 
@@ -316,6 +320,8 @@ class _RecordedForward:
                 for call, module in zip(self.attention.calls, self.attention.modules, strict=True)
             ),
             mixes_positions=functions.mixes_positions,
+            outside_reads=tuple(sorted(functions.outside_reads)),
+            activation_arguments=activation_arguments([block for blocks in self.blocks for block in blocks]),
         )
 
 
@@ -333,6 +339,9 @@ class _FunctionCalls(TorchFunctionMode):
         self.mixes_positions = False
         self.matrix_parameters: set[str] = set()
         self._inside_module = 0
+        self.active: list[str] = []  # modules whose forward runs
+        self.owners: dict[str, tuple[str, ...]] = {}  # parameter -> modules or blocks one of which should run
+        self.outside_reads: set[str] = set()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
@@ -348,6 +357,9 @@ class _FunctionCalls(TorchFunctionMode):
             self.matrix_parameters |= {self.names[id(x)] for x in tree_leaves([args, kwargs]) if id(x) in self.names}
         elif func in MIXERS:
             self.mixes_positions |= any(isinstance(x, Tensor) and x.dim() > 2 for x in args[:1])
+        if self.owners and getattr(func, "__name__", "") not in LOOKS:
+            names = {self.names.get(id(leaf), "") for leaf in tree_leaves([args, kwargs])} & self.owners.keys()
+            self.outside_reads |= {name for name in names if not set(self.owners[name]) & set(self.active)}
         if self.logits and getattr(func, "__name__", "") not in LOOKS:
             self.logits_used |= any(leaf is self.logits[-1] for leaf in tree_leaves([args, kwargs]))
         return func(*args, **kwargs)
@@ -364,6 +376,24 @@ class _FunctionCalls(TorchFunctionMode):
 
     def leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
         self._inside_module -= 1
+
+    def watch_owners(self, model: nn.Module, blocks: Iterable[str]) -> None:
+        """Record which parameters are read while neither their module nor its block runs."""
+        inside = {block: f"{block}." for block in blocks}
+        names: dict[int, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+        for aliases in names.values():
+            in_block = [next((b for b, prefix in inside.items() if name.startswith(prefix)), "") for name in aliases]
+            self.owners[aliases[0]] = tuple(
+                block or name.rpartition(".")[0] for name, block in zip(aliases, in_block, strict=True)
+            )
+        for name, module in model.named_modules():
+            module.register_forward_pre_hook(partial(lambda name, module, args: self.active.append(name), name))
+            module.register_forward_hook(self._leave)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.active.pop()
 
     def record_head(self, module: nn.Module, args: Any, output: Any) -> None:
         self.logits.append(output)

@@ -18,10 +18,12 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from shardwise._torch_compat import accumulate_grad_hooks
 from shardwise.job.axes import Axis
 from shardwise.kernels.linear import WeightGradients
 from shardwise.kernels.loss import VocabularyShard
 from shardwise.model.facts import ModelFacts
+from shardwise.model.gradient_hooks import find_accumulate_grad_hooks, find_gradient_hooks
 from shardwise.parallel.activation_offload import ActivationOffload
 from shardwise.parallel.context import ContextParallel
 from shardwise.parallel.deferred_head import DeferredHead
@@ -140,12 +142,18 @@ class ModelBuilder:
         stages: one a virtual stage, in order; one for the whole model without a pipeline.
         boundary_shapes: shapes of what crosses stage boundaries; set by `boundary_shapes`.
         context: how sequences are split over ranks; set by `context`.
+        gradient_hooks: hooks of the user's parameters on their gradients, by name.
+        accumulate_grad_hooks: those that are called once a gradient is accumulated, by name.
     """
 
     def __init__(self, model: nn.Module, numbers: tuple[int, ...]) -> None:
         models = [model, *(copy.deepcopy(model) for _ in numbers[1:])]
         stage_numbers: tuple[int | None, ...] = numbers or (None,)
         self.stages = [StageBuilder(stage, number) for stage, number in zip(models, stage_numbers, strict=True)]
+        self.gradient_hooks = find_gradient_hooks(model)  # of parameters that transforms make anew
+        self.accumulate_grad_hooks = {
+            name: accumulate_grad_hooks(model.get_parameter(name)) for name in find_accumulate_grad_hooks(model)
+        }
         self.boundary_shapes: BoundaryShapes | None = None
         self.context: ContextParallel | None = None
         self._shared_root: SharedRoot | None = None
@@ -176,6 +184,9 @@ class ModelBuilder:
         for ranks in dict.fromkeys(tied.values()):
             layout.holders_group(ranks)  # here, where every rank is, for a group is made by all
         tensor_map = TensorMap.of([stage.model for stage in self.stages], layout, splits, tied)
+        for name, hooks in self.accumulate_grad_hooks.items():
+            for hook in hooks.values():
+                tensor_map[name].parameter.register_post_accumulate_grad_hook(hook)
         partial_gradients = partial_parameters(tensor_map, facts, layout, plan.sequence_parallel) if splits else ()
         return ParallelModel(
             [self._part(index) for index in range(len(self.stages))],
@@ -188,6 +199,7 @@ class ModelBuilder:
             {name: ranks for name, ranks in tied.items() if name in tensor_map.names},
             self._pipeline(inputs),
             self.context,
+            {name: hooks for name, hooks in self.gradient_hooks.items() if name in tensor_map.names},
         )
 
     def _part(self, index: int) -> ModelPart:

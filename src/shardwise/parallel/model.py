@@ -19,8 +19,10 @@ from shardwise.kernels.dropout import DropoutScope, dropout_scope
 from shardwise.kernels.linear import WeightGradients
 from shardwise.kernels.precision import torch_dtype
 from shardwise.model.facts import ModelFacts
+from shardwise.model.gradient_hooks import GradientHook
 from shardwise.parallel.context import ContextParallel, SequenceShard
 from shardwise.parallel.deferred_head import DeferredHead
+from shardwise.parallel.gradient_hooks import apply_gradient_hooks
 from shardwise.parallel.gradient_sync import begin_microbatch, reduce_gradients
 from shardwise.parallel.layout import Layout
 from shardwise.parallel.objective import Microbatch, Objective
@@ -80,6 +82,7 @@ class ParallelModel:
         tied: parameters whose gradients are summed over several pipeline ranks, by name, and which.
         pipeline: what drives the parts, if they are stages.
         context: what splits sequences, if ranks share them.
+        gradient_hooks: hooks of the user's on gradients of parameters that are here, by name.
     """
 
     parts: list[ModelPart]
@@ -92,6 +95,7 @@ class ParallelModel:
     tied: Mapping[str, Sequence[int]] = field(default_factory=dict)
     pipeline: Pipeline | None = None
     context: ContextParallel | None = None
+    gradient_hooks: Mapping[str, tuple[GradientHook, ...]] = field(default_factory=dict)
 
     @property
     def module(self) -> nn.Module:
@@ -163,6 +167,8 @@ class ParallelModel:
         self.drive(work, len(microbatches), backward=seed is not None)
         if seed is not None:
             self.sum_shared_gradients()
+            for name, hooks in self.gradient_hooks.items():
+                apply_gradient_hooks(self.tensor_map[name], hooks, self.plan.job.training.seed + step)
         return torch.stack(totals).sum(0)
 
     def prepare(self, inputs: dict[str, Any]) -> None:

@@ -128,6 +128,12 @@ class Plan:
         return not (auto or self.attention in ("blockwise", "flex"))
 
     @property
+    def keeps_float_arguments(self) -> bool:
+        """True where arguments of a user's blocks that are not made from weights keep their dtype."""
+        is_users = self.job.model.factory is not None
+        return is_users and self.dtypes.compute in ("bf16", "fp16") and not self.job.precision.cast_float_arguments
+
+    @property
     def needs_fsdp(self) -> bool:
         """True where FSDP2 has work: several data ranks, a compute dtype of its own, or parameters on the host."""
         ranks = math.prod(self.degrees[axis] for axis in data_axes())
@@ -397,6 +403,12 @@ def _memory_notes(draft: Draft) -> Iterator[str]:
 
 
 def _model_notes(draft: Draft) -> Iterator[str]:
+    if draft.model.factory is not None and draft.compute in ("bf16", "fp16"):
+        cast = "every float argument" if draft.precision.cast_float_arguments else "what is made from weights"
+        yield (
+            f"precision.cast_float_arguments={draft.precision.cast_float_arguments}: of the blocks' arguments, {cast} "
+            f"is cast to {draft.compute}, and so is every float argument of the whole module."
+        )
     if draft.precision.fp8 == "emulate":
         yield "precision.fp8=emulate shows the numbers of float8 and none of its speed: products run in fp32."
     if draft.precision.fp8 == "torchao" and not draft.model.compile:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardwise._torch_compat import share_gradient_hooks
 from shardwise.errors import ModelError
 from shardwise.job.objects import user_code
 from shardwise.job.schema import Job
@@ -81,6 +82,7 @@ def detach_weights(module: nn.Module) -> dict[str, Tensor]:
         if id(parameter) not in blanks:
             blank = torch.empty_like(parameter.detach(), device="meta")
             blanks[id(parameter)] = nn.Parameter(blank, requires_grad=parameter.requires_grad)
+            share_gradient_hooks(parameter, blanks[id(parameter)])
             weights[name] = parameter.detach()
         owner, _, leaf = name.rpartition(".")
         module.get_submodule(owner).register_parameter(leaf, blanks[id(parameter)])

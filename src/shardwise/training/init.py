@@ -131,11 +131,17 @@ def _blank(entry: ParameterEntry, key: str, device: torch.device) -> nn.Paramete
 
 
 def run_initializer(model: nn.Module, module: nn.Module) -> None:
-    """Run the model's own `_init_weights` (transformers' convention), else the module's `reset_parameters`."""
+    """Run the model's own `_init_weights` (transformers' convention), else the module's `reset_parameters`.
+
+    `_reset_parameters` is what torch calls it in `nn.MultiheadAttention` and `nn.Transformer`.
+    """
     init_weights = getattr(model, "_init_weights", None)
     if callable(init_weights):
         init_weights(module)
-    elif callable(reset := getattr(module, "reset_parameters", None)):
+        return
+    names = ("reset_parameters", "_reset_parameters")
+    reset = next((method for name in names if callable(method := getattr(module, name, None))), None)
+    if reset is not None:
         reset()
 
 

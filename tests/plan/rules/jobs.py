@@ -32,6 +32,8 @@ FACTS = ModelFacts(
     stages=StageFacts(before={"embed_in": 100}, after={"embed_out": 100}),
 )
 BRANCHED = replace(FACTS, sequence_parallel=refused("its blocks are not one chain"))
+HOOKED = replace(FACTS, whole_gradient_hooks=("layers.0.weight",), definition="Net (net.py:3)")
+ACCUMULATING = replace(FACTS, accumulate_grad_hooks=("embed_in.weight",), definition="Net (net.py:3)")
 DROPPING = replace(FACTS, drops_blocks=True)
 NO_PLAN = FACTS.with_capabilities({Axis.TENSOR: refused("there is no plan for xlm yet")})
 LISTS = FACTS.with_capabilities({Axis.PIPELINE: refused("it has two lists of blocks")})

@@ -63,17 +63,18 @@ class _BlockGroup:
         self.output: Any = None
         self.waiting = 0  # followers that have not handed the result through yet
 
-    def _chain(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        output: Any = hidden
-        for forward in self.forwards:
-            output = forward(_hidden(output), *args, **kwargs)
+    def _chain(self, *args: Any, **kwargs: Any) -> Any:
+        first, *others = self.forwards
+        output = first(*args, **kwargs)
+        for forward in others:
+            output = forward(_hidden(output), *args[1:], **kwargs)
         return output
 
-    def run_all(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        output = self.run(hidden, *args, **kwargs)
+    def run_all(self, *args: Any, **kwargs: Any) -> Any:
+        output = self.run(*args, **kwargs)
         self.waiting = len(self.forwards) - 1
         if self.waiting:
-            self.call, self.output = (args, kwargs), output
+            self.call, self.output = (args[1:], kwargs), output
         return output
 
     def hand_through(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -111,20 +112,31 @@ def _same_call(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
 def _checkpointed(
     forward: Callable[..., Any], selective: bool, offload: ActivationOffload | None
 ) -> Callable[..., Any]:
-    def run(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
-            return forward(hidden, *args, **kwargs)
+            return forward(*args, **kwargs)
         # Only the hidden states are an argument of the checkpoint: what it saves is then just them, which is what
         # offload may move; masks and positions are shared by all blocks and stay.
+        hidden, call = _apart(forward, args, kwargs)
         with offload.checkpoint_input() if offload else nullcontext():
-            return checkpoint(
-                lambda hidden: forward(hidden, *args, **kwargs),
-                hidden,
-                use_reentrant=False,
-                context_fn=lambda: _contexts(selective),
-            )
+            return checkpoint(call, hidden, use_reentrant=False, context_fn=lambda: _contexts(selective))
 
     return run
+
+
+def _apart(
+    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, Callable[[Any], Any]]:
+    """Return a call's hidden states, and `forward` as a function of them alone.
+
+    They are the first argument, and the first tensor of a block that is called by keywords alone.
+    """
+    if args:
+        return args[0], lambda hidden: forward(hidden, *args[1:], **kwargs)
+    name = next((name for name, value in kwargs.items() if isinstance(value, Tensor)), None)
+    if name is None:
+        return None, lambda hidden: forward(**kwargs)
+    return kwargs[name], lambda hidden: forward(**{**kwargs, name: hidden})
 
 
 def _contexts(selective: bool) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from shardwise._torch_compat import clear_placement_cache
@@ -38,21 +42,36 @@ class ShardedParameters(Transform):
     def apply(self, build: ModelBuilder, inputs: BuildInputs) -> None:
         for root, stages in build.roots():
             groups = [group for stage in stages for group in stage.block_groups(inputs)]
-            modules = shard_model(root, groups, inputs.plan, inputs.layout)
+            keys = (inputs.facts.activation_arguments or (0,)) if inputs.plan.keeps_float_arguments else None
+            modules = shard_model(root, groups, inputs.plan, inputs.layout, keys)
             for stage in stages:
                 stage.fsdp_modules = modules
 
 
-def shard_model(model: nn.Module, groups: Sequence[list[nn.Module]], plan: Plan, layout: Layout) -> list[FSDPModule]:
-    """Shard every group of blocks as one unit and the rest of `model` as the root; return all FSDP modules."""
+def shard_model(
+    model: nn.Module,
+    groups: Sequence[list[nn.Module]],
+    plan: Plan,
+    layout: Layout,
+    cast_arguments: Sequence[int | str] | None = None,
+) -> list[FSDPModule]:
+    """Shard every group of blocks as one unit and the rest of `model` as the root; return all FSDP modules.
+
+    `cast_arguments` are positions and names of the blocks' arguments that are cast to the compute dtype; unset: all.
+    """
     clear_placement_cache()
     mesh = layout.shard_mesh()
     keep = plan.holds_whole or not plan.job.parallel.reshard_after_forward
     mixed, offload = _mixed_precision(plan), _offload(plan)
+    of_blocks = mixed if cast_arguments is None else replace(mixed, cast_forward_inputs=False)
     for index, group in enumerate(groups):
         unit = group if len(group) > 1 else group[0]
         free = not keep and not (plan.keeps_last_unit and index == len(groups) - 1)
-        fully_shard(unit, mesh=mesh, reshard_after_forward=free, mp_policy=mixed, offload_policy=offload)  # type: ignore[arg-type]
+        fully_shard(unit, mesh=mesh, reshard_after_forward=free, mp_policy=of_blocks, offload_policy=offload)  # type: ignore[arg-type]
+        if cast_arguments is not None:
+            cast = partial(_cast_arguments, cast_arguments, torch_dtype(plan.dtypes.compute))
+            for block in group:
+                block.register_forward_pre_hook(cast, with_kwargs=True)
     # Embeddings, final norm and head: needed at both ends of forward and first in backward, so they stay gathered.
     fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=mixed, offload_policy=offload)
     modules: list[FSDPModule] = [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -83,6 +102,17 @@ def _mixed_precision(plan: Plan) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(
         param_dtype=torch_dtype(plan.dtypes.compute), reduce_dtype=torch_dtype(plan.dtypes.reduction)
     )
+
+
+def _cast_arguments(
+    keys: Sequence[int | str], dtype: torch.dtype, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Cast the arguments `keys` of a block's call to `dtype`; a forward pre-hook."""
+
+    def cast(key: int | str, value: Any) -> Any:
+        return value.to(dtype) if key in keys and isinstance(value, Tensor) and value.is_floating_point() else value
+
+    return tuple(cast(*item) for item in enumerate(args)), {name: cast(name, value) for name, value in kwargs.items()}
 
 
 def _offload(plan: Plan) -> OffloadPolicy:

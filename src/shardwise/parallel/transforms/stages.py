@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
+from shardwise._torch_compat import clear_module_hooks
 from shardwise.job.axes import Axis
 from shardwise.kernels.precision import torch_dtype
 from shardwise.model.facts import ModelFacts, PlaceholderShape
@@ -101,6 +102,7 @@ def cut_stage(
 def _empty(block: nn.Module, forward: Callable[..., Any]) -> None:
     empty_module(block)
     block.forward = forward  # type: ignore[method-assign]
+    clear_module_hooks(block)  # the stage that owns the block calls them
 
 
 def _leave_out(module: nn.Module, forward: Callable[..., Tensor], kept: set[int]) -> bool:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from shardwise.job.schema import LossScaleSection
 from shardwise.plan.draft import changed
-from shardwise.plan.rules.rule import Rule
+from shardwise.plan.rules.rule import Rule, idle
 
 SCALE = "precision.loss_scale"
 DYNAMIC_SCALE = tuple(f"{SCALE}.{name}" for name in LossScaleSection.model_fields if name != "static")
 
 # fmt: off
 RULES: tuple[Rule, ...] = (
+    idle("cast-float-arguments", "precision.cast_float_arguments",
+         "it is for a module of model.factory that computes in 16 bits",
+         lambda d: d.model.factory is None or d.compute not in ("bf16", "fp16")),
     Rule("loss-scale", ("precision.compute", SCALE), "only fp16 scales its loss",
          lambda d: d.compute != "fp16" and changed(d.job, SCALE),
          fix="use precision.compute fp16, or leave precision.loss_scale out",

@@ -14,6 +14,10 @@ def model_from_factory(d: Draft) -> bool:
     return d.model.factory is not None
 
 
+def _makes_parameters_anew(d: Draft) -> bool:
+    return d.world.size > 1 or d.compute not in ("fp32", "fp64") or d.memory.offload_parameters
+
+
 # fmt: off
 RULES: tuple[Rule, ...] = (
     Rule("one-model", SOURCES, "a model comes from at most one of them (none: the embedded default)",
@@ -31,5 +35,20 @@ RULES: tuple[Rule, ...] = (
          lambda d: d.facts.drops_blocks and d.world.size > 1,
          fix="set the layerdrop fields of the model's config to 0, or use one rank",
          because=lambda d: f"{d.facts.family} drops blocks at random (LayerDrop), and each rank would drop others"),
+    Rule("gradient-hooks", ("training.gradient_accumulation", "precision.compute"),
+         "a hook on a gradient that does more than scale it is given that of one microbatch, not scaled in turn",
+         lambda d: d.facts.whole_gradient_hooks and (d.accumulation.value > 1 or d.compute == "fp16"),
+         fix="use one microbatch on each rank (training.microbatch_size) and another dtype than fp16, or a hook that "
+         "scales or masks",
+         because=lambda d: f"the hook on {d.facts.whole_gradient_hooks[0]} of {d.facts.definition} does more than "
+         f"scale or mask its gradient, and a step has {d.accumulation.value} microbatches on each rank, in "
+         f"{d.compute}"),
+    Rule("accumulate-grad-hooks", ("parallel.workers", "precision.compute", "memory.offload_parameters"),
+         "a hook of register_post_accumulate_grad_hook is called where one rank has all of a parameter",
+         lambda d: d.facts.accumulate_grad_hooks and _makes_parameters_anew(d),
+         fix="use one worker, precision.compute fp32 or fp64 and no offload_parameters, or register_hook",
+         because=lambda d: f"{d.facts.accumulate_grad_hooks[0]} of {d.facts.definition} has a hook of "
+         "register_post_accumulate_grad_hook, which would see a part of it: ranks share parameters or samples, or "
+         "parameters are gathered in another dtype or from the host"),
 )
 # fmt: on

@@ -5,6 +5,11 @@ from __future__ import annotations
 from tests.plan.rules.jobs import case
 
 CASES = {
+    "cast-float-arguments": case(
+        {"precision": {"cast_float_arguments": True}},
+        {"model": {"factory": "a:b"}, "precision": {"compute": "bf16", "cast_float_arguments": True}},
+        "computes in 16 bits",
+    ),
     "loss-scale": case(
         {"precision": {"loss_scale": {"scale_window": 10}}},
         {"precision": {"compute": "fp16", "loss_scale": {"scale_window": 10}}},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.plan.rules.jobs import CPU4, DROPPING, FACTS, case
+from tests.plan.rules.jobs import ACCUMULATING, CPU4, DROPPING, FACTS, HOOKED, case
 
 CASES = {
     "one-model": case({"model": {"path": "m", "config": "c"}}, {"model": {"path": "m"}}, "keep one"),
@@ -18,5 +18,14 @@ CASES = {
     "remote-code": case(
         {"model": {"trust_remote_code": True}}, {"model": {"path": "m", "trust_remote_code": True}}, "model.path"
     ),
+    "gradient-hooks": case(
+        {"training": {"gradient_accumulation": 2}},
+        {"training": {"gradient_accumulation": 1}},
+        "the hook on layers.0.weight of Net (net.py:3) does more than scale or mask",
+        CPU4,
+        HOOKED,
+        HOOKED,
+    ),
+    "accumulate-grad-hooks": case({}, {}, "embed_in.weight of Net (net.py:3) has a hook", CPU4, ACCUMULATING, FACTS),
     "layer-drop": case({}, {}, "gpt_neox drops blocks at random (LayerDrop)", CPU4, DROPPING, FACTS),
 }

@@ -1,0 +1,141 @@
+"""Small modules, each with one habit of building that shows where a layout could change the numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+WIDTH = 6
+
+
+class Residual(nn.Module):
+    """A block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 13), nn.Linear(13, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Stack(nn.Module):
+    """A chain of three blocks between two linear layers."""
+
+    block: Any = Residual
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.block() for _ in range(3))
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+class KeywordResidual(Residual):
+    def forward(self, *, states: Tensor) -> Tensor:
+        return super().forward(states)
+
+
+class KeywordBlocks(Stack):
+    """Its blocks take nothing but a keyword argument."""
+
+    block = KeywordResidual
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(states=x)
+        return self.last(x)
+
+
+class AttendingResidual(Residual):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x[:, None, :]
+        return super().forward(x + self.attention(rows, rows, rows, need_weights=False)[0][:, 0])
+
+
+class Attending(Stack):
+    """torch's attention, whose initializer is called `_reset_parameters`."""
+
+    block = AttendingResidual
+
+
+class ScalingHooks(Stack):
+    """Hooks that mask and scale gradients, of a block and outside of the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.weight.register_hook(lambda gradient: gradient * 0.25)
+        self.blocks[1].up.weight.register_hook(_without_first_rows)
+
+
+def _without_first_rows(gradient: Tensor) -> Tensor:
+    masked = gradient.clone()
+    masked[:4] = 0
+    return masked
+
+
+class ClippingHook(Stack):
+    """A hook for which a sum of gradients is not the sum of what it makes of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last.weight.register_hook(lambda gradient: gradient / (1 + gradient.norm()))
+
+
+class AccumulateHook(Stack):
+    """A hook for when a gradient has been accumulated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last.weight.register_post_accumulate_grad_hook(_halve)
+
+
+def _halve(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad *= 0.5
+
+
+class BlockHooks(Stack):
+    """Hooks on blocks that change what these return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.register_forward_hook(lambda module, args, output: output * 0.9)
+
+
+class PositionedResidual(Residual):
+    def forward(self, x: Tensor, position: Tensor) -> Tensor:
+        return super().forward(x + (position - 4097.0).to(x.dtype))
+
+
+class Positions(Stack):
+    """Blocks are given a position in fp32 that 16 bits do not hold."""
+
+    block = PositionedResidual
+
+    def forward(self, x: Tensor) -> Tensor:
+        position = torch.full((len(x), 1), 4098.0, device=x.device)
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x, position)
+        return self.last(x)
+
+
+class Penalized(Stack):
+    """Its forward reads every parameter."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 0.01 * sum(parameter.square().sum() for parameter in self.parameters())
