@@ -533,3 +533,8 @@ def follow_schedulers(optimizer: Any) -> None:
     told: Any = step
     told._wrapped_by_lr_sched = True
     optimizer.step = step
+
+
+def write_count(tensor: Tensor) -> int:
+    """Return how often a tensor has been written in place; its counter has no public name (torch 2.11 to 2.13)."""
+    return tensor._version

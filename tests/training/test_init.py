@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +12,13 @@ from torch import Tensor, nn
 
 from shardwise.errors import ModelError
 from shardwise.job.schema import Job
+from shardwise.model.build import build_model
+from shardwise.parallel.transforms.materialize import is_blank, materialize
 from shardwise.testing.capture import gather
+from shardwise.testing.toy_configs import toy_config
 from shardwise.testing.world import WorldPool
+from shardwise.training import init
+from shardwise.training.init import run_initializer
 from shardwise.training.setup import set_up
 from tests.parity.jobs import MODELS, VOCABULARY, make_job, make_module_job
 
@@ -25,6 +31,44 @@ LAYOUTS = [
     pytest.param(8, {}, marks=pytest.mark.slow),
     pytest.param(8, {"sharded_data_parallel_degree": 4, "placement_strategy": "spread"}, marks=pytest.mark.slow),
 ]
+
+
+def initialized_apertus() -> Any:
+    """A model whose initializer leaves buffers out, on one rank, as far as `initialize` reads it."""
+    job = Job(model={"config": toy_config("apertus")})
+    module = build_model(job)
+    materialize(module, torch.device("cpu"), torch.device("cpu"))
+    with torch.no_grad():
+        for part in reversed([*module.modules()]):
+            run_initializer(module, part)
+    part = SimpleNamespace(module=module)
+    return SimpleNamespace(parts=[part], plan=SimpleNamespace(job=job), device=torch.device("cpu"), module=module)
+
+
+def test_buffers_that_no_initializer_fills_have_the_values_of_their_constructor() -> None:
+    model = initialized_apertus()
+    assert is_blank(model.module.get_buffer("model.layers.0.mlp.act_fn.beta"))
+    with torch.no_grad():
+        init._fill_blank_buffers(model, 0)
+    assert model.module.get_buffer("model.layers.0.mlp.act_fn.beta").item() == 0.5
+    assert not any(map(is_blank, model.module.buffers()))
+
+
+def test_a_buffer_that_nobody_fills_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(init, "constructed_buffers", lambda job: {})
+    with pytest.raises(ModelError, match=r"buffer 'model\.layers\.0\.mlp\.act_fn\.beta' has no values"):
+        init._fill_blank_buffers(initialized_apertus(), 0)
+
+
+def test_blank_buffers_of_any_dtype_are_known() -> None:
+    module = nn.Module()
+    for name in ("bool", "int64", "bfloat16"):
+        module.register_buffer(f"of_{name}", torch.empty(2, device="meta", dtype=getattr(torch, name)))
+    materialize(module, torch.device("cpu"), torch.device("cpu"))
+    assert all(map(is_blank, module.buffers()))
+    for buffer in module.buffers():
+        buffer.copy_(torch.zeros(2))
+    assert not any(map(is_blank, module.buffers()))
 
 
 def initial(job: Job) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -2,8 +2,9 @@
 
 Three sources: a Hugging Face directory or config (the embedded default among them), built by transformers itself, and
 a user's own factory. Parameters are always on meta, so no rank ever holds a model it is going to shard. Buffers
-of a Hugging Face model are on meta too (transformers' initializer fills them again); buffers of a user's module are
-real, since nothing but its constructor knows their values. Nothing here contacts a hub.
+of a Hugging Face model are on meta too: transformers' initializer fills them again, and `constructed_buffers` has the
+values of those that it leaves out. Buffers of a user's module are real, since nothing but its constructor knows their
+values. Nothing here contacts a hub.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ import re
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from transformers import (
     CONFIG_MAPPING,
@@ -246,9 +247,7 @@ def _build_hugging_face(job: Job, config: PreTrainedConfig) -> PreTrainedModel:
     _check_head(config, section)
     if getattr(config, "quantization_config", None):
         raise ModelError(f"model.path={section.path!r} holds quantized weights; training needs the unquantized model")
-    attention = family_of(str(config.model_type)).attention
-    is_built = section.attention in BUILT and not (attention is not None and attention.eager_only)
-    model = _from_config(config, section, section.attention if is_built else None)
+    model = _from_config(config, section, _on_meta)
     replace_attention(model)
     model.config.architectures = [type(model).__name__]
     path = section.path
@@ -258,6 +257,38 @@ def _build_hugging_face(job: Job, config: PreTrainedConfig) -> PreTrainedModel:
             lambda: GenerationConfig.from_pretrained(path, local_files_only=True),
         )
     return model
+
+
+def constructed_buffers(job: Job) -> dict[str, Tensor]:
+    """Return the buffers of a Hugging Face model as its constructors make them, on the CPU.
+
+    There are none of a `model.factory`, whose own buffers are real. Memory that a constructor leaves
+    uninitialized holds NaN.
+
+    Raises:
+        ModelError: a constructor needs values of parameters.
+    """
+    if job.model.factory:
+        return {}
+    return dict(_from_config(load_config(job), job.model, _with_real_buffers).named_buffers())
+
+
+@contextmanager
+def _on_meta() -> Iterator[None]:
+    with torch.device("meta"), meta_device_safe_creation_ops():
+        yield
+
+
+@contextmanager
+def _with_real_buffers() -> Iterator[None]:
+    """Inside, constructors make values of buffers alone; torch fills uninitialized memory with NaN."""
+    was, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with parameters_on_meta():
+            yield
+    finally:
+        torch.use_deterministic_algorithms(was, warn_only=warned)
 
 
 def _check_head(config: PreTrainedConfig, section: ModelSection) -> None:
@@ -274,10 +305,17 @@ def _check_head(config: PreTrainedConfig, section: ModelSection) -> None:
     raise ModelError(f"model.task={section.task!r}: model_type {config.model_type!r} has no such head; {fix}")
 
 
-def _from_config(config: PreTrainedConfig, section: ModelSection, attention: str | None) -> PreTrainedModel:
+def _from_config(
+    config: PreTrainedConfig, section: ModelSection, allocation: Callable[[], AbstractContextManager[None]]
+) -> PreTrainedModel:
+    """Return transformers' model of a config; `allocation` says what of it has values."""
+    family_attention = family_of(str(config.model_type)).attention
+    is_built = section.attention in BUILT and not (family_attention is not None and family_attention.eager_only)
+    attention = section.attention if is_built else None
+
     def build(kernel: str | None) -> PreTrainedModel:
         chosen = {} if kernel is None else {"attn_implementation": kernel}
-        with torch.device("meta"), meta_device_safe_creation_ops():
+        with allocation():
             return HEADS[section.task][0].from_config(
                 copy.deepcopy(config), trust_remote_code=section.trust_remote_code, dtype=torch.float32, **chosen
             )

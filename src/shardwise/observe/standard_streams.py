@@ -37,4 +37,18 @@ def leave_stream(name: str) -> None:
 
 
 def _lead_to_nowhere(name: str) -> None:
-    setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  # for the rest of the process
+    """Open a stream for the rest of the process, under the number that the processes it starts look for."""
+    number = os.open(os.devnull, os.O_WRONLY)
+    with contextlib.suppress(OSError):
+        if number != NUMBERS[name] and not _is_open(NUMBERS[name]):
+            number = os.dup2(number, NUMBERS[name])
+        os.set_inheritable(number, number == NUMBERS[name])
+    setattr(sys, name, os.fdopen(number, "w", encoding="utf-8"))
+
+
+def _is_open(number: int) -> bool:
+    try:
+        os.fstat(number)
+    except OSError:
+        return False
+    return True

@@ -18,9 +18,11 @@ from torch import Tensor, nn
 from shardwise.checkpoint.reading import HuggingFaceWeights
 from shardwise.checkpoint.state import persistent_buffers
 from shardwise.errors import ModelError
+from shardwise.model.build import constructed_buffers
 from shardwise.model.facts import ModelFacts
 from shardwise.parallel.model import ModelPart, ParallelModel
 from shardwise.parallel.tensor_map import ParameterEntry
+from shardwise.parallel.transforms.materialize import is_blank
 
 _BUFFERS_ONLY = "buffers"
 
@@ -38,6 +40,31 @@ def initialize(model: ParallelModel, seed: int) -> None:
         path = model.plan.job.model.path
         if path is not None:
             read_hugging_face(model, path)
+        if model.facts.has_config:
+            _fill_blank_buffers(model, seed)
+
+
+def _fill_blank_buffers(model: ParallelModel, seed: int) -> None:
+    """Give buffers that no initializer has filled the values of their constructors.
+
+    Raises:
+        ModelError: a constructor leaves one without values too.
+    """
+    buffers = [(name, buffer) for part in model.parts for name, buffer in part.module.named_buffers()]
+    blanks = {name: buffer for name, buffer in buffers if is_blank(buffer)}
+    if not blanks:
+        return
+    with seeded(seed, "buffers", model.device):
+        constructed = constructed_buffers(model.plan.job)
+    for name, buffer in blanks.items():
+        value = constructed.get(name)
+        if value is not None and not value.is_meta and value.shape == buffer.shape:
+            buffer.copy_(value)
+        if is_blank(buffer):
+            raise ModelError(
+                f"buffer {name!r} has no values: neither its module's constructor nor its initializer gives it any; "
+                "fill it in _init_weights() of the model's code, or register it with its values"
+            )
 
 
 def match_weights(module: nn.Module, facts: ModelFacts, path: str) -> tuple[HuggingFaceWeights, dict[str, str]]:

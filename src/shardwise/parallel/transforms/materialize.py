@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from shardwise._torch_compat import write_count
 from shardwise.model.facts import ModelFacts
 from shardwise.parallel.builder import BuildInputs, ModelBuilder, Transform
 from shardwise.plan.plan import Plan
+
+WRITES = "writes_when_blank"  # attribute of a blank buffer
 
 
 class Materialization(Transform):
@@ -28,7 +31,7 @@ class Materialization(Transform):
 def materialize(model: nn.Module, device: torch.device, parameters_on: torch.device) -> None:
     """Give meta parameters storage on `parameters_on` (uninitialized) and move buffers to `device`.
 
-    Buffers that hold values already (a user's own module) keep them; meta buffers are filled by `initialize`.
+    Buffers that hold values already (a user's own module) keep them; meta buffers are blank until `initialize`.
     """
     ties = _tied_names(model)
     filled = {name: buffer.to(device) for name, buffer in model.named_buffers() if not buffer.is_meta}
@@ -37,7 +40,23 @@ def materialize(model: nn.Module, device: torch.device, parameters_on: torch.dev
         for name in others:
             setattr(_owner(model, name), _leaf(name), model.get_parameter(first))
     for name, buffer in list(model.named_buffers()):
-        setattr(_owner(model, name), _leaf(name), filled.get(name, torch.empty_like(buffer, device=device)))
+        setattr(_owner(model, name), _leaf(name), filled[name] if name in filled else _blank(buffer, device))
+
+
+def is_blank(buffer: Tensor) -> bool:
+    """Return whether nobody has filled a buffer that `materialize` made: some element is NaN, or none was written."""
+    if not buffer.numel():
+        return False
+    if buffer.is_floating_point() or buffer.is_complex():
+        return bool(buffer.isnan().any())
+    return getattr(buffer, WRITES, None) == write_count(buffer)
+
+
+def _blank(buffer: Tensor, device: torch.device) -> Tensor:
+    blank = torch.empty_like(buffer, device=device)
+    blank.fill_(float("nan") if blank.is_floating_point() or blank.is_complex() else 0)
+    setattr(blank, WRITES, write_count(blank))
+    return blank
 
 
 def _tied_names(model: nn.Module) -> list[list[str]]:
