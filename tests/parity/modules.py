@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
 
 WIDTH = 6
 
@@ -139,3 +140,37 @@ class Penalized(Stack):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + 0.01 * sum(parameter.square().sum() for parameter in self.parameters())
+
+
+class NormedResidual(Residual):
+    def __init__(self) -> None:
+        super().__init__()
+        parametrizations.weight_norm(self.up)
+
+
+class Parametrized(Stack):
+    """Weights that parametrizations compute: with an inverse in the blocks, without one outside of them."""
+
+    block = NormedResidual
+
+    def __init__(self) -> None:
+        super().__init__()
+        parametrize.register_parametrization(self.first, "weight", Symmetric())
+
+
+class Symmetric(nn.Module):
+    """A symmetric matrix."""
+
+    def forward(self, matrix: Tensor) -> Tensor:
+        return matrix.triu() + matrix.triu(1).transpose(-1, -2)
+
+
+class SingleLayer(nn.Module):
+    """Nothing that could be cut apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.only = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.only(x)

@@ -41,6 +41,8 @@ HABITS: list[tuple[str, int, dict[str, Any]]] = [
     ("ScalingHooks", 2, {"parallel": PIPELINE, "training": {"gradient_accumulation": 2}}),
     ("ClippingHook", 2, {}),
     ("BlockHooks", 2, {"parallel": PIPELINE, "training": {"gradient_accumulation": 2}}),
+    ("Parametrized", 1, {}),
+    ("Parametrized", 2, {}),
     ("Positions", 1, {"precision": {"compute": "bf16"}}),
 ]
 
@@ -53,6 +55,7 @@ def test_a_habit_agrees(world_pool: WorldPool, corpora: Path, name: str, ranks: 
 REFUSED: list[tuple[str, int, dict[str, Any], str]] = [
     ("ClippingHook", 2, {"training": {"gradient_accumulation": 2}}, r"last.weight of ClippingHook \(.*modules.py:\d+"),
     ("AccumulateHook", 2, {}, r"last.weight of AccumulateHook \(.*modules.py:\d+"),
+    ("SingleLayer", 2, {"parallel": PIPELINE}, "it has 0 lists of blocks"),
     ("Penalized", 2, {"parallel": PIPELINE}, r"Penalized \(.*modules.py:\d+\) reads blocks.0"),
 ]
 

@@ -41,8 +41,8 @@ def cut_by_trace(
     if not facts.blocks:
         facts = _with_units(model, facts, inputs)
     order = facts.stages.order
-    if not order:
-        return facts
+    if len(order) < 2:
+        return facts  # there is nothing to cut apart
     try:
         traced = trace(model, order[1:], inputs, torch.device("cpu"), (DTYPE, DTYPE), order)
         stages = _stages(facts, traced)

@@ -9,11 +9,13 @@ most that exists unsharded.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import cached, is_parametrized
 
 from shardwise.checkpoint.reading import HuggingFaceWeights
 from shardwise.checkpoint.state import persistent_buffers
@@ -98,14 +100,18 @@ def read_hugging_face(model: ParallelModel, path: str) -> None:
 
 
 def _units(part: ModelPart, facts: ModelFacts) -> Iterator[tuple[str, bool]]:
-    """Yield (qualified name, whole subtree?) of what is initialized together: blocks whole, others by themselves."""
+    """Yield (qualified name, whole subtree?) of what is initialized together: blocks whole, others by themselves.
+
+    A module with parametrizations is whole too: what fills it is its own initializer.
+    """
     blocks = {block.name for block in facts.blocks}
+    blocks |= {name for name, module in part.module.named_modules() if name and is_parametrized(module)}
     inside = tuple(f"{name}." for name in blocks)
     absent = part.boundary.absent if part.boundary is not None else ()
     for name, _ in part.module.named_modules():
         if name in absent:
             continue
-        if name in blocks:
+        if name in blocks and not name.startswith(inside):
             yield name, True
         elif not name.startswith(inside) or not inside:
             yield name, False
@@ -168,8 +174,26 @@ def run_initializer(model: nn.Module, module: nn.Module) -> None:
         return
     names = ("reset_parameters", "_reset_parameters")
     reset = next((method for name in names if callable(method := getattr(module, name, None))), None)
-    if reset is not None:
+    if reset is not None and is_parametrized(module):
+        _reset_parametrized(module, reset)
+    elif reset is not None:
         reset()
+
+
+def _reset_parametrized(module: nn.Module, reset: Callable[[], None]) -> None:
+    """Call `reset`, which fills the tensors that parametrizations compute, and give these to the parametrizations.
+
+    One without `right_inverse` takes them as its original, as when it is registered on a module that has values.
+    """
+    lists: Any = module.parametrizations
+    with cached():
+        reset()
+        values = {name: getattr(module, name) for name in lists}
+    for name, value in values.items():
+        if all(hasattr(parametrization, "right_inverse") for parametrization in lists[name]):
+            setattr(module, name, value)
+        else:
+            lists[name].original.copy_(value)
 
 
 @contextmanager
