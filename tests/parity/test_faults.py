@@ -20,6 +20,9 @@ from tests.parity.jobs import facts_of, make_job, verify_one
 OF_ADAM = ("wrong_eps", "late_correction", "no_decay", "no_update", "wrong_update")
 
 
+OF_THE_RUN = ("wrong_schedule", "repeated_sample", "unequal_start", "trained_evaluation", "left_in_evaluation")
+
+
 def with_fault(job: Job, fault: str) -> VerifyReport | None:
     with FAULTS[fault]():
         return verify_one(job)
@@ -47,7 +50,7 @@ def job_of(corpora: Path, fault: str, job: Job) -> tuple[int, Job]:
         return 2, make_job(corpora, layers=1, parallel={"tensor_parallel_degree": 2})
     if fault in OF_ADAM:
         return 2, slow_adam(corpora, "fp64")
-    if fault == "unknown_gradient":
+    if fault in OF_THE_RUN or fault == "unknown_gradient":
         return 2, make_job(corpora, layers=1)
     return 4, job
 

@@ -1,9 +1,11 @@
 """`shardwise verify JOB`: a few steps of the user's own job on its layout, proved against one plain process.
 
 Both start from the same weights and read the same data. Compared are, in every step, loss, each gradient after its
-reduction and before clipping, the gradient norm, and each parameter after the update; replicas have to be equal bit by
-bit. The reference is `testing.oracle` (nothing of ours) or, with `against`, another layout of ours. The run stops at
-the first step that disagrees and says which tensor was first and which known mistake explains it.
+reduction and before clipping, the gradient norm, each parameter after the update and the update itself. Copies that
+several ranks hold of a parameter have to be equal bit by bit. What so few steps do not show, the whole schedule, the
+order of samples, weights at start and evaluation, has checks of its own (`testing.run_checks`). The reference is
+`testing.oracle` (nothing of ours) or, with `against`, another layout of ours. The run stops at the first step that
+disagrees and says which tensor was first and which known mistake explains it.
 """
 
 from __future__ import annotations
@@ -36,6 +38,13 @@ from shardwise.testing.comparison import VerifyReport
 from shardwise.testing.oracle import Oracle
 from shardwise.testing.oracle_data import open_source
 from shardwise.testing.reference import OracleReference, RecordedReference, Recording, oracle_dtypes
+from shardwise.testing.run_checks import (
+    compare_evaluation,
+    compare_order,
+    compare_schedule,
+    compare_start,
+    drawn_weights,
+)
 from shardwise.training.setup import AssembledJob, assemble, prepare_data, study
 from shardwise.words import output_console
 
@@ -105,9 +114,11 @@ sys.modules[__name__].__class__ = _Callable
 
 def verify_rank(job: Job, device: torch.device, steps: int = 3, facts: ModelFacts | None = None) -> VerifyReport | None:
     """Verify against the oracle inside an existing process group; the report on rank 0. Collective."""
-    run = _assemble(job, device, facts or study(job))
+    with drawn_weights() as drawn:
+        run = _assemble(job, device, facts or study(job))
     report = VerifyReport(_title(run, "one process"))
     _check_memory(run)
+    report.add([*compare_schedule(run), *compare_order(run), *compare_start(run, drawn)])
     weights = gather(run)
     return _compare(run, steps, lambda: OracleReference(run.plan, _oracle(run, weights), report), report)
 
@@ -139,6 +150,8 @@ def _compare(
             dist.broadcast(agrees, 0)
             if not agrees:
                 break
+        else:
+            report.add(compare_evaluation(run, step))
     if dropped:
         report.notes.append(f"Attention dropout of {dropped[0]:g} in the fused kernel is switched off: {FUSED}")
     return report if dist.get_rank() == 0 else None

@@ -21,6 +21,14 @@ from rich.text import Text
 from torch import Tensor
 
 SMALLEST = 1e-3  # of the largest tensor of a kind: below it a tensor is held to that tensor's absolute error
+# by quantity: the fault and the sentence of checks whose difference is its own diagnosis
+SENTENCES = {
+    "schedule": ("wrong_schedule", "the learning rate of step {name} is not that of the job's schedule"),
+    "order": ("repeated_sample", "the order of samples is no permutation: {name}"),
+    "start": ("unequal_start", "{name} differs between ranks before the first step"),
+    "evaluation": ("trained_evaluation", "evaluation computes in training mode"),
+    "mode": ("left_in_evaluation", "evaluation leaves the model in evaluation mode"),
+}
 
 
 @dataclass(frozen=True)
@@ -66,7 +74,9 @@ class Difference:
     """One compared number or tensor."""
 
     step: int
-    quantity: str  # "data", "loss", "gradient", "norm", "parameter", "update", "gradient copies", "replicas"
+    quantity: (
+        str  # "data", "loss", "gradient", "norm", "parameter", "update", "gradient copies", "replicas", or of SENTENCES
+    )
     name: str
     error: float
     tolerance: float
@@ -85,6 +95,14 @@ class VerifyReport:
     notes: list[str] = field(default_factory=list)
     fault: str = ""
     diagnosis: str = ""
+
+    def add(self, differences: list[Difference]) -> None:
+        """Add differences that name their own mistake; the first mistake that is named stays the diagnosis."""
+        self.differences += differences
+        for difference in differences:
+            if not difference.agrees and not self.fault:
+                fault, sentence = SENTENCES[difference.quantity]
+                self.fault, self.diagnosis = fault, sentence.format(name=difference.name)
 
     @property
     def first(self) -> Difference | None:

@@ -33,7 +33,7 @@ class CopyError:
 def compare_copies(run: AssembledJob, gradients: bool = False) -> dict[str, CopyError]:
     """Return the errors, by logical name, of parameters or gradients that several ranks hold. Collective."""
     tensors = _local_tensors(run, gradients)
-    digests = gathered({key: _digest(tensor) for key, tensor in tensors.items()})
+    digests = gathered({key: digest_of(tensor) for key, tensor in tensors.items()})
     holders: dict[str, list[int]] = {}
     for rank, own in enumerate(digests):
         for key in own:
@@ -64,8 +64,10 @@ def _local_tensors(run: AssembledJob, gradients: bool) -> dict[str, Tensor]:
     return tensors
 
 
-def _digest(tensor: Tensor) -> bytes:
-    elements = tensor.cpu().contiguous().view(-1).view(torch.uint8)
+def digest_of(tensor: Tensor) -> bytes:
+    """Return a hash of a tensor's bytes."""
+    value = tensor.detach().cpu().contiguous()
+    elements = (torch.view_as_real(value) if value.is_complex() else value).view(-1).view(torch.uint8)
     return hashlib.blake2b(elements.numpy().tobytes(), digest_size=16).digest()
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -16,13 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardwise.data import loader
 from shardwise.job.axes import Axis
 from shardwise.kernels.attention import interface
 from shardwise.model.discover import find_ties
 from shardwise.parallel.model import ParallelModel
 from shardwise.parallel.tensor_map import TensorMap
 from shardwise.parallel.transforms import sharding
-from shardwise.training import setup, step
+from shardwise.testing import capture, oracle_data, run_checks
+from shardwise.training import init, setup, step
 from shardwise.training.objectives.language_modelling import LanguageModelling
 from shardwise.training.optimizer import ShardedOptimizer
 
@@ -234,6 +236,40 @@ def _turned_gradient() -> AbstractContextManager[None]:
     return _wrapped(ParallelModel, "run", wrapper)
 
 
+@contextmanager
+def _everywhere(name: str, wrapper: Callable[..., Any], *modules: Any) -> Iterator[None]:
+    """`_wrapped` for a function that several modules have imported by name."""
+    with ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(_wrapped(module, name, wrapper))
+        yield
+
+
+def _wrong_schedule() -> AbstractContextManager[None]:
+    def wrapper(original: Callable[..., float], settings: Any, step: int, steps: int, warmup: int) -> float:
+        return original(settings, step, max(steps // 2, step + 1), warmup)
+
+    return _everywhere("learning_rate", wrapper, capture, run_checks)
+
+
+def _repeated_sample() -> AbstractContextManager[None]:
+    def wrapper(original: Callable[..., int], seed: int, counter: int, size: int) -> int:
+        return original(seed, counter, size) // 2
+
+    return _everywhere("order", wrapper, loader, oracle_data, run_checks)
+
+
+def _unequal_start() -> AbstractContextManager[None]:
+    def wrapper(original: Callable[..., Any], seed: int, name: str, device: torch.device) -> Any:
+        return original(seed + (dist.get_rank() if name.endswith("wte") else 0), name, device)
+
+    return _wrapped(init, "seeded", wrapper)
+
+
+def _mode_always(mode: bool) -> AbstractContextManager[None]:
+    return _wrapped(ParallelModel, "train", lambda original, self, wanted=True: original(self, mode))
+
+
 FAULTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "lost_rank": lambda: _gradient_times(0.0, lambda number: dist.get_rank() == RANK),
     "lost_microbatch": lambda: _gradient_times(0.0, lambda number: number == MICROBATCH),
@@ -259,5 +295,10 @@ FAULTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "no_decay": _no_decay,  # of embeddings
     "no_update": _no_update,
     "wrong_update": _rounded_moments,  # no known mistake: the tensors are named
+    "wrong_schedule": _wrong_schedule,
+    "repeated_sample": _repeated_sample,
+    "unequal_start": _unequal_start,
+    "trained_evaluation": lambda: _mode_always(True),
+    "left_in_evaluation": lambda: _mode_always(False),
     "unknown_gradient": _turned_gradient,  # no known mistake: the module is named
 }

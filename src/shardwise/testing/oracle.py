@@ -236,7 +236,7 @@ class Oracle:
             for name in self.used:
                 self.parameters[name].grad = given[name].to(self.master, copy=True).mul_(factor)
         for group in self.optimizer.param_groups:
-            group["lr"] = _rate(settings, step, self.job.training.steps)
+            group["lr"] = scheduled_rate(settings, step, self.job.training.steps)
         with self._changed(twist):
             self.optimizer.step()
         self._publish()
@@ -358,7 +358,7 @@ def _optimizer(settings: OptimizerSection, parameters: Mapping[str, nn.Parameter
     return optimizer
 
 
-def _rate(settings: OptimizerSection, step: int, steps: int) -> float:
+def scheduled_rate(settings: OptimizerSection, step: int, steps: int) -> float:
     """Warm-up to the peak over `warmup_steps`, then straight or along half a cosine to the final ratio at the end."""
     if ":" in settings.schedule:
         return settings.learning_rate * float(load_object(settings.schedule)(step, steps))

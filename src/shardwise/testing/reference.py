@@ -133,7 +133,7 @@ class OracleReference:
 
     def _diagnose(self, evidence: Evidence) -> None:
         found = diagnose(evidence)
-        if found:
+        if found and not self.report.fault:
             self.report.fault, self.report.diagnosis = found
 
 

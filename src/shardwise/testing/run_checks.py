@@ -1,0 +1,99 @@
+"""Checks of what a few steps do not show: the whole schedule, the order of samples, weights at start, evaluation.
+
+Each returns differences of a quantity of its own, on every rank; rank 0 reports them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+from torch import Tensor
+
+from shardwise.data.order import order
+from shardwise.job.axes import Axis
+from shardwise.parallel.tensor_map import ParameterEntry
+from shardwise.testing.comparison import Difference
+from shardwise.testing.copies import digest_of, gathered
+from shardwise.testing.oracle import scheduled_rate
+from shardwise.training.optimizer import learning_rate
+from shardwise.training.setup import AssembledJob
+from shardwise.training.step import evaluate
+
+MOST_STEPS = 200_000  # of a schedule that are compared, spread evenly over a longer one
+MOST_SAMPLES = 20_000  # of an epoch whose order is looked at; of a longer one the first
+
+
+def compare_schedule(run: AssembledJob) -> list[Difference]:
+    """Compare the learning rate of every step of the job with the oracle's formula; the worst step is named."""
+    settings, steps = run.plan.job.optimizer, run.plan.job.training.steps
+    worst, error = 0, 0.0
+    for step in range(0, steps, -(-steps // MOST_STEPS)):
+        ours = learning_rate(settings, step, steps, run.plan.warmup_steps)
+        apart = abs(ours - scheduled_rate(settings, step, steps)) / (abs(settings.learning_rate) or 1.0)
+        if not apart <= error:
+            worst, error = step, apart
+    return [Difference(0, "schedule", str(worst) if error else "", error, 1e-12)]
+
+
+def compare_order(run: AssembledJob) -> list[Difference]:
+    """Look for samples that an epoch repeats or leaves out."""
+    seed, size = run.plan.job.training.seed, len(run.data.train)
+    count = min(size, MOST_SAMPLES)
+    read = [order(seed, counter, size) for counter in range(count)]
+    repeated = count - len(set(read))
+    outside = sum(not 0 <= index < size for index in read)
+    name = f"{repeated} of its first {count} repeat others" if repeated else ""
+    return [Difference(0, "order", name, math.inf if repeated or outside else 0.0, 0.0)]
+
+
+@contextmanager
+def drawn_weights() -> Iterator[dict[str, bytes]]:
+    """Yield a dict that gets a digest of every whole tensor from which this rank stores its part."""
+    digests: dict[str, bytes] = {}
+    original = ParameterEntry.store
+
+    def store(self: ParameterEntry, whole: Tensor) -> None:
+        digests[self.name] = digest_of(whole)
+        original(self, whole)
+
+    with mock.patch.object(ParameterEntry, "store", store):
+        yield digests
+
+
+def compare_start(run: AssembledJob, drawn: dict[str, bytes]) -> list[Difference]:
+    """Compare what each rank drew whole for a parameter, and the buffers of equal tensor ranks. Collective."""
+    place = run.layout.index(Axis.TENSOR)
+    own: dict[tuple[str, int], bytes] = {(name, -1): digest for name, digest in drawn.items()}
+    for part in run.model.parts:
+        own |= {(name, place): digest_of(buffer) for name, buffer in part.module.named_buffers() if not buffer.is_meta}
+    first: dict[tuple[str, int], bytes] = {}
+    differing: dict[str, bool] = {}
+    for digests in gathered(own):
+        for key, digest in digests.items():
+            differing[key[0]] = differing.get(key[0], False) or first.setdefault(key, digest) != digest
+    return [Difference(0, "start", name, math.inf if differs else 0.0, 0.0) for name, differs in differing.items()]
+
+
+def compare_evaluation(run: AssembledJob, step: int) -> list[Difference]:
+    """Evaluate one batch as the trainer does, and look at the mode of all modules during and after. Collective."""
+    if not run.evaluation_batches:
+        return []
+    modules = [module for part in run.model.parts for module in part.module.modules()]
+    before, inside, compute = [module.training for module in modules], list[bool](), run.model.run
+
+    def watched(*args: Any, **kwargs: Any) -> Tensor:
+        inside.extend(module.training for module in modules)
+        return compute(*args, **kwargs)
+
+    with mock.patch.object(run.model, "run", watched):
+        evaluate(run.model, run.objective, list(run.stream.evaluation(run.data.validation, 1)))
+    after = [module.training for module in modules]
+    everyone = gathered((any(inside), after != before))
+    return [
+        Difference(step, quantity, "", math.inf if any(found) else 0.0, 0.0)
+        for quantity, found in zip(("evaluation", "mode"), zip(*everyone, strict=True), strict=True)
+    ]
