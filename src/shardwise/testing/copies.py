@@ -19,7 +19,7 @@ from shardwise.training.setup import AssembledJob
 
 @dataclass(frozen=True)
 class CopyError:
-    """How far the copies of a tensor lie apart.
+    """The distance between the copies of a tensor.
 
     Attributes:
         error: largest difference of two copies, relative to the largest element of any.
