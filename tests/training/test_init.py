@@ -150,6 +150,19 @@ def test_a_directorys_weights_are_read_on_every_layout(world_pool: WorldPool, co
         assert all(torch.equal(weights[name], expected[name].detach().double()) for name in expected)
 
 
+def test_parameters_without_an_initializer_may_come_from_a_directory(
+    world_pool: WorldPool, corpora: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**toy_config("apertus", vocab_size=VOCABULARY)))
+    model.save_pretrained(tmp_path)
+    weights, buffers = world_pool.run(1, initial, make_job(corpora, model={"config": None, "path": str(tmp_path)}))[0]
+    name = "model.layers.0.mlp.act_fn.alpha_p"
+    assert torch.equal(weights[name], model.get_parameter(name).detach().double())
+    assert buffers["model.layers.0.mlp.act_fn.beta"].item() == 0.5
+
+
 class Unset(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -134,7 +134,7 @@ def _draw(model: ParallelModel, root: nn.Module, unit: tuple[str, bool], seed: i
             with seeded(seed, owner, model.device):
                 run_initializer(root, part)
         for key, whole in unset.items():
-            if torch.isnan(whole).any():
+            if torch.isnan(whole).any() and model.plan.job.model.path is None:  # else it is in the directory's files
                 raise ModelError(
                     f"parameter {key!r} of {type(owned[key][0]).__name__} has no initializer; give its module a "
                     "reset_parameters() method that fills it"
