@@ -375,7 +375,7 @@ def scheduled_rate(settings: OptimizerSection, step: int, steps: int) -> float:
 
 def _twisted(rows: Rows, twist: Twist) -> Rows:
     labels, documents = rows.labels, rows.documents
-    if twist.shift_labels and labels is not None:
+    if twist.shift_labels and labels is not None and labels.dim() > 1:  # those of a sample have no positions
         labels = labels.roll(twist.shift_labels, dims=1)
     if twist.leak_documents and documents is not None:
         documents = torch.zeros_like(documents)
