@@ -59,8 +59,8 @@ def _gradient_times(factor: float, here: Callable[[int], bool]) -> AbstractConte
 
 
 def _mean_for_sum() -> AbstractContextManager[None]:
-    def wrapper(original: Callable[..., Any], model: Any, groups: Any, plan: Any, layout: Any) -> Any:
-        modules = original(model, groups, plan, layout)
+    def wrapper(original: Callable[..., Any], model: Any, groups: Any, plan: Any, *args: Any) -> Any:
+        modules = original(model, groups, plan, *args)
         for module in modules:
             module.set_gradient_divide_factor(float(plan.data_ranks))
         return modules
