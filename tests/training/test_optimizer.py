@@ -14,7 +14,7 @@ from shardwise._torch_compat import FakeTensorMode, fuses_on_gpu
 from shardwise.job.schema import OptimizerSection
 from shardwise.parallel.layout import Layout
 from shardwise.parallel.tensor_map import TensorMap
-from shardwise.testing.oracle import _rate
+from shardwise.testing.oracle import scheduled_rate
 from shardwise.training.optimizer import ShardedOptimizer, learning_rate, make_torch_optimizer
 
 
@@ -127,7 +127,7 @@ def test_schedules(schedule: Any, warmup: int, steps: int) -> None:
     elif len(rest) > 1:
         assert rest[-1] == pytest.approx(0.5)
         assert all(a > b for a, b in itertools.pairwise(rest))
-    assert rates == pytest.approx([_rate(settings, step, steps) for step in range(steps)], rel=1e-14)
+    assert rates == pytest.approx([scheduled_rate(settings, step, steps) for step in range(steps)], rel=1e-14)
 
 
 def test_known_points_of_the_schedules() -> None:
@@ -136,3 +136,15 @@ def test_known_points_of_the_schedules() -> None:
     cosine = OptimizerSection(learning_rate=1.0, schedule="cosine", final_learning_rate_ratio=0.0)
     assert learning_rate(cosine, 2, 5, 0) == pytest.approx(0.5)
     assert learning_rate(cosine, 1, 4, 0) == pytest.approx(0.75)
+
+
+def test_sgd_with_momentum_takes_a_late_first_gradient() -> None:
+    settings = OptimizerSection(name="SGD", learning_rate=0.5, options={"momentum": 0.9})
+    early, late = (nn.Parameter(torch.ones(2, dtype=torch.float64)) for _ in range(2))
+    optimizer = make_torch_optimizer(settings, [{"params": [early, late]}], on_gpu=False)
+    early.grad = torch.ones_like(early)
+    optimizer.step()
+    late.grad = torch.ones_like(late)
+    optimizer.step()
+    assert early.tolist() == pytest.approx([-0.45, -0.45])
+    assert late.tolist() == [0.5, 0.5]
