@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import wraps
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,9 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo 
 # No public name: puts a value of a checkpoint into its place in nested dicts (torch 2.11 to 2.13).
 from torch.distributed.checkpoint._nested_dict import set_element as set_state_element
 from torch.distributed.fsdp import FSDPModule, ShardingStrategy, fully_shard
+
+# No public name: what a unit of FSDP2 is doing (torch 2.11 to 2.13).
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.pipelining import PipelineStage, ScheduleDualPipeV
 from torch.distributed.tensor import debug
 
@@ -349,6 +352,138 @@ def _fsdp_groups(module: FSDPModule) -> list[Any]:
     return [group for group in ([state._fsdp_param_group] if groups is None else groups) if group is not None]
 
 
+class UnitHooks(Protocol):
+    """Calls ahead of what FSDP2 does with a unit; `index` is the unit's place among those that are watched."""
+
+    def before_forward(self, index: int) -> None: ...
+
+    def after_gathering(self, index: int) -> None: ...
+
+    def after_forward(self, index: int) -> None: ...
+
+    def before_backward(self, index: int) -> None: ...
+
+    def before_reduction(self, index: int) -> None: ...
+
+    def at_end_of_backward(self) -> None: ...
+
+
+# No public names: FSDP2 tells nobody when it gathers and reduces a unit, nor can a rank do so without computing. Its
+# own switch for unused parameters (torch 2.13 on) leaves out whole units, and does not say which were unused.
+class ShardedUnit:
+    """A unit of FSDP2: its parameters, and its part in a forward and a backward that do not compute."""
+
+    def __init__(self, module: FSDPModule) -> None:
+        self.module = module
+        self.state: Any = fully_shard.state(module)  # type: ignore[attr-defined]
+        self._groups = _fsdp_groups(module)
+        self._held: list[Any] = []
+        self._prefetched: list[Any] = []
+
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        """The modules that are gathered together."""
+        modules: Sequence[nn.Module] = self.state._modules
+        return modules
+
+    def parameter_names(self) -> list[str]:
+        """Return the names of the parameters, in the order of `parameters`."""
+        return [str(parameter._param_fqn) for group in self._groups for parameter in group.fsdp_params]
+
+    @property
+    def reduces(self) -> bool:
+        """True where a backward now reduces gradients, and does not leave them whole."""
+        return any(group.reduce_grads for group in self._groups)
+
+    def parameters(self) -> Iterator[tuple[nn.Parameter, nn.Parameter | None]]:
+        """Yield (sharded parameter, gathered parameter, None before the first gathering)."""
+        for group in self._groups:
+            for parameter in group.fsdp_params:
+                yield parameter.sharded_param, getattr(parameter, "_unsharded_param", None)
+
+    def fill_unused(self) -> Iterator[nn.Parameter]:
+        """Give gathered parameters that have no gradient one of zeros; yield their sharded parameters."""
+        for group in self._groups:
+            for parameter in group.fsdp_params:
+                gathered = getattr(parameter, "_unsharded_param", None)
+                if gathered is None or gathered.grad is not None or not gathered.requires_grad:
+                    continue
+                if parameter.unsharded_accumulated_grad is None:
+                    gathered.grad = torch.zeros_like(gathered)
+                    yield parameter.sharded_param
+
+    def forward_without_computing(self) -> None:
+        """Gather and free the parameters as a forward does. Collective."""
+        module: Any = self.module
+        self.state._pre_forward(module, (), {})
+        self.state._post_forward(module, (), ())
+
+    def hold(self) -> None:
+        """Keep the parameters gathered after forwards, which gather nothing ahead either, until `free`."""
+        if not self._held:
+            self._held = [group.post_forward_mesh_info for group in self._groups]
+            self._prefetched = self.state._states_to_forward_prefetch
+            self.state._states_to_forward_prefetch = []
+            for group in self._groups:
+                group.post_forward_mesh_info = None
+
+    def free(self) -> None:
+        """Free what `hold` has kept."""
+        self.state._states_to_forward_prefetch = self._prefetched
+        for group, mesh in zip(self._groups, self._held, strict=True):
+            group.post_forward_mesh_info = mesh
+            with group.use_training_state(TrainingState.FORWARD):
+                group.reshard()
+        self._held = []
+
+    def backward_without_computing(self) -> None:
+        """Gather the parameters, and reduce the gradients there are, as a backward does. Collective."""
+        self.state._pre_backward(None)
+        self.reduce()
+
+    def reduce(self) -> None:
+        """Reduce gradients and free the parameters. Collective."""
+        for group in self._groups:
+            group.post_backward()
+
+    def watch(self, hooks: UnitHooks, index: int) -> None:
+        """Let `hooks` be called ahead of what FSDP2 does, until the unit is gone."""
+        for group in self._groups:
+            forward, after, backward, reduce = (
+                group.pre_forward, group.post_forward, group.pre_backward, group.post_backward
+            )  # fmt: skip
+
+            def pre_forward(*args: Any, group: Any = group, forward: Any = forward) -> Any:
+                if group._training_state != TrainingState.FORWARD:  # one call a module where a unit has several
+                    hooks.before_forward(index)
+                inputs = forward(*args)
+                hooks.after_gathering(index)
+                return inputs
+
+            def post_forward(*args: Any, after: Any = after) -> Any:
+                hooks.after_forward(index)
+                return after(*args)
+
+            def pre_backward(*args: Any, group: Any = group, backward: Any = backward) -> Any:
+                if group._training_state != TrainingState.PRE_BACKWARD:  # one call a tensor that left the unit
+                    hooks.before_backward(index)
+                return backward(*args)
+
+            def post_backward(*args: Any, reduce: Any = reduce) -> Any:
+                hooks.before_reduction(index)
+                return reduce(*args)
+
+            group.pre_forward, group.post_forward = pre_forward, post_forward
+            group.pre_backward, group.post_backward = pre_backward, post_backward
+        final = self.state._root_post_backward_final_callback
+
+        def final_callback() -> None:
+            hooks.at_end_of_backward()
+            final()
+
+        self.state._root_post_backward_final_callback = final_callback
+
+
 # No public name: how parameters lie in the flat buffer that FSDP2 hands to a custom all-gather.
 def gathered_parameters(module: FSDPModule) -> Iterator[tuple[int, nn.Module, str]]:
     """(elements of a rank's part, padding included, owner, name) of what `module` gathers at once, in its order."""
@@ -461,8 +596,10 @@ __all__ = [
     "ReductionState",
     "Shard",
     "ShardedTensor",
+    "ShardedUnit",
     "StorageInfo",
     "TorchDispatchMode",
+    "UnitHooks",
     "UnpairedDualPipeV",
     "add_backends",
     "all_gather_base",

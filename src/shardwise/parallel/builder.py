@@ -34,6 +34,7 @@ from shardwise.parallel.regions import RegionBoundary
 from shardwise.parallel.shared_gradients import partial_parameters
 from shardwise.parallel.stage_boundary import BoundaryShapes, StageBoundary
 from shardwise.parallel.tensor_map import ParameterSplit, TensorMap
+from shardwise.parallel.unit_use import UnitUse
 from shardwise.plan.plan import Plan
 from shardwise.planner.formulas.schedule import tied_across
 
@@ -200,7 +201,13 @@ class ModelBuilder:
             self._pipeline(inputs),
             self.context,
             {name: hooks for name, hooks in self.gradient_hooks.items() if name in tensor_map.names},
+            self._uses(plan),
         )
+
+    def _uses(self, plan: Plan) -> list[UnitUse]:
+        """Return the use of units under each root; the blocks of a stage cannot be skipped."""
+        roots = {id(stage.fsdp_modules): stage.fsdp_modules for stage in self.stages if stage.fsdp_modules}
+        return [UnitUse(modules, plan.degrees[Axis.PIPELINE] == 1) for modules in roots.values()]
 
     def _part(self, index: int) -> ModelPart:
         stage, root = self.stages[index], self._shared_root

@@ -29,8 +29,11 @@ from shardwise.parallel.objective import Microbatch, Objective
 from shardwise.parallel.pipeline import MicrobatchWork, Pipeline
 from shardwise.parallel.stage_boundary import StageBoundary
 from shardwise.parallel.tensor_map import TensorMap
+from shardwise.parallel.unit_use import UnitUse, compare_use
 from shardwise.plan.plan import Plan
 from shardwise.planner.formulas.schedule import holders
+
+UNUSED_PARAMETERS = CollectiveName("unused parameters", "world", "all_reduce")
 
 
 @dataclass
@@ -83,6 +86,7 @@ class ParallelModel:
         pipeline: what drives the parts, if they are stages.
         context: what splits sequences, if ranks share them.
         gradient_hooks: hooks of the user's on gradients of parameters that are here, by name.
+        uses: the use of sharded units by this rank's microbatches, one a root.
     """
 
     parts: list[ModelPart]
@@ -96,6 +100,7 @@ class ParallelModel:
     pipeline: Pipeline | None = None
     context: ContextParallel | None = None
     gradient_hooks: Mapping[str, tuple[GradientHook, ...]] = field(default_factory=dict)
+    uses: Sequence[UnitUse] = ()
 
     @property
     def module(self) -> nn.Module:
@@ -229,6 +234,46 @@ class ParallelModel:
         for ranks, names in self._tied():
             group = self.layout.holders_group(ranks)
             sum_together(self.tensor_map.gradients(names), group, self.device, "tied gradients")
+
+    def use_counts(self) -> tuple[int, int]:
+        """Return (parameters that this rank has not used in the step, irregularities of its units' order)."""
+        unused = sum(len(use.never_used()) for use in self.uses)
+        return unused, sum(use.irregular + len(use.changed) for use in self.uses)
+
+    def settle_use(self, unused: bool, irregular: bool) -> None:
+        """Compare the ranks' use of units, and drop gradients that are zeros of all ranks. Collective.
+
+        Args:
+            unused: some rank has not used a parameter.
+            irregular: some rank has run units in an order that is not the model's.
+
+        Raises:
+            ModelError: the ranks are out of step, or a forward has written a parameter.
+        """
+        if irregular:
+            compare_use(self.uses, self.layout.index(Axis.PIPELINE), self.device)
+            for use in self.uses:
+                use.takes_part = False  # their order is not the model's, and equal on all ranks
+        if unused:
+            self._drop_unused_gradients()
+        for use in self.uses:
+            use.reset()
+
+    def _drop_unused_gradients(self) -> None:
+        """Drop the zeros of parameters that no rank has used: an optimizer leaves those as they are."""
+        never_used = {key for use in self.uses for key in use.never_used()}
+        names = list(self.facts.parameter_shapes)
+        used_here = {
+            entry.name for entry in self.tensor_map
+            if entry.parameter.grad is not None and id(entry.parameter) not in never_used
+        }  # fmt: skip
+        used = torch.tensor([name in used_here for name in names], dtype=torch.int32, device=self.device)
+        with UNUSED_PARAMETERS:
+            dist.all_reduce(used)
+        unused = {name for name, count in zip(names, used.tolist(), strict=True) if count == 0}
+        for entry in self.tensor_map:
+            if entry.name in unused:
+                entry.parameter.grad = None
 
     def copy_tied(self) -> None:
         """Copy embeddings that are tied across stages from the first stage to the others that hold them."""

@@ -151,11 +151,17 @@ def exchange_control(model: ParallelModel, message: ControlMessage) -> ControlMe
 def reduce_loss_and_norm(
     model: ParallelModel, optimizer: ShardedOptimizer, totals: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (summed loss, counted labels, gradient norm) of all ranks; a gradient's element counts once."""
+    """Return (summed loss, counted labels, gradient norm) of all ranks; a gradient's element counts once.
+
+    The ranks' use of parameters is settled before anything is read. Collective.
+    """
     squares = squared_share(optimizer.gradients(), model.device)
-    sums = torch.cat([totals.to(squares.dtype) * model.contributes, squares.view(1)])
+    use = torch.tensor(model.use_counts(), dtype=squares.dtype, device=model.device)
+    sums = torch.cat([totals.to(squares.dtype) * model.contributes, squares.view(1), use])
     with LOSS_AND_NORM:
         dist.all_reduce(sums)
+    unused, irregular = sums[3:].tolist()
+    model.settle_use(unused > 0, irregular > 0)
     return sums[0], sums[1], sums[2].sqrt() / scale
 
 

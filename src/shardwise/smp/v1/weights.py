@@ -10,10 +10,12 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.checkpoint.state import persistent_buffers
+from shardwise.collectives.names import CollectiveName
 from shardwise.errors import CheckpointError
 from shardwise.job.axes import Axis, one_copy_axes
 from shardwise.parallel.layout import smp_axes
@@ -23,6 +25,8 @@ from shardwise.smp.exceptions import StepUsageError
 from shardwise.smp.v1.host import HOST, HostWeights
 from shardwise.smp.v1.session import SmpSessionV1
 from shardwise.words import listed
+
+USE_OF_UNITS = CollectiveName("the use of sharded units", "world", "all_reduce")
 
 PARTIAL = "_smp_is_partial"
 
@@ -226,6 +230,11 @@ class ModelWeights:
         self.return_from_host()
         if self.unsettled and self.parallel is not None:
             self.parallel.sum_shared_gradients()
+            counts = torch.tensor(self.parallel.use_counts(), device=self.parallel.device)
+            with USE_OF_UNITS:
+                dist.all_reduce(counts)
+            unused, irregular = counts.tolist()
+            self.parallel.settle_use(unused > 0, irregular > 0)
         self.unsettled = False
 
     def gather(self) -> None:

@@ -1,0 +1,105 @@
+"""Ranks that use different parameters or blocks train like one process, or are refused on all ranks at once."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.utils import clip_grad_norm_
+
+from shardwise.errors import ModelError
+from shardwise.testing.world import WorldPool
+from shardwise.training.setup import set_up
+from shardwise.training.step import train_step
+from tests.parallel import own_modules
+from tests.parity.jobs import make_module_job
+
+STEPS, ROWS, DECAY, RATE = 3, 8, 0.1, 0.05
+
+
+def job(directory: str, name: str, **sections: dict[str, Any]) -> Any:
+    here = "tests.parallel.own_modules"
+    optimizer = {"name": "AdamW", "learning_rate": RATE, "weight_decay": DECAY, "schedule": "constant",
+                 "clip_norm": 0.5, "warmup_steps": 0}  # fmt: skip
+    fixed = {
+        "model": {"factory": f"{here}:{name}", "loss": f"{here}:squares"},
+        "data": {"factory": f"{here}:Rows", "validation_fraction": 0.2},
+        "training": {"steps": STEPS, "sequences_per_step": ROWS, "microbatch_size": 2},
+        "optimizer": optimizer,
+    }
+    return make_module_job(directory, **fixed, **sections)
+
+
+def largest_errors(directory: str, name: str, sections: dict[str, Any]) -> float:
+    """Train with shardwise and with torch alone; return the largest relative error of a parameter on this rank."""
+    torch.manual_seed(0)
+    run = set_up(job(directory, name, **sections), torch.device("cpu"))
+    module = getattr(own_modules, name)().double()
+    module.load_state_dict({key: value.clone() for key, value in run.model.whole_tensors()})
+    matrices = [value for value in module.parameters() if value.dim() >= 2]
+    vectors = [value for value in module.parameters() if value.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=RATE)
+    for step in range(STEPS):
+        batches = list(run.stream.batches(step))
+        run.optimizer.set_learning_rate(RATE)
+        train_step(run.model, run.objective, batches, run.optimizer, run.scaler, step)
+        optimizer.zero_grad()
+        for batch in every_rank(batches):
+            sums, _ = own_modules.squares(module(x=batch.inputs["x"].double()), batch)
+            (sums / ROWS).backward()
+        clip_grad_norm_(module.parameters(), 0.5)
+        optimizer.step()
+    expected = dict(module.named_parameters())
+    errors = [
+        (value - expected[key]).abs().max() / expected[key].abs().max() for key, value in run.model.whole_tensors()
+    ]
+    return float(torch.stack(errors).max())
+
+
+def every_rank(batches: list[Any]) -> list[Any]:
+    everyone: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, batches)
+    return [batch for rank in everyone for batch in rank]
+
+
+@pytest.mark.parametrize("name", ["ChosenParameters", "ChosenBlocks"])
+@pytest.mark.parametrize(
+    ("ranks", "sections"),
+    [
+        (2, {}),
+        (4, {"parallel": {"sharded_data_parallel_degree": 2}}),
+        (2, {"parallel": {"shard_optimizer_state": True}}),
+    ],
+)
+def test_what_a_rank_does_not_use_takes_part_with_zeros(
+    world_pool: WorldPool, corpora: Path, name: str, ranks: int, sections: dict[str, Any]
+) -> None:
+    assert max(world_pool.run(ranks, largest_errors, str(corpora), name, sections)) < 1e-9
+
+
+def message_of(directory: str, name: str) -> str:
+    run = set_up(job(directory, name), torch.device("cpu"))
+    before = dict(run.model.whole_tensors())
+    with pytest.raises(ModelError) as caught:
+        train_step(run.model, run.objective, list(run.stream.batches(0)), run.optimizer, run.scaler, 0)
+    assert all(torch.equal(value, before[key]) for key, value in run.model.whole_tensors())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("ChosenOrder", "different orders: nothing on rank 0 where rank 1 has forward of blocks"),
+        ("Clamped", "writes the parameter outlet.weight"),
+    ],
+)
+def test_what_cannot_be_in_step_is_refused_on_all_ranks(
+    world_pool: WorldPool, corpora: Path, name: str, text: str
+) -> None:
+    messages = world_pool.run(2, message_of, str(corpora), name)
+    assert messages[0] == messages[1]
+    assert re.search(text, messages[0]), messages
