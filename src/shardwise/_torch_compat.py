@@ -402,14 +402,23 @@ class ShardedUnit:
                 yield parameter.sharded_param, getattr(parameter, "_unsharded_param", None)
 
     def fill_unused(self) -> Iterator[nn.Parameter]:
-        """Give gathered parameters that have no gradient one of zeros; yield their sharded parameters."""
+        """Give gathered parameters that have no gradient one of zeros; yield their sharded parameters.
+
+        Where earlier microbatches have left gradients in the dtype of reduction, all of the unit get it, since
+        FSDP2 reduces them in one tensor.
+        """
         for group in self._groups:
-            for parameter in group.fsdp_params:
-                gathered = getattr(parameter, "_unsharded_param", None)
-                if gathered is None or gathered.grad is not None or not gathered.requires_grad:
+            parameters = [p for p in group.fsdp_params if getattr(p, "_unsharded_param", None) is not None]
+            accumulates = any(p.unsharded_accumulated_grad is not None for p in parameters)
+            for parameter in parameters:
+                if parameter.unsharded_accumulated_grad is not None or not parameter._unsharded_param.requires_grad:
                     continue
-                if parameter.unsharded_accumulated_grad is None:
-                    gathered.grad = torch.zeros_like(gathered)
+                unused = parameter._unsharded_param.grad is None
+                if unused:
+                    parameter._unsharded_param.grad = torch.zeros_like(parameter._unsharded_param)
+                if accumulates:
+                    parameter.to_accumulated_grad_if_needed()
+                if unused:
                     yield parameter.sharded_param
 
     def forward_without_computing(self) -> None:
