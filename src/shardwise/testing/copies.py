@@ -7,6 +7,7 @@ and stages of a tied embedding. Digests are gathered first; elements only of wha
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,9 +78,9 @@ def _measured(copies: list[Tensor | None]) -> CopyError:
     first = held[min(held)]
     high, low = torch.stack([*held.values()]).amax(0), torch.stack([*held.values()]).amin(0)
     largest = torch.maximum(high.abs(), low.abs()).max()
-    error = float((high - low).max() / largest) if largest > 0 else 0.0
+    error = 0.0 if largest == 0 else float((high - low).max() / largest)
     ranks = tuple(rank for rank, copy in held.items() if not torch.equal(copy, first))
-    return CopyError(error, ranks)
+    return CopyError(math.inf if math.isnan(error) else error, ranks)  # a NaN would lose every comparison
 
 
 def gathered(own: Any) -> list[Any]:
