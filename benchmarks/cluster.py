@@ -239,7 +239,7 @@ def _rank(rounds: int) -> int:
     import torch
     import torch.distributed as dist
 
-    from shardwise._torch_compat import all_gather_single, reduce_scatter_single
+    from shardwise._torch_compat.groups import all_gather_single, reduce_scatter_single
     from shardwise.collectives import engine
 
     engine.register()

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise._torch_compat import all_gather_single, reduce_scatter_single
+from shardwise._torch_compat.groups import all_gather_single, reduce_scatter_single
 from shardwise.collectives import engine
 from shardwise.testing.world import WorldPool
 

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise._torch_compat import all_gather_single, clear_placement_cache, reduce_scatter_single
+from shardwise._torch_compat.groups import all_gather_single, clear_placement_cache, reduce_scatter_single
 from shardwise.collectives import hierarchical, topology
 from shardwise.collectives.fsdp import use_two_levels
 from shardwise.collectives.hierarchical import HierarchicalGroup

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from shardwise._torch_compat import clear_placement_cache
+from shardwise._torch_compat.groups import clear_placement_cache
 from shardwise.collectives import engine, fsdp
 from shardwise.collectives.topology import HOST_VARIABLE
 from shardwise.commands.verify import verify_rank

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
-from shardwise._torch_compat import all_gather_single, reduce_scatter_single
+from shardwise._torch_compat.groups import all_gather_single, reduce_scatter_single
 from shardwise.collectives import engine
 from shardwise.testing.world import WorldPool
 from tests.collectives import lazy_device

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise._torch_compat import default_store
+from shardwise._torch_compat.groups import default_store
 from shardwise.commands.verify import verify_rank
 from shardwise.errors import CapacityError
 from shardwise.job.schema import Job

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardwise._torch_compat import FakeTensorMode
+from shardwise._torch_compat.tracing import FakeTensorMode
 from shardwise.kernels.attention.blockwise import BlockwiseSettings, blockwise_attention
 
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from shardwise._torch_compat import gather_asynchronously
+from shardwise._torch_compat.fsdp2 import gather_asynchronously
 from shardwise.kernels import float8_gather as under_test
 from shardwise.kernels.float8 import E4M3, Float8, quantize
 from shardwise.kernels.float8_gather import BufferSegment, gather_in_float8, pack, unpack

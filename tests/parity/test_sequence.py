@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise._torch_compat import tree_leaves
+from shardwise._torch_compat.tracing import tree_leaves
 from shardwise.job.schema import Job
 from shardwise.testing.world import WorldPool
 from shardwise.training.setup import set_up

@@ -14,7 +14,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import foreach_reduce
 
 from benchmarks.memory_cpu import measure
-from shardwise._torch_compat import all_gather_single
+from shardwise._torch_compat.groups import all_gather_single
 from shardwise.job.axes import Axis
 from shardwise.job.schema import Job
 from shardwise.kernels import float8_gather

@@ -15,7 +15,7 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from shardwise._torch_compat import UnpairedDualPipeV
+from shardwise._torch_compat.pipelining import UnpairedDualPipeV
 from shardwise.job.axes import Axis
 from shardwise.job.schema import Job, ParallelSection
 from shardwise.model.capability import SUPPORTED

@@ -13,7 +13,7 @@ from transformers.models.llama import modeling_llama
 
 import shardwise.smp as smp
 import shardwise.smp.v2 as tsm
-from shardwise._torch_compat import OffloadWrapper
+from shardwise._torch_compat.fsdp1 import OffloadWrapper
 from shardwise.smp.exceptions import NotInitializedError
 
 

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.optim.optimizer import _device_dtype_check_for_fused
 
-from shardwise._torch_compat import FakeTensorMode, fuses_on_gpu
+from shardwise._torch_compat.optimizers import fuses_on_gpu
+from shardwise._torch_compat.tracing import FakeTensorMode
 from shardwise.job.schema import OptimizerSection
 from shardwise.parallel.layout import Layout
 from shardwise.parallel.tensor_map import TensorMap

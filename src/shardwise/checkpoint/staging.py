@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardwise._torch_compat import version_of
+from shardwise._torch_compat.autograd import version_of
 from shardwise.checkpoint.manifest import BLOCK_BYTES
 from shardwise.errors import CheckpointError
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise._torch_compat import is_persistent
+from shardwise._torch_compat.modules import is_persistent
 from shardwise.checkpoint.manifest import NUMBER, TensorRecord
 from shardwise.checkpoint.tensor_chunk import DTYPES, TORCH_DTYPES, TensorChunk
 from shardwise.errors import CheckpointError

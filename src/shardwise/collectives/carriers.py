@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shardwise._torch_compat import group_of, nccl_options
+from shardwise._torch_compat.groups import group_of, nccl_options
 from shardwise.collectives import engine
 from shardwise.errors import MachineError
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise._torch_compat import all_gather_single, reduce_scatter_single
+from shardwise._torch_compat.groups import all_gather_single, reduce_scatter_single
 
 
 class _Gather(torch.autograd.Function):

@@ -20,13 +20,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from shardwise._torch_compat import (
-    all_gather_single,
-    at_end_of_backward,
-    gather_asynchronously,
-    keeps_reduced_gradients_as_they_are,
-    reduce_scatter_single,
-)
+from shardwise._torch_compat.autograd import at_end_of_backward
+from shardwise._torch_compat.fsdp2 import gather_asynchronously, keeps_reduced_gradients_as_they_are
+from shardwise._torch_compat.groups import all_gather_single, reduce_scatter_single
 from shardwise.collectives.hierarchical import Choice, Hierarchy, around
 from shardwise.collectives.names import CollectiveName, unit_names
 

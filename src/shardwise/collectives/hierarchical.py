@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise._torch_compat import (
+from shardwise._torch_compat.groups import (
     add_backends,
     all_gather_base,
     all_gather_whole,

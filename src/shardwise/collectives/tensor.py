@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from shardwise._torch_compat import all_gather_single, reduce_scatter_single
+from shardwise._torch_compat.groups import all_gather_single, reduce_scatter_single
 from shardwise.collectives.names import CollectiveName, group_name
 
 Move = Callable[[Tensor, Any], Tensor]

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise._torch_compat import (
+from shardwise._torch_compat.groups import (
     all_gather_coalesced,
     all_gather_whole,
     all_to_all,

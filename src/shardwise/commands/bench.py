@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from rich.table import Table
 
-from shardwise._torch_compat import all_gather_single, reduce_scatter_single
+from shardwise._torch_compat.groups import all_gather_single, reduce_scatter_single
 from shardwise.collectives import engine
 from shardwise.errors import OutputError
 from shardwise.launch.process_group import available_cores

@@ -29,7 +29,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from shardwise._torch_compat import all_gather_single
+from shardwise._torch_compat.groups import all_gather_single
 from shardwise.collectives import engine
 from shardwise.data.batch import Batch
 from shardwise.errors import MachineError

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from shardwise._torch_compat import all_gather_single, gathered_parameters
+from shardwise._torch_compat.fsdp2 import gathered_parameters
+from shardwise._torch_compat.groups import all_gather_single
 from shardwise.collectives.fsdp import SHARD_GROUP, Memory
 from shardwise.collectives.names import CollectiveName, unit_names
 from shardwise.kernels.float8 import E4M3, quantize

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shardwise._torch_compat import multiplies
+from shardwise._torch_compat.operators import multiplies
 from shardwise.job.schema import LossScaleSection
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise._torch_compat import onednn_linear
+from shardwise._torch_compat.operators import onednn_linear
 from shardwise.kernels.operators import Kernel, replace_operators
 
 LEAST = 1 << 22  # multiplications of a product, 0.1 ms, from which on asking costs nothing that could be seen

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise._torch_compat import multiplies
+from shardwise._torch_compat.operators import multiplies
 from shardwise.kernels.operators import Kernel, replace_operators
 from shardwise.kernels.precision import DTYPES
 

@@ -39,7 +39,7 @@ from transformers import (
 )
 from transformers.initialization import meta_device_safe_creation_ops
 
-from shardwise._torch_compat import share_gradient_hooks
+from shardwise._torch_compat.autograd import share_gradient_hooks
 from shardwise.errors import ConfigError, ModelError, ShardwiseError
 from shardwise.job.objects import load_object
 from shardwise.job.schema import Job, ModelSection

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardwise._torch_compat import tree_leaves
+from shardwise._torch_compat.tracing import tree_leaves
 from shardwise.model.capability import SUPPORTED, Capability, refused
 
 ArgumentKey = int | str  # position or name of an argument

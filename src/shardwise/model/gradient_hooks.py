@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from shardwise._torch_compat import accumulate_grad_hooks, gradient_hooks
+from shardwise._torch_compat.autograd import accumulate_grad_hooks, gradient_hooks
 
 GradientHook = Callable[[Tensor], Tensor | None]
 LARGEST_TRIAL = 2**24  # elements; a hook on more of them is not tried

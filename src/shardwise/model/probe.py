@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from shardwise._torch_compat import FakeTensorMode, tree_leaves
+from shardwise._torch_compat.tracing import FakeTensorMode, tree_leaves
 from shardwise.errors import ModelError
 from shardwise.model.attention_calls import AttentionCalls
 from shardwise.model.capability import SUPPORTED, Capability, unless
@@ -432,7 +432,7 @@ def _fake(tensor: Tensor, device: str, dtype: torch.dtype) -> Tensor:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Silence torch's traceback for each operation without a fake version; the probe reports it in a sentence."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger = logging.getLogger(FakeTensorMode.__module__)
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     try:

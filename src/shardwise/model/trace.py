@@ -26,7 +26,8 @@ from torch import Tensor, fx, nn
 from torch.distributed.pipelining import pipe_split, pipeline
 from transformers.utils import ModelOutput
 
-from shardwise._torch_compat import FakeTensorMode, copy_module, tree_flatten, tree_leaves, tree_unflatten
+from shardwise._torch_compat.modules import copy_module
+from shardwise._torch_compat.tracing import FakeTensorMode, tree_flatten, tree_leaves, tree_unflatten
 
 Value = tuple[int, int]  # (piece, number of its output); piece -1: a tensor of the batch
 DropoutFunction = Callable[..., Tensor]  # (values, probability, name, use), in the place of torch's

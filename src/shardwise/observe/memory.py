@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise._torch_compat import TorchDispatchMode, is_traceable_wrapper_subclass, sparse_parts, tree_leaves
+from shardwise._torch_compat.autograd import sparse_parts
+from shardwise._torch_compat.tracing import TorchDispatchMode, is_traceable_wrapper_subclass, tree_leaves
 
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from shardwise._torch_compat import accumulate_grad_hooks
+from shardwise._torch_compat.autograd import accumulate_grad_hooks
 from shardwise.job.axes import Axis
 from shardwise.kernels.linear import WeightGradients
 from shardwise.kernels.loss import VocabularyShard

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from torch.distributed.fsdp import FSDPModule
 
-from shardwise._torch_compat import reduce_left_gradients
+from shardwise._torch_compat.fsdp2 import reduce_left_gradients
 from shardwise.job.axes import Axis
 from shardwise.plan.plan import Plan
 

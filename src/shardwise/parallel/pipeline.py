@@ -22,7 +22,7 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from shardwise._torch_compat import LazyStage, UnpairedDualPipeV
+from shardwise._torch_compat.pipelining import LazyStage, UnpairedDualPipeV
 from shardwise.collectives.names import CollectiveName
 from shardwise.errors import ModelError
 from shardwise.job.axes import Axis

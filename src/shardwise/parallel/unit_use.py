@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from shardwise._torch_compat import ShardedUnit, UnitHooks, version_of
+from shardwise._torch_compat.autograd import version_of
+from shardwise._torch_compat.fsdp2 import ShardedUnit, UnitHooks
 from shardwise.collectives.names import CollectiveName, unit_names
 from shardwise.errors import ModelError
 

@@ -23,7 +23,7 @@ from typing import Any
 import numpy
 import torch
 
-from shardwise._torch_compat import ShardedTensor
+from shardwise._torch_compat.fsdp1 import ShardedTensor
 from shardwise.errors import CheckpointError
 
 _SCALAR: Any = numpy.int64(0).__reduce__()[0]  # how numpy pickles a number, wherever its version keeps it

@@ -21,7 +21,9 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from shardwise._torch_compat import FakeTensorMode, fake_store, read_scalar
+from shardwise._torch_compat.groups import fake_store
+from shardwise._torch_compat.operators import read_scalar
+from shardwise._torch_compat.tracing import FakeTensorMode
 from shardwise.data.batch import Batch
 from shardwise.errors import ConfigError, MachineError
 from shardwise.job.axes import Axis

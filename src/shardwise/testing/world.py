@@ -327,6 +327,6 @@ def _load_module(request: Request) -> None:
 def _leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
-    if torch_compat := sys.modules.get("shardwise._torch_compat"):
-        torch_compat.clear_placement_cache()  # groups that it keeps alive take more of the processor with every run
+    if groups := sys.modules.get("shardwise._torch_compat.groups"):
+        groups.clear_placement_cache()  # groups that it keeps alive take more of the processor with every run
     gc.collect()

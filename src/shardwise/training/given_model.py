@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise._torch_compat import share_gradient_hooks
+from shardwise._torch_compat.autograd import share_gradient_hooks
 from shardwise.errors import ModelError
 from shardwise.job.objects import user_code
 from shardwise.job.schema import Job

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise._torch_compat import fuses_on_gpu
+from shardwise._torch_compat.optimizers import fuses_on_gpu
 from shardwise.job.objects import is_reference, user_code
 from shardwise.job.optimizers import optimizer_class
 from shardwise.job.schedules import own_schedule_factor

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardwise._torch_compat import flash_attention, flash_attention_backward
+from shardwise._torch_compat.operators import flash_attention, flash_attention_backward
 from shardwise.kernels.loss import loss_dtype
 
 ALL = slice(None)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise._torch_compat import has_flash_attention
+from shardwise._torch_compat.operators import has_flash_attention
 from shardwise.kernels.attention.blocks import ALL, SavedRows, ScoreBlock, merge_block, repeat_key_heads, sum_key_heads
 from shardwise.kernels.attention.masks import Mask, MaskBlock, block_slices
 from shardwise.kernels.dropout import ProbabilityBlock, keep_mask

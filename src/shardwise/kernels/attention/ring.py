@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise._torch_compat import has_flash_attention
+from shardwise._torch_compat.operators import has_flash_attention
 from shardwise.collectives.context import pass_on
 from shardwise.kernels.attention.blocks import ALL, SavedRows, ScoreBlock, merge_block, repeat_key_heads, sum_key_heads
 from shardwise.kernels.loss import loss_dtype

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from shardwise._torch_compat import PRODUCT_OPERATORS, tree_flatten
+from shardwise._torch_compat.operators import PRODUCT_OPERATORS
+from shardwise._torch_compat.tracing import tree_flatten
 from shardwise.errors import ModelError
 from shardwise.job.schema import MemorySection
 from shardwise.kernels.dropout import active_scope, dropout_scope

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from shardwise._torch_compat import write_count
+from shardwise._torch_compat.autograd import version_of
 from shardwise.model.facts import ModelFacts
 from shardwise.parallel.builder import BuildInputs, ModelBuilder, Transform
 from shardwise.plan.plan import Plan
@@ -49,13 +49,13 @@ def is_blank(buffer: Tensor) -> bool:
         return False
     if buffer.is_floating_point() or buffer.is_complex():
         return bool(buffer.isnan().any())
-    return getattr(buffer, WRITES, None) == write_count(buffer)
+    return getattr(buffer, WRITES, None) == version_of(buffer)
 
 
 def _blank(buffer: Tensor, device: torch.device) -> Tensor:
     blank = torch.empty_like(buffer, device=device)
     blank.fill_(float("nan") if blank.is_floating_point() or blank.is_complex() else 0)
-    setattr(blank, WRITES, write_count(blank))
+    setattr(blank, WRITES, version_of(blank))
     return blank
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from shardwise._torch_compat import clear_placement_cache
+from shardwise._torch_compat.groups import clear_placement_cache
 from shardwise.collectives import engine
 from shardwise.collectives.fsdp import overlap
 from shardwise.job.axes import Axis

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
-from shardwise._torch_compat import clear_module_hooks
+from shardwise._torch_compat.modules import clear_module_hooks
 from shardwise.job.axes import Axis
 from shardwise.kernels.precision import torch_dtype
 from shardwise.model.facts import ModelFacts, PlaceholderShape

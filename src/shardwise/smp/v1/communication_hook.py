@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise._torch_compat import take_left_gradients
+from shardwise._torch_compat.fsdp2 import take_left_gradients
 from shardwise.job.axes import state_axes
 from shardwise.parallel.layout import smp_axes
 from shardwise.parallel.model import ParallelModel

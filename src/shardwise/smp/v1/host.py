@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from shardwise._torch_compat import load_hooks
+from shardwise._torch_compat.modules import load_hooks
 from shardwise.checkpoint.state import persistent_buffers
 from shardwise.parallel.model import ParallelModel
 

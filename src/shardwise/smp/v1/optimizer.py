@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise._torch_compat import follow_schedulers
+from shardwise._torch_compat.optimizers import follow_schedulers
 from shardwise.job.axes import state_axes
 from shardwise.job.schema import LossScaleSection
 from shardwise.kernels.precision import LossScaler

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shardwise._torch_compat import at_end_of_backward, number_of_backward
+from shardwise._torch_compat.autograd import at_end_of_backward, number_of_backward
 from shardwise.smp.exceptions import StepUsageError
 from shardwise.smp.nesting import map_leaves, nested_tensors
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise._torch_compat import default_store
+from shardwise._torch_compat.groups import default_store
 from shardwise.smp.exceptions import MessageError
 
 LONGEST = 600.0  # seconds, as long as torch's own calls wait for a peer

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
-from shardwise._torch_compat import ReductionState, allreduce_hook, hybrid_strategies, set_reduction_hook
+from shardwise._torch_compat.fsdp1 import ReductionState, allreduce_hook, hybrid_strategies, set_reduction_hook
 from shardwise.errors import ConfigError
 from shardwise.job.axes import Axis
 from shardwise.smp.session import device_type

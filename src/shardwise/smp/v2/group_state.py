@@ -26,7 +26,7 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from shardwise._torch_compat import (
+from shardwise._torch_compat.fsdp1 import (
     Shard,
     create_chunk_sharded_tensor,
     fsdp_state_dicts,

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise._torch_compat import ShardedTensor
+from shardwise._torch_compat.fsdp1 import ShardedTensor
 from shardwise.errors import CheckpointError
 from shardwise.smp.model_config import CONFIG_KEY, MODEL_KEY
 from shardwise.smp.safe_reading import read_safely
 
-SHARDED = "torch.distributed._shard.sharded_tensor.api.ShardedTensor"
+SHARDED = f"{ShardedTensor.__module__}.{ShardedTensor.__qualname__}"
 FLAT = "_flat_param"
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from shardwise._torch_compat import CheckpointWrapper, OffloadWrapper
+from shardwise._torch_compat.fsdp1 import CheckpointWrapper, OffloadWrapper
 from shardwise.parallel.activation_offload import ActivationOffload
 from shardwise.smp.v2.session import state
 

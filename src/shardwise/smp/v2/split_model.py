@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise._torch_compat import clean_tensor_name
+from shardwise._torch_compat.fsdp1 import clean_tensor_name
 from shardwise.collectives.tensor import copy_to_region
 from shardwise.job.axes import Axis
 from shardwise.kernels.linear import linear

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemBase
 from torch.distributed.checkpoint.metadata import Metadata
 
-from shardwise._torch_compat import set_state_element
+from shardwise._torch_compat.fsdp1 import set_state_element
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.smp.v2.distributed.checkpoint import torch_metadata
 from shardwise.smp.v2.distributed.checkpoint.metadata import FILE, from_text, to_text

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from shardwise._torch_compat import StorageInfo
+from shardwise._torch_compat.fsdp1 import StorageInfo
 
 FILE = "metadata.json"
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.planner import SavePlanner
 
-from shardwise._torch_compat import is_alive
+from shardwise._torch_compat.groups import is_alive
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.smp.v2.distributed.checkpoint.async_utils import AsyncCallsQueue
 from shardwise.smp.v2.distributed.checkpoint.filesystem import DistributedFileSystemWriter, first_failure

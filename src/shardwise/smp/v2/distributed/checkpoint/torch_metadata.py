@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from shardwise._torch_compat import StorageInfo
+from shardwise._torch_compat.fsdp1 import StorageInfo
 
 FILE = ".metadata"
 _EMPTY: dict[str, Any] = {"EMPTY_DICT": dict, "EMPTY_LIST": list, "EMPTY_TUPLE": tuple}

@@ -1,0 +1,51 @@
+"""Tensors as autograd sees them: counts of writes, hooks of gradients, the backward that is running."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return how often autograd has seen the tensor's storage written."""
+    return tensor._version
+
+
+def sparse_parts(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (indices, values) of a sparse tensor; the public ways want it coalesced, which copies."""
+    return tensor._indices(), tensor._values()
+
+
+def gradient_hooks(parameter: Tensor) -> dict[int, Callable[[Tensor], Tensor | None]]:
+    """Hooks of `Tensor.register_hook`, by number."""
+    return dict(parameter._backward_hooks or {})
+
+
+def accumulate_grad_hooks(parameter: Tensor) -> dict[int, Callable[[Tensor], None]]:
+    """Hooks of `Tensor.register_post_accumulate_grad_hook`, by number."""
+    return dict(parameter._post_accumulate_grad_hooks or {})  # type: ignore[attr-defined]
+
+
+def share_gradient_hooks(source: Tensor, target: Tensor) -> None:
+    """Let `target` have the hooks that `source` has now or is given later."""
+    if not source.requires_grad:
+        return
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if getattr(source, name) is None:
+            setattr(source, name, OrderedDict())
+        setattr(target, name, getattr(source, name))
+
+
+# No public name: FSDP2 and DDP end their own backward like this.
+def at_end_of_backward(callback: Callable[[], object]) -> None:
+    """Call `callback` when the backward that is running ends."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[arg-type]
+
+
+# No public name: checkpoints of torch tell recomputations apart by it.
+def number_of_backward() -> int:
+    """The number of the backward that is running; no two have the same."""
+    return torch._C._current_graph_task_id()

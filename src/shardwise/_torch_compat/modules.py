@@ -1,0 +1,32 @@
+"""Tables of `nn.Module` that have no public name."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+
+def clear_module_hooks(module: nn.Module) -> None:
+    """Take off the hooks that a call of `module` calls."""
+    for hooks in (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks):
+        hooks.clear()
+
+
+def copy_module(module: nn.Module) -> nn.Module:
+    """Return a shallow copy of a module that has tables of its own parameters and buffers."""
+    copied = copy.copy(module)
+    copied._parameters, copied._buffers = dict(module._parameters), dict(module._buffers)
+    return copied
+
+
+def is_persistent(module: nn.Module, buffer: str) -> bool:
+    """Return True if a module's own buffer belongs to its state dict."""
+    return buffer not in module._non_persistent_buffers_set
+
+
+def load_hooks(module: nn.Module) -> dict[int, Callable[..., Any]]:
+    """Return the hooks that run when a state dict was loaded, by key; removing one here removes it from the module."""
+    return module._load_state_dict_post_hooks
