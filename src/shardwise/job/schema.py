@@ -9,6 +9,7 @@ descriptions below.
 from __future__ import annotations
 
 import os.path
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
@@ -33,8 +34,17 @@ def _expand_home(path: str) -> str:
     return os.path.expanduser(path)
 
 
+def _check_pattern(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise PydanticCustomError("pattern", "a regular expression ({reason})", {"reason": str(error)}) from None
+    return pattern
+
+
 UserPath = Annotated[str, AfterValidator(_expand_home)]  # `~` is the home directory, which no shell may have put in
 OwnObject = Annotated[str, AfterValidator(_check_reference)]  # of the user's own code
+Pattern = Annotated[str, AfterValidator(_check_pattern)]  # matched against whole names
 Device = Literal["auto", "cpu", "cuda"]
 Precision = Literal["auto", "fp64", "fp32", "bf16", "fp16"]
 Checkpointing = Literal["none", "full", "selective"]
@@ -89,6 +99,12 @@ class ModelSection(Section):
     liger: bool = Field(
         default=False,
         description="Liger's kernels for RMS norms, gated MLPs and rotary positions, on a GPU; extra `liger`.",
+    )
+    freeze: list[Pattern] = Field(
+        default=[],
+        description="Parameters that are not trained: regular expressions, each matched against the whole name of a "
+        "parameter or of a module that holds it, such as `model.layers.[0-7]`. They have no gradient, no optimizer "
+        "state and no reduction.",
     )
     trust_remote_code: bool = Field(default=False, description="Allow a model directory to run its own Python code.")
 

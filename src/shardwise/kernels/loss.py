@@ -109,7 +109,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dtype = loss_dtype(hidden.dtype)
         total = rows.new_zeros((), dtype=dtype)
         wanted = any(ctx.needs_input_grad[:3])  # type: ignore[attr-defined]
-        grads = _Gradients(rows, weight, bias, dtype) if wanted else None
+        of_weight: bool = ctx.needs_input_grad[1]  # type: ignore[attr-defined]  # a frozen head has none
+        grads = _Gradients(rows, weight, bias, dtype, of_weight) if wanted else None
         memory = _Logits(min(chunk, rows.shape[0]), weight, dtype)
         for start in range(0, max(rows.shape[0], 1), chunk):
             part = slice(start, start + chunk)
@@ -132,7 +133,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight_dtype = ctx.weight_dtype
         return (
             hidden.mul_(factor.to(hidden.dtype)).view(ctx.shape),
-            weight.mul_(factor).to(weight_dtype),
+            None if weight is None else weight.mul_(factor).to(weight_dtype),
             None if bias is None else bias.mul_(factor).to(weight_dtype),
             *(None,) * 5,
         )
@@ -215,12 +216,15 @@ class _Logits:
 
 
 class _Gradients:
-    """Accumulators of one call: d hidden [R, H] in its dtype, d weight [V, H] and d bias [V] in the loss dtype."""
+    """Accumulators of one call: d hidden [R, H] in its dtype, d weight [V, H] and d bias [V] in the loss dtype.
 
-    def __init__(self, rows: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
+    That of the weight is left out unless `of_weight`.
+    """
+
+    def __init__(self, rows: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, of_weight: bool) -> None:
         self.rows, self.matrix = rows, weight
         self.hidden = torch.empty_like(rows)
-        self.weight = torch.empty_like(weight, dtype=dtype)
+        self.weight = torch.empty_like(weight, dtype=dtype) if of_weight else None
         self.bias = None if bias is None else torch.zeros_like(bias, dtype=dtype)
 
     def add(self, part: slice, gradient: Tensor, scale: Tensor, low: Tensor) -> None:
@@ -234,10 +238,12 @@ class _Gradients:
         rows, first = self.rows[part], part.start == 0  # what the first chunk finds in self.weight is not a number yet
         if gradient.dtype == self.matrix.dtype:
             torch.mm(gradient, self.matrix, out=self.hidden[part]).mul_(scale)
-            self.weight.addmm_(gradient.T, rows * scale, beta=0 if first else 1)
+            if self.weight is not None:
+                self.weight.addmm_(gradient.T, rows * scale, beta=0 if first else 1)
         else:
             torch.mul(gradient, scale, out=low)
             torch.mm(low, self.matrix, out=self.hidden[part])
-            if first:
-                self.weight.zero_()
-            self.weight.add_(low.T @ rows)
+            if self.weight is not None:
+                if first:
+                    self.weight.zero_()
+                self.weight.add_(low.T @ rows)

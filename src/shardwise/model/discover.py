@@ -23,6 +23,7 @@ from shardwise.job.schema import Job
 from shardwise.model.attention_support import context_capability, kernel_capability
 from shardwise.model.capability import SUPPORTED, Capability, refused, unless
 from shardwise.model.facts import BlockFacts, ModelFacts, StageFacts
+from shardwise.model.frozen import with_frozen
 from shardwise.model.fusible import fusible
 from shardwise.model.gradient_hooks import (
     definition_of,
@@ -69,7 +70,7 @@ def discover(model: nn.Module, job: Job, example: Mapping[str, Tensor] | None = 
     name = getattr(config, "model_type", None) or type(model).__name__
     family = family_of(name)
     hooks = find_gradient_hooks(model)
-    return ModelFacts(
+    facts = ModelFacts(
         family=name,
         parameters=_count([model]),
         embedding_parameters=_embedding_parameters(model, ties, forward),
@@ -107,8 +108,10 @@ def discover(model: nn.Module, job: Job, example: Mapping[str, Tensor] | None = 
         accumulate_grad_hooks=find_accumulate_grad_hooks(model),
         definition=definition_of(model),
         activation_arguments=forward.activation_arguments,
+        frozen=frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad),
         probe_failure=forward.failure,
     )
+    return with_frozen(facts, job.model.freeze)
 
 
 def _interface(model: nn.Module) -> dict[str, bool]:

@@ -185,6 +185,7 @@ class ModelFacts:
     block_traits: BlockTraits = PLAIN_BLOCK
     fp32_scores: bool = False  # its eager attention multiplies queries and keys in fp32 in every compute dtype
     parameter_shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # in order; ties once, first name
+    frozen: frozenset[str] = frozenset()  # parameters that are not trained, of those in parameter_shapes
     probe_failure: str = (
         ""  # why the forward could not be probed; head, dropout and arguments are then assumed the worst
     )

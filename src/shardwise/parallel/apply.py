@@ -24,6 +24,7 @@ from shardwise.parallel.transforms.context import ContextParallelism
 from shardwise.parallel.transforms.dropout import LayoutIndependentDropout
 from shardwise.parallel.transforms.dtypes import ParameterDtypes
 from shardwise.parallel.transforms.float8 import Float8Linears
+from shardwise.parallel.transforms.freeze import FrozenParameters
 from shardwise.parallel.transforms.fused_kernels import FusedKernels
 from shardwise.parallel.transforms.loss import HeadInLoss
 from shardwise.parallel.transforms.materialize import Materialization
@@ -47,6 +48,7 @@ TRANSFORMS: tuple[Transform, ...] = (
     TensorParallelism(),
     BlockStages(),
     TracedStages(),
+    FrozenParameters(),
     LayoutIndependentDropout(),
     HeadInLoss(),
     Float8Linears(),

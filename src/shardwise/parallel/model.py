@@ -36,6 +36,11 @@ from shardwise.planner.formulas.schedule import holders
 UNUSED_PARAMETERS = CollectiveName("unused parameters", "world", "all_reduce")
 
 
+def with_gradient(output: Tensor) -> Tensor:
+    """Return a stage's output as one that backward reaches, also where all that made it is frozen."""
+    return output if output.requires_grad or not torch.is_grad_enabled() else output.detach().requires_grad_()
+
+
 @dataclass
 class ModelPart:
     """One virtual stage of a model on this rank; the whole model where there is no pipeline.
@@ -163,7 +168,7 @@ class ParallelModel:
             with self.scope(microbatch, step, sequences), torch.set_grad_enabled(seed is not None):
                 output = part.forward(objective.inputs(microbatch), boundary_input)
                 if not part.is_last:
-                    return part.boundary_output()
+                    return with_gradient(part.boundary_output())
                 loss, count = objective.loss(microbatch, output)
             totals.append(torch.stack([loss.detach(), count.to(loss.dtype)]).to(self.accumulation_dtype))
             return loss if seed is None else loss * seed.to(loss.dtype)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -95,6 +96,9 @@ class Oracle:
         self.ties = [names for names in owners.values() if len(names) > 1]
         self.dropout = OracleDropout(self.model, self.blocks, self.job.training.seed)
         live = dict(self.model.named_parameters())
+        for names in [[name] for name in live] + self.ties:
+            if any(_is_frozen(name, self.job.model.freeze) for name in names):
+                live[names[0]].requires_grad_(False)
         with torch.no_grad():
             for name, parameter in live.items():
                 parameter.copy_(self.weights[name])
@@ -304,6 +308,12 @@ class Oracle:
             parameter.grad = None
             if parameter is not self.live[name]:
                 self.live[name].data.copy_(parameter.data)
+
+
+def _is_frozen(name: str, patterns: Sequence[str]) -> bool:
+    """Return True if a pattern is the name of the parameter, or of a module above it, as a regular expression."""
+    ends = [index for index, mark in enumerate(name) if mark == "."] + [len(name)]
+    return any(re.fullmatch(pattern, name[:end]) for pattern in patterns for end in ends)
 
 
 @contextmanager

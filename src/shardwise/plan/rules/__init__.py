@@ -23,6 +23,7 @@ from shardwise.plan.rules import (
     dropout,
     dtypes,
     float8,
+    freeze,
     fused_kernels,
     loss,
     model,
@@ -50,6 +51,7 @@ AXIS_RULES: dict[Axis, tuple[Rule, ...]] = {
 }
 RULES: tuple[Rule, ...] = (
     *model.RULES,
+    *freeze.RULES,
     *attention.RULES,
     *dropout.RULES,
     *compile.RULES,

@@ -1,0 +1,39 @@
+"""Parameters of a model that a job does not train: chosen by patterns of their names. Plain data."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from shardwise.model.facts import ModelFacts
+
+
+def with_frozen(facts: ModelFacts, patterns: Sequence[str]) -> ModelFacts:
+    """Return `facts` with the parameters that one of `patterns` matches frozen, beside those that are already."""
+    matched = {name for pattern in patterns for name in matching(facts, pattern)}
+    return replace(facts, frozen=facts.frozen | matched) if matched else facts
+
+
+def matching(facts: ModelFacts, pattern: str) -> list[str]:
+    """Return the parameters of which `pattern` matches the whole name, or that of a module that holds them.
+
+    A tied parameter has several names; any of them counts.
+    """
+    aliases = {names[0]: names for names in facts.ties}
+    expression = re.compile(pattern)
+    return [
+        name
+        for name in facts.parameter_shapes
+        if any(expression.fullmatch(prefix) for alias in aliases.get(name, (name,)) for prefix in _prefixes(alias))
+    ]
+
+
+def modules_of(facts: ModelFacts) -> list[str]:
+    """Return the names of all modules that hold a parameter, themselves or below."""
+    return sorted({prefix for name in facts.parameter_shapes for prefix in _prefixes(name.rpartition(".")[0])})
+
+
+def _prefixes(name: str) -> Iterator[str]:
+    parts = name.split(".")
+    return (".".join(parts[:end]) for end in range(1, len(parts) + 1))
