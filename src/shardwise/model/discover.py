@@ -107,6 +107,7 @@ def discover(model: nn.Module, job: Job, example: Mapping[str, Tensor] | None = 
         whole_gradient_hooks=whole_gradient_hooks(model, hooks),
         accumulate_grad_hooks=find_accumulate_grad_hooks(model),
         definition=definition_of(model),
+        outside_reads=forward.outside_reads,
         activation_arguments=forward.activation_arguments,
         frozen=frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad),
         probe_failure=forward.failure,

@@ -180,6 +180,7 @@ class ModelFacts:
     whole_gradient_hooks: tuple[str, ...] = ()  # those whose hooks have to be given the whole gradient at once
     accumulate_grad_hooks: tuple[str, ...] = ()  # parameters with hooks for when a gradient is accumulated
     definition: str = ""  # the class of a user's module, with its file and line
+    outside_reads: tuple[str, ...] = ()  # parameters of a user's module that are read while their owner does not run
     activation_arguments: tuple[int | str, ...] = ()  # of the blocks, positions or names: what is made from weights
     sequence_parallel: Capability = SUPPORTED  # whether tensor ranks can share the sequence, where tensors are split
     block_traits: BlockTraits = PLAIN_BLOCK
@@ -237,6 +238,12 @@ class ModelFacts:
             if block is not None:
                 blocks_of[name] = block
         return blocks_of
+
+    @cached_property
+    def unit_blocks(self) -> tuple[str, ...]:
+        """The blocks that can be sharded as units of their own: their parameters are read by themselves alone."""
+        of_root = {self.block_of[name] for name in self.outside_reads if name in self.block_of}
+        return tuple(block.name for block in self.blocks if block.name not in of_root)
 
     @property
     def counting(self) -> tuple[str, ...]:

@@ -357,12 +357,14 @@ class _FunctionCalls(TorchFunctionMode):
             self.matrix_parameters |= {self.names[id(x)] for x in tree_leaves([args, kwargs]) if id(x) in self.names}
         elif func in MIXERS:
             self.mixes_positions |= any(isinstance(x, Tensor) and x.dim() > 2 for x in args[:1])
-        if self.owners and getattr(func, "__name__", "") not in LOOKS:
-            names = {self.names.get(id(leaf), "") for leaf in tree_leaves([args, kwargs])} & self.owners.keys()
-            self.outside_reads |= {name for name in names if not set(self.owners[name]) & set(self.active)}
         if self.logits and getattr(func, "__name__", "") not in LOOKS:
             self.logits_used |= any(leaf is self.logits[-1] for leaf in tree_leaves([args, kwargs]))
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        # An attribute that is a tensor, such as `.data` or `.T`, is a read; a shape is not.
+        if self.owners and (getattr(func, "__name__", "") not in LOOKS or isinstance(result, Tensor)):
+            names = {self.names.get(id(leaf), "") for leaf in tree_leaves([args, kwargs])} & self.owners.keys()
+            self.outside_reads |= {name for name in names if not set(self.owners[name]) & set(self.active)}
+        return result
 
     def _record_dropout(self, tensor: Tensor, probability: float, training: bool) -> None:
         if not training or probability == 0:

@@ -105,6 +105,11 @@ class StageBuilder:
         """Return this stage's blocks, in order."""
         return [self.model.get_submodule(name) for name in self.block_names(facts)]
 
+    def unit_groups(self, inputs: BuildInputs) -> list[list[nn.Module]]:
+        """Return those of `block_groups` that are units of sharding; the parameters of the others are the root's."""
+        of_units = [self.model.get_submodule(name) for name in inputs.facts.unit_blocks if self.holds(name)]
+        return [group for group in self.block_groups(inputs) if all(block in of_units for block in group)]
+
     def block_groups(self, inputs: BuildInputs) -> list[list[nn.Module]]:
         """Return this stage's blocks in groups that are checkpointed and gathered together."""
         return group_blocks(self.blocks(inputs.facts), inputs.plan.job.memory.checkpoint_strategy)

@@ -41,7 +41,7 @@ class ShardedParameters(Transform):
 
     def apply(self, build: ModelBuilder, inputs: BuildInputs) -> None:
         for root, stages in build.roots():
-            groups = [group for stage in stages for group in stage.block_groups(inputs)]
+            groups = [group for stage in stages for group in stage.unit_groups(inputs)]
             keys = (inputs.facts.activation_arguments or (0,)) if inputs.plan.keeps_float_arguments else None
             modules = shard_model(root, groups, inputs.plan, inputs.layout, keys)
             for stage in stages:

@@ -1,42 +1,12 @@
-"""Small modules, each with one habit of building that shows where a layout could change the numbers."""
+"""Small modules, each with one habit of building. `tests/habits/table.py` says what becomes of each."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
-WIDTH = 6
-
-
-class Residual(nn.Module):
-    """A block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 13), nn.Linear(13, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
-
-
-class Stack(nn.Module):
-    """A chain of three blocks between two linear layers."""
-
-    block: Any = Residual
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(self.block() for _ in range(3))
-        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.last(x)
+from tests.habits.building import WIDTH, Residual, Stack
 
 
 class KeywordResidual(Residual):
@@ -49,11 +19,10 @@ class KeywordBlocks(Stack):
 
     block = KeywordResidual
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
+    def run_blocks(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(states=x)
-        return self.last(x)
+        return x
 
 
 class AttendingResidual(Residual):
@@ -62,8 +31,7 @@ class AttendingResidual(Residual):
         self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = x[:, None, :]
-        return super().forward(x + self.attention(rows, rows, rows, need_weights=False)[0][:, 0])
+        return super().forward(x + self.attention(x, x, x, need_weights=False)[0])
 
 
 class Attending(Stack):
@@ -127,12 +95,11 @@ class Positions(Stack):
 
     block = PositionedResidual
 
-    def forward(self, x: Tensor) -> Tensor:
-        position = torch.full((len(x), 1), 4098.0, device=x.device)
-        x = self.first(x)
+    def run_blocks(self, x: Tensor) -> Tensor:
+        position = torch.full((len(x), 1, 1), 4098.0, device=x.device)
         for block in self.blocks:
             x = block(x, position)
-        return self.last(x)
+        return x
 
 
 class Penalized(Stack):
@@ -173,4 +140,5 @@ class SingleLayer(nn.Module):
         self.only = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.only(x)
+        result: Tensor = self.only(x.mean(1))
+        return result

@@ -1,0 +1,99 @@
+"""The table of building habits: what each module of `tests/habits/modules.py` comes to on every layout.
+
+A row is one habit. It is right on every layout but those that refuse it; `test_habits.py` holds both, and
+`python -m tools.habits` writes the table of docs/how-to/own-module.md from here. To add a habit, write its module and
+its row, run the tests of this folder and write the page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Sections = dict[str, dict[str, Any]]
+
+ONE, SHARDS, REPLICAS, ZERO_1 = "one worker", "shards", "replicas", "ZeRO-1"
+STAGES, CHECKPOINTS, HALF = "stages", "checkpointing", "16 bits"
+
+# Name of a layout -> workers and keys of the job.
+LAYOUTS: dict[str, tuple[int, Sections]] = {
+    ONE: (1, {}),
+    SHARDS: (2, {}),
+    REPLICAS: (2, {"parallel": {"sharded_data_parallel_degree": 1}}),
+    ZERO_1: (2, {"parallel": {"shard_optimizer_state": True}}),
+    CHECKPOINTS: (2, {"memory": {"activation_checkpointing": "full"}}),
+    STAGES: (2, {"parallel": {"pipeline_parallel_degree": 2}}),
+    HALF: (2, {"precision": {"compute": "bf16"}, "optimizer": {"name": "SGD"}}),  # AdamW makes rounding larger
+}
+SEVERAL = (SHARDS, REPLICAS, ZERO_1, CHECKPOINTS, STAGES, HALF)  # layouts of several workers
+
+
+@dataclass(frozen=True)
+class Habit:
+    """One habit of building modules.
+
+    Attributes:
+        module: name of its class in `modules`.
+        words: the habit, as the page says it.
+        refused: layout -> pattern of the message that refuses it there.
+        remedy: what to do where it is refused, for the page.
+        costs: what it costs where it works, for the page.
+        keys: keys of the job beside those of the layout.
+        quick: layouts that are tried in every run of the tests, beside those that refuse; the rest are slow tests.
+    """
+
+    module: str
+    words: str
+    refused: Mapping[str, str] = field(default_factory=dict)
+    remedy: str = ""
+    costs: str = ""
+    keys: Sections = field(default_factory=dict)
+    quick: tuple[str, ...] = (SHARDS,)
+
+    def __str__(self) -> str:
+        return self.module
+
+    def works(self) -> list[str]:
+        """Return the layouts on which it trains as in plain torch."""
+        return [layout for layout in LAYOUTS if layout not in self.refused]
+
+
+HABITS: tuple[Habit, ...] = (
+    Habit("Stack", "a list of like blocks between other layers"),
+    Habit(
+        "SingleLayer",
+        "no blocks at all",
+        refused={STAGES: "it has 0 lists of blocks", CHECKPOINTS: "repeated blocks are checkpointed"},
+        remedy="one layer cannot be cut",
+    ),
+    Habit("KeywordBlocks", "blocks that take keyword arguments alone", quick=(CHECKPOINTS,)),
+    Habit("Attending", "`nn.MultiheadAttention` and torch's Transformer layers"),
+    Habit("Parametrized", "`weight_norm` and other parametrizations"),
+    Habit("ScalingHooks", "`register_hook` that scales or masks", costs="the whole gradient is gathered"),
+    Habit(
+        "ClippingHook",
+        "`register_hook` that does more",
+        refused=dict.fromkeys((ONE, STAGES), r"last.weight of ClippingHook \(.*modules.py:\d+"),
+        remedy="one microbatch on each rank",
+        costs="one microbatch on each rank; the whole gradient is gathered",
+        keys={"training": {"microbatch_size": 4}},
+    ),
+    Habit(
+        "AccumulateHook",
+        "`register_post_accumulate_grad_hook`",
+        refused=dict.fromkeys(SEVERAL, r"last.weight of AccumulateHook \(.*modules.py:\d+"),
+        remedy="`register_hook`",
+        keys={"training": {"microbatch_size": None}},
+        quick=(ONE,),
+    ),
+    Habit("BlockHooks", "hooks on blocks", quick=(STAGES,)),
+    Habit("Positions", "blocks given positions or times in fp32", quick=(HALF,)),
+    Habit(
+        "Penalized",
+        "a forward that reads parameters of other modules",
+        costs="the blocks are one unit with the rest, whose parameters stay gathered",
+        refused={STAGES: r"Penalized \(.*modules.py:\d+\) reads blocks.0"},
+        remedy="add the penalty with `optimizer.weight_decay`, or use no pipeline",
+    ),
+)

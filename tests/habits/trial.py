@@ -1,0 +1,132 @@
+"""Trains a module with shardwise and with torch alone, from the same weights and samples, and compares them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+
+from shardwise.data.batch import Batch
+from shardwise.errors import ShardwiseError
+from shardwise.job.objects import load_object
+from shardwise.job.schema import Job
+from shardwise.training.setup import AssembledJob, set_up
+from shardwise.training.step import train_step
+
+STEPS, ROWS, DECAY, RATE, CLIP = 3, 8, 0.1, 0.05, 0.5
+HERE = "tests.habits"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Outcome of one trial on one rank.
+
+    Attributes:
+        parameters: largest error of a parameter after all steps, relative to its largest element.
+        losses: largest relative error of a step's loss.
+        refusal: message of the error that refused the module.
+    """
+
+    parameters: float = float("inf")
+    losses: float = float("inf")
+    refusal: str = ""
+
+
+def make_job(directory: str, module: str, sections: dict[str, dict[str, Any]]) -> Job:
+    """Return the job that trains `module`, a name in `tests.habits.modules`, in fp64 with AdamW."""
+    base: dict[str, dict[str, Any]] = {
+        "model": {"factory": f"{HERE}.modules:{module}", "loss": f"{HERE}.building:squared_error"},
+        "data": {"factory": f"{HERE}.building:Rows", "cache_directory": f"{directory}/cache"},
+        "parallel": {"device": "cpu"},
+        "precision": {"compute": "fp64"},
+        "training": {"steps": STEPS, "sequences_per_step": ROWS, "microbatch_size": 2},
+        "optimizer": {"name": "AdamW", "learning_rate": RATE, "weight_decay": DECAY, "schedule": "constant",
+                      "clip_norm": CLIP, "warmup_steps": 0},
+    }  # fmt: skip
+    for name, values in sections.items():
+        base[name] = {**base.get(name, {}), **values}
+    return Job.model_validate(base)
+
+
+def try_module(job: Job) -> Trial:
+    """Train the module of `job` in both ways; called on every rank of a world."""
+    torch.manual_seed(0)
+    try:
+        run = set_up(job, torch.device("cpu"))
+        module = plain_module(run)
+        ours, theirs = _train(run, module)
+    except ShardwiseError as error:
+        return Trial(refusal=str(error))
+    return Trial(_parameter_error(run, module), max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True)))
+
+
+def plain_module(run: AssembledJob) -> nn.Module:
+    """Return the module built by its factory alone, in fp64, with the weights of `run`."""
+    model = run.plan.job.model
+    module: nn.Module = load_object(str(model.factory), "model.factory")(**model.factory_arguments).double()
+    module.load_state_dict({name: value.double() for name, value in run.model.whole_tensors()}, strict=False)
+    return module
+
+
+def _train(run: AssembledJob, module: nn.Module) -> tuple[list[float], list[float]]:
+    """Return the losses of shardwise and of plain torch."""
+    optimizer = _plain_optimizer(module, run.plan.job.optimizer.name)
+    ours, theirs = [], []
+    for step in range(STEPS):
+        batches = list(run.stream.batches(step))
+        run.optimizer.set_learning_rate(RATE)
+        result = train_step(run.model, run.objective, batches, run.optimizer, run.scaler, step)
+        ours.append(result.loss)
+        theirs.append(_plain_step(run, module, optimizer, batches))
+    return ours, theirs
+
+
+def _plain_optimizer(module: nn.Module, name: str) -> torch.optim.Optimizer:
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    matrices = [parameter for parameter in trained if parameter.dim() >= 2]
+    vectors = [parameter for parameter in trained if parameter.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}]
+    kind: type[Any] = getattr(torch.optim, name)
+    optimizer: torch.optim.Optimizer = kind(groups, lr=RATE)
+    return optimizer
+
+
+def _plain_step(run: AssembledJob, module: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Batch]) -> float:
+    """Take a step with one backward for all samples; return their mean loss."""
+    optimizer.zero_grad()
+    losses = [_summed_loss(run.plan.job, module, batch) for batch in _every_batch(run, batches)]
+    loss = torch.stack(losses).sum() / ROWS
+    loss.backward()
+    clip_grad_norm_(module.parameters(), CLIP)
+    optimizer.step()
+    return float(loss.detach())
+
+
+def _summed_loss(job: Job, module: nn.Module, batch: Batch) -> Tensor:
+    inputs = {name: value.double() for name, value in batch.inputs.items()}
+    if job.model.loss is None:
+        mean: Tensor = module(**inputs, labels=batch.labels.double())
+        return mean * batch.count()
+    summed: Tensor = load_object(job.model.loss, "model.loss")(module(**inputs), batch)[0]
+    return summed
+
+
+def _every_batch(run: AssembledJob, batches: list[Batch]) -> list[Batch]:
+    """Return the microbatches of all ranks that read different rows."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (run.layout.data_rank, batches))
+    return [batch for reader in dict(everyone).values() for batch in reader]
+
+
+def _parameter_error(run: AssembledJob, module: nn.Module) -> float:
+    expected: dict[str, Tensor] = dict(module.named_parameters())
+    errors = [_relative(value, expected[name]) for name, value in run.model.whole_tensors() if value.numel()]
+    return float(torch.stack(errors).max())
+
+
+def _relative(value: Tensor, expected: Tensor) -> Tensor:
+    return ((value - expected).abs().max() / expected.abs().max().clamp(min=1e-30)).double()
