@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch import nn
 
 from shardwise.errors import KernelError
+from shardwise.job import attention_kernels, schema
+from shardwise.job.attention_kernels import AttentionKernel
+from shardwise.kernels import attention as attention_functions
 from shardwise.kernels.attention import dispatch
-from shardwise.model import attention_kernels
-from shardwise.model.attention_kernels import AttentionNeeds, kernels_for
+from shardwise.model import attention_choice
+from shardwise.model.attention_choice import AttentionNeeds
 from shardwise.observe.callback import HOOKS
 from shardwise.testing.world import WorldPool
 from shardwise.training.objectives import choose
 from shardwise.training.session import Session
 from shardwise.training.trainer import train_rank
-from tests.pages import DOCS, load_block
+from tests.pages import DOCS, block_with, load_block
 from tests.parity.jobs import make_job
 
 PAGE = "how-to/extend.md"
@@ -94,20 +98,33 @@ def test_an_objective_is_one_class_and_one_row(world_pool: WorldPool) -> None:
     assert losses == [pytest.approx(1.5**2 * (0 + 1 + 2 + 3) / 4)]
 
 
-def test_an_attention_kernel_is_one_function_and_one_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    example = load_block(PAGE, "linear_attention")
-    kernel = example.KERNEL
-    monkeypatch.setattr(attention_kernels, "KERNELS", (*attention_kernels.KERNELS, kernel))
-    monkeypatch.setitem(attention_kernels.BY_NAME, kernel.name, kernel)
-    monkeypatch.setitem(dispatch.RUNNERS, kernel.name, example.linear_attention)
+def test_an_attention_kernel_is_one_file_and_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = f"{attention_functions.__name__}.linear"
+    monkeypatch.setitem(sys.modules, module, load_block(PAGE, "linear", module))
+    kernel = eval(block_with(PAGE, 'AttentionKernel("linear"'), vars(attention_kernels))
+    add_kernel(kernel, monkeypatch)
     query, key, value = torch.randn(3, 2, 4, 7, 8, dtype=torch.float64)
     output = dispatch.attention(query, key[:, :2], value[:, :2], causal=True, kernel="linear")
     keys, values = (tensor[:, :2].repeat_interleave(2, 1) for tensor in (key, value))
     scores = ((nn.functional.elu(query) + 1) @ (nn.functional.elu(keys) + 1).mT).tril()
     assert torch.allclose(output, scores / scores.sum(-1, keepdim=True) @ values)
+    kernels_for = attention_choice.kernels_for
     assert "linear" in kernels_for(AttentionNeeds()) and "linear" not in kernels_for(AttentionNeeds(softcap=True))
     with pytest.raises(KernelError, match="it hides nothing but a causal triangle"):
         dispatch.attention(query, key, value, causal=True, window=2, kernel="linear")
+
+
+def add_kernel(kernel: AttentionKernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Add a row to the table, where the modules that have read it look."""
+    kernels = (*attention_kernels.KERNELS, kernel)
+    for module in (attention_kernels, attention_choice):
+        monkeypatch.setattr(module, "KERNELS", kernels)
+    monkeypatch.setitem(dispatch.FUNCTIONS, kernel.name, dispatch.load_function(kernel))
+
+
+def test_a_job_can_name_every_kernel_of_the_table() -> None:
+    assert get_args(schema.AttentionKernelName) == ("auto", *(kernel.name for kernel in attention_kernels.KERNELS))
+    assert list(dispatch.FUNCTIONS) == [kernel.name for kernel in attention_kernels.KERNELS]
 
 
 def losses_of_optimizer(job: Any) -> list[float]:

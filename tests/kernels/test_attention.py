@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import KernelError
+from shardwise.job.attention_kernels import KERNELS
 from shardwise.kernels.attention import masks
 from shardwise.kernels.attention.dispatch import attention
 from shardwise.kernels.dropout import DropoutScope, dropout_scope
-from shardwise.model.attention_kernels import KERNELS, AttentionNeeds, kernel_supports
+from shardwise.model.attention_choice import AttentionNeeds, kernel_supports
 from shardwise.observe.memory import LiveBytes
 
 BATCH, HEADS, GROUPS, LENGTH, SIZE = 2, 4, 2, 20, 6

@@ -5,14 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from shardwise.model.attention_kernels import (
-    BIASES,
-    KERNELS,
-    AttentionKernel,
-    AttentionNeeds,
-    choose_kernel,
-    kernel_supports,
-)
+from shardwise.job.attention_kernels import KERNELS, AttentionKernel
+from shardwise.model.attention_choice import BIASES, AttentionNeeds, choose_kernel, kernel_supports
 from shardwise.model.family import FamilyAttention
 from shardwise.model.registry import known_families
 

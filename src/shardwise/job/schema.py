@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import os.path
 import re
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
+from shardwise.job.attention_kernels import KERNELS
 from shardwise.job.section import RootSection, Section
 
 MOST = (1 << 63) - 1  # what torch, numpy and files take as a size
@@ -48,10 +49,10 @@ Pattern = Annotated[str, AfterValidator(_check_pattern)]  # matched against whol
 Device = Literal["auto", "cpu", "cuda"]
 Precision = Literal["auto", "fp64", "fp32", "bf16", "fp16"]
 Checkpointing = Literal["none", "full", "selective"]
-AttentionKernelName = Literal[
-    "auto", "eager", "sdpa", "flash", "efficient", "cudnn", "flex", "blockwise", "flash_attention_2",
-    "flash_attention_3",
-]  # fmt: skip
+if TYPE_CHECKING:
+    AttentionKernelName = str
+else:
+    AttentionKernelName = Literal["auto", *(kernel.name for kernel in KERNELS)]
 DataFormat = Literal["auto", "stdlib", "text", "jsonl", "parquet", "dataset", "tokens", "factory"]
 
 

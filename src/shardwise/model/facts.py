@@ -97,7 +97,7 @@ class AttentionFacts:
         name: of the module.
         head_size, value_size: of queries and keys, and of values.
         window: keys that a query sees, where not all.
-        bias: kind of the bias on the scores (`model.attention_kernels.AttentionNeeds.bias`).
+        bias: kind of the bias on the scores (`model.attention_choice.AttentionNeeds.bias`).
         softcap: whether scores pass a soft cap.
         dropout: whether probabilities are dropped.
     """

@@ -23,7 +23,7 @@ class FamilyAttention:
     """Attention of a family: what it asks of kernels, and how its calls reach them.
 
     Attributes:
-        bias: kind of bias on scores (`attention_kernels.AttentionNeeds.bias`) that some model of it has.
+        bias: kind of bias on scores (`attention_choice.AttentionNeeds.bias`) that some model of it has.
         softcap: whether some model of it caps scores.
         window: whether some layer of a model of it sees a window of keys.
         note: a remark for the reference page.

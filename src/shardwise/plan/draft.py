@@ -25,7 +25,7 @@ from shardwise.job.schema import (
     PrecisionSection,
     TrainingSection,
 )
-from shardwise.model.attention_kernels import AttentionNeeds, KernelChoice, choose_kernel
+from shardwise.model.attention_choice import AttentionNeeds, KernelChoice, choose_kernel
 from shardwise.model.balance import balance, block_costs
 from shardwise.model.facts import AttentionFacts, ModelFacts
 from shardwise.model.float8 import left_out

@@ -16,33 +16,9 @@ from torch import Tensor
 
 from shardwise._torch_compat.operators import has_flash_attention
 from shardwise.kernels.attention.blocks import ALL, SavedRows, ScoreBlock, merge_block, repeat_key_heads, sum_key_heads
+from shardwise.kernels.attention.call import AttentionCall, DropoutFactors
 from shardwise.kernels.attention.masks import Mask, MaskBlock, block_slices
-from shardwise.kernels.dropout import ProbabilityBlock, keep_mask
 from shardwise.kernels.loss import loss_dtype
-
-
-@dataclass(frozen=True)
-class DropoutFactors:
-    """Dropout of attention probabilities: a function of key, rows and place.
-
-    Attributes:
-        key: of the step, module and use.
-        rows: [B] global sample counters.
-        probabilities: which these are.
-        keep: probability.
-    """
-
-    key: int
-    rows: Tensor
-    probabilities: ProbabilityBlock
-    keep: float
-
-    def factors(self, heads: int, rows: slice, columns: slice, dtype: torch.dtype) -> Tensor:
-        """Return [B, heads, Q, K] of a block: 0 or 1 / keep."""
-        whole = self.probabilities
-        part = ProbabilityBlock(whole.first, whole.queries[rows], whole.keys[columns], whole.length)
-        kept = keep_mask(self.key, self.rows, part.index(heads), self.keep)
-        return kept.view(len(self.rows), heads, len(part.queries), len(part.keys)).to(dtype) * (1 / self.keep)
 
 
 @dataclass(frozen=True)
@@ -64,6 +40,13 @@ class BlockwiseSettings:
     bias: Tensor | None = None
     softcap: float | None = None
     dropout_factors: DropoutFactors | None = None
+
+
+def blockwise(call: AttentionCall) -> Tensor:
+    """Return [B, h, Q, d] of a call."""
+    dropout_factors = call.dropout_factors() if call.dropout > 0 else None
+    settings = BlockwiseSettings(call.scale, call.causal, call.mask, call.bias, call.softcap, dropout_factors)
+    return blockwise_attention(call.query, call.key, call.value, settings)
 
 
 @torch.compiler.disable

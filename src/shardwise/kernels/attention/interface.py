@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.masking_utils import causal_mask_function
 
-from shardwise.kernels.attention.dispatch import AttentionCall, kernel_of_call, run_attention
+from shardwise.kernels.attention.call import AttentionCall
+from shardwise.kernels.attention.dispatch import kernel_of_call, run_attention
 from shardwise.kernels.attention.masks import Mask, MaskFunction, make_mask, same_document
 from shardwise.kernels.dropout import active_scope
 from shardwise.model.interface_attention import InterfaceAttention, eager_attention_forward
@@ -27,7 +28,7 @@ PREFIX = "shardwise_"
 
 def use_attention_kernel(model: nn.Module, kernel: str) -> None:
     """Let `model` (of a family whose record has `attention`) run `kernel`: `auto` or a name of
-    model/attention_kernels.py."""
+    job/attention_kernels.py."""
     name = PREFIX + kernel
     AttentionInterface.register(name, partial(attend, kernel))
     AttentionMaskInterface.register(name, masked)

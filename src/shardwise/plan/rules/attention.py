@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from shardwise.model.attention_kernels import BY_NAME, KERNELS, kernel_supports, kernels_for
+from shardwise.job.attention_kernels import KERNELS, kernel_named
+from shardwise.model.attention_choice import kernel_supports, kernels_for
 from shardwise.model.facts import AttentionFacts
 from shardwise.plan.draft import Draft
 from shardwise.plan.rules.context import context_method
@@ -20,7 +21,7 @@ def _kernel_reason(d: Draft) -> str:
     assert layer is not None
     if d.model.attention == "auto":
         return f"no kernel can do what {layer.name} needs"
-    capability = kernel_supports(BY_NAME[d.model.attention], d.attention_needs(layer))
+    capability = kernel_supports(kernel_named(d.model.attention), d.attention_needs(layer))
     return f"{layer.name}: {capability.reason}"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwise.model.attention_kernels import installed
+from shardwise.model.attention_choice import installed
 from shardwise.model.float8 import float8_summary
 from shardwise.plan.draft import Draft
 from shardwise.plan.rules.rule import Rule, idle

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwise.model.attention_kernels import installed
+from shardwise.model.attention_choice import installed
 from shardwise.plan.rules.rule import Rule
 
 LIGER = "model.liger"
