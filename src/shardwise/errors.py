@@ -6,6 +6,8 @@ without a traceback and exits with code 2 (`exit_code`).
 
 from __future__ import annotations
 
+import reprlib
+
 
 class ShardwiseError(Exception):
     """Base of all errors that are a user's to fix. `exit_code` is what the command line returns."""
@@ -73,3 +75,13 @@ class WorkerError(ShardwiseError):
     """A worker failed. The message ends with the first failing rank's own error."""
 
     exit_code = 1
+
+
+def require_type(value: object, expected: type, argument: str, fix: str) -> None:
+    """Refuse the value of a caller's `argument` that is no `expected`.
+
+    Raises:
+        ConfigError: it is not; the message ends with `fix`.
+    """
+    if not isinstance(value, expected):
+        raise ConfigError(f"{argument}={reprlib.repr(value)}: must be a {expected.__name__}; {fix}")

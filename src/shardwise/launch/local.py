@@ -31,7 +31,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from shardwise.errors import MachineError
+from shardwise.errors import ConfigError, MachineError, ShardwiseError, require_type
 from shardwise.launch import descendants, failure, loopback
 from shardwise.launch.agent import Agent, restore_cursor
 from shardwise.launch.diagnosis import UNGUARDED, UNGUARDED_EXIT, logs_of, reports_of
@@ -66,12 +66,14 @@ def run_local(
     than two seconds after the first ends the run.
 
     Raises:
-        ConfigError: a script without a guard has called this while a worker imports it.
+        ConfigError: an argument is of another type or cannot be pickled, or a script without a guard has called this
+            while a worker imports it.
         ShardwiseError: the failing rank's own error of the last attempt, if it is a ShardwiseError.
         WorkerError: any other failure of a worker; ends with its traceback.
         KeyboardInterrupt: Ctrl-C.
         SystemExit: another deadly signal, here or (if it was passed on) in a worker.
     """
+    _check_call(function, args, workers)
     if device_type == "cuda" and torch.cuda.device_count() == 0:
         raise MachineError("the workers are for CUDA and this host shows no GPU; use parallel.device=cpu")
     refuse_unguarded_script("local workers")
@@ -87,9 +89,24 @@ def run_local(
         except SignalException as error:
             restore_cursor()
             _end(error.sigval)
+        except Exception as error:
+            if isinstance(error, ShardwiseError) or "pickle" not in str(error):
+                raise
+            raise ConfigError(
+                f"function={function!r} or its args cannot be sent to the workers ({error}); give a function at the "
+                "top of a module, and arguments that can be pickled"
+            ) from error
         finally:
             spec.rdzv_handler.shutdown()
     return [results[rank] for rank in range(workers)]
+
+
+def _check_call(function: Callable[..., Any], args: tuple, workers: int) -> None:
+    if not callable(function):
+        raise ConfigError(f"function={function!r}: must be callable; give a function at the top of a module")
+    require_type(args, tuple, "args", "give the function's arguments as (first, second)")
+    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
+        raise ConfigError(f"workers={workers!r}: must be a whole number of at least 1; use 1 or more")
 
 
 def refuse_unguarded_script(caller: str) -> None:

@@ -28,7 +28,7 @@ import inspect
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from shardwise.errors import UserCodeError
+from shardwise.errors import UserCodeError, require_type
 from shardwise.job.objects import check_arguments, defined_at, in_parentheses, load_object, user_code
 from shardwise.job.schema import Job
 from shardwise.observe.metrics import Record
@@ -133,6 +133,16 @@ def load_callbacks(references: Sequence[str]) -> list[Callback]:
                 loaded = loaded()
         callbacks.append(check_callback(loaded, what))
     return callbacks
+
+
+def check_callbacks(callbacks: Any) -> list[Callback]:
+    """Return the callbacks that were passed in Python, each as `check_callback` returns it.
+
+    Raises:
+        ConfigError: they are no list.
+    """
+    require_type(callbacks, Sequence, "callbacks", "give a list of objects whose classes inherit shardwise.Callback")
+    return [check_callback(callback, f"callbacks[{index}]") for index, callback in enumerate(callbacks)]
 
 
 def check_callback(callback: Any, what: str) -> Callback:

@@ -11,6 +11,7 @@ from contextlib import nullcontext
 import torch
 from torch import nn
 
+from shardwise.errors import require_type
 from shardwise.job.axes import Axis
 from shardwise.model.facts import ModelFacts
 from shardwise.parallel.builder import Allocation, BuildInputs, ModelBuilder, Transform
@@ -79,7 +80,14 @@ def parallelize(
         facts: the model's structure.
         device: where this rank computes; unset: the CPU or the current CUDA device.
         allocation: surrounds what gives parameters and buffers their storage; a dry run's gives them none.
+
+    Raises:
+        ConfigError: an argument is of another type.
     """
+    require_type(model, nn.Module, "model", "build it with its parameters on the meta device")
+    require_type(plan, Plan, "plan", "shardwise.resolve makes it of a Job")
+    require_type(layout, Layout, "layout", "shardwise.Layout.from_plan makes it of a Plan")
+    require_type(facts, ModelFacts, "facts", "shardwise.training.setup.study(job) gives those of the job's model")
     inputs = BuildInputs(plan, layout, facts, device or torch.device(plan.world.device_type), allocation)
     build = ModelBuilder(model, plan.stages_of(layout.index(Axis.PIPELINE)))
     for transform in TRANSFORMS:

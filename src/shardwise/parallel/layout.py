@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, require_type
 from shardwise.job.axes import PLACEMENT_LETTERS, Axis, placed_axes, replica_axes, row_axes, state_axes
 from shardwise.plan.draft import placement_order
 from shardwise.words import nearest
@@ -206,6 +206,7 @@ class Layout:
 
 def refuse_unknown_axes(degrees: Mapping[Axis, int]) -> None:
     """Raise ConfigError for a key of `degrees` that is no axis, or a degree that is no whole number of at least 1."""
+    require_type(degrees, Mapping, "degrees", 'give one of axis to degree, such as {"tensor": 2}')
     known = [str(axis) for axis in placed_axes(PLACEMENT_LETTERS)]
     for axis, degree in degrees.items():
         if axis not in known:

@@ -14,8 +14,10 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
+from shardwise.errors import require_type
 from shardwise.job.axes import Axis, axis_degrees, data_axes, row_axes, state_axes
 from shardwise.job.schema import Job, ParallelSection
+from shardwise.job.sources import require_job
 from shardwise.model.facts import ModelFacts
 from shardwise.model.float8 import float8_summary
 from shardwise.plan.draft import (
@@ -185,7 +187,15 @@ def precheck(job: Job, world: World) -> None:
 
 
 def resolve(job: Job, world: World, facts: ModelFacts) -> Plan:
-    """Derive everything the job left open. Raises LegalityError when the combination cannot run."""
+    """Derive everything the job left open.
+
+    Raises:
+        ConfigError: an argument is of another type.
+        LegalityError: the combination of the job's keys cannot run.
+    """
+    require_job(job, "resolve")
+    require_type(world, World, "world", "shardwise.launch.expected_world.expected_world(job, None) is this machine's")
+    require_type(facts, ModelFacts, "facts", "shardwise.training.setup.study(job) gives those of the job's model")
     draft = Draft(job, world, facts)
     check(draft)
     rules: dict[str, str] = {}

@@ -46,7 +46,7 @@ class GivenModel:
         """Take a module, or call a function that makes one with its parameters on the meta device.
 
         Raises:
-            ModelError: the function returns something else.
+            ModelError: the source is neither, or the function returns something else.
             UserCodeError: the function raises.
         """
         module = source
@@ -69,7 +69,13 @@ class GivenModel:
 
 
 def model_reference(source: ModelSource) -> str:
-    """Return `module:name` of a model's class, or of the function that makes it."""
+    """Return `module:name` of a model's class, or of the function that makes it.
+
+    Raises:
+        ModelError: the source is neither.
+    """
+    if not callable(source):  # modules are
+        raise ModelError(f"model={source!r}: must be a torch.nn.Module, or a function that makes one")
     definition = type(source) if isinstance(source, nn.Module) else source
     return f"{definition.__module__}:{getattr(definition, '__qualname__', type(definition).__qualname__)}"
 

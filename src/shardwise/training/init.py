@@ -19,7 +19,7 @@ from torch.nn.utils.parametrize import cached, is_parametrized
 
 from shardwise.checkpoint.reading import HuggingFaceWeights
 from shardwise.checkpoint.state import persistent_buffers
-from shardwise.errors import ModelError
+from shardwise.errors import ModelError, require_type
 from shardwise.model.build import constructed_buffers
 from shardwise.model.facts import ModelFacts
 from shardwise.parallel.model import ModelPart, ParallelModel
@@ -33,8 +33,10 @@ def initialize(model: ParallelModel, seed: int) -> None:
     """Fill every parameter and buffer: drawn from `seed`, or read from the job's `model.path`.
 
     Raises:
+        ConfigError: `model` is no ParallelModel.
         ModelError: a parameter has no initializer, or the directory's weights do not fit the model.
     """
+    require_type(model, ParallelModel, "model", "shardwise.parallelize makes it of a module")
     with torch.no_grad():
         for part in model.parts:
             for unit in _units(part, model.facts):

@@ -15,6 +15,7 @@ several, in a process of its own the only one.
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from shardwise import errors
 from shardwise.checkpoint.manifest import Progress
 from shardwise.data.batch import Batch
 from shardwise.data.state import SAMPLES, ConsumedSamples, DataState
-from shardwise.errors import ShardwiseError, WorkerError
+from shardwise.errors import ShardwiseError, WorkerError, require_type
 from shardwise.job.schema import Job
 from shardwise.job.sources import Source, load_job
 from shardwise.launch.environment import detect
@@ -37,7 +38,7 @@ from shardwise.launch.expected_world import expected_world
 from shardwise.launch.job_group import job_group, usable_backend
 from shardwise.launch.process_group import ALONE
 from shardwise.model.facts import ModelFacts
-from shardwise.observe.callback import Callback, CallbackList, check_callback, load_callbacks
+from shardwise.observe.callback import Callback, CallbackList, check_callbacks, load_callbacks
 from shardwise.observe.memory import reset_peak
 from shardwise.observe.metrics import Record
 from shardwise.parallel.layout import Layout
@@ -113,6 +114,7 @@ class Session:
             opening.push(self._exit.__exit__)
             self._open(_job_of(job, model, example, sections), model, example, callbacks, device)
             opening.pop_all()
+        weakref.finalize(self, self._exit.close)  # the interpreter's end would leave the group too late
 
     def _open(
         self,
@@ -123,7 +125,7 @@ class Session:
         device: torch.device | None,
     ) -> None:
         """Join the group, build and shard the model, open the data."""
-        own = [check_callback(callback, f"callbacks[{index}]") for index, callback in enumerate(callbacks)]
+        own = check_callbacks(callbacks)
         named = load_callbacks(job.training.callbacks)
         given = None if model is None else GivenModel.of(model, example)
         facts = study(job) if given is None else given.study(job)
@@ -426,7 +428,12 @@ def _job_of(
     source: Source, model: ModelSource | None, example: Mapping[str, Tensor] | None, sections: Mapping[str, Any]
 ) -> Job:
     """Return the job of a session; a caller's model is named in it, and its example says how large a microbatch is."""
-    keys = {f"{section}.{key}": value for section, content in sections.items() for key, value in content.items()}
+    keys: dict[str, Any] = {}
+    for section, content in sections.items():
+        has_keys = isinstance(content, Mapping) and (content or section in Job.model_fields)
+        keys |= {f"{section}.{key}": value for key, value in content.items()} if has_keys else {section: content}
+    if example is not None:
+        require_type(example, Mapping, "example", "give the keyword arguments of one forward of the model")
     if model is not None:
         keys["model.factory"] = model_reference(model)
     job = load_job(source, keys) if keys or not isinstance(source, Job) else source

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardwise.collectives.names import CollectiveName
 from shardwise.data.batch import Batch, wrap
-from shardwise.errors import ModelError
+from shardwise.errors import ModelError, require_type
 from shardwise.kernels.precision import LossScaler
 from shardwise.parallel.model import ParallelModel
 from shardwise.parallel.objective import Objective
@@ -78,7 +78,11 @@ def train_step(
         step: number of the step from 0.
         stop: this rank's wish to end the run after the step.
         failed: this rank's last checkpoint could not be written.
+
+    Raises:
+        ConfigError: `model` is no ParallelModel.
     """
+    require_type(model, ParallelModel, "model", "shardwise.parallelize makes it of a module")
     counted = sum(int(batch.count()) for batch in batches)
     control = exchange_control(
         model, ControlMessage(counted, int(stop), int(failed), wrap(sum(batch.digest for batch in batches)))

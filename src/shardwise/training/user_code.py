@@ -10,7 +10,7 @@ from shardwise.job.objects import check_arguments, in_parentheses, is_reference,
 from shardwise.job.optimizers import optimizer_class
 from shardwise.job.schedules import own_schedule_factor
 from shardwise.job.schema import Job
-from shardwise.observe.callback import Callback, check_callback, load_callbacks
+from shardwise.observe.callback import Callback, check_callbacks, load_callbacks
 from shardwise.training.objectives.own_loss import ARGUMENTS
 
 
@@ -25,8 +25,7 @@ def check_user_code(job: Job, callbacks: Sequence[Callback] = ()) -> None:
         UserCodeError: something is not what it is named as, takes other arguments, or raises.
     """
     load_callbacks(job.training.callbacks)
-    for index, callback in enumerate(callbacks):
-        check_callback(callback, f"callbacks[{index}]")
+    check_callbacks(callbacks)
     if is_reference(job.optimizer.name):
         optimizer_class(job.optimizer.name)
     if is_reference(job.optimizer.schedule):
