@@ -27,7 +27,7 @@ def load_block(page: str, definition: str, name: str = "") -> ModuleType:
 
     The module is `name` in `sys.modules`, or where that is not given has a name made of the page and the definition.
     """
-    [block] = [text for text in python_blocks(page) if re.search(rf"^(def|class) {definition}\b", text, re.M)]
+    [block] = [text for text in python_blocks(page) if re.search(rf"^(def |class )?{definition}\b", text, re.M)]
     name = name or f"page_{Path(page).stem.replace('-', '_')}_{definition}"
     module = ModuleType(name)
     module.__spec__ = importlib.util.spec_from_loader(name, loader=None)

@@ -4,26 +4,35 @@ from __future__ import annotations
 
 import json
 import sys
+from enum import StrEnum
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
+from pydantic import create_model
 from torch import nn
 
-from shardwise.errors import KernelError
-from shardwise.job import attention_kernels, schema
+from shardwise.errors import KernelError, LegalityError
+from shardwise.job import attention_kernels, axes, schema
 from shardwise.job.attention_kernels import AttentionKernel
+from shardwise.job.axes import Axis
+from shardwise.job.schema import Job
 from shardwise.kernels import attention as attention_functions
 from shardwise.kernels.attention import dispatch
 from shardwise.model import attention_choice
 from shardwise.model.attention_choice import AttentionNeeds
 from shardwise.observe.callback import HOOKS
+from shardwise.parallel import apply
+from shardwise.plan import rules
+from shardwise.plan.plan import World, precheck
 from shardwise.testing.world import WorldPool
 from shardwise.training.objectives import choose
 from shardwise.training.session import Session
 from shardwise.training.trainer import train_rank
+from tests.job.axis_tables import axis_tables
 from tests.pages import DOCS, block_with, load_block
+from tests.parallel.test_apply import parallelized
 from tests.parity.jobs import make_job
 
 PAGE = "how-to/extend.md"
@@ -125,6 +134,62 @@ def add_kernel(kernel: AttentionKernel, monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_job_can_name_every_kernel_of_the_table() -> None:
     assert get_args(schema.AttentionKernelName) == ("auto", *(kernel.name for kernel in attention_kernels.KERNELS))
     assert list(dispatch.FUNCTIONS) == [kernel.name for kernel in attention_kernels.KERNELS]
+
+
+def add_axis(patch: pytest.MonkeyPatch) -> type[Job]:
+    """Add the axis of the page: member, record, key, and a row in every table; return the job with its key."""
+    members = {axis.name: axis.value for axis in Axis}
+    patch.setattr(axes, "Axis", StrEnum("Axis", {**members, "REPEAT": "repeat"}))
+    example = load_block(PAGE, "repeat_degree")
+    records = list(axes.AXES)
+    records.insert(records.index(axes.spec_of(Axis.CONTEXT)) + 1, example.RECORD)
+    patch.setattr(axes, "AXES", tuple(records))
+    tables = axis_tables()
+    assert set(example.ROWS) == set(tables)
+    for name, row in example.ROWS.items():
+        patch.setitem(tables[name], example.Axis.REPEAT, row)
+    patch.setattr(rules, "RULES", (*rules.RULES, *example.RULES))
+    key = (get_type_hints(example)["repeat_degree"], example.repeat_degree)
+    parallel = create_model("ParallelSection", __base__=schema.ParallelSection, repeat_degree=key)
+    return create_model("Job", __base__=Job, parallel=(parallel, parallel()))
+
+
+def losses_of_repeated_rows(job: dict[str, Any]) -> list[float]:
+    with pytest.MonkeyPatch.context() as patch, Session(add_axis(patch).model_validate(job)) as session:
+        return [session.step(batches).loss for batches in session.batches()]
+
+
+def test_an_axis_is_one_record_and_a_row_in_each_table(world_pool: WorldPool, corpora: Path) -> None:
+    job = make_job(corpora, layers=1, training={"steps": 2}).model_dump()
+    [alone] = world_pool.run(1, losses_of_repeated_rows, job)
+    job["parallel"] |= {"repeat_degree": 2, "sharded_data_parallel_degree": 2}
+    for losses in world_pool.run(2, losses_of_repeated_rows, job):
+        assert losses == pytest.approx(alone, rel=1e-9)
+
+
+def test_an_axis_has_rules_of_its_own(corpora: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = make_job(corpora).model_dump()
+    job["parallel"] |= {"repeat_degree": 2, "sharded_data_parallel_degree": 1}
+    with pytest.raises(LegalityError, match=r"repeat_degree=2.*are sharded over ranks of equal rows too"):
+        precheck(add_axis(monkeypatch).model_validate(job), World(2, "cpu", 2))
+
+
+def clamps_blocks(job: Job) -> bool:
+    """Return whether a model that the page's transform has met clamps behind its first block."""
+    example = load_block(PAGE, "ClampedBlocks")
+    row = [type(known).__name__ for known in apply.TRANSFORMS].index("CompiledBlocks")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(apply, "TRANSFORMS", (*apply.TRANSFORMS[:row], example.ClampedBlocks(), *apply.TRANSFORMS[row:]))
+        block = parallelized(job).module.get_submodule("transformer.h.0")
+    return example.clamp in block._forward_hooks.values()
+
+
+def test_a_transform_is_one_file_and_one_row(world_pool: WorldPool, corpora: Path) -> None:
+    half, double = (make_job(corpora, precision={"compute": compute}) for compute in ("fp16", "fp64"))
+    assert world_pool.run(1, clamps_blocks, half) == [True]
+    assert world_pool.run(1, clamps_blocks, double) == [False]
+    hidden, other = load_block(PAGE, "ClampedBlocks").clamp(None, (), (torch.tensor([1e6, -1e6, 1.0]), "cache"))
+    assert hidden.tolist() == [64504.0, -64504.0, 1.0] and other == "cache"
 
 
 def losses_of_optimizer(job: Any) -> list[float]:

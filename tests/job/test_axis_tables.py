@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import math
 from dataclasses import make_dataclass
-from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-import shardwise
 from shardwise.job import axes
 from shardwise.job.axes import Axis, AxisSpec
 from shardwise.job.schema import Job
@@ -20,36 +16,11 @@ from shardwise.plan.plan import resolve
 from shardwise.planner.constants.inventory import cluster, presets, stack_of
 from shardwise.planner.formulas.predict import predict
 from shardwise.planner.formulas.prediction import TrainingConfiguration
+from tests.job.axis_tables import axis_tables
 from tests.plan.rules.jobs import FACTS, World
 
-PACKAGE = Path(shardwise.__file__).parent
 TOY: Any = "toy"
 RECORD = AxisSpec(TOY, "D", "parallel.toy_degree", lambda job: 2, shards_state=True, reads_own_rows=False)
-
-
-def axis_tables() -> dict[str, dict[Any, Any]]:
-    """Return `module:name` -> table, for each dict of the package at the top of a module whose keys are axes."""
-    tables = {}
-    for file in sorted(PACKAGE.rglob("*.py")):
-        source = file.read_text(encoding="utf-8")
-        if "Axis." not in source:
-            continue
-        module = ".".join(["shardwise", *file.relative_to(PACKAGE).with_suffix("").parts]).removesuffix(".__init__")
-        for name in _names_of_tables(ast.parse(source)):
-            tables[f"{module}:{name}"] = getattr(import_module(module), name)
-    return tables
-
-
-def _names_of_tables(tree: ast.Module) -> list[str]:
-    assignments = [node for node in tree.body if isinstance(node, (ast.Assign, ast.AnnAssign))]
-    return [
-        target.id
-        for node in assignments
-        if isinstance(node.value, ast.Dict)
-        and any(isinstance(key, ast.Attribute) and ast.unparse(key.value) == "Axis" for key in node.value.keys)
-        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
-        if isinstance(target, ast.Name)
-    ]
 
 
 def test_every_table_has_every_axis() -> None:

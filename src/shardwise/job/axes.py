@@ -46,11 +46,12 @@ class AxisSpec:
 
 
 def _shard_degree(job: Job) -> int | None:
-    """Return the ranks of `sharded_data_parallel_degree` without the context ranks, which it counts too."""
+    """Return the ranks of `sharded_data_parallel_degree` without those of other axes, which it counts too."""
     asked = job.parallel.sharded_data_parallel_degree
     if job.parallel.shard_optimizer_state or asked is None:
         return None
-    return asked // job.parallel.context_parallel_degree
+    others = (spec_of(axis) for axis in state_axes() if axis != Axis.SHARD)
+    return asked // math.prod(spec.degree(job) or 1 for spec in others)
 
 
 # In the order of the ranks inside one letter, the last varying fastest.
