@@ -6,6 +6,7 @@ One is run as a user would, with workers of its own; the others on the ranks of 
 from __future__ import annotations
 
 import json
+import math
 import os
 import runpy
 import sys
@@ -15,16 +16,20 @@ import pytest
 import yaml
 
 from shardwise.commands.cli import main
+from shardwise.job.sources import load_job
+from shardwise.plan.plan import World, resolve
 from shardwise.testing.world import WorldPool
+from shardwise.training.setup import study
 from tests.fork_server import run_python
 from tools.reference.tables import FILES, METRICS
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 MOST_LINES = 60
-STEPS = 3
+STEPS = 2
 JOBS = {"train_text.yaml": 2, "masked_lm.yaml": 2, "smp_options.yaml": 2, "tensor.yaml": 2, "pipeline.yaml": 2,
         "long_sequences.yaml": 2, "combined.yaml": 8}  # and its ranks  # fmt: skip
+RUN = [pytest.param(*job, marks=pytest.mark.slow) if job[1] == 8 else job for job in JOBS.items()]
 
 
 def toy_keys(tmp_path: Path) -> list[str]:
@@ -62,7 +67,15 @@ def run_job(file: str, words: list[str]) -> int:
     return main(["train", file, *words])
 
 
-@pytest.mark.parametrize("name, ranks", JOBS.items())
+@pytest.mark.parametrize("name", JOBS)
+def test_jobs_have_a_plan(name: str) -> None:
+    """On as many ranks as they name."""
+    job = load_job(EXAMPLES / name)
+    plan = resolve(job, World(JOBS[name], "cpu", JOBS[name]), study(job))
+    assert math.prod(plan.degrees.values()) == JOBS[name]
+
+
+@pytest.mark.parametrize("name, ranks", RUN)
 def test_jobs(world_pool: WorldPool, tmp_path: Path, name: str, ranks: int) -> None:
     words = [f"--{word}" for word in toy_keys(tmp_path)]
     assert world_pool.run(ranks, run_job, str(EXAMPLES / name), words) == [0] * ranks

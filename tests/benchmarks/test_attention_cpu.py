@@ -40,6 +40,7 @@ def test_table() -> None:
     assert "2.00" in (text := console.export_text()) and "0.25" in text and "1.50" in text
 
 
+@pytest.mark.slow  # it starts processes for each contender
 @pytest.mark.parametrize("family", ["bloom"])
 def test_a_real_row_starts_from_the_same_weights(tmp_path: Path, family: str) -> None:
     attention_cpu.main([*TOY, "--families", family, "--json", str(tmp_path / "result.json")])

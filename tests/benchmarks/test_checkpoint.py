@@ -33,6 +33,7 @@ def run(tmp_path: Path) -> tuple[int, dict[str, Any]]:
     return code, json.loads(target.read_text())
 
 
+@pytest.mark.slow  # eleven kinds of checkpoint; the next test runs two
 def test_every_contender_brings_the_state_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, found = run(tmp_path)
     assert (code, found["problems"]) == (0, [])

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
@@ -22,6 +23,7 @@ from shardwise.job.schema import Job
 from shardwise.model.build import load_config
 from shardwise.testing.comparison import Difference, Tolerance, VerifyReport, compare_tensors, relative_error
 from shardwise.training.setup import study
+from tests.fork_server import call
 from tests.parity.jobs import make_job, make_module_job, write_tokens
 
 FORBIDDEN = ("parallel", "kernels", "collectives", "training", "memory", "precision")
@@ -87,10 +89,10 @@ def test_first_is_by_step_and_then_in_the_order_of_comparison() -> None:
 # --- whole runs with workers of their own
 
 
-def test_agrees_and_prints(corpora: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_agrees_and_prints(corpora: Path, capfd: pytest.CaptureFixture[str]) -> None:
     job = make_job(corpora, layers=1, attention="sdpa", dropout=0.1, parallel={"workers": 2})
-    assert run_verify(job, steps=2) == 0
-    printed = capsys.readouterr().out
+    assert call(run_verify, job, steps=2) == 0
+    printed = capfd.readouterr().out
     assert "max_relative_error" in printed and "switched off" in printed and "shard 2" in printed
 
 
@@ -105,21 +107,26 @@ def test_another_layout_as_reference(corpora: Path) -> None:
     assert [d.error for d in report.differences if d.quantity == "data"] == [0.0, 0.0]
 
 
-def test_another_layout_that_read_other_data(corpora: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The corpus changes between the two runs; the table says so before it speaks of losses."""
-    write_tokens(tmp_path)
-    job = make_job(tmp_path, layers=1, parallel={"workers": 2})
+def verify_changed(job: Job, against: Job, corpus: Path) -> VerifyReport | None:
+    """Compare two runs between which the lines of the corpus are turned around."""
     module = sys.modules["shardwise.commands.verify"]
     in_workers = module._in_workers
 
     def with_a_change_in_between(job: Job, function: Callable[..., Any], *args: Any) -> Any:
         found = in_workers(job, function, *args)
-        lines = (tmp_path / "tokens.jsonl").read_text().splitlines()
-        (tmp_path / "tokens.jsonl").write_text("\n".join(reversed(lines)))
+        lines = corpus.read_text().splitlines()
+        corpus.write_text("\n".join(reversed(lines)))
         return found
 
-    monkeypatch.setattr(module, "_in_workers", with_a_change_in_between)
-    report = shardwise.verify(job, against=make_job(tmp_path, layers=1, parallel={"workers": 1}), steps=2)
+    with mock.patch.object(module, "_in_workers", with_a_change_in_between):
+        return shardwise.verify(job, against=against, steps=2)
+
+
+def test_another_layout_that_read_other_data(tmp_path: Path) -> None:
+    """The table says so before it speaks of losses."""
+    corpus = write_tokens(tmp_path)
+    jobs = [make_job(tmp_path, layers=1, parallel={"workers": workers}) for workers in (2, 1)]
+    report = call(verify_changed, *jobs, Path(corpus))
     assert report is not None and report.first is not None and not report.agrees
     assert (report.first.step, report.first.quantity) == (0, "data") and "read other samples" in report.diagnosis
 

@@ -27,16 +27,9 @@ from shardwise.launch.diagnosis import UNGUARDED_EXIT
 from shardwise.launch.local import run_local
 from shardwise.launch.process_group import process_group
 from tests.fork_server import call, started
+from tests.launch.greeting import everyone
 
 ROOT = Path(__file__).parents[2]
-
-
-def everyone(text: str) -> tuple[int, float, str, str]:
-    with process_group("cpu", "gloo", 60):
-        total = torch.ones(1)
-        dist.all_reduce(total)
-        print(f"rank {dist.get_rank()} speaks")
-        return dist.get_rank(), total.item(), text, os.environ["MASTER_ADDR"]
 
 
 def one_after_the_other(count: int) -> list[float]:

@@ -56,15 +56,17 @@ def stored_and_gathered(job: Any) -> bool:
     [
         (1, {}),
         (3, {}),
-        (8, {}),
+        pytest.param(8, {}, marks=pytest.mark.slow),
         (4, {"sharded_data_parallel_degree": 2}),
         (4, {"sharded_data_parallel_degree": 1}),
         (4, {"shard_optimizer_state": True}),
-        (6, {"sharded_data_parallel_degree": 3, "placement_strategy": "spread"}),
+        pytest.param(*(6, {"sharded_data_parallel_degree": 3, "placement_strategy": "spread"}), marks=pytest.mark.slow),
         (2, {"tensor_parallel_degree": 2}),
-        (8, {"tensor_parallel_degree": 2, "sharded_data_parallel_degree": 2}),
+        (4, {"tensor_parallel_degree": 2, "sharded_data_parallel_degree": 2}),
+        pytest.param(*(8, {"tensor_parallel_degree": 2, "sharded_data_parallel_degree": 2}), marks=pytest.mark.slow),
         (6, {"tensor_parallel_degree": 2, "placement_strategy": "spread"}),
-        (8, {"tensor_parallel_degree": 4}),
+        (4, {"tensor_parallel_degree": 4}),
+        pytest.param(8, {"tensor_parallel_degree": 4}, marks=pytest.mark.slow),
     ],
 )
 def test_every_element_lives_as_often_as_it_is_replicated(

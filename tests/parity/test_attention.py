@@ -23,16 +23,12 @@ ALIBI: dict[str, Any] = {
 }
 CASES: list[tuple[str, str, dict[str, Any]]] = [  # family, kernel, settings
     ("mistral", "auto", {**DOCUMENTS, **WINDOW}),
-    ("mistral", "eager", {**DOCUMENTS, **WINDOW, **FP32}),
     ("gpt2", "auto", {**DOCUMENTS, **FULL, "dropout": 0.1}),
     ("gpt2", "blockwise", {**TENSOR, **SELECTIVE, "dropout": 0.1}),
     ("gpt_neo", "auto", {**DOCUMENTS, **TENSOR, **FP32, "dropout": 0.1}),
     ("gptj", "auto", {**SEQUENCE, **FP32, "dropout": 0.1}),
-    ("gptj", "sdpa", {**TENSOR, **FP32, **DOCUMENTS}),
     ("bloom", "auto", {**TENSOR, **FP32, "dropout": 0.1}),
-    ("bloom", "eager", {**DOCUMENTS, **FP32, "dropout": 0.1}),
     ("falcon", "auto", {**TENSOR, **ALIBI}),
-    ("falcon", "auto", {**DOCUMENTS, **ALIBI}),
     ("bert", "auto", {**DOCUMENTS, **SEQUENCE}),
     ("gpt2", "auto", {**TENSOR, **TERMS}),  # a loss of parts of the vocabulary
     (
@@ -41,9 +37,17 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [  # family, kernel, settings
         {**TERMS, **FP32, "config": {"model_type": "gemma2", "query_pre_attn_scalar": 8}},
     ),  # whole logits
 ]
+SLOW: list[tuple[str, str, dict[str, Any]]] = [
+    ("mistral", "eager", {**DOCUMENTS, **WINDOW, **FP32}),
+    ("gptj", "sdpa", {**TENSOR, **FP32, **DOCUMENTS}),
+    ("bloom", "eager", {**DOCUMENTS, **FP32, "dropout": 0.1}),
+    ("falcon", "auto", {**DOCUMENTS, **ALIBI}),
+]
 
 
-@pytest.mark.parametrize("family, kernel, settings", CASES)
+@pytest.mark.parametrize(
+    "family, kernel, settings", [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
+)
 def test_agrees_with_one_process(
     world_pool: WorldPool, corpora: Path, family: str, kernel: str, settings: dict[str, Any]
 ) -> None:

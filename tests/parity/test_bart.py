@@ -42,7 +42,6 @@ CASES: list[tuple[int, str, dict[str, Any]]] = [
     (2, "bart", {"parallel": {**TWO, **at(0, 1, 1, 1, 1, encoder=3)}, **TALL}),
     (3, "m2m_100", {"parallel": {**THREE, **at(0, 1, 1, 1, 2, encoder=2)}, **LONG, "training": UNEVEN, **SCALED}),
     (2, "marian", {"parallel": {**TWO, "pipeline": "simple", **at(0, 0, 0, 1, 1, encoder=2)}, **LONG}),
-    (4, "mbart", {"parallel": FOUR, **TALL, "training": UNEVEN}),
 ]
 SLOW: list[tuple[int, str, dict[str, Any]]] = [
     *((2, family, {"parallel": TWO, **TALL, "training": UNEVEN}) for family in FAMILIES),
@@ -60,6 +59,7 @@ SLOW: list[tuple[int, str, dict[str, Any]]] = [
                                                      "checkpoint_strategy": "contiguous"}}),
     (4, "bart", {"parallel": {**TWO, **SHARD}, "precision": {"compute": "bf16"}}),
     (4, "marian", {"parallel": {**TWO, **SHARD}, **TALL, "memory": {"offload_parameters": True}}),
+    (4, "mbart", {"parallel": FOUR, **TALL, "training": UNEVEN}),
 ]  # fmt: skip
 
 

@@ -56,7 +56,9 @@ def with_fault(job: Job, fault: str) -> VerifyReport | None:
         ("llama", {}),
         ("gpt2", {"parallel": TENSOR, "memory": {"activation_checkpointing": "full"}}),
         ("llama", {"parallel": {**TENSOR, "sequence_parallel": True}, "training": {"microbatch_size": 4}}),
-        ("gpt2", {"parallel": {"pipeline_parallel_degree": 2, "pipeline": "zero_bubble"}}),
+        pytest.param(
+            *("gpt2", {"parallel": {"pipeline_parallel_degree": 2, "pipeline": "zero_bubble"}}), marks=pytest.mark.slow
+        ),
     ],
 )
 def test_rowwise_scales_give_every_layout_the_same_gradients(
@@ -91,7 +93,11 @@ def gathered(job: Job) -> Job:
         ("llama", 3, {"training": {"sequences_per_step": 6}}),
         # By place: of documents drawn by hash, two elements lie where a sum in another order rounds them to the next
         # float8 number, and the gradients of those columns differ by up to 1.5e-2.
-        ("gpt2", 4, {"parallel": {**TENSOR, "sharded_data_parallel_degree": 2}, "data": {"validation_split": "place"}}),
+        pytest.param(
+            *("gpt2", 4),
+            {"parallel": {**TENSOR, "sharded_data_parallel_degree": 2}, "data": {"validation_split": "place"}},
+            marks=pytest.mark.slow,
+        ),
         ("gpt2", 2, {"parallel": {"shard_optimizer_state": True}}),
     ],
 )
@@ -125,7 +131,7 @@ def test_verify_still_finds_what_is_larger_than_rounding(world_pool: WorldPool, 
     assert report is not None and report.fault == fault
 
 
-@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("scaling", ["tensorwise", pytest.param("rowwise", marks=pytest.mark.slow)])
 def test_training_in_float8_trains(world_pool: WorldPool, tmp_path: Path, scaling: str) -> None:
     """On documents that count upwards; beside the same training without float8."""
     documents = [{"input_ids": [(start + step) % VOCABULARY for step in range(40)]} for start in range(VOCABULARY)]

@@ -25,6 +25,7 @@ ALL: dict[str, Any] = {**TWO, "tensor_parallel_degree": 2, "sharded_data_paralle
 FP32: dict[str, Any] = {"precision": {"compute": "fp32"}, "optimizer": {"name": "SGD", "learning_rate": 0.1}}
 UNEVEN = {"sequences_per_step": 7, "microbatch_size": 2}
 EIGHT = {"sequences_per_step": 15, "gradient_accumulation": 8}  # microbatches, the last one ragged
+RAGGED = {"sequences_per_step": 7, "gradient_accumulation": 4}
 SLOW: list[tuple[str, int, dict[str, Any]]] = [
     ("llama", 8, {"parallel": {**ALL, "placement_strategy": "spread"}, "tied": False}),
     ("gpt2", 8, {"parallel": {**TWO, **TENSOR, "context_parallel_degree": 2, "sequence_parallel": True},
@@ -69,6 +70,13 @@ SLOW: list[tuple[str, int, dict[str, Any]]] = [
     ("llama", 2, {"parallel": TWO, "layers": 4,
                   "memory": {"activation_checkpointing": "full", "checkpoint_strategy": "group_2"}}),
     ("gpt_neox", 4, {"parallel": TWO, "precision": {"compute": "bf16"}}),
+    ("llama", 4, {"parallel": TWO, "memory": {"activation_checkpointing": "full", "offload_activations": True}}),
+    ("llama", 4, {"parallel": TWO, "precision": {"compute": "fp16"}}),
+    ("roberta", 4, {"parallel": TWO, "layers": 3, "dropout": 0.1}),
+    ("gpt_neo", 4, {"parallel": FOUR, "layers": 5, "dropout": 0.1, **FP32}),
+    ("gpt2", 2, {"parallel": {**TWO, "pipeline": "dualpipev"}, "dropout": 0.1, "layers": 5, "training": EIGHT}),
+    ("gpt2", 4, {"parallel": {**TWO, "pipeline": "zbv"}, "dropout": 0.1, "layers": 5, "training": EIGHT}),
+    ("gpt2", 4, {"parallel": {**TWO, **TENSOR, "pipeline": "zero_bubble"}, "dropout": 0.1, "layers": 3}),
 ]  # fmt: skip
 CASES = [
     # 1F1B and fill-drain, blocks that stages do not divide, a ragged last microbatch, ties across the ends
@@ -79,10 +87,9 @@ CASES = [
     ("gpt2", 2, {"parallel": {**TWO, "pipeline": "zero_bubble"}, "dropout": 0.1, "layers": 3}),
     ("llama", 4, {"parallel": {**TWO, "pipeline": "zero_bubble", "virtual_pipeline_degree": 2}, "layers": 5,
                   "memory": {"activation_checkpointing": "full"}, "precision": {"compute": "bf16"}}),
-    ("gpt2", 4, {"parallel": {**TWO, **TENSOR, "pipeline": "zero_bubble"}, "dropout": 0.1, "layers": 3}),
     # stages in a V: the tie is one parameter of rank 0, alone and sharded
-    ("gpt2", 2, {"parallel": {**TWO, "pipeline": "dualpipev"}, "dropout": 0.1, "layers": 5, "training": EIGHT}),
-    ("gpt2", 4, {"parallel": {**TWO, "pipeline": "zbv"}, "dropout": 0.1, "layers": 5, "training": EIGHT}),
+    ("gpt2", 2, {"parallel": {**TWO, "pipeline": "dualpipev"}, "dropout": 0.1, "layers": 5, "training": RAGGED}),
+    ("gpt2", 4, {"parallel": {**TWO, "pipeline": "zbv"}, "dropout": 0.1, "layers": 5, "training": RAGGED}),
     # virtual stages
     ("gpt2", 2, {"parallel": {**TWO, "virtual_pipeline_degree": 2}, "layers": 5, "dropout": 0.1}),
     # sharding, replicas, ZeRO-1, and the placements
@@ -95,13 +102,13 @@ CASES = [
                  "data": {"isolate_documents": True}}),
     # memory and precision
     ("gpt2", 2, {"parallel": TWO, "memory": {"activation_checkpointing": "full"}, "dropout": 0.1}),
-    ("llama", 4, {"parallel": TWO, "memory": {"activation_checkpointing": "full", "offload_activations": True}}),
-    ("llama", 4, {"parallel": TWO, "precision": {"compute": "fp16"}}),
+    ("llama", 2, {"parallel": TWO, "memory": {"activation_checkpointing": "full", "offload_activations": True}}),
+    ("llama", 2, {"parallel": TWO, "precision": {"compute": "fp16"}}),
     # the other families
     ("gptj", 2, {"parallel": TWO, "layers": 3, "dropout": 0.1, **FP32}),  # this one's attention and the next's
-    ("gpt_neo", 4, {"parallel": FOUR, "layers": 5, "dropout": 0.1, **FP32}),  # compute in fp32
+    ("gpt_neo", 2, {"parallel": TWO, "layers": 3, "dropout": 0.1, **FP32}),  # compute in fp32
     ("bloom", 4, {"parallel": TWO, "layers": 3, "dropout": 0.1, **FP32}),  # a norm before the blocks, sharded
-    ("roberta", 4, {"parallel": TWO, "layers": 3, "dropout": 0.1}),
+    ("roberta", 2, {"parallel": TWO, "layers": 3, "dropout": 0.1}),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
 ]  # fmt: skip
 

@@ -27,13 +27,14 @@ SLOW: list[tuple[str, int, dict[str, Any]]] = [
     ("qwen3", 2, {"parallel": TWO}),
     ("gpt2", 2, {"parallel": TWO, "dropout": 0.1, "memory": {"activation_checkpointing": "selective"}}),
     ("gpt_neox", 4, {"parallel": TWO, "precision": {"compute": "fp16"}}),
+    ("gptj", 2, {"parallel": TWO, "dropout": 0.1, **FP32}),
+    ("llama", 2, {"parallel": TWO, "data": {"isolate_documents": True}}),
 ]
 CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("gpt2", 2, {"parallel": TWO, "dropout": 0.1, **UNEVEN}),
     ("gpt2", 4, {"parallel": FOUR, "dropout": 0.1, "data": {"sequence_length": 3}}),  # a rank without positions
     ("gpt2", 4, {"parallel": {**TWO, "sharded_data_parallel_degree": 1}, "training": {"microbatch_size": 2}}),
     ("gpt_neox", 2, {"parallel": TWO, "dropout": 0.1, "training": {"microbatch_size": 2}}),
-    ("gptj", 2, {"parallel": TWO, "dropout": 0.1, **FP32}),
     ("gpt_neo", 2, {"parallel": TWO, "dropout": 0.1, **UNEVEN, **FP32}),  # its attention computes in fp32
     ("opt", 2, {"parallel": TWO, "dropout": 0.1, **UNEVEN}),
     ("bert", 2, {"parallel": TWO, "dropout": 0.1}),
@@ -42,7 +43,6 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("gpt2", 2, {"parallel": TWO, "dropout": 0.1, "memory": {"activation_checkpointing": "full",
                  "checkpoint_strategy": "contiguous"}}),
     ("llama", 2, {"parallel": TWO, "precision": {"compute": "bf16"}}),
-    ("llama", 2, {"parallel": TWO, "data": {"isolate_documents": True}}),
 ]  # fmt: skip
 
 

@@ -47,7 +47,7 @@ AXES: dict[str, dict[str, Any]] = {
     "eager": {"model": {"attention": "eager"}},
     "documents": {"data": {"isolate_documents": True}},
 }
-QUICK = ("sharded", "sequence parallel", "1F1B", "ring", "offloaded")
+QUICK = ("sharded", "sequence parallel", "1F1B", "offloaded")
 
 
 def settings(sequences: int, **sections: dict[str, Any]) -> dict[str, Any]:
