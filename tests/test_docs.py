@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -237,6 +238,15 @@ def test_architecture_lists_every_room() -> None:
     folders = {f"{path.parent.name}/" for path in package.glob("*/__init__.py")}
     modules = {path.name for path in package.glob("*.py")} - {"__init__.py"}
     assert listed == sorted(folders | modules)
+
+
+def test_architecture_lists_rooms_in_the_order_of_imports() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    layers = settings["tool"]["importlinter"]["contracts"][0]["layers"][::-1]
+    height = {room: index for index, layer in enumerate(layers) for room in re.findall(r"\w+", layer)}
+    cells = first_cells(ROOT / "docs" / "architecture.md", "Rooms")
+    heights = [height[re.findall(r"\w+", cell)[0]] for cell in cells]
+    assert heights == sorted(heights)
 
 
 def test_paths_on_pages_exist() -> None:
