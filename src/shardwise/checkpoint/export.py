@@ -20,6 +20,7 @@ from transformers import CONFIG_MAPPING, GenerationConfig, PreTrainedConfig
 from shardwise.checkpoint.bar import byte_bar
 from shardwise.checkpoint.catalog import find, read_manifest
 from shardwise.checkpoint.manifest import Manifest
+from shardwise.checkpoint.merging import merged
 from shardwise.checkpoint.state import persistent_buffers
 from shardwise.checkpoint.whole import WholeTensors
 from shardwise.checkpoint.writing import DEFAULT_SHARD_BYTES, HuggingFaceWriter, remove_unfinished
@@ -57,8 +58,8 @@ def export_hugging_face(
 
 
 def _gathered(model: ParallelModel) -> Iterator[tuple[str, Tensor]]:
-    for name, whole in model.whole_tensors():
-        yield name, whole.cpu()
+    wholes = ((name, whole.cpu()) for name, whole in model.whole_tensors())
+    yield from merged(wholes, model.facts.adapters)
     yield from persistent_buffers(model.module)  # from_pretrained and load_state_dict ask for them
 
 

@@ -110,6 +110,40 @@ class ModelSection(Section):
     trust_remote_code: bool = Field(default=False, description="Allow a model directory to run its own Python code.")
 
 
+class AdapterSection(Section):
+    """Low-rank adapters of linear layers: they are trained, and the model under them is frozen. Names as in peft."""
+
+    kind: Literal["none", "lora", "dora"] = Field(
+        default="none",
+        description="`lora`: a product of two thin matrices is added to a layer's (arXiv 2106.09685); `dora`: the rows "
+        "of their sum have a trained length besides (arXiv 2402.09353).",
+    )
+    rank: Positive = Field(default=8, description="Rows of `lora_A` and columns of `lora_B`; peft's `r`.")
+    alpha: float = Field(
+        default=8.0, gt=0, description="The product is multiplied by alpha / rank; peft's `lora_alpha`."
+    )
+    dropout: float = Field(default=0.0, ge=0, lt=1, description="Of the adapters' input; peft's `lora_dropout`.")
+    rslora: bool = Field(
+        default=False,
+        description="Multiply by alpha / sqrt(rank) instead (arXiv 2312.03732), so that high ranks learn as fast.",
+    )
+    target_modules: Literal["all-linear"] | list[str] | Pattern = Field(
+        default="all-linear",
+        description="Layers that have an adapter: names or ends of names, such as `[q_proj, v_proj]`; one regular "
+        "expression, matched against whole names; or `all-linear`, the linear layers of all blocks.",
+    )
+    modules_to_save: list[str] = Field(
+        default=[],
+        description="Modules that are trained whole beside the adapters and kept with them, by names or ends of names.",
+    )
+    rank_pattern: dict[Pattern, Positive] = Field(
+        default={}, description="Regular expression of a layer's name, or of the end of one -> its own rank."
+    )
+    alpha_pattern: dict[Pattern, float] = Field(
+        default={}, description="Regular expression of a layer's name, or of the end of one -> its own alpha."
+    )
+
+
 class ParallelSection(Section):
     """The arrangement of the ranks. Names are SMP's where SMP has one."""
 
@@ -434,6 +468,7 @@ class Job(RootSection):
     """Everything a user asks for. `Job()` is the embedded default that `shardwise train` runs."""
 
     model: ModelSection = Field(default_factory=ModelSection, description="The model.")
+    adapter: AdapterSection = Field(default_factory=AdapterSection, description="Low-rank adapters.")
     parallel: ParallelSection = Field(default_factory=ParallelSection, description="The layout.")
     memory: MemorySection = Field(default_factory=MemorySection, description="Recomputation and offload.")
     precision: PrecisionSection = Field(default_factory=PrecisionSection, description="Dtypes.")

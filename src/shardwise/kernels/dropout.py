@@ -174,12 +174,8 @@ def dropout(values: Tensor, probability: float, name: str, columns: tuple[int, i
     rows = _active.rows
     if values.shape[0] % len(rows):
         rows = rows.new_full((1,), -1)
-    if columns is not None:
-        (first, width), own_width = columns, values.shape[-1]
-        elements = values.numel() // len(rows) // own_width * width
-        mask = keep_mask(_active.key(name), rows, elements, 1 - probability)
-        return values * mask.view(*values.shape[:-1], width)[..., first : first + own_width] * (1 / (1 - probability))
-    mask = keep_mask(_active.key(name), rows, _elements(values, len(rows), _active), 1 - probability)
+    elements = _elements(values, len(rows), _active) if columns is None else _of_columns(values, len(rows), columns)
+    mask = keep_mask(_active.key(name), rows, elements, 1 - probability)
     return values * mask.view(values.shape) * (1 / (1 - probability))
 
 
@@ -222,10 +218,21 @@ def _elements(values: Tensor, rows: int, scope: DropoutScope) -> int | Tensor:
     return _flat(positions, torch.arange(width, device=values.device), width)
 
 
+def _of_columns(values: Tensor, rows: int, columns: tuple[int, int]) -> Tensor:
+    """Return which of a row's elements are here: all positions that this rank reads, and a part of their features."""
+    (first, width), own = columns, values.shape[-1]
+    positions = torch.arange(values.numel() // rows // own, device=values.device)
+    sequences = None if _active is None else _active.sequences
+    if sequences is not None and len(sequences.positions) == len(positions):
+        positions = sequences.positions
+    return _flat(positions, torch.arange(first, first + own, device=values.device), width)
+
+
 class IndexedDropout(nn.Module):
     """Stands in for `nn.Dropout` (same probability, no parameters); `name` is the module's qualified name.
 
-    `columns` (first, all) is set between split layers, where this rank has a part of the features.
+    `columns` (first, all) is set between split layers, where this rank has a part of the features, or all of them, at
+    every position that it reads.
     """
 
     def __init__(self, probability: float, name: str, columns: tuple[int, int] | None = None) -> None:

@@ -5,7 +5,8 @@ Backward of a linear layer is two matrix products. The input's gradient is what 
 weight's can be taken later, where the rank would idle (Zero Bubble, arXiv 2401.10241, section 2). A deferred layer
 computes the first in backward and notes the second, with the input and the output's gradient that it needs.
 
-A module that has `float8` (kernels/float8.py) multiplies so, whichever of these it is.
+A module that has `float8` (kernels/float8.py) multiplies so, whichever of these it is. One that has an `adapter`
+(kernels/adapters.py) adds its product, without bias, to its own.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from shardwise.collectives.tensor import RegatheredActivations
+from shardwise.kernels.adapters import LowRankProduct
 from shardwise.kernels.float8 import Float8
 
 
@@ -46,9 +48,17 @@ def linear(module: Any, values: Tensor, transposed: bool = False, biased: bool =
     """`values @ weight.T + bias` of `module`, whose weight is [out, in], or [in, out] where `transposed`.
 
     Where `defer_weight_gradients` has been told of the module, its weight gradients wait; where `use_float8` has, its
-    products are in float8.
+    products are in float8; where `use_adapter` has, the adapter's are added.
     """
     bias = module.bias if biased else None
+    adapter: LowRankProduct | None = getattr(module, "adapter", None)
+    if adapter is None:
+        return _product(module, values, bias, transposed)
+    adapted = adapter(values, _product(module, values, None, transposed), F.linear)
+    return adapted if bias is None else adapted + bias
+
+
+def _product(module: Any, values: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
     float8: Float8 | None = getattr(module, "float8", None)
     later: WeightGradients | None = getattr(module, "weight_gradients", None)
     if later is not None and torch.is_grad_enabled():
@@ -65,10 +75,18 @@ def linear_of_parts(
     module: Any, whole: Tensor, part: Tensor, transposed: bool, source: RegatheredActivations
 ) -> Tensor:
     """Run `linear` so that backward gathers `whole` again from each rank's `part` of it."""
+
+    def multiply(values: Tensor, weight: Tensor, bias: Tensor | None = None, float8: Float8 | None = None) -> Tensor:
+        product: Tensor = _LinearOfParts.apply(values, part.detach(), weight, bias, source, float8)
+        return product
+
     weight = module.weight.T if transposed else module.weight
     float8: Float8 | None = getattr(module, "float8", None)
-    result: Tensor = _LinearOfParts.apply(whole, part.detach(), weight, module.bias, source, float8)
-    return result
+    adapter: LowRankProduct | None = getattr(module, "adapter", None)
+    if adapter is None:
+        return multiply(whole, weight, module.bias, float8)
+    adapted = adapter(whole, multiply(whole, weight, None, float8), multiply)
+    return adapted if module.bias is None else adapted + module.bias
 
 
 def defer_weight_gradients(blocks: Iterable[nn.Module]) -> WeightGradients:
@@ -86,6 +104,12 @@ def use_float8(modules: Iterable[nn.Module], float8: Float8 | None) -> None:
     for module in modules:
         module.float8 = float8  # type: ignore[assignment]
         _use_linear(module)
+
+
+def use_adapter(module: nn.Module, adapter: LowRankProduct) -> None:
+    """Let a linear layer add the product of its adapter."""
+    module.adapter = adapter  # type: ignore[assignment]
+    _use_linear(module)
 
 
 def _use_linear(module: nn.Module) -> None:
@@ -151,7 +175,7 @@ class _LinearOfParts(torch.autograd.Function):
         source: RegatheredActivations,
         float8: Float8 | None,
     ) -> Tensor:
-        source.readers += 1
+        source.readers += ctx.needs_input_grad[2]  # the others need no activations in backward
         ctx.source, ctx.float8 = source, float8
         ctx.save_for_backward(part, weight)
         return _output(whole, weight, bias, float8)
@@ -159,12 +183,12 @@ class _LinearOfParts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         part, weight = ctx.saved_tensors
-        whole, gradient = ctx.source.again(part), gradients[0]
+        gradient = gradients[0]
         _, _, of_weight, of_bias, *_ = ctx.needs_input_grad
         return (
             _of_values(gradient, weight, ctx.float8),
             None,
-            _of_weight(gradient, whole, ctx.float8) if of_weight else None,
+            _of_weight(gradient, ctx.source.again(part), ctx.float8) if of_weight else None,
             gradient.flatten(0, -2).sum(0) if of_bias else None,
             None,
             None,

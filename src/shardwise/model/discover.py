@@ -20,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from shardwise.job.axes import Axis
 from shardwise.job.schema import Job
+from shardwise.model.adapters import with_adapters
 from shardwise.model.attention_support import context_capability, kernel_capability
 from shardwise.model.capability import SUPPORTED, Capability, refused, unless
 from shardwise.model.facts import BlockFacts, ModelFacts, StageFacts
@@ -77,6 +78,7 @@ def discover(model: nn.Module, job: Job, example: Mapping[str, Tensor] | None = 
         blocks=tuple(BlockFacts(name, _count([model.get_submodule(name)])) for name in blocks),
         capabilities={axis: answer(examined) for axis, answer in AXIS_CAPABILITIES.items()},
         **_interface(model),
+        adapters={},
         idle_parameters=_idle_parameters(model, config),
         experts_of_token=_number(config, EXPERTS_OF_TOKEN) or 0,
         experts_copied=getattr(config, "_experts_implementation", None) == "batched_mm",
@@ -98,6 +100,7 @@ def discover(model: nn.Module, job: Job, example: Mapping[str, Tensor] | None = 
         per_head_arguments=family.per_head_arguments,
         attention=forward.attention_calls,
         linears=_linears(model, blocks),
+        transposed_linears=frozenset(name for name, module in model.named_modules() if type(module) is Conv1D),
         fusible=fusible(model),
         attention_kernels=FACTORY_ATTENTION if job.model.factory else _kernel_capability(model, forward),
         sequence_parallel=sequence_capability(shapes, blocks, splits, len(lists) == 1 and forward.blocks_are_chain),
@@ -112,7 +115,7 @@ def discover(model: nn.Module, job: Job, example: Mapping[str, Tensor] | None = 
         frozen=frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad),
         probe_failure=forward.failure,
     )
-    return with_frozen(facts, job.model.freeze)
+    return with_adapters(with_frozen(facts, job.model.freeze), job.adapter)
 
 
 def _interface(model: nn.Module) -> dict[str, bool]:

@@ -112,6 +112,28 @@ class AttentionFacts:
 
 
 @dataclass(frozen=True)
+class LayerAdapter:
+    """The low-rank adapter of a linear layer y = W x: scaling * B A x is added (arXiv 2106.09685, section 4.1).
+
+    Attributes:
+        rank: rows of A and columns of B.
+        scaling: alpha / rank, or alpha / sqrt(rank) (arXiv 2312.03732, section 3).
+        dropout: probability, of the adapter's input.
+        inputs, outputs: features of the layer.
+        transposed: the layer's weight is [inputs, outputs].
+        has_magnitude: the rows of W + scaling * B A have a trained length (DoRA, arXiv 2402.09353, section 4.1).
+    """
+
+    rank: int
+    scaling: float
+    dropout: float
+    inputs: int
+    outputs: int
+    transposed: bool = False
+    has_magnitude: bool = False
+
+
+@dataclass(frozen=True)
 class BlockTraits:
     """Traits of a block that decide how much it keeps for backward, and that shapes of parameters do not show.
 
@@ -174,6 +196,7 @@ class ModelFacts:
     attention: tuple[AttentionFacts, ...] = ()  # calls of attention, in order
     fusible: dict[str, str] = field(default_factory=dict)  # module name -> which of Liger's kernels can compute it
     linears: dict[str, tuple[int, int]] = field(default_factory=dict)  # of blocks: name -> (inputs, outputs)
+    transposed_linears: frozenset[str] = frozenset()  # those of them whose weight is [inputs, outputs]: Conv1D
     attention_kernels: Capability = NOT_EXAMINED  # whether kernels of this project compute its attention
     stages: StageFacts = field(default_factory=StageFacts)
     gradient_hooks: tuple[str, ...] = ()  # parameters with hooks on their gradients
@@ -186,6 +209,7 @@ class ModelFacts:
     block_traits: BlockTraits = PLAIN_BLOCK
     fp32_scores: bool = False  # its eager attention multiplies queries and keys in fp32 in every compute dtype
     parameter_shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # in order; ties once, first name
+    adapters: dict[str, LayerAdapter] = field(default_factory=dict)  # linear layer -> its adapter
     frozen: frozenset[str] = frozenset()  # parameters that are not trained, of those in parameter_shapes
     probe_failure: str = (
         ""  # why the forward could not be probed; head, dropout and arguments are then assumed the worst
@@ -204,6 +228,12 @@ class ModelFacts:
         """The first layer that differs in nothing but its name, for each layer of `attention`; by number."""
         first: dict[AttentionFacts, int] = {}
         return tuple(first.setdefault(replace(layer, name=""), n) for n, layer in enumerate(self.attention))
+
+    @cached_property
+    def base_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Those of `parameter_shapes` that are of the model itself, and not of its adapters."""
+        layers = tuple(f"{name}.lora_" for name in self.adapters)
+        return {name: shape for name, shape in self.parameter_shapes.items() if not name.startswith(layers or "\0")}
 
     @property
     def own_attention_arguments(self) -> tuple[str, ...]:

@@ -11,11 +11,11 @@ from shardwise.model.facts import ModelFacts
 
 def with_frozen(facts: ModelFacts, patterns: Sequence[str]) -> ModelFacts:
     """Return `facts` with the parameters that one of `patterns` matches frozen, beside those that are already."""
-    matched = {name for pattern in patterns for name in matching(facts, pattern)}
+    matched = {name for pattern in patterns for name in matching_parameters(facts, pattern)}
     return replace(facts, frozen=facts.frozen | matched) if matched else facts
 
 
-def matching(facts: ModelFacts, pattern: str) -> list[str]:
+def matching_parameters(facts: ModelFacts, pattern: str) -> list[str]:
     """Return the parameters of which `pattern` matches the whole name, or that of a module that holds them.
 
     A tied parameter has several names; any of them counts.

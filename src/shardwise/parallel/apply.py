@@ -17,6 +17,7 @@ from shardwise.model.facts import ModelFacts
 from shardwise.parallel.builder import Allocation, BuildInputs, ModelBuilder, Transform
 from shardwise.parallel.layout import Layout
 from shardwise.parallel.model import ParallelModel
+from shardwise.parallel.transforms.adapters import LowRankAdapters
 from shardwise.parallel.transforms.attention import AttentionKernels
 from shardwise.parallel.transforms.boundary_shapes import BoundaryShapesOfStages
 from shardwise.parallel.transforms.checkpointing import ActivationCheckpointing
@@ -49,6 +50,7 @@ TRANSFORMS: tuple[Transform, ...] = (
     TensorParallelism(),
     BlockStages(),
     TracedStages(),
+    LowRankAdapters(),
     FrozenParameters(),
     LayoutIndependentDropout(),
     HeadInLoss(),

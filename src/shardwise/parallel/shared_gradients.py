@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from shardwise.job.axes import Axis
+from shardwise.model.adapters import partial_adapters
 from shardwise.model.facts import ModelFacts
 from shardwise.parallel.layout import Layout
 from shardwise.parallel.tensor_map import TensorMap
@@ -21,6 +22,7 @@ def partial_parameters(
     of blocks; over neighbours the key-value heads of which each has a copy, for query heads of its own.
     """
     modules = [name for name, split in facts.tensor_splits.items() if split.kind == "partial"]
+    modules += partial_adapters(facts)
     modules += [block.name for block in facts.blocks] if scattered else []
     inside = tuple(f"{name}." for name in modules)
     whole = [entry.name for entry in tensor_map if entry.split is None and entry.name.startswith(inside)]

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from shardwise.job.axes import DATA_LETTER, placed_axes, same_rows_ranks, spec_of
 from shardwise.job.objects import is_reference
 from shardwise.job.schema import (
+    AdapterSection,
     DataSection,
     Job,
     MemorySection,
@@ -135,6 +136,10 @@ class Draft:
     @property
     def model(self) -> ModelSection:
         return self.job.model
+
+    @property
+    def adapter(self) -> AdapterSection:
+        return self.job.adapter
 
     @property
     def parallel(self) -> ParallelSection:

@@ -28,6 +28,7 @@ from shardwise.job.objects import load_object
 from shardwise.job.optimizers import optimizer_class
 from shardwise.job.schema import Job, OptimizerSection
 from shardwise.model.build import load_config
+from shardwise.testing.oracle_adapters import adapt
 from shardwise.testing.oracle_data import NOT_COUNTED, Rows, Source
 from shardwise.testing.oracle_dropout import OracleDropout
 
@@ -89,16 +90,16 @@ class Oracle:
     used: set[str] = field(default_factory=set, init=False)  # parameters that the last backward reached
 
     def __post_init__(self) -> None:
-        self.model = _build(self.job, self.eager).to(self.master)
+        self.model = adapt(_build(self.job, self.eager), self.job.adapter).to(self.master)
         owners: dict[int, list[str]] = {}
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             owners.setdefault(id(parameter), []).append(name)
         self.ties = [names for names in owners.values() if len(names) > 1]
         self.dropout = OracleDropout(self.model, self.blocks, self.job.training.seed)
         live = dict(self.model.named_parameters())
+        trained = _is_trained(self.job)
         for names in [[name] for name in live] + self.ties:
-            if any(_is_frozen(name, self.job.model.freeze) for name in names):
-                live[names[0]].requires_grad_(False)
+            live[names[0]].requires_grad_(all(map(trained, names)) and live[names[0]].requires_grad)
         with torch.no_grad():
             for name, parameter in live.items():
                 parameter.copy_(self.weights[name])
@@ -310,10 +311,18 @@ class Oracle:
                 self.live[name].data.copy_(parameter.data)
 
 
-def _is_frozen(name: str, patterns: Sequence[str]) -> bool:
-    """Return True if a pattern is the name of the parameter, or of a module above it, as a regular expression."""
-    ends = [index for index, mark in enumerate(name) if mark == "."] + [len(name)]
-    return any(re.fullmatch(pattern, name[:end]) for pattern in patterns for end in ends)
+def _is_trained(job: Job) -> Callable[[str], bool]:
+    """Return what tells of a parameter's name whether the job trains it."""
+    patterns, saved = job.model.freeze, "|".join(map(re.escape, job.adapter.modules_to_save))
+
+    def freely(name: str) -> bool:
+        ends = [index for index, mark in enumerate(name) if mark == "."] + [len(name)]
+        return not any(re.fullmatch(pattern, name[:end]) for pattern in patterns for end in ends)
+
+    def with_adapters(name: str) -> bool:
+        return ".lora_" in name or bool(saved and re.search(rf"(^|\.)({saved})\.", name))
+
+    return freely if job.adapter.kind == "none" else with_adapters
 
 
 @contextmanager

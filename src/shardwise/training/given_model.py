@@ -22,7 +22,7 @@ from shardwise.model.discover import discover
 from shardwise.model.facts import ModelFacts
 from shardwise.model.traced_cut import cut_by_trace
 from shardwise.parallel.model import ParallelModel
-from shardwise.training.init import initialize
+from shardwise.training.init import draw_adapters, initialize
 
 ModelSource = nn.Module | Callable[[], nn.Module]
 
@@ -99,6 +99,13 @@ def place_weights(model: ParallelModel, weights: Mapping[str, Tensor], seed: int
     """Put rank 0's values into the slices that are here; what has no value is drawn from `seed`. Collective."""
     if any(value.is_meta for value in weights.values()):
         initialize(model, seed)
+    _place(model, weights)
+    if model.facts.adapters:
+        draw_adapters(model, seed)
+
+
+def _place(model: ParallelModel, weights: Mapping[str, Tensor]) -> None:
+    """Put rank 0's values into the slices that are here. Collective."""
     dtypes = {entry.name: entry.parameter.dtype for entry in model.tensor_map}
     for name, value in weights.items():
         if value.is_meta:

@@ -20,11 +20,13 @@ from torch.nn.utils.parametrize import cached, is_parametrized
 from shardwise.checkpoint.reading import HuggingFaceWeights
 from shardwise.checkpoint.state import persistent_buffers
 from shardwise.errors import ModelError, require_type
+from shardwise.kernels.adapters import AdapterWeight
 from shardwise.model.build import constructed_buffers
 from shardwise.model.facts import ModelFacts
 from shardwise.parallel.model import ModelPart, ParallelModel
 from shardwise.parallel.tensor_map import ParameterEntry
 from shardwise.parallel.transforms.materialize import is_blank
+from shardwise.training.adapter_start import start_adapters
 
 _BUFFERS_ONLY = "buffers"
 
@@ -46,6 +48,17 @@ def initialize(model: ParallelModel, seed: int) -> None:
             read_hugging_face(model, path)
         if model.facts.has_config:
             _fill_blank_buffers(model, seed)
+    start_adapters(model)
+
+
+def draw_adapters(model: ParallelModel, seed: int) -> None:
+    """Fill the adapters of a model whose other parameters have their values."""
+    with torch.no_grad():
+        for part in model.parts:
+            for owner, module in part.module.named_modules():
+                if isinstance(module, AdapterWeight):
+                    _draw(model, part.module, (owner, False), seed)
+    start_adapters(model)
 
 
 def _fill_blank_buffers(model: ParallelModel, seed: int) -> None:
@@ -83,16 +96,16 @@ def match_weights(module: nn.Module, facts: ModelFacts, path: str) -> tuple[Hugg
     prefix = getattr(module, "base_model_prefix", "")
     buffers = {name: tuple(buffer.shape) for name, buffer in persistent_buffers(module)}
     names = weights.resolve(
-        facts.parameter_shapes, optional=buffers, base_model_prefix=prefix, ties=facts.ties, model=module
+        facts.base_shapes, optional=buffers, base_model_prefix=prefix, ties=facts.ties, model=module
     )
-    weights.check_shapes(names, facts.parameter_shapes | buffers)
+    weights.check_shapes(names, facts.base_shapes | buffers)
     return weights, names
 
 
 def read_hugging_face(model: ParallelModel, path: str) -> None:
     """Read this rank's slices of a Hugging Face directory's weights, and the buffers whole."""
     weights, names = match_weights(model.module, model.facts, path)
-    for entry in model.tensor_map:
+    for entry in [entry for entry in model.tensor_map if entry.name in model.facts.base_shapes]:
         for region in entry.regions:
             if entry.local[region.local].numel():
                 entry.local[region.local].copy_(weights.read(names[entry.name], region.logical))
@@ -168,10 +181,11 @@ def _blank(entry: ParameterEntry, key: str, device: torch.device) -> nn.Paramete
 def run_initializer(model: nn.Module, module: nn.Module) -> None:
     """Run the model's own `_init_weights` (transformers' convention), else the module's `reset_parameters`.
 
-    `_reset_parameters` is what torch calls it in `nn.MultiheadAttention` and `nn.Transformer`.
+    `_reset_parameters` is what torch calls it in `nn.MultiheadAttention` and `nn.Transformer`. Of adapters the model
+    knows nothing.
     """
     init_weights = getattr(model, "_init_weights", None)
-    if callable(init_weights):
+    if callable(init_weights) and not isinstance(module, AdapterWeight):
         init_weights(module)
         return
     names = ("reset_parameters", "_reset_parameters")

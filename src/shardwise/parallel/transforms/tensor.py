@@ -94,7 +94,7 @@ def split_tensors(
             continue
         module = model.get_submodule(name)
         own = [leaf for leaf, _ in module.named_parameters(recurse=False, remove_duplicate=False)]
-        _split_parameters(
+        narrow_parameters(
             module, {leaf: parameter_splits[key] for leaf in own if (key := f"{name}.{leaf}") in parameter_splits}
         )
         if split.kind == "experts":
@@ -133,14 +133,12 @@ def planned_splits(model: nn.Module, facts: ModelFacts, layout: Coordinates) -> 
     for name, split in facts.tensor_splits.items():
         if split.kind not in ("partial", "inner"):
             copies = facts.key_value_copies(layout.size(Axis.TENSOR)) if split.key_value else 1
-            own = _module_splits(model.get_submodule(name), split, layout, copies)
+            own = module_splits(model.get_submodule(name), split, layout, copies)
             parameter_splits |= {f"{name}.{leaf}": parameter_split for leaf, parameter_split in own.items()}
     return parameter_splits
 
 
-def _module_splits(
-    module: nn.Module, split: TensorSplit, layout: Coordinates, copies: int
-) -> dict[str, ParameterSplit]:
+def module_splits(module: nn.Module, split: TensorSplit, layout: Coordinates, copies: int) -> dict[str, ParameterSplit]:
     """Return the splits of a module's own parameters, by name, of which `copies` neighbours hold the same part."""
     parameter_splits: dict[str, ParameterSplit] = {}
     for leaf, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -151,7 +149,7 @@ def _module_splits(
     return parameter_splits
 
 
-def _split_parameters(module: nn.Module, parameter_splits: Mapping[str, ParameterSplit]) -> None:
+def narrow_parameters(module: nn.Module, parameter_splits: Mapping[str, ParameterSplit]) -> None:
     """Narrow a module's own parameters (on the meta device) to this rank's part."""
     for leaf, parameter_split in parameter_splits.items():
         parameter = module.get_parameter(leaf)

@@ -14,6 +14,7 @@ from shardwise.errors import LegalityError
 from shardwise.job.axes import Axis
 from shardwise.plan.draft import Draft, UnknownFacts
 from shardwise.plan.rules import (
+    adapters,
     attention,
     checkpoint,
     checkpointing,
@@ -52,6 +53,7 @@ AXIS_RULES: dict[Axis, tuple[Rule, ...]] = {
 RULES: tuple[Rule, ...] = (
     *model.RULES,
     *freeze.RULES,
+    *adapters.RULES,
     *attention.RULES,
     *dropout.RULES,
     *compile.RULES,

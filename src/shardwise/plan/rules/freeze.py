@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from shardwise.model.frozen import matching, modules_of
+from shardwise.model.frozen import matching_parameters, modules_of
 from shardwise.plan.draft import Draft
 from shardwise.plan.rules.rule import Rule, spelling
 
 
 def _unmatched(d: Draft) -> list[str]:
-    return [pattern for pattern in d.model.freeze if not matching(d.facts, pattern)]
+    return [pattern for pattern in d.model.freeze if not matching_parameters(d.facts, pattern)]
 
 
 # fmt: off

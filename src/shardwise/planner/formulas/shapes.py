@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from shardwise.job.axes import Axis
+from shardwise.model.adapters import adapter_split
 from shardwise.model.facts import ModelFacts
 from shardwise.model.tensor_split import chunk, chunks
 from shardwise.plan.plan import Plan
@@ -110,7 +111,7 @@ def local_elements(facts: ModelFacts, plan: Plan, tensor: int, shard: int, pipel
 
 def _of_block(name: str, shape: tuple[int, ...], facts: ModelFacts, degree: int, index: int) -> tuple[int, ...]:
     module, _, leaf = name.rpartition(".")
-    split = facts.tensor_splits.get(module)
+    split = facts.tensor_splits.get(module) or adapter_split(facts, module)
     part = None if split is None else split.of(leaf)
     if part is None:
         return shape

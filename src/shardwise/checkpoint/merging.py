@@ -1,0 +1,49 @@
+"""Adapters merged into the weights of their layers, as a stream of whole tensors: what they computed, in one matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from shardwise.model.adapters import LORA_A, LORA_B, MAGNITUDE, adapter_shapes
+from shardwise.model.facts import LayerAdapter
+
+
+def merged(tensors: Iterable[tuple[str, Tensor]], adapters: Mapping[str, LayerAdapter]) -> Iterator[tuple[str, Tensor]]:
+    """Yield `tensors` by name with `adapters` merged; an adapter follows its layer, whose weight is held until then."""
+    waiting: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors:
+        layer, part = _split(name, adapters)
+        if not layer:
+            yield name, tensor
+            continue
+        parts = waiting.setdefault(layer, {})
+        parts[part] = tensor
+        if len(parts) == 1 + len(adapter_shapes(layer, adapters[layer])):
+            yield f"{layer}.weight", merged_weight(waiting.pop(layer), adapters[layer])
+
+
+@torch.no_grad()
+def merged_weight(parts: Mapping[str, Tensor], adapter: LayerAdapter) -> Tensor:
+    """Return the weight of an adapted layer, in its own form and dtype, of `weight`, `lora_A` and so on.
+
+    W + scaling * B A (arXiv 2106.09685, section 4.1), for DoRA with the trained length of each row.
+    """
+    own = parts["weight"]
+    wide = torch.promote_types(own.dtype, torch.float32)
+    weight = (own.T if adapter.transposed else own).to(wide)
+    weight = weight + adapter.scaling * (parts[LORA_B].to(wide) @ parts[LORA_A].to(wide))
+    if adapter.has_magnitude:
+        weight = weight * (parts[MAGNITUDE].to(wide) / torch.linalg.norm(weight, dim=1)).unsqueeze(1)
+    return (weight.T if adapter.transposed else weight).to(own.dtype).contiguous()
+
+
+def _split(name: str, adapters: Mapping[str, LayerAdapter]) -> tuple[str, str]:
+    """Return (adapted layer, which of its parts `name` is); two empty strings for what stays as it is."""
+    owner, _, leaf = name.rpartition(".")
+    if leaf == "weight" and owner in adapters:
+        return owner, leaf
+    layer, _, part = owner.rpartition(".")
+    return (layer, part) if layer in adapters else ("", "")

@@ -1,0 +1,105 @@
+"""Low-rank adapters of linear layers: LoRA (arXiv 2106.09685) and DoRA (arXiv 2402.09353).
+
+An adapter's parameters are children of the layer that it adapts, and its arithmetic is an attribute of it, `adapter`,
+which `kernels.linear` calls with the layer's product. So it goes wherever a linear layer goes: on a tensor rank the
+layer's part makes a part of the output with the adapter's part, and what sums or gathers the one does the other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shardwise.collectives.tensor import reduce_from_region
+from shardwise.model.adapters import LORA_A, LORA_B, MAGNITUDE
+
+Multiply = Callable[[Tensor, Tensor], Tensor]  # (values [..., in], weight [out, in]) -> [..., out]
+
+
+class AdapterWeight(nn.Module):
+    """One parameter of an adapter, on the meta device until it is materialized."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
+
+    def reset_parameters(self) -> None:
+        """Fill the weight as a new adapter has it: zeros, so that the model starts as it is."""
+        nn.init.zeros_(self.weight)
+
+
+class DownProjection(AdapterWeight):
+    """`lora_A` [rank, inputs]."""
+
+    def reset_parameters(self) -> None:
+        """Draw the weight as nn.Linear does, which is peft's rule."""
+        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+
+
+class LowRankProduct:
+    """The arithmetic of one layer's adapter.
+
+    Args:
+        layer: nn.Linear or Conv1D with the children `lora_A`, `lora_B`, `lora_dropout` and, for DoRA,
+            `lora_magnitude_vector`.
+        scaling: factor of B A.
+        transposed: the layer's weight is [in, out].
+        group: ranks that each hold a part of the input features; None: they are whole.
+    """
+
+    def __init__(self, layer: Any, scaling: float, transposed: bool, group: dist.ProcessGroup | None = None) -> None:
+        self.layer, self.scaling, self.transposed, self.group = layer, scaling, transposed, group
+
+    def __call__(self, values: Tensor, product: Tensor, multiply: Multiply) -> Tensor:
+        """Return the adapted product [..., out] of `values` [..., in], whose own product is `product`; no bias.
+
+        `multiply` makes products of `values` themselves.
+        """
+        layer, dropped = self.layer, self.layer.lora_dropout(values)
+        if dropped is not values:
+            multiply = F.linear
+        update = F.linear(multiply(dropped, layer.lora_A.weight), layer.lora_B.weight) * self.scaling
+        if not hasattr(layer, MAGNITUDE):
+            return product + update
+        # As peft has it: the part that goes through dropout is the difference to the layer's own product.
+        length = (layer.lora_magnitude_vector.weight / self.row_lengths()).to(product.dtype)
+        base = product if dropped is values else F.linear(dropped, self._weight())
+        return product + (length - 1) * base + length * update
+
+    def _weight(self) -> Tensor:
+        """The layer's weight, [out, in]."""
+        weight: Tensor = self.layer.weight
+        return weight.T if self.transposed else weight
+
+    @torch.no_grad()
+    def row_lengths(self) -> Tensor:
+        """Return the length [out] of each row of W + scaling * B A, in fp32 or wider.
+
+        It is taken as a constant in backward (arXiv 2402.09353, section 4.3). |w + s b A|^2 is written as
+        |w|^2 + 2 s b (A w) + s^2 b (A A^T) b, so that B A is never made; parts of the input features are summed.
+        """
+        wide = torch.promote_types(self.layer.weight.dtype, torch.float32)
+        weight, down, up = (matrix.to(wide) for matrix in (self._weight(), *self._factors()))
+        cross = (weight @ down.T) * up
+        square = ((up @ (down @ down.T)) * up).sum(1)
+        total = weight.square().sum(1) + 2 * self.scaling * cross.sum(1) + self.scaling**2 * square
+        return (total if self.group is None else reduce_from_region(total, self.group)).sqrt()
+
+    def _factors(self) -> tuple[Tensor, Tensor]:
+        return self.layer.lora_A.weight, self.layer.lora_B.weight
+
+
+def add_adapter_weights(layer: nn.Module, rank: int, inputs: int, outputs: int, has_magnitude: bool) -> None:
+    """Give a layer on the meta device the parameters of an adapter, in the dtype of its own."""
+    dtype = layer.weight.dtype  # type: ignore[union-attr]
+    assert isinstance(dtype, torch.dtype)
+    layer.add_module(LORA_A, DownProjection((rank, inputs), dtype))
+    layer.add_module(LORA_B, AdapterWeight((outputs, rank), dtype))
+    if has_magnitude:
+        layer.add_module(MAGNITUDE, AdapterWeight((outputs,), dtype))

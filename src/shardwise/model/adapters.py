@@ -1,0 +1,147 @@
+"""Adapters of a job: which layers of a model have one, what parameters they bring, and how tensor ranks split these.
+
+Plain data; the arithmetic is in kernels/adapters.py. Names of parameters are those of peft's files without its prefix:
+`LAYER.lora_A.weight` [rank, inputs], `LAYER.lora_B.weight` [outputs, rank] and, for DoRA, the lengths of the weight's
+rows, `LAYER.lora_magnitude_vector.weight` [outputs]. How names are matched is peft's rule, so that a config means the
+same here and there.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from shardwise.job.schema import AdapterSection
+from shardwise.model.facts import BlockFacts, LayerAdapter, ModelFacts
+from shardwise.model.tensor_split import TensorSplit
+
+Number = TypeVar("Number", int, float)
+ALL_LINEAR = "all-linear"
+LORA_A, LORA_B, MAGNITUDE = "lora_A", "lora_B", "lora_magnitude_vector"
+
+
+def with_adapters(facts: ModelFacts, settings: AdapterSection) -> ModelFacts:
+    """Return `facts` with the adapters that `settings` ask for: their parameters are trained, and nothing else.
+
+    What `settings` name and the model lacks is left out; the rules say so.
+    """
+    if settings.kind == "none":
+        return facts
+    adapters = adapted_layers(facts, settings)
+    added = {layer: adapter_shapes(layer, adapter) for layer, adapter in adapters.items()}
+    sizes = {layer: sum(map(math.prod, own.values())) for layer, own in added.items()}
+    return replace(
+        facts,
+        adapters=adapters,
+        parameter_shapes=_behind_their_layers(facts.parameter_shapes, added),
+        parameters=facts.parameters + sum(sizes.values()),
+        blocks=tuple(_with_size(block, sizes) for block in facts.blocks),
+        frozen=facts.frozen | (facts.parameter_shapes.keys() - set(saved_parameters(facts, settings.modules_to_save))),
+    )
+
+
+def adapted_layers(facts: ModelFacts, settings: AdapterSection) -> dict[str, LayerAdapter]:
+    """Return the linear layers of the blocks that `settings` target, with their adapters."""
+    adapters = {}
+    for layer, (inputs, outputs) in facts.linears.items():
+        if not is_target(layer, settings.target_modules) or is_saved(f"{layer}.weight", settings.modules_to_save):
+            continue
+        rank = by_pattern(settings.rank_pattern, layer, settings.rank)
+        alpha = by_pattern(settings.alpha_pattern, layer, settings.alpha)
+        scaling = alpha / (math.sqrt(rank) if settings.rslora else rank)
+        adapters[layer] = LayerAdapter(
+            rank,
+            scaling,
+            settings.dropout,
+            inputs,
+            outputs,
+            transposed=layer in facts.transposed_linears,
+            has_magnitude=settings.kind == "dora",
+        )
+    return adapters
+
+
+def is_target(layer: str, targets: str | Sequence[str]) -> bool:
+    """Return True if `targets` (all-linear, a regular expression, or names) mean the linear layer."""
+    if isinstance(targets, str):
+        return targets == ALL_LINEAR or re.fullmatch(targets, layer) is not None
+    return any(is_named(layer, name) for name in targets)
+
+
+def is_named(module: str, name: str) -> bool:
+    """Return True if `name` is the module's, or the end of it."""
+    return module == name or module.endswith(f".{name}")
+
+
+def by_pattern(patterns: Mapping[str, Number], layer: str, default: Number) -> Number:
+    """Return the value of the first pattern that matches the layer's name, or the end of it."""
+    return next((value for pattern, value in patterns.items() if matches_end(pattern, layer)), default)
+
+
+def matches_end(pattern: str, layer: str) -> bool:
+    """Return True if the regular expression matches the layer's name, or the end of it behind a dot."""
+    return re.match(rf"(.*\.)?({pattern})$", layer) is not None
+
+
+def saved_parameters(facts: ModelFacts, modules: Sequence[str]) -> list[str]:
+    """Return the parameters of the `modules` that are trained whole."""
+    return [name for name in facts.base_shapes if is_saved(name, modules)]
+
+
+def is_saved(parameter: str, modules: Iterable[str]) -> bool:
+    """Return True if one of `modules` holds the parameter, itself or below."""
+    owners = [parameter[:index] for index, mark in enumerate(parameter) if mark == "."]
+    return any(is_named(owner, module) for owner in owners for module in modules)
+
+
+def adapter_shapes(layer: str, adapter: LayerAdapter) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of an adapter's parameters, by name."""
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{layer}.{LORA_A}.weight": (adapter.rank, adapter.inputs),
+        f"{layer}.{LORA_B}.weight": (adapter.outputs, adapter.rank),
+    }
+    return shapes | ({f"{layer}.{MAGNITUDE}.weight": (adapter.outputs,)} if adapter.has_magnitude else {})
+
+
+def adapter_split(facts: ModelFacts, owner: str) -> TensorSplit | None:
+    """Return how tensor ranks split the parameter of `owner`, such as LAYER.lora_B; None where each holds it whole.
+
+    A column layer's B and magnitude are split as its output features are, a row layer's A as its input features.
+    """
+    layer, _, kind = owner.rpartition(".")
+    split = facts.tensor_splits.get(layer) if layer in facts.adapters else None
+    if split is None or split.kind not in ("column", "row") or (kind == LORA_A) != (split.kind == "row"):
+        return None
+    return replace(split, dim=1 if kind == LORA_A else 0)
+
+
+def partial_adapters(facts: ModelFacts) -> list[str]:
+    """Return the owners of whole parameters that see a part of the activations, or of the gradient, on a tensor rank.
+
+    Those are a column layer's A, whose gradient comes through B's parts, and a row layer's B and magnitude.
+    """
+    owners = {"column": (LORA_A,), "row": (LORA_B, MAGNITUDE)}
+    kinds = {layer: facts.tensor_splits[layer].kind for layer in facts.adapters if layer in facts.tensor_splits}
+    return [f"{layer}.{owner}" for layer, kind in kinds.items() for owner in owners.get(kind, ())]
+
+
+def _behind_their_layers(
+    shapes: Mapping[str, tuple[int, ...]], added: Mapping[str, Mapping[str, tuple[int, ...]]]
+) -> dict[str, tuple[int, ...]]:
+    """Return all shapes in module order: an adapter's follow the last parameter of its layer."""
+    last = {name.rpartition(".")[0]: name for name in shapes}
+    ordered: dict[str, tuple[int, ...]] = {}
+    for name, shape in shapes.items():
+        ordered[name] = shape
+        layer = name.rpartition(".")[0]
+        if last[layer] == name:
+            ordered |= added.get(layer, {})
+    return ordered
+
+
+def _with_size(block: BlockFacts, sizes: Mapping[str, int]) -> BlockFacts:
+    added = sum(size for layer, size in sizes.items() if layer.startswith(f"{block.name}."))
+    return replace(block, parameters=block.parameters + added)

@@ -1,0 +1,122 @@
+"""Rules about adapters: the layers that they name, their ranks, and what they leave no room for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shardwise.model.adapters import ALL_LINEAR, is_named, is_target, matches_end, saved_parameters
+from shardwise.model.frozen import modules_of
+from shardwise.plan.draft import Draft
+from shardwise.plan.rules.rule import Rule, idle, spelling
+
+KEYS = ("rank", "alpha", "dropout", "rslora", "target_modules", "modules_to_save", "rank_pattern", "alpha_pattern")
+LINEARS = "the blocks of {} have no plain linear layers"
+
+
+def _has_adapters(d: Draft) -> bool:
+    return d.adapter.kind != "none"
+
+
+def _unmatched(d: Draft) -> list[str]:
+    """Return the targets that mean no linear layer of a block."""
+    targets = d.adapter.target_modules
+    names = [targets] if isinstance(targets, str) else targets
+    return [name for name in names if not any(is_target(layer, _one(d, name)) for layer in d.facts.linears)]
+
+
+def _one(d: Draft, name: str) -> str | list[str]:
+    return name if isinstance(d.adapter.target_modules, str) else [name]
+
+
+def _target_reason(d: Draft) -> str:
+    if not d.facts.linears:
+        return LINEARS.format(d.facts.family)
+    if d.adapter.target_modules == []:
+        return "no layer is named"
+    return f"{_unmatched(d)[0]!r} is no linear layer of the blocks"
+
+
+def _target_fix(d: Draft) -> str:
+    """Return the nearest of the layers' last names, or of their whole names where a whole one was given."""
+    if not d.facts.linears:
+        return "leave adapter out"
+    unmatched = _unmatched(d)
+    if not unmatched or not isinstance(d.adapter.target_modules, list):
+        return f"use {ALL_LINEAR}"
+    whole = "." in unmatched[0]
+    return spelling(unmatched[0], sorted({layer if whole else layer.rpartition(".")[2] for layer in d.facts.linears}))
+
+
+def _too_high(d: Draft) -> Iterator[tuple[str, int, int]]:
+    """Yield (layer, rank, its smaller number of features) of adapters that are no thinner than their layer."""
+    for layer, adapter in d.facts.adapters.items():
+        features = min(adapter.inputs, adapter.outputs)
+        if adapter.rank > features:
+            yield layer, adapter.rank, features
+
+
+def _rank_reason(d: Draft) -> str:
+    layer, rank, features = next(_too_high(d))
+    return f"{layer} has {features} features at its smaller side, and its adapter rank {rank}"
+
+
+def _unused_patterns(d: Draft) -> list[str]:
+    patterns = [*d.adapter.rank_pattern, *d.adapter.alpha_pattern]
+    return [pattern for pattern in patterns if not any(matches_end(pattern, layer) for layer in d.facts.adapters)]
+
+
+def _unknown_modules(d: Draft) -> list[str]:
+    return [name for name in d.adapter.modules_to_save if not saved_parameters(d.facts, [name])]
+
+
+def _tied_modules(d: Draft) -> list[str]:
+    """Return the modules to save that share a parameter with another."""
+    tied = [alias.rpartition(".")[0] for names in d.facts.ties for alias in names]
+    return [name for name in d.adapter.modules_to_save if any(is_named(module, name) for module in tied)]
+
+
+def _nearest_module(d: Draft) -> str:
+    whole = "." in _unknown_modules(d)[0]
+    modules = modules_of(d.facts)
+    return spelling(_unknown_modules(d)[0], modules if whole else sorted({name.rpartition(".")[2] for name in modules}))
+
+
+# fmt: off
+RULES: tuple[Rule, ...] = (
+    *(idle(f"adapter-{key.replace('_', '-')}", f"adapter.{key}", "there is no adapter", lambda d: not _has_adapters(d),
+           "set adapter.kind lora or dora, or leave it out") for key in KEYS),
+    Rule("adapter-freeze", ("adapter.kind", "model.freeze"), "adapters freeze the whole model already",
+         lambda d: _has_adapters(d) and d.model.freeze,
+         fix="leave model.freeze out"),
+    Rule("adapter-ties", ("adapter.modules_to_save",), "a module to save may share no parameter with another",
+         lambda d: _has_adapters(d) and _tied_modules(d),
+         fix="set tie_word_embeddings false in the model's config, or leave the module out",
+         because=lambda d: f"the weight of {_tied_modules(d)[0]!r} is tied to another module's, which would be trained "
+         "with it"),
+    Rule("adapter-modules", ("adapter.modules_to_save",), "has to name modules of the model, by the ends of names",
+         lambda d: _has_adapters(d) and _unknown_modules(d),
+         fix="use a module's name",
+         because=lambda d: f"{_unknown_modules(d)[0]!r} is no module with parameters",
+         use=_nearest_module),
+    Rule("adapter-targets", ("adapter.target_modules",), "each has to name a linear layer of the blocks",
+         lambda d: _has_adapters(d) and (_unmatched(d) or not d.facts.adapters),
+         fix="use names of linear layers, or all-linear",
+         because=_target_reason,
+         use=_target_fix),
+    Rule("adapter-pattern", ("adapter.rank_pattern", "adapter.alpha_pattern"),
+         "each pattern has to match a layer that has an adapter",
+         lambda d: _has_adapters(d) and _unused_patterns(d),
+         fix="use a layer's name",
+         because=lambda d: f"{_unused_patterns(d)[0]!r} matches no layer that has an adapter",
+         use=lambda d: spelling(_unused_patterns(d)[0], sorted({n.rpartition(".")[2] for n in d.facts.adapters}))),
+    Rule("adapter-rank-height", ("adapter.rank", "adapter.rank_pattern"), "an adapter is thinner than its layer",
+         lambda d: next(_too_high(d), None),
+         fix="use a smaller rank",
+         because=_rank_reason,
+         use=lambda d: f"use a rank of at most {next(_too_high(d))[2]}"),
+    Rule("adapter-traced", ("adapter.kind", "parallel.pipeline_parallel_degree"),
+         "stages of a traced forward call no layer whose adapter could take part",
+         lambda d: _has_adapters(d) and d.parallel.pipeline_parallel_degree > 1 and d.facts.stages.traced,
+         fix="use pipeline_parallel_degree 1"),
+)
+# fmt: on

@@ -1,0 +1,72 @@
+"""The oracle's own adapters: beside each layer that the job names, a hook adds what the papers define.
+
+LoRA (arXiv 2106.09685, equation 3): h = W x + (alpha / r) B A x. DoRA (arXiv 2402.09353, equation 5): the rows of
+W + (alpha / r) B A, over their length, times the magnitude m; the length is no function of the parameters in backward
+(section 4.3). Dropout is of x where an adapter reads it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from shardwise.job.schema import AdapterSection
+
+
+def adapt(model: nn.Module, settings: AdapterSection) -> nn.Module:
+    """Give `model` the adapters that `settings` ask for, uninitialized; the same model."""
+    if settings.kind == "none":
+        return model
+    repeated = [re.escape(name) for name in settings.modules_to_save]
+    left_out = re.compile(rf"(.*\.)?({'|'.join(repeated)})(\..*)?" if repeated else r"(?!)")
+    for name, layer in list(model.named_modules()):
+        is_linear = type(layer) in (nn.Linear, Conv1D) and _in_a_block(name)
+        if is_linear and _is_named(name, settings) and not left_out.fullmatch(name):
+            _add(layer, name, settings)
+    return model
+
+
+def _in_a_block(name: str) -> bool:
+    return any(part.isdigit() for part in name.split("."))
+
+
+def _is_named(name: str, settings: AdapterSection) -> bool:
+    targets = settings.target_modules
+    if targets == "all-linear":
+        return True
+    if isinstance(targets, str):
+        return re.fullmatch(targets, name) is not None
+    return any(f".{name}".endswith(f".{target}") for target in targets)
+
+
+def _add(layer: Any, name: str, settings: AdapterSection) -> None:
+    rank, alpha = settings.rank, settings.alpha
+    for pattern, value in reversed(settings.rank_pattern.items()):
+        rank = value if re.search(rf"(^|\.)({pattern})$", name) else rank
+    for pattern, number in reversed(settings.alpha_pattern.items()):
+        alpha = number if re.search(rf"(^|\.)({pattern})$", name) else alpha
+    inputs, outputs = layer.weight.shape if isinstance(layer, Conv1D) else layer.weight.shape[::-1]
+    layer.lora_A = nn.Linear(inputs, rank, bias=False)
+    layer.lora_B = nn.Linear(rank, outputs, bias=False)
+    layer.lora_dropout = nn.Dropout(settings.dropout)
+    if settings.kind == "dora":
+        layer.lora_magnitude_vector = nn.Module()
+        layer.lora_magnitude_vector.weight = nn.Parameter(torch.empty(outputs))
+    scaling = alpha / (math.sqrt(rank) if settings.rslora else rank)
+    layer.register_forward_hook(partial(_adapted_output, scaling=scaling))
+
+
+def _adapted_output(layer: Any, inputs: tuple[Tensor], output: Tensor, scaling: float) -> Tensor:
+    values: Tensor = layer.lora_dropout(inputs[0])
+    if not hasattr(layer, "lora_magnitude_vector"):
+        return output + scaling * layer.lora_B(layer.lora_A(values))
+    own = layer.weight.T if isinstance(layer, Conv1D) else layer.weight
+    changed = own + scaling * layer.lora_B.weight @ layer.lora_A.weight
+    rows = layer.lora_magnitude_vector.weight / changed.detach().norm(dim=1)
+    return output + values @ (rows[:, None] * changed - own).T

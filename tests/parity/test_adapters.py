@@ -1,0 +1,135 @@
+"""Adapters on every layout compute what peft computes in one process, from the same initial values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from torch import Tensor, nn
+
+from shardwise.job.schema import AdapterSection, Job
+from shardwise.model.facts import ModelFacts
+from shardwise.testing import oracle
+from shardwise.testing.capture import gather
+from shardwise.testing.comparison import VerifyReport
+from shardwise.testing.world import WorldPool
+from shardwise.training.setup import set_up, study
+from tests.parity.jobs import tensor_job, verify_one
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "shard 2": (2, {}),
+    "shard 2 x replica 2": (4, {"sharded_data_parallel_degree": 2}),
+    "tensor 2": (2, {"tensor_parallel_degree": 2}),
+    "sequence 2": (2, {"tensor_parallel_degree": 2, "sequence_parallel": True}),
+    "tensor 4": (4, {"tensor_parallel_degree": 4}),  # more ranks than key-value heads
+    "pipeline 2": (2, {"pipeline_parallel_degree": 2}),
+    "zbv": (2, {"pipeline_parallel_degree": 2, "pipeline": "zbv"}),
+    "context 2": (2, {"context_parallel_degree": 2}),
+    "zero-1": (2, {"shard_optimizer_state": True}),
+    "tensor 2 x pipeline 2": (4, {"tensor_parallel_degree": 2, "pipeline_parallel_degree": 2}),
+    "tensor 2 x context 2": (4, {"tensor_parallel_degree": 2, "context_parallel_degree": 2}),
+}
+QUICK = [("gpt2", "tensor 2", "lora", 0.0), ("llama", "sequence 2", "lora", 0.3)]
+ALL = [
+    (family, layout, kind, dropout)
+    for family in ("llama", "gpt2", "gpt_neox", "qwen3")
+    for layout in LAYOUTS
+    for kind, dropout in (("lora", 0.0), ("lora", 0.3), ("dora", 0.0), ("dora", 0.3))
+]
+
+
+def peft_config(settings: AdapterSection) -> LoraConfig:
+    return LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha,
+        lora_dropout=settings.dropout,
+        use_rslora=settings.rslora,
+        use_dora=settings.kind == "dora",
+        target_modules=settings.target_modules,
+        modules_to_save=settings.modules_to_save or None,
+        rank_pattern=dict(settings.rank_pattern),
+        alpha_pattern=dict(settings.alpha_pattern),
+    )
+
+
+class PeftModel(nn.Module):
+    """peft's model, whose names of parameters and modules are those of its files."""
+
+    def __init__(self, model: nn.Module, settings: AdapterSection) -> None:
+        super().__init__()
+        self.inner = inject_adapter_in_model(peft_config(settings), model, adapter_name="default")
+        self.config = model.config
+
+    def forward(self, **inputs: Any) -> Any:
+        return self.inner(**inputs)
+
+    def get_submodule(self, target: str) -> nn.Module:
+        return self.inner.get_submodule(target)
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
+        return ((name.removesuffix(".default"), module) for name, module in self.inner.named_modules(*args, **kwargs))
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        for name, parameter in self.inner.named_parameters(*args, **kwargs):
+            if "original_module" not in name:
+                yield plain_name(name), parameter
+
+
+def plain_name(name: str) -> str:
+    for part in (".base_layer", ".default", ".modules_to_save"):
+        name = name.replace(part, "")
+    return name
+
+
+def against_peft(job: Job, facts: ModelFacts) -> VerifyReport | None:
+    with mock.patch.object(oracle, "adapt", PeftModel):
+        return verify_one(job, 3, facts)
+
+
+def adapter_job(directory: Path, family: str, layout: str, kind: str, dropout: float, **keys: Any) -> Job:
+    adapter = {"kind": kind, "rank": 3, "alpha": 5.0, "dropout": dropout, "rank_pattern": {"0.*": 2}, **keys}
+    layers = 4 if layout == "zbv" else 2
+    # lora_B is zero at first, and A's gradient with it: what Adam divides by is rounding for some of its elements.
+    optimizer = {"learning_rate": 0.02, "warmup_steps": 0, "options": {"eps": 1e-4}}
+    training = {"gradient_accumulation": 4 if layout == "zbv" else 2}
+    return tensor_job(
+        directory, family, tied=False, layers=layers, adapter=adapter, parallel=LAYOUTS[layout][1],
+        optimizer=optimizer, training=training,
+    )  # fmt: skip
+
+
+def initial_adapters(job: Job) -> dict[str, Tensor]:
+    """Return the whole adapters as they start, on rank 0."""
+    run = set_up(job, torch.device("cpu"))
+    return {name: value for name, value in gather(run).items() if ".lora_" in name}
+
+
+def test_adapters_start_bit_equal_on_every_layout(world_pool: WorldPool, corpora: Path) -> None:
+    starts = [
+        world_pool.run(LAYOUTS[layout][0], initial_adapters, adapter_job(corpora, "llama", layout, "dora", 0.0))[0]
+        for layout in ("shard 2", "tensor 2", "pipeline 2")
+    ]
+    assert starts[0]["model.layers.1.mlp.down_proj.lora_A.weight"].shape == (3, 13)
+    for start in starts:
+        assert start.keys() == starts[0].keys() and all(torch.equal(start[name], starts[0][name]) for name in start)
+    assert not any(value.any() for name, value in starts[0].items() if "lora_B" in name)
+
+
+def cases() -> list[Any]:
+    quick = [pytest.param(*case, id="-".join(map(str, case))) for case in QUICK]
+    slow = [
+        pytest.param(*case, id="-".join(map(str, case)), marks=pytest.mark.slow) for case in ALL if case not in QUICK
+    ]
+    return quick + slow
+
+
+@pytest.mark.parametrize(("family", "layout", "kind", "dropout"), cases())
+def test_adapters(world_pool: WorldPool, corpora: Path, family: str, layout: str, kind: str, dropout: float) -> None:
+    job = adapter_job(corpora, family, layout, kind, dropout)
+    report = world_pool.run(LAYOUTS[layout][0], against_peft, job, study(job))[0]
+    assert report is not None
+    assert report.agrees, (report.first, report.diagnosis)
