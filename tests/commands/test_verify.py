@@ -27,7 +27,7 @@ from tests.fork_server import call
 from tests.parity.jobs import make_job, make_module_job, write_tokens
 
 FORBIDDEN = ("parallel", "kernels", "collectives", "training", "memory", "precision")
-ORACLE = ("oracle", "oracle_data", "oracle_dropout")
+ORACLE = ("oracle", "oracle_data", "oracle_dropout", "oracle_rows")
 HERE = Path(shardwise.__file__).parent
 
 

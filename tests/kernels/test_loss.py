@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shardwise.kernels.loss import IGNORED, LossTerms, count_labels, cross_entropy_sum, linear_cross_entropy
+from shardwise.kernels.loss import IGNORED, NO_TERMS, LossTerms, count_labels, cross_entropy_sum, linear_cross_entropy
 from shardwise.observe.memory import LiveBytes
 
 ROWS, WIDTH, VOCABULARY = 30, 13, 17
@@ -42,6 +42,23 @@ def test_value_and_gradients_are_those_of_whole_logits(chunk: int, bias: bool) -
     theirs = torch.autograd.grad(expected, wanted, torch.tensor(0.25, dtype=torch.float64))
     for a, b in zip(ours, theirs, strict=True):
         assert (a - b).abs().max() <= 1e-12 * b.abs().max()
+
+
+@pytest.mark.parametrize("terms", [NO_TERMS, LossTerms(0.2, 0.05)])
+def test_weights_of_labels(terms: LossTerms) -> None:
+    """A weighted sum is the sum of each label's own loss, times its weight."""
+    hidden, weight, bias, labels = problem(torch.float64, True)
+    weights = torch.rand(labels.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    loss = linear_cross_entropy(hidden, weight, bias, labels, chunk=7, terms=terms, weights=weights)
+    logits, flat = F.linear(hidden, weight, bias).flatten(0, 1), labels.flatten()
+    each = [cross_entropy_sum(logits[at : at + 1], flat[at : at + 1], terms) for at in range(len(flat))]
+    expected = sum(one * own for one, own in zip(each, weights.flatten(), strict=True))
+    torch.testing.assert_close(loss, expected, rtol=1e-13, atol=0)
+    plain = cross_entropy_sum(F.linear(hidden, weight, bias), labels, terms, weights)
+    torch.testing.assert_close(plain, expected, rtol=1e-13, atol=0)
+    inputs = [hidden, weight, bias]
+    pairs = zip(torch.autograd.grad(loss, inputs), torch.autograd.grad(expected, inputs), strict=True)
+    assert all((ours - theirs).abs().max() <= 1e-12 * theirs.abs().max() for ours, theirs in pairs)
 
 
 @pytest.mark.parametrize("terms", [LossTerms(0.1, 0.0), LossTerms(0.0, 0.01), LossTerms(0.2, 0.05)])

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
+from shardwise.data.corpus import with_format
 from shardwise.errors import WorkerError
 from shardwise.job.schema import Job
 from shardwise.job.sources import require_job
@@ -37,7 +38,7 @@ def plan_job(job: Job) -> Plan:
 
 def plan_with_facts(job: Job) -> tuple[Plan, ModelFacts]:
     """`plan_job` and the facts of the job's model."""
-    place = detect()
+    place, job = detect(), with_format(job)
     plan, facts = _plan(job, place)
     return replace(plan, notes=(*plan.notes, *_launcher_notes(job, place), *_machine_notes(plan))), facts
 
@@ -51,7 +52,7 @@ def train(job: Job, notes: Iterable[str] = (), say: Say = print, callbacks: Sequ
         ShardwiseError: whatever a user can mend; before training starts nothing has been overwritten.
     """
     refuse_unguarded_script("shardwise.train")
-    place, job = detect(), after_restart(require_job(job, "train"))
+    place, job = detect(), with_format(after_restart(require_job(job, "train")))
     check_user_code(job, callbacks)
     is_reporting_rank = place is None or place.rank == 0
     say = say if is_reporting_rank else _silent

@@ -24,6 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.commands.train import plan_job
+from shardwise.data.corpus import with_format
+from shardwise.data.token_data import TokenData
 from shardwise.data.tokenizer import VOCABULARY_FILES
 from shardwise.errors import ConfigError, MachineError
 from shardwise.job.schema import Job
@@ -36,7 +38,8 @@ from shardwise.model.facts import ModelFacts
 from shardwise.testing.capture import capture_step, gather
 from shardwise.testing.comparison import VerifyReport
 from shardwise.testing.oracle import Oracle
-from shardwise.testing.oracle_data import open_source
+from shardwise.testing.oracle_data import FactorySource, Source, TokenSource
+from shardwise.testing.oracle_rows import RowSource
 from shardwise.testing.reference import OracleReference, RecordedReference, Recording, oracle_dtypes
 from shardwise.testing.run_checks import (
     compare_evaluation,
@@ -80,7 +83,7 @@ def verify(job: Job, blocks: int | None = None, against: Job | None = None, step
         ShardwiseError: the job cannot run, or one process cannot hold the model.
     """
     refuse_unguarded_script("shardwise.verify")
-    require_job(job, "verify")
+    job = with_format(require_job(job, "verify"))
     _require_count("steps", steps)
     if blocks is not None:
         _require_count("blocks", blocks)
@@ -163,10 +166,19 @@ def _assemble(job: Job, device: torch.device, facts: ModelFacts) -> AssembledJob
 
 def _oracle(run: AssembledJob, weights: dict[str, Tensor]) -> Oracle:
     job, plan = run.plan.job, run.plan
-    source = open_source(job, run.data.directory)
+    source = _source(job, run.data)
     # Dropout that is a function of its place runs on both sides, and the model's own has places in eager alone.
     eager = run.facts.has_attention_dropout and plan.exact_dropout
     return Oracle(job, weights, source, plan.sequences_per_step, run.facts.counting, eager=eager, **oracle_dtypes(plan))
+
+
+def _source(job: Job, data: TokenData) -> Source:
+    """Return the oracle's reader of the training samples."""
+    if data.directory is None:
+        return FactorySource(job)
+    return (
+        RowSource(job, str(data.tokenizer_directory)) if job.data.has_rows else TokenSource(job, Path(data.directory))
+    )
 
 
 def _title(run: AssembledJob, reference: str) -> str:

@@ -5,7 +5,7 @@ Made by `shardwise.data.loader.Stream`; read by the training step, the loss and 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import xxhash
@@ -24,6 +24,8 @@ class Batch:
     Floats (a user's regression) are counted by rows.
     rows: [B] int64, the global sample counter of each row: a pure function of step and row, the same on every layout.
     document_ids: [B, S] int64, number of the document within its row, from 0; only where documents are isolated.
+    weights: [B, S] float, what each label's loss is multiplied by before it is summed; only under a mean over samples
+    (`with_sample_weights`). The weights of a sample are equal and add up to 1.
     counted: [B] bool, False for padding rows: they repeat a real row, and no loss may count them.
     digest: hash of the real samples (`batch_digest`), signed 64 bits.
     """
@@ -32,6 +34,7 @@ class Batch:
     labels: Tensor | None
     rows: Tensor
     document_ids: Tensor | None = None
+    weights: Tensor | None = None
     counted: Tensor = field(default=None)  # type: ignore[assignment]  # a tensor always, once constructed
     digest: int = 0
 
@@ -50,15 +53,33 @@ class Batch:
             labels=None if self.labels is None else move(self.labels),
             rows=move(self.rows),
             document_ids=None if self.document_ids is None else move(self.document_ids),
+            weights=None if self.weights is None else move(self.weights),
             counted=move(self.counted),
             digest=self.digest,
         )
 
     def count(self) -> Tensor:
-        """Scalar int64: labels that are counted, or real rows where there are no labels or they are not class ids."""
+        """Scalar: the labels that are counted, or real rows where there are no labels or they are not class ids.
+
+        Int64; with `weights` their sum in fp64, which is the number of samples up to rounding.
+        """
+        if self.weights is not None:
+            return self.weights.sum(dtype=torch.float64)
         if self.labels is None or self.labels.is_floating_point():
             return self.counted.sum()
         return (self.labels != IGNORED).sum()
+
+    def with_sample_weights(self) -> Batch:
+        """Return the batch with weights by which every sample that has a counted label counts 1.
+
+        A sample is a document or a row where these are isolated, else a row of the batch.
+        """
+        assert self.labels is not None
+        counted = (self.labels != IGNORED).double()
+        numbers = torch.zeros_like(self.labels) if self.document_ids is None else self.document_ids
+        sizes = torch.zeros(len(counted), int(numbers.max()) + 1, dtype=torch.float64, device=counted.device)
+        sizes.scatter_add_(1, numbers, counted)  # [B, documents]
+        return replace(self, weights=counted / sizes.gather(1, numbers).clamp(min=1))
 
 
 def batch_digest(batch: Batch) -> int:

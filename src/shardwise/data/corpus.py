@@ -7,20 +7,23 @@ documents in a fixed order: files sorted by path, rows as they stand in the file
 from __future__ import annotations
 
 import glob
+import io
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
 from shardwise.data.compressed import content_suffix
-from shardwise.data.readers import BESIDE_TOKENS, ROWS, text_file, text_pieces, token_ids
+from shardwise.data.conversations import COLUMNS, format_of_columns, texts_of
+from shardwise.data.readers import BESIDE_TOKENS, ROWS, Row, known_columns, pieces, text_file, text_pieces, token_ids
 from shardwise.data.store import digest
 from shardwise.errors import ConfigError, DataError
-from shardwise.job.schema import DataSection
+from shardwise.job.schema import ROW_FORMATS, DataSection, Job
 from shardwise.words import nearest_file
 
 SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
@@ -69,16 +72,25 @@ class Corpus:
         for path in self.files:
             if self.container == "text":
                 yield from text_file(path)
+            elif self.format in ROW_FORMATS:
+                for _, row in ROWS[self.container](path, (), COLUMNS):
+                    for text in texts_of(row):
+                        yield from pieces(io.StringIO(text, newline=""))
             else:
-                for row in ROWS[self.container](path, self.column, ()):
-                    yield from text_pieces(row)
+                for where, row in ROWS[self.container](path, (self.column,), ()):
+                    yield from text_pieces(where, row[self.column])
+
+    def rows(self, columns: Sequence[str]) -> Iterator[Row]:
+        """At most `max_documents` rows, with those of the columns that they have."""
+        every_row = (row for path in self.files for row in ROWS[self.container](path, (), columns))
+        yield from islice(every_row, self.max_documents)
 
     def token_rows(self, limit: int | None) -> Iterator[np.ndarray]:
         """The `input_ids` of at most `max_documents` rows that have any; each id must be below `limit`."""
         count = 0
         for path in self.files:
-            for row in ROWS[self.container](path, self.column, BESIDE_TOKENS):
-                ids = token_ids(row, limit)
+            for where, row in ROWS[self.container](path, (self.column,), BESIDE_TOKENS):
+                ids = token_ids(where, row[self.column], row, limit)
                 if len(ids):
                     yield ids
                     count += 1
@@ -89,7 +101,7 @@ class Corpus:
 def data_format(data: DataSection) -> str:
     """`data.format` with `auto` resolved; refuses keys that contradict each other."""
     if data.format == "auto":
-        found = "factory" if data.factory else "stdlib" if data.path is None else _infer(data.path)
+        found = "factory" if data.factory else "stdlib" if data.path is None else _infer(data)
     else:
         found = data.format
     needs_path = found not in ("stdlib", "factory")
@@ -100,6 +112,14 @@ def data_format(data: DataSection) -> str:
     if (found == "factory") != (data.factory is not None):
         raise ConfigError(f"data.factory={data.factory!r} with data.format={found}: give both, or neither")
     return found
+
+
+def with_format(job: Job) -> Job:
+    """Return the job with the format of its rows, where `auto` finds conversations or pairs: the plan depends on it."""
+    name = data_format(job.data)
+    if name == job.data.format or name not in ROW_FORMATS:
+        return job
+    return job.model_copy(update={"data": job.data.model_copy(update={"format": name})})
 
 
 def find_corpus(data: DataSection) -> Corpus:
@@ -161,12 +181,28 @@ def _expand(path: str) -> list[Path]:
     raise DataError(f"data.path={path!r} does not exist.{nearest_file(whole)}")
 
 
-def _infer(path: str) -> str:
-    """The format that `auto` takes: by suffix for a file, by what a directory holds."""
-    found = {_format_of(each) for each in _expand(path)}
+def _infer(data: DataSection) -> str:
+    """The format that `auto` takes: by suffix for a file, by what a directory holds, and by the columns of its rows."""
+    paths = _expand(str(data.path))
+    found = {_format_of(path) for path in paths}
     if len(found) > 1:
-        raise ConfigError(f"data.path={path!r} holds {' and '.join(sorted(found))}; set data.format to one of them")
-    return found.pop()
+        raise ConfigError(
+            f"data.path={data.path!r} holds {' and '.join(sorted(found))}; set data.format to one of them"
+        )
+    container = found.pop()
+    return container if container == "text" else _row_format(data, container, _files(paths, container)) or container
+
+
+def _row_format(data: DataSection, container: str, files: Sequence[Path]) -> str | None:
+    """The format of conversations that the columns make; None where rows are documents."""
+    columns = known_columns(container, files[0], [data.field, *COLUMNS]) if files else set()
+    name = format_of_columns(columns)
+    if name is None or data.field not in columns:
+        return name
+    raise ConfigError(
+        f"data.path={data.path!r} has both a column {data.field!r} of documents and columns of conversations; set "
+        f"data.format to {container} for the documents, or to {name}"
+    )
 
 
 def _format_of(path: Path) -> str:
@@ -182,12 +218,12 @@ def _format_of(path: Path) -> str:
 
 
 def _container(paths: list[Path], name: str) -> str:
-    if name != "tokens":
+    if name != "tokens" and name not in ROW_FORMATS:
         return name
     found = {_format_of(path) for path in paths} - {"text"}
     if len(found) != 1:
         raise DataError(
-            f"{', '.join(map(str, paths[:3]))}: data.format=tokens reads jsonl, parquet or a saved data set; give one"
+            f"{', '.join(map(str, paths[:3]))}: data.format={name} reads jsonl, parquet or a saved data set; give one"
         )
     return found.pop()
 

@@ -1,4 +1,4 @@
-"""From a job's data section to windows of tokens: find the corpus, its tokenizer, tokenize once, open from the cache.
+"""From a job's data section to sequences of tokens: find the corpus, its tokenizer, tokenize once, open from the cache.
 
 `prepare` may be called by every process. On each host the first one builds the cache, under a lock; the others wait
 and open the same memory-mapped files, so nodes need not share a file system. `TokenData` pickles as paths and numbers.
@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from functools import cached_property
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +17,12 @@ import numpy as np
 
 from shardwise.cache import cache_root
 from shardwise.data.corpus import Corpus, data_format, find_corpus
-from shardwise.data.factory import Samples, open_samples
-from shardwise.data.packing import Masking, Spans, Windows, entropy, split_windows
+from shardwise.data.factory import open_samples
+from shardwise.data.packing import Masking, Spans, split_windows
+from shardwise.data.row_cache import prepare_rows
 from shardwise.data.split import TokenCorpus, document_hash, split_rule
 from shardwise.data.store import COMPLETE, Column, ColumnWriter, build_once, digest
+from shardwise.data.token_data import TokenData
 from shardwise.data.tokenizer import (
     TokenizerFacts,
     TokenizerSource,
@@ -32,7 +33,7 @@ from shardwise.data.tokenizer import (
     load_tokenizer,
 )
 from shardwise.errors import ConfigError, DataError
-from shardwise.job.schema import Job
+from shardwise.job.schema import ROW_FORMATS, Job
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,79 +46,15 @@ SECONDS_BETWEEN_REPORTS = 5.0
 TOKENS, DOCUMENTS, HASHES = "tokens.arrow", "documents.arrow", "hashes.arrow"
 
 
-@dataclass(frozen=True)
-class TokenData:
-    """A job's data, ready to be read by `loader.Stream`.
-
-    `documents` and `tokens` count the whole data set (samples and 0 for a factory's). `content` is a hash of all token
-    ids: equal on every host, or the hosts do not train on the same data. `split` is the rule that held samples out:
-    `documents` or `place`. `vocabulary_size` is the tokenizer's; without one, the model's, else the largest token id
-    + 1.
-    """
-
-    train: Windows | Samples
-    validation: Windows | Samples
-    corpus: str
-    documents: int
-    tokens: int
-    vocabulary_size: int
-    split: str
-    tokenizer_directory: str | None = None
-    eos_id: int | None = None
-    content: str = ""
-    directory: str | None = None
-
-    @cached_property
-    def unigram_entropy(self) -> float | None:
-        """Nats a token: entropy of the unigram distribution of the validation tokens. None for a factory's samples, and
-        where the targets are spans, whose sentinels no text has."""
-        return self.entropy_of(None)
-
-    def entropy_of(self, sequences: int | None) -> float | None:
-        """The same for the first so many validation sequences: those that an evaluation of that size measures."""
-        if isinstance(self.validation, Samples) or self.validation.spans:
-            return None
-        return entropy(self.validation.target_counts(sequences))
-
-    def prompt(self, length: int) -> list[int]:
-        """Token ids of the start of the first held-out document that has as many; else of the held-out tokens."""
-        windows = self.validation
-        if isinstance(windows, Samples):
-            return []
-        stop = min(len(windows.stream), windows.count * windows.sequence_length)
-        starts = windows.stream.document_starts(0, max(0, stop - length) + 1)
-        whole = starts[starts + length <= stop]
-        start = int(whole[0]) if len(whole) else 0
-        return [int(token) for token in windows.stream.read(start, min(start + length, stop))]
-
-    def describe(self) -> dict[str, Any]:
-        """For the display and run.json."""
-        facts: dict[str, Any] = {
-            "corpus": self.corpus,
-            "documents": self.documents,
-            "training_sequences": len(self.train),
-            "validation_sequences": len(self.validation),
-            "split": self.split,
-        }
-        if isinstance(self.train, Windows):
-            facts |= {
-                "tokens": self.tokens,
-                "sequence_length": self.train.sequence_length,
-                "tokenizer": self.tokenizer_directory,
-                "vocabulary_size": self.vocabulary_size,
-                "unigram_entropy": self.unigram_entropy,
-                "content": self.content,
-                "cache": self.directory,
-            }
-        return facts
-
-
 def prepare(job: Job, model_vocabulary: int | None = None, say: Say = lambda text: None) -> TokenData:
     """The data of `job`, tokenized now unless the cache has it; `say` hears of the progress."""
     if data_format(job.data) == "factory":
         return _from_factory(job, model_vocabulary)
     corpus = find_corpus(job.data)
     source = find_tokenizer(job, corpus, model_vocabulary, say)
+    if corpus.format in ROW_FORMATS:
+        assert source is not None  # only a corpus of token ids has none
+        return prepare_rows(job, corpus, source, model_vocabulary, say)
     key = digest(VERSION, corpus.identity, source.identity if source else None)
     directory = cache_root(job.data.cache_directory) / "tokens" / key
     if (directory / COMPLETE).is_file():

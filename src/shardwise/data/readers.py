@@ -1,6 +1,6 @@
 """Rows of one file: text from text files, JSON lines, Parquet and saved data sets, or the `input_ids` of a row.
 
-Each reader is a generator of documents, in file order; a bad row raises DataError with file and row. Used by
+Each reader is a generator of documents or rows, in file order; a bad row raises DataError with file and row. Used by
 `shardwise.data.corpus`.
 """
 
@@ -26,8 +26,8 @@ LABELS = "labels"
 MASKS = ("attention_mask", "loss_mask", "completion_mask", "assistant_masks")
 BESIDE_TOKENS = (LABELS, *MASKS)
 
-Beside = Mapping[str, Any]  # further columns of a row that its reader was asked for, where the row has them
-Row = tuple[str, Any, Beside]  # where it stands (for messages), value of the column, further columns
+Columns = Mapping[str, Any]  # of a row: those that its reader was asked for, where the row has them
+Row = tuple[str, Columns]  # where it stands (for messages), and its columns
 
 
 def pieces(stream: TextIO) -> Iterator[tuple[str, bool]]:
@@ -48,13 +48,21 @@ def text_file(path: Path) -> Iterator[tuple[str, bool]]:
         yield from pieces(stream)
 
 
-def text_pieces(row: Row) -> Iterator[tuple[str, bool]]:
+def text_pieces(where: str, value: Any) -> Iterator[tuple[str, bool]]:
     """Pieces of a row's text."""
-    where, value, _ = row
-    if not isinstance(value, str):
-        raise DataError(f"{where}: expected text, found {type(value).__name__} {_short(value)}")
-    _refuse_surrogates(where, value)
+    check_text(where, value)
     yield from pieces(io.StringIO(value, newline=""))
+
+
+def check_text(where: str, value: Any) -> None:
+    """Refuse what no tokenizer can encode.
+
+    Raises:
+        DataError: it is not text, or holds half a character.
+    """
+    if not isinstance(value, str):
+        raise DataError(f"{where}: expected text, found {type(value).__name__} {short(value)}")
+    _refuse_surrogates(where, value)
 
 
 def _refuse_surrogates(where: str, text: str) -> None:
@@ -68,20 +76,19 @@ def _refuse_surrogates(where: str, text: str) -> None:
         ) from error
 
 
-def token_ids(row: Row, limit: int | None) -> np.ndarray:
+def token_ids(where: str, value: Any, columns: Columns, limit: int | None) -> np.ndarray:
     """A row's `input_ids`; each must be an integer of 0 … limit - 1, and all are learned.
 
     Raises:
         DataError: they are no such integers, or a column beside them says that some are not learned.
     """
-    where, value, beside = row
-    _refuse_unread(where, value, beside)
+    _refuse_unread(where, value, columns)
     try:
         array = np.asarray(value if value is not None else [None])
     except ValueError:
         array = np.asarray([None])
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise DataError(f"{where}: input_ids must be a list of integers, found {_short(value)}")
+        raise DataError(f"{where}: input_ids must be a list of integers, found {short(value)}")
     if array.size and array.min() < 0:
         raise DataError(f"{where}: input_ids holds {array.min()}; token ids are not negative")
     if array.size and limit is not None and array.max() >= limit:
@@ -92,13 +99,13 @@ def token_ids(row: Row, limit: int | None) -> np.ndarray:
     return array.astype(np.int64)
 
 
-def _refuse_unread(where: str, value: Any, beside: Beside) -> None:
+def _refuse_unread(where: str, value: Any, columns: Columns) -> None:
     """Refuse labels other than the token ids themselves, and masks that leave some of them out."""
-    labels = beside.get(LABELS)
+    labels = columns.get(LABELS)
     if labels is not None and list(labels) != list(value if value is not None else []):
         raise _unread(where, LABELS, "differs from input_ids")
     for name in MASKS:
-        if beside.get(name) is not None and not all(beside[name]):
+        if columns.get(name) is not None and not all(columns[name]):
             raise _unread(where, name, "leaves tokens out")
 
 
@@ -109,82 +116,109 @@ def _unread(where: str, column: str, what: str) -> DataError:
     )
 
 
-def jsonl_rows(path: Path, column: str, beside: Sequence[str] = ()) -> Iterator[Row]:
+def jsonl_rows(path: Path, required: Sequence[str], optional: Sequence[str] = ()) -> Iterator[Row]:
     """One JSON object a line; blank lines are skipped."""
     with opened_text(path) as stream:
         for number, line in enumerate(stream, start=1):
             if line.strip():
                 where = f"{path}, line {number}"
-                row = _json_row(line, column, where)
-                yield where, row[column], {name: row[name] for name in beside if name in row}
+                row = _json_row(line, where)
+                wanted = _columns(where, list(row), required, optional)
+                yield where, {name: row[name] for name in wanted}
 
 
-def _json_row(line: str, column: str, where: str) -> dict[str, Any]:
+def _json_row(line: str, where: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise DataError(f"{where}: not valid JSON ({error.msg} at column {error.colno}); one object a line") from error
     if not isinstance(row, dict):
-        raise DataError(f"{where}: expected a JSON object, found {_short(row)}")
-    if column not in row:
-        raise _missing_column(where, column, list(row))
+        raise DataError(f"{where}: expected a JSON object, found {short(row)}")
     return row
 
 
-def parquet_rows(path: Path, column: str, beside: Sequence[str] = ()) -> Iterator[Row]:
+def parquet_rows(path: Path, required: Sequence[str], optional: Sequence[str] = ()) -> Iterator[Row]:
     """Rows of a Parquet file."""
     import pyarrow as pa
     from pyarrow.parquet import ParquetFile
 
     try:
         with ParquetFile(path) as file:
-            if column not in file.schema_arrow.names:
-                raise _missing_column(str(path), column, file.schema_arrow.names)
-            others = [name for name in beside if name in file.schema_arrow.names]
+            wanted = _columns(str(path), file.schema_arrow.names, required, optional)
             number = 0
-            for batch in file.iter_batches(batch_size=BATCH_ROWS, columns=[column, *others]):
+            for batch in file.iter_batches(batch_size=BATCH_ROWS, columns=wanted):
                 for row in batch.to_pylist():
                     number += 1
-                    yield f"{path}, row {number}", row[column], {name: row[name] for name in others}
+                    yield f"{path}, row {number}", row
     except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
         raise DataError(f"{path} cannot be read as Parquet: {error}") from error
 
 
-def dataset_rows(path: Path, column: str, beside: Sequence[str] = ()) -> Iterator[Row]:
+def dataset_rows(path: Path, required: Sequence[str], optional: Sequence[str] = ()) -> Iterator[Row]:
     """Rows of a directory written by `datasets.save_to_disk`; of its `train` split where it has splits."""
     import pyarrow as pa
-    from datasets import DatasetDict, load_from_disk
 
     try:
-        dataset = load_from_disk(str(path))
-        if isinstance(dataset, DatasetDict):
-            if "train" not in dataset:
-                raise DataError(f"{path} has splits {sorted(dataset)} but no 'train'; point data.path at one of them")
-            dataset = dataset["train"]
-        if column not in dataset.column_names:
-            raise _missing_column(str(path), column, dataset.column_names)
-        others = [name for name in beside if name in dataset.column_names]
+        dataset = _saved_dataset(path)
+        wanted = _columns(str(path), dataset.column_names, required, optional)
         number = 0
-        for batch in dataset.with_format(None).select_columns([column, *others]).iter(batch_size=BATCH_ROWS):
-            for index, value in enumerate(batch[column]):
+        for batch in dataset.with_format(None).select_columns(wanted).iter(batch_size=BATCH_ROWS):
+            for values in zip(*(batch[name] for name in wanted), strict=True):
                 number += 1
-                yield f"{path}, row {number}", value, {name: batch[name][index] for name in others}
+                yield f"{path}, row {number}", dict(zip(wanted, values, strict=True))
     except (OSError, pa.ArrowException, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise DataError(f"{path} cannot be read as a saved data set: {error}") from error
 
 
-ROWS: dict[str, Callable[[Path, str, Sequence[str]], Iterator[Row]]] = {
+def _saved_dataset(path: Path) -> Any:
+    from datasets import DatasetDict, load_from_disk
+
+    dataset = load_from_disk(str(path))
+    if not isinstance(dataset, DatasetDict):
+        return dataset
+    if "train" not in dataset:
+        raise DataError(f"{path} has splits {sorted(dataset)} but no 'train'; point data.path at one of them")
+    return dataset["train"]
+
+
+ROWS: dict[str, Callable[[Path, Sequence[str], Sequence[str]], Iterator[Row]]] = {
     "jsonl": jsonl_rows,
     "parquet": parquet_rows,
     "dataset": dataset_rows,
 }
 
 
+def known_columns(container: str, path: Path, names: Sequence[str]) -> set[str]:
+    """Return those of `names` that are columns of a file: of its first row, where rows have keys of their own."""
+    return set(next(ROWS[container](path, (), names), ("", {}))[1])
+
+
+def _columns(where: str, present: list[str], required: Sequence[str], optional: Sequence[str]) -> list[str]:
+    """Return the columns to read.
+
+    Raises:
+        DataError: a required one is not there.
+    """
+    for column in required:
+        if column not in present:
+            raise _missing_column(where, column, present)
+    return [*required, *(name for name in optional if name in present)]
+
+
 def _missing_column(where: str, column: str, present: list[str]) -> DataError:
-    hint = " It has input_ids: set data.format to tokens." if "input_ids" in present and column == "text" else ""
+    hint = ""
+    if column == "text":
+        formats = {
+            "input_ids": "tokens",
+            "messages": "chat",
+            "conversations": "chat",
+            "completion": "prompt_completion",
+        }
+        hint = next((f" It has {name}: set data.format to {formats[name]}." for name in formats if name in present), "")
     return DataError(f"{where}: no column {column!r} (data.field).{nearest(column, present)}{hint}")
 
 
-def _short(value: object) -> str:
+def short(value: object) -> str:
+    """Return at most 60 characters of a value, for a message."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -119,15 +119,19 @@ def _drawn(corpus: TokenCorpus, held_out: int, seed: int) -> np.ndarray:
     """Runs of the held-out tokens, [R, 2]."""
     starts = np.array(corpus.documents.read(0, len(corpus.documents)), dtype=np.int64)
     stops = np.append(starts[1:], len(corpus.tokens))
-    hashes = corpus.hashes.read(0, len(corpus.hashes)).astype(np.uint64)
-    key = _mix(np.array([seed % (1 << 64)], dtype=np.uint64))
-    ranking = np.argsort(_mix(hashes ^ key), kind="stable")
-    totals = np.cumsum((stops - starts)[ranking])
+    ranked = ranking(corpus.hashes.read(0, len(corpus.hashes)), seed)
+    totals = np.cumsum((stops - starts)[ranked])
     last = int(np.searchsorted(totals, held_out))
-    chosen = ranking[: last + 1]
+    chosen = ranked[: last + 1]
     starts[chosen[-1]] += totals[last] - held_out
     chosen = np.sort(chosen)
     return np.stack([starts[chosen], stops[chosen]], axis=1)
+
+
+def ranking(hashes: np.ndarray, seed: int) -> np.ndarray:
+    """Return the numbers of documents with these hashes [D], by ascending draw; equal draws by place."""
+    key = _mix(np.array([seed % (1 << 64)], dtype=np.uint64))
+    return np.argsort(_mix(hashes.astype(np.uint64) ^ key), kind="stable")
 
 
 def _mix(values: np.ndarray) -> np.ndarray:

@@ -53,7 +53,11 @@ if TYPE_CHECKING:
     AttentionKernelName = str
 else:
     AttentionKernelName = Literal["auto", *(kernel.name for kernel in KERNELS)]
-DataFormat = Literal["auto", "stdlib", "text", "jsonl", "parquet", "dataset", "tokens", "factory"]
+DataFormat = Literal[
+    "auto", "stdlib", "text", "jsonl", "parquet", "dataset", "tokens", "factory", "chat", "prompt_completion",
+    "preference",
+]  # fmt: skip
+ROW_FORMATS = ("chat", "prompt_completion", "preference")  # rows of conversations and pairs, some tokens trained on
 
 
 class ModelSection(Section):
@@ -340,7 +344,7 @@ class OptimizerSection(Section):
 
 
 class TrainingSection(Section):
-    """The number of steps and their size."""
+    """The number of steps, their size, and what is learned."""
 
     steps: Positive = Field(default=64, description="Optimizer steps.")
     tokens_per_step: Positive | None = Field(
@@ -351,6 +355,16 @@ class TrainingSection(Section):
         default=None, description="Sequences in one forward of one rank; derived if unset."
     )
     gradient_accumulation: Positive | None = Field(default=None, description="Microbatches a step; derived if unset.")
+    objective: Literal["auto", "pretraining", "sft"] = Field(
+        default="auto",
+        description="`pretraining`: every token of documents; `sft` (supervised fine-tuning): the tokens of "
+        "conversations and pairs that `data.train_on` names. `auto`: by the data's format.",
+    )
+    loss_reduction: Literal["token", "sample"] = Field(
+        default="token",
+        description="Mean of the loss over the target tokens of a step, or over its samples of each one's own mean: "
+        "rows, isolated documents, else sequences. Whatever the ranks hold, it is divided once.",
+    )
     label_smoothing: float = Field(
         default=0.0, ge=0, lt=1, description="Share of the target spread evenly over all classes, in training."
     )
@@ -380,7 +394,8 @@ class DataSection(Section):
         default="auto",
         description="`stdlib`: the Python standard library's sources; `text`, `jsonl`, `parquet`; `dataset`: a local "
         "directory of `datasets.save_to_disk`; `tokens`: rows with an `input_ids` list (jsonl, parquet or a saved "
-        "dataset); `factory`: a map-style dataset of your own.",
+        "dataset); `factory`: a map-style dataset of your own. Rows of the same files, found by their columns: `chat` "
+        "(`messages`, or `conversations` of ShareGPT), `prompt_completion`, `preference` (`chosen`, `rejected`).",
     )
     factory: str | None = Field(
         default=None,
@@ -397,11 +412,29 @@ class DataSection(Section):
     isolate_documents: bool = Field(
         default=False, description="No attention across the documents packed into one sequence."
     )
-    validation_fraction: float = Field(default=0.05, gt=0, lt=1, description="Share of sequences kept for validation.")
+    chat_template: UserPath | None = Field(
+        default=None, description="File with a Jinja chat template; unset: the tokenizer's own."
+    )
+    train_on: Literal["auto", "assistant", "last_assistant", "completion", "all"] = Field(
+        default="auto",
+        description="Tokens of a row that are trained on: what the `assistant` says, its last message alone, the "
+        "`completion` of a pair, or all. `auto`: assistant for `chat`, else completion.",
+    )
+    packing: bool = Field(
+        default=True,
+        description="Rows are packed whole into sequences by first fit, isolated from each other; or one stands in "
+        "each, with padding.",
+    )
+    truncation: bool = Field(
+        default=False, description="Rows longer than a sequence are cut to it; else they are left out."
+    )
+    validation_fraction: float = Field(
+        default=0.05, gt=0, lt=1, description="Share of sequences, or of rows, kept for validation."
+    )
     validation_split: Literal["auto", "documents", "place"] = Field(
         default="auto",
-        description="What is kept for validation: `documents` drawn by a hash of each with `training.seed`, or the "
-        "last sequences by `place`. `auto`: documents, but place for a `factory`.",
+        description="What is kept for validation: `documents` (or rows) drawn by a hash of each with `training.seed`, "
+        "or the last sequences (or rows) by `place`. `auto`: documents, but place for a `factory`.",
     )
     mask_probability: float = Field(
         default=0.15, gt=0, lt=1, description="Share of tokens masked for `masked_lm`, or left out for `seq2seq_lm`."
@@ -409,10 +442,27 @@ class DataSection(Section):
     mean_span_length: float = Field(
         default=3.0, ge=1, description="Tokens of a span that is left out for `seq2seq_lm`, in the mean."
     )
-    max_documents: Positive | None = Field(default=None, description="Read only the first so many documents.")
+    max_documents: Positive | None = Field(default=None, description="Read only the first so many documents or rows.")
     cache_directory: UserPath | None = Field(
         default=None, description="Where tokenizers and tokens are cached; unset: `$XDG_CACHE_HOME/shardwise`."
     )
+
+    @property
+    def has_rows(self) -> bool:
+        """True for rows of conversations or pairs, whose format is given or has been found."""
+        return self.format in ROW_FORMATS
+
+    @property
+    def isolates_documents(self) -> bool:
+        """True where documents or rows of one sequence do not attend to each other."""
+        return self.packing if self.has_rows else self.isolate_documents
+
+    @property
+    def trained_part(self) -> str:
+        """`train_on` with `auto` resolved."""
+        if self.train_on != "auto":
+            return self.train_on
+        return "assistant" if self.format == "chat" else "completion"
 
 
 class CheckpointSection(Section):

@@ -50,13 +50,25 @@ def count_labels(labels: Tensor) -> Tensor:
     return (labels != IGNORED).sum()
 
 
-def cross_entropy_sum(logits: Tensor, labels: Tensor, terms: LossTerms = NO_TERMS) -> Tensor:
-    """Return the summed cross-entropy (nats) of `logits` [..., V] against `labels` [...]; fp32, or fp64."""
+def cross_entropy_sum(
+    logits: Tensor, labels: Tensor, terms: LossTerms = NO_TERMS, weights: Tensor | None = None
+) -> Tensor:
+    """Return the summed cross-entropy (nats) of `logits` [..., V] against `labels` [...]; fp32, or fp64.
+
+    With `weights` [...] each label's loss is multiplied by its own.
+    """
     flat, targets = logits.flatten(0, -2).to(loss_dtype(logits.dtype)), labels.flatten()
-    loss = F.cross_entropy(flat, targets, ignore_index=IGNORED, reduction="sum", label_smoothing=terms.smoothing)
+    scale = label_scale(targets, weights, flat.dtype)
+    losses = F.cross_entropy(flat, targets, ignore_index=IGNORED, reduction="none", label_smoothing=terms.smoothing)
     if terms.z_loss:
-        loss = loss + terms.z_loss * (flat.logsumexp(-1).square() * (targets != IGNORED)).sum()
-    return loss
+        losses = losses + terms.z_loss * flat.logsumexp(-1).square()
+    return (losses * scale).sum()
+
+
+def label_scale(labels: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return what each label's loss is multiplied by, shaped as `labels`: its weight, else 1; 0 if not counted."""
+    counted = (labels != IGNORED).to(dtype)
+    return counted if weights is None else counted * weights.view_as(labels).to(dtype)
 
 
 def linear_cross_entropy(
@@ -69,6 +81,7 @@ def linear_cross_entropy(
     seed: Tensor | float = 1.0,
     vocabulary: VocabularyShard | None = None,
     terms: LossTerms = NO_TERMS,
+    weights: Tensor | None = None,
 ) -> Tensor:
     """Return the summed cross-entropy (nats) of `hidden @ weight.T + bias`, without whole logits.
 
@@ -82,11 +95,12 @@ def linear_cross_entropy(
             so that fp16 keeps them in range; another gradient in backward is still right, only less well scaled.
         vocabulary: the rows of weight and bias that this rank holds; hidden and labels are equal in its group.
         terms: what is added to it.
+        weights: [...] what each label's loss is multiplied by; None: 1.
 
     Returns:
         0-dim tensor, fp32 (fp64 for fp64 inputs), equal in the group.
     """
-    total: Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, labels, chunk, seed, vocabulary, terms)
+    total: Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, labels, chunk, seed, vocabulary, terms, weights)
     return total
 
 
@@ -104,9 +118,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         seed: Tensor | float,
         vocabulary: VocabularyShard | None,
         terms: LossTerms,
+        weights: Tensor | None,
     ) -> Tensor:
         rows, targets = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
         dtype = loss_dtype(hidden.dtype)
+        scale = label_scale(labels, weights, dtype).reshape(-1)
         total = rows.new_zeros((), dtype=dtype)
         wanted = any(ctx.needs_input_grad[:3])  # type: ignore[attr-defined]
         of_weight: bool = ctx.needs_input_grad[1]  # type: ignore[attr-defined]  # a frozen head has none
@@ -115,10 +131,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, max(rows.shape[0], 1), chunk):
             part = slice(start, start + chunk)
             logits = memory.make(rows[part], weight, bias)
-            total.add_(_chunk(logits, targets[part], bool(grads), vocabulary, terms))
+            total.add_(_chunk(logits, targets[part], scale[part], bool(grads), vocabulary, terms))
             if grads:
-                scale = (targets[part] != IGNORED).to(dtype).unsqueeze(1) * seed
-                grads.add(part, logits, scale, memory.low[: logits.shape[0]])
+                grads.add(part, logits, scale[part].unsqueeze(1) * seed, memory.low[: logits.shape[0]])
         if grads:
             if vocabulary is not None:  # each rank's logits contribute to the hidden states' gradient
                 dist.all_reduce(grads.hidden, group=vocabulary.group)
@@ -135,21 +150,22 @@ class _LinearCrossEntropy(torch.autograd.Function):
             hidden.mul_(factor.to(hidden.dtype)).view(ctx.shape),
             None if weight is None else weight.mul_(factor).to(weight_dtype),
             None if bias is None else bias.mul_(factor).to(weight_dtype),
-            *(None,) * 5,
+            *(None,) * 6,
         )
 
 
 def _chunk(
     logits: Tensor,
     targets: Tensor,
+    scale: Tensor,
     wanted: bool,
     vocabulary: VocabularyShard | None = None,
     terms: LossTerms = NO_TERMS,
 ) -> Tensor:
-    """Summed loss of one chunk; where `wanted`, `logits` [R, V] become the gradients of each row's loss, in place.
+    """Sum of scale [R] x loss; where `wanted`, `logits` [R, V] become the gradients of each row's loss, in place.
 
     That is softmax - onehot; with `terms` (1 + 2 * z_loss * Z) * softmax - (1 - smoothing) * onehot - smoothing / V.
-    Rows that are not counted have one too, and no share in the sum.
+    Rows that are not counted have one too, and scale 0.
     """
     index = targets.clamp(min=0).unsqueeze(1)
     is_local = torch.ones_like(index, dtype=torch.bool)  # whether this rank holds the target's logit
@@ -163,7 +179,8 @@ def _chunk(
     log_normaliser, target, *sums = _normaliser(local, columns, vocabulary)
     share = terms.smoothing / sums[1] if sums else 0.0  # of every class
     row_losses = log_normaliser - (1 - terms.smoothing) * target + terms.z_loss * log_normaliser.square()
-    loss = torch.where(targets != IGNORED, (row_losses - share * sums[0] if sums else row_losses).squeeze(1), 0.0).sum()
+    row_losses = (row_losses - share * sums[0] if sums else row_losses).squeeze(1)
+    loss = torch.where(targets != IGNORED, row_losses * scale, 0.0).sum()
     if wanted:
         if vocabulary is not None or terms.z_loss:  # else 1
             logits.mul_((1 + 2 * terms.z_loss * log_normaliser) * (local - log_normaliser).exp())

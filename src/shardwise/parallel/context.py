@@ -111,7 +111,10 @@ class ContextParallel:
         inputs = {name: shard.local(value) for name, value in inputs.items()}
         inputs["attention_mask"] = self._mask(shard, inputs["input_ids"])
         labels = shard.local(microbatch.labels).masked_fill(shard.positions >= shard.length, IGNORED)
-        return replace(microbatch, inputs=inputs, labels=labels, document_ids=None), shard
+        split = replace(microbatch, inputs=inputs, labels=labels, document_ids=None)
+        if microbatch.weights is not None:  # those of padding too: their sum counts samples
+            split.weights = shard.local(microbatch.weights).masked_fill(shard.positions >= shard.length, 0)
+        return split, shard
 
     def _rows(self, length: int, device: torch.device, documents: Tensor | None) -> SequenceShard:
         padded = length + -length % (2 * self.degree)

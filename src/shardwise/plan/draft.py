@@ -251,7 +251,7 @@ class Draft:
         return AttentionNeeds(
             self.world.device_type,
             self.compute,
-            self.data.isolate_documents or window,
+            self.data.isolates_documents or window,
             layer.bias,
             layer.softcap,
             layer.dropout,

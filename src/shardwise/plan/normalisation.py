@@ -1,4 +1,4 @@
-"""The division of a loss: the one place, for jobs (`token`) and for scripts of SMP (`smp_mean`).
+"""The division of a loss: the one place, for jobs (`token`, `sample`) and for scripts of SMP (`smp_mean`).
 
 Losses are sums. Their normalisation is the seed of backward, so no gradient is ever divided; reductions are sums too.
 """
@@ -13,11 +13,14 @@ class LossCounts(NamedTuple):
 
     Attributes:
         tokens: counted labels (rows, where labels are no class ids).
+        samples: documents, or rows of conversations, with a counted label (sequences, where these are not isolated);
+            of interest under a mean over samples alone.
         microbatches: of one rank.
         data_ranks: ranks that read different rows.
     """
 
     tokens: int = 0
+    samples: int = 0
     microbatches: int = 1
     data_ranks: int = 1
 
@@ -28,10 +31,12 @@ class Normalisation(Protocol):
     Attributes:
         name: in the plan.
         sentence: for the plan's table.
+        weighs_samples: a label's loss is multiplied by 1 / (counted labels of its sample) before it is summed.
     """
 
     name: str
     sentence: str
+    weighs_samples: bool = False
 
     def divisor(self, counts: LossCounts) -> int:
         """Return what the sum of the losses is divided by."""
@@ -57,6 +62,18 @@ class TokenMean(Normalisation):
         return max(counts.tokens, 1)
 
 
+class SampleMean(Normalisation):
+    """The mean over the samples of the step of each one's own mean: long answers weigh as much as short ones."""
+
+    name = "sample"
+    sentence = "sum of the samples' mean losses / samples of all ranks, applied once"
+    weighs_samples = True
+
+    def divisor(self, counts: LossCounts) -> int:
+        """Return the samples that have a counted label; 1 where there is none, whose gradients are 0."""
+        return max(counts.samples, 1)
+
+
 class SmpMean(Normalisation):
     """SMP's mean of means: a script's loss is a mean already, averaged over microbatches and data ranks."""
 
@@ -68,5 +85,5 @@ class SmpMean(Normalisation):
         return counts.microbatches * counts.data_ranks
 
 
-TOKEN_MEAN, SMP_MEAN = TokenMean(), SmpMean()
-NORMALISATIONS: dict[str, Normalisation] = {kind.name: kind for kind in (TOKEN_MEAN, SMP_MEAN)}
+TOKEN_MEAN, SAMPLE_MEAN, SMP_MEAN = TokenMean(), SampleMean(), SmpMean()
+NORMALISATIONS: dict[str, Normalisation] = {kind.name: kind for kind in (TOKEN_MEAN, SAMPLE_MEAN, SMP_MEAN)}

@@ -30,7 +30,7 @@ from shardwise.plan.draft import (
     placement_order,
     stage_ranks,
 )
-from shardwise.plan.normalisation import TOKEN_MEAN
+from shardwise.plan.normalisation import NORMALISATIONS
 from shardwise.plan.rules import check
 
 __all__ = ["Dtypes", "Plan", "World", "collective_algorithm", "precheck", "resolve"]
@@ -64,6 +64,7 @@ class Plan:
     accumulation: int  # microbatches of one step on each rank
     warmup_steps: int  # of the learning rate
     backend: str  # "gloo" | "shardwise" | "nccl"
+    objective: str  # "pretraining" | "sft"
     normalisation: str  # the name of one of plan/normalisation.py
     sequence_parallel: bool  # hidden states are in parts between the split layers of blocks
     zero1: bool  # parameters gathered through the step; gradients' reduction and optimizer state sharded
@@ -210,7 +211,8 @@ def resolve(job: Job, world: World, facts: ModelFacts) -> Plan:
         sequence_length=job.data.sequence_length,
         backend=_backend(draft, rules),
         collectives=_collectives(draft, rules),
-        normalisation=TOKEN_MEAN.name,
+        objective=_objective(draft, rules),
+        normalisation=draft.training.loss_reduction,
         sequence_parallel=draft.sequence_parallel,
         zero1=draft.zero1,
         chunked_loss=draft.chunked_loss,
@@ -313,6 +315,15 @@ def _batch(draft: Draft, rules: dict[str, str]) -> dict[str, int]:
     return {key: number.value for key, number in derived.items()}
 
 
+def _objective(draft: Draft, rules: dict[str, str]) -> str:
+    asked = draft.training.objective
+    if asked != "auto":
+        rules["objective"] = "training.objective given"
+        return asked
+    rules["objective"] = f"training.objective auto: data.format {draft.data.format}"
+    return "sft" if draft.data.has_rows else "pretraining"
+
+
 def _backend(draft: Draft, rules: dict[str, str]) -> str:
     asked = draft.parallel.ddp_dist_backend
     device = draft.world.device_type
@@ -349,7 +360,7 @@ def _switch_rules(draft: Draft) -> dict[str, str]:
     chunk, asked = draft.memory.loss_chunk_tokens, draft.parallel.shard_optimizer_state
     chunked = f"head {draft.facts.head!r} runs inside the loss, on {chunk} rows at once"
     return {
-        "normalisation": TOKEN_MEAN.sentence,
+        "normalisation": NORMALISATIONS[draft.training.loss_reduction].sentence,
         "sequence_parallel": f"sequence_parallel is {_on(draft.parallel.sequence_parallel)}, "
         f"{draft.parallel.tensor_parallel_degree} tensor ranks",
         "zero1": f"shard_optimizer_state is {_on(asked)}, {draft.data_axis} data ranks",

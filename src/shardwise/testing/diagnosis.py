@@ -198,7 +198,7 @@ def _batch_mistake(evidence: Evidence) -> Diagnosis | None:
         (Twist(shift_labels=1), "shifted_label", "labels stand one position too late"),
         (Twist(shift_labels=-1), "shifted_label", "labels stand one position too early"),
     ]
-    if job.data.isolate_documents:
+    if job.data.isolates_documents:
         hypotheses.append((Twist(leak_documents=True), "leaked_document", "attention crosses documents"))
     hypotheses += [
         (Twist(dropout_step=other), "stale_dropout", f"dropout has the masks of step {other}")

@@ -187,7 +187,7 @@ def _step(model: ParallelModel, optimizer: ShardedOptimizer) -> None:
 def _batch(plan: Plan) -> Batch:
     rows, length = plan.microbatch, plan.sequence_length
     tokens = torch.empty(rows, length, dtype=torch.int64)
-    isolated = plan.job.data.isolate_documents
+    isolated = plan.job.data.isolates_documents
     inputs = {"input_ids": tokens} | ({"position_ids": torch.empty_like(tokens)} if isolated else {})
     documents = torch.empty_like(tokens) if isolated else None
     return Batch(inputs, torch.empty_like(tokens), torch.empty(rows, dtype=torch.int64), documents)

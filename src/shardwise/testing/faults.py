@@ -23,7 +23,7 @@ from shardwise.model.discover import find_ties
 from shardwise.parallel.model import ParallelModel
 from shardwise.parallel.tensor_map import TensorMap
 from shardwise.parallel.transforms import sharding
-from shardwise.testing import capture, oracle_data, run_checks
+from shardwise.testing import capture, oracle_data, oracle_rows, run_checks
 from shardwise.training import init, setup, step
 from shardwise.training.objectives.language_modelling import LanguageModelling
 from shardwise.training.optimizer import ShardedOptimizer
@@ -256,7 +256,7 @@ def _repeated_sample() -> AbstractContextManager[None]:
     def wrapper(original: Callable[..., int], seed: int, counter: int, size: int) -> int:
         return original(seed, counter, size) // 2
 
-    return _everywhere("order", wrapper, loader, oracle_data, run_checks)
+    return _everywhere("order", wrapper, loader, oracle_data, oracle_rows, run_checks)
 
 
 def _unequal_start() -> AbstractContextManager[None]:

@@ -124,7 +124,8 @@ class Oracle:
     ) -> float:
         """Mean loss of the step; `gradients` hold that of the step's samples, or of only some (same normalisation)."""
         everything = self.rows_of(step)
-        total = self.source.rows(everything).count()
+        whole = self.source.rows(everything)
+        total = len(whole.samples()) if self.job.training.loss_reduction == "sample" else whole.count()
         chosen = everything if counters is None else list(counters)
         size = 1  # of sums in 16 bits: what more sequences add up to is summed in the master's dtype, by `_collect`
         if self.compute.itemsize > 2:
@@ -164,12 +165,14 @@ class Oracle:
         wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
         flat, targets = logits.reshape(-1, logits.shape[-1]).to(wide), rows.labels.reshape(-1)
         training = self.job.training
-        loss = nn.functional.cross_entropy(
-            flat, targets, ignore_index=NOT_COUNTED, reduction="sum", label_smoothing=training.label_smoothing
+        losses = nn.functional.cross_entropy(
+            flat, targets, ignore_index=NOT_COUNTED, reduction="none", label_smoothing=training.label_smoothing
         )
         if training.z_loss:
-            loss = loss + training.z_loss * flat[targets != NOT_COUNTED].logsumexp(-1).square().sum()
-        return loss
+            losses = losses + training.z_loss * flat.logsumexp(-1).square() * (targets != NOT_COUNTED)
+        if training.loss_reduction == "sample":
+            return torch.stack([losses[place.flatten()].mean() for place in rows.samples()] or [losses.sum()]).sum()
+        return losses.sum()
 
     def _decoded(self, labels: Any) -> Tensor:
         """[B, T] ids that the decoder reads, by the model's own rule if it has one outside of its forward."""

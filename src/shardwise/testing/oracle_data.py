@@ -36,23 +36,25 @@ class Rows:
     documents: Tensor | None = None
 
     def count(self) -> int:
-        """Labels that count, or samples where there are no labels or they are floats."""
+        """Labels that count, or rows where there are no labels or they are floats."""
         if self.labels is None or self.labels.is_floating_point():
             return len(self.counters)
         return int((self.labels != NOT_COUNTED).sum())
+
+    def samples(self) -> list[Tensor]:
+        """Return for each document, or row where there are none, the [B, S] positions of its labels that count."""
+        assert self.labels is not None
+        counted = self.labels != NOT_COUNTED
+        row = torch.arange(len(counted)).unsqueeze(1)
+        documents = torch.zeros_like(self.labels) if self.documents is None else self.documents
+        places = [(row == r) & (documents == d) & counted for r in row[:, 0] for d in documents[r].unique()]
+        return [place for place in places if place.any()]
 
 
 class Source(Protocol):
     """Training samples by global counter."""
 
     def rows(self, counters: Sequence[int]) -> Rows: ...
-
-
-def open_source(job: Job, cache_directory: str | None) -> Source:
-    """The training samples of `job`: of its data factory, else of the token cache in `cache_directory`."""
-    if cache_directory is None:
-        return FactorySource(job)
-    return TokenSource(job, Path(cache_directory))
 
 
 class TokenSource:
@@ -160,7 +162,7 @@ class FactorySource:
 def _without_held_out(documents: Sequence[np.ndarray], tokens: int, seed: int) -> list[np.ndarray]:
     """The documents without so many tokens: those of the smallest draws, and the end of the last of them."""
     left = list(documents)
-    draws = [_mixed(_mixed(seed) ^ xxhash.xxh3_64_intdigest(document.tobytes())) for document in documents]
+    draws = [mixed(mixed(seed) ^ xxhash.xxh3_64_intdigest(document.tobytes())) for document in documents]
     for number in sorted(range(len(left)), key=lambda number: (draws[number], number)):
         kept = max(len(left[number]) - tokens, 0)
         tokens -= len(left[number]) - kept
@@ -168,7 +170,7 @@ def _without_held_out(documents: Sequence[np.ndarray], tokens: int, seed: int) -
     return [document for document in left if len(document)]
 
 
-def _mixed(value: int) -> int:
+def mixed(value: int) -> int:
     """Return SplitMix64's output for its state."""
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     value = (value ^ (value >> 27)) * 0x94D049BB133111EB % 2**64

@@ -29,6 +29,7 @@ from torch import Tensor
 from shardwise import errors
 from shardwise.checkpoint.manifest import Progress
 from shardwise.data.batch import Batch
+from shardwise.data.corpus import with_format
 from shardwise.data.state import SAMPLES, ConsumedSamples, DataState
 from shardwise.errors import ShardwiseError, WorkerError, require_type
 from shardwise.job.schema import Job
@@ -139,7 +140,7 @@ class Session:
         self._exit.callback(self.checkpoints.close)
         self._data_state: DataState | None = None if data is None else ConsumedSamples(self.assembled.stream)
         self._recent = RecentLoss(job.training.evaluate_batches if data is None else self.assembled.evaluation_batches)
-        self.notes += [f"note: {note}" for note in self.plan.notes]
+        self.notes += [f"note: {note}" for note in (*self.plan.notes, *([] if data is None else data.notes()))]
 
     # ---- what a loop works with
 
@@ -445,7 +446,7 @@ def _job_of(
         if first.dim() > 1 and "sequence_length" not in job.data.model_fields_set:
             sizes["data.sequence_length"] = first.shape[1]
         job = load_job(job, sizes)
-    return after_restart(job)
+    return with_format(after_restart(job))
 
 
 def _names_data(job: Job) -> bool:

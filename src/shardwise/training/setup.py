@@ -15,7 +15,8 @@ from shardwise.collectives import engine, hierarchical, topology
 from shardwise.data.corpus import data_format
 from shardwise.data.factory import Samples, content_hash
 from shardwise.data.loader import Stream
-from shardwise.data.prepare import TokenData, prepare
+from shardwise.data.prepare import prepare
+from shardwise.data.token_data import TokenData
 from shardwise.errors import ConfigError, DataError, ModelError
 from shardwise.job.schema import Job
 from shardwise.kernels.precision import LossScaler, has_float8

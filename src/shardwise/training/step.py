@@ -21,7 +21,7 @@ from shardwise.kernels.precision import LossScaler
 from shardwise.parallel.model import ParallelModel
 from shardwise.parallel.objective import Objective
 from shardwise.parallel.tensor_map import ParameterEntry
-from shardwise.plan.normalisation import NORMALISATIONS, LossCounts
+from shardwise.plan.normalisation import NORMALISATIONS, LossCounts, Normalisation
 from shardwise.training.optimizer import ShardedOptimizer
 
 NORM_CHUNK = 1 << 16  # elements that a CPU sums in the gradients' own dtype; measured: as fast as the fp32 norm
@@ -83,18 +83,19 @@ def train_step(
         ConfigError: `model` is no ParallelModel.
     """
     require_type(model, ParallelModel, "model", "shardwise.parallelize makes it of a module")
-    counted = sum(int(batch.count()) for batch in batches)
-    control = exchange_control(
-        model, ControlMessage(counted, int(stop), int(failed), wrap(sum(batch.digest for batch in batches)))
-    )
-    normalisation, counts = NORMALISATIONS[model.plan.normalisation], LossCounts(tokens=control.labels)
+    normalisation = NORMALISATIONS[model.plan.normalisation]
+    labels, data_hash = sum(int(batch.count()) for batch in batches), wrap(sum(batch.digest for batch in batches))
+    batches = weighted(batches, normalisation)
+    samples = round(sum(float(batch.count()) for batch in batches))
+    control = exchange_control(model, ControlMessage(labels, samples, int(stop), int(failed), data_hash))
+    counts = LossCounts(tokens=control.labels, samples=control.samples)
     batches = [batch.to(model.device) for batch in batches]
     seed = torch.tensor(normalisation.seed(counts, scaler.scale), dtype=model.accumulation_dtype, device=model.device)
 
     totals = model.run(objective, batches, step, seed)
     loss, seen, norm = reduce_loss_and_norm(model, optimizer, totals, scaler.scale)
     if step == 0:
-        _check_count(int(seen), counts.tokens)
+        _check_count(round(float(seen)), counts.samples)
 
     skipped = counts.tokens == 0 or not bool(torch.isfinite(norm))
     scale = scaler.scale
@@ -118,23 +119,35 @@ def train_step(
 def evaluate(model: ParallelModel, objective: Objective, batches: Sequence[Sequence[Batch]]) -> float:
     """Return the mean loss (nats a label) over global batches, each given as this rank's microbatches."""
     model.train(False)
+    normalisation = NORMALISATIONS[model.plan.normalisation]
     totals = torch.zeros(2, dtype=model.accumulation_dtype, device=model.device)
     for microbatches in batches:
-        on_device = [batch.to(model.device) for batch in microbatches]
+        on_device = [batch.to(model.device) for batch in weighted(microbatches, normalisation)]
         totals += model.run(objective, on_device, step=0).to(totals.dtype)
     model.reshard()
     totals *= model.contributes
     with EVALUATION:
         dist.all_reduce(totals)
     model.train()
-    total, tokens = totals.tolist()
-    return NORMALISATIONS[model.plan.normalisation].mean(total, LossCounts(tokens=int(tokens)))
+    total, count = totals.tolist()
+    return normalisation.mean(total, LossCounts(tokens=round(count), samples=round(count)))
+
+
+def weighted(batches: Sequence[Batch], normalisation: Normalisation) -> Sequence[Batch]:
+    """Return the batches with the weights of their samples, where the loss is a mean over samples."""
+    return [batch.with_sample_weights() for batch in batches] if normalisation.weighs_samples else batches
 
 
 class ControlMessage(NamedTuple):
-    """Message of a rank to all before a step; values are summed over the ranks that read different rows."""
+    """Message of a rank to all before a step; values are summed over the ranks that read different rows.
+
+    Attributes:
+        labels: that are counted.
+        samples: with a counted label, where the loss is a mean over samples; else the same as `labels`.
+    """
 
     labels: int
+    samples: int
     stop: int
     failed: int
     data_hash: int
@@ -143,9 +156,9 @@ class ControlMessage(NamedTuple):
 def exchange_control(model: ParallelModel, message: ControlMessage) -> ControlMessage:
     """Sum the ranks' messages, in int64, whose sums wrap around. Collective."""
     reports = model.is_reporting_rank
-    labels, stop, failed, data_hash = message
+    labels, samples, stop, failed, data_hash = message
     # A wish to stop or a failure may come from any rank.
-    values = [labels if reports else 0, stop, failed, data_hash if reports else 0]
+    values = [labels if reports else 0, samples if reports else 0, stop, failed, data_hash if reports else 0]
     control = torch.tensor(values, dtype=torch.int64, device=model.device)
     with CONTROL:
         dist.all_reduce(control)

@@ -24,7 +24,9 @@ def step_record(
     """
     plan, facts = assembled.plan, assembled.facts
     per_second = result.count / seconds
-    tflops = per_second * facts.model_flops_per_token(plan.sequence_length) / plan.world.size / 1e12
+    # What is computed are all positions, whichever of them are trained on.
+    computed = plan.sequences_per_step * plan.sequence_length / seconds if plan.objective == "sft" else per_second
+    tflops = computed * facts.model_flops_per_token(plan.sequence_length) / plan.world.size / 1e12
     peak = plan.job.observe.peak_tflops or peak_tflops(plan.world.accelerator, plan.dtypes.compute)
     record: Record = {
         "step": progress.step,
@@ -34,7 +36,7 @@ def step_record(
         "tokens": progress.tokens,
         "tokens_per_second": per_second,
         "tflops_per_rank": tflops,
-        "smp_tflops_per_rank": per_second * facts.smp_flops_per_token() / plan.world.size / 1e12,
+        "smp_tflops_per_rank": computed * facts.smp_flops_per_token() / plan.world.size / 1e12,
         "mfu": tflops / peak if peak else None,
         "peak_memory_bytes": _peak_memory(assembled),
         "skipped": result.skipped,

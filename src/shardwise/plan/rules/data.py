@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+from shardwise.job.schema import ROW_FORMATS
 from shardwise.plan.draft import Draft
 from shardwise.plan.rules.rule import Rule, idle
+from shardwise.words import one_of
 
-DATA_FILES = ("text", "jsonl", "parquet", "dataset", "tokens")
+DATA_FILES = ("text", "jsonl", "parquet", "dataset", "tokens", *ROW_FORMATS)
+ROW_KEYS = ("chat_template", "train_on", "packing", "truncation")
+TRAINABLE_PARTS = {  # of the rows of each format
+    "chat": ("auto", "assistant", "last_assistant", "all"),
+    "prompt_completion": ("auto", "completion", "all"),
+    "preference": ("auto", "completion"),
+}
 TEXT_KEYS = ("tokenizer", "vocabulary_size", "field", "isolate_documents", "max_documents")
 
 
 def data_from_factory(d: Draft) -> bool:
     """Return whether samples come from `data.factory`."""
     return d.data.factory is not None
+
+
+def _window_is_shorter(d: Draft) -> bool:
+    """Return whether a mask that transformers takes for its own would lose the model's sliding window."""
+    length = d.data.sequence_length
+    return not d.uses_kernels and (d.facts.sliding_window or length) < length
 
 
 # fmt: off
@@ -58,10 +72,33 @@ RULES: tuple[Rule, ...] = (
          fix="use a shorter sequence",
          because=lambda d: f"longer than the model's {d.facts.max_positions} positions",
          use=lambda d: f"use at most {d.facts.max_positions}"),
+    *(idle(f"data-{key.replace('_', '-')}", f"data.{key}", "it is for rows of conversations and pairs",
+           lambda d: not d.data.has_rows,
+           "set data.format to chat, prompt_completion or preference, or leave it out") for key in ROW_KEYS),
+    Rule("train-on", ("data.format", "data.train_on"), "a format has parts of its own that can be trained on",
+         lambda d: d.data.has_rows and d.data.train_on not in TRAINABLE_PARTS[d.data.format],
+         fix="use data.train_on auto",
+         use=lambda d: f"use data.train_on {one_of(TRAINABLE_PARTS[d.data.format])}"),
+    Rule("rows-task", ("data.format", "model.task"), "what is trained on are next tokens of a causal language model",
+         lambda d: d.data.has_rows and d.model.task != "causal_lm",
+         fix="use model.task causal_lm"),
+    Rule("rows-own-loss", ("data.format", "model.factory"),
+         "a module's own mean loss has no value for a microbatch in which no token is trained on",
+         lambda d: d.data.has_rows and d.model.loss is None and not d.facts.returns_logits,
+         fix="set model.loss=package.module:function(output, batch) -> (sum, count)"),
+    idle("rows-isolate-documents", "data.isolate_documents", "packed rows are always isolated from each other",
+         lambda d: d.data.has_rows, "leave it out, or set data.packing to false"),
+    idle("rows-field", "data.field", "the columns of conversations and pairs have names of their own",
+         lambda d: d.data.has_rows, "leave it out, and rename the columns"),
+    Rule("rows-window", ("data.packing", "data.sequence_length"),
+         "the mask of rows takes the place of the model's own, which then must not hide more than it",
+         lambda d: d.data.has_rows and d.data.packing and _window_is_shorter(d),
+         fix="use packing false, or a sequence within the window",
+         because=lambda d: f"the rows' mask would replace the model's sliding window of {d.facts.sliding_window}",
+         use=lambda d: f"use packing false, or a sequence_length of at most {d.facts.sliding_window}"),
     Rule("documents-window", ("data.isolate_documents", "data.sequence_length"),
          "the mask of documents takes the place of the model's own, which then must not hide more than it",
-         lambda d: d.data.isolate_documents and not d.uses_kernels
-         and (d.facts.sliding_window or d.data.sequence_length) < d.data.sequence_length,
+         lambda d: d.data.isolate_documents and _window_is_shorter(d),
          fix="use isolate_documents false, or a sequence within the window",
          because=lambda d: f"the documents' mask would replace the model's sliding window of {d.facts.sliding_window}",
          use=lambda d: f"use isolate_documents false, or a sequence_length of at most {d.facts.sliding_window}"),

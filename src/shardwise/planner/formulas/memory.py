@@ -202,7 +202,7 @@ class _Step:
     def _always(self) -> float:
         """The mask of isolated documents, which all blocks share; on a CPU the pool of offloaded inputs; what other
         microbatches keep on a pipeline stage, the stages' traffic, and what weight gradients wait with."""
-        documents = self.tokens * self.plan.sequence_length if self.job.data.isolate_documents else 0.0
+        documents = self.tokens * self.plan.sequence_length if self.job.data.isolates_documents else 0.0
         mask = documents * self.compute * self.plan.masks_whole
         one = self._kept_until[-1] / max(1, len(self.stages)) + mask
         later = split_backward_features(self.facts, self.plan, self.pipeline) * self.tokens * self.compute

@@ -61,11 +61,12 @@ class LanguageModelling(Objective):
         return ids
 
     def loss(self, microbatch: Batch, output: Any) -> tuple[Tensor, Tensor]:
-        """Return (summed cross-entropy in nats, counted labels)."""
+        """Return (summed cross-entropy in nats, counted labels); both weighted under a mean over samples."""
         assert microbatch.labels is not None
         head, terms = self.model.head, self.terms if torch.is_grad_enabled() else NO_TERMS
         if head is None:
-            return cross_entropy_sum(output.logits, microbatch.labels, terms), microbatch.count()
+            loss = cross_entropy_sum(output.logits, microbatch.labels, terms, microbatch.weights)
+            return loss, microbatch.count()
         loss = linear_cross_entropy(
             output.logits,
             head.weight,
@@ -75,5 +76,6 @@ class LanguageModelling(Objective):
             seed=head.seed,
             vocabulary=head.vocabulary,
             terms=terms,
+            weights=microbatch.weights,
         )
         return loss, microbatch.count()

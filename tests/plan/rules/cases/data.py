@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tests.plan.rules.jobs import CPU4, FACTS, SPANS, case
+from tests.plan.rules.jobs import CPU4, FACTORY, FACTS, FLAT, SPANS, case
+
+CHAT = {"format": "chat", "path": "p"}
 
 CASES = {
     "one-corpus": case({"data": {"path": "p", "factory": "a:b"}}, {"data": {"factory": "a:b"}}, "keep one"),
@@ -53,6 +55,30 @@ CASES = {
         "masked_lm",
     ),
     "positions": case({"data": {"sequence_length": 513}}, {"data": {"sequence_length": 512}}, "use at most 512"),
+    **{
+        f"data-{key.replace('_', '-')}": case(
+            {"data": {"path": "p", key: value}}, {"data": {**CHAT, key: value}}, "set data.format to chat"
+        )
+        for key, value in {"chat_template": "t", "train_on": "all", "packing": False, "truncation": True}.items()
+    },
+    "train-on": case(
+        {"data": {**CHAT, "train_on": "completion"}},
+        {"data": {**CHAT, "train_on": "last_assistant"}},
+        "use data.train_on auto, assistant, last_assistant or all",
+    ),
+    "rows-task": case({"data": CHAT, "model": {"task": "masked_lm"}}, {"data": CHAT}, "model.task causal_lm"),
+    "rows-own-loss": case(
+        {"data": CHAT, **FACTORY}, {"data": CHAT, "model": {"factory": "a:b", "loss": "a:c"}}, "model.loss", CPU4, FLAT
+    ),
+    "rows-isolate-documents": case({"data": {**CHAT, "isolate_documents": True}}, {"data": CHAT}, "always isolated"),
+    "rows-field": case({"data": {**CHAT, "field": "body"}}, {"data": CHAT}, "field=body"),
+    "rows-window": case(
+        {"data": {**CHAT, "sequence_length": 65}},
+        {"data": {**CHAT, "sequence_length": 65, "packing": False}},
+        "sliding window of 64; use packing false",
+        CPU4,
+        replace(FACTS, sliding_window=64),
+    ),
     "documents-window": case(
         {"data": {"isolate_documents": True, "sequence_length": 65}},
         {"data": {"isolate_documents": True, "sequence_length": 64}},

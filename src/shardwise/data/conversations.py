@@ -1,0 +1,241 @@
+"""Conversations and pairs: from the columns of a row to checked messages, or to a prompt and what completes it.
+
+Formats, by the columns of a row: `chat` has `messages` (`role`, `content`) or ShareGPT's `conversations` (`from`,
+`value`); `prompt_completion` has `prompt` and `completion`; `preference` has `chosen` and `rejected`, and `prompt`
+where these do not begin with it. Prompts and completions are texts or lists of messages. `tools` and `system` may stand
+beside messages. What follows, text and masks, is in `shardwise.data.chat_template`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from shardwise.data.readers import check_text, short
+from shardwise.errors import DataError
+from shardwise.words import nearest
+
+COLUMNS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected", "tools", "system")
+ASSISTANT, SYSTEM = "assistant", "system"
+ROLES = (SYSTEM, "developer", "user", ASSISTANT, "tool", "function", "ipython")
+SHAREGPT_ROLES = {
+    "human": "user",
+    "gpt": ASSISTANT,
+    "chatgpt": ASSISTANT,
+    "model": ASSISTANT,
+    "function_call": ASSISTANT,
+    "observation": "tool",
+    "function_response": "tool",
+}
+
+Message = dict[str, Any]
+
+
+class Conversation(NamedTuple):
+    """Messages of a row.
+
+    Attributes:
+        where: file and row, for messages of errors.
+        messages: each with `role` and `content` at least, or with `tool_calls`.
+        tools: JSON schemas that the template may show.
+        prompt: number of first messages that are a prompt, which is never trained on; 0 for a chat.
+    """
+
+    where: str
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None = None
+    prompt: int = 0
+
+
+class TextPair(NamedTuple):
+    """A prompt and its completion, as texts."""
+
+    where: str
+    prompt: str
+    completion: str
+
+
+class Preference(NamedTuple):
+    """Two completions of one prompt, of which the first was preferred."""
+
+    chosen: Conversation | TextPair
+    rejected: Conversation | TextPair
+
+
+def format_of_columns(columns: Collection[str]) -> str | None:
+    """Return the format that these columns make; None where they hold no conversations."""
+    if {"chosen", "rejected"} <= set(columns):
+        return "preference"
+    if {"prompt", "completion"} <= set(columns):
+        return "prompt_completion"
+    return "chat" if {"messages", "conversations"} & set(columns) else None
+
+
+def chat(where: str, row: Mapping[str, Any]) -> Conversation:
+    """Return the conversation of a row of `messages` or `conversations`."""
+    column = next((name for name in ("messages", "conversations") if row.get(name) is not None), None)
+    if column is None:
+        raise DataError(f"{where}: no messages; data.format=chat reads the column messages, or conversations")
+    messages = _messages(where, row[column], column)
+    if row.get("system") and messages[0]["role"] != SYSTEM:
+        messages = [{"role": SYSTEM, "content": row["system"]}, *messages]
+    return Conversation(where, messages, _tools(where, row.get("tools")))
+
+
+def prompt_completion(where: str, row: Mapping[str, Any]) -> Conversation | TextPair:
+    """Return the pair of a row of `prompt` and `completion`."""
+    for column in ("prompt", "completion"):
+        if row.get(column) is None:
+            raise DataError(f"{where}: no {column}; data.format=prompt_completion reads prompt and completion")
+    return _pair(where, row, row["prompt"], "completion")
+
+
+def preference(where: str, row: Mapping[str, Any]) -> Preference:
+    """Return both completions of a row of `chosen` and `rejected`.
+
+    Without a `prompt`, or where both are conversations that begin with it, it is the messages that they share.
+    """
+    for column in ("chosen", "rejected"):
+        if row.get(column) is None:
+            raise DataError(f"{where}: no {column}; data.format=preference reads prompt, chosen and rejected")
+    if row["chosen"] == row["rejected"]:
+        raise DataError(f"{where}: chosen and rejected are equal, which prefers nothing; remove the row")
+    prompt = row.get("prompt")
+    if prompt is None or _begin_with_prompt(row):
+        return _with_shared_prompt(where, row)
+    return Preference(*(_pair(where, row, prompt, column) for column in ("chosen", "rejected")))
+
+
+def texts_of(row: Mapping[str, Any]) -> Iterator[str]:
+    """Yield every text of a row's conversations, unchecked: what a tokenizer is trained on."""
+    for column in COLUMNS[:6]:
+        yield from _texts(row.get(column))
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list):
+        for part in value:
+            yield from _texts(part)
+    elif isinstance(value, Mapping):
+        yield from _texts(value.get("content", value.get("value", value.get("text"))))
+
+
+# --- pairs -----------------------------------------------------------------------------------------------------------
+
+
+def _pair(where: str, row: Mapping[str, Any], prompt: Any, column: str) -> Conversation | TextPair:
+    """Return a prompt and what the column says after it; both are texts, or both messages."""
+    completion = row[column]
+    if isinstance(prompt, str) and isinstance(completion, str):
+        check_text(f"{where}, prompt", prompt)
+        check_text(f"{where}, {column}", completion)
+        if not completion.strip():
+            raise _empty(where, column)
+        return TextPair(where, prompt, completion)
+    if isinstance(prompt, str) or isinstance(completion, str):
+        raise DataError(
+            f"{where}: prompt is {short(prompt)} and {column} is {short(completion)}; give both as texts, or both as "
+            "lists of messages"
+        )
+    before, after = _messages(where, prompt, "prompt"), _messages(where, completion, column)
+    return Conversation(where, [*before, *after], _tools(where, row.get("tools")), prompt=len(before))
+
+
+def _begin_with_prompt(row: Mapping[str, Any]) -> bool:
+    """Return whether both answers are conversations that hold their prompt: they begin with another than an answer."""
+    first = [value[0] if isinstance(value, list) and value else None for value in (row["chosen"], row["rejected"])]
+    return all(isinstance(message, Mapping) and _role_of(message) != ASSISTANT for message in first)
+
+
+def _with_shared_prompt(where: str, row: Mapping[str, Any]) -> Preference:
+    if isinstance(row["chosen"], str) or isinstance(row["rejected"], str):
+        raise DataError(f"{where}: no prompt; chosen and rejected that are texts need a column prompt")
+    both = [_messages(where, row[column], column) for column in ("chosen", "rejected")]
+    shared = 0
+    while shared < min(map(len, both)) and both[0][shared] == both[1][shared]:
+        shared += 1
+    if not 0 < shared < min(map(len, both)):
+        raise DataError(
+            f"{where}: chosen and rejected share {shared} of their first messages, which are their prompt; both need a "
+            "prompt before them and an answer behind it"
+        )
+    tools = _tools(where, row.get("tools"))
+    return Preference(*(Conversation(where, messages, tools, prompt=shared) for messages in both))
+
+
+# --- messages --------------------------------------------------------------------------------------------------------
+
+
+def _messages(where: str, value: Any, column: str) -> list[Message]:
+    if not isinstance(value, list) or not value:
+        raise DataError(
+            f"{where}: no messages in {column}, found {short(value)}; give a list of objects with role and content, or "
+            "remove the row"
+        )
+    return [_message(f"{where}, message {number} of {column}", each) for number, each in enumerate(value, start=1)]
+
+
+def _message(where: str, value: Any) -> Message:
+    """Return a message as templates read it; keys without a value are those of other messages in a Parquet file."""
+    if not isinstance(value, Mapping):
+        raise DataError(f"{where}: expected an object with role and content, found {short(value)}")
+    message: Message = _without_nothing(value)
+    role = _role_of(message)
+    if role not in ROLES:
+        raise DataError(f"{where}: unknown role {short(role)}.{nearest(str(role), [*ROLES, *SHAREGPT_ROLES])}")
+    if message.get("weight", 1) != 1:
+        raise DataError(f"{where}: weight={message['weight']} is not supported; remove the row, or see data.train_on")
+    content = message.pop("content", message.pop("value", None))
+    message.pop("from", None)
+    if content is None and not message.get("tool_calls"):
+        raise DataError(f"{where}: no content, its keys are {sorted(message)}")
+    text = "" if content is None else _text(where, content)
+    if role == ASSISTANT and not text.strip() and not message.get("tool_calls"):
+        raise _empty(where, "content")
+    return {**message, "role": role, "content": text}
+
+
+def _role_of(message: Mapping[str, Any]) -> Any:
+    """Return the role, in the names of chat templates."""
+    role = message.get("role", message.get("from"))
+    return SHAREGPT_ROLES.get(role, role) if isinstance(role, str) else role
+
+
+def _text(where: str, content: Any) -> str:
+    """Return a message's text; that of several parts is joined, since most templates read one."""
+    if isinstance(content, list):
+        parts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
+        if not all(isinstance(part, str) for part in parts):
+            raise DataError(
+                f"{where}: its content has parts that are no text, {short(content)}; only text is trained on"
+            )
+        content = "".join(map(str, parts))
+    check_text(where, content)
+    return str(content)
+
+
+def _without_nothing(value: Any) -> Any:
+    """Return the value without keys that hold None, at any depth."""
+    if isinstance(value, Mapping):
+        return {key: _without_nothing(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nothing(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _tools(where: str, value: Any) -> list[dict[str, Any]] | None:
+    """Return the schemas of tools; columns often hold them as JSON in a text."""
+    if not value:
+        return None
+    try:
+        tools = json.loads(value) if isinstance(value, str) else _without_nothing(value)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{where}: tools is a text, but not valid JSON ({error.msg})") from error
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise DataError(f"{where}: tools must be a list of JSON schemas, found {short(tools)}")
+    return tools or None
+
+
+def _empty(where: str, column: str) -> DataError:
+    return DataError(f"{where}: an empty {column}, which teaches nothing; remove the row, or say what was left out")

@@ -1,0 +1,101 @@
+"""TokenData: a job's data as sequences of tokens, with what is known of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from shardwise.data.factory import Samples
+from shardwise.data.packed_rows import PackedRows, RowCounts
+from shardwise.data.packing import Windows, entropy
+
+
+@dataclass(frozen=True)
+class TokenData:
+    """A job's data, ready to be read by `loader.Stream`.
+
+    `documents` and `tokens` count the whole data set (samples and 0 for a factory's). `content` is a hash of all token
+    ids, and of which rows are trained on where: equal on every host, or the hosts do not train on the same data.
+    `split` is the rule that held samples out: `documents` or `place`. `vocabulary_size` is the tokenizer's; without
+    one, the model's, else the largest token id + 1. `row_counts` is of conversations and pairs alone.
+    """
+
+    train: Windows | PackedRows | Samples
+    validation: Windows | PackedRows | Samples
+    corpus: str
+    documents: int
+    tokens: int
+    vocabulary_size: int
+    split: str
+    tokenizer_directory: str | None = None
+    eos_id: int | None = None
+    content: str = ""
+    directory: str | None = None
+    row_counts: RowCounts | None = None
+
+    @cached_property
+    def unigram_entropy(self) -> float | None:
+        """Nats a token: entropy of the unigram distribution of the validation tokens. None for a factory's samples, and
+        where the targets are spans, whose sentinels no text has."""
+        return self.entropy_of(None)
+
+    def entropy_of(self, sequences: int | None) -> float | None:
+        """The same for the first so many validation sequences: those that an evaluation of that size measures."""
+        windows = self.validation
+        if isinstance(windows, Samples) or (isinstance(windows, Windows) and windows.spans):
+            return None
+        return entropy(windows.target_counts(sequences))
+
+    def prompt(self, length: int) -> list[int]:
+        """Token ids of the start of the first held-out document that has as many; else of the held-out tokens.
+
+        Of rows: what stands before the first answer, or its last tokens.
+        """
+        windows = self.validation
+        if isinstance(windows, Samples):
+            return []
+        if isinstance(windows, PackedRows):
+            return windows.prompt(length)
+        stop = min(len(windows.stream), windows.count * windows.sequence_length)
+        starts = windows.stream.document_starts(0, max(0, stop - length) + 1)
+        whole = starts[starts + length <= stop]
+        start = int(whole[0]) if len(whole) else 0
+        return [int(token) for token in windows.stream.read(start, min(start + length, stop))]
+
+    def describe(self) -> dict[str, Any]:
+        """For the display and run.json."""
+        facts: dict[str, Any] = {
+            "corpus": self.corpus,
+            "documents": self.documents,
+            "training_sequences": len(self.train),
+            "validation_sequences": len(self.validation),
+            "split": self.split,
+        }
+        if not isinstance(self.train, Samples):
+            facts |= {
+                "tokens": self.tokens,
+                "sequence_length": self.train.sequence_length,
+                "tokenizer": self.tokenizer_directory,
+                "vocabulary_size": self.vocabulary_size,
+                "unigram_entropy": self.unigram_entropy,
+                "content": self.content,
+                "cache": self.directory,
+            }
+        if isinstance(self.train, PackedRows) and self.row_counts is not None:
+            facts |= self.row_counts._asdict() | {"training_padding": self.train.padding}
+        return facts
+
+    def notes(self) -> list[str]:
+        """Return sentences on rows that are not trained on, or not whole."""
+        if self.row_counts is None or not isinstance(self.train, PackedRows):
+            return []
+        counts, length = self.row_counts, self.train.sequence_length
+        of_all = f"of {counts.rows:,} rows"
+        longer = f"longer than data.sequence_length={length}"
+        sentences = [
+            (counts.without_target, f"{of_all} have no token that is trained on and are left out"),
+            (counts.too_long, f"{of_all} are {longer} and are left out; data.truncation would cut them"),
+            (counts.truncated, f"{of_all} are {longer} and are cut"),
+        ]
+        return [f"{count:,} {sentence}." for count, sentence in sentences if count]

@@ -1,0 +1,184 @@
+"""The oracle's own reader of conversations and pairs: samples of a step straight from the user's files.
+
+Written from the definitions in `data/packed_rows.py` and `data/chat_template.py`, not with their code: files are parsed
+again, text and ids come from the tokenizer's own `apply_chat_template`, masks from it or character by character, and
+rows are put into sequences in the plainest way. Shared are the list of files and the sample order.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import torch
+import xxhash
+from datasets import DatasetDict, load_from_disk
+from transformers import AutoTokenizer
+
+from shardwise.data.compressed import opened_text
+from shardwise.data.corpus import find_corpus
+from shardwise.data.order import order
+from shardwise.job.schema import Job
+from shardwise.testing.oracle_data import NOT_COUNTED, Rows, mixed
+
+Row = tuple[list[int], list[bool]]  # token ids, and which are trained on
+ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "observation": "tool"}
+ROLES |= {"function_call": "assistant", "function_response": "tool"}
+
+
+class RowSource:
+    """Rows of conversations and pairs, packed or one a sequence."""
+
+    def __init__(self, job: Job, tokenizer_directory: str) -> None:
+        self.job, self.length, self.seed = job, job.data.sequence_length, job.training.seed
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(tokenizer_directory)
+        template = job.data.chat_template
+        self.template = None if template is None else Path(template).read_text(encoding="utf-8")
+        rows = [self._tokenized(row) for row in _rows_of_files(job)][: job.data.max_documents]
+        if job.data.truncation:
+            rows = [(ids[: self.length], trained[: self.length]) for ids, trained in rows]
+        rows = [(ids, trained) for ids, trained in rows if any(trained[1:]) and len(ids) <= self.length]
+        self.sequences = self._placed(self._training_rows(rows))
+
+    def rows(self, counters: Sequence[int]) -> Rows:
+        """Return the samples of these counters."""
+        chosen = [self.sequences[order(self.seed, counter, len(self.sequences))] for counter in counters]
+        stacked = {
+            key: torch.tensor([self._columns(sequence)[key] for sequence in chosen])
+            for key in ("input_ids", "labels", "position_ids", "documents", "attention_mask")
+        }
+        labels, documents = stacked.pop("labels"), stacked.pop("documents")
+        if self.job.data.packing:
+            del stacked["attention_mask"]  # the documents' mask takes its place
+            return Rows(stacked, labels, list(counters), documents)
+        del stacked["position_ids"]
+        return Rows(stacked, labels, list(counters))
+
+    def _columns(self, sequence: list[Row]) -> dict[str, list[int]]:
+        columns: dict[str, list[int]] = {"input_ids": [], "labels": [], "position_ids": [], "documents": []}
+        padding = next((i for i in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id) if i is not None), 0)
+        room = self.length - sum(len(ids) for ids, _ in sequence)
+        filled = [*sequence, ([padding] * room, [False] * room)]
+        for number, (ids, trained) in enumerate(filled):
+            targets = [token if counts else NOT_COUNTED for token, counts in zip(ids[1:], trained[1:], strict=True)]
+            columns["input_ids"] += ids
+            columns["labels"] += [*targets, NOT_COUNTED][: len(ids)]
+            columns["position_ids"] += range(len(ids))
+            columns["documents"] += [number] * len(ids)
+        return columns | {"attention_mask": [1] * (self.length - room) + [0] * room}
+
+    def _training_rows(self, rows: list[Row]) -> list[Row]:
+        """The rows that are not held out, by ascending draw."""
+        draws = [mixed(mixed(self.seed) ^ xxhash.xxh3_64_intdigest(np.array(ids, "<i4").tobytes())) for ids, _ in rows]
+        ranked = sorted(range(len(rows)), key=lambda number: (draws[number], number))
+        held_out = max(1, int(len(rows) * self.job.data.validation_fraction))
+        if self.job.data.validation_split == "place":
+            return [rows[number] for number in ranked if number < len(rows) - held_out]
+        return [rows[number] for number in ranked[held_out:]]
+
+    def _placed(self, rows: list[Row]) -> list[list[Row]]:
+        """The rows of each sequence: each in the first that has room."""
+        sequences: list[list[Row]] = []
+        for row in rows:
+            used = [sum(len(ids) for ids, _ in sequence) for sequence in sequences] if self.job.data.packing else []
+            place = next((i for i, tokens in enumerate(used) if tokens + len(row[0]) <= self.length), len(sequences))
+            if place == len(sequences):
+                sequences.append([])
+            sequences[place].append(row)
+        return sequences
+
+    # --- tokens and masks
+
+    def _tokenized(self, row: dict[str, Any]) -> Row:
+        after = row["chosen"] if self.job.data.format == "preference" else row.get("completion")
+        if isinstance(after, str):
+            return self._text_pair(row["prompt"], after)
+        prompt, messages = _messages_of(row, after)
+        tools = json.loads(row["tools"]) if isinstance(row.get("tools"), str) else row.get("tools")
+        return self._conversation(messages, prompt, tools or None)
+
+    def _text_pair(self, prompt: str, completion: str) -> Row:
+        encoded = self.tokenizer(prompt + completion)
+        ids, end = list(encoded["input_ids"]), self.tokenizer.eos_token_id
+        first = 0 if self.job.data.train_on == "all" else len(prompt)
+        trained = self._marked(encoded, len(ids), range(first, len(prompt + completion)))
+        if end is not None and ids[-1:] != [end]:
+            return [*ids, end], [*trained, True]
+        return ids, [*trained[:-1], end is not None or trained[-1]]
+
+    def _conversation(self, messages: list[dict[str, Any]], prompt: int, tools: Any) -> Row:
+        settings: dict[str, Any] = {"tools": tools, "chat_template": self.template}
+        answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        wanted = [number for number in answers if number >= prompt]
+        wanted = wanted[-1:] if self.job.data.train_on == "last_assistant" else wanted
+        if self.job.data.train_on != "all" and "endgeneration" in str(self.template or self.tokenizer.chat_template):
+            given = self.tokenizer.apply_chat_template(
+                messages, return_dict=True, return_assistant_tokens_mask=True, **settings
+            )
+            mask = [bool(value) for value in given["assistant_masks"]]
+            return given["input_ids"], _without_runs(mask, len(answers) - len(wanted))
+        text = self.tokenizer.apply_chat_template(messages, tokenize=False, **settings)
+        encoded = self.tokenizer(text, add_special_tokens=False)
+        size = len(encoded["input_ids"])
+        if self.job.data.train_on == "all":
+            return encoded["input_ids"], [True] * size
+        characters: list[int] = []
+        for number in wanted:
+            before = self.tokenizer.apply_chat_template(
+                messages[:number], tokenize=False, add_generation_prompt=True, **settings
+            )
+            through = self.tokenizer.apply_chat_template(messages[: number + 1], tokenize=False, **settings)
+            characters += range(len(before), len(through))
+        return encoded["input_ids"], self._marked(encoded, size, characters)
+
+    def _marked(self, encoded: Any, size: int, characters: Sequence[int]) -> list[bool]:
+        """Tell of each token whether it holds one of the characters."""
+        marked = {encoded.char_to_token(character) for character in characters}
+        return [number in marked for number in range(size)]
+
+
+def _without_runs(mask: list[bool], count: int) -> list[bool]:
+    """The mask without its first runs of True."""
+    kept, runs = list(mask), 0
+    for place, value in enumerate(mask):
+        runs += value and not (place and mask[place - 1])
+        kept[place] = value and runs > count
+    return kept
+
+
+def _messages_of(row: dict[str, Any], after: Any) -> tuple[int, list[dict[str, Any]]]:
+    """(number of first messages that are a prompt, all messages)."""
+    if after is None:
+        messages = [_message(each) for each in row.get("messages") or row["conversations"]]
+        system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
+        return 0, messages if messages[0]["role"] == "system" else [*system, *messages]
+    messages = [_message(each) for each in after]
+    if isinstance(row.get("prompt"), list) and messages[0]["role"] == "assistant":
+        before = [_message(each) for each in row["prompt"]]
+        return len(before), [*before, *messages]
+    other = [_message(each) for each in row.get("rejected", [])]
+    return next(number for number, pair in enumerate(zip(messages, other)) if pair[0] != pair[1]), messages
+
+
+def _message(value: dict[str, Any]) -> dict[str, Any]:
+    message = {key: part for key, part in value.items() if part is not None and key not in ("from", "value")}
+    role, content = value.get("role", value.get("from")), value.get("content", value.get("value"))
+    if isinstance(content, list):
+        content = "".join(part if isinstance(part, str) else part["text"] for part in content)
+    return message | {"role": ROLES.get(str(role), role), "content": content or ""}
+
+
+def _rows_of_files(job: Job) -> Iterator[dict[str, Any]]:
+    for path in find_corpus(job.data).files:
+        if path.is_dir():
+            dataset: Any = load_from_disk(str(path))
+            yield from dataset["train"] if isinstance(dataset, DatasetDict) else dataset
+        elif path.suffix == ".parquet":
+            yield from pq.read_table(path).to_pylist()
+        else:
+            with opened_text(path) as lines:
+                yield from (json.loads(line) for line in lines if line.strip())

@@ -1,0 +1,130 @@
+"""Rows of conversations and pairs: formats by columns, ShareGPT, tools, and what is refused with file and row."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from datasets import Dataset
+
+from shardwise.data.conversations import Conversation, TextPair, chat, preference, prompt_completion
+from shardwise.data.corpus import data_format, find_corpus, with_format
+from shardwise.data.prepare import prepare
+from shardwise.errors import ConfigError, DataError
+from shardwise.job.schema import DataSection, Job
+from tests.data.chats import CHATS, as_messages, chat_job, write_rows
+
+QUESTION = {"role": "user", "content": "2+3?"}
+ANSWER = {"role": "assistant", "content": "5"}
+WRONG = {"role": "assistant", "content": "6"}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
+ROWS: dict[str, dict[str, Any]] = {
+    "chat": {"messages": [QUESTION, ANSWER]},
+    "prompt_completion": {"prompt": "2+3?", "completion": "5"},
+    "preference": {"prompt": [QUESTION], "chosen": [ANSWER], "rejected": [WRONG]},
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_the_format_is_found_from_columns_in_every_container(name: str, tmp_path: Path) -> None:
+    table = pa.Table.from_pylist([ROWS[name]] * 2)
+    pq.write_table(table, tmp_path / "rows.parquet")
+    Dataset.from_list([ROWS[name]] * 2).save_to_disk(str(tmp_path / "saved"))
+    write_rows(tmp_path / "rows.jsonl", [ROWS[name]] * 2)
+    for place in ("rows.parquet", "rows.jsonl", "saved"):
+        data = with_format(Job(data={"path": str(tmp_path / place)})).data
+        assert data.format == name
+        rows = list(find_corpus(data).rows(list(ROWS[name])))
+        assert [row for _, row in rows] == [ROWS[name]] * 2
+        assert place in rows[1][0]
+
+
+def test_documents_stay_documents_and_both_kinds_of_columns_are_refused(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", [{"text": "a", "prompt": "b"}])
+    job = Job(data={"path": str(path)})
+    assert data_format(job.data) == "jsonl" and with_format(job) is job
+    write_rows(path, [{"text": "a", "messages": [QUESTION, ANSWER]}])
+    with pytest.raises(ConfigError, match=r"set data.format to jsonl for the documents, or to chat"):
+        data_format(job.data)
+    assert data_format(DataSection(path=str(path), format="jsonl")) == "jsonl"
+
+
+def test_sharegpt_tools_and_what_parquet_adds() -> None:
+    row = {
+        "system": "Be brief.",
+        "conversations": [
+            {"from": "human", "value": "2+3?", "weight": None},
+            {"from": "function_call", "value": "add(2, 3)"},
+            {"from": "observation", "value": "5"},
+            {"from": "gpt", "value": "5"},
+        ],
+        "tools": json.dumps([TOOL]),
+    }
+    conversation = chat("f, line 1", row)
+    assert [message["role"] for message in conversation.messages] == [
+        "system",
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+    ]
+    assert conversation.messages[1] == QUESTION and conversation.tools == [TOOL]
+    parts = {"role": "user", "content": [{"type": "text", "text": "2+"}, {"type": "text", "text": "3?"}]}
+    assert chat("f", {"messages": [parts, ANSWER]}).messages == [QUESTION, ANSWER]
+
+
+def test_pairs_are_texts_or_messages() -> None:
+    assert prompt_completion("f", ROWS["prompt_completion"]) == TextPair("f", "2+3?", "5")
+    row = {"prompt": [QUESTION], "completion": [ANSWER]}
+    assert prompt_completion("f", row) == Conversation("f", [QUESTION, ANSWER], None, prompt=1)
+    explicit = preference("f", ROWS["preference"])
+    implicit = preference("f", {"chosen": [QUESTION, ANSWER], "rejected": [QUESTION, WRONG], "prompt": "2+3?"})
+    assert explicit == implicit
+    assert explicit.rejected == Conversation("f", [QUESTION, WRONG], None, prompt=1)
+    texts = preference("f", {"prompt": "2+3?", "chosen": "5", "rejected": "6"})
+    assert texts.chosen == TextPair("f", "2+3?", "5")
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "no messages in messages, found \\[\\]": ("chat", {"messages": []}),
+    "no messages; data.format=chat": ("chat", {"messages": None}),
+    "message 1 of messages: unknown role 'asistant'. Did you mean 'assistant'": (
+        "chat",
+        {"messages": [{"role": "asistant", "content": "5"}]},
+    ),
+    "message 2 of messages: an empty content": (
+        "chat",
+        {"messages": [QUESTION, {"role": "assistant", "content": " "}]},
+    ),
+    "message 1 of messages: no content": ("chat", {"messages": [{"role": "user"}]}),
+    "no text": ("chat", {"messages": [{"role": "user", "content": [{"type": "image"}]}, ANSWER]}),
+    "weight=0": ("chat", {"messages": [QUESTION, ANSWER | {"weight": 0}]}),
+    "tools is a text, but not valid JSON": ("chat", {"messages": [QUESTION, ANSWER], "tools": "add"}),
+    "an empty completion": ("prompt_completion", {"prompt": "2+3?", "completion": ""}),
+    "give both as texts": ("prompt_completion", {"prompt": "2+3?", "completion": [ANSWER]}),
+    "no completion": ("prompt_completion", {"prompt": "2+3?", "completion": None}),
+    "chosen and rejected are equal": ("preference", {"prompt": [QUESTION], "chosen": [ANSWER], "rejected": [ANSWER]}),
+    "share 0 of their first messages": (
+        "preference",
+        {"chosen": [QUESTION, ANSWER], "rejected": [QUESTION | {"content": "4?"}, WRONG]},
+    ),
+}
+
+
+@pytest.mark.parametrize("says", REFUSED)
+def test_bad_rows_are_refused_by_file_and_row(says: str) -> None:
+    name, row = REFUSED[says]
+    read = {"chat": chat, "prompt_completion": prompt_completion, "preference": preference}[name]
+    with pytest.raises(DataError, match=f"rows.jsonl, line 7.*{says}"):
+        read("rows.jsonl, line 7", row)
+
+
+def test_a_bad_row_ends_the_preparation_with_its_line(tmp_path: Path) -> None:
+    rows = [{"messages": as_messages(turns)} for turns in CHATS]
+    rows[3] = {"messages": [QUESTION, {"role": "assistant", "content": ""}]}
+    with pytest.raises(DataError, match=r"rows.jsonl, line 4, message 2 of messages: an empty content.*remove the row"):
+        prepare(with_format(chat_job(tmp_path, rows)))

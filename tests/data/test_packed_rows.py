@@ -1,0 +1,126 @@
+"""Packing of whole rows: first fit, labels, isolation, padding, counts and the split, against the definitions."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.data.corpus import with_format
+from shardwise.data.packed_rows import PackedRows, first_fit
+from shardwise.data.prepare import prepare
+from shardwise.data.token_data import TokenData
+from shardwise.errors import DataError
+from tests.data.chats import CHATS, as_messages, chat_job
+
+ROWS = [{"messages": as_messages(turns)} for turns in CHATS] * 3
+
+
+def rows_of(tmp_path: Path, rows: list[dict[str, Any]] = ROWS, **data: Any) -> tuple[TokenData, PackedRows, PackedRows]:
+    prepared = prepare(with_format(chat_job(tmp_path, rows, **data)))
+    assert isinstance(prepared.train, PackedRows) and isinstance(prepared.validation, PackedRows)
+    return prepared, prepared.train, prepared.validation
+
+
+def test_first_fit() -> None:
+    lengths = [5, 7, 5, 2, 4, 2, 5, 1, 6]
+    bins, rooms = [], []
+    for number, length in enumerate(lengths):  # the definition
+        place = next((place for place, room in enumerate(rooms) if room >= length), len(rooms))
+        if place == len(rooms):
+            bins.append([])
+            rooms.append(10)
+        bins[place].append(number)
+        rooms[place] -= length
+    assert first_fit(lengths, 10) == bins
+    assert first_fit([10], 10) == [[0]] and first_fit([], 10) == []
+
+
+def test_rows_stand_whole_with_labels_positions_and_documents_of_their_own(tmp_path: Path) -> None:
+    data, train, validation = rows_of(tmp_path)
+    assert data.row_counts is not None
+    assert (data.row_counts.rows, data.row_counts.too_long) == (18, 6)  # the second and the fourth are longer than 64
+    assert len(validation.rows) == 2 and sorted([*train.rows, *validation.rows]) == [
+        i for i in range(18) if i % 6 not in (1, 3)
+    ]
+    batch = train.batch(range(len(train)), range(len(train)), 0)
+    assert batch.labels is not None and batch.document_ids is not None
+    used = 0
+    for sequence, rows in enumerate(train.sequences):
+        end = 0
+        for document, row in enumerate(rows):
+            ids, labels = train.row(row)
+            part = slice(end, end + len(ids))
+            assert batch.inputs["input_ids"][sequence, part].tolist() == ids.tolist()
+            assert batch.labels[sequence, part].tolist() == labels.tolist()
+            assert batch.inputs["position_ids"][sequence, part].tolist() == list(range(len(ids)))
+            assert set(batch.document_ids[sequence, part].tolist()) == {document}
+            end = part.stop
+        assert (batch.labels[sequence, end:] == -100).all()
+        assert (batch.document_ids[sequence, end:] == len(rows)).all()
+        used += end
+    assert train.padding == len(train) * 64 - used
+    assert all((labels != -100).sum() > 0 for labels in batch.labels)
+    again = pickle.loads(pickle.dumps(train))
+    assert torch.equal(again.batch([0], [0], 0).labels, batch.labels[:1])
+
+
+def test_unpacked_rows_have_padding_behind_them_and_no_mask(tmp_path: Path) -> None:
+    _, train, _ = rows_of(tmp_path, packing=False)
+    assert len(train) == len(train.rows)
+    batch = train.batch([0], [5], 0)
+    ids, labels = train.row(int(train.rows[0]))
+    assert list(batch.inputs) == ["input_ids"] and batch.document_ids is None and batch.labels is not None
+    assert batch.inputs["input_ids"][0, : len(ids)].tolist() == ids.tolist()
+    assert batch.labels[0].tolist() == [*labels.tolist(), *[-100] * (64 - len(ids))]
+
+
+def test_long_rows_and_rows_without_a_target_are_counted(tmp_path: Path) -> None:
+    silent = {"messages": as_messages([("user", "Hello?")])}
+    data, *_ = rows_of(tmp_path, [*ROWS, silent])
+    assert data.row_counts is not None and data.row_counts.without_target == 1
+    assert data.notes()[0].startswith("1 of 19 rows have no token")
+    assert "6 of 19 rows are longer than data.sequence_length=64 and are left out" in data.notes()[1]
+    (tmp_path / "cut").mkdir()
+    cut, train, _ = rows_of(tmp_path / "cut", truncation=True)
+    assert cut.row_counts is not None
+    # The fourth's answer lies behind the cut: it is left out; the second's first answer does not.
+    assert cut.row_counts == (18, 3, 0, 3)
+    assert max(len(train.row(int(row))[0]) for row in train.rows) == 64
+
+
+def test_the_split_is_one_of_the_seed(tmp_path: Path) -> None:
+    _, train, validation = rows_of(tmp_path, validation_split="place")
+    assert sorted(validation.rows) == [16, 17] and max(train.rows) == 14
+    few = [ROWS[0], {"messages": as_messages([("user", "Hello?")])}]
+    (tmp_path / "few").mkdir()
+    with pytest.raises(DataError, match=r"1 of 2 rows are left.*1 have no token that is trained on"):
+        rows_of(tmp_path / "few", few)
+
+
+def test_a_mask_that_is_empty_for_all_rows_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"none of 2 rows has a token that is trained on.*generation"):
+        rows_of(tmp_path, [{"messages": as_messages([("user", "Hello?")])}] * 2)
+
+
+def test_the_prompt_of_a_sample_ends_where_the_answer_begins(tmp_path: Path) -> None:
+    _, _, validation = rows_of(tmp_path)
+    ids, labels = validation.row(int(validation.rows[0]))
+    prompt = validation.prompt(64)
+    assert prompt == ids[: len(prompt)].tolist() and labels[len(prompt) - 1] == ids[len(prompt)]
+    assert (labels[: len(prompt) - 1] == -100).all()
+
+
+def test_every_sample_with_a_target_has_the_weight_of_one(tmp_path: Path) -> None:
+    _, train, _ = rows_of(tmp_path)
+    batch = train.batch([0, 1], [0, 1], 0).with_sample_weights()
+    assert batch.labels is not None and batch.weights is not None and batch.document_ids is not None
+    assert round(float(batch.count())) == sum(len(rows) for rows in train.sequences[:2])
+    first = (batch.document_ids[0] == 0) & (batch.labels[0] != -100)
+    assert batch.weights[0][first].tolist() == [1 / int(first.sum())] * int(first.sum())
+    assert not batch.weights[batch.labels == -100].any()
+    batch.labels[1] = -100  # a padding row
+    assert round(float(batch.with_sample_weights().count())) == len(train.sequences[0])

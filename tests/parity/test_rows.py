@@ -1,0 +1,122 @@
+"""Parity of fine-tuning with one process that masks, packs and reduces by itself: conversations on every axis.
+
+Rows have from 2 to 24 targets each, steps do not divide over the ranks (one microbatch has no target at all), and rows
+are packed, padded, cut, or weighed by sample.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise.job.schema import Job
+from shardwise.testing.world import WorldPool
+from tests.data.chats import BLOCKS, FORGETFUL, PLAIN, byte_tokenizer, write_rows
+from tests.parity.jobs import facts_of
+from tests.parity.test_matrix import verify_many
+
+LENGTH = 64
+WIDE = {"hidden_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+SMALL = {"intermediate_size": 13, "max_position_embeddings": LENGTH, "vocab_size": 257}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {**WIDE, **SMALL},
+    "qwen3": {**WIDE, **SMALL, "head_dim": 6},
+    "gemma": {**WIDE, **SMALL, "head_dim": 8},
+    "gpt2": {"n_embd": 24, "n_head": 4, "n_layer": 2, "n_inner": 13, "n_positions": LENGTH, "vocab_size": 257},
+    "mixtral": {**WIDE, **SMALL, "num_local_experts": 3, "experts_implementation": "batched_mm"},
+}
+LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {  # name -> ranks, keys of the parallel section
+    "shard 2": (2, {}),
+    "tensor 2": (2, {"tensor_parallel_degree": 2}),
+    "pipeline 2": (2, {"pipeline_parallel_degree": 2}),
+    "context 2": (2, {"context_parallel_degree": 2}),
+    "shard 4": (4, {}),
+    "shard 2 x replica 2": (4, {"sharded_data_parallel_degree": 2}),
+    "tensor 2 x pipeline 2": (4, {"tensor_parallel_degree": 2, "pipeline_parallel_degree": 2}),
+}
+PADDED: dict[str, Any] = {"packing": False, "truncation": True}
+TEMPLATES = {"plain": PLAIN, "blocks": BLOCKS, "forgetful": FORGETFUL}
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with conversations, pairs, preferences, a tokenizer and templates."""
+    directory = tmp_path_factory.mktemp("rows")
+    byte_tokenizer(directory / "tokenizer", PLAIN)
+    for name, template in TEMPLATES.items():
+        (directory / f"{name}.jinja").write_text(template)
+    draw = random.Random(4)
+    chats, pairs, preferences = [], [], []
+    for _ in range(80):
+        a, b = draw.randrange(10), draw.randrange(10)
+        question, answer = f"{a}+{b}?", " ".join([str(a + b)] * draw.choice([1, 1, 1, 9]))
+        turns = [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
+        more = [{"from": "human", "value": "And?"}, {"from": "gpt", "value": "Or."}]
+        chats.append({"conversations": turns + more * draw.randrange(2)})
+        pairs.append({"prompt": question, "completion": answer})
+        prompt = {"role": "user", "content": question}
+        answers = [{"role": "assistant", "content": text} for text in (answer, "no")]
+        preferences.append({"chosen": [prompt, answers[0]], "rejected": [prompt, answers[1]]})
+    for name, content in {"chat": chats, "prompt_completion": pairs, "preference": preferences}.items():
+        write_rows(directory / f"{name}.jsonl", content)
+    return directory
+
+
+def row_job(
+    directory: Path, family: str, layout: str, name: str = "chat", template: str = "plain", reduction: str = "token",
+    **data: Any,
+) -> Job:  # fmt: skip
+    keys = {"path": str(directory / f"{name}.jsonl"), "format": name, "tokenizer": str(directory / "tokenizer")}
+    if name != "prompt_completion":
+        keys["chat_template"] = str(directory / f"{template}.jinja")
+    return Job.model_validate(
+        {
+            "model": {"config": {"model_type": family, **CONFIGS[family]}},
+            "parallel": {"device": "cpu", **LAYOUTS[layout][1]},
+            "precision": {"compute": "fp64"},
+            "training": {"steps": 4, "sequences_per_step": 5, "microbatch_size": 1, "objective": "sft"}
+            | {"loss_reduction": reduction},
+            "data": {**keys, "sequence_length": LENGTH, "cache_directory": str(directory / "cache"), **data},
+        }
+    )
+
+
+def check(world_pool: WorldPool, size: int, jobs: list[Job]) -> None:
+    reports = world_pool.run(size, verify_many, [(job, facts_of(job)) for job in jobs], timeout=280)[0]
+    for job, report in zip(jobs, reports, strict=True):
+        assert report.agrees, f"{job.parallel} {job.data}\n{report.first}\n{report.diagnosis}"
+
+
+QUICK: dict[str, dict[str, Any]] = {
+    "shard 2": {"template": "blocks"},
+    "context 2": {"reduction": "sample"},
+    "tensor 2": {"name": "prompt_completion", **PADDED},
+}
+
+
+@pytest.mark.parametrize("layout", QUICK)
+def test_rows_on_two_ranks(world_pool: WorldPool, rows: Path, layout: str) -> None:
+    check(world_pool, 2, [row_job(rows, "llama", layout, **QUICK[layout])])
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "packed": {},
+    "blocks by sample": {"template": "blocks", "reduction": "sample"},
+    "padded by sample": {"reduction": "sample", **PADDED},
+    "last answer": {"template": "forgetful", "train_on": "last_assistant", "sequence_length": 48},
+    "pairs": {"name": "prompt_completion", "truncation": True, "sequence_length": 24},
+    "preference": {"name": "preference", "packing": False},
+    "all": {"train_on": "all", "validation_split": "place"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_on_every_layout(world_pool: WorldPool, rows: Path, layout: str, family: str) -> None:
+    size = LAYOUTS[layout][0]
+    check(world_pool, size, [row_job(rows, family, layout, **variant) for variant in VARIANTS.values()])
