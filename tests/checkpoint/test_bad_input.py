@@ -391,7 +391,7 @@ def test_another_corpus_is_refused(world_pool: WorldPool, newest: Path, tmp_path
 )  # fmt: skip
 def test_a_path_without_a_checkpoint(world_pool: WorldPool, corpora: Path, newest: Path, path: str, said: str) -> None:
     for ((error, _),) in world_pool.run(2, restore_here, [a_job(corpora, newest, str(newest.parent / path))]):
-        assert said in error
+        assert error.startswith("checkpoint.resume='") and said in error
 
 
 # --- in a process of its own -----------------------------------------------------------------------------------------

@@ -178,7 +178,7 @@ def test_a_checkpoint_to_resume_from_is_looked_for_before_workers_start(
     named = {
         tmp_path / "nothing": "does not exist; give the path of a checkpoint, or auto",
         tmp_path / "run": "holds checkpoints and is none itself; use .*step-00000006, the newest complete one",
-        tmp_path / "run/model": "it has no manifest.json",
+        tmp_path / "run/model": "checkpoint.resume=.*model. has no manifest.json, .*; use .*step-00000006, the newest",
     }
     for path, message in named.items():
         with pytest.raises(CheckpointError, match=message):

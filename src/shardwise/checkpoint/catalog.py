@@ -80,6 +80,20 @@ def read_manifest(store: Store, name: str) -> Manifest:
     return manifest
 
 
+def named_checkpoint(path: str) -> tuple[Store, str, Manifest]:
+    """The checkpoint that `checkpoint.resume` names: its store, its name there and its manifest.
+
+    Raises:
+        CheckpointError: as `read_manifest`; the message begins with the key.
+    """
+    root, name = split(path)
+    store = open_store(root)
+    try:
+        return store, name, read_manifest(store, name)
+    except CheckpointError as error:
+        raise type(error)(f"checkpoint.resume={path!r}: {error}") from error
+
+
 def complete(store: Store, say: Callable[[str], None] = lambda text: None) -> Iterator[tuple[str, Manifest]]:
     """Complete checkpoints, newest first; says which are passed over and why.
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from shardwise.checkpoint.catalog import complete, none_left, read_manifest
+from shardwise.checkpoint.catalog import complete, named_checkpoint, none_left
 from shardwise.checkpoint.manifest import Manifest, Progress
 from shardwise.checkpoint.save import named
 from shardwise.checkpoint.state import (
@@ -26,7 +26,7 @@ from shardwise.checkpoint.state import (
     state_keys,
 )
 from shardwise.checkpoint.storage_read import ChunkLoadPlanner, SafetensorsReader
-from shardwise.checkpoint.stores import Store, open_store, split
+from shardwise.checkpoint.stores import Store
 from shardwise.errors import CheckpointError, DamagedError
 from shardwise.kernels.precision import LossScaler
 from shardwise.parallel.model import ParallelModel
@@ -66,9 +66,7 @@ def restore(
     if wanted == "none":
         return None
     if wanted != "auto":
-        root, name = split(wanted)
-        place = open_store(root)
-        return _read(model, optimizer, scaler, place, name, read_manifest(place, name), data, say)
+        return _read(model, optimizer, scaler, *named_checkpoint(wanted), data, say)
     passed: list[str] = []
 
     def pass_over(note: str) -> None:

@@ -18,8 +18,9 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from shardwise.checkpoint.catalog import RUN_FILE, checkpoints, complete, find_store, read_manifest
-from shardwise.checkpoint.stores import checkpoint_store, open_store, split
+from shardwise.checkpoint.catalog import RUN_FILE, checkpoints, complete, find_store, named_checkpoint
+from shardwise.checkpoint.manifest import FILE
+from shardwise.checkpoint.stores import checkpoint_store, split
 from shardwise.errors import CheckpointError, IncompleteError, OutputError
 from shardwise.job.schema import Job
 from shardwise.observe.output_disk import writing
@@ -111,15 +112,15 @@ def check_resume(job: Job) -> None:
     path = job.checkpoint.resume
     if path in ("none", "auto"):
         return
-    root, name = split(path)
     try:
-        read_manifest(open_store(root), name)
+        named_checkpoint(path)
     except IncompleteError as error:
-        newest = _newest_in(path)
-        if newest:
+        if newest := _newest_in(path):
             reason = f"holds checkpoints and is none itself; use {newest}, the newest complete one"
         elif "://" not in path and not Path(path).exists():
             reason = "does not exist; give the path of a checkpoint, or auto"
+        elif beside := _newest_in(split(path)[0]):
+            reason = f"has no {FILE}, which is written last, so it is not complete; use {beside}, the newest that is"
         else:
             raise
         raise CheckpointError(f"checkpoint.resume={path!r} {reason}") from error
