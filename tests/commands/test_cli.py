@@ -254,6 +254,21 @@ def test_help_pages(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == overview
 
 
+INTERRUPTED_INSIDE_EXEC = """
+import os, signal, sys
+from shardwise import __main__
+from shardwise.commands import cli
+cli.run = lambda words: exec("import os, signal; os.kill(os.getpid(), signal.SIGINT)")
+sys.exit(__main__.main())
+"""
+
+
+def test_ctrl_c_is_one_line_and_exit_code_130() -> None:
+    """Python itself would die of the signal where it came inside of an `exec`."""
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED_INSIDE_EXEC], capture_output=True, text=True)
+    assert (done.returncode, done.stderr, done.stdout) == (130, "error: interrupted\n", "")
+
+
 def test_help_and_mistakes_need_no_torch() -> None:
     code = (
         "import sys; from shardwise.commands.cli import main\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from shardwise.launch.process_group import process_group
 
 def everyone(text: str) -> tuple[int, float, str, str]:
     with process_group("cpu", "gloo", 60):
+        assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])  # held back until here
         total = torch.ones(1)
         dist.all_reduce(total)
         print(f"rank {dist.get_rank()} speaks")

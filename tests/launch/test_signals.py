@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from shardwise.launch import interrupt, local
-from shardwise.launch.interrupt import Interrupt
+from shardwise.launch.interrupt import Interrupt, interrupts_held_back
 from shardwise.launch.local import run_local
 from shardwise.launch.signals import Forwarding, forwarding
 from tests.fork_server import Fork, started
@@ -121,6 +121,15 @@ with interrupt.Interrupt(0):
 )
 def test_a_second_sigterm_ends_the_process(names: list[str], exit_code: int) -> None:
     assert subprocess.run([sys.executable, "-c", TWICE, *names]).returncode == exit_code
+
+
+def test_ctrl_c_waits_until_a_new_process_takes_it() -> None:
+    start = "from shardwise.launch.interrupt import take_interrupts"
+    code = f"{start}\ntry: print(1), take_interrupts()\nexcept KeyboardInterrupt: print(2)"
+    with interrupts_held_back(), subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as child:
+        child.send_signal(signal.SIGINT)  # while Python starts
+        assert child.communicate()[0] == b"1\n2\n"
+    assert child.returncode == 0 and signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
 def test_each_signal_is_passed_on_once() -> None:

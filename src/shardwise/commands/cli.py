@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import signal
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn
 
 from shardwise import __version__
@@ -404,10 +406,21 @@ def main(words: Sequence[str] | None = None) -> int:
         _complain(str(error))
         return error.exit_code
     except KeyboardInterrupt:
-        _complain("interrupted")
+        with _deaf_to_interrupts():
+            _complain("interrupted")
         return INTERRUPTED
     finally:
         flush_or_leave("stdout")
+
+
+@contextmanager
+def _deaf_to_interrupts() -> Iterator[None]:
+    """Let another Ctrl-C meanwhile pass: the command ends already."""
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 def _complain(message: str) -> None:

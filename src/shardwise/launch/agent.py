@@ -19,8 +19,9 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
 
 from shardwise.launch import descendants
-from shardwise.launch.diagnosis import diagnose_failure
-from shardwise.launch.interrupt import SIGNALS
+from shardwise.launch.diagnosis import diagnose_failure, reports_of
+from shardwise.launch.failure import announced
+from shardwise.launch.interrupt import SIGNALS, interrupts_held_back
 from shardwise.launch.signals import Forwarding
 
 SHOW_CURSOR = "\x1b[?25h"
@@ -42,6 +43,10 @@ class Agent(LocalElasticAgent):
         super().__init__(spec, logs, start_method="spawn", **settings)
         self._directory, self._signals = directory, signals
         self._restarts = 0
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        with interrupts_held_back():
+            return super()._start_workers(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Raises the run's error, or SignalException, where there is to be no other attempt."""
@@ -79,8 +84,17 @@ class Agent(LocalElasticAgent):
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *rest: Any, **settings: Any) -> None:
         if death_sig == signal.SIGTERM and self._signals is not None:
             death_sig = signal.SIGKILL
+        if death_sig == signal.SIGINT:
+            self._end_starting()
         with descendants.ended_too(worker.id for worker in self._worker_group.workers if worker.id is not None):
             super()._shutdown(death_sig, *rest, **settings)
+
+    def _end_starting(self) -> None:
+        """Kill workers that hold Ctrl-C back, since they are still importing what they are to run."""
+        started = announced(reports_of(self._directory, self._restarts))
+        for pid in self._pcontext.pids().values() if self._pcontext else ():
+            if pid not in started:
+                os.kill(pid, signal.SIGKILL)
 
 
 def exit_code(pid: int) -> int | None:

@@ -65,6 +65,12 @@ def announce(directory: Path) -> None:
     (directory / f"rank-{os.environ['RANK']}.pid").write_text(str(os.getpid()))
 
 
+def announced(directory: Path) -> set[int]:
+    """Return the process numbers of the workers that have come as far as `announce`."""
+    texts = [path.read_text() for path in directory.glob("rank-*.pid")]
+    return {int(text) for text in texts if text}
+
+
 def report(error: BaseException) -> list[int]:
     """Write this rank's failure, if a launcher of ours listens; returns the ranks that had died before it.
 

@@ -11,6 +11,8 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -25,6 +27,25 @@ def heeded_signals() -> list[signal.Signals]:
     """Return the signals that ask this process to stop. Under nohup a hang-up is ignored, and stays so."""
     is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return [number for number in SIGNALS if not (number == signal.SIGHUP and is_ignored)]
+
+
+@contextmanager
+def interrupts_held_back() -> Iterator[None]:
+    """Hold SIGINT back meanwhile, here and in the processes that are started until they call `take_interrupts`.
+
+    A process that Python starts imports torch before it comes to code of ours, and would print where it was
+    interrupted.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def take_interrupts() -> None:
+    """Let SIGINT through, one that was held back too."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
 
 class Interrupt:

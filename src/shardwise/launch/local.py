@@ -36,6 +36,7 @@ from shardwise.launch import descendants, failure, loopback
 from shardwise.launch.agent import Agent, restore_cursor
 from shardwise.launch.diagnosis import UNGUARDED, UNGUARDED_EXIT, logs_of, reports_of
 from shardwise.launch.interrupt import SIGNALS as FORWARDED
+from shardwise.launch.interrupt import take_interrupts
 from shardwise.launch.process_group import waits_for_peers
 from shardwise.launch.signals import forwarding
 from shardwise.observe.standard_streams import flush_or_leave, secure_streams
@@ -78,26 +79,25 @@ def run_local(
         raise MachineError("the workers are for CUDA and this host shows no GPU; use parallel.device=cpu")
     refuse_unguarded_script("local workers")
     _check_locks()
-    with ExitStack() as stack:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shardwise-run-")))  # mode 0700
-        for surrounding in (_own_children_ended(), _signals_handled(forward_signals), _elastic_log_hidden()):
-            stack.enter_context(surrounding)
-        signals = stack.enter_context(forwarding()) if forward_signals else None
-        spec = _spec((directory, forward_signals, function, args), workers, max_restarts)
-        try:
+    try:
+        with ExitStack() as stack:
+            directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shardwise-run-")))  # mode 0700
+            for surrounding in (_own_children_ended(), _signals_handled(forward_signals), _elastic_log_hidden()):
+                stack.enter_context(surrounding)
+            signals = stack.enter_context(forwarding()) if forward_signals else None
+            spec = _spec((directory, forward_signals, function, args), workers, max_restarts)
+            stack.callback(spec.rdzv_handler.shutdown)
             results = Agent(spec, _logs(directory, workers), directory, signals, **_patience()).run().return_values
-        except SignalException as error:
-            restore_cursor()
-            _end(error.sigval)
-        except Exception as error:
-            if isinstance(error, ShardwiseError) or "pickle" not in str(error):
-                raise
-            raise ConfigError(
-                f"function={function!r} or its args cannot be sent to the workers ({error}); give a function at the "
-                "top of a module, and arguments that can be pickled"
-            ) from error
-        finally:
-            spec.rdzv_handler.shutdown()
+    except SignalException as error:
+        restore_cursor()
+        _end(error.sigval)
+    except Exception as error:
+        if isinstance(error, ShardwiseError) or "pickle" not in str(error):
+            raise
+        raise ConfigError(
+            f"function={function!r} or its args cannot be sent to the workers ({error}); give a function at the "
+            "top of a module, and arguments that can be pickled"
+        ) from error
     return [results[rank] for rank in range(workers)]
 
 
@@ -177,6 +177,7 @@ def _work(call: Call) -> Any:
     directory, forward_signals, function, args = call
     failure.announce(reports_of(directory, int(os.environ["TORCHELASTIC_RESTART_COUNT"])))
     try:
+        take_interrupts()
         result = function(*args)
         ForkingPickler.dumps(result)  # an unpicklable result is this rank's error too
         if forward_signals:  # torch's launcher hangs if a worker dies while it waits for its result to be read
