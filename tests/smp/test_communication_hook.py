@@ -86,10 +86,10 @@ def _error(config: dict[str, Any], family: str) -> tuple[float, float, float, li
     [
         (2, DDP, "gpt2"),  # whose embeddings are tied
         (2, DDP | {"bf16": True}, "gpt_neox"),
-        (2, DDP | {"fp16": True}, "gpt2"),
+        pytest.param(2, DDP | {"fp16": True}, "gpt2", marks=pytest.mark.slow),
         (2, DDP | {"pipeline_parallel_degree": 2}, "gpt2"),
         (2, DDP | {"tensor_parallel_degree": 2}, "gpt2"),
-        (4, DDP | {"pipeline_parallel_degree": 2}, "gpt2"),
+        pytest.param(4, DDP | {"pipeline_parallel_degree": 2}, "gpt2", marks=pytest.mark.slow),
         (4, DDP | {"tensor_parallel_degree": 2, "prescaled_batch": True}, "gpt_neox"),
     ],
 )
@@ -142,9 +142,14 @@ def _compressed(kind: str) -> tuple[float, float, float]:
 
 @pytest.mark.parametrize(
     "kind, least, most",
-    [("allreduce", -1.0, 1e-12), ("fp16", 0.0, 1e-4), ("bf16", 0.0, 1e-3), ("wrapped", 0.0, 1e-4),
-     ("power_sgd", 0.0, 0.01)],
-)  # fmt: skip
+    [
+        ("allreduce", -1.0, 1e-12),
+        ("fp16", 0.0, 1e-4),
+        pytest.param("bf16", 0.0, 1e-3, marks=pytest.mark.slow),
+        pytest.param("wrapped", 0.0, 1e-4, marks=pytest.mark.slow),
+        ("power_sgd", 0.0, 0.01),
+    ],
+)
 def test_torchs_own_hooks_act(world_pool: WorldPool, kind: str, least: float, most: float) -> None:
     for far, apart, moved in world_pool.run(2, _compressed, kind):
         assert least < far <= most < moved and apart == 0

@@ -124,7 +124,14 @@ def _go_on(directory: str, how: str, degree: int, flat: bool = False) -> tuple[f
 
 
 @pytest.mark.parametrize(
-    "how, flat", [("sharded", False), ("sharded", True), ("local", False), ("local", True), ("full", False)]
+    "how, flat",
+    [
+        ("sharded", False),
+        pytest.param("sharded", True, marks=pytest.mark.slow),
+        pytest.param("local", False, marks=pytest.mark.slow),
+        ("local", True),
+        ("full", False),
+    ],
 )
 def test_groups_of_two_of_four_ranks_go_on_with_equal_state(
     world_pool: WorldPool, tmp_path: Path, how: str, flat: bool

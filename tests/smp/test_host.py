@@ -16,13 +16,13 @@ from shardwise.testing.world import WorldPool
 from tests.smp.scripts import LEARNING_RATE, batches, make_model, train_step
 
 SHARDED: dict[str, Any] = {"sharded_data_parallel_degree": 2, "ddp": True, "sdp_gradient_clipping": 0.0}
-CASES: list[tuple[int, dict[str, Any]]] = [
+CASES: list[Any] = [
     (1, {}),
     (2, SHARDED | {"bf16": True}),
     (2, {"ddp": True, "tensor_parallel_degree": 2}),
     (2, {"ddp": True, "pipeline_parallel_degree": 2, "microbatches": 2}),
     (2, {"ddp": True, "shard_optimizer_state": True, "bf16": True}),
-    (4, SHARDED | {"tensor_parallel_degree": 2}),
+    pytest.param(4, SHARDED | {"tensor_parallel_degree": 2}, marks=pytest.mark.slow),
 ]
 
 

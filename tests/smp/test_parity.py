@@ -21,7 +21,6 @@ CASES = [
     (2, "gpt2", {**TENSOR, "microbatches": 2}),
     (2, "gpt_neox", {**TENSOR, "prescaled_batch": False}),
     (2, "gpt2", TWO),
-    (2, "gpt_neox", {**TWO, "pipeline": "simple"}),
     (2, "gpt2", {**DDP, "shard_optimizer_state": True}),
     (2, "t5", TWO),
     (4, "t5_tied", {**TWO, "pipeline_parallel_degree": 4}),

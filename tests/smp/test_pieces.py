@@ -129,7 +129,7 @@ CASES = [
     ("parts", 2, TWO),
     ("parts", 4, {**TWO, "microbatches": 2, "pipeline": "simple"}),
     ("parts", 4, {**TWO, "partitions": 4}),
-    ("parts", 4, {**TWO, "microbatches": 2, "shard_optimizer_state": True}),
+    pytest.param("parts", 4, {**TWO, "microbatches": 2, "shard_optimizer_state": True}, marks=pytest.mark.slow),
     ("xlnet", 2, TWO),
 ]
 
