@@ -179,8 +179,10 @@ def generated(job: Job) -> list[int]:
 
 def test_generation_runs_through_the_stages(world_pool: WorldPool, corpora: Path) -> None:
     alone = world_pool.run(1, generated, tensor_job(corpora, "gpt2", layers=4))[0]
-    for parallel in ({**TWO, **TENSOR}, {**TWO, "virtual_pipeline_degree": 2}, {**TWO, "pipeline": "zbv"}):
-        assert world_pool.run(4, generated, tensor_job(corpora, "gpt2", layers=4, parallel=parallel)) == [alone] * 4
+    turns, in_v = {**TWO, "virtual_pipeline_degree": 2}, {**TWO, "pipeline": "zbv"}
+    for ranks, parallel in ((4, {**TWO, **TENSOR}), (2, turns), (2, in_v)):
+        job = tensor_job(corpora, "gpt2", layers=4, parallel=parallel)
+        assert world_pool.run(ranks, generated, job) == [alone] * ranks
 
 
 def validation(job: Job) -> tuple[float, float]:
@@ -193,9 +195,10 @@ def validation(job: Job) -> tuple[float, float]:
 def test_every_rank_knows_the_losses(world_pool: WorldPool, corpora: Path) -> None:
     data = {"validation_fraction": 0.2}
     alone = world_pool.run(1, validation, tensor_job(corpora, "gpt2", layers=4, data=data))[0]
-    for parallel in (TWO, {**TWO, "virtual_pipeline_degree": 2}, {**TWO, "pipeline": "dualpipev"}):
+    turns, in_v = {**TWO, "virtual_pipeline_degree": 2}, {**TWO, "pipeline": "dualpipev"}
+    for ranks, parallel in ((4, TWO), (2, turns), (2, in_v)):
         job = tensor_job(corpora, "gpt2", layers=4, data=data, parallel=parallel)
-        for found in world_pool.run(4, validation, job):
+        for found in world_pool.run(ranks, validation, job):
             assert found == pytest.approx(alone, rel=1e-12)
 
 
