@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from shardwise.job.sources import job_to_yaml
 from shardwise.testing.world import WorldPool
 from shardwise.training.session import Session
 from shardwise.training.trainer import train_rank
+from tests.fork_server import run_python
 from tests.pages import load_block, python_blocks
 from tests.parity.jobs import make_job
 
@@ -50,6 +52,43 @@ def test_the_pages_loop_gives_the_trainers_losses(
     assert world_pool.run(ranks, losses_of_page, str(tmp_path / "job.yaml")) == expected
     assert len(expected[0]) == job.training.steps + 1
     assert (tmp_path / "looped" / "checkpoints" / "step-00000004").is_dir()
+
+
+LAUNCH = """
+import json
+import os
+import sys
+
+import shardwise
+from loop import train
+
+if __name__ == "__main__":
+    if "RANK" in os.environ:  # a launcher's
+        losses = [train(sys.argv[1])]
+    else:
+        losses = shardwise.run_local(train, (sys.argv[1],), workers=2)
+    print(json.dumps(losses))
+"""
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+@pytest.mark.parametrize(
+    "launcher", [(), pytest.param(TORCHRUN, marks=pytest.mark.slow)], ids=["run_local", "torchrun"]
+)
+def test_launched_ranks_give_the_trainers_losses(
+    launcher: tuple[str, ...], world_pool: WorldPool, corpora: Path, tmp_path: Path
+) -> None:
+    [loop] = [block for block in python_blocks(PAGE) if "def train" in block]
+    (tmp_path / "loop.py").write_text(loop)
+    (tmp_path / "launch.py").write_text(LAUNCH)
+    job = make_job(corpora, layers=1, training={"steps": 2}, observe={"tensorboard": False, "sample": False})
+    looped = job.model_copy(update={"output": str(tmp_path / "looped")})
+    (tmp_path / "job.yaml").write_text(job_to_yaml(looped))
+    done = run_python(*launcher, "launch.py", "job.yaml", cwd=tmp_path, env=os.environ | {"TMPDIR": str(tmp_path)})
+    assert done.returncode == 0, done.stderr
+    losses = [line for text in done.stdout.splitlines() if text.startswith("[[") for line in json.loads(text)]
+    trained = job.model_copy(update={"output": str(tmp_path / "trained")})
+    assert losses == [pytest.approx(expected, rel=1e-12) for expected in world_pool.run(2, losses_of_trainer, trained)]
 
 
 def own_losses(job: Job, *layouts: dict[str, int]) -> list[list[float]]:

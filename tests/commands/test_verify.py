@@ -96,6 +96,14 @@ def test_agrees_and_prints(corpora: Path, capfd: pytest.CaptureFixture[str]) -> 
     assert "max_relative_error" in printed and "switched off" in printed and "shard 2" in printed
 
 
+def test_an_optimizer_class_of_ones_own_is_verified(corpora: Path) -> None:
+    optimizer = {"name": "tests.training.user_code:SignDescent", "learning_rate": 0.01, "weight_decay": 0}
+    job = make_job(corpora, layers=1, optimizer=optimizer, parallel={"workers": 2})
+    report = call(shardwise.verify, job, steps=2)
+    assert report.agrees and report.max_relative_error < 1e-9
+    assert {difference.step for difference in report.differences if difference.quantity == "update"} == {0, 1}
+
+
 @pytest.mark.slow  # two more worlds of processes; the next test starts two as well
 def test_another_layout_as_reference(corpora: Path) -> None:
     """Other number of workers, other batch arithmetic; both update with SGD, and it is said."""
