@@ -142,3 +142,151 @@ class SingleLayer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = self.only(x.mean(1))
         return result
+
+
+# ---- values that a constructor gives; `computed` names those that have to be the start
+
+
+class Loaded(Stack):
+    """Its factory loads weights into it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shapes = {name: value.shape for name, value in self.state_dict().items()}
+        lines = {name: torch.linspace(-0.5, 0.5, shape.numel()).view(shape) for name, shape in shapes.items()}
+        self.load_state_dict(lines)
+        self.computed = tuple(shapes)
+
+
+class GainedResidual(Residual):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.gain
+
+
+class RegisteredValues(Stack):
+    """Parameters that are registered with values, in blocks and outside, and no initializer."""
+
+    block = GainedResidual
+    computed = ("scale", "blocks.0.gain", "blocks.2.gain")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((WIDTH,), 1.25))
+
+    def read_out(self, x: Tensor) -> Tensor:
+        return super().read_out(x) * self.scale
+
+
+class ZeroedResidual(Residual):
+    def __init__(self) -> None:
+        super().__init__()
+        nn.init.zeros_(self.down.weight)
+        self.down.bias.data.fill_(0.125)
+
+
+class Zeroed(Stack):
+    """Its constructors change what an initializer has drawn."""
+
+    block = ZeroedResidual
+    computed = ("blocks.1.down.weight", "blocks.1.down.bias", "first.weight")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.apply(_set_input_layer)
+
+
+def _set_input_layer(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear) and module.in_features == module.out_features:
+        nn.init.eye_(module.weight)
+
+
+class ParentInitialized(Stack):
+    """A module's initializer fills the modules below it."""
+
+    computed = ("first.weight", "last.bias", "blocks.2.up.bias")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.first.weight, 0.25)
+        nn.init.constant_(self.last.bias, -0.5)
+        for block in self.blocks:
+            nn.init.constant_(block.up.bias, 0.75)
+
+
+class PairOfLayers(nn.Module):
+    """Its initializer fills its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.eye_(self.one.weight)
+        self.other.bias.data.fill_(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.other(self.one(x))
+        return result
+
+
+class ParentBesideBlocks(Stack):
+    """The same of a module that holds no blocks."""
+
+    computed = ("first.one.weight", "first.other.bias")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = PairOfLayers()
+
+
+class SpectralResidual(Residual):
+    def __init__(self) -> None:
+        super().__init__()
+        parametrizations.spectral_norm(self.up)
+
+
+class SpectrallyNormed(Stack):
+    """`spectral_norm`, whose buffers follow from weights; its power iteration stands still."""
+
+    block = SpectralResidual
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.train()
+
+    def train(self, mode: bool = True) -> SpectrallyNormed:
+        super().train(mode)
+        for block in self.blocks:
+            block.up.parametrizations.train(False)
+        return self
+
+
+class OrthogonalResidual(Residual):
+    def __init__(self) -> None:
+        super().__init__()
+        parametrizations.orthogonal(self.down)
+
+
+class Orthogonal(Stack):
+    """`orthogonal`."""
+
+    block = OrthogonalResidual
+
+
+class BufferOfWeights(Stack):
+    """A buffer that its constructor computes from a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("norm", self.first.weight.detach().norm())
+
+    def read_out(self, x: Tensor) -> Tensor:
+        return super().read_out(x) * self.norm

@@ -59,6 +59,8 @@ class Habit:
         return [layout for layout in LAYOUTS if layout not in self.refused]
 
 
+BUILT_ONCE = "rank 0 builds the module whole, once, on its CPU"
+
 HABITS: tuple[Habit, ...] = (
     Habit("Stack", "a list of like blocks between other layers"),
     Habit(
@@ -70,6 +72,14 @@ HABITS: tuple[Habit, ...] = (
     Habit("KeywordBlocks", "blocks that take keyword arguments alone", quick=(CHECKPOINTS,)),
     Habit("Attending", "`nn.MultiheadAttention` and torch's Transformer layers"),
     Habit("Parametrized", "`weight_norm` and other parametrizations"),
+    Habit("SpectrallyNormed", "`spectral_norm`", costs=BUILT_ONCE),
+    Habit("Orthogonal", "the parametrization `orthogonal`", costs=BUILT_ONCE),
+    Habit("Loaded", "weights loaded in the factory", costs=BUILT_ONCE),
+    Habit("RegisteredValues", "parameters registered with values"),
+    Habit("Zeroed", "a constructor that changes weights (`nn.init`, `apply`)", costs=BUILT_ONCE),
+    Habit("BufferOfWeights", "buffers computed from weights", costs=BUILT_ONCE),
+    Habit("ParentInitialized", "`reset_parameters` that fills blocks below", costs="they are drawn whole on each rank"),
+    Habit("ParentBesideBlocks", "`reset_parameters` that fills other modules below"),
     Habit("ScalingHooks", "`register_hook` that scales or masks", costs="the whole gradient is gathered"),
     Habit(
         "ClippingHook",

@@ -26,7 +26,8 @@ class Trial:
     """Outcome of one trial on one rank.
 
     Attributes:
-        parameters: largest error of a parameter after all steps, relative to its largest element.
+        parameters: largest error of a parameter after all steps, relative to its largest element, and before the first
+            of those that the constructor computes.
         losses: largest relative error of a step's loss.
         refusal: message of the error that refused the module.
     """
@@ -57,19 +58,27 @@ def try_module(job: Job) -> Trial:
     torch.manual_seed(0)
     try:
         run = set_up(job, torch.device("cpu"))
-        module = plain_module(run)
+        module, start_error = plain_module(run)
         ours, theirs = _train(run, module)
     except ShardwiseError as error:
         return Trial(refusal=str(error))
-    return Trial(_parameter_error(run, module), max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True)))
+    error = max(_parameter_error(run, module), start_error)
+    return Trial(error, max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True)))
 
 
-def plain_module(run: AssembledJob) -> nn.Module:
-    """Return the module built by its factory alone, in fp64, with the weights of `run`."""
+def plain_module(run: AssembledJob) -> tuple[nn.Module, float]:
+    """Return the module built by its factory alone, in fp64, with the start of `run`, and the error of that start.
+
+    The error is that of the tensors that the module says it computes.
+    """
     model = run.plan.job.model
     module: nn.Module = load_object(str(model.factory), "model.factory")(**model.factory_arguments).double()
-    module.load_state_dict({name: value.double() for name, value in run.model.whole_tensors()}, strict=False)
-    return module
+    start = {name: value.detach().double().clone() for name, value in run.model.whole_tensors()}
+    constructed = module.state_dict()
+    errors = [float(_relative(start[name], constructed[name])) for name in getattr(module, "computed", ())]
+    start |= {name: value.double() for name, value in run.model.module.named_buffers() if value.is_floating_point()}
+    module.load_state_dict(start, strict=False)
+    return module, max(errors, default=0.0)
 
 
 def _train(run: AssembledJob, module: nn.Module) -> tuple[list[float], list[float]]:

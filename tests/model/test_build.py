@@ -225,7 +225,7 @@ def test_the_patch_is_undone_after_a_failure() -> None:
         ("no_module", "returned a int"),
         ("no_parameters", "without parameters"),
         ("lazy", "is lazy"),
-        ("buffer_from_parameter", "buffer 'copy' has no values"),
+        ("buffer_without_values", "buffer 'copy' has no values"),
         ("not_callable", "not a function or class"),
         ("towr", "Did you mean 'tower'?"),
     ],

@@ -113,9 +113,9 @@ def lazy() -> nn.Module:
     return nn.LazyLinear(4)
 
 
-def buffer_from_parameter() -> nn.Module:
+def buffer_without_values() -> nn.Module:
     module = nn.Linear(4, 4)
-    module.copy = nn.Buffer(module.weight.detach().clone())
+    module.copy = nn.Buffer(torch.empty(4))
     return module
 
 

@@ -8,20 +8,22 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from shardwise.errors import ModelError
 from shardwise.job.schema import Job
 from shardwise.model.build import build_model
+from shardwise.model.initializers import run_initializer
 from shardwise.parallel.transforms.materialize import is_blank, materialize
 from shardwise.testing.capture import gather
 from shardwise.testing.toy_configs import toy_config
 from shardwise.testing.world import WorldPool
 from shardwise.training import init
-from shardwise.training.init import run_initializer
-from shardwise.training.setup import set_up
+from shardwise.training.setup import set_up, study
 from tests.parity.jobs import MODELS, VOCABULARY, make_job, make_module_job
 
+MODULE = {"factory": "tests.parity.jobs:Regression", "loss": "tests.parity.jobs:squared_error"}
 LAYOUTS = [
     (2, {}),
     (2, {"sharded_data_parallel_degree": 1}),
@@ -166,7 +168,7 @@ def test_parameters_without_an_initializer_may_come_from_a_directory(
 class Unset(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.scale = nn.Linear(6, 6), nn.Parameter(torch.ones(6))
+        self.first, self.scale = nn.Linear(6, 6), nn.Parameter(torch.empty(6))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.first(x) * self.scale
@@ -182,3 +184,27 @@ def test_a_parameter_without_initializer_is_named(world_pool: WorldPool, corpora
     job = make_module_job(corpora, model={"factory": f"{__name__}:Unset"})
     (message,) = world_pool.run(1, setting_up_fails, job)
     assert "'scale'" in message and "Unset" in message and "reset_parameters" in message
+
+
+def test_a_file_gives_some_weights(world_pool: WorldPool, corpora: Path, tmp_path: Path) -> None:
+    given = {"first.weight": torch.linspace(0, 1, 36).view(6, 6), "blocks.1.up.bias": torch.ones(13)}
+    torch.save(given, tmp_path / "some.pt")
+    save_file(given, tmp_path / "some.safetensors")
+    files = [None, str(tmp_path / "some.pt"), str(tmp_path / "some.safetensors")]
+    several = {str(file): make_module_job(corpora, model=MODULE | {"weights": file}) for file in files}
+    drawn, *read = (weights for weights, _ in world_pool.run(2, all_initial, several)[0].values())
+    for weights in read:
+        assert all(torch.equal(value, given.get(name, drawn[name]).double()) for name, value in weights.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "says"),
+    [("frst.weight", (6, 6), "Did you mean 'first.weight'"), ("first.weight", (6, 5), r"shape \[6, 5\]")],
+)
+def test_a_file_of_other_weights_is_refused(
+    corpora: Path, tmp_path: Path, name: str, shape: tuple[int, int], says: str
+) -> None:
+    save_file({name: torch.ones(shape)}, tmp_path / "other.safetensors")
+    job = make_module_job(corpora, model=MODULE | {"weights": str(tmp_path / "other.safetensors")})
+    with pytest.raises(ModelError, match=says):
+        study(job)

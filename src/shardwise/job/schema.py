@@ -76,6 +76,11 @@ class ModelSection(Section):
         description="`package.module:function` that returns any `nn.Module`; called with `factory_arguments`.",
     )
     factory_arguments: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of `factory`.")
+    weights: UserPath | None = Field(
+        default=None,
+        description="File of weights (safetensors, or a state dict of `torch.save`) for a module of `factory`, by the "
+        "module's own names. What it does not hold starts as without it.",
+    )
     loss: str | None = Field(
         default=None,
         description="`package.module:function(output, batch) -> (sum, count)` for a module of `factory` that does not "

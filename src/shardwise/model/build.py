@@ -3,8 +3,7 @@
 Three sources: a Hugging Face directory or config (the embedded default among them), built by transformers itself, and
 a user's own factory. Parameters are always on meta, so no rank ever holds a model it is going to shard. Buffers
 of a Hugging Face model are on meta too: transformers' initializer fills them again, and `constructed_buffers` has the
-values of those that it leaves out. Buffers of a user's module are real, since nothing but its constructor knows their
-values. Nothing here contacts a hub.
+values of those that it leaves out. Buffers of a user's module are real (`construct`). Nothing here contacts a hub.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import inspect
 import json
 import re
 import sys
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -23,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -39,10 +36,17 @@ from transformers import (
 )
 from transformers.initialization import meta_device_safe_creation_ops
 
-from shardwise._torch_compat.autograd import share_gradient_hooks
 from shardwise.errors import ConfigError, ModelError, ShardwiseError
 from shardwise.job.objects import load_object
 from shardwise.job.schema import Job, ModelSection
+from shardwise.model.construct import (
+    ConstructedModule,
+    NotAModule,
+    check_tensors,
+    construct,
+    parameters_on_meta,
+    uninitialized_is_nan,
+)
 from shardwise.model.default import default_config
 from shardwise.model.registry import family_of
 from shardwise.model.replacements import fuse_activations, replace_attention
@@ -62,7 +66,7 @@ OTHER_DROPOUT = re.compile(r"classif|summary|pooler|^cls|^qa|layerdrop|^drop_pat
 def build_model(job: Job) -> nn.Module:
     """Return the model of `job` in train mode, parameters on the meta device (fp32), key-value cache off."""
     return prepare_for_training(
-        _build_user_module(job.model) if job.model.factory else _build_hugging_face(job, load_config(job))
+        construct_user_module(job.model).module if job.model.factory else _build_hugging_face(job, load_config(job))
     )
 
 
@@ -282,13 +286,8 @@ def _on_meta() -> Iterator[None]:
 @contextmanager
 def _with_real_buffers() -> Iterator[None]:
     """Inside, constructors make values of buffers alone; torch fills uninitialized memory with NaN."""
-    was, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        with parameters_on_meta():
-            yield
-    finally:
-        torch.use_deterministic_algorithms(was, warn_only=warned)
+    with uninitialized_is_nan(), parameters_on_meta():
+        yield
 
 
 def _check_head(config: PreTrainedConfig, section: ModelSection) -> None:
@@ -357,62 +356,22 @@ def _guarded(where: str, call: Callable[[], Any]) -> Any:
 # --- a user's own module ---------------------------------------------------------------------------------------------
 
 
-def _build_user_module(section: ModelSection) -> nn.Module:
+def construct_user_module(section: ModelSection) -> ConstructedModule:
+    """Return the module of `model.factory` on the meta device, with what its constructor computed.
+
+    Raises:
+        ConfigError: the factory is no function.
+        ModelError: it raises, or returns something that cannot be trained.
+    """
     where = f"model.factory={section.factory!r}"
     factory = load_object(str(section.factory), "model.factory")
     if not callable(factory):
         raise ConfigError(f"{where} is a {type(factory).__name__}, not a function or class")
-    with parameters_on_meta():
-        try:
-            model = factory(**copy.deepcopy(section.factory_arguments))
-        except Exception as error:
-            raise ModelError(f"{where} raised {type(error).__name__}: {error}") from error
-    if not isinstance(model, nn.Module):
-        raise ModelError(f"{where} returned a {type(model).__name__}; it must return a torch.nn.Module")
-    _check_tensors(model, where)
-    return model
-
-
-def _check_tensors(model: nn.Module, where: str) -> None:
-    """Check that every parameter is on meta and of known shape, every buffer with values."""
-    parameters = dict(model.named_parameters())
-    if not parameters:
-        raise ModelError(f"{where} returned a module without parameters; there is nothing to train")
-    for name, parameter in parameters.items():
-        if is_lazy(parameter):
-            raise ModelError(f"{where}: parameter {name!r} is lazy; give every layer its sizes")
-        if parameter.device.type != "meta":
-            raise ModelError(f"{where}: parameter {name!r} was not registered by its module; assign it as an attribute")
-    for name, buffer in model.named_buffers():
-        if buffer.device.type == "meta":
-            raise ModelError(f"{where}: buffer {name!r} has no values; make it from numbers, not from a parameter")
-
-
-@contextmanager
-def parameters_on_meta() -> Iterator[None]:
-    """Inside, each parameter that a module registers moves to the meta device at once; buffers stay real.
-
-    At most one parameter at a time has storage. A parameter registered under several names stays one parameter.
-    """
-    original = nn.Module.register_parameter
-    moved: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
-
-    def to_meta(parameter: nn.Parameter) -> nn.Parameter:
-        source, meta = moved.get(id(parameter), (None, None))
-        if meta is None or source is None or source() is not parameter:  # an id may be reused after its owner died
-            meta = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-            meta.__dict__.update(parameter.__dict__)
-            share_gradient_hooks(parameter, meta)
-            moved[id(parameter)] = (weakref.ref(parameter), meta)
-        return meta
-
-    def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and not is_lazy(param) and param.device.type != "meta":
-            param = to_meta(param)
-        original(self, name, param)
-
-    nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
     try:
-        yield
-    finally:
-        nn.Module.register_parameter = original  # type: ignore[method-assign]
+        constructed = construct(lambda: factory(**copy.deepcopy(section.factory_arguments)))
+    except NotAModule as error:
+        raise ModelError(f"{where} {error}") from error
+    except Exception as error:
+        raise ModelError(f"{where} raised {type(error).__name__}: {error}") from error
+    check_tensors(constructed.module, where)
+    return constructed

@@ -9,7 +9,7 @@ names, input embeddings are what only `nn.Embedding` reads. Sizes come from the 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -32,6 +32,7 @@ from shardwise.model.gradient_hooks import (
     find_gradient_hooks,
     whole_gradient_hooks,
 )
+from shardwise.model.initializers import parents_that_initialize
 from shardwise.model.probe import ForwardProbe, probe_forward, rehearse_stage, token_inputs
 from shardwise.model.registry import family_of
 from shardwise.model.stage_cut import stage_facts
@@ -66,7 +67,8 @@ def discover(model: nn.Module, job: Job, example: Mapping[str, Tensor] | None = 
     ties = find_ties(model)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     splits, tensor = tensor_plan(model)
-    stages, pipeline = _stages(model, lists, ties, forward, example)
+    parents = parents_that_initialize(model, blocks)
+    stages, pipeline = _stages(model, lists, ties, forward, example, parents)
     examined = ExaminedModel(model, tuple(blocks), forward, tensor, pipeline)
     name = getattr(config, "model_type", None) or type(model).__name__
     family = family_of(name)
@@ -111,6 +113,7 @@ def discover(model: nn.Module, job: Job, example: Mapping[str, Tensor] | None = 
         accumulate_grad_hooks=find_accumulate_grad_hooks(model),
         definition=definition_of(model),
         outside_reads=forward.outside_reads,
+        parent_initialized=parents,
         activation_arguments=forward.activation_arguments,
         frozen=frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad),
         probe_failure=forward.failure,
@@ -194,6 +197,7 @@ def _stages(
     ties: tuple[tuple[str, ...], ...],
     forward: ForwardProbe,
     example: Mapping[str, Tensor] | None,
+    parents: Mapping[str, Sequence[str]],
 ) -> tuple[StageFacts, Capability]:
     """Return how the model is cut into stages, and whether it can be."""
     if forward.order is None:
@@ -202,6 +206,11 @@ def _stages(
     if capability.ok and forward.outside_reads:
         name = forward.outside_reads[0]
         reason = f"{definition_of(model)} reads {name} outside of the module that owns it, which another stage may hold"
+        return StageFacts(order=tuple(forward.order.calls)), refused(reason)
+    inside = tuple(f"{name}." for names in lists for name in names)
+    reaching = next((parent for parent in parents if any(name.startswith(inside) for name in parents[parent])), None)
+    if capability.ok and reaching is not None:  # a stage has nothing of other stages' blocks that could be filled
+        reason = f"the initializer of {definition_of(model.get_submodule(reaching))} fills parameters of its blocks"
         return StageFacts(order=tuple(forward.order.calls)), refused(reason)
     if stages.encoder:  # MVP adds to what its head returns
         example = token_inputs(model, LENGTH)

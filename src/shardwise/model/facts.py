@@ -203,6 +203,7 @@ class ModelFacts:
     whole_gradient_hooks: tuple[str, ...] = ()  # those whose hooks have to be given the whole gradient at once
     accumulate_grad_hooks: tuple[str, ...] = ()  # parameters with hooks for when a gradient is accumulated
     definition: str = ""  # the class of a user's module, with its file and line
+    parent_initialized: dict[str, tuple[str, ...]] = field(default_factory=dict)  # module -> others' that it fills
     outside_reads: tuple[str, ...] = ()  # parameters of a user's module that are read while their owner does not run
     activation_arguments: tuple[int | str, ...] = ()  # of the blocks, positions or names: what is made from weights
     sequence_parallel: Capability = SUPPORTED  # whether tensor ranks can share the sequence, where tensors are split

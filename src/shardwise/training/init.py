@@ -9,45 +9,49 @@ most that exists unsharded.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import cached, is_parametrized
+from torch.nn.utils.parametrize import is_parametrized
 
 from shardwise.checkpoint.reading import HuggingFaceWeights
 from shardwise.checkpoint.state import persistent_buffers
+from shardwise.checkpoint.weight_files import WeightFile, open_weight_files
 from shardwise.errors import ModelError, require_type
 from shardwise.kernels.adapters import AdapterWeight
+from shardwise.kernels.precision import torch_dtype
 from shardwise.model.build import constructed_buffers
 from shardwise.model.facts import ModelFacts
+from shardwise.model.initializers import run_initializer
 from shardwise.parallel.model import ModelPart, ParallelModel
-from shardwise.parallel.tensor_map import ParameterEntry
 from shardwise.parallel.transforms.materialize import is_blank
 from shardwise.training.adapter_start import start_adapters
+from shardwise.words import nearest
 
-_BUFFERS_ONLY = "buffers"
 
-
-def initialize(model: ParallelModel, seed: int) -> None:
+def initialize(model: ParallelModel, seed: int, given: Collection[str] = ()) -> None:
     """Fill every parameter and buffer: drawn from `seed`, or read from the job's `model.path`.
+
+    Args:
+        given: names of parameters and buffers that get their values afterwards.
 
     Raises:
         ConfigError: `model` is no ParallelModel.
-        ModelError: a parameter has no initializer, or the directory's weights do not fit the model.
+        ModelError: a parameter has no values, or the directory's weights do not fit the model.
     """
     require_type(model, ParallelModel, "model", "shardwise.parallelize makes it of a module")
     with torch.no_grad():
         for part in model.parts:
-            for unit in _units(part, model.facts):
-                _draw(model, part.module, unit, seed)
+            for names in _units(part, model.facts):
+                _draw(model, part.module, names, seed, given)
         path = model.plan.job.model.path
         if path is not None:
             read_hugging_face(model, path)
         if model.facts.has_config:
-            _fill_blank_buffers(model, seed)
+            _fill_blank_buffers(model, seed, given)
     start_adapters(model)
 
 
@@ -57,18 +61,18 @@ def draw_adapters(model: ParallelModel, seed: int) -> None:
         for part in model.parts:
             for owner, module in part.module.named_modules():
                 if isinstance(module, AdapterWeight):
-                    _draw(model, part.module, (owner, False), seed)
+                    _draw(model, part.module, [owner], seed, ())
     start_adapters(model)
 
 
-def _fill_blank_buffers(model: ParallelModel, seed: int) -> None:
+def _fill_blank_buffers(model: ParallelModel, seed: int, given: Collection[str] = ()) -> None:
     """Give buffers that no initializer has filled the values of their constructors.
 
     Raises:
         ModelError: a constructor leaves one without values too.
     """
     buffers = [(name, buffer) for part in model.parts for name, buffer in part.module.named_buffers()]
-    blanks = {name: buffer for name, buffer in buffers if is_blank(buffer)}
+    blanks = {name: buffer for name, buffer in buffers if name not in given and is_blank(buffer)}
     if not blanks:
         return
     with seeded(seed, "buffers", model.device):
@@ -114,56 +118,127 @@ def read_hugging_face(model: ParallelModel, path: str) -> None:
             buffer.copy_(weights.read(names[name]))
 
 
-def _units(part: ModelPart, facts: ModelFacts) -> Iterator[tuple[str, bool]]:
-    """Yield (qualified name, whole subtree?) of what is initialized together: blocks whole, others by themselves.
+def match_weight_file(path: str, module: nn.Module, facts: ModelFacts) -> WeightFile:
+    """Return the file of a job's `model.weights`, whose tensors are some of the module's, by its own names.
 
-    A module with parametrizations is whole too: what fills it is its own initializer.
+    Raises:
+        ModelError: the file is absent or broken, or a tensor is not the module's.
     """
-    blocks = {block.name for block in facts.blocks}
-    blocks |= {name for name, module in part.module.named_modules() if name and is_parametrized(module)}
-    inside = tuple(f"{name}." for name in blocks)
+    file = next(iter(open_weight_files([Path(path)]).values()))
+    shapes = {name: tuple(tensor.shape) for name, tensor in (*module.named_parameters(remove_duplicate=False),
+                                                             *module.named_buffers())}  # fmt: skip
+    for name in file.names:
+        if name not in shapes:
+            raise ModelError(f"model.weights={path!r}: {facts.family} has no {name!r}.{nearest(name, list(shapes))}")
+        if file.shape(name) != shapes[name]:
+            raise ModelError(
+                f"model.weights={path!r}: {name!r} has shape {list(file.shape(name))}, that of {facts.family} "
+                f"{list(shapes[name])}"
+            )
+    return file
+
+
+def read_weight_file(model: ParallelModel, file: WeightFile) -> None:
+    """Read this rank's slices of the parameters that are in a file, and the buffers whole."""
+    for name in file.names:
+        if name in model.tensor_map.names:
+            entry = model.tensor_map[name]
+            for region in entry.regions:
+                if entry.local[region.local].numel():
+                    entry.local[region.local].copy_(file.read(name, region.logical))
+    for part in model.parts:
+        for name, buffer in part.module.named_buffers():
+            if name in file.names:
+                buffer.copy_(file.read(name))
+
+
+def _units(part: ModelPart, facts: ModelFacts) -> list[list[str]]:
+    """Return the modules that are initialized together, in module order: those of a block, others by themselves.
+
+    A module with parametrizations is whole too: what fills it is its own initializer. One whose initializer fills
+    parameters of others goes with these.
+    """
+    modules = [name for name, _ in part.module.named_modules()]
+    whole = {block.name for block in facts.blocks}
+    whole |= {name for name, module in part.module.named_modules() if name and is_parametrized(module)}
+    unit_of = {name: _unit_of(name, whole) for name in modules}
+    for parent, filled in facts.parent_initialized.items():
+        merged = {unit_of[name] for name in (parent, *(name.rpartition(".")[0] for name in filled)) if name in unit_of}
+        unit_of = {name: min(merged) if unit in merged else unit for name, unit in unit_of.items()}
     absent = part.boundary.absent if part.boundary is not None else ()
-    for name, _ in part.module.named_modules():
-        if name in absent:
-            continue
-        if name in blocks and not name.startswith(inside):
-            yield name, True
-        elif not name.startswith(inside) or not inside:
-            yield name, False
+    units: dict[str, list[str]] = {}
+    for name in modules:
+        units.setdefault(unit_of[name], []).append(name)
+    return [names for names in units.values() if any(name not in absent for name in names)]
 
 
-def _draw(model: ParallelModel, root: nn.Module, unit: tuple[str, bool], seed: int) -> None:
-    name, subtree = unit
-    module = root.get_submodule(name)
-    owners = list(module.named_modules(prefix=name)) if subtree else [(name, module)]
-    owned = {
-        f"{owner}.{leaf}".lstrip("."): (part, leaf)
-        for owner, part in owners
-        for leaf, _ in part.named_parameters(recurse=False, remove_duplicate=False)
-    }
-    if not owned and not any(True for _ in module.buffers(recurse=False)):
-        return  # T5's own initializer reaches for embeddings, which come by themselves and may be on other stages
+def _unit_of(name: str, whole: Collection[str]) -> str:
+    """Return the outermost of the modules `whole` that `name` is or lies in, or itself."""
+    parts = name.split(".")
+    prefixes = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
+    return next((prefix for prefix in prefixes if prefix in whole), name)
+
+
+def _draw(model: ParallelModel, root: nn.Module, names: Sequence[str], seed: int, given: Collection[str]) -> None:
+    owners = [(name, root.get_submodule(name)) for name in names]
+    owned = _owned(model, root, names)
+    if not owned and not any(True for _, module in owners for _ in module.buffers(recurse=False)):
+        return  # an initializer that fills nothing may still reach for modules that are on other stages
     with _whole_parameters(model, owned) as wholes:
         unset = {key: whole for key, whole in wholes.items() if not whole.is_meta}
-        for owner, part in reversed(owners):  # children first: a parent's initializer overrides theirs
+        for owner, module in reversed(owners):  # children first: a parent's initializer overrides theirs
             with seeded(seed, owner, model.device):
-                run_initializer(root, part)
+                if isinstance(module, AdapterWeight):
+                    module.reset_parameters()  # the model knows nothing of it
+                else:
+                    run_initializer(root, module)
         for key, whole in unset.items():
-            if torch.isnan(whole).any() and model.plan.job.model.path is None:  # else it is in the directory's files
+            is_given = key in given or model.plan.job.model.path is not None  # else in the directory's files
+            if torch.isnan(whole).any() and not is_given:
                 raise ModelError(
-                    f"parameter {key!r} of {type(owned[key][0]).__name__} has no initializer; give its module a "
-                    "reset_parameters() method that fills it"
+                    f"parameter {key!r} of {type(owned[key][0]).__name__} has no values: its module's constructor "
+                    "leaves it uninitialized; fill it there, or in a reset_parameters() method of the module"
                 )
-            model.tensor_map[key].store(whole)
+            if key in model.tensor_map.names:
+                model.tensor_map[key].store(whole)
+
+
+def _owned(model: ParallelModel, root: nn.Module, names: Sequence[str]) -> dict[str, tuple[nn.Module, str]]:
+    """Return the parameters of modules, as module and attribute by name, with those that other stages hold.
+
+    What several modules fill has to be drawn whole on each stage, so that all draw the same.
+    """
+    owned = {}
+    aliases = {alias for group in model.facts.ties for alias in group}
+    known = [*model.facts.parameter_shapes, *aliases.difference(model.facts.parameter_shapes)]
+    of_module: dict[str, list[str]] = {}
+    for key in known:
+        owner, _, leaf = key.rpartition(".")
+        of_module.setdefault(owner, []).append(leaf)
+    for name in names:
+        module = root.get_submodule(name)
+        held = {leaf for leaf, _ in module.named_parameters(recurse=False, remove_duplicate=False)}
+        for leaf in of_module.get(name, ()):
+            if leaf in held or len(names) > 1:
+                owned[f"{name}.{leaf}".lstrip(".")] = (module, leaf)
+    return owned
 
 
 @contextmanager
 def _whole_parameters(
     model: ParallelModel, owned: dict[str, tuple[nn.Module, str]]
 ) -> Iterator[dict[str, nn.Parameter]]:
-    """Put whole tensors, filled with NaN, in the place of `owned`; the second name of a tied one stays on meta."""
-    local = {key: module.get_parameter(leaf) for key, (module, leaf) in owned.items()}
-    wholes = {key: _blank(model.tensor_map[key], key, model.device) for key in owned}
+    """Put whole tensors, filled with NaN, in the place of `owned`.
+
+    The second name of a tied one is the same tensor where the first is among them too, and else stays on meta.
+    """
+    local = {key: getattr(module, leaf, None) for key, (module, leaf) in owned.items()}
+    first = {name: group[0] for group in model.facts.ties for name in group}
+    wholes: dict[str, nn.Parameter] = {}
+    for key in owned:
+        name = first.get(key, key)
+        on = model.device if name in owned else torch.device("meta")
+        wholes[key] = wholes[name] if name in wholes else _blank(model, name, on)
     try:
         for key, (module, leaf) in owned.items():
             module.register_parameter(leaf, wholes[key])
@@ -173,43 +248,10 @@ def _whole_parameters(
             module.register_parameter(leaf, local[key])
 
 
-def _blank(entry: ParameterEntry, key: str, device: torch.device) -> nn.Parameter:
-    on = device if key == entry.name else torch.device("meta")
-    return nn.Parameter(torch.full(entry.shape, float("nan"), dtype=entry.parameter.dtype, device=on))
-
-
-def run_initializer(model: nn.Module, module: nn.Module) -> None:
-    """Run the model's own `_init_weights` (transformers' convention), else the module's `reset_parameters`.
-
-    `_reset_parameters` is what torch calls it in `nn.MultiheadAttention` and `nn.Transformer`. Of adapters the model
-    knows nothing.
-    """
-    init_weights = getattr(model, "_init_weights", None)
-    if callable(init_weights) and not isinstance(module, AdapterWeight):
-        init_weights(module)
-        return
-    names = ("reset_parameters", "_reset_parameters")
-    reset = next((method for name in names if callable(method := getattr(module, name, None))), None)
-    if reset is not None and is_parametrized(module):
-        _reset_parametrized(module, reset)
-    elif reset is not None:
-        reset()
-
-
-def _reset_parametrized(module: nn.Module, reset: Callable[[], None]) -> None:
-    """Call `reset`, which fills the tensors that parametrizations compute, and give these to the parametrizations.
-
-    One without `right_inverse` takes them as its original, as when it is registered on a module that has values.
-    """
-    lists: Any = module.parametrizations
-    with cached():
-        reset()
-        values = {name: getattr(module, name) for name in lists}
-    for name, value in values.items():
-        if all(hasattr(parametrization, "right_inverse") for parametrization in lists[name]):
-            setattr(module, name, value)
-        else:
-            lists[name].original.copy_(value)
+def _blank(model: ParallelModel, name: str, device: torch.device) -> nn.Parameter:
+    is_held = name in model.tensor_map.names
+    dtype = model.tensor_map[name].parameter.dtype if is_held else torch_dtype(model.plan.dtypes.parameters)
+    return nn.Parameter(torch.full(model.facts.parameter_shapes[name], float("nan"), dtype=dtype, device=device))
 
 
 @contextmanager

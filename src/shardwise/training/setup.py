@@ -20,7 +20,7 @@ from shardwise.data.token_data import TokenData
 from shardwise.errors import ConfigError, DataError, ModelError
 from shardwise.job.schema import Job
 from shardwise.kernels.precision import LossScaler, has_float8
-from shardwise.model.build import build_model
+from shardwise.model.build import build_model, construct_user_module
 from shardwise.model.discover import discover
 from shardwise.model.facts import ModelFacts
 from shardwise.model.traced_cut import cut_by_trace
@@ -29,8 +29,9 @@ from shardwise.parallel.layout import Layout
 from shardwise.parallel.model import ParallelModel
 from shardwise.parallel.objective import Objective
 from shardwise.plan.plan import Plan, World, resolve
-from shardwise.training.given_model import GivenModel, place_weights
-from shardwise.training.init import initialize, match_weights
+from shardwise.training.adapter_start import start_adapters
+from shardwise.training.given_model import GivenModel, place_weights, take_constructed_values
+from shardwise.training.init import initialize, match_weight_file, match_weights, read_weight_file
 from shardwise.training.objectives.choose import make_objective
 from shardwise.training.optimizer import ShardedOptimizer
 
@@ -115,6 +116,8 @@ def study(job: Job) -> ModelFacts:
         facts = cut_by_trace(model, facts, job.data.sequence_length, example)
     if job.model.path is not None:
         match_weights(model, facts, job.model.path)
+    if job.model.weights is not None:
+        match_weight_file(job.model.weights, model, facts)
     return facts
 
 
@@ -141,17 +144,34 @@ def assemble(
     seed = job.training.seed
     choose_algorithms(job.training.deterministic)
     torch.manual_seed(seed * world.size + dist.get_rank())  # read by fused attention dropout alone
-    model = parallelize(build_model(job) if given is None else given.module, plan, layout, facts, device)
+    if given is None and job.model.factory is not None:
+        given = GivenModel.of_constructed(construct_user_module(job.model))
     if given is None:
+        model = parallelize(build_model(job), plan, layout, facts, device)
         initialize(model, seed)
     else:
-        place_weights(model, given.weights, seed)
+        model = _place_given(given, plan, layout, facts, device)
     objective = make_objective(model)
     if objective.needs_whole_batches and data is not None:
         check_whole_batches(plan, data)
     optimizer = ShardedOptimizer(model.tensor_map, job.optimizer)
     scaler = LossScaler.of(plan.dtypes.compute, job.precision.loss_scale)
     return AssembledJob(plan, layout, facts, data, model, objective, optimizer, scaler)
+
+
+def _place_given(
+    given: GivenModel, plan: Plan, layout: Layout, facts: ModelFacts, device: torch.device
+) -> ParallelModel:
+    """Return a module of the user's own on this rank, with its values. Collective."""
+    path, seed = plan.job.model.weights, plan.job.training.seed
+    file = None if path is None else match_weight_file(path, given.module, facts)
+    model = parallelize(given.module, plan, layout, facts, device)
+    take_constructed_values(given, seed)
+    place_weights(model, given.weights, seed, given.buffers, () if file is None else file.names)
+    if file is not None:
+        read_weight_file(model, file)
+        start_adapters(model)
+    return model
 
 
 def choose_algorithms(deterministic: bool) -> None:

@@ -27,6 +27,8 @@ RULES: tuple[Rule, ...] = (
           lambda d: not model_from_factory(d), "set model.factory or leave it out"),
     idle("model-factory-arguments", "model.factory_arguments", "there is no model.factory to take them",
           lambda d: not model_from_factory(d), "set model.factory or leave it out"),
+    idle("model-weights", "model.weights", "only a module of model.factory reads a file of weights",
+          lambda d: not model_from_factory(d), "set model.factory, or model.path for a Hugging Face directory"),
     idle("factory-task", "model.task", "a module of model.factory brings its own head and loss",
           model_from_factory, "use causal_lm (which a factory ignores), or model.config"),
     idle("remote-code", "model.trust_remote_code", "only a model.path or model.config can bring code of its own",

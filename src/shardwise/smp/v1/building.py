@@ -16,6 +16,7 @@ from shardwise.errors import ModelError
 from shardwise.job.axes import Axis
 from shardwise.job.schema import MemorySection
 from shardwise.model.capability import SUPPORTED, refused
+from shardwise.model.construct import detach_weights
 from shardwise.model.discover import discover
 from shardwise.model.facts import ModelFacts
 from shardwise.model.traced_cut import cut_by_trace
@@ -32,7 +33,7 @@ from shardwise.smp.v1.nn.layers import DistributedEmbedding, DistributedLinear
 from shardwise.smp.v1.nn.splits import common_heads, tensor_splits
 from shardwise.smp.v1.requests import CheckpointRequest, requests
 from shardwise.smp.v1.session import SmpSessionV1
-from shardwise.training.given_model import detach_weights, place_weights
+from shardwise.training.given_model import place_weights
 from shardwise.training.setup import current_world
 
 DTYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}

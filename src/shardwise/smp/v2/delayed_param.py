@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.model.initializers import run_initializer
 from shardwise.smp.v2.session import state
 from shardwise.smp.v2.split_model import local_names
-from shardwise.training.init import run_initializer, seeded
+from shardwise.training.init import seeded
 
 
 class DelayedParamIniter:

@@ -12,6 +12,9 @@ CASES = {
         {"model": {"factory": "a:b", "factory_arguments": {"x": 1}}},
         "'x': 1",
     ),
+    "model-weights": case(
+        {"model": {"weights": "w.pt"}}, {"model": {"factory": "a:b", "weights": "w.pt"}}, "model.weights=w.pt"
+    ),
     "factory-task": case(
         {"model": {"factory": "a:b", "task": "masked_lm"}}, {"model": {"config": "c", "task": "masked_lm"}}, "own head"
     ),
