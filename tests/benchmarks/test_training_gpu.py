@@ -17,6 +17,7 @@ from benchmarks import gpu_case, training_gpu
 from benchmarks.gpu_case import Case, climb, is_out_of_memory, run_case, token_ids
 from benchmarks.gpu_contenders import BUILDERS, IdStep
 from benchmarks.gpu_models import SHAPES, build, flops_per_token, model_config
+from tests.fork_server import call
 
 CPU = torch.device("cpu")
 BILLIONS = {"0.5B": 0.5, "1B": 1.0, "3B": 3.0, "13B-10L": 3.6}
@@ -138,7 +139,7 @@ def test_a_toy_run_on_the_cpu(family: str, tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     arguments = ["--device", "cpu", "--toy", "--families", family, "--ladder", "1", "2", "--rounds", "1"]
     arguments += ["--steps", "1", "--warmup", "1", "--contenders", "shardwise", "torch", "autocast"]
-    assert training_gpu.main([*arguments, "--json", str(path)]) == 0
+    assert call(training_gpu.main, [*arguments, "--json", str(path)]) == 0
     rows = json.loads(path.read_text())["cases"][0]["rows"]
     assert [row["microbatch"] for row in rows] == [2, 2, 2]
     ours, masters, _ = rows

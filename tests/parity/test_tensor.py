@@ -113,7 +113,7 @@ def initial(job: Job) -> dict[str, Tensor]:
     return gather(set_up(job, torch.device("cpu")))
 
 
-@pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "llama"])
+@pytest.mark.parametrize("family", ["gpt2", pytest.param("gpt_neox", marks=pytest.mark.slow), "llama"])
 def test_initial_weights_are_bit_equal(world_pool: WorldPool, corpora: Path, family: str) -> None:
     alone = world_pool.run(1, initial, tensor_job(corpora, family))[0]
     for ranks, parallel in ((2, TWO), (4, TWO), (4, FOUR)):
