@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import make_dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -26,6 +27,9 @@ from shardwise.observe.callback import HOOKS
 from shardwise.parallel import apply
 from shardwise.plan import rules
 from shardwise.plan.plan import World, precheck
+from shardwise.planner.constants.inventory import cluster, presets, stack_of
+from shardwise.planner.formulas.predict import predict
+from shardwise.planner.formulas.prediction import TrainingConfiguration
 from shardwise.testing.world import WorldPool
 from shardwise.training.objectives import choose
 from shardwise.training.session import Session
@@ -172,6 +176,17 @@ def test_an_axis_has_rules_of_its_own(corpora: Path, monkeypatch: pytest.MonkeyP
     job["parallel"] |= {"repeat_degree": 2, "sharded_data_parallel_degree": 1}
     with pytest.raises(LegalityError, match=r"repeat_degree=2.*are sharded over ranks of equal rows too"):
         precheck(add_axis(monkeypatch).model_validate(job), World(2, "cpu", 2))
+
+
+def test_an_axis_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    add_axis(monkeypatch)
+    field = [("repeat", int, load_block(PAGE, "repeat_degree").repeat)]
+    configuration = make_dataclass("Configuration", field, bases=(TrainingConfiguration,), frozen=True)
+    model, stack = presets()["llama3-8b"], stack_of("default")
+    predictions = [
+        predict(configuration(model, cluster("p5.48xlarge:1"), stack, 4096, 1, repeat=degree)) for degree in (1, 2)
+    ]
+    assert [prediction.ranks for prediction in predictions] == [1, 2]
 
 
 def clamps_blocks(job: Job) -> bool:
