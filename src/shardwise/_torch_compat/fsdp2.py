@@ -210,6 +210,13 @@ class ShardedUnit:
         self.state._root_post_backward_final_callback = final_callback
 
 
+# No public name: FSDP2 gathers a unit for backward where the gradient of what the unit has returned arrives.
+def gather_ahead_of_backward(module: FSDPModule, tensors: Sequence[Tensor]) -> None:
+    """Let backward gather the unit of `module` when it comes to one of `tensors`, which the unit has computed."""
+    state: Any = fully_shard.state(module)  # type: ignore[attr-defined]
+    state._register_pre_backward_hook(list(tensors))
+
+
 # No public name: how parameters lie in the flat buffer that FSDP2 hands to a custom all-gather.
 def gathered_parameters(module: FSDPModule) -> Iterator[tuple[int, nn.Module, str]]:
     """(elements of a rank's part, padding included, owner, name) of what `module` gathers at once, in its order."""

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from shardwise.kernels.float8_gather import gather_in_float8
 from shardwise.kernels.precision import torch_dtype
 from shardwise.model.facts import ModelFacts
 from shardwise.parallel.builder import BuildInputs, ModelBuilder, Transform
+from shardwise.parallel.caller_containers import CallerContainers
 from shardwise.parallel.layout import Layout
 from shardwise.plan.plan import Plan
 
@@ -43,7 +45,7 @@ class ShardedParameters(Transform):
         for root, stages in build.roots():
             groups = [group for stage in stages for group in stage.unit_groups(inputs)]
             keys = (inputs.facts.activation_arguments or (0,)) if inputs.plan.keeps_float_arguments else None
-            modules = shard_model(root, groups, inputs.plan, inputs.layout, keys)
+            modules = shard_model(root, groups, inputs.plan, inputs.layout, keys, not inputs.facts.has_config)
             for stage in stages:
                 stage.fsdp_modules = modules
 
@@ -54,15 +56,20 @@ def shard_model(
     plan: Plan,
     layout: Layout,
     cast_arguments: Sequence[int | str] | None = None,
+    keeps_tensors: bool = False,
 ) -> list[FSDPModule]:
     """Shard every group of blocks as one unit and the rest of `model` as the root; return all FSDP modules.
 
-    `cast_arguments` are positions and names of the blocks' arguments that are cast to the compute dtype; unset: all.
+    Args:
+        cast_arguments: positions and names of the blocks' arguments that are cast to the compute dtype; unset: all.
+        keeps_tensors: whether blocks may keep tensors on themselves that backward goes through.
     """
     clear_placement_cache()
     mesh = layout.shard_mesh()
     keep = plan.holds_whole or not plan.job.parallel.reshard_after_forward
     mixed, offload = _mixed_precision(plan), _offload(plan)
+    containers = {block: CallerContainers(block, keeps_tensors) for block in chain(*groups)}
+    containers[model] = CallerContainers(model, False)  # its parameters stay gathered
     of_blocks = mixed if cast_arguments is None else replace(mixed, cast_forward_inputs=False)
     for index, group in enumerate(groups):
         unit = group if len(group) > 1 else group[0]
@@ -75,6 +82,8 @@ def shard_model(
     # Embeddings, final norm and head: needed at both ends of forward and first in backward, so they stay gathered.
     fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=mixed, offload_policy=offload)
     modules: list[FSDPModule] = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module, hooks in containers.items():
+        hooks.watch(module)  # type: ignore[arg-type]
     for module in modules:
         # These switches do not recurse; on the root alone the blocks' gradients would be divided silently.
         module.set_gradient_divide_factor(1.0)

@@ -1,0 +1,147 @@
+"""Walks through what a module is given and returns: containers, tuples and objects, with the tensors in them."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from argparse import Namespace
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import fields, is_dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from torch import Tensor, nn
+
+COLLECTIONS = (list, dict, set, deque)
+NAMESPACES = (SimpleNamespace, Namespace)
+LIBRARIES = sys.stdlib_module_names | {"torch", "transformers", "shardwise", "numpy"}
+MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+
+
+def is_record(value: Any) -> bool:
+    """Return True for an object of a dataclass, not for the class."""
+    return is_dataclass(value) and not isinstance(value, type)
+
+
+def is_object(value: Any) -> bool:
+    """Return True for an object of a user's class with attributes, such as one that collects losses.
+
+    Modules, functions, and objects of libraries, which lead far, are none.
+    """
+    if is_record(value) or type(value) in NAMESPACES:
+        return True
+    if isinstance(value, Tensor | nn.Module | type) or callable(value) or not hasattr(value, "__dict__"):
+        return False
+    return type(value).__module__.partition(".")[0] not in LIBRARIES
+
+
+def is_changeable(value: Any) -> bool:
+    """Return True if a block can change `value` in place, other than a tensor."""
+    return isinstance(value, COLLECTIONS) or is_object(value)
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object by name."""
+    if is_record(value):
+        return {field.name: getattr(value, field.name) for field in fields(value) if hasattr(value, field.name)}
+    return vars(value)
+
+
+def module_attributes(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes that a module's own code has set: no parameters, buffers, modules and hooks."""
+    return {name: value for name, value in vars(module).items() if name not in MODULE_ATTRIBUTES}
+
+
+def walk(*values: Any) -> Iterator[Any]:
+    """Yield `values` and what lies in them at any depth, each object once."""
+    visited: set[int] = set()
+    waiting = deque(values)
+    while waiting:
+        value = waiting.popleft()
+        if id(value) in visited:
+            continue
+        visited.add(id(value))
+        yield value
+        waiting.extend(_items(value))
+
+
+def _items(value: Any) -> list[Any]:
+    if isinstance(value, Tensor):
+        return []
+    if isinstance(value, dict):
+        return list(value.values())
+    if isinstance(value, (tuple, list, set, deque)):
+        return list(value)
+    return list(attributes_of(value).values()) if is_object(value) else []
+
+
+Pairs = dict[int, tuple[Any, Any]]  # `id` of an object -> (the object, what takes its place)
+
+
+def pairs_of(objects: Iterable[Any], others: Iterable[Any]) -> Pairs:
+    """Return the pairs by which `exchange` puts each of `others` in the place of one of `objects`."""
+    return {id(value): (value, other) for value, other in zip(objects, others, strict=True)}
+
+
+def exchange(value: Any, pairs: Pairs) -> Any:
+    """Return `value` with other objects in it: in place in lists, dicts and dataclasses, a new tuple for a tuple.
+
+    Args:
+        pairs: what is exchanged; each container that is met is added with what becomes of it.
+    """
+    if id(value) in pairs:
+        return pairs[id(value)][1]
+    pairs[id(value)] = (value, value)
+    if isinstance(value, tuple):
+        return _new_tuple(value, [exchange(item, pairs) for item in value], pairs)
+    if isinstance(value, list | dict) or is_record(value):
+        for key, item in list(_slots(value)):
+            other = exchange(item, pairs)
+            if other is not item:
+                _put(value, key, other)
+    return value
+
+
+def copied(value: Any, pairs: Pairs) -> Any:
+    """Return a copy of containers and objects, at any depth, that holds the same tensors.
+
+    Args:
+        pairs: objects with their copies; filled here.
+    """
+    if id(value) in pairs:
+        return pairs[id(value)][1]
+    pairs[id(value)] = (value, value)
+    if isinstance(value, tuple):
+        return _new_tuple(value, [copied(item, pairs) for item in value], pairs)
+    if not is_changeable(value):
+        return value
+    twin = copy.copy(value)
+    pairs[id(value)] = (value, twin)
+    for key, item in list(_slots(twin)):
+        _put(twin, key, copied(item, pairs))
+    return twin
+
+
+def _new_tuple(value: tuple[Any, ...], items: list[Any], pairs: Pairs) -> tuple[Any, ...]:
+    if all(other is item for other, item in zip(items, value, strict=True)):
+        return value
+    new: tuple[Any, ...] = type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    pairs[id(value)] = (value, new)
+    return new
+
+
+def _slots(value: Any) -> Iterable[tuple[Any, Any]]:
+    """Return (key, item) of what lies in a changeable object; the items of a set have no place of their own."""
+    if isinstance(value, dict):
+        return value.items()
+    if isinstance(value, list | deque):
+        return enumerate(value)
+    return attributes_of(value).items() if is_object(value) else ()
+
+
+def _put(value: Any, key: Any, item: Any) -> None:
+    if isinstance(value, dict | list | deque):
+        value[key] = item
+    else:
+        object.__setattr__(value, key, item)  # a frozen dataclass too
