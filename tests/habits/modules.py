@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
@@ -290,3 +292,85 @@ class BufferOfWeights(Stack):
 
     def read_out(self, x: Tensor) -> Tensor:
         return super().read_out(x) * self.norm
+
+
+# ---- what blocks are given
+
+
+class CollectingResidual(Residual):
+    def forward(self, x: Tensor, losses: list[Tensor]) -> Tensor:  # type: ignore[override]
+        x = super().forward(x)
+        losses.append(self.down(self.up(x)).square().mean((1, 2)))
+        return x
+
+
+class CollectedLosses(Stack):
+    """Each block appends a loss to a list that its caller adds up."""
+
+    block = CollectingResidual
+
+    def forward(self, x: Tensor) -> Tensor:
+        losses: list[Tensor] = []
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x, losses)
+        return self.read_out(x) + 0.1 * torch.stack(losses).sum(0)[:, None]
+
+
+class DenseResidual(Residual):
+    def forward(self, batch: dict[str, Any]) -> None:  # type: ignore[override]
+        batch["x"] = super().forward(batch["x"] + 0.1 * torch.stack(batch["states"]).sum(0) * batch["depth"])
+        batch["states"].append(batch["x"])
+        batch["depth"] += 1
+
+
+class GrowingState(Stack):
+    """Blocks read a dict that the blocks before have written, and write into it."""
+
+    block = DenseResidual
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        batch = {"x": x, "states": [x], "depth": 1}
+        for block in self.blocks:
+            block(batch)
+        result: Tensor = batch["x"] * batch["depth"]
+        return result
+
+
+class Notes:
+    """An object that blocks write into."""
+
+    def __init__(self) -> None:
+        self.loss: Any = 0.0
+
+
+class NotingResidual(Residual):
+    def forward(self, x: Tensor, notes: Notes) -> Tensor:  # type: ignore[override]
+        x = super().forward(x)
+        self.kept = self.down(self.up(x)).square().mean((1, 2))
+        notes.loss = notes.loss + self.kept
+        return x
+
+
+class NotedLosses(Stack):
+    """Blocks add their losses up in an object, and keep them on themselves."""
+
+    block = NotingResidual
+
+    def forward(self, x: Tensor) -> Tensor:
+        notes = Notes()
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x, notes)
+        return self.read_out(x) + (0.1 * notes.loss + sum(block.kept for block in self.blocks))[:, None]
+
+
+class InPlaceResidual(Residual):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.mul_(1.5))
+
+
+class InPlace(Stack):
+    """Blocks write into the hidden states that they are given."""
+
+    block = InPlaceResidual

@@ -106,4 +106,14 @@ HABITS: tuple[Habit, ...] = (
         refused={STAGES: r"Penalized \(.*modules.py:\d+\) reads blocks.0"},
         remedy="add the penalty with `optimizer.weight_decay`, or use no pipeline",
     ),
+    Habit("CollectedLosses", "blocks that append to a list of their caller"),
+    Habit("GrowingState", "blocks that read and write a dict of their caller", quick=(CHECKPOINTS,)),
+    Habit("NotedLosses", "blocks that keep losses on themselves or in an object"),
+    Habit(
+        "InPlace",
+        "blocks that write into what they are given",
+        refused=dict.fromkeys(SEVERAL, r"blocks.0 of InPlace \(.*modules.py:\d+"),
+        remedy="make a new tensor: `x = x * 2`",
+        quick=(ONE,),
+    ),
 )

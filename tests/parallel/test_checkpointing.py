@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import count
 from typing import Any
 
 import pytest
@@ -24,10 +25,10 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down, self.drop = nn.Linear(WIDTH, 8 * WIDTH), nn.Linear(8 * WIDTH, WIDTH), nn.Dropout(0.2)
-        self.calls = 0
+        self.runs = count(1)  # a recomputation leaves no trace in an attribute that could be copied
 
     def forward(self, hidden: Tensor, scale: Tensor | None = None) -> Tensor:
-        self.calls += 1
+        next(self.runs)
         inner = torch.tanh(self.up(hidden)).exp().sin()
         return hidden + self.drop(self.down(inner)) * (1.0 if scale is None else scale)
 
@@ -99,7 +100,7 @@ def test_how_often_blocks_run() -> None:
     for mode, again in (({"checkpoint_every": 4}, {0, 4}), ({"checkpoint_strategy": "group_4"}, set(range(DEPTH)))):
         net = prepared(activation_checkpointing="full", **mode)
         gradients(net, microbatches=1)
-        assert [block.calls for block in net.blocks] == [2 if n in again else 1 for n in range(DEPTH)]
+        assert [next(block.runs) - 1 for block in net.blocks] == [2 if n in again else 1 for n in range(DEPTH)]
 
 
 @pytest.mark.parametrize(
@@ -115,7 +116,7 @@ def test_evaluation_is_not_checkpointed() -> None:
     net = prepared(activation_checkpointing="full", checkpoint_strategy="group_2").eval()
     with torch.no_grad():
         value = net(torch.ones(2, WIDTH, dtype=torch.float64))
-    assert [block.calls for block in net.blocks] == [1] * DEPTH
+    assert [next(block.runs) - 1 for block in net.blocks] == [1] * DEPTH
     with torch.no_grad():
         assert float(value) == float(prepared().eval()(torch.ones(2, WIDTH, dtype=torch.float64)))
 
@@ -125,3 +126,60 @@ def test_a_group_refuses_blocks_with_arguments_of_their_own() -> None:
     net.own_scale = True
     with pytest.raises(ModelError, match="checkpoint_strategy: each"):
         gradients(net)
+
+
+class Remembering(nn.Module):
+    """A block that reads the states that the blocks before have left, counts its calls and keeps an average."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.calls = nn.Linear(WIDTH, WIDTH), 0
+        self.norm = nn.BatchNorm1d(WIDTH, momentum=0.3)
+
+    def forward(self, hidden: Tensor, states: list[Tensor]) -> Tensor:
+        self.calls += 1
+        inner = self.norm(hidden) + self.norm.running_mean
+        hidden = hidden + self.calls * torch.tanh(self.up(inner + torch.stack(states).sum(0)))
+        states.append(hidden)
+        return hidden
+
+
+class Writing(nn.Module):
+    """A block that writes a tensor that it is given."""
+
+    def forward(self, hidden: Tensor, total: Tensor) -> Tensor:
+        return hidden * total.add_(1)
+
+
+def remembered(strategy: str, microbatches: int = 2) -> list[Tensor]:
+    """Return gradients, averages and calls after some microbatches."""
+    torch.manual_seed(0)
+    blocks = [Remembering().double() for _ in range(3)]
+    if strategy:
+        memory = MemorySection(activation_checkpointing="full", checkpoint_strategy=strategy)
+        apply_activation_checkpointing(group_blocks(list(blocks), strategy), memory, None)
+    for seed in range(microbatches):
+        hidden = torch.randn(8, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        states = [hidden.requires_grad_()]
+        for block in blocks:
+            hidden = block(hidden, states)
+        torch.stack(states).square().sum().backward()
+    gradients = [parameter.grad for block in blocks for parameter in block.parameters() if parameter.grad is not None]
+    return [
+        *gradients,
+        *(buffer for block in blocks for buffer in block.buffers()),
+        torch.tensor([b.calls for b in blocks]),
+    ]
+
+
+@pytest.mark.parametrize("strategy", ["each", "group_2"])
+def test_a_recomputation_finds_what_its_forward_has_found_and_leaves_no_trace(strategy: str) -> None:
+    for value, expected in zip(remembered(strategy), remembered(""), strict=True):
+        torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_block_that_writes_what_it_is_given_is_refused_by_name() -> None:
+    block = Writing()
+    apply_activation_checkpointing([[block]], MemorySection(activation_checkpointing="full"), None)
+    with pytest.raises(ModelError, match=r"Writing \(.*:\d+\) writes a tensor"):
+        block(torch.ones(2, requires_grad=True), torch.zeros(2))

@@ -8,8 +8,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shardwise._torch_compat.autograd import version_of
 from shardwise._torch_compat.tracing import tree_leaves
 from shardwise.model.capability import SUPPORTED, Capability, refused
+from shardwise.model.containers import copied, is_changeable, is_unchanged, walk
 
 ArgumentKey = int | str  # position or name of an argument
 HandedOn = dict[int, ArgumentKey]  # number of a block's output -> argument of the next block
@@ -21,20 +23,37 @@ class BlockCalls:
     Attributes:
         calls: positional and keyword arguments of each.
         outputs: of the last call.
+        writes_tensor: a call has written a tensor that it was given.
+        writes_activation: and that tensor was made from weights.
+        changes_container: a call has changed a list, a dict or an object that it was given.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         self.outputs: tuple[Any, ...] = (None,)
+        self.writes_tensor = False
+        self.writes_activation = False
+        self.changes_container = False
+        self._given: list[tuple[Tensor, int, bool]] = []
+        self._containers: tuple[Any, Any] = ((), ())  # as they are, and as they were
 
     def record_arguments(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record a call; a forward pre-hook with keyword arguments."""
         self.calls.append((args, dict(kwargs)))
+        given = list(walk(*args, *kwargs.values()))
+        tensors = [value for value in given if isinstance(value, Tensor)]
+        self._given = [(tensor, version_of(tensor), tensor.requires_grad) for tensor in tensors]
+        containers = tuple(value for value in given if is_changeable(value))
+        self._containers = containers, copied(containers, {})
 
     def record_output(self, module: nn.Module, args: Any, output: Any) -> None:
         """Record what a call returned; a forward hook."""
         self.outputs = tuple(output) if isinstance(output, (tuple, list)) and output else (output,)
+        written = [is_activation for tensor, version, is_activation in self._given if version_of(tensor) != version]
+        self.writes_tensor |= bool(written)
+        self.writes_activation |= any(written)
+        self.changes_container |= not is_unchanged(*self._containers, {})
 
     @property
     def arguments(self) -> dict[ArgumentKey, Any]:

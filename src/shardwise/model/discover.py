@@ -73,6 +73,7 @@ def discover(model: nn.Module, job: Job, example: Mapping[str, Tensor] | None = 
     name = getattr(config, "model_type", None) or type(model).__name__
     family = family_of(name)
     hooks = find_gradient_hooks(model)
+    is_pretrained = isinstance(model, PreTrainedModel)
     facts = ModelFacts(
         family=name,
         parameters=_count([model]),
@@ -114,6 +115,8 @@ def discover(model: nn.Module, job: Job, example: Mapping[str, Tensor] | None = 
         definition=definition_of(model),
         outside_reads=forward.outside_reads,
         parent_initialized=parents,
+        writing_blocks=() if is_pretrained else forward.writing_blocks,
+        activation_writing_blocks=() if is_pretrained else forward.activation_writing_blocks,
         activation_arguments=forward.activation_arguments,
         frozen=frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad),
         probe_failure=forward.failure,
@@ -211,6 +214,11 @@ def _stages(
     reaching = next((parent for parent in parents if any(name.startswith(inside) for name in parents[parent])), None)
     if capability.ok and reaching is not None:  # a stage has nothing of other stages' blocks that could be filled
         reason = f"the initializer of {definition_of(model.get_submodule(reaching))} fills parameters of its blocks"
+        return StageFacts(order=tuple(forward.order.calls)), refused(reason)
+    changing = forward.writing_blocks + forward.container_changing_blocks
+    if capability.ok and changing and not isinstance(model, PreTrainedModel):
+        block = definition_of(model.get_submodule(changing[0]))
+        reason = f"{block} changes what it is given, in place, which blocks on other stages would not see"
         return StageFacts(order=tuple(forward.order.calls)), refused(reason)
     if stages.encoder:  # MVP adds to what its head returns
         example = token_inputs(model, LENGTH)

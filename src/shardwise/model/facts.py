@@ -205,6 +205,8 @@ class ModelFacts:
     definition: str = ""  # the class of a user's module, with its file and line
     parent_initialized: dict[str, tuple[str, ...]] = field(default_factory=dict)  # module -> others' that it fills
     outside_reads: tuple[str, ...] = ()  # parameters of a user's module that are read while their owner does not run
+    writing_blocks: tuple[str, ...] = ()  # blocks of a user's module that write a tensor that they are given
+    activation_writing_blocks: tuple[str, ...] = ()  # and that tensor was made from weights
     activation_arguments: tuple[int | str, ...] = ()  # of the blocks, positions or names: what is made from weights
     sequence_parallel: Capability = SUPPORTED  # whether tensor ranks can share the sequence, where tensors are split
     block_traits: BlockTraits = PLAIN_BLOCK

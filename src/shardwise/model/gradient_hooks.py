@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from shardwise._torch_compat.autograd import accumulate_grad_hooks, gradient_hooks
 
@@ -58,7 +59,7 @@ def _is_additive(hooks: tuple[GradientHook, ...], shape: torch.Size) -> bool:
 
 def definition_of(module: nn.Module) -> str:
     """Return the name of a module's class with the file and line where it is defined, as far as they are known."""
-    definition = type(module)
+    definition = next(base for base in type(module).__mro__ if not issubclass(base, FSDPModule))
     try:
         return f"{definition.__name__} ({inspect.getsourcefile(definition)}:{inspect.getsourcelines(definition)[1]})"
     except (OSError, TypeError):

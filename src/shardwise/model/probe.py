@@ -86,6 +86,9 @@ class ForwardProbe:
     mixes_positions: bool = False  # by a convolution or a scan
     outside_reads: tuple[str, ...] = ()  # parameters read where neither their module nor its block ran
     activation_arguments: tuple[int | str, ...] = ()  # of the blocks: positions or names of what is made from weights
+    writing_blocks: tuple[str, ...] = ()  # those that write a tensor that they are given
+    activation_writing_blocks: tuple[str, ...] = ()  # and that tensor was made from weights
+    container_changing_blocks: tuple[str, ...] = ()  # those that change a list, a dict or an object that they are given
     failure: str = ""
 
 
@@ -296,6 +299,7 @@ class _RecordedForward:
 
     def _result(self, output: Any) -> ForwardProbe:
         functions = self.functions
+        blocks = [block for blocks in self.blocks for block in blocks]
         logits = getattr(output, "logits", None)
         names = {id(module): name for name, module in self.model.named_modules()}
         are_chain = all(is_chain(blocks) for blocks in self.blocks)
@@ -321,7 +325,10 @@ class _RecordedForward:
             ),
             mixes_positions=functions.mixes_positions,
             outside_reads=tuple(sorted(functions.outside_reads)),
-            activation_arguments=activation_arguments([block for blocks in self.blocks for block in blocks]),
+            activation_arguments=activation_arguments(blocks),
+            writing_blocks=tuple(block.name for block in blocks if block.writes_tensor),
+            activation_writing_blocks=tuple(block.name for block in blocks if block.writes_activation),
+            container_changing_blocks=tuple(block.name for block in blocks if block.changes_container),
         )
 
 

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from shardwise._torch_compat.autograd import version_of
 from shardwise._torch_compat.fsdp2 import gather_ahead_of_backward
-from shardwise.parallel.containers import Pairs, exchange, is_changeable, is_record, module_attributes, pairs_of, walk
+from shardwise.model.containers import Pairs, exchange, is_changeable, is_record, module_attributes, pairs_of, walk
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 

@@ -7,8 +7,10 @@ the first block's call runs the whole group, and the calls of the others hand it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from shardwise.kernels.dropout import active_scope, dropout_scope
 from shardwise.model.facts import ModelFacts
 from shardwise.parallel.activation_offload import ActivationOffload
 from shardwise.parallel.builder import BuildInputs, ModelBuilder, Transform
+from shardwise.parallel.recomputation import Arguments, BlockState, GivenArguments
 from shardwise.plan.plan import Plan
 
 # Outputs that `selective` keeps; everything else is cheap to compute again.
@@ -59,7 +62,7 @@ class _BlockGroup:
 
     def __init__(self, blocks: list[nn.Module], selective: bool, offload: ActivationOffload | None) -> None:
         self.forwards = [block.forward for block in blocks]
-        self.run = _checkpointed(self._chain, selective, offload)
+        self.run = _checkpointed(self._chain, blocks, selective, offload)
         self.call: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
         self.output: Any = None
         self.waiting = 0  # followers that have not handed the result through yet
@@ -111,40 +114,54 @@ def _same_call(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
 
 
 def _checkpointed(
-    forward: Callable[..., Any], selective: bool, offload: ActivationOffload | None
+    forward: Callable[..., Any], blocks: Sequence[nn.Module], selective: bool, offload: ActivationOffload | None
 ) -> Callable[..., Any]:
+    state = BlockState(blocks)
+
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
+        found, given = state.find(), GivenArguments(args, kwargs)
         # Only the hidden states are an argument of the checkpoint: what it saves is then just them, which is what
         # offload may move; masks and positions are shared by all blocks and stay.
-        hidden, call = _apart(forward, args, kwargs)
+        key = _key_of_hidden(args, kwargs)
+        hidden = args[key] if isinstance(key, int) else kwargs.get(key or "")
+        runs = count()
+
+        def call(hidden: Any) -> Any:
+            return _run_with(forward, (args, kwargs) if next(runs) == 0 else given.again(), key, hidden)
+
         with offload.checkpoint_input() if offload else nullcontext():
-            return checkpoint(call, hidden, use_reentrant=False, context_fn=lambda: _contexts(selective))
+            contexts = partial(_contexts, selective, partial(state.as_found, found))
+            output = checkpoint(call, hidden, use_reentrant=False, context_fn=contexts)
+        state.learn(found)
+        given.check_not_written(blocks[0])
+        return output
 
     return run
 
 
-def _apart(
-    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, Callable[[Any], Any]]:
-    """Return a call's hidden states, and `forward` as a function of them alone.
-
-    They are the first argument, and the first tensor of a block that is called by keywords alone.
-    """
-    if args:
-        return args[0], lambda hidden: forward(hidden, *args[1:], **kwargs)
-    name = next((name for name, value in kwargs.items() if isinstance(value, Tensor)), None)
-    if name is None:
-        return None, lambda hidden: forward(**kwargs)
-    return kwargs[name], lambda hidden: forward(**{**kwargs, name: hidden})
+def _key_of_hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | str | None:
+    """Return position or name of a call's hidden states: its first tensor, not in a container; None without one."""
+    arguments: Iterable[tuple[int | str, Any]] = enumerate(args) if args else kwargs.items()
+    return next((key for key, value in arguments if isinstance(value, Tensor)), None)
 
 
-def _contexts(selective: bool) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Contexts of forward and of recomputation: which outputs are kept, and the dropout scope of this forward."""
+def _run_with(forward: Callable[..., Any], call: Arguments, key: int | str | None, hidden: Any) -> Any:
+    """Run `forward` with the arguments of a call, and `hidden` as the argument `key` among them."""
+    args, kwargs = call
+    if isinstance(key, int):
+        return forward(*args[:key], hidden, *args[key + 1 :], **kwargs)
+    return forward(*args, **(kwargs if key is None else kwargs | {key: hidden}))
+
+
+def _contexts(
+    selective: bool, as_found: Callable[[], AbstractContextManager[None]]
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Contexts of forward and of recomputation: which outputs are kept; dropout and state are this forward's."""
     scope = active_scope()
     forward, recompute = create_selective_checkpoint_contexts(KEPT) if selective else (nullcontext(), nullcontext())
-    return forward, _both(recompute, dropout_scope(scope.snapshot() if scope else None))
+    return forward, _both(recompute, dropout_scope(scope.snapshot() if scope else None), as_found())
 
 
 @contextmanager

@@ -82,8 +82,8 @@ def shard_model(
     # Embeddings, final norm and head: needed at both ends of forward and first in backward, so they stay gathered.
     fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=mixed, offload_policy=offload)
     modules: list[FSDPModule] = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    for module, hooks in containers.items():
-        hooks.watch(module)  # type: ignore[arg-type]
+    for owner, hooks in containers.items():
+        hooks.watch(owner)  # type: ignore[arg-type]
     for module in modules:
         # These switches do not recurse; on the root alone the blocks' gradients would be divided silently.
         module.set_gradient_divide_factor(1.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shardwise.plan.draft import Draft, changed
+from shardwise.plan.rules.checkpointing import no_checkpointing
 from shardwise.plan.rules.parallel import SPLITTING_KEYS
 from shardwise.plan.rules.rule import Rule, idle
 
@@ -52,5 +53,18 @@ RULES: tuple[Rule, ...] = (
          because=lambda d: f"{d.facts.accumulate_grad_hooks[0]} of {d.facts.definition} has a hook of "
          "register_post_accumulate_grad_hook, which would see a part of it: ranks share parameters or samples, or "
          "parameters are gathered in another dtype or from the host"),
+    Rule("written-activations", ("parallel.workers", "precision.compute", "memory.offload_parameters"),
+         "FSDP2 lets no block write into what was made from weights outside of it",
+         lambda d: d.facts.activation_writing_blocks and _makes_parameters_anew(d),
+         fix="let the block make a new tensor (h = h * 2, not h *= 2), or use one worker, precision.compute fp32 or "
+         "fp64 and no offload_parameters",
+         because=lambda d: f"{d.facts.activation_writing_blocks[0]} of {d.facts.definition} writes into a tensor that "
+         "it is given and that was made from weights"),
+    Rule("written-arguments", ("memory.activation_checkpointing",),
+         "a checkpointed block runs twice, and would start from what it has written",
+         lambda d: d.facts.writing_blocks and not no_checkpointing(d),
+         fix="let the block make a new tensor, or use none",
+         because=lambda d: f"{d.facts.writing_blocks[0]} of {d.facts.definition} writes into a tensor that it is "
+         "given"),
 )
 # fmt: on

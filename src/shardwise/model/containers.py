@@ -6,7 +6,7 @@ import copy
 import sys
 from argparse import Namespace
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 COLLECTIONS = (list, dict, set, deque)
+PLAIN = (bool, int, float, complex, str, bytes, set)
 NAMESPACES = (SimpleNamespace, Namespace)
 LIBRARIES = sys.stdlib_module_names | {"torch", "transformers", "shardwise", "numpy"}
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
@@ -116,11 +117,28 @@ def copied(value: Any, pairs: Pairs) -> Any:
         return _new_tuple(value, [copied(item, pairs) for item in value], pairs)
     if not is_changeable(value):
         return value
-    twin = copy.copy(value)
+    try:
+        twin = copy.copy(value)
+    except Exception:  # an object of a user's class that cannot be copied is not looked into
+        return value
     pairs[id(value)] = (value, twin)
     for key, item in list(_slots(twin)):
         _put(twin, key, copied(item, pairs))
     return twin
+
+
+def is_unchanged(value: Any, earlier: Any, originals: Mapping[int, Any]) -> bool:
+    """Return True if `value` holds what its copy `earlier` holds, at any depth.
+
+    Args:
+        originals: `id` of an object in `earlier` -> the object of which it is a copy.
+    """
+    if isinstance(value, tuple | list | deque | dict) or is_object(value):
+        pairs = zip(_items(value), _items(earlier)) if type(value) is type(earlier) else ()
+        return len(_items(value)) == len(_items(earlier)) and all(is_unchanged(*pair, originals) for pair in pairs)
+    if isinstance(value, Tensor):
+        return value is earlier or value is originals.get(id(earlier))
+    return value is earlier or (type(value) is type(earlier) and isinstance(value, PLAIN) and value == earlier)
 
 
 def _new_tuple(value: tuple[Any, ...], items: list[Any], pairs: Pairs) -> tuple[Any, ...]:
