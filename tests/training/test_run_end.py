@@ -21,7 +21,7 @@ def session_of(job: Job, steps_done: int = 0) -> Any:
 
 def assembled_of(job: Job, tokenizer_directory: str | None = None) -> Any:
     data = SimpleNamespace(tokenizer_directory=tokenizer_directory, prompt=lambda length: [1, 2])
-    facts = SimpleNamespace(generates_text=True)
+    facts = SimpleNamespace(generates_text=True, adapters={})
     return SimpleNamespace(plan=SimpleNamespace(job=job, sequence_length=8), data=data, facts=facts, model=None)
 
 

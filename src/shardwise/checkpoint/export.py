@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,19 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import CONFIG_MAPPING, GenerationConfig, PreTrainedConfig
 
+from shardwise.checkpoint.adapters import hash_weights, write_adapter
 from shardwise.checkpoint.bar import byte_bar
 from shardwise.checkpoint.catalog import find, read_manifest
-from shardwise.checkpoint.manifest import Manifest
+from shardwise.checkpoint.manifest import AdapterRecord, Manifest
 from shardwise.checkpoint.merging import merged
+from shardwise.checkpoint.reading import HuggingFaceWeights
 from shardwise.checkpoint.state import persistent_buffers
 from shardwise.checkpoint.whole import WholeTensors
 from shardwise.checkpoint.writing import DEFAULT_SHARD_BYTES, HuggingFaceWriter, remove_unfinished
 from shardwise.errors import CheckpointError, OutputError
+from shardwise.job.schema import Job
+from shardwise.model.adapters import is_adapter, is_saved
+from shardwise.model.build import build_model
 from shardwise.parallel.model import ParallelModel
 
 EXPORT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -85,21 +91,31 @@ def export_checkpoint(
     dtype: str | None = None,
     say: Say = lambda text: None,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    merge: bool = False,
 ) -> Path:
     """Write the model of the checkpoint at `source` (see `find`) to the new directory `path`, in one process.
+
+    Of a model with adapters these alone are written, in peft's format, or with `merge` the whole model.
 
     Args:
         dtype: of the parameters in the files, a key of EXPORT_DTYPES; None: as they are stored.
         say: told which checkpoint is taken, and what the directory lacks.
+        merge: adapters become part of the weights of their layers.
 
     Raises:
-        CheckpointError: there is no complete checkpoint, or it is damaged; nothing is left of `path`.
-        OutputError: `path` is there already or cannot be written.
+        CheckpointError: there is no complete checkpoint, or it is damaged, or the model under its adapters has changed;
+            nothing is left of `path`.
+        OutputError: `path` is there already or cannot be written, or there are no adapters to merge.
     """
     if "://" in str(path):
         raise OutputError(f"{path} is not a local directory; export to one and copy it")
     store, name = find(source, say)
     manifest = read_manifest(store, name)
+    if merge and manifest.adapter is None:
+        raise OutputError(f"--merge: the checkpoint {store.root}/{name} has no adapters; leave it out")
+    if manifest.adapter is not None and not merge:
+        with WholeTensors(store, name, manifest) as tensors:
+            return _export_adapters(tensors, manifest, manifest.adapter, Path(path), dtype)
     keys = [*_of_kind("model/", manifest), *_of_kind("buffer/", manifest)]
     config = None if manifest.config is None else restore_config(manifest)
     generation = None if manifest.generation is None else GenerationConfig.from_dict(manifest.generation)
@@ -110,14 +126,67 @@ def export_checkpoint(
         WholeTensors(store, name, manifest) as tensors,
         byte_bar(f"exporting {name}", sum(manifest.tensor_bytes(key) for key in keys)) as advance,
     ):
-        for key in keys:
-            tensor = tensors.read(key)
-            writer.add(key.partition("/")[2], converted(key, tensor, dtype))
-            advance(manifest.tensor_bytes(key))
+
+        def stored() -> Iterator[tuple[str, Tensor]]:
+            for key in keys:
+                yield key.partition("/")[2], tensors.read(key)
+                advance(manifest.tensor_bytes(key))
+
+        whole = stored() if manifest.adapter is None else _with_base(stored(), manifest, manifest.adapter)
+        buffers = {key.partition("/")[2] for key in _of_kind("buffer/", manifest)}
+        for tensor_name, tensor in whole:
+            kind = "buffer" if tensor_name in buffers else "model"
+            writer.add(tensor_name, converted(f"{kind}/{tensor_name}", tensor, dtype))
         writer.finish()
         for problem in writer.problems:
             say(problem)
         return writer.path
+
+
+def _export_adapters(
+    tensors: WholeTensors, manifest: Manifest, adapter: AdapterRecord, path: Path, dtype: str | None
+) -> Path:
+    """Write a checkpoint's adapters, and the modules that are trained whole beside them, as peft opens them."""
+    if path.exists():
+        raise OutputError(f"{path} exists already; choose another directory")
+    saved = adapter.config.get("modules_to_save") or []
+    names = [key.partition("/")[2] for key in _of_kind("model/", manifest)]
+    trained = [name for name in names if is_saved(name, saved) or is_adapter(name, adapter.layers)]
+    wholes = {name: converted(f"model/{name}", tensors.read(f"model/{name}"), dtype) for name in trained}
+    write_adapter(path, adapter.config, wholes, adapter.base_hash)
+    return path
+
+
+def _with_base(
+    stored: Iterator[tuple[str, Tensor]], manifest: Manifest, adapter: AdapterRecord
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the whole model with its adapters merged, what a checkpoint leaves out read from the base's directory.
+
+    Raises:
+        CheckpointError: the directory is gone, or its weights have changed.
+    """
+    if not adapter.base:
+        yield from merged(stored, adapter.layers)
+        return
+    own = dict(stored)  # of adapters and a few modules: small
+    if not Path(adapter.base).is_dir() or hash_weights(adapter.base) != adapter.base_hash:
+        raise CheckpointError(
+            f"the model under these adapters, {adapter.base!r} with hash {adapter.base_hash}, is not there any more or "
+            "has changed; put it back, or export the adapters alone without --merge"
+        )
+    weights, names = open_base(manifest)
+    base = ((name, weights.read(source)) for name, source in names.items() if name not in own)
+    yield from merged(chain(base, own.items()), adapter.layers)
+
+
+def open_base(manifest: Manifest) -> tuple[HuggingFaceWeights, dict[str, str]]:
+    """Return the directory of the model under a checkpoint's adapters, and the names in it of all parameters."""
+    job = Job.model_validate(manifest.job)
+    model, weights = build_model(job), HuggingFaceWeights(str(job.model.path))
+    ties = [(first, *others) for first, others in manifest.ties.items()]
+    names = [name for name, _ in model.named_parameters()]
+    prefix = getattr(model, "base_model_prefix", "")
+    return weights, weights.resolve(names, base_model_prefix=prefix, ties=ties, model=model)
 
 
 def restore_config(manifest: Manifest) -> PreTrainedConfig:

@@ -12,11 +12,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
+from shardwise.checkpoint.adapters import hash_of_base
 from shardwise.checkpoint.catalog import complete, named_checkpoint, none_left
 from shardwise.checkpoint.manifest import Manifest, Progress
 from shardwise.checkpoint.save import named
 from shardwise.checkpoint.state import (
     Optimizer,
+    kept_shapes,
+    leaves_out_base,
     load_optimizer,
     model_chunks,
     optimizer_chunks,
@@ -133,6 +136,7 @@ def check_fits(model: ParallelModel, manifest: Manifest, data: Mapping[str, Any]
     if wrong:
         what = listed(wrong, separator="; ")
         raise CheckpointError(f"{path} is a checkpoint of another model: {what}; use the job that wrote it")
+    _check_base(model, manifest, path)
     name = model.plan.job.optimizer.name
     if manifest.optimizer != name:
         raise CheckpointError(
@@ -142,6 +146,19 @@ def check_fits(model: ParallelModel, manifest: Manifest, data: Mapping[str, Any]
     job = model.plan.job.model_dump(mode="json")
     changes = [*_changes(job, manifest, "data"), *_changes(job, manifest, "training", ("seed",))]
     check_data(manifest, data, path, changes)
+
+
+def _check_base(model: ParallelModel, manifest: Manifest, path: str) -> None:
+    """Refuse adapters that were trained on another model than the job's. Collective."""
+    base = model.plan.job.model.path
+    if not leaves_out_base(model) or base is None or manifest.adapter is None:
+        return
+    own = hash_of_base(base)
+    if own != manifest.adapter.base_hash:
+        raise CheckpointError(
+            f"{path} holds adapters of {manifest.adapter.base!r} with hash {manifest.adapter.base_hash}, and "
+            f"model.path={base!r} has {own}; set model.path to the model that they were trained on"
+        )
 
 
 def check_data(manifest: Manifest, data: Mapping[str, Any], path: str, changes: Sequence[str] = ()) -> None:
@@ -185,7 +202,7 @@ def check_options(model: ParallelModel, optimizer: Optimizer, manifest: Manifest
 
 
 def _misfits(model: ParallelModel, manifest: Manifest) -> Iterator[str]:
-    own = {f"model/{name}": list(shape) for name, shape in model.facts.parameter_shapes.items() if math.prod(shape)}
+    own = {f"model/{name}": list(shape) for name, shape in kept_shapes(model).items() if math.prod(shape)}
     own |= {f"buffer/{name}": list(buffer.shape) for name, buffer in persistent_buffers(model.module)}
     stored = {name: t.shape for name, t in manifest.tensors.items() if name.startswith(("model/", "buffer/"))}
     for name in own.keys() | stored.keys():
@@ -210,7 +227,7 @@ def differences(model: ParallelModel, manifest: Manifest) -> list[str]:
     """List what has changed since the checkpoint was written and may change the numbers that follow."""
     job = model.plan.job.model_dump(mode="json")
     notes = []
-    for section in ("model", "parallel", "memory", "precision", "optimizer", "training"):
+    for section in ("model", "adapter", "parallel", "memory", "precision", "optimizer", "training"):
         notes += [note for note in _changes(job, manifest, section) if not note.startswith(NO_NUMBERS)]
     wrote, reads = manifest.plan.get("world", {}).get("size"), model.plan.world.size
     if wrote != reads:

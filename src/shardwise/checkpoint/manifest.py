@@ -16,12 +16,13 @@ import xxhash
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from shardwise.errors import CheckpointError, DamagedError
+from shardwise.model.facts import LayerAdapter
 from shardwise.words import listed
 
 FILE = "manifest.json"
 OWNER = "owner"  # a file beside the checkpoints: the run that writes here
 FORMAT: Literal["shardwise-checkpoint"] = "shardwise-checkpoint"
-VERSION = 1
+VERSION = 2  # 1 lacks `adapter`, and is written where there is none
 BLOCK_BYTES = 1 << 22  # files are hashed in blocks of this size, so that a slice can be checked without its whole file
 OLDER = "; use an older checkpoint"
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
@@ -140,6 +141,23 @@ class Scaler(_Part):
     hysteresis: int = 1
 
 
+class AdapterRecord(_Part):
+    """Adapters of the model.
+
+    Attributes:
+        config: of peft's file, as it is written beside them.
+        layers: name -> its adapter.
+        base: directory of the model under them, whose frozen parameters the checkpoint leaves out; "" where it holds
+            them itself.
+        base_hash: hash of that directory's weights.
+    """
+
+    config: dict[str, Any]
+    layers: dict[str, LayerAdapter]
+    base: str = ""
+    base_hash: str = ""
+
+
 class Manifest(_Part):
     """Everything about a checkpoint.
 
@@ -149,10 +167,11 @@ class Manifest(_Part):
         optimizer_scalars: NAME -> KEY -> (number, dtype), for state that is one number a parameter.
         config: the Hugging Face config, for export; None for a module of the user's own.
         generation: the generation config, where the model has one.
+        adapter: the adapters, where there are some.
     """
 
     format: Literal["shardwise-checkpoint"] = FORMAT
-    version: int = VERSION
+    version: int = 1
     progress: Progress
     scaler: Scaler = Scaler()
     optimizer: str
@@ -165,6 +184,7 @@ class Manifest(_Part):
     data: dict[str, Any]
     config: dict[str, Any] | None = None
     generation: dict[str, Any] | None = None
+    adapter: AdapterRecord | None = None
     versions: dict[str, str]
     written: str
 
@@ -195,7 +215,8 @@ class Manifest(_Part):
         return math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype]
 
     def to_json(self) -> bytes:
-        return seal(self.model_dump_json(indent=None).encode())
+        left_out = {"adapter"} if self.adapter is None else None  # as version 1 is written
+        return seal(self.model_dump_json(indent=None, exclude=left_out).encode())
 
     def held(self, file: str, start: int, stop: int) -> str:
         """The first of `tensors_at`, in words."""

@@ -24,10 +24,20 @@ import transformers
 from torch.distributed.checkpoint.api import CheckpointException
 
 import shardwise
+from shardwise.checkpoint.adapters import hash_of_base
 from shardwise.checkpoint.catalog import Retention, checkpoint_name
-from shardwise.checkpoint.manifest import BLOCK_BYTES, FileRecord, Manifest, Progress, Scaler, TensorRecord
+from shardwise.checkpoint.manifest import (
+    BLOCK_BYTES,
+    VERSION,
+    AdapterRecord,
+    FileRecord,
+    Manifest,
+    Progress,
+    Scaler,
+    TensorRecord,
+)
 from shardwise.checkpoint.staging import Source, Staging, Straight
-from shardwise.checkpoint.state import Optimizer, snapshot
+from shardwise.checkpoint.state import Optimizer, leaves_out_base, snapshot
 from shardwise.checkpoint.storage_write import (
     ChunkSavePlanner,
     Describe,
@@ -38,6 +48,7 @@ from shardwise.checkpoint.storage_write import (
 from shardwise.checkpoint.stores import Store
 from shardwise.errors import CheckpointError, ShardwiseError
 from shardwise.kernels.precision import LossScaler
+from shardwise.model.adapter_config import adapter_config, adapter_settings
 from shardwise.parallel.model import ParallelModel
 
 SYNCHRONOUS_BYTES = 1 << 24  # of staging from a GPU, where training waits anyway
@@ -172,6 +183,7 @@ class Checkpointer:
         """The manifest's maker, with everything that changes as training goes on read now."""
         plan, module = self.model.plan, self.model.module
         state = Scaler(scale=scaler.scale, good_steps=scaler.good_steps, hysteresis=scaler.hysteresis)
+        adapter = self._adapter()
         ties = {first: list(others) for first, *others in self.model.facts.ties}
         config: Any = module.config.to_dict() if self.model.facts.has_config else None  # type: ignore[operator, union-attr]
         generation: Any = getattr(module, "generation_config", None) if config is not None else None
@@ -186,6 +198,8 @@ class Checkpointer:
                 optimizer_scalars=scalars,
                 tensors=tensors,
                 ties=ties,
+                version=1 if adapter is None else VERSION,
+                adapter=adapter,
                 files=files,
                 job=plan.job.model_dump(mode="json"),
                 plan=plan.to_dict(),
@@ -197,6 +211,16 @@ class Checkpointer:
             )
 
         return describe
+
+    def _adapter(self) -> AdapterRecord | None:
+        """Return what a manifest says of the adapters and their base. Collective where it is a directory."""
+        job, facts = self.model.plan.job, self.model.facts
+        if not facts.adapters:
+            return None
+        config = adapter_config(job, adapter_settings(job.adapter), facts.adapters)
+        base = job.model.path if leaves_out_base(self.model) else None
+        base_hash = hash_of_base(base) if base is not None else ""
+        return AdapterRecord(config=config, layers=facts.adapters, base=base or "", base_hash=base_hash)
 
 
 def versions() -> dict[str, str]:

@@ -43,6 +43,16 @@ class Snapshot:
     scalars: Scalars
 
 
+def leaves_out_base(model: ParallelModel) -> bool:
+    """Return True where checkpoints hold adapters and what else is trained, and name the directory of the base."""
+    return bool(model.facts.adapters) and model.plan.job.model.path is not None
+
+
+def kept_shapes(model: ParallelModel) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the parameters that checkpoints hold, by name."""
+    return model.facts.trained_shapes if leaves_out_base(model) else model.facts.parameter_shapes
+
+
 def snapshot(model: ParallelModel, optimizer: Optimizer) -> Snapshot:
     """Return what this rank owns of the run's state, as it is now; tensors are not copied, but for buffers."""
     chunks: list[TensorChunk] = []
@@ -64,7 +74,9 @@ def snapshot(model: ParallelModel, optimizer: Optimizer) -> Snapshot:
 
 def model_chunks(model: ParallelModel) -> list[TensorChunk]:
     """Every slice of parameters and buffers on this rank, to be filled in place."""
-    parameters = [chunk for entry in model.tensor_map for chunk in _chunks("model", entry, entry.local)]
+    kept = kept_shapes(model)
+    entries = [entry for entry in model.tensor_map if entry.name in kept]
+    parameters = [chunk for entry in entries for chunk in _chunks("model", entry, entry.local)]
     return parameters + [_whole(f"buffer/{name}", buffer) for name, buffer in persistent_buffers(model.module)]
 
 
@@ -152,9 +164,10 @@ def _owned(model: ParallelModel) -> list[tuple[ParameterEntry, Tensor]]:
     """Entries that this rank writes. Ranks that hold the same slices share them out alike, so each has one writer."""
     mine: list[tuple[ParameterEntry, Tensor]] = []
     load: dict[int, list[int]] = {}  # replication -> bytes given to each of the ranks that hold the same
+    kept = kept_shapes(model)
     for entry in model.tensor_map:
         local = entry.local
-        if not local.numel():
+        if not local.numel() or entry.name not in kept:
             continue
         shares = load.setdefault(entry.replication, [0] * entry.replication)
         writer = shares.index(min(shares))

@@ -68,7 +68,7 @@ class HuggingFaceWriter:
         self.problems: list[str] = []
         if self.path.exists() and not overwrite and not _is_empty_directory(self.path):
             raise OutputError(f"{self.path} exists already; choose another directory")
-        self._temporary = _make_sibling(self.path)
+        self._temporary = make_sibling(self.path)
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Takes one whole tensor; it is on disk once its shard is full or `finish` is called."""
@@ -96,7 +96,7 @@ class HuggingFaceWriter:
             self._write_configs()
             if self.tokenizer_directory is not None:
                 copy_tokenizer(self.tokenizer_directory, self._temporary)
-            _put_in_place(self._temporary, self.path)
+            put_in_place(self._temporary, self.path)
         except OSError as error:
             self.abort()
             raise OutputError(f"{self.path} cannot be written: {error}") from error
@@ -191,8 +191,8 @@ def remove_unfinished(path: Path) -> None:
                 shutil.rmtree(entry, ignore_errors=True)
 
 
-def _make_sibling(path: Path) -> Path:
-    """A new directory beside `path`, on the same file system, so that a rename puts it in place at once."""
+def make_sibling(path: Path) -> Path:
+    """Make a new directory beside `path`, on the same file system, so that a rename puts it in place at once."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         return Path(tempfile.mkdtemp(prefix=_unfinished(path), dir=path.parent))
@@ -204,8 +204,8 @@ def _is_empty_directory(path: Path) -> bool:
     return path.is_dir() and not any(path.iterdir())
 
 
-def _put_in_place(temporary: Path, path: Path) -> None:
-    """Renames `temporary` to `path`; what stood there is moved aside first and removed last."""
+def put_in_place(temporary: Path, path: Path) -> None:
+    """Rename `temporary` to `path`; what stood there is moved aside first and removed last."""
     temporary.chmod(0o777 & ~_umask())  # mkdtemp makes directories that only their owner can read
     aside = None
     if path.exists():

@@ -22,7 +22,7 @@ from shardwise.commands import plan as search_cli
 from shardwise.commands import plan_accuracy as plan_cli
 from shardwise.commands import run as run_cli
 from shardwise.commands.arguments import whole_number
-from shardwise.errors import ConfigError, ShardwiseError
+from shardwise.errors import ConfigError, OutputError, ShardwiseError
 from shardwise.observe.standard_streams import flush_or_leave, secure_streams
 from shardwise.words import nearest, output_console, say_note
 
@@ -176,6 +176,9 @@ def _export_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", choices=("bf16", "fp16", "fp32"), metavar="DTYPE", help="bf16, fp16 or fp32; unset: as stored"
     )
+    parser.add_argument(
+        "--merge", action="store_true", help="of a model with adapters: the whole model, with them in its weights"
+    )
 
 
 def _export(options: argparse.Namespace, keys: dict[str, Any]) -> int:
@@ -185,7 +188,10 @@ def _export(options: argparse.Namespace, keys: dict[str, Any]) -> int:
 
     kinds = ((is_v2_checkpoint, export_v2_checkpoint), (is_v1_checkpoint, export_v1_checkpoint))
     export = next((export for asks, export in kinds if asks(options.checkpoint)), export_checkpoint)
-    path = export(options.checkpoint, options.out, options.dtype, say=say_note)
+    more = {"merge": True} if options.merge and export is export_checkpoint else {}
+    if options.merge and not more:
+        raise OutputError("--merge: a checkpoint of SMP has no adapters; leave it out")
+    path = export(options.checkpoint, options.out, options.dtype, say=say_note, **more)
     print(f"exported to {path}")
     return 0
 

@@ -151,6 +151,11 @@ class AdapterSection(Section):
     alpha_pattern: dict[Pattern, float] = Field(
         default={}, description="Regular expression of a layer's name, or of the end of one -> its own alpha."
     )
+    path: UserPath | None = Field(
+        default=None,
+        description="Directory of an adapter in peft's format, from which training goes on. The other keys come from "
+        "its `adapter_config.json`, and those that are set have to agree with it; `dropout` may differ.",
+    )
 
 
 class ParallelSection(Section):

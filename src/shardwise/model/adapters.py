@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -95,6 +95,12 @@ def is_saved(parameter: str, modules: Iterable[str]) -> bool:
     """Return True if one of `modules` holds the parameter, itself or below."""
     owners = [parameter[:index] for index, mark in enumerate(parameter) if mark == "."]
     return any(is_named(owner, module) for owner in owners for module in modules)
+
+
+def is_adapter(parameter: str, layers: Container[str]) -> bool:
+    """Return True if the parameter belongs to the adapter of one of `layers`."""
+    layer, _, owner = parameter.removesuffix(".weight").rpartition(".")
+    return layer in layers and owner in (LORA_A, LORA_B, MAGNITUDE)
 
 
 def adapter_shapes(layer: str, adapter: LayerAdapter) -> dict[str, tuple[int, ...]]:

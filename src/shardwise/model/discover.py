@@ -20,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from shardwise.job.axes import Axis
 from shardwise.job.schema import Job
+from shardwise.model.adapter_config import adapter_settings
 from shardwise.model.adapters import with_adapters
 from shardwise.model.attention_support import context_capability, kernel_capability
 from shardwise.model.capability import SUPPORTED, Capability, refused, unless
@@ -121,7 +122,7 @@ def discover(model: nn.Module, job: Job, example: Mapping[str, Tensor] | None = 
         frozen=frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad),
         probe_failure=forward.failure,
     )
-    return with_adapters(with_frozen(facts, job.model.freeze), job.adapter)
+    return with_adapters(with_frozen(facts, job.model.freeze), adapter_settings(job.adapter))
 
 
 def _interface(model: nn.Module) -> dict[str, bool]:

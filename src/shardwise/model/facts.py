@@ -233,6 +233,11 @@ class ModelFacts:
         return tuple(first.setdefault(replace(layer, name=""), n) for n, layer in enumerate(self.attention))
 
     @cached_property
+    def trained_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Those of `parameter_shapes` that are not frozen."""
+        return {name: shape for name, shape in self.parameter_shapes.items() if name not in self.frozen}
+
+    @cached_property
     def base_shapes(self) -> dict[str, tuple[int, ...]]:
         """Those of `parameter_shapes` that are of the model itself, and not of its adapters."""
         layers = tuple(f"{name}.lora_" for name in self.adapters)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -294,18 +294,25 @@ class ParallelModel:
         for ranks in dict.fromkeys(self.tied.values()):
             yield ranks, [name for name, holders in self.tied.items() if holders == ranks]
 
-    def whole_tensors(self, gradients: bool = False, unsharded: bool = False) -> Iterator[tuple[str, Tensor]]:
+    def whole_tensors(
+        self, gradients: bool = False, unsharded: bool = False, names: Container[str] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         """Yield (logical name, whole tensor or gradient) of every parameter of the model, on every rank. Collective.
 
-        With `unsharded`, parameters are taken as `unshard` has gathered them: collective over one copy of the model.
+        Args:
+            gradients: those of the parameters.
+            unsharded: parameters are taken as `unshard` has gathered them: collective over one copy of the model.
+            names: of these parameters alone.
         """
         parts = self.unsharded_parameters() if unsharded else {}
+        wanted = self.facts.parameter_shapes if names is None else names
         if self.pipeline is None:
-            yield from ((entry.name, entry.whole(gradients, parts.get(entry.name))) for entry in self.tensor_map)
+            for entry in [entry for entry in self.tensor_map if entry.name in wanted]:
+                yield entry.name, entry.whole(gradients, parts.get(entry.name))
             return
         dtype, group = torch_dtype(self.plan.dtypes.parameters), self.layout.group(Axis.PIPELINE)
         stages_of = holders(self.plan, self.facts)
-        for name, shape in self.facts.parameter_shapes.items():
+        for name, shape in [item for item in self.facts.parameter_shapes.items() if item[0] in wanted]:
             owner = self.layout.rank_at(pipeline=self.plan.stage_ranks[stages_of[name][0]])
             is_local = name in self.tensor_map.names
             part = parts.get(self.tensor_map[name].name) if is_local else None

@@ -26,6 +26,7 @@ from shardwise.job.schema import (
     PrecisionSection,
     TrainingSection,
 )
+from shardwise.model.adapter_config import adapter_settings
 from shardwise.model.attention_choice import AttentionNeeds, KernelChoice, choose_kernel
 from shardwise.model.balance import balance, block_costs
 from shardwise.model.facts import AttentionFacts, ModelFacts
@@ -137,9 +138,10 @@ class Draft:
     def model(self) -> ModelSection:
         return self.job.model
 
-    @property
+    @cached_property
     def adapter(self) -> AdapterSection:
-        return self.job.adapter
+        """The job's section, with the keys of the directory from which it starts."""
+        return adapter_settings(self.job.adapter)
 
     @property
     def parallel(self) -> ParallelSection:

@@ -27,6 +27,7 @@ from shardwise.data.batch import Batch
 from shardwise.job.objects import load_object
 from shardwise.job.optimizers import optimizer_class
 from shardwise.job.schema import Job, OptimizerSection
+from shardwise.model.adapter_config import adapter_settings
 from shardwise.model.build import load_config
 from shardwise.testing.oracle_adapters import adapt
 from shardwise.testing.oracle_data import NOT_COUNTED, Rows, Source
@@ -90,7 +91,7 @@ class Oracle:
     used: set[str] = field(default_factory=set, init=False)  # parameters that the last backward reached
 
     def __post_init__(self) -> None:
-        self.model = adapt(_build(self.job, self.eager), self.job.adapter).to(self.master)
+        self.model = adapt(_build(self.job, self.eager), adapter_settings(self.job.adapter)).to(self.master)
         owners: dict[int, list[str]] = {}
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             owners.setdefault(id(parameter), []).append(name)
@@ -316,7 +317,8 @@ class Oracle:
 
 def _is_trained(job: Job) -> Callable[[str], bool]:
     """Return what tells of a parameter's name whether the job trains it."""
-    patterns, saved = job.model.freeze, "|".join(map(re.escape, job.adapter.modules_to_save))
+    settings = adapter_settings(job.adapter)
+    patterns, saved = job.model.freeze, "|".join(map(re.escape, settings.modules_to_save))
 
     def freely(name: str) -> bool:
         ends = [index for index, mark in enumerate(name) if mark == "."] + [len(name)]
@@ -325,7 +327,7 @@ def _is_trained(job: Job) -> Callable[[str], bool]:
     def with_adapters(name: str) -> bool:
         return ".lora_" in name or bool(saved and re.search(rf"(^|\.)({saved})\.", name))
 
-    return freely if job.adapter.kind == "none" else with_adapters
+    return freely if settings.kind == "none" else with_adapters
 
 
 @contextmanager

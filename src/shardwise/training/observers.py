@@ -28,7 +28,7 @@ def observers(assembled: AssembledJob) -> list[Callback]:
         TextSample(assembled),
         recorder,
         *make_trackers(job, Path(job.output)),
-        Summary(),
+        Summary(assembled),
         Display(assembled.plan),
         ForecastReport(assembled, recorder),
         StateReport(assembled),

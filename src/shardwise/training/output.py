@@ -28,10 +28,11 @@ from shardwise.words import listed
 
 METRICS_FILE = "metrics.jsonl"
 MODEL_DIRECTORY = "model"
+ADAPTER_DIRECTORY = "adapter"
 SAMPLE_FILE = "sample.txt"
 REPORT_FILE = "report.html"
 LOCK_FILE = ".lock"
-_RESULTS = (SAMPLE_FILE, REPORT_FILE, "job.yaml", MODEL_DIRECTORY)
+_RESULTS = (SAMPLE_FILE, REPORT_FILE, "job.yaml", MODEL_DIRECTORY, ADAPTER_DIRECTORY)
 _RECORDS = (METRICS_FILE, "tensorboard", "profile")  # a run that is resumed goes on with them
 
 # Which keys of a job may differ in two runs of the same training.
@@ -46,7 +47,8 @@ UNLIKE: Any = {
 
 # Keys of model and data that may differ in a run that goes on: no number depends on the first, and the tokens that the
 # second lead to are compared by their hash when the checkpoint is read.
-SAME_NUMBERS = {
+SAME_NUMBERS: dict[str, set[str]] = {
+    "adapter": set(),
     "model": {"attention", "compile", "cuda_graphs", "liger", "trust_remote_code"},
     "data": {
         "path", "format", "field", "tokenizer", "vocabulary_size", "max_documents", "cache_directory",
@@ -161,7 +163,7 @@ def _changes(job: Job, written: dict[str, Any]) -> Iterator[str]:
     """Yield the keys of model and data that differ from a checkpoint's job and that numbers depend on."""
     for section, unlike in SAME_NUMBERS.items():
         for key, value in job.model_dump(mode="json")[section].items():
-            before = written[section].get(key, value)
+            before = written.get(section, {}).get(key, value)
             if key not in unlike and before != value:
                 yield f"{section}.{key} was {before!r}, is {value!r}"
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardwise.checkpoint.adapters import export_adapter
 from shardwise.checkpoint.export import export_hugging_face
 from shardwise.data.tokenizer import TokenizerSource, load_tokenizer
 from shardwise.job.schema import Job
 from shardwise.observe.callback import Callback, ObservedSession
 from shardwise.observe.metrics import Record
 from shardwise.observe.output_disk import writing
-from shardwise.training.output import MODEL_DIRECTORY, REPORT_FILE, SAMPLE_FILE
+from shardwise.training.output import ADAPTER_DIRECTORY, MODEL_DIRECTORY, REPORT_FILE, SAMPLE_FILE
 from shardwise.training.sample import generate
 from shardwise.training.setup import AssembledJob
 
@@ -21,8 +22,16 @@ if TYPE_CHECKING:
 PROMPT_TOKENS = 24
 
 
+def writes_model(assembled: AssembledJob) -> bool:
+    """Return True if a run's end writes the whole model: not where adapters suffice, whose model is in a directory."""
+    return not assembled.facts.adapters or assembled.plan.job.model.path is None
+
+
 class ModelExport(Callback):
-    """Writes the trained model after the last step, before anything else that could fail. Collective."""
+    """Writes the trained model after the last step, before anything else that could fail. Collective.
+
+    Adapters are written in peft's format; the model under them, with the adapters merged, where it is in no directory.
+    """
 
     def __init__(self, assembled: AssembledJob) -> None:
         self._assembled = assembled
@@ -41,8 +50,12 @@ class ModelExport(Callback):
     def _export(self, session: ObservedSession) -> None:
         """Write the model with its tokenizer."""
         self._is_written = True
-        directory = Path(session.job.output) / MODEL_DIRECTORY
-        export_hugging_face(session.model, directory, self._assembled.data.tokenizer_directory, session.note)
+        output = Path(session.job.output)
+        if self._assembled.facts.adapters:
+            export_adapter(session.model, output / ADAPTER_DIRECTORY)
+        if writes_model(self._assembled):
+            tokenizer = self._assembled.data.tokenizer_directory
+            export_hugging_face(session.model, output / MODEL_DIRECTORY, tokenizer, session.note)
 
 
 class TextSample(Callback):
@@ -96,6 +109,9 @@ class Summary(Callback):
 
     rank_zero_only = True
 
+    def __init__(self, assembled: AssembledJob) -> None:
+        self._assembled = assembled
+
     def on_end(self, session: ObservedSession, result: Record) -> None:
         """Say why it stopped, or what it has come to and where that is."""
         if result["stopped"]:
@@ -112,7 +128,10 @@ class Summary(Callback):
             session.note(f"training loss    {result['training_loss']:.4f}{unit}, mean of {steps}")
         self._compare(session, result)
         output = Path(session.job.output)
-        session.note(f"model            {output / MODEL_DIRECTORY}")
+        if self._assembled.facts.adapters:
+            session.note(f"adapter          {output / ADAPTER_DIRECTORY}")
+        if writes_model(self._assembled):
+            session.note(f"model            {output / MODEL_DIRECTORY}")
         session.note(f"report           {output / REPORT_FILE}")
 
     def _compare(self, session: ObservedSession, result: Record) -> None:

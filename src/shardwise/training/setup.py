@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.checkpoint.adapters import open_adapter
 from shardwise.collectives import engine, hierarchical, topology
 from shardwise.data.corpus import data_format
 from shardwise.data.factory import Samples, content_hash
@@ -118,6 +119,8 @@ def study(job: Job) -> ModelFacts:
         match_weights(model, facts, job.model.path)
     if job.model.weights is not None:
         match_weight_file(job.model.weights, model, facts)
+    if job.adapter.path is not None:
+        open_adapter(facts, job.adapter.path)
     return facts
 
 

@@ -1,0 +1,173 @@
+"""Adapters in checkpoints, in peft's format and merged: any layout to any layout, and peft computes the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors import safe_open
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from shardwise.checkpoint.export import export_checkpoint
+from shardwise.errors import ConfigError, ModelError, OutputError, ShardwiseError
+from shardwise.job.schema import Job
+from shardwise.testing.world import WorldError, WorldPool
+from shardwise.training.session import TrainingResult
+from shardwise.training.setup import study
+from shardwise.training.trainer import train_rank
+from tests.checkpoint.models import make_model
+from tests.parity.jobs import make_job, write_tokens
+
+QUIET = {"tensorboard": False, "sample": False}
+IDS = torch.arange(12).view(1, 12)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a base, and the corpus beside it."""
+    directory = tmp_path_factory.mktemp("base")
+    write_tokens(directory)
+    for family in ("llama", "gpt2"):
+        make_model(family).save_pretrained(directory / family)
+    return directory
+
+
+def a_job(base: Path, output: Path, family: str = "llama", steps: int = 4, **sections: Any) -> Job:
+    """A few steps of adapters with a checkpoint after every second one."""
+    sections = {
+        "model": {"config": None, "path": str(base / family)},
+        "adapter": {"kind": "lora", "rank": 2, "alpha": 4.0},
+        "training": {"steps": steps, "sequences_per_step": 8},
+        "optimizer": {"learning_rate": 0.05, "schedule": "constant", "warmup_steps": 0},
+        "checkpoint": {"every": 2, "keep_last": 9},
+        **sections,
+    }
+    job = make_job(base, family, observe=QUIET, **sections)
+    return job.model_copy(update={"output": str(output)})
+
+
+def train(job: Job) -> TrainingResult:
+    Path(job.output).mkdir(parents=True, exist_ok=True)
+    return train_rank(job, torch.device("cpu"))
+
+
+def logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        values: Tensor = model.double().eval()(IDS).logits
+    return values
+
+
+def test_peft_opens_a_run_and_the_merged_model_computes_the_same(
+    world_pool: WorldPool, base: Path, tmp_path: Path
+) -> None:
+    adapter = {"kind": "dora", "rank": 2, "alpha": 4.0, "rank_pattern": {"c_fc": 3}, "modules_to_save": ["ln_f"]}
+    world_pool.run(2, train, a_job(base, tmp_path / "run", "gpt2", adapter=adapter))
+    assert not (tmp_path / "run" / "model").exists()  # the base is in a directory of its own
+    pretrained = AutoModelForCausalLM.from_pretrained(base / "gpt2", dtype=torch.float64)
+    ours = PeftModel.from_pretrained(pretrained, str(tmp_path / "run" / "adapter"))
+    expected = logits(ours)
+    plain = logits(AutoModelForCausalLM.from_pretrained(base / "gpt2", dtype=torch.float64))
+    assert (expected - plain).abs().max() > 1e-3
+    export_checkpoint(str(tmp_path / "run"), tmp_path / "merged", merge=True)
+    opened, info = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "merged", dtype=torch.float64, output_loading_info=True
+    )
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert torch.allclose(logits(opened), expected, rtol=0, atol=1e-4)  # the base's file is in fp32
+    export_checkpoint(str(tmp_path / "run"), tmp_path / "adapter")
+    again = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(base / "gpt2", dtype=torch.float64), str(tmp_path / "adapter")
+    )
+    assert torch.equal(logits(again), expected)
+
+
+def test_a_run_goes_on_from_adapters_alone_on_another_layout(world_pool: WorldPool, base: Path, tmp_path: Path) -> None:
+    whole = world_pool.run(1, train, a_job(base, tmp_path / "whole"))[0]
+    directory = min((tmp_path / "whole" / "checkpoints").glob("step-*"))
+    manifest = json.loads((directory / "manifest.json").read_text())
+    assert all(".lora_" in name for name in manifest["tensors"] if name.startswith(("model/", "optimizer/")))
+    assert manifest["adapter"]["base"] == str(base / "llama") and len(manifest["adapter"]["base_hash"]) == 32
+    resume = {"every": 0, "resume": str(directory)}
+    parallel = {"device": "cpu", "pipeline_parallel_degree": 2}
+    resumed = world_pool.run(2, train, a_job(base, tmp_path / "on", checkpoint=resume, parallel=parallel))[0]
+    assert resumed.validation_loss == pytest.approx(whole.validation_loss, abs=1e-9)
+    changed = tmp_path / "other"
+    model = make_model("llama")
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1.01)
+    model.save_pretrained(changed)
+    other = a_job(base, tmp_path / "wrong", checkpoint=resume, model={"config": None, "path": str(changed)})
+    with pytest.raises(WorldError, match="to the model that they were trained on"):
+        world_pool.run(1, train, other)
+    with pytest.raises(OutputError, match="no adapters"):
+        export_checkpoint(str(plain_run(world_pool, base, tmp_path)), tmp_path / "out", merge=True)
+
+
+def plain_run(world_pool: WorldPool, base: Path, tmp_path: Path) -> Path:
+    job = a_job(base, tmp_path / "plain", steps=2, adapter={})
+    world_pool.run(1, train, job)
+    return Path(job.output)
+
+
+def make_adapter(base: Path, target: Path, **keys: Any) -> Tensor:
+    """An adapter that peft wrote, whose B is not zero; returns the logits of the model with it."""
+    model = AutoModelForCausalLM.from_pretrained(base / "llama", dtype=torch.float64)
+    config = LoraConfig(**{"r": 2, "lora_alpha": 5, "target_modules": ["q_proj", "down_proj"], **keys})
+    adapted = get_peft_model(model, config)
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if parameter.requires_grad and "lora_B" in name:
+                parameter.normal_(std=0.1)
+    adapted.save_pretrained(target)
+    return logits(adapted)
+
+
+def start(job: Job) -> None:
+    train_rank(job, torch.device("cpu"))
+
+
+def test_training_goes_on_from_an_adapter_of_peft(world_pool: WorldPool, base: Path, tmp_path: Path) -> None:
+    expected = make_adapter(base, tmp_path / "peft", use_rslora=True)
+    still = {"learning_rate": 1e-30, "schedule": "constant", "warmup_steps": 0}
+    job = a_job(
+        base, tmp_path / "run", steps=2, adapter={"path": str(tmp_path / "peft")}, optimizer=still,
+        parallel={"device": "cpu", "tensor_parallel_degree": 1},
+    )  # fmt: skip
+    world_pool.run(2, train, job)
+    export_checkpoint(str(tmp_path / "run"), tmp_path / "merged", merge=True)
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float64)
+    assert torch.allclose(logits(opened), expected, rtol=0, atol=1e-5)
+    assert names_in(tmp_path / "run" / "adapter") == names_in(tmp_path / "peft")
+
+
+def names_in(adapter: Path) -> list[str]:
+    with safe_open(str(adapter / "adapter_model.safetensors"), framework="pt") as opened:
+        return sorted(opened.keys())
+
+
+@pytest.mark.parametrize(
+    ("keys", "changes", "error", "says"),
+    [
+        ({}, {"rank": 4}, ConfigError, "adapter.rank=4: the adapter in"),
+        ({"bias": "all"}, {}, ModelError, "bias=.all. is not built"),
+        ({"layers_to_transform": [0]}, {}, ModelError, "layers_to_transform"),
+    ],
+)
+def test_adapters_that_do_not_fit_are_refused(
+    base: Path, tmp_path: Path, keys: dict[str, Any], changes: dict[str, Any], error: type[ShardwiseError], says: str
+) -> None:
+    make_adapter(base, tmp_path / "peft", **keys)
+    with pytest.raises(error, match=says):
+        study(a_job(base, tmp_path, adapter={"path": str(tmp_path / "peft"), **changes}))
+
+
+def test_an_adapter_of_another_base_is_refused(base: Path, tmp_path: Path) -> None:
+    make_adapter(base, tmp_path / "peft")
+    with pytest.raises(ModelError, match="another base"):
+        study(a_job(base, tmp_path, "gpt2", adapter={"path": str(tmp_path / "peft")}))
