@@ -11,12 +11,15 @@ import torch
 from torch import Tensor
 
 from shardwise.job.schema import Job
+from shardwise.launch.interrupt import Interrupt
 from shardwise.testing.capture import capture_step
 from shardwise.testing.comparison import Tolerance, VerifyReport, compare_tensors
-from shardwise.testing.faults import FAULTS
+from shardwise.testing.faults.registry import FAULTS
 from shardwise.testing.reference import FLOAT8
 from shardwise.testing.world import WorldPool
+from shardwise.training.session import Session
 from shardwise.training.setup import set_up
+from shardwise.training.trainer import Trainer
 from tests.parity.jobs import VOCABULARY, tensor_job, verify_one
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -40,9 +43,10 @@ def float8_job(corpora: Path, family: str, scaling: str = "rowwise", compute: st
 
 def steps(job: Job, count: int) -> tuple[list[float], dict[str, Tensor], tuple[str, ...]]:
     """Losses of `count` steps, the gradients of the first, what is in float8; on every rank of a world."""
-    run = set_up(job, torch.device("cpu"))
-    captured = [capture_step(run, step) for step in range(count)]
-    return [each.loss for each in captured], captured[0].gradients, run.plan.float8
+    session = Session.of(set_up(job, torch.device("cpu")))
+    trainer = Trainer(session, Interrupt(session.rank))
+    captured = [capture_step(trainer, batches) for batches, _ in zip(session.batches(), range(count), strict=False)]
+    return [each.loss for each in captured], captured[0].gradients, session.plan.float8
 
 
 def with_fault(job: Job, fault: str) -> VerifyReport | None:

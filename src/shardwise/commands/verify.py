@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,20 +26,25 @@ from shardwise.commands.train import plan_job
 from shardwise.data.corpus import with_format
 from shardwise.data.token_data import TokenData
 from shardwise.data.tokenizer import VOCABULARY_FILES
-from shardwise.errors import ConfigError, MachineError
-from shardwise.job.schema import Job
+from shardwise.errors import ConfigError, LegalityError, MachineError
+from shardwise.job.schema import Job, PrecisionSection
 from shardwise.job.sources import require_job
 from shardwise.launch.environment import detect
+from shardwise.launch.interrupt import Interrupt
 from shardwise.launch.job_group import job_group, usable_backend
 from shardwise.launch.local import refuse_unguarded_script, run_local
 from shardwise.model.build import load_config
 from shardwise.model.facts import ModelFacts
+from shardwise.plan.plan import resolve
 from shardwise.testing.capture import capture_step, gather
 from shardwise.testing.comparison import VerifyReport
+from shardwise.testing.copies import gathered
+from shardwise.testing.fused_dropout import fused_dropout_off
+from shardwise.testing.module_trace import trace_step
 from shardwise.testing.oracle import Oracle
 from shardwise.testing.oracle_data import FactorySource, Source, TokenSource
 from shardwise.testing.oracle_rows import RowSource
-from shardwise.testing.reference import OracleReference, RecordedReference, Recording, oracle_dtypes
+from shardwise.testing.reference import SIXTEEN, OracleReference, RecordedReference, Recording, oracle_dtypes
 from shardwise.testing.run_checks import (
     compare_evaluation,
     compare_order,
@@ -48,13 +52,18 @@ from shardwise.testing.run_checks import (
     compare_start,
     drawn_weights,
 )
-from shardwise.training.setup import AssembledJob, assemble, prepare_data, study
+from shardwise.testing.start_check import compare_start_values, distributions
+from shardwise.training.session import Session
+from shardwise.training.setup import AssembledJob, assemble, current_world, prepare_data, study
+from shardwise.training.trainer import Trainer
 from shardwise.words import output_console
 
 # Tensors of master dtype that rank 0 holds beside its own shard: the oracle's weights, gradients and two optimizer
 # states, three of them once more to step back for a diagnosis, and our gradients and weights.
 COPIES = 9
 BYTES = {"fp64": 8, "fp32": 4}
+LAYOUT_STEPS = 2  # in which a 16-bit job's layout is proved in fp64: the second shows what the first update has left
+MOST_OVERFLOWS = 40  # fp16 steps passed over while the loss scale finds its place
 FUSED = "its random numbers depend on the layout. model.attention=eager is verified with dropout."
 
 
@@ -116,52 +125,129 @@ sys.modules[__name__].__class__ = _Callable
 
 
 def verify_rank(job: Job, device: torch.device, steps: int = 3, facts: ModelFacts | None = None) -> VerifyReport | None:
-    """Verify against the oracle inside an existing process group; the report on rank 0. Collective."""
+    """Verify against the oracle inside an existing process group; the report on rank 0. Collective.
+
+    A job in 16 bits is verified twice: its layout in fp64, where nothing hides, then in its own precision.
+    """
+    facts = facts or study(job)
+    data = prepare_data(job, facts)
+    report = VerifyReport("")
+    layout_job = wide_job(job, device, facts, report)
+    if layout_job is not None:
+        _verify_precision(layout_job, device, facts, data, min(steps, LAYOUT_STEPS), report)
+        report.label(str(layout_job.precision.compute))
+    if layout_job is None or _agreed(report.agrees, device):
+        _verify_precision(job, device, facts, data, steps, report)
+    return report if dist.get_rank() == 0 else None
+
+
+def wide_job(job: Job, device: torch.device, facts: ModelFacts, report: VerifyReport) -> Job | None:
+    """Return a 16-bit job in fp64, or fp32 where fp64 is refused; None for others."""
+    world = current_world(device)
+    if resolve(job, world, facts).dtypes.compute not in SIXTEEN:
+        return None
+    for compute in ("fp64", "fp32"):
+        wide = job.model_copy(update={"precision": PrecisionSection(compute=compute)})
+        try:
+            resolve(wide, world, facts)
+        except LegalityError as error:
+            refusal = str(error)
+        else:
+            return wide
+    report.notes.append(f"The layout is not proved in a wider precision, which is refused: {refusal}")
+    return None
+
+
+def _agreed(agrees: bool, device: torch.device) -> bool:
+    """Return rank 0's verdict. Collective."""
+    flag = torch.tensor(int(agrees), device=device)
+    dist.broadcast(flag, 0)
+    return bool(flag)
+
+
+def _verify_precision(
+    job: Job, device: torch.device, facts: ModelFacts, data: TokenData, steps: int, report: VerifyReport
+) -> None:
+    """Verify in the job's own precision, and add to the report."""
     with drawn_weights() as drawn:
-        run = _assemble(job, device, facts or study(job))
-    report = VerifyReport(_title(run, "one process"))
+        session = _session(job, device, facts, data, steps)
+    run = session.assembled
+    report.title = _title(run, "one process")
     _check_memory(run)
-    report.add([*compare_schedule(run), *compare_order(run), *compare_start(run, drawn)])
+    report.add([*compare_schedule(session), *compare_order(run), *compare_start(run, drawn)])
     weights = gather(run)
-    return _compare(run, steps, lambda: OracleReference(run.plan, _oracle(run, weights), report), report)
+    buffers = {name: buffer.cpu() for part in run.model.parts for name, buffer in part.module.named_buffers()}
+
+    def reference() -> OracleReference:
+        oracle = _oracle(run, weights)
+        if job.model.path is None and job.model.weights is None:  # else they are not drawn
+            report.add(compare_start_values(
+                distributions(weights), oracle.plain, buffers, oracle.plain_buffers, oracle.rebuilt_buffers
+            ))  # fmt: skip
+        return OracleReference(run.plan, oracle, report)
+
+    _compare(session, steps, reference, report)
 
 
 def _against_recording(
     job: Job, device: torch.device, directory: str, steps: int, notes: list[str]
 ) -> VerifyReport | None:
-    run = _assemble(job, device, study(job))
-    report = VerifyReport(_title(run, "another layout"), notes=list(notes))
-    return _compare(run, steps, lambda: RecordedReference(run.plan, Path(directory), report), report)
-
-
-def _record(job: Job, device: torch.device, directory: str, steps: int) -> None:
-    run = _assemble(job, device, study(job))
-    _compare(run, steps, lambda: Recording(Path(directory)), VerifyReport(""))
-
-
-def _compare(
-    run: AssembledJob, steps: int, make_reference: Callable[[], Any], report: VerifyReport
-) -> VerifyReport | None:
-    """Step after step until one disagrees; rank 0 judges and tells the others."""
-    with fused_dropout_off() as dropped:
-        reference = make_reference() if dist.get_rank() == 0 else None
-        for step in range(min(steps, run.plan.job.training.steps)):
-            ours = capture_step(run, step)
-            if reference is not None and ours.repeats:
-                report.notes.append(f"step {step}: {ours.repeats} overflows while the fp16 loss scale found its place.")
-            agrees = torch.tensor(int(reference is None or reference.judge(step, ours)), device=run.model.device)
-            dist.broadcast(agrees, 0)
-            if not agrees:
-                break
-        else:
-            report.add(compare_evaluation(run, step))
-    if dropped:
-        report.notes.append(f"Attention dropout of {dropped[0]:g} in the fused kernel is switched off: {FUSED}")
+    facts = study(job)
+    session = _session(job, device, facts, prepare_data(job, facts), steps)
+    report = VerifyReport(_title(session.assembled, "another layout"), notes=list(notes))
+    _compare(session, steps, lambda: RecordedReference(session.plan, Path(directory), report), report)
     return report if dist.get_rank() == 0 else None
 
 
-def _assemble(job: Job, device: torch.device, facts: ModelFacts) -> AssembledJob:
-    return assemble(job, device, facts, prepare_data(job, facts))
+def _record(job: Job, device: torch.device, directory: str, steps: int) -> None:
+    facts = study(job)
+    session = _session(job, device, facts, prepare_data(job, facts), steps)
+    _compare(session, steps, lambda: Recording(Path(directory)), VerifyReport(""))
+
+
+def _session(job: Job, device: torch.device, facts: ModelFacts, data: TokenData, steps: int) -> Session:
+    """Return a session of the job as it trains, which evaluates once, on one batch.
+
+    Late: an evaluation gathers weights anew, and what the first update leaves behind would not show.
+    """
+    training = {"evaluate_every": steps if steps < 3 else steps - 1, "evaluate_batches": 1, "callbacks": []}
+    job = job.model_copy(update={"training": job.training.model_copy(update=training)})
+    return Session.of(assemble(job, device, facts, data))
+
+
+def _compare(session: Session, steps: int, make_reference: Callable[[], Any], report: VerifyReport) -> None:
+    """Let the trainer take steps until one disagrees; rank 0 judges and tells the others."""
+    trainer = Trainer(session, Interrupt(session.rank))
+    overflows = compared = 0
+    with fused_dropout_off() as rates:
+        reference = make_reference() if session.rank == 0 else None
+        for batches in session.batches():
+            ours = capture_step(trainer, batches)
+            if ours.skipped and _scale_can_shrink(session.assembled) and overflows < MOST_OVERFLOWS:
+                overflows += 1
+                continue
+            report.add(compare_evaluation(ours))
+            compared += 1
+            with rates.of_oracle():
+                is_right = reference is None or reference.judge(ours)
+            report.add(rates.compare(ours.step))
+            if not _agreed(is_right, session.device):
+                trace, undropped = trace_step(session, batches, ours)
+                traces = gathered(trace)
+                if reference is not None:
+                    with rates.of_oracle():
+                        reference.diagnose(traces, undropped)
+                break
+            if compared == steps:
+                break
+    if overflows:
+        report.notes.append(f"{overflows} steps overflowed while the fp16 loss scale found its place.")
+    for probability in rates.ours:
+        report.notes.append(f"Attention dropout of {probability:g} in the fused kernel is switched off: {FUSED}")
+
+
+def _scale_can_shrink(run: AssembledJob) -> bool:
+    return run.plan.dtypes.compute == "fp16" and run.scaler.settings.static is None and not run.scaler.exhausted()
 
 
 def _oracle(run: AssembledJob, weights: dict[str, Tensor]) -> Oracle:
@@ -198,36 +284,6 @@ def _check_memory(run: AssembledJob) -> None:
             f"{needed / 1e9:.1f} GB, {available / 1e9:.1f} GB are free; use --blocks N to keep N of its "
             f"{len(run.facts.blocks)} blocks at full width, or --against PLAN.yaml to compare two layouts"
         )
-
-
-@contextmanager
-def fused_dropout_off() -> Iterator[list[float]]:
-    """Inside, scaled_dot_product_attention drops nothing, in every thread (recomputation has its own).
-
-    Yields a list that gets the probabilities that were asked for.
-    """
-    original = torch.nn.functional.scaled_dot_product_attention
-    asked: list[float] = []
-
-    def without(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        **rest: Any,
-    ) -> Tensor:
-        if dropout_p > 0 and dropout_p not in asked:
-            asked.append(dropout_p)
-        output: Tensor = original(query, key, value, attn_mask=attn_mask, dropout_p=0.0, is_causal=is_causal, **rest)
-        return output
-
-    torch.nn.functional.scaled_dot_product_attention = without  # type: ignore[assignment]
-    try:
-        yield asked
-    finally:
-        torch.nn.functional.scaled_dot_product_attention = original
 
 
 # --- before workers start --------------------------------------------------------------------------------------------

@@ -1,28 +1,38 @@
 """One real training step with everything that `shardwise verify` compares gathered on rank 0.
 
-The step is `train_step` itself. Gradients are read when `ParallelModel.run` returns: after every reduction, before
-clipping. Whole tensors come through the TensorMap, one at a time.
+The step is the trainer's own, with the evaluation that is due after it. Gradients are read when `ParallelModel.run`
+returns: after every reduction, before clipping; once more when the optimizer begins: as it gets them. Whole tensors
+come through the TensorMap, one at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.data.batch import Batch
 from shardwise.parallel.tensor_map import Slices
 from shardwise.testing.copies import CopyError, compare_copies, gathered
-from shardwise.training.init import fingerprint
-from shardwise.training.optimizer import learning_rate
+from shardwise.testing.precision_record import PrecisionRecord, recorded_precision
 from shardwise.training.setup import AssembledJob
-from shardwise.training.step import StepResult, train_step
+from shardwise.training.trainer import Trainer
 
-MOST_OVERFLOWS = 40  # fp16 steps repeated while the loss scale finds its place
+
+class ClipFactor(NamedTuple):
+    """The factor between a rank's gradients as they were reduced and as the optimizer gets them.
+
+    `misfit` is the largest element that the factor does not explain, relative to the largest of all.
+    """
+
+    factor: float
+    misfit: float
 
 
 @dataclass
@@ -35,51 +45,65 @@ class Captured:
         copies: for each tensor that several ranks hold, how far its copies lie apart after the update.
         gradient_copies: the same for gradients, before clipping.
         moved: by rank, whether any element changed.
-        repeats: fp16 overflows before the step that counted.
-        data_hash: of the samples that all ranks read.
+        batches: by rank, its microbatches as they were fed.
+        clipping: by rank; None where the optimizer was not called or the rank's gradients are zero.
+        data_ranks: by rank, the share of the batch that it reads.
+        options: by rank, the options of the optimizer by tensor; None where it was not called.
+        precision: by rank, the dtypes that were met.
+        evaluation_modes: by rank, (any module trained during the evaluation, modes differ after it); None without one.
         slices: by rank and tensor, what the rank holds of it.
+        weights: this rank's own, by tensor, before the step.
     """
 
+    step: int
     loss: float
     norm: float
     skipped: bool
+    loss_scale: float
+    data_hash: int
     gradients: dict[str, Tensor]
     parameters: dict[str, Tensor]
     copies: dict[str, CopyError]
     gradient_copies: dict[str, CopyError]
     moved: list[bool]
-    repeats: int
-    data_hash: int
-    slices: list[dict[str, list[Slices]]]
+    batches: list[list[Batch]] = field(default_factory=list)
+    clipping: list[ClipFactor | None] = field(default_factory=list)
+    data_ranks: list[int] = field(default_factory=list)
+    options: list[dict[str, dict[str, Any]] | None] = field(default_factory=list)
+    precision: list[PrecisionRecord] = field(default_factory=list)
+    evaluation_modes: list[tuple[bool, bool] | None] = field(default_factory=list)
+    slices: list[dict[str, list[Slices]]] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
 
 
-def capture_step(run: AssembledJob, step: int) -> Captured:
-    """Run step `step` and gather what it did. Collective."""
-    settings = run.plan.job.optimizer
-    run.optimizer.set_learning_rate(learning_rate(settings, step, run.plan.job.training.steps, run.plan.warmup_steps))
-    before = _digest(run)
-    result, gradients, gradient_copies = _step(run, step)
-    repeats = 0
-    while result.skipped and _scale_can_shrink(run) and repeats < MOST_OVERFLOWS:
-        result, gradients, gradient_copies = _step(run, step)
-        repeats += 1
+def capture_step(trainer: Trainer, batches: Sequence[Batch]) -> Captured:
+    """Let the trainer take its next step, and gather what it did. Collective."""
+    session = trainer.session
+    run, step = session.assembled, session.steps_done
+    weights = {entry.name: entry.local.clone() for entry in run.model.tensor_map}
+    with _StepWatcher(run) as watcher:
+        result = trainer.take_step(list(batches))
     return Captured(
+        step,
         result.loss,
         result.grad_norm,
         result.skipped,
-        gradients,
+        result.loss_scale,
+        result.data_hash,
+        watcher.gradients,
         gather(run),
         compare_copies(run),
-        gradient_copies,
-        _flags(_digest(run) != before, run),
-        repeats,
-        result.data_hash,
+        watcher.gradient_copies,
+        gathered(any(not torch.equal(entry.local, weights[entry.name]) for entry in run.model.tensor_map)),
+        gathered([batch.to("cpu") for batch in batches]),
+        gathered(watcher.clipping),
+        gathered(run.layout.data_rank),
+        gathered(watcher.options),
+        gathered(watcher.precision),
+        gathered(watcher.evaluation_modes),
         gathered({entry.name: [region.logical for region in entry.regions] for entry in run.model.tensor_map}),
+        weights,
     )
-
-
-def _scale_can_shrink(run: AssembledJob) -> bool:
-    return run.plan.dtypes.compute == "fp16" and run.scaler.settings.static is None and not run.scaler.exhausted()
 
 
 def gather(run: AssembledJob, gradients: bool = False, divisor: float = 1.0) -> dict[str, Tensor]:
@@ -91,41 +115,78 @@ def gather(run: AssembledJob, gradients: bool = False, divisor: float = 1.0) -> 
     return kept
 
 
-def _step(run: AssembledJob, step: int) -> tuple[StepResult, dict[str, Tensor], dict[str, CopyError]]:
-    with _gradients_seen(run) as (gradients, copies):
-        batches = run.stream.batches(step)
-        result = train_step(run.model, run.objective, batches, run.optimizer, run.scaler, step)
-    return result, gradients, copies
+class _StepWatcher:
+    """Reads a step's gradients, clipping, dtypes and evaluation while it runs; a context around it."""
+
+    def __init__(self, run: AssembledJob) -> None:
+        self.run = run
+        self.gradients: dict[str, Tensor] = {}
+        self.gradient_copies: dict[str, CopyError] = {}
+        self.clipping: ClipFactor | None = None
+        self.options: dict[str, dict[str, Any]] | None = None
+        self.evaluation_modes: tuple[bool, bool] | None = None
+        self.precision = PrecisionRecord()
+        self._reduced: list[Tensor] = []  # this rank's own gradients, before clipping
+        self._inside: list[bool] = []  # of modules in an evaluation
+        self._exit = ExitStack()
+
+    def __enter__(self) -> _StepWatcher:
+        run = self.run
+        self._before = self._modes()
+        self._exit.enter_context(mock.patch.object(run.model, "run", self._watch_run(run.model.run)))
+        self._exit.enter_context(mock.patch.object(run.optimizer, "step", self._watch_update(run.optimizer.step)))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._exit.close()
+        if self._inside:
+            self.evaluation_modes = any(self._inside), self._modes() != self._before
+
+    def _modes(self) -> list[bool]:
+        return [module.training for part in self.run.model.parts for module in part.module.modules()]
+
+    def _watch_run(self, compute: Any) -> Any:
+        def run(objective: Any, microbatches: Any, step: int, seed: Tensor | None = None) -> Tensor:
+            if seed is None:
+                self._inside += self._modes()
+                totals: Tensor = compute(objective, microbatches, step, seed)
+                return totals
+            with recorded_precision(self.run, self.precision, objective) as watched:
+                totals = compute(watched, microbatches, step, seed)
+            self.gradients.update(gather(self.run, gradients=True, divisor=self.run.scaler.scale))
+            self.gradient_copies.update(compare_copies(self.run, gradients=True))
+            self._reduced = [gradient.clone() for _, gradient in self.run.optimizer.gradients()]
+            return totals
+
+        return run
+
+    def _watch_update(self, update: Any) -> Any:
+        def step() -> None:
+            self.clipping = _clip_factor(self._reduced, [gradient for _, gradient in self.run.optimizer.gradients()])
+            self.options = _options(self.run)
+            update()
+            self.precision.read_state(self.run)
+
+        return step
 
 
-@contextmanager
-def _gradients_seen(run: AssembledJob) -> Iterator[tuple[dict[str, Tensor], dict[str, CopyError]]]:
-    """Gather the gradients, and compare their copies, whenever the model's `run` has returned."""
-    gradients: dict[str, Tensor] = {}
-    copies: dict[str, CopyError] = {}
-    original = run.model.run
-
-    def watched(*args: Any, **kwargs: Any) -> Tensor:
-        totals = original(*args, **kwargs)
-        gradients.update(gather(run, gradients=True, divisor=run.scaler.scale))
-        copies.update(compare_copies(run, gradients=True))
-        return totals
-
-    run.model.run = watched  # type: ignore[method-assign]
-    try:
-        yield gradients, copies
-    finally:
-        del run.model.run
+def _clip_factor(reduced: list[Tensor], clipped: list[Tensor]) -> ClipFactor | None:
+    pairs = [(a.double(), b.double()) for a, b in zip(reduced, clipped, strict=True)]
+    squares = sum(float(a.square().sum()) for a, _ in pairs)
+    if squares == 0:
+        return None
+    factor = sum(float((a * b).sum()) for a, b in pairs) / squares
+    largest = max(float(b.abs().max()) for _, b in pairs)
+    misfit = max(float((b - factor * a).abs().max()) for a, b in pairs)
+    return ClipFactor(factor, misfit / largest if largest else 0.0)
 
 
-def _digest(run: AssembledJob) -> str:
-    """Hash of what this rank holds."""
-    return fingerprint((entry.name, entry.local) for entry in run.model.tensor_map)
-
-
-def _flags(mine: bool, run: AssembledJob) -> list[bool]:
-    """Every rank's flag."""
-    flag = torch.tensor([int(mine)], device=run.model.device)
-    everyone = [torch.empty_like(flag) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, flag)
-    return [bool(value) for value in everyone]
+def _options(run: AssembledJob) -> dict[str, dict[str, Any]]:
+    """Return what torch's optimizer has been told, by tensor: learning rate, weight decay, eps and the like."""
+    names = {id(local): entry.name for entry, local in run.optimizer.locals}
+    return {
+        names[id(parameter)]: {key: value for key, value in group.items() if key != "params"}
+        for group in run.optimizer.inner.param_groups
+        for parameter in group["params"]
+        if id(parameter) in names
+    }

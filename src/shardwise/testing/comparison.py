@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from rich.console import Group, RenderableType
@@ -20,12 +20,18 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
+NOISES = 6.0  # of a gradient in 16 bits, by which another right program may be off
+CLEAR = 0.25  # share of noise in a gradient up to which its direction is judged
+MOST_TURNED = 0.5  # of 1 - cosine, whatever the noise
 SMALLEST = 1e-3  # of the largest tensor of a kind: below it a tensor is held to that tensor's absolute error
 # by quantity: the fault and the sentence of checks whose difference is its own diagnosis
 SENTENCES = {
     "schedule": ("wrong_schedule", "the learning rate of step {name} is not that of the job's schedule"),
     "order": ("repeated_sample", "the order of samples is no permutation: {name}"),
     "start": ("unequal_start", "{name} differs between ranks before the first step"),
+    "plain start": ("other_start", "{name} does not start as the plainly built model has it"),
+    "dropout": ("wrong_dropout_rate", "{name}"),
+    "corpus": ("other_documents", "{name}"),
     "evaluation": ("trained_evaluation", "evaluation computes in training mode"),
     "mode": ("left_in_evaluation", "evaluation leaves the model in evaluation mode"),
 }
@@ -71,19 +77,27 @@ class Tolerances:
 
 @dataclass(frozen=True)
 class Difference:
-    """One compared number or tensor."""
+    """One compared number or tensor.
+
+    `quantity` is "data", "dtype", "loss", "gradient", "direction", "norm", "clipping", "parameter", "update",
+    "gradient copies", "replicas", or one of SENTENCES.
+    """
 
     step: int
-    quantity: (
-        str  # "data", "loss", "gradient", "norm", "parameter", "update", "gradient copies", "replicas", or of SENTENCES
-    )
+    quantity: str
     name: str
     error: float
     tolerance: float
+    precision: str = ""  # of the run, where a job is verified in two
 
     @property
     def agrees(self) -> bool:
         return self.error <= self.tolerance  # False for NaN
+
+    @property
+    def label(self) -> str:
+        """Quantity, tensor and precision, as far as there are several."""
+        return f"{self.quantity} {self.name}" + (f" in {self.precision}" if self.precision else "")
 
 
 @dataclass
@@ -104,9 +118,13 @@ class VerifyReport:
                 fault, sentence = SENTENCES[difference.quantity]
                 self.fault, self.diagnosis = fault, sentence.format(name=difference.name)
 
+    def label(self, precision: str) -> None:
+        """Say of all differences that have no precision yet that they are of a run in `precision`."""
+        self.differences = [d if d.precision else replace(d, precision=precision) for d in self.differences]
+
     @property
     def first(self) -> Difference | None:
-        """The first that disagrees: by step, then data, loss, gradients in module order, norm, parameters."""
+        """The first that disagrees: by step, then data, dtypes, loss, gradients in module order, norm, parameters."""
         return next((difference for difference in self.differences if not difference.agrees), None)
 
     @property
@@ -126,7 +144,7 @@ class VerifyReport:
         first = self.first
         if first is not None:
             lines += [
-                Text(f"first disagreement: step {first.step}, {first.quantity} {first.name}: {first.error:.3g}"),
+                Text(f"first disagreement: step {first.step}, {first.label}: {first.error:.3g}"),
                 Text(f"diagnosis: {self.diagnosis or 'none of the known mistakes explains it'}", style="bold"),
             ]
         verdict = "agrees" if self.agrees else "DISAGREES"
@@ -194,6 +212,37 @@ def compare_updates(step: int, ours: Update, reference: Update, tolerance: Toler
     return found
 
 
+def compare_directions(
+    step: int,
+    ours: Mapping[str, Tensor],
+    reference: Mapping[str, Tensor],
+    noise: Mapping[str, float],
+    least: Tolerance,
+) -> list[Difference]:
+    """Compare gradients in 16 bits by their L2 distance, and where noise allows it by their direction.
+
+    Each tensor is held to NOISES times its own noise. One that noise is a quarter of, or less, has a direction too: it
+    may not be at right angles, or zero.
+    """
+    found = []
+    for name in [*reference, *(name for name in ours if name not in reference)]:
+        if name not in ours or name not in reference or ours[name].shape != reference[name].shape:
+            found.append(Difference(step, "gradient", name, math.inf, least.error))
+            continue
+        a, b = ours[name].detach().double(), reference[name].detach().double()
+        size = max(float(b.norm()), noise[name])
+        if size == 0.0 and not a.any():
+            continue
+        share = noise[name] / size if size else 0.0
+        error = float((a - b).norm()) / size if size else math.inf
+        found.append(Difference(step, "gradient", name, error, max(least.error, NOISES * share)))
+        if share < CLEAR and size:
+            cosine = float((a * b).sum()) / (float(a.norm()) * size or math.inf)
+            allowed = min(MOST_TURNED, max(least.error, (NOISES * share) ** 2 / 2))
+            found.append(Difference(step, "direction", name, 1 - cosine, allowed))
+    return found
+
+
 def largest(tensors: Iterable[Tensor]) -> float:
     """Largest absolute value anywhere."""
     return max((float(tensor.detach().abs().max()) for tensor in tensors if tensor.numel()), default=0.0)
@@ -203,11 +252,13 @@ def _table(title: str, differences: list[Difference]) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold")
     for column in ("step", "quantity", "compared", "max relative error", "tolerance", "verdict", "worst tensor"):
         table.add_column(column, overflow="fold")
-    for key in dict.fromkeys((difference.step, difference.quantity) for difference in differences):
-        group = [d for d in differences if (d.step, d.quantity) == key]
+    for key in dict.fromkeys((d.precision, d.step, d.quantity) for d in differences):
+        group = [d for d in differences if (d.precision, d.step, d.quantity) == key]
         worst = max(group, key=lambda d: math.inf if math.isnan(d.error) else d.error)
         bad = sum(not d.agrees for d in group)
         verdict = Text("ok", style="green") if not bad else Text(f"{bad} disagree", style="bold red")
+        precision, step, quantity = key
+        columns = (f"{precision} {step}".strip(), quantity)
         numbers = (f"{worst.error:.2e}", f"{worst.tolerance:.0e}")
-        table.add_row(str(key[0]), key[1], str(len(group)), *numbers, verdict, worst.name)
+        table.add_row(*columns, str(len(group)), *numbers, verdict, worst.name)
     return table

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,17 +25,19 @@ class CopyError:
     Attributes:
         error: largest difference of two copies, relative to the largest element of any.
         ranks: those whose copy differs from the lowest rank's; empty where all agree.
+        totals: of copies that differ, (slices of the logical tensor, ranks that hold them, their sum in fp64).
     """
 
     error: float = 0.0
     ranks: tuple[int, ...] = ()
+    totals: tuple[tuple[tuple[slice, ...], tuple[int, ...], Tensor], ...] = ()
 
 
 def compare_copies(run: AssembledJob, gradients: bool = False) -> dict[str, CopyError]:
     """Return the errors, by logical name, of parameters or gradients that several ranks hold. Collective."""
     tensors = _local_tensors(run, gradients)
     digests = gathered({key: digest_of(tensor) for key, tensor in tensors.items()})
-    holders: dict[str, list[int]] = {}
+    holders: dict[LocalKey, list[int]] = {}
     for rank, own in enumerate(digests):
         for key in own:
             holders.setdefault(key, []).append(rank)
@@ -44,14 +46,22 @@ def compare_copies(run: AssembledJob, gradients: bool = False) -> dict[str, Copy
         if len(ranks) == 1:
             continue
         is_equal = len({digests[rank][key] for rank in ranks}) == 1
-        error = CopyError() if is_equal else _measured(gathered(tensors.get(key)))
-        name = key.partition(" ")[0]
-        errors[name] = max(errors.get(name, CopyError()), error, key=lambda copy_error: copy_error.error)
+        error = CopyError() if is_equal else _measured(gathered(tensors.get(key)), key.boxes)
+        before = errors.get(key.name, CopyError())
+        worse = max(before, error, key=lambda copy_error: copy_error.error)
+        errors[key.name] = replace(worse, totals=before.totals + error.totals)
     return errors
 
 
-def _local_tensors(run: AssembledJob, gradients: bool) -> dict[str, Tensor]:
-    """This rank's elements by "name slices", whole names as the unmodified model has them."""
+class LocalKey(NamedTuple):
+    """A logical tensor, and the boxes of it that a rank holds as (first, end) along each dim."""
+
+    name: str
+    boxes: tuple[tuple[tuple[int, int], ...], ...]
+
+
+def _local_tensors(run: AssembledJob, gradients: bool) -> dict[LocalKey, Tensor]:
+    """Return this rank's elements; whole names as the unmodified model has them."""
     tensors = {}
     for name in run.facts.parameter_shapes:
         if name not in run.model.tensor_map.names:
@@ -60,8 +70,8 @@ def _local_tensors(run: AssembledJob, gradients: bool) -> dict[str, Tensor]:
         value = entry.local_gradient if gradients else entry.local
         if not entry.local.numel():
             continue
-        slices = [[(box.start, box.stop) for box in region.logical] for region in entry.regions]
-        tensors[f"{name} {slices}"] = torch.zeros_like(entry.local) if value is None else value.detach()
+        boxes = tuple(tuple((box.start, box.stop) for box in region.logical) for region in entry.regions)
+        tensors[LocalKey(name, boxes)] = torch.zeros_like(entry.local) if value is None else value.detach()
     return tensors
 
 
@@ -72,7 +82,7 @@ def digest_of(tensor: Tensor) -> bytes:
     return hashlib.blake2b(elements.numpy().tobytes(), digest_size=16).digest()
 
 
-def _measured(copies: list[Tensor | None]) -> CopyError:
+def _measured(copies: list[Tensor | None], boxes: tuple[tuple[tuple[int, int], ...], ...]) -> CopyError:
     """Return the error of the copies that ranks have brought, by rank."""
     held = {rank: copy.double() for rank, copy in enumerate(copies) if copy is not None}
     first = held[min(held)]
@@ -80,7 +90,9 @@ def _measured(copies: list[Tensor | None]) -> CopyError:
     largest = torch.maximum(high.abs(), low.abs()).max()
     error = 0.0 if largest == 0 else float((high - low).max() / largest)
     ranks = tuple(rank for rank, copy in held.items() if not torch.equal(copy, first))
-    return CopyError(math.inf if math.isnan(error) else error, ranks)  # a NaN would lose every comparison
+    box = tuple(slice(*bounds) for bounds in boxes[0])
+    totals = ((box, tuple(held), torch.stack([*held.values()]).sum(0)),) if len(boxes) == 1 else ()
+    return CopyError(math.inf if math.isnan(error) else error, ranks, totals)  # a NaN would lose every comparison
 
 
 def gathered(own: Any) -> list[Any]:

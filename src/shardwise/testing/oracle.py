@@ -32,8 +32,10 @@ from shardwise.model.build import load_config
 from shardwise.testing.oracle_adapters import adapt
 from shardwise.testing.oracle_data import NOT_COUNTED, Rows, Source
 from shardwise.testing.oracle_dropout import OracleDropout
+from shardwise.testing.start_check import distributions
 
 FORWARD_TOKENS = 4096  # of one forward; more would only cost memory
+Snapshot = tuple[dict[str, Tensor], dict[str, Any]]  # weights and optimizer state
 ALIBI = "build_alibi_tensor"  # a function in the files of Bloom and Falcon
 
 
@@ -45,6 +47,9 @@ class Twist:
     leak_documents: bool = False
     dropout_step: int | None = None
     no_dropout: bool = False
+    local_rows: int | None = None  # size of the microbatches in which dropout numbers rows
+    no_z_loss: bool = False
+    no_smoothing: bool = False
 
 
 @dataclass(frozen=True)
@@ -101,6 +106,8 @@ class Oracle:
         trained = _is_trained(self.job)
         for names in [[name] for name in live] + self.ties:
             live[names[0]].requires_grad_(all(map(trained, names)) and live[names[0]].requires_grad)
+        self.plain = distributions(live)
+        self.plain_buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         with torch.no_grad():
             for name, parameter in live.items():
                 parameter.copy_(self.weights[name])
@@ -112,6 +119,13 @@ class Oracle:
         self.live = live
         self.weights = {}
         self.optimizer = _optimizer(self.job.optimizer, self.parameters)
+
+    def rebuilt_buffers(self) -> dict[str, Tensor]:
+        """Return the buffers of the model built once more: those that are drawn differ."""
+        return {
+            name: buffer.to(self.master) if buffer.is_floating_point() else buffer
+            for name, buffer in _build(self.job, self.eager).named_buffers()
+        }
 
     # --- forward and backward
 
@@ -143,6 +157,12 @@ class Oracle:
             loss += float(part.detach())
         return loss
 
+    def backward_sum(self, step: int, counters: Sequence[int]) -> None:
+        """Run forward and backward of the summed loss of some samples together; gradients are dropped."""
+        self._loss(self.source.rows(list(counters)), step, Twist()).backward()
+        for parameter in self.live.values():
+            parameter.grad = None
+
     def norm(self, gradients: Mapping[str, Tensor] | None = None) -> float:
         """Global L2 norm, summed in fp64."""
         values = (self.gradients if gradients is None else gradients).values()
@@ -152,7 +172,10 @@ class Oracle:
         """Summed loss of `rows`."""
         mask_step = step if twist.dropout_step is None else twist.dropout_step
         self.model.train(not twist.no_dropout)
-        with self.dropout.begin(mask_step, rows.counters) if not twist.no_dropout else nullcontext():
+        counters = rows.counters
+        if twist.local_rows is not None:
+            counters = [(c - step * self.sequences_per_step) % twist.local_rows for c in counters]
+        with self.dropout.begin(mask_step, counters) if not twist.no_dropout else nullcontext():
             if self.job.model.factory is not None:
                 return self._module_loss(rows)
             inputs: dict[str, Any] = dict(rows.inputs)
@@ -166,10 +189,11 @@ class Oracle:
         wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
         flat, targets = logits.reshape(-1, logits.shape[-1]).to(wide), rows.labels.reshape(-1)
         training = self.job.training
+        smoothing = 0.0 if twist.no_smoothing else training.label_smoothing
         losses = nn.functional.cross_entropy(
-            flat, targets, ignore_index=NOT_COUNTED, reduction="none", label_smoothing=training.label_smoothing
+            flat, targets, ignore_index=NOT_COUNTED, reduction="none", label_smoothing=smoothing
         )
-        if training.z_loss:
+        if training.z_loss and not twist.no_z_loss:
             losses = losses + training.z_loss * flat.logsumexp(-1).square() * (targets != NOT_COUNTED)
         if training.loss_reduction == "sample":
             return torch.stack([losses[place.flatten()].mean() for place in rows.samples()] or [losses.sum()]).sum()
@@ -250,6 +274,11 @@ class Oracle:
             self.optimizer.step()
         self._publish()
 
+    def options(self) -> dict[str, dict[str, Any]]:
+        """Return the optimizer's options by tensor."""
+        groups = zip(self.parameters, self.optimizer.param_groups, strict=True)
+        return {name: {key: value for key, value in group.items() if key != "params"} for name, group in groups}
+
     @contextmanager
     def _changed(self, twist: UpdateTwist) -> Iterator[None]:
         """Let the optimizer have the mistake's options inside."""
@@ -294,12 +323,12 @@ class Oracle:
                 handle.remove()
         return list(called)
 
-    def snapshot(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def snapshot(self) -> Snapshot:
         """Weights and optimizer state, to `restore` later."""
         weights = {name: p.detach().clone() for name, p in self.parameters.items()}
         return weights, copy.deepcopy(self.optimizer.state_dict())
 
-    def restore(self, snapshot: tuple[dict[str, Tensor], dict[str, Any]]) -> None:
+    def restore(self, snapshot: Snapshot) -> None:
         weights, state = snapshot
         with torch.no_grad():
             for name, parameter in self.parameters.items():

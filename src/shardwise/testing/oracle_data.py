@@ -24,6 +24,7 @@ from shardwise.job.objects import load_object
 from shardwise.job.schema import Job
 
 NOT_COUNTED = -100
+KEPT = 1024  # samples that are kept, since a step is read several times
 
 
 @dataclass
@@ -74,9 +75,14 @@ class TokenSource:
             documents = _without_held_out(documents, held_out * self.length + extra, self.seed)
         self.tokens = np.concatenate(documents)
         self.starts = np.cumsum([0, *map(len, documents)])[:-1]
+        self._read: dict[int, dict[str, np.ndarray]] = {}  # the last samples
 
     def rows(self, counters: Sequence[int]) -> Rows:
-        samples = [self._sample(counter) for counter in counters]
+        if len(self._read) > KEPT:
+            self._read.clear()
+        for counter in counters:
+            self._read[counter] = self._read.get(counter) or self._sample(counter)
+        samples = [self._read[counter] for counter in counters]
         stacked = {key: torch.from_numpy(np.stack([sample[key] for sample in samples])) for key in samples[0]}
         labels, documents = stacked.pop("labels"), stacked.pop("documents", None)
         return Rows(stacked, labels, list(counters), documents)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 from unittest import mock
 
 from torch import Tensor
@@ -16,26 +15,28 @@ from torch import Tensor
 from shardwise.data.order import order
 from shardwise.job.axes import Axis
 from shardwise.parallel.tensor_map import ParameterEntry
+from shardwise.testing.capture import Captured
 from shardwise.testing.comparison import Difference
 from shardwise.testing.copies import digest_of, gathered
 from shardwise.testing.oracle import scheduled_rate
-from shardwise.training.optimizer import learning_rate
+from shardwise.training.session import Session
 from shardwise.training.setup import AssembledJob
-from shardwise.training.step import evaluate
 
 MOST_STEPS = 200_000  # of a schedule that are compared, spread evenly over a longer one
 MOST_SAMPLES = 20_000  # of an epoch whose order is looked at; of a longer one the first
 
 
-def compare_schedule(run: AssembledJob) -> list[Difference]:
-    """Compare the learning rate of every step of the job with the oracle's formula; the worst step is named."""
-    settings, steps = run.plan.job.optimizer, run.plan.job.training.steps
+def compare_schedule(session: Session) -> list[Difference]:
+    """Compare the learning rate of every step of the session with the oracle's formula; the worst step is named."""
+    settings, steps, progress = session.job.optimizer, session.job.training.steps, session.progress
     worst, error = 0, 0.0
     for step in range(0, steps, -(-steps // MOST_STEPS)):
-        ours = learning_rate(settings, step, steps, run.plan.warmup_steps)
+        session.progress = progress.model_copy(update={"step": step})
+        ours = session.scheduled_rate()
         apart = abs(ours - scheduled_rate(settings, step, steps)) / (abs(settings.learning_rate) or 1.0)
         if not apart <= error:
             worst, error = step, apart
+    session.progress = progress
     return [Difference(0, "schedule", str(worst) if error else "", error, 1e-12)]
 
 
@@ -78,22 +79,12 @@ def compare_start(run: AssembledJob, drawn: dict[str, bytes]) -> list[Difference
     return [Difference(0, "start", name, math.inf if differs else 0.0, 0.0) for name, differs in differing.items()]
 
 
-def compare_evaluation(run: AssembledJob, step: int) -> list[Difference]:
-    """Evaluate one batch as the trainer does, and look at the mode of all modules during and after. Collective."""
-    if not run.evaluation_batches:
+def compare_evaluation(ours: Captured) -> list[Difference]:
+    """Judge the mode of all modules during and after the evaluation that followed a step, if one did."""
+    seen = [modes for modes in ours.evaluation_modes if modes is not None]
+    if not seen:
         return []
-    modules = [module for part in run.model.parts for module in part.module.modules()]
-    before, inside, compute = [module.training for module in modules], list[bool](), run.model.run
-
-    def watched(*args: Any, **kwargs: Any) -> Tensor:
-        inside.extend(module.training for module in modules)
-        return compute(*args, **kwargs)
-
-    with mock.patch.object(run.model, "run", watched):
-        evaluate(run.model, run.objective, list(run.stream.evaluation(run.data.validation, 1)))
-    after = [module.training for module in modules]
-    everyone = gathered((any(inside), after != before))
     return [
-        Difference(step, quantity, "", math.inf if any(found) else 0.0, 0.0)
-        for quantity, found in zip(("evaluation", "mode"), zip(*everyone, strict=True), strict=True)
+        Difference(ours.step, quantity, "", math.inf if any(found) else 0.0, 0.0)
+        for quantity, found in zip(("evaluation", "mode"), zip(*seen, strict=True), strict=True)
     ]

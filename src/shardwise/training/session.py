@@ -52,7 +52,7 @@ from shardwise.training.objectives.own_loss import LossFunction
 from shardwise.training.optimizer import ShardedOptimizer, learning_rate
 from shardwise.training.own_batches import Microbatch, as_batches, objective_for, rows_of_all_ranks
 from shardwise.training.recent_loss import RecentLoss
-from shardwise.training.setup import assemble, prepare_data, study
+from shardwise.training.setup import AssembledJob, assemble, prepare_data, study
 from shardwise.training.step import StepResult, evaluate, train_step
 from shardwise.training.step_record import step_record
 
@@ -103,6 +103,23 @@ class Session:
         device: torch.device | None = None,
         **sections: Mapping[str, Any],
     ) -> None:
+        self._begin()
+        with ExitStack() as opening:
+            opening.push(self._exit.__exit__)
+            self._open(_job_of(job, model, example, sections), model, example, callbacks, device)
+            opening.pop_all()
+        weakref.finalize(self, self._exit.close)  # the interpreter's end would leave the group too late
+
+    @classmethod
+    def of(cls, assembled: AssembledJob) -> Session:
+        """Return a session of a job that is assembled already, without callbacks, in the group that exists."""
+        session = cls.__new__(cls)
+        session._begin()
+        session.device = assembled.model.device
+        session._take(assembled, [])
+        return session
+
+    def _begin(self) -> None:
         self._exit = ExitStack()
         self._started = self._ended = False
         self._began = time.perf_counter()
@@ -111,11 +128,6 @@ class Session:
         self.progress = Progress()
         self.notes: list[str] = []
         self.stopped: str | None = None
-        with ExitStack() as opening:
-            opening.push(self._exit.__exit__)
-            self._open(_job_of(job, model, example, sections), model, example, callbacks, device)
-            opening.pop_all()
-        weakref.finalize(self, self._exit.close)  # the interpreter's end would leave the group too late
 
     def _open(
         self,
@@ -134,13 +146,19 @@ class Session:
         data = prepare_data(job, facts) if has_data else None
         self.device = self._exit.enter_context(_joined(job, facts)) if device is None else device
         reset_peak(self.device)
-        self.assembled = assemble(job, self.device, facts, data, given)
-        self.callbacks = CallbackList([*named, *own], self.rank)
-        self.checkpoints = RunCheckpoints(self.assembled)
+        self._take(assemble(job, self.device, facts, data, given), [*named, *own])
+
+    def _take(self, assembled: AssembledJob, callbacks: Sequence[Callback]) -> None:
+        """Make ready to train what is assembled."""
+        has_data = assembled.given_data is not None
+        self.assembled = assembled
+        self.callbacks = CallbackList(callbacks, self.rank)
+        self.checkpoints = RunCheckpoints(assembled)
         self._exit.callback(self.checkpoints.close)
-        self._data_state: DataState | None = None if data is None else ConsumedSamples(self.assembled.stream)
-        self._recent = RecentLoss(job.training.evaluate_batches if data is None else self.assembled.evaluation_batches)
-        self.notes += [f"note: {note}" for note in (*self.plan.notes, *([] if data is None else data.notes()))]
+        self._data_state: DataState | None = ConsumedSamples(assembled.stream) if has_data else None
+        self._recent = RecentLoss(assembled.evaluation_batches if has_data else self.job.training.evaluate_batches)
+        notes = [*self.plan.notes, *(assembled.data.notes() if has_data else [])]
+        self.notes += [f"note: {note}" for note in notes]
 
     # ---- what a loop works with
 
@@ -231,7 +249,7 @@ class Session:
         began, self._fetched = self._fetched or time.perf_counter(), None
         self.callbacks.call("on_step_begin", self)
         batches = as_batches([batch] if isinstance(batch, Batch | Mapping) else batch, self.assembled, self._samples)
-        rate = self._scheduled_rate() if learning_rate is None else learning_rate
+        rate = self.scheduled_rate() if learning_rate is None else learning_rate
         self.optimizer.set_learning_rate(rate)
         result = self._train(batches, loss_function)
         self._advance(result, batches)
@@ -354,7 +372,8 @@ class Session:
     def _samples(self) -> int:
         return self.progress.samples
 
-    def _scheduled_rate(self) -> float:
+    def scheduled_rate(self) -> float:
+        """Return the learning rate of the next step by the job's schedule."""
         return learning_rate(self.job.optimizer, self.progress.step, self.job.training.steps, self.plan.warmup_steps)
 
     def _train(self, batches: list[Batch], loss_function: LossFunction | None) -> StepResult:

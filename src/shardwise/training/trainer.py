@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from shardwise.data.batch import Batch
 from shardwise.errors import ShardwiseError
 from shardwise.job.schema import Job
 from shardwise.launch.interrupt import Interrupt
@@ -38,11 +39,7 @@ class Trainer:
         """Train to the last step, or to a stop that the ranks have agreed on, and end the run."""
         session = self.session
         for batches in session.batches():
-            if self.interrupt.reason:
-                session.request_stop(self.interrupt.reason)
-            self.check_skipped(session.step(batches))
-            if self.is_due(self.training.evaluate_every) or self.is_last:
-                session.evaluate()
+            self.take_step(batches)
             save_is_due = bool(self.checkpoint.every) and (self.is_last or self.is_due(self.checkpoint.every))
             if session.stopped or save_is_due:
                 path = session.save(wait=self.is_last or session.stopped is not None)
@@ -51,6 +48,16 @@ class Trainer:
         if session.progress.validation_loss is None:  # it was resumed at its last step
             session.evaluate()
         return session.end()
+
+    def take_step(self, batches: Sequence[Batch]) -> StepResult:
+        """Train one step, and evaluate after it where that is due."""
+        if self.interrupt.reason:
+            self.session.request_stop(self.interrupt.reason)
+        result = self.session.step(batches)
+        self.check_skipped(result)
+        if self.is_due(self.training.evaluate_every) or self.is_last:
+            self.session.evaluate()
+        return result
 
     @property
     def is_last(self) -> bool:

@@ -1,0 +1,104 @@
+"""The microbatches that ranks were fed, against the oracle's own reading: whose rows, which samples, what they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardwise.data.batch import Batch
+from shardwise.plan.plan import Plan
+from shardwise.testing.capture import Captured
+from shardwise.testing.oracle_data import NOT_COUNTED, Rows, Source
+
+
+class Misread(NamedTuple):
+    """The first thing that is wrong with what a step was fed: the fault's name, and a sentence."""
+
+    fault: str
+    sentence: str
+
+
+def find_misread(plan: Plan, source: Source, ours: Captured) -> Misread | None:
+    """Return what is wrong with the microbatches of a step; None where every rank got its rows, and right ones."""
+    if shifted := _shifted(plan, ours):
+        return shifted
+    for rank, (batches, data_rank) in enumerate(zip(ours.batches, ours.data_ranks, strict=True)):
+        for number, batch in enumerate(batches):
+            expected = _counters(plan, ours.step, data_rank, number)
+            real = _real_rows(plan, data_rank, number)
+            found = (
+                _wrong_rows(plan, ours, rank, number, batch.rows.tolist(), expected)
+                or _counted_padding(batch, real)
+                or _wrong_content(batch, source, rank, real)
+            )
+            if found:
+                return found
+    return None
+
+
+def _counters(plan: Plan, step: int, data_rank: int, number: int) -> list[int]:
+    """Return the sample counters of a microbatch; padding repeats the step's first rows."""
+    size = plan.sequences_per_step
+    first = (number * plan.data_ranks + data_rank) * plan.microbatch
+    return [step * size + row % size for row in range(first, first + plan.microbatch)]
+
+
+def _real_rows(plan: Plan, data_rank: int, number: int) -> int:
+    first = (number * plan.data_ranks + data_rank) * plan.microbatch
+    return min(max(plan.sequences_per_step - first, 0), plan.microbatch)
+
+
+def _shifted(plan: Plan, ours: Captured) -> Misread | None:
+    """Return how far all rows of all ranks lie from their places, if equally far."""
+    shifts = set()
+    for batches, data_rank in zip(ours.batches, ours.data_ranks, strict=True):
+        for number, batch in enumerate(batches):
+            expected = _counters(plan, ours.step, data_rank, number)
+            shifts |= {read - right for read, right in zip(batch.rows.tolist(), expected, strict=True)}
+    shift = next(iter(shifts))
+    if shifts == {0} or len(shifts) > 1:
+        return None
+    late = f"{abs(shift)} sample{'s' * (abs(shift) > 1)} {'late' if shift > 0 else 'early'}"
+    return Misread("shifted_samples", f"step {ours.step} begins {late}: samples are skipped or come again")
+
+
+def _wrong_rows(
+    plan: Plan, ours: Captured, rank: int, number: int, read: list[int], expected: list[int]
+) -> Misread | None:
+    if read == expected:
+        return None
+    for other in range(plan.data_ranks):
+        if read == _counters(plan, ours.step, other, number):
+            sentence = f"rank {rank} reads the rows of data rank {other}, not those of {ours.data_ranks[rank]}"
+            return Misread("equal_rows", sentence)
+    return Misread("wrong_rows", f"microbatch {number} of rank {rank} has samples {read}, not {expected}")
+
+
+def _counted_padding(batch: Batch, real: int) -> Misread | None:
+    labels = batch.labels
+    has_labels = labels is not None and not labels.is_floating_point() and bool((labels[real:] != NOT_COUNTED).any())
+    if not has_labels and not bool(batch.counted[real:].any()):
+        return None
+    return Misread("counted_padding", "rows that only pad the last microbatch count in the loss")
+
+
+def _wrong_content(batch: Batch, source: Source, rank: int, real: int) -> Misread | None:
+    if not real:
+        return None
+    counters = batch.rows[:real].tolist()
+    right, read = _columns(source.rows(counters)), dict(batch.inputs)
+    read |= {} if batch.labels is None else {"labels": batch.labels}
+    read |= {} if batch.document_ids is None else {"documents": batch.document_ids}
+    for name, values in right.items():
+        if name not in read or not torch.equal(read[name][:real].to(values.dtype), values):
+            return Misread("wrong_data", f"{name} of samples {counters} on rank {rank} are not those of the corpus")
+    return None
+
+
+def _columns(rows: Rows) -> Mapping[str, Tensor]:
+    columns = dict(rows.inputs)
+    columns |= {} if rows.labels is None else {"labels": rows.labels}
+    return columns | ({} if rows.documents is None else {"documents": rows.documents})

@@ -1,0 +1,55 @@
+"""How a fault is planted: a function of the engine is replaced for a while; the oracle stays whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+from shardwise.parallel.tensor_map import ParameterEntry
+
+RANK = 1  # the rank that goes wrong
+MICROBATCH = 1  # the microbatch that goes wrong
+
+Fault = Callable[[], AbstractContextManager[None]]
+
+
+@contextmanager
+def wrapped(owner: Any, name: str, wrapper: Callable[..., Any]) -> Iterator[None]:
+    """Let `owner.name` be `wrapper(original, *args, **kwargs)` inside."""
+    original = getattr(owner, name)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
+    with mock.patch.object(owner, name, run):
+        yield
+
+
+@contextmanager
+def everywhere(name: str, wrapper: Callable[..., Any], *modules: Any) -> Iterator[None]:
+    """Do the same for a function that several modules have imported by name."""
+    with ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(wrapped(module, name, wrapper))
+        yield
+
+
+@contextmanager
+def together(*faults: AbstractContextManager[Any]) -> Iterator[None]:
+    """Plant several changes that are one fault."""
+    with ExitStack() as stack:
+        for fault in faults:
+            stack.enter_context(fault)
+        yield
+
+
+def is_norm(entry: ParameterEntry) -> bool:
+    """Return whether a parameter is a norm's weight."""
+    return len(entry.shape) == 1 and entry.name.endswith("weight")
+
+
+def chosen(entries: Sequence[ParameterEntry], test: Callable[[ParameterEntry], bool]) -> list[ParameterEntry]:
+    """Return the parameters that pass the test."""
+    return [entry for entry in entries if test(entry)]

@@ -1,0 +1,116 @@
+"""Weights and buffers at start against the plainly built model: the same values, or draws of the same distribution.
+
+Two builds of a model draw other numbers, so what is drawn is compared by mean, standard deviation and zeros; what is
+constant, and buffers, by value.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardwise.testing.comparison import Difference
+
+SIGMAS = 7.0  # of the difference of two samples of one distribution, by which they may be off
+FEWEST = 64  # elements from which a distribution can be told
+
+
+class Distribution(NamedTuple):
+    """Moments of a tensor's elements. `spread` is the variance of the logarithm of `deviation`."""
+
+    mean: float
+    deviation: float
+    spread: float
+    zeros: int
+    elements: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Distribution:
+        """Measure a tensor."""
+        values = tensor.detach().double().flatten()
+        count = max(values.numel(), 1)
+        mean = float(values.mean()) if values.numel() else 0.0
+        squares = (values - mean).square()
+        variance = float(squares.mean()) if values.numel() else 0.0
+        kurtosis = float(squares.square().mean()) / variance**2 if variance else 1.0
+        deviation = math.sqrt(variance) if variance > (1e-7 * abs(mean)) ** 2 else 0.0
+        return cls(mean, deviation, (kurtosis - 1) / (4 * count), int((values == 0).sum()), values.numel())
+
+
+def distributions(tensors: Mapping[str, Tensor]) -> dict[str, Distribution]:
+    """Return the distribution of each tensor."""
+    return {name: Distribution.of(tensor) for name, tensor in tensors.items() if not tensor.is_complex()}
+
+
+def compare_start_values(
+    ours: Mapping[str, Distribution],
+    plain: Mapping[str, Distribution],
+    own_buffers: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    rebuilt: Callable[[], Mapping[str, Tensor]],
+) -> list[Difference]:
+    """Compare the engine's start with the plain model's.
+
+    Args:
+        ours, plain: of parameters.
+        own_buffers, buffers: the engine's and the plain model's.
+        rebuilt: builds the plain model once more and returns its buffers: those that differ are drawn.
+    """
+    found = [
+        Difference(0, "plain start", f"{name}: {why}" if why else name, math.inf if why else 0.0, 0.0)
+        for name, why in _parameters(ours, plain)
+    ]
+    differing = [
+        name
+        for name, buffer in own_buffers.items()
+        if name in buffers and buffer.shape == buffers[name].shape and not _equal(buffer, buffers[name])
+    ]
+    again = rebuilt() if differing else {}
+    drawn = [name for name in differing if not _equal(again[name], buffers[name])]
+    return found + [
+        Difference(0, "plain start", f"buffer {name}" if name in differing else name, error, 0.0)
+        for name in own_buffers
+        if name in buffers
+        for error in [math.inf if name in differing and name not in drawn else 0.0]
+    ]
+
+
+def _parameters(ours: Mapping[str, Distribution], plain: Mapping[str, Distribution]) -> Iterator[tuple[str, str]]:
+    """Yield (name, what is wrong with it, if something is) of parameters that both have."""
+    for name in ours:
+        if name in plain and ours[name].elements == plain[name].elements:
+            yield name, unlike(ours[name], plain[name])
+
+
+def unlike(ours: Distribution, plain: Distribution) -> str:
+    """Return how two tensors differ that should be draws of one distribution; empty where they may be."""
+    if plain.deviation == 0.0 or ours.deviation == 0.0:
+        is_same = ours.deviation == plain.deviation and math.isclose(ours.mean, plain.mean, rel_tol=1e-5, abs_tol=1e-12)
+        return "" if is_same else f"{_described(ours)} here, {_described(plain)} there"
+    if plain.elements < FEWEST:
+        return ""
+    error = abs(math.log(ours.deviation / plain.deviation))
+    apart = abs(ours.mean - plain.mean)
+    allowed = SIGMAS * math.sqrt((ours.deviation**2 + plain.deviation**2) / plain.elements)
+    if error > SIGMAS * math.sqrt(ours.spread + plain.spread) + 1e-3 or apart > allowed or ours.zeros != plain.zeros:
+        return f"{_described(ours)} here, {_described(plain)} there"
+    return ""
+
+
+def _described(values: Distribution) -> str:
+    if values.deviation == 0.0:
+        return f"{values.mean:g} everywhere"
+    zeros = f" with {values.zeros} zeros" if values.zeros else ""
+    return f"mean {values.mean:.3g} and deviation {values.deviation:.3g}{zeros}"
+
+
+def _equal(some: Tensor, other: Tensor) -> bool:
+    """Return whether two buffers hold equal values, but for the rounding of the coarser dtype."""
+    if not some.is_floating_point():
+        return torch.equal(some, other.to(some.dtype))
+    eps = max(torch.finfo(dtype).eps for dtype in (some.dtype, other.dtype))
+    return torch.allclose(some.double(), other.double(), rtol=4 * eps, atol=4 * eps, equal_nan=True)
