@@ -14,6 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise._torch_compat.groups import all_gather_single, reduce_scatter_single
+from shardwise.collectives.names import collective_name
+
+# What travels.
+KEYS_AND_VALUES = "attention's keys or values"
+HEADS = "attention's heads"
+RING = "attention's blocks"
 
 
 class _Gather(torch.autograd.Function):
@@ -23,14 +29,16 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         parts = values.new_empty(group.size(), *values.shape)
-        all_gather_single(parts.flatten(0, 1), values.contiguous(), group=group)
+        with collective_name(KEYS_AND_VALUES, group, "all_gather"):
+            all_gather_single(parts.flatten(0, 1), values.contiguous(), group=group)
         return parts
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         parts = gradients[0].contiguous()
         own = torch.empty_like(parts[0])
-        reduce_scatter_single(own, parts.flatten(0, 1), group=ctx.group)
+        with collective_name(KEYS_AND_VALUES, ctx.group, "reduce_scatter"):
+            reduce_scatter_single(own, parts.flatten(0, 1), group=ctx.group)
         return own, None
 
 
@@ -50,7 +58,8 @@ class _Exchange(torch.autograd.Function):
 def _exchanged(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     values = values.contiguous()
     received = torch.empty_like(values)
-    dist.all_to_all_single(received, values, group=group)
+    with collective_name(HEADS, group, "all_to_all"):
+        dist.all_to_all_single(received, values, group=group)
     return received
 
 
@@ -94,6 +103,7 @@ def pass_on(values: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
     received = [torch.empty_like(value) for value in sent]
     operations = [dist.P2POp(dist.isend, value, after, group) for value in sent]
     operations += [dist.P2POp(dist.irecv, value, before, group) for value in received]
-    for work in dist.batch_isend_irecv(operations):
-        work.wait()
+    with collective_name(RING, group, "batch_isend_irecv"):
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
     return received

@@ -1,5 +1,6 @@
-"""FSDP2's communication objects: overlapped ones for CPUs, and two-level ones for groups that torch.distributed made.
+"""FSDP2's communication objects: named ones, overlapped ones for CPUs, two-level ones for groups of torch.distributed.
 
+    name_collectives(modules)                         # after fully_shard: errors and traces say which unit's they are
     overlap(modules)                                  # after fully_shard: compute while the network works
 
     hierarchies = use_two_levels(model, "direct")     # after fully_shard, on every rank
@@ -54,6 +55,32 @@ class Memory:
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
+
+
+class NamedAllGather(Memory):
+    """FSDP2's own all-gather of a unit, under its name."""
+
+    def __init__(self, unit: str) -> None:
+        self.name = CollectiveName(unit, SHARD_GROUP, "all_gather")
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        with self.name:
+            return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class NamedReduceScatter(Memory):
+    """FSDP2's own reduce-scatter of a unit, under its name."""
+
+    def __init__(self, unit: str) -> None:
+        self.name = CollectiveName(unit, SHARD_GROUP, "reduce_scatter")
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        with self.name:
+            return reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
 
 class _Communication(Memory):
@@ -122,6 +149,14 @@ class OverlappedReduceScatter(Memory):
             at_end_of_backward(work.wait)
             return None
         return work
+
+
+def name_collectives(modules: Sequence[FSDPModule]) -> None:
+    """Let the units of a model gather and reduce under their names; `modules` are all of a model, root first."""
+    units = unit_names(modules[0])
+    for module in modules:
+        module.set_custom_all_gather(NamedAllGather(units[module]))  # type: ignore[arg-type]
+        module.set_custom_reduce_scatter(NamedReduceScatter(units[module]))  # type: ignore[arg-type]
 
 
 def overlap(modules: Sequence[FSDPModule]) -> None:

@@ -4,20 +4,24 @@ Messages, checks and traces read it. It is equal on all ranks that take part, so
 apart by their names' digests.
 
     name = CollectiveName("transformer.h.0", "shard", "reduce_scatter")
-    with name:                       # an error of torch.distributed inside says which collective failed
+    with name:     # an error of torch.distributed inside says which collective failed, and a profiler's trace shows it
         dist.reduce_scatter_tensor(...)
 """
 
 from __future__ import annotations
 
+import threading
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from hashlib import blake2b
 from types import TracebackType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
+from torch.profiler import record_function
 
 ROOT_UNIT = "root"
 
@@ -45,13 +49,61 @@ class CollectiveName:
         return int.from_bytes(blake2b(str(self).encode(), digest_size=8).digest(), "little") >> 1
 
     def __enter__(self) -> CollectiveName:
+        if _trace.on:
+            span = record_function(str(self))
+            span.__enter__()
+            _trace.spans.append(span)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if isinstance(error, dist.DistError) and error.args:
+        if error is not None:
+            self.attach(error)
+        if _trace.spans:
+            _trace.spans.pop().__exit__(kind, error, traceback)
+
+    def attach(self, error: BaseException) -> None:
+        """Say in an error of torch.distributed that this collective has raised it; the innermost name stays."""
+        if is_of_collective(error) and not hasattr(error, "collective_name"):
             error.args = (f"{error.args[0]} (in the {self})", *error.args[1:])
+            error.collective_name = self  # type: ignore[attr-defined]
+
+
+def is_of_collective(error: BaseException) -> bool:
+    """Return True for what a backend raises: errors of torch.distributed, and Gloo's, which have no class."""
+    if not error.args:
+        return False
+    return isinstance(error, dist.DistError) or (type(error) is RuntimeError and "gloo" in str(error.args[0]).lower())
+
+
+class _Trace(threading.local):
+    """Spans of collectives that this thread is in; `on` is of the process."""
+
+    on = False
+
+    def __init__(self) -> None:
+        self.spans: list[record_function] = []
+
+
+_trace = _Trace()
+
+
+def trace_collectives(on: bool) -> None:
+    """Let traces of torch's profiler show collectives by name from now on, or no longer."""
+    _Trace.on = on
+
+
+@cache
+def _named(unit: str, group: str, operation: str) -> CollectiveName:
+    return CollectiveName(unit, group, operation)
+
+
+def collective_name(unit: str, group: dist.ProcessGroup, operation: str) -> AbstractContextManager[Any]:
+    """Return the name of a collective over `group`, which is made once; compiled graphs have no place for one."""
+    if torch.compiler.is_compiling():
+        return nullcontext()
+    return _named(unit, group_name(group), operation)
 
 
 def group_name(group: dist.ProcessGroup) -> str:

@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shardwise._torch_compat.groups import all_gather_single, reduce_scatter_single
-from shardwise.collectives.names import CollectiveName, group_name
+from shardwise.collectives.names import collective_name
 
+ACTIVATIONS = "activations, or their gradients,"
 Move = Callable[[Tensor, Any], Tensor]
 
 
@@ -136,7 +137,8 @@ def gather_whole_sequence(values: Tensor, rows: SequenceRows) -> Tensor:
 def summed(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return a new tensor: the sum over `group`. Without autograd."""
     total = values.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
+    with collective_name(ACTIVATIONS, group, "all_reduce"):
+        dist.all_reduce(total, group=group)
     return total
 
 
@@ -145,7 +147,7 @@ def sum_together(tensors: Sequence[Tensor], group: dist.ProcessGroup, device: to
 
     `unit` says what they are, for errors.
     """
-    name = CollectiveName(unit, group_name(group), "all_reduce")
+    name = collective_name(unit, group, "all_reduce")
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         alike = [tensor for tensor in tensors if tensor.dtype == dtype]
         flat = torch.cat([tensor.reshape(-1).to(device) for tensor in alike])
@@ -162,7 +164,8 @@ def gather_rows(values: Tensor, rows: SequenceRows) -> Tensor:
     own = rows.by_sample(values, sizes[rows.index])
     own = own if own.shape[1] == most else F.pad(own, (0, 0, 0, most - own.shape[1]))
     everyone = own.new_empty(len(sizes), *own.shape)
-    all_gather_single(everyone.flatten(0, 1), own.contiguous(), group=rows.group)
+    with collective_name(ACTIVATIONS, rows.group, "all_gather"):
+        all_gather_single(everyone.flatten(0, 1), own.contiguous(), group=rows.group)
     if min(sizes) == most:
         whole = everyone.transpose(0, 1).reshape(rows.batch, rows.length, -1)  # of one sample no copy
     else:
@@ -177,7 +180,8 @@ def _reduce_scatter_rows(values: Tensor, rows: SequenceRows) -> Tensor:
     parts = rows.by_sample(values, rows.length).split(sizes, 1)
     stacked = torch.stack([F.pad(part, (0, 0, 0, most - part.shape[1])) for part in parts])
     total = torch.empty_like(stacked[0])
-    reduce_scatter_single(total, stacked.flatten(0, 1), group=rows.group)
+    with collective_name(ACTIVATIONS, rows.group, "reduce_scatter"):
+        reduce_scatter_single(total, stacked.flatten(0, 1), group=rows.group)
     # Models add to it in place, which autograd allows where it is no view.
     own = total if total.shape[1] == sizes[rows.index] else total[:, : sizes[rows.index]].clone()
     return own.flatten(0, 1) if values.dim() == 2 else own

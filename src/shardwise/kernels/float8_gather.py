@@ -48,7 +48,8 @@ class Float8AllGather(Memory):
     ) -> dist.Work | None:
         segments = self._segments()
         if not any(segment.rounded for segment in segments):
-            return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+            with self.name:
+                return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
         message = pack(input_tensor, segments)
         arrived = message.new_empty(group.size() * message.numel())
         with self.name:

@@ -1,8 +1,8 @@
 """torch profiler traces of chosen steps, for `--profile` (`observe.profile: [first, last]`).
 
 Steps count from 1, as in metrics.jsonl. Every rank writes `profile/rankR-steps-FIRST-LAST.json.gz` in the output
-directory; open it at https://ui.perfetto.dev or in chrome://tracing. Operators, shapes and memory are recorded on every
-device, kernels besides on CUDA.
+directory; open it at https://ui.perfetto.dev or in chrome://tracing. Operators, shapes, memory and
+collectives by name are recorded on every device, kernels besides on CUDA.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
+from shardwise.collectives.names import trace_collectives
 from shardwise.job.schema import Job
 from shardwise.observe.callback import Callback, ObservedSession
 from shardwise.observe.metrics import Record
@@ -64,11 +65,13 @@ class Profiler(Callback):
             self._profile = profile(activities=activities, record_shapes=True, profile_memory=True, acc_events=True)
             with _quiet():
                 self._profile.start()
+            trace_collectives(True)
         elif self._profile is not None and self._steps_done >= last:
             self._write()
 
     def _write(self) -> None:
         assert self._profile is not None and self._window is not None
+        trace_collectives(False)
         with _quiet():
             self._profile.stop()
         self._directory.mkdir(parents=True, exist_ok=True)

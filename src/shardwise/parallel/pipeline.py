@@ -31,6 +31,7 @@ from shardwise.kernels.precision import torch_dtype
 from shardwise.parallel.layout import Layout
 from shardwise.parallel.stage_boundary import StageBoundary
 from shardwise.plan.plan import Plan
+from shardwise.words import listed
 
 # By `parallel.pipeline`, for one stage on each rank and for several.
 SCHEDULES: dict[str, tuple[Any, Any]] = {
@@ -66,6 +67,8 @@ class Pipeline:
         self.ranks = dist.get_process_group_ranks(self.group)
         self.shape, self._positions = (plan.microbatch, *hidden), plan.positions
         self.dtype = torch_dtype(plan.dtypes.compute)
+        stages = listed(f"stage {boundary.stage}" for boundary in boundaries)
+        self._traffic = CollectiveName(stages, Axis.PIPELINE, "batch_isend_irecv")
         self.work: MicrobatchWork | None = None
         self.begin: Callable[[int, bool], None] | None = None
         self._schedule: Any = None
@@ -105,6 +108,7 @@ class Pipeline:
         except RuntimeError as error:  # torch wraps what a stage raises, a script's own mistake too
             cause = error.__cause__
             if cause is None or type(error) is not RuntimeError:
+                self._traffic.attach(error)
                 raise
         finally:
             self.work = self.begin = None

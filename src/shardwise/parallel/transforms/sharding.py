@@ -19,7 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from shardwise._torch_compat.groups import clear_placement_cache
 from shardwise.collectives import engine
-from shardwise.collectives.fsdp import overlap
+from shardwise.collectives.fsdp import name_collectives, overlap
 from shardwise.job.axes import Axis
 from shardwise.kernels.float8_gather import gather_in_float8
 from shardwise.kernels.precision import torch_dtype
@@ -88,6 +88,7 @@ def shard_model(
         # These switches do not recurse; on the root alone the blocks' gradients would be divided silently.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+    name_collectives(modules)
     if plan.gathers_float8:
         gather_in_float8(modules)
     _prefetch([group[0] for group in groups], plan.job.parallel.prefetch_depth)
