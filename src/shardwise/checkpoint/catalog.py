@@ -102,7 +102,7 @@ def complete(store: Store, say: Callable[[str], None] = lambda text: None) -> It
         DamagedError: none is complete, though some were written to their end. Who started over would lose them.
     """
     lost: dict[str, str] = {}
-    found = False
+    any_complete = False
     for name in checkpoints(store):
         try:
             manifest = read_manifest(store, name)
@@ -113,17 +113,17 @@ def complete(store: Store, say: Callable[[str], None] = lambda text: None) -> It
             if not isinstance(error, IncompleteError):
                 lost[name] = str(error)
         else:
-            found = True
+            any_complete = True
             yield name, manifest
-    if lost and not found:
+    if lost and not any_complete:
         raise none_left(store, lost.values())
 
 
 def none_left(store: Store, problems: Iterable[str]) -> DamagedError:
     """The error for a store in which no checkpoint can be gone on from, and what became of each."""
-    each = "".join(f"\n  {problem.removesuffix(OLDER)}" for problem in problems)
+    reasons = "".join(f"\n  {problem.removesuffix(OLDER)}" for problem in problems)
     return DamagedError(
-        f"{store.root} holds checkpoints, and none that is whole:{each}\nput their files back, or start over with "
+        f"{store.root} holds checkpoints, and none that is whole:{reasons}\nput their files back, or start over with "
         "another --output, or after removing them"
     )
 

@@ -198,11 +198,11 @@ def restore_config(manifest: Manifest) -> PreTrainedConfig:
     content = dict(manifest.config or {})
     model_type = str(content.get("model_type", ""))
     if model_type in CONFIG_MAPPING:
-        kind = CONFIG_MAPPING[model_type]
+        config_class = CONFIG_MAPPING[model_type]
     else:  # of a model with code of its own: the content is enough to write it
-        kind = type("OwnConfig", (PreTrainedConfig,), {"model_type": model_type})
+        config_class = type("OwnConfig", (PreTrainedConfig,), {"model_type": model_type})
     try:
-        config: PreTrainedConfig = kind.from_dict(content)
+        config: PreTrainedConfig = config_class.from_dict(content)
     except Exception as error:
         raise CheckpointError(
             f"the config of the checkpoint (model_type={model_type!r}, written with transformers "

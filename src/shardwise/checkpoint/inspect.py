@@ -56,9 +56,9 @@ def list_checkpoints(path: str) -> tuple[str, list[Listed]]:
         store, name = find(path)
         return store.root, [_listed(store, name)]
     store = find_store(path)
-    found = [_listed(store, name) for name in reversed(checkpoints(store))]
+    finished = [_listed(store, name) for name in reversed(checkpoints(store))]
     problem = "it is being written, or was when its run was killed"
-    return store.root, found + [Listed(name, _bytes_of(store, name), problem) for name in store.unfinished()]
+    return store.root, finished + [Listed(name, _bytes_of(store, name), problem) for name in store.unfinished()]
 
 
 def _listed(store: Store, name: str) -> Listed:
@@ -216,10 +216,10 @@ def _kinds_table(rows: Sequence[dict[str, Any]]) -> Table:
         table.add_column(heading, justify="right")
     table.add_column("dtypes")
     for kind in dict.fromkeys(kind_of(row["name"]) for row in rows):
-        mine = [row for row in rows if kind_of(row["name"]) == kind]
-        total, slices = sum(row["bytes"] for row in mine), sum(len(row["slices"]) for row in mine)
-        dtypes = ", ".join(sorted({row["dtype"] for row in mine}))
-        table.add_row(Text(kind), f"{len(mine):,}", size_text(total), f"{slices:,}", dtypes)
+        of_kind = [row for row in rows if kind_of(row["name"]) == kind]
+        total, slices = sum(row["bytes"] for row in of_kind), sum(len(row["slices"]) for row in of_kind)
+        dtypes = ", ".join(sorted({row["dtype"] for row in of_kind}))
+        table.add_row(Text(kind), f"{len(of_kind):,}", size_text(total), f"{slices:,}", dtypes)
     return table
 
 

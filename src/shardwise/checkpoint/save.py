@@ -238,8 +238,8 @@ def named(failure: BaseException, where: str) -> ShardwiseError:
     """The user's error in what DCP raised: that of the lowest rank that has one of its own."""
     if isinstance(failure, CheckpointException):
         rank, (own, _) = min(failure.failures.items())
-        found = named(own, where)
-        return type(found)(f"rank {rank}: {found}")
+        cause = named(own, where)
+        return type(cause)(f"rank {rank}: {cause}")
     if isinstance(failure, ShardwiseError):
         return failure
     reason = f"{type(failure).__name__}: {failure}"

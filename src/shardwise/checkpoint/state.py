@@ -147,12 +147,12 @@ def is_scalar(value: Any) -> bool:
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Buffers that belong to a state dict, once each."""
-    seen: set[int] = set()
+    counted: set[int] = set()
     for prefix, part in module.named_modules():
         for name, buffer in part.named_buffers(recurse=False, remove_duplicate=False):
-            if not is_persistent(part, name) or id(buffer) in seen:
+            if not is_persistent(part, name) or id(buffer) in counted:
                 continue
-            seen.add(id(buffer))
+            counted.add(id(buffer))
             yield f"{prefix}.{name}".lstrip("."), buffer
 
 
@@ -162,7 +162,7 @@ def _scalar(value: float, dtype: str) -> float | Tensor:
 
 def _owned(model: ParallelModel) -> list[tuple[ParameterEntry, Tensor]]:
     """Entries that this rank writes. Ranks that hold the same slices share them out alike, so each has one writer."""
-    mine: list[tuple[ParameterEntry, Tensor]] = []
+    owned: list[tuple[ParameterEntry, Tensor]] = []
     load: dict[int, list[int]] = {}  # replication -> bytes given to each of the ranks that hold the same
     kept = kept_shapes(model)
     for entry in model.tensor_map:
@@ -173,8 +173,8 @@ def _owned(model: ParallelModel) -> list[tuple[ParameterEntry, Tensor]]:
         writer = shares.index(min(shares))
         shares[writer] += math.prod(entry.shape)
         if writer == entry.replica:
-            mine.append((entry, local))
-    return mine
+            owned.append((entry, local))
+    return owned
 
 
 def _chunks(kind: str, entry: ParameterEntry, tensor: Tensor) -> list[TensorChunk]:

@@ -62,9 +62,9 @@ class Turns:
         if outputs[0].is_cuda:
             return self._on_stream(operation, inputs, outputs, blocking)
         with self._lock:
-            here = blocking and self._pending == 0
+            on_this_thread = blocking and self._pending == 0
             self._pending += 1
-        if here:
+        if on_this_thread:
             return self._now(operation, outputs)
         work = self._later(operation, outputs)
         if blocking:

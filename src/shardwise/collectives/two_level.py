@@ -85,15 +85,15 @@ class TwoLevel:
         rows = output.view(self.size, -1)
         target = rows if self.by_host else self.scratch.take("rows", output.numel(), output).view_as(rows)
         grid = target.view(self.hosts, self.locals, -1)
-        mine = grid[self.host, self.index]
-        if mine.data_ptr() != piece.data_ptr():
-            mine.copy_(piece.view(-1))
+        own = grid[self.host, self.index]
+        if own.data_ptr() != piece.data_ptr():
+            own.copy_(piece.view(-1))
         if direct:
             column = [grid[host, self.index] for host in range(self.hosts)]
-            exchange(self.cross, column, mine)
+            exchange(self.cross, column, own)
         else:
-            gathered = self.scratch.take("column", self.hosts * mine.numel(), output)
-            all_gather_whole(self.cross, gathered, mine)
+            gathered = self.scratch.take("column", self.hosts * own.numel(), output)
+            all_gather_whole(self.cross, gathered, own)
             column = list(gathered.view(self.hosts, -1))
         all_gather_coalesced(self.local, [block.view(-1) for block in grid], column)
         if not self.by_host:
@@ -125,21 +125,21 @@ class TwoLevel:
             padded = self.scratch.take("padded", share * self.locals, tensor)
             padded[: whole.numel()].copy_(whole)
             padded[whole.numel() :].zero_()
-        summed, mine = _sum_for(reduction), self.scratch.take("share", share, tensor)
-        reduce_scatter_whole(self.local, mine, padded, summed)
+        summed, own_share = _sum_for(reduction), self.scratch.take("share", share, tensor)
+        reduce_scatter_whole(self.local, own_share, padded, summed)
         if direct:
-            pieces = list(mine.view(self.hosts, -1))
+            pieces = list(own_share.view(self.hosts, -1))
             reduced = self.scratch.take("piece", pieces[0].numel(), tensor)
-            self._exchange_and_reduce(reduced, mine, summed)
+            self._exchange_and_reduce(reduced, own_share, summed)
             pieces[self.host].copy_(reduced)
             exchange(self.cross, pieces, pieces[self.host])
         else:
             options = dist.AllreduceOptions()
             options.reduceOp = summed
-            self.cross.allreduce([mine], options).wait()
+            self.cross.allreduce([own_share], options).wait()
         if reduction == dist.ReduceOp.AVG:
-            mine.div_(self.size)
-        all_gather_whole(self.local, padded, mine)
+            own_share.div_(self.size)
+        all_gather_whole(self.local, padded, own_share)
         if padded is not whole:
             whole.copy_(padded[: whole.numel()])
 

@@ -131,8 +131,8 @@ def _rank(cases: list[Case], cores: int) -> tuple[list[list[dict[str, float]]], 
         if dist.get_rank() < cores:
             copies += [_copy_rate(groups[cores]["gloo"], cores) for _ in range(FEW)]
         dist.barrier()  # the ranks that are not in this size sleep here
-    found = dict(times)
-    return [found.get(case, []) for case in cases], copies
+    seconds_by_case = dict(times)
+    return [seconds_by_case.get(case, []) for case in cases], copies
 
 
 def _rounds(case: Case, groups: dict[str, Any]) -> Iterator[dict[str, float]]:

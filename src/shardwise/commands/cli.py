@@ -376,8 +376,8 @@ def run(words: Sequence[str]) -> int:
     if words[0] in COMMANDS and COMMANDS[words[0]].takes_job:
         from shardwise.job.sources import read_value, take_overrides
 
-        words, found = take_overrides(words)
-        keys = {key: read_value(key, text) for key, text in found}
+        words, overrides = take_overrides(words)
+        keys = {key: read_value(key, text) for key, text in overrides}
     options, unknown = parser.parse_known_args(words)
     if unknown:
         raise ConfigError(_explain_unknown(unknown[0], options.command))

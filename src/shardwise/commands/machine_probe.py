@@ -93,24 +93,24 @@ def probe(say: Say = print) -> MachineConstants:
         for ranks, probes in rounds.items():
             say(f"round {number} of {ROUNDS}: measuring with {ranks} process{'es' if ranks > 1 else ''}")
             probes.append(slowest(run_local(_rank, (probe_job(ranks).model_dump(), backend), ranks)))
-    found = {ranks: middle(probes) for ranks, probes in rounds.items()}
+    medians = {ranks: middle(probes) for ranks, probes in rounds.items()}
     say("measuring how a process grows")
     growth, share = fitted_growth(
         *(run_local(_grown, (growing_job(rows).model_dump(), backend), 1)[0] for rows in ROWS)
     )
-    gathers = {ranks: each.gathers for ranks, each in found.items() if ranks > 1}
+    gathers = {ranks: each.gathers for ranks, each in medians.items() if ranks > 1}
     hop, link = fitted(gathers)
     constants = MachineConstants(
-        tflops={ranks: each.tflops for ranks, each in found.items()},
-        bandwidth={ranks: each.bandwidth for ranks, each in found.items()},
+        tflops={ranks: each.tflops for ranks, each in medians.items()},
+        bandwidth={ranks: each.bandwidth for ranks, each in medians.items()},
         link=link,
         hop_seconds=hop,
-        step_factor=dict.fromkeys(found, 1.0),
+        step_factor=dict.fromkeys(medians, 1.0),
         growth=growth,
         growth_share=share,
         source=_source(backend),
     )
-    factors = {ranks: each.step_seconds / predicted_seconds(constants, ranks) for ranks, each in found.items()}
+    factors = {ranks: each.step_seconds / predicted_seconds(constants, ranks) for ranks, each in medians.items()}
     return replace(constants, step_factor=factors)
 
 

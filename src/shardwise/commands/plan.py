@@ -61,21 +61,21 @@ def run_plan(options: argparse.Namespace, keys: dict[str, Any]) -> int:
     from shardwise.planner.search.explain import Budget
     from shardwise.planner.search.search import search
 
-    found = search(question, options.limit)
+    result = search(question, options.limit)
     budget = Budget(options.tokens, options.price)
-    if found.best is None:
-        raise CapacityError(_too_large(found))
-    asked = found.best if options.explain is None else _asked(found, options.explain)
+    if result.best is None:
+        raise CapacityError(_too_large(result))
+    asked = result.best if options.explain is None else _asked(result, options.explain)
     if options.json:
-        print(json.dumps(_as_json(found, asked, budget, options.top, notes), indent=1))
+        print(json.dumps(_as_json(result, asked, budget, options.top, notes), indent=1))
     else:
-        _print(found, asked, budget, options.top, notes)
+        _print(result, asked, budget, options.top, notes)
     if options.html:
         from shardwise.observe.plan_page import write_page
 
-        _save(options.html, "--html", lambda path: write_page(path, found, asked, budget))
+        _save(options.html, "--html", lambda path: write_page(path, result, asked, budget))
     if options.write:
-        _save(options.write, "--write", lambda path: path.write_text(job_file(asked, found), encoding="utf-8"))
+        _save(options.write, "--write", lambda path: path.write_text(job_file(asked, result), encoding="utf-8"))
     return 0
 
 

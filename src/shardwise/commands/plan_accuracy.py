@@ -56,19 +56,19 @@ def run_evaluate(options: argparse.Namespace, keys: dict[str, Any]) -> int:
     if options.probe_seed and not options.probe_rows:
         raise ConfigError(f"--probe-seed={options.probe_seed} does nothing without --probe-rows; give both")
     constants = read_constants(Path(options.constants)) if options.constants else None
-    found = {}
+    by_table = {}
     for path in map(Path, options.tables):
         rows = read_table(path)
-        found[path.stem] = evaluate_rows(
+        by_table[path.stem] = evaluate_rows(
             rows, constants, options.probe_rows, options.probe_seed, options.leave_one_stack_out
         )
-    summaries = {name: error_summary(results) for name, results in found.items()}
+    summaries = {name: error_summary(results) for name, results in by_table.items()}
     if options.json:
         only = next(iter(summaries.values())) if len(summaries) == 1 else summary_over_tables(summaries)
-        listed = [{**result.to_dict(), "table": name} for name, results in found.items() for result in results]
+        listed = [{**result.to_dict(), "table": name} for name, results in by_table.items() for result in results]
         print(json.dumps({"rows": listed, "summary": only}, indent=1))
         return 0
-    _print(found, summaries, options.all)
+    _print(by_table, summaries, options.all)
     return 0
 
 

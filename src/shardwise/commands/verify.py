@@ -343,10 +343,10 @@ def _layouts(job: Job, against: Job) -> tuple[Job, Job, list[str]]:
             "tokens_per_step": None,
         }
     )
-    here = job.model_copy(update={"optimizer": optimizer, "training": training})
+    own = job.model_copy(update={"optimizer": optimizer, "training": training})
     free = training.model_copy(update={"microbatch_size": None, "gradient_accumulation": None})
-    other = here.model_copy(update={"parallel": against.parallel, "memory": against.memory, "training": free})
-    return here, other, notes
+    other = own.model_copy(update={"parallel": against.parallel, "memory": against.memory, "training": free})
+    return own, other, notes
 
 
 def _in_workers(job: Job, function: Callable[..., Any], *args: Any) -> Any:

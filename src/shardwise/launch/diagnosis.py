@@ -58,8 +58,8 @@ def diagnose_failure(directory: Path, attempt: int, workers: int, ended: dict[in
         error = cause.to_error(_last_output(directory, attempt, cause.rank))
         return FailureDiagnosis(error, _summary(cause), cause.is_users and error.exit_code == USERS_MISTAKE)
     rank = silent[0] if silent else min(ended)
-    what = f"rank {rank} of {workers} {_end_of(ended[rank])}"
-    return FailureDiagnosis(WorkerError(_last_output(directory, attempt, rank) + what), what, repeats=False)
+    summary = f"rank {rank} of {workers} {_end_of(ended[rank])}"
+    return FailureDiagnosis(WorkerError(_last_output(directory, attempt, rank) + summary), summary, repeats=False)
 
 
 def _summary(cause: failure.Failure) -> str:

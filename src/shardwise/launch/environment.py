@@ -59,15 +59,15 @@ def read_environment(variables: Mapping[str, str]) -> RankEnvironment | None:
     """`detect` on given variables, changing nothing. An empty variable is one that is not set."""
     variables = {name: value for name, value in variables.items() if value.strip()}
     if "RANK" in variables:
-        found = _torchrun(variables)
+        place = _torchrun(variables)
     elif "OMPI_COMM_WORLD_RANK" in variables:
-        found = _open_mpi(variables)
+        place = _open_mpi(variables)
     elif "SLURM_PROCID" in variables and "SLURM_STEP_NUM_TASKS" in variables and "SLURM_PTY_PORT" not in variables:
-        found = _slurm(variables)  # without a step it is the batch script, with a pty an interactive shell
+        place = _slurm(variables)  # without a step it is the batch script, with a pty an interactive shell
     else:
         return None
-    _check(found)
-    return found
+    _check(place)
+    return place
 
 
 def _torchrun(variables: Mapping[str, str]) -> RankEnvironment:

@@ -104,9 +104,9 @@ def gpus_of_host(device_type: str, place: RankEnvironment | None) -> int:
     """
     if device_type == "cpu":
         return 0
-    seen = torch.cuda.device_count()
-    if place is None or not 0 < seen < place.local_world_size:
-        return seen
+    visible = torch.cuda.device_count()
+    if place is None or not 0 < visible < place.local_world_size:
+        return visible
     store = _job_store(place, TIMEOUT)
     _tell_gpu(store, place)
     with _meeting(place):
@@ -211,10 +211,12 @@ def agree(store: dist.Store, place: RankEnvironment, backend: str, device_type: 
     if len(set(names)) == 1:
         return backend
     engine_for_all = device_type == "cuda"
-    found = {name: rank for rank, name in reversed([*enumerate(names)]) if (engine.BACKEND in name) == engine_for_all}
-    if len(found) != 1:
+    proposals = {
+        name: rank for rank, name in reversed([*enumerate(names)]) if (engine.BACKEND in name) == engine_for_all
+    }
+    if len(proposals) != 1:
         raise MachineError(f"the ranks ask for different backends: {', '.join(names)}; give all hosts one job file")
-    [(name, rank)] = found.items()
+    [(name, rank)] = proposals.items()
     if place.rank == 0:
         print(f"note: the ranks talk over {(SHARED if engine_for_all else NO_ENGINE).format(rank)}", file=sys.stderr)
     return name

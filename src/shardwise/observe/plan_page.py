@@ -98,7 +98,7 @@ def _figures(asked: Candidate, budget: Budget) -> Iterator[Figure]:
 def _charts(found: SearchResult, asked: Candidate) -> Iterator[Chart]:
     shown = distinct(found.ranked, SHOWN)
     names = [f"{number}" for number in range(1, len(shown) + 1)]
-    if all(asked is not each for each in shown):
+    if all(asked is not charted for charted in shown):
         shown, names = [*shown, asked], [*names, "asked"]
     yield _bars("time", "Where the time goes", "Seconds of a step, by cause.", "s", names, _times(shown))
     room = found.question.cluster.accelerator.memory_bytes / GIB
@@ -114,16 +114,16 @@ Bars = list[tuple[str, str, float, list[float]]]  # name, colour, opacity, value
 
 
 def _times(shown: Sequence[Candidate]) -> Bars:
-    each = [times_of(candidate) for candidate in shown]
+    times_of_shown = [times_of(candidate) for candidate in shown]
     largest = max(candidate.prediction.step_seconds for candidate in shown)
-    causes = dict.fromkeys(cause for times in each for cause in times)
-    shown_causes = [cause for cause in causes if max(times.get(cause, 0.0) for times in each) > largest / 500]
+    causes = dict.fromkeys(cause for times in times_of_shown for cause in times)
+    shown_causes = [cause for cause in causes if max(times.get(cause, 0.0) for times in times_of_shown) > largest / 500]
     return [
         (
             SAID.get(cause, cause),
             TIME_COLOURS.get(cause, "c8"),
             PALER.get(cause, 1.0),
-            [t.get(cause, 0.0) for t in each],
+            [t.get(cause, 0.0) for t in times_of_shown],
         )
         for cause in shown_causes
     ]
@@ -189,9 +189,9 @@ def _scaling(found: SearchResult) -> Iterator[Chart]:
     if len(reached) < 2:
         return
     figure = _figure("nodes")
-    here = found.question.cluster.nodes
+    own_nodes = found.question.cluster.nodes
     assert found.best is not None
-    ideal = [found.best.tokens_per_second * count / here for count in reached]
+    ideal = [found.best.tokens_per_second * count / own_nodes for count in reached]
     figure.add_scatter(
         x=list(reached), y=ideal, name="in proportion", mode="lines", meta={"colour": "c8"}, line={"dash": "dash"}
     )

@@ -430,10 +430,10 @@ class Session:
         if own is not None:
             raise own
         rank, (name, message) = next((rank, failure) for rank, failure in enumerate(failures) if failure)
-        kind = getattr(errors, name, None)
-        if not (isinstance(kind, type) and issubclass(kind, ShardwiseError)):
+        error_class = getattr(errors, name, None)
+        if not (isinstance(error_class, type) and issubclass(error_class, ShardwiseError)):
             raise WorkerError(f"rank {rank} failed: {name}: {message}")
-        raise kind(message if message.startswith("rank ") else f"rank {rank}: {message}")
+        raise error_class(message if message.startswith("rank ") else f"rank {rank}: {message}")
 
     def _own_failure(self) -> Exception | None:
         """Return what has failed here, once a save that is under way has come to its end."""

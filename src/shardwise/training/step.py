@@ -93,9 +93,9 @@ def train_step(
     seed = torch.tensor(normalisation.seed(counts, scaler.scale), dtype=model.accumulation_dtype, device=model.device)
 
     totals = model.run(objective, batches, step, seed)
-    loss, seen, norm = reduce_loss_and_norm(model, optimizer, totals, scaler.scale)
+    loss, counted_labels, norm = reduce_loss_and_norm(model, optimizer, totals, scaler.scale)
     if step == 0:
-        _check_count(round(float(seen)), counts.samples)
+        _check_count(round(float(counted_labels)), counts.samples)
 
     skipped = counts.tokens == 0 or not bool(torch.isfinite(norm))
     scale = scaler.scale

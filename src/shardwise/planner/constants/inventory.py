@@ -81,13 +81,13 @@ def shipped() -> Constants:
 def read_constants(path: Path) -> Constants:
     """A file that `shardwise plan calibrate` wrote. Raises ConfigError."""
     try:
-        found = constants_of(json.loads(path.read_text()))
-        found.stacks["default"]
+        constants = constants_of(json.loads(path.read_text()))
+        constants.stacks["default"]
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(
             f"constants={path}: {error!r}; a file written by `shardwise plan calibrate` is needed"
         ) from error
-    return found
+    return constants
 
 
 def family(given: Accelerator) -> str:
@@ -114,10 +114,10 @@ def accelerator(name: str) -> Accelerator:
     """Return an accelerator by its name in the table or torch's name of the device. Raises ConfigError."""
     wanted = name.lower().replace("-", " ").strip()
     known = {each.name.lower(): each for each in ACCELERATORS}
-    found = known.get(wanted) or known.get(f"{wanted} sxm") or find_accelerator(name)
-    if found is None:
+    device = known.get(wanted) or known.get(f"{wanted} sxm") or find_accelerator(name)
+    if device is None:
         raise ConfigError(f"accelerator={name!r} is not known.{nearest(name, [each.name for each in ACCELERATORS])}")
-    return shipped().device(found)
+    return shipped().device(device)
 
 
 def cluster(text: str) -> Cluster:

@@ -123,11 +123,11 @@ class ModuleMemory:
 
 def _shapes_of_block(facts: ModelFacts) -> dict[str, tuple[int, ...]]:
     """The parameters of the first block that has experts (some families begin with others), else of the first."""
-    found: dict[str, dict[str, tuple[int, ...]]] = {}
+    by_block: dict[str, dict[str, tuple[int, ...]]] = {}
     for name, shape in facts.parameter_shapes.items():
         if name in facts.block_of:
-            found.setdefault(facts.block_of[name], {})[name] = shape
-    blocks = list(found.values())
+            by_block.setdefault(facts.block_of[name], {})[name] = shape
+    blocks = list(by_block.values())
     return next(filter(_stacks, blocks), blocks[0] if blocks else {})
 
 

@@ -52,9 +52,9 @@ def _tensor(configuration: TrainingConfiguration) -> float:
         return 0.0
     over = rank_group(configuration, Axis.TENSOR)
     size = float(tokens_of(configuration) * configuration.model.hidden * BYTES[configuration.precision])
-    one = 2 * gather_seconds(size, over) if configuration.sequence_parallel else all_reduce_seconds(size, over)
+    exchange = 2 * gather_seconds(size, over) if configuration.sequence_parallel else all_reduce_seconds(size, over)
     again = configuration.checkpointed if configuration.checkpointing == "full" else 0.0
-    return (4 + 2 * again) * one * (ASYNC if configuration.async_tensor else 1.0)
+    return (4 + 2 * again) * exchange * (ASYNC if configuration.async_tensor else 1.0)
 
 
 def _context(configuration: TrainingConfiguration) -> float:
@@ -71,8 +71,8 @@ def _ends_sharded(configuration: TrainingConfiguration, work: StageWork) -> floa
         return 0.0
     over = rank_group(configuration, *state_axes())
     size = BYTES[configuration.precision] + BYTES[configuration.reduction]
-    one = gather_seconds(configuration.model.embedding_parameters / configuration.tensor * size, over)
-    return configuration.accumulation * one
+    gather = gather_seconds(configuration.model.embedding_parameters / configuration.tensor * size, over)
+    return configuration.accumulation * gather
 
 
 def _messages(configuration: TrainingConfiguration, work: StageWork) -> float:
@@ -86,8 +86,8 @@ def _messages(configuration: TrainingConfiguration, work: StageWork) -> float:
             0.0 if configuration.sequence_parallel else gather_seconds(size, rank_group(configuration, Axis.TENSOR))
         )
         size /= configuration.tensor
-    one = 2 * configuration.virtual * (message_seconds(size, rank_group(configuration, Axis.PIPELINE)) + gathered)
-    return one * (configuration.accumulation + configuration.pipeline - 1)
+    handover = 2 * configuration.virtual * (message_seconds(size, rank_group(configuration, Axis.PIPELINE)) + gathered)
+    return handover * (configuration.accumulation + configuration.pipeline - 1)
 
 
 def _reduction(configuration: TrainingConfiguration, work: StageWork) -> float:

@@ -150,10 +150,10 @@ def _scores(configuration: TrainingConfiguration, tokens: int, speed: Rates) -> 
     elements = float(tokens * configuration.sequence * heads)
     head_size = model.attention_width // max(1, model.heads)
     products = 4.0 * elements * head_size / speed.flops * (1 + INNER / head_size)
-    one = elements * speed.size / speed.bandwidth * configuration.stack.score_passes
+    score_pass = elements * speed.size / speed.bandwidth * configuration.stack.score_passes
     dropped = DROPOUT_SCORE_PASSES if configuration.dropout else (0.0, 0.0)
     forward, backward = (passes + more for passes, more in zip(SCORE_PASSES, dropped))
-    return products + forward * one, 2 * products + backward * one
+    return products + forward * score_pass, 2 * products + backward * score_pass
 
 
 def _passes(configuration: TrainingConfiguration, tokens: int, speed: Rates) -> tuple[float, float]:

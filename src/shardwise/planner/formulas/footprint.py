@@ -52,26 +52,26 @@ SHARED_LOGITS = 10.0  # bytes of a logit, at most, where tensor ranks share the 
 
 def footprint(configuration: TrainingConfiguration) -> tuple[dict[str, float], list[float]]:
     """(bytes by cause on the fullest rank, bytes of each pipeline rank)."""
-    found = stage_footprints(configuration)
-    totals = [sum(causes.values()) for causes in found]
-    return found[totals.index(max(totals))], totals
+    stages = stage_footprints(configuration)
+    totals = [sum(causes.values()) for causes in stages]
+    return stages[totals.index(max(totals))], totals
 
 
 def stage_footprints(configuration: TrainingConfiguration, layer: BlockTime | None = None) -> list[dict[str, float]]:
     """Bytes by cause of each pipeline rank. `layer` spares counting its seconds again, where they are needed."""
     kept = _activations(configuration)
-    found = [_rank(configuration, rank, *kept) for rank in range(configuration.pipeline)]
+    footprints = [_rank(configuration, rank, *kept) for rank in range(configuration.pipeline)]
     if configuration.stack.pending and configuration.tensor > 1:
         layer = layer or block_time(configuration)
-        for rank, causes in enumerate(found):
+        for rank, causes in enumerate(footprints):
             causes["pending"] = _pending(configuration, layer, rank)
-    return found
+    return footprints
 
 
 def host_bytes(configuration: TrainingConfiguration) -> float:
     """Bytes that offloading puts into the host's memory, of the rank that has most: parameters, gradients and Adam's
     states in fp32; inputs of checkpointed blocks."""
-    model, size, found = configuration.model, 0.0, 0.0
+    model, size, largest = configuration.model, 0.0, 0.0
     data = configuration.degree(*state_axes())
     if configuration.offload_activations and configuration.checkpointing == "full":
         size = configuration.checkpointed * tokens_of(configuration) * model.hidden * BYTES[configuration.precision]
@@ -79,8 +79,8 @@ def host_bytes(configuration: TrainingConfiguration) -> float:
         blocks = _blocks(configuration, rank)
         elements = (blocks * model.layer_parameters + model.embedding_parameters) / configuration.tensor / data
         states = 16 * elements if configuration.host_optimizer else 0.0
-        found = max(found, states + blocks * size * _in_flight(configuration, rank))
-    return found
+        largest = max(largest, states + blocks * size * _in_flight(configuration, rank))
+    return largest
 
 
 def _rank(configuration: TrainingConfiguration, rank: int, kept: float, working: float) -> dict[str, float]:
@@ -151,8 +151,8 @@ def _in_flight(configuration: TrainingConfiguration, rank: int) -> float:
 def _states(configuration: TrainingConfiguration, elements: float) -> dict[str, float]:
     data = configuration.degree(*state_axes())
     if configuration.zero == 3:
-        each = elements / data
-        states = {"parameters": 4 * each, "gradients": 4 * each, "optimizer": 8 * each}
+        of_rank = elements / data
+        states = {"parameters": 4 * of_rank, "gradients": 4 * of_rank, "optimizer": 8 * of_rank}
         return dict.fromkeys(states, 0.0) if configuration.offload_parameters else states
     size = BYTES[configuration.precision]
     master = 4 if size < 4 else 0
@@ -173,11 +173,11 @@ def _buffers(configuration: TrainingConfiguration, elements: float, ends: float)
     if configuration.zero < 3 or configuration.degree(*state_axes()) * configuration.tensor == 1:
         return {"gathered": 0.0, "communication": 0.0}
     size, reduction = BYTES[configuration.precision], BYTES[configuration.reduction]
-    one = configuration.model.layer_parameters / configuration.tensor
+    layer = configuration.model.layer_parameters / configuration.tensor
     if configuration.schedule in SPLIT_SCHEDULES and configuration.pipeline > 1:
         return {"gathered": size * elements, "communication": reduction * elements}
-    flat = (size + reduction) * max(one, ends)
-    return {"gathered": size * (2 * one + ends), "communication": size * one + flat}
+    flat = (size + reduction) * max(layer, ends)
+    return {"gathered": size * (2 * layer + ends), "communication": size * layer + flat}
 
 
 def _logits(configuration: TrainingConfiguration) -> float:
@@ -204,13 +204,13 @@ def _activations(configuration: TrainingConfiguration) -> tuple[float, float]:
     whole = 4 * between + masks + scores + products
     fraction = configuration.checkpointed if configuration.checkpointing != "none" else 0.0
     up = tokens * model.intermediate * size / t
-    held = {
+    kept_by_policy = {
         "full": between,
         "attention": whole - scores,
         "selective": 2 * (query + row / t) + (2 if model.gated else 1) * up + key_value + between,
         "half": _half(configuration, query, key_value, up, row) + row / t + between,
     }
-    kept = held.get(configuration.checkpointing, whole)
+    kept = kept_by_policy.get(configuration.checkpointing, whole)
     if configuration.checkpointing == "full" and configuration.offload_activations:
         kept = 0.0
     recomputed = (whole - kept) if fraction else 0.0

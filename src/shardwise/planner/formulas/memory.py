@@ -60,8 +60,8 @@ def estimate(
     module) the activations are not known and count as nothing. `pipeline` asks for that rank of the pipeline.
     """
     ranks = range(plan.degrees[Axis.PIPELINE]) if pipeline is None else [pipeline]
-    found = (moment for rank in ranks for moment in moments(plan, facts, kind, rank))
-    return max(found, key=lambda moment: moment.total)
+    estimates = (moment for rank in ranks for moment in moments(plan, facts, kind, rank))
+    return max(estimates, key=lambda moment: moment.total)
 
 
 def moments(plan: Plan, facts: ModelFacts, kind: BlockKind | None = None, pipeline: int = 0) -> list[MemoryEstimate]:
@@ -108,11 +108,11 @@ class _Step:
     def _groups(self) -> list[list[tuple[str, ...]]]:
         """The names of each unit's blocks, stage by stage."""
         whole = tuple(block.name for block in self.facts.blocks)
-        strategy, found = self.job.memory.checkpoint_strategy, []
+        strategy, groups = self.job.memory.checkpoint_strategy, []
         for names in [self.plan.stages[stage] for stage in self.stages] or [whole]:
             size = len(names) if strategy == "contiguous" else group_size(strategy) or 1
-            found.append([names[start : start + size] for start in range(0, len(names), max(1, size))])
-        return found
+            groups.append([names[start : start + size] for start in range(0, len(names), max(1, size))])
+        return groups
 
     @cached_property
     def root(self) -> _Unit:
@@ -122,10 +122,10 @@ class _Step:
     @cached_property
     def _shapes(self) -> dict[str | None, list[tuple[int, ...]]]:
         """The shapes of each block's parameters on this rank; under None, of those outside of the blocks."""
-        found: dict[str | None, list[tuple[int, ...]]] = defaultdict(list)
+        shapes: dict[str | None, list[tuple[int, ...]]] = defaultdict(list)
         for name, shape in local_shapes(self.facts, self.plan, pipeline=self.pipeline).items():
-            found[self.facts.block_of.get(name)].append(shape)
-        return found
+            shapes[self.facts.block_of.get(name)].append(shape)
+        return shapes
 
     def _unit(self, names: Sequence[str]) -> _Unit:
         return self._sized([shape for name in names for shape in self._shapes[name]], len(names))
@@ -183,8 +183,8 @@ class _Step:
         state = replace(state, host=self._pool)
         if not self.job.memory.offload_parameters:
             return state
-        held = state.parameters + state.gradients + state.optimizer
-        return replace(state, parameters=0.0, gradients=0.0, optimizer=0.0, host=state.host + held)
+        moved = state.parameters + state.gradients + state.optimizer
+        return replace(state, parameters=0.0, gradients=0.0, optimizer=0.0, host=state.host + moved)
 
     @property
     def _waits(self) -> bool:
@@ -204,11 +204,11 @@ class _Step:
         microbatches keep on a pipeline stage, the stages' traffic, and what weight gradients wait with."""
         documents = self.tokens * self.plan.sequence_length if self.job.data.isolates_documents else 0.0
         mask = documents * self.compute * self.plan.masks_whole
-        one = self._kept_until[-1] / max(1, len(self.stages)) + mask
+        of_microbatch = self._kept_until[-1] / max(1, len(self.stages)) + mask
         later = split_backward_features(self.facts, self.plan, self.pipeline) * self.tokens * self.compute
-        others = (self.flights - 1) * one + later
+        others = (self.flights - 1) * of_microbatch + later
         if self.plan.in_v:  # they wait when no forward comes any more: by then as many fewer are in flight
-            others = max(others - later, others - weights_put_off(self.plan, self.pipeline) * one)
+            others = max(others - later, others - weights_put_off(self.plan, self.pipeline) * of_microbatch)
         return mask + (0.0 if self.on_cuda else self._pool) + others + self._traffic
 
     @property

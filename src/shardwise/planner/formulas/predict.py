@@ -58,7 +58,7 @@ def predict(configuration: TrainingConfiguration) -> Prediction:
     seconds["stalls"] = _stalls(configuration, full=total > FULL * accelerator.memory_bytes)
     seconds["stragglers"] = STRAGGLERS * math.log2(configuration.cluster.nodes) * sum(seconds.values())
     step = sum(seconds.values())
-    found = Prediction(
+    prediction = Prediction(
         step_seconds=step,
         seconds=seconds,
         interval=(step, step),
@@ -74,8 +74,8 @@ def predict(configuration: TrainingConfiguration) -> Prediction:
         flops_per_token=configuration.model.flops_per_token(configuration.sequence),
     )
     stack = configuration.stack
-    width = math.exp(EIGHTY * math.hypot(stack.spread, stack.wait_spread * found.waits))
-    return replace(found, interval=(step / width, step * width))
+    width = math.exp(EIGHTY * math.hypot(stack.spread, stack.wait_spread * prediction.waits))
+    return replace(prediction, interval=(step / width, step * width))
 
 
 def _ends(configuration: TrainingConfiguration) -> KernelWork:

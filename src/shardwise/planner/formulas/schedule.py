@@ -31,25 +31,25 @@ def stage_shares(plan: Plan, facts: ModelFacts) -> list[StageShare]:
     used = 1 - facts.idle_parameters / max(1, sum(block.parameters for block in facts.blocks))
     attention = 12.0 * plan.sequence_length * facts.attention_width
     last = len(plan.stages) - 1
-    found = []
+    shares = []
     for number, names in enumerate(plan.stages):
         blocks = sum(sizes[name] for name in names)
         before = sum(facts.stages.before.values()) if number == 0 else 0
         after = sum(facts.stages.after.values()) if number == last else 0
         flops = 6.0 * (used * blocks + after) + attention * len(names)
-        found.append(StageShare(number, plan.stage_ranks[number], len(names), blocks + before + after, flops))
-    return found
+        shares.append(StageShare(number, plan.stage_ranks[number], len(names), blocks + before + after, flops))
+    return shares
 
 
 def holders(plan: Plan, facts: ModelFacts) -> dict[str, tuple[int, ...]]:
     """Return parameter name -> the stages that hold it: one, or for tied embeddings those where they are used."""
     stage_of = {block: stage for stage, blocks in enumerate(plan.stages) for block in blocks}
-    found: dict[str, tuple[int, ...]] = {}
+    stages: dict[str, tuple[int, ...]] = {}
     for name in facts.parameter_shapes:
         block = facts.block_of.get(name)
         blocks = [block] if block else [facts.blocks[number].name for number in facts.stages.uses[name]]
-        found[name] = tuple(sorted({stage_of[each] for each in blocks}))
-    return found
+        stages[name] = tuple(sorted({stage_of[each] for each in blocks}))
+    return stages
 
 
 def tied_across(plan: Plan, facts: ModelFacts) -> dict[str, tuple[int, ...]]:
@@ -60,7 +60,7 @@ def tied_across(plan: Plan, facts: ModelFacts) -> dict[str, tuple[int, ...]]:
         name: tuple(sorted({plan.stage_ranks[stage] for stage in stages}))
         for name, stages in holders(plan, facts).items()
     }
-    return {name: held for name, held in ranks.items() if len(held) > 1}
+    return {name: holding for name, holding in ranks.items() if len(holding) > 1}
 
 
 def bubble(plan: Plan) -> float:

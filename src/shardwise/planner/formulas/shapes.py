@@ -28,11 +28,11 @@ def local_shapes(facts: ModelFacts, plan: Plan, index: int = 0, pipeline: int = 
 
     Tensor rank 0 has the largest part of everything.
     """
-    shapes, here = _of_tensor(facts, plan, index), set(plan.stages_of(pipeline))
+    shapes, own_stages = _of_tensor(facts, plan, index), set(plan.stages_of(pipeline))
     if not plan.stages:
         return shapes
-    held = holders(plan, facts)
-    return {name: shape for name, shape in shapes.items() if here & set(held[name])}
+    stages = holders(plan, facts)
+    return {name: shape for name, shape in shapes.items() if own_stages & set(stages[name])}
 
 
 def optimizer_states(plan: Plan) -> int:

@@ -99,8 +99,8 @@ def tasks_of_rank(rank: int, ranks: int, virtual: int, microbatches: int, schedu
     if schedule == "simple":
         return [*forwards, *backwards]
     split = schedule == "zero_bubble"
-    each = microbatches // max(1, microbatches // ranks)
-    warm = ranks - 1 - rank if virtual == 1 else (virtual - 1) * each + (1 if split else 2) * (ranks - 1 - rank)
+    in_turn = microbatches // max(1, microbatches // ranks)
+    warm = ranks - 1 - rank if virtual == 1 else (virtual - 1) * in_turn + (1 if split else 2) * (ranks - 1 - rank)
     warm = min(warm, len(forwards))
     tasks, later = forwards[:warm], deque[Task]()
     for number, (stage, microbatch, _) in enumerate(backwards):
@@ -113,10 +113,10 @@ def tasks_of_rank(rank: int, ranks: int, virtual: int, microbatches: int, schedu
 
 def _turns(ranks: int, virtual: int, microbatches: int) -> Iterator[tuple[int, int]]:
     """(which of a rank's stages, microbatch): rounds of microbatches through the first stage, then the second."""
-    each = microbatches if virtual == 1 else microbatches // max(1, microbatches // ranks)
-    for first in range(0, microbatches, each):
+    in_turn = microbatches if virtual == 1 else microbatches // max(1, microbatches // ranks)
+    for first in range(0, microbatches, in_turn):
         for turn in range(virtual):
-            yield from ((turn, number) for number in range(first, min(first + each, microbatches)))
+            yield from ((turn, number) for number in range(first, min(first + in_turn, microbatches)))
 
 
 # What a rank of a V does: (how often, what). F, I, W and B are forward, backward for the input, for the weights, and

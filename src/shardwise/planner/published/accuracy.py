@@ -34,21 +34,21 @@ def tables(directory: Path) -> list[Path]:
 
 def known(directory: Path) -> str:
     """Markdown: accuracy with the shipped constants."""
-    found = {path.stem: error_summary(evaluate_rows(read_table(path))) for path in tables(directory)}
+    summaries = {path.stem: error_summary(evaluate_rows(read_table(path))) for path in tables(directory)}
     head = ("table", "scored", "median", "p90", "max", "in 80 % interval", "mapped", "memory median", "memory p90")
     lines = [
         (
             name,
-            str(each["scored"]),
+            str(summary["scored"]),
             *_figures(
-                each, "median_percent", "p90_percent", "max_percent", "inside_interval_percent", "mapped_percent"
+                summary, "median_percent", "p90_percent", "max_percent", "inside_interval_percent", "mapped_percent"
             ),
-            *_figures(each["memory"], "median_percent", "p90_percent"),
+            *_figures(summary["memory"], "median_percent", "p90_percent"),
         )
-        for name, each in found.items()
+        for name, summary in summaries.items()
     ]
-    middle = ("median over tables", "", *_middle(found), "", "", "", "")
-    return _markdown(head, [*lines, middle, ("mean over tables", "", "", "", "", _inside(found), "", "", "")])
+    middle = ("median over tables", "", *_middle(summaries), "", "", "", "")
+    return _markdown(head, [*lines, middle, ("mean over tables", "", "", "", "", _inside(summaries), "", "", "")])
 
 
 def _middle(found: dict[str, dict[str, Any]]) -> tuple[str, ...]:
@@ -73,8 +73,8 @@ def ranked(directory: Path) -> str:
     )
     lines = []
     for path in tables(directory):
-        each = error_summary(evaluate_rows(read_table(path)))
-        order, memory = each["ranking"], each["memory"]
+        summary = error_summary(evaluate_rows(read_table(path)))
+        order, memory = summary["ranking"], summary["memory"]
         figures = _figures(order, "ordered_percent", "regret_median_percent")
         called = _figures(memory, "ran_called_feasible_percent", "crashed_called_infeasible_percent")
         lines.append((path.stem, str(order["groups"]), str(order["pairs"]), *figures, *called))
@@ -139,12 +139,12 @@ def example(directory: Path) -> str:
     lines = []
     for nodes, accumulation in ((120, 48), (240, 24), (240, 48)):
         given = published_175b(nodes, accumulation)
-        found = predict(given)
-        slow, fast = (given.sequences / seconds for seconds in reversed(found.interval))
-        days = 300e9 / given.tokens * found.step_seconds / 86400
-        speed = given.sequences / found.step_seconds
-        cells = (nodes, given.sequences, f"{found.step_seconds:.1f}", f"{speed:.1f}", f"{slow:.1f} to {fast:.1f}")
-        lines.append((*map(str, cells), f"{found.tflops['8P']:.0f}", f"{days:.0f}"))
+        prediction = predict(given)
+        slow, fast = (given.sequences / seconds for seconds in reversed(prediction.interval))
+        days = 300e9 / given.tokens * prediction.step_seconds / 86400
+        speed = given.sequences / prediction.step_seconds
+        cells = (nodes, given.sequences, f"{prediction.step_seconds:.1f}", f"{speed:.1f}", f"{slow:.1f} to {fast:.1f}")
+        lines.append((*map(str, cells), f"{prediction.tflops['8P']:.0f}", f"{days:.0f}"))
     return _markdown(head, lines)
 
 
@@ -182,9 +182,9 @@ PARTS = {"known": known, "ranked": ranked, "unknown": unknown, "fabric": fabric,
 
 def part(page: str, name: str) -> str:
     """Return what stands between the markers of a part."""
-    found = re.search(f"<!-- {name} -->\n(.*?)\n<!-- end -->", page, re.DOTALL)
-    assert found is not None, name
-    return found.group(1)
+    match = re.search(f"<!-- {name} -->\n(.*?)\n<!-- end -->", page, re.DOTALL)
+    assert match is not None, name
+    return match.group(1)
 
 
 def update_accuracy_page(words: Sequence[str]) -> int:

@@ -74,22 +74,22 @@ class Sample:
 
     def error(self, configuration: TrainingConfiguration) -> float:
         """log(predicted seconds / measured seconds)."""
-        found = measured(self.row)
-        assert found is not None
-        ratio = math.log(predicted(self.row, predict(configuration)) / found.value)
-        return ratio if found.unit == "step_s" else -ratio
+        measurement = measured(self.row)
+        assert measurement is not None
+        ratio = math.log(predicted(self.row, predict(configuration)) / measurement.value)
+        return ratio if measurement.unit == "step_s" else -ratio
 
 
 def samples(rows: Iterable[Row], role: str = "calibrate") -> list[Sample]:
     """The rows of a role that are mapped and have a time; the constants of accelerators are as shipped."""
-    found = []
+    usable = []
     for row in rows:
         try:
             if row.text["fit_role"] == role and measured(row):
-                found.append(Sample(row, configuration(row)))
+                usable.append(Sample(row, configuration(row)))
         except Unmapped:
             continue
-    return found
+    return usable
 
 
 @cache
@@ -105,10 +105,10 @@ def fit(given: Sequence[Sample]) -> Constants:
 
 
 def _by_stack(given: Sequence[Sample]) -> dict[str, list[Sample]]:
-    found: dict[str, list[Sample]] = {}
+    by_stack: dict[str, list[Sample]] = {}
     for sample in given:
-        found.setdefault(sample.configuration.stack.name, []).append(sample)
-    return found
+        by_stack.setdefault(sample.configuration.stack.name, []).append(sample)
+    return by_stack
 
 
 def _base(own: Sequence[Sample]) -> Stack:
@@ -128,8 +128,8 @@ def _with_memory(own: Sequence[Sample], way: Stack) -> Stack:
         return way
     constants = _solved(own, {way.name: way})[0]
     timed = [replace(sample, configuration=constants.applied(sample.configuration)) for sample in own]
-    found = fit_memory(_held(timed), constants.stacks[way.name])
-    return replace(way, **{name: getattr(found, name) for name in MEMORY})  # type: ignore[arg-type]
+    fitted = fit_memory(_held(timed), constants.stacks[way.name])
+    return replace(way, **{name: getattr(fitted, name) for name in MEMORY})  # type: ignore[arg-type]
 
 
 def _held(own: Sequence[Sample]) -> list[Held]:
@@ -180,7 +180,7 @@ def _constants(unknowns: Sequence[Unknown], at: np.ndarray, bases: Mapping[str, 
         else:
             departures.setdefault(unknown.name, {})[unknown.constant] = float(value)
     neutral = Stack("default", cuts_by_cost=True, stops_early=True)
-    found = {}
+    stacks = {}
     for name, own in departures.items():
         values: dict[str, float] = {}
         base = bases.get(name, neutral)
@@ -190,8 +190,8 @@ def _constants(unknowns: Sequence[Unknown], at: np.ndarray, bases: Mapping[str, 
             else:
                 total = departures["default"].get(constant, 0.0) + (own.get(constant, 0.0) if name != "default" else 0)
                 values[constant] = getattr(neutral, constant) * math.exp(total)
-        found[name] = replace(base, **values)  # type: ignore[arg-type]
-    return Constants(accelerators, found)
+        stacks[name] = replace(base, **values)  # type: ignore[arg-type]
+    return Constants(accelerators, stacks)
 
 
 def _errors(given: Sequence[Sample], constants: Constants) -> np.ndarray:
@@ -229,13 +229,13 @@ def _with_spread(given: Sequence[Sample], constants: Constants) -> Constants:
     unknown = Constants(constants.accelerators, {"default": constants.stacks["default"]})
     strangers = [scattered(own, unknown) for own in groups.values()]
     default, between = constants.stacks["default"], unknown_offset([seen(own, unknown) for own in groups.values()])
-    found = {"default": replace(default, spread=unknown_spread(strangers), offset=between)}
+    stacks = {"default": replace(default, spread=unknown_spread(strangers), offset=between)}
     for name, own in groups.items():
         errors = [error for error, _ in scatter[name]]
         source = _source(errors, [sample.row for sample in own])
         width = spread(scatter[name], waits)
-        found[name] = replace(constants.stacks[name], spread=width, offset=width, source=source)
-    return Constants(constants.accelerators, {name: replace(each, wait_spread=waits) for name, each in found.items()})
+        stacks[name] = replace(constants.stacks[name], spread=width, offset=width, source=source)
+    return Constants(constants.accelerators, {name: replace(each, wait_spread=waits) for name, each in stacks.items()})
 
 
 def scattered(own: Sequence[Sample], constants: Constants) -> list[tuple[float, float]]:

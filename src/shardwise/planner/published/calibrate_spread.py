@@ -73,8 +73,8 @@ def unknown_offset(stacks: Sequence[Sequence[Seen]]) -> float:
 
     A stack's departure is that with the least sum of absolute errors.
     """
-    found = (abs(float(DEPARTURES[np.abs([seen.errors for seen in own]).sum(axis=0).argmin()])) for own in stacks)
-    return max(USUAL / 2, median(found))
+    offsets = (abs(float(DEPARTURES[np.abs([seen.errors for seen in own]).sum(axis=0).argmin()])) for own in stacks)
+    return max(USUAL / 2, median(offsets))
 
 
 class Prior(NamedTuple):

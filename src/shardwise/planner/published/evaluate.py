@@ -109,20 +109,20 @@ def without(constants: Constants, stack: str) -> Constants:
 
 def _result(row: Row, constants: Constants) -> RowResult:
     try:
-        found = measured(row)
+        measurement = measured(row)
         prediction = predict(constants.applied(configuration(row)))
         value = predicted(row, prediction)
     except Unmapped as reason:
         return RowResult(row, unmapped=str(reason))
-    unit = found.unit if found else "step_s"
+    unit = measurement.unit if measurement else "step_s"
     low, high = (seconds / prediction.step_seconds for seconds in prediction.interval)
     around = (value * low, value * high) if unit == "step_s" else (value / high, value / low)
-    only_memory = found is None and "mem_gb" in row.numbers
+    only_memory = measurement is None and "mem_gb" in row.numbers
     return RowResult(
         row,
         unit,
         None if only_memory else value,
-        found.value if found else None,
+        measurement.value if measurement else None,
         None if only_memory else around,
         prediction.logged_memory / GIB,
         prediction.may_fit,
@@ -139,9 +139,9 @@ def _probe(rows: Sequence[Row], choose: Choice, count: int, seed: int) -> tuple[
     draw, by_name, probes = random.Random(seed), dict[str, Constants](), set[int]()
     for stack in sorted(by_stack):
         drawn = draw.sample(by_stack[stack], min(count, len(by_stack[stack])))
-        found = [sample for index in drawn if (sample := _sample(rows[index]))]
+        samples = [sample for index in drawn if (sample := _sample(rows[index]))]
         constants = choose(stack)
-        known, own = probed(seen(found, constants), _prior(constants, stack)), constants.stack(stack)
+        known, own = probed(seen(samples, constants), _prior(constants, stack)), constants.stack(stack)
         own = replace(own, matmul=own.matmul * math.exp(known.offset), spread=known.spread, wait_spread=known.waits)
         by_name[stack] = Constants(constants.accelerators, {**constants.stacks, stack: own})
         probes |= set(drawn)
@@ -193,8 +193,8 @@ def summary_over_tables(summaries: Mapping[str, dict[str, Any]]) -> dict[str, An
     that is right holds all rows of most tables and few of some.
     """
     keys = ("median_percent", "p90_percent", "inside_interval_percent")
-    values = {key: [each[key] for each in summaries.values() if each[key] is not None] for key in keys}
-    middle = {key: statistics.median(found) if found else None for key, found in values.items()}
+    values = {key: [summary[key] for summary in summaries.values() if summary[key] is not None] for key in keys}
+    middle = {key: statistics.median(figures) if figures else None for key, figures in values.items()}
     inside = values["inside_interval_percent"]
     mean = {"inside_interval_percent": statistics.mean(inside) if inside else None}
     return {"tables": dict(summaries), "median_over_tables": middle, "mean_over_tables": mean}

@@ -145,7 +145,7 @@ def configuration(row: Row) -> TrainingConfiguration:
     shard = min(data, row.whole("sdp", data if zero else 1))
     batch = _batch(row, data, pipeline)
     checkpointing, share = _checkpointing(row)
-    found = TrainingConfiguration(
+    training = TrainingConfiguration(
         model=_model(row),
         cluster=cluster,
         stack=Stack(row.text["stack"]),
@@ -174,8 +174,8 @@ def configuration(row: Row) -> TrainingConfiguration:
         async_tensor="asynctp" in row.text.get("strategy", "").lower().replace("-", ""),
     )
     if _UNSTATED.fullmatch(_word(row)):
-        found = with_checkpointing(found)
-    return found if batch.microbatch else with_microbatch(found, batch.sequences, batch.accumulation)
+        training = with_checkpointing(training)
+    return training if batch.microbatch else with_microbatch(training, batch.sequences, batch.accumulation)
 
 
 def _sharding(row: Row) -> int:

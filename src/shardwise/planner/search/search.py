@@ -254,9 +254,9 @@ def with_exact_memory(candidate: Candidate, facts: ModelFacts) -> Candidate:
         return candidate
     stages = candidate.plan.degrees[Axis.PIPELINE]
     asked = range(stages) if stages <= 4 else sorted({0, stages // 2, stages - 1})
-    found = {rank: estimate(candidate.plan, facts, pipeline=rank) for rank in asked}
-    nearest = [min(found, key=lambda known: (abs(known - rank), known)) for rank in range(stages)]
-    return replace(candidate, exact=tuple(found[rank] for rank in nearest))
+    estimates = {rank: estimate(candidate.plan, facts, pipeline=rank) for rank in asked}
+    nearest = [min(estimates, key=lambda known: (abs(known - rank), known)) for rank in range(stages)]
+    return replace(candidate, exact=tuple(estimates[rank] for rank in nearest))
 
 
 def world_of(cluster: Cluster) -> World:
