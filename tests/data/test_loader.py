@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from shardwise.data.batch import IGNORED, Batch
 from shardwise.data.loader import EVALUATION, Stream
 from shardwise.data.order import order
+from shardwise.data.state import ConsumedSamples
 
 
 class Numbers:
@@ -112,3 +114,17 @@ def test_a_batch_moves_whole() -> None:
     assert batch.labels is not None
     tensors = [batch.inputs["input_ids"], batch.labels, batch.rows, batch.counted]
     assert {tensor.device.type for tensor in tensors} == {"meta"}
+
+
+def test_a_run_of_epochs_reads_each_sample_as_often_and_ends_within_a_step() -> None:
+    """Two epochs of 13 samples in steps of 8: 8, 8, 8 and 2, whose other rows are padding."""
+    states = [ConsumedSamples(Stream(Numbers(13), 7, 8, 2, 2, 2, rank, total=26)) for rank in range(2)]
+    read: list[int] = []
+    for real in (8, 8, 8, 2):
+        batches = [batch for state in states for batch in state.next_step()]
+        assert sum(int(batch.counted.sum()) for batch in batches) == real
+        read += [int(ids[0]) for batch in batches for ids in batch.inputs["input_ids"][batch.counted]]
+    assert Counter(read) == dict.fromkeys(range(13), 2)
+    assert states[0].state_dict() == {"samples": 26}
+    with pytest.raises(ValueError, match="no step is left"):
+        states[0].next_step()

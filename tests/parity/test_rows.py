@@ -1,7 +1,7 @@
 """Parity of fine-tuning with one process that masks, packs and reduces by itself: conversations on every axis.
 
-Rows have from 2 to 24 targets each, steps do not divide over the ranks (one microbatch has no target at all), and rows
-are packed, padded, cut, or weighed by sample.
+Rows have from 2 to 24 targets each, steps do not divide over the ranks (one microbatch has no target at all), an epoch
+ends within a step, and rows are packed, padded, cut, or weighed by sample.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {  # name -> ranks, keys of the
     "shard 2 x replica 2": (4, {"sharded_data_parallel_degree": 2}),
     "tensor 2 x pipeline 2": (4, {"tensor_parallel_degree": 2, "pipeline_parallel_degree": 2}),
 }
+FIVE = {"steps": 4, "sequences_per_step": 5, "microbatch_size": 1}
+EPOCH = {"epochs": 1, "sequences_per_step": 20}  # two steps, of which the last is not whole
 PADDED: dict[str, Any] = {"packing": False, "truncation": True}
 TEMPLATES = {"plain": PLAIN, "blocks": BLOCKS, "forgetful": FORGETFUL}
 
@@ -67,7 +69,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def row_job(
     directory: Path, family: str, layout: str, name: str = "chat", template: str = "plain", reduction: str = "token",
-    **data: Any,
+    training: dict[str, int] | None = None, **data: Any,
 ) -> Job:  # fmt: skip
     keys = {"path": str(directory / f"{name}.jsonl"), "format": name, "tokenizer": str(directory / "tokenizer")}
     if name != "prompt_completion":
@@ -77,8 +79,7 @@ def row_job(
             "model": {"config": {"model_type": family, **CONFIGS[family]}},
             "parallel": {"device": "cpu", **LAYOUTS[layout][1]},
             "precision": {"compute": "fp64"},
-            "training": {"steps": 4, "sequences_per_step": 5, "microbatch_size": 1, "objective": "sft"}
-            | {"loss_reduction": reduction},
+            "training": {"objective": "sft", "loss_reduction": reduction, **(training or FIVE)},
             "data": {**keys, "sequence_length": LENGTH, "cache_directory": str(directory / "cache"), **data},
         }
     )
@@ -91,7 +92,7 @@ def check(world_pool: WorldPool, size: int, jobs: list[Job]) -> None:
 
 
 QUICK: dict[str, dict[str, Any]] = {
-    "shard 2": {"template": "blocks"},
+    "shard 2": {"template": "blocks", "training": EPOCH},
     "context 2": {"reduction": "sample"},
     "tensor 2": {"name": "prompt_completion", **PADDED},
 }

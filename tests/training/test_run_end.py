@@ -16,7 +16,10 @@ from shardwise.training.run_end import ModelExport, TextSample
 
 def session_of(job: Job, steps_done: int = 0) -> Any:
     notes: list[str] = []
-    return SimpleNamespace(job=job, model=None, rank=0, steps_done=steps_done, note=notes.append, notes=notes)
+    plan = SimpleNamespace(steps=job.training.steps)
+    return SimpleNamespace(
+        job=job, plan=plan, model=None, rank=0, steps_done=steps_done, note=notes.append, notes=notes
+    )
 
 
 def assembled_of(job: Job, tokenizer_directory: str | None = None) -> Any:

@@ -32,14 +32,17 @@ from shardwise.training.user_code import check_can_be_sent, check_user_code
 
 
 def plan_job(job: Job) -> Plan:
-    """The Plan of `job` on this machine, or in the world that a launcher has made. Reads no corpus."""
+    """The Plan of `job` on this machine, or in the world that a launcher has made.
+
+    Reads no corpus, except to know how long an epoch is.
+    """
     return plan_with_facts(job)[0]
 
 
 def plan_with_facts(job: Job) -> tuple[Plan, ModelFacts]:
     """`plan_job` and the facts of the job's model."""
     place, job = detect(), with_format(job)
-    plan, facts = _plan(job, place)
+    plan, facts = _plan(job, place, _silent)
     return replace(plan, notes=(*plan.notes, *_launcher_notes(job, place), *_machine_notes(plan))), facts
 
 
@@ -64,10 +67,12 @@ def train(job: Job, notes: Iterable[str] = (), say: Say = print, callbacks: Sequ
     if place is None:  # the ranks of a launcher find out together: one that ended early would leave the others waiting
         check_resume(job)
         check_can_be_sent(callbacks)
-    plan, facts = _plan(job, place)
+    plan, facts = _plan(job, place, say)
     for note in _machine_notes(plan):
         say(f"note: {note}")
-    prepare_data(job, facts, say)  # before the engine, which may have to be compiled
+    prepare_data(
+        job, facts, say if job.training.epochs is None else _silent
+    )  # before the engine, which may have to be compiled
     backend = usable_backend(plan, say)
     with claim_output(job) if is_reporting_rank else nullcontext():
         if place is not None:
@@ -91,11 +96,12 @@ def _run_workers(job: Job, plan: Plan, backend: str, say: Say, callbacks: Sequen
         raise
 
 
-def _plan(job: Job, place: RankEnvironment | None) -> tuple[Plan, ModelFacts]:
+def _plan(job: Job, place: RankEnvironment | None, say: Say) -> tuple[Plan, ModelFacts]:
     world = expected_world(job, place)
     precheck(job, world)  # what can be refused without looking at the model
     facts = study(job)
-    return resolve(job, world, facts), facts
+    sequences = None if job.training.epochs is None else len(prepare_data(job, facts, say).train)
+    return resolve(job, world, facts, sequences), facts
 
 
 def _launcher_notes(job: Job, place: RankEnvironment | None) -> Iterator[str]:

@@ -255,16 +255,19 @@ def _oracle(run: AssembledJob, weights: dict[str, Tensor]) -> Oracle:
     source = _source(job, run.data)
     # Dropout that is a function of its place runs on both sides, and the model's own has places in eager alone.
     eager = run.facts.has_attention_dropout and plan.exact_dropout
-    return Oracle(job, weights, source, plan.sequences_per_step, run.facts.counting, eager=eager, **oracle_dtypes(plan))
+    return Oracle(
+        job, weights, source, plan.sequences_per_step, plan.steps, plan.total_sequences, run.facts.counting, eager,
+        **oracle_dtypes(plan),
+    )  # fmt: skip
 
 
 def _source(job: Job, data: TokenData) -> Source:
     """Return the oracle's reader of the training samples."""
     if data.directory is None:
         return FactorySource(job)
-    return (
-        RowSource(job, str(data.tokenizer_directory)) if job.data.has_rows else TokenSource(job, Path(data.directory))
-    )
+    if job.data.has_rows:
+        return RowSource(job, str(data.tokenizer_directory))
+    return TokenSource(job, Path(data.directory))
 
 
 def _title(run: AssembledJob, reference: str) -> str:

@@ -3,7 +3,8 @@
 Exact definition. G = sequences_per_step. Step k consumes the samples (counters) c = k*G … k*G + G - 1; sample c is
 index `order(seed, c, len(split))` of the training split. Microbatch m of data rank d holds the rows
 i = (m*data_ranks + d)*microbatch + j, 0 <= j < microbatch, of the step; a row i >= G is padding: it repeats row i % G
-and counts nowhere. Evaluation is the same without shuffling: global batch b holds samples b*G … of the split, those
+and counts nowhere. A run of E epochs has E * len(split) samples: its last step holds R <= G of them, and there rows
+from R on are padding. Evaluation is the same without shuffling: global batch b holds samples b*G … of the split, those
 beyond its end are padding, and the counter of sample s is EVALUATION + s.
 """
 
@@ -45,6 +46,7 @@ class Stream:
         data_ranks: int,
         data_rank: int,
         device: torch.device | str = "cpu",
+        total: int | None = None,
     ) -> None:
         if not 0 <= data_rank < data_ranks:
             raise ValueError(f"data_rank={data_rank} of {data_ranks}")
@@ -58,6 +60,7 @@ class Stream:
         self.data_ranks = data_ranks
         self.data_rank = data_rank
         self.device = device
+        self.total = total  # samples of the whole run, where it ends with an epoch; the last step may be ragged
 
     def batches(self, step: int) -> list[Batch]:
         """The `accumulation` microbatches of this rank in one step of training."""
@@ -65,12 +68,19 @@ class Stream:
 
     def batches_from(self, consumed: int) -> list[Batch]:
         """The same for the step that follows `consumed` samples, whatever the steps before it looked like."""
-        size = len(self.split)
+        size, real = len(self.split), self.samples_after(consumed)
 
         def locate(row: int) -> tuple[int, int]:
             return order(self.seed, consumed + row, size), consumed + row
 
-        return [self._microbatch(number, self.sequences_per_step, locate) for number in range(self.accumulation)]
+        return [self._microbatch(number, real, locate) for number in range(self.accumulation)]
+
+    def samples_after(self, consumed: int) -> int:
+        """Return the samples of the step that follows `consumed` ones: G, or what is left of the last epoch."""
+        left = self.sequences_per_step if self.total is None else self.total - consumed
+        if left < 1:
+            raise ValueError(f"{consumed} of {self.total} samples are consumed; no step is left")
+        return min(left, self.sequences_per_step)
 
     def evaluation(self, split: Split | None = None, batches: int | None = None) -> Iterator[list[Batch]]:
         """Global batches of `split` (unset: this stream's) in order, at most `batches`; the last one may be ragged.

@@ -41,7 +41,7 @@ class ConsumedSamples:
     def next_step(self) -> list[Batch]:
         """Return this rank's microbatches of the next step, and count its samples as consumed."""
         batches = self._stream.batches_from(self._samples)
-        self._samples += self._stream.sequences_per_step
+        self._samples += self._stream.samples_after(self._samples)
         return batches
 
     def state_dict(self) -> dict[str, int]:

@@ -345,7 +345,7 @@ class OptimizerSection(Section):
         "step from 0, which returns the learning rate as a factor of `learning_rate`, its warm-up included.",
     )
     warmup_steps: Literal["auto"] | NonNegative = Field(
-        default="auto", description="Steps of linear warm-up; `auto`: a sixth of `training.steps`, at most 2000."
+        default="auto", description="Steps of linear warm-up; `auto`: a sixth of the steps, at most 2000."
     )
     final_learning_rate_ratio: Fraction = Field(default=0.1, description="Last learning rate as a share of the peak.")
     clip_norm: float | None = Field(
@@ -357,6 +357,10 @@ class TrainingSection(Section):
     """The number of steps, their size, and what is learned."""
 
     steps: Positive = Field(default=64, description="Optimizer steps.")
+    epochs: Positive | None = Field(
+        default=None,
+        description="Passes through the training sequences, in the place of `steps`; the last step holds what is left.",
+    )
     tokens_per_step: Positive | None = Field(
         default=None, description="Global tokens a step; or give `sequences_per_step`."
     )

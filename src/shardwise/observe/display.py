@@ -58,7 +58,7 @@ class Display(Callback):
     def __init__(self, plan: Plan, console: Console | None = None) -> None:
         self._console = console or DisplayConsole()
         self._is_on_stdout = console is None
-        self._steps = plan.job.training.steps
+        self._steps = plan.steps
         self._log_every = plan.job.observe.log_every
         self._title = _title(plan)
         self._compiles = plan.job.model.compile

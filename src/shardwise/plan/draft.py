@@ -127,6 +127,7 @@ class Draft:
     job: Job
     world: World
     model_facts: ModelFacts | None = None
+    training_sequences: int | None = None  # of the data, where it has been read
 
     @property
     def facts(self) -> ModelFacts:
@@ -343,9 +344,21 @@ class Draft:
         return sorted({-(-rows // size) for size in range(1, rows + 1)})
 
     @cached_property
+    def steps(self) -> DerivedNumber:
+        """Optimizer steps; 0 for epochs of data that has not been read."""
+        epochs, size = self.training.epochs, self.training_sequences
+        if epochs is None:
+            return DerivedNumber(self.training.steps, "training.steps")
+        if size is None:
+            return DerivedNumber(0, f"training.epochs {epochs}: known once the data is read")
+        steps, left = divmod(epochs * size, self.sequences.value)
+        rule = f"{epochs} epoch{'s' * (epochs > 1)} x {size:,} training sequences / {self.sequences.value} a step"
+        return DerivedNumber(steps + bool(left), f"{rule}, the last step with {left}" if left else rule)
+
+    @cached_property
     def warmup(self) -> DerivedNumber:
         """Steps of linear warm-up."""
-        asked, steps = self.optimizer.warmup_steps, self.training.steps
+        asked, steps = self.optimizer.warmup_steps, self.steps.value
         if is_reference(self.optimizer.schedule):
             return DerivedNumber(0, "a schedule of the job's own has its own warm-up")
         if asked != "auto":

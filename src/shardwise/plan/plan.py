@@ -58,6 +58,8 @@ class Plan:
     degrees: dict[Axis, int]  # of every axis; their product is world.size
     placement: str  # D, P and T in order, right-most varying fastest
     dtypes: Dtypes
+    steps: int  # optimizer steps of the run
+    training_sequences: int | None  # of one of its epochs; None where it counts steps
     sequence_length: int
     sequences_per_step: int  # global
     microbatch: int  # sequences in one forward of one rank
@@ -92,6 +94,17 @@ class Plan:
         """Positions of a sequence on one rank; a split sequence is padded to two chunks a rank."""
         context = self.degrees[Axis.CONTEXT]
         return self.sequence_length if context == 1 else 2 * -(-self.sequence_length // (2 * context))
+
+    @property
+    def total_sequences(self) -> int | None:
+        """Sequences of all epochs, the last of which may leave its last step ragged; None where steps are counted."""
+        epochs, size = self.job.training.epochs, self.training_sequences
+        return None if epochs is None or size is None else epochs * size
+
+    def sequences_of(self, step: int) -> int:
+        """Return the sequences of a step: all of them, or what the last epoch has left."""
+        size, total = self.sequences_per_step, self.total_sequences
+        return size if total is None else min(size, total - step * size)
 
     @property
     def splits_backward(self) -> bool:
@@ -187,8 +200,12 @@ def precheck(job: Job, world: World) -> None:
     check(Draft(job, world))
 
 
-def resolve(job: Job, world: World, facts: ModelFacts) -> Plan:
+def resolve(job: Job, world: World, facts: ModelFacts, training_sequences: int | None = None) -> Plan:
     """Derive everything the job left open.
+
+    Args:
+        job, world, facts: what the user asks, and what there is to do it with.
+        training_sequences: of the data, on which the steps of `training.epochs` depend; None: it has not been read.
 
     Raises:
         ConfigError: an argument is of another type.
@@ -197,7 +214,7 @@ def resolve(job: Job, world: World, facts: ModelFacts) -> Plan:
     require_job(job, "resolve")
     require_type(world, World, "world", "shardwise.launch.expected_world.expected_world(job, None) is this machine's")
     require_type(facts, ModelFacts, "facts", "shardwise.training.setup.study(job) gives those of the job's model")
-    draft = Draft(job, world, facts)
+    draft = Draft(job, world, facts, training_sequences)
     check(draft)
     rules: dict[str, str] = {}
     return Plan(
@@ -208,6 +225,7 @@ def resolve(job: Job, world: World, facts: ModelFacts) -> Plan:
         degrees=_degrees(draft, rules),
         placement=_placement(draft, rules),
         dtypes=_dtypes(draft, rules),
+        training_sequences=None if job.training.epochs is None else training_sequences,
         sequence_length=job.data.sequence_length,
         backend=_backend(draft, rules),
         collectives=_collectives(draft, rules),
@@ -305,6 +323,7 @@ def _dtypes(draft: Draft, rules: dict[str, str]) -> Dtypes:
 
 def _batch(draft: Draft, rules: dict[str, str]) -> dict[str, int]:
     derived = {
+        "steps": draft.steps,
         "sequences_per_step": draft.sequences,
         "microbatch": draft.microbatch,
         "accumulation": draft.accumulation,

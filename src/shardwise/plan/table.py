@@ -74,7 +74,7 @@ def _rows(plan: Plan) -> Iterator[tuple[str, object]]:
     yield "backend", plan.backend
     if plan.world.hosts > 1:
         yield "collectives", plan.collectives
-    for key in ("sequence_length", "sequences_per_step", "microbatch", "accumulation", "warmup_steps"):
+    for key in ("steps", "sequence_length", "sequences_per_step", "microbatch", "accumulation", "warmup_steps"):
         yield key, getattr(plan, key)
     yield from asdict(plan.dtypes).items()
     if plan.float8:

@@ -28,7 +28,7 @@ def find_misread(plan: Plan, source: Source, ours: Captured) -> Misread | None:
     for rank, (batches, data_rank) in enumerate(zip(ours.batches, ours.data_ranks, strict=True)):
         for number, batch in enumerate(batches):
             expected = _counters(plan, ours.step, data_rank, number)
-            real = _real_rows(plan, data_rank, number)
+            real = _real_rows(plan, ours.step, data_rank, number)
             found = (
                 _wrong_rows(plan, ours, rank, number, batch.rows.tolist(), expected)
                 or _counted_padding(batch, real)
@@ -41,14 +41,14 @@ def find_misread(plan: Plan, source: Source, ours: Captured) -> Misread | None:
 
 def _counters(plan: Plan, step: int, data_rank: int, number: int) -> list[int]:
     """Return the sample counters of a microbatch; padding repeats the step's first rows."""
-    size = plan.sequences_per_step
+    start, size = step * plan.sequences_per_step, plan.sequences_of(step)
     first = (number * plan.data_ranks + data_rank) * plan.microbatch
-    return [step * size + row % size for row in range(first, first + plan.microbatch)]
+    return [start + row % size for row in range(first, first + plan.microbatch)]
 
 
-def _real_rows(plan: Plan, data_rank: int, number: int) -> int:
+def _real_rows(plan: Plan, step: int, data_rank: int, number: int) -> int:
     first = (number * plan.data_ranks + data_rank) * plan.microbatch
-    return min(max(plan.sequences_per_step - first, 0), plan.microbatch)
+    return min(max(plan.sequences_of(step) - first, 0), plan.microbatch)
 
 
 def _shifted(plan: Plan, ours: Captured) -> Misread | None:

@@ -57,14 +57,13 @@ class Evidence:
     @cached_property
     def parts(self) -> list[tuple[int, int, list[int]]]:
         """(data rank, microbatch, sample counters) of every microbatch that holds samples."""
-        plan, first = self.plan, self.step * self.plan.sequences_per_step
+        plan, counters = self.plan, self.oracle.rows_of(self.step)
         found = []
         for rank in range(plan.data_ranks):
             for number in range(plan.accumulation):
                 start = (number * plan.data_ranks + rank) * plan.microbatch
-                stop = min(start + plan.microbatch, plan.sequences_per_step)
-                if start < stop:
-                    found.append((rank, number, list(range(first + start, first + stop))))
+                if own := counters[start : start + plan.microbatch]:
+                    found.append((rank, number, own))
         return found
 
     @cached_property

@@ -79,6 +79,8 @@ class Oracle:
         weights: logical name -> whole tensor; copied.
         source: the training samples.
         sequences_per_step: global.
+        steps: of the run, over which the learning rate is scheduled.
+        samples: of the run, where the last step holds what is left of them; None: all steps are whole.
         blocks: names of the modules, repeated blocks above all, by which functional dropout is keyed.
         eager: the model runs its eager attention; else what the job names, if the model has it, or its default.
         master, compute: dtypes of the weights that the optimizer updates and of forward and backward.
@@ -88,6 +90,8 @@ class Oracle:
     weights: Mapping[str, Tensor]
     source: Source
     sequences_per_step: int
+    steps: int
+    samples: int | None = None
     blocks: Sequence[str] = ()
     eager: bool = False
     master: torch.dtype = torch.float64
@@ -132,7 +136,8 @@ class Oracle:
     def rows_of(self, step: int) -> list[int]:
         """Sample counters of a step."""
         first = step * self.sequences_per_step
-        return list(range(first, first + self.sequences_per_step))
+        end = first + self.sequences_per_step
+        return list(range(first, end if self.samples is None else min(end, self.samples)))
 
     def backward(
         self, step: int, counters: Sequence[int] | None = None, twist: Twist = Twist(), reverse: bool = False
@@ -269,7 +274,7 @@ class Oracle:
             for name in self.used:
                 self.parameters[name].grad = given[name].to(self.master, copy=True).mul_(factor)
         for group in self.optimizer.param_groups:
-            group["lr"] = scheduled_rate(settings, step, self.job.training.steps)
+            group["lr"] = scheduled_rate(settings, step, self.steps)
         with self._changed(twist):
             self.optimizer.step()
         self._publish()

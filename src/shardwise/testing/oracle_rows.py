@@ -49,11 +49,10 @@ class RowSource:
         chosen = [self.sequences[order(self.seed, counter, len(self.sequences))] for counter in counters]
         stacked = {
             key: torch.tensor([self._columns(sequence)[key] for sequence in chosen])
-            for key in ("input_ids", "labels", "position_ids", "documents", "attention_mask")
+            for key in ("input_ids", "labels", "position_ids", "documents")
         }
         labels, documents = stacked.pop("labels"), stacked.pop("documents")
         if self.job.data.packing:
-            del stacked["attention_mask"]  # the documents' mask takes its place
             return Rows(stacked, labels, list(counters), documents)
         del stacked["position_ids"]
         return Rows(stacked, labels, list(counters))
@@ -69,7 +68,7 @@ class RowSource:
             columns["labels"] += [*targets, NOT_COUNTED][: len(ids)]
             columns["position_ids"] += range(len(ids))
             columns["documents"] += [number] * len(ids)
-        return columns | {"attention_mask": [1] * (self.length - room) + [0] * room}
+        return columns
 
     def _training_rows(self, rows: list[Row]) -> list[Row]:
         """The rows that are not held out, by ascending draw."""

@@ -28,7 +28,7 @@ MOST_SAMPLES = 20_000  # of an epoch whose order is looked at; of a longer one t
 
 def compare_schedule(session: Session) -> list[Difference]:
     """Compare the learning rate of every step of the session with the oracle's formula; the worst step is named."""
-    settings, steps, progress = session.job.optimizer, session.job.training.steps, session.progress
+    settings, steps, progress = session.job.optimizer, session.plan.steps, session.progress
     worst, error = 0, 0.0
     for step in range(0, steps, -(-steps // MOST_STEPS)):
         session.progress = progress.model_copy(update={"step": step})

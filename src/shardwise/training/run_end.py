@@ -39,7 +39,7 @@ class ModelExport(Callback):
 
     def on_step_end(self, session: ObservedSession, record: Record) -> None:
         """Export the model after the last step, before it is evaluated."""
-        if session.steps_done == session.job.training.steps:
+        if session.steps_done == session.plan.steps:
             self._export(session)
 
     def on_end(self, session: ObservedSession, result: Record) -> None:

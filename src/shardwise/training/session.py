@@ -31,7 +31,7 @@ from shardwise.checkpoint.manifest import Progress
 from shardwise.data.batch import Batch
 from shardwise.data.corpus import with_format
 from shardwise.data.state import SAMPLES, ConsumedSamples, DataState
-from shardwise.errors import ShardwiseError, WorkerError, require_type
+from shardwise.errors import ConfigError, ShardwiseError, WorkerError, require_type
 from shardwise.job.schema import Job
 from shardwise.job.sources import Source, load_job
 from shardwise.launch.environment import detect
@@ -144,6 +144,11 @@ class Session:
         facts = study(job) if given is None else given.study(job)
         has_data = given is None or _names_data(job)
         data = prepare_data(job, facts) if has_data else None
+        if data is None and job.training.epochs is not None:
+            raise ConfigError(
+                f"training.epochs={job.training.epochs} are passes through the data, and this session has none; set "
+                "training.steps"
+            )
         self.device = self._exit.enter_context(_joined(job, facts)) if device is None else device
         reset_peak(self.device)
         self._take(assemble(job, self.device, facts, data, given), [*named, *own])
@@ -213,7 +218,7 @@ class Session:
 
     def _batches(self) -> Iterator[list[Batch]]:
         assert self._data_state is not None
-        while self.progress.step < self.job.training.steps and self.stopped is None:
+        while self.progress.step < self.plan.steps and self.stopped is None:
             self._fetched = time.perf_counter()
             yield self._data_state.next_step()
 
@@ -374,7 +379,7 @@ class Session:
 
     def scheduled_rate(self) -> float:
         """Return the learning rate of the next step by the job's schedule."""
-        return learning_rate(self.job.optimizer, self.progress.step, self.job.training.steps, self.plan.warmup_steps)
+        return learning_rate(self.job.optimizer, self.progress.step, self.plan.steps, self.plan.warmup_steps)
 
     def _train(self, batches: list[Batch], loss_function: LossFunction | None) -> StepResult:
         assembled = self.assembled

@@ -142,7 +142,7 @@ def assemble(
     if data is not None:
         check_same_data(data, device)
     world = current_world(device)
-    plan = resolve(job, world, facts)
+    plan = resolve(job, world, facts, None if data is None else len(data.train))
     layout = Layout.from_plan(plan, dist.get_rank())
     seed = job.training.seed
     choose_algorithms(job.training.deterministic)
@@ -232,6 +232,12 @@ def check_whole_batches(plan: Plan, data: TokenData) -> None:
             f"the module returns a mean loss, which cannot leave out {rows - plan.sequences_per_step} padding rows of "
             f"training.sequences_per_step={plan.sequences_per_step}; use {rows}, or {remedy}"
         )
+    if (plan.total_sequences or 0) % plan.sequences_per_step:
+        raise ModelError(
+            f"training.epochs={plan.job.training.epochs}: the last step holds "
+            f"{(plan.total_sequences or 0) % plan.sequences_per_step} of {plan.sequences_per_step} samples, and a mean "
+            f"loss cannot leave out padding; use training.steps, or {remedy}"
+        )
     if len(data.validation) < plan.sequences_per_step:
         raise ModelError(
             f"the validation set has {len(data.validation)} samples, fewer than training.sequences_per_step="
@@ -250,6 +256,7 @@ def make_stream(plan: Plan, layout: Layout, data: TokenData) -> Stream:
         plan.accumulation,
         layout.data_ranks,
         layout.data_rank,
+        total=plan.total_sequences,
     )
 
 

@@ -62,7 +62,7 @@ class Trainer:
     @property
     def is_last(self) -> bool:
         """True after the last step."""
-        return self.session.steps_done == self.training.steps
+        return self.session.steps_done == self.session.plan.steps
 
     def is_due(self, every: int) -> bool:
         """Return whether something that happens every so many steps belongs to the one that has just ended."""

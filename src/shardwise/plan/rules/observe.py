@@ -8,7 +8,7 @@ from shardwise.plan.rules.rule import Rule, idle
 
 def _bad_range(d: Draft) -> bool:
     steps = d.job.observe.profile
-    return steps is not None and not (len(steps) == 2 and 1 <= steps[0] <= steps[1] <= d.training.steps)
+    return steps is not None and not (len(steps) == 2 and 1 <= steps[0] <= steps[1] <= (d.steps.value or steps[1]))
 
 
 def _no_sample(d: Draft) -> bool:
@@ -20,7 +20,7 @@ RULES: tuple[Rule, ...] = (
     Rule("profile", ("observe.profile", "training.steps"), "profile is [first, last], counted from 1 to training.steps",
          _bad_range,
          fix="use two steps from 1 to training.steps",
-         use=lambda d: f"use e.g. [{max(1, d.training.steps - 1)}, {d.training.steps}]"),
+         use=lambda d: f"use e.g. [{max(1, d.steps.value - 1)}, {max(1, d.steps.value)}]"),
     *(idle(f"sample-{key}", f"observe.sample_{key}", "no sample is generated: only a causal language model of Hugging "
            "Face can, where observe.sample is on", _no_sample, "leave it out") for key in ("prompt", "tokens")),
 )

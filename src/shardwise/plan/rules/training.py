@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwise.plan.draft import Draft
+from shardwise.plan.draft import Draft, changed
 from shardwise.plan.rules.rule import Rule
 from shardwise.words import one_of
 
@@ -28,6 +28,9 @@ def _accumulation_fix(d: Draft) -> str:
 
 # fmt: off
 RULES: tuple[Rule, ...] = (
+    Rule("epochs-steps", ("training.epochs", "training.steps"), "the length of a run is counted in one of them",
+         lambda d: d.training.epochs is not None and changed(d.job, "training.steps"),
+         fix="leave one of the two out"),
     Rule("tokens-per-step", ("training.tokens_per_step", "data.sequence_length"), "a step holds whole sequences",
          lambda d: (d.training.tokens_per_step or 0) % d.data.sequence_length,
          fix="use a multiple of data.sequence_length",

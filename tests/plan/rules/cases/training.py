@@ -9,6 +9,9 @@ from shardwise.plan.draft import World
 from tests.plan.rules.jobs import CPU4, FACTS, case
 
 CASES = {
+    "epochs-steps": case(
+        {"training": {"epochs": 2, "steps": 9}}, {"training": {"epochs": 2}}, "leave one of the two out"
+    ),
     "tokens-per-step": case(
         {"training": {"tokens_per_step": 1000}}, {"training": {"tokens_per_step": 1024}}, "use 768 or 1024"
     ),
