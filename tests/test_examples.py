@@ -28,7 +28,7 @@ EXAMPLES = ROOT / "examples"
 MOST_LINES = 60
 STEPS = 2
 JOBS = {"train_text.yaml": 2, "masked_lm.yaml": 2, "smp_options.yaml": 2, "tensor.yaml": 2, "pipeline.yaml": 2,
-        "long_sequences.yaml": 2, "combined.yaml": 8}  # and its ranks  # fmt: skip
+        "long_sequences.yaml": 2, "experts.yaml": 2, "combined.yaml": 8}  # and its ranks  # fmt: skip
 RUN = [pytest.param(*job, marks=pytest.mark.slow) if job[1] == 8 else job for job in JOBS.items()]
 
 

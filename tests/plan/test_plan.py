@@ -77,7 +77,7 @@ def test_warmup_is_a_share_of_the_steps(steps: int, warmup: int) -> None:
 )
 def test_degrees(parallel: dict[str, Any], replica: int, shard: int, zero1: bool) -> None:
     result = plan({"parallel": parallel})
-    assert result.degrees == {"replica": replica, "shard": shard, "context": 1, "tensor": 1, "pipeline": 1}
+    assert result.degrees == {"replica": replica, "shard": shard, "context": 1, "tensor": 1, "pipeline": 1, "expert": 1}
     assert prod(result.degrees.values()) == CPU4.size
     assert result.data_ranks == 4
     assert result.zero1 is zero1

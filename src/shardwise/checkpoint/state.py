@@ -22,6 +22,7 @@ from shardwise._torch_compat.modules import is_persistent
 from shardwise.checkpoint.manifest import NUMBER, TensorRecord
 from shardwise.checkpoint.tensor_chunk import DTYPES, TORCH_DTYPES, TensorChunk
 from shardwise.errors import CheckpointError
+from shardwise.job.axes import Axis
 from shardwise.parallel.model import ParallelModel
 from shardwise.parallel.tensor_map import ParameterEntry
 
@@ -163,13 +164,15 @@ def _scalar(value: float, dtype: str) -> float | Tensor:
 def _owned(model: ParallelModel) -> list[tuple[ParameterEntry, Tensor]]:
     """Entries that this rank writes. Ranks that hold the same slices share them out alike, so each has one writer."""
     owned: list[tuple[ParameterEntry, Tensor]] = []
-    load: dict[int, list[int]] = {}  # replication -> bytes given to each of the ranks that hold the same
+    # Copies, and the axis along which they are split -> bytes given to each of the ranks that hold the same.
+    load: dict[tuple[int, Axis | None], list[int]] = {}
     kept = kept_shapes(model)
     for entry in model.tensor_map:
         local = entry.local
         if not local.numel() or entry.name not in kept:
             continue
-        shares = load.setdefault(entry.replication, [0] * entry.replication)
+        axis = entry.split.axis if entry.split else None
+        shares = load.setdefault((entry.replication, axis), [0] * entry.replication)
         writer = shares.index(min(shares))
         shares[writer] += math.prod(entry.shape)
         if writer == entry.replica:

@@ -153,6 +153,7 @@ AXIS_ROWS: dict[Axis, AxisRow] = {
     Axis.TENSOR: AxisRow("tensor", _degrees),
     Axis.CONTEXT: AxisRow("context", _degrees),
     Axis.PIPELINE: AxisRow("pipeline", _stage_degrees),
+    Axis.EXPERT: AxisRow("experts", _degrees),
 }
 
 

@@ -22,6 +22,7 @@ class Axis(StrEnum):
     CONTEXT = "context"
     TENSOR = "tensor"
     PIPELINE = "pipeline"
+    EXPERT = "expert"
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,8 @@ class AxisSpec:
 
     Attributes:
         axis: its name.
-        placement_letter: the letter of `placement_strategy` that places it: D (data), P (pipeline) or T (tensor).
+        placement_letter: the letter of `placement_strategy` that places it: D (data), P (pipeline) or T (tensor); empty
+            for a second view of ranks that other axes place.
         degree_key: the key of the job that sets its degree; empty for an axis that takes the ranks that are left.
         degree: the degree that a job asks for; None where the job leaves it open.
         shards_state: its ranks hold different parts of parameters, gradients and optimizer state.
@@ -43,6 +45,11 @@ class AxisSpec:
     degree: Callable[[Job], int | None]
     shards_state: bool
     reads_own_rows: bool
+
+    @property
+    def is_second_view(self) -> bool:
+        """True for an axis of ranks that other axes place: its degree is no factor of the number of ranks."""
+        return not self.placement_letter
 
 
 def _shard_degree(job: Job) -> int | None:
@@ -66,6 +73,8 @@ AXES = (
              shards_state=True, reads_own_rows=False),
     AxisSpec(Axis.PIPELINE, "P", "parallel.pipeline_parallel_degree",
              lambda job: job.parallel.pipeline_parallel_degree, shards_state=True, reads_own_rows=False),
+    AxisSpec(Axis.EXPERT, "", "parallel.expert_parallel_degree", lambda job: job.parallel.expert_parallel_degree,
+             shards_state=True, reads_own_rows=True),
 )
 # fmt: on
 DATA_LETTER = "D"  # SMP's reduced data parallel
@@ -99,12 +108,17 @@ def replica_axes() -> tuple[Axis, ...]:
 
 def row_axes() -> tuple[Axis, ...]:
     """Return the axes whose ranks read different rows of a batch, the last varying fastest with the row."""
-    return tuple(spec.axis for spec in AXES if spec.reads_own_rows)
+    return tuple(spec.axis for spec in AXES if spec.reads_own_rows and not spec.is_second_view)
 
 
 def one_copy_axes() -> tuple[Axis, ...]:
     """Return the axes of the ranks that together hold one copy of the parameters."""
     return tuple(axis for axis in placed_axes(PLACEMENT_LETTERS) if spec_of(axis).shards_state)
+
+
+def second_views() -> tuple[Axis, ...]:
+    """Return the axes whose ranks other axes place."""
+    return tuple(spec.axis for spec in AXES if spec.is_second_view)
 
 
 def splitting_specs() -> Iterator[AxisSpec]:
@@ -118,7 +132,7 @@ def same_rows_ranks(job: Job) -> int:
 
 
 def axis_degrees(job: Job, ranks: int) -> dict[Axis, int]:
-    """Return the degree of every axis in a world of `ranks`.
+    """Return the degree of every axis in a world of `ranks`, which is their product but for second views.
 
     Ranks that the job gives to no axis go to the last axis that it leaves open: to `shard`, or where that is given to
     `replica`. The job is legal: the given degrees divide `ranks`.
@@ -126,5 +140,5 @@ def axis_degrees(job: Job, ranks: int) -> dict[Axis, int]:
     asked = {spec.axis: spec.degree(job) for spec in AXES}
     degrees = {axis: degree or 1 for axis, degree in asked.items()}
     remainder = [axis for axis, degree in asked.items() if degree is None][-1]
-    degrees[remainder] = ranks // math.prod(degrees.values())
+    degrees[remainder] = ranks // math.prod(degree for axis, degree in degrees.items() if axis not in second_views())
     return degrees

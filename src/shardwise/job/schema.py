@@ -213,6 +213,11 @@ class ParallelSection(Section):
         description="How attention reaches the other ranks' parts of a sequence: keys and values gathered, heads "
         "exchanged for rows, or keys and values passed round. `auto`: ulysses where the heads divide, else all_gather.",
     )
+    expert_parallel_degree: Positive = Field(
+        default=1,
+        description="Ranks that share the experts of each layer: tokens travel to the rank of their expert and back. A "
+        "second view of the data ranks (replica x shard x context), which it has to divide.",
+    )
     placement_strategy: str = Field(
         default="cluster",
         description="Order of the axes D (data), P (pipeline), T (tensor), right-most varying fastest; `cluster` is "

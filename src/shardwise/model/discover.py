@@ -24,6 +24,7 @@ from shardwise.model.adapter_config import adapter_settings
 from shardwise.model.adapters import with_adapters
 from shardwise.model.attention_support import context_capability, kernel_capability
 from shardwise.model.capability import SUPPORTED, Capability, refused, unless
+from shardwise.model.experts import expert_capability, expert_stacks, is_routed
 from shardwise.model.facts import BlockFacts, ModelFacts, StageFacts
 from shardwise.model.frozen import with_frozen
 from shardwise.model.fusible import fusible
@@ -37,7 +38,7 @@ from shardwise.model.initializers import parents_that_initialize
 from shardwise.model.probe import ForwardProbe, probe_forward, rehearse_stage, token_inputs
 from shardwise.model.registry import family_of
 from shardwise.model.stage_cut import stage_facts
-from shardwise.model.tensor_plan import is_routed, sequence_capability, tensor_plan, vocabulary_parameters
+from shardwise.model.tensor_plan import sequence_capability, tensor_plan, vocabulary_parameters
 
 SIMILAR_NAMES = 0.5  # share of parameter names that the children of a list of blocks have in common
 SMALLEST_LIST = 0.1  # a further list of blocks has at least this share of the heaviest one's parameters
@@ -82,27 +83,18 @@ def discover(model: nn.Module, job: Job, example: Mapping[str, Tensor] | None = 
         blocks=tuple(BlockFacts(name, _count([model.get_submodule(name)])) for name in blocks),
         capabilities={axis: answer(examined) for axis, answer in AXIS_CAPABILITIES.items()},
         **_interface(model),
+        **_forward_facts(forward),
         adapters={},
-        idle_parameters=_idle_parameters(model, config),
-        experts_of_token=_number(config, EXPERTS_OF_TOKEN) or 0,
-        experts_copied=getattr(config, "_experts_implementation", None) == "batched_mm",
+        **_experts(model, config),
         ties=ties,
         layers=forward.block_calls or _number(config, LAYERS) or len(blocks),
         **_sizes(model, config, blocks, forward),
-        head=forward.head,
-        head_has_bias=forward.head_has_bias,
-        has_attention_dropout=forward.has_attention_dropout,
-        has_functional_dropout=forward.has_functional_dropout,
-        drops_blocks=forward.drops_blocks,
-        blocks_share_arguments=forward.blocks_share_arguments,
         buffers=tuple(name for name, _ in model.named_buffers()),
         stages=stages,
         parameter_shapes=shapes,
         tensor_splits=splits,
         vocabulary_parameters=vocabulary_parameters(model, forward.head),
-        attention_arguments=forward.attention_arguments,
         per_head_arguments=family.per_head_arguments,
-        attention=forward.attention_calls,
         linears=_linears(model, blocks),
         transposed_linears=frozenset(name for name, module in model.named_modules() if type(module) is Conv1D),
         fusible=fusible(model),
@@ -114,18 +106,42 @@ def discover(model: nn.Module, job: Job, example: Mapping[str, Tensor] | None = 
         whole_gradient_hooks=whole_gradient_hooks(model, hooks),
         accumulate_grad_hooks=find_accumulate_grad_hooks(model),
         definition=definition_of(model),
-        outside_reads=forward.outside_reads,
         parent_initialized=parents,
         writing_blocks=() if is_pretrained else forward.writing_blocks,
         activation_writing_blocks=() if is_pretrained else forward.activation_writing_blocks,
-        activation_arguments=forward.activation_arguments,
         frozen=frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad),
-        probe_failure=forward.failure,
     )
     return with_adapters(with_frozen(facts, job.model.freeze), adapter_settings(job.adapter))
 
 
-def _interface(model: nn.Module) -> dict[str, bool]:
+def _experts(model: nn.Module, config: Any) -> dict[str, Any]:
+    """Return what is known of the experts of a model; without some, that there are none."""
+    return {
+        "idle_parameters": _idle_parameters(model, config),
+        "experts_of_token": _number(config, EXPERTS_OF_TOKEN) or 0,
+        "expert_stacks": expert_stacks(model),
+        "experts_copied": getattr(config, "_experts_implementation", None) == "batched_mm",
+    }
+
+
+def _forward_facts(forward: ForwardProbe) -> dict[str, Any]:
+    """Return what a forward on fake tensors has shown."""
+    return {
+        "head": forward.head,
+        "head_has_bias": forward.head_has_bias,
+        "has_attention_dropout": forward.has_attention_dropout,
+        "has_functional_dropout": forward.has_functional_dropout,
+        "drops_blocks": forward.drops_blocks,
+        "blocks_share_arguments": forward.blocks_share_arguments,
+        "attention_arguments": forward.attention_arguments,
+        "attention": forward.attention_calls,
+        "outside_reads": forward.outside_reads,
+        "activation_arguments": forward.activation_arguments,
+        "probe_failure": forward.failure,
+    }
+
+
+def _interface(model: nn.Module) -> dict[str, Any]:
     """Return what a model takes and returns; of a user's module nothing is known but that it has a loss."""
     is_pretrained = isinstance(model, PreTrainedModel)
     return {
@@ -176,6 +192,7 @@ AXIS_CAPABILITIES: dict[Axis, Callable[[ExaminedModel], Capability]] = {
     Axis.CONTEXT: _context_capability,
     Axis.TENSOR: lambda examined: examined.tensor,
     Axis.PIPELINE: lambda examined: examined.pipeline,
+    Axis.EXPERT: lambda examined: expert_capability(examined.model, examined.blocks),
 }
 
 

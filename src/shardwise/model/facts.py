@@ -171,6 +171,7 @@ class ModelFacts:
     has_config: bool = True  # it has a config of transformers, which checkpoints and exports hold
     idle_parameters: int = 0  # of experts, those that a token does not go through
     experts_of_token: int = 0  # to how many experts a token goes
+    expert_stacks: dict[str, int] = field(default_factory=dict)  # module name -> experts that it holds in stacks
     experts_copied: bool = False  # experts' weights are copied for each token that goes to them (batched_mm)
     ties: tuple[tuple[str, ...], ...] = ()  # groups of parameter names that share one storage
     hidden_size: int = 0
@@ -253,6 +254,12 @@ class ModelFacts:
         """Inner features of the experts that grouped products compute, each size once."""
         names = [name for name, split in self.tensor_splits.items() if split.grouped]
         return tuple(sorted({self.parameter_shapes[f"{name}.down_proj"][-1] for name in names}))
+
+    def splits_beside_experts(self, degree: int) -> dict[str, TensorSplit]:
+        """Return `tensor_splits`, without the experts where `degree` ranks share those: they stay whole then."""
+        if degree == 1:
+            return self.tensor_splits
+        return {name: split for name, split in self.tensor_splits.items() if split.kind != "experts"}
 
     @cached_property
     def key_values_apart(self) -> bool:

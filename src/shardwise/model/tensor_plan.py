@@ -8,7 +8,6 @@ Stacked experts are a region by themselves: what the router gives them enters it
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -19,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from shardwise.model.capability import SUPPORTED, Capability, refused, unless
+from shardwise.model.experts import is_routed
 from shardwise.model.family import Family, SplitRules
 from shardwise.model.registry import family_of, known_families
 from shardwise.model.split_rules import COLUMN, ROW
@@ -33,7 +33,6 @@ PUBLISHED = {
 }
 # How transformers' plans speak of the parameters of experts, where these are stacked as `EXPERTS` says.
 STACKED = {"gate_up_proj": "packed_colwise", "down_proj": "rowwise"}
-ROUTED = ["hidden_states", "top_k_index", "top_k_weights"]  # arguments of their forward
 UNGROUPED = ("eager", "batched_mm")  # transformers' implementations that take rows of any size
 # Modules beside experts that score them for each position by itself.
 ROUTERS = ("gate", "shared_expert_gate")
@@ -139,11 +138,6 @@ def _stacked(model: nn.Module, name: str) -> bool:
     (experts, fused, hidden), down = shapes["gate_up_proj"], shapes["down_proj"]
     plain = getattr(module, "is_concatenated", True) and not getattr(module, "has_post_expert_norm", False)
     return bool(plain) and down == (experts, hidden, fused // 2) and is_routed(module)
-
-
-def is_routed(module: nn.Module) -> bool:
-    """Tell whether a module computes experts: it takes what a router of transformers' gives."""
-    return list(inspect.signature(module.forward).parameters) == ROUTED
 
 
 def _published(model: PreTrainedModel) -> dict[str, str]:

@@ -53,12 +53,15 @@ def cut_by_trace(
     rows = next(value.shape[0] for value in inputs.values() if isinstance(value, Tensor))
     widest = max(boundary_elements(traced, piece) for piece in range(1, len(traced.pieces)))
     return replace(
-        facts.with_capabilities({Axis.PIPELINE: SUPPORTED, Axis.TENSOR: TRACED, Axis.CONTEXT: TRACED}),
+        facts.with_capabilities(
+            {Axis.PIPELINE: SUPPORTED, Axis.TENSOR: TRACED, Axis.CONTEXT: TRACED, Axis.EXPERT: TRACED}
+        ),
         blocks=tuple(sizes[name] for name in order),
         stages=replace(stages, hidden=(widest // rows,), order=order),
         head=None,
         head_has_bias=False,
         tensor_splits={},
+        expert_stacks={},
         vocabulary_parameters=(),
         attention_kernels=TRACED,
         fusible={},

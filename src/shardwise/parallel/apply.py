@@ -25,6 +25,7 @@ from shardwise.parallel.transforms.compile import CompiledBlocks
 from shardwise.parallel.transforms.context import ContextParallelism
 from shardwise.parallel.transforms.dropout import LayoutIndependentDropout
 from shardwise.parallel.transforms.dtypes import ParameterDtypes
+from shardwise.parallel.transforms.expert import ExpertParallelism
 from shardwise.parallel.transforms.float8 import Float8Linears
 from shardwise.parallel.transforms.freeze import FrozenParameters
 from shardwise.parallel.transforms.fused_kernels import FusedKernels
@@ -48,6 +49,7 @@ TRANSFORMS: tuple[Transform, ...] = (
     ContextParallelism(),
     FusedKernels(),
     TensorParallelism(),
+    ExpertParallelism(),
     BlockStages(),
     TracedStages(),
     LowRankAdapters(),

@@ -193,7 +193,7 @@ class ModelBuilder:
         for name, hooks in self.accumulate_grad_hooks.items():
             for hook in hooks.values():
                 tensor_map[name].parameter.register_post_accumulate_grad_hook(hook)
-        partial_gradients = partial_parameters(tensor_map, facts, layout, plan.sequence_parallel) if splits else ()
+        partial_gradients = partial_parameters(tensor_map, facts, layout, plan.sequence_parallel)
         return ParallelModel(
             [self._part(index) for index in range(len(self.stages))],
             plan,

@@ -12,10 +12,21 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from shardwise.errors import ConfigError, require_type
-from shardwise.job.axes import PLACEMENT_LETTERS, Axis, placed_axes, replica_axes, row_axes, state_axes
+from shardwise.job.axes import (
+    PLACEMENT_LETTERS,
+    Axis,
+    data_axes,
+    placed_axes,
+    replica_axes,
+    row_axes,
+    second_views,
+    state_axes,
+)
 from shardwise.plan.draft import placement_order
 from shardwise.words import nearest
 
@@ -76,6 +87,7 @@ class Layout:
         self.axes = placed_axes(normalise_placement(placement))
         self.degrees = {axis: degrees.get(axis, 1) for axis in self.axes}
         self.world_size = math.prod(self.degrees.values())
+        self.expert_degree = degrees.get(Axis.EXPERT, 1)
         if not 0 <= rank < self.world_size:
             sizes = ", ".join(f"{axis} {degree}" for axis, degree in self.degrees.items())
             raise ConfigError(f"rank={rank} is outside of the layout's {self.world_size} ranks ({sizes})")
@@ -147,7 +159,7 @@ class Layout:
 
     def group(self, *axes: Axis) -> ProcessGroup:
         """Return the process group along `axes`. Collective on first use: every rank must ask in the same order."""
-        return self._group(axes, lambda rank: self.ranks(*axes, of=rank))
+        return self.group_of(axes, lambda rank: self.ranks(*axes, of=rank))
 
     def holders_group(self, pipeline: Sequence[int]) -> ProcessGroup:
         """Return the group of the ranks at these places of their pipeline. Collective, as `group`.
@@ -160,7 +172,7 @@ class Layout:
             holders = tuple(stages[place] for place in pipeline)
             return holders if rank in holders else tuple(other for other in stages if other not in holders)
 
-        return self._group(("holders", *pipeline), members_of)
+        return self.group_of(("holders", *pipeline), members_of)
 
     def tensor_neighbours(self, copies: int) -> ProcessGroup:
         """Return the group of each `copies` ranks in a row of a tensor group. Collective, as `group`."""
@@ -170,10 +182,12 @@ class Layout:
             first = members.index(rank) // copies * copies
             return members[first : first + copies]
 
-        return self._group(("neighbours", copies), members_of)
+        return self.group_of(("neighbours", copies), members_of)
 
-    def _group(self, asked: tuple[object, ...], members_of: Callable[[int], tuple[int, ...]]) -> ProcessGroup:
+    def group_of(self, asked: tuple[object, ...], members_of: Callable[[int], tuple[int, ...]]) -> ProcessGroup:
         """Return this rank's group in a partition of all ranks, made once for each partition, whoever `asked` for it.
+
+        Collective: every rank must ask in the same order.
 
         Kept by partition, which is the same on every rank: by members, one rank could find its group and another not.
         """
@@ -191,6 +205,11 @@ class Layout:
             self._asked[asked] = self._groups[partition]
         return self._asked[asked]
 
+    @cached_property
+    def experts(self) -> ExpertView:
+        """This rank's place in the second view of the data ranks."""
+        return ExpertView.of(self)
+
     def shard_mesh(self) -> DeviceMesh:
         """Return FSDP2's mesh: over shard x context, or (replica, shard x context) when there are replicas."""
         import torch
@@ -204,10 +223,74 @@ class Layout:
         return DeviceMesh.from_group(groups, self.device_type, mesh, mesh_dim_names=("replica", "shard"))
 
 
+@dataclass(frozen=True)
+class ExpertView:
+    """The data ranks of one tensor rank and stage as expert-replica x expert-shard x expert, the last varying fastest.
+
+    Ranks that differ in `expert` alone hold different experts; those that differ in `shard` alone hold different rows
+    of the same ones; those that differ in `replica` alone hold copies. State that is sharded over s ranks stays so as
+    far as the degree allows: s / gcd(s, degree) ranks shard an expert.
+
+    Attributes:
+        degree: ranks that share the experts.
+        shards: ranks that share each expert's parameters.
+        replicas: ranks that hold the same.
+        expert, shard, replica: this rank's place among each of them.
+    """
+
+    layout: Layout
+    degree: int
+    shards: int
+    replicas: int
+    expert: int
+    shard: int
+    replica: int
+
+    @classmethod
+    def of(cls, layout: Layout) -> ExpertView:
+        """Return the place of the layout's own rank."""
+        members = layout.ranks(*data_axes())
+        degree, state = layout.expert_degree, layout.size(*state_axes())
+        shards = state // math.gcd(state, degree)
+        rest, expert = divmod(members.index(layout.rank), degree)
+        replica, shard = divmod(rest, shards)
+        return cls(layout, degree, shards, len(members) // (degree * shards), expert, shard, replica)
+
+    def group(self) -> ProcessGroup:
+        """Return the ranks that share the experts, in the order of the experts. Collective, as `Layout.group`."""
+        return self._group("expert", 1, self.degree)
+
+    def mesh(self) -> DeviceMesh:
+        """Return FSDP2's mesh of the ranks that hold the same experts: over shards, or (replica, shard)."""
+        import torch
+        from torch.distributed.device_mesh import DeviceMesh
+
+        shards = self._group("expert shard", self.degree, self.shards)
+        if self.replicas == 1:
+            return DeviceMesh.from_group(shards, self.layout.device_type, mesh_dim_names=("shard",))
+        replicas = self._group("expert replica", self.degree * self.shards, self.replicas)
+        same_experts = self.layout.ranks(*data_axes())[self.expert :: self.degree]
+        mesh = torch.tensor(same_experts).view(self.replicas, self.shards)
+        return DeviceMesh.from_group(
+            [replicas, shards], self.layout.device_type, mesh, mesh_dim_names=("replica", "shard")
+        )
+
+    def _group(self, name: str, stride: int, size: int) -> ProcessGroup:
+        """Return the group of `size` data ranks that lie `stride` apart."""
+
+        def members_of(rank: int) -> tuple[int, ...]:
+            members = self.layout.ranks(*data_axes(), of=rank)
+            place = members.index(rank)
+            first = place - place // stride % size * stride
+            return members[first : first + stride * size : stride]
+
+        return self.layout.group_of((name,), members_of)
+
+
 def refuse_unknown_axes(degrees: Mapping[Axis, int]) -> None:
     """Raise ConfigError for a key of `degrees` that is no axis, or a degree that is no whole number of at least 1."""
     require_type(degrees, Mapping, "degrees", 'give one of axis to degree, such as {"tensor": 2}')
-    known = [str(axis) for axis in placed_axes(PLACEMENT_LETTERS)]
+    known = [str(axis) for axis in (*placed_axes(PLACEMENT_LETTERS), *second_views())]
     for axis, degree in degrees.items():
         if axis not in known:
             raise ConfigError(f"degrees[{str(axis)!r}]={degree!r}: no such axis.{nearest(str(axis), known)}")

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from shardwise.job.axes import Axis, data_axes, replica_axes, state_axes
 from shardwise.model.tensor_split import chunk, chunks
+from shardwise.parallel.layout import ExpertView
 
 Slices = tuple[slice, ...]
 
@@ -30,10 +31,16 @@ class Coordinates(Protocol):
 
     def group(self, *axes: Axis) -> dist.ProcessGroup: ...
 
+    @property
+    def experts(self) -> ExpertView: ...
+
+    @property
+    def expert_degree(self) -> int: ...
+
 
 @dataclass(frozen=True)
 class ParameterSplit:
-    """A parameter as tensor parallelism splits it: sections along `dim`, each in chunks (torch.chunk's rule).
+    """A parameter as an axis splits it: sections along `dim`, each in chunks (torch.chunk's rule).
 
     Attributes:
         shape: of the whole parameter.
@@ -42,6 +49,7 @@ class ParameterSplit:
         copies, copy: neighbouring ranks that hold the same part, and which of them this is; several where a model has
             fewer key-value heads than there are ranks.
         groups: of parts; each has as many of the sections, for it alone.
+        axis: `tensor`, or `expert` of stacked experts.
     """
 
     shape: tuple[int, ...]
@@ -52,6 +60,7 @@ class ParameterSplit:
     copies: int = 1
     copy: int = 0
     groups: int = 1
+    axis: Axis = Axis.TENSOR
 
     def local_shape(self, index: int | None = None) -> tuple[int, ...]:
         """Return the shape of part `index`; this rank's if unset."""
@@ -87,6 +96,14 @@ class ParameterSplit:
         return chunks(self.sections, self.degree, self.index if index is None else index, self.groups)
 
 
+def narrow_parameters(module: nn.Module, splits: Mapping[str, ParameterSplit]) -> None:
+    """Narrow a module's own parameters (on the meta device) to this rank's part."""
+    for leaf, split in splits.items():
+        parameter = module.get_parameter(leaf)
+        local = parameter.new_empty(split.local_shape())
+        module.register_parameter(leaf, nn.Parameter(local, requires_grad=parameter.requires_grad))
+
+
 def gather_split(part: Tensor, split: ParameterSplit, group: dist.ProcessGroup) -> Tensor:
     """Gather the parts of a split tensor; they may differ in size, so each is broadcast by itself. Collective."""
     whole = part.new_empty(split.shape)
@@ -119,8 +136,8 @@ class ParameterEntry:
         regions: what of the logical tensor lives here; together they make up `local`.
         replication: how many ranks hold the same elements.
         replica: number of this rank among those, from 0.
-        split: how tensor parallelism split it; None where every tensor rank holds it.
-        tensor_group: the ranks that hold the parts of `split`.
+        split: how tensor or expert parallelism split it; None where the ranks of both hold it whole.
+        split_group: the ranks that hold the parts of `split`.
     """
 
     name: str
@@ -131,7 +148,7 @@ class ParameterEntry:
     replication: int
     replica: int
     split: ParameterSplit | None = None
-    tensor_group: dist.ProcessGroup | None = None
+    split_group: dist.ProcessGroup | None = None
 
     @property
     def local(self) -> Tensor:
@@ -155,11 +172,11 @@ class ParameterEntry:
             self.local.copy_(part[rows] if part.dim() else part)
 
     def whole(self, gradient: bool = False, part: Tensor | None = None) -> Tensor:
-        """Return the logical tensor, or its gradient, on every rank. Collective over shard and tensor groups.
+        """Return the logical tensor, or its gradient, on every rank. Collective over the groups that hold its parts.
 
         Args:
             gradient: that of the gradient.
-            part: what the shard group holds together, where it is known; collective then over the tensor group alone.
+            part: what the shard group holds together, where it is known; collective then over `split_group` alone.
         """
         value = self.parameter.grad if gradient else self.parameter.detach()
         if value is None:
@@ -168,8 +185,8 @@ class ParameterEntry:
             part = value.full_tensor() if isinstance(value, DTensor) else value
         if self.split is None:
             return part
-        assert self.tensor_group is not None
-        return gather_split(part, self.split, self.tensor_group)
+        assert self.split_group is not None
+        return gather_split(part, self.split, self.split_group)
 
     def store(self, whole: Tensor) -> None:
         """Keep this rank's slices of the logical tensor `whole`."""
@@ -232,18 +249,14 @@ def _entry(
 ) -> ParameterEntry:
     shape = tuple(parameter.shape)
     rows = slice(0, shape[0]) if shape else None
-    copies = data_axes()
+    sharded = isinstance(parameter, DTensor)
     if isinstance(parameter, DTensor):
-        rows = chunk(shape[0], layout.size(*state_axes()), layout.index(*state_axes()))
-        copies = replica_axes()
+        rows = chunk(shape[0], *_shards(layout, split))
         assert parameter.placements[-1] == Shard(0)
     everything = tuple(_everything(shape))
     regions = (Region(everything, everything),) if split is None else split.regions()
     name, *aliases = names
-    if split is None:
-        replication, replica = layout.size(*copies, Axis.TENSOR), layout.index(*copies, Axis.TENSOR)
-    else:
-        replication, replica = layout.size(*copies) * split.copies, layout.index(*copies) * split.copies + split.copy
+    replication, replica = _copies(layout, split, sharded)
     if tied:
         replication, replica = len(tied) * replication, len(tied) * replica + tied.index(layout.index(Axis.PIPELINE))
     return ParameterEntry(
@@ -255,8 +268,37 @@ def _entry(
         replication,
         replica,
         split,
-        layout.group(Axis.TENSOR) if split else None,
+        _split_group(layout, split),
     )
+
+
+def _shards(layout: Coordinates, split: ParameterSplit | None) -> tuple[int, int]:
+    """Return how many ranks FSDP2 shards a parameter over, and which of them this is."""
+    if split is not None and split.axis is Axis.EXPERT:
+        return layout.experts.shards, layout.experts.shard
+    return layout.size(*state_axes()), layout.index(*state_axes())
+
+
+def _copies(layout: Coordinates, split: ParameterSplit | None, sharded: bool) -> tuple[int, int]:
+    """Return how many ranks of a stage hold the same elements, and which of them this is."""
+    axes = replica_axes() if sharded else data_axes()
+    copies, copy = layout.size(*axes), layout.index(*axes)
+    if split is None:
+        return layout.size(*axes, Axis.TENSOR), layout.index(*axes, Axis.TENSOR)
+    if split.axis is Axis.TENSOR:
+        return copies * split.copies, copy * split.copies + split.copy
+    view = layout.experts
+    copies, copy = view.replicas, view.replica
+    if not sharded:
+        copies, copy = copies * view.shards, copy * view.shards + view.shard
+    tensor = layout.size(Axis.TENSOR)
+    return copies * tensor, copy * tensor + layout.index(Axis.TENSOR)
+
+
+def _split_group(layout: Coordinates, split: ParameterSplit | None) -> dist.ProcessGroup | None:
+    if split is None:
+        return None
+    return layout.experts.group() if split.axis is Axis.EXPERT else layout.group(Axis.TENSOR)
 
 
 def _within(region: Region, rows: slice) -> Region:

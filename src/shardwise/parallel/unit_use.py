@@ -65,6 +65,7 @@ class UnitUse(UnitHooks):
         self._backwarded: set[int] = set()
         self._reduced: set[int] = set()
         self._needs_backward = self._find_needs_backward(modules[0])
+        self._inside = [self._find_inside(unit) for unit in self.units]
         for index, unit in enumerate(self.units):
             unit.watch(self, index)
 
@@ -80,6 +81,11 @@ class UnitUse(UnitHooks):
             needs[owners[parameter]] = trained
         return [needs.get(index, False) for index in range(len(self.units))]
 
+    def _find_inside(self, outer: ShardedUnit) -> set[int]:
+        """Return the units inside of `outer`, whose backward begins before theirs."""
+        modules = {id(inner) for module in outer.modules for inner in module.modules() if inner is not module}
+        return {index for index, unit in enumerate(self.units) if id(unit.module) in modules}
+
     # ---- called by FSDP2's units
 
     def before_forward(self, index: int) -> None:
@@ -87,6 +93,8 @@ class UnitUse(UnitHooks):
         if index == 0:
             self._forwarded.clear()
             return
+        if self._backwarded:
+            return  # a unit inside of a checkpoint, whose forward runs again in backward
         if index in self._forwarded:
             self.irregular += 1
             self._hold(index)
@@ -180,7 +188,8 @@ class UnitUse(UnitHooks):
         if not self.takes_part:
             return
         for index in reversed(range(start + 1, len(self.units))):
-            if index not in self._backwarded and self._needs_backward[index]:
+            is_next = index not in self._backwarded and index not in self._inside[start]
+            if is_next and self._needs_backward[index]:
                 self.units[index].backward_without_computing()
 
     def _record(self, operation: str, index: int) -> None:

@@ -55,7 +55,7 @@ class Plan:
     world: World
     stages: tuple[tuple[str, ...], ...]  # names of the blocks of each pipeline stage; none without a pipeline
     stage_ranks: tuple[int, ...]  # the pipeline rank of each stage
-    degrees: dict[Axis, int]  # of every axis; their product is world.size
+    degrees: dict[Axis, int]  # of every axis; their product is world.size, but for `expert`, a second view of ranks
     placement: str  # D, P and T in order, right-most varying fastest
     dtypes: Dtypes
     steps: int  # optimizer steps of the run
@@ -192,6 +192,7 @@ DEGREE_RULES: dict[Axis, Callable[[Draft], str]] = {
     Axis.CONTEXT: lambda draft: "context_parallel_degree",
     Axis.TENSOR: lambda draft: "tensor_parallel_degree",
     Axis.PIPELINE: lambda draft: "pipeline_parallel_degree",
+    Axis.EXPERT: lambda draft: f"expert_parallel_degree, among the {draft.data_axis} data ranks",
 }
 
 

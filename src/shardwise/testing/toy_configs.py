@@ -40,7 +40,35 @@ NAMES_OF_SIZE: dict[int, tuple[str, ...]] = {
 }
 SIZES = {name: size for size, names in NAMES_OF_SIZE.items() for name in names}
 # What else a family needs to be small.
+LATENT: dict[str, Any] = {"num_key_value_heads": 4}  # multi-head latent attention has a key for every head
+SPARSE: dict[str, Any] = {"first_k_dense_replace": 1, "n_group": 2, "topk_group": 1}
 EXTRAS: dict[str, dict[str, Any]] = {
+    "axk2": {**LATENT, "first_k_dense_replace": 1},
+    "deepseek_v2": {**LATENT, "first_k_dense_replace": 1, "num_experts_per_tok": 2},
+    **{name: {**LATENT, **SPARSE} for name in ("axk1", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "sarvam_mla")},
+    "bailing_hybrid": {
+        "mlp_layer_types": ["dense", "sparse"],
+        "num_experts_per_token": 2,
+        "num_expert_group": 2,
+        "topk_group": 1,
+    },
+    "beam": {"mlp_layer_types": ["dense", "sparse"], "n_group": 2, "topk_group": 1},
+    "dots1": {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 48,
+        "first_k_dense_replace": 1,
+    },
+    "glm4_moe_lite": {**LATENT, "mlp_layer_types": ["dense", "sparse"], "n_group": 2, "topk_group": 1},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"], "mamba_n_heads": 8, "mamba_d_head": 8},
+    "dots3_note_text": {**LATENT, "mlp_layer_types": ["dense", "sparse"]},
+    "ernie4_5_moe": {"moe_k": 2},
+    "flint": {"mlp_only_layers": [0]},
+    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2, "head_dim": 8},
+    "kimi_linear": {"num_experts_per_token": 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "zaya": {"num_experts_per_tok": 1},
     "gptj": {"rotary_dim": 4},
     "codegen": {"rotary_dim": 4},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},

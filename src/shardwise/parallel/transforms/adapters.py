@@ -12,8 +12,8 @@ from shardwise.kernels.linear import use_adapter
 from shardwise.model.adapters import LORA_A, LORA_B, MAGNITUDE, adapter_split
 from shardwise.model.facts import LayerAdapter, ModelFacts
 from shardwise.parallel.builder import BuildInputs, ModelBuilder, StageBuilder, Transform
-from shardwise.parallel.tensor_map import ParameterSplit
-from shardwise.parallel.transforms.tensor import module_splits, narrow_parameters
+from shardwise.parallel.tensor_map import ParameterSplit, narrow_parameters
+from shardwise.parallel.transforms.tensor import module_splits
 from shardwise.plan.plan import Plan
 
 
@@ -26,9 +26,10 @@ class LowRankAdapters(Transform):
         return bool(facts.adapters)
 
     def apply(self, build: ModelBuilder, inputs: BuildInputs) -> None:
+        is_split = inputs.plan.degrees[Axis.TENSOR] > 1
         for stage in build.stages:
             for name, adapter in inputs.facts.adapters.items():
-                splits = planned_adapter_splits(name, adapter, inputs) if stage.splits else {}
+                splits = planned_adapter_splits(name, adapter, inputs) if is_split else {}
                 stage.splits |= splits  # of layers on other stages too: the map of all stages reads one of them
                 if stage.holds(inputs.facts.block_of[f"{name}.weight"]):
                     _adapt(stage, name, adapter, splits, inputs)

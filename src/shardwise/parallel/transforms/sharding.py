@@ -24,7 +24,7 @@ from shardwise.job.axes import Axis
 from shardwise.kernels.float8_gather import gather_in_float8
 from shardwise.kernels.precision import torch_dtype
 from shardwise.model.facts import ModelFacts
-from shardwise.parallel.builder import BuildInputs, ModelBuilder, Transform
+from shardwise.parallel.builder import BuildInputs, ModelBuilder, StageBuilder, Transform
 from shardwise.parallel.caller_containers import CallerContainers
 from shardwise.parallel.layout import Layout
 from shardwise.plan.plan import Plan
@@ -45,9 +45,18 @@ class ShardedParameters(Transform):
         for root, stages in build.roots():
             groups = [group for stage in stages for group in stage.unit_groups(inputs)]
             keys = (inputs.facts.activation_arguments or (0,)) if inputs.plan.keeps_float_arguments else None
-            modules = shard_model(root, groups, inputs.plan, inputs.layout, keys, not inputs.facts.has_config)
+            experts = [stage.model.get_submodule(name) for stage in stages for name in _shared_experts(stage, inputs)]
+            modules = shard_model(root, groups, inputs.plan, inputs.layout, keys, not inputs.facts.has_config, experts)
             for stage in stages:
                 stage.fsdp_modules = modules
+
+
+def _shared_experts(stage: StageBuilder, inputs: BuildInputs) -> list[str]:
+    """Return the names of this stage's experts, if ranks share them."""
+    if inputs.plan.degrees[Axis.EXPERT] == 1:
+        return []
+    blocks = tuple(f"{block}." for block in stage.block_names(inputs.facts))
+    return [name for name in inputs.facts.expert_stacks if name.startswith(blocks)]
 
 
 def shard_model(
@@ -57,12 +66,18 @@ def shard_model(
     layout: Layout,
     cast_arguments: Sequence[int | str] | None = None,
     keeps_tensors: bool = False,
+    experts: Sequence[nn.Module] = (),
 ) -> list[FSDPModule]:
     """Shard every group of blocks as one unit and the rest of `model` as the root; return all FSDP modules.
 
     Args:
+        model: the root.
+        groups: of blocks.
+        plan: what will run.
+        layout: where this rank stands.
         cast_arguments: positions and names of the blocks' arguments that are cast to the compute dtype; unset: all.
         keeps_tensors: whether blocks may keep tensors on themselves that backward goes through.
+        experts: modules in the blocks that ranks share; units of their own, over the ranks that hold the same experts.
     """
     clear_placement_cache()
     mesh = layout.shard_mesh()
@@ -71,6 +86,10 @@ def shard_model(
     containers = {block: CallerContainers(block, keeps_tensors) for block in chain(*groups)}
     containers[model] = CallerContainers(model, False)  # its parameters stay gathered
     of_blocks = mixed if cast_arguments is None else replace(mixed, cast_forward_inputs=False)
+    for stack in experts:
+        # What the router gives keeps its dtype, as where the experts are no unit of their own.
+        own, over = replace(mixed, cast_forward_inputs=False), layout.experts.mesh()
+        fully_shard(stack, mesh=over, reshard_after_forward=not keep, mp_policy=own, offload_policy=offload)
     for index, group in enumerate(groups):
         unit = group if len(group) > 1 else group[0]
         free = not keep and not (plan.keeps_last_unit and index == len(groups) - 1)

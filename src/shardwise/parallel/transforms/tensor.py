@@ -12,7 +12,7 @@ entered with what the router gives them, whose weights have a gradient of every 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from shardwise.model.tensor_split import TensorSplit, chunk
 from shardwise.parallel.builder import BuildInputs, ModelBuilder, Transform
 from shardwise.parallel.layout import Layout
 from shardwise.parallel.regions import RegionBoundary, SequenceRegionBoundary, map_hidden_states
-from shardwise.parallel.tensor_map import Coordinates, ParameterSplit
+from shardwise.parallel.tensor_map import Coordinates, ParameterSplit, narrow_parameters
 from shardwise.plan.plan import Plan
 
 # Attributes that say how wide a part is: of attention modules that cut a fused projection, and of Conv1D's output.
@@ -87,7 +87,7 @@ def split_tensors(
 
     `boundary` says how regions are entered and left.
     """
-    splits = facts.tensor_splits
+    splits = facts.splits_beside_experts(layout.expert_degree)
     parameter_splits = planned_splits(model, facts, layout)
     for name, split in splits.items():
         if split.kind in ("partial", "inner"):
@@ -130,7 +130,7 @@ def tensor_split(
 def planned_splits(model: nn.Module, facts: ModelFacts, layout: Coordinates) -> dict[str, ParameterSplit]:
     """Return how `split_tensors` would split the whole `model`, by parameter name; nothing is changed."""
     parameter_splits: dict[str, ParameterSplit] = {}
-    for name, split in facts.tensor_splits.items():
+    for name, split in facts.splits_beside_experts(layout.expert_degree).items():
         if split.kind not in ("partial", "inner"):
             copies = facts.key_value_copies(layout.size(Axis.TENSOR)) if split.key_value else 1
             own = module_splits(model.get_submodule(name), split, layout, copies)
@@ -147,14 +147,6 @@ def module_splits(module: nn.Module, split: TensorSplit, layout: Coordinates, co
             sections, groups = part.along(parameter.shape[part.dim], layout.size(Axis.TENSOR))
             parameter_splits[leaf] = tensor_split(tuple(parameter.shape), part.dim, sections, layout, copies, groups)
     return parameter_splits
-
-
-def narrow_parameters(module: nn.Module, parameter_splits: Mapping[str, ParameterSplit]) -> None:
-    """Narrow a module's own parameters (on the meta device) to this rank's part."""
-    for leaf, parameter_split in parameter_splits.items():
-        parameter = module.get_parameter(leaf)
-        local = parameter.new_empty(parameter_split.local_shape())
-        module.register_parameter(leaf, nn.Parameter(local, requires_grad=parameter.requires_grad))
 
 
 def _sum_output(module: Any, split: TensorSplit, boundary: RegionBoundary) -> None:

@@ -23,6 +23,7 @@ from shardwise.plan.rules import (
     data,
     dropout,
     dtypes,
+    expert,
     float8,
     freeze,
     fused_kernels,
@@ -48,6 +49,7 @@ AXIS_RULES: dict[Axis, tuple[Rule, ...]] = {
     Axis.CONTEXT: context.RULES,
     Axis.REPLICA: (),
     Axis.SHARD: sharding.RULES,
+    Axis.EXPERT: expert.RULES,
     Axis.PIPELINE: (*stages.RULES, *traced_stages.RULES, *weight_gradients.RULES),
 }
 RULES: tuple[Rule, ...] = (

@@ -25,6 +25,8 @@ def _shares_heads(d: Draft, degree: int) -> bool:
 
 def _unaligned(d: Draft, degree: int) -> int:
     """Return the features of an expert's part, on one of `degree` ranks, that grouped products cannot read; 0: none."""
+    if d.parallel.expert_parallel_degree > 1:
+        return 0  # experts are whole then
     parts = [chunk(features, degree, index) for features in d.facts.grouped_features for index in (0, degree - 1)]
     sizes = (part.stop - part.start for part in parts if degree > 1)
     return next((features for features in sizes if not features or features * BYTES[d.compute] % ALIGNED), 0)

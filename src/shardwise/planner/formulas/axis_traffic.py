@@ -122,6 +122,7 @@ AXIS_TRAFFIC: dict[Axis, AxisTraffic] = {
     Axis.TENSOR: AxisTraffic(in_block=_tensor),
     Axis.CONTEXT: AxisTraffic(in_block=_context),
     Axis.PIPELINE: AxisTraffic(in_step=_messages),
+    Axis.EXPERT: AxisTraffic(),
 }
 
 

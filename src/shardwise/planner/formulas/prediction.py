@@ -256,6 +256,7 @@ class TrainingConfiguration:
     context: int = 1
     tensor: int = 1
     pipeline: int = 1
+    expert: int = 1
     virtual: int = 1
     schedule: str = "interleaved"
     sequence_parallel: bool = False

@@ -165,6 +165,7 @@ CANDIDATE_DEGREES: dict[Axis, Callable[[SearchSpace], list[int]] | None] = {
     Axis.CONTEXT: _of_1024_positions,
     Axis.SHARD: None,
     Axis.REPLICA: None,
+    Axis.EXPERT: None,
 }
 
 

@@ -1,0 +1,55 @@
+"""Expert parallelism: each rank keeps some experts of every layer, whole, and tokens travel to them.
+
+A stack of experts [E, ...] is cut along its first dim; what happens at the call of the module is in
+parallel/experts.py. The ranks are the data ranks, seen a second time (`ExpertView`): those that hold the same experts
+shard them, or hold copies.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from shardwise.job.axes import Axis
+from shardwise.model.experts import NUMBER
+from shardwise.model.facts import ModelFacts
+from shardwise.parallel.builder import BuildInputs, ModelBuilder, StageBuilder, Transform
+from shardwise.parallel.experts import SharedExperts
+from shardwise.parallel.layout import Layout
+from shardwise.parallel.tensor_map import ParameterSplit, narrow_parameters
+from shardwise.plan.plan import Plan
+
+
+class ExpertParallelism(Transform):
+    """Stacks of experts cut by expert, and their calls with dispatch and combine around them."""
+
+    name = "expert"
+    axis = Axis.EXPERT
+
+    def applies(self, plan: Plan, facts: ModelFacts) -> bool:
+        return True
+
+    def apply(self, build: ModelBuilder, inputs: BuildInputs) -> None:
+        for stage in build.stages:
+            for name, number in inputs.facts.expert_stacks.items():
+                stage.splits |= _share_experts(stage, name, number, inputs)
+
+
+def _share_experts(stage: StageBuilder, name: str, number: int, inputs: BuildInputs) -> dict[str, ParameterSplit]:
+    """Keep this rank's experts of the module `name` (on the meta device); return how its parameters were split."""
+    layout, plan = inputs.layout, inputs.plan
+    module: Any = stage.model.get_submodule(name)
+    splits = {leaf: expert_split(parameter, number, layout) for leaf, parameter in module.named_parameters()}
+    narrow_parameters(module, splits)
+    setattr(module, NUMBER, number // layout.experts.degree)
+    same_tokens = plan.degrees[Axis.TENSOR] > 1 and not plan.sequence_parallel
+    tensor = layout.group(Axis.TENSOR) if same_tokens else None
+    module.forward = SharedExperts(name, module.forward, number, layout.experts.group(), tensor).run
+    return {f"{name}.{leaf}": split for leaf, split in splits.items()}
+
+
+def expert_split(stack: nn.Parameter, number: int, layout: Layout) -> ParameterSplit:
+    """Return the split of a stack [experts, ...] over the ranks that share its experts."""
+    view = layout.experts
+    return ParameterSplit(tuple(stack.shape), 0, (number,), view.degree, view.expert, axis=Axis.EXPERT)

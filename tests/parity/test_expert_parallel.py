@@ -1,0 +1,83 @@
+"""Experts that ranks share, against one process: with every other axis, and with tokens as uneven as they come."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.job.axes import Axis
+from shardwise.job.schema import Job
+from shardwise.testing.toy_configs import toy_config
+from shardwise.testing.world import WorldPool
+from shardwise.training.setup import study
+from tests.parity.jobs import check_agrees
+from tests.parity.test_experts import FP32, FP64, NOISE, experts_job, initial, kept
+
+EXPERT: dict[str, Any] = {"expert_parallel_degree": 2}
+TENSOR: dict[str, Any] = {"tensor_parallel_degree": 2}
+PIPELINE: dict[str, Any] = {"pipeline_parallel_degree": 2}
+CONTEXT: dict[str, Any] = {"context_parallel_degree": 2}
+FOUR: dict[str, Any] = {"expert_parallel_degree": 4}
+EAGER = {"experts_implementation": "eager"}  # grouped products do not compute in fp64
+
+GROUPED = {"experts_implementation": "grouped_mm"}
+FULL = {"activation_checkpointing": "full"}
+
+QUICK = [
+    ("mixtral", 2, {"parallel": EXPERT}),
+    ("qwen3_moe", 4, {"parallel": {**EXPERT, "sharded_data_parallel_degree": 2}, "memory": FULL}),
+    ("qwen3_moe", 4, {"parallel": {**EXPERT, **TENSOR}}),
+    ("qwen3_moe", 4, {"parallel": {**EXPERT, **PIPELINE}}),
+    ("qwen3_moe", 4, {"parallel": {**EXPERT, **CONTEXT}}),
+]
+SLOW = [
+    ("qwen3_moe", 4, {"parallel": EXPERT}),
+    ("qwen3_moe", 4, {"parallel": FOUR}),
+    ("qwen3_moe", 4, {"parallel": {**FOUR, "sharded_data_parallel_degree": 1}}),
+    ("qwen3_moe", 4, {"parallel": {**EXPERT, **TENSOR, "sequence_parallel": True}}),
+    ("qwen3_moe", 8, {"parallel": {**FOUR, **TENSOR}}),
+    ("qwen3_moe", 8, {"parallel": {**EXPERT, **TENSOR, **PIPELINE}}),
+    ("qwen3_moe", 4, {"parallel": {**EXPERT, "shard_optimizer_state": True}}),
+    ("qwen3_moe", 4, {"parallel": {**EXPERT, **PIPELINE, "pipeline": "zero_bubble"}}),
+    ("qwen3_moe", 4, {"parallel": FOUR, "memory": {"activation_checkpointing": "selective"}}),
+    ("qwen3_moe", 2, {"parallel": EXPERT, "memory": FULL}),
+    ("mixtral", 2, {"parallel": EXPERT, "memory": {"offload_parameters": True}}),
+    ("mixtral", 4, {"parallel": EXPERT, "config": NOISE}),
+    ("qwen3_moe", 2, {"parallel": EXPERT, "precision": {"compute": "bf16"}}),
+    ("qwen3_moe", 2, {"parallel": EXPERT, "config": GROUPED, **FP32}),
+]
+CASES = [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
+
+
+@pytest.mark.parametrize("family, ranks, sections", CASES)
+def test_agrees_with_one_process(
+    world_pool: WorldPool, corpora: Path, family: str, ranks: int, sections: dict[str, Any]
+) -> None:
+    config = {**EAGER, **sections.get("config", {})}
+    check_agrees(world_pool, ranks, experts_job(corpora, family, **{**FP64, **sections, "config": config}))
+
+
+def test_initial_weights_are_bit_equal(world_pool: WorldPool, corpora: Path) -> None:
+    alone = world_pool.run(1, initial, experts_job(corpora, "mixtral"))[0]
+    for ranks, parallel in ((2, EXPERT), (4, {**EXPERT, **TENSOR})):
+        weights = world_pool.run(ranks, initial, experts_job(corpora, "mixtral", parallel=parallel))[0]
+        assert weights.keys() == alone.keys()
+        assert all(torch.equal(weights[name], alone[name]) for name in alone)
+
+
+def test_a_rank_keeps_whole_experts(world_pool: WorldPool, corpora: Path) -> None:
+    job = experts_job(corpora, "mixtral", parallel={**EXPERT, "sharded_data_parallel_degree": 1})
+    for shapes in world_pool.run(4, kept, job):
+        assert shapes == {
+            "model.layers.1.mlp.gate.weight": (4, 32),
+            "model.layers.1.mlp.experts.gate_up_proj": (2, 32, 32),
+            "model.layers.1.mlp.experts.down_proj": (2, 32, 16),
+        }
+
+
+def test_experts_that_drop_tokens_are_refused() -> None:
+    job = Job.model_validate({"model": {"config": toy_config("switch_transformers"), "task": "seq2seq_lm"}})
+    assert "drop tokens beyond their capacity" in study(job).supports(Axis.EXPERT).reason
