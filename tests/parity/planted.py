@@ -81,9 +81,10 @@ LLAMA4 = {
 
 
 def verify_planted(job: Job, fault: str, steps: int = 2) -> VerifyReport | None:
-    """Verify with a fault; run on every rank of a world."""
+    """Verify with a fault; run on every rank of a world. Tokens are cached apart from those of right jobs."""
+    apart = job.data.model_copy(update={"cache_directory": f"{job.data.cache_directory}-{fault}"})
     with FAULTS[fault]():
-        return verify_one(job, steps)
+        return verify_one(job.model_copy(update={"data": apart}), steps)
 
 
 HEALTHY: dict[str, list[str]] = {

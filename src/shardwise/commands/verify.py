@@ -42,6 +42,7 @@ from shardwise.testing.copies import gathered
 from shardwise.testing.fused_dropout import fused_dropout_off
 from shardwise.testing.module_trace import trace_step
 from shardwise.testing.oracle import Oracle
+from shardwise.testing.oracle_corpus import compare_corpus
 from shardwise.testing.oracle_data import FactorySource, Source, TokenSource
 from shardwise.testing.oracle_rows import RowSource
 from shardwise.testing.reference import SIXTEEN, OracleReference, RecordedReference, Recording, oracle_dtypes
@@ -134,10 +135,10 @@ def verify_rank(job: Job, device: torch.device, steps: int = 3, facts: ModelFact
     report = VerifyReport("")
     layout_job = wide_job(job, device, facts, report)
     if layout_job is not None:
-        _verify_precision(layout_job, device, facts, data, min(steps, LAYOUT_STEPS), report)
+        _verify_precision(layout_job, device, facts, data, min(steps, LAYOUT_STEPS), report, True)
         report.label(str(layout_job.precision.compute))
     if layout_job is None or _agreed(report.agrees, device):
-        _verify_precision(job, device, facts, data, steps, report)
+        _verify_precision(job, device, facts, data, steps, report, layout_job is None)
     return report if dist.get_rank() == 0 else None
 
 
@@ -166,9 +167,9 @@ def _agreed(agrees: bool, device: torch.device) -> bool:
 
 
 def _verify_precision(
-    job: Job, device: torch.device, facts: ModelFacts, data: TokenData, steps: int, report: VerifyReport
+    job: Job, device: torch.device, facts: ModelFacts, data: TokenData, steps: int, report: VerifyReport, is_first: bool
 ) -> None:
-    """Verify in the job's own precision, and add to the report."""
+    """Verify in the job's own precision, and add to the report; the first time also what it starts from."""
     with drawn_weights() as drawn:
         session = _session(job, device, facts, data, steps)
     run = session.assembled
@@ -180,7 +181,9 @@ def _verify_precision(
 
     def reference() -> OracleReference:
         oracle = _oracle(run, weights)
-        if job.model.path is None and job.model.weights is None:  # else they are not drawn
+        if is_first:
+            report.add(compare_corpus(job, run.data.directory, run.data.tokenizer_directory))
+        if is_first and job.model.path is None and job.model.weights is None:  # else they are not drawn
             report.add(compare_start_values(
                 distributions(weights), oracle.plain, buffers, oracle.plain_buffers, oracle.rebuilt_buffers
             ))  # fmt: skip
