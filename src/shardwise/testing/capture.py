@@ -51,6 +51,8 @@ class Captured:
         options: by rank, the options of the optimizer by tensor; None where it was not called.
         precision: by rank, the dtypes that were met.
         evaluation_modes: by rank, (any module trained during the evaluation, modes differ after it); None without one.
+        evaluation_batches: by rank, the microbatches of that evaluation.
+        validation_loss: what it came to.
         slices: by rank and tensor, what the rank holds of it.
         weights: this rank's own, by tensor, before the step.
     """
@@ -72,6 +74,8 @@ class Captured:
     options: list[dict[str, dict[str, Any]] | None] = field(default_factory=list)
     precision: list[PrecisionRecord] = field(default_factory=list)
     evaluation_modes: list[tuple[bool, bool] | None] = field(default_factory=list)
+    evaluation_batches: list[list[Batch]] = field(default_factory=list)
+    validation_loss: float | None = None
     slices: list[dict[str, list[Slices]]] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
 
@@ -101,6 +105,8 @@ def capture_step(trainer: Trainer, batches: Sequence[Batch]) -> Captured:
         gathered(watcher.options),
         gathered(watcher.precision),
         gathered(watcher.evaluation_modes),
+        gathered(watcher.evaluation_batches),
+        session.progress.validation_loss,
         gathered({entry.name: [region.logical for region in entry.regions] for entry in run.model.tensor_map}),
         weights,
     )
@@ -126,6 +132,7 @@ class _StepWatcher:
         self.options: dict[str, dict[str, Any]] | None = None
         self.evaluation_modes: tuple[bool, bool] | None = None
         self.precision = PrecisionRecord()
+        self.evaluation_batches: list[Batch] = []
         self._reduced: list[Tensor] = []  # this rank's own gradients, before clipping
         self._inside: list[bool] = []  # of modules in an evaluation
         self._exit = ExitStack()
@@ -149,6 +156,7 @@ class _StepWatcher:
         def run(objective: Any, microbatches: Any, step: int, seed: Tensor | None = None) -> Tensor:
             if seed is None:
                 self._inside += self._modes()
+                self.evaluation_batches += [batch.to("cpu") for batch in microbatches]
                 totals: Tensor = compute(objective, microbatches, step, seed)
                 return totals
             with recorded_precision(self.run, self.precision, objective) as watched:

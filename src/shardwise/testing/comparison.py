@@ -33,6 +33,7 @@ SENTENCES = {
     "dropout": ("wrong_dropout_rate", "{name}"),
     "corpus": ("other_documents", "{name}"),
     "evaluation": ("trained_evaluation", "evaluation computes in training mode"),
+    "evaluation loss": ("wrong_evaluation", "{name}"),
     "mode": ("left_in_evaluation", "evaluation leaves the model in evaluation mode"),
 }
 

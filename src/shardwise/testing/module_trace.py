@@ -1,4 +1,4 @@
-"""What every module of a rank made in one step: outputs in forward, and their gradients in backward, by microbatch.
+"""Outputs of every module of a rank in one step, and the gradients that reach them in backward, by microbatch.
 
 A step that disagreed is run once more, from the weights that it began with, so that nothing is kept of steps that
 agree. Samples of the elements are enough to tell where two runs part.

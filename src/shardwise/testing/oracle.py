@@ -162,6 +162,14 @@ class Oracle:
             loss += float(part.detach())
         return loss
 
+    @torch.no_grad()
+    def evaluate(self, microbatches: Sequence[Rows]) -> float:
+        """Return the mean loss of some rows, without dropout and without what training adds to the loss."""
+        twist = Twist(no_dropout=True, no_z_loss=True, no_smoothing=True)
+        by_sample = self.job.training.loss_reduction == "sample"
+        count = sum(len(rows.samples()) if by_sample else rows.count() for rows in microbatches)
+        return sum(float(self._loss(rows, 0, twist)) for rows in microbatches) / max(count, 1)
+
     def backward_sum(self, step: int, counters: Sequence[int]) -> None:
         """Run forward and backward of the summed loss of some samples together; gradients are dropped."""
         self._loss(self.source.rows(list(counters)), step, Twist()).backward()

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from shardwise.data.batch import Batch
 from shardwise.kernels.precision import torch_dtype
 from shardwise.plan.plan import Plan
 from shardwise.testing.batch_check import find_misread
@@ -41,6 +42,7 @@ from shardwise.testing.dtype_check import compare_dtypes, compare_exactness
 from shardwise.testing.evidence import Evidence, few
 from shardwise.testing.module_trace import ModuleTrace
 from shardwise.testing.oracle import Oracle, Snapshot
+from shardwise.testing.oracle_data import Rows
 from shardwise.testing.oracle_rounding import inner_rounding, rounded_step
 from shardwise.testing.update_mistakes import expected_factor
 
@@ -99,6 +101,20 @@ class OracleReference:
         self.report.differences += found
         self.weights, self.stale, self.evidence = ours.parameters, before, evidence
         return evidence is None
+
+    def compare_evaluation_loss(self, ours: Captured) -> list[Difference]:
+        """Compare the loss of the evaluation after a step that agreed, if there was one, on the rows that it read."""
+        if ours.validation_loss is None or not any(ours.evaluation_batches):
+            return []
+        readers = dict(zip(reversed(ours.data_ranks), reversed(ours.evaluation_batches), strict=True))  # one each
+        microbatches = [rows_of(batch) for batches in readers.values() for batch in batches if batch.counted.any()]
+        right, compute = self.oracle.evaluate(microbatches), self.plan.dtypes.compute
+        allowed = Tolerance(ROUNDED_LOSS) if compute in SIXTEEN else self.tolerances.loss
+        if self.plan.float8:
+            allowed = self.tolerances.loss
+        found = compare_numbers(ours.step, "evaluation loss", ours.validation_loss, right, allowed)
+        sentence = f"the evaluation's loss is {ours.validation_loss:.6g}, that of its rows {right:.6g}"
+        return [found if found.agrees else replace(found, name=sentence)]
 
     def _compare(self, ours: Captured, before: Snapshot) -> tuple[list[Difference], Evidence | None]:
         """Return the differences of a step, and the evidence if some disagree; the oracle then stands before it."""
@@ -234,6 +250,10 @@ class RecordedReference:
         order: list[str] = json.loads((self.directory / f"{step}.json").read_text())["order"]
         return {name: stored[name] for name in order}
 
+    def compare_evaluation_loss(self, ours: Captured) -> list[Difference]:
+        """Another layout's evaluation is not recorded."""
+        return []
+
     def diagnose(self, traces: Sequence[ModuleTrace], undropped: Mapping[str, Tensor]) -> None:
         """Nothing is known of another layout beside its numbers."""
 
@@ -243,6 +263,10 @@ class Recording:
     """Leaves the numbers of a run in `directory`, for `RecordedReference`."""
 
     directory: Path
+
+    def compare_evaluation_loss(self, ours: Captured) -> list[Difference]:
+        """Nothing is compared."""
+        return []
 
     def judge(self, ours: Captured) -> bool:
         """Write one step."""
@@ -268,6 +292,15 @@ def oracle_dtype(plan: Plan) -> str:
 def oracle_dtypes(plan: Plan) -> dict[str, torch.dtype]:
     """Arguments of Oracle."""
     return {"master": torch_dtype(plan.dtypes.parameters), "compute": torch_dtype(oracle_dtype(plan))}
+
+
+def rows_of(batch: Batch) -> Rows:
+    """Return the rows of a microbatch that are no padding, as the oracle reads them."""
+    real = batch.counted
+    inputs = {name: value[real] for name, value in batch.inputs.items()}
+    labels = None if batch.labels is None else batch.labels[real]
+    documents = None if batch.document_ids is None else batch.document_ids[real]
+    return Rows(inputs, labels, batch.rows[real].tolist(), documents)
 
 
 def compare_clipping(plan: Plan, ours: Captured) -> list[Difference]:

@@ -20,7 +20,7 @@ from shardwise.kernels.attention import interface
 from shardwise.kernels.dropout import DropoutScope
 from shardwise.parallel.model import ParallelModel
 from shardwise.testing import oracle_data, oracle_rows, run_checks
-from shardwise.testing.faults.patching import Fault, everywhere, wrapped
+from shardwise.testing.faults.patching import RANK, Fault, everywhere, wrapped
 from shardwise.training import init, setup
 from shardwise.training.objectives.language_modelling import LanguageModelling
 
@@ -158,6 +158,23 @@ def _children_last(original: Callable[..., None], *args: Any) -> None:
         del vars(init)["reversed"]
 
 
+def _evaluation_of_one_rank() -> AbstractContextManager[None]:
+    """Let the evaluation's mean be that of the rows of all ranks but one."""
+
+    def wrapper(
+        original: Callable[..., Tensor],
+        self: ParallelModel,
+        objective: Any,
+        batches: Any,
+        step: int,
+        seed: Tensor | None = None,
+    ) -> Tensor:
+        totals = original(self, objective, batches, step, seed)
+        return totals * (dist.get_rank() != RANK) if seed is None else totals
+
+    return wrapped(ParallelModel, "run", wrapper)
+
+
 def _mode_always(mode: bool) -> Fault:
     return lambda: wrapped(ParallelModel, "train", lambda original, self, wanted=True: original(self, mode))
 
@@ -179,6 +196,7 @@ BATCH_FAULTS: dict[str, Fault] = {
     "other_recomputed_mask": _other_recomputed_mask,
     "unequal_start": _unequal_start,
     "child_initializer": _child_wins,
+    "wrong_evaluation": _evaluation_of_one_rank,
     "trained_evaluation": _mode_always(True),
     "left_in_evaluation": _mode_always(False),
 }

@@ -1,4 +1,4 @@
-"""How a fault is planted: a function of the engine is replaced for a while; the oracle stays whole."""
+"""Planting of faults: a function of the engine is replaced for a while; the oracle stays whole."""
 
 from __future__ import annotations
 
