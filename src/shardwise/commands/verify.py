@@ -222,7 +222,7 @@ def _compare(session: Session, steps: int, make_reference: Callable[[], Any], re
     """Let the trainer take steps until one disagrees; rank 0 judges and tells the others."""
     trainer = Trainer(session, Interrupt(session.rank))
     overflows = compared = 0
-    with fused_dropout_off() as rates:
+    with fused_dropout_off(session.plan.exact_dropout) as rates:
         reference = make_reference() if session.rank == 0 else None
         for batches in session.batches():
             ours = capture_step(trainer, batches)

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from shardwise.kernels.attention import interface
+from shardwise.kernels.attention.call import AttentionCall
 from shardwise.testing.comparison import Difference
 
 PROBE = 128  # positions of the attention by which a rate is measured: 16,384 draws
@@ -59,8 +61,13 @@ class FusedRates:
 
 
 @contextmanager
-def fused_dropout_off() -> Iterator[FusedRates]:
-    """Inside, scaled_dot_product_attention drops nothing, in every thread (recomputation has its own)."""
+def fused_dropout_off(exact: bool) -> Iterator[FusedRates]:
+    """Inside, scaled_dot_product_attention drops nothing, in every thread (recomputation has its own).
+
+    Args:
+        exact: attention dropout of the job is equal on every layout, and stays. Else other kernels of ours drop nothing
+            either: the model's own attention is fused in every layer.
+    """
     original = torch.nn.functional.scaled_dot_product_attention
     rates = FusedRates()
 
@@ -77,8 +84,26 @@ def fused_dropout_off() -> Iterator[FusedRates]:
         output: Tensor = original(query, key, value, attn_mask=attn_mask, dropout_p=0.0, is_causal=is_causal, **rest)
         return output
 
-    with mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", without):
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", without))
+        if not exact:
+            _exact_kernels_off(stack)
         yield rates
+
+
+def _exact_kernels_off(stack: ExitStack) -> None:
+    """Let kernels whose dropout is no fused one's drop nothing; which kernel runs stays as it is."""
+    run, own_eager = interface.run_attention, interface._own_eager
+
+    def run_attention(call: AttentionCall, kernel: str = "auto") -> Tensor:
+        chosen = interface.kernel_of_call(call, kernel).kernel
+        return run(call, kernel) if chosen.dropout == "own" else run(replace(call, dropout=0.0), chosen.name)
+
+    def run_eager(module: nn.Module, call: AttentionCall, *biases: Tensor | None) -> Tensor:
+        return own_eager(module, replace(call, dropout=0.0), *biases)
+
+    stack.enter_context(mock.patch.object(interface, "run_attention", run_attention))
+    stack.enter_context(mock.patch.object(interface, "_own_eager", run_eager))
 
 
 @torch.no_grad()
