@@ -1,4 +1,4 @@
-"""The command line: `shardwise train`, `verify`, `run`, `export`, `checkpoint`, `plan`, `doctor`, `bench`, `build`.
+"""The command line: `shardwise train`, `verify`, `data show`, `run`, `export`, `checkpoint`, `plan`, `bench` and more.
 
 Words of the form `--section.key value` are keys of the job and are taken out before argparse sees the rest. A user's
 mistake ends as one message on stderr and the error's exit code, never as a traceback. Heavy imports happen inside the
@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn
 
 from shardwise import __version__
+from shardwise.commands import data as data_cli
 from shardwise.commands import engine as engine_cli
 from shardwise.commands import plan as search_cli
 from shardwise.commands import plan_accuracy as plan_cli
@@ -263,6 +264,13 @@ COMMANDS = {
         "loss, every gradient, the gradient norm and every parameter. Exit code 1 where they disagree.",
         _verify_options,
         _verify,
+    ),
+    "data show": Command(
+        "show samples as the model gets them",
+        "Show the first samples of a job's training as the model gets them: tokens, which of them are trained on,\n"
+        "where rows or documents begin, padding. Tokenizes the corpus, unless the cache has it; trains nothing.",
+        data_cli.show_options,
+        data_cli.run_show,
     ),
     "export": Command(
         "write a checkpoint's model for Hugging Face",

@@ -5,10 +5,10 @@ for each whether it is trained on. Its labels are t[1] … t[n - 1] where that i
 has none. Rows without a label that counts are left out. Rows with n > S are left out too, or cut to S tokens where
 `data.truncation` is on. Of the N rows that stay v = max(1, floor(N * validation_fraction)) are for validation.
 
-Rows are ranked by `data/split.py`'s draw, equal ones by place. For validation are the first v of the ranking, or with
-`validation_split: place` the last v of the corpus. Both splits take their rows in the order of the ranking, and each
-row goes into the first sequence that has room for it, else into a new one; without `data.packing` always into a new
-one. Sample c of training is then sequence order(seed, c, number of sequences), as everywhere.
+Whole rows are ranked by `data/split.py`'s draw, equal ones by place. For validation are the first v of the ranking, or
+with `validation_split: place` the last v of the corpus. Both splits take their rows in the order of the ranking, and
+each row goes into the first sequence that has room for it, else into a new one; without `data.packing` always into a
+new one. Sample c of training is then sequence order(seed, c, number of sequences), as everywhere.
 
 In a sequence rows stand one behind the other, with positions from 0 and a document number each; padding is a document
 of its own without labels. Unpacked rows have padding behind them, which no token of theirs sees: they need neither.

@@ -39,10 +39,16 @@ class RowSource:
         template = job.data.chat_template
         self.template = None if template is None else Path(template).read_text(encoding="utf-8")
         rows = [self._tokenized(row) for row in _rows_of_files(job)][: job.data.max_documents]
-        if job.data.truncation:
-            rows = [(ids[: self.length], trained[: self.length]) for ids, trained in rows]
-        rows = [(ids, trained) for ids, trained in rows if any(trained[1:]) and len(ids) <= self.length]
-        self.sequences = self._placed(self._training_rows(rows))
+        self.sequences = self._placed([self._cut(row) for row in self._training_rows(list(filter(self._stays, rows)))])
+
+    def _cut(self, row: Row) -> Row:
+        """The row, or as much of it as a sequence holds where it may be cut."""
+        length = self.length if self.job.data.truncation else len(row[0])
+        return row[0][:length], row[1][:length]
+
+    def _stays(self, row: Row) -> bool:
+        ids, trained = self._cut(row)
+        return any(trained[1:]) and len(ids) <= self.length
 
     def rows(self, counters: Sequence[int]) -> Rows:
         """Return the samples of these counters."""
@@ -71,7 +77,7 @@ class RowSource:
         return columns
 
     def _training_rows(self, rows: list[Row]) -> list[Row]:
-        """The rows that are not held out, by ascending draw."""
+        """The rows that are not held out, by ascending draw, which is of the whole row."""
         draws = [mixed(mixed(self.seed) ^ xxhash.xxh3_64_intdigest(np.array(ids, "<i4").tobytes())) for ids, _ in rows]
         ranked = sorted(range(len(rows)), key=lambda number: (draws[number], number))
         held_out = max(1, int(len(rows) * self.job.data.validation_fraction))

@@ -1,0 +1,42 @@
+"""`shardwise data show`: text, marks of what is trained on, padding, and a token a line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shardwise.commands.cli import main
+from shardwise.job.sources import job_to_yaml
+from tests.data.chats import CHATS, END, as_messages, chat_job
+
+MODEL = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "n_positions": 64, "vocab_size": 257}
+
+
+def job_file(tmp_path: Path, **data: object) -> str:
+    job = chat_job(tmp_path, [{"messages": as_messages(CHATS[4])}] * 6, **data)
+    job = job.model_copy(update={"model": job.model.model_copy(update={"config": MODEL})})
+    path = tmp_path / "job.yaml"
+    path.write_text(job_to_yaml(job))
+    return str(path)
+
+
+def test_text_is_shown_with_what_is_trained_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "show", job_file(tmp_path), "--samples", "1"]) == 0
+    row = f"[user]6+1?{END}[assistant]«7{END}»"
+    assert capsys.readouterr().out.splitlines() == [
+        "sample 0: 64 positions, 4 trained on, 16 padding",
+        *("-- positions 0-23, 2 trained on", row, "-- positions 24-47, 2 trained on", row),
+        "-- positions 48-63, padding",
+    ]
+    assert main(["data", "show", job_file(tmp_path, packing=False, sequence_length=24), "--samples", "1"]) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == ["-- positions 0-23, 2 trained on", row]
+
+
+def test_tokens_are_shown_a_line_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "show", job_file(tmp_path), "--samples", "1", "--tokens"]) == 0
+    lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in capsys.readouterr().out.splitlines()]
+    cells = [line for line in lines if line]
+    assert len(cells) == 64
+    assert [line[0] for line in cells if line[5] == "yes"] == ["22", "23", "46", "47"]
+    assert cells[22][4] == "'7'" and cells[24][1:3] == ["1", "0"] and cells[48][1] == "padding"
