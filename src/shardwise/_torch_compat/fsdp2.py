@@ -201,6 +201,10 @@ class ShardedUnit:
 
             group.pre_forward, group.post_forward = pre_forward, post_forward
             group.pre_backward, group.post_backward = pre_backward, post_backward
+        if not self._groups:  # all of its parameters are in other units
+            module: Any = self.module
+            module.register_forward_pre_hook(lambda *_: hooks.before_forward(index), prepend=True)
+            module.register_forward_hook(lambda *_: hooks.after_forward(index))
         final = self.state._root_post_backward_final_callback
 
         def final_callback() -> None:

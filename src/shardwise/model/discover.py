@@ -35,6 +35,7 @@ from shardwise.model.gradient_hooks import (
     whole_gradient_hooks,
 )
 from shardwise.model.initializers import parents_that_initialize
+from shardwise.model.parameter_kinds import find_parameter_kinds
 from shardwise.model.probe import ForwardProbe, probe_forward, rehearse_stage, token_inputs
 from shardwise.model.registry import family_of
 from shardwise.model.stage_cut import stage_facts
@@ -107,6 +108,7 @@ def discover(model: nn.Module, job: Job, example: Mapping[str, Tensor] | None = 
         accumulate_grad_hooks=find_accumulate_grad_hooks(model),
         definition=definition_of(model),
         parent_initialized=parents,
+        parameter_kinds=find_parameter_kinds(model),
         writing_blocks=() if is_pretrained else forward.writing_blocks,
         activation_writing_blocks=() if is_pretrained else forward.activation_writing_blocks,
         frozen=frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad),

@@ -11,8 +11,10 @@ from functools import cached_property
 
 from shardwise.job.axes import Axis
 from shardwise.model.capability import SUPPORTED, Capability, refused
+from shardwise.model.parameter_kinds import ParameterKinds
 from shardwise.model.tensor_split import TensorSplit
 
+NO_KINDS = ParameterKinds()
 NOT_EXAMINED = refused("it was not looked at")
 
 
@@ -206,6 +208,7 @@ class ModelFacts:
     definition: str = ""  # the class of a user's module, with its file and line
     parent_initialized: dict[str, tuple[str, ...]] = field(default_factory=dict)  # module -> others' that it fills
     outside_reads: tuple[str, ...] = ()  # parameters of a user's module that are read while their owner does not run
+    parameter_kinds: ParameterKinds = NO_KINDS  # parameters and embeddings that some layouts refuse
     writing_blocks: tuple[str, ...] = ()  # blocks of a user's module that write a tensor that they are given
     activation_writing_blocks: tuple[str, ...] = ()  # and that tensor was made from weights
     activation_arguments: tuple[int | str, ...] = ()  # of the blocks, positions or names: what is made from weights
@@ -274,20 +277,26 @@ class ModelFacts:
     @cached_property
     def block_of(self) -> dict[str, str]:
         """Parameter name -> name of the block that holds it; those outside of the blocks are left out."""
-        blocks = {block.name for block in self.blocks}
-        blocks_of: dict[str, str] = {}
-        for name in self.parameter_shapes:
-            parts = name.split(".")
-            prefixes = (".".join(parts[:end]) for end in range(1, len(parts)))
-            block = next((prefix for prefix in prefixes if prefix in blocks), None)
-            if block is not None:
-                blocks_of[name] = block
-        return blocks_of
+        holders = ((name, self._block_holding(name)) for name in self.parameter_shapes)
+        return {name: block for name, block in holders if block}
+
+    def _block_holding(self, name: str) -> str:
+        """Return the block that holds a parameter, by any of its names; empty outside of the blocks."""
+        parts = name.split(".")
+        prefixes = (".".join(parts[:end]) for end in range(1, len(parts)))
+        return next((prefix for prefix in prefixes if prefix in self._block_names), "")
+
+    @cached_property
+    def _block_names(self) -> frozenset[str]:
+        return frozenset(block.name for block in self.blocks)
 
     @cached_property
     def unit_blocks(self) -> tuple[str, ...]:
-        """The blocks that can be sharded as units of their own: their parameters are read by themselves alone."""
-        of_root = {self.block_of[name] for name in self.outside_reads if name in self.block_of}
+        """The blocks that can be sharded as units of their own: their parameters are theirs and read by them alone."""
+        of_root = {self._block_holding(name) for name in self.outside_reads}
+        for group in self.ties:
+            holders = {self._block_holding(name) for name in group}
+            of_root |= holders if len(holders) > 1 else set()
         return tuple(block.name for block in self.blocks if block.name not in of_root)
 
     @property

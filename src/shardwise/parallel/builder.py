@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from shardwise._torch_compat.autograd import accumulate_grad_hooks
 from shardwise.job.axes import Axis
@@ -207,12 +208,20 @@ class ModelBuilder:
             self.context,
             {name: hooks for name, hooks in self.gradient_hooks.items() if name in tensor_map.names},
             self._uses(plan),
+            self._unsharded(plan, tensor_map),
         )
 
     def _uses(self, plan: Plan) -> list[UnitUse]:
         """Return the use of units under each root; the blocks of a stage cannot be skipped."""
         roots = {id(stage.fsdp_modules): stage.fsdp_modules for stage in self.stages if stage.fsdp_modules}
         return [UnitUse(modules, plan.degrees[Axis.PIPELINE] == 1) for modules in roots.values()]
+
+    def _unsharded(self, plan: Plan, tensor_map: TensorMap) -> list[str]:
+        """Return the trainable parameters that FSDP2 has not taken, in one order on all ranks."""
+        if not plan.needs_fsdp:
+            return []
+        entries = (entry for entry in tensor_map if not isinstance(entry.parameter, DTensor))
+        return [entry.name for entry in entries if entry.parameter.requires_grad and entry.parameter.numel()]
 
     def _part(self, index: int) -> ModelPart:
         stage, root = self.stages[index], self._shared_root

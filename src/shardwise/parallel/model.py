@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from shardwise.collectives.names import CollectiveName, group_name
 from shardwise.collectives.tensor import sum_together
-from shardwise.job.axes import Axis
+from shardwise.job.axes import Axis, data_axes
 from shardwise.kernels.dropout import DropoutScope, dropout_scope
 from shardwise.kernels.linear import WeightGradients
 from shardwise.kernels.precision import torch_dtype
@@ -92,6 +92,7 @@ class ParallelModel:
         context: what splits sequences, if ranks share them.
         gradient_hooks: hooks of the user's on gradients of parameters that are here, by name.
         uses: the use of sharded units by this rank's microbatches, one a root.
+        unsharded: names of trainable parameters that every data rank holds whole, beside sharded ones.
     """
 
     parts: list[ModelPart]
@@ -106,6 +107,7 @@ class ParallelModel:
     context: ContextParallel | None = None
     gradient_hooks: Mapping[str, tuple[GradientHook, ...]] = field(default_factory=dict)
     uses: Sequence[UnitUse] = ()
+    unsharded: Sequence[str] = ()
 
     @property
     def module(self) -> nn.Module:
@@ -236,9 +238,20 @@ class ParallelModel:
         """Sum gradients of parameters that several ranks hold, each for a part of the activations or of the stages."""
         for names, group in self.partial:
             sum_together(self.tensor_map.gradients(names), group, self.device, "partial gradients")
+        if self.unsharded:
+            self._sum_unsharded_gradients()
         for ranks, names in self._tied():
             group = self.layout.holders_group(ranks)
             sum_together(self.tensor_map.gradients(names), group, self.device, "tied gradients")
+
+    def _sum_unsharded_gradients(self) -> None:
+        """Sum gradients of parameters that all data ranks hold whole; one that no rank has used is left without."""
+        parameters = [self.tensor_map[name].parameter for name in self.unsharded]
+        used = torch.tensor([float(parameter.grad is not None) for parameter in parameters], device=self.device)
+        gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in parameters]
+        sum_together([used, *gradients], self.layout.group(*data_axes()), self.device, "unsharded gradients")
+        for parameter, gradient, count in zip(parameters, gradients, used.tolist(), strict=True):
+            parameter.grad = gradient if count else None
 
     def use_counts(self) -> tuple[int, int]:
         """Return (parameters that this rank has not used in the step, irregularities of its units' order)."""

@@ -134,7 +134,8 @@ class UnitUse(UnitHooks):
 
     def _device(self) -> torch.device:
         """Return the device on which the units compute."""
-        return next(gathered.device for _, gathered in self.units[0].parameters() if gathered is not None)
+        parameters = (gathered for unit in self.units for _, gathered in unit.parameters())
+        return next((gathered.device for gathered in parameters if gathered is not None), torch.device("cpu"))
 
     def _versions_of(self, index: int) -> list[int]:
         return [version_of(gathered) for _, gathered in self.units[index].parameters() if gathered is not None]

@@ -194,7 +194,7 @@ def _draw(model: ParallelModel, root: nn.Module, names: Sequence[str], seed: int
                     run_initializer(root, module)
         for key, whole in unset.items():
             is_given = key in given or model.plan.job.model.path is not None  # else in the directory's files
-            if torch.isnan(whole).any() and not is_given:
+            if _has_unset(whole) and not is_given:
                 raise ModelError(
                     f"parameter {key!r} of {type(owned[key][0]).__name__} has no values: its module's constructor "
                     "leaves it uninitialized; fill it there, or in a reset_parameters() method of the module"
@@ -251,7 +251,20 @@ def _whole_parameters(
 def _blank(model: ParallelModel, name: str, device: torch.device) -> nn.Parameter:
     is_held = name in model.tensor_map.names
     dtype = model.tensor_map[name].parameter.dtype if is_held else torch_dtype(model.plan.dtypes.parameters)
-    return nn.Parameter(torch.full(model.facts.parameter_shapes[name], float("nan"), dtype=dtype, device=device))
+    whole = torch.full(model.facts.parameter_shapes[name], _unset_value(dtype), dtype=dtype, device=device)
+    return nn.Parameter(whole, requires_grad=dtype.is_floating_point or dtype.is_complex)
+
+
+def _has_unset(whole: Tensor) -> bool:
+    is_marked = whole.isnan() if whole.is_floating_point() or whole.is_complex() else whole == _unset_value(whole.dtype)
+    return bool(is_marked.any()) and whole.dtype != torch.bool
+
+
+def _unset_value(dtype: torch.dtype) -> float:
+    """Return the value that marks what nobody has filled."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return 0 if dtype == torch.bool else torch.iinfo(dtype).min
 
 
 @contextmanager

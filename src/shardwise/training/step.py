@@ -195,6 +195,7 @@ def squared_share(gradients: Iterable[tuple[ParameterEntry, Tensor]], device: to
 
 def _sum_of_squares(gradients: list[Tensor]) -> Tensor:
     """Sum the squares, in fp64 from chunk to chunk: a CPU's fp32 norm of a few million elements is off by 5e-5."""
+    gradients = [torch.view_as_real(gradient) if gradient.is_complex() else gradient for gradient in gradients]
     if gradients[0].is_cuda:
         return torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float64)).square().sum()
     chunks = (chunk for gradient in gradients for chunk in gradient.reshape(-1).split(NORM_CHUNK))
@@ -217,5 +218,5 @@ def _rescale(optimizer: ShardedOptimizer, norm: Tensor, scale: float, clip_norm:
     factor = torch.ones_like(norm) if clip_norm is None else (clip_norm / (norm + 1e-6)).clamp(max=1.0)
     gradients = [gradient for _, gradient in optimizer.gradients()]
     if gradients:
-        factor = (factor / scale).to(gradients[0])
+        factor = (factor / scale).to(gradients[0].device, gradients[0].dtype.to_real())
         torch._foreach_mul_(gradients, factor)

@@ -35,6 +35,12 @@ def convert(model: nn.Module, plan: Plan) -> None:
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
         if buffer.dtype == compute
     ]
+    complex_parameters = [parameter for parameter in model.parameters() if parameter.is_complex()]
+    declared = [parameter.data for parameter in complex_parameters]
     model.to(torch_dtype(plan.dtypes.parameters))
+    for parameter, values in zip(complex_parameters, declared, strict=True):
+        parameter.data = values  # `to` would have left the real parts
+    for parameter in model.parameters():
+        parameter.data = parameter.data.contiguous()  # FSDP2 takes no other
     for module, name, buffer in kept:
         setattr(module, name, buffer)

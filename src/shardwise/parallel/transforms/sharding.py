@@ -24,6 +24,7 @@ from shardwise.job.axes import Axis
 from shardwise.kernels.float8_gather import gather_in_float8
 from shardwise.kernels.precision import torch_dtype
 from shardwise.model.facts import ModelFacts
+from shardwise.model.parameter_kinds import is_shardable
 from shardwise.parallel.builder import BuildInputs, ModelBuilder, StageBuilder, Transform
 from shardwise.parallel.caller_containers import CallerContainers
 from shardwise.parallel.layout import Layout
@@ -80,26 +81,30 @@ def shard_model(
         experts: modules in the blocks that ranks share; units of their own, over the ranks that hold the same experts.
     """
     clear_placement_cache()
-    mesh = layout.shard_mesh()
     keep = plan.holds_whole or not plan.job.parallel.reshard_after_forward
-    mixed, offload = _mixed_precision(plan), _offload(plan)
+    mixed = _mixed_precision(plan)
     containers = {block: CallerContainers(block, keeps_tensors) for block in chain(*groups)}
     containers[model] = CallerContainers(model, False)  # its parameters stay gathered
     of_blocks = mixed if cast_arguments is None else replace(mixed, cast_forward_inputs=False)
+    shard: dict[str, Any] = {
+        "offload_policy": _offload(plan),
+        "ignored_params": {parameter for parameter in model.parameters() if not is_shardable(parameter)},
+    }
     for stack in experts:
         # What the router gives keeps its dtype, as where the experts are no unit of their own.
-        own, over = replace(mixed, cast_forward_inputs=False), layout.experts.mesh()
-        fully_shard(stack, mesh=over, reshard_after_forward=not keep, mp_policy=own, offload_policy=offload)
+        own = replace(mixed, cast_forward_inputs=False)
+        fully_shard(stack, mesh=layout.experts.mesh(), reshard_after_forward=not keep, mp_policy=own, **shard)
+    shard["mesh"] = layout.shard_mesh()
     for index, group in enumerate(groups):
         unit = group if len(group) > 1 else group[0]
         free = not keep and not (plan.keeps_last_unit and index == len(groups) - 1)
-        fully_shard(unit, mesh=mesh, reshard_after_forward=free, mp_policy=of_blocks, offload_policy=offload)  # type: ignore[arg-type]
+        fully_shard(unit, reshard_after_forward=free, mp_policy=of_blocks, **shard)  # type: ignore[arg-type]
         if cast_arguments is not None:
             cast = partial(_cast_arguments, cast_arguments, torch_dtype(plan.dtypes.compute))
             for block in group:
                 block.register_forward_pre_hook(cast, with_kwargs=True)
     # Embeddings, final norm and head: needed at both ends of forward and first in backward, so they stay gathered.
-    fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=mixed, offload_policy=offload)
+    fully_shard(model, reshard_after_forward=False, mp_policy=mixed, **shard)
     modules: list[FSDPModule] = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for owner, hooks in containers.items():
         hooks.watch(owner)  # type: ignore[arg-type]

@@ -60,6 +60,23 @@ RULES: tuple[Rule, ...] = (
          "fp64 and no offload_parameters",
          because=lambda d: f"{d.facts.activation_writing_blocks[0]} of {d.facts.definition} writes into a tensor that "
          "it is given and that was made from weights"),
+    Rule("max-norm", ("parallel.workers", "precision.compute", "memory.offload_parameters"),
+         "an embedding with max_norm writes its weight in forward, and what is written into a gathered copy is lost",
+         lambda d: d.facts.parameter_kinds.bounded and _makes_parameters_anew(d),
+         fix="scale rows in a callback after the step, or use one worker, precision.compute fp32 or fp64 and no "
+         "offload_parameters",
+         because=lambda d: f"{d.facts.parameter_kinds.bounded[0]} of {d.facts.definition} has max_norm"),
+    Rule("complex-parameters", ("parallel.workers", "precision.compute", "memory.offload_parameters"),
+         "complex parameters keep their dtype, and FSDP2 shards real ones alone",
+         lambda d: d.facts.parameter_kinds.complex and _makes_parameters_anew(d),
+         fix="keep real and imaginary parts in a real parameter (torch.view_as_complex in forward), or use one worker, "
+         "precision.compute fp32 or fp64 and no offload_parameters",
+         because=lambda d: f"{d.facts.parameter_kinds.complex[0]} of {d.facts.definition} is complex"),
+    Rule("sparse-gradients", ("model.factory",),
+         "optimizers, the gradient norm and reductions take dense gradients",
+         lambda d: d.facts.parameter_kinds.sparse and model_from_factory(d),
+         fix="build the embedding with sparse=False",
+         because=lambda d: f"{d.facts.parameter_kinds.sparse[0]} of {d.facts.definition} has sparse gradients"),
     Rule("written-arguments", ("memory.activation_checkpointing",),
          "a checkpointed block runs twice, and would start from what it has written",
          lambda d: d.facts.writing_blocks and not no_checkpointing(d),
