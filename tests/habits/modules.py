@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -374,3 +374,106 @@ class InPlace(Stack):
     """Blocks write into the hidden states that they are given."""
 
     block = InPlaceResidual
+
+
+# ---- kinds of parameters
+
+
+class OwnParameter(Residual):
+    """A block with a parameter of its own, which `make` gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Parameter(self.make())
+
+    def make(self) -> Tensor:
+        return torch.full((), 1.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.own
+
+
+class Scalars(Stack):
+    """0-dim parameters, in blocks and outside."""
+
+    block = OwnParameter
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.temperature
+
+
+class Oddities(OwnParameter):
+    """Parameters that are frozen, of one element, without elements, transposed in memory, or of whole numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up.weight.requires_grad_(False)
+        self.one = nn.Parameter(torch.ones(1))
+        self.none = nn.Parameter(torch.empty(0, WIDTH))
+        self.columns = nn.Parameter(torch.linspace(-0.5, 0.5, 5 * WIDTH).view(WIDTH, 5).t())
+        self.order = nn.Parameter(torch.tensor([0, 2, 1]), requires_grad=False)
+
+    def make(self) -> Tensor:
+        return torch.full((1, 1), 1.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        sums = (x @ self.columns.t())[..., self.order].sum(-1, keepdim=True)
+        return super().forward(x) * self.one + self.none.sum() + sums
+
+
+class OddParameters(Stack):
+    """Blocks of such parameters."""
+
+    block = Oddities
+
+
+class TiedBlocks(Stack):
+    """One parameter in two blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[2].up.weight = self.blocks[0].up.weight
+
+
+class LookedUp(Stack):
+    """An embedding beside the blocks."""
+
+    options: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(16, WIDTH, **self.options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.words((x[..., 0].abs() * 5).long().clamp(max=15)))
+
+
+class BoundedRows(LookedUp):
+    """An embedding that scales its rows down in forward."""
+
+    options: ClassVar[dict[str, Any]] = {"max_norm": 0.5}
+
+
+class SparseGradients(LookedUp):
+    """An embedding with sparse gradients."""
+
+    options: ClassVar[dict[str, Any]] = {"sparse": True}
+
+
+class FourierResidual(OwnParameter):
+    def make(self) -> Tensor:
+        angles = torch.arange(3.0 * WIDTH).view(3, WIDTH)
+        return torch.polar(torch.ones_like(angles), angles)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Residual.forward(self, x) + torch.fft.irfft(torch.fft.rfft(x, dim=1) * self.own, n=x.shape[1], dim=1)
+
+
+class ComplexParameters(Stack):
+    """Layers of a Fourier neural operator."""
+
+    block = FourierResidual

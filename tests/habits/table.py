@@ -116,4 +116,39 @@ HABITS: tuple[Habit, ...] = (
         remedy="make a new tensor: `x = x * 2`",
         quick=(ONE,),
     ),
+    Habit("Scalars", "0-dim parameters", costs="every rank holds them whole"),
+    Habit(
+        "OddParameters",
+        "parameters that are frozen, of one element, without elements, not contiguous, of whole numbers",
+        quick=(ZERO_1,),
+    ),
+    Habit(
+        "TiedBlocks",
+        "a parameter that two blocks share",
+        costs="these blocks are one unit with the rest, whose parameters stay gathered",
+        refused={STAGES: "blocks.0.up.weight is used with blocks.0 and with blocks.2"},
+        remedy="use no pipeline",
+    ),
+    Habit(
+        "BoundedRows",
+        "`nn.Embedding(max_norm=...)`",
+        refused=dict.fromkeys(SEVERAL, r"words of BoundedRows \(.*modules.py:\d+\) has max_norm"),
+        remedy="scale the rows in a callback after the step",
+        quick=(ONE,),
+    ),
+    Habit(
+        "SparseGradients",
+        "`nn.Embedding(sparse=True)`",
+        refused=dict.fromkeys(LAYOUTS, r"words of SparseGradients \(.*modules.py:\d+\) has sparse gradients"),
+        remedy="build it with `sparse=False`",
+        quick=(),
+    ),
+    Habit(
+        "ComplexParameters",
+        "complex parameters",
+        refused=dict.fromkeys(SEVERAL, r"blocks.0.own of ComplexParameters \(.*modules.py:\d+\) is complex"),
+        remedy="keep real and imaginary parts in a real parameter (`torch.view_as_complex`)",
+        keys={"training": {"microbatch_size": None}},  # gradients of complex64 are rounded in each microbatch
+        quick=(ONE,),
+    ),
 )

@@ -72,13 +72,19 @@ def plain_module(run: AssembledJob) -> tuple[nn.Module, float]:
     The error is that of the tensors that the module says it computes.
     """
     model = run.plan.job.model
-    module: nn.Module = load_object(str(model.factory), "model.factory")(**model.factory_arguments).double()
-    start = {name: value.detach().double().clone() for name, value in run.model.whole_tensors()}
+    module: nn.Module = load_object(str(model.factory), "model.factory")(**model.factory_arguments)
+    for tensor in (*module.parameters(), *module.buffers()):
+        tensor.data = _in_double(tensor.data)  # `module.double()` would drop imaginary parts
+    start = {name: _in_double(value.detach()).clone() for name, value in run.model.whole_tensors()}
     constructed = module.state_dict()
     errors = [float(_relative(start[name], constructed[name])) for name in getattr(module, "computed", ())]
     start |= {name: value.double() for name, value in run.model.module.named_buffers() if value.is_floating_point()}
     module.load_state_dict(start, strict=False)
     return module, max(errors, default=0.0)
+
+
+def _in_double(value: Tensor) -> Tensor:
+    return value.double() if value.is_floating_point() else value
 
 
 def _train(run: AssembledJob, module: nn.Module) -> tuple[list[float], list[float]]:

@@ -121,6 +121,11 @@ def meta_parameter(parameter: nn.Parameter) -> nn.Parameter:
     return meta
 
 
+def _is_unset(value: Tensor) -> bool:
+    """Return True if part of a value is what `uninitialized_is_nan` leaves."""
+    return (value.is_floating_point() or value.is_complex()) and bool(value.isnan().any())
+
+
 @contextmanager
 def uninitialized_is_nan() -> Iterator[None]:
     """Inside, torch fills uninitialized memory of floating dtypes with NaN."""
@@ -198,7 +203,7 @@ class ConstructorWrites(TorchDispatchMode):
         if key in self.sources:
             return  # under another name
         value = given.detach()
-        has_values = not value.is_meta and not (value.is_floating_point() and bool(value.isnan().any()))
+        has_values = not value.is_meta and not _is_unset(value)
         self._add(parameter, _ParameterSource(value if has_values else None, is_known=not value.is_meta))
 
     def _add(self, tensor: Tensor, source: _ParameterSource) -> None:
@@ -276,5 +281,5 @@ def check_tensors(module: nn.Module, where: str) -> None:
     if lazy is not None:
         raise ModelError(f"{where}: parameter {lazy!r} is lazy; give every layer its sizes")
     for name, buffer in module.named_buffers():
-        if not buffer.is_meta and buffer.is_floating_point() and bool(buffer.isnan().any()):
+        if not buffer.is_meta and _is_unset(buffer):
             raise ModelError(f"{where}: buffer {name!r} has no values: it holds uninitialized memory, or NaN")

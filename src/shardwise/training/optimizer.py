@@ -94,8 +94,10 @@ def make_torch_optimizer(settings: OptimizerSection, groups: Any, on_gpu: bool) 
     options = {key: tuple(value) if isinstance(value, list) else value for key, value in settings.options.items()}
     known = inspect.signature(made).parameters
     if "fused" in known and not {"fused", "foreach"} & options.keys():
-        # torch's fused SGD fails where a parameter has its first gradient after others have momentum.
-        options["fused"] = (not on_gpu or fuses_on_gpu(made)) and not options.get("momentum")
+        # torch's fused SGD fails where a parameter has its first gradient after others have momentum, and none of its
+        # fused optimizers takes complex parameters.
+        is_real = not any(parameter.is_complex() for group in groups for parameter in group["params"])
+        options["fused"] = (not on_gpu or fuses_on_gpu(made)) and not options.get("momentum") and is_real
     groups = groups or [{"params": [nn.Parameter(torch.empty(0, device="cuda" if on_gpu else "cpu"))]}]
     if "weight_decay" not in known:
         groups = [{"params": group["params"]} for group in groups]
