@@ -385,6 +385,33 @@ def test_no_message_of_float8_is_left_where_a_unit_is_reduced(world_pool: WorldP
         assert len(found) > 4 and not any(found[:-1]) and found[-1] >= 8
 
 
+ADAPTED: dict[str, dict[str, Any]] = {
+    "lora": {"config": LLAMA, "adapter": {"kind": "lora", "rank": 4}},
+    "attention": {"config": LLAMA, "adapter": {"kind": "lora", "rank": 4, "target_modules": ["q_proj", "v_proj"]}},
+    "checkpointed": {"adapter": {"kind": "lora", "rank": 4}, "memory": {"activation_checkpointing": "full"}},
+    "tensor": {
+        "adapter": {"kind": "lora", "rank": 4}, "parallel": {"tensor_parallel_degree": 2},
+        "training": {"sequences_per_step": 2},
+    },
+    "dora": {"adapter": {"kind": "dora", "rank": 4}},
+    "frozen": {"model": {"config": NEOX, "freeze": ["gpt_neox.embed_in", "gpt_neox.layers.[01]"]}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["lora", *(pytest.param(n, marks=pytest.mark.slow) for n in [*ADAPTED][1:])])
+def test_peak_is_predicted_where_a_part_is_trained(world_pool: WorldPool, name: str) -> None:
+    check(world_pool, 2, **ADAPTED[name])
+
+
+def test_frozen_parameters_have_no_states() -> None:
+    plan, facts = planned(2, LLAMA, adapter={"kind": "lora", "rank": 4})
+    step = moments(plan, facts)[-1]
+    trained = facts.trained_parameters
+    assert trained == 4 * sum(into + out for into, out in facts.linears.values())
+    assert (step.gradients, step.optimizer) == (4 * trained / 2, 8 * trained / 2)
+    assert step.parameters == 4 * facts.parameters / 2
+
+
 LONG: dict[str, Any] = {"data": {"sequence_length": 500}, "training": {"sequences_per_step": 2}}
 
 

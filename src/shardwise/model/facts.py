@@ -5,6 +5,7 @@ Made by `shardwise.model.discover` from the structure of a model on the meta dev
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -242,6 +243,11 @@ class ModelFacts:
         return {name: shape for name, shape in self.parameter_shapes.items() if name not in self.frozen}
 
     @cached_property
+    def trained_parameters(self) -> int:
+        """Elements of the parameters that are not frozen."""
+        return self.parameters - sum(math.prod(self.parameter_shapes[name]) for name in self.frozen)
+
+    @cached_property
     def base_shapes(self) -> dict[str, tuple[int, ...]]:
         """Those of `parameter_shapes` that are of the model itself, and not of its adapters."""
         layers = tuple(f"{name}.lora_" for name in self.adapters)
@@ -325,14 +331,16 @@ class ModelFacts:
         return max(1, degree // self.key_value_heads) if self.key_value_heads else 1
 
     def model_flops_per_token(self, sequence_length: int) -> float:
-        """Model FLOPs of forward and backward for one token: 6·P + 12·L·s·h.
+        """Model FLOPs of forward and backward for one token: 6·P + 12·L·s·h; 4·P + 2·T where only T of P are trained.
 
         P counts the parameters that take part in matrix products (all but input embeddings that are only looked up, and
         of experts those that a token goes to); s is the sequence length and h the heads times the size of one, most
         often the hidden size (PaLM, arXiv 2204.02311, appendix B). No recomputation.
         """
+        multiplied = self.parameters - self.embedding_parameters - self.idle_parameters
         return (
-            6.0 * (self.parameters - self.embedding_parameters - self.idle_parameters)
+            4.0 * multiplied
+            + 2.0 * min(multiplied, self.trained_parameters)
             + 12.0 * self.layers * sequence_length * self.attention_width
         )
 

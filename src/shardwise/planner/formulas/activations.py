@@ -124,7 +124,7 @@ class ModuleMemory:
 def _shapes_of_block(facts: ModelFacts) -> dict[str, tuple[int, ...]]:
     """The parameters of the first block that has experts (some families begin with others), else of the first."""
     by_block: dict[str, dict[str, tuple[int, ...]]] = {}
-    for name, shape in facts.parameter_shapes.items():
+    for name, shape in facts.base_shapes.items():
         if name in facts.block_of:
             by_block.setdefault(facts.block_of[name], {})[name] = shape
     blocks = list(by_block.values())
@@ -159,6 +159,27 @@ def modules_of_block(facts: ModelFacts, kind: BlockKind, shape: LocalMicrobatch)
     norm = _mlp_norm(facts, kind, shape)
     mlp = _expert_pieces(facts, kind, shape) if kind.experts else _mlp_pieces(facts, kind, shape)
     return [*attention, norm, *mlp, ModuleMemory("MLP dropout", _mask(_rows(facts, shape)[1], shape))]
+
+
+def of_trained(pieces: Sequence[ModuleMemory], facts: ModelFacts, shape: LocalMicrobatch) -> list[ModuleMemory]:
+    """Return the modules of a block that is trained in part: inputs that no trained layer reads are not kept.
+
+    Adapters keep what lies between their factors besides, and DoRA the product of the layer and its own.
+    """
+    if not facts.frozen or not facts.blocks:
+        return list(pieces)
+    layers = {name: sizes for name, sizes in facts.linears.items() if name.startswith(f"{facts.blocks[-1].name}.")}
+    trained = [layers[name] for name in layers if name in facts.adapters or f"{name}.weight" not in facts.frozen]
+    inner = (facts.intermediate_size, 2 * facts.intermediate_size)
+    read = {
+        "query, key, value": any(into == facts.hidden_size and out not in inner for into, out in trained),
+        "MLP up": any(out in inner for _, out in trained),
+        "MLP down": any(into == facts.intermediate_size for into, _ in trained),
+    }
+    kept = [piece if read.get(piece.name, True) else replace(piece, saved=0.0) for piece in pieces]
+    adapters = [facts.adapters[name] for name in layers if name in facts.adapters]
+    features = sum(one.rank + (2 * one.outputs / shape.tensor if one.has_magnitude else 0) for one in adapters)
+    return [ModuleMemory("adapters", shape.tokens * shape.bytes * features), *kept]
 
 
 def _rows(facts: ModelFacts, shape: LocalMicrobatch) -> tuple[float, float]:

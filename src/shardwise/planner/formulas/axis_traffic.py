@@ -93,16 +93,17 @@ def _messages(configuration: TrainingConfiguration, work: StageWork) -> float:
 def _reduction(configuration: TrainingConfiguration, work: StageWork) -> float:
     """Return the exposed seconds of the reduction of gradients between replicas, once a step."""
     elements = elements_of_rank(configuration, work.blocks)
+    reduced = elements * configuration.trained
     parameter, reduction = BYTES[configuration.precision], BYTES[configuration.reduction]
     shards, after = configuration.degree(*state_axes()), 0.0
     if configuration.zero == 3:
-        traffic = all_reduce_seconds(elements / shards * reduction, rank_group(configuration, *replica_axes()))
+        traffic = all_reduce_seconds(reduced / shards * reduction, rank_group(configuration, *replica_axes()))
     elif configuration.zero == 0:
-        traffic = all_reduce_seconds(elements * reduction, rank_group(configuration, *data_axes()))
+        traffic = all_reduce_seconds(reduced * reduction, rank_group(configuration, *data_axes()))
     else:
         over = rank_group(configuration, *state_axes())
-        traffic = gather_seconds(elements * reduction, over)
-        traffic += all_reduce_seconds(elements / shards * reduction, rank_group(configuration, *replica_axes()))
+        traffic = gather_seconds(reduced * reduction, over)
+        traffic += all_reduce_seconds(reduced / shards * reduction, rank_group(configuration, *replica_axes()))
         after = gather_seconds(elements * parameter, over)
     return overlapped_seconds(work.last_backward, traffic, configuration.stack.overlap) - work.last_backward + after
 

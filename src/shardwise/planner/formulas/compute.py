@@ -102,13 +102,12 @@ def matmul_seconds(m: int, n: int, k: int, rates: Rates) -> float:
     return 2.0 * m * n * k / (rates.flops * share) + moved / rates.bandwidth
 
 
-def _linears(shapes: list[tuple[int, int]], tokens: int, rates: Rates) -> tuple[float, float]:
-    """(forward, backward) of linears of (inputs, outputs) features."""
+def _linears(shapes: list[tuple[int, int]], tokens: int, rates: Rates, trained: float = 1.0) -> tuple[float, float]:
+    """(forward, backward) of linears of (inputs, outputs) features, of which the share `trained` has gradients."""
     forward = sum(matmul_seconds(tokens, out, into, rates) for into, out in shapes)
-    backward = sum(
-        matmul_seconds(tokens, into, out, rates) + matmul_seconds(into, out, tokens, rates) for into, out in shapes
-    )
-    return forward, backward
+    of_inputs = sum(matmul_seconds(tokens, into, out, rates) for into, out in shapes)
+    of_weights = sum(matmul_seconds(into, out, tokens, rates) for into, out in shapes)
+    return forward, of_inputs + trained * of_weights
 
 
 def tokens_of(configuration: TrainingConfiguration) -> int:
@@ -125,7 +124,7 @@ def block_work(configuration: TrainingConfiguration) -> tuple[KernelWork, Kernel
     heads, inner = model.attention_width // t, max(1, model.intermediate // t)
     shapes = [(model.hidden, heads + 2 * key_value), (heads, model.hidden)]
     shapes += [(model.hidden, inner * (2 if model.gated else 1)), (inner, model.hidden)]
-    products = _linears(shapes, tokens, speed)
+    products = _linears(shapes, tokens, speed, configuration.trained)
     scores = _flash(configuration, tokens, speed) if configuration.flash else _scores(configuration, tokens, speed)
     passes = _passes(configuration, tokens, speed)
     host = _host(configuration)
@@ -189,7 +188,7 @@ def head_work(configuration: TrainingConfiguration) -> tuple[KernelWork, KernelW
         return KernelWork(), KernelWork()
     speed = rates(configuration.cluster.accelerator, configuration.stack, configuration.precision)
     tokens, vocabulary = tokens_of(configuration), max(1, model.vocabulary // configuration.tensor)
-    forward, backward = _linears([(model.hidden, vocabulary)], tokens, speed)
+    forward, backward = _linears([(model.hidden, vocabulary)], tokens, speed, configuration.trained)
     logits = tokens * vocabulary / speed.bandwidth
     host = 12 * LAUNCH * configuration.stack.launch
     return (

@@ -152,15 +152,16 @@ def _states(configuration: TrainingConfiguration, elements: float) -> dict[str, 
     data = configuration.degree(*state_axes())
     if configuration.zero == 3:
         of_rank = elements / data
-        states = {"parameters": 4 * of_rank, "gradients": 4 * of_rank, "optimizer": 8 * of_rank}
+        updated = of_rank * configuration.trained
+        states = {"parameters": 4 * of_rank, "gradients": 4 * updated, "optimizer": 8 * updated}
         return dict.fromkeys(states, 0.0) if configuration.offload_parameters else states
     size = BYTES[configuration.precision]
     master = 4 if size < 4 else 0
     gradients = 4 + (configuration.stack.gradient_copy if data * configuration.replica > 1 else 0.0)
     return {
         "parameters": size * elements,
-        "gradients": gradients * elements / (data if configuration.zero == 2 else 1),
-        "optimizer": (8 + master) * elements / (data if configuration.zero else 1),
+        "gradients": gradients * elements * configuration.trained / (data if configuration.zero == 2 else 1),
+        "optimizer": (8 * configuration.trained + master) * elements / (data if configuration.zero else 1),
     }
 
 

@@ -124,5 +124,6 @@ def _parameter_traffic(configuration: TrainingConfiguration) -> tuple[float, flo
     elements = configuration.model.layer_parameters / configuration.tensor
     size = 1 if configuration.gathers_float8 else BYTES[configuration.precision]
     parameters = gather_seconds(elements * size, over, configuration.collectives)
-    gradients = gather_seconds(elements * BYTES[configuration.reduction], over, configuration.collectives)
+    reduced = elements * configuration.trained * BYTES[configuration.reduction]
+    gradients = gather_seconds(reduced, over, configuration.collectives)
     return parameters, gradients + (parameters if configuration.reshard_after_forward else 0.0)

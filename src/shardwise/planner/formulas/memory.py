@@ -6,8 +6,9 @@ norm, head), s shard ranks, T tokens of a microbatch. Bytes a number: p of the m
 dtype, r of the reduction.
 
 Held all the time: parameters N/s·p (FSDP2 pads dim 0 of each tensor to a multiple of s), optimizer state, and with
-accumulation the gradients of earlier microbatches N/s·p. One rank without a compute dtype of its own has no FSDP2:
-s = 1, and nothing below is gathered or communicated. With tensor parallelism all are of the first, fullest, rank.
+accumulation the gradients of earlier microbatches N/s·p. Of N and n only trained parameters have gradients and state.
+One rank without a compute dtype of its own has no FSDP2: s = 1, and nothing below is gathered or communicated. With
+tensor parallelism all are of the first, fullest, rank.
 
 FSDP2 (torch/distributed/fsdp/_fully_shard) gathers a unit into a flat buffer of n_u·c and copies it out into
 parameters of n_u·c; in forward the flat buffer lives until the next unit's copy-out, in backward it is freed at once.
@@ -26,7 +27,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -43,6 +44,7 @@ from shardwise.planner.formulas.activations import (
     backward_peak,
     kept_bytes,
     modules_of_block,
+    of_trained,
     saved_bytes,
 )
 from shardwise.planner.formulas.memory_estimate import MemoryEstimate
@@ -73,11 +75,20 @@ def moments(plan: Plan, facts: ModelFacts, kind: BlockKind | None = None, pipeli
 
 @dataclass(frozen=True)
 class _Unit:
-    """Parameters that are gathered together: elements whole (padded), of one rank, and of the last tensor."""
+    """Parameters that are gathered together.
+
+    Attributes:
+        whole, shard: elements, padded; of all ranks and of one.
+        blocks: that are in it.
+        trained, trained_shard: the same as the first two, of parameters that have gradients.
+        last: elements of the last tensor that has one.
+    """
 
     whole: float
     shard: float
     blocks: int
+    trained: float
+    trained_shard: float
     last: float
 
 
@@ -120,25 +131,32 @@ class _Step:
         return self._sized(self._shapes[None], 0)
 
     @cached_property
-    def _shapes(self) -> dict[str | None, list[tuple[int, ...]]]:
-        """The shapes of each block's parameters on this rank; under None, of those outside of the blocks."""
-        shapes: dict[str | None, list[tuple[int, ...]]] = defaultdict(list)
+    def _shapes(self) -> dict[str | None, dict[str, tuple[int, ...]]]:
+        """The shapes of each block's parameters on this rank, by name; under None, of those outside of the blocks."""
+        shapes: dict[str | None, dict[str, tuple[int, ...]]] = defaultdict(dict)
         for name, shape in local_shapes(self.facts, self.plan, pipeline=self.pipeline).items():
-            shapes[self.facts.block_of.get(name)].append(shape)
+            shapes[self.facts.block_of.get(name)][name] = shape
         return shapes
 
     def _unit(self, names: Sequence[str]) -> _Unit:
-        return self._sized([shape for name in names for shape in self._shapes[name]], len(names))
+        return self._sized({key: shape for name in names for key, shape in self._shapes[name].items()}, len(names))
 
-    def _sized(self, shapes: Sequence[tuple[int, ...]], blocks: int) -> _Unit:
+    def _sized(self, shapes: Mapping[str, tuple[int, ...]], blocks: int) -> _Unit:
         """Each tensor's dim 0 is padded to a multiple of the shard ranks."""
-        shard = sum(math.ceil(shape[0] / self.ranks) * math.prod(shape[1:]) if shape else 1 for shape in shapes)
-        return _Unit(shard * self.ranks, shard, blocks, math.prod(shapes[-1]) if shapes else 0)
+        trained = [shape for name, shape in shapes.items() if name not in self.facts.frozen]
+        shard, trained_shard = self._shard_of(shapes.values()), self._shard_of(trained)
+        last = math.prod(trained[-1]) if trained else 0
+        return _Unit(shard * self.ranks, shard, blocks, trained_shard * self.ranks, trained_shard, last)
+
+    def _shard_of(self, shapes: Iterable[tuple[int, ...]]) -> int:
+        return sum(math.ceil(shape[0] / self.ranks) * math.prod(shape[1:]) if shape else 1 for shape in shapes)
 
     @cached_property
     def head(self) -> float:
-        """Elements of the output projection, whose gradient is the first to exist."""
-        return self.vocabulary * self.facts.hidden_size if self.has_head else 0.0
+        """Elements of the output projection, whose gradient is the first to exist; 0 where it has none."""
+        names = next((names for names in self.facts.ties if f"{self.facts.head}.weight" in names), None)
+        is_frozen = (names[0] if names else f"{self.facts.head}.weight") in self.facts.frozen
+        return self.vocabulary * self.facts.hidden_size if self.has_head and not is_frozen else 0.0
 
     @property
     def has_head(self) -> bool:
@@ -163,17 +181,22 @@ class _Step:
         """Elements of the whole model on this rank."""
         return self.root.shard + sum(unit.shard for unit in self.units)
 
+    @cached_property
+    def trained(self) -> float:
+        """Elements on this rank that have a gradient and optimizer state."""
+        return self.root.trained_shard + sum(unit.trained_shard for unit in self.units)
+
     # --- what is held all the time
 
     def base(self, moment: str, reduced: Sequence[_Unit] = ()) -> MemoryEstimate:
         """Parameters, optimizer state, and the gradient shards of `reduced` (with accumulation, of everything)."""
         earlier = self.plan.accumulation > 1 and not self._waits and not self.first
-        done = self.shard if earlier else sum(unit.shard for unit in reduced)
+        done = self.trained if earlier else sum(unit.trained_shard for unit in reduced)
         state = MemoryEstimate(
             moment,
             parameters=self.shard * self.master,
             gradients=done * self.master,
-            optimizer=self.shard * BYTES[self.plan.dtypes.optimizer] * optimizer_states(self.plan),
+            optimizer=self.trained * BYTES[self.plan.dtypes.optimizer] * optimizer_states(self.plan),
             gathered=self.root.whole * self.compute if self.fsdp else 0.0,
             unsharded_gradients=self._unreduced,
             activations=self._always,
@@ -193,7 +216,7 @@ class _Step:
 
     @cached_property
     def _unreduced(self) -> float:
-        whole = self.root.whole + sum(unit.whole for unit in self.units)
+        whole = self.root.trained + sum(unit.trained for unit in self.units)
         loss_made = self.job.parallel.pipeline == "simple" and self.plan.chunked_loss  # a head's for each in flight
         heads = (self.flights - 1) * self.head * self.loss if loss_made else 0.0
         return heads + (whole * self.reduction if self._waits else 0.0)
@@ -246,7 +269,7 @@ class _Step:
             self.tensor,
             self.plan.sequence_parallel,
         )
-        return modules_of_block(facts, self.kind, shape)
+        return of_trained(modules_of_block(facts, self.kind, shape), facts, shape)
 
     @cached_property
     def _saved(self) -> float:
@@ -269,6 +292,23 @@ class _Step:
         others = 2 * width * self.tokens * (self.context - 1)
         return (others + self.plan.masks_whole * self.plan.positions**2 * self.context) * self.compute
 
+    @cached_property
+    def reached(self) -> list[bool]:
+        """Whether backward comes to each unit: not to those before the first trained parameter of the model.
+
+        What a stage is sent has a gradient in any case.
+        """
+        names, trained, reached = iter(self.facts.parameter_shapes), False, list[bool]()
+        for part, blocks in ((part, unit) for part, units in enumerate(self._groups) for unit in units):
+            inside = {name for name, block in self.facts.block_of.items() if block in blocks}
+            for name in names:
+                trained = trained or name not in self.facts.frozen
+                inside.discard(name)
+                if not inside:
+                    break
+            reached.append(trained or bool(self.stages and self.stages[part] > 0))
+        return reached
+
     def checkpointed(self, index: int) -> bool:
         return self.job.memory.activation_checkpointing != "none" and index % self.job.memory.checkpoint_every == 0
 
@@ -278,6 +318,8 @@ class _Step:
     def kept(self, index: int) -> float:
         """Return what unit `index` keeps on the device between forward and backward."""
         blocks = self.units[index].blocks
+        if not self.reached[index]:
+            return 0.0
         if not self.checkpointed(index):
             return blocks * self._saved
         selective = self.job.memory.activation_checkpointing == "selective"
@@ -305,7 +347,7 @@ class _Step:
     def moments(self) -> Iterator[MemoryEstimate]:
         if self.has_head:
             yield self.at_loss()
-        for index in reversed(range(len(self.units))):
+        for index in (index for index in reversed(range(len(self.units))) if self.reached[index]):
             yield self.in_backward(index)
             yield self.in_reduction(index)
         yield self.at_embedding()
@@ -338,7 +380,9 @@ class _Step:
         """The worst moment inside the backward of a unit: its last block, everything before it still kept."""
         size, unit = self.base(f"backward of unit {index}", self.units[index + 1 :]), self.units[index]
         worst, gradients = self._backward
-        waiting = self.units[index + 1].whole * self.reduction if index + 1 < len(self.units) else 0.0
+        if self.facts.frozen:  # what the modules' own weights would have is not there
+            gradients = min(gradients, unit.trained * self.compute)
+        waiting = self.units[index + 1].trained * self.reduction if index + 1 < len(self.units) else 0.0
         return replace(
             size,
             gathered=size.gathered + self._gathered(self.units[: index + 1] if self.keeps_gathered else [unit]),
@@ -365,11 +409,11 @@ class _Step:
         """The gradient of the embedding, made whole; where it is tied to the head, that of each and their sum."""
         size = self.base("backward of the embedding", self.units)
         tied = 2 * self.head * self.compute if self.facts.ties else 0.0
-        waiting = self.units[0].whole * self.reduction if self.units and self.fsdp else 0.0
+        waiting = self.units[0].trained * self.reduction if self.units and self.fsdp else 0.0
         return replace(
             size,
             communication=waiting,
-            unsharded_gradients=size.unsharded_gradients + self.root.whole * self.compute + tied,
+            unsharded_gradients=size.unsharded_gradients + self.root.trained * self.compute + tied,
             working=self.row,
         )
 
@@ -382,11 +426,11 @@ class _Step:
     def _reduced(self, unit: _Unit) -> tuple[float, float]:
         """(gradients, buffers) at the larger moment of a reduction: filling its input, or its output beside it."""
         if not self.fsdp:
-            return unit.whole * self.compute, 0.0
-        filling = (0.0 if self._waits else unit.whole * self.compute, unit.whole * self.reduction)
+            return unit.trained * self.compute, 0.0
+        filling = (0.0 if self._waits else unit.trained * self.compute, unit.trained * self.reduction)
         copies = 1 if self.ranks == 1 or self.plan.backend == "gloo" else 0
         # The loop that filled the input still refers to the last gradient.
-        output = (unit.last * self.compute, ((1 + copies) * unit.whole + unit.shard) * self.reduction)
+        output = (unit.last * self.compute, ((1 + copies) * unit.trained + unit.trained_shard) * self.reduction)
         return max(filling, output, key=sum)
 
     def _gathered(self, units: Sequence[_Unit]) -> float:

@@ -135,7 +135,7 @@ def _stalls(configuration: TrainingConfiguration, full: bool) -> float:
 
 def _optimizer(configuration: TrainingConfiguration, blocks: int) -> float:
     """Return the seconds of the optimizer's update, once a step."""
-    elements = elements_of_rank(configuration, blocks)
+    elements = elements_of_rank(configuration, blocks) * configuration.trained
     local = elements / configuration.degree(*state_axes()) if configuration.zero else elements
     on_host = OPTIMIZER_BYTES * local / HOST_MEMORY
     return on_host if configuration.host_optimizer else optimizer_seconds(local, configuration)

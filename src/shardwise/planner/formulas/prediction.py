@@ -241,6 +241,7 @@ class TrainingConfiguration:
             section 4.1).
         balanced: the pipeline's stages are cut by cost; else blocks are shared out evenly and the ends come on top.
             None: as the stack does it.
+        trained: share of the parameters that have gradients and optimizer state.
         kept_blocks: the last blocks, whose parameters stay gathered from their forward to their backward although
             others' are freed.
     """
@@ -278,6 +279,7 @@ class TrainingConfiguration:
     balanced: bool | None = None
     chunked_loss: bool = False
     reshard_after_forward: bool = True
+    trained: float = 1.0
     kept_blocks: int = 0
 
     @property
