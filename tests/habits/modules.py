@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
-from tests.habits.building import WIDTH, Residual, Stack
+from tests.habits.building import WIDTH, Residual, Stack, squared_error
 
 
 class KeywordResidual(Residual):
@@ -477,3 +477,57 @@ class ComplexParameters(Stack):
     """Layers of a Fourier neural operator."""
 
     block = FourierResidual
+
+
+class ScaledParameter(Residual):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up.weight.scale = 0.5  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.up.weight.scale
+
+
+class ParameterAttributes(Stack):
+    """Blocks read an attribute of their parameter."""
+
+    block = ScaledParameter
+
+
+class OwnKind(nn.Parameter):
+    """A class of parameters."""
+
+
+class SubclassedParameters(Stack):
+    """A parameter of a class of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = OwnKind(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.gain
+
+
+class ListedParameters(Stack):
+    """A plain list of parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = [self.first.weight, self.last.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * sum(weight.square().mean() for weight in self.weights)
+
+
+class ReturnedParameters(Stack):
+    """Its loss reads the parameters that its forward returns."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), list(self.parameters())
+
+
+def penalized_error(output: Any, batch: Any) -> tuple[Tensor, Tensor]:
+    """Return (sum over the counted samples, how many), of an output with parameters."""
+    error, count = squared_error(output[0], batch)
+    return error + 0.01 * count * torch.stack([parameter.square().sum() for parameter in output[1]]).sum(), count

@@ -151,4 +151,27 @@ HABITS: tuple[Habit, ...] = (
         keys={"training": {"microbatch_size": None}},  # gradients of complex64 are rounded in each microbatch
         quick=(ONE,),
     ),
+    Habit("ParameterAttributes", "attributes that are set on parameters"),
+    Habit(
+        "SubclassedParameters",
+        "subclasses of `nn.Parameter`",
+        refused=dict.fromkeys(LAYOUTS, r"gain of SubclassedParameters \(.*modules.py:\d+\) is of a class of its own"),
+        remedy="use `nn.Parameter`, and attributes of it",
+        quick=(),
+    ),
+    Habit(
+        "ListedParameters",
+        "plain lists of parameters",
+        refused=dict.fromkeys(LAYOUTS, r"weights of ListedParameters \(.*modules.py:\d+\) keeps parameters"),
+        remedy="`nn.ParameterList`",
+        quick=(),
+    ),
+    Habit(
+        "ReturnedParameters",
+        "a loss that reads the parameters that forward returns",
+        costs="the blocks are one unit with the rest, whose parameters stay gathered",
+        refused={STAGES: r"ReturnedParameters \(.*modules.py:\d+\) reads blocks.0"},
+        remedy="add the penalty with `optimizer.weight_decay`, or use no pipeline",
+        keys={"model": {"loss": "tests.habits.modules:penalized_error"}},
+    ),
 )

@@ -39,6 +39,12 @@ def share_gradient_hooks(source: Tensor, target: Tensor) -> None:
         setattr(target, name, getattr(source, name))
 
 
+def share_attributes(source: Tensor, target: Tensor | None) -> None:
+    """Let `target` have the attributes that user code has set on `source` or sets on either of them later."""
+    if target is not None:
+        target.__dict__ = source.__dict__
+
+
 # No public name: FSDP2 and DDP end their own backward like this.
 def at_end_of_backward(callback: Callable[[], object]) -> None:
     """Call `callback` when the backward that is running ends."""

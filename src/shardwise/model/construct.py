@@ -31,6 +31,7 @@ from shardwise._torch_compat.tracing import TorchDispatchMode
 from shardwise._torch_compat.writes import storage_key, written_tensors
 from shardwise.errors import ModelError
 from shardwise.model.initializers import MODEL_INITIALIZER, MODULE_INITIALIZERS
+from shardwise.model.parameter_kinds import DECLARED_CLASS
 
 Factory = Callable[[], nn.Module]
 
@@ -117,6 +118,8 @@ def meta_parameter(parameter: nn.Parameter) -> nn.Parameter:
     """Return a parameter without values that has all else of `parameter`: its attributes and hooks."""
     meta = nn.Parameter(torch.empty_like(parameter.detach(), device="meta"), requires_grad=parameter.requires_grad)
     meta.__dict__.update(parameter.__dict__)
+    if type(parameter) is not nn.Parameter:
+        setattr(meta, DECLARED_CLASS, type(parameter).__name__)
     share_gradient_hooks(parameter, meta)
     return meta
 

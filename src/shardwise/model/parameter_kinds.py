@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
+from shardwise.model.containers import module_attributes, walk
+
+DECLARED_CLASS = (
+    "declared_class"  # attribute of a parameter on the meta device: the class that it had, if one of its own
+)
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 
 
@@ -17,11 +24,15 @@ class ParameterKinds:
         complex: parameters of complex numbers.
         sparse: embeddings whose gradients are sparse.
         bounded: embeddings whose forward scales rows down to `max_norm`, in place.
+        subclassed: parameters of a class of their own.
+        listed: attributes of modules that keep parameters beside those that are registered.
     """
 
     complex: tuple[str, ...] = ()
     sparse: tuple[str, ...] = ()
     bounded: tuple[str, ...] = ()
+    subclassed: tuple[str, ...] = ()
+    listed: tuple[str, ...] = ()
 
 
 def find_parameter_kinds(model: nn.Module) -> ParameterKinds:
@@ -31,7 +42,16 @@ def find_parameter_kinds(model: nn.Module) -> ParameterKinds:
         complex=tuple(name for name, parameter in model.named_parameters() if parameter.is_complex()),
         sparse=tuple(name for name, embedding in embeddings if embedding.sparse),
         bounded=tuple(name for name, embedding in embeddings if embedding.max_norm is not None),
+        subclassed=tuple(name for name, parameter in model.named_parameters() if hasattr(parameter, DECLARED_CLASS)),
+        listed=() if isinstance(model, PreTrainedModel) else tuple(_attributes_with_parameters(model)),
     )
+
+
+def _attributes_with_parameters(model: nn.Module) -> Iterator[str]:
+    for name, module in model.named_modules():
+        for attribute, value in module_attributes(module).items():
+            if any(isinstance(inner, nn.Parameter) for inner in walk(value)):
+                yield f"{name}.{attribute}".lstrip(".")
 
 
 def is_shardable(parameter: Tensor) -> bool:

@@ -33,6 +33,7 @@ from shardwise.errors import ModelError
 from shardwise.model.attention_calls import AttentionCalls
 from shardwise.model.capability import SUPPORTED, Capability, unless
 from shardwise.model.chain import BlockCalls, HandedOn, activation_arguments, handed_on, is_chain, share_arguments
+from shardwise.model.containers import walk
 from shardwise.model.facts import AttentionFacts, ModelFacts, StageFacts
 from shardwise.model.layer_drop import FixedScalarDraws
 from shardwise.model.modules import empty_module
@@ -299,6 +300,10 @@ class _RecordedForward:
 
     def _result(self, output: Any) -> ForwardProbe:
         functions = self.functions
+        # What is returned is read by the loss, while no module runs.
+        functions.outside_reads |= {
+            functions.names.get(id(value), "") for value in walk(output)
+        } & functions.owners.keys()
         blocks = [block for blocks in self.blocks for block in blocks]
         logits = getattr(output, "logits", None)
         names = {id(module): name for name, module in self.model.named_modules()}

@@ -151,6 +151,7 @@ class ModelBuilder:
         context: how sequences are split over ranks; set by `context`.
         gradient_hooks: hooks of the user's parameters on their gradients, by name.
         accumulate_grad_hooks: those that are called once a gradient is accumulated, by name.
+        parameter_attributes: attributes that the user's code has set on parameters, by name.
     """
 
     def __init__(self, model: nn.Module, numbers: tuple[int, ...]) -> None:
@@ -161,6 +162,7 @@ class ModelBuilder:
         self.accumulate_grad_hooks = {
             name: accumulate_grad_hooks(model.get_parameter(name)) for name in find_accumulate_grad_hooks(model)
         }
+        self.parameter_attributes = {name: dict(vars(value)) for name, value in model.named_parameters() if vars(value)}
         self.boundary_shapes: BoundaryShapes | None = None
         self.context: ContextParallel | None = None
         self._shared_root: SharedRoot | None = None
@@ -191,6 +193,9 @@ class ModelBuilder:
         for ranks in dict.fromkeys(tied.values()):
             layout.holders_group(ranks)  # here, where every rank is, for a group is made by all
         tensor_map = TensorMap.of([stage.model for stage in self.stages], layout, splits, tied)
+        for name, attributes in self.parameter_attributes.items():
+            if name in tensor_map.names:
+                vars(tensor_map[name].parameter).update(attributes)
         for name, hooks in self.accumulate_grad_hooks.items():
             for hook in hooks.values():
                 tensor_map[name].parameter.register_post_accumulate_grad_hook(hook)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from shardwise._torch_compat.autograd import version_of
+from shardwise._torch_compat.autograd import share_attributes, version_of
 from shardwise._torch_compat.fsdp2 import ShardedUnit, UnitHooks
 from shardwise.collectives.names import CollectiveName, unit_names
 from shardwise.errors import ModelError
@@ -57,6 +57,7 @@ class UnitUse(UnitHooks):
         self.irregular = 0
         self.events: deque[tuple[str, int]] = deque(maxlen=MOST_EVENTS)
         self._compared = False
+        self._gathered: set[int] = set()
         self._kept: set[int] = set()
         self._filled: set[int] = set()
         self._used: set[int] = set()
@@ -103,7 +104,11 @@ class UnitUse(UnitHooks):
         self._record("forward", index)
 
     def after_gathering(self, index: int) -> None:
-        """Note the versions of the unit's parameters."""
+        """Note the versions of the unit's parameters; gathered ones have the attributes of sharded ones."""
+        if index not in self._gathered:
+            self._gathered.add(index)
+            for sharded, gathered in self.units[index].parameters():
+                share_attributes(sharded, gathered)
         self._versions[index] = self._versions_of(index)
 
     def after_forward(self, index: int) -> None:

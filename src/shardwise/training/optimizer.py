@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise._torch_compat.autograd import share_attributes
 from shardwise._torch_compat.optimizers import fuses_on_gpu
 from shardwise.job.objects import is_reference, user_code
 from shardwise.job.optimizers import optimizer_class
@@ -37,6 +38,8 @@ class ShardedOptimizer:
             for entry in self.entries
             if entry.parameter.requires_grad and entry.local.numel()
         ]
+        for entry, local in self.locals:
+            share_attributes(entry.parameter, local)  # an optimizer of the user's own may read them
         decayed = [local for entry, local in self.locals if len(entry.shape) >= 2]
         plain = [local for entry, local in self.locals if len(entry.shape) < 2]
         groups = [
