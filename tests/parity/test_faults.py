@@ -15,7 +15,9 @@ from shardwise.testing.copies import compare_copies
 from shardwise.testing.faults.registry import FAULTS
 from shardwise.testing.world import WorldPool
 from shardwise.training.setup import assemble, prepare_data
-from tests.parity.jobs import facts_of, make_job, verify_one
+from tests.parity.jobs import check_agrees, facts_of, make_job, verify_one
+
+DIVIDING = ("Adam", "Adamax", "NAdam", "RAdam", "Adagrad")  # by the size of the gradient
 
 QUICK = ("lost_microbatch", "wrong_norm", "stale_shard")
 # Faults that need replicas, ties, dropout and documents at once; tests/parity/planted_faults.csv has the others.
@@ -83,6 +85,14 @@ def test_verify_names_faults_of_an_adam_in_fp32(world_pool: WorldPool, corpora: 
     job = make_job(corpora, layers=2, precision={"compute": "fp32"}, training={"microbatch_size": 2})
     report = world_pool.run(2, with_fault, job, fault)[0]
     assert report.fault == fault, f"named {report.fault!r}: {report.diagnosis}; first {report.first}"
+
+
+@pytest.mark.parametrize("name", ["RMSprop", *(pytest.param(name, marks=pytest.mark.slow) for name in DIVIDING)])
+def test_rounding_of_which_an_optimizer_makes_a_step_is_no_fault(
+    world_pool: WorldPool, corpora: Path, name: str
+) -> None:
+    settings = {"name": name, "weight_decay": 0.1}
+    check_agrees(world_pool, 2, make_job(corpora, precision={"compute": "fp32"}, optimizer=settings))
 
 
 @pytest.mark.parametrize("compute", ["fp64", "fp32"])

@@ -83,6 +83,13 @@ def test_spans_agree_with_one_process(
     check_agrees(world_pool, ranks, span_job(corpora, **settings))
 
 
+def test_dropout_of_layers_that_different_kernels_compute_is_switched_off_in_all(
+    world_pool: WorldPool, corpora: Path
+) -> None:
+    """Attention within a stack of T5 has a trained bias and goes to the fused kernel, that across has none."""
+    check_agrees(world_pool, 1, span_job(corpora, model={"attention": "auto"}))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["umt5", "longt5"])  # a bias in every block; attention of its own
 def test_relatives_of_t5_agree_with_one_process(world_pool: WorldPool, corpora: Path, family: str) -> None:

@@ -200,14 +200,20 @@ class Update:
         return 2 * torch.finfo(parameter.dtype).eps * parameter.double().abs()
 
 
-def compare_updates(step: int, ours: Update, reference: Update, tolerance: Tolerance) -> list[Difference]:
-    """Compare what was added to each parameter that both have, beyond the rounding of the parameter's dtype."""
+def compare_updates(
+    step: int, ours: Update, reference: Update, tolerance: Tolerance, noise: Mapping[str, Tensor] | None = None
+) -> list[Difference]:
+    """Compare what was added to each parameter that both have, beyond the rounding of the parameter's dtype.
+
+    `noise` is allowed as well, by element.
+    """
     names = [name for name in reference.after if name in ours.after and reference.after[name].numel()]
     updates = {name: reference.of(name) for name in names}
     least = tolerance.floor * largest(updates.values())
     found = []
     for name, update in updates.items():
-        excess = ((ours.of(name) - update).abs() - reference.rounding(name)).clamp(min=0.0)
+        allowed = reference.rounding(name) + (noise or {}).get(name, 0.0)
+        excess = ((ours.of(name) - update).abs() - allowed).clamp(min=0.0)
         error = relative_error(update.abs() + excess, update.abs(), least)
         found.append(Difference(step, "update", name, error, tolerance.error))
     return found
@@ -242,6 +248,18 @@ def compare_directions(
             allowed = min(MOST_TURNED, max(least.error, (NOISES * share) ** 2 / 2))
             found.append(Difference(step, "direction", name, 1 - cosine, allowed))
     return found
+
+
+def but_for_noise(
+    ours: Mapping[str, Tensor], reference: Mapping[str, Tensor], noise: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return `ours` with the reference's elements where the two are no further apart than `noise`."""
+    return {
+        name: torch.where((tensor - reference[name]).abs() <= noise[name], reference[name].detach(), tensor)
+        if name in noise and tensor.shape == noise[name].shape
+        else tensor
+        for name, tensor in ours.items()
+    }
 
 
 def largest(tensors: Iterable[Tensor]) -> float:

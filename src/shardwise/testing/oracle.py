@@ -343,10 +343,14 @@ class Oracle:
 
     def restore(self, snapshot: Snapshot) -> None:
         weights, state = snapshot
+        self.optimizer.load_state_dict(copy.deepcopy(state))
+        self.adopt(weights)
+
+    def adopt(self, weights: Mapping[str, Tensor]) -> None:
+        """Go on from other weights."""
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 parameter.copy_(weights[name])
-        self.optimizer.load_state_dict(copy.deepcopy(state))
         self._publish()
 
     def _publish(self) -> None:
