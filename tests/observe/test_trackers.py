@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -64,8 +64,11 @@ class FakeWandb(ModuleType):
     def __init__(self) -> None:
         super().__init__("wandb")
         self.calls: list[Any] = []
+        self.id = "r1"
+        self.resumed: list[Any] = []
 
     def init(self, **kwargs: Any) -> FakeWandb:
+        self.resumed.append((kwargs.get("id"), kwargs.get("resume")))
         self.calls.append(("init", kwargs["project"], kwargs["config"]["training.steps"]))
         return self
 
@@ -95,7 +98,11 @@ class FakeMlflow(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        return lambda *args, **kwargs: self.calls.append((name, args, kwargs))
+        return lambda *args, **kwargs: self._answer(name, args, kwargs)
+
+    def _answer(self, *call: Any) -> Any:
+        self.calls.append(call)
+        return SimpleNamespace(info=SimpleNamespace(run_id="r1"))
 
 
 def test_mlflow_gets_job_records_and_end(tmp_path: Path, monkeypatch: Any) -> None:
@@ -117,3 +124,20 @@ def test_a_tracker_that_cannot_start_is_a_named_error(tmp_path: Path, monkeypatc
     monkeypatch.setitem(sys.modules, "wandb", fake)
     with pytest.raises(MachineError, match=r"observe\.wandb.*no API key"):
         make_trackers(job(wandb="project"), tmp_path)[0].open()
+
+
+def test_a_resumed_run_goes_on_with_its_curve(tmp_path: Path, monkeypatch: Any) -> None:
+    wandb, mlflow = FakeWandb(), FakeMlflow()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    for steps_done in (0, 3):
+        for tracker in make_trackers(job(tensorboard=True, wandb="project", mlflow="experiment"), tmp_path):
+            tracker.open(steps_done)
+            for step in (3, 4):
+                if step > steps_done:
+                    tracker.log({**RECORD, "step": step, "loss": float(steps_done)})
+            tracker.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(3, 0.0), (4, 3.0)]
+    assert wandb.resumed == [(None, None), ("r1", "allow")]
+    assert [call[2]["run_id"] for call in mlflow.calls if call[0] == "start_run"] == [None, "r1"]

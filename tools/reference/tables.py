@@ -30,6 +30,7 @@ FILES = {
     "job.yaml": "the whole job with every default written out; `shardwise train` reads it",
     "metrics.jsonl": "one JSON object a step or evaluation, flushed as it is written",
     "tensorboard": "TensorBoard event files (`observe.tensorboard`)",
+    "wandb_run.txt": "the run's name at Weights & Biases, with which a resumed run goes on; `mlflow_run.txt` likewise",
     "profile": "torch profiler traces of each rank (`observe.profile`, `--profile`); only where asked for",
     "model": "the trained model with its tokenizer, as `from_pretrained` opens it",
     "checkpoints": "a directory a checkpoint (`checkpoint.every`): safetensors files, one a rank, and `manifest.json`",

@@ -37,8 +37,8 @@ class Tracker(Callback):
     def __init__(self, output: Path) -> None:
         self._output = output
 
-    def open(self) -> None:
-        """Reach the tracker."""
+    def open(self, steps_done: int = 0) -> None:
+        """Reach the tracker; a run that has been resumed after `steps_done` goes on with its curve."""
         raise NotImplementedError
 
     def log(self, record: Record) -> None:
@@ -52,7 +52,7 @@ class Tracker(Callback):
     def on_start(self, session: ObservedSession) -> None:
         """Open the tracker."""
         with writing(self._output):
-            self.open()
+            self.open(session.steps_done)
 
     def on_step_end(self, session: ObservedSession, record: Record) -> None:
         """Log a step."""
@@ -124,10 +124,12 @@ class TensorBoardTracker(Tracker):
         super().__init__(output)
         self._writer: Any = None
 
-    def open(self) -> None:
+    def open(self, steps_done: int = 0) -> None:
         from torch.utils.tensorboard import SummaryWriter  # slow to import
 
-        self._writer = SummaryWriter(str(self._output / "tensorboard"))
+        # Steps behind the checkpoint that were logged before the run broke off are not shown twice.
+        purge = steps_done + 1 if steps_done else None
+        self._writer = SummaryWriter(str(self._output / "tensorboard"), purge_step=purge)
 
     def log(self, record: Record) -> None:
         for name, value in scalars(record):
@@ -146,12 +148,17 @@ class WandbTracker(Tracker):
         self._job = job
         self._run: Any = None
 
-    def open(self) -> None:
+    def open(self, steps_done: int = 0) -> None:
+        known = _known_run(self._output, "wandb", steps_done)
+        resumed = {"id": known, "resume": "allow"} if known else {}
+
         def start() -> Any:
             wandb = importlib.import_module("wandb")
-            return wandb.init(project=self._job.observe.wandb, dir=str(self._output), config=_flat(self._job))
+            where = {"project": self._job.observe.wandb, "dir": str(self._output)}
+            return wandb.init(**where, config=_flat(self._job), **resumed)
 
         self._run = _opened("wandb", start)
+        _keep_run(self._output, "wandb", self._run.id)
 
     def log(self, record: Record) -> None:
         self._run.log(dict(scalars(record)), step=record.get("step"))
@@ -169,15 +176,19 @@ class MlflowTracker(Tracker):
         self._job = job
         self._mlflow: Any = None
 
-    def open(self) -> None:
-        def start() -> Any:
+    def open(self, steps_done: int = 0) -> None:
+        known = _known_run(self._output, "mlflow", steps_done)
+
+        def start() -> tuple[Any, str]:
             mlflow = importlib.import_module("mlflow")
             mlflow.set_experiment(self._job.observe.mlflow)
-            mlflow.start_run()
-            mlflow.log_params(_flat(self._job))
-            return mlflow
+            run = mlflow.start_run(run_id=known)
+            if known is None:  # parameters cannot be logged with other values
+                mlflow.log_params(_flat(self._job))
+            return mlflow, run.info.run_id
 
-        self._mlflow = _opened("mlflow", start)
+        self._mlflow, name = _opened("mlflow", start)
+        _keep_run(self._output, "mlflow", name)
 
     def log(self, record: Record) -> None:
         self._mlflow.log_metrics(dict(scalars(record)), step=record.get("step"))
@@ -185,6 +196,16 @@ class MlflowTracker(Tracker):
     def close(self) -> None:
         if self._mlflow is not None:
             self._mlflow.end_run()
+
+
+def _known_run(output: Path, tracker: str, steps_done: int) -> str | None:
+    """Return the tracker's own name of the run that is being resumed; None where it starts, or is not known there."""
+    file = output / f"{tracker}_run.txt"
+    return file.read_text(encoding="utf-8").strip() if steps_done and file.exists() else None
+
+
+def _keep_run(output: Path, tracker: str, name: str) -> None:
+    (output / f"{tracker}_run.txt").write_text(f"{name}\n", encoding="utf-8")
 
 
 def _installed(name: str) -> bool:
