@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
-from tests.habits.building import WIDTH, Residual, Stack, squared_error
+from tests.habits.building import POSITIONS, WIDTH, Residual, Stack, squared_error
 
 
 class KeywordResidual(Residual):
@@ -531,3 +531,29 @@ def penalized_error(output: Any, batch: Any) -> tuple[Tensor, Tensor]:
     """Return (sum over the counted samples, how many), of an output with parameters."""
     error, count = squared_error(output[0], batch)
     return error + 0.01 * count * torch.stack([parameter.square().sum() for parameter in output[1]]).sum(), count
+
+
+class BatchNormed(Stack):
+    """Running statistics of a batch norm on what the module is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(POSITIONS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.norm(x))
+
+
+class BatchNormedResidual(Residual):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(POSITIONS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.norm(x))
+
+
+class BatchNormedBlocks(Stack):
+    """The same in blocks."""
+
+    block = BatchNormedResidual

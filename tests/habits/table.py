@@ -60,6 +60,7 @@ class Habit:
 
 
 BUILT_ONCE = "rank 0 builds the module whole, once, on its CPU"
+SHARED_STATISTICS = "two small messages a step"
 
 HABITS: tuple[Habit, ...] = (
     Habit("Stack", "a list of like blocks between other layers"),
@@ -72,14 +73,41 @@ HABITS: tuple[Habit, ...] = (
     Habit("KeywordBlocks", "blocks that take keyword arguments alone", quick=(CHECKPOINTS,)),
     Habit("Attending", "`nn.MultiheadAttention` and torch's Transformer layers"),
     Habit("Parametrized", "`weight_norm` and other parametrizations"),
-    Habit("SpectrallyNormed", "`spectral_norm`", costs=BUILT_ONCE),
-    Habit("Orthogonal", "the parametrization `orthogonal`", costs=BUILT_ONCE),
+    Habit(
+        "SpectrallyNormed",
+        "`spectral_norm`",
+        refused={HALF: "the forward of SpectrallyNormed.*must have the same dtype"},
+        remedy="torch's buffers are fp32; use fp32",
+        costs=f"{BUILT_ONCE}; its power iteration goes on with each microbatch of a rank",
+    ),
+    Habit(
+        "Orthogonal",
+        "the parametrization `orthogonal`",
+        refused={HALF: "the forward of Orthogonal.*not implemented for 'BFloat16'"},
+        remedy="torch has no decompositions in bf16; use fp32",
+        costs=BUILT_ONCE,
+    ),
     Habit("Loaded", "weights loaded in the factory", costs=BUILT_ONCE),
     Habit("RegisteredValues", "parameters registered with values"),
     Habit("Zeroed", "a constructor that changes weights (`nn.init`, `apply`)", costs=BUILT_ONCE),
     Habit("BufferOfWeights", "buffers computed from weights", costs=BUILT_ONCE),
     Habit("ParentInitialized", "`reset_parameters` that fills blocks below", costs="they are drawn whole on each rank"),
     Habit("ParentBesideBlocks", "`reset_parameters` that fills other modules below"),
+    Habit(
+        "BatchNormed",
+        "batch norms; see `model.running_statistics`",
+        refused={HALF: "the forward of BatchNormed.*expected scalar type"},
+        remedy="torch has no batch norm of bf16 with statistics in fp32; use fp32",
+        costs=SHARED_STATISTICS,
+        quick=(),
+    ),
+    Habit(
+        "BatchNormedBlocks",
+        "batch norms in blocks",
+        refused={HALF: "the forward of BatchNormedBlocks.*expected scalar type"},
+        remedy="as above",
+        costs=SHARED_STATISTICS,
+    ),
     Habit("ScalingHooks", "`register_hook` that scales or masks", costs="the whole gradient is gathered"),
     Habit(
         "ClippingHook",

@@ -113,7 +113,8 @@ def _plain_optimizer(module: nn.Module, name: str) -> torch.optim.Optimizer:
 def _plain_step(run: AssembledJob, module: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Batch]) -> float:
     """Take a step with one backward for all samples; return their mean loss."""
     optimizer.zero_grad()
-    losses = [_summed_loss(run.plan.job, module, batch) for batch in _every_batch(run, batches)]
+    readers = gather_batches(run, batches)
+    losses = [_summed_loss(run.plan.job, module, batch) for reader in readers for batch in reader]
     loss = torch.stack(losses).sum() / ROWS
     loss.backward()
     clip_grad_norm_(module.parameters(), CLIP)
@@ -130,11 +131,11 @@ def _summed_loss(job: Job, module: nn.Module, batch: Batch) -> Tensor:
     return summed
 
 
-def _every_batch(run: AssembledJob, batches: list[Batch]) -> list[Batch]:
-    """Return the microbatches of all ranks that read different rows."""
+def gather_batches(run: AssembledJob, batches: list[Batch]) -> list[list[Batch]]:
+    """Return the microbatches of each rank that reads rows of its own, in order."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (run.layout.data_rank, batches))
-    return [batch for reader in dict(everyone).values() for batch in reader]
+    return [batches for _, batches in sorted(dict(everyone).items())]
 
 
 def _parameter_error(run: AssembledJob, module: nn.Module) -> float:

@@ -116,6 +116,11 @@ class ModelSection(Section):
         "parameter or of a module that holds it, such as `model.layers.[0-7]`. They have no gradient, no optimizer "
         "state and no reduction.",
     )
+    running_statistics: Literal["first_rank", "synchronised"] = Field(
+        default="first_rank",
+        description="What buffers that a forward changes (batch norms, averages) are after a step: those of the first "
+        "rank, or their mean over the ranks that read different samples. Evaluation, checkpoints and export have them.",
+    )
     trust_remote_code: bool = Field(default=False, description="Allow a model directory to run its own Python code.")
 
 

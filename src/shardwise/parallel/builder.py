@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shardwise._torch_compat.autograd import accumulate_grad_hooks
-from shardwise.job.axes import Axis
+from shardwise.job.axes import Axis, data_axes
 from shardwise.kernels.linear import WeightGradients
 from shardwise.kernels.loss import VocabularyShard
 from shardwise.model.facts import ModelFacts
@@ -32,6 +32,7 @@ from shardwise.parallel.layout import Layout
 from shardwise.parallel.model import ModelPart, ParallelModel
 from shardwise.parallel.pipeline import Pipeline
 from shardwise.parallel.regions import RegionBoundary
+from shardwise.parallel.running_statistics import RunningStatistics
 from shardwise.parallel.shared_gradients import partial_parameters
 from shardwise.parallel.stage_boundary import BoundaryShapes, StageBoundary
 from shardwise.parallel.tensor_map import ParameterSplit, TensorMap
@@ -214,6 +215,16 @@ class ModelBuilder:
             {name: hooks for name, hooks in self.gradient_hooks.items() if name in tensor_map.names},
             self._uses(plan),
             self._unsharded(plan, tensor_map),
+            self._statistics(inputs),
+        )
+
+    def _statistics(self, inputs: BuildInputs) -> RunningStatistics | None:
+        if not inputs.facts.buffers:
+            return None
+        inputs.layout.group(*data_axes(), Axis.PIPELINE)  # here, where every rank is, for a group is made by all
+        synchronised = inputs.plan.job.model.running_statistics == "synchronised"
+        return RunningStatistics(
+            [stage.model for stage in self.stages], inputs.facts.buffers, inputs.layout, synchronised
         )
 
     def _uses(self, plan: Plan) -> list[UnitUse]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from shardwise.collectives.names import CollectiveName, group_name
 from shardwise.collectives.tensor import sum_together
 from shardwise.job.axes import Axis, data_axes
+from shardwise.job.objects import user_code
 from shardwise.kernels.dropout import DropoutScope, dropout_scope
 from shardwise.kernels.linear import WeightGradients
 from shardwise.kernels.precision import torch_dtype
@@ -27,6 +28,7 @@ from shardwise.parallel.gradient_sync import begin_microbatch, reduce_gradients
 from shardwise.parallel.layout import Layout
 from shardwise.parallel.objective import Microbatch, Objective
 from shardwise.parallel.pipeline import MicrobatchWork, Pipeline
+from shardwise.parallel.running_statistics import RunningStatistics
 from shardwise.parallel.stage_boundary import StageBoundary
 from shardwise.parallel.tensor_map import TensorMap
 from shardwise.parallel.unit_use import UnitUse, compare_use
@@ -93,6 +95,7 @@ class ParallelModel:
         gradient_hooks: hooks of the user's on gradients of parameters that are here, by name.
         uses: the use of sharded units by this rank's microbatches, one a root.
         unsharded: names of trainable parameters that every data rank holds whole, beside sharded ones.
+        statistics: the buffers that forwards change; None where the model has none.
     """
 
     parts: list[ModelPart]
@@ -108,6 +111,7 @@ class ParallelModel:
     gradient_hooks: Mapping[str, tuple[GradientHook, ...]] = field(default_factory=dict)
     uses: Sequence[UnitUse] = ()
     unsharded: Sequence[str] = ()
+    statistics: RunningStatistics | None = None
 
     @property
     def module(self) -> nn.Module:
@@ -168,7 +172,8 @@ class ParallelModel:
             if self.context:
                 microbatch, sequences = self.context.split(microbatch)
             with self.scope(microbatch, step, sequences), torch.set_grad_enabled(seed is not None):
-                output = part.forward(objective.inputs(microbatch), boundary_input)
+                with self._users_forward():
+                    output = part.forward(objective.inputs(microbatch), boundary_input)
                 if not part.is_last:
                     return with_gradient(part.boundary_output())
                 loss, count = objective.loss(microbatch, output)
@@ -182,6 +187,10 @@ class ParallelModel:
             for name, hooks in self.gradient_hooks.items():
                 apply_gradient_hooks(self.tensor_map[name], hooks, self.plan.job.training.seed + step)
         return torch.stack(totals).sum(0)
+
+    def _users_forward(self) -> AbstractContextManager[None]:
+        """Return the context in which an error of a user's module is named with its file and line."""
+        return nullcontext() if self.facts.has_config else user_code(f"the forward of {self.facts.definition}")
 
     def prepare(self, inputs: dict[str, Any]) -> None:
         """Let traced stages see what the model is about to be called with."""
@@ -206,6 +215,8 @@ class ParallelModel:
             if self.plan.job.model.cuda_graphs:
                 torch.compiler.cudagraph_mark_step_begin()  # what the last microbatch's graphs hold is no longer read
 
+        if self.statistics is not None and backward:
+            self.statistics.begin()
         if self.pipeline is None:
             for index in range(count):
                 begin(0, index == count - 1)
@@ -253,17 +264,22 @@ class ParallelModel:
         for parameter, gradient, count in zip(parameters, gradients, used.tolist(), strict=True):
             parameter.grad = gradient if count else None
 
-    def use_counts(self) -> tuple[int, int]:
-        """Return (parameters that this rank has not used in the step, irregularities of its units' order)."""
-        unused = sum(len(use.never_used()) for use in self.uses)
-        return unused, sum(use.irregular + len(use.changed) for use in self.uses)
+    def use_counts(self) -> tuple[int, int, int]:
+        """Return numbers of this rank's step.
 
-    def settle_use(self, unused: bool, irregular: bool) -> None:
-        """Compare the ranks' use of units, and drop gradients that are zeros of all ranks. Collective.
+        They are parameters that it has not used, irregularities of its units' order, and buffers that it has changed.
+        """
+        unused = sum(len(use.never_used()) for use in self.uses)
+        irregular = sum(use.irregular + len(use.changed) for use in self.uses)
+        return unused, irregular, 0 if self.statistics is None else len(self.statistics.changed())
+
+    def settle_use(self, unused: bool, irregular: bool, changed_buffers: bool = False) -> None:
+        """Compare the ranks' use of units, drop gradients that are zeros of all ranks, share statistics. Collective.
 
         Args:
             unused: some rank has not used a parameter.
             irregular: some rank has run units in an order that is not the model's.
+            changed_buffers: the forwards of some rank have changed a buffer.
 
         Raises:
             ModelError: the ranks are out of step, or a forward has written a parameter.
@@ -276,6 +292,10 @@ class ParallelModel:
             self._drop_unused_gradients()
         for use in self.uses:
             use.reset()
+        if self.statistics is not None and changed_buffers:
+            self.statistics.settle(self.device)
+        elif self.statistics is not None:
+            self.statistics.forget()
 
     def _drop_unused_gradients(self) -> None:
         """Drop the zeros of parameters that no rank has used: an optimizer leaves those as they are."""

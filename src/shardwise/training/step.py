@@ -177,8 +177,7 @@ def reduce_loss_and_norm(
     sums = torch.cat([totals.to(squares.dtype) * model.contributes, squares.view(1), use])
     with LOSS_AND_NORM:
         dist.all_reduce(sums)
-    unused, irregular = sums[3:].tolist()
-    model.settle_use(unused > 0, irregular > 0)
+    model.settle_use(*(count > 0 for count in sums[3:].tolist()))
     return sums[0], sums[1], sums[2].sqrt() / scale
 
 

@@ -28,6 +28,8 @@ RULES: tuple[Rule, ...] = (
           lambda d: not model_from_factory(d), "set model.factory or leave it out"),
     idle("model-factory-arguments", "model.factory_arguments", "there is no model.factory to take them",
           lambda d: not model_from_factory(d), "set model.factory or leave it out"),
+    idle("running-statistics", "model.running_statistics", "they are buffers, and this model has none",
+          lambda d: not d.facts.buffers),
     idle("model-weights", "model.weights", "only a module of model.factory reads a file of weights",
           lambda d: not model_from_factory(d), "set model.factory, or model.path for a Hugging Face directory"),
     idle("factory-task", "model.task", "a module of model.factory brings its own head and loss",

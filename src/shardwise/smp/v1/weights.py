@@ -233,8 +233,7 @@ class ModelWeights:
             counts = torch.tensor(self.parallel.use_counts(), device=self.parallel.device)
             with USE_OF_UNITS:
                 dist.all_reduce(counts)
-            unused, irregular = counts.tolist()
-            self.parallel.settle_use(unused > 0, irregular > 0)
+            self.parallel.settle_use(*(count > 0 for count in counts.tolist()))
         self.unsettled = False
 
     def gather(self) -> None:

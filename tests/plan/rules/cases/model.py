@@ -12,6 +12,11 @@ CASES = {
         {"model": {"factory": "a:b", "factory_arguments": {"x": 1}}},
         "'x': 1",
     ),
+    "running-statistics": case(
+        {"model": {"running_statistics": "synchronised"}},
+        {},
+        "model.running_statistics=synchronised",
+    ),
     "model-weights": case(
         {"model": {"weights": "w.pt"}}, {"model": {"factory": "a:b", "weights": "w.pt"}}, "model.weights=w.pt"
     ),
