@@ -14,7 +14,7 @@ INTERRUPTED = 128 + signal.SIGINT
 _interrupted = False
 
 
-def main() -> int:
+def run_process() -> int:
     """Run the command line of this process and return its exit code."""
     global _interrupted
     atexit.register(_leave)  # before all others, so that it is called after them
@@ -42,4 +42,4 @@ def _leave() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_process())

@@ -259,7 +259,7 @@ import os, signal, sys
 from shardwise import __main__
 from shardwise.commands import cli
 cli.run = lambda words: exec("import os, signal; os.kill(os.getpid(), signal.SIGINT)")
-sys.exit(__main__.main())
+sys.exit(__main__.run_process())
 """
 
 

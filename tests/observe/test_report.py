@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -62,7 +61,7 @@ def write_run(output: Path, steps: int = 40, ranks: int = 2, **result: Any) -> P
     run = {
         "job": plan.job.model_dump(mode="json"),
         "plan": plan.to_dict() | {"notes": [f"a note {HOSTILE}"]},
-        "facts": asdict(FACTS),
+        "facts": {"family": FACTS.family, "parameters": FACTS.parameters},
         "versions": {"torch": "2.13.0"},
         "started": "2026-01-02T03:04:05",
         "result": {"validation_loss": 8.1, "unigram_entropy": 9.25, "tokens": 163840, "seconds": 95.0, **result},

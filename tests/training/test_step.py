@@ -151,7 +151,7 @@ def test_a_loss_function_that_counts_otherwise_is_refused(counted: bool) -> None
     [(8, 8, None), (7, 8, "1 padding rows of training.sequences_per_step=7; use 8"), (8, 7, "7 samples, fewer than")],
 )
 def test_a_modules_own_mean_needs_whole_batches(step: int, validation: int, says: str | None) -> None:
-    plan = mock.Mock(data_ranks=2, microbatch=2, accumulation=2, sequences_per_step=step)
+    plan = mock.Mock(data_ranks=2, microbatch=2, accumulation=2, sequences_per_step=step, total_sequences=None)
     data = mock.Mock(validation=range(validation))
     with nullcontext() if says is None else pytest.raises(ModelError, match=says):
         check_whole_batches(plan, data)

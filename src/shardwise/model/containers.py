@@ -81,24 +81,24 @@ Pairs = dict[int, tuple[Any, Any]]  # `id` of an object -> (the object, what tak
 
 
 def pairs_of(objects: Iterable[Any], others: Iterable[Any]) -> Pairs:
-    """Return the pairs by which `exchange` puts each of `others` in the place of one of `objects`."""
+    """Return the pairs by which `replace_objects` puts each of `others` in the place of one of `objects`."""
     return {id(value): (value, other) for value, other in zip(objects, others, strict=True)}
 
 
-def exchange(value: Any, pairs: Pairs) -> Any:
+def replace_objects(value: Any, pairs: Pairs) -> Any:
     """Return `value` with other objects in it: in place in lists, dicts and dataclasses, a new tuple for a tuple.
 
     Args:
-        pairs: what is exchanged; each container that is met is added with what becomes of it.
+        pairs: what is replaced; each container that is met is added with what becomes of it.
     """
     if id(value) in pairs:
         return pairs[id(value)][1]
     pairs[id(value)] = (value, value)
     if isinstance(value, tuple):
-        return _new_tuple(value, [exchange(item, pairs) for item in value], pairs)
+        return _new_tuple(value, [replace_objects(item, pairs) for item in value], pairs)
     if isinstance(value, list | dict) or is_record(value):
         for key, item in list(_slots(value)):
-            other = exchange(item, pairs)
+            other = replace_objects(item, pairs)
             if other is not item:
                 _put(value, key, other)
     return value

@@ -20,7 +20,15 @@ from torch.distributed.fsdp import FSDPModule
 
 from shardwise._torch_compat.autograd import version_of
 from shardwise._torch_compat.fsdp2 import gather_ahead_of_backward
-from shardwise.model.containers import Pairs, exchange, is_changeable, is_record, module_attributes, pairs_of, walk
+from shardwise.model.containers import (
+    Pairs,
+    is_changeable,
+    is_record,
+    module_attributes,
+    pairs_of,
+    replace_objects,
+    walk,
+)
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -107,15 +115,15 @@ class _Call:
         ]
         self._pairs = pairs_of(self.tensors, tensors)
         args, kwargs = self._arguments
-        given = tuple(exchange(value, self._pairs) for value in args)
-        return given, {name: exchange(value, self._pairs) for name, value in kwargs.items()}
+        given = tuple(replace_objects(value, self._pairs) for value in args)
+        return given, {name: replace_objects(value, self._pairs) for name, value in kwargs.items()}
 
     def restore(self) -> None:
         """Put the caller's tensors back into its containers, as far as the module has left the others there."""
         pairs = {id(other): (other, own) for own, other in self._pairs.values() if other is not own}
         if pairs:
             for value in self._changeable:
-                exchange(value, pairs)
+                replace_objects(value, pairs)
         with torch.no_grad():
             for own, other, version in self._copies:
                 if version_of(other) != version:

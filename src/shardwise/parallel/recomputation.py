@@ -1,4 +1,4 @@
-"""What a checkpointed block has found when it ran: its recomputation finds the same, and leaves no trace.
+"""Recomputation of a checkpointed block: it finds what the forward has found, and leaves no trace.
 
 A block may append to a list that it is given, count its calls or keep running statistics. Run a second time as it is,
 it would find what the first run has left, and leave it twice.

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from tests.plan.rules.jobs import ACCUMULATING, CPU4, DROPPING, FACTS, HOOKED, case
+from dataclasses import replace
+
+from tests.plan.rules.jobs import ACCUMULATING, CPU4, DROPPING, FACTS, FULL, HOOKED, case
+
+WRITING = replace(FACTS, definition="Net (net.py:3)")
 
 CASES = {
     "one-model": case({"model": {"path": "m", "config": "c"}}, {"model": {"path": "m"}}, "keep one"),
@@ -36,4 +40,12 @@ CASES = {
     ),
     "accumulate-grad-hooks": case({}, {}, "embed_in.weight of Net (net.py:3) has a hook", CPU4, ACCUMULATING, FACTS),
     "layer-drop": case({}, {}, "gpt_neox drops blocks at random (LayerDrop)", CPU4, DROPPING, FACTS),
-}
+    "written-activations": case(
+        {}, {}, "layers.1 of Net (net.py:3) writes into a tensor that it is given and that was made from weights", CPU4,
+        replace(WRITING, activation_writing_blocks=("layers.1",)), FACTS,
+    ),
+    "written-arguments": case(
+        {"memory": FULL}, {}, "layers.1 of Net (net.py:3) writes into a tensor that it is given", CPU4,
+        replace(WRITING, writing_blocks=("layers.1",)),
+    ),
+}  # fmt: skip
