@@ -40,6 +40,7 @@ class Captured:
     """Results of one step of the engine. The dicts are empty on ranks other than 0.
 
     Attributes:
+        count: what the loss is divided by.
         gradients: whole, reduced, unclipped, without loss scale.
         parameters: whole, after the update.
         copies: for each tensor that several ranks hold, how far its copies lie apart after the update.
@@ -60,6 +61,7 @@ class Captured:
     step: int
     loss: float
     norm: float
+    count: int
     skipped: bool
     loss_scale: float
     data_hash: int
@@ -91,6 +93,7 @@ def capture_step(trainer: Trainer, batches: Sequence[Batch]) -> Captured:
         step,
         result.loss,
         result.grad_norm,
+        result.count,
         result.skipped,
         result.loss_scale,
         result.data_hash,

@@ -48,6 +48,7 @@ class Evidence:
     right: Mapping[str, Tensor]  # gradients of the oracle
     update_with: Mapping[str, Tensor]
     update: Update
+    wrong_tensors: Sequence[str]  # whose gradient is wrong, in the order of the oracle's
     misread: Misread | None = None
     stale: Snapshot | None = None  # of the oracle before the step before
     traces: Sequence[ModuleTrace] = ()  # of all ranks
@@ -72,12 +73,6 @@ class Evidence:
         by_sample = self.plan.job.training.loss_reduction == "sample"
         rows = {(rank, number): self.oracle.source.rows(own) for rank, number, own in self.parts}
         return {part: len(own.samples()) if by_sample else own.count() for part, own in rows.items()}
-
-    @cached_property
-    def wrong_tensors(self) -> list[str]:
-        """Return the names of tensors whose gradient is wrong, in the order of the oracle's."""
-        found = compare_tensors(self.step, "", self.ours.gradients, self.right, self.tolerances.gradient)
-        return [difference.name for difference in found if not difference.agrees]
 
     @cached_property
     def part_gradients(self) -> dict[Part, dict[str, Tensor]]:

@@ -11,6 +11,7 @@ from shardwise.testing.oracle import Twist
 from shardwise.testing.origin import find_origin
 from shardwise.testing.update_mistakes import describe_copies
 
+OUTPUTS_NEAR = 1e-4  # within which a loss is one that lacks a term
 NEAR = 0.05  # coefficients are told apart by more than this
 
 
@@ -284,8 +285,25 @@ def wrong_loss(evidence: Evidence) -> Diagnosis | None:
     """Look whether the loss alone is wrong, or what is made of right outputs."""
     if evidence.wrong.keys() & {"gradient", "direction"}:
         return None
+    if "loss of outputs" in evidence.wrong:
+        return _wrong_terms(evidence)
     ratio = evidence.ours.loss / evidence.loss
     return Diagnosis("wrong_loss", f"gradients are right but the reported loss is {ratio:.4g} times what it should be")
+
+
+def _wrong_terms(evidence: Evidence) -> Diagnosis:
+    """Name the term that the losses lack by their own outputs, if it is one."""
+    records = [record for record in evidence.ours.precision if record.expected_loss is not None]
+    for key, fault in (("training.z_loss", "missing_z_loss"), ("training.label_smoothing", "missing_smoothing")):
+        apart = [
+            abs(record.losses[0] - record.expected_without[key]) / abs(record.expected_without[key] or 1.0)
+            for record in records
+            if key in record.expected_without
+        ]
+        if apart and max(apart) < OUTPUTS_NEAR:
+            return Diagnosis(fault, f"{key} is not in the loss")
+    sentence = "the losses are not those of the outputs that they are made of: their labels, terms, sum or dtype"
+    return Diagnosis("unknown_loss", sentence)
 
 
 def _listed(numbers: Sequence[int]) -> str:

@@ -74,25 +74,25 @@ def trace_step(session: Session, batches: Sequence[Any], ours: Captured) -> tupl
         for entry in run.model.tensor_map:
             entry.local.copy_(ours.weights[entry.name])
     run.model.reshard()
-    scale = ours.loss_scale
+    scale = ours.loss_scale / max(ours.count, 1)  # as in training, within the range of fp16
     with ExitStack() as stack:
         for part in run.model.parts if not run.plan.job.model.compile else ():
             absent = part.boundary.absent if part.boundary is not None else ()
             stack.enter_context(traced(part.module, trace, scale, absent=absent))
-        _run_backward(run, batches, ours)
+        _run_backward(run, batches, ours.step, scale)
     run.optimizer.zero_grad()
     run.model.train(False)
-    _run_backward(run, batches, ours)
+    _run_backward(run, batches, ours.step, scale)
     undropped = gather(run, gradients=True, divisor=scale)
     run.optimizer.zero_grad()
     return trace, undropped
 
 
-def _run_backward(run: AssembledJob, batches: Sequence[Any], ours: Captured) -> None:
-    """Run forward and backward of the summed loss."""
+def _run_backward(run: AssembledJob, batches: Sequence[Any], step: int, scale: float) -> None:
+    """Run forward and backward of the summed loss, times `scale`."""
     model = run.model
-    seed = torch.tensor(ours.loss_scale, dtype=model.accumulation_dtype, device=model.device)
-    model.run(run.objective, [batch.to(model.device) for batch in batches], ours.step, seed)
+    seed = torch.tensor(scale, dtype=model.accumulation_dtype, device=model.device)
+    model.run(run.objective, [batch.to(model.device) for batch in batches], step, seed)
 
 
 @contextmanager

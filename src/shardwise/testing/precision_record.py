@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from shardwise.collectives import fsdp
 from shardwise.data.batch import IGNORED
 from shardwise.job.axes import Axis
+from shardwise.parallel.deferred_head import DeferredHead
 from shardwise.parallel.objective import Objective
 from shardwise.training.objectives.language_modelling import LanguageModelling
 from shardwise.training.setup import AssembledJob
@@ -44,6 +45,7 @@ class PrecisionRecord:
         coarse_state: name of optimizer state -> the 16-bit dtypes of which it holds numbers alone.
         losses: of the microbatches.
         expected_loss: of the first microbatch, from its outputs in fp64; None where that is not taken.
+        expected_without: the same without one of its terms, by the key that asks for it.
     """
 
     compute: dict[torch.dtype, str] = field(default_factory=dict)
@@ -54,6 +56,7 @@ class PrecisionRecord:
     coarse_state: dict[str, list[torch.dtype]] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
     expected_loss: float | None = None
+    expected_without: dict[str, float] = field(default_factory=dict)
 
     def read_state(self, run: AssembledJob) -> None:
         """Read the dtypes of the weights and of the optimizer's state after an update."""
@@ -128,7 +131,7 @@ class _RecordedObjective(Objective):
         """Return what the objective gives."""
         record = self.record
         if not record.losses and isinstance(self.objective, LanguageModelling):
-            record.expected_loss = loss_of_outputs(self.objective, microbatch.labels, output.logits)
+            _record_expected_loss(record, self.objective, microbatch.labels, output.logits)
         loss, count = self.objective.loss(microbatch, output)
         if isinstance(self.objective, LanguageModelling):  # what a user's own returns is the user's
             record.loss.setdefault(loss.dtype, "of a microbatch")
@@ -136,26 +139,38 @@ class _RecordedObjective(Objective):
         return loss, count
 
 
-@torch.no_grad()
-def loss_of_outputs(objective: LanguageModelling, labels: Tensor, output: Tensor) -> float | None:
-    """Return the summed loss by torch's cross-entropy in fp64 of the logits, or of hidden states before the head.
+def _record_expected_loss(
+    record: PrecisionRecord, objective: LanguageModelling, labels: Tensor, output: Tensor
+) -> None:
+    """Take the summed loss by torch's cross-entropy in fp64 of the logits, or of hidden states before the head.
 
-    Products with the head are in the compute dtype, as everywhere. None where ranks share the vocabulary, or samples
-    count in the place of labels.
+    Products with the head are in the compute dtype, as everywhere. Nothing is taken where ranks share the vocabulary,
+    or samples count in the place of labels.
     """
     head, training = objective.model.head, objective.model.plan.job.training
     if (head is not None and head.vocabulary is not None) or training.loss_reduction == "sample":
-        return None
-    total = 0.0
-    rows, targets = output.detach().flatten(0, -2), labels.flatten()
+        return
+    plain, smoothed, squares = _loss_terms(head, training.label_smoothing, labels, output.detach())
+    record.expected_loss = smoothed + training.z_loss * squares
+    if training.z_loss:
+        record.expected_without["training.z_loss"] = smoothed
+    if training.label_smoothing:
+        record.expected_without["training.label_smoothing"] = plain + training.z_loss * squares
+
+
+@torch.no_grad()
+def _loss_terms(head: DeferredHead | None, smoothing: float, labels: Tensor, output: Tensor) -> tuple[float, ...]:
+    """Return the sums of cross-entropy, of cross-entropy with smoothed labels, and of squared log-normalisers."""
+    sums = [0.0, 0.0, 0.0]
+    rows, targets = output.flatten(0, -2), labels.flatten()
     for start in range(0, len(rows), ROWS):
         part, wanted = rows[start : start + ROWS], targets[start : start + ROWS]
         logits = (part if head is None else F.linear(part, head.weight.detach(), _detached(head.bias))).double()
-        smoothing = training.label_smoothing
-        loss = F.cross_entropy(logits, wanted, ignore_index=IGNORED, reduction="sum", label_smoothing=smoothing)
-        squares = logits[wanted != IGNORED].logsumexp(-1).square().sum()
-        total += float(loss + training.z_loss * squares)
-    return total
+        for place, value in enumerate((0.0, smoothing)):
+            loss = F.cross_entropy(logits, wanted, ignore_index=IGNORED, reduction="sum", label_smoothing=value)
+            sums[place] += float(loss)
+        sums[2] += float(logits[wanted != IGNORED].logsumexp(-1).square().sum())
+    return tuple(sums)
 
 
 def _detached(bias: Tensor | None) -> Tensor | None:

@@ -129,7 +129,8 @@ class OracleReference:
         oracle.update(step, update_with)
         update = Update(self.weights or before[0], ours.parameters)
         found += compare_dtypes(self.plan, ours, oracle) + forward
-        found.append(compare_numbers(step, "norm", ours.norm, norm, tolerances.norm))
+        wide = "fp64" if self.plan.dtypes.parameters == "fp64" else "fp32"
+        found.append(compare_numbers(step, "norm", ours.norm, norm, Tolerances.of(wide).norm))
         found += compare_clipping(self.plan, ours)
         found += compare_options(ours, oracle.options())
         parameters = but_for_noise(ours.parameters, oracle.parameters, noise)
@@ -141,8 +142,10 @@ class OracleReference:
             oracle.adopt(but_for_noise(oracle.parameters, ours.parameters, noise))
             return found, None
         oracle.restore(before)
+        bad = [d.name for d in found if d.quantity in ("gradient", "direction") and not d.agrees]
+        bad = list(dict.fromkeys(bad))
         return found, Evidence(
-            self.plan, step, oracle, ours, wrong, tolerances, loss, norm, right, update_with, update, misread,
+            self.plan, step, oracle, ours, wrong, tolerances, loss, norm, right, update_with, update, bad, misread,
             self.stale,
         )  # fmt: skip
 
