@@ -102,8 +102,11 @@ class Evidence:
         target = torch.cat([_sampled(self.ours.gradients[name]) for name in names])
         matrix = torch.stack(list(present.values()), dim=1)
         solution = torch.linalg.lstsq(matrix, target.unsqueeze(1), driver="gelsd").solution.squeeze(1)
-        miss = (matrix @ solution - target).abs().max() / matrix.abs().max()
-        if float(miss) > 10 * self.tolerances.gradient.error:
+        residual = matrix @ solution - target
+        apart = torch.cat([_sampled(self.right[name]) for name in names]) - target
+        is_nearer = float(residual.norm()) <= NEARER * float(apart.norm())
+        miss = float(residual.abs().max() / matrix.abs().max())
+        if miss > 10 * self.tolerances.gradient.error or not is_nearer:
             return {}
         return dict(zip(present, solution.tolist(), strict=True))
 

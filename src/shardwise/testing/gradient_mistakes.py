@@ -55,7 +55,8 @@ def unreduced_replicas(evidence: Evidence) -> Diagnosis | None:
 
 
 def _is_first_replica(coefficients: Mapping[Part, float], shard: int) -> bool:
-    return bool(coefficients) and all((rank < shard) == (c > NEAR) for (rank, _), c in coefficients.items())
+    has_others = any(rank >= shard for rank, _ in coefficients)
+    return has_others and all((rank < shard) == (c > NEAR) for (rank, _), c in coefficients.items())
 
 
 def local_means(evidence: Evidence) -> Diagnosis | None:
@@ -183,7 +184,9 @@ def dropout_alone(evidence: Evidence) -> Diagnosis | None:
     drops = [d for d in compare_tensors(0, "", plain, evidence.right, allowed) if not d.agrees]
     if not drops or not all(d.agrees for d in compare_tensors(0, "", ours, plain, allowed)):
         return None
-    if "loss" not in evidence.wrong and "loss of outputs" not in evidence.wrong:
+    plan = evidence.plan
+    recomputes = plan.job.memory.activation_checkpointing != "none" and plan.dtypes.compute in ("fp64", "fp32")
+    if recomputes and not evidence.wrong.keys() & {"loss", "loss of outputs"}:
         sentence = "without dropout all agrees, and the loss does with it: recomputation draws other masks than forward"
         return Diagnosis("other_recomputed_mask", sentence)
     origin = find_origin(evidence)
