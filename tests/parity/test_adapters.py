@@ -16,6 +16,7 @@ from shardwise.model.facts import ModelFacts
 from shardwise.testing import oracle
 from shardwise.testing.capture import gather
 from shardwise.testing.comparison import VerifyReport
+from shardwise.testing.faults.registry import FAULTS
 from shardwise.testing.world import WorldPool
 from shardwise.training.setup import set_up, study
 from tests.parity.jobs import tensor_job, verify_one
@@ -102,6 +103,20 @@ def adapter_job(directory: Path, family: str, layout: str, kind: str, dropout: f
         directory, family, tied=False, layers=layers, adapter=adapter, parallel=LAYOUTS[layout][1],
         optimizer=optimizer, training=training,
     )  # fmt: skip
+
+
+def with_fault(job: Job, facts: ModelFacts) -> tuple[VerifyReport | None, VerifyReport | None]:
+    """Verify against the oracle's own adapters, without a fault and with one."""
+    whole = verify_one(job, 2, facts)
+    with FAULTS["adapter_scaled_twice"]():
+        return whole, verify_one(job, 2, facts)
+
+
+def test_verify_names_adapters_that_are_scaled_twice(world_pool: WorldPool, corpora: Path) -> None:
+    job = adapter_job(corpora, "gpt2", "shard 2", "dora", 0.3)
+    whole, wrong = world_pool.run(2, with_fault, job, study(job))[0]
+    assert whole.agrees and whole.max_relative_error < 1e-9
+    assert not wrong.agrees and wrong.fault == "adapter_scaled_twice", wrong.diagnosis
 
 
 def initial_adapters(job: Job) -> dict[str, Tensor]:

@@ -305,7 +305,7 @@ def read_value(key: str, text: str) -> Any:
         return parse_yaml(text, f"{key}={text!r}")
     if text in ("", "null") and type(None) in allowed:
         return None
-    if dict in allowed and text.lstrip().startswith("{"):
+    if any(kind in allowed and text.lstrip().startswith(mark) for kind, mark in ((dict, "{"), (list, "["))):
         return parse_yaml(text, f"{key}={text!r}")
     return text
 

@@ -21,6 +21,7 @@ SIGNATURES: tuple[tuple[set[str], Callable[[Evidence], Diagnosis | None]], ...] 
     ({"dtype"}, gradients.wrong_dtypes),
     (GRADIENT | {"parameter"}, gradients.broken_ties),
     (GRADIENT | {"loss", "norm"}, gradients.not_finite),
+    (GRADIENT | {"loss"}, gradients.adapter_scaled_twice),
     (GRADIENT, gradients.unreduced_replicas),
     (GRADIENT, gradients.local_means),
     (GRADIENT, gradients.one_scale),

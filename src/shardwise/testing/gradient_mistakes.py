@@ -145,6 +145,13 @@ def stale_weights(evidence: Evidence) -> Diagnosis | None:
     return Diagnosis("stale_weights", sentence) if is_stale else None
 
 
+def adapter_scaled_twice(evidence: Evidence) -> Diagnosis | None:
+    """Let the oracle multiply by alpha / rank twice."""
+    if evidence.plan.job.adapter.kind == "none" or not evidence.reproduces(Twist(scales_adapters_twice=True)):
+        return None
+    return Diagnosis("adapter_scaled_twice", "the adapters' product is multiplied by alpha / rank twice")
+
+
 def batch_mistake(evidence: Evidence) -> Diagnosis | None:
     """Let the oracle make the mistake itself."""
     job, step = evidence.plan.job, evidence.step

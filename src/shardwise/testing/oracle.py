@@ -29,7 +29,7 @@ from shardwise.job.optimizers import optimizer_class
 from shardwise.job.schema import Job, OptimizerSection
 from shardwise.model.adapter_config import adapter_settings
 from shardwise.model.build import load_config
-from shardwise.testing.oracle_adapters import adapt
+from shardwise.testing.oracle_adapters import adapt, scaled_twice
 from shardwise.testing.oracle_data import NOT_COUNTED, Rows, Source
 from shardwise.testing.oracle_dropout import OracleDropout
 from shardwise.testing.start_check import distributions
@@ -50,6 +50,7 @@ class Twist:
     local_rows: int | None = None  # size of the microbatches in which dropout numbers rows
     no_z_loss: bool = False
     no_smoothing: bool = False
+    scales_adapters_twice: bool = False
 
 
 @dataclass(frozen=True)
@@ -196,7 +197,8 @@ class Oracle:
                 inputs["attention_mask"] = self._document_mask(rows.documents)
             if self.job.model.task == "seq2seq_lm":
                 inputs["decoder_input_ids"] = self._decoded(rows.labels)
-            with _whole_alibi(self.model):
+            scaled = scaled_twice(self.model) if twist.scales_adapters_twice else nullcontext()
+            with _whole_alibi(self.model), scaled:
                 logits = self.model(**inputs).logits
         assert rows.labels is not None
         wide = torch.float64 if logits.dtype == torch.float64 else torch.float32

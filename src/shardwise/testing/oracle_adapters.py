@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 import re
-from functools import partial
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -20,7 +20,7 @@ from shardwise.job.schema import AdapterSection
 
 
 def adapt(model: nn.Module, settings: AdapterSection) -> nn.Module:
-    """Give `model` the adapters that `settings` ask for, uninitialized; the same model."""
+    """Give `model` the adapters that `settings` ask for, as they start; the same model."""
     if settings.kind == "none":
         return model
     repeated = [re.escape(name) for name in settings.modules_to_save]
@@ -54,15 +54,31 @@ def _add(layer: Any, name: str, settings: AdapterSection) -> None:
     inputs, outputs = layer.weight.shape if isinstance(layer, Conv1D) else layer.weight.shape[::-1]
     layer.lora_A = nn.Linear(inputs, rank, bias=False)
     layer.lora_B = nn.Linear(rank, outputs, bias=False)
+    nn.init.zeros_(layer.lora_B.weight)
     layer.lora_dropout = nn.Dropout(settings.dropout)
     if settings.kind == "dora":
+        rows = layer.weight.T if isinstance(layer, Conv1D) else layer.weight
         layer.lora_magnitude_vector = nn.Module()
-        layer.lora_magnitude_vector.weight = nn.Parameter(torch.empty(outputs))
-    scaling = alpha / (math.sqrt(rank) if settings.rslora else rank)
-    layer.register_forward_hook(partial(_adapted_output, scaling=scaling))
+        layer.lora_magnitude_vector.weight = nn.Parameter(rows.detach().norm(dim=1))
+    layer.lora_scaling = alpha / (math.sqrt(rank) if settings.rslora else rank)
+    layer.register_forward_hook(_adapted_output)
 
 
-def _adapted_output(layer: Any, inputs: tuple[Tensor], output: Tensor, scaling: float) -> Tensor:
+@contextmanager
+def scaled_twice(model: nn.Module) -> Iterator[None]:
+    """Let adapters make the mistake of multiplying by alpha / rank twice inside."""
+    layers: list[Any] = [layer for layer in model.modules() if hasattr(layer, "lora_scaling")]
+    for layer in layers:
+        layer.lora_scaling = layer.lora_scaling**2
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.lora_scaling = math.sqrt(layer.lora_scaling)
+
+
+def _adapted_output(layer: Any, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+    scaling: float = layer.lora_scaling
     values: Tensor = layer.lora_dropout(inputs[0])
     if not hasattr(layer, "lora_magnitude_vector"):
         return output + scaling * layer.lora_B(layer.lora_A(values))

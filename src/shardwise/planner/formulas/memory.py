@@ -294,7 +294,7 @@ class _Step:
 
     @cached_property
     def reached(self) -> list[bool]:
-        """Whether backward comes to each unit: not to those before the first trained parameter of the model.
+        """The answer for each unit whether backward comes to it: not before the first trained parameter of the model.
 
         What a stage is sent has a gradient in any case.
         """

@@ -5,6 +5,7 @@ Most names are those that a diagnosis reports (`testing.diagnosis`); tests say w
 
 from __future__ import annotations
 
+from shardwise.testing.faults.adapters import ADAPTER_FAULTS
 from shardwise.testing.faults.axes import AXIS_FAULTS
 from shardwise.testing.faults.batches import BATCH_FAULTS
 from shardwise.testing.faults.gradients import GRADIENT_FAULTS
@@ -18,4 +19,5 @@ FAULTS: dict[str, Fault] = {
     **UPDATE_FAULTS,
     **PRECISION_FAULTS,
     **BATCH_FAULTS,
+    **ADAPTER_FAULTS,
 }
