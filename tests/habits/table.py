@@ -148,7 +148,7 @@ HABITS: tuple[Habit, ...] = (
     Habit(
         "OddParameters",
         "parameters that are frozen, of one element, without elements, not contiguous, of whole numbers",
-        quick=(ZERO_1,),
+        quick=(ZERO_1, STAGES),
     ),
     Habit(
         "TiedBlocks",
@@ -179,7 +179,7 @@ HABITS: tuple[Habit, ...] = (
         keys={"training": {"microbatch_size": None}},  # gradients of complex64 are rounded in each microbatch
         quick=(ONE,),
     ),
-    Habit("ParameterAttributes", "attributes that are set on parameters"),
+    Habit("ParameterAttributes", "attributes that are set on parameters", quick=(STAGES,)),
     Habit(
         "SubclassedParameters",
         "subclasses of `nn.Parameter`",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -22,6 +22,7 @@ class ParameterKinds:
 
     Attributes:
         complex: parameters of complex numbers.
+        kept_dtypes: parameter -> name of its dtype, where it is no real floating one, which a job may convert.
         sparse: embeddings whose gradients are sparse.
         bounded: embeddings whose forward scales rows down to `max_norm`, in place.
         subclassed: parameters of a class of their own.
@@ -29,6 +30,7 @@ class ParameterKinds:
     """
 
     complex: tuple[str, ...] = ()
+    kept_dtypes: Mapping[str, str] = field(default_factory=dict)
     sparse: tuple[str, ...] = ()
     bounded: tuple[str, ...] = ()
     subclassed: tuple[str, ...] = ()
@@ -40,6 +42,11 @@ def find_parameter_kinds(model: nn.Module) -> ParameterKinds:
     embeddings = [(name, module) for name, module in model.named_modules() if isinstance(module, EMBEDDINGS)]
     return ParameterKinds(
         complex=tuple(name for name, parameter in model.named_parameters() if parameter.is_complex()),
+        kept_dtypes={
+            name: str(parameter.dtype).removeprefix("torch.")
+            for name, parameter in model.named_parameters()
+            if not parameter.is_floating_point()
+        },
         sparse=tuple(name for name, embedding in embeddings if embedding.sparse),
         bounded=tuple(name for name, embedding in embeddings if embedding.max_norm is not None),
         subclassed=tuple(name for name, parameter in model.named_parameters() if hasattr(parameter, DECLARED_CLASS)),

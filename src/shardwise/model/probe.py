@@ -253,6 +253,8 @@ def _copy(model: nn.Module) -> nn.Module:
     and whose widths may be any.
     """
     copied = copy.deepcopy(model, {id(buffer): buffer for buffer in model.buffers()})
+    for name, parameter in copied.named_parameters():
+        vars(parameter).update(vars(model.get_parameter(name)))  # torch's copies have no attributes
     for config in [config for module in copied.modules() if (config := getattr(module, "config", None)) is not None]:
         if isinstance(config, PreTrainedConfig):
             config._experts_implementation = "batched_mm"
@@ -438,9 +440,12 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _fake(tensor: Tensor, device: str, dtype: torch.dtype) -> Tensor:
-    """Return a tensor of the same shape without storage; called under FakeTensorMode."""
+    """Return a tensor of the same shape, and with the same attributes, without storage; under FakeTensorMode."""
     fake_dtype = dtype if tensor.is_floating_point() else tensor.dtype
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=fake_dtype, device=device)
+    fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=fake_dtype, device=device)
+    if isinstance(tensor, nn.Parameter):
+        vars(fake).update(vars(tensor))
+    return fake
 
 
 @contextmanager

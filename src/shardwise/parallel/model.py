@@ -149,6 +149,12 @@ class ParallelModel:
         is_last = self.pipeline is None or self.pipeline.boundaries[-1].is_last
         return is_last and self.layout.index(Axis.TENSOR) == 0
 
+    def parameter_dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of a parameter, on this rank or another, by its first name."""
+        kept = self.facts.parameter_kinds.kept_dtypes.get(name)
+        dtype: torch.dtype = getattr(torch, kept) if kept else torch_dtype(self.plan.dtypes.parameters)
+        return dtype
+
     @property
     def accumulation_dtype(self) -> torch.dtype:
         """Dtype of losses and norms: fp32, or fp64 for an fp64 job."""
@@ -343,13 +349,17 @@ class ParallelModel:
             for entry in [entry for entry in self.tensor_map if entry.name in wanted]:
                 yield entry.name, entry.whole(gradients, parts.get(entry.name))
             return
-        dtype, group = torch_dtype(self.plan.dtypes.parameters), self.layout.group(Axis.PIPELINE)
+        group = self.layout.group(Axis.PIPELINE)
         stages_of = holders(self.plan, self.facts)
         for name, shape in [item for item in self.facts.parameter_shapes.items() if item[0] in wanted]:
             owner = self.layout.rank_at(pipeline=self.plan.stage_ranks[stages_of[name][0]])
             is_local = name in self.tensor_map.names
             part = parts.get(self.tensor_map[name].name) if is_local else None
-            value = self.tensor_map[name].whole(gradients, part) if is_local else torch.empty(shape, dtype=dtype)
+            value = (
+                self.tensor_map[name].whole(gradients, part)
+                if is_local
+                else torch.empty(shape, dtype=self.parameter_dtype(name))
+            )
             whole = value.to(self.device).contiguous()
             if dist.get_rank() != owner:
                 whole = torch.empty_like(whole)  # `value` may be the parameter or gradient itself, which a read keeps
@@ -367,9 +377,9 @@ class ParallelModel:
     def unsharded_parameters(self) -> dict[str, Tensor]:
         """Return parameters as the modules hold them while they are gathered, in the dtype of parameters."""
         self.unshard(wait=True)
-        dtype = torch_dtype(self.plan.dtypes.parameters)
         named = ((name, value) for part in self.parts for name, value in part.module.named_parameters())
-        return {self.tensor_map.names[name]: value.detach().to(dtype) for name, value in named}
+        first = ((self.tensor_map.names[name], value.detach()) for name, value in named)
+        return {name: value.to(self.parameter_dtype(name)) for name, value in first}
 
     def last_logits(self, ids: Tensor) -> Tensor:
         """Return [B, V] fp32 logits of the last of [B, S] ids, on every rank. Collective; under `whole_logits`."""

@@ -22,7 +22,6 @@ from shardwise.checkpoint.state import persistent_buffers
 from shardwise.checkpoint.weight_files import WeightFile, open_weight_files
 from shardwise.errors import ModelError, require_type
 from shardwise.kernels.adapters import AdapterWeight
-from shardwise.kernels.precision import torch_dtype
 from shardwise.model.build import constructed_buffers
 from shardwise.model.facts import ModelFacts
 from shardwise.model.initializers import run_initializer
@@ -250,7 +249,7 @@ def _whole_parameters(
 
 def _blank(model: ParallelModel, name: str, device: torch.device) -> nn.Parameter:
     is_held = name in model.tensor_map.names
-    dtype = model.tensor_map[name].parameter.dtype if is_held else torch_dtype(model.plan.dtypes.parameters)
+    dtype = model.tensor_map[name].parameter.dtype if is_held else model.parameter_dtype(name)
     whole = torch.full(model.facts.parameter_shapes[name], _unset_value(dtype), dtype=dtype, device=device)
     return nn.Parameter(whole, requires_grad=dtype.is_floating_point or dtype.is_complex)
 
