@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from transformers import AutoTokenizer
 
 from shardwise.commands.cli import main
 from shardwise.job.axes import second_views
@@ -53,6 +54,7 @@ def test_every_example_is_run_here_and_short() -> None:
     files = [path for path in EXAMPLES.iterdir() if path.is_file()]
     assert {path.name for path in files} == {
         *JOBS,
+        *("chat.yaml", "chat.jinja", "chat_rows.py"),
         "own_module.py",
         "library.py",
         "smp_gpt.py",
@@ -85,6 +87,22 @@ def test_jobs(world_pool: WorldPool, tmp_path: Path, name: str, ranks: int) -> N
     job = yaml.safe_load((tmp_path / "run" / "job.yaml").read_text())
     if name == "smp_options.yaml":
         assert job["memory"]["offload_activations"] and job["training"]["gradient_accumulation"] == 2
+
+
+def test_chat(world_pool: WorldPool, tmp_path: Path) -> None:
+    """From a tiny model drawn anew, in the place of the default run's."""
+    rows = tmp_path / "chats.jsonl"
+    run_script(str(EXAMPLES / "chat_rows.py"), [str(rows)])
+    config = {"model_type": "gpt2", "n_embd": 16, "n_head": 2, "n_layer": 1, "n_positions": 128, "vocab_size": 300}
+    keys = {"model.path": None, "model.config": config, "data.vocabulary_size": 300}
+    keys |= {"training.epochs": None, "data.max_documents": 40}
+    words = [f"--{key}={json.dumps(value)}" for key, value in keys.items()]
+    words += [f"--data.path={rows}", *(f"--{word}" for word in toy_keys(tmp_path))]
+    assert world_pool.run(2, run_job, str(EXAMPLES / "chat.yaml"), words) == [0] * 2
+    check_run(tmp_path / "run")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "3 + 4?"}], tokenize=False)
+    assert text == "user\n3 + 4?<|endoftext|>"
 
 
 def run_script(file: str, words: list[str]) -> None:

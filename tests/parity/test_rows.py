@@ -86,7 +86,7 @@ def row_job(
 
 
 def check(world_pool: WorldPool, size: int, jobs: list[Job]) -> None:
-    reports = world_pool.run(size, verify_many, [(job, facts_of(job)) for job in jobs], timeout=280)[0]
+    reports = world_pool.run(size, verify_many, [(job, facts_of(job)) for job in jobs], timeout=1200)[0]
     for job, report in zip(jobs, reports, strict=True):
         assert report.agrees, f"{job.parallel} {job.data}\n{report.first}\n{report.diagnosis}"
 
@@ -95,6 +95,7 @@ QUICK: dict[str, dict[str, Any]] = {
     "shard 2": {"template": "blocks", "training": EPOCH},
     "context 2": {"reduction": "sample"},
     "tensor 2": {"name": "prompt_completion", **PADDED},
+    "pipeline 2": {"name": "preference"},
 }
 
 

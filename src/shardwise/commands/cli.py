@@ -270,7 +270,7 @@ COMMANDS = {
         "Show the first samples of a job's training as the model gets them: tokens, which of them are trained on,\n"
         "where rows or documents begin, padding. Tokenizes the corpus, unless the cache has it; trains nothing.",
         data_cli.show_options,
-        data_cli.run_show,
+        data_cli.run_data_show,
     ),
     "export": Command(
         "write a checkpoint's model for Hugging Face",

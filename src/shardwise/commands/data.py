@@ -56,7 +56,7 @@ def show_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", action="store_true", help="a table with a token a line, instead of the text")
 
 
-def run_show(options: argparse.Namespace, keys: dict[str, Any]) -> int:
+def run_data_show(options: argparse.Namespace, keys: dict[str, Any]) -> int:
     """Show the first samples of a job's training."""
     from shardwise.commands.train import plan_with_facts
     from shardwise.data.corpus import with_format

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PROMPT_TOKENS = 24
+CHAT_TEMPLATE_FILE = "chat_template.jinja"  # as tokenizers of transformers read it
 
 
 def writes_model(assembled: AssembledJob) -> bool:
@@ -48,7 +50,7 @@ class ModelExport(Callback):
             self._export(session)
 
     def _export(self, session: ObservedSession) -> None:
-        """Write the model with its tokenizer."""
+        """Write the model with its tokenizer, and the chat template that it was trained with."""
         self._is_written = True
         output = Path(session.job.output)
         if self._assembled.facts.adapters:
@@ -56,6 +58,10 @@ class ModelExport(Callback):
         if writes_model(self._assembled):
             tokenizer = self._assembled.data.tokenizer_directory
             export_hugging_face(session.model, output / MODEL_DIRECTORY, tokenizer, session.note)
+        template = session.job.data.chat_template
+        if template is not None and session.rank == 0 and (output / MODEL_DIRECTORY).is_dir():
+            with writing(output):
+                shutil.copyfile(template, output / MODEL_DIRECTORY / CHAT_TEMPLATE_FILE)
 
 
 class TextSample(Callback):
