@@ -89,29 +89,36 @@ def capture_step(trainer: Trainer, batches: Sequence[Batch]) -> Captured:
     weights = {entry.name: entry.local.clone() for entry in run.model.tensor_map}
     with _StepWatcher(run) as watcher:
         result = trainer.take_step(list(batches))
+    parameters, copies = gather(run), compare_copies(run)
+    entries = list(run.model.tensor_map)
+    of_rank = {
+        "moved": any(not torch.equal(entry.local, weights[entry.name]) for entry in entries),
+        "batches": [batch.to("cpu") for batch in batches],
+        "data_ranks": run.layout.data_rank,
+        "clipping": watcher.clipping,
+        "options": watcher.options,
+        "precision": watcher.precision,
+        "evaluation_modes": watcher.evaluation_modes,
+        "evaluation_batches": watcher.evaluation_batches,
+        "slices": {entry.name: [region.logical for region in entry.regions] for entry in entries},
+    }
+    everyone = gathered(of_rank)  # in one message
+    by_rank: dict[str, Any] = {key: [record[key] for record in everyone] for key in of_rank}
     return Captured(
-        step,
-        result.loss,
-        result.grad_norm,
-        result.count,
-        result.skipped,
-        result.loss_scale,
-        result.data_hash,
-        watcher.gradients,
-        gather(run),
-        compare_copies(run),
-        watcher.gradient_copies,
-        gathered(any(not torch.equal(entry.local, weights[entry.name]) for entry in run.model.tensor_map)),
-        gathered([batch.to("cpu") for batch in batches]),
-        gathered(watcher.clipping),
-        gathered(run.layout.data_rank),
-        gathered(watcher.options),
-        gathered(watcher.precision),
-        gathered(watcher.evaluation_modes),
-        gathered(watcher.evaluation_batches),
-        session.progress.validation_loss,
-        gathered({entry.name: [region.logical for region in entry.regions] for entry in run.model.tensor_map}),
-        weights,
+        step=step,
+        loss=result.loss,
+        norm=result.grad_norm,
+        count=result.count,
+        skipped=result.skipped,
+        loss_scale=result.loss_scale,
+        data_hash=result.data_hash,
+        gradients=watcher.gradients,
+        parameters=parameters,
+        copies=copies,
+        gradient_copies=watcher.gradient_copies,
+        validation_loss=session.progress.validation_loss,
+        weights=weights,
+        **by_rank,
     )
 
 
