@@ -37,10 +37,10 @@ def plant(pool: WorldPool, corpora: Path, row: PlantedFault) -> VerifyReport:
 
 
 def test_the_table_has_every_fault() -> None:
-    """Those of jobs with replicas and documents have a test of their own."""
+    """Those of jobs with replicas and documents, and of adapters, have tests of their own."""
     from tests.parity.test_faults import OF_THE_JOB
 
-    assert {row.fault for row in planted_faults()} | set(OF_THE_JOB) == set(FAULTS)
+    assert {row.fault for row in planted_faults()} | {*OF_THE_JOB, "adapter_scaled_twice"} == set(FAULTS)
 
 
 @pytest.mark.parametrize("fault", QUICK)
