@@ -25,6 +25,13 @@ class Rows:
         return {"x": self.x[index], "labels": self.y[index]}
 
 
+class TimedRows(Rows):
+    """The same with a time."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {**super().__getitem__(index), "time": torch.tensor(4097.0 + index % 3)}
+
+
 def squared_error(output: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
     """Return (sum over the counted samples, how many)."""
     each = (output - batch.labels.to(output.dtype)).square().mean(-1)

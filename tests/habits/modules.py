@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_outputs import BaseModelOutput
 
 from tests.habits.building import POSITIONS, WIDTH, Residual, Stack, squared_error
 
@@ -557,3 +561,161 @@ class BatchNormedBlocks(Stack):
     """The same in blocks."""
 
     block = BatchNormedResidual
+
+
+class TimedStack(Stack):
+    """The module itself is given a time in fp32 that 16 bits do not hold."""
+
+    def forward(self, x: Tensor, time: Tensor) -> Tensor:
+        return super().forward(x + (time - 4097.0).to(x.dtype)[:, None, None])
+
+
+# ---- gradients, checkpoints and collectives in forward
+
+
+class ForceResidual(Residual):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            given = x if x.requires_grad else x.detach().requires_grad_()
+            energy = super().forward(given).square().sum()
+            (force,) = torch.autograd.grad(energy, given, create_graph=True)
+        return super().forward(x) + 0.01 * force
+
+
+class Forces(Stack):
+    """Blocks take a gradient in their forward, through which backward goes."""
+
+    block = ForceResidual
+
+
+class OuterForces(Stack):
+    """The module takes a gradient through its blocks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            given = x.detach().requires_grad_()
+            energy = super().forward(given).square().sum()
+            (force,) = torch.autograd.grad(energy, given, create_graph=True)
+        return super().forward(x) + 0.01 * force.mean(1)
+
+
+class CheckpointedResidual(Residual):
+    reentrant = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = checkpoint(super().forward, x, use_reentrant=self.reentrant)
+        return result
+
+
+class OwnCheckpoints(Stack):
+    """Blocks checkpoint themselves."""
+
+    block = CheckpointedResidual
+
+
+class ReentrantResidual(CheckpointedResidual):
+    reentrant = True
+
+
+class ReentrantCheckpoints(Stack):
+    """The same with reentry."""
+
+    block = ReentrantResidual
+
+
+class CheckpointedBlocks(Stack):
+    """The module checkpoints its blocks."""
+
+    reentrant = False
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return x
+
+
+class ReentrantBlocks(CheckpointedBlocks):
+    """The same with reentry."""
+
+    reentrant = True
+
+
+class CollectiveForward(Stack):
+    """Its forward calls a collective of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.detach().mean()
+        if dist.is_initialized():
+            dist.all_reduce(mean)
+            mean /= dist.get_world_size()
+        return super().forward(x - mean)
+
+
+@dataclass
+class StatesAndNorm:
+    """States with their norm."""
+
+    states: Tensor
+    norm: Tensor
+
+
+class DataclassResidual(Residual):
+    def forward(self, x: Tensor | StatesAndNorm) -> StatesAndNorm:  # type: ignore[override]
+        made = super().forward(x.states if isinstance(x, StatesAndNorm) else x)
+        return StatesAndNorm(made, made.norm(dim=-1).mean())
+
+
+class DataclassBlocks(Stack):
+    """Blocks hand each other a dataclass."""
+
+    block = DataclassResidual
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        made: Any = x
+        for block in self.blocks:
+            made = block(made)
+        return made.states * made.norm
+
+
+class PairOfStates(NamedTuple):
+    """The same as a named tuple."""
+
+    states: Tensor
+    norm: Tensor
+
+
+class NamedTupleResidual(Residual):
+    def forward(self, x: Tensor) -> PairOfStates:  # type: ignore[override]
+        made = super().forward(x)
+        return PairOfStates(made, made.norm(dim=-1).mean())
+
+
+class NamedTupleBlocks(Stack):
+    """Blocks return a named tuple."""
+
+    block = NamedTupleResidual
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        total = x.new_zeros(())
+        for block in self.blocks:
+            made = block(x)
+            x, total = made.states, total + made.norm
+        return x * total
+
+
+class ModelOutputResidual(Residual):
+    def forward(self, x: Tensor) -> BaseModelOutput:  # type: ignore[override]
+        made = super().forward(x)
+        return BaseModelOutput(last_hidden_state=made, hidden_states=(made * 2,))
+
+
+class ModelOutputBlocks(Stack):
+    """Blocks return transformers' objects."""
+
+    block = ModelOutputResidual
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            made = block(x)
+            x = made.last_hidden_state + made.hidden_states[0]
+        return x

@@ -311,8 +311,9 @@ class PrecisionSection(Section):
     loss_scale: LossScaleSection = Field(default_factory=LossScaleSection, description="Loss scaling of fp16.")
     cast_float_arguments: bool = Field(
         default=False,
-        description="In 16 bits, cast every float argument of a block of a module of `model.factory`; without it only "
-        "what is made from weights, so that positions and times in fp32 are not rounded.",
+        description="In 16 bits, cast every float argument of a module of `model.factory` and of its blocks. Without "
+        "it only what is made from weights, and what the module does not take in fp32, so that positions and times are "
+        "not rounded.",
     )
     fp8: Literal["none", "torchao", "transformer_engine", "emulate"] = Field(
         default="none",

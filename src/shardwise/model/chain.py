@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from shardwise._torch_compat.autograd import version_of
@@ -23,6 +24,7 @@ class BlockCalls:
     Attributes:
         calls: positional and keyword arguments of each.
         outputs: of the last call.
+        without_gradient: whether a call ran where gradients are off.
         writes_tensor: a call has written a tensor that it was given.
         writes_activation: and that tensor was made from weights.
         changes_container: a call has changed a list, a dict or an object that it was given.
@@ -31,6 +33,7 @@ class BlockCalls:
     def __init__(self, name: str) -> None:
         self.name = name
         self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        self.without_gradient = False
         self.outputs: tuple[Any, ...] = (None,)
         self.writes_tensor = False
         self.writes_activation = False
@@ -41,6 +44,7 @@ class BlockCalls:
     def record_arguments(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record a call; a forward pre-hook with keyword arguments."""
         self.calls.append((args, dict(kwargs)))
+        self.without_gradient |= not torch.is_grad_enabled()
         given = list(walk(*args, *kwargs.values()))
         tensors = [value for value in given if isinstance(value, Tensor)]
         self._given = [(tensor, version_of(tensor), tensor.requires_grad) for tensor in tensors]

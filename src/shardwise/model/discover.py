@@ -36,7 +36,7 @@ from shardwise.model.gradient_hooks import (
 )
 from shardwise.model.initializers import parents_that_initialize
 from shardwise.model.parameter_kinds import find_parameter_kinds
-from shardwise.model.probe import ForwardProbe, probe_forward, rehearse_stage, token_inputs
+from shardwise.model.probe import ForwardProbe, arguments_to_cast, probe_forward, rehearse_stage, token_inputs
 from shardwise.model.registry import family_of
 from shardwise.model.stage_cut import stage_facts
 from shardwise.model.tensor_plan import sequence_capability, tensor_plan, vocabulary_parameters
@@ -78,6 +78,7 @@ def discover(model: nn.Module, job: Job, example: Mapping[str, Tensor] | None = 
     hooks = find_gradient_hooks(model)
     is_pretrained = isinstance(model, PreTrainedModel)
     facts = ModelFacts(
+        cast_arguments=() if example is None else arguments_to_cast(model, example),
         family=name,
         parameters=_count([model]),
         embedding_parameters=_embedding_parameters(model, ties, forward),
@@ -138,6 +139,8 @@ def _forward_facts(forward: ForwardProbe) -> dict[str, Any]:
         "attention_arguments": forward.attention_arguments,
         "attention": forward.attention_calls,
         "outside_reads": forward.outside_reads,
+        "takes_outer_gradient": forward.takes_outer_gradient,
+        "blocks_without_gradient": forward.blocks_without_gradient,
         "activation_arguments": forward.activation_arguments,
         "probe_failure": forward.failure,
     }
@@ -226,6 +229,12 @@ def _stages(
     if forward.order is None:
         return StageFacts(), unless(forward.failure)
     stages, capability = stage_facts(model, lists, ties, forward.order, forward.blocks_are_chain, forward.handed_on)
+    if forward.blocks_without_gradient and not isinstance(model, PreTrainedModel):
+        reason = f"{definition_of(model)} runs its blocks where gradients are off; checkpoint with use_reentrant=False"
+        return StageFacts(order=tuple(forward.order.calls)), refused(reason)
+    if capability.ok and forward.takes_outer_gradient:
+        reason = f"{definition_of(model)} takes a gradient through its blocks"
+        return StageFacts(order=tuple(forward.order.calls)), refused(reason)
     if capability.ok and forward.outside_reads:
         name = forward.outside_reads[0]
         reason = f"{definition_of(model)} reads {name} outside of the module that owns it, which another stage may hold"

@@ -212,6 +212,9 @@ class ModelFacts:
     parameter_kinds: ParameterKinds = NO_KINDS  # parameters and embeddings that some layouts refuse
     writing_blocks: tuple[str, ...] = ()  # blocks of a user's module that write a tensor that they are given
     activation_writing_blocks: tuple[str, ...] = ()  # and that tensor was made from weights
+    takes_outer_gradient: bool = False  # a user's forward takes a gradient through its blocks
+    blocks_without_gradient: bool = False  # a user's blocks run where gradients are off: checkpoints with reentry
+    cast_arguments: tuple[str, ...] = ()  # of a user's module, float ones that it cannot take in fp32 in 16 bits
     activation_arguments: tuple[int | str, ...] = ()  # of the blocks, positions or names: what is made from weights
     sequence_parallel: Capability = SUPPORTED  # whether tensor ranks can share the sequence, where tensors are split
     block_traits: BlockTraits = PLAIN_BLOCK
@@ -299,6 +302,8 @@ class ModelFacts:
     @cached_property
     def unit_blocks(self) -> tuple[str, ...]:
         """The blocks that can be sharded as units of their own: their parameters are theirs and read by them alone."""
+        if self.takes_outer_gradient:  # which runs through the blocks before their forward is over
+            return ()
         of_root = {self._block_holding(name) for name in self.outside_reads}
         for group in self.ties:
             holders = {self._block_holding(name) for name in group}

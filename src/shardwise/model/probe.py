@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -61,6 +61,10 @@ MIXERS = {
     torch.conv1d, torch.conv2d, nn.functional.conv1d, nn.functional.conv2d, torch.cumsum, Tensor.cumsum, torch.cumprod,
     Tensor.cumprod, torch.roll, Tensor.roll, torch.flip, Tensor.flip, torch.fft.fft, torch.fft.rfft, torch.fft.fftn,
 }  # fmt: skip
+OF_EQUAL_DTYPES = {
+    F.layer_norm, F.group_norm, F.batch_norm, F.rms_norm, F.scaled_dot_product_attention, F.conv1d, F.conv2d, F.conv3d,
+    torch.conv1d, torch.conv2d, torch.conv3d,
+}  # fmt: skip
 # Leave a tensor as it is; whether `contiguous` returned the tensor itself shows in the logits' identity.
 LOOKS = {"__get__", "size", "dim", "numel", "stride", "is_floating_point", "element_size", "__len__", "contiguous"}
 
@@ -85,6 +89,8 @@ class ForwardProbe:
     attention_arguments: tuple[str, ...] = ()
     attention_calls: tuple[AttentionFacts, ...] = ()
     mixes_positions: bool = False  # by a convolution or a scan
+    takes_outer_gradient: bool = False  # the forward takes a gradient while no block runs
+    blocks_without_gradient: bool = False  # blocks run where gradients are off, as in a checkpoint with reentry
     outside_reads: tuple[str, ...] = ()  # parameters read where neither their module nor its block ran
     activation_arguments: tuple[int | str, ...] = ()  # of the blocks: positions or names of what is made from weights
     writing_blocks: tuple[str, ...] = ()  # those that write a tensor that they are given
@@ -232,11 +238,48 @@ def _holds_parameters(module: nn.Module) -> bool:
     return any(True for _ in module.parameters())
 
 
-def _run_fake(model: nn.Module, inputs: Mapping[str, Any], device: str, dtype: torch.dtype) -> None:
+def arguments_to_cast(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the float arguments that the forward does not take in fp32 where its parameters are in 16 bits.
+
+    Args:
+        inputs: keyword arguments; of tensors shapes and dtypes count.
+    """
+    floats = [name for name, value in inputs.items() if isinstance(value, Tensor) and value.is_floating_point()]
+
+    def takes(kept: Collection[str]) -> bool:
+        try:
+            with _EqualDtypes():
+                _run_fake(_copy(model), inputs, "cpu", torch.bfloat16, kept)
+        except Exception:  # any code may run in a model's forward
+            return False
+        return True
+
+    kept = [name for name in floats if takes([name])]
+    return tuple(floats if not takes(kept) else (name for name in floats if name not in kept))
+
+
+class _EqualDtypes(TorchFunctionMode):
+    """Refuse products, norms and attention of tensors of several float dtypes, as kernels do; fake ones do not."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in MATRIX_PRODUCTS | OF_EQUAL_DTYPES:
+            tensors = [leaf for leaf in tree_leaves([args, kwargs]) if isinstance(leaf, Tensor)]
+            if len({tensor.dtype for tensor in tensors if tensor.is_floating_point()}) > 1:
+                raise RuntimeError(f"{func.__name__} of several float dtypes")
+        return func(*args, **(kwargs or {}))
+
+
+def _run_fake(
+    model: nn.Module, inputs: Mapping[str, Any], device: str, dtype: torch.dtype, kept: Collection[str] = ()
+) -> None:
+    """Run the forward on fake tensors; floats are of `dtype`, and of arguments `kept` of fp32."""
     with _quiet(), FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]), FixedScalarDraws():
         state = {name: _fake(tensor, device, dtype) for name, tensor in _tensors(model)}
         arguments = {
-            name: _fake(value, device, dtype) if isinstance(value, Tensor) else value for name, value in inputs.items()
+            name: _fake(value, device, torch.float32 if name in kept else dtype) if isinstance(value, Tensor) else value
+            for name, value in inputs.items()
         }
         torch.func.functional_call(model, state, (), arguments)
 
@@ -332,6 +375,8 @@ class _RecordedForward:
             ),
             mixes_positions=functions.mixes_positions,
             outside_reads=tuple(sorted(functions.outside_reads)),
+            takes_outer_gradient=functions.takes_outer_gradient,
+            blocks_without_gradient=any(block.without_gradient for blocks in self.blocks for block in blocks),
             activation_arguments=activation_arguments(blocks),
             writing_blocks=tuple(block.name for block in blocks if block.writes_tensor),
             activation_writing_blocks=tuple(block.name for block in blocks if block.writes_activation),
@@ -356,6 +401,8 @@ class _FunctionCalls(TorchFunctionMode):
         self.active: list[str] = []  # modules whose forward runs
         self.owners: dict[str, tuple[str, ...]] = {}  # parameter -> modules or blocks one of which should run
         self.outside_reads: set[str] = set()
+        self.blocks: tuple[str, ...] = ()
+        self.takes_outer_gradient = False
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
@@ -371,6 +418,8 @@ class _FunctionCalls(TorchFunctionMode):
             self.matrix_parameters |= {self.names[id(x)] for x in tree_leaves([args, kwargs]) if id(x) in self.names}
         elif func in MIXERS:
             self.mixes_positions |= any(isinstance(x, Tensor) and x.dim() > 2 for x in args[:1])
+        if func is torch.autograd.grad or func is Tensor.backward:
+            self.takes_outer_gradient |= not set(self.blocks) & set(self.active)
         if self.logits and getattr(func, "__name__", "") not in LOOKS:
             self.logits_used |= any(leaf is self.logits[-1] for leaf in tree_leaves([args, kwargs]))
         result = func(*args, **kwargs)
@@ -395,7 +444,8 @@ class _FunctionCalls(TorchFunctionMode):
 
     def watch_owners(self, model: nn.Module, blocks: Iterable[str]) -> None:
         """Record which parameters are read while neither their module nor its block runs."""
-        inside = {block: f"{block}." for block in blocks}
+        self.blocks = tuple(blocks)
+        inside = {block: f"{block}." for block in self.blocks}
         names: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), []).append(name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,7 @@ from shardwise.parallel.gradient_hooks import apply_gradient_hooks
 from shardwise.parallel.gradient_sync import begin_microbatch, reduce_gradients
 from shardwise.parallel.layout import Layout
 from shardwise.parallel.objective import Microbatch, Objective
+from shardwise.parallel.own_collectives import own_collectives_refused
 from shardwise.parallel.pipeline import MicrobatchWork, Pipeline
 from shardwise.parallel.running_statistics import RunningStatistics
 from shardwise.parallel.stage_boundary import StageBoundary
@@ -194,9 +195,14 @@ class ParallelModel:
                 apply_gradient_hooks(self.tensor_map[name], hooks, self.plan.job.training.seed + step)
         return torch.stack(totals).sum(0)
 
-    def _users_forward(self) -> AbstractContextManager[None]:
-        """Return the context in which an error of a user's module is named with its file and line."""
-        return nullcontext() if self.facts.has_config else user_code(f"the forward of {self.facts.definition}")
+    @contextmanager
+    def _users_forward(self) -> Iterator[None]:
+        """Name an error of a user's module with its file and line, and refuse its own collectives."""
+        if self.facts.has_config:
+            yield
+            return
+        with user_code(f"the forward of {self.facts.definition}"), own_collectives_refused():
+            yield
 
     def prepare(self, inputs: dict[str, Any]) -> None:
         """Let traced stages see what the model is about to be called with."""

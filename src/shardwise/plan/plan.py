@@ -443,13 +443,16 @@ def _memory_notes(draft: Draft) -> Iterator[str]:
             yield f"{key}={lookup(draft.job, key)} does nothing without memory.offload_activations."
 
 
+def _cast_arguments(draft: Draft) -> str:
+    if draft.precision.cast_float_arguments:
+        return f"every float argument of the module and its blocks is cast to {draft.compute}"
+    of_module = f", and of the module's {', '.join(draft.facts.cast_arguments)}" if draft.facts.cast_arguments else ""
+    return f"of the blocks' arguments what is made from weights is cast to {draft.compute}{of_module}; others stay"
+
+
 def _model_notes(draft: Draft) -> Iterator[str]:
     if draft.model.factory is not None and draft.compute in ("bf16", "fp16"):
-        cast = "every float argument" if draft.precision.cast_float_arguments else "what is made from weights"
-        yield (
-            f"precision.cast_float_arguments={draft.precision.cast_float_arguments}: of the blocks' arguments, {cast} "
-            f"is cast to {draft.compute}, and so is every float argument of the whole module."
-        )
+        yield f"precision.cast_float_arguments={draft.precision.cast_float_arguments}: {_cast_arguments(draft)}."
     if draft.precision.fp8 == "emulate":
         yield "precision.fp8=emulate shows the numbers of float8 and none of its speed: products run in fp32."
     if draft.precision.fp8 == "torchao" and not draft.model.compile:

@@ -80,6 +80,7 @@ def objective_for(assembled: AssembledJob, loss_function: LossFunction | None) -
     what = f"loss_function={getattr(loss_function, '__name__', type(loss_function).__name__)}"
     objective = assembled.objective
     if isinstance(objective, OwnModule):
-        objective = OwnModule(loss_function, assembled.model.compute_dtype)  # labels are the loss's, not the forward's
+        # Labels are the loss's, not the forward's.
+        objective = OwnModule(loss_function, assembled.model.compute_dtype, objective.cast_arguments)
     with head_in_forward(assembled.model):
         yield OwnLoss(objective, loss_function, what)

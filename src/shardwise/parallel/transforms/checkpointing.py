@@ -8,7 +8,7 @@ the first block's call runs the whole group, and the calls of the others hand it
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from itertools import count
 from typing import Any
@@ -161,12 +161,27 @@ def _contexts(
     """Contexts of forward and of recomputation: which outputs are kept; dropout and state are this forward's."""
     scope = active_scope()
     forward, recompute = create_selective_checkpoint_contexts(KEPT) if selective else (nullcontext(), nullcontext())
-    return forward, _both(recompute, dropout_scope(scope.snapshot() if scope else None), as_found())
+
+    def again() -> Iterator[AbstractContextManager[Any]]:
+        yield recompute
+        yield dropout_scope(scope.snapshot() if scope else None)
+        yield as_found()
+
+    return forward, _MadeAnew(again)
 
 
-@contextmanager
-def _both(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        yield
+class _MadeAnew:
+    """Contexts that are made each time they are entered: a block that takes a gradient is recomputed for it, too."""
+
+    def __init__(self, make: Callable[[], Iterable[AbstractContextManager[Any]]]) -> None:
+        self.make = make
+        self.entered: list[ExitStack] = []
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            for context in self.make():
+                stack.enter_context(context)
+            self.entered.append(stack.pop_all())
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self.entered.pop().__exit__(*error)

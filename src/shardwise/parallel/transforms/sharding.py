@@ -104,7 +104,8 @@ def shard_model(
             for block in group:
                 block.register_forward_pre_hook(cast, with_kwargs=True)
     # Embeddings, final norm and head: needed at both ends of forward and first in backward, so they stay gathered.
-    fully_shard(model, reshard_after_forward=False, mp_policy=mixed, **shard)
+    of_root = replace(mixed, cast_forward_inputs=False) if plan.keeps_float_arguments else mixed
+    fully_shard(model, reshard_after_forward=False, mp_policy=of_root, **shard)
     modules: list[FSDPModule] = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for owner, hooks in containers.items():
         hooks.watch(owner)  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ from shardwise.model.facts import ModelFacts
 from shardwise.parallel.model import ParallelModel
 from shardwise.parallel.objective import Objective
 from shardwise.training.objectives.language_modelling import LanguageModelling
+from shardwise.training.objectives.own_loss import LossFunction
 from shardwise.training.objectives.own_module import OwnModule
 
 
@@ -22,13 +23,18 @@ class ObjectiveChoice(NamedTuple):
 
 
 def _with_loss_of_job(model: ParallelModel) -> Objective:
-    return OwnModule(load_object(str(model.plan.job.model.loss), "model.loss"), model.compute_dtype)
+    return _own_module(model, load_object(str(model.plan.job.model.loss), "model.loss"))
+
+
+def _own_module(model: ParallelModel, loss: LossFunction | None = None) -> Objective:
+    cast_arguments = model.facts.cast_arguments if model.plan.keeps_float_arguments else None
+    return OwnModule(loss, model.compute_dtype, cast_arguments)
 
 
 OBJECTIVES = (
     ObjectiveChoice(lambda job, facts: job.model.loss is not None, _with_loss_of_job),
     ObjectiveChoice(lambda job, facts: facts.returns_logits, LanguageModelling),
-    ObjectiveChoice(lambda job, facts: True, lambda model: OwnModule(None, model.compute_dtype)),
+    ObjectiveChoice(lambda job, facts: True, _own_module),
 )
 
 

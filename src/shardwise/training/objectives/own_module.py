@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -17,18 +18,28 @@ class OwnModule(Objective):
     """A user's module and its loss: a function of output and batch, or the forward's own mean loss.
 
     The mean is the output itself, its `.loss` or its first item.
+
+    Args:
+        loss: the function, if there is one.
+        compute: dtype of float arguments of the forward.
+        cast_arguments: those of them that are cast to it; unset: all.
     """
 
-    def __init__(self, loss: LossFunction | None, compute: torch.dtype) -> None:
-        self.function, self.compute = loss, compute
+    def __init__(
+        self, loss: LossFunction | None, compute: torch.dtype, cast_arguments: Collection[str] | None = None
+    ) -> None:
+        self.function, self.compute, self.cast_arguments = loss, compute, cast_arguments
         self.needs_whole_batches = loss is None  # a mean over real and padding rows cannot be taken apart again
 
     def inputs(self, microbatch: Batch) -> dict[str, Any]:
-        """Return the batch's inputs, with its labels if the module computes the loss; floats in the compute dtype."""
+        """Return the batch's inputs, with its labels if the module computes the loss; floats are cast."""
         inputs = dict(microbatch.inputs)
         if self.function is None and microbatch.labels is not None:
             inputs["labels"] = microbatch.labels
-        return {name: value.to(self.compute) if value.is_floating_point() else value for name, value in inputs.items()}
+        return {name: value.to(self.compute) if self._is_cast(name, value) else value for name, value in inputs.items()}
+
+    def _is_cast(self, name: str, value: Tensor) -> bool:
+        return value.is_floating_point() and (self.cast_arguments is None or name in self.cast_arguments)
 
     def loss(self, microbatch: Batch, output: Any) -> tuple[Tensor, Tensor]:
         """Return the user's (sum, count), or mean times count."""
