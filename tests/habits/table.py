@@ -40,6 +40,7 @@ class Habit:
         remedy: what to do where it is refused, for the page.
         costs: what it costs where it works, for the page.
         keys: keys of the job beside those of the layout.
+        untried: layouts on which one rank alone refuses it: that ends a job, while a test's other ranks would wait.
         quick: layouts that are tried in every run of the tests, beside those that refuse; the rest are slow tests.
     """
 
@@ -50,6 +51,7 @@ class Habit:
     costs: str = ""
     keys: Sections = field(default_factory=dict)
     quick: tuple[str, ...] = (SHARDS,)
+    untried: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return self.module
@@ -149,6 +151,7 @@ HABITS: tuple[Habit, ...] = (
         "CollectiveForward",
         "collectives in forward",
         refused=dict.fromkeys(SEVERAL, "a forward calls torch.distributed.all_reduce"),
+        untried=(STAGES,),
         remedy="a callback after the step",
         quick=(),
     ),

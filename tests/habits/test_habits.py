@@ -21,7 +21,7 @@ ROUNDED = 3e-2  # of losses in bf16
 def cases(quick: bool) -> Iterator[tuple[Habit, str]]:
     for habit in HABITS:
         for layout in LAYOUTS:
-            if (layout in habit.quick or layout in habit.refused) == quick:
+            if (layout in habit.quick or layout in habit.refused) == quick and layout not in habit.untried:
                 yield habit, layout
 
 

@@ -160,11 +160,12 @@ def _contexts(
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Contexts of forward and of recomputation: which outputs are kept; dropout and state are this forward's."""
     scope = active_scope()
+    of_forward = scope.snapshot() if scope else None
     forward, recompute = create_selective_checkpoint_contexts(KEPT) if selective else (nullcontext(), nullcontext())
 
     def again() -> Iterator[AbstractContextManager[Any]]:
         yield recompute
-        yield dropout_scope(scope.snapshot() if scope else None)
+        yield dropout_scope(of_forward.snapshot() if of_forward else None)
         yield as_found()
 
     return forward, _MadeAnew(again)
