@@ -105,6 +105,20 @@ def adapter_job(directory: Path, family: str, layout: str, kind: str, dropout: f
     )  # fmt: skip
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", [{"expert_parallel_degree": 2}, {"tensor_parallel_degree": 2}])
+def test_adapters_beside_frozen_experts(world_pool: WorldPool, corpora: Path, parallel: dict[str, Any]) -> None:
+    config = {"experts_implementation": "eager", "num_local_experts": 4}
+    adapter = {"kind": "lora", "rank": 3, "alpha": 5.0}
+    optimizer = {"learning_rate": 0.02, "warmup_steps": 0, "options": {"eps": 1e-4}}
+    job = tensor_job(
+        corpora, "mixtral", tied=False, config=config, adapter=adapter, parallel=parallel, optimizer=optimizer
+    )
+    report = world_pool.run(2, verify_one, job, 2, study(job))[0]
+    assert report is not None
+    assert report.agrees, (report.first, report.diagnosis)
+
+
 def with_fault(job: Job, facts: ModelFacts) -> tuple[VerifyReport | None, VerifyReport | None]:
     """Verify against the oracle's own adapters, without a fault and with one."""
     whole = verify_one(job, 2, facts)
