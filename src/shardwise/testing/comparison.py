@@ -29,7 +29,7 @@ SENTENCES = {
     "schedule": ("wrong_schedule", "the learning rate of step {name} is not that of the job's schedule"),
     "order": ("repeated_sample", "the order of samples is no permutation: {name}"),
     "start": ("unequal_start", "{name} differs between ranks before the first step"),
-    "plain start": ("other_start", "{name} does not start as the plainly built model has it"),
+    "plain start": ("other_start", "the start is not that of the plainly built model: {name}"),
     "dropout": ("wrong_dropout_rate", "{name}"),
     "corpus": ("other_documents", "{name}"),
     "evaluation": ("trained_evaluation", "evaluation computes in training mode"),
