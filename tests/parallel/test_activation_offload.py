@@ -66,3 +66,11 @@ def test_integers_and_empty_tensors_stay() -> None:
     offload = ActivationOffload(CPU, 2)
     for value in (torch.arange(3), torch.empty(0, 3)):
         assert offload._pack(value) is value and offload._unpack(value) is value
+
+
+def test_a_gradient_of_a_gradient_finds_the_values_again() -> None:
+    offload = ActivationOffload(CPU, 1)
+    (value,), (output,) = saved(offload, 1)
+    (slope,) = torch.autograd.grad(output.sum(), value, create_graph=True)
+    (output.sum() + slope.square().sum()).backward()
+    assert torch.equal(value.grad, 2 * value + 8 * value)

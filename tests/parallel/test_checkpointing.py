@@ -183,3 +183,16 @@ def test_a_block_that_writes_what_it_is_given_is_refused_by_name() -> None:
     apply_activation_checkpointing([[block]], MemorySection(activation_checkpointing="full"), None)
     with pytest.raises(ModelError, match=r"Writing \(.*:\d+\) writes a tensor"):
         block(torch.ones(2, requires_grad=True), torch.zeros(2))
+
+
+def test_a_gradient_of_a_gradient_recomputes_blocks_again() -> None:
+    found = []
+    for mode in ("none", "full"):
+        net = prepared(activation_checkpointing=mode)
+        net.eval()
+        hidden = torch.linspace(-1, 1, ROWS * WIDTH, dtype=torch.float64).view(ROWS, WIDTH).requires_grad_()
+        loss = net(hidden)
+        (slope,) = torch.autograd.grad(loss, hidden, create_graph=True)
+        (loss + 0.1 * slope.square().sum()).backward()
+        found.append([parameter.grad for parameter in net.parameters()])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=0)

@@ -100,8 +100,9 @@ class ActivationOffload:
         if not isinstance(saved, _Saved):
             value: Tensor = saved
             return value
-        position = self._order.index(saved)
-        for ahead in self._order[max(0, position - self.horizon) : position]:
-            ahead.load()
-        del self._order[position]
+        if saved in self._order:  # for the first time; a gradient of a gradient goes through a graph again
+            position = self._order.index(saved)
+            for ahead in self._order[max(0, position - self.horizon) : position]:
+                ahead.load()
+            del self._order[position]
         return saved.value()
