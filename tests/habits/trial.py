@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from math import inf, isnan
 from typing import Any
 
 import torch
@@ -13,11 +15,12 @@ from torch.nn.utils import clip_grad_norm_
 from shardwise.data.batch import Batch
 from shardwise.errors import ShardwiseError
 from shardwise.job.objects import load_object
-from shardwise.job.schema import Job
+from shardwise.job.schema import Job, OptimizerSection
 from shardwise.training.setup import AssembledJob, set_up
 from shardwise.training.step import train_step
 
 STEPS, ROWS, DECAY, RATE, CLIP = 3, 8, 0.1, 0.05, 0.5
+FLOOR = 0.1  # of what errors are relative to: AdamW makes 1e-10 of a gradient that is nothing but rounding
 HERE = "tests.habits"
 
 
@@ -26,15 +29,19 @@ class Trial:
     """Outcome of one trial on one rank.
 
     Attributes:
-        parameters: largest error of a parameter after all steps, relative to its largest element, and before the first
-            of those that the constructor computes.
+        parameters: largest error of a parameter after all steps, relative to its largest element or to FLOOR, and
+            before the first of those that the constructor computes.
+        worst: name of the parameter with that error after all steps.
         losses: largest relative error of a step's loss.
         refusal: message of the error that refused the module.
+        steps: taken by then.
     """
 
     parameters: float = float("inf")
     losses: float = float("inf")
+    worst: str = ""
     refusal: str = ""
+    steps: int = 0
 
 
 def make_job(directory: str, module: str, sections: dict[str, dict[str, Any]]) -> Job:
@@ -56,14 +63,16 @@ def make_job(directory: str, module: str, sections: dict[str, dict[str, Any]]) -
 def try_module(job: Job) -> Trial:
     """Train the module of `job` in both ways; called on every rank of a world."""
     torch.manual_seed(0)
+    losses: list[tuple[float, float]] = []
     try:
         run = set_up(job, torch.device("cpu"))
         module, start_error = plain_module(run)
-        ours, theirs = _train(run, module)
+        losses.extend(_train(run, module))
     except ShardwiseError as error:
-        return Trial(refusal=str(error))
-    error = max(_parameter_error(run, module), start_error)
-    return Trial(error, max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True)))
+        return Trial(refusal=str(error), steps=len(losses))
+    worst, error = _largest_error(run, module)
+    loss_error = max(_number_or_inf(abs(ours - theirs) / abs(theirs)) for ours, theirs in losses)
+    return Trial(max(error, start_error), loss_error, worst, steps=len(losses))
 
 
 def plain_module(run: AssembledJob) -> tuple[nn.Module, float]:
@@ -87,37 +96,35 @@ def _in_double(value: Tensor) -> Tensor:
     return value.double() if value.is_floating_point() else value
 
 
-def _train(run: AssembledJob, module: nn.Module) -> tuple[list[float], list[float]]:
-    """Return the losses of shardwise and of plain torch."""
-    optimizer = _plain_optimizer(module, run.plan.job.optimizer.name)
-    ours, theirs = [], []
+def _train(run: AssembledJob, module: nn.Module) -> Iterator[tuple[float, float]]:
+    """Yield the losses of shardwise and of plain torch, a step at a time."""
+    optimizer = _plain_optimizer(module, run.plan.job.optimizer)
     for step in range(STEPS):
         batches = list(run.stream.batches(step))
         run.optimizer.set_learning_rate(RATE)
         result = train_step(run.model, run.objective, batches, run.optimizer, run.scaler, step)
-        ours.append(result.loss)
-        theirs.append(_plain_step(run, module, optimizer, batches))
-    return ours, theirs
+        yield result.loss, _plain_step(run, module, optimizer, batches)
 
 
-def _plain_optimizer(module: nn.Module, name: str) -> torch.optim.Optimizer:
+def _plain_optimizer(module: nn.Module, section: OptimizerSection) -> torch.optim.Optimizer:
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     matrices = [parameter for parameter in trained if parameter.dim() >= 2]
     vectors = [parameter for parameter in trained if parameter.dim() < 2]
     groups = [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}]
-    kind: type[Any] = getattr(torch.optim, name)
-    optimizer: torch.optim.Optimizer = kind(groups, lr=RATE)
+    kind: type[Any] = getattr(torch.optim, section.name)
+    optimizer: torch.optim.Optimizer = kind(groups, lr=RATE, **section.options)
     return optimizer
 
 
 def _plain_step(run: AssembledJob, module: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Batch]) -> float:
     """Take a step with one backward for all samples; return their mean loss."""
     optimizer.zero_grad()
-    readers = gather_batches(run, batches)
-    losses = [_summed_loss(run.plan.job, module, batch) for reader in readers for batch in reader]
-    loss = torch.stack(losses).sum() / ROWS
+    everyone = [batch for reader in gather_batches(run, batches) for batch in reader]
+    losses = [_summed_loss(run.plan.job, module, batch) for batch in everyone]
+    loss = torch.stack(losses).sum() / sum(batch.count() for batch in everyone)
     loss.backward()
-    clip_grad_norm_(module.parameters(), CLIP)
+    if run.plan.job.optimizer.clip_norm is not None:
+        clip_grad_norm_(module.parameters(), run.plan.job.optimizer.clip_norm)
     optimizer.step()
     return float(loss.detach())
 
@@ -138,11 +145,20 @@ def gather_batches(run: AssembledJob, batches: list[Batch]) -> list[list[Batch]]
     return [batches for _, batches in sorted(dict(everyone).items())]
 
 
-def _parameter_error(run: AssembledJob, module: nn.Module) -> float:
+def _largest_error(run: AssembledJob, module: nn.Module) -> tuple[str, float]:
+    """Return the parameter that differs most, and by how much."""
     expected: dict[str, Tensor] = dict(module.named_parameters())
-    errors = [_relative(value, expected[name]) for name, value in run.model.whole_tensors() if value.numel()]
-    return float(torch.stack(errors).max())
+    errors = {
+        name: _number_or_inf(float(_relative(value, expected[name])))
+        for name, value in run.model.whole_tensors()
+        if value.numel()
+    }
+    return max(errors.items(), key=lambda item: item[1])
+
+
+def _number_or_inf(error: float) -> float:
+    return inf if isnan(error) else error  # `max` passes over NaN
 
 
 def _relative(value: Tensor, expected: Tensor) -> Tensor:
-    return ((value - expected).abs().max() / expected.abs().max().clamp(min=1e-30)).double()
+    return ((value - expected).abs().max() / expected.abs().max().clamp(min=FLOOR)).double()
