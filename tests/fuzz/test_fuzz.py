@@ -28,12 +28,12 @@ def name_of(seeds: range) -> str:
     return f"{seeds.start}-{seeds.stop - 1}"
 
 
-def check(pool: WorldPool, seeds: range, directory: Path) -> None:
+def check(pool: WorldPool, seeds: range, directory: Path) -> list[Outcome]:
     outcomes = list(try_all(pool, [draw(seed) for seed in seeds], directory))
     assert len(outcomes) == len(seeds)
     wrong = [str(outcome) for outcome in outcomes if outcome.fault]
     assert not wrong, "\n\n".join(wrong)
-    assert any(not outcome.refusal for outcome in outcomes), "all of them are refused"
+    return outcomes
 
 
 @pytest.mark.parametrize("seeds", chunks(0, DEFAULT, 4), ids=name_of)
@@ -45,7 +45,8 @@ def test_drawn_modules_are_right_or_refused(world_pool: WorldPool, tmp_path: Pat
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("seeds", chunks(DEFAULT, MODULES, 50), ids=name_of)
 def test_more_drawn_modules_are_right_or_refused(world_pool: WorldPool, tmp_path: Path, seeds: range) -> None:
-    check(world_pool, seeds, tmp_path)
+    outcomes = check(world_pool, seeds, tmp_path)
+    assert sum(not outcome.refusal for outcome in outcomes) > len(outcomes) / 3, "too many are refused"
 
 
 def test_a_seed_draws_the_same_module_again() -> None:
