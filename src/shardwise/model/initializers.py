@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from shardwise._torch_compat.tracing import TorchDispatchMode
 from shardwise._torch_compat.writes import storage_key, written_tensors
+from shardwise.errors import ModelError
 
 MODEL_INITIALIZER = "_init_weights"
 MODULE_INITIALIZERS = ("reset_parameters", "_reset_parameters")  # the second is torch's, in `nn.MultiheadAttention`
@@ -84,7 +85,7 @@ def parents_that_initialize(model: nn.Module, blocks: Collection[str]) -> dict[s
     """
     inside = tuple(f"{name}." for name in blocks)
     # Those of transformers write nothing that is real; a user's may write its buffers.
-    tried = model if isinstance(model, PreTrainedModel) else copy.deepcopy(model)
+    tried = model if isinstance(model, PreTrainedModel) else _copied(model)
     names: dict[int, list[str]] = {}
     for name, parameter in tried.named_parameters(remove_duplicate=False):
         names.setdefault(storage_key(parameter), []).append(name)
@@ -98,6 +99,16 @@ def parents_that_initialize(model: nn.Module, blocks: Collection[str]) -> dict[s
         if others:
             found[name] = tuple(others)
     return found
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(model)
+    except RuntimeError as error:  # torch copies no tensor that was computed from parameters
+        raise ModelError(
+            f"{type(model).__name__} cannot be copied: {error}; compute tensors from parameters in forward and keep "
+            "none of them on a module"
+        ) from error
 
 
 def _written_by_initializer(model: nn.Module, module: nn.Module) -> set[int]:
