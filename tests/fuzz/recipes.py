@@ -107,6 +107,8 @@ def job_of(recipe: Recipe, directory: str) -> Job:
     sections = deepcopy(recipe.sections)
     for name, values in EVERY_LAYOUT[recipe.layout][1].items():
         sections[name] = {**sections.get(name, {}), **values}
+    if recipe.layout == HALF:
+        sections["optimizer"]["clip_norm"] = CLIP  # that layout's optimizer is SGD
     sections["model"] = {
         "factory": "tests.fuzz.recipes:build",
         "factory_arguments": {"call": recipe.call, "habits": list(recipe.habits)},
