@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.errors import LegalityError, ModelError
+from shardwise.errors import LegalityError
 from shardwise.job.schema import Job
 from shardwise.plan.draft import World
 from shardwise.plan.plan import resolve
@@ -129,8 +129,3 @@ def test_widths_that_grouped_products_cannot_read_are_refused(corpora: Path) -> 
         resolve(job, World(2, "cpu", 2), study(job))
     job = experts_job(corpora, "mixtral", parallel=TENSOR, config=UNGROUPED)
     assert resolve(job, World(2, "cpu", 2), study(job)).degrees["tensor"] == 2
-
-
-def test_a_loss_of_the_router_is_refused(corpora: Path) -> None:
-    with pytest.raises(ModelError, match=r"output_router_logits=True .* set it to false"):
-        study(experts_job(corpora, "mixtral", config={"output_router_logits": True}))

@@ -20,6 +20,8 @@ METRICS = {
     "skipped": "true: gradients were not finite on some rank, and no rank updated anything",
     "data_hash": "hash of all samples so far, equal on any layout: two runs that differ in it have read other data",
     "seconds": "wall time of the step",
+    "expert_load": "rows of the most used expert over the mean, of the layer where that is highest; experts only",
+    "balancing_loss": "loss that balances the experts, over the step, before its factor; `router.balancing_loss` only",
     "loss_scale": "scale of this step's backward; fp16 only",
     "training_loss": "of an evaluation: mean of the steps before it, as many as it has batches, each before its update",
     "validation_loss": "mean over the labels of `training.evaluate_batches` global batches, nats",

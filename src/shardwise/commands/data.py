@@ -16,7 +16,6 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.commands.arguments import whole_number
-from shardwise.data.packed_rows import PackedRows
 from shardwise.errors import ConfigError
 from shardwise.words import output_console, say_note
 
@@ -115,6 +114,8 @@ def sample_rows(data: TokenData, job: Job, counter: int) -> Iterator[SampleRow]:
 
 def _starts(data: TokenData, index: int, batch: Batch) -> list[int]:
     """Return the first positions of a sample's documents; of rows also that of the padding behind them."""
+    from shardwise.data.packed_rows import PackedRows  # torch, which the command line starts without
+
     if isinstance(data.train, PackedRows):
         return [0, *accumulate(len(data.train.row(row)[0]) for row in data.train.sequences[index])]
     if batch.document_ids is None:

@@ -539,12 +539,38 @@ class ObserveSection(Section):
     sample_tokens: Positive = Field(default=64, description="Tokens generated.")
 
 
+class RouterSection(Section):
+    """Losses and biases that keep the experts of a mixture evenly used."""
+
+    balancing_loss: Literal["auto", "global", "none"] = Field(
+        default="auto",
+        description="Loss that balances the experts: `global` takes the choices and probabilities of all tokens of a "
+        "step (arXiv 2101.03961, equation 4), whatever the layout. `auto`: global where the model itself would add it "
+        "(output_router_logits in its config), else none. Steps of several microbatches cost a forward more.",
+    )
+    balancing_coefficient: Annotated[float, Field(ge=0)] | None = Field(
+        default=None, description="Factor of the balancing loss; unset: router_aux_loss_coef of the model's config."
+    )
+    z_loss: float = Field(
+        default=0.0,
+        ge=0,
+        description="Factor of the mean squared log-sum-exp of the routers' logits (arXiv 2202.08906, equation 5).",
+    )
+    bias_update_rate: float = Field(
+        default=0.0,
+        ge=0,
+        description="By how much a step moves the bias on a router's scores against uneven use (arXiv 2412.19437, "
+        "section 2.1.2, has 0.001); for models with e_score_correction_bias. 0: never, as in transformers.",
+    )
+
+
 class Job(RootSection):
     """Everything a user asks for. `Job()` is the embedded default that `shardwise train` runs."""
 
     model: ModelSection = Field(default_factory=ModelSection, description="The model.")
     adapter: AdapterSection = Field(default_factory=AdapterSection, description="Low-rank adapters.")
     parallel: ParallelSection = Field(default_factory=ParallelSection, description="The layout.")
+    router: RouterSection = Field(default_factory=RouterSection, description="Routers of experts.")
     memory: MemorySection = Field(default_factory=MemorySection, description="Recomputation and offload.")
     precision: PrecisionSection = Field(default_factory=PrecisionSection, description="Dtypes.")
     training: TrainingSection = Field(default_factory=TrainingSection, description="Steps and batch.")

@@ -55,6 +55,11 @@ class SplitSequences(Protocol):
         """[S/c] of the rows that are here."""
         ...
 
+    @property
+    def length(self) -> int:
+        """S without padding; positions from there on are padding."""
+        ...
+
 
 @dataclass
 class DropoutScope:
@@ -67,6 +72,7 @@ class DropoutScope:
     them now.
     `positions` (first, end) is set while hidden states hold only these of the rows that are here.
     `documents` [B, S] numbers each position's document where attention must not cross them; masks of attention read it.
+    `counted` [B] is False for rows that repeat others; routers of experts read it.
     """
 
     seed: int
@@ -80,6 +86,7 @@ class DropoutScope:
     probability_block: ProbabilityBlock | None = None
     positions: tuple[int, int] | None = None
     documents: Tensor | None = None
+    counted: Tensor | None = None
 
     def snapshot(self) -> DropoutScope:
         """Return a copy to recompute under: same masks again, whatever ran in between."""

@@ -50,6 +50,7 @@ from shardwise.model.construct import (
 from shardwise.model.default import default_config
 from shardwise.model.registry import family_of
 from shardwise.model.replacements import fuse_activations, replace_attention
+from shardwise.model.routers import ADDS_LOSS
 from shardwise.words import nearest
 
 HEADS = {
@@ -99,7 +100,6 @@ def load_config(job: Job, key: str = "model.config") -> PreTrainedConfig:
     if dropout is not None:
         _guarded(f"model.dropout={dropout}", lambda: _set_dropout(config, dropout))
     _check_layer_drop(config)
-    _check_router_loss(config)
     if section.task == "causal_lm" and type(config) in MODEL_FOR_MASKED_LM_MAPPING and hasattr(config, "is_decoder"):
         config.is_decoder = True  # an encoder such as BERT would see the labels: its attention is not causal otherwise
     return config
@@ -237,21 +237,16 @@ def _check_layer_drop(config: PreTrainedConfig) -> None:
             )
 
 
-def _check_router_loss(config: PreTrainedConfig) -> None:
-    if getattr(config, "output_router_logits", False):
-        raise ModelError(
-            f"output_router_logits=True in the config of {config.model_type!r} asks for a loss that balances experts. "
-            "It is a product of means over the tokens of a forward, so that it would depend on how a step is cut into "
-            "microbatches and ranks, and is not built; set it to false"
-        )
-
-
 def _build_hugging_face(job: Job, config: PreTrainedConfig) -> PreTrainedModel:
     section = job.model
     _check_head(config, section)
     if getattr(config, "quantization_config", None):
         raise ModelError(f"model.path={section.path!r} holds quantized weights; training needs the unquantized model")
+    adds_loss = getattr(config, "output_router_logits", False)
+    if adds_loss:  # the loss is taken here, over the whole step; the model's own would be of one microbatch
+        config.output_router_logits = False
     model = _from_config(config, section, _on_meta)
+    setattr(model, ADDS_LOSS, bool(adds_loss))
     replace_attention(model)
     model.config.architectures = [type(model).__name__]
     path = section.path

@@ -38,6 +38,7 @@ from shardwise.model.initializers import parents_that_initialize
 from shardwise.model.parameter_kinds import find_parameter_kinds
 from shardwise.model.probe import ForwardProbe, arguments_to_cast, probe_forward, rehearse_stage, token_inputs
 from shardwise.model.registry import family_of
+from shardwise.model.routers import ADDS_LOSS, correction_biases, find_routers
 from shardwise.model.stage_cut import stage_facts
 from shardwise.model.tensor_plan import sequence_capability, tensor_plan, vocabulary_parameters
 
@@ -123,6 +124,10 @@ def _experts(model: nn.Module, config: Any) -> dict[str, Any]:
         "idle_parameters": _idle_parameters(model, config),
         "experts_of_token": _number(config, EXPERTS_OF_TOKEN) or 0,
         "expert_stacks": expert_stacks(model),
+        "routers": find_routers(model),
+        "router_biases": correction_biases(model),
+        "balancing_coefficient": float(getattr(config, "router_aux_loss_coef", None) or 0.0),
+        "adds_balancing_loss": bool(getattr(model, ADDS_LOSS, False)),
         "experts_copied": getattr(config, "_experts_implementation", None) == "batched_mm",
     }
 

@@ -175,6 +175,10 @@ class ModelFacts:
     idle_parameters: int = 0  # of experts, those that a token does not go through
     experts_of_token: int = 0  # to how many experts a token goes
     expert_stacks: dict[str, int] = field(default_factory=dict)  # module name -> experts that it holds in stacks
+    routers: dict[str, tuple[str, int]] = field(default_factory=dict)  # of stacks: router, number of its logits
+    router_biases: dict[str, str] = field(default_factory=dict)  # of stacks: buffer that corrects the router's scores
+    balancing_coefficient: float = 0.0  # of the loss that balances experts, in the config
+    adds_balancing_loss: bool = False  # the model's own loss has it
     experts_copied: bool = False  # experts' weights are copied for each token that goes to them (batched_mm)
     ties: tuple[tuple[str, ...], ...] = ()  # groups of parameter names that share one storage
     hidden_size: int = 0

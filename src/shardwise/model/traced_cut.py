@@ -62,6 +62,7 @@ def cut_by_trace(
         head_has_bias=False,
         tensor_splits={},
         expert_stacks={},
+        routers={},
         vocabulary_parameters=(),
         attention_kernels=TRACED,
         fusible={},

@@ -32,6 +32,7 @@ from shardwise.parallel.layout import Layout
 from shardwise.parallel.model import ModelPart, ParallelModel
 from shardwise.parallel.pipeline import Pipeline
 from shardwise.parallel.regions import RegionBoundary
+from shardwise.parallel.routers import ExpertRouters
 from shardwise.parallel.running_statistics import RunningStatistics
 from shardwise.parallel.shared_gradients import partial_parameters
 from shardwise.parallel.stage_boundary import BoundaryShapes, StageBoundary
@@ -150,6 +151,7 @@ class ModelBuilder:
         stages: one a virtual stage, in order; one for the whole model without a pipeline.
         boundary_shapes: shapes of what crosses stage boundaries; set by `boundary_shapes`.
         context: how sequences are split over ranks; set by `context`.
+        routers: the routers of experts; set by `routers`.
         gradient_hooks: hooks of the user's parameters on their gradients, by name.
         accumulate_grad_hooks: those that are called once a gradient is accumulated, by name.
         parameter_attributes: attributes that the user's code has set on parameters, by name.
@@ -166,6 +168,7 @@ class ModelBuilder:
         self.parameter_attributes = {name: dict(vars(value)) for name, value in model.named_parameters() if vars(value)}
         self.boundary_shapes: BoundaryShapes | None = None
         self.context: ContextParallel | None = None
+        self.routers: ExpertRouters | None = None
         self._shared_root: SharedRoot | None = None
 
     def share_parameters(self) -> None:
@@ -216,6 +219,7 @@ class ModelBuilder:
             self._uses(plan),
             self._unsharded(plan, tensor_map),
             self._statistics(inputs),
+            self.routers,
         )
 
     def _statistics(self, inputs: BuildInputs) -> RunningStatistics | None:

@@ -72,10 +72,19 @@ class SharedExperts:
     def _exchange(self, experts: Tensor) -> tuple[RowExchange, Tensor]:
         """Return the exchange of the sorted rows, and [ranks, experts of this rank] rows that each rank sends."""
         name = CollectiveName(self.name, group_name(self.group), "all_to_all_single")
+        if dist.get_backend(self.group) == "fake":
+            return self._even_exchange(experts.numel(), name, experts.device)
         counts = torch.bincount(experts.flatten(), minlength=self.number)
         received = exchange_counts(counts, self.group, name)
         sent = counts.view(self.group.size(), -1).sum(1).tolist()
         return RowExchange(self.group, name, sent, received.sum(1).tolist()), received
+
+    def _even_exchange(self, rows: int, name: CollectiveName, device: torch.device) -> tuple[RowExchange, Tensor]:
+        """Return the exchange of a dry run, which knows no routes: each expert gets as many rows."""
+        ranks = self.group.size()
+        sizes = [rows * (rank + 1) // ranks - rows * rank // ranks for rank in range(ranks)]
+        counts = torch.full((ranks, self.number // ranks), rows // self.number, device=device)
+        return RowExchange(self.group, name, sizes, sizes), counts
 
     def _compute(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Return the outputs [R, H] of this rank's experts for `rows`, which come rank by rank, expert by expert.
@@ -84,7 +93,11 @@ class SharedExperts:
         exchange on this rank too.
         """
         ranks, local = counts.shape
-        numbers = torch.arange(local, device=rows.device).repeat(ranks).repeat_interleave(counts.flatten())
+        numbers = (
+            torch.arange(local, device=rows.device)
+            .repeat(ranks)
+            .repeat_interleave(counts.flatten(), output_size=len(rows))
+        )
         received = len(rows)
         if not received:
             rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])

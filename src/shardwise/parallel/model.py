@@ -29,6 +29,7 @@ from shardwise.parallel.layout import Layout
 from shardwise.parallel.objective import Microbatch, Objective
 from shardwise.parallel.own_collectives import own_collectives_refused
 from shardwise.parallel.pipeline import MicrobatchWork, Pipeline
+from shardwise.parallel.routers import ExpertRouters, updated_bias
 from shardwise.parallel.running_statistics import RunningStatistics
 from shardwise.parallel.stage_boundary import StageBoundary
 from shardwise.parallel.tensor_map import TensorMap
@@ -97,6 +98,7 @@ class ParallelModel:
         uses: the use of sharded units by this rank's microbatches, one a root.
         unsharded: names of trainable parameters that every data rank holds whole, beside sharded ones.
         statistics: the buffers that forwards change; None where the model has none.
+        routers: the routers of experts, if there are some.
     """
 
     parts: list[ModelPart]
@@ -113,6 +115,7 @@ class ParallelModel:
     uses: Sequence[UnitUse] = ()
     unsharded: Sequence[str] = ()
     statistics: RunningStatistics | None = None
+    routers: ExpertRouters | None = None
 
     @property
     def module(self) -> nn.Module:
@@ -172,27 +175,34 @@ class ParallelModel:
         totals = [torch.zeros(2, dtype=self.accumulation_dtype, device=self.device)]
         if self.head is not None:
             self.head.seed = 1.0 if seed is None else seed
+        routers = self.routers if seed is not None else None
 
         def work(number: int, index: int, boundary_input: Tensor | None) -> Tensor:
             """Run forward of one microbatch through one part: its boundary output, or the loss times `seed`."""
-            part, microbatch, sequences = self.parts[number], microbatches[index], None
-            if self.context:
-                microbatch, sequences = self.context.split(microbatch)
+            part, (microbatch, sequences) = self.parts[number], self._split(microbatches[index])
             with self.scope(microbatch, step, sequences), torch.set_grad_enabled(seed is not None):
                 with self._users_forward():
                     output = part.forward(objective.inputs(microbatch), boundary_input)
                 if not part.is_last:
                     return with_gradient(part.boundary_output())
                 loss, count = objective.loss(microbatch, output)
+            if routers is not None and routers.has_loss:
+                routers.settle()
             totals.append(torch.stack([loss.detach(), count.to(loss.dtype)]).to(self.accumulation_dtype))
             return loss if seed is None else loss * seed.to(loss.dtype)
 
         self.prepare(objective.inputs(microbatches[0]))
+        if routers is not None:
+            routers.begin()
+            if routers.has_loss and (len(microbatches) > 1 or self.pipeline is not None):
+                self._count_routes(objective, microbatches, step)
         self.drive(work, len(microbatches), backward=seed is not None)
         if seed is not None:
             self.sum_shared_gradients()
             for name, hooks in self.gradient_hooks.items():
                 apply_gradient_hooks(self.tensor_map[name], hooks, self.plan.job.training.seed + step)
+        if routers is not None:
+            routers.settle()
         return torch.stack(totals).sum(0)
 
     @contextmanager
@@ -203,6 +213,41 @@ class ParallelModel:
             return
         with user_code(f"the forward of {self.facts.definition}"), own_collectives_refused():
             yield
+
+    def _split(self, microbatch: Any) -> tuple[Any, SequenceShard | None]:
+        """Return this rank's part of a microbatch, and which it is; the whole where sequences are whole."""
+        return self.context.split(microbatch) if self.context else (microbatch, None)
+
+    def _count_routes(self, objective: Objective, microbatches: Sequence[Any], step: int) -> None:
+        """Run forward of all microbatches ahead of the step, for what its routers choose. Collective."""
+
+        def work(number: int, index: int, boundary_input: Tensor | None) -> Tensor:
+            part, (microbatch, sequences) = self.parts[number], self._split(microbatches[index])
+            with self.scope(microbatch, step, sequences), torch.no_grad():
+                part.forward(objective.inputs(microbatch), boundary_input)
+                return torch.zeros((), device=self.device) if part.is_last else part.boundary_output()
+
+        assert self.routers is not None
+        self.drive(work, len(microbatches), backward=False)
+        self.reshard()
+        self.routers.settle()
+
+    def scale_router_losses(self, loss_scale: float) -> None:
+        """Give the gradients of the routers' losses the factor that all gradients of the next step have."""
+        if self.routers is not None:
+            self.routers.loss_scale = loss_scale
+
+    def update_router_biases(self) -> None:
+        """Move the biases of routers that have one against the uneven use of their experts in the step before."""
+        rate = self.plan.job.router.bias_update_rate
+        if not rate or self.routers is None:
+            return
+        for part in self.parts:
+            buffers = dict(part.module.named_buffers())
+            for stack, routed in zip(self.routers.stacks, self.routers.routed, strict=True):
+                bias = buffers.get(self.facts.router_biases.get(stack, ""))
+                if bias is not None:
+                    bias.copy_(updated_bias(bias, routed, rate))
 
     def prepare(self, inputs: dict[str, Any]) -> None:
         """Let traced stages see what the model is about to be called with."""
@@ -436,6 +481,13 @@ class ParallelModel:
         part = self.layout.index(Axis.TENSOR)
         documents = getattr(microbatch, "document_ids", None) if self.plan.attention else None
         scope = DropoutScope(
-            seed, step, microbatch.rows, functional=functional, part=part, sequences=sequences, documents=documents
+            seed,
+            step,
+            microbatch.rows,
+            functional=functional,
+            part=part,
+            sequences=sequences,
+            documents=documents,
+            counted=getattr(microbatch, "counted", None),
         )
         return dropout_scope(scope)

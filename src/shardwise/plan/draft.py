@@ -280,6 +280,12 @@ class Draft:
             return self.model.attention == "eager"
         return all(choice.kernel.dropout == "exact" for _, choice in self.attention_choices if choice)
 
+    @property
+    def balances(self) -> bool:
+        """True where a loss balances the experts."""
+        asked = self.job.router.balancing_loss
+        return asked == "global" or (asked == "auto" and self.facts.adds_balancing_loss)
+
     @cached_property
     def float8_left(self) -> dict[str, str]:
         """Each linear layer of the blocks -> why it is not in float8; empty where it is."""

@@ -76,6 +76,7 @@ class Plan:
     float8: tuple[str, ...] = ()  # names of the linear layers that multiply in float8
     attention: str = ""  # kernel, or `auto` for a choice by call; empty where attention is transformers' own
     exact_dropout: bool = True  # attention dropout is equal on every layout
+    balancing_coefficient: float = 0.0  # of the routers' balancing loss over the step; 0: there is none
     collectives: str = "flat"  # how they cross hosts: flat, two_level, direct or measured
     context_method: str = ""  # how attention reaches the other parts of a sequence; empty where it is whole
 
@@ -239,6 +240,7 @@ def resolve(job: Job, world: World, facts: ModelFacts, training_sequences: int |
         float8=_float8(draft, rules),
         attention=_attention(draft, rules),
         exact_dropout=draft.exact_dropout,
+        balancing_coefficient=_balancing(draft, rules),
         context_method=_context_method(draft, rules),
         **_batch(draft, rules),
         rules=rules | _switch_rules(draft),
@@ -263,6 +265,18 @@ def _context_method(draft: Draft, rules: dict[str, str]) -> str:
         return "ulysses"
     rules["context_method"] = "context_parallel_method auto: ulysses cannot share these heads"
     return "all_gather"
+
+
+def _balancing(draft: Draft, rules: dict[str, str]) -> float:
+    if not draft.facts.routers:
+        return 0.0
+    if not draft.balances:
+        rules["balancing_loss"] = "router.balancing_loss none, or auto and the model adds none"
+        return 0.0
+    asked = draft.job.router.balancing_coefficient
+    source = "router_aux_loss_coef of the model's config" if asked is None else "router.balancing_coefficient"
+    rules["balancing_loss"] = f"over all tokens of a step, times {source}"
+    return draft.facts.balancing_coefficient if asked is None else asked
 
 
 def _float8(draft: Draft, rules: dict[str, str]) -> tuple[str, ...]:

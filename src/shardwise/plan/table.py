@@ -77,6 +77,8 @@ def _rows(plan: Plan) -> Iterator[tuple[str, object]]:
     for key in ("steps", "sequence_length", "sequences_per_step", "microbatch", "accumulation", "warmup_steps"):
         yield key, getattr(plan, key)
     yield from asdict(plan.dtypes).items()
+    if plan.balancing_coefficient:
+        yield "balancing_loss", f"global, times {plan.balancing_coefficient:g}"
     if plan.float8:
         gathered = ", gathered too" if plan.gathers_float8 else ""
         yield "float8", f"{plan.job.precision.fp8}, {plan.job.precision.fp8_scaling}{gathered}"

@@ -32,6 +32,7 @@ from shardwise.model.build import load_config
 from shardwise.testing.oracle_adapters import adapt, scaled_twice
 from shardwise.testing.oracle_data import NOT_COUNTED, Rows, Source
 from shardwise.testing.oracle_dropout import OracleDropout
+from shardwise.testing.oracle_routers import RouterReference
 from shardwise.testing.start_check import distributions
 
 FORWARD_TOKENS = 4096  # of one forward; more would only cost memory
@@ -98,6 +99,7 @@ class Oracle:
     master: torch.dtype = torch.float64
     compute: torch.dtype = torch.float64
     gradients: dict[str, Tensor] = field(default_factory=dict, init=False)
+    _router_logits: Sequence[Tensor] = field(default=(), init=False)  # of the forward that ran last, layer by layer
     used: set[str] = field(default_factory=set, init=False)  # parameters that the last backward reached
 
     def __post_init__(self) -> None:
@@ -106,6 +108,7 @@ class Oracle:
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             owners.setdefault(id(parameter), []).append(name)
         self.ties = [names for names in owners.values() if len(names) > 1]
+        self.routers = RouterReference(self.job, self.model)
         self.dropout = OracleDropout(self.model, self.blocks, self.job.training.seed)
         live = dict(self.model.named_parameters())
         trained = _is_trained(self.job)
@@ -154,11 +157,12 @@ class Oracle:
         if reverse:
             chosen, size = chosen[::-1], max(1, -(-min(size, len(chosen)) // 2))
         self._zero()
+        self._count_routers(everything, step, size)
         loss = 0.0
         for start in range(0, len(chosen), size):
             rows = _twisted(self.source.rows(chosen[start : start + size]), twist)
             part = self._loss(rows, step, twist) / max(total, 1)
-            part.backward()
+            (part + self.routers.term(self._router_logits) if self.routers.has_loss else part).backward()
             self._collect()
             loss += float(part.detach())
         return loss
@@ -170,6 +174,16 @@ class Oracle:
         by_sample = self.job.training.loss_reduction == "sample"
         count = sum(len(rows.samples()) if by_sample else rows.count() for rows in microbatches)
         return sum(float(self._loss(rows, 0, twist)) for rows in microbatches) / max(count, 1)
+
+    def _count_routers(self, counters: Sequence[int], step: int, size: int) -> None:
+        """Run forward of the whole step ahead, where the routers' losses or biases ask for their choices."""
+        self.routers.begin()
+        if not (self.routers.has_loss or self.routers.rate):
+            return
+        with torch.no_grad(), self.routers.counting_routes():
+            for start in range(0, len(counters), size):
+                self._loss(self.source.rows(list(counters[start : start + size])), step, Twist())
+                self.routers.count(self._router_logits if self.routers.has_loss else ())
 
     def backward_sum(self, step: int, counters: Sequence[int]) -> None:
         """Run forward and backward of the summed loss of some samples together; gradients are dropped."""
@@ -199,7 +213,8 @@ class Oracle:
                 inputs["decoder_input_ids"] = self._decoded(rows.labels)
             scaled = scaled_twice(self.model) if twist.scales_adapters_twice else nullcontext()
             with _whole_alibi(self.model), scaled:
-                logits = self.model(**inputs).logits
+                output = self.model(**inputs, **({"output_router_logits": True} if self.routers.has_loss else {}))
+            logits, self._router_logits = output.logits, getattr(output, "router_logits", None) or ()
         assert rows.labels is not None
         wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
         flat, targets = logits.reshape(-1, logits.shape[-1]).to(wide), rows.labels.reshape(-1)
@@ -287,6 +302,7 @@ class Oracle:
             group["lr"] = scheduled_rate(settings, step, self.steps)
         with self._changed(twist):
             self.optimizer.step()
+        self.routers.move_biases()
         self._publish()
 
     def options(self) -> dict[str, dict[str, Any]]:

@@ -20,6 +20,7 @@ from shardwise.errors import ModelError, require_type
 from shardwise.kernels.precision import LossScaler
 from shardwise.parallel.model import ParallelModel
 from shardwise.parallel.objective import Objective
+from shardwise.parallel.routers import RouterTotals
 from shardwise.parallel.tensor_map import ParameterEntry
 from shardwise.plan.normalisation import NORMALISATIONS, LossCounts, Normalisation
 from shardwise.training.optimizer import ShardedOptimizer
@@ -45,6 +46,7 @@ class StepResult:
         stop: some rank asked to stop after this step.
         failed: some rank's last checkpoint failed.
         data_hash: of the step's samples, equal on every layout.
+        routers: use of the experts in the step; None for a model without watched routers.
     """
 
     loss: float
@@ -55,6 +57,7 @@ class StepResult:
     stop: bool = False
     failed: bool = False
     data_hash: int = 0
+    routers: RouterTotals | None = None
 
 
 def train_step(
@@ -92,6 +95,7 @@ def train_step(
     batches = [batch.to(model.device) for batch in batches]
     seed = torch.tensor(normalisation.seed(counts, scaler.scale), dtype=model.accumulation_dtype, device=model.device)
 
+    model.scale_router_losses(scaler.scale)
     totals = model.run(objective, batches, step, seed)
     loss, counted_labels, norm = reduce_loss_and_norm(model, optimizer, totals, scaler.scale)
     if step == 0:
@@ -102,6 +106,7 @@ def train_step(
     if not skipped:
         _rescale(optimizer, norm, scale, model.plan.job.optimizer.clip_norm)
         optimizer.step()
+        model.update_router_biases()
     scaler.update(overflow=skipped)
     optimizer.zero_grad()
     return StepResult(
@@ -113,6 +118,7 @@ def train_step(
         bool(control.stop),
         bool(control.failed),
         control.data_hash,
+        None if model.routers is None else model.routers.totals(),
     )
 
 

@@ -43,6 +43,9 @@ def step_record(
         "data_hash": progress.data_hash,
         "seconds": seconds,
     }
+    if result.routers is not None:
+        record["expert_load"] = max(result.routers.load.values())
+        record |= {"balancing_loss": result.routers.balancing_loss} if plan.balancing_coefficient else {}
     return record | ({"loss_scale": result.loss_scale} if plan.dtypes.compute == "fp16" else {})
 
 

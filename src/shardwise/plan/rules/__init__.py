@@ -33,6 +33,7 @@ from shardwise.plan.rules import (
     offload,
     optimizer,
     parallel,
+    routers,
     sequence,
     sharding,
     stages,
@@ -49,7 +50,7 @@ AXIS_RULES: dict[Axis, tuple[Rule, ...]] = {
     Axis.CONTEXT: context.RULES,
     Axis.REPLICA: (),
     Axis.SHARD: sharding.RULES,
-    Axis.EXPERT: expert.RULES,
+    Axis.EXPERT: (*expert.RULES, *routers.RULES),
     Axis.PIPELINE: (*stages.RULES, *traced_stages.RULES, *weight_gradients.RULES),
 }
 RULES: tuple[Rule, ...] = (

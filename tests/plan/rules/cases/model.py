@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tests.plan.rules.jobs import ACCUMULATING, CPU4, DROPPING, FACTS, FULL, HOOKED, case
+from shardwise.model.facts import ModelFacts
+from tests.plan.rules.jobs import ACCUMULATING, CPU4, DROPPING, FACTORY, FACTS, FULL, HOOKED, case
 
 WRITING = replace(FACTS, definition="Net (net.py:3)")
+
+
+def with_kinds(**kinds: tuple[str, ...]) -> ModelFacts:
+    """Return facts of a module with parameters of these kinds."""
+    return replace(WRITING, parameter_kinds=replace(FACTS.parameter_kinds, **kinds))
+
 
 CASES = {
     "one-model": case({"model": {"path": "m", "config": "c"}}, {"model": {"path": "m"}}, "keep one"),
@@ -47,5 +54,19 @@ CASES = {
     "written-arguments": case(
         {"memory": FULL}, {}, "layers.1 of Net (net.py:3) writes into a tensor that it is given", CPU4,
         replace(WRITING, writing_blocks=("layers.1",)),
+    ),
+    "max-norm": case({}, {}, "table of Net (net.py:3) has max_norm", CPU4, with_kinds(bounded=("table",)), FACTS),
+    "complex-parameters": case(
+        {}, {}, "phase of Net (net.py:3) is complex", CPU4, with_kinds(complex=("phase",)), FACTS
+    ),
+    "sparse-gradients": case(
+        FACTORY, FACTORY, "table of Net (net.py:3) has sparse gradients", CPU4, with_kinds(sparse=("table",)), FACTS
+    ),
+    "parameter-classes": case(
+        FACTORY, FACTORY, "scale of Net (net.py:3) is of a class of its own", CPU4,
+        with_kinds(subclassed=("scale",)), FACTS,
+    ),
+    "listed-parameters": case(
+        FACTORY, FACTORY, "parts of Net (net.py:3) keeps parameters", CPU4, with_kinds(listed=("parts",)), FACTS
     ),
 }  # fmt: skip

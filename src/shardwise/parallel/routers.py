@@ -1,0 +1,193 @@
+"""Routers of experts in a step: how much each expert was used, and the losses and biases that follow from it.
+
+All of it is defined over the tokens of the optimizer step, whichever ranks and microbatches hold them, so that it is a
+number of the job and not of the layout. With f_e the share of expert e in the choices of all layers and tokens, and p_e
+its mean probability, the balancing loss is E · Σ f_e · p_e (Switch Transformers, arXiv 2101.03961, equations 4 to 6,
+over layers as transformers has it). f is a constant, so its gradient to a token's probabilities is E · f_e / R for all
+R rows of the step. f has to be known before the first backward: where a step is one microbatch, after its forward; else
+a forward of all microbatches goes ahead, which computes nothing but routes.
+
+The gradient enters where a router's weights reach its experts: they are what backward comes from on every layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise._torch_compat.autograd import number_of_backward
+from shardwise.collectives.names import CollectiveName
+from shardwise.kernels.dropout import DropoutScope, active_scope
+
+ROUTES = CollectiveName("the routes of a step", "world", "all_reduce")
+
+
+class RouterTotals(NamedTuple):
+    """Sums over the tokens of a step, on all ranks.
+
+    Attributes:
+        balancing_loss: before its coefficient; 0 where it is not asked for.
+        load: by stack of experts, the most used expert's rows over the mean.
+    """
+
+    balancing_loss: float
+    load: Mapping[str, float]
+
+
+class ExpertRouters:
+    """The routers of this rank's stages, in training.
+
+    Args:
+        stacks: names of all stacks of experts of the model, in order; each rank has some.
+        number: experts of each.
+        chosen: experts of a token.
+        balancing, z_loss: coefficients; 0 leaves the loss out.
+        counts_once: whether this rank's tokens are counted, or those of another that holds the same.
+        device: of the sums.
+        dtype: of the sums, fp32 or wider.
+
+    Attributes:
+        loss_scale: factor of all gradients of the step, which those of the routers' losses have too.
+    """
+
+    def __init__(
+        self,
+        stacks: Sequence[str],
+        number: int,
+        chosen: int,
+        balancing: float,
+        z_loss: float,
+        counts_once: bool,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self.stacks, self.number, self.chosen = tuple(stacks), number, chosen
+        self.balancing, self.z_loss = balancing, z_loss
+        self.counts_once, self.device, self.dtype = counts_once, device, dtype
+        self.loss_scale = 1.0
+        self._counting = False
+        self._share_gain = torch.zeros(number, dtype=dtype, device=device)  # of a token's probabilities
+        self._z_gain = torch.zeros((), dtype=dtype, device=device)
+        self._forget()
+
+    @property
+    def has_loss(self) -> bool:
+        """True where gradients need the totals of the step."""
+        return bool(self.balancing or self.z_loss)
+
+    def _forget(self) -> None:
+        """Drop the sums of the step before."""
+        self.routed = torch.zeros(len(self.stacks), self.number, dtype=torch.int64, device=self.device)
+        self._shares = torch.zeros(2, self.number, dtype=self.dtype, device=self.device)
+        self._rows = torch.zeros(1, dtype=self.dtype, device=self.device)
+
+    def begin(self) -> None:
+        """Count from here on, until `settle`."""
+        self._forget()
+        self._counting = True
+
+    def settle(self) -> None:
+        """Sum what was counted over all ranks, and derive the gradients' gains from it. Collective; once a step."""
+        if not self._counting:
+            return
+        self._counting = False
+        sums = torch.cat([self.routed.flatten().to(self.dtype), self._shares.flatten(), self._rows])
+        sums = sums * self.counts_once
+        with ROUTES:
+            dist.all_reduce(sums)
+        routed, shares, self._rows = sums.split([self.routed.numel(), self._shares.numel(), 1])
+        self.routed = routed.view_as(self.routed).round().to(torch.int64)
+        self._shares = shares.view_as(self._shares)
+        rows = self._rows.clamp(min=1)
+        self._share_gain = self.balancing * self.number * self._shares[0] / rows.square()
+        self._z_gain = self.z_loss / rows
+
+    def totals(self) -> RouterTotals:
+        """Return the totals of the step that was settled last."""
+        rows = self._rows.clamp(min=1)
+        loss = float(self.number * (self._shares[0] * self._shares[1]).sum() / rows.square())
+        load = self.routed.amax(1) / self.routed.double().mean(1).clamp(min=1e-12)
+        return RouterTotals(loss if self.balancing else 0.0, dict(zip(self.stacks, load.tolist(), strict=True)))
+
+    # --- called in the model's forward
+
+    def route(self, stack: str, logits: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """Return `weights`, through which the gradients of the router's losses enter in backward.
+
+        Args:
+            stack: the experts that are about to be called.
+            logits: [..., experts] of the router.
+            experts, weights: [T, k].
+        """
+        logits = logits.flatten(0, -2)
+        counted = counted_tokens(active_scope(), len(logits), logits.device)
+        if self._counting and number_of_backward() < 0:  # not in a recomputation
+            self._count(self.stacks.index(stack), logits.detach(), experts, counted)
+        if not (self.has_loss and torch.is_grad_enabled() and weights.requires_grad):
+            return weights
+        attached: Tensor = _RouterLosses.apply(weights, logits, counted, self)
+        return attached
+
+    def _count(self, number: int, logits: Tensor, experts: Tensor, counted: Tensor) -> None:
+        """Add a microbatch's tokens of one layer."""
+        self.routed[number].scatter_add_(
+            0, experts.flatten(), counted.to(torch.int64).repeat_interleave(experts.shape[1])
+        )
+        if not self.has_loss:
+            return
+        weights = counted.to(self.dtype)
+        choices = logits.softmax(-1).topk(self.chosen, -1).indices
+        self._shares[0].scatter_add_(0, choices.flatten(), weights.repeat_interleave(self.chosen))
+        self._shares[1] += (logits.to(self.dtype).softmax(-1) * weights[:, None]).sum(0)
+        self._rows += weights.sum()
+
+    def gradient(self, logits: Tensor, counted: Tensor) -> Tensor:
+        """Return the gradient [T, experts] of both losses to the logits, times the loss scale."""
+        wide = logits.to(self.dtype)
+        probabilities = wide.softmax(-1)
+        gradient = probabilities * (self._share_gain - (probabilities * self._share_gain).sum(-1, keepdim=True))
+        if self.z_loss:
+            gradient += 2 * self._z_gain * wide.logsumexp(-1, keepdim=True) * probabilities
+        return (gradient * (counted[:, None] * self.loss_scale)).to(logits.dtype)
+
+
+class _RouterLosses(torch.autograd.Function):
+    """Weights as they are; in backward the logits get the gradient of the router's losses."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, logits: Tensor, counted: Tensor, routers: ExpertRouters) -> Tensor:
+        ctx.save_for_backward(logits, counted)
+        ctx.routers = routers
+        return weights.view_as(weights)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        return gradients[0], ctx.routers.gradient(*ctx.saved_tensors), None, None
+
+
+def counted_tokens(scope: DropoutScope | None, tokens: int, device: torch.device) -> Tensor:
+    """Return [tokens] bool: tokens of real rows; repeated rows and the padding of split sequences do not count."""
+    if scope is None or scope.counted is None:
+        return torch.ones(tokens, dtype=torch.bool, device=device)
+    rows = scope.counted
+    here = torch.ones(tokens // len(rows), dtype=torch.bool, device=device)
+    if scope.sequences is not None:
+        first, end = scope.positions or (0, None)  # with sequence parallelism, of the tensor rank
+        here = (scope.sequences.positions < scope.sequences.length)[first:end]
+    return (rows[:, None] & here[None, :]).flatten()
+
+
+def updated_bias(bias: Tensor, routed: Tensor, rate: float) -> Tensor:
+    """Return the bias of a router's scores [experts] behind a step that sent `routed` tokens to each expert.
+
+    b + rate · sign(mean of routed - routed): DeepSeek-V3, arXiv 2412.19437, section 2.1.2.
+    """
+    below = routed.double().mean() - routed
+    return bias + rate * below.sign().to(bias.dtype)
+
+
+ExpertCall = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -1,0 +1,35 @@
+"""Rules about the routers of experts: what they are asked for needs routers that can be watched."""
+
+from __future__ import annotations
+
+from shardwise.plan.draft import Draft
+from shardwise.plan.rules.rule import Rule, idle
+
+BALANCING, COEFFICIENT = "router.balancing_loss", "router.balancing_coefficient"
+LOSSES = (BALANCING, "router.z_loss")
+
+
+def _has_losses(d: Draft) -> bool:
+    return d.balances or d.job.router.z_loss > 0
+
+
+# fmt: off
+RULES: tuple[Rule, ...] = (
+    Rule("router-model", LOSSES, "the model has to have routers whose logits transformers records",
+         lambda d: _has_losses(d) and not d.facts.routers,
+         fix="use balancing_loss none and z_loss 0",
+         because=lambda d: f"{d.facts.family} has no router beside stacks of experts that transformers records"),
+    Rule("router-numbers", LOSSES, "all layers have to have the same number of experts, over which the loss is taken",
+         lambda d: _has_losses(d) and len({d.facts.expert_stacks[stack] for stack in d.facts.routers}) > 1,
+         fix="use balancing_loss none and z_loss 0"),
+    Rule("router-coefficient", (BALANCING, COEFFICIENT), "the balancing loss needs a factor",
+         lambda d: d.balances and d.job.router.balancing_coefficient is None and not d.facts.balancing_coefficient,
+         fix="set router.balancing_coefficient, 0.01 say"),
+    idle("router-idle", COEFFICIENT, "there is no balancing loss", lambda d: not d.balances,
+         "set router.balancing_loss global, or leave it out"),
+    Rule("router-bias", ("router.bias_update_rate",), "the model has to have routers with a bias on their scores",
+         lambda d: d.job.router.bias_update_rate and not d.facts.router_biases,
+         fix="leave it out",
+         because=lambda d: f"{d.facts.family} has no e_score_correction_bias"),
+)
+# fmt: on

@@ -1,0 +1,45 @@
+"""Losses and biases of routers against one process: numbers of the step, on every layout and any accumulation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise.testing.world import WorldPool
+from tests.parity.jobs import check_agrees
+from tests.parity.test_expert_parallel import CONTEXT, EAGER, EXPERT, FULL, PIPELINE, TENSOR
+from tests.parity.test_experts import FP64, experts_job
+
+BALANCED: dict[str, Any] = {"balancing_loss": "global", "balancing_coefficient": 0.5}
+LOSSES = {**BALANCED, "z_loss": 0.1}
+BIAS: dict[str, Any] = {"bias_update_rate": 0.1}
+ONE = {"sequences_per_step": 8, "gradient_accumulation": 1}
+
+QUICK = [
+    ("qwen3_moe", 2, {"router": LOSSES}),
+    ("qwen3_moe", 4, {"router": LOSSES, "parallel": {**EXPERT, **PIPELINE}}),
+    ("glm4_moe", 2, {"router": BIAS, "parallel": EXPERT}),
+]
+SLOW = [
+    ("qwen3_moe", 1, {"router": BALANCED, "training": ONE}),
+    ("qwen3_moe", 2, {"router": LOSSES, "training": ONE, "memory": FULL}),
+    ("qwen3_moe", 4, {"router": LOSSES, "parallel": {**EXPERT, **CONTEXT}}),
+    ("qwen3_moe", 4, {"router": LOSSES, "parallel": {**EXPERT, **TENSOR, "sequence_parallel": True}}),
+    ("qwen3_moe", 2, {"router": LOSSES, "parallel": TENSOR, "memory": FULL}),
+    ("qwen3_moe", 4, {"router": LOSSES, "parallel": {**TENSOR, **CONTEXT, "sequence_parallel": True}}),
+    ("mixtral", 2, {"config": {"output_router_logits": True}}),
+    ("glm4_moe", 4, {"router": BIAS, "parallel": {**EXPERT, **PIPELINE}}),
+    ("glm4_moe", 2, {"router": BIAS, "parallel": TENSOR, "memory": FULL}),
+]
+
+
+@pytest.mark.parametrize(
+    "family, ranks, sections", [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
+)
+def test_agrees_with_one_process(
+    world_pool: WorldPool, corpora: Path, family: str, ranks: int, sections: dict[str, Any]
+) -> None:
+    config = {**EAGER, **sections.get("config", {})}
+    check_agrees(world_pool, ranks, experts_job(corpora, family, **{**FP64, **sections, "config": config}))

@@ -1,0 +1,39 @@
+"""Cases of the rules in `plan/rules/routers.py`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tests.plan.rules.jobs import CPU4, FACTS, case
+
+ROUTED = replace(
+    FACTS,
+    expert_stacks={"layers.0.experts": 8, "layers.1.experts": 8},
+    routers={"layers.0.experts": ("layers.0.gate", 0), "layers.1.experts": ("layers.1.gate", 0)},
+    balancing_coefficient=0.01,
+)
+UNEVEN = replace(ROUTED, expert_stacks={"layers.0.experts": 8, "layers.1.experts": 4})
+GLOBAL = {"router": {"balancing_loss": "global"}}
+
+CASES = {
+    "router-model": case(GLOBAL, GLOBAL, "has no router beside stacks of experts", CPU4, FACTS, ROUTED),
+    "router-numbers": case(GLOBAL, GLOBAL, "the same number of experts", CPU4, UNEVEN, ROUTED),
+    "router-coefficient": case(
+        GLOBAL, GLOBAL, "set router.balancing_coefficient", CPU4, replace(ROUTED, balancing_coefficient=0.0), ROUTED
+    ),
+    "router-idle": case(
+        {"router": {"balancing_coefficient": 0.1}},
+        {"router": {"balancing_loss": "global", "balancing_coefficient": 0.1}},
+        "there is no balancing loss",
+        CPU4,
+        ROUTED,
+    ),
+    "router-bias": case(
+        {"router": {"bias_update_rate": 0.001}},
+        {"router": {"bias_update_rate": 0.001}},
+        "has no e_score_correction_bias",
+        CPU4,
+        ROUTED,
+        replace(ROUTED, router_biases={"layers.0.experts": "layers.0.gate.e_score_correction_bias"}),
+    ),
+}
