@@ -123,7 +123,7 @@ def build(call: str, habits: list[str]) -> nn.Module:
     block = type("DrawnResidual", tuple(dict.fromkeys(blocks)) or (Residual,), {"__module__": __name__})
     bases = tuple(stack for stack in dict.fromkeys(stacks) if stack is not Stack) or (Stack,)
     module: nn.Module = type("Drawn", bases, {"block": block, "__module__": __name__})()
-    names = module.state_dict()
+    names = dict(module.named_parameters())  # each under its first name
     computed = [name for stack in stacks for name in getattr(stack, "computed", ())]
     module.computed = tuple(name for name in computed if name in names)
     return module
