@@ -8,6 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from shardwise._torch_compat.tracing import is_fake
+
 
 def version_of(tensor: Tensor) -> int:
     """Return how often autograd has seen the tensor's storage written."""
@@ -40,8 +42,11 @@ def share_gradient_hooks(source: Tensor, target: Tensor) -> None:
 
 
 def share_attributes(source: Tensor, target: Tensor | None) -> None:
-    """Let `target` have the attributes that user code has set on `source` or sets on either of them later."""
-    if target is not None:
+    """Let `target` have the attributes that user code has set on `source` or sets on either of them later.
+
+    Attributes of a dry run's tensors are torch's own.
+    """
+    if target is not None and not is_fake(target):
         target.__dict__ = source.__dict__
 
 

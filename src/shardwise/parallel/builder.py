@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shardwise._torch_compat.autograd import accumulate_grad_hooks
+from shardwise._torch_compat.tracing import is_fake
 from shardwise.job.axes import Axis, data_axes
 from shardwise.kernels.linear import WeightGradients
 from shardwise.kernels.loss import VocabularyShard
@@ -165,7 +166,9 @@ class ModelBuilder:
         self.accumulate_grad_hooks = {
             name: accumulate_grad_hooks(model.get_parameter(name)) for name in find_accumulate_grad_hooks(model)
         }
-        self.parameter_attributes = {name: dict(vars(value)) for name, value in model.named_parameters() if vars(value)}
+        self.parameter_attributes = {
+            name: dict(vars(value)) for name, value in model.named_parameters() if vars(value) and not is_fake(value)
+        }
         self.boundary_shapes: BoundaryShapes | None = None
         self.context: ContextParallel | None = None
         self.routers: ExpertRouters | None = None

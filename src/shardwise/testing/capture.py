@@ -7,7 +7,7 @@ come through the TensorMap, one at a time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -143,7 +143,7 @@ class _StepWatcher:
         self.evaluation_modes: tuple[bool, bool] | None = None
         self.precision = PrecisionRecord()
         self.evaluation_batches: list[Batch] = []
-        self._reduced: list[Tensor] = []  # this rank's own gradients, before clipping
+        self._reduced: dict[str, Tensor] = {}  # this rank's own gradients, before clipping
         self._inside: list[bool] = []  # of modules in an evaluation
         self._exit = ExitStack()
 
@@ -173,14 +173,15 @@ class _StepWatcher:
                 totals = compute(watched, microbatches, step, seed)
             self.gradients.update(gather(self.run, gradients=True, divisor=self.run.scaler.scale))
             self.gradient_copies.update(compare_copies(self.run, gradients=True))
-            self._reduced = [gradient.clone() for _, gradient in self.run.optimizer.gradients()]
+            self._reduced = {entry.name: gradient.clone() for entry, gradient in self.run.optimizer.gradients()}
             return totals
 
         return run
 
     def _watch_update(self, update: Any) -> Any:
         def step() -> None:
-            self.clipping = _clip_factor(self._reduced, [gradient for _, gradient in self.run.optimizer.gradients()])
+            clipped = {entry.name: gradient for entry, gradient in self.run.optimizer.gradients()}
+            self.clipping = _clip_factor(self._reduced, clipped)
             self.options = _options(self.run)
             update()
             self.precision.read_state(self.run)
@@ -188,8 +189,9 @@ class _StepWatcher:
         return step
 
 
-def _clip_factor(reduced: list[Tensor], clipped: list[Tensor]) -> ClipFactor | None:
-    pairs = [(a.double(), b.double()) for a, b in zip(reduced, clipped, strict=True)]
+def _clip_factor(reduced: Mapping[str, Tensor], clipped: Mapping[str, Tensor]) -> ClipFactor | None:
+    """Return the factor between gradients before and behind clipping; those that no rank has used are gone by then."""
+    pairs = [(reduced[name].double(), gradient.double()) for name, gradient in clipped.items()]
     squares = sum(float(a.square().sum()) for a, _ in pairs)
     if squares == 0:
         return None

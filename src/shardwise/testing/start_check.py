@@ -109,8 +109,11 @@ def _described(values: Distribution) -> str:
 
 
 def _equal(some: Tensor, other: Tensor) -> bool:
-    """Return whether two buffers hold equal values, but for the rounding of the coarser dtype."""
+    """Return whether two buffers hold equal values, but for the rounding of the coarser dtype.
+
+    That is fp32 at least: a constructor computes in it what an initializer then fills in fp64.
+    """
     if not some.is_floating_point():
         return torch.equal(some, other.to(some.dtype))
-    eps = max(torch.finfo(dtype).eps for dtype in (some.dtype, other.dtype))
+    eps = max(torch.finfo(dtype).eps for dtype in (some.dtype, other.dtype, torch.float32))
     return torch.allclose(some.double(), other.double(), rtol=4 * eps, atol=4 * eps, equal_nan=True)

@@ -149,7 +149,12 @@ class ModelWeights:
     def cuts(self) -> dict[str, dict[str, Any]]:
         """Return the cuts of the tensors that this rank holds a part of, by name; they join parts without a model."""
         entries = self.parallel.tensor_map if self.parallel is not None else ()
-        return {entry.name: dataclasses.asdict(entry.split) for entry in entries if entry.split is not None}
+        splits = {entry.name: entry.split for entry in entries if entry.split is not None}
+        # Their axis is tensor, the one that scripts split along; an enum would not be plain data.
+        return {
+            name: {key: value for key, value in dataclasses.asdict(split).items() if key != "axis"}
+            for name, split in splits.items()
+        }
 
     def with_ties(self, weights: Mapping[str, Any]) -> dict[str, Any]:
         """Return `weights` under all names of a parameter that has several; files hold it once."""
