@@ -12,7 +12,7 @@ The gradient enters where a router's weights reach its experts: they are what ba
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -188,6 +188,3 @@ def updated_bias(bias: Tensor, routed: Tensor, rate: float) -> Tensor:
     """
     below = routed.double().mean() - routed
     return bias + rate * below.sign().to(bias.dtype)
-
-
-ExpertCall = Callable[[Tensor, Tensor, Tensor], Tensor]

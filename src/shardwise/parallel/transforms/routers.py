@@ -11,7 +11,8 @@ from shardwise.job.axes import Axis
 from shardwise.kernels.precision import torch_dtype
 from shardwise.model.facts import ModelFacts
 from shardwise.parallel.builder import BuildInputs, ModelBuilder, Transform
-from shardwise.parallel.routers import ExpertCall, ExpertRouters
+from shardwise.parallel.experts import ExpertForward
+from shardwise.parallel.routers import ExpertRouters
 from shardwise.plan.plan import Plan
 
 
@@ -53,7 +54,7 @@ def _watch(model: nn.Module, stack: str, router: str, output: int, routers: Expe
 
 
 def _run(
-    forward: ExpertCall, stack: str, logits: list[Tensor], routers: ExpertRouters, *args: Tensor, **kwargs: Tensor
+    forward: ExpertForward, stack: str, logits: list[Tensor], routers: ExpertRouters, *args: Tensor, **kwargs: Tensor
 ) -> Tensor:
     """Call experts with weights that lead backward to the router's losses."""
     hidden_states, experts, weights = (*args, *kwargs.values())  # in the order of the experts' own arguments
