@@ -20,11 +20,14 @@ ADDS_LOSS = "adds_balancing_loss"  # attribute of a built model: its config has 
 def find_routers(model: nn.Module) -> dict[str, tuple[str, int]]:
     """Return stack of experts -> (its router, the number of its output that holds the logits).
 
-    A stack is left out where it has no router beside it that transformers records, or several.
+    A stack is left out where it has no router beside it that transformers records, or several. There are none where
+    layers have different numbers of experts, over which no one loss could be taken.
     """
-    recorded = _recorded_routers(model)
+    recorded, stacks = _recorded_routers(model), expert_stacks(model)
+    if len(set(stacks.values())) > 1:
+        return {}
     routers: dict[str, tuple[str, int]] = {}
-    for stack in expert_stacks(model):
+    for stack in stacks:
         parent = stack.rpartition(".")[0]
         beside = [name for name in recorded if name.rpartition(".")[0] == parent]
         if len(beside) == 1:
@@ -33,10 +36,11 @@ def find_routers(model: nn.Module) -> dict[str, tuple[str, int]]:
 
 
 def correction_biases(model: nn.Module) -> dict[str, str]:
-    """Return stack of experts -> the buffer that corrects its router's scores, [experts]."""
-    buffers = dict(model.named_buffers())
+    """Return stack of experts -> the buffer that corrects its router's scores, [experts], of routers that are found."""
+    buffers, stacks = dict(model.named_buffers()), expert_stacks(model)
     biases: dict[str, str] = {}
-    for stack, number in expert_stacks(model).items():
+    for stack in find_routers(model):
+        number = stacks[stack]
         inside = f"{stack.rpartition('.')[0]}."
         names = [
             name for name, buffer in buffers.items()

@@ -44,11 +44,10 @@ class ExpertRouters:
     Args:
         stacks: names of all stacks of experts of the model, in order; each rank has some.
         number: experts of each.
-        chosen: experts of a token.
         balancing, z_loss: coefficients; 0 leaves the loss out.
         counts_once: whether this rank's tokens are counted, or those of another that holds the same.
         device: of the sums.
-        dtype: of the sums, fp32 or wider.
+        dtype: of gradients before they are rounded to that of the logits, fp32 or wider.
 
     Attributes:
         loss_scale: factor of all gradients of the step, which those of the routers' losses have too.
@@ -58,14 +57,13 @@ class ExpertRouters:
         self,
         stacks: Sequence[str],
         number: int,
-        chosen: int,
         balancing: float,
         z_loss: float,
         counts_once: bool,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        self.stacks, self.number, self.chosen = tuple(stacks), number, chosen
+        self.stacks, self.number = tuple(stacks), number
         self.balancing, self.z_loss = balancing, z_loss
         self.counts_once, self.device, self.dtype = counts_once, device, dtype
         self.loss_scale = 1.0
@@ -82,8 +80,9 @@ class ExpertRouters:
     def _forget(self) -> None:
         """Drop the sums of the step before."""
         self.routed = torch.zeros(len(self.stacks), self.number, dtype=torch.int64, device=self.device)
-        self._shares = torch.zeros(2, self.number, dtype=self.dtype, device=self.device)
-        self._rows = torch.zeros(1, dtype=self.dtype, device=self.device)
+        # In fp64, which holds counts of any step exactly, as fp32 does not beyond 2^24.
+        self._shares = torch.zeros(2, self.number, dtype=torch.float64, device=self.device)
+        self._rows = torch.zeros(1, dtype=torch.float64, device=self.device)
 
     def begin(self) -> None:
         """Count from here on, until `settle`."""
@@ -95,7 +94,7 @@ class ExpertRouters:
         if not self._counting:
             return
         self._counting = False
-        sums = torch.cat([self.routed.flatten().to(self.dtype), self._shares.flatten(), self._rows])
+        sums = torch.cat([self.routed.flatten().double(), self._shares.flatten(), self._rows])
         sums = sums * self.counts_once
         with ROUTES:
             dist.all_reduce(sums)
@@ -103,8 +102,8 @@ class ExpertRouters:
         self.routed = routed.view_as(self.routed).round().to(torch.int64)
         self._shares = shares.view_as(self._shares)
         rows = self._rows.clamp(min=1)
-        self._share_gain = self.balancing * self.number * self._shares[0] / rows.square()
-        self._z_gain = self.z_loss / rows
+        self._share_gain = (self.balancing * self.number * self._shares[0] / rows.square()).to(self.dtype)
+        self._z_gain = (self.z_loss / rows).to(self.dtype)
 
     def totals(self) -> RouterTotals:
         """Return the totals of the step that was settled last."""
@@ -139,9 +138,9 @@ class ExpertRouters:
         )
         if not self.has_loss:
             return
-        weights = counted.to(self.dtype)
-        choices = logits.softmax(-1).topk(self.chosen, -1).indices
-        self._shares[0].scatter_add_(0, choices.flatten(), weights.repeat_interleave(self.chosen))
+        weights, chosen = counted.double(), experts.shape[1]
+        choices = logits.softmax(-1).topk(chosen, -1).indices
+        self._shares[0].scatter_add_(0, choices.flatten(), weights.repeat_interleave(chosen))
         self._shares[1] += (logits.to(self.dtype).softmax(-1) * weights[:, None]).sum(0)
         self._rows += weights.sum()
 

@@ -29,7 +29,6 @@ class WatchedRouters(Transform):
         build.routers = ExpertRouters(
             tuple(facts.routers),
             facts.expert_stacks[next(iter(facts.routers))],
-            facts.experts_of_token,
             plan.balancing_coefficient,
             plan.job.router.z_loss,
             layout.index(Axis.TENSOR) == 0 or plan.sequence_parallel,

@@ -15,13 +15,12 @@ def _has_losses(d: Draft) -> bool:
 
 # fmt: off
 RULES: tuple[Rule, ...] = (
-    Rule("router-model", LOSSES, "the model has to have routers whose logits transformers records",
+    Rule("router-model", LOSSES, "the model has to have routers whose logits transformers records, of as many experts "
+         "in every layer",
          lambda d: _has_losses(d) and not d.facts.routers,
          fix="use balancing_loss none and z_loss 0",
-         because=lambda d: f"{d.facts.family} has no router beside stacks of experts that transformers records"),
-    Rule("router-numbers", LOSSES, "all layers have to have the same number of experts, over which the loss is taken",
-         lambda d: _has_losses(d) and len({d.facts.expert_stacks[stack] for stack in d.facts.routers}) > 1,
-         fix="use balancing_loss none and z_loss 0"),
+         because=lambda d: f"{d.facts.family} has no router beside stacks of experts that transformers records, "
+         "or other numbers of experts in other layers"),
     Rule("router-coefficient", (BALANCING, COEFFICIENT), "the balancing loss needs a factor",
          lambda d: d.balances and d.job.router.balancing_coefficient is None and not d.facts.balancing_coefficient,
          fix="set router.balancing_coefficient, 0.01 say"),

@@ -12,12 +12,10 @@ ROUTED = replace(
     routers={"layers.0.experts": ("layers.0.gate", 0), "layers.1.experts": ("layers.1.gate", 0)},
     balancing_coefficient=0.01,
 )
-UNEVEN = replace(ROUTED, expert_stacks={"layers.0.experts": 8, "layers.1.experts": 4})
 GLOBAL = {"router": {"balancing_loss": "global"}}
 
 CASES = {
     "router-model": case(GLOBAL, GLOBAL, "has no router beside stacks of experts", CPU4, FACTS, ROUTED),
-    "router-numbers": case(GLOBAL, GLOBAL, "the same number of experts", CPU4, UNEVEN, ROUTED),
     "router-coefficient": case(
         GLOBAL, GLOBAL, "set router.balancing_coefficient", CPU4, replace(ROUTED, balancing_coefficient=0.0), ROUTED
     ),

@@ -1,0 +1,23 @@
+"""Routers beside stacks of experts, and what is left out."""
+
+from __future__ import annotations
+
+from shardwise.job.schema import Job
+from shardwise.model.build import build_model
+from shardwise.model.routers import correction_biases, find_routers
+from shardwise.testing.toy_configs import toy_config
+
+
+def test_routers_and_biases_are_found_beside_their_experts() -> None:
+    model = build_model(Job.model_validate({"model": {"config": toy_config("glm4_moe")}}))
+    assert find_routers(model) == {"model.layers.1.mlp.experts": ("model.layers.1.mlp.gate", 0)}
+    assert correction_biases(model) == {"model.layers.1.mlp.experts": "model.layers.1.mlp.gate.e_score_correction_bias"}
+
+
+def test_layers_of_different_numbers_of_experts_have_no_common_loss() -> None:
+    model = build_model(Job.model_validate({"model": {"config": toy_config("qwen3_moe")}}))
+    assert len(find_routers(model)) == 2
+    model.get_submodule("model.layers.1.mlp.experts").num_experts = 2
+    for leaf, stack in list(model.get_submodule("model.layers.1.mlp.experts").named_parameters()):
+        setattr(model.get_submodule("model.layers.1.mlp.experts"), leaf, type(stack)(stack[:2]))
+    assert find_routers(model) == {} == correction_biases(model)
