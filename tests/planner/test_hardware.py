@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from shardwise.planner.constants.hardware import ACCELERATORS, GB, find_accelerator, peak_tflops
+from shardwise.errors import ConfigError
+from shardwise.planner.constants.hardware import ACCELERATORS, GB, find_accelerator, peak_tflops, read_data
+from shardwise.planner.constants.inventory import cluster
 
 NAMES = {
     "NVIDIA GB200": "GB200",
@@ -79,3 +83,26 @@ def test_table_is_consistent() -> None:
         assert accelerator.fp64 <= accelerator.fp32 < accelerator.fp16
         assert accelerator.bf16 in (None, accelerator.fp16)
         assert 16 * GB <= accelerator.memory_bytes <= 310 * GB
+
+
+@pytest.mark.parametrize("name", [name for name in read_data("clusters") if "." in name])
+def test_an_instance_type_is_a_cluster_under_both_of_its_names(name: str) -> None:
+    found = cluster(f"ml.{name}:2")
+    assert found == cluster(f"{name}:2")
+    assert (found.nodes, found.instance) == (2, name)
+    assert found.cpus > 0 and found.host_gb > 0 and (found.efa > 0) == (found.fabric.name == "efa")
+
+
+@pytest.mark.parametrize(
+    "name, words", {"ml.p5.48xlage": "Did you mean 'p5.48xlarge'", "ml.trn1.32xlarge": "chips of AWS"}.items()
+)
+def test_instance_types_that_are_not_known(name: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        cluster(name)
+
+
+def test_a_cluster_file_may_name_an_instance_type(tmp_path: Path) -> None:
+    file = tmp_path / "own.yaml"
+    file.write_text("instance: ml.p5.48xlarge\nnodes: 3\ncpus: 100\n")
+    found = cluster(str(file))
+    assert (found.size, found.efa, found.cpus, found.instance) == (24, 32, 100, "p5.48xlarge")

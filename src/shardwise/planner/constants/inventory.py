@@ -22,6 +22,7 @@ from shardwise.planner.formulas.prediction import Cluster, Fabric, ModelShape, S
 from shardwise.words import nearest, nearest_file
 
 NVLINK4, PCIE = 400, 100  # GB/s, one direction, from which on links are the former and up to which the latter
+OTHER_CHIPS = ("trn", "inf", "ml.trn", "ml.inf")  # of AWS; torch needs a backend of its own for them
 CPU = Accelerator("CPU", r"^cpu$", 16 * GIB, fp64=0.05, fp32=0.1, fp16=0.05, bf16=0.05, bandwidth=20, units=1)
 
 
@@ -123,10 +124,11 @@ def accelerator(name: str) -> Accelerator:
 def cluster(text: str) -> Cluster:
     """A cluster: `p5.48xlarge:16` (16 nodes), `h200:4` (4 accelerators), `cpu:4` (4 processes), or a YAML file.
 
-    A file's keys: accelerator, nodes, per_node, intra (GB/s of one accelerator, one direction; unset: its own links'),
-    inter_gbps (Gbit/s of a node; unset: as in the vendor's machines), link and fabric (names of data/fabrics.json),
-    memory_gb (of one accelerator), host_gb (of a node's own memory; unset: what is offloaded is taken to fit). Raises
-    ConfigError.
+    SageMaker's names of instance types (`ml.p5.48xlarge`) are taken too. A file's keys: accelerator, or `instance` (a
+    type of which the other keys are taken where they are not given), nodes, per_node, intra (GB/s of one accelerator,
+    one direction; unset: its own links'), inter_gbps (Gbit/s of a node; unset: as in the vendor's machines), link and
+    fabric (names of data/fabrics.json), memory_gb (of one accelerator), host_gb (of a node's own memory; unset: what is
+    offloaded is taken to fit), cpus and efa (of a node; for `shardwise launch`). Raises ConfigError.
     """
     if Path(text).suffix in (".yaml", ".yml"):
         return _from_file(Path(text))
@@ -136,10 +138,26 @@ def cluster(text: str) -> Cluster:
     return _named(name.lower(), int(count or 1))
 
 
+def instance_row(name: str) -> dict[str, Any]:
+    """Return what is known of an instance type, with or without SageMaker's `ml.`. Raises ConfigError."""
+    known: dict[str, dict[str, Any]] = read_data("clusters")
+    plain = name.lower().removeprefix("ml.")
+    if plain.startswith(OTHER_CHIPS):
+        raise ConfigError(f"instance type {name!r} has chips of AWS, for which there is no backend here; use GPUs")
+    if "." not in plain or plain not in known:
+        types = [row for row in known if "." in row]
+        raise ConfigError(
+            f"instance type {name!r} is not known.{nearest(plain, types)} A cluster file can describe any other"
+        )
+    return known[plain]
+
+
 def _named(name: str, count: int) -> Cluster:
     known: dict[str, dict[str, Any]] = read_data("clusters")
     if name == "cpu":
         return Cluster("cpu", CPU, 1, count, 5.0, 1.0, fabrics()["shared-memory"], fabrics()["ethernet"])
+    if name.startswith(("ml.", *OTHER_CHIPS)):
+        return _cluster(name.removeprefix("ml."), instance_row(name), count)
     if name not in known and find_accelerator(name) is None:
         raise ConfigError(f"cluster={name!r} is not known.{nearest(name, [*known, 'cpu'])}")
     row = known.get(name, {"accelerator": name, "per_node": 8, "host_gb": 0.0})
@@ -160,13 +178,19 @@ def usual_network(part: Accelerator) -> float:
 
 
 def _cluster(name: str, row: dict[str, Any], nodes: int) -> Cluster:
-    device = accelerator(row["accelerator"])
+    on_cpu = row["accelerator"].lower() == "cpu"
+    device = CPU if on_cpu else accelerator(row["accelerator"])
     if "memory_gb" in row:
         device = replace(device, memory_bytes=int(row["memory_gb"] * GIB * USABLE))
     intra, inter = row.get("intra", device.link), row.get("inter_gbps", usual_network(device)) / 8
-    link = _fabric(row["link"], "link") if "link" in row else link_of(intra)
-    fabric, host = _fabric(row.get("fabric", "rdma"), "fabric"), row.get("host_gb", 0.0)
-    return Cluster(name, device, nodes, row.get("per_node", 8), intra, inter, link, fabric, host)
+    own_link = fabrics()["shared-memory"] if on_cpu else link_of(intra)
+    return Cluster(
+        name, device, nodes, row.get("per_node", 8), intra, inter,
+        link=_fabric(row["link"], "link") if "link" in row else own_link,
+        fabric=_fabric(row.get("fabric", "rdma"), "fabric"),
+        host_gb=row.get("host_gb", 0.0), cpus=int(row.get("cpus", 0)), efa=int(row.get("efa", 0)),
+        instance=row.get("instance", name if "." in name else ""),
+    )  # fmt: skip
 
 
 def _fabric(name: str, key: str) -> Fabric:
@@ -175,7 +199,9 @@ def _fabric(name: str, key: str) -> Fabric:
     return fabrics()[name]
 
 
-_KEYS = ("accelerator", "nodes", "per_node", "intra", "inter_gbps", "link", "fabric", "memory_gb", "host_gb")
+_WORDS = ("accelerator", "instance", "link", "fabric")
+_COUNTS = ("nodes", "per_node", "cpus", "efa")
+_KEYS = (*_WORDS, *_COUNTS, "intra", "inter_gbps", "memory_gb", "host_gb")
 
 
 def _from_file(path: Path) -> Cluster:
@@ -185,13 +211,19 @@ def _from_file(path: Path) -> Cluster:
         raise ConfigError(f"cluster={path} does not exist.{nearest_file(path, '.yaml', '.yml')}") from None
     except (OSError, yaml.YAMLError) as error:
         raise ConfigError(f"cluster={path}: {error}") from error
-    if not isinstance(row, dict) or "accelerator" not in row:
-        raise ConfigError(f"cluster={path}: a mapping with at least `accelerator` is needed; keys: {', '.join(_KEYS)}")
+    if not isinstance(row, dict) or not {"accelerator", "instance"} & set(row):
+        raise ConfigError(
+            f"cluster={path}: a mapping with at least `accelerator` or `instance` is needed; keys: {', '.join(_KEYS)}"
+        )
     for key, value in row.items():
         if key not in _KEYS:
             raise ConfigError(f"cluster={path}: unknown key {key!r}.{nearest(key, _KEYS)}")
-        if key not in ("accelerator", "link", "fabric") and not (isinstance(value, (int, float)) and value > 0):
+        if key in _WORDS and not isinstance(value, str):
+            raise ConfigError(f"cluster={path}: {key}={value!r} has to be a name")
+        if key not in _WORDS and not (isinstance(value, (int, float)) and value > 0):
             raise ConfigError(f"cluster={path}: {key}={value!r} has to be a number above 0")
-        if key in ("nodes", "per_node") and value != int(value):
+        if key in _COUNTS and value != int(value):
             raise ConfigError(f"cluster={path}: {key}={value!r} has to be a whole number")
+    if "instance" in row:
+        row = {**instance_row(row["instance"]), **row, "instance": row["instance"].lower().removeprefix("ml.")}
     return _cluster(path.stem, row, int(row.get("nodes", 1)))

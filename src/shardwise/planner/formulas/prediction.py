@@ -142,7 +142,11 @@ class Fabric:
 class Cluster:
     """Equal nodes. `intra`: GB/s of one accelerator, one direction; `inter`: GB/s of a whole node.
 
-    `host_gb`: GiB of a node's own memory, 0 where it is not known.
+    Attributes:
+        host_gb: GiB of a node's own memory, 0 where it is not known.
+        cpus: virtual processors of a node, likewise; for `shardwise launch`, as the next two.
+        efa: devices of AWS's Elastic Fabric Adapter on a node.
+        instance: the type of instance in a cloud, or ``.
     """
 
     name: str
@@ -154,6 +158,9 @@ class Cluster:
     link: Fabric
     fabric: Fabric
     host_gb: float = 0.0
+    cpus: int = 0
+    efa: int = 0
+    instance: str = ""
 
     @property
     def host_bytes(self) -> float:
