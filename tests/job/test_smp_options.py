@@ -50,6 +50,7 @@ MAPPED = [
     ("hybrid_shard_degree", 0, SHARDS, None),
     ("sm_activation_offloading", False, "memory.offload_activations", False),
     ("context_parallel_degree", 2, "parallel.context_parallel_degree", 2),
+    ("expert_parallel_degree", 2, "parallel.expert_parallel_degree", 2),
     ("flash_attention", False, "model.attention", "eager"),
     ("fp8", True, "precision.fp8", "torchao"),
     ("random_seed", 7, "training.seed", 7),
@@ -86,9 +87,8 @@ IGNORED = [
     ("_fp32_grad_accumulation", 1),
     ("fsdp_cache_flush_warnings", True),
     ("allow_empty_shards", False),
-    ("expert_parallel_degree", 1),
 ]
-REFUSED = [("contiguous", True), ("horovod", True), ("expert_parallel_degree", 2), ("attention_in_fp32", True)]
+REFUSED = [("contiguous", True), ("horovod", True), ("attention_in_fp32", True)]
 
 
 def test_the_table_holds_every_documented_key_and_this_file_tries_each() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ import shardwise.smp.v2 as tsm
 from shardwise.collectives.context import deal_chunks
 from shardwise.smp.v2.delayed_param import DelayedParamIniter
 from shardwise.smp.v2.grad_norm import clip_grad_norm_
+from shardwise.smp.v2.moe.moe_config import MoEConfig
 from shardwise.smp.v2.tensor_parallel.transformer import TransformerLayer
 from tests.smp import scripts
 from tests.smp.scripts import LEARNING_RATE, LENGTH, VOCABULARY, _error, batches
@@ -57,20 +59,37 @@ def make_model(family: str, dtype: torch.dtype = torch.float64) -> nn.Module:
         return MistralForCausalLM(MistralConfig(**sizes)).to(dtype)
     if family == "mixtral":  # whose experts are computed in fp32 at most
         return MixtralForCausalLM(MixtralConfig(**sizes, num_local_experts=4))
+    if family == "mixtral_experts":
+        sizes |= {"experts_implementation": "batched_mm"}
+        return MixtralForCausalLM(MixtralConfig(**sizes, num_local_experts=4)).to(dtype)
     if family == "mixtral_balanced":  # with its loss of the router, and experts that any rank may have some features of
         sizes |= {"intermediate_size": 49, "experts_implementation": "batched_mm", "output_router_logits": True}
         return MixtralForCausalLM(MixtralConfig(**sizes, num_local_experts=4, router_aux_loss_coef=0.1)).to(dtype)
     return LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=family == "llama_tied")).to(dtype)
 
 
-def reference(model: nn.Module, ways: int, clip: float | None) -> tuple[list[float], list[float], dict[str, Tensor]]:
+def router_losses(model: Any, config: MoEConfig) -> Callable[[Tensor], Tensor]:
+    """What a forward of the whole batch adds to its loss, by transformers' own definition."""
+
+    def added(batch: Tensor) -> Tensor:
+        output = model(input_ids=batch, output_router_logits=True)
+        squares = torch.stack([logits.logsumexp(-1).square() for logits in output.router_logits])
+        total: Tensor = config.moe_aux_loss_coeff * output.aux_loss + config.moe_z_loss_coeff * squares.mean()
+        return total
+
+    return added
+
+
+def reference(
+    model: nn.Module, ways: int, clip: float | None, added: Callable[[Tensor], Tensor] | None = None
+) -> tuple[list[float], list[float], dict[str, Tensor]]:
     """Losses and norms by step, and the weights after the steps, of plain torch on one process."""
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     losses, norms = [], []
     for batch in batches():
         optimizer.zero_grad()
         loss = torch.stack([model(input_ids=piece, labels=piece).loss for piece in batch.chunk(ways)]).mean()
-        loss.backward()
+        (loss if added is None else loss + added(batch)).backward()
         losses.append(float(loss.detach()))
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), clip or 1e9)))
         optimizer.step()
@@ -119,7 +138,7 @@ def whole(model: Any) -> dict[str, Tensor]:
     return found
 
 
-def train(config: dict[str, Any], family: str, how: str = "", **arguments: Any) -> tuple[float, float, float]:
+def train(options: dict[str, Any], family: str, how: str = "", **arguments: Any) -> tuple[float, float, float]:
     """Largest errors of losses, norms and weights after the steps, against plain transformers.
 
     `how`: words among `checkpointed`, `rank0` (values on rank 0 alone) and `flat` (no use_orig_params).
@@ -127,7 +146,7 @@ def train(config: dict[str, Any], family: str, how: str = "", **arguments: Any) 
     os.environ.pop("SM_HP_MP_PARAMETERS", None)
     plain = make_model(family)
     try:
-        tsm.init(config)
+        tsm.init(options)
         model = copy.deepcopy(plain)
         settings: dict[str, Any] = {"use_orig_params": "flat" not in how}
         if "rank0" in how:
@@ -143,7 +162,8 @@ def train(config: dict[str, Any], family: str, how: str = "", **arguments: Any) 
         losses, norms = steps(model)
         weights = whole(model)
         ways = tsm.state.world_size // tsm.state.tp_size // tsm.state.cp_size
-        expected, their_norms, theirs = reference(plain, ways, CLIP)
+        added = router_losses(plain, arguments["config"]) if "config" in arguments else None
+        expected, their_norms, theirs = reference(plain, ways, CLIP, added)
         worst = max((_error(weights[name], value) for name, value in theirs.items() if name in weights), default=0.0)
         assert len(weights) == (len(theirs) if tsm.state.rank == 0 else len(weights))
         return (

@@ -46,7 +46,12 @@ def _refused(config: dict[str, Any], transforms: bool) -> str:
 @pytest.mark.parametrize(
     "config, transforms, says",
     [
-        ({"context_parallel_degree": 2}, False, "context_parallel_degree=2 split models that tsm.transform is given"),
+        (
+            {"context_parallel_degree": 2},
+            False,
+            "context_parallel_degree=2 and expert_parallel_degree=1 split models that",
+        ),
+        ({"expert_parallel_degree": 2}, False, "expert_parallel_degree=2 split models that tsm.transform is given"),
         ({"tensor_parallel_degree": 2}, True, "q_proj.low_rank.bias is in the model since tsm.transform"),
     ],
 )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 
+from shardwise.smp.v2.moe.moe_config import MoEConfig
 from shardwise.testing.world import WorldPool
 from tests.smp.sharded_scripts import train
 
@@ -35,6 +37,10 @@ SLOW = [
     (2, "llama", {}, "checkpointed"),
     (2, "gpt_neox", {"hybrid_shard_degree": 1}, ""),
     (4, "gpt_neox", {"hybrid_shard_degree": 4}, "checkpointed"),
+    (2, "mixtral_experts", {"expert_parallel_degree": 2}, ""),
+    (4, "mixtral_experts", {"expert_parallel_degree": 2}, "rank0 checkpointed"),
+    (4, "mixtral_experts", {"expert_parallel_degree": 2, "hybrid_shard_degree": 1}, "checkpointed"),
+    (4, "mixtral_experts", {"expert_parallel_degree": 2, "context_parallel_degree": 2}, ""),
     (2, "gpt2", {"hybrid_shard_degree": 1}, ""),
     (2, "gpt2", {"hybrid_shard_degree": 2}, "checkpointed"),
     (4, "gpt2", {"hybrid_shard_degree": 4}, ""),
@@ -62,3 +68,22 @@ def test_numbers_at_every_degree(
     world_pool: WorldPool, ranks: int, family: str, config: dict[str, Any], how: str
 ) -> None:
     _check(world_pool, ranks, family, config, how)
+
+
+BALANCED = MoEConfig(moe_load_balancing="aux_loss", moe_aux_loss_coeff=0.5, moe_z_loss_coeff=0.1)
+
+
+@pytest.mark.parametrize(
+    "ranks, config",
+    [
+        (2, {"expert_parallel_degree": 2}),
+        pytest.param(4, {"expert_parallel_degree": 2, "hybrid_shard_degree": 2}, marks=pytest.mark.slow),
+        pytest.param(4, {"tensor_parallel_degree": 2, "hybrid_shard_degree": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_losses_of_routers_are_those_of_the_whole_batch(
+    world_pool: WorldPool, ranks: int, config: dict[str, Any]
+) -> None:
+    balanced = functools.partial(train, config=BALANCED)
+    for loss, norm, weights in world_pool.run(ranks, balanced, config, "mixtral_experts", "checkpointed"):
+        assert max(loss, norm) <= LOSS and weights <= WEIGHTS, (loss, norm, weights)

@@ -58,7 +58,8 @@ def _drawn(config: dict[str, Any], family: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("family", ["llama_tied", "mixtral"])
 def test_delayed_weights_are_equal_on_every_layout(world_pool: WorldPool, family: str) -> None:
     one = world_pool.run(1, _drawn, {"hybrid_shard_degree": 1}, family)[0]
-    four = world_pool.run(4, _drawn, BOTH, family)[0]
+    degrees = {"expert_parallel_degree": 2} if family == "mixtral" else BOTH
+    four = world_pool.run(4, _drawn, degrees, family)[0]
     assert one.keys() == four.keys()
     assert all(torch.equal(one[name], four[name]) for name in one)
     assert torch.equal(four["lm_head.weight"], four["model.embed_tokens.weight"]) == (family == "llama_tied")
@@ -108,14 +109,16 @@ def _sharded(model: Any, optimizer: Any) -> dict[str, Any]:
         return {"model": model.state_dict(), "optimizer": FSDP.optim_state_dict(model, optimizer), "step": 2}
 
 
-def _go_on(directory: str, how: str, family: str = "llama") -> tuple[float, float]:
+def _go_on(
+    directory: str, how: str, family: str = "llama", degrees: dict[str, int] | None = None
+) -> tuple[float, float]:
     first, second, third = batches()
-    config = {**BOTH, "sm_activation_offloading": False}
+    config = {**(degrees or BOTH), "sm_activation_offloading": False}
     try:
         model, optimizer, train = _start(config, family)
         train(first), train(second)
         tensor = tsm.state.tp_rank
-        place = f"{directory}/two_tp{tensor}"
+        place = f"{directory}/two_tp{tensor}_ep{tsm.state.ep_rank}"
         queue = AsyncCallsQueue()
         writes = tsm.state.ranker.get_rep_rank(tsm.state.rank) == 0
         group = model.process_group
@@ -180,8 +183,9 @@ def test_training_goes_on_from_other_checkpoints(world_pool: WorldPool, tmp_path
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["sharded", "local"])
 def test_training_of_experts_goes_on(world_pool: WorldPool, tmp_path: Path, how: str) -> None:
-    for straight, resumed in world_pool.run(4, _go_on, str(tmp_path), how, "mixtral_balanced"):
-        assert resumed == pytest.approx(straight, rel=1e-6)
+    for degrees in (BOTH, {"hybrid_shard_degree": 2, "expert_parallel_degree": 2}):
+        for straight, resumed in world_pool.run(4, _go_on, str(tmp_path), how, "mixtral_balanced", degrees):
+            assert resumed == pytest.approx(straight, rel=1e-6)
 
 
 def test_a_checkpoint_is_not_trusted(tmp_path: Path) -> None:
@@ -305,6 +309,24 @@ def _state() -> dict[str, Any]:
         tsm.state.reset()
 
 
+def _expert_state() -> dict[str, Any]:
+    try:
+        tsm.init({"hybrid_shard_degree": 2, "expert_parallel_degree": 2})
+        ranker = tsm.state.ranker
+        return {
+            "expert": (tsm.state.ep_size, tsm.state.ep_rank),
+            "writes": ranker.get_rep_rank(tsm.state.rank) == 0,
+            "groups": ranker.get_rep_groups(),
+        }
+    finally:
+        tsm.state.reset()
+
+
+def test_each_expert_rank_has_shards_of_its_own(world_pool: WorldPool) -> None:
+    for rank, found in enumerate(world_pool.run(4, _expert_state)):
+        assert found == {"expert": (2, rank // 2), "writes": True, "groups": [[0], [1], [2], [3]]}
+
+
 def test_state_says_where_a_rank_is(world_pool: WorldPool) -> None:
     for rank, found in enumerate(world_pool.run(4, _state)):
         assert found["sizes"] == (1, 2, 1, 2) and found["ranks"] == (rank, 0, rank % 2, 0)
@@ -317,7 +339,7 @@ def test_state_says_where_a_rank_is(world_pool: WorldPool) -> None:
     [
         ({"tensor_paralel_degree": 2}, "Did you mean 'tensor_parallel_degree'"),
         ({"microbatches": 2}, "is no parameter of SMP version 2"),
-        ({"expert_parallel_degree": 2}, "expert"),
+        ({"expert_parallel_degree": 2}, "expert_parallel_degree=2 does not divide the 1 ranks"),
         ({"hybrid_shard_degree": 3}, "does not divide the 1 ranks"),
         ({"tensor_parallel_degree": 2}, "does not divide the 1 ranks"),
         ({"activation_loading_horizon": 0}, "must be at least 1"),
@@ -348,8 +370,29 @@ def test_environment_wins_and_notes_are_said(
             tsm.transform(make_model("llama"), cp_comm_type="ring")
         flash = LlamaForCausalLM._from_config(make_model("llama").config, attn_implementation="flash_attention_2")
         assert flash.config._attn_implementation == "sdpa" or is_flash_attn_2_available()
-        tsm.transform(make_model("mixtral"), config=MoEConfig())
-        assert "has no effect here: mixtral routes" in capsys.readouterr().err
+    finally:
+        tsm.state.reset()
+
+
+@pytest.mark.parametrize(
+    "config, said",
+    [
+        (MoEConfig(), "moe_load_balancing='sinkhorn'"),
+        (MoEConfig(moe_load_balancing="none", global_token_shuffle=True), "global_token_shuffle=True"),
+        (MoEConfig(moe_load_balancing="none", moe_all_to_all_dispatcher=False), "moe_all_to_all_dispatcher=False"),
+        (MoEConfig(moe_load_balancing="none", use_cpu_initialization=True), "use_cpu_initialization=True"),
+        (MoEConfig(moe_load_balancing="none", moe_z_loss_coeff=-1.0), "moe_z_loss_coeff=-1.0 must be at least 0"),
+        (MoEConfig(moe_load_balancing="none"), "llama has no router"),
+    ],
+)
+def test_settings_of_experts_without_a_counterpart_are_refused(
+    world_pool: WorldPool, config: MoEConfig, said: str
+) -> None:
+    try:
+        tsm.init({})
+        with pytest.raises(ConfigError, match=said):
+            tsm.transform(make_model("llama"), config=config)
+        tsm.transform(make_model("llama"), config=MoEConfig(smp_moe=False))
     finally:
         tsm.state.reset()
 

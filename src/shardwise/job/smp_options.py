@@ -131,8 +131,7 @@ OPTIONS = (
     Option("fsdp_cache_flush_warnings", "v2", bool, "the run's records show memory instead"),
     Option("allow_empty_shards", "v2", bool, "uneven and empty shards always work"),
     Option("context_parallel_degree", "v2", int, MAPPED, _to("parallel.context_parallel_degree")),
-    Option("expert_parallel_degree", "v2", int, "scripts cannot share experts yet; use 1, or a job's "
-           "parallel.expert_parallel_degree", refused=lambda degree: degree > 1),
+    Option("expert_parallel_degree", "v2", int, MAPPED, _to("parallel.expert_parallel_degree")),
     Option("random_seed", "v2", int, MAPPED, _to("training.seed")),
 )
 # fmt: on

@@ -16,7 +16,6 @@ from shardwise.model.experts import NUMBER
 from shardwise.model.facts import ModelFacts
 from shardwise.parallel.builder import BuildInputs, ModelBuilder, StageBuilder, Transform
 from shardwise.parallel.experts import SharedExperts
-from shardwise.parallel.layout import Layout
 from shardwise.parallel.tensor_map import ParameterSplit, narrow_parameters
 from shardwise.plan.plan import Plan
 
@@ -40,16 +39,23 @@ def _share_experts(stage: StageBuilder, name: str, number: int, inputs: BuildInp
     """Keep this rank's experts of the module `name` (on the meta device); return how its parameters were split."""
     layout, plan = inputs.layout, inputs.plan
     module: Any = stage.model.get_submodule(name)
-    splits = {leaf: expert_split(parameter, number, layout) for leaf, parameter in module.named_parameters()}
-    narrow_parameters(module, splits)
-    setattr(module, NUMBER, number // layout.experts.degree)
+    splits = keep_own_experts(module, name, number, layout.experts.degree, layout.experts.expert)
     same_tokens = plan.degrees[Axis.TENSOR] > 1 and not plan.sequence_parallel
     tensor = layout.group(Axis.TENSOR) if same_tokens else None
     module.forward = SharedExperts(name, module.forward, number, layout.experts.group(), tensor).run
+    return splits
+
+
+def keep_own_experts(stack: nn.Module, name: str, number: int, degree: int, index: int) -> dict[str, ParameterSplit]:
+    """Narrow the stack `name` of `number` experts (on the meta device) to part `index` of `degree`.
+
+    Returns:
+        How each parameter was split, by its name in the model.
+    """
+    splits = {
+        leaf: ParameterSplit(tuple(parameter.shape), 0, (number,), degree, index, axis=Axis.EXPERT)
+        for leaf, parameter in stack.named_parameters()
+    }
+    narrow_parameters(stack, splits)
+    setattr(stack, NUMBER, number // degree)
     return {f"{name}.{leaf}": split for leaf, split in splits.items()}
-
-
-def expert_split(stack: nn.Parameter, number: int, layout: Layout) -> ParameterSplit:
-    """Return the split of a stack [experts, ...] over the ranks that share its experts."""
-    view = layout.experts
-    return ParameterSplit(tuple(stack.shape), 0, (number,), view.degree, view.expert, axis=Axis.EXPERT)

@@ -37,11 +37,11 @@ class WatchedRouters(Transform):
         )
         for stage in build.stages:
             for stack, (router, output) in facts.routers.items():
-                _watch(stage.model, stack, router, output, build.routers)
+                watch_router(stage.model, stack, router, output, build.routers)
 
 
-def _watch(model: nn.Module, stack: str, router: str, output: int, routers: ExpertRouters) -> None:
-    """Keep the logits of one router until its experts are called."""
+def watch_router(model: nn.Module, stack: str, router: str, output: int, routers: ExpertRouters) -> None:
+    """Keep the logits of one router, its output number `output`, until the experts of `stack` are called."""
     logits: list[Tensor] = []
 
     def keep(module: nn.Module, args: Any, outputs: Any) -> None:

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.model.experts import is_routed
 from shardwise.model.initializers import run_initializer
+from shardwise.smp.v2.expert_ranks import SEED
 from shardwise.smp.v2.session import state
 from shardwise.smp.v2.split_model import local_names
 from shardwise.training.init import seeded
@@ -75,7 +77,8 @@ class DelayedParamIniter:
         for leaf, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
             if buffer.is_meta:
                 setattr(module, leaf, torch.empty_like(buffer, device=state.device))
-        with seeded(int(state.random_seed), name, state.device):
+        seed = vars(self.model).get(SEED, state.random_seed) if is_routed(module) else state.random_seed
+        with seeded(int(seed), name, state.device):
             if self.own is not None:
                 self.own(module)
             else:

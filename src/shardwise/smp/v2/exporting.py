@@ -1,10 +1,10 @@
 """Checkpoints of version 2's scripts as Hugging Face directories: whole tensors out of shards and tensor parts.
 
 A script's checkpoint is a directory of torch's distributed checkpoint (`sharded`, `async_sharded`), or of several such
-for tensor ranks (`tp2-0`, `tp2-1`; `tp0_ep0` in SMP's documents), of one for each shard (`async_local`:
-`tp0_ep0_fsdp1`), of a file for each rank (`local`, `use_pg_with_util`: `0.pt`), or has whole weights and a config
-(`full`). Scripts keep the model's config in the first three. One process reads a directory's tensors one at a time, and
-files for ranks whole.
+for tensor ranks (`tp2-0`, `tp2-1`; `tp0_ep0` in SMP's documents) or expert ranks (`ep2-0`), of one for each shard
+(`async_local`: `tp0_ep0_fsdp1`), of a file for each rank (`local`, `use_pg_with_util`: `0.pt`), or has whole weights
+and a config (`full`). Scripts keep the model's config in the first three. One process reads a directory's tensors one
+at a time, and files for ranks whole.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ from shardwise.checkpoint.writing import HuggingFaceWriter
 from shardwise.errors import CheckpointError
 from shardwise.job.axes import Axis, state_axes
 from shardwise.model.discover import discover
+from shardwise.model.experts import expert_stacks
 from shardwise.parallel.layout import Layout
 from shardwise.parallel.tensor_map import ParameterSplit
+from shardwise.parallel.transforms.expert import keep_own_experts
 from shardwise.parallel.transforms.tensor import planned_splits
 from shardwise.smp.model_config import CONFIG_FILE, CONFIG_KEY, MODEL_KEY, checkpoint_config
 from shardwise.smp.options import make_job
@@ -48,6 +50,7 @@ MODEL_KEYS = (MODEL_KEY, "state_dict")
 WEIGHTS = (SINGLE, INDEX, TORCH_SINGLE, TORCH_INDEX)
 PROBED = 64  # positions of the forward that is looked at
 _TENSOR_PART = re.compile(r"tp(\d+)-(\d+)")
+_EXPERT_PART = re.compile(r"ep(\d+)-(\d+)")
 _SHARD = re.compile(r"tp(\d+)_ep0_fsdp(\d+)")
 _DOCUMENTED = re.compile(r"tp(\d+)_ep0")
 
@@ -147,7 +150,7 @@ class _Whole(HuggingFaceWeights):
         return None
 
 
-Parts = Sequence[Sequence[_Shard | LocalFile]]  # of each tensor rank its shards
+Parts = Sequence[Sequence[_Shard | LocalFile]]  # of each tensor or expert rank its shards
 
 
 def is_v2_checkpoint(path: str | Path) -> bool:
@@ -197,7 +200,7 @@ class _Tensors:
         self.folder = folder
         self.shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         self.parts = [[_by_name(shard, self.shapes) for shard in shards] for shards in parts]
-        self.cuts = _cuts(model, len(parts))
+        self.cuts = _cuts(model, len(parts), _split_axis(folder))
         there = set(self.parts[0][0].names)
         missing = [name for name in self.shapes if name not in there]
         if missing:
@@ -236,9 +239,14 @@ def _by_name(shard: _Shard | LocalFile, shapes: Mapping[str, tuple[int, ...]]) -
     return _RankFile({MODEL_KEY: shard.by_name(shapes)}) if isinstance(shard, LocalFile) else shard
 
 
-def _cuts(model: Any, degree: int) -> Mapping[str, ParameterSplit]:
+def _cuts(model: Any, degree: int, axis: Axis) -> Mapping[str, ParameterSplit]:
     if degree == 1:
         return {}
+    if axis == Axis.EXPERT:
+        cuts: dict[str, ParameterSplit] = {}
+        for name, number in expert_stacks(model).items():
+            cuts |= keep_own_experts(model.get_submodule(name), name, number, degree, 0)
+        return cuts
     length = min(PROBED, getattr(model.config, "max_position_embeddings", PROBED))
     facts = discover(model, make_job({"data.sequence_length": length}))
     return planned_splits(model, facts, Layout({Axis.TENSOR: degree}))
@@ -283,12 +291,19 @@ def _parts(folder: Path) -> Parts:
     return [[_Directory(path) for path in shards] for shards in by_rank]
 
 
+def _split_axis(folder: Path) -> Axis:
+    """Return the axis whose ranks have written what is in `folder`."""
+    of_experts = any(_EXPERT_PART.fullmatch(child.name) for child in folder.iterdir() if child.is_dir())
+    return Axis.EXPERT if of_experts else Axis.TENSOR
+
+
 def _by_rank(folder: Path) -> list[list[Path]]:
-    """List the directories of each tensor rank, by the names of those that are there."""
+    """List the directories of each tensor or expert rank, by the names of those that are there."""
     names = [child.name for child in folder.iterdir() if child.is_dir()]
-    parts = [int(match[1]) for name in names if (match := _TENSOR_PART.fullmatch(name))]
-    if parts:
-        return [[folder / f"tp{max(parts)}-{rank}"] for rank in range(max(parts))]
+    for letters, pattern in (("tp", _TENSOR_PART), ("ep", _EXPERT_PART)):
+        parts = [int(match[1]) for name in names if (match := pattern.fullmatch(name))]
+        if parts:
+            return [[folder / f"{letters}{max(parts)}-{rank}"] for rank in range(max(parts))]
     ranks = [int(match[1]) for name in names if (match := _DOCUMENTED.fullmatch(name))]
     if ranks:
         return [[folder / f"tp{rank}_ep0"] for rank in range(max(ranks) + 1)]

@@ -30,6 +30,12 @@ from shardwise.job.axes import Axis
 from shardwise.smp.session import device_type
 from shardwise.smp.v2.logger import note_once
 from shardwise.smp.v2.session import DATA, REPLICA, SHARD, state
+from shardwise.smp.v2.share_experts import (
+    experts_of_unit,
+    refuse_unwrapped_experts,
+    shared_stacks,
+    wrap_shared_experts,
+)
 from shardwise.smp.v2.split_model import added_names, join_parts, local_names
 
 _fsdp: Any = FullyShardedDataParallel
@@ -75,20 +81,21 @@ def _init_state(self: Any, offload_to_cpu: bool = True, rank0_only: bool = False
 @functools.wraps(_fsdp_init)
 def _init(self: Any, *args: Any, post_param_init_fn: Callable[[nn.Module], Any] | None = None, **kwargs: Any) -> None:
     global _wrapping
-    if _wrapping:
-        _fsdp_init(self, *args, **kwargs)
-        return
     given = inspect.signature(_fsdp_init).bind(self, *args, **kwargs).arguments
     given.pop("self")
     given |= given.pop("kwargs", {})
+    if _wrapping:
+        _wrap_one(self, given)
+        return
     _check(given["module"])
     copies = _choose_groups(given)
     _initialize(given, post_param_init_fn)
     _wrapping = True
     try:
-        _fsdp_init(self, **given)
+        _wrap_one(self, given)
     finally:
         _wrapping = False
+    refuse_unwrapped_experts(self)
     if copies is not None:
         _average(self, copies)
         if given.get("sync_module_states"):
@@ -98,18 +105,28 @@ def _init(self: Any, *args: Any, post_param_init_fn: Callable[[nn.Module], Any] 
         self.register_load_state_dict_pre_hook(_to_parts)
 
 
+def _wrap_one(unit: Any, given: dict[str, Any]) -> None:
+    """Make `unit`; experts in it that ranks share get units of their own before."""
+    if given.get("auto_wrap_policy") is None:
+        module, settings = given["module"], {name: value for name, value in given.items() if name != "module"}
+        wrap_shared_experts(module, settings)
+    _fsdp_init(unit, **given)
+
+
 def _check(module: nn.Module) -> None:
     """Refuse degrees that split nothing and parameters that came since, and turn off a cache that recomputation would
     add to a second time."""
-    if state.layout.size(Axis.TENSOR, Axis.CONTEXT) > 1 and not state.transformed:
+    if (state.layout.size(Axis.TENSOR, Axis.CONTEXT) > 1 or state.experts is not None) and not state.transformed:
         raise ConfigError(
-            f"tensor_parallel_degree={state.tp_size} and context_parallel_degree={state.cp_size} split models that "
-            "tsm.transform is given, and FSDP gets one before any was; call tsm.transform(model), or set them to 1"
+            f"tensor_parallel_degree={state.tp_size}, context_parallel_degree={state.cp_size} and "
+            f"expert_parallel_degree={state.ep_size} split models that tsm.transform is given, and FSDP gets one "
+            "before any was; call tsm.transform(model), or set them to 1"
         )
     if added := added_names(module):
         raise ConfigError(
             f"{added[-1]} is in the model since tsm.transform, which has split it over tensor_parallel_degree="
-            f"{state.tp_size}, and would get each rank's part of its gradient alone; set the degree to 1 for adapters"
+            f"{state.tp_size} or expert_parallel_degree={state.ep_size}, and would get each rank's part of its "
+            "gradient alone; set the degrees to 1 for adapters"
         )
     config = getattr(module, "config", None)
     if getattr(config, "use_cache", False):
@@ -124,6 +141,11 @@ def _choose_groups(given: dict[str, Any]) -> dist.ProcessGroup | None:
         Where nothing is sharded, the ranks over which `_average` has to reduce gradients.
     """
     if given.get("process_group") is not None or given.get("device_mesh") is not None:
+        if state.experts is not None:
+            raise ConfigError(
+                f"FSDP: process_group and device_mesh of the script's own do not know the ranks of "
+                f"expert_parallel_degree={state.ep_size}; leave them out"
+            )
         return None
     hybrid = given.get("sharding_strategy") in hybrid_strategies
     if state.native:
@@ -143,7 +165,7 @@ def _choose_groups(given: dict[str, Any]) -> dist.ProcessGroup | None:
 
 
 def _average(model: Any, group: dist.ProcessGroup) -> None:
-    """Reduce gradients of whole copies over `group`.
+    """Reduce gradients of whole copies over `group`, and of shared experts over the ranks that hold the same ones.
 
     FSDP would reduce them over its `process_group`. That is the shard's, this rank alone, because scripts save by it:
     only the first replica does, so a group with others in it would wait for ever.
@@ -151,7 +173,9 @@ def _average(model: Any, group: dist.ProcessGroup) -> None:
     how = ReductionState(group)
     modules: list[Any] = FullyShardedDataParallel.fsdp_modules(model)
     for module in modules:
-        set_reduction_hook(module, allreduce_hook, how)
+        experts = experts_of_unit(module)
+        own = how if experts is None else ReductionState(experts.holders())
+        set_reduction_hook(module, allreduce_hook, own)
 
 
 def _initialize(given: dict[str, Any], after: Callable[[nn.Module], Any] | None) -> None:
@@ -194,12 +218,18 @@ def _materialize(module: nn.Module, create: Callable[[nn.Module], Any] | None) -
 @torch.no_grad()
 def _spread(module: nn.Module) -> None:
     """The weights of the first rank of each line of data ranks, for all of it."""
-    group = state.layout.group(*DATA)
+    everyone = state.layout.group(*DATA)
+    of_experts = {
+        id(parameter): ranks.holders()
+        for name, ranks in shared_stacks(module).items()
+        for parameter in module.get_submodule(name).parameters()
+    }
     for value in dict.fromkeys([*module.parameters(), *module.buffers()]):
+        group = of_experts.get(id(value), everyone)
         dist.broadcast(value.data, dist.get_process_group_ranks(group)[0], group=group)
 
 
-# ---- whole state dicts of a model in tensor parts
+# ---- whole state dicts of a model in parts
 
 
 def _is_whole(model: Any) -> bool:
@@ -211,7 +241,8 @@ def _is_whole(model: Any) -> bool:
 
 def _to_whole(model: Any, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
     if _is_whole(model):
-        join_parts(model, state_dict, prefix, state.layout.group(Axis.TENSOR), state.device)
+        group = state.layout.group(Axis.TENSOR) if state.experts is None else state.experts.sharing()
+        join_parts(model, state_dict, prefix, group, state.device)
 
 
 def _to_parts(model: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -1,4 +1,4 @@
-"""`clip_grad_norm_` of a model under FSDP: one norm over shards and tensor parts, each element counted once."""
+"""`clip_grad_norm_` of a model under FSDP: one norm over shards and parts, each element counted once."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _squares(model: nn.Module) -> Tensor:
     """Return the squared norm over all ranks' parts, in fp32 or wider; those of one sharding are summed together."""
     cuts = local_names(model)
     owner = _shard_groups(model)
-    total = torch.zeros(2, dtype=torch.float64, device=state.device)  # of whole parameters, of tensor parts
+    total = torch.zeros(2, dtype=torch.float64, device=state.device)  # of whole parameters, of parts
     by_group: dict[Any, Tensor] = {}
     for name, parameter in model.named_parameters():
         if parameter.grad is None:
@@ -63,7 +63,8 @@ def _squares(model: nn.Module) -> Tensor:
     for sums in by_group.values():
         total += sums
     if cuts:
-        dist.all_reduce(total[1:], group=state.layout.group(Axis.TENSOR))
+        parts = state.layout.group(Axis.TENSOR) if state.experts is None else state.experts.sharing()
+        dist.all_reduce(total[1:], group=parts)
     return total.sum().float()
 
 

@@ -13,7 +13,9 @@ from shardwise.job.axes import Axis, data_axes, replica_axes, state_axes
 from shardwise.parallel.layout import Layout
 from shardwise.smp.backend import fsdp_backend
 from shardwise.smp.session import SmpSession, device_type, launched_world, print_notes
+from shardwise.smp.v2.expert_ranks import ExpertRanks
 from shardwise.smp.v2.options import DEFAULTS, DEGREES, read_parameters
+from shardwise.words import divisors
 
 NATIVE_SHARDS = 8  # of torch's own hybrid sharding on SMP's machines, where no degree is given
 Group = dist.ProcessGroup | None
@@ -33,17 +35,18 @@ GROUPS = (
 class Ranker:
     """`tsm.state.ranker`: the ranks that hold the same shard of parameters."""
 
-    def __init__(self, layout: Callable[[], Layout]) -> None:
-        self._layout = layout
+    def __init__(self, layout: Callable[[], Layout], expert_degree: Callable[[], int]) -> None:
+        self._layout, self._expert_degree = layout, expert_degree
 
     def get_rep_rank(self, global_rank: int) -> int:
         """Return the number of a rank among the holders of its shard; 0 is the one that writes checkpoints."""
-        return self._layout().coordinates(global_rank)[Axis.REPLICA]
+        return self._layout().coordinates(global_rank)[Axis.REPLICA] // self._expert_degree()
 
     def get_rep_groups(self) -> list[list[int]]:
         """List the global ranks that hold the same shard, for every shard; the same list on every rank."""
-        layout = self._layout()
-        return [list(part) for part in sorted({layout.ranks(Axis.REPLICA, of=r) for r in range(layout.world_size)})]
+        layout, degree = self._layout(), self._expert_degree()
+        replicas = {layout.ranks(Axis.REPLICA, of=rank) for rank in range(layout.world_size)}
+        return sorted(list(ranks[first::degree]) for ranks in replicas for first in range(degree))
 
 
 class SmpSessionV2(SmpSession):
@@ -66,7 +69,7 @@ class SmpSessionV2(SmpSession):
         self.native = False
         self.native_hybrid = True
         self.transformed = False
-        self.ranker = Ranker(lambda: self.layout)
+        self.ranker = Ranker(lambda: self.layout, lambda: self.expert_parallel_degree)
         self._values = dict(DEFAULTS)
         self._assigned: dict[str, Any] = {}
         self._layouts: dict[bool, Layout] = {}  # by `native_hybrid`
@@ -104,6 +107,8 @@ class SmpSessionV2(SmpSession):
         for layout in self._layouts.values():  # now, while every rank is here: a group is made by all
             for axes in GROUPS:
                 layout.group(*axes)
+        if self.experts is not None:
+            self.experts.make_groups()
         self.initialized = True
         print_notes(notes)
 
@@ -125,10 +130,16 @@ class SmpSessionV2(SmpSession):
         """The number of ranks."""
         return self.layout.world_size
 
+    @property
+    def experts(self) -> ExpertRanks | None:
+        """The ranks that share experts; None where each rank has all of them."""
+        degree = self.expert_parallel_degree
+        return ExpertRanks(self._layouts[False], degree) if degree > 1 else None
+
     tp_size = property(lambda self: self.tensor_parallel_degree)
     cp_size = property(lambda self: self.context_parallel_degree)
     ep_size = property(lambda self: self.expert_parallel_degree)
-    ep_rank = property(lambda self: 0)
+    ep_rank = property(lambda self: 0 if self.experts is None else self.experts.index())
     tp_rank = property(lambda self: self.layout.index(Axis.TENSOR))
     cp_rank = property(lambda self: self.layout.index(Axis.CONTEXT))
 
@@ -163,16 +174,33 @@ def _degrees(values: dict[str, Any], world: int) -> dict[Axis, int]:
         raise ConfigError(
             f"tensor_parallel_degree={tensor} x context_parallel_degree={context} does not divide the {world} ranks"
         )
-    shards = values["hybrid_shard_degree"] or world // tensor
+    experts = values["expert_parallel_degree"]
+    if experts > 1 and tensor > 1:
+        raise ConfigError(
+            f"expert_parallel_degree={experts} and tensor_parallel_degree={tensor} are not taken together by scripts, "
+            "as by SMP; use one of them, or a job, which takes both"
+        )
+    if world % experts:
+        raise ConfigError(
+            f"expert_parallel_degree={experts} does not divide the {world} ranks; use "
+            f"{', '.join(map(str, divisors(world)))}"
+        )
+    shards = values["hybrid_shard_degree"] or world // tensor // experts
     if (world // tensor) % shards:
         raise ConfigError(
             f"hybrid_shard_degree={shards} does not divide the {world // tensor} ranks that tensor_parallel_degree="
-            f"{tensor} leaves of {world}; use {', '.join(map(str, _divisors(world // tensor)))} or 0"
+            f"{tensor} leaves of {world}; use {', '.join(map(str, divisors(world // tensor)))} or 0"
+        )
+    if (world // tensor // shards) % experts:
+        raise ConfigError(
+            f"expert_parallel_degree={experts} times hybrid_shard_degree={shards} does not divide the {world} ranks: "
+            f"parameters are sharded inside of ranks that hold the same experts; use a hybrid_shard_degree of "
+            f"{', '.join(map(str, divisors(world // experts)))}"
         )
     if shards % context:
         raise ConfigError(
             f"context_parallel_degree={context} lies inside of the shard group, and does not divide "
-            f"hybrid_shard_degree={shards}; use {', '.join(map(str, _divisors(shards)))}"
+            f"hybrid_shard_degree={shards}; use {', '.join(map(str, divisors(shards)))}"
         )
     return {
         Axis.REPLICA: world // tensor // shards,
@@ -180,10 +208,6 @@ def _degrees(values: dict[str, Any], world: int) -> dict[Axis, int]:
         Axis.CONTEXT: context,
         Axis.TENSOR: tensor,
     }
-
-
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
 state = SmpSessionV2()

@@ -1,4 +1,4 @@
-"""The tensor parts of a transformed model: what is cut, this rank's part of a whole parameter, and the way back."""
+"""The parts of a transformed model, of tensors or of experts: what is cut, a rank's part of it, and the way back."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from shardwise.parallel.layout import Layout
 from shardwise.parallel.regions import RegionBoundary
 from shardwise.parallel.tensor_map import ParameterSplit, gather_split
 from shardwise.parallel.transforms.tensor import split_tensors
+from shardwise.smp.v2.expert_ranks import ExpertRanks
+from shardwise.smp.v2.share_experts import share_experts
 
 CUTS = "_tensor_cuts"  # where a transformed model keeps what was cut: parameter name -> Cut
 NAMES = "_names_when_cut"  # and which parameters it had then
@@ -42,9 +44,22 @@ def added_names(model: nn.Module) -> list[str]:
     return []
 
 
-def split_model(model: nn.Module, facts: ModelFacts, layout: Layout, weights: Mapping[str, Tensor]) -> None:
-    """Cut `model` (on the meta device) to this rank's part; of whole `weights` its slices are kept."""
-    cuts = split_tensors(model, facts, layout, RegionBoundary(layout.group(Axis.TENSOR)))
+def split_model(
+    model: nn.Module, facts: ModelFacts, layout: Layout, experts: ExpertRanks | None, weights: Mapping[str, Tensor]
+) -> None:
+    """Cut `model` (on the meta device) to this rank's part; of whole `weights` its slices are kept.
+
+    Args:
+        model: in which `experts`, if they are given, say among which ranks experts are shared.
+        facts: of it.
+        layout: where this rank stands.
+        experts: None where experts are not shared.
+        weights: of all names.
+    """
+    if experts is not None:
+        cuts = share_experts(model, facts, experts)
+    else:
+        cuts = split_tensors(model, facts, layout, RegionBoundary(layout.group(Axis.TENSOR)))
     vars(model)[CUTS], vars(model)[NAMES] = cuts, frozenset(weights)
     for name, cut in cuts.items():
         module, leaf = _owner(model, name)
@@ -57,9 +72,9 @@ def split_model(model: nn.Module, facts: ModelFacts, layout: Layout, weights: Ma
 def join_parts(
     model: nn.Module, state_dict: dict[str, Any], prefix: str, group: dist.ProcessGroup, device: torch.device
 ) -> None:
-    """Join the tensor parts in a whole state dict, in place. Collective over the tensor group.
+    """Join the parts in a whole state dict, in place. Collective over the ranks of the parts.
 
-    The tensor `group` meets on `device`, wherever they lie: the script may have joined its ranks over NCCL alone.
+    Their `group` meets on `device`, wherever they lie: the script may have joined its ranks over NCCL alone.
     """
     for name, cut in local_names(model).items():
         part = state_dict.get(prefix + name)
