@@ -88,7 +88,7 @@ def make_state(size: Size) -> State:
     plan = resolve(job, current_world(device), facts)
     model = parallelize(build_model(job), plan, Layout.from_plan(plan, dist.get_rank()), facts, device)
     initialize(model, seed=0)
-    optimizer = ShardedOptimizer(model.tensor_map, job.optimizer)
+    optimizer = ShardedOptimizer.of(model)
     torch.manual_seed(dist.get_rank())
     for _, local in optimizer.locals:
         local.grad = torch.randn_like(local)

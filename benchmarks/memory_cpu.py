@@ -129,7 +129,7 @@ def measure(settings: dict[str, Any], steps: int = 2) -> tuple[int, MemoryEstima
     plan = resolve(job, current_world(device), facts)
     model = parallelize(build_model(job), plan, Layout.from_plan(plan, dist.get_rank()), facts, device)
     initialize(model, seed=0)
-    optimizer, objective = ShardedOptimizer(model.tensor_map, job.optimizer), make_objective(model)
+    optimizer, objective = ShardedOptimizer.of(model), make_objective(model)
     scaler = LossScaler.of(plan.dtypes.compute, job.precision.loss_scale)
     with LiveBytes(model.module, optimizer.inner) as memory:
         for step in range(steps):

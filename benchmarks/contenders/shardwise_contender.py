@@ -141,7 +141,7 @@ class Trainable:
         self.layout = Layout.from_plan(plan, dist.get_rank())
         self.model = parallelize(build_model(job), plan, self.layout, facts, device)
         initialize(self.model, job.training.seed)
-        self.optimizer = ShardedOptimizer(self.model.tensor_map, job.optimizer)
+        self.optimizer = ShardedOptimizer.of(self.model)
         self.scaler = LossScaler.of(plan.dtypes.compute, job.precision.loss_scale)
         self.objective: Any = make_objective(self.model)
         self.steps = 0

@@ -203,6 +203,15 @@ def test_take_overrides_keeps_the_other_words() -> None:
         ({"precision": {"compute": "bf61"}}, "must be 'auto', 'fp64', 'fp32', 'bf16' or 'fp16'; use bf16"),
         ({"precision": {"compute": "fp8"}}, "'bf16' or 'fp16'; or set precision.fp8"),
         ({"model": {"config": 3}}, "model.config=3: must be a valid string or a valid dictionary"),
+        (
+            {"optimizer": {"groups": [{"parameters": ["a"], "lr": 1.0}]}},
+            "unknown key optimizer.groups[0].lr=1.0. Known: learning_rate, parameters, weight_decay.",
+        ),
+        (
+            {"optimizer": {"groups": [{"parameters": ["a"], "learning_rate": True}]}},
+            "optimizer.groups[0].learning_rate=True: must be a valid number",
+        ),
+        ({"optimizer": {"groups": [{"weight_decay": 0.0}]}}, "optimizer.groups[0].parameters="),
         ({"observe": {"profile": [1, "b"]}}, "observe.profile[1]='b': must be a valid integer"),
     ],
 )  # fmt: skip

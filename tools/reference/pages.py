@@ -25,6 +25,7 @@ from shardwise.job.axes import Axis
 from shardwise.job.keys import leaf_keys, sections
 from shardwise.job.optimizers import ELEMENTWISE, UNUSABLE
 from shardwise.job.schema import MOST, Job
+from shardwise.job.section import Section, item_sections_of
 from shardwise.job.smp_options import ANY, MAPPED, MPI_NOTES, OPTIONS, Option, translate
 from shardwise.job.sources import ENVIRONMENT, SMP_KEY
 from shardwise.model.capability import SUPPORTED
@@ -43,6 +44,7 @@ FACTS = ModelFacts(
     "", 1, 0, (BlockFacts("block", 1),), dict.fromkeys(Axis, SUPPORTED)
 )  # a model of which nothing matters here
 SPLIT = ("shard", "pipeline", "tensor")
+KEY_HEAD = ("key", "values", "default", "meaning")
 PLACEMENTS = ("DPT", "DTP", "PDT", "PTD", "TDP", "TPD")
 
 
@@ -97,21 +99,32 @@ def job_page() -> Iterator[str]:
         keys = [key for key in leaf_keys() if key.rpartition(".")[0] == section]
         yield f"## {section or 'top level'}\n"
         yield f"{first_paragraph(model.__doc__)}\n"
-        yield from table(("key", "values", "default", "meaning"), (_key_row(key) for key in keys))
+        yield from table(KEY_HEAD, (_key_row(key) for key in keys))
+        for key in keys:
+            if item := item_sections_of(Job).get(key):
+                yield f"### An item of {key}\n"
+                yield f"{first_paragraph(item.__doc__)}\n"
+                yield from table(KEY_HEAD, (_row(item, name, name) for name in item.model_fields))
 
 
 def _key_row(key: str) -> tuple[str, str, str, str]:
     section, _, name = key.rpartition(".")
-    schema = sections()[section].model_json_schema()["properties"][name]
-    info = leaf_keys()[key]
-    default = info.get_default(call_default_factory=True)
-    return code(key), values_of(schema), code(json.dumps(default)), info.description or ""
+    return _row(sections()[section], name, key)
+
+
+def _row(section: type[Section], name: str, shown: str) -> tuple[str, str, str, str]:
+    """Return the row of a section's field, which the page calls `shown`."""
+    schema, info = section.model_json_schema()["properties"][name], section.model_fields[name]
+    default = "required" if info.is_required() else code(json.dumps(info.get_default(call_default_factory=True)))
+    return code(shown), values_of(schema), default, info.description or ""
 
 
 def values_of(schema: dict[str, Any]) -> str:
     """What a JSON schema accepts, in words."""
     if "anyOf" in schema:
         return " or ".join(values_of(part) for part in schema["anyOf"])
+    if "$ref" in schema:
+        return "mapping"
     if "enum" in schema:
         return ", ".join(code(word) for word in schema["enum"])
     bounds = (("minimum", ">="), ("exclusiveMinimum", ">"), ("maximum", "<="), ("exclusiveMaximum", "<"))

@@ -254,7 +254,7 @@ def _training(job: Job, device: torch.device) -> tuple[float, Growth]:
     plan = resolve(job, current_world(device), facts)
     model = parallelize(build_model(job), plan, Layout.from_plan(plan, dist.get_rank()), facts, device)
     initialize(model, seed=0)
-    optimizer, objective = ShardedOptimizer(model.tensor_map, job.optimizer), make_objective(model)
+    optimizer, objective = ShardedOptimizer.of(model), make_objective(model)
     scaler, seconds = LossScaler.of(plan.dtypes.compute, job.precision.loss_scale), []
     states = sum(entry.local.numel() * entry.local.element_size() for entry in model.tensor_map)
     before = psutil.Process().memory_info().rss - states

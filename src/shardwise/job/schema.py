@@ -337,6 +337,24 @@ class PrecisionSection(Section):
     )
 
 
+class ParameterGroup(Section):
+    """Parameters with a learning rate or weight decay of their own."""
+
+    parameters: Annotated[list[Pattern], Field(min_length=1)] = Field(
+        description="Regular expressions, each matched against the whole name of a parameter or of a module that holds "
+        "it, such as `model.embed_tokens` or `.*lora_B.*`."
+    )
+    learning_rate: float | None = Field(
+        default=None,
+        gt=0,
+        strict=True,
+        description="Peak, reached by the same schedule; unset: `optimizer.learning_rate`.",
+    )
+    weight_decay: float | None = Field(
+        default=None, ge=0, strict=True, description="Of tensors of two or more dims; unset: `optimizer.weight_decay`."
+    )
+
+
 class OptimizerSection(Section):
     """The optimizer and its learning-rate schedule."""
 
@@ -349,6 +367,11 @@ class OptimizerSection(Section):
     )
     options: dict[str, Any] = Field(
         default_factory=dict, description="Further keyword arguments of the class, e.g. `betas: [0.9, 0.95]`."
+    )
+    groups: list[ParameterGroup] = Field(
+        default=[],
+        description="Parameters with a learning rate or weight decay of their own; no parameter is in two groups, and "
+        "those in none have the keys above.",
     )
     schedule: Literal["constant", "linear", "cosine"] | OwnObject = Field(
         default="cosine",

@@ -7,6 +7,7 @@ models, `shardwise.job.keys` the keys of the whole Job.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator, Mapping
 from functools import cache
 from types import UnionType
@@ -17,7 +18,7 @@ from pydantic.fields import FieldInfo
 
 from shardwise.errors import ConfigError
 from shardwise.job.smp_options import BY_NAME
-from shardwise.words import one_of
+from shardwise.words import nearest, one_of
 
 
 class Section(BaseModel):
@@ -71,6 +72,13 @@ def _is_section(annotation: Any) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, Section)
 
 
+@cache
+def item_sections_of(root: type[Section]) -> dict[str, type[Section]]:
+    """Return the sections that stand in lists below `root`, by the dotted key of the list."""
+    items = {key: (*get_args(info.annotation), None)[0] for key, info in leaves_of(root).items()}
+    return {key: item for key, item in items.items() if _is_section(item)}
+
+
 def plain_types(annotation: Any) -> set[Any]:
     """Return the plain types and Literals that an annotation allows: `int | None` -> {int, NoneType}."""
     if get_origin(annotation) in (Union, UnionType):
@@ -96,6 +104,8 @@ def listed_fields(root: type[Section], section: str) -> str:
 def suggestion(root: type[Section], key: str) -> str:
     """Return what was probably meant by an unknown dotted key, for the end of a message."""
     section, _, name = key.rpartition(".")
+    if item := item_sections_of(root).get(section.partition("[")[0]):
+        return nearest(name, item.model_fields)
     namesakes = [leaf for leaf in leaves_of(root) if leaf.rpartition(".")[2] == name]
     if namesakes:
         return f" Did you mean {one_of(repr(leaf) for leaf in namesakes)}?"
@@ -121,12 +131,13 @@ def explain(root: type[Section], error: ValidationError) -> str:
 def _key_at(root: type[Section], location: tuple[int | str, ...], complaint: str) -> str:
     """Return the dotted key of pydantic's location, without the names of union members that it appends."""
     if complaint == "extra_forbidden":
-        return ".".join(str(part) for part in location)
+        return re.sub(r"\.(\d+)", r"[\1]", ".".join(str(part) for part in location))
     key = ""
-    for part in location:
+    for position, part in enumerate(location):
         longer = f"{key}.{part}".lstrip(".")
         if isinstance(part, int):
-            return f"{key}[{part}]"
+            of_item = location[position + 1 : position + 2] if key in item_sections_of(root) else ()
+            return ".".join([f"{key}[{part}]", *map(str, of_item)])
         if longer not in leaves_of(root) and longer not in sections_of(root):
             return key
         key = longer

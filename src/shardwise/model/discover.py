@@ -26,7 +26,6 @@ from shardwise.model.attention_support import context_capability, kernel_capabil
 from shardwise.model.capability import SUPPORTED, Capability, refused, unless
 from shardwise.model.experts import expert_capability, expert_stacks, is_routed
 from shardwise.model.facts import BlockFacts, ModelFacts, StageFacts
-from shardwise.model.frozen import with_frozen
 from shardwise.model.fusible import fusible
 from shardwise.model.gradient_hooks import (
     definition_of,
@@ -36,6 +35,7 @@ from shardwise.model.gradient_hooks import (
 )
 from shardwise.model.initializers import parents_that_initialize
 from shardwise.model.parameter_kinds import find_parameter_kinds
+from shardwise.model.parameter_patterns import with_frozen
 from shardwise.model.probe import ForwardProbe, arguments_to_cast, probe_forward, rehearse_stage, token_inputs
 from shardwise.model.registry import family_of
 from shardwise.model.routers import ADDS_LOSS, correction_biases, find_routers

@@ -168,7 +168,7 @@ def _trace(plan: Plan, layout: Layout, facts: ModelFacts) -> tuple[int, int]:
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     model = parallelize(build_model(plan.job), plan, layout, facts, device, lambda: fake)
     with fake:
-        optimizer = ShardedOptimizer(model.tensor_map, plan.job.optimizer)
+        optimizer = ShardedOptimizer.of(model)
         with _Trace(*(part.module for part in model.parts), optimizer.inner) as trace:
             for step in range(STEPS):
                 trace.measuring = step == STEPS - 1

@@ -126,7 +126,7 @@ class Oracle:
                 parameter.data = parameter.data.to(self.compute)
         self.live = live
         self.weights = {}
-        self.optimizer = _optimizer(self.job.optimizer, self.parameters)
+        self.optimizer = _optimizer(self.job.optimizer, self.parameters, self.ties)
 
     def rebuilt_buffers(self) -> dict[str, Tensor]:
         """Return the buffers of the model built once more: those that are drawn differ."""
@@ -299,7 +299,7 @@ class Oracle:
             for name in self.used:
                 self.parameters[name].grad = given[name].to(self.master, copy=True).mul_(factor)
         for group in self.optimizer.param_groups:
-            group["lr"] = scheduled_rate(settings, step, self.steps)
+            group["lr"] = scheduled_rate(settings, step, self.steps) * group["share"]
         with self._changed(twist):
             self.optimizer.step()
         self.routers.move_biases()
@@ -319,7 +319,7 @@ class Oracle:
         ]
         for group in groups:
             if twist.decay_all or twist.decay_none:
-                group["weight_decay"] = 0.0 if twist.decay_none else self.job.optimizer.weight_decay
+                group["weight_decay"] = 0.0 if twist.decay_none else group["decay"]
             if twist.eps is not None:
                 group["eps"] = twist.eps
         if twist.counted:
@@ -382,16 +382,21 @@ class Oracle:
 def _is_trained(job: Job) -> Callable[[str], bool]:
     """Return what tells of a parameter's name whether the job trains it."""
     settings = adapter_settings(job.adapter)
-    patterns, saved = job.model.freeze, "|".join(map(re.escape, settings.modules_to_save))
+    saved = "|".join(map(re.escape, settings.modules_to_save))
 
     def freely(name: str) -> bool:
-        ends = [index for index, mark in enumerate(name) if mark == "."] + [len(name)]
-        return not any(re.fullmatch(pattern, name[:end]) for pattern in patterns for end in ends)
+        return not _is_named(name, job.model.freeze)
 
     def with_adapters(name: str) -> bool:
         return ".lora_" in name or bool(saved and re.search(rf"(^|\.)({saved})\.", name))
 
     return freely if settings.kind == "none" else with_adapters
+
+
+def _is_named(name: str, patterns: Sequence[str]) -> bool:
+    """Return whether one of the patterns is all of a parameter's name, or all of it up to some dot."""
+    ends = [index for index, mark in enumerate(name) if mark == "."] + [len(name)]
+    return any(re.fullmatch(pattern, name[:end]) for pattern in patterns for end in ends)
 
 
 @contextmanager
@@ -432,16 +437,28 @@ def _build(job: Job, eager: bool) -> nn.Module:
     return model.train()
 
 
-def _optimizer(settings: OptimizerSection, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
-    """torch's class in its plain loop over tensors; weight decay for matrices only."""
+def _optimizer(
+    settings: OptimizerSection, parameters: Mapping[str, nn.Parameter], ties: Sequence[Sequence[str]]
+) -> torch.optim.Optimizer:
+    """torch's class in its plain loop over tensors; weight decay for matrices only.
+
+    Every tensor is a group of its own, with its `decay` before biases are left out, and its `share` of the job's rate.
+    """
     made = optimizer_class(settings.name)
     accepted = inspect.signature(made).parameters
     options = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.options.items()}
     options |= {name: False for name in ("foreach", "fused") if name in accepted}
-    groups: list[dict[str, Any]] = [{"params": [p]} for p in parameters.values()]
-    if "weight_decay" in accepted:
-        for group in groups:
-            group["weight_decay"] = settings.weight_decay if group["params"][0].dim() > 1 else 0.0
+    groups: list[dict[str, Any]] = []
+    for name, parameter in parameters.items():
+        names = next((tied for tied in ties if name in tied), [name])
+        own = {"learning_rate": settings.learning_rate, "weight_decay": settings.weight_decay}
+        for group in settings.groups:
+            if any(_is_named(alias, group.parameters) for alias in names):
+                own |= group.model_dump(include=set(own), exclude_none=True)
+        decay = {"weight_decay": own["weight_decay"] if parameter.dim() > 1 else 0.0}
+        share = own["learning_rate"] / settings.learning_rate
+        known = {"params": [parameter], "share": share, "decay": own["weight_decay"]}
+        groups.append(known | (decay if "weight_decay" in accepted else {}))
     optimizer: torch.optim.Optimizer = made(groups, lr=settings.learning_rate, **options)
     return optimizer
 

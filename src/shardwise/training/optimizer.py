@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,8 +21,12 @@ from shardwise._torch_compat.optimizers import fuses_on_gpu
 from shardwise.job.objects import is_reference, user_code
 from shardwise.job.optimizers import optimizer_class
 from shardwise.job.schedules import own_schedule_factor
-from shardwise.job.schema import OptimizerSection
+from shardwise.job.schema import OptimizerSection, ParameterGroup
+from shardwise.model.parameter_patterns import groups_of_parameters
+from shardwise.parallel.model import ParallelModel
 from shardwise.parallel.tensor_map import ParameterEntry, TensorMap
+
+NO_GROUPS: Mapping[str, ParameterGroup] = MappingProxyType({})
 
 
 class ShardedOptimizer:
@@ -29,9 +34,16 @@ class ShardedOptimizer:
 
     `inner` is the torch optimizer; its parameters are `locals`, in the order of the map. Parameters of which this rank
     holds no element are left out. Tensors of fewer than two dims get no weight decay.
+
+    Args:
+        tensor_map: the parameters.
+        settings: the class, its options, learning rate and weight decay.
+        groups: name of a parameter -> the group of `settings.groups` that it is in, where it is in one.
     """
 
-    def __init__(self, tensor_map: TensorMap, settings: OptimizerSection) -> None:
+    def __init__(
+        self, tensor_map: TensorMap, settings: OptimizerSection, groups: Mapping[str, ParameterGroup] = NO_GROUPS
+    ) -> None:
         self.entries = list(tensor_map)
         self.locals: list[tuple[ParameterEntry, nn.Parameter]] = [
             (entry, nn.Parameter(entry.local, requires_grad=True))
@@ -40,16 +52,33 @@ class ShardedOptimizer:
         ]
         for entry, local in self.locals:
             share_attributes(entry.parameter, local)  # an optimizer of the user's own may read them
-        decayed = [local for entry, local in self.locals if len(entry.shape) >= 2]
-        plain = [local for entry, local in self.locals if len(entry.shape) < 2]
-        groups = [
-            {"params": parameters, "weight_decay": decay}
-            for parameters, decay in ((decayed, settings.weight_decay), (plain, 0.0))
-            if parameters
-        ]
         self.gradient_bytes = 0  # of the last step
         self._name = settings.name
-        self.inner = make_torch_optimizer(settings, groups, any(local.is_cuda for _, local in self.locals))
+        self._learning_rate = settings.learning_rate
+        on_gpu = any(local.is_cuda for _, local in self.locals)
+        self.inner = make_torch_optimizer(settings, list(self._torch_groups(settings, groups)), on_gpu)
+
+    @classmethod
+    def of(cls, model: ParallelModel) -> ShardedOptimizer:
+        """Return the optimizer of a model's job, over its elements on this rank."""
+        settings = model.plan.job.optimizer
+        return cls(model.tensor_map, settings, groups_of_parameters(model.facts, settings.groups))
+
+    def _torch_groups(
+        self, settings: OptimizerSection, groups: Mapping[str, ParameterGroup]
+    ) -> Iterator[dict[str, Any]]:
+        """Yield torch's groups: matrices ahead of tensors without weight decay, and each by its rates."""
+        members: dict[tuple[bool, float, float], list[nn.Parameter]] = {}
+        for entry, local in sorted(self.locals, key=lambda pair: len(pair[0].shape) < 2):
+            rates = rates_of(groups.get(entry.name), settings)
+            members.setdefault((len(entry.shape) >= 2, *rates), []).append(local)
+        for (is_matrix, rate, decay), parameters in members.items():
+            yield {
+                "params": parameters,
+                "weight_decay": decay if is_matrix else 0.0,
+                "lr": rate,
+                "initial_lr": rate,  # torch's word for the rate that a schedule multiplies
+            }
 
     def gradients(self) -> Iterator[tuple[ParameterEntry, Tensor]]:
         """Yield entries with the local gradients of the last backward."""
@@ -78,9 +107,10 @@ class ShardedOptimizer:
             local.grad = None
 
     def set_learning_rate(self, rate: float) -> None:
-        """Set the learning rate of the next step."""
+        """Set the learning rate of the next step; groups with one of their own keep its ratio to the job's."""
         for group in self.inner.param_groups:
-            group["lr"] = rate
+            own = group.get("initial_lr", self._learning_rate)
+            group["lr"] = rate * (own / self._learning_rate)
 
     def state_bytes(self) -> int:
         """Return the bytes of optimizer state tensors on this rank."""
@@ -103,9 +133,16 @@ def make_torch_optimizer(settings: OptimizerSection, groups: Any, on_gpu: bool) 
         options["fused"] = (not on_gpu or fuses_on_gpu(made)) and not options.get("momentum") and is_real
     groups = groups or [{"params": [nn.Parameter(torch.empty(0, device="cuda" if on_gpu else "cpu"))]}]
     if "weight_decay" not in known:
-        groups = [{"params": group["params"]} for group in groups]
+        groups = [{key: value for key, value in group.items() if key != "weight_decay"} for group in groups]
     optimizer: torch.optim.Optimizer = made(groups, lr=settings.learning_rate, **options)
     return optimizer
+
+
+def rates_of(group: ParameterGroup | None, settings: OptimizerSection) -> tuple[float, float]:
+    """Return (peak learning rate, weight decay) of a group; None is what is in no group."""
+    rate = None if group is None else group.learning_rate
+    decay = None if group is None else group.weight_decay
+    return settings.learning_rate if rate is None else rate, settings.weight_decay if decay is None else decay
 
 
 def learning_rate(settings: OptimizerSection, step: int, steps: int, warmup: int) -> float:

@@ -157,7 +157,7 @@ def assemble(
     objective = make_objective(model)
     if objective.needs_whole_batches and data is not None:
         check_whole_batches(plan, data)
-    optimizer = ShardedOptimizer(model.tensor_map, job.optimizer)
+    optimizer = ShardedOptimizer.of(model)
     scaler = LossScaler.of(plan.dtypes.compute, job.precision.loss_scale)
     return AssembledJob(plan, layout, facts, data, model, objective, optimizer, scaler)
 

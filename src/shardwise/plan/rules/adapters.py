@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shardwise.model.adapters import ALL_LINEAR, is_named, is_target, matches_end, saved_parameters
-from shardwise.model.frozen import modules_of
+from shardwise.model.parameter_patterns import modules_of
 from shardwise.plan.draft import Draft
 from shardwise.plan.rules.rule import Rule, idle, spelling
 

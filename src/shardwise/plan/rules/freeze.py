@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwise.model.frozen import matching_parameters, modules_of
+from shardwise.model.parameter_patterns import matching_parameters, modules_of
 from shardwise.plan.draft import Draft
 from shardwise.plan.rules.rule import Rule, spelling
 

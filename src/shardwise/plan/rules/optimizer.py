@@ -14,6 +14,7 @@ from shardwise.job.optimizers import (
     options,
     unknown_options,
 )
+from shardwise.model.parameter_patterns import matching_parameters, modules_of, trained_parameters_of
 from shardwise.plan.draft import Draft
 from shardwise.plan.rules.rule import Rule, idle, spelling
 from shardwise.words import one_of
@@ -29,6 +30,44 @@ def _option_fix(d: Draft) -> str:
     if option in OWN_KEYS:
         return f"set {OWN_KEYS[option]} instead"
     return spelling(option, options(d.optimizer.name))
+
+
+def _unmatched(d: Draft) -> list[str]:
+    patterns = [pattern for group in d.optimizer.groups for pattern in group.parameters]
+    return [pattern for pattern in patterns if not matching_parameters(d.facts, pattern)]
+
+
+def _untrained(d: Draft) -> list[str]:
+    """Return the first patterns of groups in which nothing is trained."""
+    return [group.parameters[0] for group in d.optimizer.groups if not trained_parameters_of(d.facts, group)]
+
+
+def _shared(d: Draft) -> tuple[str, int, int] | None:
+    """Return a parameter that is in two groups, and their numbers."""
+    first: dict[str, int] = {}
+    for number, group in enumerate(d.optimizer.groups):
+        for name in trained_parameters_of(d.facts, group):
+            if first.setdefault(name, number) != number:
+                return name, first[name], number
+    return None
+
+
+def _clash(d: Draft) -> str:
+    shared = _shared(d)
+    assert shared is not None
+    name, one, other = shared
+    return f"{name} is in groups[{one}] and in groups[{other}]"
+
+
+def _without_decay(d: Draft) -> list[str]:
+    """Return the first patterns of groups whose weight decay would act on nothing."""
+    shapes = d.facts.parameter_shapes
+    return [
+        group.parameters[0]
+        for group in d.optimizer.groups
+        if group.weight_decay is not None
+        and not (decays(d.optimizer.name) and any(len(shapes[n]) > 1 for n in trained_parameters_of(d.facts, group)))
+    ]
 
 
 def _pieces(d: Draft) -> int:
@@ -64,6 +103,27 @@ RULES: tuple[Rule, ...] = (
          because=lambda d: complaint(d.optimizer)),
     idle("weight-decay", "optimizer.weight_decay", "the class has no weight decay",
          lambda d: d.optimizer.weight_decay and not decays(d.optimizer.name), "leave it out, or use AdamW"),
+    Rule("groups-keys", ("optimizer.groups",), "a group has a learning rate or a weight decay of its own",
+         lambda d: any(group.learning_rate is group.weight_decay is None for group in d.optimizer.groups),
+         fix="set learning_rate or weight_decay of the group, or leave it out"),
+    Rule("groups-match", ("optimizer.groups",), "each pattern has to match the whole name of a parameter or a module",
+         lambda d: d.optimizer.groups and _unmatched(d),
+         fix="use a name of the model's",
+         because=lambda d: f"{_unmatched(d)[0]!r} matches no parameter and no module",
+         use=lambda d: spelling(_unmatched(d)[0], modules_of(d.facts))),
+    Rule("groups-trained", ("optimizer.groups",), "something of a group has to be trained",
+         lambda d: d.optimizer.groups and _untrained(d),
+         fix="leave the group out, or freeze fewer parameters",
+         because=lambda d: f"nothing is trained of the group of {_untrained(d)[0]!r}"),
+    Rule("groups-apart", ("optimizer.groups",), "a parameter is in one group at most",
+         lambda d: d.optimizer.groups and _shared(d),
+         fix="narrow the patterns of one of them",
+         because=_clash),
+    Rule("groups-decay", ("optimizer.name", "optimizer.groups"),
+         "weight decay is applied to tensors of two or more dims, by a class that has it",
+         lambda d: d.optimizer.groups and _without_decay(d),
+         fix="leave weight_decay of the group out",
+         because=lambda d: f"weight_decay of the group of {_without_decay(d)[0]!r} would act on no tensor"),
     Rule("warmup", ("optimizer.warmup_steps", "training.steps"), "warm-up has to be shorter than the training",
          lambda d: 0 < d.steps.value <= d.warmup.value,
          fix="use fewer warmup_steps",

@@ -34,7 +34,9 @@ class Rule:
 
 
 def _shown(value: Any) -> Any:
-    """Return a section's keys that were set, and any other value itself."""
+    """Return a section's keys that were set, also of sections in a list, and any other value itself."""
+    if isinstance(value, list):
+        return [_shown(item) for item in value]
     return value.model_dump(exclude_defaults=True) if isinstance(value, Section) else value
 
 

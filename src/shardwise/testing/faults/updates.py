@@ -91,8 +91,10 @@ def _clip_twice() -> AbstractContextManager[None]:
 def _made_with(change: Callable[[ShardedOptimizer, Any], None]) -> Fault:
     """Change the optimizer once it is made."""
 
-    def wrapper(original: Callable[..., Any], self: ShardedOptimizer, tensor_map: Any, settings: Any) -> None:
-        original(self, tensor_map, settings)
+    def wrapper(
+        original: Callable[..., Any], self: ShardedOptimizer, tensor_map: Any, settings: Any, *groups: Any
+    ) -> None:
+        original(self, tensor_map, settings, *groups)
         change(self, settings)
 
     return lambda: wrapped(ShardedOptimizer, "__init__", wrapper)

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from shardwise.model.facts import ModelFacts
 from shardwise.plan.draft import World
 from tests.plan.rules.jobs import CPU4, FACTS, case
 
+SHAPES = {"embed_in.weight": (10, 10), "layers.0.weight": (4, 4), "layers.0.bias": (4,), "layers.1.weight": (4, 4)}
+NAMED = replace(FACTS, parameter_shapes=SHAPES, frozen=frozenset({"layers.1.weight"}))
+
+
+def grouped(*groups: tuple[str, dict[str, Any]], **optimizer: Any) -> dict[str, Any]:
+    """Return a job with groups of one pattern each."""
+    return {"optimizer": {"groups": [{"parameters": [name], **keys} for name, keys in groups], **optimizer}}
+
+
+SLOW, DECAYED = {"learning_rate": 1e-5}, {"weight_decay": 0.2}
 CASES = {
     "optimizer-name": case({"optimizer": {"name": "AdamX"}}, {"optimizer": {"name": "Adam"}}, "did you mean 'Adam"),
     "optimizer-usable": case({"optimizer": {"name": "LBFGS"}}, {"optimizer": {"name": "SGD"}}, "closure"),
@@ -29,6 +40,37 @@ CASES = {
     "weight-decay": case(
         {"optimizer": {"name": "Rprop", "weight_decay": 0.2}}, {"optimizer": {"name": "Rprop"}}, "no weight decay"
     ),
+    "groups-keys": case(
+        grouped(("embed_in", {})),
+        grouped(("embed_in", SLOW)),
+        "a learning rate or a weight decay of its own",
+        CPU4,
+        NAMED,
+    ),
+    "groups-match": case(
+        grouped(("embed_inn", SLOW)), grouped(("embed_in", SLOW)), "did you mean 'embed_in'?", CPU4, NAMED
+    ),
+    "groups-trained": case(
+        grouped(("layers.1", SLOW)),
+        grouped(("layers.[01]", SLOW)),
+        "nothing is trained of the group of 'layers.1'",
+        CPU4,
+        NAMED,
+    ),
+    "groups-apart": case(
+        grouped(("layers", SLOW), ("embed_in", SLOW), (".*weight", DECAYED)),
+        grouped(("layers", SLOW), ("embed_in", DECAYED)),
+        "embed_in.weight is in groups[1] and in groups[2]",
+        CPU4,
+        NAMED,
+    ),
+    "groups-decay": case(
+        grouped((".*bias", DECAYED)),
+        grouped((".*bias", SLOW)),
+        "group of '.*bias' would act on no tensor",
+        CPU4,
+        NAMED,
+    ),
     "warmup": case(
         {"optimizer": {"warmup_steps": 10}, "training": {"steps": 10}},
         {"optimizer": {"warmup_steps": 9}, "training": {"steps": 10}},
@@ -47,6 +89,7 @@ CASES = {
 }
 
 MORE: list[tuple[str, dict[str, Any], World, ModelFacts]] = [
+    ("groups-decay", grouped(("layers", DECAYED), name="Rprop", weight_decay=0), CPU4, NAMED),
     ("optimizer-elementwise", {"optimizer": {"name": "tests.training.user_code:WholeTensors"}}, CPU4, FACTS),
     ("optimizer-options", {"optimizer": {"options": {"lr": 1.0}}}, CPU4, FACTS),
     (

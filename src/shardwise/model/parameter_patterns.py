@@ -1,4 +1,4 @@
-"""Parameters of a model that a job does not train: chosen by patterns of their names. Plain data."""
+"""Parameters of a model that a job chooses by patterns of their names: frozen ones, and groups. Plain data."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from shardwise.job.schema import ParameterGroup
 from shardwise.model.facts import ModelFacts
 
 
@@ -13,6 +14,17 @@ def with_frozen(facts: ModelFacts, patterns: Sequence[str]) -> ModelFacts:
     """Return `facts` with the parameters that one of `patterns` matches frozen, beside those that are already."""
     matched = {name for pattern in patterns for name in matching_parameters(facts, pattern)}
     return replace(facts, frozen=facts.frozen | matched) if matched else facts
+
+
+def groups_of_parameters(facts: ModelFacts, groups: Sequence[ParameterGroup]) -> dict[str, ParameterGroup]:
+    """Return the trained parameters that are in one of `groups`, each with its group."""
+    return {name: group for group in groups for name in trained_parameters_of(facts, group)}
+
+
+def trained_parameters_of(facts: ModelFacts, group: ParameterGroup) -> list[str]:
+    """Return the trained parameters that a pattern of `group` matches, each once."""
+    matched = (name for pattern in group.parameters for name in matching_parameters(facts, pattern))
+    return [name for name in dict.fromkeys(matched) if name not in facts.frozen]
 
 
 def matching_parameters(facts: ModelFacts, pattern: str) -> list[str]:
