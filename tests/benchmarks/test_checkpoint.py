@@ -13,7 +13,7 @@ from rich.console import Console
 from benchmarks import checkpoint
 from benchmarks.checkpoint_contenders import Raw
 
-TOY = ["--layers", "1", "--width", "32", "--vocabulary", "64", "--rounds", "2", "--steps", "4"]
+TOY = ["--layers", "1", "--width", "32", "--vocabulary", "64", "--steps", "4"]
 
 
 class Forgetful(Raw):
@@ -25,17 +25,17 @@ class Forgetful(Raw):
             list(self.state.locals.values())[3].view(-1)[-1] += 1
 
 
-def run(tmp_path: Path) -> tuple[int, dict[str, Any]]:
+def run(tmp_path: Path, rounds: int) -> tuple[int, dict[str, Any]]:
     where, target = tmp_path / "written", tmp_path / "result.json"
     where.mkdir()
-    code = checkpoint.main([*TOY, "--directory", str(where), "--json", str(target)])
+    code = checkpoint.main([*TOY, "--rounds", str(rounds), "--directory", str(where), "--json", str(target)])
     assert not list(where.iterdir())
     return code, json.loads(target.read_text())
 
 
 @pytest.mark.slow  # eleven kinds of checkpoint; the next test runs two
 def test_every_contender_brings_the_state_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, found = run(tmp_path)
+    code, found = run(tmp_path, rounds=2)
     assert (code, found["problems"]) == (0, [])
     rows = {row["contender"]: row for row in found["rows"]}
     assert rows.keys() == {*checkpoint.CONTENDERS, checkpoint.PLAIN}
@@ -52,7 +52,7 @@ def test_every_contender_brings_the_state_back(tmp_path: Path, capsys: pytest.Ca
 def test_a_contender_that_loses_data_fails_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     contenders = {checkpoint.OURS: checkpoint.CONTENDERS[checkpoint.OURS], "forgetful": f"{__name__}:Forgetful"}
     monkeypatch.setattr(checkpoint, "CONTENDERS", contenders)
-    code, found = run(tmp_path)
+    code, found = run(tmp_path, rounds=1)
     assert code == 1
     assert all(problem.startswith("rank 1: forgetful") for problem in found["problems"])
     assert len(found["problems"]) == 1
