@@ -30,6 +30,8 @@ __all__ = ["__version__", *_HOMES]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "sagemaker":
+        return import_module("shardwise.sagemaker")
     if name not in _HOMES:
         raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

@@ -1,6 +1,7 @@
 """The command `shardwise`, and `python -m shardwise` for launchers that start Python modules.
 
 Ctrl-C ends the command with one line and exit code 130, whatever it meets: imports, what runs at exit, a second Ctrl-C.
+What no error has a name for is a fault: its traceback, and the exit code that restart policies read as one.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ import atexit
 import os
 import signal
 import sys
+import traceback
 
-INTERRUPTED = 128 + signal.SIGINT
+from shardwise.exit_codes import FAULT, INTERRUPTED
+
 _interrupted = False
 
 
@@ -25,6 +28,12 @@ def run_process() -> int:
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
         exit_code = INTERRUPTED
+    except Exception:
+        from shardwise.sagemaker.failure import leave_failure
+
+        traceback.print_exc()
+        leave_failure(traceback.format_exc())
+        exit_code = FAULT
     if exit_code == INTERRUPTED:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         _interrupted = True

@@ -1,18 +1,20 @@
 """Every error a user can cause, by name.
 
 A message holds the key, the value, the rule that was broken and the nearest fix. The command line prints the message
-without a traceback and exits with code 2 (`exit_code`).
+without a traceback and exits with the error's `exit_code` (`shardwise.exit_codes`).
 """
 
 from __future__ import annotations
 
 import reprlib
 
+from shardwise.exit_codes import FAULT, MISTAKE
+
 
 class ShardwiseError(Exception):
     """Base of all errors that are a user's to fix. `exit_code` is what the command line returns."""
 
-    exit_code = 2
+    exit_code: int = MISTAKE
 
 
 class ConfigError(ShardwiseError):
@@ -74,7 +76,7 @@ class UserCodeError(ShardwiseError):
 class WorkerError(ShardwiseError):
     """A worker failed. The message ends with the first failing rank's own error."""
 
-    exit_code = 1
+    exit_code = FAULT
 
 
 def require_type(value: object, expected: type, argument: str, fix: str) -> None:

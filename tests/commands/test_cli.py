@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,10 +16,12 @@ import pytest
 from shardwise import __version__
 from shardwise.commands.cli import COMMANDS, main
 from shardwise.errors import DataError, WorkerError
+from shardwise.exit_codes import FAULT, STOPPED
 from shardwise.job.keys import leaf_keys
 from shardwise.job.schema import Job
 from shardwise.plan.plan import resolve
 from tests.plan.rules.jobs import CPU4, FACTS
+from tests.sagemaker.layouts import lay_out
 
 Calls = list[tuple[str, Job, dict[str, Any]]]
 
@@ -29,7 +32,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
     monkeypatch.delenv("SM_HP_MP_PARAMETERS", raising=False)
     made: Calls = []
     entry: Any = ModuleType("shardwise.commands.train")
-    entry.train = lambda job, notes=(): made.append(("train", job, {"notes": notes}))
+    entry.train = lambda job, notes=(): made.append(("train", job, {"notes": notes})) or SimpleNamespace(stopped=None)
     entry.plan_with_facts = lambda job: (resolve(job, CPU4, FACTS), FACTS)
     verify: Any = ModuleType("shardwise.commands.verify")
 
@@ -162,7 +165,7 @@ def test_a_mistake_is_one_message_and_exit_code_2(
 @pytest.mark.parametrize(
     ("raised", "code", "says"),
     [
-        (WorkerError("rank 1 failed\n\n[rank 1] disk [full]"), 1, "error: rank 1 failed\n\n[rank 1] disk [full]\n"),
+        (WorkerError("rank 1 failed\n\n[rank 1] disk [full]"), FAULT, "error: rank 1 failed\n\n[rank 1] disk [full]\n"),
         (DataError("no such file " + "x" * 200), 2, "error: no such file " + "x" * 200 + "\n"),
         (KeyboardInterrupt(), 130, "error: interrupted\n"),
     ],
@@ -181,6 +184,43 @@ def test_errors_of_a_run(
     monkeypatch.setattr(sys.modules["shardwise.commands.train"], "train", fail)
     assert main(["train"]) == code
     assert capsys.readouterr().err == says
+
+
+@pytest.mark.parametrize(
+    ("stopped", "code"),
+    [
+        ("SIGTERM received by rank 1; checkpoints/step-3 holds its state", STOPPED),
+        ("no better validation loss than 2.0; checkpoints/step-3 holds its state", 0),
+    ],
+)
+def test_a_stop_by_a_signal_has_a_code_of_its_own(
+    calls: Calls, monkeypatch: pytest.MonkeyPatch, stopped: str, code: int
+) -> None:
+    entry = sys.modules["shardwise.commands.train"]
+    monkeypatch.setattr(entry, "train", lambda job, notes: SimpleNamespace(stopped=stopped))
+    assert main(["train"]) == code
+
+
+def test_a_job_of_a_container_has_its_keys_and_places(
+    calls: Calls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`shardwise train` alone, as SageMaker starts an image."""
+    monkeypatch.chdir(tmp_path)  # and back, since the command goes to the job's directory
+    monkeypatch.setattr(os, "environ", os.environ | {"SAGEMAKER_BASE_DIR": str(tmp_path)})
+    lay_out(tmp_path, {"training.steps": 30, "training.seed": 1}, ("job",), hosts=["algo-1"], current_host="algo-1")
+    (tmp_path / "input" / "data" / "job" / "job.yaml").write_text("training: {steps: 5, seed: 3, epochs: null}\n")
+    assert main(["train", "--training.seed", "7"]) == 0
+    job = calls[0][1]
+    assert (job.training.steps, job.training.seed, job.output) == (30, 7, str(tmp_path / "output" / "data"))
+
+
+def test_a_failure_in_a_container_is_left_for_the_service(
+    calls: Calls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", os.environ | {"SAGEMAKER_BASE_DIR": str(tmp_path)})
+    lay_out(tmp_path, {"steps": 30}, hosts=["algo-1"], current_host="algo-1")
+    assert main(["train"]) == 2
+    assert "hyperparameter steps=30 is no key of a job" in (tmp_path / "output" / "failure").read_text()
 
 
 def test_export_reaches_its_function(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

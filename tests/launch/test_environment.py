@@ -7,7 +7,8 @@ import os
 import pytest
 
 from shardwise.errors import MachineError
-from shardwise.launch.environment import RankEnvironment, detect, first_host, read_environment
+from shardwise.launch.environment import RankEnvironment, detect, read_environment
+from shardwise.launch.slurm import first_host
 
 TORCHRUN = {
     "RANK": "5",

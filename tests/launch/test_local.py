@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from shardwise.commands.train import train
 from shardwise.errors import ConfigError, LegalityError, MachineError, WorkerError
+from shardwise.exit_codes import FAULT
 from shardwise.launch.diagnosis import UNGUARDED_EXIT
 from shardwise.launch.local import run_local
 from shardwise.launch.process_group import process_group
@@ -113,7 +114,7 @@ def test_the_first_failing_rank_is_the_error(how: str, kind: type, end: str, emp
     with pytest.raises(ConfigError if kind is LegalityError else WorkerError) as caught:
         call(run_local, fail_on_one, (how,), 2)
     assert type(caught.value) is kind and str(caught.value).endswith(end)
-    assert caught.value.exit_code == (2 if kind is LegalityError else 1)
+    assert caught.value.exit_code == (2 if kind is LegalityError else FAULT)
     assert ("  a last word\n" in str(caught.value)) == (kind is WorkerError)
     assert "Connection closed" not in str(caught.value)  # what the other rank says
     assert not list(empty_directory.iterdir())

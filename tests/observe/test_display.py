@@ -68,7 +68,7 @@ def test_plain_lines_hold_the_figures_and_no_control_characters() -> None:
     )
     assert lines[0] == "shardwise  2 cpu ranks · shard 2 · fp32"
     assert lines[1].startswith("step 1/300  loss 7.9")  # one line, although the console is 40 wide
-    assert "tokens/s 12,581" in lines[1] and "TFLOPs/rank 0.125" in lines[1]
+    assert "tokens/s 12581" in lines[1] and "TFLOPs/rank 0.125" in lines[1]
     assert "memory/rank 412 · 415 MiB" in lines[1]
     assert "MFU" not in lines[1]  # unknown peak
     assert lines[2] == "step 1/300  validation loss 4.0000  training loss 4.5000 of the last steps"

@@ -15,6 +15,7 @@ import torch
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, GPT2Config, GPT2LMHeadModel, GPTNeoXForCausalLM
 
 from shardwise.commands.cli import main
+from shardwise.exit_codes import FAULT
 from tests.fork_server import run_python
 
 SCRIPT = Path(__file__).parent / "step_script.py"
@@ -78,7 +79,7 @@ raise RuntimeError("of the script")
 def test_failed_script_does_not_wait_for_its_process_pool(tmp_path: Path) -> None:
     (tmp_path / "pool.py").write_text(POOL)
     done = _run("--workers", "2", tmp_path / "pool.py")
-    assert done.returncode == 1 and "RuntimeError: of the script" in done.stderr
+    assert done.returncode == FAULT and "RuntimeError: of the script" in done.stderr
 
 
 MISTAKEN = """
@@ -103,7 +104,7 @@ train(model, torch.ones(4, 4, 4))
 """
 
 
-@pytest.mark.parametrize("mistake, code", [("backward", 2), ("raise", 1)])
+@pytest.mark.parametrize("mistake, code", [("backward", 2), ("raise", FAULT)])
 def test_mistakes_after_the_last_stage_are_seen_as_they_are(tmp_path: Path, mistake: str, code: int) -> None:
     """Torch's schedule, in which the body runs, puts an error of its own around each."""
     (tmp_path / "mistaken.py").write_text(MISTAKEN)

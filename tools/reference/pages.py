@@ -19,8 +19,9 @@ from typing import Any
 
 import shardwise
 from shardwise import errors
-from shardwise.commands.cli import COMMANDS, INTERRUPTED
+from shardwise.commands.cli import COMMANDS
 from shardwise.errors import ShardwiseError
+from shardwise.exit_codes import EXIT_CODES, RESTART_POLICIES
 from shardwise.job.axes import Axis
 from shardwise.job.keys import leaf_keys, sections
 from shardwise.job.optimizers import ELEMENTWISE, UNUSABLE
@@ -36,6 +37,7 @@ from shardwise.plan.plan import Dtypes, World, resolve
 from shardwise.plan.rules import rules
 from shardwise.smp.api import api_page
 from tools.reference.attention import FAMILY_HEAD, KERNEL_HEAD, family_rows, kernel_rows
+from tools.reference.sagemaker import ARGUMENT_HEAD, estimator_rows, trainer_rows
 from tools.reference.tables import COMMON_OPTIONS, ENVIRONMENT_VARIABLES, FILES, METRICS, SUBJECTS
 
 GENERATED = "<!-- Written by `python -m tools.reference.pages docs/reference` from the code; do not edit. -->"
@@ -293,9 +295,21 @@ def error_page() -> Iterator[str]:
     bases = {item: item.__bases__[0].__name__ for item in known}
     rows = ((code(e.__name__), code(bases[e]), str(e.exit_code), first_paragraph(e.__doc__)) for e in known)
     yield from table(("error", "is a", "exit code", "when"), rows)
-    codes = {0: "it worked", 1: "a worker failed, or numbers disagree", 2: "a mistake in job, data or machine"}
-    codes[INTERRUPTED] = "interrupted by Ctrl-C"
-    yield from table(("exit code", "meaning"), ((str(number), text) for number, text in codes.items()))
+    rows = ((str(c.number), c.name, c.meaning, "yes" if c.is_restarted else "no") for c in EXIT_CODES)
+    yield from table(("exit code", "name", "meaning", "worth another try"), rows)
+    yield "Other signals that end a process give 128 and their number. What restart policies make of the codes:\n"
+    yield from table(("target", "setting", "reads"), RESTART_POLICIES)
+
+
+def sagemaker_page() -> Iterator[str]:
+    yield "# Arguments of SageMaker's SDK\n"
+    yield "What becomes of them in `shardwise.sagemaker`. In local mode some have no effect, with a note.\n"
+    yield "## PyTorch\n"
+    yield "The estimator of version 2, the arguments of its bases included.\n"
+    yield from table(ARGUMENT_HEAD, estimator_rows())
+    yield "## ModelTrainer\n"
+    yield "The trainer of version 3; what its `with_` methods set stands here too.\n"
+    yield from table(ARGUMENT_HEAD, trainer_rows())
 
 
 def environment_page() -> Iterator[str]:
@@ -402,6 +416,7 @@ PAGES: dict[str, Callable[[], Iterator[str]]] = {
     "errors.md": error_page,
     "environment.md": environment_page,
     "python.md": python_page,
+    "sagemaker.md": sagemaker_page,
 }
 
 

@@ -46,7 +46,8 @@ ENVIRONMENT_VARIABLES = {
     "SHARDWISE_DEVICE": "set by `shardwise run --device`: where `smp.init` computes",
     "SM_FRAMEWORK_PARAMS": "`shardwise run --smp-options` sets its `sagemaker_mpi_enabled`; transformers looks for it",
     "SM_NUM_GPUS, SM_HOSTS, SM_CURRENT_HOST, SM_MODULE_DIR, SM_CHANNELS": "set by `shardwise run` for the script, "
-    "where they are not set yet",
+    "where they are not set yet; in a container of SageMaker all that its toolkit and its SDK set",
+    "SAGEMAKER_BASE_DIR": "another place of `/opt/ml`, the directory of SageMaker's containers",
     "SM_CHANNEL_TRAIN, SM_CHANNEL_TEST": "input directories of a script: `shardwise run --channel NAME=DIR`, or `data`",
     "SM_MODEL_DIR, SM_OUTPUT_DATA_DIR": "output directories of a script: `shardwise run --model-dir`, `--output-dir`",
     "XDG_CACHE_HOME": "tokenizers and tokens are cached in its `shardwise/`; unset: `~/.cache`. `data.cache_directory` "
@@ -63,8 +64,22 @@ ENVIRONMENT_VARIABLES = {
     "SHARDWISE_DEBUG": "1 shows the output of every local worker, not of rank 0 alone",
     "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT": "torchrun's; where RANK is set this "
     "process joins as that rank, before any other launcher is looked for",
-    "TORCHELASTIC_RESTART_COUNT": "torchrun's; above 0 the ranks were started again, and the run goes on from its "
-    "newest complete checkpoint",
+    "TORCHELASTIC_RESTART_COUNT, SLURM_RESTART_COUNT": "torchrun's, and Slurm's of a requeued job; above 0 the "
+    "ranks were started again, and the run goes on from its newest complete checkpoint",
+    "PET_NNODES, PET_NODE_RANK, PET_NPROC_PER_NODE, PET_MASTER_ADDR, PET_MASTER_PORT": "torchrun's options as "
+    "TrainJob, PyTorchJob and JobSet give them to a pod; without LOCAL_RANK this process starts the ranks of its host",
+    "JOB_COMPLETION_INDEX": "Kubernetes' number of a pod, where PET_NODE_RANK is not set",
+    "SM_HOSTS, SM_CURRENT_HOST, SM_MASTER_ADDR, SM_MASTER_PORT": "SageMaker's hosts, sorted as words; with several, "
+    "each starts its ranks",
+    "SM_FRAMEWORK_PARAMS, SM_DISTRIBUTED_CONFIG": "hold the ranks of a host that an estimator or trainer asked for",
+    "SM_DISTRIBUTION_INSTANCE_GROUPS, SM_INSTANCE_GROUPS_DICT": "SageMaker's; the hosts that are trained on",
+    "SKYPILOT_NODE_RANK, SKYPILOT_NODE_IPS, SKYPILOT_NUM_NODES, SKYPILOT_NUM_GPUS_PER_NODE": "SkyPilot's; each node "
+    "starts its ranks",
+    "SKYPILOT_TASK_ID": "SkyPilot's; the port is chosen from it where MASTER_PORT is not set",
+    "SLURM_GPUS_ON_NODE, CUDA_VISIBLE_DEVICES": "with one task a node: where they say that it has several GPUs, it "
+    "starts a rank for each; PET_NPROC_PER_NODE says another number",
+    "KUBEFLOW_TRAINER_SERVER_URL, KUBEFLOW_TRAINER_SERVER_CA_CERT, KUBEFLOW_TRAINER_SERVER_TOKEN": "where a TrainJob's "
+    "progress is posted, with files of certificate and token",
     "OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE, OMPI_COMM_WORLD_LOCAL_RANK, OMPI_COMM_WORLD_LOCAL_SIZE": "Open MPI's; "
     "over several hosts MASTER_ADDR has to be given too",
     "PMIX_NAMESPACE, OMPI_MCA_ess_base_jobid": "Open MPI's; the port is chosen from them where MASTER_PORT is not set",
@@ -96,8 +111,9 @@ SUBJECTS = (
     ),
     ("4. Layout: `placement_strategy`, SMP's ranks and groups", "[layout.md](layout.md)"),
     (
-        "5. Workers and launchers: `parallel.workers`, torchrun, Slurm, Open MPI",
-        "[job.md](job.md#parallel), [environment.md](environment.md), [errors.md](errors.md)",
+        "5. Workers and launchers: `parallel.workers`, torchrun, Slurm, Open MPI, Kubernetes, SageMaker",
+        "[job.md](job.md#parallel), [environment.md](environment.md), [errors.md](errors.md), "
+        "[sagemaker.md](sagemaker.md)",
     ),
     (
         "6. Models: `model.path`, `model.config`, `model.factory`, `model.attention`",

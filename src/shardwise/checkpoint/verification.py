@@ -15,6 +15,7 @@ from shardwise.checkpoint.inspect import Page, Say, print_page, size_text
 from shardwise.checkpoint.manifest import BLOCK_BYTES, FILE, OLDER, Manifest
 from shardwise.checkpoint.stores import Store
 from shardwise.errors import CheckpointError, DamagedError, IncompleteError
+from shardwise.exit_codes import DISAGREEMENT, DONE
 from shardwise.words import listed
 
 Advance = Callable[[int], None]
@@ -117,7 +118,7 @@ def verify_checkpoint(path: str, say: Say) -> int:
     store, name = find(path) if is_checkpoint(path) else _newest_finished(path, say)
     reports = verify_files(store, name)
     print_page(verification(f"{store.root}/{name}", reports))
-    return int(any(each.damages for each in reports))
+    return DISAGREEMENT if any(each.damages for each in reports) else DONE
 
 
 def _newest_finished(path: str, say: Say) -> tuple[Store, str]:

@@ -14,7 +14,8 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from shardwise import __version__
 from shardwise.commands import data as data_cli
@@ -24,10 +25,15 @@ from shardwise.commands import plan_accuracy as plan_cli
 from shardwise.commands import run as run_cli
 from shardwise.commands.arguments import whole_number
 from shardwise.errors import ConfigError, OutputError, ShardwiseError
+from shardwise.exit_codes import DONE, INTERRUPTED, MISTAKE, STOPPED
 from shardwise.observe.standard_streams import flush_or_leave, secure_streams
+from shardwise.sagemaker.failure import leave_failure
 from shardwise.words import nearest, output_console, say_note
 
-INTERRUPTED = 130
+if TYPE_CHECKING:
+    from shardwise.job.schema import Job
+    from shardwise.sagemaker.container import Container
+
 SPECIAL = (
     "output",
     "print-plan",
@@ -123,17 +129,24 @@ def _train_options(parser: argparse.ArgumentParser) -> None:
 
 def _train(options: argparse.Namespace, keys: dict[str, Any]) -> int:
     from shardwise.job.sources import read_job, read_value
+    from shardwise.sagemaker.container import enter_container
 
+    container = enter_container()
+    if container is not None and options.job is None and container.has_script:
+        return run_cli.run_in_container(container)
     if options.output is not None:
         keys["output"] = options.output
     if options.profile is not None:
         keys["observe.profile"] = read_value("observe.profile", f"[{options.profile}]")
+    if container is not None:
+        options.job, keys = options.job or container.enter_job(), {**container.keys(), **keys}
     job, notes = read_job(options.job, keys)
-    from shardwise.commands import train as entry
-
+    if container is not None:
+        job, more = container.placed(job)
+        notes += tuple(more)
     if not options.print_plan:
-        entry.train(job, notes)
-        return 0
+        return _run_training(job, notes, container)
+    from shardwise.commands import train as entry
     from shardwise.plan.table import plan_table
     from shardwise.planner.search.stage_table import stage_table
 
@@ -144,6 +157,20 @@ def _train(options: argparse.Namespace, keys: dict[str, Any]) -> int:
     if plan.stages:
         console.print(stage_table(plan, facts))
     return 0
+
+
+def _run_training(job: Job, notes: Sequence[str], container: Container | None) -> int:
+    """Train, leave the model where a container's service takes it from, and return the exit code."""
+    from shardwise.commands import train as entry
+    from shardwise.launch.environment import is_first_process
+    from shardwise.launch.interrupt import asked_by_signal
+    from shardwise.training.output import ADAPTER_DIRECTORY, MODEL_DIRECTORY
+
+    result = entry.train(job, notes)
+    if container is not None and is_first_process():
+        said = container.keep_model(Path(job.output), (MODEL_DIRECTORY, ADAPTER_DIRECTORY))
+        _say_notes([said] if said else [])
+    return STOPPED if asked_by_signal(result.stopped) else DONE
 
 
 def _verify_options(parser: argparse.ArgumentParser) -> None:
@@ -376,7 +403,7 @@ def run(words: Sequence[str]) -> int:
     parser = build_parser()
     if not words:
         parser.print_help()
-        return 2
+        return MISTAKE
     words = as_command(words)
     if not words[0].startswith("-") and words[0] not in COMMANDS:
         raise ConfigError(f"unknown command {words[0]!r}.{nearest(words[0], COMMANDS)}")
@@ -418,6 +445,7 @@ def main(words: Sequence[str] | None = None) -> int:
         return run(sys.argv[1:] if words is None else list(words))
     except ShardwiseError as error:
         _complain(str(error))
+        leave_failure(str(error))
         return error.exit_code
     except KeyboardInterrupt:
         with _deaf_to_interrupts():

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+import os
+from typing import TYPE_CHECKING, Any
 
 from shardwise.commands.arguments import whole_number
 from shardwise.errors import ConfigError
+
+if TYPE_CHECKING:
+    from shardwise.sagemaker.container import Container
 
 
 def run_options(parser: argparse.ArgumentParser) -> None:
@@ -20,15 +24,22 @@ def run_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--model-dir", metavar="DIR", help="SM_MODEL_DIR; unset: shardwise-run/model")
     parser.add_argument("--output-dir", metavar="DIR", help="SM_OUTPUT_DATA_DIR; unset: shardwise-run/output")
-    parser.add_argument("script", metavar="SCRIPT", help="the script")
+    parser.add_argument(
+        "script", nargs="?", metavar="SCRIPT", help="the script; left out in a container of SageMaker: its entry point"
+    )
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its own arguments")
 
 
 def run_script(options: argparse.Namespace, keys: dict[str, Any]) -> int:
     import torch
 
+    from shardwise.sagemaker.container import enter_container
+    from shardwise.smp.options import OPTIONS_VARIABLE, options_of_arguments
     from shardwise.smp.script import Script, launch_script, read_run_options
 
+    container = enter_container()
+    if options.script is None:
+        return _run_entry_point(container)
     variables = {"SM_MODEL_DIR": options.model_dir, "SM_OUTPUT_DATA_DIR": options.output_dir}
     for channel in options.channel:
         name, equals, directory = channel.partition("=")
@@ -36,9 +47,44 @@ def run_script(options: argparse.Namespace, keys: dict[str, Any]) -> int:
             raise ConfigError(f"--channel={channel} must be NAME=DIR, e.g. --channel train=data/train")
         variables[f"SM_CHANNEL_{name.upper()}"] = directory
     parameters, processes = (None, None) if options.smp_options is None else read_run_options(options.smp_options)
+    if parameters is None and OPTIONS_VARIABLE not in os.environ:
+        parameters = options_of_arguments(options.arguments)
     device_type = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     given = {name: value for name, value in variables.items() if value is not None}
     launch_script(
         Script(options.script, options.arguments, device_type, given, parameters), options.workers or processes
     )
+    return 0
+
+
+def _run_entry_point(container: Container | None) -> int:
+    """Run the script of a container of SageMaker that was started without words of its own.
+
+    Raises:
+        ConfigError: this is none, or its job names no script.
+    """
+    if container is None or not container.has_script:
+        raise ConfigError("no SCRIPT is given, and this is no SageMaker container whose job names one; give its path")
+    return run_in_container(container)
+
+
+def run_in_container(container: Container) -> int:
+    """Run the script or the command that the job of a container names, as the SDK's own containers start it.
+
+    Raises:
+        WorkerError: it failed.
+    """
+    import torch
+
+    from shardwise.smp.script import Script, launch_script
+
+    os.chdir(container.code)
+    container.install_requirements()
+    if container.command is not None:
+        container.run_command()
+        return 0
+    assert container.script is not None
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    script = Script(str(container.script), container.arguments(), device_type)
+    launch_script(script, None if container.is_distributed else 1, is_joined=container.is_distributed)
     return 0

@@ -1,7 +1,8 @@
 """From a Job to running workers: what `shardwise train` and `shardwise.train` do.
 
 Everything a user can get wrong is checked here, in one process, before a worker starts or a file is written. Outside of
-a launcher the job's own local workers are started; under torchrun, Slurm or Open MPI this process is one of them.
+a launcher the job's own local workers are started, and likewise where a scheduler starts one process a host; under
+torchrun, Slurm or Open MPI this process is one of the ranks.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from shardwise.errors import WorkerError
 from shardwise.job.schema import Job
 from shardwise.job.sources import require_job
 from shardwise.kernels.precision import without_instructions
-from shardwise.launch.environment import RankEnvironment, detect
+from shardwise.launch.environment import RankEnvironment, detect, is_first_process
 from shardwise.launch.expected_world import engine_problem, expected_world, world_size
+from shardwise.launch.hosts import HostEnvironment, detect_host
 from shardwise.launch.job_group import Say, job_group, usable_backend
 from shardwise.launch.local import refuse_unguarded_script, run_local
 from shardwise.model.facts import ModelFacts
@@ -41,9 +43,9 @@ def plan_job(job: Job) -> Plan:
 
 def plan_with_facts(job: Job) -> tuple[Plan, ModelFacts]:
     """`plan_job` and the facts of the job's model."""
-    place, job = detect(), with_format(job)
-    plan, facts = _plan(job, place, _silent)
-    return replace(plan, notes=(*plan.notes, *_launcher_notes(job, place), *_machine_notes(plan))), facts
+    place, host, job = detect(), detect_host(), with_format(job)
+    plan, facts = _plan(job, place, host, _silent)
+    return replace(plan, notes=(*plan.notes, *_launcher_notes(job, place, host), *_machine_notes(plan))), facts
 
 
 def train(job: Job, notes: Iterable[str] = (), say: Say = print, callbacks: Sequence[Callback] = ()) -> TrainingResult:
@@ -55,19 +57,19 @@ def train(job: Job, notes: Iterable[str] = (), say: Say = print, callbacks: Sequ
         ShardwiseError: whatever a user can mend; before training starts nothing has been overwritten.
     """
     refuse_unguarded_script("shardwise.train")
-    place, job = detect(), with_format(after_restart(require_job(job, "train")))
+    place, host, job = detect(), detect_host(), with_format(after_restart(require_job(job, "train")))
     check_user_code(job, callbacks)
-    is_reporting_rank = place is None or place.rank == 0
+    is_reporting_rank = is_first_process()
     say = say if is_reporting_rank else _silent
     if is_reporting_rank:
         check_output(job)
         require_extras(job)
-        for note in (*notes, *_launcher_notes(job, place)):
+        for note in (*notes, *_launcher_notes(job, place, host)):
             say(f"note: {note}")
     if place is None:  # the ranks of a launcher find out together: one that ended early would leave the others waiting
         check_resume(job)
         check_can_be_sent(callbacks)
-    plan, facts = _plan(job, place, say)
+    plan, facts = _plan(job, place, host, say)
     for note in _machine_notes(plan):
         say(f"note: {note}")
     prepare_data(
@@ -77,18 +79,21 @@ def train(job: Job, notes: Iterable[str] = (), say: Say = print, callbacks: Sequ
     with claim_output(job) if is_reporting_rank else nullcontext():
         if place is not None:
             return _worker(job, plan.world.device_type, backend, callbacks)
-        return _run_workers(job, plan, backend, say, callbacks)
+        return _run_workers(job, plan, backend, say, callbacks, host)
 
 
-def _run_workers(job: Job, plan: Plan, backend: str, say: Say, callbacks: Sequence[Callback]) -> TrainingResult:
+def _run_workers(
+    job: Job, plan: Plan, backend: str, say: Say, callbacks: Sequence[Callback], host: HostEnvironment | None
+) -> TrainingResult:
     try:
         return run_local(
             _worker,
             (job, plan.world.device_type, backend, callbacks),
-            plan.world.size,
+            plan.world.local_size,
             device_type=plan.world.device_type,
             forward_signals=True,
-            max_restarts=job.parallel.max_restarts,
+            max_restarts=0 if host is not None and host.hosts > 1 else job.parallel.max_restarts,
+            host=host,
         )[0]
     except WorkerError:
         if hint := resume_hint(job):
@@ -96,26 +101,33 @@ def _run_workers(job: Job, plan: Plan, backend: str, say: Say, callbacks: Sequen
         raise
 
 
-def _plan(job: Job, place: RankEnvironment | None, say: Say) -> tuple[Plan, ModelFacts]:
-    world = expected_world(job, place)
+def _plan(job: Job, place: RankEnvironment | None, host: HostEnvironment | None, say: Say) -> tuple[Plan, ModelFacts]:
+    world = expected_world(job, place, host)
     precheck(job, world)  # what can be refused without looking at the model
     facts = study(job)
     sequences = None if job.training.epochs is None else len(prepare_data(job, facts, say).train)
     return resolve(job, world, facts, sequences), facts
 
 
-def _launcher_notes(job: Job, place: RankEnvironment | None) -> Iterator[str]:
+def _launcher_notes(job: Job, place: RankEnvironment | None, host: HostEnvironment | None) -> Iterator[str]:
     """Name the keys of the job that another launcher decides. The plan cannot tell: in a worker all launchers are one.
 
     `parallel.workers` is not among them, since the plan sees how many there are. Also why `auto` is not the engine.
     """
-    problem = engine_problem(job, world_size(job, place))
+    problem = engine_problem(job, world_size(job, place, host))
     if problem:
         yield f"the ranks talk over Gloo, the native engine is not usable: {problem}."
     restarts = job.parallel.max_restarts
     if place is not None and restarts:
         how = "torchrun --max-restarts" if place.launcher == "torchrun" else "its own options"
         yield f"parallel.max_restarts={restarts} is not used: {place.launcher} started the ranks; see {how}."
+    if host is None:
+        return
+    workers = job.parallel.workers
+    if host.hosts > 1 and restarts:
+        yield f"parallel.max_restarts={restarts} is not used on {host.hosts} hosts: {host.launcher} starts them again."
+    if workers and host.processes not in (None, workers):
+        yield f"parallel.workers={workers} is not used: {host.launcher} asks for {host.processes} ranks a host."
 
 
 def _machine_notes(plan: Plan) -> Iterator[str]:

@@ -27,6 +27,7 @@ from shardwise.data.corpus import with_format
 from shardwise.data.token_data import TokenData
 from shardwise.data.tokenizer import VOCABULARY_FILES
 from shardwise.errors import ConfigError, LegalityError, MachineError
+from shardwise.exit_codes import DISAGREEMENT, DONE
 from shardwise.job.schema import Job, PrecisionSection
 from shardwise.job.sources import require_job
 from shardwise.launch.environment import detect
@@ -74,7 +75,7 @@ def run_verify(job: Job, blocks: int | None = None, against: Job | None = None, 
     if report is None:  # a rank other than 0 under a launcher; rank 0 prints and fails
         return 0
     output_console().print(report.render())
-    return 0 if report.agrees else 1
+    return DONE if report.agrees else DISAGREEMENT
 
 
 def verify(job: Job, blocks: int | None = None, against: Job | None = None, steps: int = 3) -> VerifyReport | None:

@@ -22,6 +22,7 @@ from shardwise.launch import descendants
 from shardwise.launch.diagnosis import diagnose_failure, reports_of
 from shardwise.launch.failure import announced
 from shardwise.launch.interrupt import SIGNALS, interrupts_held_back
+from shardwise.launch.rendezvous import HostRendezvous
 from shardwise.launch.signals import Forwarding
 
 SHOW_CURSOR = "\x1b[?25h"
@@ -41,7 +42,7 @@ class Agent(LocalElasticAgent):
         self, spec: WorkerSpec, logs: LogsSpecs, directory: Path, signals: Forwarding | None, **settings: Any
     ) -> None:
         super().__init__(spec, logs, start_method="spawn", **settings)
-        self._directory, self._signals = directory, signals
+        self._directory, self._signals, self._hosts = directory, signals, spec.rdzv_handler
         self._restarts = 0
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -55,6 +56,8 @@ class Agent(LocalElasticAgent):
         codes = {worker.global_rank: exit_code(worker.id) for worker in worker_group.workers}
         ended = {rank: code for rank, code in codes.items() if code is not None}
         if not ended:
+            if isinstance(self._hosts, HostRendezvous):
+                self._hosts.raise_others_failure()
             result = super()._monitor_workers(worker_group)
             if not result.is_failed():
                 return result
@@ -75,9 +78,12 @@ class Agent(LocalElasticAgent):
                 if -number in ended.values():  # no handler: the worker was not, or no longer, at its steps
                     raise SignalException(f"a worker died of {number.name}", number)
         spec = self._worker_group.spec
-        diagnosis = diagnose_failure(self._directory, self._restarts, spec.local_world_size, ended)
+        diagnosis = diagnose_failure(self._directory, self._restarts, self._worker_group.workers[0].world_size, ended)
         if asked_to_stop or diagnosis.repeats or self._restarts == spec.max_restarts:
-            raise diagnosis.after(self._restarts)
+            error = diagnosis.after(self._restarts)
+            if isinstance(self._hosts, HostRendezvous):
+                self._hosts.tell_failure(error)
+            raise error
         self._restarts += 1
         print(f"restart {self._restarts} of {spec.max_restarts}: {diagnosis.summary}", file=sys.stderr, flush=True)
 

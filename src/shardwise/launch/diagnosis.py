@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.errors import ConfigError, ShardwiseError, WorkerError
+from shardwise.exit_codes import MISTAKE
 from shardwise.launch import failure
 
 UNGUARDED_EXIT = 113  # of a worker that is led back to the launcher by the script that it imports
@@ -19,7 +20,6 @@ UNGUARDED = (
     '`if __name__ == "__main__":`'
 )
 OUTPUT_LINES = 30  # of a failed rank's stderr
-USERS_MISTAKE = ShardwiseError.exit_code
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def diagnose_failure(directory: Path, attempt: int, workers: int, ended: dict[in
     if reports and (not reports[0].dead_before or not silent):
         cause = reports[0]
         error = cause.to_error(_last_output(directory, attempt, cause.rank))
-        return FailureDiagnosis(error, _summary(cause), cause.is_users and error.exit_code == USERS_MISTAKE)
+        return FailureDiagnosis(error, _summary(cause), cause.is_users and error.exit_code == MISTAKE)
     rank = silent[0] if silent else min(ended)
     summary = f"rank {rank} of {workers} {_end_of(ended[rank])}"
     return FailureDiagnosis(WorkerError(_last_output(directory, attempt, rank) + summary), summary, repeats=False)

@@ -9,22 +9,25 @@ import torch
 from shardwise.collectives import engine
 from shardwise.job.schema import Job
 from shardwise.launch.environment import RankEnvironment
+from shardwise.launch.hosts import HostEnvironment
 from shardwise.launch.process_group import gpus_of_host
 from shardwise.plan.plan import World
 
 CPU_WORKERS = 2
 
 
-def expected_world(job: Job, place: RankEnvironment | None) -> World:
+def expected_world(job: Job, place: RankEnvironment | None, host: HostEnvironment | None = None) -> World:
     """Return the world of `job`'s ranks; `place` is where a launcher has put this one.
+
+    `host` is this host's place where its ranks are to be started here.
 
     The accelerator's name is left to the workers: asking would put a CUDA context here.
     """
-    world = world_size(job, place)
+    world = world_size(job, place, host)
     return replace(world, engine=may_use_engine(job, world) and not engine_problem(job, world))
 
 
-def world_size(job: Job, place: RankEnvironment | None) -> World:
+def world_size(job: Job, place: RankEnvironment | None, host: HostEnvironment | None = None) -> World:
     """Return the number of ranks, hosts and GPUs, without a look at the engine."""
     device_type = job.parallel.device
     if device_type == "auto":
@@ -35,7 +38,10 @@ def world_size(job: Job, place: RankEnvironment | None) -> World:
         return World(place.world_size, device_type, place.local_world_size, hosts=hosts, gpus=gpus)
     gpus = gpus_of_host(device_type, None)
     workers = job.parallel.workers or (gpus if device_type == "cuda" else CPU_WORKERS)
-    return World(workers, device_type, workers, gpus=gpus)
+    if host is None:
+        return World(workers, device_type, workers, gpus=gpus)
+    workers = host.processes or workers
+    return World(workers * host.hosts, device_type, workers, hosts=host.hosts, gpus=gpus)
 
 
 def may_use_engine(job: Job, world: World) -> bool:

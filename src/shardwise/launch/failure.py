@@ -20,6 +20,7 @@ import psutil
 
 from shardwise import errors
 from shardwise.errors import ShardwiseError, WorkerError
+from shardwise.exit_codes import FAULT
 
 DIRECTORY_VARIABLE = "SHARDWISE_FAILURE_DIRECTORY"
 PEER_GRACE_SECONDS = 0.5  # a killed process closes its sockets a moment before it counts as dead
@@ -90,7 +91,7 @@ def report(error: BaseException) -> list[int]:
         classes=[base.__name__ for base in type(error).__mro__],
         message=str(error),
         traceback="".join(traceback.format_exception(error)),
-        exit_code=getattr(error, "exit_code", 1),
+        exit_code=getattr(error, "exit_code", FAULT),
         dead_before=[] if isinstance(error, ShardwiseError) else _dead_peers(directory, rank),
     )
     partial = final.with_suffix(".partial")

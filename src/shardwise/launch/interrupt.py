@@ -8,6 +8,7 @@ ranks agree to write a checkpoint and to end.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
@@ -21,6 +22,12 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 # `scancel --full`, `kill -- -GROUP` and `timeout` reach a launcher and its workers alike, and the launcher passes on
 # what it got: one request arrives twice, a moment apart. Only a SIGTERM later than this is a second one.
 SAME_REQUEST_SECONDS = 2.0
+_REASON = re.compile(r"SIG[A-Z0-9]+ received by rank \d+")
+
+
+def asked_by_signal(stopped: str | None) -> bool:
+    """Return whether a signal was why a run ended before its last step (`TrainingResult.stopped`)."""
+    return stopped is not None and _REASON.match(stopped) is not None
 
 
 def heeded_signals() -> list[signal.Signals]:

@@ -1,9 +1,9 @@
-"""Starts the workers of one host through torch's elastic agent and answers for them.
+"""Starts the workers of this host through torch's elastic agent and answers for them.
 
 The entry point is a function, so that workers are children of this process and can be bound to its life. What elastic
-would leave open is settled here: rendezvous on the loopback interface (`_LoopbackRendezvous`; torch's own unpickles
-what any peer writes into it), the terminal to rank 0 alone, and signal handlers put back afterwards. When to restart
-and what a failure was is in `shardwise.launch.agent`. SHARDWISE_DEBUG=1 shows elastic's log and every rank's output.
+would leave open is settled here: rendezvous (`shardwise.launch.rendezvous`), the terminal to rank 0 alone, and signal
+handlers put back afterwards. When to restart and what a failure was is in `shardwise.launch.agent`. SHARDWISE_DEBUG=1
+shows elastic's log and every rank's output.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import sys
 import tempfile
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from inspect import signature
@@ -25,19 +24,19 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch.distributed.elastic.agent.server import WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from shardwise.errors import ConfigError, MachineError, ShardwiseError, require_type
 from shardwise.launch import descendants, failure, loopback
 from shardwise.launch.agent import Agent, restore_cursor
 from shardwise.launch.diagnosis import UNGUARDED, UNGUARDED_EXIT, logs_of, reports_of
+from shardwise.launch.hosts import HostEnvironment
 from shardwise.launch.interrupt import SIGNALS as FORWARDED
 from shardwise.launch.interrupt import take_interrupts
 from shardwise.launch.process_group import waits_for_peers
+from shardwise.launch.rendezvous import rendezvous_of
 from shardwise.launch.signals import forwarding
 from shardwise.observe.standard_streams import flush_or_leave, secure_streams
 
@@ -56,8 +55,12 @@ def run_local(
     device_type: str = "cpu",
     forward_signals: bool = False,
     max_restarts: int = 0,
+    host: HostEnvironment | None = None,
 ) -> list[Any]:
     """Calls `function(*args)` in `workers` new processes with torch's rank variables set; their results by rank.
+
+    `host` is this host's place among several, each of which starts as many workers: their ranks follow one another, and
+    the results are those of this host.
 
     A worker that fails or exits early ends the others; all are started again, with TORCHELASTIC_RESTART_COUNT one
     higher, up to `max_restarts` times, unless its error is a user's mistake, which would repeat itself.
@@ -85,9 +88,10 @@ def run_local(
             for surrounding in (_own_children_ended(), _signals_handled(forward_signals), _elastic_log_hidden()):
                 stack.enter_context(surrounding)
             signals = stack.enter_context(forwarding()) if forward_signals else None
-            spec = _spec((directory, forward_signals, function, args), workers, max_restarts)
+            spec = _spec((directory, forward_signals, function, args), workers, max_restarts, host)
             stack.callback(spec.rdzv_handler.shutdown)
-            results = Agent(spec, _logs(directory, workers), directory, signals, **_patience()).run().return_values
+            logs = _logs(directory, workers, is_first_host=host is None or host.index == 0)
+            results = Agent(spec, logs, directory, signals, **_patience()).run().return_values
     except SignalException as error:
         restore_cursor()
         _end(error.sigval)
@@ -98,7 +102,7 @@ def run_local(
             f"function={function!r} or its args cannot be sent to the workers ({error}); give a function at the "
             "top of a module, and arguments that can be pickled"
         ) from error
-    return [results[rank] for rank in range(workers)]
+    return [results[rank] for rank in sorted(results)]
 
 
 def _check_call(function: Callable[..., Any], args: tuple, workers: int) -> None:
@@ -135,13 +139,13 @@ def _check_locks() -> None:
         ) from error
 
 
-def _spec(call: Call, workers: int, max_restarts: int) -> WorkerSpec:
+def _spec(call: Call, workers: int, max_restarts: int, host: HostEnvironment | None) -> WorkerSpec:
     return WorkerSpec(
         role="shardwise",
         local_world_size=workers,
         entrypoint=_work,
         args=(call,),
-        rdzv_handler=_LoopbackRendezvous(uuid.uuid4().hex),
+        rdzv_handler=rendezvous_of(host),
         max_restarts=max_restarts,
         monitor_interval=0.1,
         local_addr=loopback.ADDRESS,
@@ -154,17 +158,17 @@ def _patience() -> dict[str, Any]:
     return {"shutdown_timeout": SHUTDOWN_SECONDS} if "shutdown_timeout" in known else {}
 
 
-def _logs(directory: Path, workers: int) -> DefaultLogsSpecs:
-    return DefaultLogsSpecs(str(logs_of(directory)), redirects=_redirects(workers))
+def _logs(directory: Path, workers: int, is_first_host: bool) -> DefaultLogsSpecs:
+    return DefaultLogsSpecs(str(logs_of(directory)), redirects=_redirects(workers, is_first_host))
 
 
 def _debug() -> bool:
     return os.environ.get("SHARDWISE_DEBUG", "") not in ("", "0")
 
 
-def _redirects(workers: int) -> dict[int, Std]:
+def _redirects(workers: int, is_first_host: bool) -> dict[int, Std]:
     """Rank 0 writes to the terminal, where its display lives; the others' output is kept for the case of a failure."""
-    return {} if _debug() else dict.fromkeys(range(1, workers), Std.ALL)
+    return {} if _debug() else dict.fromkeys(range(1 if is_first_host else 0, workers), Std.ALL)
 
 
 # ---- in the worker
@@ -203,45 +207,7 @@ def _leave(exit_code: int) -> NoReturn:
     os._exit(exit_code)
 
 
-# ---- rendezvous
-
-
-class _LoopbackRendezvous(RendezvousHandler):
-    """One node that meets nobody: a store on the loopback interface, which the workers then use as theirs."""
-
-    NAME = "shardwise-loopback"
-
-    def __init__(self, run_id: str) -> None:
-        self._run_id = run_id
-        self._store: dist.Store | None = None
-
-    def get_backend(self) -> str:
-        return self.NAME
-
-    @property
-    def use_agent_store(self) -> bool:
-        return True
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        self._store = store = loopback.serve_store()
-        address = RendezvousStoreInfo(loopback.ADDRESS, store.port)
-        return RendezvousInfo(dist.PrefixStore(self._run_id, store), 0, 1, address)
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        pass
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def get_run_id(self) -> str:
-        return self._run_id
-
-    def shutdown(self) -> bool:
-        self._store = None
-        return True
+# ---- its end
 
 
 def _end(received: signal.Signals) -> NoReturn:

@@ -7,9 +7,7 @@ already (a user's own, or a test's) is used and left alone.
 from __future__ import annotations
 
 import os
-import socket
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,11 +22,11 @@ from shardwise.errors import MachineError
 from shardwise.launch import failure, loopback
 from shardwise.launch.environment import RankEnvironment, detect
 from shardwise.launch.heap import keep_freed_memory
+from shardwise.launch.reach import reach
 
 ALONE = RankEnvironment(0, 1, 0, 1, loopback.ADDRESS, 1, "")
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 TIMEOUT = timedelta(minutes=10)  # for the ranks to come
-PAUSE = 0.2  # seconds between two attempts to reach the master
 NO_ENGINE = "Gloo: rank {} cannot use the native engine; `shardwise build` on its host says why."
 SHARED = "the native engine: rank {} shares a GPU with another, which NCCL refuses."
 # The job's store, which torch makes of the launcher's variables. It stays: without a launcher's, rank 0 itself serves
@@ -176,7 +174,9 @@ def _meet(place: RankEnvironment, timeout: timedelta) -> dist.Store:
 def _job_store(place: RankEnvironment, timeout: timedelta) -> dist.Store:
     if place not in _stores:
         if place.rank:  # rank 0 is the master, or a launcher that is there already
-            _wait_for_master(place, timeout)
+            obstacle = reach(place.master_address, place.master_port, timeout.total_seconds())
+            if obstacle is not None:
+                raise _cannot_meet(place, obstacle)
         with _meeting(place):
             _stores[place] = next(dist.rendezvous("env://", timeout=timeout))[0]
     store = _stores[place]
@@ -229,24 +229,6 @@ def _meeting(place: RankEnvironment) -> Iterator[None]:
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         lines = str(error).strip().splitlines()  # a stack of C++ frames stands behind the first
         raise _cannot_meet(place, lines[0] if lines else type(error).__name__) from error
-
-
-def _wait_for_master(place: RankEnvironment, timeout: timedelta) -> None:
-    """Wait until somebody listens at the master's address; torch would too, but logs a C++ stack whenever it tries.
-
-    Raises:
-        MachineError: nobody does in time.
-    """
-    end = time.monotonic() + timeout.total_seconds()
-    while True:
-        left = end - time.monotonic()
-        try:
-            with socket.create_connection((place.master_address, place.master_port), timeout=max(left, PAUSE)):
-                return
-        except OSError as error:
-            if left <= PAUSE:
-                raise _cannot_meet(place, f"{error.strerror or error}") from error
-        time.sleep(PAUSE)
 
 
 def _cannot_meet(place: RankEnvironment, why: str) -> MachineError:

@@ -34,7 +34,7 @@ _NUMBERS = {  # name shown: key of the record and format
     "validation": ("validation_loss", ".4f"),
     "norm": ("grad_norm", ".3g"),
     "lr": ("learning_rate", ".2e"),
-    "tokens/s": ("tokens_per_second", ",.0f"),
+    "tokens/s": ("tokens_per_second", ".0f"),
     "TFLOPs/rank": ("tflops_per_rank", ".3g"),
     "MFU": ("mfu", ".1%"),
     "scale": ("loss_scale", "g"),

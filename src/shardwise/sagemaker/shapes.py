@@ -7,10 +7,11 @@ that names it and the nearest one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal, Self
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shardwise.errors import ConfigError
 from shardwise.words import nearest
@@ -30,13 +31,13 @@ class Shape(BaseModel):
 
     model_config = ConfigDict(extra="forbid", validate_assignment=True)
 
-    @model_validator(mode="wrap")
-    @classmethod
-    def _explained(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        try:
-            return handler(data)
-        except ValidationError as error:
-            raise ConfigError(_explanation(cls, error)) from None
+    def __init__(self, **arguments: Any) -> None:
+        with _explained(type(self)):
+            super().__init__(**arguments)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        with _explained(type(self)):
+            super().__setattr__(name, value)
 
     def body(self) -> dict[str, Any]:
         """Return the structure of the API, without what is not set: it takes neither null nor an empty list."""
@@ -54,6 +55,15 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(part) for part in value]
     return value
+
+
+@contextmanager
+def _explained(shape: type[Shape]) -> Iterator[None]:
+    """Turn pydantic's complaints in the body into a ConfigError."""
+    try:
+        yield
+    except ValidationError as error:
+        raise ConfigError(_explanation(shape, error)) from None
 
 
 def _explanation(shape: type[Shape], error: ValidationError) -> str:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardwise.errors import ConfigError
 from shardwise.job.schema import Job
-from shardwise.job.sources import validate
+from shardwise.job.sources import parse_yaml, validate
 
 OPTIONS_VARIABLE = "SM_HP_MP_PARAMETERS"
+ARGUMENT = "--mp_parameters"
 DEVICE_VARIABLE = "SHARDWISE_DEVICE"  # set by `shardwise run --device`
 
 
@@ -27,6 +28,33 @@ def launched_options() -> dict[str, Any]:
     if not isinstance(launched, dict):
         raise ConfigError(f"{OPTIONS_VARIABLE}={text!r} is not a JSON object; give SMP's parameters as keys and values")
     return launched
+
+
+def options_of_arguments(arguments: Sequence[str]) -> dict[str, Any] | None:
+    """Return the options in a script's arguments, where SageMaker's launchers put them; None where there are none.
+
+    Version 3 of the SDK writes `--mp_parameters` as JSON, the training toolkit as `key=value,key=value`.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    for word, following in zip(arguments, [*arguments[1:], ""]):
+        name, equals, value = word.partition("=")
+        if name == ARGUMENT:
+            return _read_argument(value if equals else following)
+    return None
+
+
+def _read_argument(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        pairs = [part.partition("=") for part in text.split(",") if part]
+        value = {name: parse_yaml(word, f"{ARGUMENT} {name}") for name, equals, word in pairs if equals}
+        value = value if len(value) == len(pairs) else None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{ARGUMENT}={text!r} is neither a JSON object nor key=value,key=value of SMP's parameters")
+    return value
 
 
 def make_job(values: Mapping[str, Any]) -> Job:

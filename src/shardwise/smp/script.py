@@ -22,6 +22,7 @@ from shardwise.errors import ConfigError, MachineError, WorkerError
 from shardwise.job.smp_options import bare_parameters, translate
 from shardwise.launch import failure
 from shardwise.launch.environment import detect
+from shardwise.launch.hosts import detect_host
 from shardwise.launch.local import run_local
 from shardwise.smp.doors import import_hook
 from shardwise.smp.options import DEVICE_VARIABLE, OPTIONS_VARIABLE
@@ -68,8 +69,11 @@ def read_run_options(text: str) -> tuple[dict[str, Any], int | None]:
     return parameters, translated.values.get("parallel.workers")
 
 
-def launch_script(script: Script, workers: int | None) -> None:
+def launch_script(script: Script, workers: int | None, is_joined: bool = True) -> None:
     """Run `script` on local workers, or as the rank that a launcher has made of this process.
+
+    On several hosts each starts its own workers, which are joined unless `is_joined` is False: then each host runs the
+    script by itself.
 
     Raises:
         ConfigError: there is no such script, or a launcher has decided on the number of workers.
@@ -87,8 +91,9 @@ def launch_script(script: Script, workers: int | None) -> None:
             )
         _execute(script, environment.local_world_size)
         return
+    host = detect_host() if is_joined else None
     gpus = torch.cuda.device_count() if script.device_type == "cuda" else 0
-    count = workers or gpus or CPU_WORKERS
+    count = (None if host is None else host.processes) or workers or gpus or CPU_WORKERS
     if script.device_type == "cuda" and not gpus:
         raise MachineError("--device cuda: this host shows no GPU; use --device cpu")
     if 0 < gpus < count:
@@ -96,7 +101,7 @@ def launch_script(script: Script, workers: int | None) -> None:
             f"--workers={count} needs as many GPUs, this host shows {gpus}: scripts take the GPU of their local rank; "
             f"use --workers={gpus} or less, or --device cpu"
         )
-    run_local(_worker, (script, count), count, device_type=script.device_type)
+    run_local(_worker, (script, count), count, device_type=script.device_type, host=host)
 
 
 def _worker(script: Script, count: int) -> None:

@@ -15,10 +15,15 @@ from shardwise.errors import CheckpointError
 from shardwise.job.schema import Job
 from shardwise.training.setup import AssembledJob
 
+RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+
 
 def after_restart(job: Job) -> Job:
-    """Return the job as an elastic agent's restarted ranks run it: from the newest checkpoint, where there is one."""
-    again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) > 0
+    """Return the job as restarted ranks run it: from the newest checkpoint, where there is one.
+
+    An elastic agent counts its restarts, and Slurm those of a job that was requeued.
+    """
+    again = any(int(os.environ.get(count) or 0) > 0 for count in RESTART_COUNTS)
     named = job.checkpoint.resume != "none"  # a run that started from a named checkpoint does so until it has its own
     if not again or (named and next(complete(checkpoint_store(job)), None) is None):
         return job

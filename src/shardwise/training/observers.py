@@ -7,6 +7,7 @@ from pathlib import Path
 from shardwise.observe.callback import Callback
 from shardwise.observe.display import Display
 from shardwise.observe.profile import Profiler
+from shardwise.observe.progress import make_progress
 from shardwise.observe.trackers import make_trackers
 from shardwise.training.forecast import ForecastReport
 from shardwise.training.recorder import Recorder
@@ -28,6 +29,7 @@ def observers(assembled: AssembledJob) -> list[Callback]:
         TextSample(assembled),
         recorder,
         *make_trackers(job, Path(job.output)),
+        *make_progress(),
         Summary(assembled),
         Display(assembled.plan),
         ForecastReport(assembled, recorder),

@@ -1,0 +1,217 @@
+"""The place of this host among those of a job, where a scheduler starts one process a host and leaves the ranks to it.
+
+So do Kubeflow's TrainJob and PyTorchJob, a JobSet, SkyPilot, SageMaker's containers, and Slurm with one task a node.
+Some of them set RANK and WORLD_SIZE too, for a pod and not for a process (PyTorchJob): a process is a rank only where
+LOCAL_RANK or Open MPI's variables stand beside them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.errors import MachineError
+from shardwise.launch.slurm import is_step, read_step
+from shardwise.launch.variables import (
+    FIRST_PORT,
+    LOOPBACK,
+    PORTS,
+    check_port,
+    set_variables,
+    text_of,
+    whole_number_of,
+)
+
+TORCHRUN_PORT = 29_500
+SAGEMAKER_PORT = 7777
+OF_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_RANK")  # only ranks have them
+
+
+@dataclass(frozen=True)
+class HostEnvironment:
+    """A host whose ranks are to be started by this process.
+
+    Attributes:
+        index: of this host; the ranks of host 0 come first.
+        hosts: how many there are.
+        processes: ranks of each host; None: the scheduler leaves it open.
+        master_address, master_port: of host 0, where the hosts meet.
+        launcher: who has set the variables, for messages.
+    """
+
+    index: int
+    hosts: int
+    processes: int | None
+    master_address: str
+    master_port: int
+    launcher: str
+
+
+def detect_host() -> HostEnvironment | None:
+    """Return this host's place; None where this process is a rank itself, or no scheduler has started it."""
+    return read_host(os.environ)
+
+
+def read_host(variables: Mapping[str, str]) -> HostEnvironment | None:
+    """Return what `detect_host` does of given variables. An empty variable is one that is not set.
+
+    Raises:
+        MachineError: a variable is missing or contradicts another.
+    """
+    variables = set_variables(variables)
+    if any(name in variables for name in OF_RANKS):
+        return None
+    for reader in (_torchrun_variables, _skypilot, _sagemaker, _slurm):
+        host = reader(variables)
+        if host is not None:
+            _check(host)
+            return host
+    return None
+
+
+def _torchrun_variables(variables: Mapping[str, str]) -> HostEnvironment | None:
+    """Read PET_*, the defaults of torchrun's options, which Kubeflow's controllers and JobSets give to each pod."""
+    if "PET_NNODES" not in variables:
+        return None
+    least, _, most = variables["PET_NNODES"].partition(":")
+    if most and most != least:
+        raise MachineError(
+            f"PET_NNODES={variables['PET_NNODES']}: hosts that come and go are torchrun's to join; start "
+            "`torchrun --no-python shardwise train JOB.yaml`, which reads the same variables"
+        )
+    hosts = whole_number_of({"PET_NNODES": least}, "PET_NNODES")
+    first = "0" if hosts == 1 else None
+    index = variables.get("PET_NODE_RANK") or variables.get("JOB_COMPLETION_INDEX") or first
+    address = variables.get("PET_MASTER_ADDR") or variables.get("MASTER_ADDR") or (LOOPBACK if hosts == 1 else None)
+    port = variables.get("PET_MASTER_PORT") or variables.get("MASTER_PORT") or str(TORCHRUN_PORT)
+    known = {**variables, **_given(PET_NODE_RANK=index, PET_MASTER_ADDR=address, PET_MASTER_PORT=port)}
+    return HostEnvironment(
+        index=whole_number_of(known, "PET_NODE_RANK"),
+        hosts=hosts,
+        processes=_processes(variables.get("PET_NPROC_PER_NODE")),
+        master_address=text_of(known, "PET_MASTER_ADDR"),
+        master_port=whole_number_of(known, "PET_MASTER_PORT"),
+        launcher="the PET variables",
+    )
+
+
+def _processes(text: str | None) -> int | None:
+    """Return the ranks of a host by torchrun's word for it; `auto` and `gpu` are as many as there are GPUs."""
+    if text is None or text in ("auto", "gpu"):
+        return None
+    if text == "cpu":
+        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return whole_number_of({"PET_NPROC_PER_NODE": text}, "PET_NPROC_PER_NODE")
+
+
+def _skypilot(variables: Mapping[str, str]) -> HostEnvironment | None:
+    if "SKYPILOT_NODE_RANK" not in variables:
+        return None
+    addresses = text_of(variables, "SKYPILOT_NODE_IPS").split()
+    task = variables.get("SKYPILOT_TASK_ID", "")
+    return HostEnvironment(
+        index=whole_number_of(variables, "SKYPILOT_NODE_RANK"),
+        hosts=whole_number_of(variables, "SKYPILOT_NUM_NODES", len(addresses)),
+        processes=whole_number_of(variables, "SKYPILOT_NUM_GPUS_PER_NODE", 0) or None,
+        master_address=variables.get("MASTER_ADDR") or addresses[0],
+        master_port=whole_number_of(variables, "MASTER_PORT", FIRST_PORT + zlib.crc32(task.encode()) % PORTS),
+        launcher="SkyPilot",
+    )
+
+
+def _sagemaker(variables: Mapping[str, str]) -> HostEnvironment | None:
+    """Read SM_*, which the training toolkit, the SDK's own start and `shardwise` in a bare container set alike."""
+    if "SM_HOSTS" not in variables or "SM_CURRENT_HOST" not in variables:
+        return None
+    hosts, current = _sagemaker_hosts(variables), variables["SM_CURRENT_HOST"]
+    if current not in hosts:
+        hosts = [current]  # of an instance group that is not trained on
+    processes = _sagemaker_processes(variables)
+    if len(hosts) == 1 and processes is None:
+        return None  # a machine like any other
+    return HostEnvironment(
+        index=hosts.index(current),
+        hosts=len(hosts),
+        processes=processes,
+        master_address=LOOPBACK if len(hosts) == 1 else sagemaker_master(variables) or hosts[0],
+        master_port=whole_number_of(
+            variables, "MASTER_PORT", whole_number_of(variables, "SM_MASTER_PORT", SAGEMAKER_PORT)
+        ),
+        launcher="SageMaker",
+    )
+
+
+def sagemaker_master(variables: Mapping[str, str]) -> str | None:
+    """Return the host of rank 0 of a SageMaker job; None elsewhere. Hosts are sorted as words: algo-10, then algo-2."""
+    if "SM_HOSTS" not in variables or "SM_CURRENT_HOST" not in variables:
+        return None
+    return variables.get("MASTER_ADDR") or variables.get("SM_MASTER_ADDR") or _sagemaker_hosts(variables)[0]
+
+
+def _sagemaker_hosts(variables: Mapping[str, str]) -> list[str]:
+    """Return the hosts that are trained on, sorted; where the job names instance groups for that, theirs."""
+    names = _json(variables, "SM_DISTRIBUTION_INSTANCE_GROUPS", [])
+    groups = _json(variables, "SM_INSTANCE_GROUPS_DICT", {})
+    hosts = [host for name in names for host in groups.get(name, {}).get("hosts", [])]
+    return sorted(hosts or _json(variables, "SM_HOSTS", []))
+
+
+def _sagemaker_processes(variables: Mapping[str, str]) -> int | None:
+    """Return the ranks of a host that the estimator or the trainer asked for."""
+    framework = _json(variables, "SM_FRAMEWORK_PARAMS", {})
+    distributed = _json(variables, "SM_DISTRIBUTED_CONFIG", {})
+    count = framework.get("sagemaker_mpi_num_of_processes_per_host") or distributed.get("process_count_per_node")
+    return None if count is None else int(count)
+
+
+def _json(variables: Mapping[str, str], key: str, default: Any) -> Any:
+    """Return a variable that holds JSON of the kind of `default`, which it is where there is no such variable."""
+    try:
+        value = json.loads(variables.get(key) or "null") or default
+    except ValueError:
+        value = None
+    if not isinstance(value, type(default)):
+        raise MachineError(f"{key}={variables[key]!r} is not a JSON {type(default).__name__}; SageMaker sets it so")
+    return value
+
+
+def _slurm(variables: Mapping[str, str]) -> HostEnvironment | None:
+    """Read a step with one task a node; it is to start ranks where the task has several GPUs, or a count is given."""
+    if not is_step(variables):
+        return None
+    step = read_step(variables)
+    processes = _processes(variables.get("PET_NPROC_PER_NODE")) or _gpus_of_task(variables)
+    if set(step.tasks) != {1} or processes <= 1:
+        return None
+    return HostEnvironment(
+        index=step.node,
+        hosts=len(step.tasks),
+        processes=processes,
+        master_address=step.master_address,
+        master_port=step.master_port,
+        launcher="Slurm",
+    )
+
+
+def _gpus_of_task(variables: Mapping[str, str]) -> int:
+    visible = variables.get("CUDA_VISIBLE_DEVICES")
+    return len(visible.split(",")) if visible else whole_number_of(variables, "SLURM_GPUS_ON_NODE", 0)
+
+
+def _given(**values: str | None) -> dict[str, str]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _check(host: HostEnvironment) -> None:
+    if host.index >= host.hosts:
+        raise MachineError(
+            f"host {host.index} from {host.launcher} must be below {host.hosts} hosts; unset stale variables of "
+            "another scheduler"
+        )
+    if host.processes is not None and host.processes < 1:
+        raise MachineError(f"{host.launcher}: {host.processes} processes a host; start at least one")
+    check_port(host.master_port)
