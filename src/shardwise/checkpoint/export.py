@@ -53,9 +53,10 @@ def export_hugging_face(
         OutputError: rank 0 cannot write; nothing is left behind.
     """
     with _writer(model, path, tokenizer_directory) as writer:
+        dtypes = {name: getattr(torch, dtype) for name, dtype in model.facts.weight_dtypes.items()}
         for name, tensor in _gathered(model):
             if writer is not None:
-                writer.add(name, tensor)
+                writer.add(name, _written(tensor, dtypes.get(name)))
         if writer is not None:
             writer.finish()
             for problem in writer.problems:
@@ -67,6 +68,14 @@ def _gathered(model: ParallelModel) -> Iterator[tuple[str, Tensor]]:
     wholes = ((name, whole.cpu()) for name, whole in model.whole_tensors())
     yield from merged(wholes, model.facts.adapters)
     yield from persistent_buffers(model.module)  # from_pretrained and load_state_dict ask for them
+
+
+def _written(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Return the tensor in the dtype in which it is written; as it is where that cannot hold it, as fp16 may."""
+    if dtype is None:
+        return tensor
+    result = tensor.to(dtype)
+    return tensor if bool((result.isinf() & tensor.isfinite()).any()) else result
 
 
 def _writer(
@@ -98,7 +107,8 @@ def export_checkpoint(
     Of a model with adapters these alone are written, in peft's format, or with `merge` the whole model.
 
     Args:
-        dtype: of the parameters in the files, a key of EXPORT_DTYPES; None: as they are stored.
+        dtype: of the parameters in the files, a key of EXPORT_DTYPES; None: as the job's `model.dtype` has it, else as
+            they are stored.
         say: told which checkpoint is taken, and what the directory lacks.
         merge: adapters become part of the weights of their layers.
 
@@ -117,6 +127,7 @@ def export_checkpoint(
         with WholeTensors(store, name, manifest) as tensors:
             return _export_adapters(tensors, manifest, manifest.adapter, Path(path), dtype)
     keys = [*_of_kind("model/", manifest), *_of_kind("buffer/", manifest)]
+    dtype_of = _file_dtypes(manifest, dtype, say)
     config = None if manifest.config is None else restore_config(manifest)
     generation = None if manifest.generation is None else GenerationConfig.from_dict(manifest.generation)
     with (
@@ -136,11 +147,25 @@ def export_checkpoint(
         buffers = {key.partition("/")[2] for key in _of_kind("buffer/", manifest)}
         for tensor_name, tensor in whole:
             kind = "buffer" if tensor_name in buffers else "model"
+            if dtype is None and kind == "model":
+                tensor = _written(tensor, dtype_of(tensor_name))
             writer.add(tensor_name, converted(f"{kind}/{tensor_name}", tensor, dtype))
         writer.finish()
         for problem in writer.problems:
             say(problem)
         return writer.path
+
+
+def _file_dtypes(manifest: Manifest, dtype: str | None, say: Say) -> Callable[[str], torch.dtype | None]:
+    """Return what tells the dtype of `model.dtype` in which a parameter is written; None: as it is stored."""
+    asked = manifest.job.get("model", {}).get("dtype")
+    if dtype is not None or asked != "file":
+        return lambda name: EXPORT_DTYPES.get(asked or "")
+    if not Path(str(manifest.job["model"]["path"])).is_dir():
+        say(f"model.dtype=file: {manifest.job['model']['path']} is not there any more; weights are written as stored")
+        return lambda name: None
+    weights, names = open_base(manifest)
+    return lambda name: getattr(torch, weights.dtype(names[name])) if name in names else None
 
 
 def _export_adapters(

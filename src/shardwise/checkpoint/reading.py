@@ -48,6 +48,11 @@ class HuggingFaceWeights:
         """Shape of the whole tensor."""
         return self._made[name][1] if name in self._made else self._files[self._file(name)].shape(name)
 
+    def dtype(self, name: str) -> str:
+        """Torch's name of the dtype of a tensor; of what is made of others, the first one's."""
+        source = self._made[name][0].sources[0][1] if name in self._made else name
+        return self._files[self._file(source)].dtype(source)
+
     def read(self, name: str, slices: Sequence[slice] | None = None) -> Tensor:
         """The tensor, or the part of it that `slices` (one for each leading dim) cut out; only that part is read.
 

@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from shardwise.checkpoint.tensor_chunk import TORCH_DTYPES
 from shardwise.errors import ModelError
 
 SINGLE = "model.safetensors"
@@ -35,6 +36,9 @@ class WeightFile(Protocol):
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of the whole tensor."""
+
+    def dtype(self, name: str) -> str:
+        """Torch's name of the tensor's dtype."""
 
     def read(self, name: str, slices: Sequence[slice] = ()) -> Tensor:
         """The tensor, or what `slices` (one for each leading dim) cut out of it, in memory of its own."""
@@ -71,6 +75,13 @@ class SafetensorsFile:
         """Shape of the whole tensor."""
         return tuple(self._handle.get_slice(name).get_shape())
 
+    def dtype(self, name: str) -> str:
+        """Torch's name of the tensor's dtype."""
+        stored = self._handle.get_slice(name).get_dtype()
+        if stored not in TORCH_DTYPES:
+            raise ModelError(f"{self._file}: {name!r} is stored as {stored}; use model.dtype bf16")
+        return str(TORCH_DTYPES[stored]).removeprefix("torch.")
+
     def read(self, name: str, slices: Sequence[slice] = ()) -> Tensor:
         """The tensor or a part of it, in memory of its own."""
         try:
@@ -101,6 +112,10 @@ class TorchFile:
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of the whole tensor."""
         return self._shapes[name]
+
+    def dtype(self, name: str) -> str:
+        """Torch's name of the tensor's dtype."""
+        return str(self._tensors()[name].dtype).removeprefix("torch.")
 
     def read(self, name: str, slices: Sequence[slice] = ()) -> Tensor:
         """The tensor or a part of it, in memory of its own."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -134,9 +135,10 @@ def verify_rank(job: Job, device: torch.device, steps: int = 3, facts: ModelFact
     facts = facts or study(job)
     data = prepare_data(job, facts)
     report = VerifyReport("")
-    layout_job = wide_job(job, device, facts, report)
+    wide_facts = replace(facts, weight_dtypes={})
+    layout_job = wide_job(job, device, wide_facts, report)
     if layout_job is not None:
-        _verify_precision(layout_job, device, facts, data, min(steps, LAYOUT_STEPS), report, True)
+        _verify_precision(layout_job, device, wide_facts, data, min(steps, LAYOUT_STEPS), report, True)
         report.label(str(layout_job.precision.compute))
     if layout_job is None or _agreed(report.agrees, device):
         _verify_precision(job, device, facts, data, steps, report, layout_job is None)
@@ -149,7 +151,8 @@ def wide_job(job: Job, device: torch.device, facts: ModelFacts, report: VerifyRe
     if resolve(job, world, facts).dtypes.compute not in SIXTEEN:
         return None
     for compute in ("fp64", "fp32"):
-        wide = job.model_copy(update={"precision": PrecisionSection(compute=compute)})
+        model = job.model.model_copy(update={"dtype": None})
+        wide = job.model_copy(update={"precision": PrecisionSection(compute=compute), "model": model})
         try:
             resolve(wide, world, facts)
         except LegalityError as error:

@@ -91,6 +91,12 @@ class ModelSection(Section):
         description="Which head and which loss. `seq2seq_lm` (T5 and its kind) learns to fill in spans of text that "
         "are left out (arXiv 1910.10683, section 3.1.4).",
     )
+    dtype: Literal["file", "fp32", "bf16"] | None = Field(
+        default=None,
+        description="Dtype in which weights that are not trained are kept, and in which the model is written: `file` "
+        "is that of each tensor in the files of `path`. Masters of what is trained are those of `precision.compute`. "
+        "Unset: everything as the masters.",
+    )
     attention: AttentionKernelName = Field(
         default="auto",
         description="Attention kernel; `auto` takes the first that can do what the model, the data and the device ask "

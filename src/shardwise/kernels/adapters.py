@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from shardwise.collectives.tensor import reduce_from_region
 from shardwise.model.adapters import LORA_A, LORA_B, MAGNITUDE
+from shardwise.model.facts import LayerAdapter
 
 Multiply = Callable[[Tensor, Tensor], Tensor]  # (values [..., in], weight [out, in]) -> [..., out]
 
@@ -95,11 +96,9 @@ class LowRankProduct:
         return self.layer.lora_A.weight, self.layer.lora_B.weight
 
 
-def add_adapter_weights(layer: nn.Module, rank: int, inputs: int, outputs: int, has_magnitude: bool) -> None:
-    """Give a layer on the meta device the parameters of an adapter, in the dtype of its own."""
-    dtype = layer.weight.dtype  # type: ignore[union-attr]
-    assert isinstance(dtype, torch.dtype)
-    layer.add_module(LORA_A, DownProjection((rank, inputs), dtype))
-    layer.add_module(LORA_B, AdapterWeight((outputs, rank), dtype))
-    if has_magnitude:
-        layer.add_module(MAGNITUDE, AdapterWeight((outputs,), dtype))
+def add_adapter_weights(layer: nn.Module, adapter: LayerAdapter, dtype: torch.dtype) -> None:
+    """Give a layer on the meta device the parameters of an adapter."""
+    layer.add_module(LORA_A, DownProjection((adapter.rank, adapter.inputs), dtype))
+    layer.add_module(LORA_B, AdapterWeight((adapter.outputs, adapter.rank), dtype))
+    if adapter.has_magnitude:
+        layer.add_module(MAGNITUDE, AdapterWeight((adapter.outputs,), dtype))

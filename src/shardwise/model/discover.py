@@ -41,6 +41,7 @@ from shardwise.model.registry import family_of
 from shardwise.model.routers import ADDS_LOSS, correction_biases, find_routers
 from shardwise.model.stage_cut import stage_facts
 from shardwise.model.tensor_plan import sequence_capability, tensor_plan, vocabulary_parameters
+from shardwise.model.weight_dtypes import with_weight_dtypes
 
 SIMILAR_NAMES = 0.5  # share of parameter names that the children of a list of blocks have in common
 SMALLEST_LIST = 0.1  # a further list of blocks has at least this share of the heaviest one's parameters
@@ -115,7 +116,8 @@ def discover(model: nn.Module, job: Job, example: Mapping[str, Tensor] | None = 
         activation_writing_blocks=() if is_pretrained else forward.activation_writing_blocks,
         frozen=frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad),
     )
-    return with_adapters(with_frozen(facts, job.model.freeze), adapter_settings(job.adapter))
+    facts = with_adapters(with_frozen(facts, job.model.freeze), adapter_settings(job.adapter))
+    return with_weight_dtypes(facts, job.model)
 
 
 def _experts(model: nn.Module, config: Any) -> dict[str, Any]:

@@ -226,6 +226,8 @@ class ModelFacts:
     parameter_shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # in order; ties once, first name
     adapters: dict[str, LayerAdapter] = field(default_factory=dict)  # linear layer -> its adapter
     frozen: frozenset[str] = frozenset()  # parameters that are not trained, of those in parameter_shapes
+    weight_dtypes: dict[str, str] = field(default_factory=dict)  # parameter -> torch's name of the dtype in which it
+    # is written, and kept where it is frozen; empty for a job without model.dtype
     probe_failure: str = (
         ""  # why the forward could not be probed; head, dropout and arguments are then assumed the worst
     )
@@ -253,6 +255,11 @@ class ModelFacts:
     def trained_parameters(self) -> int:
         """Elements of the parameters that are not frozen."""
         return self.parameters - sum(math.prod(self.parameter_shapes[name]) for name in self.frozen)
+
+    def kept_dtype(self, name: str) -> str:
+        """Return torch's name of the dtype of a parameter that is not converted to the masters'; else empty."""
+        own = self.parameter_kinds.kept_dtypes.get(name, "")
+        return own or (self.weight_dtypes.get(name, "") if name in self.frozen else "")
 
     @cached_property
     def base_shapes(self) -> dict[str, tuple[int, ...]]:

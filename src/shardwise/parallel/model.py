@@ -155,7 +155,7 @@ class ParallelModel:
 
     def parameter_dtype(self, name: str) -> torch.dtype:
         """Return the dtype of a parameter, on this rank or another, by its first name."""
-        kept = self.facts.parameter_kinds.kept_dtypes.get(name)
+        kept = self.facts.kept_dtype(name)
         dtype: torch.dtype = getattr(torch, kept) if kept else torch_dtype(self.plan.dtypes.parameters)
         return dtype
 

@@ -25,6 +25,7 @@ from shardwise.model.build import build_model, construct_user_module
 from shardwise.model.discover import discover
 from shardwise.model.facts import ModelFacts
 from shardwise.model.traced_cut import cut_by_trace
+from shardwise.model.weight_dtypes import with_file_dtypes
 from shardwise.parallel.apply import parallelize
 from shardwise.parallel.layout import Layout
 from shardwise.parallel.model import ParallelModel
@@ -116,7 +117,9 @@ def study(job: Job) -> ModelFacts:
     if job.parallel.pipeline_parallel_degree > 1:
         facts = cut_by_trace(model, facts, job.data.sequence_length, example)
     if job.model.path is not None:
-        match_weights(model, facts, job.model.path)
+        weights, names = match_weights(model, facts, job.model.path)
+        if job.model.dtype == "file":
+            facts = with_file_dtypes(facts, lambda name: weights.dtype(names[name]))
     if job.model.weights is not None:
         match_weight_file(job.model.weights, model, facts)
     if job.adapter.path is not None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from rich.console import Console
 from rich.table import Table
 
+from shardwise.kernels.precision import DTYPES
 from shardwise.observe.callback import Callback, ObservedSession
 from shardwise.observe.metrics import Record
+from shardwise.parallel.tensor_map import ParameterEntry
 from shardwise.training.setup import AssembledJob
 
 WIDTH = 100
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class StateReport(Callback):
@@ -33,12 +38,16 @@ class StateReport(Callback):
 def state_table(assembled: AssembledJob) -> Table:
     """Return a table of dtypes and measured bytes."""
     dtypes, model, optimizer = assembled.plan.dtypes, assembled.model, assembled.optimizer
-    parameters = sum(entry.local.numel() * entry.local.element_size() for entry in model.tensor_map)
+    kept = [entry for entry in model.tensor_map if model.facts.kept_dtype(entry.name)]
+    masters = [entry for entry in model.tensor_map if not model.facts.kept_dtype(entry.name)]
     buffers = sum(buffer.numel() * buffer.element_size() for buffer in model.module.buffers())
     table = Table(title="state of rank 0", title_justify="left", box=None)
     for column in ("", "dtype", "bytes, measured"):
         table.add_column(column, justify="right" if column.startswith("bytes") else "left")
-    table.add_row("parameters (master)", dtypes.parameters, f"{parameters:,}")
+    table.add_row("parameters (master)", dtypes.parameters, f"{_bytes(masters):,}")
+    if kept:
+        names = sorted({NAMES.get(entry.local.dtype, str(entry.local.dtype)) for entry in kept})
+        table.add_row("parameters (not trained)", ", ".join(names), f"{_bytes(kept):,}")
     table.add_row("buffers", "as the model", f"{buffers:,}")
     table.add_row("compute", dtypes.compute, "gathered a block at a time" if model.fsdp_modules else "in place")
     table.add_row("gradients", dtypes.reduction, f"{optimizer.gradient_bytes:,}")
@@ -51,7 +60,11 @@ def state_bytes(assembled: AssembledJob) -> dict[str, int]:
     """Return what this rank holds between steps, measured, by the causes of the planner's prediction."""
     gradients = sum(gradient.numel() * gradient.element_size() for _, gradient in assembled.optimizer.gradients())
     return {
-        "parameters": sum(entry.local.numel() * entry.local.element_size() for entry in assembled.model.tensor_map),
+        "parameters": _bytes(assembled.model.tensor_map),
         "gradients": gradients,
         "optimizer": assembled.optimizer.state_bytes(),
     }
+
+
+def _bytes(entries: Iterable[ParameterEntry]) -> int:
+    return sum(entry.local.numel() * entry.local.element_size() for entry in entries)

@@ -9,6 +9,7 @@ from torch import nn
 from shardwise.job.axes import Axis
 from shardwise.kernels.adapters import LowRankProduct, add_adapter_weights
 from shardwise.kernels.linear import use_adapter
+from shardwise.kernels.precision import torch_dtype
 from shardwise.model.adapters import LORA_A, LORA_B, MAGNITUDE, adapter_split
 from shardwise.model.facts import LayerAdapter, ModelFacts
 from shardwise.parallel.builder import BuildInputs, ModelBuilder, StageBuilder, Transform
@@ -39,7 +40,7 @@ def planned_adapter_splits(name: str, adapter: LayerAdapter, inputs: BuildInputs
     """Return how tensor ranks split the parameters of the adapter of layer `name`, by parameter name."""
     facts, layout = inputs.facts, inputs.layout
     layer = nn.Linear(adapter.inputs, adapter.outputs, bias=False, device="meta")
-    add_adapter_weights(layer, adapter.rank, adapter.inputs, adapter.outputs, adapter.has_magnitude)
+    add_adapter_weights(layer, adapter, torch_dtype(inputs.plan.dtypes.parameters))
     splits: dict[str, ParameterSplit] = {}
     for owner, weights in layer.named_children():
         split = adapter_split(facts, f"{name}.{owner}")
@@ -55,7 +56,7 @@ def _adapt(
 ) -> None:
     """Give a layer of the stage its adapter."""
     layer: Any = stage.model.get_submodule(name)
-    add_adapter_weights(layer, adapter.rank, adapter.inputs, adapter.outputs, adapter.has_magnitude)
+    add_adapter_weights(layer, adapter, torch_dtype(inputs.plan.dtypes.parameters))
     for owner in (LORA_A, LORA_B, MAGNITUDE):
         key = f"{name}.{owner}.weight"
         if key in splits:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from shardwise.kernels.precision import torch_dtype
@@ -11,7 +12,7 @@ from shardwise.plan.plan import Plan
 
 
 class ParameterDtypes(Transform):
-    """Master weights in the dtype of `plan.dtypes.parameters`."""
+    """Master weights in the dtype of `plan.dtypes.parameters`, frozen ones in that of `model.dtype`."""
 
     name = "dtypes"
 
@@ -21,6 +22,9 @@ class ParameterDtypes(Transform):
     def apply(self, build: ModelBuilder, inputs: BuildInputs) -> None:
         for stage in build.stages:
             convert(stage.model, inputs.plan)
+            for name, parameter in stage.model.named_parameters():
+                if kept := inputs.facts.kept_dtype(name):
+                    parameter.data = parameter.data.to(getattr(torch, kept))
 
 
 def convert(model: nn.Module, plan: Plan) -> None:

@@ -3,14 +3,35 @@
 from __future__ import annotations
 
 from shardwise.job.schema import LossScaleSection
-from shardwise.plan.draft import changed
+from shardwise.plan.draft import Draft, changed
 from shardwise.plan.rules.rule import Rule, idle
 
 SCALE = "precision.loss_scale"
 DYNAMIC_SCALE = tuple(f"{SCALE}.{name}" for name in LossScaleSection.model_fields if name != "static")
 
+BITS = {"fp64": 64, "fp32": 32, "bf16": 16, "fp16": 16, "float64": 64, "float32": 32, "bfloat16": 16, "float16": 16}
+
+
+def _narrow(d: Draft) -> str:
+    """Return a frozen weight that would be kept in fewer bits than forward computes in; empty where there is none."""
+    kept = ((name, d.facts.kept_dtype(name)) for name in d.facts.weight_dtypes)
+    return next((name for name, dtype in kept if dtype and BITS.get(dtype, 0) < BITS[d.compute]), "")
+
+
 # fmt: off
 RULES: tuple[Rule, ...] = (
+    Rule("weights-factory", ("model.dtype", "model.factory"), "it is of models of transformers",
+         lambda d: d.model.dtype is not None and d.model.factory is not None,
+         fix="leave model.dtype out; the module's own parameters become masters"),
+    Rule("weights-file", ("model.dtype",), "a dtype of files needs files",
+         lambda d: d.model.dtype == "file" and d.model.path is None,
+         fix="give model.path, or use fp32 or bf16"),
+    Rule("weights-compute", ("model.dtype", "precision.compute"),
+         "weights that are not trained are kept in as many bits as forward computes in, or more",
+         lambda d: d.model.dtype is not None and _narrow(d),
+         fix="use precision.compute bf16, or leave model.dtype out",
+         because=lambda d: f"{_narrow(d)} is not trained and would be kept in {d.facts.kept_dtype(_narrow(d))}, and "
+         f"this job computes in {d.compute}"),
     idle("cast-float-arguments", "precision.cast_float_arguments",
          "it is for a module of model.factory that computes in 16 bits",
          lambda d: d.model.factory is None or d.compute not in ("bf16", "fp16")),

@@ -51,6 +51,7 @@ from shardwise.planner.formulas.memory_estimate import MemoryEstimate
 from shardwise.planner.formulas.shapes import local_shapes, optimizer_states, split_backward_features, weights_put_off
 
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+KEPT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # of a dtype by torch's name
 
 
 def estimate(
@@ -182,6 +183,14 @@ class _Step:
         return self.root.shard + sum(unit.shard for unit in self.units)
 
     @cached_property
+    def parameter_bytes(self) -> float:
+        """Bytes of the parameters on this rank; frozen ones may be kept in a dtype of their own."""
+        shapes = [item for shapes in self._shapes.values() for item in shapes.items()]
+        return sum(
+            self._shard_of([shape]) * KEPT_BYTES.get(self.facts.kept_dtype(name), self.master) for name, shape in shapes
+        )
+
+    @cached_property
     def trained(self) -> float:
         """Elements on this rank that have a gradient and optimizer state."""
         return self.root.trained_shard + sum(unit.trained_shard for unit in self.units)
@@ -194,7 +203,7 @@ class _Step:
         done = self.trained if earlier else sum(unit.trained_shard for unit in reduced)
         state = MemoryEstimate(
             moment,
-            parameters=self.shard * self.master,
+            parameters=self.parameter_bytes,
             gradients=done * self.master,
             optimizer=self.trained * BYTES[self.plan.dtypes.optimizer] * optimizer_states(self.plan),
             gathered=self.root.whole * self.compute if self.fsdp else 0.0,

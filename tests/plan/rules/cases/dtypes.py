@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
-from tests.plan.rules.jobs import case
+from dataclasses import replace
+
+from tests.plan.rules.jobs import CPU4, FACTORY, FACTS, case
+
+KEPT = {"embed_in.weight": "bfloat16"}
+NARROW = replace(FACTS, frozen=frozenset(KEPT), weight_dtypes=KEPT)
 
 CASES = {
+    "weights-factory": case({"model": {**FACTORY["model"], "dtype": "bf16"}}, FACTORY, "models of transformers"),
+    "weights-file": case({"model": {"dtype": "file"}}, {"model": {"dtype": "bf16"}}, "give model.path, or use fp32"),
+    "weights-compute": case(
+        {"model": {"dtype": "bf16"}, "precision": {"compute": "fp32"}},
+        {"model": {"dtype": "bf16"}, "precision": {"compute": "bf16"}},
+        "embed_in.weight is not trained and would be kept in bfloat16, and this job computes in fp32",
+        CPU4,
+        NARROW,
+    ),
     "cast-float-arguments": case(
         {"precision": {"cast_float_arguments": True}},
         {"model": {"factory": "a:b"}, "precision": {"compute": "bf16", "cast_float_arguments": True}},
