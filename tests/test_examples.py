@@ -54,7 +54,7 @@ def test_every_example_is_run_here_and_short() -> None:
     files = [path for path in EXAMPLES.iterdir() if path.is_file()]
     assert {path.name for path in files} == {
         *JOBS,
-        *("chat.yaml", "chat.jinja", "chat_rows.py"),
+        *("chat.yaml", "chat.jinja", "chat_rows.py", "chat_lora.yaml", "sums.py"),
         "own_module.py",
         "library.py",
         "smp_gpt.py",
@@ -103,6 +103,21 @@ def test_chat(world_pool: WorldPool, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
     text = tokenizer.apply_chat_template([{"role": "user", "content": "3 + 4?"}], tokenize=False)
     assert text == "user\n3 + 4?<|endoftext|>"
+
+
+@pytest.mark.slow
+def test_chat_lora(world_pool: WorldPool, tmp_path: Path) -> None:
+    """The rows of its own function, on a tiny model drawn anew."""
+    config = {"model_type": "gpt2", "n_embd": 16, "n_head": 2, "n_layer": 1, "n_positions": 128, "vocab_size": 300}
+    keys = {"model.path": None, "model.config": config, "data.vocabulary_size": 300, "training.epochs": None}
+    keys |= {"evaluation.answers": 3, "data.max_documents": 60, "training.evaluate_every": 1, "checkpoint.every": 1}
+    keys |= {"adapter.rank": 4}
+    words = [f"--{key}={json.dumps(value)}" for key, value in keys.items()]
+    words += [f"--{word}" for word in toy_keys(tmp_path)]
+    assert world_pool.run(2, run_job, str(EXAMPLES / "chat_lora.yaml"), words) == [0] * 2
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [record["exact_match/held_out"] for record in records if "validation_loss" in record] == [0.0] * STEPS
+    assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").is_file()
 
 
 def run_script(file: str, words: list[str]) -> None:

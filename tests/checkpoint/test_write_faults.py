@@ -21,7 +21,7 @@ from shardwise.checkpoint.manifest import FILE, OWNER, Manifest, Progress
 from shardwise.checkpoint.save import Checkpointer
 from shardwise.checkpoint.stores import LocalStore, open_store
 from shardwise.errors import CheckpointError
-from shardwise.job.schema import CheckpointSection, Job
+from shardwise.job.schema import CheckpointSection, EvaluationSection, Job
 from shardwise.testing.world import WorldPool
 from shardwise.training.checkpoints import data_facts
 from shardwise.training.session import Session
@@ -288,36 +288,40 @@ def test_a_full_disk(corpora: Path, tmp_path: Path) -> None:
 # --- which checkpoints stay ------------------------------------------------------------------------------------------
 
 LOSSES: dict[int, float | None] = {1: 5.0, 2: None, 3: 3.0, 4: None, 5: 4.0, 6: None, 7: 4.5}
-KEPT: list[tuple[dict[str, Any], list[int]]] = [
-    ({}, [6, 7]),
-    ({"keep_last": 1}, [7]),
-    ({"keep_last": 9}, [1, 2, 3, 4, 5, 6, 7]),
-    ({"keep_last": 1, "keep_every": 3}, [3, 6, 7]),
-    ({"keep_last": 1, "keep_best": True}, [3, 7]),
-    ({"keep_last": 2, "keep_best": True, "keep_every": 5}, [3, 5, 6, 7]),
+SCORES = {1: 0.25, 3: 0.5, 5: 0.75, 7: 0.5}
+KEPT: list[tuple[dict[str, Any], str, list[int]]] = [
+    ({}, "validation_loss", [6, 7]),
+    ({"keep_last": 1}, "validation_loss", [7]),
+    ({"keep_last": 9}, "validation_loss", [1, 2, 3, 4, 5, 6, 7]),
+    ({"keep_last": 1, "keep_every": 3}, "validation_loss", [3, 6, 7]),
+    ({"keep_last": 1, "keep_best": True}, "validation_loss", [3, 7]),
+    ({"keep_last": 2, "keep_best": True, "keep_every": 5}, "validation_loss", [3, 5, 6, 7]),
+    ({"keep_last": 1, "keep_best": True}, "score", [5, 7]),
+    ({"keep_last": 1, "keep_best": True}, "loss_of_another_kind", [1, 7]),
 ]
 
 
-def empty_manifest(step: int) -> bytes:
+def empty_manifest(step: int, metric: str = "score") -> bytes:
     return Manifest(
-        progress=Progress(step=step, validation_loss=LOSSES[step]), optimizer="AdamW", tensors={}, files={}, job={},
-        plan={}, data={}, versions={}, written="",
+        progress=Progress(step=step, validation_loss=LOSSES[step], judged_by=metric, metric=SCORES.get(step)),
+        optimizer="AdamW", tensors={}, files={}, job={}, plan={}, data={}, versions={}, written="", version=3,
     ).to_json()  # fmt: skip
 
 
-@pytest.mark.parametrize(("settings", "kept"), KEPT)
-def test_retention(tmp_path: Path, settings: dict[str, Any], kept: list[int]) -> None:
+@pytest.mark.parametrize(("settings", "metric", "kept"), KEPT)
+def test_retention(tmp_path: Path, settings: dict[str, Any], metric: str, kept: list[int]) -> None:
     store = LocalStore(str(tmp_path))
     for step in LOSSES:
         store.begin(checkpoint_name(step))
-        store.commit(checkpoint_name(step), empty_manifest(step))
+        store.commit(checkpoint_name(step), empty_manifest(step, metric))
     for other in (
         tmp_path / checkpoint_name(0),
         tmp_path / "step-mine",
         tmp_path / "my notes",
     ):  # no manifest, no checkpoint
         other.mkdir()
-    for name in Retention(CheckpointSection(**settings)).surplus(store, checkpoint_name(max(LOSSES))):
+    retention = Retention(CheckpointSection(**settings), EvaluationSection(metric=metric))
+    for name in retention.surplus(store, checkpoint_name(max(LOSSES))):
         store.remove(name)
     left = [int(path.name[5:]) for path in sorted(tmp_path.glob("step-*")) if (path / FILE).exists()]
     assert left == kept
@@ -331,7 +335,7 @@ def test_what_was_passed_over_takes_no_place(tmp_path: Path, keep_last: int, kep
     for step in LOSSES:
         store.begin(checkpoint_name(step))
         store.commit(checkpoint_name(step), empty_manifest(step))
-    surplus = Retention(CheckpointSection(keep_last=keep_last)).surplus(store, checkpoint_name(5))
+    surplus = Retention(CheckpointSection(keep_last=keep_last), EvaluationSection()).surplus(store, checkpoint_name(5))
     assert sorted(surplus) == [checkpoint_name(step) for step in LOSSES if step not in kept]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from shardwise.data.corpus import with_format
 from shardwise.data.packed_rows import PackedRows, first_fit
@@ -23,6 +24,14 @@ def rows_of(tmp_path: Path, rows: list[dict[str, Any]] = ROWS, **data: Any) -> t
     prepared = prepare(with_format(chat_job(tmp_path, rows, **data)))
     assert isinstance(prepared.train, PackedRows) and isinstance(prepared.validation, PackedRows)
     return prepared, prepared.train, prepared.validation
+
+
+def test_answers(tmp_path: Path) -> None:
+    data, train, _ = rows_of(tmp_path, [{"messages": as_messages(CHATS[1])}] * 3, sequence_length=128)
+    tokenizer = AutoTokenizer.from_pretrained(str(data.tokenizer_directory))
+    for prompt, answer in train.answers(2):
+        assert tokenizer.decode(prompt) == "[system]Be brief.<|end|>[user]1+1?<|end|>[assistant]"
+        assert tokenizer.decode(answer) == "2<|end|>"
 
 
 def test_first_fit() -> None:

@@ -63,15 +63,20 @@ def test_a_reader_that_goes_does_not_end_the_run(is_terminal: bool, capsys: pyte
 
 
 def test_plain_lines_hold_the_figures_and_no_control_characters() -> None:
-    lines = plain_lines(
-        [step_record(1), {"step": 1, "validation_loss": 4.0, "training_loss": 4.5}], training={"steps": 300}
-    )
+    evaluation = {"step": 1, "validation_loss": 4.0, "training_loss": 4.5}
+    of_sets = evaluation | {
+        "validation_loss/books": 3.5,
+        "exact_match": 0.25,
+        "samples": [{"prompt": "a", "text": "b"}],
+    }
+    lines = plain_lines([step_record(1), evaluation, of_sets], training={"steps": 300})
     assert lines[0] == "shardwise  2 cpu ranks · shard 2 · fp32"
     assert lines[1].startswith("step 1/300  loss 7.9")  # one line, although the console is 40 wide
     assert "tokens/s 12581" in lines[1] and "TFLOPs/rank 0.125" in lines[1]
     assert "memory/rank 412 · 415 MiB" in lines[1]
     assert "MFU" not in lines[1]  # unknown peak
     assert lines[2] == "step 1/300  validation loss 4.0000  training loss 4.5000 of the last steps"
+    assert lines[3].startswith("step 1/300  validation loss 4.0000  books 3.5000  exact_match 0.2500  training loss")
     assert not re.search(r"[\x00-\x1f\x7f]", "".join(lines))
 
 

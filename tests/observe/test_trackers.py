@@ -39,6 +39,10 @@ def job(**observe: Any) -> Job:
 def test_scalars_are_named_by_section_and_finite() -> None:
     assert dict(scalars(RECORD)) == NAMED
     assert dict(scalars({"step": 3, "validation_loss": 2.0})) == {"validation/loss": 2.0}
+    of_sets = {"step": 3, "exact_match": 0.5, "validation_loss/books": 2.5, "exact_match/books": 0.25, "samples": []}
+    assert dict(scalars(of_sets)) == {
+        "validation/exact_match": 0.5, "validation/books/loss": 2.5, "validation/books/exact_match": 0.25,
+    }  # fmt: skip
 
 
 def test_tensorboard_event_files_hold_the_numbers(tmp_path: Path) -> None:

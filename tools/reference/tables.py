@@ -25,6 +25,9 @@ METRICS = {
     "loss_scale": "scale of this step's backward; fp16 only",
     "training_loss": "of an evaluation: mean of the steps before it, as many as it has batches, each before its update",
     "validation_loss": "mean over the labels of `training.evaluate_batches` global batches, nats",
+    "validation_loss/NAME": "the same of a set of `evaluation.sets`",
+    "exact_match": "share of held-out answers that the model writes token for token; `exact_match/NAME` of a set",
+    "samples": "what the model writes behind the prompts of `evaluation.prompts`: a list of prompt and text",
 }
 
 FILES = {

@@ -10,7 +10,7 @@ from pathlib import Path
 from shardwise.checkpoint.manifest import FILE, OLDER, Manifest, NewerError, parse
 from shardwise.checkpoint.stores import DIRECTORY, Store, open_store, split
 from shardwise.errors import CheckpointError, DamagedError, IncompleteError
-from shardwise.job.schema import CheckpointSection
+from shardwise.job.schema import CheckpointSection, EvaluationSection
 
 PREFIX = "step-"
 RUN_FILE = "run.json"  # in the output directory of a run; training/output.py writes it
@@ -187,15 +187,15 @@ def _elsewhere(path: str) -> list[str]:
 
 
 class Retention:
-    """The checkpoints that stay: the newest, the multiples of `keep_every`, the one of the lowest validation loss.
+    """The checkpoints that stay: the newest, the multiples of `keep_every`, the one of the best `evaluation.metric`.
 
     What was resumed from and what others wrote is judged by the same rule. Incomplete ones are left alone: they are
     evidence, and never the one that a run resumes from.
     """
 
-    def __init__(self, settings: CheckpointSection) -> None:
-        self.settings = settings
-        self._losses: dict[str, float | None] = {}
+    def __init__(self, settings: CheckpointSection, evaluation: EvaluationSection) -> None:
+        self.settings, self.evaluation = settings, evaluation
+        self._metrics: dict[str, float | None] = {}
 
     def surplus(self, store: Store, newest: str) -> list[str]:
         """Names that may be removed now that `newest` is complete.
@@ -206,15 +206,20 @@ class Retention:
         kept = set(names[: self.settings.keep_last])
         if self.settings.keep_every:
             kept |= {name for name in names if _step(name) % self.settings.keep_every == 0}
-        scored = [(loss, name) for name in names if (loss := self._losses[name]) is not None and math.isfinite(loss)]
-        if self.settings.keep_best and scored:
-            kept.add(min(scored)[1])
+        sign = -1 if self.evaluation.prefers_greater else 1
+        known = {
+            name: metric for name in names if (metric := self._metrics[name]) is not None and math.isfinite(metric)
+        }
+        if self.settings.keep_best and known:
+            kept.add(min((sign * metric, name) for name, metric in known.items())[1])
         return [name for name in names if name not in kept]
 
     def _known(self, store: Store, name: str) -> bool:
-        if name not in self._losses:
+        if name not in self._metrics:
             try:
-                self._losses[name] = read_manifest(store, name).progress.validation_loss
+                progress, wanted = read_manifest(store, name).progress, self.evaluation.metric
+                of_metric = progress.metric if progress.judged_by == wanted else None
+                self._metrics[name] = progress.validation_loss if wanted == "validation_loss" else of_metric
             except CheckpointError:
                 return False
         return True

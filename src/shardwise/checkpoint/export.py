@@ -26,7 +26,12 @@ from shardwise.checkpoint.merging import merged
 from shardwise.checkpoint.reading import HuggingFaceWeights
 from shardwise.checkpoint.state import persistent_buffers
 from shardwise.checkpoint.whole import WholeTensors
-from shardwise.checkpoint.writing import DEFAULT_SHARD_BYTES, HuggingFaceWriter, remove_unfinished
+from shardwise.checkpoint.writing import (
+    DEFAULT_SHARD_BYTES,
+    HuggingFaceWriter,
+    copy_chat_template,
+    remove_unfinished,
+)
 from shardwise.errors import CheckpointError, OutputError
 from shardwise.job.schema import Job
 from shardwise.model.adapters import is_adapter, is_saved
@@ -147,19 +152,24 @@ def export_checkpoint(
         buffers = {key.partition("/")[2] for key in _of_kind("buffer/", manifest)}
         for tensor_name, tensor in whole:
             kind = "buffer" if tensor_name in buffers else "model"
-            if dtype is None and kind == "model":
-                tensor = _written(tensor, dtype_of(tensor_name))
-            writer.add(tensor_name, converted(f"{kind}/{tensor_name}", tensor, dtype))
+            as_asked = converted(f"{kind}/{tensor_name}", tensor, dtype)
+            writer.add(tensor_name, as_asked if kind == "buffer" else _written(as_asked, dtype_of(tensor_name)))
         writer.finish()
+        copy_chat_template(manifest.job.get("data", {}).get("chat_template"), writer.path, say)
         for problem in writer.problems:
             say(problem)
         return writer.path
 
 
 def _file_dtypes(manifest: Manifest, dtype: str | None, say: Say) -> Callable[[str], torch.dtype | None]:
-    """Return what tells the dtype of `model.dtype` in which a parameter is written; None: as it is stored."""
+    """Return what tells the dtype of the job's `model.dtype` in which a parameter is written; None: as it is.
+
+    A `dtype` that the caller asks for takes its place.
+    """
     asked = manifest.job.get("model", {}).get("dtype")
-    if dtype is not None or asked != "file":
+    if dtype is not None:
+        return lambda name: None
+    if asked != "file":
         return lambda name: EXPORT_DTYPES.get(asked or "")
     if not Path(str(manifest.job["model"]["path"])).is_dir():
         say(f"model.dtype=file: {manifest.job['model']['path']} is not there any more; weights are written as stored")

@@ -22,7 +22,7 @@ from shardwise.words import listed
 FILE = "manifest.json"
 OWNER = "owner"  # a file beside the checkpoints: the run that writes here
 FORMAT: Literal["shardwise-checkpoint"] = "shardwise-checkpoint"
-VERSION = 2  # 1 lacks `adapter`, and is written where there is none
+VERSION = 3  # 2 lacks what `evaluation.metric` has come to, 1 `adapter` too; the lowest that says all is written
 BLOCK_BYTES = 1 << 22  # files are hashed in blocks of this size, so that a slice can be checked without its whole file
 OLDER = "; use an older checkpoint"
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
@@ -131,6 +131,14 @@ class Progress(_Part):
     skipped_in_a_row: Size = 0
     data_hash: str = "0" * 16
     validation_loss: float | None = None  # of this very step
+    judged_by: str = ""  # `evaluation.metric`, where something follows from it; the rest is of that one
+    metric: float | None = None  # of this very step
+    best_metric: float | None = None  # of all evaluations so far
+    best_step: Size = 0  # of that one
+    evaluations_since_best: Size = 0
+
+
+JUDGEMENT = {"judged_by", "metric", "best_metric", "best_step", "evaluations_since_best"}
 
 
 class Scaler(_Part):
@@ -215,7 +223,8 @@ class Manifest(_Part):
         return math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype]
 
     def to_json(self) -> bytes:
-        left_out = {"adapter"} if self.adapter is None else None  # as version 1 is written
+        left_out: dict[str, Any] = {} if self.progress.judged_by else {"progress": JUDGEMENT}  # as version 2 is written
+        left_out |= {"adapter": True} if self.adapter is None else {}  # as version 1
         return seal(self.model_dump_json(indent=None, exclude=left_out).encode())
 
     def held(self, file: str, start: int, stop: int) -> str:

@@ -66,7 +66,7 @@ class Checkpointer:
         self.model, self.optimizer, self.store, self.data = model, optimizer, store, data
         self.settings = model.plan.job.checkpoint
         self.group = dist.new_group(backend="gloo", timeout=PATIENCE)  # the writing thread's own: nothing may overtake
-        self.retention = Retention(self.settings)
+        self.retention = Retention(self.settings, model.plan.job.evaluation)
         self.failure: BaseException | None = None
         self.saved: str | None = None
         self._staging: Staging | None = None
@@ -198,7 +198,7 @@ class Checkpointer:
                 optimizer_scalars=scalars,
                 tensors=tensors,
                 ties=ties,
-                version=1 if adapter is None else VERSION,
+                version=VERSION if progress.judged_by else 1 if adapter is None else 2,
                 adapter=adapter,
                 files=files,
                 job=plan.job.model_dump(mode="json"),

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -24,6 +24,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 from shardwise.checkpoint.weight_files import INDEX, SINGLE
 from shardwise.errors import OutputError
 
+CHAT_TEMPLATE_FILE = "chat_template.jinja"  # as tokenizers of transformers read it
 DEFAULT_SHARD_BYTES = 1 << 30
 TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken",
@@ -173,6 +174,16 @@ def copy_tokenizer(source: Path, target: Path) -> None:
         for file in source.glob(pattern):
             if file.is_file():
                 shutil.copy2(file, target / file.name)
+
+
+def copy_chat_template(template: str | None, directory: Path, say: Callable[[str], None] = lambda text: None) -> None:
+    """Put the chat template of a job beside the tokenizer, under the name by which transformers reads it."""
+    if template is None:
+        return
+    if Path(template).is_file():
+        shutil.copyfile(template, directory / CHAT_TEMPLATE_FILE)
+    else:
+        say(f"the chat template is not exported: {template} is not there any more")
 
 
 def _shard_name(shard: int, shards: int) -> str:

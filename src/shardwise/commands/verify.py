@@ -29,7 +29,7 @@ from shardwise.data.token_data import TokenData
 from shardwise.data.tokenizer import VOCABULARY_FILES
 from shardwise.errors import ConfigError, LegalityError, MachineError
 from shardwise.exit_codes import DISAGREEMENT, DONE
-from shardwise.job.schema import Job, PrecisionSection
+from shardwise.job.schema import EvaluationSection, Job, PrecisionSection
 from shardwise.job.sources import require_job
 from shardwise.launch.environment import detect
 from shardwise.launch.interrupt import Interrupt
@@ -218,7 +218,8 @@ def _session(job: Job, device: torch.device, facts: ModelFacts, data: TokenData,
     Late: an evaluation gathers weights anew, and what the first update leaves behind would not show.
     """
     training = {"evaluate_every": steps if steps < 3 else steps - 1, "evaluate_batches": 1, "callbacks": []}
-    job = job.model_copy(update={"training": job.training.model_copy(update=training)})
+    changed = {"training": job.training.model_copy(update=training), "evaluation": EvaluationSection()}
+    job = job.model_copy(update=changed)
     return Session.of(assemble(job, device, facts, data))
 
 

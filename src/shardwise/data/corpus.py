@@ -20,6 +20,7 @@ import numpy as np
 
 from shardwise.data.compressed import content_suffix
 from shardwise.data.conversations import COLUMNS, format_of_columns, texts_of
+from shardwise.data.generated import generated_rows, is_function
 from shardwise.data.readers import BESIDE_TOKENS, ROWS, Row, known_columns, pieces, text_file, text_pieces, token_ids
 from shardwise.data.store import digest
 from shardwise.errors import ConfigError, DataError
@@ -128,7 +129,7 @@ def find_corpus(data: DataSection) -> Corpus:
     if name == "stdlib":
         files, container = stdlib_files(), "text"
     else:
-        paths = _expand(str(data.path))
+        paths = _expand(data)
         container = _container(paths, name)
         files = _files(paths, container)
     if container == "text" and data.field != DataSection().field:
@@ -168,8 +169,11 @@ def stdlib_files() -> tuple[Path, ...]:
     return tuple(sorted(found, key=lambda path: digest(path.relative_to(root).as_posix())))
 
 
-def _expand(path: str) -> list[Path]:
-    """The existing file or directory, or what the glob matches."""
+def _expand(data: DataSection) -> list[Path]:
+    """The existing file or directory, what the glob matches, or the rows that a function of the user's own makes."""
+    path = str(data.path)
+    if is_function(path):
+        return [generated_rows(path, data.cache_directory)]
     whole = Path(path).expanduser()
     if whole.exists():
         return [whole]
@@ -183,7 +187,7 @@ def _expand(path: str) -> list[Path]:
 
 def _infer(data: DataSection) -> str:
     """The format that `auto` takes: by suffix for a file, by what a directory holds, and by the columns of its rows."""
-    paths = _expand(str(data.path))
+    paths = _expand(data)
     found = {_format_of(path) for path in paths}
     if len(found) > 1:
         raise ConfigError(

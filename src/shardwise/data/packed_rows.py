@@ -145,6 +145,16 @@ class PackedRows:
             counts = block
         return counts
 
+    def answers(self, count: int) -> list[tuple[list[int], list[int]]]:
+        """Return (what stands before the first answer, the answer), token ids, of the first `count` rows."""
+        found = []
+        for row in self.rows[:count]:
+            ids, labels = self.row(int(row))
+            first = self.corpus.first_targets[int(row)]
+            untrained = np.flatnonzero(labels[first - 1 :] == IGNORED)
+            found.append((ids[:first].tolist(), ids[first : first + int(untrained[0])].tolist()))
+        return found
+
     def prompt(self, length: int) -> list[int]:
         """Return the last `length` token ids of the first row before the first that is trained on."""
         row = int(self.rows[0])

@@ -17,6 +17,7 @@ import numpy as np
 
 from shardwise.cache import cache_root
 from shardwise.data.corpus import Corpus, data_format, find_corpus
+from shardwise.data.evaluation_sets import open_sets
 from shardwise.data.factory import open_samples
 from shardwise.data.packing import Masking, Spans, split_windows
 from shardwise.data.row_cache import prepare_rows
@@ -48,6 +49,11 @@ TOKENS, DOCUMENTS, HASHES = "tokens.arrow", "documents.arrow", "hashes.arrow"
 
 def prepare(job: Job, model_vocabulary: int | None = None, say: Say = lambda text: None) -> TokenData:
     """The data of `job`, tokenized now unless the cache has it; `say` hears of the progress."""
+    data = _prepare(job, model_vocabulary, say)
+    return open_sets(job, data, lambda other: _prepare(other, model_vocabulary, say)) if job.evaluation.sets else data
+
+
+def _prepare(job: Job, model_vocabulary: int | None, say: Say) -> TokenData:
     if data_format(job.data) == "factory":
         return _from_factory(job, model_vocabulary)
     corpus = find_corpus(job.data)

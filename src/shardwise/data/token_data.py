@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -18,7 +19,8 @@ class TokenData:
     `documents` and `tokens` count the whole data set (samples and 0 for a factory's). `content` is a hash of all token
     ids, and of which rows are trained on where: equal on every host, or the hosts do not train on the same data.
     `split` is the rule that held samples out: `documents` or `place`. `vocabulary_size` is the tokenizer's; without
-    one, the model's, else the largest token id + 1. `row_counts` is of conversations and pairs alone.
+    one, the model's, else the largest token id + 1. `row_counts` is of conversations and pairs alone. `sets` are those
+    of `evaluation.sets` by name, and `content_of_sets` is a hash of their token ids.
     """
 
     train: Windows | PackedRows | Samples
@@ -33,6 +35,8 @@ class TokenData:
     content: str = ""
     directory: str | None = None
     row_counts: RowCounts | None = None
+    sets: Mapping[str, Windows | PackedRows] = field(default_factory=dict)
+    content_of_sets: str = ""
 
     @cached_property
     def unigram_entropy(self) -> float | None:
@@ -72,6 +76,7 @@ class TokenData:
             "validation_sequences": len(self.validation),
             "split": self.split,
         }
+        facts |= {f"{name}_sequences": len(split) for name, split in self.sets.items()}
         if not isinstance(self.train, Samples):
             facts |= {
                 "tokens": self.tokens,

@@ -45,6 +45,7 @@ def _check_pattern(pattern: str) -> str:
 
 UserPath = Annotated[str, AfterValidator(_expand_home)]  # `~` is the home directory, which no shell may have put in
 OwnObject = Annotated[str, AfterValidator(_check_reference)]  # of the user's own code
+SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")]
 Pattern = Annotated[str, AfterValidator(_check_pattern)]  # matched against whole names
 Device = Literal["auto", "cpu", "cuda"]
 Precision = Literal["auto", "fp64", "fp32", "bf16", "fp16"]
@@ -442,7 +443,9 @@ class DataSection(Section):
     """The corpus that the model is trained on."""
 
     path: UserPath | None = Field(
-        default=None, description="File, directory or glob. Unset with `format: auto`: `stdlib`."
+        default=None,
+        description="File, directory or glob; or `package.module:function` of your own that returns rows. Unset with "
+        "`format: auto`: `stdlib`.",
     )
     format: DataFormat = Field(
         default="auto",
@@ -519,6 +522,48 @@ class DataSection(Section):
         return "assistant" if self.format == "chat" else "completion"
 
 
+class EvaluationSection(Section):
+    """Metrics of an evaluation beside the validation loss, and what follows from them.
+
+    `training.evaluate_every` says when, `training.evaluate_batches` on how much.
+    """
+
+    sets: dict[SetName, UserPath] = Field(
+        default={},
+        description="Name -> path of a set that is evaluated too, read as `data.path` is; it is not "
+        "trained on. Its loss is the metric `validation_loss/NAME`.",
+    )
+    answers: NonNegative = Field(
+        default=0,
+        description="Held-out rows whose first answer the model writes itself, always with its likeliest token. The "
+        "share that equals the row's own is the metric `exact_match`, and `exact_match/NAME` of a set.",
+    )
+    prompts: list[str | list[dict[str, Any]]] = Field(
+        default=[],
+        description="Texts, or lists of messages, that the model continues at each evaluation, always with its "
+        "likeliest token, by `observe.sample_tokens` at most. With a chat template a text is a message of the user's.",
+    )
+    metric: str = Field(
+        default="validation_loss",
+        description="By which `checkpoint.keep_best` and `early_stopping_patience` judge: any number of an evaluation, "
+        "those that callbacks add to its record included.",
+    )
+    greater_is_better: bool | None = Field(
+        default=None, description="Of `metric`; unset: unless its name has `loss` in it."
+    )
+    early_stopping_patience: NonNegative = Field(
+        default=0, description="Evaluations in a row without a better `metric` after which the run ends; 0: none do."
+    )
+    early_stopping_threshold: float = Field(
+        default=0.0, ge=0, description="By how much a `metric` has to be better than the best one so far."
+    )
+
+    @property
+    def prefers_greater(self) -> bool:
+        """`greater_is_better`, where it is unset by the metric's name."""
+        return "loss" not in self.metric if self.greater_is_better is None else self.greater_is_better
+
+
 class CheckpointSection(Section):
     """Checkpoints: when the run's state is kept, where, and from what a run starts."""
 
@@ -539,7 +584,10 @@ class CheckpointSection(Section):
     keep_every: NonNegative = Field(
         default=0, description="Checkpoints at multiples of this step are never removed; 0: none of them."
     )
-    keep_best: bool = Field(default=False, description="Keep the checkpoint of the lowest validation loss too.")
+    keep_best: bool = Field(
+        default=False,
+        description="Keep the checkpoint of the best `evaluation.metric` too, by default the validation loss.",
+    )
     asynchronous: bool = Field(default=True, description="Training goes on while a checkpoint is written.")
     staging_bytes: Annotated[int, Field(ge=1 << 23)] | None = Field(
         default=None,
@@ -605,6 +653,7 @@ class Job(RootSection):
     training: TrainingSection = Field(default_factory=TrainingSection, description="Steps and batch.")
     optimizer: OptimizerSection = Field(default_factory=OptimizerSection, description="Optimizer and schedule.")
     data: DataSection = Field(default_factory=DataSection, description="The corpus.")
+    evaluation: EvaluationSection = Field(default_factory=EvaluationSection, description="Evaluations.")
     checkpoint: CheckpointSection = Field(
         default_factory=CheckpointSection, description="Keeping and resuming the run's state."
     )

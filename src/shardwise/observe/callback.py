@@ -98,7 +98,10 @@ class Callback:
         """Take the record of a step; keys that are added to it are recorded too."""
 
     def on_evaluation(self, session: ObservedSession, record: Record) -> None:
-        """Take the record of an evaluation: `step` and `validation_loss`."""
+        """Take the record of an evaluation: `step`, `validation_loss` and the job's other metrics.
+
+        Numbers that are added to it are recorded too, and `evaluation.metric` may name one.
+        """
 
     def on_save(self, session: ObservedSession, record: Record) -> None:
         """Take note of a checkpoint: `step` and `checkpoint`, where it will be complete soon."""

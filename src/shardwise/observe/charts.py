@@ -65,6 +65,7 @@ def loss_chart(
             x=x_validation, y=validation, name="validation", mode="lines+markers", marker={"size": 7},
             line={"width": 1.2}, meta={"colour": "c2"},
         )  # fmt: skip
+    _add_sets(figure, evaluations)
     text = "Mean of the counted labels."
     if unigram_entropy is not None:
         ends = sorted([*x, *x_validation])
@@ -86,6 +87,17 @@ def _add_training(figure: go.Figure, x: list[int], loss: list[Number]) -> None:
     if long:
         smooth = _smoothed(loss)
         figure.add_scatter(x=x, y=smooth, name="training, smoothed", mode="lines", meta={"colour": "c1"})
+
+
+def _add_sets(figure: go.Figure, evaluations: Sequence[Record]) -> None:
+    """The losses of the sets that are evaluated beside the validation split."""
+    keys = dict.fromkeys(key for record in evaluations for key in record if key.startswith("validation_loss/"))
+    for number, key in enumerate(keys):
+        x, loss = _series(evaluations, key)
+        figure.add_scatter(
+            x=x, y=loss, name=key.partition("/")[2], mode="lines+markers", marker={"size": 5}, line={"width": 1.2},
+            meta={"colour": f"c{3 + number % 5}"},
+        )  # fmt: skip
 
 
 def throughput_chart(steps: Sequence[Record]) -> Chart | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
@@ -39,6 +39,7 @@ _NUMBERS = {  # name shown: key of the record and format
     "MFU": ("mfu", ".1%"),
     "scale": ("loss_scale", "g"),
 }
+LOSSES = ("step", "validation_loss", "training_loss")  # of an evaluation's record
 _SHOWN = [*_NUMBERS, "memory/rank", "skipped"]
 
 
@@ -94,6 +95,7 @@ class Display(Callback):
     def on_evaluation(self, session: ObservedSession, record: Record) -> None:
         """Show the validation loss."""
         self._take(record)
+        self._figures.update({name: f"{value:.4f}" for name, value in evaluation_metrics(record).items()})
         if self._live is None:
             self._line(f"step {self._step}/{self._steps}  {_evaluation(record)}")
 
@@ -205,7 +207,14 @@ def _evaluation(record: Record) -> str:
     """Return the losses of an evaluation: that of training is of as many sequences, where it has had so many."""
     training = record.get("training_loss")
     compared = "" if training is None else f"  training loss {training:.4f} of the last steps"
-    return f"validation loss {record['validation_loss']:.4f}{compared}"
+    metrics = "".join(f"  {name} {value:.4f}" for name, value in evaluation_metrics(record).items())
+    return f"validation loss {record['validation_loss']:.4f}{metrics}{compared}"
+
+
+def evaluation_metrics(record: Record) -> Mapping[str, float]:
+    """Return what an evaluation has besides the losses of every run: `validation_loss/NAME` as `NAME`."""
+    numbers = {key: value for key, value in record.items() if key not in LOSSES and isinstance(value, int | float)}
+    return {key.removeprefix("validation_loss/"): value for key, value in numbers.items()}
 
 
 def _joined(figures: dict[str, str]) -> str:
@@ -215,7 +224,7 @@ def _joined(figures: dict[str, str]) -> str:
 def _styled(figures: dict[str, str]) -> Columns:
     """Put the figures side by side; a narrow terminal breaks between two of them, never inside of one."""
     styles = {"loss": "bold", "validation": "bold", "skipped": "bold red"}
-    ordered = sorted(figures, key=lambda name: _SHOWN.index(name))
+    ordered = sorted(figures, key=lambda name: _SHOWN.index(name) if name in _SHOWN else len(_SHOWN))
     texts = [
         Text.assemble((f"{name} ", "dim"), (figures[name], styles.get(name, ""))) for name in ordered if figures[name]
     ]

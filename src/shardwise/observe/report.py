@@ -21,7 +21,7 @@ from plotly.offline import get_plotlyjs
 from plotly.utils import PlotlyJSONEncoder
 
 from shardwise.observe.charts import Chart, figure_json, make_charts
-from shardwise.observe.display import duration
+from shardwise.observe.display import duration, evaluation_metrics
 from shardwise.observe.metrics import Record, read_metrics
 
 
@@ -45,7 +45,7 @@ def write_report(output: Path) -> Path:
         subtitle=escape(_subtitle(run)),
         figures=figure_list(list(_figures(run, records))),
         charts="\n".join(map(chart_article, charts)) or '<p class="empty">No steps were recorded.</p>',
-        sections="\n".join(_sections(run, output / "sample.txt")),
+        sections="\n".join([*_prompts(records), *_sections(run, output / "sample.txt")]),
         footer=escape(_footer(run)),
         plotly=get_plotlyjs(),
         specs=script_json({f"plot-{chart.name}": figure_json(chart.figure) for chart in charts}),
@@ -141,6 +141,9 @@ def _loss_figures(result: Mapping[str, Any], records: Sequence[Record], steps: S
             side = "below" if validation < entropy else "above"
             detail = f"{abs(entropy - validation):.2f} nats {side} unigram entropy {entropy:.3f}"
         yield Figure("Validation loss", f"{validation:.3f}", detail)
+    evaluation = next((record for record in reversed(records) if "validation_loss" in record), {})
+    for name, value in evaluation_metrics(evaluation).items():
+        yield Figure(name, f"{value:.3f}", "of the last evaluation")
     if losses:
         yield _training_figure(result, losses, int(steps[-1].get("step", len(losses))))
 
@@ -169,6 +172,14 @@ def chart_article(chart: Chart) -> str:
         f'<article class="chart{wide}"><h3>{escape(chart.title)}</h3><p>{escape(chart.text)}</p>'
         f'<div class="plot" id="plot-{chart.name}"></div></article>'
     )
+
+
+def _prompts(records: Sequence[Record]) -> Iterator[str]:
+    """Yield the texts that the model wrote behind the job's prompts, at the last evaluation that has them."""
+    samples = next((record["samples"] for record in reversed(records) if record.get("samples")), [])
+    if samples:
+        rows = [(str(sample["prompt"]), str(sample["text"]), None) for sample in samples]
+        yield f"<section><h2>Prompts at the last evaluation</h2>{data_table(('Prompt', 'Written'), rows)}</section>"
 
 
 def _sections(run: Mapping[str, Any], sample: Path) -> Iterator[str]:

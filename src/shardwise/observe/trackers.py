@@ -21,6 +21,7 @@ from shardwise.observe.output_disk import writing
 
 _SECTIONS = {
     "validation_loss": "validation/loss",
+    "exact_match": "validation/exact_match",
     "tokens_per_second": "throughput/tokens_per_second",
     "tflops_per_rank": "throughput/tflops_per_rank",
     "smp_tflops_per_rank": "throughput/smp_tflops_per_rank",
@@ -114,7 +115,13 @@ def scalars(record: Record) -> Iterator[tuple[str, float]]:
                 (f"memory/rank{rank}_bytes", float(size)) for rank, size in enumerate(value) if size is not None
             )
         elif isinstance(value, int | float):
-            yield _SECTIONS.get(key, f"train/{key}"), float(value)
+            yield _SECTIONS.get(key) or _section_of(key), float(value)
+
+
+def _section_of(key: str) -> str:
+    """Return the name of a scalar that has none of its own: `validation_loss/NAME` is `validation/NAME/loss`."""
+    metric, _, name = key.partition("/")
+    return f"validation/{name}/{metric.removeprefix('validation_')}" if name else f"train/{key}"
 
 
 class TensorBoardTracker(Tracker):

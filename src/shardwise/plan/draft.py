@@ -281,6 +281,11 @@ class Draft:
         return all(choice.kernel.dropout == "exact" for _, choice in self.attention_choices if choice)
 
     @property
+    def generates_text(self) -> bool:
+        """True for a causal language model of Hugging Face, which can continue a prompt."""
+        return self.model.task == "causal_lm" and self.model.factory is None
+
+    @property
     def balances(self) -> bool:
         """True where a loss balances the experts."""
         asked = self.job.router.balancing_loss

@@ -10,6 +10,7 @@ from shardwise.observe.profile import Profiler
 from shardwise.observe.progress import make_progress
 from shardwise.observe.trackers import make_trackers
 from shardwise.training.forecast import ForecastReport
+from shardwise.training.prompts import PromptSamples
 from shardwise.training.recorder import Recorder
 from shardwise.training.run_end import ModelExport, Summary, TextSample
 from shardwise.training.setup import AssembledJob
@@ -26,6 +27,7 @@ def observers(assembled: AssembledJob) -> list[Callback]:
     return [
         Profiler(job),
         ModelExport(assembled),
+        PromptSamples(assembled),
         TextSample(assembled),
         recorder,
         *make_trackers(job, Path(job.output)),

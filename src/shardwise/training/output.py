@@ -40,6 +40,7 @@ UNLIKE: Any = {
     "output": True,
     "observe": True,
     "checkpoint": True,
+    "evaluation": True,
     "parallel": {"timeout_seconds", "max_restarts"},
     "training": {"callbacks"},
 }

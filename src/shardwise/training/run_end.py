@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.checkpoint.adapters import export_adapter
 from shardwise.checkpoint.export import export_hugging_face
+from shardwise.checkpoint.writing import copy_chat_template
 from shardwise.data.tokenizer import TokenizerSource, load_tokenizer
 from shardwise.job.schema import Job
 from shardwise.observe.callback import Callback, ObservedSession
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PROMPT_TOKENS = 24
-CHAT_TEMPLATE_FILE = "chat_template.jinja"  # as tokenizers of transformers read it
 
 
 def writes_model(assembled: AssembledJob) -> bool:
@@ -58,10 +57,23 @@ class ModelExport(Callback):
         if writes_model(self._assembled):
             tokenizer = self._assembled.data.tokenizer_directory
             export_hugging_face(session.model, output / MODEL_DIRECTORY, tokenizer, session.note)
-        template = session.job.data.chat_template
-        if template is not None and session.rank == 0 and (output / MODEL_DIRECTORY).is_dir():
+        if session.rank == 0 and (output / MODEL_DIRECTORY).is_dir():
             with writing(output):
-                shutil.copyfile(template, output / MODEL_DIRECTORY / CHAT_TEMPLATE_FILE)
+                copy_chat_template(session.job.data.chat_template, output / MODEL_DIRECTORY)
+
+
+def open_tokenizer(assembled: AssembledJob) -> PreTrainedTokenizerBase | None:
+    """Return the tokenizer of the job's data; None where these are token ids alone, or a caller's own.
+
+    Raises:
+        DataError: it cannot be opened.
+    """
+    job, directory = assembled.plan.job, assembled.data.tokenizer_directory
+    if directory is None:
+        return None
+    key = "data.tokenizer" if job.data.tokenizer is not None else "model.path"
+    may_run_code = key == "model.path" and job.model.trust_remote_code
+    return load_tokenizer(TokenizerSource(Path(directory), "", may_run_code, key))
 
 
 class TextSample(Callback):
@@ -78,14 +90,11 @@ class TextSample(Callback):
         Raises:
             DataError: with the way out.
         """
-        job, directory = session.job, self._assembled.data.tokenizer_directory
+        job = session.job
         is_language_model = job.model.task == "causal_lm" and self._assembled.facts.generates_text
-        if not job.observe.sample or directory is None or not is_language_model:
-            return
-        key = "data.tokenizer" if job.data.tokenizer is not None else "model.path"
-        may_run_code = key == "model.path" and job.model.trust_remote_code
-        self._tokenizer = load_tokenizer(TokenizerSource(Path(directory), "", may_run_code, key))
-        self._prompt = self._tokens_of_prompt(self._tokenizer)
+        self._tokenizer = open_tokenizer(self._assembled) if job.observe.sample and is_language_model else None
+        if self._tokenizer is not None:
+            self._prompt = self._tokens_of_prompt(self._tokenizer)
 
     def on_end(self, session: ObservedSession, result: Record) -> None:
         """Generate, say and keep the sample. The run has its model: what fails here is reported, not raised."""
@@ -123,12 +132,17 @@ class Summary(Callback):
         if result["stopped"]:
             session.note(f"stopped after step {result['steps']}: {result['stopped']}")
             return
+        if result["early_stop"]:
+            session.note(f"early stop       after step {result['steps']}: {result['early_stop']}")
         if result["skipped"]:
             session.note(
                 f"skipped          {result['skipped']} of {result['steps']} steps: loss or gradients were not finite"
             )
         unit = "" if session.job.model.factory else " nats a token"  # another's loss is counted in what it likes
         session.note(f"validation loss  {result['validation_loss']:.4f}{unit}")
+        for name, value in result["metrics"].items():
+            if name not in ("validation_loss", "training_loss"):
+                session.note(f"{name:<16} {value:.4f}")
         if result["training_loss"] is not None:
             steps = _averaged(session.job, result["averaged_steps"])
             session.note(f"training loss    {result['training_loss']:.4f}{unit}, mean of {steps}")

@@ -1,13 +1,17 @@
-"""A text sample from a sharded model: all ranks run the forward in lockstep, rank 0 draws the next token."""
+"""Text from a sharded model: all ranks run the forward in lockstep, rank 0 draws or chooses the next token."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from shardwise.parallel.model import ParallelModel
 
 TEMPERATURE = 0.8
+TOGETHER = 64  # prompts of one length in a forward
 
 
 def generate(model: ParallelModel, prompt: list[int], tokens: int, seed: int) -> list[int]:
@@ -28,3 +32,43 @@ def generate(model: ParallelModel, prompt: list[int], tokens: int, seed: int) ->
     model.reshard()
     result: list[int] = ids[0].tolist()
     return result
+
+
+def continue_greedily(
+    model: ParallelModel, prompts: Sequence[Sequence[int]], tokens: int, end: int | None = None
+) -> list[list[int]]:
+    """Return the `tokens` likeliest token ids behind each prompt, or fewer before `end`. Collective; equal everywhere.
+
+    Prompts of one length go through the model together, so that none needs padding.
+    """
+    numbers_of: dict[int, list[int]] = {}
+    for number, prompt in enumerate(prompts):
+        numbers_of.setdefault(len(prompt), []).append(number)
+    continued: dict[int, list[int]] = {}
+    with torch.no_grad(), model.whole_logits():
+        for length, numbers in numbers_of.items():
+            for start in range(0, len(numbers), TOGETHER):
+                chosen = numbers[start : start + TOGETHER]
+                rows = _likeliest(model, [prompts[number] for number in chosen], tokens, end)[:, length:].tolist()
+                continued |= dict(zip(chosen, rows, strict=True))
+    model.reshard()
+    return [_before(continued[number], end) for number in range(len(prompts))]
+
+
+def _likeliest(model: ParallelModel, prompts: Sequence[Sequence[int]], tokens: int, end: int | None) -> Tensor:
+    """Return prompts [B, S] with the likeliest tokens behind them, until each row has ended or has `tokens` more."""
+    ids = torch.tensor(prompts, dtype=torch.int64, device=model.device)
+    limit = model.facts.max_positions or ids.shape[1] + tokens
+    has_ended = torch.zeros(len(prompts), dtype=torch.bool, device=model.device)
+    for _ in range(tokens):
+        best = model.last_logits(ids[:, -limit:]).argmax(-1, keepdim=True)
+        dist.broadcast(best, src=0)  # of two equal logits ranks could choose another
+        ids = torch.cat([ids, best], dim=1)
+        has_ended |= best[:, 0] == (-1 if end is None else end)
+        if bool(has_ended.all()):
+            break
+    return ids
+
+
+def _before(tokens: list[int], end: int | None) -> list[int]:
+    return tokens[: tokens.index(end)] if end in tokens else tokens

@@ -18,7 +18,7 @@ import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
@@ -30,6 +30,7 @@ from shardwise import errors
 from shardwise.checkpoint.manifest import Progress
 from shardwise.data.batch import Batch
 from shardwise.data.corpus import with_format
+from shardwise.data.packed_rows import PackedRows
 from shardwise.data.state import SAMPLES, ConsumedSamples, DataState
 from shardwise.errors import ConfigError, ShardwiseError, WorkerError, require_type
 from shardwise.job.schema import Job
@@ -44,7 +45,10 @@ from shardwise.observe.memory import reset_peak
 from shardwise.observe.metrics import Record
 from shardwise.parallel.layout import Layout
 from shardwise.parallel.model import ParallelModel
+from shardwise.parallel.objective import Objective
 from shardwise.plan.plan import Plan, resolve
+from shardwise.training.answers import exact_matches
+from shardwise.training.best_metric import early_stop, is_judged, judged, metric_of
 from shardwise.training.checkpoints import RunCheckpoints, after_restart
 from shardwise.training.forecast import is_out_of_memory, out_of_memory
 from shardwise.training.given_model import GivenModel, ModelSource, model_reference
@@ -62,7 +66,8 @@ class TrainingResult:
     """The result of a finished run, equal on every rank.
 
     `training_loss` is the mean of the last `averaged_steps` steps, as many as one evaluation has batches, each before
-    its update. `stopped` is why the run ended before its last step, if it did.
+    its update. `stopped` is why the run was ended before its last step, and `early_stop` why it came to its end there,
+    if one of them was. `metrics` are the numbers of its last evaluation, with those that callbacks added on this rank.
     """
 
     validation_loss: float | None
@@ -74,6 +79,8 @@ class TrainingResult:
     seconds: float
     skipped: int
     stopped: str | None = None
+    early_stop: str | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 class Session:
@@ -126,8 +133,10 @@ class Session:
         self._fetched: float | None = None  # when the batches of the next step were asked for
         self._requested: str | None = None
         self.progress = Progress()
+        self.evaluated: Record = {}  # what the last evaluation has come to
         self.notes: list[str] = []
         self.stopped: str | None = None
+        self.early_stop: str | None = None  # why the run has come to its end before its last step
 
     def _open(
         self,
@@ -149,6 +158,8 @@ class Session:
                 f"training.epochs={job.training.epochs} are passes through the data, and this session has none; set "
                 "training.steps"
             )
+        if data is None and (job.evaluation.sets or job.evaluation.answers):
+            raise ConfigError("evaluation.sets and evaluation.answers are of a job's data, and this session has none")
         self.device = self._exit.enter_context(_joined(job, facts)) if device is None else device
         reset_peak(self.device)
         self._take(assemble(job, self.device, facts, data, given), [*named, *own])
@@ -208,7 +219,7 @@ class Session:
         return self.assembled.optimizer
 
     def batches(self) -> Iterator[list[Batch]]:
-        """Yield this rank's microbatches of each step that is left, until a stop has been agreed on.
+        """Yield this rank's microbatches of each step that is left, until a stop has been agreed on or comes early.
 
         Raises:
             ConfigError: the session has no data.
@@ -218,7 +229,7 @@ class Session:
 
     def _batches(self) -> Iterator[list[Batch]]:
         assert self._data_state is not None
-        while self.progress.step < self.plan.steps and self.stopped is None:
+        while self.progress.step < self.plan.steps and self.stopped is None and self.early_stop is None:
             self._fetched = time.perf_counter()
             yield self._data_state.next_step()
 
@@ -271,18 +282,48 @@ class Session:
         batches: Iterable[Sequence[Microbatch]] | None = None,
         loss_function: LossFunction | None = None,
     ) -> float:
-        """Return the mean loss of the validation split, or of the caller's steps of microbatches, at this point."""
+        """Return the mean loss of the validation split, or of the caller's steps of microbatches, at this point.
+
+        With the validation split the job's sets are evaluated too, and what follows from its metric is decided.
+        """
         self.start()
         assembled = self.assembled
+        is_own = batches is None
+        splits = assembled.data.sets if is_own else {}
         if batches is None:
-            batches = assembled.stream.evaluation(assembled.data.validation, assembled.evaluation_batches)
-        steps = [as_batches(microbatches, assembled, self._samples) for microbatches in batches]
+            batches = assembled.evaluation(assembled.data.validation)
         with objective_for(assembled, loss_function) as objective:
-            loss = evaluate(self.model, objective, steps)
+            loss = self._mean_loss(objective, batches)
+            losses = {
+                f"validation_loss/{name}": self._mean_loss(objective, assembled.evaluation(split))
+                for name, split in splits.items()
+            }
         self.progress = self.progress.model_copy(update={"validation_loss": loss})
         compared = {} if self._recent.mean is None else {"training_loss": self._recent.mean}
-        self.callbacks.call("on_evaluation", self, {"step": self.progress.step, "validation_loss": loss, **compared})
+        matches = self._exact_matches() if is_own else {}
+        self.evaluated = {"step": self.progress.step, "validation_loss": loss, **losses, **matches, **compared}
+        self.callbacks.call("on_evaluation", self, self.evaluated)
+        self._judge(self.evaluated)
         return loss
+
+    def _exact_matches(self) -> dict[str, float]:
+        """Return what the job's `evaluation.answers` come to."""
+        count, data = self.job.evaluation.answers, self.assembled.data
+        if not count or not isinstance(data.validation, PackedRows):
+            return {}
+        return exact_matches(self.model, data.validation, data.sets, count)
+
+    def _mean_loss(self, objective: Objective, batches: Iterable[Sequence[Microbatch]]) -> float:
+        steps = [as_batches(microbatches, self.assembled, self._samples) for microbatches in batches]
+        return evaluate(self.model, objective, steps)
+
+    def _judge(self, record: Record) -> None:
+        """Compare the evaluation's metric with those before, and end the run where it has waited long enough."""
+        settings = self.job.evaluation
+        if is_judged(self.job):
+            metric = metric_of(record, settings, self.device)
+            self.progress = judged(self.progress, metric, settings)
+            self.early_stop = early_stop(self.progress, settings)
 
     def save(self, wait: bool = False) -> str:
         """Save the state and return the checkpoint's path; it is written beside training unless it is waited for.
@@ -302,6 +343,7 @@ class Session:
             CheckpointError: it is damaged, incomplete, or of another model or data.
         """
         self.progress, notes = self.checkpoints.restore()
+        self.early_stop = early_stop(self.progress, self.job.evaluation)
         self.notes += notes
         if self._data_state is not None:
             self._data_state.load_state_dict({SAMPLES: self.progress.samples})
@@ -335,6 +377,8 @@ class Session:
             seconds=time.perf_counter() - self._began,
             skipped=self.progress.skipped,
             stopped=stopped,
+            early_stop=self.early_stop,
+            metrics={key: value for key, value in self.evaluated.items() if isinstance(value, float)},
         )
 
     def note(self, text: str, record: Record | None = None) -> None:
@@ -408,6 +452,10 @@ class Session:
             tokens=before.tokens + result.count,
             skipped=before.skipped + result.skipped,
             skipped_in_a_row=before.skipped_in_a_row + 1 if result.skipped else 0,
+            judged_by=before.judged_by,
+            best_metric=before.best_metric,
+            best_step=before.best_step,
+            evaluations_since_best=before.evaluations_since_best,
             data_hash=f"{(int(before.data_hash, 16) + result.data_hash) % (1 << 64):016x}",
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,9 +13,10 @@ from torch import Tensor
 
 from shardwise.checkpoint.adapters import open_adapter
 from shardwise.collectives import engine, hierarchical, topology
+from shardwise.data.batch import Batch
 from shardwise.data.corpus import data_format
 from shardwise.data.factory import Samples, content_hash
-from shardwise.data.loader import Stream
+from shardwise.data.loader import Split, Stream
 from shardwise.data.prepare import prepare
 from shardwise.data.token_data import TokenData
 from shardwise.errors import ConfigError, DataError, ModelError
@@ -73,10 +74,18 @@ class AssembledJob:
 
     @property
     def evaluation_batches(self) -> int:
-        """Global batches of one evaluation; the ragged last one is left out where the loss cannot count its rows."""
-        size, wanted = len(self.data.validation), self.plan.job.training.evaluate_batches
-        step = self.plan.sequences_per_step
-        return min(wanted, size // step if self.objective.needs_whole_batches else -(-size // step))
+        """Global batches of one evaluation of the validation split."""
+        return self._batches_of(self.data.validation)
+
+    def evaluation(self, split: Split) -> Iterator[list[Batch]]:
+        """Yield this rank's microbatches of one evaluation of a split, global batch by global batch."""
+        return self.stream.evaluation(split, self._batches_of(split))
+
+    def _batches_of(self, split: Split) -> int:
+        """Return the batches of an evaluation; the ragged last one is left out where the loss cannot count its rows."""
+        step, wanted = self.plan.sequences_per_step, self.plan.job.training.evaluate_batches
+        whole = len(split) // step if self.objective.needs_whole_batches else -(-len(split) // step)
+        return min(wanted, whole)
 
     @property
     def evaluated_sequences(self) -> int:
@@ -201,6 +210,10 @@ def check_same_data(data: TokenData, device: torch.device) -> None:
     if isinstance(data.train, Samples):
         return _check_same_samples(data, device)
     _agree(data.content, device, f"{data.corpus}; the corpus and tokenizer must be the same on every host")
+    if data.sets:
+        _agree(
+            data.content_of_sets, device, f"evaluation.sets {', '.join(data.sets)}; they must be the same on every host"
+        )
 
 
 def _check_same_samples(data: TokenData, device: torch.device) -> None:
@@ -241,12 +254,12 @@ def check_whole_batches(plan: Plan, data: TokenData) -> None:
             f"{(plan.total_sequences or 0) % plan.sequences_per_step} of {plan.sequences_per_step} samples, and a mean "
             f"loss cannot leave out padding; use training.steps, or {remedy}"
         )
-    if len(data.validation) < plan.sequences_per_step:
-        raise ModelError(
-            f"the validation set has {len(data.validation)} samples, fewer than training.sequences_per_step="
-            f"{plan.sequences_per_step}, and a mean loss cannot leave out padding; raise data.validation_fraction, "
-            f"or {remedy}"
-        )
+    for name, split in {"the validation set": data.validation, **data.sets}.items():
+        if len(split) < plan.sequences_per_step:
+            raise ModelError(
+                f"{name} has {len(split)} samples, fewer than training.sequences_per_step={plan.sequences_per_step}, "
+                f"and a mean loss cannot leave out padding; raise data.validation_fraction, or {remedy}"
+            )
 
 
 def make_stream(plan: Plan, layout: Layout, data: TokenData) -> Stream:

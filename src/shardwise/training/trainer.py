@@ -40,10 +40,11 @@ class Trainer:
         session = self.session
         for batches in session.batches():
             self.take_step(batches)
-            save_is_due = bool(self.checkpoint.every) and (self.is_last or self.is_due(self.checkpoint.every))
+            is_end = self.is_last or session.early_stop is not None
+            save_is_due = bool(self.checkpoint.every) and (is_end or self.is_due(self.checkpoint.every))
             if session.stopped or save_is_due:
-                path = session.save(wait=self.is_last or session.stopped is not None)
-                if session.stopped and not self.is_last:
+                path = session.save(wait=is_end or session.stopped is not None)
+                if session.stopped and not is_end:
                     return session.end(f"{session.stopped}; {path} holds its state")
         if session.progress.validation_loss is None:  # it was resumed at its last step
             session.evaluate()

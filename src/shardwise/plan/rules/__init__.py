@@ -23,6 +23,7 @@ from shardwise.plan.rules import (
     data,
     dropout,
     dtypes,
+    evaluation,
     expert,
     float8,
     freeze,
@@ -71,6 +72,7 @@ RULES: tuple[Rule, ...] = (
     *dtypes.RULES,
     *float8.RULES,
     *optimizer.RULES,
+    *evaluation.RULES,
     *observe.RULES,
     *checkpoint.RULES,
 )

@@ -12,7 +12,11 @@ def _bad_range(d: Draft) -> bool:
 
 
 def _no_sample(d: Draft) -> bool:
-    return not d.job.observe.sample or d.model.task != "causal_lm" or d.model.factory is not None
+    return not (d.job.observe.sample and d.generates_text)
+
+
+def _no_sample_tokens(d: Draft) -> bool:
+    return _no_sample(d) and not d.job.evaluation.prompts
 
 
 # fmt: off
@@ -22,6 +26,7 @@ RULES: tuple[Rule, ...] = (
          fix="use two steps from 1 to training.steps",
          use=lambda d: f"use e.g. [{max(1, d.steps.value - 1)}, {max(1, d.steps.value)}]"),
     *(idle(f"sample-{key}", f"observe.sample_{key}", "no sample is generated: only a causal language model of Hugging "
-           "Face can, where observe.sample is on", _no_sample, "leave it out") for key in ("prompt", "tokens")),
+           "Face can, where observe.sample is on", is_unused, "leave it out")
+      for key, is_unused in (("prompt", _no_sample), ("tokens", _no_sample_tokens))),
 )
 # fmt: on

@@ -1,0 +1,61 @@
+"""Named sets that are evaluated beside the validation split: whole files, read as a job's own data are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from shardwise.data.corpus import data_format
+from shardwise.data.factory import Samples
+from shardwise.data.packed_rows import PackedRows
+from shardwise.data.packing import Windows
+from shardwise.data.split import TokenStream
+from shardwise.data.store import digest
+from shardwise.data.token_data import TokenData
+from shardwise.errors import DataError
+from shardwise.job.schema import ROW_FORMATS, Job
+
+
+def job_of_set(job: Job, path: str, own: TokenData) -> Job:
+    """Return the job that reads a set: with the tokenizer and the format of the data that are trained on."""
+    name = data_format(job.data)
+    is_found = name in ROW_FORMATS or name == "tokens"
+    keys = {"path": path, "max_documents": None, "format": name if is_found else "auto"}
+    if job.data.tokenizer is None and job.model.path is None and own.tokenizer_directory is not None:
+        keys["tokenizer"] = own.tokenizer_directory  # it was trained on the job's own data
+    return job.model_copy(update={"data": job.data.model_copy(update=keys)})
+
+
+def open_sets(job: Job, own: TokenData, read: Callable[[Job], TokenData]) -> TokenData:
+    """Return the job's data with its sets; `read` reads the data of a job.
+
+    Raises:
+        DataError: a set is missing, holds too little, or something else than the data that are trained on.
+    """
+    sets = {}
+    for name, path in job.evaluation.sets.items():
+        try:
+            data = read(job_of_set(job, path, own))
+        except DataError as error:
+            raise DataError(f"evaluation.sets.{name}: {error}") from error
+        if type(data.train) is not type(own.train):
+            raise DataError(
+                f"evaluation.sets.{name}={path!r} holds {data.corpus}, and the data that are trained on are "
+                f"{own.corpus}; give a set of the same format"
+            )
+        sets[name] = data
+    content = digest(*(data.content for data in sets.values()))
+    return replace(own, sets={name: whole(data) for name, data in sets.items()}, content_of_sets=content)
+
+
+def whole(data: TokenData) -> Windows | PackedRows:
+    """Return the sequences of all tokens, or of all rows in the order of the file, that training could use."""
+    train, validation = data.train, data.validation
+    if isinstance(train, PackedRows) and isinstance(validation, PackedRows):
+        return replace(train, rows=np.sort(np.concatenate([train.rows, validation.rows])))
+    assert not isinstance(train, Samples | PackedRows)
+    corpus = train.stream.corpus
+    count = (len(corpus.tokens) - train.extra) // train.sequence_length
+    return replace(train, stream=TokenStream(corpus, np.array([[0, len(corpus.tokens)]])), count=count, mixed_by=None)

@@ -1,0 +1,37 @@
+"""Rules about evaluations: their sets, the metric that decides, and the early end of a run."""
+
+from __future__ import annotations
+
+from shardwise.plan.draft import Draft
+from shardwise.plan.rules.rule import Rule, idle
+
+
+def _decides_nothing(d: Draft) -> bool:
+    return not d.job.checkpoint.keep_best and not d.job.evaluation.early_stopping_patience
+
+
+# fmt: off
+RULES: tuple[Rule, ...] = (
+    Rule("evaluation-sets", ("evaluation.sets", "data.factory"), "sets are files, read as data.path is",
+         lambda d: d.job.evaluation.sets and d.data.factory is not None,
+         fix="leave one of them out"),
+    Rule("evaluation-prompts", ("evaluation.prompts", "model.task"),
+         "prompts are for causal language models of Hugging Face",
+         lambda d: d.job.evaluation.prompts and not d.generates_text,
+         fix="leave evaluation.prompts out"),
+    Rule("evaluation-answers", ("evaluation.answers", "data.format"),
+         "answers are in rows of conversations and pairs, and a causal language model of Hugging Face writes them",
+         lambda d: d.job.evaluation.answers and not (d.data.has_rows and d.generates_text),
+         fix="set data.format to chat or prompt_completion, or leave evaluation.answers out"),
+    *(idle(f"evaluation-{key.replace('_', '-')}", f"evaluation.{key}", "nothing is judged by it", _decides_nothing,
+           "set checkpoint.keep_best or evaluation.early_stopping_patience, or leave it out")
+      for key in ("metric", "greater_is_better")),
+    Rule("early-stopping", ("evaluation.early_stopping_patience", "training.evaluate_every"),
+         "a run can end early where it is evaluated before its end",
+         lambda d: d.job.evaluation.early_stopping_patience and not d.training.evaluate_every,
+         fix="set training.evaluate_every"),
+    idle("early-stopping-threshold", "evaluation.early_stopping_threshold", "no run ends early",
+         lambda d: not d.job.evaluation.early_stopping_patience,
+         "set evaluation.early_stopping_patience, or leave it out"),
+)
+# fmt: on

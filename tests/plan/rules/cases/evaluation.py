@@ -1,0 +1,44 @@
+"""Cases of the rules in `plan/rules/evaluation.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.plan.rules.jobs import FLAT, case
+
+PATIENT = {"early_stopping_patience": 2}
+OFTEN = {"evaluate_every": 4}
+OWN = {"model": {"factory": "a:b"}, "data": {"factory": "c:d"}}
+
+
+def evaluated(training: dict[str, Any], **evaluation: Any) -> dict[str, Any]:
+    """Return a job with keys of its evaluation."""
+    return {"evaluation": evaluation, "training": training}
+
+
+CASES = {
+    "evaluation-sets": case(
+        {**OWN, "evaluation": {"sets": {"other": "other.jsonl"}}}, OWN, "sets are files, read as data.path is",
+        facts=FLAT,
+    ),
+    "evaluation-prompts": case(
+        {"model": {"task": "masked_lm"}, "evaluation": {"prompts": ["a"]}}, {"evaluation": {"prompts": ["a"]}},
+        "causal language models",
+    ),
+    "evaluation-answers": case(
+        {"evaluation": {"answers": 8}}, {"data": {"format": "chat", "path": "a"}, "evaluation": {"answers": 8}},
+        "set data.format to chat or prompt_completion",
+    ),
+    "evaluation-metric": case(
+        evaluated(OFTEN, metric="accuracy"), evaluated(OFTEN, metric="accuracy", **PATIENT), "nothing is judged by it"
+    ),
+    "evaluation-greater-is-better": case(
+        evaluated(OFTEN, greater_is_better=True), evaluated(OFTEN, greater_is_better=True, **PATIENT),
+        "set checkpoint.keep_best or evaluation.early_stopping_patience",
+    ),
+    "early-stopping": case(evaluated({}, **PATIENT), evaluated(OFTEN, **PATIENT), "set training.evaluate_every"),
+    "early-stopping-threshold": case(
+        evaluated(OFTEN, early_stopping_threshold=0.1), evaluated(OFTEN, early_stopping_threshold=0.1, **PATIENT),
+        "no run ends early",
+    ),
+}  # fmt: skip
