@@ -176,7 +176,7 @@ def chart_article(chart: Chart) -> str:
 
 def _prompts(records: Sequence[Record]) -> Iterator[str]:
     """Yield the texts that the model wrote behind the job's prompts, at the last evaluation that has them."""
-    samples = next((record["samples"] for record in reversed(records) if record.get("samples")), [])
+    samples: list[Record] = next((record["samples"] for record in reversed(records) if record.get("samples")), [])
     if samples:
         rows = [(str(sample["prompt"]), str(sample["text"]), None) for sample in samples]
         yield f"<section><h2>Prompts at the last evaluation</h2>{data_table(('Prompt', 'Written'), rows)}</section>"

@@ -27,7 +27,7 @@ def metric_of(record: Mapping[str, Any], settings: EvaluationSection, device: to
     Raises:
         ConfigError: the record has no such number.
     """
-    value = record.get(settings.metric)
+    value: Any = record.get(settings.metric, "")
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     told = torch.tensor([float(value) if is_number else 0.0, float(is_number)], dtype=torch.float64, device=device)
     dist.broadcast(told, 0)
