@@ -99,6 +99,25 @@ def test_vocabulary_follows_the_tokenizer_trained_here() -> None:
         assert load_config(job).vocab_size == expected, name
 
 
+def test_fields_of_a_config_stand_on_top_of_a_directory(tmp_path: Path) -> None:
+    own = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "vocab_size": 64}
+    own["rope_parameters"] = {"rope_theta": 700.0, "rope_type": "linear", "factor": 2.0}
+    (tmp_path / "config.json").write_text(json.dumps(own))
+    fields = {"max_position_embeddings": 96, "rope_parameters": {"factor": 4.0}}
+    job = {"path": str(tmp_path), "config": {"model_type": "llama", **fields}}
+    config = load_config(Job.model_validate({"model": job}))
+    assert (config.num_hidden_layers, config.max_position_embeddings) == (3, 96)
+    assert config.rope_parameters == {"rope_theta": 700.0, "rope_type": "linear", "factor": 4.0}
+    for wrong, says in (
+        ({"model_type": "gpt2"}, "holds a 'llama' model"),
+        ({"hidden_sizes": 3}, "Did you mean 'hidden_size'"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            load_config(Job.model_validate({"model": {"path": str(tmp_path), "config": wrong}}))
+    elsewhere = {"path": str(tmp_path / "elsewhere"), "config": {"model_type": "llama", "num_hidden_layers": 5}}
+    assert load_config(Job.model_validate({"model": elsewhere})).num_hidden_layers == 5
+
+
 def test_special_tokens_beyond_a_small_vocabulary_are_dropped() -> None:
     config = load_config(toys.Job.model_validate({"model": {"config": {"model_type": "gpt2", **toys.GPT}}}))
     assert config.eos_token_id is None  # GPT-2's own is 50256

@@ -63,6 +63,9 @@ def test_warmup_is_a_share_of_the_steps(steps: int, warmup: int) -> None:
     assert derived.rules["warmup_steps"] == f"warmup_steps auto: a sixth of {steps:,} steps, at most 2,000"
     given = plan({"training": {"steps": steps}, "optimizer": {"warmup_steps": 3}})
     assert (given.warmup_steps, given.rules["warmup_steps"]) == (3, "given")
+    share = plan({"training": {"steps": steps}, "optimizer": {"warmup_ratio": 0.1}})
+    assert share.warmup_steps == -(-steps // 10), "rounded up, as in transformers"
+    assert share.rules["warmup_steps"] == f"warmup_ratio 0.1 of {steps:,} steps"
 
 
 @pytest.mark.parametrize(

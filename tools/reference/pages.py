@@ -37,6 +37,7 @@ from shardwise.plan.plan import Dtypes, World, resolve
 from shardwise.plan.rules import rules
 from shardwise.smp.api import api_page
 from tools.reference.attention import FAMILY_HEAD, KERNEL_HEAD, family_rows, kernel_rows
+from tools.reference.recipes import RECIPE_HEAD, model_names, recipe_tables
 from tools.reference.sagemaker import ARGUMENT_HEAD, estimator_rows, trainer_rows
 from tools.reference.tables import COMMON_OPTIONS, ENVIRONMENT_VARIABLES, FILES, METRICS, SUBJECTS
 
@@ -178,6 +179,18 @@ def smp_page() -> Iterator[str]:
     yield "SMP's own defaults, where a job's differ:\n"
     for key, (value, note) in translate({"offload_activations": True}).defaults.items():
         yield f"- `{key}: {value}`: {note.removeprefix('smp_options: ')}"
+
+
+def recipe_page() -> Iterator[str]:
+    yield "# Keys of HyperPod's recipes\n"
+    yield "`shardwise recipe` reads them ([how](../how-to/recipes.md)). A key that stands in no table is refused, with"
+    yield "the nearest one; null and empty text are as if the key were left out.\n"
+    for title, rows in recipe_tables():
+        yield f"## {title}\n"
+        yield from table(RECIPE_HEAD, rows)
+    yield "## Models whose dimensions are known\n"
+    yield "They stand in the package, so that no hub is asked:"
+    yield f"{model_names()}."
 
 
 def _accepts(option: Option) -> str:
@@ -409,6 +422,7 @@ PAGES: dict[str, Callable[[], Iterator[str]]] = {
     "legality.md": legality_page,
     "attention.md": attention_page,
     "smp-options.md": smp_page,
+    "recipes.md": recipe_page,
     "smp-api.md": lambda: iter(api_page()),
     "layout.md": layout_page,
     "precision.md": precision_page,

@@ -109,8 +109,9 @@ SUBJECTS = (
         "[command-line.md](command-line.md), [run.md](run.md)",
     ),
     (
-        "3. The job: YAML, Python, `smp_options`, dotted keys",
-        "[job.md](job.md), [smp-options.md](smp-options.md), [legality.md](legality.md), [python.md](python.md)",
+        "3. The job: YAML, Python, `smp_options`, `run.model_type` of recipes, dotted keys",
+        "[job.md](job.md), [smp-options.md](smp-options.md), [recipes.md](recipes.md), [legality.md](legality.md), "
+        "[python.md](python.md)",
     ),
     ("4. Layout: `placement_strategy`, SMP's ranks and groups", "[layout.md](layout.md)"),
     (

@@ -22,6 +22,7 @@ from shardwise.commands import data as data_cli
 from shardwise.commands import engine as engine_cli
 from shardwise.commands import plan as search_cli
 from shardwise.commands import plan_accuracy as plan_cli
+from shardwise.commands import recipe as recipe_cli
 from shardwise.commands import run as run_cli
 from shardwise.commands.arguments import whole_number
 from shardwise.errors import ConfigError, OutputError, ShardwiseError
@@ -45,6 +46,7 @@ SPECIAL = (
     "explain",
     "write",
     "html",
+    "instance-type",
 )  # options of some commands that are no keys
 WIDTH = 100
 PLACE = "a checkpoint, a directory of them, or a run's output directory; a path or URL"
@@ -337,6 +339,13 @@ COMMANDS = {
         "without a table, measure this machine's CPU and keep the constants in the cache.",
         plan_cli.calibrate_options,
         plan_cli.run_calibrate,
+    ),
+    "recipe": Command(
+        "turn a recipe of HyperPod into a job",
+        "Turn a recipe of SageMaker HyperPod into a job: SMP's and others of branch v1, or LLMFT's (SFT, DPO, LoRA).\n"
+        "Shows what became of each of its keys, or the job, or its plan. Asks no hub, reads no weights.",
+        recipe_cli.recipe_options,
+        recipe_cli.run_recipe,
     ),
     "run": Command(
         "run a script written for SMP, unchanged",

@@ -70,7 +70,8 @@ class ModelSection(Section):
     config: UserPath | dict[str, Any] | None = Field(
         default=None,
         description="Hugging Face config: a config.json, a directory that holds one, or the dict itself (with "
-        "`model_type`). Weights are drawn anew.",
+        "`model_type`). Weights are drawn anew; beside `path` a dict takes precedence over fields of the directory's "
+        "config, and stands for it where the directory is not on this machine, so that a plan can be made.",
     )
     factory: str | None = Field(
         default=None,
@@ -387,6 +388,11 @@ class OptimizerSection(Section):
     )
     warmup_steps: Literal["auto"] | NonNegative = Field(
         default="auto", description="Steps of linear warm-up; `auto`: a sixth of the steps, at most 2000."
+    )
+    warmup_ratio: Fraction | None = Field(
+        default=None,
+        description="Share of the steps that are warm-up, rounded up, in the place of `warmup_steps`; of a run in "
+        "epochs too.",
     )
     final_learning_rate_ratio: Fraction = Field(default=0.1, description="Last learning rate as a share of the peak.")
     clip_norm: float | None = Field(

@@ -88,7 +88,9 @@ def load_config(job: Job, key: str = "model.config") -> PreTrainedConfig:
     `key` is what messages call the path of a config.
     """
     section = job.model
-    if section.path is not None:
+    if section.path is not None and isinstance(section.config, dict):
+        config = _config_on_top(section, job)
+    elif section.path is not None:
         config = _read_config(Path(section.path), "model.path", section, directory_only=True)
     elif isinstance(section.config, str):
         config = _read_config(Path(section.config), key, section)
@@ -191,6 +193,33 @@ def _config_from_dict(values: dict[str, Any], job: Job) -> PreTrainedConfig:
         names = {name for name in {*defaults.to_dict(), *defaults.attribute_map} if not name.startswith("_")}
         raise ConfigError(f"{where} has no {unknown[0]!r}.{nearest(unknown[0], names)}")
     return config
+
+
+def _config_on_top(section: ModelSection, job: Job) -> PreTrainedConfig:
+    """Return the config of `model.path` with the fields of `model.config` on top; these alone without a directory."""
+    path, fields = Path(str(section.path)), copy.deepcopy(section.config)
+    assert isinstance(fields, dict)
+    if not path.exists():
+        return _config_from_dict(fields, job)
+    own = _read_config(path, "model.path", section, directory_only=True)
+    if fields.get("model_type", own.model_type) != own.model_type:
+        own = own.get_text_config()  # of a model of text and pictures
+    model_type = fields.pop("model_type", own.model_type)
+    if model_type != own.model_type:
+        raise ConfigError(
+            f"model.config model_type={model_type!r}: model.path={section.path!r} holds a "
+            f"{own.model_type!r} model; leave model.config out, or use another directory"
+        )
+    values = own.to_dict()
+    for name, value in fields.items():
+        inner = values.get(name)
+        values[name] = inner | value if isinstance(inner, dict) and isinstance(value, dict) else value
+    unknown = [name for name in fields if not hasattr(own, name) and not _is_read(name, own)]
+    if unknown:
+        raise ConfigError(
+            f"model.config (model_type={own.model_type!r}) has no {unknown[0]!r}.{nearest(unknown[0], own.to_dict())}"
+        )
+    return _guarded(f"model.config beside model.path={section.path!r}", lambda: type(own).from_dict(values))
 
 
 def _is_read(key: str, config: PreTrainedConfig) -> bool:

@@ -55,6 +55,7 @@ class World:
     engine: bool = False  # can its ranks use the native engine (`shardwise.collectives.engine`)
     float8: bool | None = None  # do its devices multiply in float8; None: not known yet
     gpus: int = 0  # that the ranks of a host have; 0 on a CPU, and where it is not known
+    is_described: bool = False  # of a cluster elsewhere, whose installed packages are not known here
 
     @property
     def shares_gpus(self) -> bool:
@@ -374,6 +375,8 @@ class Draft:
             return DerivedNumber(0, "a schedule of the job's own has its own warm-up")
         if asked != "auto":
             return DerivedNumber(asked, "given")
+        if (ratio := self.optimizer.warmup_ratio) is not None:
+            return DerivedNumber(math.ceil(ratio * steps), f"warmup_ratio {ratio:g} of {steps:,} steps")
         rule = f"warmup_steps auto: a sixth of {steps:,} steps, at most {MOST_WARMUP:,}"
         return DerivedNumber(min(steps // WARMUP_SHARE, MOST_WARMUP), rule)
 

@@ -467,7 +467,10 @@ def scheduled_rate(settings: OptimizerSection, step: int, steps: int) -> float:
     """Warm-up to the peak over `warmup_steps`, then straight or along half a cosine to the final ratio at the end."""
     if ":" in settings.schedule:
         return settings.learning_rate * float(load_object(settings.schedule)(step, steps))
-    warmup = min(steps // 6, 2000) if settings.warmup_steps == "auto" else settings.warmup_steps
+    if settings.warmup_ratio is not None:
+        warmup = math.ceil(settings.warmup_ratio * steps)
+    else:
+        warmup = min(steps // 6, 2000) if settings.warmup_steps == "auto" else settings.warmup_steps
     if step < warmup:
         return settings.learning_rate * (step + 1) / warmup
     if settings.schedule == "constant":

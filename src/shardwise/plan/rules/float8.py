@@ -45,7 +45,8 @@ RULES: tuple[Rule, ...] = (
          fix="use emulate, which shows the numbers on any device, or none",
          because=_float8_device),
     Rule("fp8-installed", (FP8,), "what multiplies has to be installed",
-         lambda d: d.precision.fp8 in FP8_PACKAGES and not installed(FP8_PACKAGES[d.precision.fp8]),
+         lambda d: d.precision.fp8 in FP8_PACKAGES and not d.world.is_described
+         and not installed(FP8_PACKAGES[d.precision.fp8]),
          fix="pip install 'shardwise[fp8]' for torchao, or use emulate",
          because=lambda d: f"the package {FP8_PACKAGES[d.precision.fp8]} is not installed",
          use=lambda d: f"{FP8_INSTALL[d.precision.fp8]}, or use emulate"),

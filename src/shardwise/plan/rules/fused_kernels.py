@@ -18,7 +18,7 @@ RULES: tuple[Rule, ...] = (
          fix="use false",
          because=lambda d: f"Liger's kernels run on a GPU, and the ranks run on {d.world.device_type}"),
     Rule("liger-installed", (LIGER,), "Liger has to be installed",
-         lambda d: d.model.liger and not installed("liger_kernel"),
+         lambda d: d.model.liger and not d.world.is_described and not installed("liger_kernel"),
          fix="pip install 'shardwise[liger]', or use false",
          because=lambda d: "the package liger-kernel is not installed"),
     Rule("liger-compile", (LIGER, "model.compile"), "a compiled block has fused kernels of its own",

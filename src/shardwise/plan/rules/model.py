@@ -15,15 +15,21 @@ def model_from_factory(d: Draft) -> bool:
     return d.model.factory is not None
 
 
+def _config_beside_path(d: Draft) -> bool:
+    """Return whether fields of a config stand on top of those of a model directory."""
+    return d.model.path is not None and isinstance(d.model.config, dict) and not model_from_factory(d)
+
+
 def _makes_parameters_anew(d: Draft) -> bool:
     return d.world.size > 1 or d.compute not in ("fp32", "fp64") or d.memory.offload_parameters
 
 
 # fmt: off
 RULES: tuple[Rule, ...] = (
-    Rule("one-model", SOURCES, "a model comes from at most one of them (none: the embedded default)",
-         lambda d: len(changed(d.job, *SOURCES)) > 1,
-         fix="keep one"),
+    Rule("one-model", SOURCES, "a model comes from at most one of them (none: the embedded default), but for fields of "
+         "a config beside a path",
+         lambda d: len(changed(d.job, *SOURCES)) > 1 and not _config_beside_path(d),
+         fix="keep one, or give model.config as a mapping of fields beside model.path"),
     idle("model-loss", "model.loss", "only a module of model.factory takes its loss from the job",
           lambda d: not model_from_factory(d), "set model.factory or leave it out"),
     idle("model-factory-arguments", "model.factory_arguments", "there is no model.factory to take them",

@@ -262,9 +262,17 @@ def with_exact_memory(candidate: Candidate, facts: ModelFacts) -> Candidate:
 def world_of(cluster: Cluster) -> World:
     """The world that a launcher would make of all of a cluster."""
     if cluster.accelerator.name == "CPU":
-        return World(cluster.size, "cpu", cluster.per_node, hosts=cluster.nodes)
+        return World(cluster.size, "cpu", cluster.per_node, hosts=cluster.nodes, is_described=True)
     device = cluster.accelerator
-    return World(cluster.size, "cuda", cluster.per_node, device.name, hosts=cluster.nodes, float8=device.fp8)
+    return World(
+        cluster.size,
+        "cuda",
+        cluster.per_node,
+        device.name,
+        hosts=cluster.nodes,
+        float8=device.fp8,
+        is_described=True,
+    )
 
 
 def sized_job(question: SearchQuestion) -> tuple[Job, list[str]]:

@@ -76,6 +76,16 @@ CASES = {
         {"optimizer": {"warmup_steps": 9}, "training": {"steps": 10}},
         "use at most 9 warmup_steps",
     ),
+    "warmup-ratio": case(
+        {"optimizer": {"warmup_steps": 2, "warmup_ratio": 0.1}},
+        {"optimizer": {"warmup_ratio": 0.1}},
+        "leave one of the two out",
+    ),
+    "own-schedule-ratio": case(
+        {"optimizer": {"schedule": "tests.training.user_code:halved", "warmup_ratio": 0.1}},
+        {"optimizer": {"schedule": "tests.training.user_code:halved"}},
+        "has its own warm-up",
+    ),
     "own-schedule": case(
         {"optimizer": {"schedule": "tests.training.user_code:halved", "warmup_steps": 2}},
         {"optimizer": {"schedule": "tests.training.user_code:halved"}},
