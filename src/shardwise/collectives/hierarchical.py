@@ -238,35 +238,37 @@ def _hierarchy(
 ) -> Hierarchy | None:
     if algorithm == "flat":
         return None
-    found = discover_topology(member.store, member.rank, member.size)
-    if not has_two_levels(found):
-        _say_why_flat(found, member.rank)
+    topology = discover_topology(member.store, member.rank, member.size)
+    if not has_two_levels(topology):
+        _say_why_flat(topology, member.rank)
         return None
-    levels = _levels(member, found, between, inside)
+    levels = _levels(member, topology, between, inside)
     if algorithm != "measured":
         return Hierarchy(levels, AlgorithmTable.given(algorithm), Turns())
     device = torch.device("cuda" if between == carriers.NCCL else "cpu")
-    holds_for = (between, levels.local.name(), device.type, found.hosts, *sorted(found.identities))
+    holds_for = (between, levels.local.name(), device.type, topology.hosts, *sorted(topology.identities))
     return Hierarchy(levels, _measured(member, flat, levels, holds_for, device), Turns())
 
 
-def has_two_levels(found: Topology) -> bool:
+def has_two_levels(topology: Topology) -> bool:
     """Return True if there are several hosts with equally many ranks, more than one on each."""
-    return len(found.hosts) > 1 and found.is_uniform and len(found.hosts[0]) > 1
+    return len(topology.hosts) > 1 and topology.is_uniform and len(topology.hosts[0]) > 1
 
 
-def _say_why_flat(found: Topology, rank: int) -> None:
+def _say_why_flat(topology: Topology, rank: int) -> None:
     """One line where a group has unequally many ranks on its hosts; other shapes are flat by nature."""
-    if rank == 0 and not found.is_uniform:
-        spread = " and ".join(str(len(ranks)) for ranks in found.hosts)
-        text = f"collectives of these {sum(map(len, found.hosts))} ranks stay flat: their hosts have {spread} of them"
+    if rank == 0 and not topology.is_uniform:
+        spread = " and ".join(str(len(ranks)) for ranks in topology.hosts)
+        text = (
+            f"collectives of these {sum(map(len, topology.hosts))} ranks stay flat: their hosts have {spread} of them"
+        )
         warnings.warn(text, stacklevel=2)
 
 
-def _levels(member: GroupMember, found: Topology, between: str, inside: str) -> TwoLevel:
-    host, index = found.node_index(member.rank), found.local_index(member.rank)
-    beside, across = list(found.hosts[host]), [ranks[index] for ranks in found.hosts]
-    places = [(found.node_index(rank), found.local_index(rank)) for rank in range(member.size)]
+def _levels(member: GroupMember, topology: Topology, between: str, inside: str) -> TwoLevel:
+    host, index = topology.node_index(member.rank), topology.local_index(member.rank)
+    beside, across = list(topology.hosts[host]), [ranks[index] for ranks in topology.hosts]
+    places = [(topology.node_index(rank), topology.local_index(rank)) for rank in range(member.size)]
     local = carriers.make_or(inside, between, member.among(f"host-{host}", beside))
     cross = carriers.make(between, member.among(f"index-{index}", across))
     return TwoLevel(local, cross, host, index, [node * len(beside) + local_index for node, local_index in places])

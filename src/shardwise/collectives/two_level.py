@@ -159,15 +159,15 @@ class TwoLevel:
         return self._orders[device]
 
 
-def exchange(group: dist.ProcessGroup, slots: Sequence[Tensor], mine: Tensor) -> None:
+def exchange(group: dist.ProcessGroup, slots: Sequence[Tensor], part: Tensor) -> None:
     """Everybody's `mine` to everybody's `slots`, each pair of ranks directly; `mine` is this rank's own slot."""
     peers = [peer for peer in range(group.size()) if peer != group.rank()]
     if group.name() != "gloo":  # NCCL and the engine start all of them as one call
-        group.alltoall(list(slots), [mine] * group.size()).wait()
+        group.alltoall(list(slots), [part] * group.size()).wait()
         return
     # Gloo's list form copies into one buffer first; these write where the pieces belong.
     works = [group.recv([slots[peer]], peer, 0) for peer in peers]
-    works += [group.send([mine], peer, 0) for peer in peers]
+    works += [group.send([part], peer, 0) for peer in peers]
     for work in works:
         work.wait()
 

@@ -117,16 +117,16 @@ def _foreign_directories() -> tuple[str, ...]:
 
 
 def _load_module(name: str, what: str) -> ModuleType:
-    here = os.getcwd()
-    if here not in sys.path and "" not in sys.path:
-        sys.path.append(here)  # last: the working directory cannot shadow an installed module
+    directory = os.getcwd()
+    if directory not in sys.path and "" not in sys.path:
+        sys.path.append(directory)  # last: the working directory cannot shadow an installed module
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         place = raised_at(error)
         raise ConfigError(
-            f"{what}: module {name!r} cannot be imported ({error}); it must be installed, on PYTHONPATH, or in {here}"
-            + in_parentheses(place)
+            f"{what}: module {name!r} cannot be imported ({error}); it must be installed, on PYTHONPATH, or in "
+            f"{directory}" + in_parentheses(place)
         ) from error
     except Exception as error:  # a module's own code may raise anything while it is imported
         raise UserCodeError(

@@ -177,11 +177,11 @@ class _Loader(yaml.SafeLoader):
     """Safe YAML in which 1e-3 is a number (YAML 1.1 wants 1.0e-3) and a key given twice is an error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen: set[str] = set()
+        keys: set[str] = set()
         for key, _ in node.value:
-            if key.value in seen:
+            if key.value in keys:
                 raise yaml.constructor.ConstructorError(None, None, f"key {key.value!r} is given twice", key.start_mark)
-            seen.add(key.value if isinstance(key.value, str) else repr(key.value))
+            keys.add(key.value if isinstance(key.value, str) else repr(key.value))
         return super().construct_mapping(node, deep)
 
     def construct_plain_number(self, node: yaml.ScalarNode) -> Any:
@@ -305,7 +305,7 @@ def read_value(key: str, text: str) -> Any:
         return parse_yaml(text, f"{key}={text!r}")
     if text in ("", "null") and type(None) in allowed:
         return None
-    if any(kind in allowed and text.lstrip().startswith(mark) for kind, mark in ((dict, "{"), (list, "["))):
+    if any(target in allowed and text.lstrip().startswith(mark) for target, mark in ((dict, "{"), (list, "["))):
         return parse_yaml(text, f"{key}={text!r}")
     return text
 

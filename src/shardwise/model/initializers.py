@@ -89,7 +89,7 @@ def parents_that_initialize(model: nn.Module, blocks: Collection[str]) -> dict[s
     names: dict[int, list[str]] = {}
     for name, parameter in tried.named_parameters(remove_duplicate=False):
         names.setdefault(storage_key(parameter), []).append(name)
-    found = {}
+    initializers = {}
     for name, module in tried.named_modules():
         if name in blocks or name.startswith(inside) or not any(True for _ in module.children()):
             continue
@@ -97,8 +97,8 @@ def parents_that_initialize(model: nn.Module, blocks: Collection[str]) -> dict[s
         written = _written_by_initializer(tried, module) - own
         others = [alias for key in names if key in written for alias in names[key]]
         if others:
-            found[name] = tuple(others)
-    return found
+            initializers[name] = tuple(others)
+    return initializers
 
 
 def _copied(model: nn.Module) -> nn.Module:

@@ -216,9 +216,9 @@ def _owned(model: ParallelModel, root: nn.Module, names: Sequence[str]) -> dict[
         of_module.setdefault(owner, []).append(leaf)
     for name in names:
         module = root.get_submodule(name)
-        held = {leaf for leaf, _ in module.named_parameters(recurse=False, remove_duplicate=False)}
+        own = {leaf for leaf, _ in module.named_parameters(recurse=False, remove_duplicate=False)}
         for leaf in of_module.get(name, ()):
-            if leaf in held or len(names) > 1:
+            if leaf in own or len(names) > 1:
                 owned[f"{name}.{leaf}".lstrip(".")] = (module, leaf)
     return owned
 

@@ -207,11 +207,11 @@ def _sum_of_squares(gradients: list[Tensor]) -> Tensor:
     return torch.stack([torch.dot(chunk, chunk) for chunk in chunks]).sum(dtype=torch.float64)
 
 
-def _check_count(seen: int, count: int) -> None:
+def _check_count(counted: int, count: int) -> None:
     """Refuse a `model.loss` that counts otherwise than the batches, whose count has seeded backward."""
-    if seen != count:
+    if counted != count:
         raise ModelError(
-            f"model.loss counts {seen}, the batches of all ranks have {count} counted labels (rows, if they are no "
+            f"model.loss counts {counted}, the batches of all ranks have {count} counted labels (rows, if they are no "
             "class ids); return batch.count() as the count, and the sum over what it counts"
         )
 

@@ -114,10 +114,10 @@ def preset_shape(name: str, row: dict[str, Any]) -> ModelShape:
 def accelerator(name: str) -> Accelerator:
     """Return an accelerator by its name in the table or torch's name of the device. Raises ConfigError."""
     wanted = name.lower().replace("-", " ").strip()
-    known = {each.name.lower(): each for each in ACCELERATORS}
+    known = {sheet.name.lower(): sheet for sheet in ACCELERATORS}
     device = known.get(wanted) or known.get(f"{wanted} sxm") or find_accelerator(name)
     if device is None:
-        raise ConfigError(f"accelerator={name!r} is not known.{nearest(name, [each.name for each in ACCELERATORS])}")
+        raise ConfigError(f"accelerator={name!r} is not known.{nearest(name, [sheet.name for sheet in ACCELERATORS])}")
     return shipped().device(device)
 
 

@@ -48,7 +48,7 @@ def holders(plan: Plan, facts: ModelFacts) -> dict[str, tuple[int, ...]]:
     for name in facts.parameter_shapes:
         block = facts.block_of.get(name)
         blocks = [block] if block else [facts.blocks[number].name for number in facts.stages.uses[name]]
-        stages[name] = tuple(sorted({stage_of[each] for each in blocks}))
+        stages[name] = tuple(sorted({stage_of[block] for block in blocks}))
     return stages
 
 

@@ -51,13 +51,13 @@ def known(directory: Path) -> str:
     return _markdown(head, [*lines, middle, ("mean over tables", "", "", "", "", _inside(summaries), "", "", "")])
 
 
-def _middle(found: dict[str, dict[str, Any]]) -> tuple[str, ...]:
-    middle = summary_over_tables(found)["median_over_tables"]
+def _middle(scores: dict[str, dict[str, Any]]) -> tuple[str, ...]:
+    middle = summary_over_tables(scores)["median_over_tables"]
     return (*_figures(middle, "median_percent", "p90_percent"), "")
 
 
-def _inside(found: dict[str, dict[str, Any]]) -> str:
-    return _figures(summary_over_tables(found)["mean_over_tables"], "inside_interval_percent")[0]
+def _inside(scores: dict[str, dict[str, Any]]) -> str:
+    return _figures(summary_over_tables(scores)["mean_over_tables"], "inside_interval_percent")[0]
 
 
 def ranked(directory: Path) -> str:
@@ -93,16 +93,16 @@ def unknown(directory: Path) -> str:
         }
         for seed in range(SEEDS)
     ]
-    lines = [(name, *_figures(left[name], *KEYS), *_means([each[name] for each in drawn])) for name in rows]
-    middles = [summary_over_tables(each)["median_over_tables"] for each in drawn]
+    lines = [(name, *_figures(left[name], *KEYS), *_means([score[name] for score in drawn])) for name in rows]
+    middles = [summary_over_tables(score)["median_over_tables"] for score in drawn]
     means = [summary_over_tables(summaries)["mean_over_tables"]["inside_interval_percent"] for summaries in drawn]
     inside = f"{statistics.mean(means):.1f}"
     middle = ("median over tables", *_middle(left), *_means(middles)[:2], "")
     return _markdown(head, [*lines, middle, ("mean over tables", "", "", _inside(left), "", "", inside)])
 
 
-def _means(found: Sequence[dict[str, Any]]) -> tuple[str, ...]:
-    return tuple(f"{statistics.mean(each[key] for each in found):.1f}" for key in KEYS)
+def _means(scores: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+    return tuple(f"{statistics.mean(score[key] for score in scores):.1f}" for key in KEYS)
 
 
 def fabric(directory: Path) -> str:
@@ -168,8 +168,8 @@ def published_175b(nodes: int, accumulation: int) -> TrainingConfiguration:
     )
 
 
-def _figures(each: dict[str, Any], *keys: str) -> tuple[str, ...]:
-    return tuple("" if each[key] is None else f"{each[key]:.1f}" for key in keys)
+def _figures(score: dict[str, Any], *keys: str) -> tuple[str, ...]:
+    return tuple("" if score[key] is None else f"{score[key]:.1f}" for key in keys)
 
 
 def _markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

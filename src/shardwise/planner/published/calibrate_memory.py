@@ -43,7 +43,7 @@ def fit_memory(given: Sequence[Held], stack: Stack) -> Stack:
     if len(measured) < LEAST_ROWS:
         return replace(stack, logit_bytes=_loss_that_fits(given, stack)) if given else stack
     tried = (_fitted(measured, replace(stack, logit_bytes=size)) for size in LOSSES)
-    return min(tried, key=lambda each: each.memory_spread)
+    return min(tried, key=lambda constants: constants.memory_spread)
 
 
 def _loss_that_fits(given: Sequence[Held], stack: Stack) -> float:

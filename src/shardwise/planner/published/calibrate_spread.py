@@ -73,7 +73,7 @@ def unknown_offset(stacks: Sequence[Sequence[Seen]]) -> float:
 
     A stack's departure is that with the least sum of absolute errors.
     """
-    offsets = (abs(float(DEPARTURES[np.abs([seen.errors for seen in own]).sum(axis=0).argmin()])) for own in stacks)
+    offsets = (abs(float(DEPARTURES[np.abs([row.errors for row in own]).sum(axis=0).argmin()])) for own in stacks)
     return max(USUAL / 2, median(offsets))
 
 
@@ -107,13 +107,13 @@ def probed(rows: Sequence[Seen], prior: Prior) -> Probed:
     whose mean is the departure that is taken, and a further row's error is Student's t with rows + n - 1 degrees of
     freedom, as wide as the rows seen disagree (Gelman et al., Bayesian Data Analysis, 3rd ed., sections 3.2 and 5.4).
     """
-    size = np.array([prior.spread**2 + (prior.waits * seen.waits) ** 2 for seen in rows])
-    errors = np.array([seen.errors for seen in rows])
+    size = np.array([prior.spread**2 + (prior.waits * row.waits) ** 2 for row in rows])
+    errors = np.array([row.errors for row in rows])
     misfit = (errors**2 / size[:, None]).sum(axis=0)
     logs = -(prior.rows + len(rows)) / 2 * np.log(prior.rows + misfit) - np.log1p((DEPARTURES / prior.offset) ** 2)
     weights = np.exp(logs - logs.max())
     offset = float((weights * DEPARTURES).sum() / weights.sum())
-    slopes = np.array([np.interp(offset, DEPARTURES, each) for each in np.gradient(errors, DEPARTURES, axis=1)])
+    slopes = np.array([np.interp(offset, DEPARTURES, slope) for slope in np.gradient(errors, DEPARTURES, axis=1)])
     freedom = prior.rows + len(rows) - 1
     left = float(np.interp(offset, DEPARTURES, misfit))
     wider = (prior.rows + left) / freedom * student(freedom) ** 2

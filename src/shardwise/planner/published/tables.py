@@ -257,9 +257,9 @@ def _checkpointing(row: Row) -> tuple[str, float]:
     if parts := re.fullmatch(r"(0?\.\d+|\d+(?=%))%?|(\d+)-?(?:/|of)-?(\d+)", word):
         alone = float(parts[1] or 0) / (100 if "%" in word else 1) if parts[1] else int(parts[2]) / int(parts[3])
         return "full", min(1.0, alone)
-    for pattern, (kind, usual) in _CHECKPOINTING:
+    for pattern, (policy, usual) in _CHECKPOINTING:
         if re.search(pattern, word):
-            return kind, float(share) if re.fullmatch(r"0?\.\d+|1", share) else usual
+            return policy, float(share) if re.fullmatch(r"0?\.\d+|1", share) else usual
     raise Unmapped(f"act_ckpt={word!r} is not known; none, full, selective, selective-op and selective-layer are")
 
 
@@ -308,23 +308,23 @@ def _cluster(row: Row, model_ranks: int) -> Cluster:
 def _accelerator(row: Row, strict: bool = True) -> Accelerator | None:
     """`A100-40`, `8x H100`, `H100-96-500W`: the part of nearest memory; a stated power limit slows it."""
     text = re.sub(r"(?i)^\d+ ?[x*] ?", "", row.text["gpu"]).replace("_", " ")
-    found = find_accelerator(text)
-    if found is None:
+    sheet = find_accelerator(text)
+    if sheet is None:
         if strict:
             raise Unmapped(f"gpu={row.text['gpu']!r} is not a known accelerator")
         return None
     words = [word.upper() for word in re.split(r"[- ]+", text)]
-    alike = [each for each in ACCELERATORS if each.name.split()[0] == found.name.split()[0] and found.name[:3] != "RTX"]
-    parts = alike or [found]
-    sizes = {f"{each.memory_bytes / GIB / USABLE:.0f}": each.memory_bytes / GIB for each in parts}
-    named = next(
+    alike = [part for part in ACCELERATORS if part.name.split()[0] == sheet.name.split()[0] and sheet.name[:3] != "RTX"]
+    parts = alike or [sheet]
+    sizes = {f"{part.memory_bytes / GIB / USABLE:.0f}": part.memory_bytes / GIB for part in parts}
+    stated = next(
         (sizes[size] for word in words if (size := word.removesuffix("GB")) in sizes), parts[0].memory_bytes / GIB
     )
-    memory = row.numbers.get("gpu_mem_gb", named)
-    special = {each: set(each.name.upper().split()) & {"PCIE", "NVL"} for each in parts}
+    memory = row.numbers.get("gpu_mem_gb", stated)
+    special = {part: set(part.name.upper().split()) & {"PCIE", "NVL"} for part in parts}
     said = {"PCIE", "NVL"}.intersection(words)
-    wanted = [each for each in parts if said and special[each] == said] or [each for each in parts if not special[each]]
-    part = min(wanted or parts, key=lambda each: abs(each.memory_bytes / GIB - memory))
+    wanted = [part for part in parts if said and special[part] == said] or [part for part in parts if not special[part]]
+    part = min(wanted or parts, key=lambda variant: abs(variant.memory_bytes / GIB - memory))
     watts = next((float(word[:-1]) for word in words if re.fullmatch(r"\d+W", word)), part.watts)
     size = int(row.numbers["gpu_mem_gb"] * GIB * USABLE) if "gpu_mem_gb" in row.numbers else part.memory_bytes
     return replace(part, memory_bytes=size, watts=watts, matmul=part.matmul * (watts / part.watts) ** POWER)
@@ -369,13 +369,13 @@ def _convention(text: str) -> str:
 
 def predicted(row: Row, prediction: Prediction) -> float:
     """The prediction in the unit of the row's measurement; step seconds where it has none."""
-    found = measured(row)
-    if found is None or found.unit == "step_s":
+    measurement = measured(row)
+    if measurement is None or measurement.unit == "step_s":
         if row.text["metric"].startswith(LAYER_METRIC):
             return prediction.step_seconds - prediction.seconds["optimizer"]
         return prediction.step_seconds
-    if found.unit == "tok_s_gpu":
+    if measurement.unit == "tok_s_gpu":
         return prediction.tokens_per_second
-    if found.unit == "mfu_pct":
+    if measurement.unit == "mfu_pct":
         return 100 * prediction.mfu
-    return prediction.tflops[found.convention]
+    return prediction.tflops[measurement.convention]

@@ -83,7 +83,8 @@ def why_slower(candidate: Candidate, best: Candidate) -> str:
     """The causes that cost `candidate` most against `best`."""
     slower = best.tokens_per_second / candidate.tokens_per_second - 1
     per_token = [
-        {cause: value / each.prediction.tokens for cause, value in times_of(each).items()} for each in (candidate, best)
+        {cause: value / layout.prediction.tokens for cause, value in times_of(layout).items()}
+        for layout in (candidate, best)
     ]
     more = {cause: value - per_token[1].get(cause, 0.0) for cause, value in per_token[0].items()}
     whole = best.prediction.step_seconds / best.prediction.tokens
@@ -103,28 +104,28 @@ def why_not_fit(candidate: Candidate) -> str:
     return f"needs {candidate.memory_bytes / GIB:.1f} of {room / GIB:.1f} GiB: {largest}"
 
 
-def may_not_fit(candidate: Candidate, found: SearchResult) -> str | None:
+def may_not_fit(candidate: Candidate, result: SearchResult) -> str | None:
     """Return a warning for a layout that fits as predicted but whose interval of memory ends beyond the device's."""
     if not candidate.fits or candidate.fits_surely:
         return None
     room, high = candidate.configuration.cluster.accelerator.memory_bytes, candidate.memory_interval[1]
     said = f"may not fit: the interval of its memory ends at {high / GIB:.1f} of {room / GIB:.1f} GiB"
-    if found.surest is None:
+    if result.surest is None:
         return f"{said}, as that of every layout"
-    sure = f"{layout_of(found.surest)}, {memory_policy(found.surest)}: {why_slower(found.surest, candidate)}"
+    sure = f"{layout_of(result.surest)}, {memory_policy(result.surest)}: {why_slower(result.surest, candidate)}"
     return f"{said}; the fastest that ends within, for `--explain sure`, is {sure}"
 
 
-def refusals(found: SearchResult, most: int = 5) -> Iterator[tuple[int, str, str]]:
+def refusals(result: SearchResult, most: int = 5) -> Iterator[tuple[int, str, str]]:
     """(how many combinations, rule's id, rule's sentence) of the legality table, the commonest first."""
     sentences = {rule.id: rule.sentence for rule in rules()}
-    for rule, count in found.illegal.most_common(most):
+    for rule, count in result.illegal.most_common(most):
         yield count, rule, sentences.get(rule, "")
 
 
-def chosen_keys(candidate: Candidate, found: SearchResult) -> dict[str, Any]:
+def chosen_keys(candidate: Candidate, result: SearchResult) -> dict[str, Any]:
     """Dotted key -> value of what the search chose beside the job's own keys; defaults are left out."""
-    job = found.question.job
+    job = result.question.job
     changed = {key: value for key, value in written_keys(candidate) if value != lookup(type(job)(), key)}
     settled = {
         "training.sequences_per_step": job.training.sequences_per_step,

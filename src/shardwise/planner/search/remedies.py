@@ -37,8 +37,8 @@ def remedies(plan: Plan, facts: ModelFacts, cluster: Cluster, room: float, most:
     before = predict(configuration_of(plan, facts, cluster)).step_seconds
     singles = list(_single_changes(plan))
     pairs = [one | two for one, two in combinations(singles, 2) if not one.keys() & two.keys()]
-    found = [remedy for changes in singles if (remedy := _tried(plan, facts, cluster, changes, before))]
-    fitting = [remedy for remedy in found if remedy.memory_bytes <= room]
+    remedies = [remedy for changes in singles if (remedy := _tried(plan, facts, cluster, changes, before))]
+    fitting = [remedy for remedy in remedies if remedy.memory_bytes <= room]
     if len(fitting) < most:  # pairs that hold a change that is enough by itself say nothing new
         enough = [remedy.changes.items() for remedy in fitting]
         pairs = [pair for pair in pairs if not any(items <= pair.items() for items in enough)]

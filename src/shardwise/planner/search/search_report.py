@@ -27,24 +27,24 @@ from shardwise.planner.search.search import Candidate, SearchResult, distinct
 BAR = 24  # characters of the longest bar
 
 
-def ranking_table(found: SearchResult, most: int, budget: Budget) -> Table:
+def ranking_table(result: SearchResult, most: int, budget: Budget) -> Table:
     """Return the best layouts, and why each loses to the first."""
-    facts = found.question.facts
-    title = f"{facts.family}, {facts.parameters / 1e9:.3g}B parameters, on {_cluster(found)}"
+    facts = result.question.facts
+    title = f"{facts.family}, {facts.parameters / 1e9:.3g}B parameters, on {_cluster(result)}"
     table = Table(title=title, title_justify="left", title_style="bold")
     table.add_column("#", justify="right")
     table.add_column("layout, microbatches, checkpointing", min_width=24)
     columns = ["step", "MFU", "tokens/s", "GiB", *(["days"] if budget.tokens else [])]
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
-    for number, candidate in enumerate(distinct(found.ranked, most), 1):
-        against = "" if number == 1 else f"\n{why_slower(candidate, found.ranked[0])}"
+    for number, candidate in enumerate(distinct(result.ranked, most), 1):
+        against = "" if number == 1 else f"\n{why_slower(candidate, result.ranked[0])}"
         table.add_row(str(number), _layout_cell(candidate, against), *_numbers(candidate, budget))
     return table
 
 
-def _cluster(found: SearchResult) -> str:
-    cluster = found.question.cluster
+def _cluster(result: SearchResult) -> str:
+    cluster = result.question.cluster
     return f"{cluster.nodes} × {cluster.per_node} {cluster.accelerator.name} ({cluster.name})"
 
 
@@ -68,16 +68,16 @@ def _numbers(candidate: Candidate, budget: Budget) -> list[str | Text]:
     return numbers if days is None else [*numbers, f"{days:,.1f}"]
 
 
-def layout_explanation(candidate: Candidate, found: SearchResult, budget: Budget) -> Group:
+def layout_explanation(candidate: Candidate, result: SearchResult, budget: Budget) -> Group:
     """Return where a layout's time and bytes go, its rates in each convention, days and cost; and why it loses."""
     title = Text(f"{layout_of(candidate)}, {memory_policy(candidate)}", style="bold")
     parts: list[RenderableType] = [title, _times(candidate), _bytes(candidate)]
-    if unsure := may_not_fit(candidate, found):
+    if unsure := may_not_fit(candidate, result):
         parts.append(Text(unsure, style="yellow"))
     if not candidate.fits:
         parts.append(Text(f"does not fit: {why_not_fit(candidate)}", style="red"))
-    if found.best is not None and candidate is not found.best:
-        parts.append(Text(f"against the best: {why_slower(candidate, found.best)}"))
+    if result.best is not None and candidate is not result.best:
+        parts.append(Text(f"against the best: {why_slower(candidate, result.best)}"))
     return Group(*parts, *(Text(line) for line in _rates(candidate, budget)))
 
 
@@ -136,19 +136,21 @@ def _bar(value: float, of: float) -> str:
     return "█" * round(BAR * value / of)
 
 
-def search_remarks(found: SearchResult, most: int = 4) -> Iterator[str]:
+def search_remarks(result: SearchResult, most: int = 4) -> Iterator[str]:
     """Yield how many combinations were looked at, what the legality table refused, and what did not fit."""
-    legal = len(found.ranked) + len(found.misfits)
-    refused = sum(found.illegal.values())
+    legal = len(result.ranked) + len(result.misfits)
+    refused = sum(result.illegal.values())
     yield (
-        f"{found.looked_at:,} combinations in {found.seconds:.1f} s: {refused:,} are not legal, "
-        f"{len(found.misfits):,} of {legal:,} legal ones do not fit"
+        f"{result.looked_at:,} combinations in {result.seconds:.1f} s: {refused:,} are not legal, "
+        f"{len(result.misfits):,} of {legal:,} legal ones do not fit"
     )
-    if found.left_out:
-        yield f"{found.left_out:,} further combinations were not looked at; set some keys of the job, or raise --limit"
-    for count, rule, sentence in refusals(found, most):
+    if result.left_out:
+        yield f"{result.left_out:,} further combinations were not looked at; set some keys of the job, or raise --limit"
+    for count, rule, sentence in refusals(result, most):
         yield f"not legal, {count:,} × {rule}: {sentence}"
-    fastest = sorted(found.misfits, key=lambda each: -each.tokens_per_second) if found.ranked else found.misfits
+    fastest = (
+        sorted(result.misfits, key=lambda candidate: -candidate.tokens_per_second) if result.ranked else result.misfits
+    )
     for candidate in distinct(fastest, most):
         yield f"does not fit: {layout_of(candidate)}, {memory_policy(candidate)}: {why_not_fit(candidate)}"
-    yield from found.notes
+    yield from result.notes
