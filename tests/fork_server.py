@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import gc
 import importlib
 import multiprocessing
 import os
@@ -290,6 +291,7 @@ class _ForkedRank(context.ForkProcess):
 
     def _bootstrap(self, parent_sentinel: Any = None) -> int:
         atexit._clear()
+        gc.freeze()  # a collected store of the parent's would wait for its thread, which only the parent has
         for number in SIGNALS:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
         code: int = super()._bootstrap(parent_sentinel)  # type: ignore[misc]
