@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 
 from shardwise.collectives import engine
+from shardwise.collectives.names import CollectiveName
+from shardwise.errors import ModelError
 from shardwise.testing.world import WorldError, WorldPool
 
 COUNT = 300_000
@@ -146,12 +148,15 @@ def disagree(case: str) -> str:
             dist.all_reduce(data, group=group) if rank else dist.broadcast(data, 0, group)
         elif case == "splits":
             dist.all_to_all_single(torch.empty(10), torch.ones(10), [4 + rank, 6 - rank], [5, 5], group)
+        elif case == "names":
+            with CollectiveName(f"blocks.{rank}", "shard", "all_reduce"):
+                dist.all_reduce(data, group=group)
         elif case == "message":
             dist.recv(data, 0, group) if rank else dist.send(data[:4], 1, group)
             dist.barrier(group)
         else:
             dist.all_reduce(data, group=group)
-    except dist.DistBackendError as error:
+    except (dist.DistBackendError, ModelError) as error:
         with pytest.raises(dist.DistBackendError):
             dist.barrier(group)
         return str(error)
@@ -166,6 +171,13 @@ def disagree(case: str) -> str:
         ("roots", ("root 0)", "root 1)")),
         ("order", ("rank 0: broadcast #1", "rank 1: all_reduce #1")),
         ("splits", ("rank 0 sends 20 bytes to rank 0, which expects 16",)),
+        (
+            "names",
+            (
+                "the ranks are out of step: rank 0: all_reduce #1 (10 x float32, sum) of blocks.0 over shard; rank 1: "
+                "all_reduce #1 (10 x float32, sum) of blocks.1 over shard. A rank may skip blocks",
+            ),
+        ),
         ("message", ("recv of 40 bytes (tag 0) from rank 0 met a message of rank 0 of another size: 16 bytes",)),
     ],
 )

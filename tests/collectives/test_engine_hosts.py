@@ -77,6 +77,7 @@ def test_a_killed_rank_is_named_on_every_host(world_pool: WorldPool, kind: str) 
         ("sizes", ("rank 0: all_reduce #1 (10 x float32, sum)", "rank 1: all_reduce #1 (11 x float32, sum)")),
         ("roots", ("root 0)", "root 1)")),
         ("order", ("rank 0: broadcast #1", "rank 1: all_reduce #1")),
+        ("names", ("out of step: rank 0: all_reduce #1", "of blocks.0 over shard; rank 1", "of blocks.1 over shard.")),
         ("splits", ("rank 1 sends 20 bytes to rank 0, which expects 20", "expects 16")),
         ("message", ("recv of 40 bytes (tag 0) from rank 0 met a message of rank 0 of another size: 16 bytes",)),
     ],

@@ -97,6 +97,38 @@ class ChosenOrder(Net):
         return self.outlet(h.mean(1))
 
 
+class LateOrder(Net):
+    """The data chooses the order of the blocks from the second step on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        h = self.inlet(x)
+        for block in self.blocks if self.calls <= 2 or bool(x[0, 0, 0] > 0) else list(self.blocks)[::-1]:
+            h = block(h)
+        return self.outlet(h.mean(1))
+
+
+class LateRepetition(Net):
+    """From the second step on, the data chooses whether the last block runs twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        h = self.inlet(x)
+        for block in self.blocks:
+            h = block(h)
+        if self.calls > 2 and bool(x[0, 0, 0] > 0):
+            h = self.blocks[3](h)
+        return self.outlet(h.mean(1))
+
+
 class Clamped(Net):
     """The forward writes a parameter."""
 

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn.utils import clip_grad_norm_
 
+from shardwise.collectives import engine
 from shardwise.errors import ModelError
 from shardwise.testing.world import WorldPool
 from shardwise.training.setup import set_up
@@ -88,6 +90,37 @@ def message_of(directory: str, name: str) -> str:
         train_step(run.model, run.objective, list(run.stream.batches(0)), run.optimizer, run.scaler, 0)
     assert all(torch.equal(value, before[key]) for key, value in run.model.whole_tensors())
     return str(caught.value)
+
+
+def message_on_engine(directory: str, store: str, name: str, sections: dict[str, Any]) -> str:
+    """Train on the native engine until the ranks are out of step; return what this rank raises."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.barrier()  # Gloo hangs on a rank that still connects when its peer closes
+    dist.destroy_process_group()
+    engine.register()
+    dist.init_process_group("shardwise", store=dist.FileStore(store, size), rank=rank, world_size=size)
+    run = set_up(job(directory, name, **sections), torch.device("cpu"))
+    with pytest.raises(ModelError) as caught:
+        for step in range(STEPS):
+            train_step(run.model, run.objective, list(run.stream.batches(step)), run.optimizer, run.scaler, step)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "name", "sections"),
+    [
+        (2, "LateOrder", {}),
+        pytest.param(2, "LateRepetition", {}, marks=pytest.mark.slow),
+        pytest.param(4, "LateRepetition", {"parallel": {"sharded_data_parallel_degree": 2}}, marks=pytest.mark.slow),
+    ],
+)
+def test_the_engine_names_the_units_of_ranks_that_are_out_of_step(
+    world_pool: WorldPool, corpora: Path, tmp_path: Path, ranks: int, name: str, sections: dict[str, Any]
+) -> None:
+    arguments = str(corpora), str(tmp_path / "store"), name, sections
+    for message in world_pool.run(ranks, message_on_engine, *arguments, timeout=60):
+        pattern = r"^the ranks are out of step: ranks? .* of blocks\.\d over \w+; ranks? .*\. A rank may skip blocks"
+        assert re.search(pattern, message), message
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -84,7 +86,9 @@ class UnitHooks(Protocol):
 
     def before_backward(self, index: int) -> None: ...
 
-    def before_reduction(self, index: int) -> None: ...
+    def before_reduction(self, index: int) -> AbstractContextManager[Any]:
+        """Return the context in which the reduction runs."""
+        ...
 
     def at_end_of_backward(self) -> None: ...
 
@@ -115,6 +119,14 @@ class ShardedUnit:
     def reduces(self) -> bool:
         """True where a backward now reduces gradients, and does not leave them whole."""
         return any(group.reduce_grads for group in self._groups)
+
+    def process_groups(self) -> Iterator[dist.ProcessGroup]:
+        """Yield the groups in which the parameters are gathered and their gradients reduced."""
+        for group in self._groups:
+            if group.mesh_info.shard_mesh_dim is not None:
+                yield group.mesh_info.shard_process_group
+            if group.mesh_info.replicate_mesh_dim is not None:
+                yield group.mesh_info.replicate_process_group
 
     def parameters(self) -> Iterator[tuple[nn.Parameter, nn.Parameter | None]]:
         """Yield (sharded parameter, gathered parameter, None before the first gathering)."""
@@ -196,8 +208,8 @@ class ShardedUnit:
                 return backward(*args)
 
             def post_backward(*args: Any, reduce: Any = reduce) -> Any:
-                hooks.before_reduction(index)
-                return reduce(*args)
+                with hooks.before_reduction(index):
+                    return reduce(*args)
 
             group.pre_forward, group.post_forward = pre_forward, post_forward
             group.pre_backward, group.post_backward = pre_backward, post_backward

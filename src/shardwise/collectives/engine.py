@@ -30,6 +30,7 @@ import torch.distributed as dist
 from filelock import FileLock
 
 from shardwise.cache import cache_root
+from shardwise.collectives.names import tell_names_to
 from shardwise.collectives.topology import discover_topology
 from shardwise.errors import MachineError
 
@@ -103,7 +104,14 @@ def load_engine() -> ModuleType:
         raise MachineError(f"the native engine {library()} is no Python extension; remove it, and it is built again")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    tell_names_to(module.set_label)
     return module
+
+
+def tell_failure(text: str) -> None:
+    """Tell the other ranks of all groups on the engine that this process has failed; those that wait for it stop."""
+    if load_engine.cache_info().currsize:
+        load_engine().tell_failure(text)
 
 
 def register() -> None:

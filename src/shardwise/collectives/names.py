@@ -1,7 +1,7 @@
 """One name for every collective: whose tensors travel, among which ranks, and by which operation.
 
 Messages, checks and traces read it. It is equal on all ranks that take part, so ranks that are out of step are told
-apart by their names' digests.
+apart by their names' digests: the native engine compares them in every collective.
 
     name = CollectiveName("transformer.h.0", "shard", "reduce_scatter")
     with name:     # an error of torch.distributed inside says which collective failed, and a profiler's trace shows it
@@ -11,7 +11,8 @@ apart by their names' digests.
 from __future__ import annotations
 
 import threading
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, cached_property
 from hashlib import blake2b
@@ -23,7 +24,16 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.profiler import record_function
 
+from shardwise.errors import ModelError
+from shardwise.job.axes import Axis
+
 ROOT_UNIT = "root"
+OUT_OF_STEP = "the ranks are out of step"  # the engine's words where names differ
+SAME_ORDER = (
+    "A rank may skip blocks, but must run each at most once, in the order in which the module has them; put the blocks "
+    "in that order, or let every rank run the same ones"
+)
+SAME_CALLS = "Let every rank take the same steps, evaluations and saves"
 
 
 @dataclass(frozen=True)
@@ -48,7 +58,13 @@ class CollectiveName:
         """63 bits that differ for different names, equal on every rank."""
         return int.from_bytes(blake2b(str(self).encode(), digest_size=8).digest(), "little") >> 1
 
+    @cached_property
+    def label(self) -> str:
+        """Whose tensors travel and where, in the engine's messages, which say the operation themselves."""
+        return f"{self.unit} over {self.group}"
+
     def __enter__(self) -> CollectiveName:
+        _current.enter(self)
         if _trace.on:
             span = record_function(str(self))
             span.__enter__()
@@ -58,10 +74,12 @@ class CollectiveName:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if error is not None:
-            self.attach(error)
+        _current.leave()
         if _trace.spans:
             _trace.spans.pop().__exit__(kind, error, traceback)
+        if error is not None:
+            self.attach(error)
+            _raise_out_of_step(error)
 
     def attach(self, error: BaseException) -> None:
         """Say in an error of torch.distributed that this collective has raised it; the innermost name stays."""
@@ -75,6 +93,61 @@ def is_of_collective(error: BaseException) -> bool:
     if not error.args:
         return False
     return isinstance(error, dist.DistError) or (type(error) is RuntimeError and "gloo" in str(error.args[0]).lower())
+
+
+@contextmanager
+def ranks_in_step() -> Iterator[None]:
+    """Raise a ModelError where ranks have called collectives of different names, asynchronous ones too."""
+    try:
+        yield
+    except RuntimeError as error:
+        _raise_out_of_step(error)
+        raise
+
+
+def _raise_out_of_step(error: BaseException) -> None:
+    text = str(error)
+    if isinstance(error, dist.DistError) and OUT_OF_STEP in text:
+        calls = text[text.index(OUT_OF_STEP) :].splitlines()[0].partition(" (in the ")[0]
+        of_units = any(f" over {axis}" in calls for axis in (Axis.SHARD, Axis.REPLICA))
+        raise ModelError(f"{calls}. {SAME_ORDER if of_units else SAME_CALLS}") from error
+
+
+class _Current(threading.local):
+    """Names of the collectives that this thread is in, the innermost last; the engine is told that one.
+
+    Attributes:
+        tell: the engine's function, once it is loaded: (digest, label) of the calls that follow.
+    """
+
+    tell: Callable[[int, str], None] | None = None
+
+    def __init__(self) -> None:
+        self.names: list[CollectiveName] = []
+
+    def enter(self, name: CollectiveName) -> None:
+        self.names.append(name)
+        if self.tell is not None:
+            self.tell(name.digest, name.label)
+
+    def leave(self) -> None:
+        self.names.pop()
+        if self.tell is not None:
+            outer = self.names[-1] if self.names else None
+            self.tell(outer.digest if outer else 0, outer.label if outer else "")
+
+
+_current = _Current()
+
+
+def tell_names_to(tell: Callable[[int, str], None]) -> None:
+    """Tell (digest, label) of the collective in which a thread is from now on; 0 for none."""
+    _Current.tell = staticmethod(tell)  # type: ignore[assignment]
+
+
+def current_name() -> AbstractContextManager[Any]:
+    """Return the name of the collective in which this thread is, for what another thread does of it."""
+    return _current.names[-1] if _current.names else nullcontext()
 
 
 class _Trace(threading.local):

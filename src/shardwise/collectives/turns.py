@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.collectives.names import current_name
+
 Operation = Callable[[], None]
 
 
@@ -100,9 +102,11 @@ class Turns:
                 raise failure[0]
             return list(tensors)
 
+        name = current_name()
+
         def turn() -> None:
             try:
-                with self._running:
+                with self._running, name:
                     operation()
             except BaseException as error:
                 failure.append(error)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from shardwise.collectives.names import CollectiveName, group_name
+from shardwise.collectives.names import CollectiveName, group_name, ranks_in_step
 from shardwise.collectives.tensor import sum_together
 from shardwise.job.axes import Axis, data_axes
 from shardwise.job.objects import user_code
@@ -274,19 +274,20 @@ class ParallelModel:
 
         if self.statistics is not None and backward:
             self.statistics.begin()
-        if self.pipeline is None:
-            for index in range(count):
-                begin(0, index == count - 1)
-                loss = work(0, index, None)
-                if backward and loss.requires_grad:  # a script's microbatch may have none
-                    loss.backward()
-        elif backward:
-            self.pipeline.train(work, begin, count, [part.weight_gradients for part in self.parts])
-            if self.plan.splits_backward and last:
-                for modules in self._roots:
-                    reduce_gradients(modules)
-        else:
-            self.pipeline.evaluate(work, count)
+        with ranks_in_step():
+            if self.pipeline is None:
+                for index in range(count):
+                    begin(0, index == count - 1)
+                    loss = work(0, index, None)
+                    if backward and loss.requires_grad:  # a script's microbatch may have none
+                        loss.backward()
+            elif backward:
+                self.pipeline.train(work, begin, count, [part.weight_gradients for part in self.parts])
+                if self.plan.splits_backward and last:
+                    for modules in self._roots:
+                        reduce_gradients(modules)
+            else:
+                self.pipeline.evaluate(work, count)
         self._share_changed_buffers()
 
     def _share_changed_buffers(self) -> None:
@@ -322,13 +323,23 @@ class ParallelModel:
             parameter.grad = gradient if count else None
 
     def use_counts(self) -> tuple[int, int, int]:
-        """Return numbers of this rank's step.
+        """Return numbers of this rank's step. Collective.
 
         They are parameters that it has not used, irregularities of its units' order, and buffers that it has changed.
         """
+        self.meet()
         unused = sum(len(use.never_used()) for use in self.uses)
         irregular = sum(use.irregular + len(use.changed) for use in self.uses)
         return unused, irregular, 0 if self.statistics is None else len(self.statistics.changed())
+
+    def meet(self) -> None:
+        """Meet the ranks that share units, ahead of a collective of all ranks. Collective.
+
+        Raises:
+            ModelError: some rank has gathered or reduced a unit more often than another.
+        """
+        for use in self.uses:
+            use.meet()
 
     def settle_use(self, unused: bool, irregular: bool, changed_buffers: bool = False) -> None:
         """Compare the ranks' use of units, drop gradients that are zeros of all ranks, share statistics. Collective.

@@ -6,7 +6,8 @@ runs one first takes part for those before it that it has not run; the rest foll
 reversed.
 
 Where a rank runs units in another order, or repeats one, that order has to be equal on all ranks. It is compared
-before the optimizer uses a number (`compare_use`).
+before the optimizer uses a number (`compare_use`). The native engine notices it earlier: it compares the units' names
+in every collective.
 """
 
 from __future__ import annotations
@@ -23,10 +24,13 @@ from torch.distributed.fsdp import FSDPModule
 
 from shardwise._torch_compat.autograd import share_attributes, version_of
 from shardwise._torch_compat.fsdp2 import ShardedUnit, UnitHooks
-from shardwise.collectives.names import CollectiveName, unit_names
+from shardwise.collectives import engine
+from shardwise.collectives.names import SAME_ORDER, CollectiveName, unit_names
 from shardwise.errors import ModelError
+from shardwise.job.axes import Axis
 
 ORDER_OF_UNITS = CollectiveName("the order of sharded units", "world", "all_gather")
+END_OF_UNITS = CollectiveName("the end of sharded units", "shards and replicas", "barrier")
 NAMES_OF_UNITS = CollectiveName("the names of sharded units", "world", "all_gather_object")
 
 MOST_EVENTS = 1 << 16  # of a step; older ones are forgotten, on all ranks alike
@@ -52,6 +56,8 @@ class UnitUse(UnitHooks):
         units = {id(unit.state): unit for unit in map(ShardedUnit, reversed(modules))}  # one for a group of blocks
         self.units = list(units.values())[::-1]
         self.names = [names[unit.module] for unit in self.units]
+        self._reductions = [CollectiveName(name, Axis.REPLICA, "all_reduce") for name in self.names]
+        self._groups = list(dict.fromkeys(group for unit in self.units for group in unit.process_groups()))
         self.takes_part = takes_part
         self.changed: set[tuple[int, int]] = set()
         self.irregular = 0
@@ -155,8 +161,12 @@ class UnitUse(UnitHooks):
         self._backwarded.add(index)
         self._record("backward", index)
 
-    def before_reduction(self, index: int) -> None:
-        """Give parameters without a gradient one of zeros, if the unit is about to be reduced."""
+    def before_reduction(self, index: int) -> CollectiveName:
+        """Give parameters without a gradient one of zeros, if the unit is about to be reduced.
+
+        Returns:
+            The name of the all-reduce over replicas, which FSDP2 calls itself.
+        """
         unit = self.units[index]
         self._reduced.add(index)
         self._record("reduction", index)
@@ -164,6 +174,7 @@ class UnitUse(UnitHooks):
             filled = {id(sharded) for sharded in unit.fill_unused()}
             self._filled |= filled
             self._used.update(id(sharded) for sharded, _ in unit.parameters() if id(sharded) not in filled)
+        return self._reductions[index]
 
     def at_end_of_backward(self) -> None:
         """Take part for the units that backward has not reached, and reduce those whose inputs had no gradient."""
@@ -203,6 +214,16 @@ class UnitUse(UnitHooks):
             self.events.append((operation, index))
 
     # ---- once a step
+
+    def meet(self) -> None:
+        """Meet the ranks that share the units, on the native engine: one that runs more of them than others is told.
+
+        In a group of all ranks the next collective does that. Collective.
+        """
+        for group in self._groups:
+            if group is not dist.group.WORLD and dist.get_backend(group) == engine.BACKEND:
+                with END_OF_UNITS:
+                    dist.barrier(group)
 
     def never_used(self) -> set[int]:
         """Return the sharded parameters, by identity, that no microbatch of this rank has used in this step."""
@@ -260,7 +281,6 @@ def _explain(ranks: Sequence[tuple[int, list[str], list[str]]]) -> str:
             ours, theirs = next(pair for pair in pairs if pair[0] != pair[1])
             return (
                 f"sharded units run in different orders: {ours} on rank {other} where rank {rank} has {theirs}. "
-                "A rank may skip blocks, but must run each at most once, in the order in which the module has them; "
-                "put the blocks in that order, or let every rank run the same ones"
+                f"{SAME_ORDER}"
             )
     return "sharded units run in different orders on the ranks"

@@ -131,6 +131,7 @@ def evaluate(model: ParallelModel, objective: Objective, batches: Sequence[Seque
         on_device = [batch.to(model.device) for batch in weighted(microbatches, normalisation)]
         totals += model.run(objective, on_device, step=0).to(totals.dtype)
     model.reshard()
+    model.meet()
     totals *= model.contributes
     with EVALUATION:
         dist.all_reduce(totals)

@@ -2,6 +2,9 @@
 //
 // An operation that its caller waits for anyway runs on the caller's own thread; an asynchronous one runs on the group's
 // worker thread. Both take their turn in the order of the calls.
+#include <mutex>
+#include <set>
+
 #include <pybind11/chrono.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/utils/pybind.h>
@@ -20,9 +23,18 @@ class Engine : public c10d::Backend {
       : Backend(places.rank, places.size()), timeout_(timeout), room_(std::move(met.room)), wire_(std::move(met.wire)),
         peers_(wire_ ? Peers(*room_, *wire_, rank_, in_room(places), names) : Peers(*room_)),
         group_(wire_ ? new Hosts(*room_, *wire_, places) : new Group(*room_)),
-        messenger_(std::make_unique<Messenger>(peers_)) {}
+        messenger_(std::make_unique<Messenger>(peers_)) {
+    std::lock_guard<std::mutex> lock(groups_mutex);
+    groups.insert(this);
+  }
 
   ~Engine() override { shutdown(); }
+
+  // Tells an error of this process to the other ranks of all its groups.
+  static void tell_failure(const std::string& text) {
+    std::lock_guard<std::mutex> lock(groups_mutex);
+    for (const Engine* each : groups) each->peers_.tell_failure(text);
+  }
 
   const std::string getBackendName() const override { return "shardwise"; }
   void setTimeout(Milliseconds timeout) override { timeout_ = timeout; }
@@ -31,6 +43,10 @@ class Engine : public c10d::Backend {
 
   // What was called before is still carried out.
   void shutdown() override {
+    {
+      std::lock_guard<std::mutex> lock(groups_mutex);
+      groups.erase(this);
+    }
     turns_.stop();
     messenger_.reset();
     wire_.reset();
@@ -182,6 +198,7 @@ class Engine : public c10d::Backend {
     call.kind = Kind::barrier;
     call.reduce = Reduce::none;
     call.root = -1;
+    call.label = current_label;
     std::vector<c10::Device> devices;
     if (options.device && !options.device->is_cpu()) devices.push_back(*options.device);
     return enqueue(OpType::BARRIER, {}, devices, options, [this, call](int64_t timeout) { group_->barrier(call, timeout); });
@@ -340,6 +357,9 @@ class Engine : public c10d::Backend {
     return work;
   }
 
+  static inline std::mutex groups_mutex;
+  static inline std::set<const Engine*> groups;  // of this process
+
   Milliseconds timeout_;
   std::unique_ptr<Room> room_;
   std::unique_ptr<Wire> wire_;
@@ -376,4 +396,6 @@ std::string obstacle() {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("make", &shardwise::make, py::call_guard<py::gil_scoped_release>());
   m.def("obstacle", &shardwise::obstacle);
+  m.def("set_label", &shardwise::set_label);
+  m.def("tell_failure", &shardwise::Engine::tell_failure);
 }

@@ -11,6 +11,7 @@ constexpr uint64_t kRoundsSeated = 32;   // between two looks at who else wants 
 
 void Group::begin(Call call, int64_t timeout) {
   room_.throw_if_broken();
+  room_.resume();
   call.sequence = call_.sequence + 1;
   call_ = call;
   began_ = now();
@@ -102,7 +103,26 @@ std::string Group::last_seen(const std::string& called, const Call& last, int64_
 
 bool differs(const Call& a, const Call& b) {
   return a.sequence != b.sequence || a.kind != b.kind || a.reduce != b.reduce || a.dtype != b.dtype || a.root != b.root ||
-         (a.count != b.count && a.kind != Kind::all_to_all);
+         a.label.digest != b.label.digest || (a.count != b.count && a.kind != Kind::all_to_all);
+}
+
+std::string difference(const std::vector<std::string>& called, const std::vector<Call>& calls) {
+  bool out_of_step = false;
+  std::vector<std::string> ranks;  // of each call that is unlike those before
+  std::vector<Call> unlike;
+  for (size_t i = 0; i < calls.size(); ++i) {
+    out_of_step = out_of_step || calls[i].label.digest != calls[0].label.digest;
+    size_t k = 0;
+    while (k < unlike.size() && differs(unlike[k], calls[i])) ++k;
+    if (k == unlike.size()) unlike.push_back(calls[i]), ranks.push_back("");
+    ranks[k] += (ranks[k].empty() ? "" : ", ") + called[i];
+  }
+  std::string text = out_of_step ? kOutOfStep : "the ranks called different collectives";
+  for (size_t k = 0; k < unlike.size(); ++k) {
+    const bool one = ranks[k].find(',') == std::string::npos;
+    text += (k ? "; " : ": ") + std::string(one ? "rank " : "ranks ") + ranks[k] + ": " + describe(unlike[k]);
+  }
+  return text;
 }
 
 // All ranks compare the same calls, so all come to the same end.
@@ -112,11 +132,13 @@ void Group::compare() {
   bool equal = true;
   for (int peer = 1; peer < room_.size; ++peer) equal = equal && !differs(first, room_.member(peer).calls[parity]);
   if (equal) return;
-  std::string text;
+  std::vector<std::string> called;
+  std::vector<Call> calls;
   for (int peer = 0; peer < room_.size; ++peer) {
-    text += (peer ? "; rank " : "rank ") + room_.called(peer) + ": " + describe(room_.member(peer).calls[parity]);
+    called.push_back(room_.called(peer));
+    calls.push_back(room_.member(peer).calls[parity]);
   }
-  room_.fail("the ranks called different collectives: " + text);
+  room_.fail(difference(called, calls));
 }
 
 // Of all-to-all: what one rank sends the other has to expect. `most` becomes the largest piece of all.

@@ -116,4 +116,8 @@ inline uint64_t aligned(uint64_t bytes) { return bytes / 64 * 64; }
 // Whether two ranks were asked for different things.
 bool differs(const Call& a, const Call& b);
 
+// What an error says of calls that differ; `called` are the ranks. Those of labelled calls are out of step.
+std::string difference(const std::vector<std::string>& called, const std::vector<Call>& calls);
+constexpr const char* kOutOfStep = "the ranks are out of step";
+
 }  // namespace shardwise

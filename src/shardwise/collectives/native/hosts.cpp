@@ -82,6 +82,7 @@ void Hosts::check_headings() {
     Greeted& each = greeted_[peer];
     if (!each.open || wire_.received(peer) < each.until) continue;
     each.open = false;
+    end_text(each.heard.call);
     const Heading &said = each.said, &heard = each.heard;
     const bool same_sizes = said.to_receiver == heard.from_receiver && said.from_receiver == heard.to_receiver;
     if (differs(said.call, heard.call) || !same_sizes) refuse_heading(peer);
@@ -95,11 +96,9 @@ void Hosts::refuse_heading(int peer) {
   if (other.kind > Kind::receive || other.number > Number::other || other.reduce > Reduce::none) {
     room_.fail("rank " + them + " sent no heading of an operation where " + describe(call_) + " expected one");
   }
-  const auto one = [](const std::string& name, const Call& call) { return "rank " + name + ": " + describe(call); };
   if (differs(said.call, heard.call)) {
     const bool first = places_.rank < peer;
-    room_.fail("the ranks called different collectives: " + (first ? one(us, said.call) : one(them, heard.call)) + "; " +
-               (first ? one(them, heard.call) : one(us, said.call)));
+    room_.fail(first ? difference({us, them}, {said.call, heard.call}) : difference({them, us}, {heard.call, said.call}));
   }
   const bool ours = said.to_receiver != heard.from_receiver;
   room_.fail(describe(call_) + ": rank " + (ours ? us : them) + " sends " +
@@ -128,6 +127,8 @@ void Hosts::look_at_hosts() {
   room_.throw_if_broken();
   for (const int peer : remote_) {
     const bool waits = wire_.sent(peer) < wire_.posted_out(peer) || wire_.received(peer) < wire_.posted_in(peer);
+    const std::string failed = waits ? wire_.failed(peer, call_.sequence) : "";
+    if (!failed.empty()) room_.fail(failed + "; " + describe(call_) + " waits for it");
     if (!waits || !wire_.closed(peer)) continue;
     const std::string gone = wire_.gone(peer);  // told by another connection, which may be a moment later
     if (!gone.empty()) room_.fail(gone + "; " + describe(call_) + " waits for it");

@@ -31,6 +31,7 @@ void Messenger::receive(int peer, int tag, int32_t dtype, void* data, uint64_t b
 
 void Messenger::submit(Transfer transfer) {
   group_.throw_if_broken();
+  group_.resume();
   std::unique_lock<std::mutex> lock(mutex_);
   auto& queue = transfer.kind == Kind::send ? peers_[transfer.peer].outgoing : incoming_;
   queue.push_back(std::move(transfer));

@@ -32,6 +32,12 @@ class Peers {
   std::string called(int peer) const { return std::to_string(names_[peer]); }
   std::string gone(int peer) const { return is_here(peer) ? room_.gone(in_room_[peer]) : wire_->silent(peer); }
   void throw_if_broken() const { room_.throw_if_broken(); }
+  void resume() const { room_.resume(); }
+  // As `Room::tell_failure`, on all hosts.
+  void tell_failure(const std::string& text) const {
+    room_.tell_failure(text);
+    if (wire_) wire_->tell_failure(text);
+  }
   // As `Room::fail`, on all hosts.
   [[noreturn]] void fail(const std::string& reason) const {
     try {

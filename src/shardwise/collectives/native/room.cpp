@@ -64,17 +64,19 @@ const char* name(Kind kind) {
 std::string describe(const Call& call) {
   std::ostringstream text;
   text << name(call.kind) << " #" << call.sequence;
-  if (call.kind == Kind::barrier || call.kind == Kind::start) return text.str();
-  text << " (";
-  if (call.kind != Kind::all_to_all) text << call.count << " x ";
-  if (call.number == Number::other) {
-    text << call.item << " bytes";
-  } else {
-    text << name(call.number);
+  if (call.kind != Kind::barrier && call.kind != Kind::start) {
+    text << " (";
+    if (call.kind != Kind::all_to_all) text << call.count << " x ";
+    if (call.number == Number::other) {
+      text << call.item << " bytes";
+    } else {
+      text << name(call.number);
+    }
+    if (call.reduce != Reduce::none) text << ", " << name(call.reduce);
+    if (call.root >= 0) text << ", root " << call.root;
+    text << ")";
   }
-  if (call.reduce != Reduce::none) text << ", " << name(call.reduce);
-  if (call.root >= 0) text << ", root " << call.root;
-  text << ")";
+  if (call.label.digest != 0) text << " of " << call.label.text;
   return text.str();
 }
 
@@ -169,6 +171,19 @@ void Room::leave() {
   for (int peer = 0; peer < size; ++peer) member(peer).bell.wake();
 }
 
+void Room::tell_failure(const std::string& text) {
+  Member& own = member(rank);
+  own.failed.store(false, std::memory_order_release);
+  std::snprintf(own.failure, sizeof own.failure, "%s", text.c_str());
+  own.failures.fetch_add(1, std::memory_order_release);
+  own.failed.store(true, std::memory_order_release);
+}
+
+void Room::resume() {
+  Member& own = member(rank);
+  if (own.failed.load(std::memory_order_relaxed)) own.failed.store(false, std::memory_order_release);
+}
+
 void Room::throw_if_broken() const {
   while (header().broken.load(std::memory_order_acquire) == 1) sched_yield();
   if (header().broken.load(std::memory_order_acquire) == 2) throw Failure(header().reason);
@@ -191,6 +206,8 @@ std::string Room::gone(int peer) const {
   const uint32_t state = other.state.load(std::memory_order_acquire);
   if (state == 0) return "";
   const std::string who = "rank " + called(peer) + " (process " + std::to_string(other.process) + ") ";
+  const bool alone = other.failures.load(std::memory_order_acquire) > member(rank).failures.load(std::memory_order_relaxed);
+  if (alone && other.failed.load(std::memory_order_acquire)) return who + "has failed: " + other.failure;
   if (state == 2) return who + "has left the group";
   return start_time(other.process) == other.born ? "" : who + "has died";
 }

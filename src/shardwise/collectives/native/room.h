@@ -27,6 +27,12 @@ enum class Kind : uint32_t {
 };
 const char* name(Kind kind);
 
+// Whose tensors a call moves, as its caller has said: the digest is compared, the text is for messages.
+struct Label {
+  uint64_t digest;  // 0: nobody has said
+  char text[88];
+};
+
 struct Call {
   uint64_t sequence;  // 1, 2, ... within the group
   Kind kind;
@@ -37,7 +43,11 @@ struct Call {
   uint32_t item;   // bytes of an element
   uint64_t count;  // elements: what one rank contributes, or of `all_reduce`, `broadcast` and `reduce` the whole
   double factor;   // of this rank, for `Reduce::scaled_sum`
+  Label label;
 };
+
+// The text of a call that came over a connection need not end by itself.
+inline void end_text(Call& call) { call.label.text[sizeof call.label.text - 1] = 0; }
 
 struct alignas(64) Member {
   std::atomic<uint32_t> state;  // 0: not here yet, 1: here, 2: has left
@@ -49,6 +59,9 @@ struct alignas(64) Member {
   Call calls[2];                // by the parity of the sequence number
   std::atomic<uint64_t> announced; // the highest of them
   Signal bell;                  // rung when there is a message, or room for one
+  std::atomic<uint32_t> failures; // errors of its program that it has told
+  std::atomic<bool> failed;     // it has called nothing since the last of them
+  char failure[512];            // that one
 };
 
 struct Header {
@@ -108,9 +121,13 @@ class Room {
   Ring& ring(int from, int to) const;
 
   void leave();
-  // "rank 3 (process 1234) has died" or "... has left the group"; empty while it is there. What the rank did before it
-  // went is visible after this call, so whoever waits for it looks once more before giving up.
+  // "rank 3 (process 1234) has died", "... has left the group" or "... has failed: ..."; empty while it is there. What the
+  // rank did before it went is visible after this call, so whoever waits for it looks once more before giving up.
   std::string gone(int peer) const;
+  // Tells an error of this rank's program. Ranks that wait for it, and have not failed as often, stop waiting.
+  void tell_failure(const std::string& text);
+  // This rank calls again.
+  void resume();
   // Breaks the group for everyone and throws.
   [[noreturn]] void fail(const std::string& reason);
   void throw_if_broken() const;

@@ -1,6 +1,7 @@
 // From torch's tensors and reductions to the engine's pointers and calls, with the checks that need torch.
 #pragma once
 
+#include <cstdio>
 #include <string>
 #include <vector>
 
@@ -84,6 +85,14 @@ inline std::vector<Piece> pieces_of(const Tensor& whole, const std::vector<int64
   return pieces;
 }
 
+// Whose tensors the calls of this thread move.
+inline thread_local Label current_label{};
+
+inline void set_label(uint64_t digest, const std::string& text) {
+  current_label.digest = digest;
+  std::snprintf(current_label.text, sizeof current_label.text, "%s", text.c_str());
+}
+
 inline Call call_of(Kind kind, const Tensor& like, int64_t count, int64_t root = -1) {
   Call call{};
   call.kind = kind;
@@ -94,6 +103,7 @@ inline Call call_of(Kind kind, const Tensor& like, int64_t count, int64_t root =
   call.item = static_cast<uint32_t>(like.element_size());
   call.count = static_cast<uint64_t>(count);
   call.factor = 1;
+  call.label = current_label;
   return call;
 }
 

@@ -57,8 +57,11 @@ class Wire {
 
   void announce(const Call& call);             // what the heartbeats tell of this rank
   void tell(const std::string& failure);       // to all peers, once
+  void tell_failure(const std::string& text);  // of this rank's program, as `Room::tell_failure`
   std::string gone(int peer) const;            // as `Room::gone`
   std::string silent(int peer) const;          // the same, once its last message has come too
+  // "... has failed: ..." if the peer has told so before it called number `sequence`; empty where it has not.
+  std::string failed(int peer, uint64_t sequence) const;
   bool closed(int peer) const { return link(peer).data_closed.load(std::memory_order_acquire); }
   Call last_call(int peer, int64_t& heard) const;
   const std::string& who(int peer) const { return who_[peer]; }
@@ -85,6 +88,9 @@ class Wire {
     std::vector<char> words_in;
     Call last{};
     int64_t heard = 0;
+    std::string failure;  // that the peer has told last
+    uint32_t failures = 0;
+    uint64_t failed_at = 0;  // the sequence number of its last call then
     uint64_t worth_waking = 1;  // bytes that have to have come before the data connection is read again
   };
 

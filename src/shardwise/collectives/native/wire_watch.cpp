@@ -37,6 +37,13 @@ void Wire::tell(const std::string& reason) {
   }
 }
 
+void Wire::tell_failure(const std::string& text) {
+  for (const auto& each : links_) {
+    std::lock_guard<std::mutex> lock(each->mutex);
+    if (each->sockets[watch] >= 0 && each->state.load() == there) say(*each, own_failure, text);
+  }
+}
+
 // The socket of a peer that does not read takes no more at some time: heartbeats then are left out.
 void Wire::say(Link& link, uint32_t kind, const std::string& text) {
   if (link.words_out.size() < kWordsWaiting) {
@@ -93,12 +100,18 @@ void Wire::heed(int peer, std::string& broken) {
   Word word{};
   while (each.words_in.size() - at >= sizeof word) {
     std::memcpy(&word, each.words_in.data() + at, sizeof word);
-    if (word.kind > farewell || word.length >= kTextMost || !is_readable(word.call)) {
+    if (word.kind > own_failure || word.length >= kTextMost || !is_readable(word.call)) {
       broken = who_[peer] + " sent what is no heartbeat";
       break;
     }
     if (each.words_in.size() - at < sizeof word + word.length) break;
+    end_text(word.call);
     each.last = word.call, each.heard = now();
+    if (word.kind == own_failure) {
+      each.failure.assign(each.words_in.data() + at + sizeof word, word.length);
+      each.failed_at = word.call.sequence;
+      ++each.failures;
+    }
     if (word.kind == farewell) each.state.store(left);
     if (word.kind == failure && broken.empty()) broken.assign(each.words_in.data() + at + sizeof word, word.length);
     at += sizeof word + word.length;
@@ -128,7 +141,16 @@ std::string Wire::gone(int peer) const {
   }
 }
 
+std::string Wire::failed(int peer, uint64_t sequence) const {
+  const Link& each = link(peer);
+  std::lock_guard<std::mutex> lock(each.mutex);
+  const bool alone = each.failures > room_.member(room_.rank).failures.load(std::memory_order_relaxed);
+  return alone && each.failed_at < sequence && each.last.sequence == each.failed_at ? who_[peer] + " has failed: " + each.failure : "";
+}
+
 std::string Wire::silent(int peer) const {
+  const std::string failure = failed(peer, ~0ull);
+  if (!failure.empty()) return failure;
   return link(peer).mail_closed.load(std::memory_order_acquire) ? gone(peer) : "";
 }
 

@@ -32,7 +32,7 @@ inline Moved take(int socket, void* bytes, uint64_t most, uint64_t& count, int& 
   return move(count, error, [&] { return ::recv(socket, bytes, most, MSG_DONTWAIT); });
 }
 
-enum WordKind : uint32_t { heartbeat, failure, farewell };
+enum WordKind : uint32_t { heartbeat, failure, farewell, own_failure };
 
 // What goes over the watch connection; `length` bytes of text follow.
 struct Word {
