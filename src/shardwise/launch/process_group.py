@@ -22,6 +22,7 @@ from shardwise.errors import MachineError
 from shardwise.launch import failure, loopback
 from shardwise.launch.environment import RankEnvironment, detect
 from shardwise.launch.heap import keep_freed_memory
+from shardwise.launch.peer_failure import failures_shared
 from shardwise.launch.reach import reach
 
 ALONE = RankEnvironment(0, 1, 0, 1, loopback.ADDRESS, 1, "")
@@ -39,18 +40,24 @@ _groups: Counter[RankEnvironment] = Counter()  # that this process has begun
 def process_group(device_type: str, backend: str, timeout_seconds: float = 600) -> Iterator[torch.device]:
     """Joins this process's group and yields its device; leaves the group at the end.
 
-    Also after an error, but for NCCL's group of several ranks, which only the end of the process leaves then.
+    Also after an error, but for NCCL's group of several ranks, which only the end of the process leaves then. The other
+    ranks are told of the error.
+
+    Raises:
+        ShardwiseError: a collective has failed because another rank had; it says which rank and why.
     """
     place = detect() or ALONE
     device = _device(device_type, place)
     if dist.is_initialized():
-        yield device
+        with failures_shared():
+            yield device
         return
     changed = _keep_on_host(place)
     failure.forget()
     try:
         _join(place, device, backend, timedelta(seconds=timeout_seconds))
-        yield device
+        with failures_shared():
+            yield device
     except (Exception, SystemExit) as error:
         failure.report(error)  # before other ranks see this one leave and fail themselves
         raise

@@ -26,18 +26,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise import errors
 from shardwise.checkpoint.manifest import Progress
 from shardwise.data.batch import Batch
 from shardwise.data.corpus import with_format
 from shardwise.data.packed_rows import PackedRows
 from shardwise.data.state import SAMPLES, ConsumedSamples, DataState
-from shardwise.errors import ConfigError, ShardwiseError, WorkerError, require_type
+from shardwise.errors import ConfigError, require_type
 from shardwise.job.schema import Job
 from shardwise.job.sources import Source, load_job
 from shardwise.launch.environment import detect
 from shardwise.launch.expected_world import expected_world
 from shardwise.launch.job_group import job_group, usable_backend
+from shardwise.launch.peer_failure import error_of_rank
 from shardwise.launch.process_group import ALONE
 from shardwise.model.facts import ModelFacts
 from shardwise.observe.callback import Callback, CallbackList, check_callbacks, load_callbacks
@@ -483,10 +483,7 @@ class Session:
         if own is not None:
             raise own
         rank, (name, message) = next((rank, failure) for rank, failure in enumerate(failures) if failure)
-        error_class = getattr(errors, name, None)
-        if not (isinstance(error_class, type) and issubclass(error_class, ShardwiseError)):
-            raise WorkerError(f"rank {rank} failed: {name}: {message}")
-        raise error_class(message if message.startswith("rank ") else f"rank {rank}: {message}")
+        raise error_of_rank(rank, name, message)
 
     def _own_failure(self) -> Exception | None:
         """Return what has failed here, once a save that is under way has come to its end."""
