@@ -135,16 +135,13 @@ def _named(name: str) -> type[Stack]:
 
 
 def _trains_in_torch(recipe: Recipe) -> bool:
-    """Return whether torch alone builds the module, fills it anew and takes it forward and backward."""
+    """Return whether torch alone builds the module and takes it forward and backward."""
     dtype = torch.bfloat16 if recipe.layout == HALF else torch.float64
     try:
         module = build(recipe.call, list(recipe.habits)).to(dtype)
         for buffer in module.buffers():
             if buffer.is_floating_point():
                 buffer.data = buffer.data.to(torch.float64 if dtype == torch.float64 else torch.float32)
-        for part in module.modules():
-            if hasattr(part, "reset_parameters"):
-                part.reset_parameters()  # not where a layer that it fills has been replaced
         output = module(torch.randn(2, POSITIONS, WIDTH).to(dtype))
         output.square().sum().backward()
     except Exception:

@@ -4,7 +4,8 @@ A parameter moves to the meta device as soon as a module registers it, so that n
 to shard. What the constructor does is watched:
 
 - values that a parameter is registered with are kept;
-- what `reset_parameters` of a module (or `_init_weights` of the outermost one) fills is drawn later, by name and seed;
+- what `reset_parameters` of a module (or `_init_weights` of the outermost one) fills is drawn later, by name and seed,
+  if it fills the same when it runs again;
 - anything else (weights that are loaded, rescaled, tied by value or computed from each other) cannot be told without
   values. Then the module is built a second time, for real on the CPU of rank 0, and all values are those.
 
@@ -13,10 +14,11 @@ A constructor that does not run without values is run with them on every rank.
 
 from __future__ import annotations
 
+import copy
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
@@ -30,7 +32,7 @@ from shardwise._torch_compat.autograd import share_gradient_hooks
 from shardwise._torch_compat.tracing import TorchDispatchMode
 from shardwise._torch_compat.writes import storage_key, written_tensors
 from shardwise.errors import ModelError
-from shardwise.model.initializers import MODEL_INITIALIZER, MODULE_INITIALIZERS
+from shardwise.model.initializers import MODEL_INITIALIZER, MODULE_INITIALIZERS, run_initializer
 from shardwise.model.parameter_kinds import DECLARED_CLASS
 
 Factory = Callable[[], nn.Module]
@@ -234,11 +236,12 @@ class ConstructorWrites(TorchDispatchMode):
     def values_of(self, module: nn.Module) -> tuple[dict[str, Tensor], bool]:
         """Return the values with which parameters of `module` were registered, and whether all others are drawn."""
         values, is_known = {}, True
+        writers = _writers_when_run_again(module)
         for name, parameter in module.named_parameters():
             if is_lazy(parameter):
                 continue
             source = self.sources.get(storage_key(parameter))
-            if source is None or not _is_repeated(source, module):
+            if source is None or not _is_repeated(source, module, writers.get(name)):
                 is_known = False
             elif source.value is not None:
                 values[name] = source.value
@@ -262,13 +265,41 @@ def running_initializer(frame: FrameType | None, tensor: Tensor) -> tuple[nn.Mod
     return None
 
 
-def _is_repeated(source: _ParameterSource, module: nn.Module) -> bool:
-    """Tell whether the value is kept, or the initializer that gave it will run again for `module`."""
+def _writers_when_run_again(module: nn.Module) -> dict[str, tuple[type, str]]:
+    """Return whose initializer, by class and name, fills each parameter last when all run again, children first.
+
+    They are tried on a copy on the meta device. One that raises, for instance since what it fills was replaced, fills
+    nothing.
+    """
+    try:
+        copied = copy.deepcopy(module)
+    except Exception:  # any code may run in a copy
+        return {}
+    writes = ConstructorWrites()
+    for parameter in copied.parameters():
+        if not is_lazy(parameter):
+            writes.register(parameter, parameter)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), writes:
+        for part in reversed(list(copied.modules())):
+            with suppress(Exception):
+                run_initializer(copied, part)
+    sources = {name: writes.sources.get(storage_key(tensor)) for name, tensor in copied.named_parameters()}
+    writers = {name: source.initializer for name, source in sources.items() if source is not None}
+    return {name: (type(writer[0]), writer[1]) for name, writer in writers.items() if writer is not None}
+
+
+def _is_repeated(source: _ParameterSource, module: nn.Module, again: tuple[type, str] | None) -> bool:
+    """Tell whether the value is kept, or the initializer that gave it will be the last one again for `module`.
+
+    Args:
+        again: class and name of the initializer that fills the parameter last when all run again.
+    """
     if source.initializer is None or not source.is_known:
         return source.is_known
     owner, name = source.initializer
-    of_transformers = isinstance(owner, PreTrainedModel) and isinstance(module, PreTrainedModel)
-    return name != MODEL_INITIALIZER or owner is module or of_transformers
+    if isinstance(module, PreTrainedModel):
+        return name != MODEL_INITIALIZER or owner is module or isinstance(owner, PreTrainedModel)
+    return again == (type(owner), name) and (name != MODEL_INITIALIZER or owner is module)
 
 
 def check_tensors(module: nn.Module, where: str) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -21,6 +21,7 @@ from shardwise.checkpoint.reading import HuggingFaceWeights
 from shardwise.checkpoint.state import persistent_buffers
 from shardwise.checkpoint.weight_files import WeightFile, open_weight_files
 from shardwise.errors import ModelError, require_type
+from shardwise.job.objects import user_code
 from shardwise.kernels.adapters import AdapterWeight
 from shardwise.model.build import constructed_buffers
 from shardwise.model.facts import ModelFacts
@@ -190,7 +191,8 @@ def _draw(model: ParallelModel, root: nn.Module, names: Sequence[str], seed: int
                 if isinstance(module, AdapterWeight):
                     module.reset_parameters()  # the model knows nothing of it
                 else:
-                    run_initializer(root, module)
+                    with _users_initializer(model, module):
+                        run_initializer(root, module)
         for key, whole in unset.items():
             is_given = key in given or model.plan.job.model.path is not None  # else in the directory's files
             if _has_unset(whole) and not is_given:
@@ -200,6 +202,11 @@ def _draw(model: ParallelModel, root: nn.Module, names: Sequence[str], seed: int
                 )
             if key in model.tensor_map.names:
                 model.tensor_map[key].store(whole)
+
+
+def _users_initializer(model: ParallelModel, module: nn.Module) -> AbstractContextManager[None]:
+    """Name an error of an initializer of the user's with its file and line."""
+    return nullcontext() if model.facts.has_config else user_code(f"the initializer of {type(module).__name__}")
 
 
 def _owned(model: ParallelModel, root: nn.Module, names: Sequence[str]) -> dict[str, tuple[nn.Module, str]]:
