@@ -253,6 +253,34 @@ class ParentBesideBlocks(Stack):
         self.first = PairOfLayers()
 
 
+class ReplacedLayer(ParentInitialized):
+    """A layer that its initializer fills is replaced afterwards, so that the initializer cannot run again."""
+
+    computed = ("last.bias", "blocks.2.up.bias")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+
+
+class UnitLayer(nn.Linear):
+    def reset_parameters(self) -> None:
+        nn.init.eye_(self.weight)
+        nn.init.zeros_(self.bias)
+
+
+class FilledAfterwards(ParentInitialized):
+    """A layer is filled anew after its parent's initializer."""
+
+    computed = ("last.weight", "last.bias", "blocks.2.up.bias")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = UnitLayer(WIDTH, WIDTH)
+        self.reset_parameters()
+        self.last.reset_parameters()
+
+
 class SpectralResidual(Residual):
     def __init__(self) -> None:
         super().__init__()
@@ -586,6 +614,16 @@ class Forces(Stack):
     """Blocks take a gradient in their forward, through which backward goes."""
 
     block = ForceResidual
+
+
+class ForcesInObjects(Forces):
+    """The same where blocks hand each other a dataclass, so that stages are cut from a trace."""
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            made = StatesAndNorm(block(x), x.norm())
+            x = made.states / (1 + made.norm)
+        return x
 
 
 class OuterForces(Stack):

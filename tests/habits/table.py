@@ -95,6 +95,8 @@ HABITS: tuple[Habit, ...] = (
     Habit("BufferOfWeights", "buffers computed from weights", costs=BUILT_ONCE),
     Habit("ParentInitialized", "`reset_parameters` that fills blocks below", costs="they are drawn whole on each rank"),
     Habit("ParentBesideBlocks", "`reset_parameters` that fills other modules below"),
+    Habit("ReplacedLayer", "a layer that is replaced after `reset_parameters` above it", costs=BUILT_ONCE, quick=()),
+    Habit("FilledAfterwards", "a layer that is filled anew after it", costs=BUILT_ONCE, quick=()),
     Habit(
         "BatchNormed",
         "batch norms; see `model.running_statistics`",
@@ -130,6 +132,13 @@ HABITS: tuple[Habit, ...] = (
     Habit("BlockHooks", "hooks on blocks", quick=(STAGES,)),
     Habit("Positions", "blocks given positions or times in fp32", quick=(HALF,)),
     Habit("Forces", "blocks that take a gradient in forward (`autograd.grad`)", quick=(CHECKPOINTS,)),
+    Habit(
+        "ForcesInObjects",
+        "the same in a forward that computes between its blocks",
+        refused={STAGES: "makes a tensor while it is traced of which torch keeps no value"},
+        remedy="use no pipeline",
+        quick=(),
+    ),
     Habit(
         "OuterForces",
         "a module that takes a gradient through its blocks",

@@ -236,6 +236,9 @@ def _stages(
     if forward.order is None:
         return StageFacts(), unless(forward.failure)
     stages, capability = stage_facts(model, lists, ties, forward.order, forward.blocks_are_chain, forward.handed_on)
+    if forward.draws_process_numbers and not isinstance(model, PreTrainedModel):
+        reason = f"{definition_of(model)} draws numbers from Python's or NumPy's generator, and each stage its own"
+        return StageFacts(order=tuple(forward.order.calls)), refused(reason)
     if forward.blocks_without_gradient and not isinstance(model, PreTrainedModel):
         reason = f"{definition_of(model)} runs its blocks where gradients are off; checkpoint with use_reentrant=False"
         return StageFacts(order=tuple(forward.order.calls)), refused(reason)

@@ -37,6 +37,7 @@ from shardwise.model.containers import walk
 from shardwise.model.facts import AttentionFacts, ModelFacts, StageFacts
 from shardwise.model.layer_drop import FixedScalarDraws
 from shardwise.model.modules import empty_module
+from shardwise.model.process_numbers import process_numbers_kept
 from shardwise.model.stage_cut import ExecutionOrder
 
 Result = TypeVar("Result")
@@ -83,6 +84,7 @@ class ForwardProbe:
     handed_on: tuple[HandedOn, Capability] = field(default_factory=lambda: (HandedOn({0: 0}), SUPPORTED))
     block_calls: int = 0  # more than there are blocks where weights are shared across depth
     scalar_draws: int = 0  # random numbers that were drawn, by which layers may be dropped
+    draws_process_numbers: bool = False  # from Python's or NumPy's generator
     drops_blocks: bool = False
     matrix_parameters: frozenset[str] = frozenset()
     attention: tuple[str, ...] = ()  # modules that called transformers' AttentionInterface, one for each call
@@ -313,6 +315,7 @@ class _RecordedForward:
         self.head_name, self.head = _plain_head(model)
         self.functions = _FunctionCalls(positions)
         self.draws = FixedScalarDraws(draw)
+        self.draws_process_numbers = False
         self.attention = AttentionCalls()
         self.order = ExecutionOrder(model, block_lists)
         for block in (block for blocks in self.blocks for block in blocks):
@@ -340,7 +343,9 @@ class _RecordedForward:
             stack.enter_context(self.functions)
             stack.enter_context(self.draws)
             stack.enter_context(self.attention.recorded())
+            were_drawn = stack.enter_context(process_numbers_kept())
             output = torch.func.functional_call(self.model, state, (), fakes)
+            self.draws_process_numbers = were_drawn()
         return self._result(output)
 
     def _result(self, output: Any) -> ForwardProbe:
@@ -366,6 +371,7 @@ class _RecordedForward:
             handed_on=handed_on(self.blocks, self.order.encoded, all_trained) if are_chain else ({0: 0}, SUPPORTED),
             block_calls=sum(len(block.calls) for blocks in self.blocks for block in blocks),
             scalar_draws=self.draws.count,
+            draws_process_numbers=self.draws_process_numbers,
             matrix_parameters=frozenset(functions.matrix_parameters),
             attention=tuple(names.get(id(module), "") for module in self.attention.modules),
             attention_arguments=tuple(sorted(self.attention.arguments)),

@@ -27,7 +27,8 @@ from torch.distributed.pipelining import pipe_split, pipeline
 from transformers.utils import ModelOutput
 
 from shardwise._torch_compat.modules import copy_module
-from shardwise._torch_compat.tracing import FakeTensorMode, tree_flatten, tree_leaves, tree_unflatten
+from shardwise._torch_compat.tracing import FakeTensorMode, is_fake, tree_flatten, tree_leaves, tree_unflatten
+from shardwise.model.process_numbers import process_numbers_kept
 
 Value = tuple[int, int]  # (piece, number of its output); piece -1: a tensor of the batch
 DropoutFunction = Callable[..., Tensor]  # (values, probability, name, use), in the place of torch's
@@ -138,8 +139,10 @@ def trace(
         traced.get_submodule(name).register_forward_pre_hook(partial(_cut_before, name, reached))
     classes = {name: type(module) for name, module in model.named_modules(remove_duplicate=False)}
     values = tuple(_fake(mode, tensor, device, tensor.dtype) for tensor in tensors.values())
-    with _quiet():
+    with _quiet(), process_numbers_kept() as were_drawn:
         pipe = pipeline(traced, values, split_policy=lambda gm: _flatten(gm, classes, blocks, dropout))
+        if were_drawn():
+            raise RuntimeError("its forward draws numbers from Python's or NumPy's generator, which a trace would keep")
     if pipe.num_stages != len(reached) + 1 or list(reached) != list(starts[: len(reached)]):
         raise RuntimeError(f"{pipe.num_stages} pieces came out of {len(starts)} cuts: a block runs more than once")
     forward = _read(
@@ -305,6 +308,8 @@ def _piece(
             constant = operator.attrgetter(name)(module)
             if not isinstance(constant, Tensor):
                 raise RuntimeError(f"torch traced a graph inside of the graph, {name}")
+            if is_fake(constant):
+                raise RuntimeError("its forward makes a tensor while it is traced of which torch keeps no value")
             name = f"{len(forward.pieces)}/{name}"
             forward.constants[name] = constant
         names.insert(0, name)

@@ -33,6 +33,7 @@ class StageBoundary:
         stage: number of the stage, of `stages`.
         absent: modules of which the stage holds nothing.
         input: [B, S, H] from the stage before; flat where `shapes` are known.
+        is_input_read: the forward that runs has taken it.
         output: what a traced stage has made for the one behind.
         prepare: told the inputs of the next forward, where they say how large is what travels: sets `shapes`.
         shapes: of boundary input and output, where these are not hidden states [B, S, H].
@@ -47,6 +48,7 @@ class StageBoundary:
     stages: int
     absent: frozenset[str] = frozenset()
     input: Tensor | None = None
+    is_input_read: bool = False
     output: Tensor | None = None
     prepare: Callable[[Mapping[str, Any]], None] | None = None
     shapes: tuple[tuple[int, ...], tuple[int, ...]] | None = None
@@ -67,6 +69,7 @@ class StageBoundary:
 
     def inputs_by_number(self) -> dict[int, Any]:
         """Return what arrived, by the number of the block's output that it was."""
+        self.is_input_read = True
         if not self.input_shapes or self.input is None:
             return {0: self.input}
         return dict(zip(self.input_numbers, split_flat(self.input, self.input_shapes), strict=True))

@@ -9,6 +9,7 @@ of the right shape, which nobody reads. On stages of a decoder the encoder retur
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
 from shardwise._torch_compat.modules import clear_module_hooks
+from shardwise.errors import ModelError
 from shardwise.job.axes import Axis
 from shardwise.kernels.precision import torch_dtype
 from shardwise.model.facts import ModelFacts, PlaceholderShape
@@ -77,8 +79,7 @@ def cut_stage(
         _empty(model.get_submodule(name), _returning_input(boundary, facts))
     for name in after:
         _empty(model.get_submodule(name), _keeping_output(boundary, facts))
-    if after:
-        model.forward = _ending_early(model.forward, boundary)
+    model.forward = _running_stage(model.forward, boundary, _SkippedBlocks(facts.definition, before, after))
 
     placeholders: dict[str, Callable[..., Tensor]] = {}
     for name, numbers in facts.stages.runs.items():
@@ -135,15 +136,38 @@ def _keeping_output(boundary: StageBoundary, facts: ModelFacts) -> Callable[...,
     return forward
 
 
-def _ending_early(forward: Callable[..., Any], boundary: StageBoundary) -> Callable[..., Any]:
+@dataclass(frozen=True)
+class _SkippedBlocks:
+    """Blocks of other stages, at which a stage gets its input and ends."""
+
+    definition: str
+    before: list[str]
+    after: list[str]
+
+    def error(self, names: list[str]) -> ModelError:
+        """Return what is raised where a forward has run none of `names`, of the stages before or behind one."""
+        return ModelError(
+            f"a forward of {self.definition} has skipped all blocks of other stages, {names[0]} to {names[-1]}; let it "
+            "run some of every stage, or use pipeline_parallel_degree 1"
+        )
+
+
+def _running_stage(forward: Callable[..., Any], boundary: StageBoundary, skipped: _SkippedBlocks) -> Callable[..., Any]:
     """Run the model's forward as far as this stage goes; inside of what FSDP2 hooks to the model's call."""
 
     @wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
+        boundary.is_input_read = boundary.is_first
         try:
-            return forward(*args, **kwargs)
+            output = forward(*args, **kwargs)
         except StageForwardEnds:
-            return tuple(boundary.block_outputs.values())
+            output = tuple(boundary.block_outputs.values())
+        else:
+            if skipped.after:
+                raise skipped.error(skipped.after)
+        if not boundary.is_input_read:
+            raise skipped.error(skipped.before)
+        return output
 
     return run
 

@@ -1,0 +1,106 @@
+"""Stages of modules whose forwards skip blocks: right, or refused with the blocks that were skipped."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardwise.errors import ModelError
+from shardwise.job.axes import Axis
+from shardwise.job.schema import Job
+from shardwise.model.discover import discover
+from shardwise.model.facts import ModelFacts
+from shardwise.model.traced_cut import cut_by_trace
+from shardwise.parallel.stage_boundary import StageBoundary
+from shardwise.parallel.transforms.stages import cut_stage
+from shardwise.plan.plan import World, resolve
+from tests.habits.building import POSITIONS, WIDTH, Stack
+
+EXAMPLE = {"x": torch.empty(2, POSITIONS, WIDTH, device="meta")}
+
+
+class ScheduledDepth(Stack):
+    """Runs the blocks that `chosen` names."""
+
+    chosen: tuple[int, ...] = (0, 1, 2)
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        for number in self.chosen:
+            x = self.blocks[number](x)
+        return x
+
+
+class DroppedAtRandom(Stack):
+    """Each process has its own random numbers."""
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            if random.random() < 2.0:
+                x = block(x)
+        return x
+
+
+class Scaled(DroppedAtRandom):
+    """The same in a forward that only a trace could cut."""
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x) * random.random()
+        return x
+
+
+def _facts(module: Stack, job: Job) -> ModelFacts:
+    return cut_by_trace(module, discover(module, job, EXAMPLE), 8, EXAMPLE)
+
+
+def _job() -> Job:
+    return Job.model_validate(
+        {
+            "model": {"factory": "tests.habits.building:Stack", "loss": "tests.habits.building:squared_error"},
+            "data": {"factory": "tests.habits.building:Rows"},
+            "parallel": {"workers": 2, "pipeline_parallel_degree": 2, "device": "cpu"},
+            "training": {"sequences_per_step": 8, "microbatch_size": 2},
+        }
+    )
+
+
+def _stage(number: int) -> tuple[Any, StageBoundary]:
+    with torch.device("meta"):
+        module = ScheduledDepth()
+    facts = _facts(module, _job())
+    plan = resolve(_job(), World(2, "cpu", 2), facts)
+    boundary = cut_stage(module, facts, plan, number, torch.device("cpu"))
+    module.to_empty(device="cpu")
+    boundary.input = torch.ones(2, POSITIONS, WIDTH) if number else None
+    return module, boundary
+
+
+@pytest.mark.parametrize(
+    ("stage", "chosen", "skipped"), [(0, (0, 1), "blocks.2 to blocks.2"), (1, (2,), "blocks.0 to blocks.1")]
+)
+def test_a_stage_whose_neighbours_are_skipped_is_refused(stage: int, chosen: tuple[int, ...], skipped: str) -> None:
+    module, _ = _stage(stage)
+    module.chosen = chosen
+    with pytest.raises(ModelError, match=f"ScheduledDepth .* has skipped all blocks of other stages, {skipped}"):
+        module(x=torch.ones(2, POSITIONS, WIDTH))
+
+
+@pytest.mark.parametrize(("stage", "chosen"), [(0, (1, 2)), (1, (0, 2))])
+def test_a_block_that_all_stages_skip_is_skipped(stage: int, chosen: tuple[int, ...]) -> None:
+    module, _ = _stage(stage)
+    module.chosen = chosen
+    module(x=torch.ones(2, POSITIONS, WIDTH))
+
+
+@pytest.mark.parametrize("module_class", [DroppedAtRandom, Scaled])
+def test_a_forward_with_random_numbers_of_the_process_is_not_cut(module_class: type[Stack]) -> None:
+    with torch.device("meta"):
+        facts = _facts(module_class(), _job())
+    before = random.getstate()
+    answer = facts.supports(Axis.PIPELINE)
+    assert not answer.ok and "draws numbers from Python's or NumPy's generator" in answer.reason
+    assert random.getstate() == before
