@@ -60,7 +60,7 @@ class CollectiveName:
 
     @cached_property
     def label(self) -> str:
-        """Whose tensors travel and where, in the engine's messages, which say the operation themselves."""
+        """Return unit and group, for the messages of the engine, which say the operation themselves."""
         return f"{self.unit} over {self.group}"
 
     def __enter__(self) -> CollectiveName:
