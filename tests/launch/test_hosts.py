@@ -58,6 +58,14 @@ def test_the_rank_of_a_pod_is_no_rank() -> None:
     assert read_environment(PYTORCHJOB) is None
 
 
+def test_a_pod_of_one_process_is_a_rank() -> None:
+    variables = PYTORCHJOB | {"WORLD_SIZE": "2", "PET_NPROC_PER_NODE": "1"}
+    assert read_host(variables) is None
+    place = read_environment(variables)
+    assert place is not None and (place.rank, place.world_size, place.one_host) == (1, 2, False)
+    assert read_host(PYTORCHJOB | {"WORLD_SIZE": "2", "PET_NPROC_PER_NODE": "auto"}) is not None
+
+
 def test_ranks_that_torchrun_started_inherit_its_options() -> None:
     variables = TRAINJOB | TORCHRUN_RANK | {"MASTER_PORT": "1"}
     assert read_host(variables) is None

@@ -15,7 +15,7 @@ from shardwise.errors import ConfigError, MachineError
 from shardwise.job.schema import Job
 from shardwise.job.smp_options import OPTIONS
 from shardwise.kernels import precision
-from shardwise.plan.plan import World
+from shardwise.plan.plan import World, precheck
 from shardwise.smp.backend import choose_backend
 from shardwise.smp.options import OPTIONS_VARIABLE
 from shardwise.smp.v1.config import ACT_IN_SCRIPTS, ModelParallelConfig, read_configuration
@@ -169,6 +169,12 @@ def test_delayed_parameters_are_drawn_without_shards_too() -> None:
         assert torch.isfinite(drawn(input_ids=ids, labels=ids)["loss"])
     finally:
         smp.state.reset()
+
+
+def test_the_size_of_a_batch_is_no_reason_to_refuse_ranks() -> None:
+    """More data ranks than a job's step has sequences by default: a script has a batch of its own."""
+    job = read_configuration({"pipeline_parallel_degree": 2, "microbatches": 4, "ddp": True}, "cuda").base_job()
+    precheck(job, World(512, "cuda", 8, hosts=64))
 
 
 def test_replaced_models_take_smps_own_default(world_pool: WorldPool) -> None:

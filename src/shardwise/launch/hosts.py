@@ -1,8 +1,8 @@
 """The place of this host among those of a job, where a scheduler starts one process a host and leaves the ranks to it.
 
 So do Kubeflow's TrainJob and PyTorchJob, a JobSet, SkyPilot, SageMaker's containers, and Slurm with one task a node.
-Some of them set RANK and WORLD_SIZE too, for a pod and not for a process (PyTorchJob): a process is a rank only where
-LOCAL_RANK or Open MPI's variables stand beside them.
+PyTorchJob sets RANK and WORLD_SIZE too, for a pod and not for a process: with several processes a pod, a process is a
+rank only where LOCAL_RANK stands beside them.
 """
 
 from __future__ import annotations
@@ -84,6 +84,8 @@ def _torchrun_variables(variables: Mapping[str, str]) -> HostEnvironment | None:
             "`torchrun --no-python shardwise train JOB.yaml`, which reads the same variables"
         )
     hosts = whole_number_of({"PET_NNODES": least}, "PET_NNODES")
+    if "RANK" in variables and variables.get("WORLD_SIZE") == least and variables.get("PET_NPROC_PER_NODE") == "1":
+        return None  # a pod of a PyTorchJob that is one rank
     first = "0" if hosts == 1 else None
     index = variables.get("PET_NODE_RANK") or variables.get("JOB_COMPLETION_INDEX") or first
     address = variables.get("PET_MASTER_ADDR") or variables.get("MASTER_ADDR") or (LOOPBACK if hosts == 1 else None)

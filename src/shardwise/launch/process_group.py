@@ -22,6 +22,7 @@ from shardwise.errors import MachineError
 from shardwise.launch import failure, loopback
 from shardwise.launch.environment import RankEnvironment, detect
 from shardwise.launch.heap import keep_freed_memory
+from shardwise.launch.hosts import detect_host
 from shardwise.launch.peer_failure import failures_shared
 from shardwise.launch.reach import reach
 
@@ -46,7 +47,7 @@ def process_group(device_type: str, backend: str, timeout_seconds: float = 600) 
     Raises:
         ShardwiseError: a collective has failed because another rank had; it says which rank and why.
     """
-    place = detect() or ALONE
+    place = detect() or _alone()
     device = _device(device_type, place)
     if dist.is_initialized():
         with failures_shared():
@@ -66,6 +67,21 @@ def process_group(device_type: str, backend: str, timeout_seconds: float = 600) 
             dist.destroy_process_group()
         for key in changed:
             os.environ.pop(key, None)
+
+
+def _alone() -> RankEnvironment:
+    """Return the place of a process that no launcher has made a rank.
+
+    Raises:
+        MachineError: it is one of several hosts, which would each train by itself.
+    """
+    host = detect_host()
+    if host is not None and host.hosts > 1:
+        raise MachineError(
+            f"this process is host {host.index} of {host.hosts} (from {host.launcher}) and no rank; start the script "
+            "with `shardwise run`, which starts the ranks of each host, or with torchrun"
+        )
+    return ALONE
 
 
 def waits_for_peers() -> bool:

@@ -173,12 +173,16 @@ class JobLog:
     def new_lines(self) -> Iterator[str]:
         """Yield the lines since the last call, each with the name of its host."""
         logs = self._client.service("logs")
-        try:
-            streams = logs.describe_log_streams(logGroupName=LOG_GROUP, logStreamNamePrefix=f"{self._name}/")
-        except logs.exceptions.ResourceNotFoundException:  # nothing has been printed in this account yet
-            return
-        for stream in (item["logStreamName"] for item in streams["logStreams"]):
-            yield from (f"{stream_host(stream)} | {line}" for line in self._lines_of(logs, stream))
+        pages = logs.get_paginator("describe_log_streams").paginate(
+            logGroupName=LOG_GROUP, logStreamNamePrefix=f"{self._name}/"
+        )
+        with _explained(f"the log of {self._name}"):
+            try:
+                streams = [item["logStreamName"] for page in pages for item in page["logStreams"]]
+            except logs.exceptions.ResourceNotFoundException:  # nothing has been printed in this account yet
+                return
+            for stream in streams:
+                yield from (f"{stream_host(stream)} | {line}" for line in self._lines_of(logs, stream))
 
     def _lines_of(self, logs: Any, stream: str) -> Iterator[str]:
         while True:

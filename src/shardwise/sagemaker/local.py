@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tarfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,6 +31,7 @@ from shardwise.sagemaker.shapes import Channel
 ROOT = "sagemaker_local"
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID")
 STOP_SECONDS = 120  # as the service waits between SIGTERM and SIGKILL
+GRACE_SECONDS = 20.0  # in which hosts end by themselves after another's failure
 Say = Callable[[str], None]
 
 
@@ -167,13 +169,25 @@ def _run_hosts(job: TrainingJob, directory: Path, hosts: Sequence[str], say: Say
             reader = threading.Thread(target=_relay, args=(processes[host], host, say), daemon=True)
             reader.start()
             readers.append(reader)
-        codes = {host: process.wait() for host, process in processes.items()}
+        _await_ends(list(processes.values()))
         for reader in readers:
             reader.join()
-        return codes
+        return {host: process.wait() for host, process in processes.items()}
     finally:
         for process in processes.values():
             _end(process)
+
+
+def _await_ends(processes: Sequence[subprocess.Popen[str]]) -> None:
+    """Wait for all processes; once one has failed, the others get a while: they may wait for it to come."""
+    end: float | None = None
+    while any(process.poll() is None for process in processes):
+        if end is None and any(process.poll() not in (None, 0, STOPPED) for process in processes):
+            end = time.monotonic() + GRACE_SECONDS
+        if end is not None and time.monotonic() > end:
+            for process in processes:
+                _end(process)
+        time.sleep(0.1)
 
 
 def _start(job: TrainingJob, base: Path, host: str, port: str) -> subprocess.Popen[str]:
@@ -199,8 +213,9 @@ def _start(job: TrainingJob, base: Path, host: str, port: str) -> subprocess.Pop
 
 def _relay(process: subprocess.Popen[str], host: str, say: Say) -> None:
     assert process.stdout is not None
-    for line in process.stdout:
-        say(f"{host} | {line.rstrip()}")
+    with process.stdout as lines:
+        for line in lines:
+            say(f"{host} | {line.rstrip()}")
 
 
 def _end(process: subprocess.Popen[str]) -> None:
@@ -212,8 +227,6 @@ def _end(process: subprocess.Popen[str]) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-    if process.stdout is not None:
-        process.stdout.close()
 
 
 def _failure_of(directory: Path, failed: dict[str, int]) -> WorkerError:
@@ -223,7 +236,7 @@ def _failure_of(directory: Path, failed: dict[str, int]) -> WorkerError:
         reason = path.read_text(encoding="utf-8") if path.is_file() else "no reason was left"
         reasons.append(f"{host} ended with exit code {code}: {reason}")
     error = WorkerError("\n".join(reasons))
-    error.exit_code = next(iter(failed.values()))
+    error.exit_code = max(failed.values())  # below 0 are hosts that were ended because of another
     return error
 
 

@@ -37,6 +37,8 @@ BESIDE: dict[str, tuple[str, int, str]] = {
 BACKEND = "parallel.ddp_dist_backend"
 # What only the first step can tell, once it knows which modules are checkpointed.
 OFFLOAD = ("memory.offload_activations", "memory.activation_loading_horizon", "memory.activation_checkpointing")
+# Stands for a batch that the script alone knows, so that its size is no reason to refuse a layout.
+OPEN_BATCH = {"training.microbatch_size": 1, "training.gradient_accumulation": 1}
 
 
 class ModelParallelConfig:
@@ -147,7 +149,7 @@ class ModelParallelConfig:
         values = self.job_keys
         with self.own_words():
             make_job(values)
-        return make_job({key: value for key, value in values.items() if key not in OFFLOAD})
+        return make_job(OPEN_BATCH | {key: value for key, value in values.items() if key not in OFFLOAD})
 
     @contextmanager
     def own_words(self) -> Iterator[None]:
