@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from shardwise.job.schema import Job
 from shardwise.model.build import build_model
-from shardwise.model.routers import correction_biases, find_routers
+from shardwise.model.routers import config_as_given, correction_biases, find_routers
 from shardwise.testing.toy_configs import toy_config
 
 
@@ -21,3 +23,10 @@ def test_layers_of_different_numbers_of_experts_have_no_common_loss() -> None:
     for leaf, stack in list(model.get_submodule("model.layers.1.mlp.experts").named_parameters()):
         setattr(model.get_submodule("model.layers.1.mlp.experts"), leaf, type(stack)(stack[:2]))
     assert find_routers(model) == {} == correction_biases(model)
+
+
+def test_a_written_config_is_the_users() -> None:
+    config = toy_config("mixtral", output_router_logits=True)
+    model: Any = build_model(Job.model_validate({"model": {"config": config}}))
+    assert not model.config.output_router_logits  # the loss over the step takes its place
+    assert config_as_given(model, True).output_router_logits and not model.config.output_router_logits

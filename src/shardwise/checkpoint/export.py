@@ -36,6 +36,7 @@ from shardwise.errors import CheckpointError, OutputError
 from shardwise.job.schema import Job
 from shardwise.model.adapters import is_adapter, is_saved
 from shardwise.model.build import build_model
+from shardwise.model.routers import config_as_given
 from shardwise.parallel.model import ParallelModel
 
 EXPORT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -91,7 +92,7 @@ def _writer(
         return nullcontext()
     remove_unfinished(path)
     module: Any = model.module
-    config = module.config if model.facts.has_config else None
+    config = config_as_given(module, model.facts.adds_balancing_loss) if model.facts.has_config else None
     generation = getattr(module, "generation_config", None)
     return HuggingFaceWriter(path, config, tokenizer_directory, generation_config=generation)
 

@@ -49,6 +49,7 @@ from shardwise.checkpoint.stores import Store
 from shardwise.errors import CheckpointError, ShardwiseError
 from shardwise.kernels.precision import LossScaler
 from shardwise.model.adapter_config import adapter_config, adapter_settings
+from shardwise.model.routers import config_as_given
 from shardwise.parallel.model import ParallelModel
 
 SYNCHRONOUS_BYTES = 1 << 24  # of staging from a GPU, where training waits anyway
@@ -185,7 +186,8 @@ class Checkpointer:
         state = Scaler(scale=scaler.scale, good_steps=scaler.good_steps, hysteresis=scaler.hysteresis)
         adapter = self._adapter()
         ties = {first: list(others) for first, *others in self.model.facts.ties}
-        config: Any = module.config.to_dict() if self.model.facts.has_config else None  # type: ignore[operator, union-attr]
+        facts = self.model.facts
+        config = config_as_given(module, facts.adds_balancing_loss).to_dict() if facts.has_config else None
         generation: Any = getattr(module, "generation_config", None) if config is not None else None
 
         def describe(

@@ -6,15 +6,26 @@ balancing loss is defined over those.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedConfig
 
 from shardwise.model.experts import expert_stacks
 
 CORRECTION_BIAS = "e_score_correction_bias"  # buffer of routers that are balanced by a bias instead of a loss
 RECORDED = "router_logits"
 ADDS_LOSS = "adds_balancing_loss"  # attribute of a built model: its config has asked for output_router_logits
+
+
+def config_as_given(model: nn.Module, adds_loss: bool) -> PreTrainedConfig:
+    """Return the config of a built model as it is to be written: with the `output_router_logits` that its user had."""
+    given: Any = model
+    config: PreTrainedConfig = copy.deepcopy(given.config)
+    if adds_loss:
+        config.output_router_logits = True
+    return config
 
 
 def find_routers(model: nn.Module) -> dict[str, tuple[str, int]]:

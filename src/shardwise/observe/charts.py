@@ -45,6 +45,7 @@ def make_charts(records: Sequence[Record], unigram_entropy: Number, unit: str = 
         memory_chart(steps),
         gradient_chart(steps),
         rate_chart(steps),
+        expert_chart(steps),
     ]
     return [chart for chart in charts if chart is not None]
 
@@ -151,6 +152,15 @@ def rate_chart(steps: Sequence[Record]) -> Chart | None:
     figure = _line("", "learning rate", x, rate, "c6")
     figure.update_yaxes(exponentformat="power")
     return Chart("rate", "Learning rate", "Warm-up and schedule.", figure)
+
+
+def expert_chart(steps: Sequence[Record]) -> Chart | None:
+    """The most used expert's rows over the mean, in the layer where that is highest."""
+    x, load = _series(steps, "expert_load")
+    if not x:
+        return None
+    figure = _line("most used over mean", "expert load", x, load, "c5")
+    return Chart("experts", "Load of experts", f"1 is even; at the end {load[-1]:.2f}.", figure)
 
 
 def _line(y_title: str, name: str, x: list[int], y: list[Number], colour: str) -> go.Figure:

@@ -38,6 +38,7 @@ _NUMBERS = {  # name shown: key of the record and format
     "TFLOPs/rank": ("tflops_per_rank", ".3g"),
     "MFU": ("mfu", ".1%"),
     "scale": ("loss_scale", "g"),
+    "expert load": ("expert_load", ".2f"),
 }
 LOSSES = ("step", "validation_loss", "training_loss")  # of an evaluation's record
 _SHOWN = [*_NUMBERS, "memory/rank", "skipped"]
