@@ -122,7 +122,10 @@ def measure_row(pool: WorldPool, settings: dict[str, Any], degree: int, policy: 
 
 
 def measure(settings: dict[str, Any], steps: int = 2) -> tuple[int, MemoryEstimate]:
-    """On one rank: peak live bytes of the last of `steps` real training steps, and what the formulas say."""
+    """On one rank: peak live bytes of the last of `steps` real training steps, and what the formulas say.
+
+    Experts that ranks share are taken to be evenly used: each rank is compared, and not the fullest.
+    """
     torch.set_num_threads(1)
     job, device = Job.model_validate(settings), torch.device("cpu")
     facts = discover(build_model(job), job)
@@ -136,7 +139,7 @@ def measure(settings: dict[str, Any], steps: int = 2) -> tuple[int, MemoryEstima
             batches = [random_batch(plan, facts.vocabulary_size) for _ in range(plan.accumulation)]
             memory.reset_peak()
             train_step(model, objective, batches, optimizer, scaler, step)
-    return memory.peak, estimate(plan, facts, pipeline=model.layout.index("pipeline"))
+    return memory.peak, estimate(plan, facts, pipeline=model.layout.index("pipeline"), imbalance=1.0)
 
 
 def random_batch(plan: Plan, vocabulary: int) -> Batch:

@@ -13,7 +13,7 @@ import argparse
 import os
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,7 @@ class Axis:
     batch: int | None = None
     backend: str = "gloo"
     reshard: bool = False  # gathered parameters are freed between forward and backward
+    save_model: Callable[[Workload, Path], None] = peers.save_model
 
     @property
     def ours(self) -> Contender:
@@ -123,7 +124,7 @@ def measure(axis: Axis, workload: Workload, options: argparse.Namespace, console
     """All rounds of one axis."""
     threads = max(1, len(os.sched_getaffinity(0)) // RANKS)
     with tempfile.TemporaryDirectory(prefix="shardwise-bench-model-") as directory:
-        peers.save_model(workload, Path(directory))
+        axis.save_model(workload, Path(directory))
         arguments = (workload, Path(directory))
         groups, series = start_groups([axis.ours, *axis.peers], arguments, RANKS, threads, console.log)
         try:

@@ -100,6 +100,11 @@ def shard_axis(workload: Workload, directory: Path, rank: int, world: int) -> St
     return _axis(workload, directory, {"reshard_after_forward": workload.reshard}, share=world)
 
 
+def experts_axis(workload: Workload, directory: Path, rank: int, world: int) -> Step:
+    shared = {"expert_parallel_degree": world, "reshard_after_forward": workload.reshard}
+    return _axis(workload, directory, shared, share=world)
+
+
 def _axis(
     workload: Workload, directory: Path, parallel: dict[str, Any], microbatch: int | None = None, share: int = 1
 ) -> Step:

@@ -23,7 +23,7 @@ from shardwise.model.capability import SUPPORTED
 from shardwise.model.discover import discover
 from shardwise.model.facts import ModelFacts
 from shardwise.plan.plan import Plan, World, resolve
-from shardwise.planner.formulas.memory import estimate, moments
+from shardwise.planner.formulas.memory import estimate, moments, worst_imbalance
 from shardwise.planner.formulas.shapes import local_elements
 from shardwise.testing.world import WorldPool
 from shardwise.training.setup import AssembledJob, set_up
@@ -325,6 +325,47 @@ def test_peak_of_experts_and_of_heads_with_a_size_of_their_own(
     world_pool: WorldPool, config: dict[str, Any], policy: str
 ) -> None:
     check(world_pool, 2, 0.03, config=config, memory={"activation_checkpointing": policy})
+
+
+SHARED_MIXTRAL = {**MIXTRAL, "num_local_experts": 8}
+SHARED_QWEN = {
+    **LLAMA, "model_type": "qwen2_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96,
+    "shared_expert_intermediate_size": 160,
+}  # fmt: skip
+OVER_RANKS = [
+    (2, SHARED_MIXTRAL, {"expert_parallel_degree": 2}, "none"),
+    (2, SHARED_MIXTRAL, {"expert_parallel_degree": 2}, "full"),
+    (2, SHARED_QWEN, {"expert_parallel_degree": 2}, "none"),
+    (4, SHARED_MIXTRAL, {"expert_parallel_degree": 2}, "none"),
+    (4, SHARED_MIXTRAL, {"expert_parallel_degree": 4}, "none"),
+    (4, SHARED_MIXTRAL, {"expert_parallel_degree": 2, "sharded_data_parallel_degree": 2}, "none"),
+    (4, SHARED_MIXTRAL, {"expert_parallel_degree": 2, "tensor_parallel_degree": 2}, "none"),
+    (4, SHARED_MIXTRAL, {"expert_parallel_degree": 2, "pipeline_parallel_degree": 2}, "none"),
+]
+
+
+@pytest.mark.parametrize(
+    "ranks, config, parallel, policy",
+    [OVER_RANKS[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in OVER_RANKS[1:])],
+)
+def test_peak_of_experts_that_ranks_share(
+    world_pool: WorldPool, ranks: int, config: dict[str, Any], parallel: dict[str, Any], policy: str
+) -> None:
+    data = ranks // math.prod(parallel.get(f"{axis}_parallel_degree", 1) for axis in ("pipeline", "tensor"))
+    count = 2 if "pipeline_parallel_degree" in parallel else 1
+    training = {"microbatch_size": 4, "gradient_accumulation": count, "sequences_per_step": 4 * count * data}
+    memory = {"activation_checkpointing": policy}
+    check(world_pool, ranks, config=config, parallel=parallel, memory=memory, training=training)
+
+
+def test_a_worst_load_is_shown_beside_the_expected() -> None:
+    """Top 2 of 8 over 4 ranks: all tokens may go to the two experts of one rank, which then has four times the rows."""
+    plan, facts = planned(4, SHARED_MIXTRAL, parallel={"expert_parallel_degree": 4})
+    assert worst_imbalance(plan, facts) == 4.0
+    even, worst = (estimate(plan, facts, imbalance=load) for load in (1.0, 4.0))
+    rows = 2 * 2 * 128 * 4  # numbers in bytes of one feature of the rows that a rank gets, evenly
+    kept = rows * (SHARED_MIXTRAL["hidden_size"] + 4 * SHARED_MIXTRAL["intermediate_size"])
+    assert worst.total - even.total > 3 * 2 * kept  # of the blocks before the last, at least
 
 
 CASES: dict[str, dict[str, Any]] = {

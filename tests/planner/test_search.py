@@ -162,12 +162,17 @@ def test_the_surest_layout_can_be_asked_for(tmp_path: Path, capsys: pytest.Captu
     assert code == 0 and json.loads(out)["explained"]["fits_surely"]
 
 
-def test_experts_are_planned_with_a_note(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_experts_are_shared_where_a_search_finds_that_faster(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     experts = tmp_path / "config.json"
     experts.write_text(json.dumps({**LLAMA, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}))
-    words = ("--cluster", "h100:8", "--limit", "200", "--json", "--data.sequence_length", "512")
+    words = ("--cluster", "h100:8", "--limit", "400", "--json", "--data.sequence_length", "512")
     code, out, _ = plan(capsys, "--model", str(experts), *words)
-    assert code == 0 and any("experts are timed as one MLP" in note for note in json.loads(out)["notes"])
+    result = json.loads(out)
+    assert code == 0 and any("T* = " in note for note in result["notes"])
+    degrees = {candidate["degrees"]["expert"] for candidate in result["ranked"]}
+    assert max(degrees) > 1, degrees
 
 
 def test_a_layout_is_found_by_its_keys_or_made() -> None:

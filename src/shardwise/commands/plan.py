@@ -156,6 +156,7 @@ def _print(found: SearchResult, asked: Candidate, budget: Budget, top: int, note
 
 
 def _as_json(found: SearchResult, asked: Candidate, budget: Budget, top: int, notes: list[str]) -> dict[str, Any]:
+    from shardwise.planner.search.expert_remarks import expert_remarks
     from shardwise.planner.search.explain import candidate_data, why_not_fit, why_slower
     from shardwise.planner.search.search import distinct
 
@@ -175,7 +176,7 @@ def _as_json(found: SearchResult, asked: Candidate, budget: Budget, top: int, no
             for each in distinct(found.ranked, top)
         ],
         "do_not_fit": [candidate_data(each) | {"why": why_not_fit(each)} for each in distinct(found.misfits, top)],
-        "notes": [*found.notes, *notes],
+        "notes": [*expert_remarks(found), *found.notes, *notes],
     }
 
 

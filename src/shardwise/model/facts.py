@@ -284,6 +284,15 @@ class ModelFacts:
             return self.tensor_splits
         return {name: split for name, split in self.tensor_splits.items() if split.kind != "experts"}
 
+    def stacked_parameters(self, stack: str) -> list[str]:
+        """Return the names of the parameters of a stack of experts."""
+        return [name for name in self.parameter_shapes if name.startswith(f"{stack}.")]
+
+    @cached_property
+    def expert_parameters(self) -> frozenset[str]:
+        """Names of the parameters of all stacks of experts."""
+        return frozenset(name for stack in self.expert_stacks for name in self.stacked_parameters(stack))
+
     @cached_property
     def key_values_apart(self) -> bool:
         """Tell whether some module makes keys or values alone."""

@@ -134,7 +134,7 @@ def dry_run(job: Job, world: World, facts: ModelFacts, rank: int = 0) -> DryRun:
         plan,
         rank,
         peak,
-        estimate(traced, facts, pipeline=stage),
+        estimate(traced, facts, pipeline=stage, imbalance=1.0),  # its rows are even
         estimate(plan, facts, pipeline=stage),
         operators,
         {str(axis): index for axis, index in layout.coordinates().items()},

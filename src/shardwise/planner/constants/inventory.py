@@ -29,7 +29,9 @@ CPU = Accelerator("CPU", r"^cpu$", 16 * GIB, fp64=0.05, fp32=0.1, fp16=0.05, bf1
 @cache
 def fabrics() -> dict[str, Fabric]:
     rows = read_data("fabrics")
-    return {name: Fabric(name, row["bandwidth"], row["hop_seconds"]) for name, row in rows.items()}
+    return {
+        name: Fabric(name, row["bandwidth"], row["hop_seconds"], row.get("exchange", 0.0)) for name, row in rows.items()
+    }
 
 
 def link_of(intra: float) -> Fabric:

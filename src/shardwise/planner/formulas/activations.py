@@ -21,7 +21,8 @@ size I and c bytes a number, autograd saves, each tensor once however many opera
 - experts: a token that goes to k of them is k rows. Their input [kT, H], gathered by expert; as in a gated MLP four of
   [kT, I]; the result [kT, H], whose product with the router's weights needs it; the router's probabilities in fp32, and
   indices. Where experts are batched products (`batched_mm`), a copy of an expert's weights for each row. All experts
-  get gradients. Experts that all tokens go through are a gated MLP beside them.
+  get gradients. Experts that all tokens go through are a gated MLP beside them. Where ranks share experts, the rows
+  are those that arrive, and the result that waits for its weights is that of the rows which this rank sent.
 - dropout by mask: one byte an element.
 
 Of t tensor ranks each has 1/t of the heads and of I. The residual stream, norms, masks and what linears read of it stay
@@ -104,6 +105,8 @@ class LocalMicrobatch:
     gathered: float = 0.0  # bytes of other ranks' keys and values, and of the mask over them
     tensor: int = 1  # ranks that share heads and inner features
     scattered: bool = False  # and the tokens between them
+    expert: int = 1  # ranks that share the experts
+    imbalance: float = 1.0  # rows that arrive here over the mean of those ranks
 
 
 @dataclass(frozen=True)
@@ -251,21 +254,25 @@ def _mlp_pieces(
 
 
 def _expert_pieces(facts: ModelFacts, kind: BlockKind, shape: LocalMicrobatch) -> list[ModuleMemory]:
-    rows = facts.experts_of_token * shape.tokens
-    wide = math.ceil(kind.expert_features / shape.tensor)
-    (whole, row), inner = _rows(facts, shape), float(rows * shape.bytes * wide)
-    spread = facts.experts_of_token * whole  # hidden states by expert
-    weights = facts.hidden_size * wide * kind.experts
+    is_shared, (whole, row) = shape.expert > 1, _rows(facts, shape)
+    sent = facts.experts_of_token * shape.tokens / (shape.tensor if is_shared else 1)
+    rows = sent * (shape.imbalance if is_shared else 1)
+    wide = kind.expert_features if is_shared else math.ceil(kind.expert_features / shape.tensor)
+    inner, back = (float(rows * shape.bytes * wide), float(sent * shape.bytes * facts.hidden_size))
+    spread = float(rows * shape.bytes * facts.hidden_size)  # hidden states by expert
+    weights = facts.hidden_size * wide * kind.experts / shape.expert
+    moved = spread if is_shared else 0.0  # on its way between ranks
     copies = inner * facts.hidden_size if facts.experts_copied else 0.0
+    into = 2 * (inner + copies) + spread + moved + whole
     gated = whole if kind.shared_gate else 0.0
-    scores = float(FP32 * shape.tokens * kind.experts + INDICES * rows)
+    scores = float(FP32 * shape.tokens * kind.experts + INDICES * max(rows, sent))
     shared = _mlp_pieces(facts, kind, shape, kind.shared_features) if kind.shared_features else []
     return [
         ModuleMemory("router", (0.0 if shared else row) + scores, parameters=kind.experts * facts.hidden_size),
-        ModuleMemory("experts up", spread + 2 * copies, 2 * inner, 2 * (inner + copies) + spread + whole, 2 * weights),
+        ModuleMemory("experts up", spread + 2 * copies, 2 * inner, into, 2 * weights),
         ModuleMemory("expert activation", 3 * inner, 0.0, 3 * inner),
         ModuleMemory("experts down", inner + copies, spread, spread + inner + copies, weights),
-        ModuleMemory("sum of experts", spread, 0.0, 2 * spread + _moved(whole, shape)),
+        ModuleMemory("sum of experts", back, 0.0, 2 * back + moved + _moved(whole, shape)),
         *shared,
         ModuleMemory("shared gate", gated, 0.0, 2 * gated),
     ]

@@ -11,6 +11,8 @@ in `shardwise.planner.formulas.layer`; the reduction of gradients between replic
   all-gather and reduce-scatter; exposed, but for `async_tensor`.
 - context: keys and values gathered, their gradients scattered; exposed.
 - pipeline: a hidden state each way a stage and microbatch; exposed.
+- expert: rows to their experts and back, each way; exposed, and paced by the fullest rank (`imbalance`). Their numbers
+  go ahead in an exchange of their own. With whole blocks recomputed, the forward's two are made again.
 """
 
 from __future__ import annotations
@@ -21,7 +23,10 @@ from typing import NamedTuple
 from shardwise.job.axes import Axis, data_axes, replica_axes, state_axes
 from shardwise.plan.draft import V_SCHEDULES
 from shardwise.planner.formulas.communication import (
+    ExpertGroups,
+    RankGroup,
     all_reduce_seconds,
+    exchange_seconds,
     gather_seconds,
     message_seconds,
     overlapped_seconds,
@@ -65,6 +70,17 @@ def _context(configuration: TrainingConfiguration) -> float:
     return 3 * gather_seconds(size, rank_group(configuration, Axis.CONTEXT))
 
 
+def _exchange(configuration: TrainingConfiguration) -> float:
+    if configuration.expert == 1:
+        return 0.0
+    sharing, model = ExpertGroups.of(configuration).sharing, configuration.model
+    rows = model.experts_of_token * tokens_of(configuration) / configuration.tensor
+    size = configuration.imbalance * rows * model.hidden * BYTES[configuration.precision]
+    again = configuration.checkpointed if configuration.checkpointing == "full" else 0.0
+    rounds = (4 + 2 * again) * exchange_seconds(size, sharing)
+    return model.expert_layers * (rounds + (1 + again) * exchange_seconds(8.0 * model.experts, sharing))
+
+
 def _ends_sharded(configuration: TrainingConfiguration, work: StageWork) -> float:
     """Return the seconds of gathering and scattering what stands first and last, in all microbatches."""
     if configuration.zero < 3 or configuration.degree(*state_axes()) == 1:
@@ -93,27 +109,66 @@ def _messages(configuration: TrainingConfiguration, work: StageWork) -> float:
 def _reduction(configuration: TrainingConfiguration, work: StageWork) -> float:
     """Return the exposed seconds of the reduction of gradients between replicas, once a step."""
     elements = elements_of_rank(configuration, work.blocks)
-    reduced = elements * configuration.trained
-    parameter, reduction = BYTES[configuration.precision], BYTES[configuration.reduction]
-    shards, after = configuration.degree(*state_axes()), 0.0
-    if configuration.zero == 3:
-        traffic = all_reduce_seconds(reduced / shards * reduction, rank_group(configuration, *replica_axes()))
-    elif configuration.zero == 0:
-        traffic = all_reduce_seconds(reduced * reduction, rank_group(configuration, *data_axes()))
-    else:
-        over = rank_group(configuration, *state_axes())
-        traffic = gather_seconds(reduced * reduction, over)
-        traffic += all_reduce_seconds(reduced / shards * reduction, rank_group(configuration, *replica_axes()))
-        after = gather_seconds(elements * parameter, over)
+    state, replicas = rank_group(configuration, *state_axes()), rank_group(configuration, *replica_axes())
+    whole = rank_group(configuration, *data_axes())
+    traffic, after = _reduced(configuration, elements.shared, state, replicas, whole)
+    if elements.own:
+        groups = ExpertGroups.of(configuration)
+        more, later = _reduced(configuration, elements.own, groups.shards, groups.copies, groups.copies)
+        traffic, after = traffic + more, after + later
     return overlapped_seconds(work.last_backward, traffic, configuration.stack.overlap) - work.last_backward + after
 
 
-def elements_of_rank(configuration: TrainingConfiguration, blocks: int) -> float:
-    """Return the elements of `blocks` blocks and of what stands first and last, on one tensor rank."""
+def _reduced(
+    configuration: TrainingConfiguration, elements: float, state: RankGroup, replicas: RankGroup, whole: RankGroup
+) -> tuple[float, float]:
+    """Return the seconds of reducing the gradients of `elements`, and of gathering parameters after the update.
+
+    Args:
+        configuration: whose ZeRO stage decides.
+        elements: of one rank, before sharding.
+        state: the ranks that shard them.
+        replicas: those that hold the same shards.
+        whole: all that have them where nothing is sharded.
+    """
+    reduced = elements * configuration.trained
+    parameter, reduction = BYTES[configuration.precision], BYTES[configuration.reduction]
+    if configuration.zero == 3:
+        return all_reduce_seconds(reduced / state.ranks * reduction, replicas), 0.0
+    if configuration.zero == 0:
+        return all_reduce_seconds(reduced * reduction, whole), 0.0
+    traffic = gather_seconds(reduced * reduction, state)
+    traffic += all_reduce_seconds(reduced / state.ranks * reduction, replicas)
+    return traffic, gather_seconds(elements * parameter, state)
+
+
+class RankElements(NamedTuple):
+    """Elements of one rank before sharding: those that all data ranks have, and of its own experts, if ranks share."""
+
+    shared: float
+    own: float
+
+    def sharded(self, configuration: TrainingConfiguration) -> float:
+        """Return how many of them lie on one rank that shards them."""
+        return self.shared / configuration.degree(*state_axes()) + self.own / configuration.expert_shards
+
+
+def block_elements(configuration: TrainingConfiguration) -> RankElements:
+    """Return the elements of one block. Experts that ranks share are whole on a tensor rank."""
     model = configuration.model
+    if configuration.expert == 1:
+        return RankElements(model.layer_parameters / configuration.tensor, 0.0)
+    return RankElements(
+        (model.layer_parameters - model.stacked) / configuration.tensor, model.stacked / configuration.expert
+    )
+
+
+def elements_of_rank(configuration: TrainingConfiguration, blocks: int) -> RankElements:
+    """Return the elements of `blocks` blocks and of what stands first and last, on one tensor rank."""
+    model, block = configuration.model, block_elements(configuration)
     one_rank_has_both = configuration.pipeline == 1 or configuration.schedule in V_SCHEDULES
     ends = model.embedding_parameters * (1 if model.tied or not one_rank_has_both else 2)
-    return (blocks * model.layer_parameters + ends) / configuration.tensor
+    return RankElements(blocks * block.shared + ends / configuration.tensor, blocks * block.own)
 
 
 # In the order in which they are shown.
@@ -123,7 +178,7 @@ AXIS_TRAFFIC: dict[Axis, AxisTraffic] = {
     Axis.TENSOR: AxisTraffic(in_block=_tensor),
     Axis.CONTEXT: AxisTraffic(in_block=_context),
     Axis.PIPELINE: AxisTraffic(in_step=_messages),
-    Axis.EXPERT: AxisTraffic(),
+    Axis.EXPERT: AxisTraffic(in_block=_exchange),
 }
 
 

@@ -14,6 +14,10 @@ that leave it (all groups of the axis run at once).
 - direct, SMDDP's all-gather: every rank sends its part to its peers of all nodes at once, so that one hop is paid, and
   nodes copy inside at the link's speed at the same time.
 
+- exchange of rows among the ranks that share experts: every rank sends to all at once, (local-1)/n of its rows over
+  links at the same time as (n-local)/n over the network, at rates of their own (`Fabric.exchange`), and the slower of
+  both sets the pace.
+
 NCCL has the ring for all-gather and reduce-scatter, and takes the quicker of ring and tree for all-reduce.
 """
 
@@ -23,7 +27,7 @@ import math
 from functools import lru_cache
 from typing import NamedTuple
 
-from shardwise.job.axes import Axis, placed_axes
+from shardwise.job.axes import Axis, data_axes, placed_axes
 from shardwise.planner.formulas.prediction import Cluster, Stack, TrainingConfiguration
 
 TREE = 0.25  # share of the ring's bandwidth that trees reach on large sizes (p5 with EFA, fabric_bandwidth.csv)
@@ -40,6 +44,7 @@ class RankGroup(NamedTuple):
     hop: float
     far_hop: float
     nominal: float  # `inter` without the fabric's efficiency
+    exchange: tuple[float, float]  # bytes a second of one rank's rows to experts, over links and over the network
 
     @property
     def nodes(self) -> int:
@@ -61,15 +66,51 @@ def _group(ranks: int, stride: int, cluster: Cluster, stack: Stack) -> RankGroup
         cluster.link.hop_seconds,
         cluster.fabric.hop_seconds,
         share,
+        (
+            cluster.intra * 1e9 * (cluster.link.exchange or cluster.link.bandwidth),
+            share / local * (cluster.fabric.exchange or cluster.fabric.bandwidth) * stack.network,
+        ),
     )
 
 
 def rank_group(configuration: TrainingConfiguration, *axes: Axis) -> RankGroup:
     """Return the group of the ranks that differ along `axes`, which lie side by side in the placement."""
+    stride = _stride(configuration, axes)
+    return _group(configuration.degree(*axes), stride, configuration.cluster, configuration.stack)
+
+
+def _stride(configuration: TrainingConfiguration, axes: tuple[Axis, ...]) -> int:
+    """Return how far neighbours on `axes` lie apart."""
     placed = placed_axes(configuration.placement)
     fastest = max(placed.index(axis) for axis in axes)
-    stride = configuration.degree(*placed[fastest + 1 :])
-    return _group(configuration.degree(*axes), stride, configuration.cluster, configuration.stack)
+    return configuration.degree(*placed[fastest + 1 :])
+
+
+class ExpertGroups(NamedTuple):
+    """The data ranks seen a second time: those that share experts, that shard one, and that hold copies of a shard."""
+
+    sharing: RankGroup
+    shards: RankGroup
+    copies: RankGroup
+
+    @classmethod
+    def of(cls, configuration: TrainingConfiguration) -> ExpertGroups:
+        """Return the groups of a configuration; experts vary fastest."""
+        near, expert, shards = _stride(configuration, data_axes()), configuration.expert, configuration.expert_shards
+        copies = configuration.degree(*data_axes()) // (expert * shards)
+        sizes = ((expert, near), (shards, near * expert), (copies, near * expert * shards))
+        return cls(*(_group(*size, configuration.cluster, configuration.stack) for size in sizes))
+
+
+def exchange_seconds(size: float, over: RankGroup) -> float:
+    """Seconds in which each rank sends `size` bytes to the ranks of the group, its own part among them."""
+    if over.ranks == 1:
+        return 0.0
+    links, network = over.exchange
+    inside = (over.local - 1) / over.ranks * size / links + (over.local - 1) * over.hop
+    if over.nodes == 1:
+        return inside
+    return max(inside, (over.ranks - over.local) / over.ranks * size / network + (over.nodes - 1) * over.far_hop)
 
 
 def gather_seconds(size: float, over: RankGroup, algorithm: str = "nccl") -> float:

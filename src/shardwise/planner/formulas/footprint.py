@@ -41,7 +41,8 @@ from itertools import pairwise
 
 from shardwise.job.axes import state_axes
 from shardwise.plan.draft import SPLIT_SCHEDULES, V_SCHEDULES
-from shardwise.planner.formulas.compute import BYTES, tokens_of
+from shardwise.planner.formulas.axis_traffic import block_elements
+from shardwise.planner.formulas.compute import BYTES, expert_rows, tokens_of
 from shardwise.planner.formulas.layer import BlockTime, block_time, blocks_ahead
 from shardwise.planner.formulas.prediction import ModelShape, TrainingConfiguration
 
@@ -77,7 +78,8 @@ def host_bytes(configuration: TrainingConfiguration) -> float:
         size = configuration.checkpointed * tokens_of(configuration) * model.hidden * BYTES[configuration.precision]
     for rank in range(configuration.pipeline):
         blocks = _blocks(configuration, rank)
-        elements = (blocks * model.layer_parameters + model.embedding_parameters) / configuration.tensor / data
+        block = block_elements(configuration)
+        elements = blocks * block.sharded(configuration) + model.embedding_parameters / configuration.tensor / data
         states = 16 * elements if configuration.host_optimizer else 0.0
         largest = max(largest, states + blocks * size * _in_flight(configuration, rank))
     return largest
@@ -89,8 +91,13 @@ def _rank(configuration: TrainingConfiguration, rank: int, kept: float, working:
     blocks = _blocks(configuration, rank)
     first, last = rank == 0, rank == (0 if in_v else p - 1)
     ends = model.embedding_parameters * (1 if model.tied and first and last else first + last)
-    elements = (blocks * model.layer_parameters + ends) / t
-    causes = _states(configuration, elements) | _buffers(configuration, elements, ends / t)
+    block = block_elements(configuration)
+    elements = blocks * block.shared + ends / t
+    causes = _states(configuration, elements, configuration.degree(*state_axes()))
+    if block.own:
+        own = _states(configuration, blocks * block.own, configuration.expert_shards)
+        causes = {cause: size + own[cause] for cause, size in causes.items()}
+    causes |= _buffers(configuration, elements + blocks * block.own, ends / t)
     causes["activations"] = configuration.stack.activations * kept * blocks * _in_flight(configuration, rank)
     logits = _logits(configuration) if last else 0.0
     causes["working"] = max(0.0, working - logits)
@@ -148,8 +155,8 @@ def _in_flight(configuration: TrainingConfiguration, rank: int) -> float:
     return float(min(m, p - rank))
 
 
-def _states(configuration: TrainingConfiguration, elements: float) -> dict[str, float]:
-    data = configuration.degree(*state_axes())
+def _states(configuration: TrainingConfiguration, elements: float, data: int) -> dict[str, float]:
+    """Return the bytes of parameters, gradients and optimizer state of `elements`, sharded over `data` ranks."""
     if configuration.zero == 3:
         of_rank = elements / data
         updated = of_rank * configuration.trained
@@ -174,7 +181,7 @@ def _buffers(configuration: TrainingConfiguration, elements: float, ends: float)
     if configuration.zero < 3 or configuration.degree(*state_axes()) * configuration.tensor == 1:
         return {"gathered": 0.0, "communication": 0.0}
     size, reduction = BYTES[configuration.precision], BYTES[configuration.reduction]
-    layer = configuration.model.layer_parameters / configuration.tensor
+    layer = sum(block_elements(configuration))
     if configuration.schedule in SPLIT_SCHEDULES and configuration.pipeline > 1:
         return {"gathered": size * elements, "communication": reduction * elements}
     flat = (size + reduction) * max(layer, ends)
@@ -199,10 +206,11 @@ def _activations(configuration: TrainingConfiguration) -> tuple[float, float]:
     key_value = 2 * tokens * model.key_value_width * size / t
     heads = tokens * configuration.sequence * model.heads / t
     scores = 0.0 if configuration.flash else heads * ((2 * size + 1) if configuration.dropout else size)
-    inner = (4 if model.gated else 2) * tokens * model.intermediate * size / t
+    inner = (4 if model.gated else 2) * tokens * model.dense_width * size / t
+    experts = _experts(configuration) * size
     query = tokens * model.attention_width * size / t
     products = 2 * query + key_value + inner
-    whole = 4 * between + masks + scores + products
+    whole = 4 * between + masks + scores + products + experts
     fraction = configuration.checkpointed if configuration.checkpointing != "none" else 0.0
     up = tokens * model.intermediate * size / t
     kept_by_policy = {
@@ -216,6 +224,14 @@ def _activations(configuration: TrainingConfiguration) -> tuple[float, float]:
         kept = 0.0
     recomputed = (whole - kept) if fraction else 0.0
     return fraction * kept + (1 - fraction) * whole, recomputed + 2 * row + inner / 2
+
+
+def _experts(configuration: TrainingConfiguration) -> float:
+    """Numbers that stacked experts keep: the inner ones of each row, the row itself, and its result."""
+    model = configuration.model
+    wide = model.expert_width if configuration.expert > 1 else model.expert_width / configuration.tensor
+    of_row = (4 if model.gated else 2) * wide + 2 * model.hidden
+    return model.expert_layers * expert_rows(configuration) * of_row
 
 
 def _half(configuration: TrainingConfiguration, query: float, key_value: float, up: float, down: float) -> float:

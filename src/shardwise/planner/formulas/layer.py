@@ -13,8 +13,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from shardwise.job.axes import Axis, state_axes
-from shardwise.planner.formulas.axis_traffic import block_traffic
-from shardwise.planner.formulas.communication import gather_seconds, overlapped_seconds, rank_group
+from shardwise.planner.formulas.axis_traffic import block_elements, block_traffic
+from shardwise.planner.formulas.communication import ExpertGroups, gather_seconds, overlapped_seconds, rank_group
 from shardwise.planner.formulas.compute import (
     BYTES,
     KernelWork,
@@ -109,8 +109,7 @@ def _host_traffic(configuration: TrainingConfiguration) -> tuple[float, float]:
         forward = float(tokens_of(configuration) * configuration.model.hidden * BYTES[configuration.precision])
         backward = forward
     if configuration.host_optimizer:
-        shard = 4.0 * configuration.model.layer_parameters / configuration.tensor
-        shard /= configuration.degree(*state_axes())
+        shard = 4.0 * block_elements(configuration).sharded(configuration)
         forward += shard
         backward += shard * (2 if configuration.reshard_after_forward else 1)
     return forward / HOST_BANDWIDTH, backward / HOST_BANDWIDTH
@@ -120,10 +119,13 @@ def _parameter_traffic(configuration: TrainingConfiguration) -> tuple[float, flo
     """Seconds of (forward's, backward's) gathering and scattering of a block's parameters."""
     if configuration.zero < 3 or configuration.degree(*state_axes()) == 1:
         return 0.0, 0.0
-    over = rank_group(configuration, *state_axes())
-    elements = configuration.model.layer_parameters / configuration.tensor
+    elements, over = block_elements(configuration), rank_group(configuration, *state_axes())
+    units = [(elements.shared, over)]
+    if elements.own:
+        units.append((elements.own, ExpertGroups.of(configuration).shards))
     size = 1 if configuration.gathers_float8 else BYTES[configuration.precision]
-    parameters = gather_seconds(elements * size, over, configuration.collectives)
-    reduced = elements * configuration.trained * BYTES[configuration.reduction]
-    gradients = gather_seconds(reduced, over, configuration.collectives)
+    reduced = configuration.trained * BYTES[configuration.reduction]
+    algorithm = configuration.collectives
+    parameters = sum(gather_seconds(count * size, ranks, algorithm) for count, ranks in units)
+    gradients = sum(gather_seconds(count * reduced, ranks, algorithm) for count, ranks in units)
     return parameters, gradients + (parameters if configuration.reshard_after_forward else 0.0)

@@ -18,6 +18,9 @@ are copied into a reduce-scatter input of n_u·r and freed, and the output n_u/s
 lives until the next unit's. The root stays gathered from first use to the end of backward. With one shard rank there
 is no flat buffer. Gloo reduces a copy of its input; with one shard rank FSDP2 makes that copy.
 
+Experts that ranks share are units of their own, sharded over the ranks that hold the same ones. They come on top of
+their block's unit as if both were one, which they are to within the moment at which either is gathered.
+
 Not in it: what a kernel allocates inside one operator, a backend's own buffers, the allocator's fragmentation, CUDA's
 context, and buffers of the model (rotary tables). Float8's messages live inside the gathering's call, a byte a number,
 before gradients and reduction buffers of the same unit exist, which take more: no moment has them at its peak.
@@ -27,7 +30,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -48,30 +51,52 @@ from shardwise.planner.formulas.activations import (
     saved_bytes,
 )
 from shardwise.planner.formulas.memory_estimate import MemoryEstimate
-from shardwise.planner.formulas.shapes import local_shapes, optimizer_states, split_backward_features, weights_put_off
+from shardwise.planner.formulas.prediction import IMBALANCE
+from shardwise.planner.formulas.shapes import (
+    expert_shards,
+    local_shapes,
+    optimizer_states,
+    split_backward_features,
+    weights_put_off,
+)
 
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 KEPT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # of a dtype by torch's name
 
 
 def estimate(
-    plan: Plan, facts: ModelFacts, kind: BlockKind | None = None, pipeline: int | None = None
+    plan: Plan,
+    facts: ModelFacts,
+    kind: BlockKind | None = None,
+    pipeline: int | None = None,
+    imbalance: float = IMBALANCE,
 ) -> MemoryEstimate:
     """The largest moment of a training step after the first (which makes the optimizer state), on the fullest rank.
 
     `kind` says what a block keeps; unset, it is read off the facts. For a model without attention heads (a user's own
-    module) the activations are not known and count as nothing. `pipeline` asks for that rank of the pipeline.
+    module) the activations are not known and count as nothing. `pipeline` asks for that rank of the pipeline. Of ranks
+    that share experts, the fullest gets `imbalance` times the mean of the rows; see `worst_imbalance`.
     """
     ranks = range(plan.degrees[Axis.PIPELINE]) if pipeline is None else [pipeline]
-    estimates = (moment for rank in ranks for moment in moments(plan, facts, kind, rank))
+    estimates = (moment for rank in ranks for moment in moments(plan, facts, kind, rank, imbalance))
     return max(estimates, key=lambda moment: moment.total)
 
 
-def moments(plan: Plan, facts: ModelFacts, kind: BlockKind | None = None, pipeline: int = 0) -> list[MemoryEstimate]:
+def worst_imbalance(plan: Plan, facts: ModelFacts) -> float:
+    """Return the largest `imbalance` there can be: every token goes to as many experts of one rank as it can."""
+    degree, chosen = plan.degrees[Axis.EXPERT], facts.experts_of_token
+    if degree == 1 or not chosen:
+        return 1.0
+    return degree * min(chosen, *(number // degree for number in facts.expert_stacks.values())) / chosen
+
+
+def moments(
+    plan: Plan, facts: ModelFacts, kind: BlockKind | None = None, pipeline: int = 0, imbalance: float = IMBALANCE
+) -> list[MemoryEstimate]:
     """The moments of a step that can be the peak on a rank of the pipeline, in their order."""
     kind = kind or BlockKind.of(facts)
-    first = _Step(plan, facts, kind, pipeline, first=True).moments() if plan.stages else ()
-    return [*first, *_Step(plan, facts, kind, pipeline).moments()]
+    first = _Step(plan, facts, kind, pipeline, imbalance, first=True).moments() if plan.stages else ()
+    return [*first, *_Step(plan, facts, kind, pipeline, imbalance).moments()]
 
 
 @dataclass(frozen=True)
@@ -96,8 +121,11 @@ class _Unit:
 class _Step:
     """The formulas, for one plan and model; on a pipeline rank for the `first` backward of a step, or a later one."""
 
-    def __init__(self, plan: Plan, facts: ModelFacts, kind: BlockKind, pipeline: int, first: bool = False) -> None:
+    def __init__(
+        self, plan: Plan, facts: ModelFacts, kind: BlockKind, pipeline: int, imbalance: float, first: bool = False
+    ) -> None:
         self.plan, self.facts, self.kind, self.pipeline, self.first = plan, facts, kind, pipeline, first
+        self.imbalance = imbalance
         self.stages = plan.stages_of(pipeline)  # none without a pipeline
         self.job = plan.job
         self.master, self.compute = BYTES[plan.dtypes.parameters], BYTES[plan.dtypes.compute]
@@ -144,13 +172,20 @@ class _Step:
 
     def _sized(self, shapes: Mapping[str, tuple[int, ...]], blocks: int) -> _Unit:
         """Each tensor's dim 0 is padded to a multiple of the shard ranks."""
-        trained = [shape for name, shape in shapes.items() if name not in self.facts.frozen]
-        shard, trained_shard = self._shard_of(shapes.values()), self._shard_of(trained)
-        last = math.prod(trained[-1]) if trained else 0
-        return _Unit(shard * self.ranks, shard, blocks, trained_shard * self.ranks, trained_shard, last)
+        trained = {name: shape for name, shape in shapes.items() if name not in self.facts.frozen}
+        last = math.prod(list(trained.values())[-1]) if trained else 0
+        (shard, whole), (trained_shard, trained_whole) = self._padded(shapes), self._padded(trained)
+        return _Unit(whole, shard, blocks, trained_whole, trained_shard, last)
 
-    def _shard_of(self, shapes: Iterable[tuple[int, ...]]) -> int:
-        return sum(math.ceil(shape[0] / self.ranks) * math.prod(shape[1:]) if shape else 1 for shape in shapes)
+    def _padded(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
+        """Return (elements of one rank, elements of all ranks that shard them)."""
+        shard = whole = 0
+        for name, shape in shapes.items():
+            is_shared = self.plan.degrees[Axis.EXPERT] > 1 and name in self.facts.expert_parameters
+            ranks = expert_shards(self.plan) if is_shared else self.ranks
+            size = math.ceil(shape[0] / ranks) * math.prod(shape[1:]) if shape else 1
+            shard, whole = shard + size, whole + size * ranks
+        return shard, whole
 
     @cached_property
     def head(self) -> float:
@@ -277,6 +312,8 @@ class _Step:
             self._gathered_keys,
             self.tensor,
             self.plan.sequence_parallel,
+            self.plan.degrees[Axis.EXPERT],
+            self.imbalance,
         )
         return of_trained(modules_of_block(facts, self.kind, shape), facts, shape)
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from shardwise.job.axes import data_axes, state_axes
+from shardwise.job.axes import data_axes
 from shardwise.plan.draft import SPLIT_SCHEDULES
 from shardwise.planner.formulas.axis_traffic import StageWork, elements_of_rank, step_traffic
 from shardwise.planner.formulas.communication import overlapped_seconds
@@ -135,7 +135,8 @@ def _stalls(configuration: TrainingConfiguration, full: bool) -> float:
 
 def _optimizer(configuration: TrainingConfiguration, blocks: int) -> float:
     """Return the seconds of the optimizer's update, once a step."""
-    elements = elements_of_rank(configuration, blocks) * configuration.trained
-    local = elements / configuration.degree(*state_axes()) if configuration.zero else elements
+    elements = elements_of_rank(configuration, blocks)
+    local = elements.sharded(configuration) if configuration.zero else sum(elements)
+    local *= configuration.trained
     on_host = OPTIMIZER_BYTES * local / HOST_MEMORY
     return on_host if configuration.host_optimizer else optimizer_seconds(local, configuration)

@@ -10,11 +10,13 @@ import math
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from shardwise.job.axes import Axis, placed_axes, row_axes
+from shardwise.job.axes import Axis, placed_axes, row_axes, state_axes
 from shardwise.model.facts import ModelFacts
 from shardwise.planner.constants.hardware import GIB, Accelerator
 
 WAITS = (*Axis, "bubble", "launch", "stalls")  # causes for which the accelerator does not compute
+# Rows of the fullest rank over the mean where ranks share experts: measured at the end of examples/experts.yaml.
+IMBALANCE = 1.2
 EIGHTY = 1.2816  # standard deviations that hold 80 % of a normal distribution
 
 
@@ -24,7 +26,9 @@ class ModelShape:
 
     `head_size` is unset where heads share the hidden size. `positions` counts learned position embeddings. `counted`
     overrides the formula of `parameters` where it is known. `idle` counts a block's parameters of experts that a token
-    does not go through; `intermediate` is then the width of all that it goes through.
+    does not go through; `intermediate` is then the width of all that it goes through. Of a block, `stacked` counts the
+    parameters of experts that ranks can share; they are `experts` of width `expert_width`, and a token goes to
+    `experts_of_token` of them.
     """
 
     name: str
@@ -40,6 +44,21 @@ class ModelShape:
     counted: int | None = None
     idle: int = 0
     head_size: int = 0
+    experts: int = 0
+    experts_of_token: int = 0
+    expert_width: int = 0
+    stacked: int = 0
+
+    @cached_property
+    def expert_layers(self) -> float:
+        """Share of the blocks that have experts in stacks."""
+        one = (3 if self.gated else 2) * self.hidden * self.expert_width * self.experts
+        return min(1.0, self.stacked / one) if one else 0.0
+
+    @cached_property
+    def dense_width(self) -> int:
+        """Width of a block's MLP beside its stacked experts, the mean of the blocks."""
+        return max(0, round(self.intermediate - self.expert_layers * self.experts_of_token * self.expert_width))
 
     @cached_property
     def attention_width(self) -> int:
@@ -119,7 +138,22 @@ class ModelShape:
             counted=facts.parameters,
             idle=facts.idle_parameters // max(1, layers),
             head_size=facts.head_size,
+            **_stacked_experts(facts, gated, layers),
         )
+
+
+def _stacked_experts(facts: ModelFacts, gated: bool, layers: int) -> dict[str, int]:
+    """Return what a shape says of experts in stacks; nothing where there are none."""
+    if not facts.expert_stacks or not facts.experts_of_token:
+        return {}
+    first, number = next(iter(facts.expert_stacks.items()))
+    one = sum(math.prod(facts.parameter_shapes[name]) for name in facts.stacked_parameters(first))
+    return {
+        "experts": number,
+        "experts_of_token": facts.experts_of_token,
+        "expert_width": one // ((3 if gated else 2) * facts.hidden_size * number),
+        "stacked": one * len(facts.expert_stacks) // max(1, layers),
+    }
 
 
 def _active_width(facts: ModelFacts, gated: bool) -> int:
@@ -131,11 +165,15 @@ def _active_width(facts: ModelFacts, gated: bool) -> int:
 
 @dataclass(frozen=True)
 class Fabric:
-    """A kind of link: the share of its nominal bandwidth that collectives reach, and seconds of one hop."""
+    """A kind of link: the share of its nominal bandwidth that collectives reach, and seconds of one hop.
+
+    `exchange` is the share that rows reach on their way to experts; 0 where it is that of other collectives.
+    """
 
     name: str
     bandwidth: float
     hop_seconds: float
+    exchange: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -234,7 +272,8 @@ class TrainingConfiguration:
     """One way to train one model on one cluster. Degrees multiply to the cluster's size.
 
     Attributes:
-        replica, shard, context, tensor, pipeline: the degree of each axis, under its name.
+        replica, shard, context, tensor, pipeline, expert: the degree of each axis, under its name.
+        imbalance: rows that come to the fullest rank of those that share experts, over the mean.
         microbatch: sequences in one forward of one rank. accumulation: microbatches of a step.
         zero: what is sharded over the `shard` ranks: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too.
         placement: D (replica x shard x context), P and T in order, right-most varying fastest.
@@ -288,6 +327,13 @@ class TrainingConfiguration:
     reshard_after_forward: bool = True
     trained: float = 1.0
     kept_blocks: int = 0
+    imbalance: float = IMBALANCE
+
+    @property
+    def expert_shards(self) -> int:
+        """Ranks over which the state of one expert is sharded."""
+        shards = self.degree(*state_axes())
+        return shards // math.gcd(shards, self.expert)
 
     @property
     def cuts_by_cost(self) -> bool:

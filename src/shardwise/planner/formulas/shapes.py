@@ -35,6 +35,11 @@ def local_shapes(facts: ModelFacts, plan: Plan, index: int = 0, pipeline: int = 
     return {name: shape for name, shape in shapes.items() if own_stages & set(stages[name])}
 
 
+def expert_shards(plan: Plan) -> int:
+    """Return the ranks over which the state of one expert is sharded."""
+    return plan.state_ranks // math.gcd(plan.state_ranks, plan.degrees[Axis.EXPERT])
+
+
 def optimizer_states(plan: Plan) -> int:
     """State tensors as large as the parameters. Unknown classes count as Adam's two."""
     options = plan.job.optimizer.options
@@ -58,14 +63,21 @@ class _Same:
 
 
 def _of_tensor(facts: ModelFacts, plan: Plan, index: int) -> dict[str, tuple[int, ...]]:
-    degree = plan.degrees[Axis.TENSOR]
-    return facts.parameter_shapes if degree == 1 else _cut_shapes(_Same(facts), degree, plan.chunked_loss, index)
+    degree, experts = plan.degrees[Axis.TENSOR], plan.degrees[Axis.EXPERT]
+    if degree == experts == 1:
+        return facts.parameter_shapes
+    return _cut_shapes(_Same(facts), degree, experts, plan.chunked_loss and degree > 1, index)
 
 
 @lru_cache(maxsize=16)
-def _cut_shapes(model: _Same, degree: int, chunked_loss: bool, index: int) -> dict[str, tuple[int, ...]]:
+def _cut_shapes(model: _Same, degree: int, experts: int, chunked_loss: bool, index: int) -> dict[str, tuple[int, ...]]:
     facts = model.facts
-    shapes = {name: _of_block(name, shape, facts, degree, index) for name, shape in facts.parameter_shapes.items()}
+    shapes = {
+        name: (shape[0] // experts, *shape[1:])
+        if experts > 1 and name in facts.expert_parameters
+        else _of_block(name, shape, facts, degree, index)
+        for name, shape in facts.parameter_shapes.items()
+    }
     for name in facts.vocabulary_parameters if chunked_loss else ():
         shape = facts.parameter_shapes[name]
         shapes[name] = _cut(shape, 0, [chunk(shape[0], degree, index)])
@@ -101,10 +113,14 @@ def local_elements(facts: ModelFacts, plan: Plan, tensor: int, shard: int, pipel
 
     Each has one gradient element, and as many elements of optimizer state as the class keeps.
     """
-    ranks = plan.state_ranks if plan.needs_fsdp else 1
+    ranks, experts = plan.state_ranks if plan.needs_fsdp else 1, plan.degrees[Axis.EXPERT]
+    of_expert = expert_shards(plan) if plan.needs_fsdp else 1
     total = 0
-    for shape in local_shapes(facts, plan, tensor, pipeline).values():
-        rows = chunk(shape[0], ranks, shard) if shape else slice(0, 1)
+    for name, shape in local_shapes(facts, plan, tensor, pipeline).items():
+        if experts > 1 and name in facts.expert_parameters:
+            rows = chunk(shape[0], of_expert, shard // experts % of_expert)
+        else:
+            rows = chunk(shape[0], ranks, shard) if shape else slice(0, 1)
         total += (rows.stop - rows.start) * math.prod(shape[1:])
     return total
 

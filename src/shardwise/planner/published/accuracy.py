@@ -116,7 +116,7 @@ def fabric(directory: Path) -> str:
         inter = p5.inter * 1e9
         over = RankGroup(
             p5.size, p5.per_node, p5.intra * 1e9 * p5.link.bandwidth, inter * p5.fabric.bandwidth,
-            p5.link.hop_seconds, p5.fabric.hop_seconds, inter,
+            p5.link.hop_seconds, p5.fabric.hop_seconds, inter, (0.0, 0.0),
         )  # fmt: skip
         twice = row["collective"] == "AllReduce"
         seconds = all_reduce_seconds(size, over) if twice else gather_seconds(size, over)

@@ -34,10 +34,6 @@ IMPROVED = 12  # of the best, how many are improved key by key
 SHOWN = 16  # of the best, how many get the exact closed form of memory
 QUICK = 1.25  # the quick sums of memory may be off by so much before a candidate is dropped unseen
 GAIN = 1.001  # below that a change is not worth another key in the job
-EXPERTS = (
-    "experts are timed as one MLP of the width that a token goes through; how tokens are dispatched to them is not "
-    "modelled"
-)
 SEQUENCES_A_RANK = 2  # of a step, where the job does not say
 
 
@@ -193,8 +189,6 @@ def search(question: SearchQuestion, limit: int = LIMIT, world: World | None = N
     """
     started = time.perf_counter()
     job, notes = sized_job(question)
-    if question.facts.idle_parameters:
-        notes.append(EXPERTS)
     question = question._replace(job=job)
     world = world or world_of(question.cluster)
     space = SearchSpace(job, question.facts, world.size, job.training.sequences_per_step or 1)

@@ -8,6 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from shardwise.planner.search.expert_remarks import expert_remarks
 from shardwise.planner.search.explain import (
     BYTES_SAID,
     GIB,
@@ -153,4 +154,5 @@ def search_remarks(result: SearchResult, most: int = 4) -> Iterator[str]:
     )
     for candidate in distinct(fastest, most):
         yield f"does not fit: {layout_of(candidate)}, {memory_policy(candidate)}: {why_not_fit(candidate)}"
+    yield from expert_remarks(result)
     yield from result.notes

@@ -9,13 +9,13 @@ changing the best one key at a time (`neighbours`). Nothing here knows which of 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import permutations, product
 from typing import Any
 
-from shardwise.job.axes import PLACEMENT_LETTERS, Axis, spec_of, state_axes
+from shardwise.job.axes import PLACEMENT_LETTERS, Axis, second_views, spec_of, state_axes
 from shardwise.job.schema import Job
 from shardwise.model.facts import ModelFacts
 from shardwise.plan.draft import V_SCHEDULES, lookup
@@ -25,7 +25,9 @@ Changes = dict[str, Any]  # dotted key -> value
 COARSE, FINE = 1.75, 1.3  # least ratio of neighbouring degrees: of sharding; of tensor and pipeline, 2, 3, 4, 6, 8 …
 LARGEST_MICROBATCH = 64  # sequences; powers of two are tried
 
-TENSOR, PIPELINE, SHARDED = (spec_of(axis).degree_key for axis in (Axis.TENSOR, Axis.PIPELINE, Axis.SHARD))
+TENSOR, PIPELINE, SHARDED, EXPERT = (
+    spec_of(axis).degree_key for axis in (Axis.TENSOR, Axis.PIPELINE, Axis.SHARD, Axis.EXPERT)
+)
 SCATTERED, VIRTUAL = "parallel.sequence_parallel", "parallel.virtual_pipeline_degree"
 SCHEDULE = "parallel.pipeline"
 SIZE, COUNT = "training.microbatch_size", "training.gradient_accumulation"
@@ -70,7 +72,7 @@ class SearchSpace:
     def jobs(self) -> Iterator[Changes]:
         """Every combination of degrees, sharding, microbatch and checkpointing; the coarse part of the search."""
         for degrees in self._degrees():
-            data_ranks = self.ranks // math.prod(degrees.values())
+            data_ranks = self.ranks // _placed(degrees)
             for sharded in self._sharded(data_ranks, degrees):
                 for size in self._microbatches(data_ranks):
                     for policy in self.open(CHECKPOINTING, ("none", "selective", "full")):
@@ -80,9 +82,10 @@ class SearchSpace:
         """Yield the degrees of `CANDIDATE_DEGREES` whose product divides the ranks."""
         listed = {axis: candidates(self) for axis, candidates in CANDIDATE_DEGREES.items() if candidates}
         opened = [self.open(spec_of(axis).degree_key, values) for axis, values in listed.items()]
-        for degrees in product(*opened):
-            if self.ranks % math.prod(degrees) == 0:
-                yield dict(zip(listed, degrees, strict=True))
+        for values in product(*opened):
+            degrees = dict(zip(listed, values, strict=True))
+            if self.ranks % _placed(degrees) == 0:
+                yield degrees
 
     def _sharded(self, data_ranks: int, degrees: dict[Axis, int]) -> list[int | None]:
         """Return degrees of sharding, which count the ranks of the other data axes that shard state."""
@@ -123,6 +126,7 @@ class SearchSpace:
     def _finer(self, changes: Changes) -> Iterator[tuple[str, list[Any]]]:
         for key in (TENSOR, PIPELINE, SHARDED):
             yield key, _around(divisors(self.ranks), changes[key])
+        yield EXPERT, _around(_of_experts(self), changes[EXPERT])
         if changes[PIPELINE] > 1:
             if changes.get(SCHEDULE) not in V_SCHEDULES:
                 yield VIRTUAL, [None, 2, 3, 4, 6, 8]
@@ -158,6 +162,13 @@ def _of_1024_positions(space: SearchSpace) -> list[int]:
     return [d for d in divisors(space.ranks) if d <= most]
 
 
+def _of_experts(space: SearchSpace) -> list[int]:
+    """Return the degrees that divide the experts of every layer; 1 alone where a model has none that can be shared."""
+    if not space.facts.supports(Axis.EXPERT).ok:
+        return [1]
+    return thinned(divisors(math.gcd(space.ranks, *space.facts.expert_stacks.values())), FINE)
+
+
 # The degrees of each axis that a search tries, the last axis varying fastest. None: the sharding degree decides.
 CANDIDATE_DEGREES: dict[Axis, Callable[[SearchSpace], list[int]] | None] = {
     Axis.TENSOR: _at_most_heads,
@@ -165,8 +176,13 @@ CANDIDATE_DEGREES: dict[Axis, Callable[[SearchSpace], list[int]] | None] = {
     Axis.CONTEXT: _of_1024_positions,
     Axis.SHARD: None,
     Axis.REPLICA: None,
-    Axis.EXPERT: None,
+    Axis.EXPERT: _of_experts,
 }
+
+
+def _placed(degrees: Mapping[Axis, int]) -> int:
+    """Return the ranks that these degrees take; second views take none."""
+    return math.prod(degree for axis, degree in degrees.items() if axis not in second_views())
 
 
 def thinned(values: Iterable[int], ratio: float = COARSE) -> list[int]:

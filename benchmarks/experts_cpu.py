@@ -1,0 +1,115 @@
+"""Step time of shared experts on four CPU ranks: shardwise beside transformers' own expert parallelism, one Qwen3-MoE.
+
+    python -m benchmarks.experts_cpu --rounds 7 --steps 2 --json result.json
+
+Four blocks of width 512 with 16 experts, of which a token takes 4. Shardwise runs twice: its ranks share the experts,
+or each gathers all of them (degree 1). transformers shares them by its `all_to_all`, the rest under FSDP2. Every rank
+has fewer tokens than the T* from which gathering would move less. DeepSpeed's AutoEP is not among the contenders: the
+package is not installed where this was written.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):  # run as a file: make the package importable, here and in the workers
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from benchmarks import parallelism_cpu
+from benchmarks.harness import Contender, Step
+from benchmarks.parallelism_cpu import RANKS, Axis
+from benchmarks.workload import Workload, parameter_groups, token_ids
+
+EXPERTS, CHOSEN, EXPERT_WIDTH = 16, 4, 512
+ENGINE = "shardwise"  # the backend of shardwise's ranks; transformers has Gloo
+NATIVE = Contender(
+    "transformers EP", "benchmarks.experts_cpu:native", "transformers",
+    "DistributedConfig(fsdp_size=4, ep_size=4, ep_implementation='all_to_all')",
+)  # fmt: skip
+WHOLE = Contender(
+    "shardwise, degree 1", "benchmarks.contenders.shardwise_contender:shard_axis", "shardwise",
+    "experts sharded with everything else, and gathered", ENGINE,
+)  # fmt: skip
+
+
+def save_model(workload: Workload, directory: Path) -> None:
+    """Draw the weights of a Qwen3-MoE once and save them, with the config, where every contender loads them from."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    config = Qwen3MoeConfig(
+        vocab_size=workload.vocabulary,
+        max_position_embeddings=workload.sequence,
+        hidden_size=workload.width,
+        intermediate_size=4 * workload.width,
+        num_hidden_layers=workload.layers,
+        num_attention_heads=workload.heads,
+        num_key_value_heads=workload.heads,
+        head_dim=workload.width // workload.heads,
+        num_experts=EXPERTS,
+        num_experts_per_tok=CHOSEN,
+        moe_intermediate_size=EXPERT_WIDTH,
+        use_cache=False,
+    )
+    torch.manual_seed(workload.seed)
+    Qwen3MoeForCausalLM(config).save_pretrained(directory)
+
+
+def native(workload: Workload, directory: Path, rank: int, world: int) -> Step:
+    """transformers' expert parallelism with FSDP2, as its documents show."""
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    shared = DistributedConfig(fsdp_size=world, ep_size=world, ep_implementation="all_to_all")
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="sdpa", distributed_config=shared
+    )
+    model.train()
+    optimizer = _optimizer(model, workload)
+    ids = token_ids(workload, 0).split(workload.batch // world)[rank]
+
+    def step() -> Tensor:
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        mean: Tensor = loss.detach().clone()
+        dist.all_reduce(mean)
+        return mean / world
+
+    return step
+
+
+def _optimizer(model: nn.Module, workload: Workload) -> torch.optim.Optimizer:
+    """Fused AdamW; its kernel takes the tensors of one mesh, or plain ones, so each kind is a group of its own."""
+    groups: dict[Any, dict[str, Any]] = {}
+    for number, group in enumerate(parameter_groups(model, workload)):
+        for parameter in group["params"]:
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            groups.setdefault((number, mesh), {**group, "params": []})["params"].append(parameter)
+    return torch.optim.AdamW(list(groups.values()), lr=workload.learning_rate, fused=True)
+
+
+AXIS = Axis(
+    "experts", {"expert_parallel_degree": RANKS}, (WHOLE, NATIVE), backend=ENGINE, reshard=True, save_model=save_model
+)
+
+
+def main(arguments: Sequence[str] | None = None, axis: Axis = AXIS) -> int:
+    """Run the benchmark; 1 when losses disagree or a contender did not run."""
+    return parallelism_cpu.main(arguments, {axis.name: axis})
+
+
+if __name__ == "__main__":
+    sys.exit(main())
