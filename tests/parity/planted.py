@@ -17,9 +17,11 @@ from shardwise.plan.plan import World, resolve
 from shardwise.testing.comparison import VerifyReport
 from shardwise.testing.faults.registry import FAULTS
 from tests.parity.jobs import facts_of, make_job, span_job, tensor_job, verify_one
+from tests.parity.test_experts import experts_job
 
 TABLE = Path(__file__).with_name("planted_faults.csv")
 DROPOUT = 0.1
+EXPERT_FAMILIES = ("qwen3_moe", "glm4_moe")  # whose experts ranks share
 
 
 class PlantedFault(NamedTuple):
@@ -70,6 +72,8 @@ def _base(corpora: Path, family: str) -> Job:
         return tensor_job(corpora, "llama", config={"num_key_value_heads": 1}, **training)
     if family == "llama4":
         return make_job(corpora, model={"config": LLAMA4, "attention": "eager"}, **training)
+    if family in EXPERT_FAMILIES:
+        return experts_job(corpora, family, config={"experts_implementation": "eager"}, **training)
     return tensor_job(corpora, family, tied=False, **training)
 
 

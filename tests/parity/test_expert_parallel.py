@@ -78,6 +78,15 @@ def test_a_rank_keeps_whole_experts(world_pool: WorldPool, corpora: Path) -> Non
         }
 
 
-def test_experts_that_drop_tokens_are_refused() -> None:
-    job = Job.model_validate({"model": {"config": toy_config("switch_transformers"), "task": "seq2seq_lm"}})
-    assert "drop tokens beyond their capacity" in study(job).supports(Axis.EXPERT).reason
+@pytest.mark.parametrize(
+    "family, task, reason",
+    [
+        ("switch_transformers", "seq2seq_lm", "drop tokens beyond their capacity"),
+        ("llama4_text", "causal_lm", "no stack of experts that is called with hidden states"),
+        ("jetmoe", "causal_lm", "no stack of experts that is called with hidden states"),
+        ("dbrx", "causal_lm", "holds 'mlp.w1'"),
+    ],
+)
+def test_experts_that_ranks_cannot_share_are_refused(family: str, task: str, reason: str) -> None:
+    job = Job.model_validate({"model": {"config": toy_config(family), "task": task}})
+    assert reason in study(job).supports(Axis.EXPERT).reason

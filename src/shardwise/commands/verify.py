@@ -183,8 +183,11 @@ def _verify_precision(
     weights = gather(run)
     buffers = {name: buffer.cpu() for part in run.model.parts for name, buffer in part.module.named_buffers()}
 
+    oracles: list[Oracle] = []
+
     def reference() -> OracleReference:
         oracle = _oracle(run, weights)
+        oracles.append(oracle)
         if is_first:
             report.add(compare_corpus(job, run.data.directory, run.data.tokenizer_directory))
         if is_first and job.model.path is None and job.model.weights is None:  # else they are not drawn
@@ -194,6 +197,7 @@ def _verify_precision(
         return OracleReference(run.plan, oracle, report)
 
     _compare(session, steps, reference, report)
+    report.notes += [note for oracle in oracles for note in oracle.routers.notes()]
 
 
 def _against_recording(

@@ -625,11 +625,13 @@ class ObserveSection(Section):
 class RouterSection(Section):
     """Losses and biases that keep the experts of a mixture evenly used."""
 
-    balancing_loss: Literal["auto", "global", "none"] = Field(
+    balancing_loss: Literal["auto", "global", "sequence", "model", "none"] = Field(
         default="auto",
         description="Loss that balances the experts: `global` takes the choices and probabilities of all tokens of a "
-        "step (arXiv 2101.03961, equation 4), whatever the layout. `auto`: global where the model itself would add it "
-        "(output_router_logits in its config), else none. Steps of several microbatches cost a forward more.",
+        "step (arXiv 2101.03961, equation 4), whatever the layout; steps of several microbatches cost a forward more. "
+        "`sequence` takes those of each sequence and layer, and the mean of all; `model` those of each microbatch over "
+        "all layers, as transformers does. `auto`: global where the model itself would add a loss "
+        "(output_router_logits in its config), else none.",
     )
     balancing_coefficient: Annotated[float, Field(ge=0)] | None = Field(
         default=None, description="Factor of the balancing loss; unset: router_aux_loss_coef of the model's config."

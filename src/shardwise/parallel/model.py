@@ -180,21 +180,23 @@ class ParallelModel:
         def work(number: int, index: int, boundary_input: Tensor | None) -> Tensor:
             """Run forward of one microbatch through one part: its boundary output, or the loss times `seed`."""
             part, (microbatch, sequences) = self.parts[number], self._split(microbatches[index])
+            if routers is not None and routers.local is not None:
+                routers.local.begin_microbatch(int(microbatch.counted.sum()))
             with self.scope(microbatch, step, sequences), torch.set_grad_enabled(seed is not None):
                 with self._users_forward():
                     output = part.forward(objective.inputs(microbatch), boundary_input)
                 if not part.is_last:
                     return with_gradient(part.boundary_output())
                 loss, count = objective.loss(microbatch, output)
-            if routers is not None and routers.has_loss:
+            if routers is not None and routers.needs_totals:
                 routers.settle()
             totals.append(torch.stack([loss.detach(), count.to(loss.dtype)]).to(self.accumulation_dtype))
             return loss if seed is None else loss * seed.to(loss.dtype)
 
         self.prepare(objective.inputs(microbatches[0]))
         if routers is not None:
-            routers.begin()
-            if routers.has_loss and (len(microbatches) > 1 or self.pipeline is not None):
+            routers.begin(self._own_sequences(microbatches) if routers.local is not None else 0)
+            if routers.needs_totals and (len(microbatches) > 1 or self.pipeline is not None):
                 self._count_routes(objective, microbatches, step)
         self.drive(work, len(microbatches), backward=seed is not None)
         if seed is not None:
@@ -204,6 +206,11 @@ class ParallelModel:
         if routers is not None:
             routers.settle()
         return torch.stack(totals).sum(0)
+
+    def _own_sequences(self, microbatches: Sequence[Any]) -> int:
+        """Return the real sequences of some microbatches, on one of the ranks that hold the same; 0 on the others."""
+        first = self.layout.index(Axis.TENSOR) == 0 and self.layout.index(Axis.PIPELINE) == 0
+        return sum(int(microbatch.counted.sum()) for microbatch in microbatches) if first else 0
 
     @contextmanager
     def _users_forward(self) -> Iterator[None]:

@@ -7,12 +7,15 @@ over layers as transformers has it). f is a constant, so its gradient to a token
 R rows of the step. f has to be known before the first backward: where a step is one microbatch, after its forward; else
 a forward of all microbatches goes ahead, which computes nothing but routes.
 
+`router.balancing_loss` may also ask for a loss of each microbatch or sequence: `shardwise.parallel.local_balancing`.
+
 The gradient enters where a router's weights reach its experts: they are what backward comes from on every layout.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +25,7 @@ from torch import Tensor
 from shardwise._torch_compat.autograd import number_of_backward
 from shardwise.collectives.names import CollectiveName
 from shardwise.kernels.dropout import DropoutScope, active_scope
+from shardwise.parallel.local_balancing import LocalBalancing
 
 ROUTES = CollectiveName("the routes of a step", "world", "all_reduce")
 
@@ -48,6 +52,7 @@ class ExpertRouters:
         counts_once: whether this rank's tokens are counted, or those of another that holds the same.
         device: of the sums.
         dtype: of gradients before they are rounded to that of the logits, fp32 or wider.
+        local: the balancing loss where it is not of the whole step; `balancing` is 0 then.
 
     Attributes:
         loss_scale: factor of all gradients of the step, which those of the routers' losses have too.
@@ -62,7 +67,9 @@ class ExpertRouters:
         counts_once: bool,
         device: torch.device,
         dtype: torch.dtype,
+        local: LocalBalancing | None = None,
     ) -> None:
+        self.local = local
         self.stacks, self.number = tuple(stacks), number
         self.balancing, self.z_loss = balancing, z_loss
         self.counts_once, self.device, self.dtype = counts_once, device, dtype
@@ -73,7 +80,7 @@ class ExpertRouters:
         self._forget()
 
     @property
-    def has_loss(self) -> bool:
+    def needs_totals(self) -> bool:
         """True where gradients need the totals of the step."""
         return bool(self.balancing or self.z_loss)
 
@@ -84,10 +91,15 @@ class ExpertRouters:
         self._shares = torch.zeros(2, self.number, dtype=torch.float64, device=self.device)
         self._rows = torch.zeros(1, dtype=torch.float64, device=self.device)
 
-    def begin(self) -> None:
-        """Count from here on, until `settle`."""
+    def begin(self, sequences: int = 0) -> None:
+        """Count from here on, until `settle`; `sequences`: real ones of this rank's step. Collective with `local`."""
         self._forget()
         self._counting = True
+        if self.local is not None:
+            total = torch.tensor(float(sequences), dtype=torch.float64, device=self.device)
+            with ROUTES:
+                dist.all_reduce(total)
+            self.local.begin(total)
 
     def settle(self) -> None:
         """Sum what was counted over all ranks, and derive the gradients' gains from it. Collective; once a step."""
@@ -106,11 +118,19 @@ class ExpertRouters:
         self._z_gain = (self.z_loss / rows).to(self.dtype)
 
     def totals(self) -> RouterTotals:
-        """Return the totals of the step that was settled last."""
-        rows = self._rows.clamp(min=1)
-        loss = float(self.number * (self._shares[0] * self._shares[1]).sum() / rows.square())
+        """Return the totals of the step that was settled last. Collective with `local`."""
         load = self.routed.amax(1) / self.routed.double().mean(1).clamp(min=1e-12)
-        return RouterTotals(loss if self.balancing else 0.0, dict(zip(self.stacks, load.tolist(), strict=True)))
+        return RouterTotals(self._balancing_loss(), dict(zip(self.stacks, load.tolist(), strict=True)))
+
+    def _balancing_loss(self) -> float:
+        if self.local is not None:
+            loss = self.local.loss() * self.counts_once
+            with ROUTES:
+                dist.all_reduce(loss)
+            return float(loss)
+        rows = self._rows.clamp(min=1)
+        loss = self.number * (self._shares[0] * self._shares[1]).sum() / rows.square()
+        return float(loss) if self.balancing else 0.0
 
     # --- called in the model's forward
 
@@ -124,19 +144,32 @@ class ExpertRouters:
         """
         logits = logits.flatten(0, -2)
         counted = counted_tokens(active_scope(), len(logits), logits.device)
-        if self._counting and number_of_backward() < 0:  # not in a recomputation
+        is_first = number_of_backward() < 0  # not a recomputation
+        if self._counting and is_first:
             self._count(self.stacks.index(stack), logits.detach(), experts, counted)
-        if not (self.has_loss and torch.is_grad_enabled() and weights.requires_grad):
+        if not ((self.needs_totals or self.local) and torch.is_grad_enabled()):
             return weights
-        attached: Tensor = _RouterLosses.apply(weights, logits, counted, self)
+        share_gain: Callable[[Tensor], Tensor] = self._gain_of_step
+        if self.local is not None:
+            sequences, chosen = sequences_of(active_scope()), experts.shape[1]
+            if is_first:
+                self.local.count(logits.detach(), counted, sequences, chosen)
+            routes = self.local.current()
+            share_gain = partial(self.local.share_gain, sequences=sequences, chosen=chosen, routes=routes)
+        if not weights.requires_grad:
+            return weights
+        attached: Tensor = _RouterLosses.apply(weights, logits, counted, share_gain, self)
         return attached
+
+    def _gain_of_step(self, logits: Tensor) -> Tensor:
+        return self._share_gain
 
     def _count(self, number: int, logits: Tensor, experts: Tensor, counted: Tensor) -> None:
         """Add a microbatch's tokens of one layer."""
         self.routed[number].scatter_add_(
             0, experts.flatten(), counted.to(torch.int64).repeat_interleave(experts.shape[1])
         )
-        if not self.has_loss:
+        if not self.needs_totals:
             return
         weights, chosen = counted.double(), experts.shape[1]
         choices = logits.softmax(-1).topk(chosen, -1).indices
@@ -144,11 +177,17 @@ class ExpertRouters:
         self._shares[1] += (logits.to(self.dtype).softmax(-1) * weights[:, None]).sum(0)
         self._rows += weights.sum()
 
-    def gradient(self, logits: Tensor, counted: Tensor) -> Tensor:
-        """Return the gradient [T, experts] of both losses to the logits, times the loss scale."""
+    def gradient(self, logits: Tensor, counted: Tensor, share_gain: Tensor) -> Tensor:
+        """Return the gradient [T, experts] of both losses to the logits, times the loss scale.
+
+        Args:
+            logits: [T, experts].
+            counted: [T].
+            share_gain: the gradient to a token's probabilities, [T, experts] or [experts] for all tokens.
+        """
         wide = logits.to(self.dtype)
         probabilities = wide.softmax(-1)
-        gradient = probabilities * (self._share_gain - (probabilities * self._share_gain).sum(-1, keepdim=True))
+        gradient = probabilities * (share_gain - (probabilities * share_gain).sum(-1, keepdim=True))
         if self.z_loss:
             gradient += 2 * self._z_gain * wide.logsumexp(-1, keepdim=True) * probabilities
         return (gradient * (counted[:, None] * self.loss_scale)).to(logits.dtype)
@@ -158,14 +197,27 @@ class _RouterLosses(torch.autograd.Function):
     """Weights as they are; in backward the logits get the gradient of the router's losses."""
 
     @staticmethod
-    def forward(ctx: Any, weights: Tensor, logits: Tensor, counted: Tensor, routers: ExpertRouters) -> Tensor:
+    def forward(
+        ctx: Any,
+        weights: Tensor,
+        logits: Tensor,
+        counted: Tensor,
+        share_gain: Callable[[Tensor], Tensor],
+        routers: ExpertRouters,
+    ) -> Tensor:
         ctx.save_for_backward(logits, counted)
-        ctx.routers = routers
+        ctx.share_gain, ctx.routers = share_gain, routers
         return weights.view_as(weights)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        return gradients[0], ctx.routers.gradient(*ctx.saved_tensors), None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        logits, counted = ctx.saved_tensors
+        return gradients[0], ctx.routers.gradient(logits, counted, ctx.share_gain(logits)), None, None, None
+
+
+def sequences_of(scope: DropoutScope | None) -> int:
+    """Return how many sequences the microbatch whose forward runs has, repeated rows among them."""
+    return 1 if scope is None or scope.counted is None else len(scope.counted)
 
 
 def counted_tokens(scope: DropoutScope | None, tokens: int, device: torch.device) -> Tensor:

@@ -290,7 +290,7 @@ class Draft:
     def balances(self) -> bool:
         """True where a loss balances the experts."""
         asked = self.job.router.balancing_loss
-        return asked == "global" or (asked == "auto" and self.facts.adds_balancing_loss)
+        return self.facts.adds_balancing_loss if asked == "auto" else asked != "none"
 
     @cached_property
     def float8_left(self) -> dict[str, str]:

@@ -267,6 +267,14 @@ def _context_method(draft: Draft, rules: dict[str, str]) -> str:
     return "all_gather"
 
 
+BALANCED_OVER = {  # tokens of a balancing loss, by `router.balancing_loss`
+    "auto": "all tokens of a step",
+    "global": "all tokens of a step",
+    "sequence": "each sequence and layer",
+    "model": "each microbatch",
+}
+
+
 def _balancing(draft: Draft, rules: dict[str, str]) -> float:
     if not draft.facts.routers:
         return 0.0
@@ -275,7 +283,7 @@ def _balancing(draft: Draft, rules: dict[str, str]) -> float:
         return 0.0
     asked = draft.job.router.balancing_coefficient
     source = "router_aux_loss_coef of the model's config" if asked is None else "router.balancing_coefficient"
-    rules["balancing_loss"] = f"over all tokens of a step, times {source}"
+    rules["balancing_loss"] = f"over {BALANCED_OVER[draft.job.router.balancing_loss]}, times {source}"
     return draft.facts.balancing_coefficient if asked is None else asked
 
 

@@ -78,7 +78,8 @@ def _rows(plan: Plan) -> Iterator[tuple[str, object]]:
         yield key, getattr(plan, key)
     yield from asdict(plan.dtypes).items()
     if plan.balancing_coefficient:
-        yield "balancing_loss", f"global, times {plan.balancing_coefficient:g}"
+        asked = plan.job.router.balancing_loss
+        yield "balancing_loss", f"{'global' if asked == 'auto' else asked}, times {plan.balancing_coefficient:g}"
     if plan.float8:
         gathered = ", gathered too" if plan.gathers_float8 else ""
         yield "float8", f"{plan.job.precision.fp8}, {plan.job.precision.fp8_scaling}{gathered}"

@@ -56,6 +56,7 @@ class Captured:
         validation_loss: what it came to.
         slices: by rank and tensor, what the rank holds of it.
         weights: this rank's own, by tensor, before the step.
+        router_biases: by rank, the biases that correct the scores of its routers, after the step.
     """
 
     step: int
@@ -80,6 +81,7 @@ class Captured:
     validation_loss: float | None = None
     slices: list[dict[str, list[Slices]]] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
+    router_biases: list[dict[str, Tensor]] = field(default_factory=list)
 
 
 def capture_step(trainer: Trainer, batches: Sequence[Batch]) -> Captured:
@@ -100,6 +102,7 @@ def capture_step(trainer: Trainer, batches: Sequence[Batch]) -> Captured:
         "precision": watcher.precision,
         "evaluation_modes": watcher.evaluation_modes,
         "evaluation_batches": watcher.evaluation_batches,
+        "router_biases": _router_biases(run),
         "slices": {entry.name: [region.logical for region in entry.regions] for entry in entries},
     }
     everyone = gathered(of_rank)  # in one message
@@ -129,6 +132,15 @@ def gather(run: AssembledJob, gradients: bool = False, divisor: float = 1.0) -> 
         if dist.get_rank() == 0:
             kept[name] = whole.detach().to("cpu", copy=True).div_(divisor)
     return kept
+
+
+def _router_biases(run: AssembledJob) -> dict[str, Tensor]:
+    """Return this rank's biases of routers, where the job moves them."""
+    if not run.plan.job.router.bias_update_rate:
+        return {}
+    names = set(run.facts.router_biases.values())
+    buffers = (named for part in run.model.parts for named in part.module.named_buffers())
+    return {name: buffer.detach().to("cpu", copy=True) for name, buffer in buffers if name in names}
 
 
 class _StepWatcher:

@@ -34,6 +34,7 @@ SENTENCES = {
     "corpus": ("other_documents", "{name}"),
     "evaluation": ("trained_evaluation", "evaluation computes in training mode"),
     "evaluation loss": ("wrong_evaluation", "{name}"),
+    "router bias": ("wrong_router_bias", "{name}"),
     "mode": ("left_in_evaluation", "evaluation leaves the model in evaluation mode"),
 }
 

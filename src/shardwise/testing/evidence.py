@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shardwise.model.experts import is_routed
 from shardwise.plan.plan import Plan
 from shardwise.testing.batch_check import Misread
 from shardwise.testing.capture import Captured
@@ -66,6 +67,12 @@ class Evidence:
                 if own := counters[start : start + plan.microbatch]:
                     found.append((rank, number, own))
         return found
+
+    @cached_property
+    def expert_tensors(self) -> list[str]:
+        """Return the parameters of experts that are called with what a router gives."""
+        stacks = tuple(f"{name}." for name, module in self.oracle.model.named_modules() if is_routed(module))
+        return [name for name in self.right if name.startswith(stacks or "\0")]
 
     @cached_property
     def counts(self) -> dict[Part, int]:

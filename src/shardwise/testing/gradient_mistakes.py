@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 
 from shardwise.job.axes import Axis
 from shardwise.testing.comparison import Tolerance, compare_tensors
@@ -170,6 +171,7 @@ def batch_mistake(evidence: Evidence) -> Diagnosis | None:
         (Twist(dropout_step=other), "stale_dropout", f"dropout has the masks of step {other}")
         for other in sorted({0, step - 1, step + 1} - {step, -1})
     ]
+    hypotheses += _balancing_mistakes(evidence)
     size = evidence.plan.microbatch
     hypotheses.append((Twist(no_dropout=True), "missing_dropout", "dropout is not applied"))
     sentence = "dropout's masks depend on a row's place in its microbatch, not on its sample"
@@ -178,6 +180,25 @@ def batch_mistake(evidence: Evidence) -> Diagnosis | None:
         if evidence.reproduces(twist):
             return Diagnosis(fault, sentence)
     return None
+
+
+def _balancing_mistakes(evidence: Evidence) -> Iterator[tuple[Twist, str, str]]:
+    """Yield what may be wrong with the loss that balances experts."""
+    if not evidence.oracle.routers.coefficient:
+        return
+    plan = evidence.plan
+    yield Twist(balancing=0.0), "missing_balancing_loss", "the routers' balancing loss has no gradient"
+    by_rank = [[own for rank, _, own in evidence.parts if rank == other] for other in range(plan.data_ranks)]
+    groups = tuple(tuple(chain(*parts)) for parts in by_rank if parts)
+    sentence = "the balancing loss is that of each rank's own tokens, not of all"
+    yield Twist(balanced_apart=groups), "local_balancing_loss", sentence
+    sizes = {"data ranks": plan.data_ranks, "microbatches": plan.accumulation}
+    sizes |= {str(axis): degree for axis, degree in plan.degrees.items()}
+    for name, size in sizes.items():
+        if size > 1:
+            sentence = f"the balancing loss counts {{}} times: by {name}"
+            yield Twist(balancing=size), "scaled_balancing_loss", sentence.format(size)
+            yield Twist(balancing=1 / size), "scaled_balancing_loss", sentence.format(f"1/{size}")
 
 
 def dropout_alone(evidence: Evidence) -> Diagnosis | None:

@@ -36,22 +36,36 @@ from shardwise.testing.oracle_routers import RouterReference
 from shardwise.testing.start_check import distributions
 
 FORWARD_TOKENS = 4096  # of one forward; more would only cost memory
-Snapshot = tuple[dict[str, Tensor], dict[str, Any]]  # weights and optimizer state
+# Weights, optimizer state, and the biases of routers.
+Snapshot = tuple[dict[str, Tensor], dict[str, Any], dict[str, Tensor]]
 ALIBI = "build_alibi_tensor"  # a function in the files of Bloom and Falcon
 
 
 @dataclass(frozen=True)
 class Twist:
-    """A deliberate departure from the right computation, for finding out which mistake the other side makes."""
+    """A deliberate departure from the right computation, for finding out which mistake the other side makes.
+
+    Attributes:
+        shift_labels: positions by which labels stand too late.
+        leak_documents: attention crosses documents.
+        dropout_step: the step whose masks dropout has.
+        no_dropout, no_z_loss, no_smoothing: what is left out.
+        local_rows: size of the microbatches in which dropout numbers rows.
+        scales_adapters_twice: the product of adapters.
+        balancing: factor of the routers' balancing loss.
+        balanced_apart: groups of samples, each with a balancing loss of its own; they are summed.
+    """
 
     shift_labels: int = 0
     leak_documents: bool = False
     dropout_step: int | None = None
     no_dropout: bool = False
-    local_rows: int | None = None  # size of the microbatches in which dropout numbers rows
+    local_rows: int | None = None
     no_z_loss: bool = False
     no_smoothing: bool = False
     scales_adapters_twice: bool = False
+    balancing: float = 1.0
+    balanced_apart: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -156,15 +170,21 @@ class Oracle:
             size = max(1, FORWARD_TOKENS // self.job.data.sequence_length)
         if reverse:
             chosen, size = chosen[::-1], max(1, -(-min(size, len(chosen)) // 2))
+        size = self.routers.samples_at_once(size)
         self._zero()
-        self._count_routers(everything, step, size)
         loss = 0.0
-        for start in range(0, len(chosen), size):
-            rows = _twisted(self.source.rows(chosen[start : start + size]), twist)
-            part = self._loss(rows, step, twist) / max(total, 1)
-            (part + self.routers.term(self._router_logits) if self.routers.has_loss else part).backward()
-            self._collect()
-            loss += float(part.detach())
+        for group in twist.balanced_apart or (tuple(chosen),):
+            self._count_routers(group if twist.balanced_apart else everything, step, size)
+            for start in range(0, len(group), size):
+                samples = group[start : start + size]
+                part = self._loss(_twisted(self.source.rows(list(samples)), twist), step, twist) / max(total, 1)
+                losses = part
+                if self.routers.has_loss:
+                    terms = self.routers.term(self._router_logits, len(samples), len(everything), twist.balancing)
+                    losses = part + terms
+                losses.backward()
+                self._collect()
+                loss += float(part.detach())
         return loss
 
     @torch.no_grad()
@@ -355,13 +375,14 @@ class Oracle:
         return list(called)
 
     def snapshot(self) -> Snapshot:
-        """Weights and optimizer state, to `restore` later."""
+        """Weights, optimizer state and biases of routers, to `restore` later."""
         weights = {name: p.detach().clone() for name, p in self.parameters.items()}
-        return weights, copy.deepcopy(self.optimizer.state_dict())
+        return weights, copy.deepcopy(self.optimizer.state_dict()), self.routers.biases()
 
     def restore(self, snapshot: Snapshot) -> None:
-        weights, state = snapshot
+        weights, state, biases = snapshot
         self.optimizer.load_state_dict(copy.deepcopy(state))
+        self.routers.set_biases(biases)
         self.adopt(weights)
 
     def adopt(self, weights: Mapping[str, Tensor]) -> None:

@@ -1,19 +1,21 @@
 """Losses and biases of routers in one process, written again from their definitions, on what transformers records.
 
-The balancing loss is that of transformers (`load_balancing_loss_func`) with the optimizer step as its batch; the bias
-moves as DeepSeek-V3 has it (arXiv 2412.19437, section 2.1.2).
+The balancing loss is that of transformers (`load_balancing_loss_func`) with the optimizer step as its batch, a
+microbatch, or a sequence of one layer; the bias moves as DeepSeek-V3 has it (arXiv 2412.19437, section 2.1.2).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.job.schema import Job
+from shardwise.model.routers import correction_biases, find_routers
 
 CORRECTION_BIAS = "e_score_correction_bias"
 
@@ -27,13 +29,40 @@ class RouterReference:
         adds = getattr(config, "output_router_logits", False) and section.balancing_loss == "auto"
         given = section.balancing_coefficient
         coefficient = getattr(config, "router_aux_loss_coef", 0.0) if given is None else given
-        self.coefficient = coefficient if adds or section.balancing_loss == "global" else 0.0
+        self.kind = "global" if adds else section.balancing_loss
+        self.coefficient = coefficient if self.kind in ("global", "model", "sequence") else 0.0
+        self.microbatch = job.training.microbatch_size or 1
         self.z_loss, self.rate = section.z_loss, section.bias_update_rate
         self.chosen: int = getattr(config, "num_experts_per_tok", 0) or 0
         self.model = model
         self.assigned: Tensor | None = None
         self.rows = 0
         self.routed: dict[str, Tensor] = {}
+        self.margin: tuple[float, str] | None = None  # the smallest of any token, and its router
+        for stack, (router, output) in find_routers(model).items():
+            bias = correction_biases(model).get(stack)
+            model.get_submodule(router).register_forward_hook(partial(self._watch_margin, router, output, bias))
+
+    def _watch_margin(self, name: str, output: int, bias: str | None, module: nn.Module, args: Any, made: Any) -> None:
+        """Note by how little the last chosen expert of a token was ahead of the first that was not."""
+        logits: Tensor = (made[output] if isinstance(made, tuple) else made).detach()
+        scores = logits if bias is None else logits.double().sigmoid() + self.model.get_buffer(bias)
+        if not 0 < self.chosen < scores.shape[-1]:
+            return
+        best = scores.reshape(-1, scores.shape[-1]).topk(self.chosen + 1, -1).values
+        smallest = float((best[:, -2] - best[:, -1]).min())
+        if self.margin is None or smallest < self.margin[0]:
+            self.margin = smallest, name
+
+    def notes(self) -> list[str]:
+        """Return what is to be said of routes: the smallest margin, since ties may flip in another order of sums."""
+        if self.margin is None:
+            return []
+        smallest, name = self.margin
+        return [
+            f"The smallest top-k margin of a token is {smallest:.1e}, at {name}: scores that are nearer than rounding "
+            "would be routed otherwise in another order of sums."
+        ]
 
     @property
     def has_loss(self) -> bool:
@@ -53,15 +82,36 @@ class RouterReference:
             self.assigned = counts if self.assigned is None else self.assigned + counts
             self.rows += len(flat)
 
-    def term(self, recorded: Sequence[Tensor]) -> Tensor:
-        """Return the share of some samples in the losses of the step, whose choices are counted."""
+    def samples_at_once(self, size: int) -> int:
+        """Return how many samples a forward has, of `size` at most unless the loss is one of microbatches."""
+        return self.microbatch if self.kind == "model" and self.coefficient else size
+
+    def term(self, recorded: Sequence[Tensor], samples: int, of_step: int, factor: float = 1.0) -> Tensor:
+        """Return the share of some samples, of those of the step, in its losses; their choices are counted.
+
+        `factor` is of the balancing loss, as a mistake would have it.
+        """
         assert self.assigned is not None
+        coefficient = factor * self.coefficient
+        layers = [logits.reshape(-1, logits.shape[-1]).double() for logits in recorded]
         total = torch.zeros((), dtype=torch.float64)
-        for logits in recorded:
-            flat = logits.reshape(-1, logits.shape[-1]).double()
-            even = (flat.softmax(-1) * self.assigned).sum() * len(self.assigned) / self.rows**2
-            total = total + self.coefficient * even + self.z_loss * flat.logsumexp(-1).square().sum() / self.rows
+        for flat in layers:
+            total = total + self.z_loss * flat.logsumexp(-1).square().sum() / self.rows
+            if self.kind == "global":
+                even = (flat.softmax(-1) * self.assigned).sum() * len(self.assigned) / self.rows**2
+                total = total + coefficient * even
+            if self.kind == "sequence":
+                parts = [self._balance(part) for part in flat.chunk(samples)]
+                total = total + coefficient * sum(parts, total.new_zeros(())) / (len(layers) * of_step)
+        if self.kind == "model":
+            total = total + coefficient * self._balance(torch.cat(layers)) * samples / of_step
         return total
+
+    def _balance(self, flat: Tensor) -> Tensor:
+        """Return transformers' loss of logits [tokens, experts] of whatever layers."""
+        best = flat.softmax(-1).topk(self.chosen, -1).indices
+        chosen = nn.functional.one_hot(best, flat.shape[-1]).sum(1).double()
+        return (chosen.mean(0) * flat.softmax(-1).mean(0)).sum() * flat.shape[-1]
 
     @contextmanager
     def counting_routes(self) -> Iterator[None]:
@@ -87,6 +137,19 @@ class RouterReference:
 
         experts: nn.Module = layer.get_submodule("experts")
         return experts.register_forward_pre_hook(count)
+
+    def biases(self) -> dict[str, Tensor]:
+        """Return copies of all correction biases, by name."""
+        return {
+            name: buffer.clone()
+            for name, buffer in self.model.named_buffers()
+            if name.rpartition(".")[2] == CORRECTION_BIAS
+        }
+
+    def set_biases(self, biases: Mapping[str, Tensor]) -> None:
+        """Put values back into the correction biases."""
+        for name, values in biases.items():
+            self.model.get_buffer(name).copy_(values)
 
     def move_biases(self) -> None:
         """Move every correction bias against what was counted."""

@@ -58,6 +58,7 @@ FLOAT8 = (
     "The oracle does not round to float8, so gradients are held to a quarter of their size: a rank's part that is lost "
     "shows only where it is more than that. Prove the layout with --precision.fp8 none."
 )
+BIAS_MOVES = 1e-3  # of a router's bias, which steps of the same size add up to
 ROUNDINGS = 4  # of a gradient until weight decay is added to it: its sums, the clip factor
 FLOOR_EXPECTED = 1e-12  # an fp64 model whose own rounding is above this computes partly in a smaller dtype
 
@@ -102,7 +103,22 @@ class OracleReference:
             found, evidence = self._compare(ours, before)
         self.report.differences += found
         self.weights, self.stale, self.evidence = ours.parameters, before, evidence
+        if evidence is None:
+            self.report.add(self._compare_router_biases(ours))
         return evidence is None
+
+    def _compare_router_biases(self, ours: Captured) -> list[Difference]:
+        """Compare the biases of routers after a step that agreed; in 16 bits near scores may be routed otherwise."""
+        rate = self.plan.job.router.bias_update_rate
+        if not rate or self.plan.dtypes.compute in SIXTEEN:
+            return []
+        found = []
+        for rank, biases in enumerate(ours.router_biases):
+            for name, bias in biases.items():
+                error = float((bias - self.oracle.model.get_buffer(name)).abs().max()) / rate
+                sentence = f"{name} of rank {rank} is {error:.3g} moves off where the tokens of all ranks put it"
+                found.append(Difference(ours.step, "router bias", sentence, error, BIAS_MOVES))
+        return found
 
     def compare_evaluation_loss(self, ours: Captured) -> list[Difference]:
         """Compare the loss of the evaluation after a step that agreed, if there was one, on the rows that it read."""

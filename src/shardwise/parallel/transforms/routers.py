@@ -12,6 +12,7 @@ from shardwise.kernels.precision import torch_dtype
 from shardwise.model.facts import ModelFacts
 from shardwise.parallel.builder import BuildInputs, ModelBuilder, Transform
 from shardwise.parallel.experts import ExpertForward
+from shardwise.parallel.local_balancing import LocalBalancing
 from shardwise.parallel.routers import ExpertRouters
 from shardwise.plan.plan import Plan
 
@@ -26,14 +27,21 @@ class WatchedRouters(Transform):
 
     def apply(self, build: ModelBuilder, inputs: BuildInputs) -> None:
         plan, layout, facts = inputs.plan, inputs.layout, inputs.facts
+        number, dtype = facts.expert_stacks[next(iter(facts.routers))], torch_dtype(plan.dtypes.loss)
+        coefficient, asked = plan.balancing_coefficient, plan.job.router.balancing_loss
+        local = None
+        if asked in ("model", "sequence"):
+            layers = len(facts.routers)
+            local = LocalBalancing(asked == "sequence", coefficient, number, layers, inputs.device, dtype)
         build.routers = ExpertRouters(
             tuple(facts.routers),
-            facts.expert_stacks[next(iter(facts.routers))],
-            plan.balancing_coefficient,
+            number,
+            0.0 if local else coefficient,
             plan.job.router.z_loss,
             layout.index(Axis.TENSOR) == 0 or plan.sequence_parallel,
             inputs.device,
-            torch_dtype(plan.dtypes.loss),
+            dtype,
+            local,
         )
         for stage in build.stages:
             for stack, (router, output) in facts.routers.items():

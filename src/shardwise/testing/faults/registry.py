@@ -8,6 +8,7 @@ from __future__ import annotations
 from shardwise.testing.faults.adapters import ADAPTER_FAULTS
 from shardwise.testing.faults.axes import AXIS_FAULTS
 from shardwise.testing.faults.batches import BATCH_FAULTS
+from shardwise.testing.faults.experts import EXPERT_FAULTS
 from shardwise.testing.faults.gradients import GRADIENT_FAULTS
 from shardwise.testing.faults.patching import Fault
 from shardwise.testing.faults.precision import PRECISION_FAULTS
@@ -20,4 +21,5 @@ FAULTS: dict[str, Fault] = {
     **PRECISION_FAULTS,
     **BATCH_FAULTS,
     **ADAPTER_FAULTS,
+    **EXPERT_FAULTS,
 }

@@ -13,12 +13,21 @@ ROUTED = replace(
     balancing_coefficient=0.01,
 )
 GLOBAL = {"router": {"balancing_loss": "global"}}
+SEQUENCE = {"router": {"balancing_loss": "sequence"}}
+MODEL = {"router": {"balancing_loss": "model"}, "training": {"microbatch_size": 1}}
 
 CASES = {
     "router-model": case(GLOBAL, GLOBAL, "has no router beside stacks of experts", CPU4, FACTS, ROUTED),
     "router-coefficient": case(
         GLOBAL, GLOBAL, "set router.balancing_coefficient", CPU4, replace(ROUTED, balancing_coefficient=0.0), ROUTED
     ),
+    "router-whole-sequences": case(
+        SEQUENCE | {"parallel": {"context_parallel_degree": 2}}, SEQUENCE, "where their tokens are whole", CPU4, ROUTED
+    ),
+    "router-all-layers": case(
+        MODEL | {"parallel": {"pipeline_parallel_degree": 2}}, MODEL, "which no stage has", CPU4, ROUTED
+    ),
+    "router-microbatch": case(MODEL | {"training": {}}, MODEL, "its size has to be given", CPU4, ROUTED),
     "router-idle": case(
         {"router": {"balancing_coefficient": 0.1}},
         {"router": {"balancing_loss": "global", "balancing_coefficient": 0.1}},
