@@ -222,7 +222,8 @@ class _Step:
         """Bytes of the parameters on this rank; frozen ones may be kept in a dtype of their own."""
         shapes = [item for shapes in self._shapes.values() for item in shapes.items()]
         return sum(
-            self._shard_of([shape]) * KEPT_BYTES.get(self.facts.kept_dtype(name), self.master) for name, shape in shapes
+            self._padded({name: shape})[0] * KEPT_BYTES.get(self.facts.kept_dtype(name), self.master)
+            for name, shape in shapes
         )
 
     @cached_property

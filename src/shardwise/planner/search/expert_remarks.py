@@ -25,9 +25,9 @@ def break_even_tokens(configuration: TrainingConfiguration) -> float:
     return weights * (2 * size + BYTES[configuration.reduction]) / (4 * model.experts_of_token * size)
 
 
-def expert_remarks(found: SearchResult) -> Iterator[str]:
+def expert_remarks(result: SearchResult) -> Iterator[str]:
     """Yield what is to be said of the experts of the first layout; nothing for a model without stacks of experts."""
-    candidates = found.ranked or found.misfits
+    candidates = result.ranked or result.misfits
     if not candidates or not candidates[0].configuration.model.stacked:
         return
     first = candidates[0]
@@ -38,12 +38,12 @@ def expert_remarks(found: SearchResult) -> Iterator[str]:
         f"of a rank and microbatch; the first layout has {tokens:,}, where {less} are less"
     )
     if first.plan.degrees[Axis.EXPERT] > 1:
-        yield _load(first, found)
+        yield _load(first, result)
 
 
-def _load(candidate: Candidate, found: SearchResult) -> str:
+def _load(candidate: Candidate, result: SearchResult) -> str:
     """Say what imbalance is assumed, and the memory with it and at the worst."""
-    facts, assumed = found.question.facts, candidate.configuration.imbalance
+    facts, assumed = result.question.facts, candidate.configuration.imbalance
     worst = worst_imbalance(candidate.plan, facts)
     sizes = [
         estimate(candidate.plan, facts, imbalance=load).total / GIB for load in (min(assumed, worst), max(1.0, worst))
