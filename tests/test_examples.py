@@ -55,6 +55,7 @@ def test_every_example_is_run_here_and_short() -> None:
     assert {path.name for path in files} == {
         *JOBS,
         *("chat.yaml", "chat.jinja", "chat_rows.py", "chat_lora.yaml", "sums.py"),
+        *("dpo.yaml", "preference_rows.py"),
         "own_module.py",
         "library.py",
         "smp_gpt.py",
@@ -118,6 +119,24 @@ def test_chat_lora(world_pool: WorldPool, tmp_path: Path) -> None:
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [record["exact_match/held_out"] for record in records if "validation_loss" in record] == [0.0] * STEPS
     assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_dpo(world_pool: WorldPool, tmp_path: Path) -> None:
+    """From a tiny model drawn anew, in the place of chat.yaml's."""
+    rows = tmp_path / "preferences.jsonl"
+    run_script(str(EXAMPLES / "preference_rows.py"), [str(rows)])
+    config = {"model_type": "gpt2", "n_embd": 16, "n_head": 2, "n_layer": 1, "n_positions": 128, "vocab_size": 300}
+    keys = {"model.path": None, "model.config": config, "data.vocabulary_size": 300}
+    keys |= {"model.dropout": 0.0, "training.epochs": None, "data.max_documents": 40}
+    words = [f"--{key}={json.dumps(value)}" for key, value in keys.items()]
+    words += [f"--data.path={rows}", f"--data.chat_template={EXAMPLES / 'chat.jinja'}"]
+    words += [f"--{word}" for word in toy_keys(tmp_path)]
+    assert world_pool.run(2, run_job, str(EXAMPLES / "dpo.yaml"), words) == [0] * 2
+    check_run(tmp_path / "run")
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert records[0]["loss"] == pytest.approx(math.log(2)) and records[0]["rewards_margin"] == 0
+    assert records[1]["rewards_margin"] != 0 and 0 <= records[-1]["validation_rewards_accuracy"] <= 1
 
 
 def run_script(file: str, words: list[str]) -> None:

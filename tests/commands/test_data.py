@@ -40,3 +40,16 @@ def test_tokens_are_shown_a_line_each(tmp_path: Path, capsys: pytest.CaptureFixt
     assert len(cells) == 64
     assert [line[0] for line in cells if line[5] == "yes"] == ["22", "23", "46", "47"]
     assert cells[22][4] == "'7'" and cells[24][1:3] == ["1", "0"] and cells[48][1] == "padding"
+
+
+def test_pairs_are_shown_chosen_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"prompt": "6+1?", "chosen": "7", "rejected": "42"}] * 6
+    job = chat_job(tmp_path, rows, sequence_length=16)
+    job = job.model_copy(update={"model": job.model.model_copy(update={"config": MODEL})})
+    (tmp_path / "job.yaml").write_text(job_to_yaml(job))
+    assert main(["data", "show", str(tmp_path / "job.yaml"), "--samples", "1"]) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        *("-- chosen, positions 0-5, 2 trained on", f"6+1?«7{END}»"),
+        *("-- rejected, positions 6-12, 3 trained on", f"6+1?«42{END}»"),
+        "-- positions 13-15, padding",
+    ]

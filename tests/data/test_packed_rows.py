@@ -133,3 +133,39 @@ def test_every_sample_with_a_target_has_the_weight_of_one(tmp_path: Path) -> Non
     assert not batch.weights[batch.labels == -100].any()
     batch.labels[1] = -100  # a padding row
     assert round(float(batch.with_sample_weights().count())) == len(train.sequences[0])
+
+
+def pairs_of(tmp_path: Path, lengths: list[tuple[int, int]], **data: Any) -> tuple[TokenData, PackedRows, PackedRows]:
+    """Prepare pairs whose answers are texts of these lengths; a prompt of 3 bytes is before, the end behind them."""
+    tmp_path.mkdir(exist_ok=True)
+    rows = [{"prompt": "2+2", "chosen": "a" * n, "rejected": "b" * m} for n, m in lengths]
+    return rows_of(tmp_path, rows, **data)
+
+
+def test_pairs_stand_together_chosen_first(tmp_path: Path) -> None:
+    lengths = [(3, 5), (10, 2), (20, 20), (4, 4), (2, 9), (60, 2)]
+    data, train, validation = pairs_of(tmp_path, lengths, sequence_length=64)
+    assert data.row_counts == (6, 0, 1, 0) and data.documents == 6  # the last is longer than 64
+    assert len(validation.rows) == 1 and sorted([*train.rows, *validation.rows]) == [0, 2, 4, 6, 8]
+    assert data.entropy_of(None) is None and "1 of 6 rows are longer" in data.notes()[0]
+    batch = train.batch(range(len(train)), range(len(train)), 0)
+    assert batch.labels is not None and batch.completions is not None and batch.document_ids is not None
+    assert torch.equal(batch.completions, batch.document_ids)
+    for sequence, rows in enumerate(train.sequences):
+        for answer, row in enumerate(rows):
+            place = batch.completions[sequence] == answer
+            assert rows[answer - answer % 2] + answer % 2 == row
+            assert batch.inputs["position_ids"][sequence, place].tolist() == list(range(int(place.sum())))
+            n, m = lengths[row // 2]
+            assert int((batch.labels[sequence, place] != -100).sum()) == (m if row % 2 else n) + 1  # and the end
+    weighted = batch.with_sample_weights()
+    assert round(float(weighted.count())) == len(train.rows)
+
+
+def test_a_pair_is_cut_to_what_a_sequence_holds_of_both(tmp_path: Path) -> None:
+    lengths = [(30, 30), (30, 4), (4, 4), (4, 30)]
+    data, train, _ = pairs_of(tmp_path, lengths, sequence_length=32, truncation=True, packing=False)
+    assert data.row_counts == (4, 0, 0, 3) and len(train) == 3
+    expected = {0: (16, 16), 2: (24, 8), 4: (8, 8), 6: (8, 24)}
+    for first in train.rows:
+        assert tuple(len(train.row(int(first) + side)[0]) for side in (0, 1)) == expected[int(first)]

@@ -170,7 +170,7 @@ def used(job: Job) -> tuple[list[int], float, int]:
     """A generated text, a validation loss, and the tokens counted in one step."""
     run = set_up(job, torch.device("cpu"))
     text = generate(run.model, [1, 2, 3], 8, seed=3)
-    loss = evaluate(run.model, run.objective, list(run.stream.evaluation(run.data.validation, 1)))
+    loss = evaluate(run.model, run.objective, list(run.stream.evaluation(run.data.validation, 1))).loss
     step = train_step(run.model, run.objective, run.stream.batches(0), run.optimizer, run.scaler, 0)
     return text, loss, step.count
 

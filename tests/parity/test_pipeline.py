@@ -188,7 +188,8 @@ def test_generation_runs_through_the_stages(world_pool: WorldPool, corpora: Path
 def validation(job: Job) -> tuple[float, float]:
     """Validation loss and the first step's, as every rank records them."""
     run = set_up(job, torch.device("cpu"))
-    first = evaluate(run.model, run.objective, list(run.stream.evaluation(run.data.validation, run.evaluation_batches)))
+    validation = list(run.stream.evaluation(run.data.validation, run.evaluation_batches))
+    first = evaluate(run.model, run.objective, validation).loss
     return first, train_step(run.model, run.objective, run.stream.batches(0), run.optimizer, run.scaler, 0).loss
 
 

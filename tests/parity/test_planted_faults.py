@@ -37,10 +37,11 @@ def plant(pool: WorldPool, corpora: Path, row: PlantedFault) -> VerifyReport:
 
 
 def test_the_table_has_every_fault() -> None:
-    """Those of jobs with replicas and documents, and of adapters, have tests of their own."""
+    """Those of jobs with replicas and documents, of adapters and of preferences have tests of their own."""
     from tests.parity.test_faults import OF_THE_JOB
 
-    assert {row.fault for row in planted_faults()} | {*OF_THE_JOB, "adapter_scaled_twice"} == set(FAULTS)
+    elsewhere = {*OF_THE_JOB, "adapter_scaled_twice", "reference_not_frozen"}
+    assert {row.fault for row in planted_faults()} | elsewhere == set(FAULTS)
 
 
 @pytest.mark.parametrize("fault", QUICK)

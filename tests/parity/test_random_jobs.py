@@ -140,7 +140,7 @@ def run_one(job: Job, facts: ModelFacts) -> tuple[float, float]:
         run = assemble(job, torch.device("cpu"), facts, prepare_data(job, facts))
         result = train_step(run.model, run.objective, run.stream.batches(0), run.optimizer, run.scaler, 0)
         validation = list(run.stream.evaluation(run.data.validation, 1))
-        return result.loss, evaluate(run.model, run.objective, validation)
+        return result.loss, evaluate(run.model, run.objective, validation).loss
     except Exception as error:
         raise RuntimeError(f"seed {SEED}, job {job.model_dump_json(exclude_defaults=True)}") from error
 

@@ -84,7 +84,7 @@ def start(job: Job) -> tuple[dict[str, Tensor], set[str], list[float]]:
     """All weights at the start (on rank 0), this rank's names, and the validation loss."""
     run = set_up(job, torch.device("cpu"))
     batches = list(run.stream.evaluation(run.data.validation, run.evaluation_batches))
-    losses = [evaluate(run.model, run.objective, batches)]
+    losses = [evaluate(run.model, run.objective, batches).loss]
     return gather(run), set(run.model.tensor_map.names), losses
 
 

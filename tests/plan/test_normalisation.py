@@ -27,6 +27,6 @@ def test_smp_averages_means() -> None:
     assert SMP_MEAN.seed(LossCounts(tokens=40, microbatches=4, data_ranks=2), loss_scale=16.0) == 2.0
 
 
-@pytest.mark.parametrize("name", ["token", "sample", "smp_mean"])
+@pytest.mark.parametrize("name", ["token", "sample", "pair", "smp_mean"])
 def test_the_plan_names_them(name: str) -> None:
     assert NORMALISATIONS[name].name == name

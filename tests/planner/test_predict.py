@@ -45,6 +45,7 @@ LAYOUTS = {
     "pipeline": made(tensor=2, pipeline=4, shard=2, accumulation=8, zero=1),
     "interleaved": made(pipeline=4, virtual=2, shard=4, accumulation=8, zero=0),
     "context": made(context=4, shard=4, checkpointing="full", offload_activations=True),
+    "preferences": made(pipeline=4, shard=4, accumulation=8, reference="copy"),
     "scores written": made(flash=False, dropout=True, checkpointing="selective"),
 }
 
@@ -58,6 +59,16 @@ def test_causes_add_up_and_none_is_negative(name: str) -> None:
     assert found.interval[0] < found.step_seconds < found.interval[1]
     assert LAYOUTS[name].ranks == LAYOUTS[name].cluster.size
     assert 0.02 < found.mfu < 0.75
+
+
+def test_a_reference_costs_a_forward_and_a_copy_its_parameters() -> None:
+    plain, without, copied = (predict(made(reference=kind)) for kind in ("", "adapters_off", "copy"))
+    forward = sum(without.seconds.values()) - sum(plain.seconds.values())
+    assert plain.step_seconds / 5 < forward < plain.step_seconds / 2  # a third of what forward and backward take
+    assert without.seconds == copied.seconds and without.memory == plain.memory
+    assert copied.memory_bytes - plain.memory_bytes == pytest.approx(
+        4 * presets()["llama2-7b"].parameters / 16, rel=0.01
+    )
 
 
 def test_conventions_of_flops() -> None:

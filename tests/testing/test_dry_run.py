@@ -45,6 +45,15 @@ AXES: dict[str, dict[str, Any]] = {
     "offloaded": {"memory": {"activation_checkpointing": "full", "offload_activations": True}},
     "bf16": {"precision": {"compute": "bf16"}},
     "eager": {"model": {"attention": "eager"}},
+    "preferences": {"data": {"format": "preference", "path": "pairs.jsonl"}},
+    "preferences in stages": {
+        "data": {"format": "preference", "path": "pairs.jsonl"},
+        "parallel": {"pipeline_parallel_degree": 4},
+    },
+    "preferences under adapters": {
+        "data": {"format": "preference", "path": "pairs.jsonl"},
+        "adapter": {"kind": "lora"},
+    },
     "documents": {"data": {"isolate_documents": True}},
 }
 QUICK = ("sharded", "sequence parallel", "1F1B", "offloaded")

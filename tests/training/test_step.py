@@ -71,7 +71,8 @@ def stopping(job: Job) -> list[bool]:
 
 def validation(job: Job) -> tuple[float, float, bool]:
     run = set_up(job, CPU)
-    losses = [evaluate(run.model, run.objective, list(run.stream.evaluation(run.data.validation, 2))) for _ in range(2)]
+    batches = list(run.stream.evaluation(run.data.validation, 2))
+    losses = [evaluate(run.model, run.objective, batches).loss for _ in range(2)]
     return losses[0], losses[1], run.model.module.training
 
 
@@ -152,6 +153,6 @@ def test_a_loss_function_that_counts_otherwise_is_refused(counted: bool) -> None
 )
 def test_a_modules_own_mean_needs_whole_batches(step: int, validation: int, says: str | None) -> None:
     plan = mock.Mock(data_ranks=2, microbatch=2, accumulation=2, sequences_per_step=step, total_sequences=None)
-    data = mock.Mock(validation=range(validation))
+    data = mock.Mock(validation=range(validation), sets={})
     with nullcontext() if says is None else pytest.raises(ModelError, match=says):
         check_whole_batches(plan, data)

@@ -38,12 +38,14 @@ class SampleRow(NamedTuple):
     ids: list[int]
     trained: list[bool]
     is_padding: bool
+    completion: str = ""  # of a pair of preferences: chosen or rejected
 
     @property
     def name(self) -> str:
         """Its positions, and how many of them are targets."""
         what = "padding" if self.is_padding else f"{sum(self.trained)} trained on"
-        return f"positions {self.start}-{self.start + len(self.ids) - 1}, {what}"
+        which = f"{self.completion}, " if self.completion else ""
+        return f"{which}positions {self.start}-{self.start + len(self.ids) - 1}, {what}"
 
 
 def show_options(parser: argparse.ArgumentParser) -> None:
@@ -106,10 +108,12 @@ def sample_rows(data: TokenData, job: Job, counter: int) -> Iterator[SampleRow]:
     elif job.model.task == "seq2seq_lm":  # or is the decoder's
         labels = [IGNORED] * len(ids)
     starts = _starts(data, index, batch)
-    for start, end in pairwise([*starts, len(ids)]):
+    for number, (start, end) in enumerate(pairwise([*starts, len(ids)])):
         is_padding = data.row_counts is not None and start == starts[-1]
+        completion = "" if batch.completions is None or is_padding else ("chosen", "rejected")[number % 2]
+        trained = [label != IGNORED for label in labels[start:end]]
         if start < end:
-            yield SampleRow(start, ids[start:end], [label != IGNORED for label in labels[start:end]], is_padding)
+            yield SampleRow(start, ids[start:end], trained, is_padding, completion)
 
 
 def _starts(data: TokenData, index: int, batch: Batch) -> list[int]:

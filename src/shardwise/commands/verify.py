@@ -62,7 +62,8 @@ from shardwise.training.trainer import Trainer
 from shardwise.words import output_console
 
 # Tensors of master dtype that rank 0 holds beside its own shard: the oracle's weights, gradients and two optimizer
-# states, three of them once more to step back for a diagnosis, and our gradients and weights.
+# states, three of them once more to step back for a diagnosis, and our gradients and weights. A preference loss's
+# reference is one more.
 COPIES = 9
 BYTES = {"fp64": 8, "fp32": 4}
 LAYOUT_STEPS = 2  # in which a 16-bit job's layout is proved in fp64: the second shows what the first update has left
@@ -293,7 +294,8 @@ def _title(run: AssembledJob, reference: str) -> str:
 
 def _check_memory(run: AssembledJob) -> None:
     """Refuse a model that one process cannot hold."""
-    needed = run.facts.parameters * BYTES[run.plan.dtypes.parameters] * COPIES
+    copies = COPIES + bool(run.plan.reference)
+    needed = run.facts.parameters * BYTES[run.plan.dtypes.parameters] * copies
     available = psutil.virtual_memory().available
     if needed > available:
         raise MachineError(

@@ -27,6 +27,10 @@ class Batch:
     weights: [B, S] float, what each label's loss is multiplied by before it is summed; only under a mean over samples
     (`with_sample_weights`). The weights of a sample are equal and add up to 1.
     counted: [B] bool, False for padding rows: they repeat a real row, and no loss may count them.
+    completions: [B, S] int64, number within its row of the completion that a position belongs to: 2k is the chosen one
+    of pair k, 2k + 1 the rejected one; only for pairs of preferences.
+    reference: [B, C] log-probability of each completion by a reference model, in the order of these numbers; once it is
+    known, where there is one.
     digest: hash of the real samples (`batch_digest`), signed 64 bits.
     """
 
@@ -36,6 +40,8 @@ class Batch:
     document_ids: Tensor | None = None
     weights: Tensor | None = None
     counted: Tensor = field(default=None)  # type: ignore[assignment]  # a tensor always, once constructed
+    completions: Tensor | None = None
+    reference: Tensor | None = None
     digest: int = 0
 
     def __post_init__(self) -> None:
@@ -55,6 +61,8 @@ class Batch:
             document_ids=None if self.document_ids is None else move(self.document_ids),
             weights=None if self.weights is None else move(self.weights),
             counted=move(self.counted),
+            completions=None if self.completions is None else move(self.completions),
+            reference=None if self.reference is None else move(self.reference),
             digest=self.digest,
         )
 
@@ -72,11 +80,12 @@ class Batch:
     def with_sample_weights(self) -> Batch:
         """Return the batch with weights by which every sample that has a counted label counts 1.
 
-        A sample is a document or a row where these are isolated, else a row of the batch.
+        A sample is a pair of completions, or a document or a row where these are isolated, else a row of the batch.
         """
         assert self.labels is not None
         counted = (self.labels != IGNORED).double()
         numbers = torch.zeros_like(self.labels) if self.document_ids is None else self.document_ids
+        numbers = numbers if self.completions is None else self.completions // 2
         sizes = torch.zeros(len(counted), int(numbers.max()) + 1, dtype=torch.float64, device=counted.device)
         sizes.scatter_add_(1, numbers, counted)  # [B, documents]
         return replace(self, weights=counted / sizes.gather(1, numbers).clamp(min=1))

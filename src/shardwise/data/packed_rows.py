@@ -12,6 +12,11 @@ new one. Sample c of training is then sequence order(seed, c, number of sequence
 
 In a sequence rows stand one behind the other, with positions from 0 and a document number each; padding is a document
 of its own without labels. Unpacked rows have padding behind them, which no token of theirs sees: they need neither.
+
+Pairs of preferences are two rows of the cache, chosen and rejected, each with the prompt. They stay or go together, are
+drawn by the hash of the first, and stand in one sequence, one behind the other, as documents 2k and 2k + 1 of it. What
+is said above of a row's length is said of both together, and a pair needs a label that counts in each. Where a pair of
+n + m > S tokens is cut, each is cut to max(S // 2, S - the other's) tokens.
 """
 
 from __future__ import annotations
@@ -53,12 +58,22 @@ class RowCounts(NamedTuple):
 
 
 class RowSettings(NamedTuple):
-    """The keys of the data section that say how rows become sequences."""
+    """The keys of the job that say how rows become sequences.
+
+    Attributes:
+        together: rows of the cache that are one sample: 2 for pairs of preferences, else 1.
+    """
 
     sequence_length: int
     packing: bool
     truncation: bool
     padding_id: int
+    together: int = 1
+
+    @property
+    def isolates(self) -> bool:
+        """True where a sequence holds several documents."""
+        return self.packing or self.together > 1
 
 
 @dataclass(frozen=True)
@@ -67,7 +82,7 @@ class PackedRows:
 
     Attributes:
         corpus: the columns that are read.
-        rows: [R] int64, numbers of the rows in the order in which they are packed.
+        rows: [R] int64, numbers of the rows in the order in which they are packed; of pairs those of the first.
         settings: how.
     """
 
@@ -86,24 +101,32 @@ class PackedRows:
     @cached_property
     def sequences(self) -> list[list[int]]:
         """The rows of each sequence."""
+        samples = [[int(row) + each for each in range(self.settings.together)] for row in self.rows]
         if not self.settings.packing:
-            return [[int(row)] for row in self.rows]
-        lengths = np.minimum(_lengths(self.corpus)[self.rows], self.sequence_length)
-        bins = first_fit(lengths.tolist(), self.sequence_length)
-        return [[int(self.rows[number]) for number in numbers] for numbers in bins]
+            return samples
+        bins = first_fit(self._sample_lengths.tolist(), self.sequence_length)
+        return [[row for number in numbers for row in samples[number]] for numbers in bins]
+
+    @cached_property
+    def kept_lengths(self) -> np.ndarray:
+        """Tokens of each row of the cache that stand in sequences, [rows of the cache] int64."""
+        return _cut_lengths(_lengths(self.corpus), self.settings)
+
+    @cached_property
+    def _sample_lengths(self) -> np.ndarray:
+        """Tokens of each sample, [R] int64, in the order in which they are packed."""
+        together = self.settings.together
+        return self.kept_lengths.reshape(-1, together).sum(1)[self.rows // together]
 
     @property
     def padding(self) -> int:
         """Positions of all sequences that hold no token."""
-        tokens = np.minimum(_lengths(self.corpus)[self.rows], self.sequence_length).sum()
-        return len(self) * self.sequence_length - int(tokens)
+        return len(self) * self.sequence_length - int(self._sample_lengths.sum())
 
     def row(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return token ids [n] and aligned labels [n] of a row, cut to the sequence length."""
+        """Return token ids [n] and aligned labels [n] of a row, as far as a sequence holds it."""
         start = self.corpus.starts[number]
-        following = number + 1
-        stop = self.corpus.starts[following] if following < len(self.corpus.starts) else len(self.corpus.tokens)
-        stop = min(stop, start + self.sequence_length)
+        stop = start + int(self.kept_lengths[number])
         ids = self.corpus.tokens.read(start, stop).astype(np.int64)
         labels = np.full(len(ids), IGNORED, dtype=np.int64)
         targets = self.corpus.trained.read(start + 1, stop).astype(bool)
@@ -126,13 +149,15 @@ class PackedRows:
             positions[place, end:] = np.arange(self.sequence_length - end)
             documents[place, end:] = len(self.sequences[index])
         inputs = {"input_ids": torch.from_numpy(ids)}
-        if self.settings.packing:
+        if self.settings.isolates:
             inputs["position_ids"] = torch.from_numpy(positions)
+        numbers = torch.from_numpy(documents) if self.settings.isolates else None
         return Batch(
             inputs=inputs,
             labels=torch.from_numpy(labels),
             rows=torch.tensor(counters, dtype=torch.int64),
-            document_ids=torch.from_numpy(documents) if self.settings.packing else None,
+            document_ids=numbers,
+            completions=numbers if self.settings.together == 2 else None,
         )
 
     def target_counts(self, sequences: int | None = None) -> np.ndarray:
@@ -170,9 +195,12 @@ def split_rows(
     Raises:
         DataError: fewer than two rows stay.
     """
-    lengths, first = _lengths(corpus), corpus.first_targets.read(0, len(corpus.first_targets))
+    together = settings.together
+    whole, first = _lengths(corpus), corpus.first_targets.read(0, len(corpus.first_targets))
+    lengths = whole.reshape(-1, together).sum(1)
     is_long = lengths > settings.sequence_length
-    has_target = (first != NO_TARGET) & ((first < settings.sequence_length) | (not settings.truncation))
+    targets = (first != NO_TARGET) & (first < _cut_lengths(whole, settings))
+    has_target = targets.reshape(-1, together).all(1)
     kept = has_target & (settings.truncation | ~is_long)
     counts = RowCounts(
         rows=len(lengths),
@@ -183,7 +211,7 @@ def split_rows(
     if kept.sum() < 2:
         raise DataError(_too_few(counts, settings, int(lengths.max(initial=0))))
     held_out = max(1, floor(int(kept.sum()) * validation_fraction))
-    ranked = ranking(corpus.hashes.read(0, len(corpus.hashes)), seed)
+    ranked = ranking(corpus.hashes.read(0, len(corpus.hashes))[::together], seed)
     ranked = ranked[kept[ranked]]
     if rule == "place":
         is_late = np.zeros(len(lengths), dtype=bool)
@@ -191,7 +219,7 @@ def split_rows(
         train, validation = ranked[~is_late[ranked]], ranked[is_late[ranked]]
     else:
         train, validation = ranked[held_out:], ranked[:held_out]
-    return PackedRows(corpus, train, settings), PackedRows(corpus, validation, settings), counts
+    return PackedRows(corpus, train * together, settings), PackedRows(corpus, validation * together, settings), counts
 
 
 def first_fit(lengths: Sequence[int], size: int) -> list[list[int]]:
@@ -221,6 +249,17 @@ def _lengths(corpus: RowCorpus) -> np.ndarray:
     """Return the number of tokens of each row, [R] int64."""
     starts = np.array(corpus.starts.read(0, len(corpus.starts)), dtype=np.int64)
     return np.diff(starts, append=len(corpus.tokens))
+
+
+def _cut_lengths(lengths: np.ndarray, settings: RowSettings) -> np.ndarray:
+    """Return as much of each row's length [R] as sequences hold of it, where rows that are too long are cut."""
+    if not settings.truncation:
+        return lengths
+    if settings.together == 1:
+        return np.minimum(lengths, settings.sequence_length)
+    pairs = lengths.reshape(-1, 2)
+    room = np.maximum(settings.sequence_length // 2, settings.sequence_length - pairs[:, ::-1])
+    return np.minimum(pairs, room).ravel()
 
 
 def _too_few(counts: RowCounts, settings: RowSettings, longest: int) -> str:

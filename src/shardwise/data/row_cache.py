@@ -1,5 +1,7 @@
 """Token caches of conversations and pairs: rows through the chat template into columns, once, and opened from there.
 
+Where preferences are trained on as such, a pair is two rows of the cache, one behind the other: chosen and rejected.
+
 The cache holds every row whole, with the mask of what is trained on; which rows stay, and in which sequences, is
 decided when it is opened (`shardwise.data.packed_rows`), so that another sequence length needs no new cache.
 """
@@ -42,6 +44,7 @@ READERS: dict[str, Callable[[str, Any], Conversation | TextPair]] = {
     "prompt_completion": prompt_completion,
     "preference": lambda where, row: preference(where, row).chosen,
 }
+PAIRS = "pairs"  # in the key of a cache that holds both completions of preferences
 
 
 def prepare_rows(
@@ -49,7 +52,8 @@ def prepare_rows(
 ) -> TokenData:
     """Return the rows of a job of conversations, rendered and tokenized now unless the cache has them."""
     template = read_template(job.data)
-    key = digest(VERSION, corpus.identity, source.identity, template, job.data.trained_part)
+    pairs = (PAIRS,) if job.reads_pairs else ()
+    key = digest(VERSION, corpus.identity, source.identity, template, job.data.trained_part, *pairs)
     directory = cache_root(job.data.cache_directory) / "rows" / key
     if (directory / COMPLETE).is_file():
         say(f"tokens of {corpus.describe()} are cached in {directory}")
@@ -64,7 +68,8 @@ def _open(directory: Path, job: Job, source: TokenizerSource, model_vocabulary: 
         raise DataError(f"cached data {directory} cannot be read ({error}); delete it") from error
     check_vocabulary(known["vocabulary_size"], model_vocabulary, source.directory)
     data = job.data
-    settings = RowSettings(data.sequence_length, data.packing, data.truncation, known["padding_id"])
+    together = 2 if job.reads_pairs else 1
+    settings = RowSettings(data.sequence_length, data.packing, data.truncation, known["padding_id"], together)
     corpus = RowCorpus(*(Column(directory / name) for name in FILES))
     rule = split_rule(data)
     train, validation, counts = split_rows(corpus, rule, data.validation_fraction, job.training.seed, settings)
@@ -72,7 +77,7 @@ def _open(directory: Path, job: Job, source: TokenizerSource, model_vocabulary: 
         train=train,
         validation=validation,
         corpus=known["corpus"],
-        documents=len(corpus.starts),
+        documents=len(corpus.starts) // together,
         tokens=len(corpus.tokens),
         vocabulary_size=known["vocabulary_size"],
         split=rule,
@@ -89,8 +94,7 @@ def _build(target: Path, job: Job, corpus: Corpus, source: TokenizerSource, temp
     tokenizer = load_tokenizer(source)
     renderer = ChatTemplate(tokenizer, source, template, job.data.trained_part)
     say(f"rendering and tokenizing {corpus.describe()}")
-    rows = (READERS[corpus.format](where, row) for where, row in corpus.rows(COLUMNS))
-    known = _write_columns(target, renderer.tokenized(rows), say)
+    known = _write_columns(target, renderer.tokenized(_completions(corpus, job.reads_pairs)), say)
     if not known["rows"]:
         raise DataError(f"data.path={corpus.path!r} holds no row ({corpus.describe()})")
     if not known["rows_with_target"]:
@@ -107,8 +111,18 @@ def _build(target: Path, job: Job, corpus: Corpus, source: TokenizerSource, temp
         "eos_id": end,
         "padding_id": padding,
     }
-    say(f"{known['rows']:,} rows, {known['tokens']:,} tokens, {known['trained']:,} of them trained on")
+    rows = known["rows"] // (2 if job.reads_pairs else 1)
+    say(f"{rows:,} rows, {known['tokens']:,} tokens, {known['trained']:,} of them trained on")
     (target / COMPLETE).write_text(json.dumps(known))
+
+
+def _completions(corpus: Corpus, in_pairs: bool) -> Iterator[Conversation | TextPair]:
+    """Yield what is rendered and tokenized of each row; of a pair both completions."""
+    for where, row in corpus.rows(COLUMNS):
+        if in_pairs:
+            yield from preference(where, row)
+        else:
+            yield READERS[corpus.format](where, row)
 
 
 def _write_columns(target: Path, rows: Iterator[TokenizedRow], say: Say) -> dict[str, Any]:

@@ -40,14 +40,16 @@ class TokenData:
 
     @cached_property
     def unigram_entropy(self) -> float | None:
-        """Nats a token: entropy of the unigram distribution of the validation tokens. None for a factory's samples, and
-        where the targets are spans, whose sentinels no text has."""
+        """Nats a token: entropy of the unigram distribution of the validation tokens. None for a factory's samples,
+        pairs of preferences, and where the targets are spans, whose sentinels no text has."""
         return self.entropy_of(None)
 
     def entropy_of(self, sequences: int | None) -> float | None:
         """The same for the first so many validation sequences: those that an evaluation of that size measures."""
         windows = self.validation
         if isinstance(windows, Samples) or (isinstance(windows, Windows) and windows.spans):
+            return None
+        if isinstance(windows, PackedRows) and windows.settings.together > 1:
             return None
         return entropy(windows.target_counts(sequences))
 

@@ -59,6 +59,7 @@ DataFormat = Literal[
     "preference",
 ]  # fmt: skip
 ROW_FORMATS = ("chat", "prompt_completion", "preference")  # rows of conversations and pairs, some tokens trained on
+PAIR_OBJECTIVES = ("dpo",)  # whose samples are pairs of completions
 
 
 class ModelSection(Section):
@@ -400,6 +401,29 @@ class OptimizerSection(Section):
     )
 
 
+class DpoSection(Section):
+    """Direct preference optimization (arXiv 2305.18290): what was chosen becomes likelier than what was rejected."""
+
+    loss: Literal["sigmoid", "ipo"] = Field(
+        default="sigmoid",
+        description="Of the margin m between a pair's log-probability ratios to the reference: `sigmoid`: "
+        "-log sigmoid(beta m) (equation 7); `ipo`: (m - 1 / (2 beta))^2 (arXiv 2310.12036, equation 17).",
+    )
+    beta: float = Field(default=0.1, gt=0, description="How much a departure from the reference counts.")
+    label_smoothing: float = Field(
+        default=0.0,
+        ge=0,
+        lt=0.5,
+        description="Share of the pairs that are taken for labelled the wrong way round (arXiv 2403.00409, equation "
+        "12); `sigmoid` only.",
+    )
+    length_normalised: bool = Field(
+        default=False,
+        description="Log-probabilities of a completion are means over its tokens in the place of sums, so that a long "
+        "one does not weigh more.",
+    )
+
+
 class TrainingSection(Section):
     """The number of steps, their size, and what is learned."""
 
@@ -416,11 +440,13 @@ class TrainingSection(Section):
         default=None, description="Sequences in one forward of one rank; derived if unset."
     )
     gradient_accumulation: Positive | None = Field(default=None, description="Microbatches a step; derived if unset.")
-    objective: Literal["auto", "pretraining", "sft"] = Field(
+    objective: Literal["auto", "pretraining", "sft", "dpo"] = Field(
         default="auto",
         description="`pretraining`: every token of documents; `sft` (supervised fine-tuning): the tokens of "
-        "conversations and pairs that `data.train_on` names. `auto`: by the data's format.",
+        "conversations and pairs that `data.train_on` names; `dpo` (direct preference optimization): pairs of "
+        "preferences. `auto`: by the data's format.",
     )
+    dpo: DpoSection = Field(default_factory=DpoSection, description="The loss of `dpo`.")
     loss_reduction: Literal["token", "sample"] = Field(
         default="token",
         description="Mean of the loss over the target tokens of a step, or over its samples of each one's own mean: "
@@ -486,10 +512,12 @@ class DataSection(Section):
     packing: bool = Field(
         default=True,
         description="Rows are packed whole into sequences by first fit, isolated from each other; or one stands in "
-        "each, with padding.",
+        "each, with padding. A pair of `dpo` is one row, with both of its completions.",
     )
     truncation: bool = Field(
-        default=False, description="Rows longer than a sequence are cut to it; else they are left out."
+        default=False,
+        description="Rows longer than a sequence are cut to it; else they are left out. Of a pair of `dpo` each "
+        "completion with its prompt is cut to half a sequence, or to what the other leaves.",
     )
     validation_fraction: float = Field(
         default=0.05, gt=0, lt=1, description="Share of sequences, or of rows, kept for validation."
@@ -514,11 +542,6 @@ class DataSection(Section):
     def has_rows(self) -> bool:
         """True for rows of conversations or pairs, whose format is given or has been found."""
         return self.format in ROW_FORMATS
-
-    @property
-    def isolates_documents(self) -> bool:
-        """True where documents or rows of one sequence do not attend to each other."""
-        return self.packing if self.has_rows else self.isolate_documents
 
     @property
     def trained_part(self) -> str:
@@ -667,3 +690,22 @@ class Job(RootSection):
     )
     observe: ObserveSection = Field(default_factory=ObserveSection, description="Display and records.")
     output: UserPath = Field(default="shardwise-run", description="Directory of everything a run writes.")
+
+    @property
+    def objective(self) -> str:
+        """`training.objective` with `auto` resolved, once the data's format is known."""
+        if self.training.objective != "auto":
+            return self.training.objective
+        if self.data.format == "preference":
+            return "dpo"
+        return "sft" if self.data.has_rows else "pretraining"
+
+    @property
+    def reads_pairs(self) -> bool:
+        """True where a sample holds both completions of preferences."""
+        return self.objective in PAIR_OBJECTIVES
+
+    @property
+    def isolates_documents(self) -> bool:
+        """True where documents, rows or completions of one sequence do not attend to each other."""
+        return (self.data.packing or self.reads_pairs) if self.data.has_rows else self.data.isolate_documents

@@ -8,7 +8,8 @@ layer's part makes a part of the output with the adapter's part, and what sums o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -52,16 +53,22 @@ class LowRankProduct:
         scaling: factor of B A.
         transposed: the layer's weight is [in, out].
         group: ranks that each hold a part of the input features; None: they are whole.
+
+    Attributes:
+        is_on: whether the adapter takes part, or the layer is the one that it adapts.
     """
 
     def __init__(self, layer: Any, scaling: float, transposed: bool, group: dist.ProcessGroup | None = None) -> None:
         self.layer, self.scaling, self.transposed, self.group = layer, scaling, transposed, group
+        self.is_on = True
 
     def __call__(self, values: Tensor, product: Tensor, multiply: Multiply) -> Tensor:
         """Return the adapted product [..., out] of `values` [..., in], whose own product is `product`; no bias.
 
         `multiply` makes products of `values` themselves.
         """
+        if not self.is_on:
+            return product
         layer, dropped = self.layer, self.layer.lora_dropout(values)
         if dropped is not values:
             multiply = F.linear
@@ -94,6 +101,20 @@ class LowRankProduct:
 
     def _factors(self) -> tuple[Tensor, Tensor]:
         return self.layer.lora_A.weight, self.layer.lora_B.weight
+
+
+@contextmanager
+def adapters_off(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Let the layers of `modules` be what they are without their adapters inside."""
+    found = [getattr(layer, "adapter", None) for module in modules for layer in module.modules()]
+    products = [product for product in found if isinstance(product, LowRankProduct)]
+    for product in products:
+        product.is_on = False
+    try:
+        yield
+    finally:
+        for product in products:
+            product.is_on = True
 
 
 def add_adapter_weights(layer: nn.Module, adapter: LayerAdapter, dtype: torch.dtype) -> None:

@@ -104,6 +104,40 @@ def linear_cross_entropy(
     return total
 
 
+@torch.no_grad()
+def label_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the cross-entropy (nats) of each label, [...], of `logits` [..., V]; 0 where it is not counted."""
+    flat = logits.flatten(0, -2).to(loss_dtype(logits.dtype))
+    return F.cross_entropy(flat, labels.flatten(), ignore_index=IGNORED, reduction="none").view_as(labels)
+
+
+@torch.no_grad()
+def linear_label_losses(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    *,
+    chunk: int,
+    vocabulary: VocabularyShard | None = None,
+) -> Tensor:
+    """Return the same [...] of `hidden @ weight.T + bias`, without whole logits; arguments as `linear_cross_entropy`.
+
+    Equal in the group of `vocabulary`; fp32, or fp64 for fp64 inputs.
+    """
+    rows, targets = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+    memory = _Logits(min(chunk, rows.shape[0]), weight, loss_dtype(hidden.dtype))
+    losses = []
+    for start in range(0, rows.shape[0], chunk):
+        part = slice(start, start + chunk)
+        logits = memory.make(rows[part], weight, bias)
+        index, is_local = _local_index(targets[part], vocabulary)
+        columns = [logits.gather(1, index) * is_local]
+        log_normaliser, target = _normaliser(_softmax_(logits), columns, vocabulary)
+        losses.append(torch.where(targets[part] != IGNORED, (log_normaliser - target).squeeze(1), 0.0))
+    return torch.cat(losses).view_as(labels)
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     """Gradients of the softmax cross-entropy are (p - onehot); they are taken chunk by chunk in forward."""
 
@@ -167,11 +201,7 @@ def _chunk(
     That is softmax - onehot; with `terms` (1 + 2 * z_loss * Z) * softmax - (1 - smoothing) * onehot - smoothing / V.
     Rows that are not counted have one too, and scale 0.
     """
-    index = targets.clamp(min=0).unsqueeze(1)
-    is_local = torch.ones_like(index, dtype=torch.bool)  # whether this rank holds the target's logit
-    if vocabulary is not None:
-        is_local = (index >= vocabulary.first) & (index < vocabulary.end)
-        index = (index - vocabulary.first).masked_fill(~is_local, 0)
+    index, is_local = _local_index(targets, vocabulary)
     columns = [logits.gather(1, index) * is_local]
     if terms.smoothing:  # the sum of all logits, and over how many
         columns += [logits.sum(1, keepdim=True), torch.full_like(columns[0], logits.shape[1])]
@@ -188,6 +218,15 @@ def _chunk(
         if sums:
             logits.sub_(share)
     return loss
+
+
+def _local_index(targets: Tensor, vocabulary: VocabularyShard | None) -> tuple[Tensor, Tensor]:
+    """[R, 1] column of each target among this rank's logits, and whether it holds the target's."""
+    index = targets.clamp(min=0).unsqueeze(1)
+    if vocabulary is None:
+        return index, torch.ones_like(index, dtype=torch.bool)
+    is_local = (index >= vocabulary.first) & (index < vocabulary.end)
+    return (index - vocabulary.first).masked_fill(~is_local, 0), is_local
 
 
 def _softmax_(logits: Tensor) -> Tensor:

@@ -41,6 +41,8 @@ def make_charts(records: Sequence[Record], unigram_entropy: Number, unit: str = 
     evaluations = [record for record in records if "validation_loss" in record]
     charts = [
         loss_chart(steps, evaluations, unigram_entropy, unit),
+        rewards_chart(steps),
+        accuracy_chart(steps, evaluations),
         throughput_chart(steps),
         memory_chart(steps),
         gradient_chart(steps),
@@ -99,6 +101,30 @@ def _add_sets(figure: go.Figure, evaluations: Sequence[Record]) -> None:
             x=x, y=loss, name=key.partition("/")[2], mode="lines+markers", marker={"size": 5}, line={"width": 1.2},
             meta={"colour": f"c{3 + number % 5}"},
         )  # fmt: skip
+
+
+def rewards_chart(steps: Sequence[Record]) -> Chart | None:
+    """Mean rewards of chosen and rejected completions, and the margin between them; of preference training alone."""
+    if not _series(steps, "rewards_chosen")[0]:
+        return None
+    figure = _figure("reward")
+    for colour, name in zip(("c3", "c2", "c1"), ("chosen", "rejected", "margin")):
+        x, y = _series(steps, f"rewards_{name}")
+        figure.add_scatter(x=x, y=y, name=name, mode="lines", meta={"colour": colour}, line={"width": 1.5})
+    return Chart("rewards", "Rewards", "Beta times the log-ratio to the reference, mean of the step's pairs.", figure)
+
+
+def accuracy_chart(steps: Sequence[Record], evaluations: Sequence[Record]) -> Chart | None:
+    """Share of the pairs whose chosen completion has the higher reward; of preference training alone."""
+    x, accuracy = _series(steps, "rewards_accuracy")
+    if not x:
+        return None
+    figure = _figure("share of pairs")
+    figure.add_scatter(x=x, y=accuracy, name="training", mode="lines", meta={"colour": "c1"}, line={"width": 1.2})
+    x, accuracy = _series(evaluations, "validation_rewards_accuracy")
+    figure.add_scatter(x=x, y=accuracy, name="validation", mode="lines+markers", meta={"colour": "c2"})
+    figure.update_yaxes(range=[0, 1.05])
+    return Chart("accuracy", "Accuracy", "Pairs whose chosen completion has the higher reward.", figure)
 
 
 def throughput_chart(steps: Sequence[Record]) -> Chart | None:

@@ -32,6 +32,10 @@ _RANKS_SHOWN = 4
 _NUMBERS = {  # name shown: key of the record and format
     "loss": ("loss", ".4f"),
     "validation": ("validation_loss", ".4f"),
+    "chosen": ("rewards_chosen", ".3f"),
+    "rejected": ("rewards_rejected", ".3f"),
+    "margin": ("rewards_margin", ".3f"),
+    "accuracy": ("rewards_accuracy", ".0%"),
     "norm": ("grad_norm", ".3g"),
     "lr": ("learning_rate", ".2e"),
     "tokens/s": ("tokens_per_second", ".0f"),

@@ -37,7 +37,8 @@ def write_report(output: Path) -> Path:
     """Write OUTPUT/report.html from the files of the run in OUTPUT and return its path."""
     run = _read_run(output / "run.json")
     records = read_metrics(output / "metrics.jsonl")
-    unit = "loss" if _part(run, "job", "model").get("factory") else "nats per token"
+    is_cross_entropy = not _part(run, "job", "model").get("factory") and _part(run, "plan").get("objective") != "dpo"
+    unit = "nats per token" if is_cross_entropy else "loss"
     charts = make_charts(records, _number(_part(run, "result").get("unigram_entropy")), unit)
     template = Template(files("shardwise.observe").joinpath("report.html").read_text(encoding="utf-8"))
     page = template.substitute(

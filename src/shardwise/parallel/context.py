@@ -112,6 +112,8 @@ class ContextParallel:
         inputs["attention_mask"] = self._mask(shard, inputs["input_ids"])
         labels = shard.local(microbatch.labels).masked_fill(shard.positions >= shard.length, IGNORED)
         split = replace(microbatch, inputs=inputs, labels=labels, document_ids=None)
+        if microbatch.completions is not None:
+            split.completions = shard.local(microbatch.completions)
         if microbatch.weights is not None:  # those of padding too: their sum counts samples
             split.weights = shard.local(microbatch.weights).masked_fill(shard.positions >= shard.length, 0)
         return split, shard

@@ -99,6 +99,7 @@ class ParallelModel:
         unsharded: names of trainable parameters that every data rank holds whole, beside sharded ones.
         statistics: the buffers that forwards change; None where the model has none.
         routers: the routers of experts, if there are some.
+        reference: a frozen copy of the model with which a preference loss compares it, if there is one.
     """
 
     parts: list[ModelPart]
@@ -116,6 +117,7 @@ class ParallelModel:
     unsharded: Sequence[str] = ()
     statistics: RunningStatistics | None = None
     routers: ExpertRouters | None = None
+    reference: ParallelModel | None = None
 
     @property
     def module(self) -> nn.Module:
@@ -173,6 +175,7 @@ class ParallelModel:
             seed: 0-dim gradient of each microbatch's summed loss; None for evaluation.
         """
         totals = [torch.zeros(2, dtype=self.accumulation_dtype, device=self.device)]
+        microbatches = objective.prepared(microbatches, step)
         if self.head is not None:
             self.head.seed = 1.0 if seed is None else seed
         routers = self.routers if seed is not None else None
@@ -227,17 +230,32 @@ class ParallelModel:
 
     def _count_routes(self, objective: Objective, microbatches: Sequence[Any], step: int) -> None:
         """Run forward of all microbatches ahead of the step, for what its routers choose. Collective."""
+        assert self.routers is not None
+        self.run_ahead(objective, microbatches, step, lambda microbatch, output: None)
+        self.routers.settle()
+
+    def run_ahead(
+        self, objective: Objective, microbatches: Sequence[Any], step: int, at_end: Callable[[Any, Any], None]
+    ) -> None:
+        """Run forward of all microbatches of a step without gradients. Collective.
+
+        Args:
+            at_end: called on the last stage with each of this rank's microbatches in order, as far as it is here, and
+                the model's output.
+        """
 
         def work(number: int, index: int, boundary_input: Tensor | None) -> Tensor:
             part, (microbatch, sequences) = self.parts[number], self._split(microbatches[index])
             with self.scope(microbatch, step, sequences), torch.no_grad():
-                part.forward(objective.inputs(microbatch), boundary_input)
-                return torch.zeros((), device=self.device) if part.is_last else part.boundary_output()
+                output = part.forward(objective.inputs(microbatch), boundary_input)
+                if not part.is_last:
+                    return part.boundary_output()
+                at_end(microbatch, output)
+                return torch.zeros((), device=self.device)
 
-        assert self.routers is not None
+        self.prepare(objective.inputs(microbatches[0]))
         self.drive(work, len(microbatches), backward=False)
         self.reshard()
-        self.routers.settle()
 
     def scale_router_losses(self, loss_scale: float) -> None:
         """Give the gradients of the routers' losses the factor that all gradients of the next step have."""

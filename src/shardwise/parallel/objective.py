@@ -7,6 +7,7 @@ training/objectives.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -30,6 +31,10 @@ class Objective(Protocol):
 
     needs_whole_batches: bool
 
+    def prepared(self, microbatches: Sequence[Any], step: int) -> Sequence[Any]:
+        """Return the microbatches of a step with what their losses need besides. Collective, ahead of the forwards."""
+        return microbatches
+
     def inputs(self, microbatch: Any) -> dict[str, Any]:
         """Return the keyword arguments of the model's forward."""
         ...
@@ -37,3 +42,14 @@ class Objective(Protocol):
     def loss(self, microbatch: Any, output: Any) -> tuple[Tensor, Tensor]:
         """Return (summed loss, count of what was summed), both 0-dim, of the model's output on the last stage."""
         ...
+
+    def measured(self) -> Tensor | None:
+        """Return sums [K] over what this rank's losses have counted since the last call; None without any.
+
+        K is the same on every rank. Sums of ranks that compute the same loss count once.
+        """
+        return None
+
+    def metrics(self, sums: Sequence[float], count: float) -> Mapping[str, float]:
+        """Return numbers by name, of the `measured` sums of all ranks and of what their losses counted."""
+        return {}

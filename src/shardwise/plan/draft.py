@@ -239,6 +239,11 @@ class Draft:
         asked = self.precision.compute
         return asked if asked != "auto" else {"cuda": "bf16"}.get(self.world.device_type, "fp32")
 
+    @property
+    def normalisation(self) -> str:
+        """The name of what divides the loss (plan/normalisation.py)."""
+        return "pair" if self.job.reads_pairs else self.training.loss_reduction
+
     @cached_property
     def chunked_loss(self) -> bool:
         """True where the head runs inside the loss, so that logits never exist whole."""
@@ -255,7 +260,7 @@ class Draft:
         return AttentionNeeds(
             self.world.device_type,
             self.compute,
-            self.data.isolates_documents or window,
+            self.job.isolates_documents or window,
             layer.bias,
             layer.softcap,
             layer.dropout,

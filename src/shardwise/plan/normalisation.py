@@ -1,4 +1,4 @@
-"""The division of a loss: the one place, for jobs (`token`, `sample`) and for scripts of SMP (`smp_mean`).
+"""The division of a loss: the one place, for jobs (`token`, `sample`, `pair`) and for scripts of SMP (`smp_mean`).
 
 Losses are sums. Their normalisation is the seed of backward, so no gradient is ever divided; reductions are sums too.
 """
@@ -14,7 +14,7 @@ class LossCounts(NamedTuple):
     Attributes:
         tokens: counted labels (rows, where labels are no class ids).
         samples: documents, or rows of conversations, with a counted label (sequences, where these are not isolated);
-            of interest under a mean over samples alone.
+            or pairs of preferences. Of interest under a mean over samples or pairs alone.
         microbatches: of one rank.
         data_ranks: ranks that read different rows.
     """
@@ -74,6 +74,13 @@ class SampleMean(Normalisation):
         return max(counts.samples, 1)
 
 
+class PairMean(SampleMean):
+    """The mean over the pairs of preferences of the step, each of which has one loss."""
+
+    name = "pair"
+    sentence = "sum of the pairs' losses / pairs of all ranks, applied once"
+
+
 class SmpMean(Normalisation):
     """SMP's mean of means: a script's loss is a mean already, averaged over microbatches and data ranks."""
 
@@ -85,5 +92,5 @@ class SmpMean(Normalisation):
         return counts.microbatches * counts.data_ranks
 
 
-TOKEN_MEAN, SAMPLE_MEAN, SMP_MEAN = TokenMean(), SampleMean(), SmpMean()
-NORMALISATIONS: dict[str, Normalisation] = {kind.name: kind for kind in (TOKEN_MEAN, SAMPLE_MEAN, SMP_MEAN)}
+TOKEN_MEAN, SAMPLE_MEAN, PAIR_MEAN, SMP_MEAN = TokenMean(), SampleMean(), PairMean(), SmpMean()
+NORMALISATIONS: dict[str, Normalisation] = {kind.name: kind for kind in (TOKEN_MEAN, SAMPLE_MEAN, PAIR_MEAN, SMP_MEAN)}

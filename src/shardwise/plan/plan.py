@@ -35,6 +35,8 @@ from shardwise.plan.rules import check
 
 __all__ = ["Dtypes", "Plan", "World", "collective_algorithm", "precheck", "resolve"]
 
+REFERENCE_OBJECTIVES = ("dpo",)  # whose loss compares with a model that is not trained
+
 
 @dataclass(frozen=True)
 class Dtypes:
@@ -66,7 +68,7 @@ class Plan:
     accumulation: int  # microbatches of one step on each rank
     warmup_steps: int  # of the learning rate
     backend: str  # "gloo" | "shardwise" | "nccl"
-    objective: str  # "pretraining" | "sft"
+    objective: str  # "pretraining" | "sft" | "dpo"
     normalisation: str  # the name of one of plan/normalisation.py
     sequence_parallel: bool  # hidden states are in parts between the split layers of blocks
     zero1: bool  # parameters gathered through the step; gradients' reduction and optimizer state sharded
@@ -79,6 +81,7 @@ class Plan:
     balancing_coefficient: float = 0.0  # of the routers' balancing loss over the step; 0: there is none
     collectives: str = "flat"  # how they cross hosts: flat, two_level, direct or measured
     context_method: str = ""  # how attention reaches the other parts of a sequence; empty where it is whole
+    reference: str = ""  # of a preference loss: "adapters_off" | "copy"; empty where the objective has none
 
     @property
     def data_ranks(self) -> int:
@@ -232,7 +235,7 @@ def resolve(job: Job, world: World, facts: ModelFacts, training_sequences: int |
         backend=_backend(draft, rules),
         collectives=_collectives(draft, rules),
         objective=_objective(draft, rules),
-        normalisation=draft.training.loss_reduction,
+        normalisation=draft.normalisation,
         sequence_parallel=draft.sequence_parallel,
         zero1=draft.zero1,
         chunked_loss=draft.chunked_loss,
@@ -242,6 +245,7 @@ def resolve(job: Job, world: World, facts: ModelFacts, training_sequences: int |
         exact_dropout=draft.exact_dropout,
         balancing_coefficient=_balancing(draft, rules),
         context_method=_context_method(draft, rules),
+        reference=_reference(draft, rules),
         **_batch(draft, rules),
         rules=rules | _switch_rules(draft),
     )
@@ -363,7 +367,17 @@ def _objective(draft: Draft, rules: dict[str, str]) -> str:
         rules["objective"] = "training.objective given"
         return asked
     rules["objective"] = f"training.objective auto: data.format {draft.data.format}"
-    return "sft" if draft.data.has_rows else "pretraining"
+    return draft.job.objective
+
+
+def _reference(draft: Draft, rules: dict[str, str]) -> str:
+    if draft.job.objective not in REFERENCE_OBJECTIVES:
+        return ""
+    if draft.adapter.kind != "none" and not draft.adapter.modules_to_save:
+        rules["reference"] = "the model under the adapters, which is run without them ahead of each step"
+        return "adapters_off"
+    rules["reference"] = "the model as training starts, a frozen copy sharded alike, run ahead of each step"
+    return "copy"
 
 
 def _backend(draft: Draft, rules: dict[str, str]) -> str:
@@ -402,7 +416,7 @@ def _switch_rules(draft: Draft) -> dict[str, str]:
     chunk, asked = draft.memory.loss_chunk_tokens, draft.parallel.shard_optimizer_state
     chunked = f"head {draft.facts.head!r} runs inside the loss, on {chunk} rows at once"
     return {
-        "normalisation": NORMALISATIONS[draft.training.loss_reduction].sentence,
+        "normalisation": NORMALISATIONS[draft.normalisation].sentence,
         "sequence_parallel": f"sequence_parallel is {_on(draft.parallel.sequence_parallel)}, "
         f"{draft.parallel.tensor_parallel_degree} tensor ranks",
         "zero1": f"shard_optimizer_state is {_on(asked)}, {draft.data_axis} data ranks",

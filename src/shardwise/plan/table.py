@@ -83,5 +83,7 @@ def _rows(plan: Plan) -> Iterator[tuple[str, object]]:
     if plan.float8:
         gathered = ", gathered too" if plan.gathers_float8 else ""
         yield "float8", f"{plan.job.precision.fp8}, {plan.job.precision.fp8_scaling}{gathered}"
+    if plan.reference:
+        yield "reference", plan.reference
     for key in ("objective", "normalisation", "sequence_parallel", "zero1", "chunked_loss"):
         yield key, getattr(plan, key)

@@ -22,6 +22,7 @@ SIGNATURES: tuple[tuple[set[str], Callable[[Evidence], Diagnosis | None]], ...] 
     (GRADIENT | {"parameter"}, gradients.broken_ties),
     (GRADIENT | {"loss", "norm"}, gradients.not_finite),
     (GRADIENT | {"loss"}, gradients.adapter_scaled_twice),
+    (GRADIENT | {"loss"}, gradients.reference_not_frozen),
     (GRADIENT, gradients.unreduced_replicas),
     (GRADIENT, gradients.local_means),
     (GRADIENT, gradients.one_scale),

@@ -34,11 +34,13 @@ from shardwise.observe.memory import LiveBytes
 from shardwise.parallel.apply import parallelize
 from shardwise.parallel.layout import Layout
 from shardwise.parallel.model import ParallelModel
+from shardwise.parallel.objective import Objective
 from shardwise.plan.plan import Plan, World, resolve
 from shardwise.planner.formulas.memory import estimate
 from shardwise.planner.formulas.memory_estimate import MemoryEstimate
 from shardwise.training.objectives.choose import make_objective
 from shardwise.training.optimizer import ShardedOptimizer
+from shardwise.training.reference import frozen_copy, needs_copy
 
 FAKE = "fake"
 STEPS = 2  # the first makes the optimizer's state
@@ -167,19 +169,22 @@ def _trace(plan: Plan, layout: Layout, facts: ModelFacts) -> tuple[int, int]:
     device = torch.device("cpu")
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     model = parallelize(build_model(plan.job), plan, layout, facts, device, lambda: fake)
+    if needs_copy(plan):
+        model.reference = frozen_copy(model, lambda: fake)
+    modules = [part.module for each in (model, model.reference) if each is not None for part in each.parts]
     with fake:
-        optimizer = ShardedOptimizer.of(model)
-        with _Trace(*(part.module for part in model.parts), optimizer.inner) as trace:
+        optimizer, objective = ShardedOptimizer.of(model), make_objective(model)
+        with _Trace(*modules, optimizer.inner) as trace:
             for step in range(STEPS):
                 trace.measuring = step == STEPS - 1
-                _step(model, optimizer)
+                _step(model, objective, optimizer)
     return trace.peak, trace.operators
 
 
-def _step(model: ParallelModel, optimizer: ShardedOptimizer) -> None:
+def _step(model: ParallelModel, objective: Objective, optimizer: ShardedOptimizer) -> None:
     """Run `train_step` less what only moves numbers: control, norm, and their all-reduces."""
     batches = [_batch(model.plan) for _ in range(model.plan.accumulation)]
-    model.run(make_objective(model), batches, 0, torch.empty((), dtype=model.accumulation_dtype))
+    model.run(objective, batches, 0, torch.empty((), dtype=model.accumulation_dtype))
     optimizer.step()
     optimizer.zero_grad()
 
@@ -187,10 +192,12 @@ def _step(model: ParallelModel, optimizer: ShardedOptimizer) -> None:
 def _batch(plan: Plan) -> Batch:
     rows, length = plan.microbatch, plan.sequence_length
     tokens = torch.empty(rows, length, dtype=torch.int64)
-    isolated = plan.job.data.isolates_documents
+    isolated = plan.job.isolates_documents
     inputs = {"input_ids": tokens} | ({"position_ids": torch.empty_like(tokens)} if isolated else {})
     documents = torch.empty_like(tokens) if isolated else None
-    return Batch(inputs, torch.empty_like(tokens), torch.empty(rows, dtype=torch.int64), documents)
+    completions = torch.empty_like(tokens) if plan.job.reads_pairs else None
+    counters = torch.empty(rows, dtype=torch.int64)
+    return Batch(inputs, torch.empty_like(tokens), counters, documents, completions=completions)
 
 
 class _Trace(LiveBytes):

@@ -17,7 +17,7 @@ from shardwise.testing.batch_check import Misread
 from shardwise.testing.capture import Captured
 from shardwise.testing.comparison import Tolerances, Update, compare_tensors, compare_updates
 from shardwise.testing.module_trace import ModuleTrace
-from shardwise.testing.oracle import Oracle, Snapshot, Twist, UpdateTwist
+from shardwise.testing.oracle import Oracle, Snapshot, Twist, UpdateTwist, counts_samples
 
 MOST_PARTS = 128  # microbatches of all ranks in one step; each costs a backward of the oracle
 ELEMENTS = 2000  # of each tensor that the fit looks at
@@ -77,7 +77,7 @@ class Evidence:
     @cached_property
     def counts(self) -> dict[Part, int]:
         """Return what the loss of each part is summed over: counted labels, or samples."""
-        by_sample = self.plan.job.training.loss_reduction == "sample"
+        by_sample = counts_samples(self.plan.job)
         rows = {(rank, number): self.oracle.source.rows(own) for rank, number, own in self.parts}
         return {part: len(own.samples()) if by_sample else own.count() for part, own in rows.items()}
 

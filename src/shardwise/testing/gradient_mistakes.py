@@ -153,6 +153,14 @@ def adapter_scaled_twice(evidence: Evidence) -> Diagnosis | None:
     return Diagnosis("adapter_scaled_twice", "the adapters' product is multiplied by alpha / rank twice")
 
 
+def reference_not_frozen(evidence: Evidence) -> Diagnosis | None:
+    """Let the oracle compare the model with itself as it is now."""
+    if not evidence.plan.reference or not evidence.reproduces(Twist(reference_moves=True)):
+        return None
+    sentence = "the reference of the preference loss is the model as it is now, not as training began"
+    return Diagnosis("reference_not_frozen", sentence)
+
+
 def batch_mistake(evidence: Evidence) -> Diagnosis | None:
     """Let the oracle make the mistake itself."""
     job, step = evidence.plan.job, evidence.step
@@ -165,7 +173,7 @@ def batch_mistake(evidence: Evidence) -> Diagnosis | None:
     if job.training.label_smoothing:
         sentence = "training.label_smoothing is not in the loss"
         hypotheses.append((Twist(no_smoothing=True), "missing_smoothing", sentence))
-    if job.data.isolates_documents:
+    if job.isolates_documents:
         hypotheses.append((Twist(leak_documents=True), "leaked_document", "attention crosses documents"))
     hypotheses += [
         (Twist(dropout_step=other), "stale_dropout", f"dropout has the masks of step {other}")

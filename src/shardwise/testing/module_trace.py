@@ -75,6 +75,8 @@ def trace_step(session: Session, batches: Sequence[Any], ours: Captured) -> tupl
             entry.local.copy_(ours.weights[entry.name])
     run.model.reshard()
     scale = ours.loss_scale / max(ours.count, 1)  # as in training, within the range of fp16
+    # A reference runs ahead, without hooks: it may be this model.
+    batches = run.objective.prepared([batch.to(run.model.device) for batch in batches], ours.step)
     with ExitStack() as stack:
         for part in run.model.parts if not run.plan.job.model.compile else ():
             absent = part.boundary.absent if part.boundary is not None else ()
@@ -92,7 +94,7 @@ def _run_backward(run: AssembledJob, batches: Sequence[Any], step: int, scale: f
     """Run forward and backward of the summed loss, times `scale`."""
     model = run.model
     seed = torch.tensor(scale, dtype=model.accumulation_dtype, device=model.device)
-    model.run(run.objective, [batch.to(model.device) for batch in batches], step, seed)
+    model.run(run.objective, batches, step, seed)
 
 
 @contextmanager

@@ -32,6 +32,7 @@ from shardwise.model.build import load_config
 from shardwise.testing.oracle_adapters import adapt, scaled_twice
 from shardwise.testing.oracle_data import NOT_COUNTED, Rows, Source
 from shardwise.testing.oracle_dropout import OracleDropout
+from shardwise.testing.oracle_preference import preference_loss
 from shardwise.testing.oracle_routers import RouterReference
 from shardwise.testing.start_check import distributions
 
@@ -54,6 +55,7 @@ class Twist:
         scales_adapters_twice: the product of adapters.
         balancing: factor of the routers' balancing loss.
         balanced_apart: groups of samples, each with a balancing loss of its own; they are summed.
+        reference_moves: the reference model of a preference loss is the one that is trained, as it is now.
     """
 
     shift_labels: int = 0
@@ -66,6 +68,7 @@ class Twist:
     scales_adapters_twice: bool = False
     balancing: float = 1.0
     balanced_apart: tuple[tuple[int, ...], ...] = ()
+    reference_moves: bool = False
 
 
 @dataclass(frozen=True)
@@ -139,8 +142,22 @@ class Oracle:
             for parameter in live.values():
                 parameter.data = parameter.data.to(self.compute)
         self.live = live
+        self.reference = self._reference() if self.job.reads_pairs else None
         self.weights = {}
         self.optimizer = _optimizer(self.job.optimizer, self.parameters, self.ties)
+
+    @torch.no_grad()
+    def _reference(self) -> nn.Module:
+        """Return the model with which a preference loss compares: untouched, with the weights of the start."""
+        model = _build(self.job, self.eager).to(self.master)
+        for name, parameter in model.named_parameters():
+            parameter.copy_(self.weights[name]).requires_grad_(False)
+            parameter.data = parameter.data.to(self.compute)
+        return model.eval()
+
+    def models(self) -> list[nn.Module]:
+        """Return the model, and the reference model where there is one."""
+        return [self.model, *([] if self.reference is None else [self.reference])]
 
     def rebuilt_buffers(self) -> dict[str, Tensor]:
         """Return the buffers of the model built once more: those that are drawn differ."""
@@ -163,7 +180,7 @@ class Oracle:
         """Mean loss of the step; `gradients` hold that of the step's samples, or of only some (same normalisation)."""
         everything = self.rows_of(step)
         whole = self.source.rows(everything)
-        total = len(whole.samples()) if self.job.training.loss_reduction == "sample" else whole.count()
+        total = len(whole.samples()) if counts_samples(self.job) else whole.count()
         chosen = everything if counters is None else list(counters)
         size = 1  # of sums in 16 bits: what more sequences add up to is summed in the master's dtype, by `_collect`
         if self.compute.itemsize > 2:
@@ -191,7 +208,7 @@ class Oracle:
     def evaluate(self, microbatches: Sequence[Rows]) -> float:
         """Return the mean loss of some rows, without dropout and without what training adds to the loss."""
         twist = Twist(no_dropout=True, no_z_loss=True, no_smoothing=True)
-        by_sample = self.job.training.loss_reduction == "sample"
+        by_sample = counts_samples(self.job)
         count = sum(len(rows.samples()) if by_sample else rows.count() for rows in microbatches)
         return sum(float(self._loss(rows, 0, twist)) for rows in microbatches) / max(count, 1)
 
@@ -236,6 +253,8 @@ class Oracle:
                 output = self.model(**inputs, **({"output_router_logits": True} if self.routers.has_loss else {}))
             logits, self._router_logits = output.logits, getattr(output, "router_logits", None) or ()
         assert rows.labels is not None
+        if self.reference is not None:
+            return self._preference_loss(rows, inputs, logits, twist)
         wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
         flat, targets = logits.reshape(-1, logits.shape[-1]).to(wide), rows.labels.reshape(-1)
         training = self.job.training
@@ -248,6 +267,15 @@ class Oracle:
         if training.loss_reduction == "sample":
             return torch.stack([losses[place.flatten()].mean() for place in rows.samples()] or [losses.sum()]).sum()
         return losses.sum()
+
+    def _preference_loss(self, rows: Rows, inputs: dict[str, Any], logits: Tensor, twist: Twist) -> Tensor:
+        """Summed loss of the pairs of `rows`, with the reference's forward."""
+        assert self.reference is not None
+        model = self.model if twist.reference_moves else self.reference
+        model.train(False)
+        with torch.no_grad(), _whole_alibi(model):
+            frozen = model(**inputs).logits
+        return preference_loss(rows, logits, frozen, self.job.training.dpo)
 
     def _decoded(self, labels: Any) -> Tensor:
         """[B, T] ids that the decoder reads, by the model's own rule if it has one outside of its forward."""
@@ -508,4 +536,9 @@ def _twisted(rows: Rows, twist: Twist) -> Rows:
         labels = labels.roll(twist.shift_labels, dims=1)
     if twist.leak_documents and documents is not None:
         documents = torch.zeros_like(documents)
-    return Rows(rows.inputs, labels, rows.counters, documents)
+    return Rows(rows.inputs, labels, rows.counters, documents, rows.completions)
+
+
+def counts_samples(job: Job) -> bool:
+    """Return whether a loss is divided by samples or pairs, in the place of tokens."""
+    return job.training.loss_reduction == "sample" or job.reads_pairs

@@ -29,12 +29,16 @@ KEPT = 1024  # samples that are kept, since a step is read several times
 
 @dataclass
 class Rows:
-    """Samples of one step: model inputs, aligned labels, global sample counters, document numbers."""
+    """Samples of one step: model inputs, aligned labels, global sample counters, document numbers.
+
+    `completions`, of preferences, numbers those of a row: 2k is the chosen one of pair k, 2k + 1 the rejected one.
+    """
 
     inputs: dict[str, Tensor]
     labels: Tensor | None
     counters: list[int]
     documents: Tensor | None = None
+    completions: Tensor | None = None
 
     def count(self) -> int:
         """Labels that count, or rows where there are no labels or they are floats."""
@@ -43,11 +47,12 @@ class Rows:
         return int((self.labels != NOT_COUNTED).sum())
 
     def samples(self) -> list[Tensor]:
-        """Return for each document, or row where there are none, the [B, S] positions of its labels that count."""
+        """Return for each pair, document, or row without them, the [B, S] positions of its labels that count."""
         assert self.labels is not None
         counted = self.labels != NOT_COUNTED
         row = torch.arange(len(counted)).unsqueeze(1)
         documents = torch.zeros_like(self.labels) if self.documents is None else self.documents
+        documents = documents if self.completions is None else self.completions // 2
         places = [(row == r) & (documents == d) & counted for r in row[:, 0] for d in documents[r].unique()]
         return [place for place in places if place.any()]
 

@@ -6,7 +6,7 @@ order of sums, is about as far from either.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -51,7 +51,7 @@ def rounded_step(oracle: Oracle, step: int, dtype: torch.dtype) -> RoundedStep:
             wide_loss, wide = oracle.backward(step), oracle.gradients
         return RoundedStep(loss, narrow, wide, abs(loss - wide_loss), _distances(narrow, wide, dtype))
     with _rounded_weights(oracle, dtype):
-        with _rounded_outputs(oracle.model, dtype):
+        with _rounded_outputs(oracle.models(), dtype):
             loss, narrow = oracle.backward(step), oracle.gradients
         wide_loss, wide = oracle.backward(step), oracle.gradients
     return RoundedStep(wide_loss, wide, wide, abs(loss - wide_loss), _distances(narrow, wide, dtype))
@@ -77,28 +77,30 @@ def _distances(narrow: Mapping[str, Tensor], wide: Mapping[str, Tensor], dtype: 
 def _widened(oracle: Oracle) -> Iterator[None]:
     """Compute in the master's dtype inside, with the weights as they are."""
     compute, oracle.compute = oracle.compute, oracle.master
-    narrow = {name: parameter.data for name, parameter in oracle.live.items()}
-    for parameter in oracle.live.values():
+    parameters = [parameter for model in oracle.models() for parameter in model.parameters()]
+    narrow = [parameter.data for parameter in parameters]
+    for parameter in parameters:
         parameter.data = parameter.data.to(oracle.master)
     try:
         yield
     finally:
         oracle.compute = compute
-        for name, parameter in oracle.live.items():
-            parameter.data = narrow[name]
+        for parameter, data in zip(parameters, narrow, strict=True):
+            parameter.data = data
 
 
 @contextmanager
 def _rounded_weights(oracle: Oracle, dtype: torch.dtype) -> Iterator[None]:
     """Compute with weights rounded to `dtype` inside; the optimizer's own are as before afterwards."""
-    whole = {name: parameter.data for name, parameter in oracle.live.items()}
-    for parameter in oracle.live.values():
+    parameters = [parameter for model in oracle.models() for parameter in model.parameters()]
+    whole = [parameter.data for parameter in parameters]
+    for parameter in parameters:
         parameter.data = parameter.data.to(dtype).to(parameter.dtype)
     try:
         yield
     finally:
-        for name, parameter in oracle.live.items():
-            parameter.data = whole[name]
+        for parameter, data in zip(parameters, whole, strict=True):
+            parameter.data = data
 
 
 class _WithoutNarrowing(TorchFunctionMode):
@@ -151,7 +153,7 @@ class _Rounding(torch.autograd.Function):
 
 
 @contextmanager
-def _rounded_outputs(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+def _rounded_outputs(models: Sequence[nn.Module], dtype: torch.dtype) -> Iterator[None]:
     """Round the outputs of modules without children inside."""
 
     def rounded(module: nn.Module, inputs: Any, output: Any) -> Any:
@@ -159,7 +161,7 @@ def _rounded_outputs(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
             return output
         return _Rounding.apply(output, dtype)
 
-    leaves = [module for module in model.modules() if next(module.children(), None) is None]
+    leaves = [module for model in models for module in model.modules() if next(module.children(), None) is None]
     handles = [module.register_forward_hook(rounded) for module in leaves]
     try:
         yield

@@ -26,6 +26,7 @@ from shardwise.job.schema import Job
 from shardwise.testing.oracle_data import NOT_COUNTED, Rows, mixed
 
 Row = tuple[list[int], list[bool]]  # token ids, and which are trained on
+Sample = list[Row]  # one row; of preferences that are trained on as such two, chosen and rejected
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "observation": "tool"}
 ROLES |= {"function_call": "assistant", "function_response": "tool"}
 
@@ -38,17 +39,28 @@ class RowSource:
         self.tokenizer: Any = AutoTokenizer.from_pretrained(tokenizer_directory)
         template = job.data.chat_template
         self.template = None if template is None else Path(template).read_text(encoding="utf-8")
-        rows = [self._tokenized(row) for row in _rows_of_files(job)][: job.data.max_documents]
-        self.sequences = self._placed([self._cut(row) for row in self._training_rows(list(filter(self._stays, rows)))])
+        samples = [self._sample(row) for row in _rows_of_files(job)][: job.data.max_documents]
+        training = self._training_samples(list(filter(self._stays, samples)))
+        self.sequences = self._placed([self._cut(sample) for sample in training])
 
-    def _cut(self, row: Row) -> Row:
-        """The row, or as much of it as a sequence holds where it may be cut."""
-        length = self.length if self.job.data.truncation else len(row[0])
-        return row[0][:length], row[1][:length]
+    def _sample(self, row: dict[str, Any]) -> Sample:
+        if not self.job.reads_pairs:
+            return [self._tokenized(row, "chosen", "rejected")]
+        return [self._tokenized(row, "chosen", "rejected"), self._tokenized(row, "rejected", "chosen")]
 
-    def _stays(self, row: Row) -> bool:
-        ids, trained = self._cut(row)
-        return any(trained[1:]) and len(ids) <= self.length
+    def _cut(self, sample: Sample) -> Sample:
+        """The sample, or as much of it as a sequence holds where it may be cut."""
+        if not self.job.data.truncation:
+            return sample
+        room = [self.length]
+        if len(sample) == 2:
+            sizes = [len(ids) for ids, _ in sample]
+            room = [max(self.length // 2, self.length - other) for other in reversed(sizes)]
+        return [(ids[:most], trained[:most]) for (ids, trained), most in zip(sample, room, strict=True)]
+
+    def _stays(self, sample: Sample) -> bool:
+        cut = self._cut(sample)
+        return all(any(trained[1:]) for _, trained in cut) and _size(cut) <= self.length
 
     def rows(self, counters: Sequence[int]) -> Rows:
         """Return the samples of these counters."""
@@ -58,6 +70,8 @@ class RowSource:
             for key in ("input_ids", "labels", "position_ids", "documents")
         }
         labels, documents = stacked.pop("labels"), stacked.pop("documents")
+        if self.job.reads_pairs:
+            return Rows(stacked, labels, list(counters), documents, documents)
         if self.job.data.packing:
             return Rows(stacked, labels, list(counters), documents)
         del stacked["position_ids"]
@@ -76,33 +90,35 @@ class RowSource:
             columns["documents"] += [number] * len(ids)
         return columns
 
-    def _training_rows(self, rows: list[Row]) -> list[Row]:
-        """The rows that are not held out, by ascending draw, which is of the whole row."""
-        draws = [mixed(mixed(self.seed) ^ xxhash.xxh3_64_intdigest(np.array(ids, "<i4").tobytes())) for ids, _ in rows]
-        ranked = sorted(range(len(rows)), key=lambda number: (draws[number], number))
-        held_out = max(1, int(len(rows) * self.job.data.validation_fraction))
+    def _training_samples(self, samples: list[Sample]) -> list[Sample]:
+        """The samples that are not held out, by ascending draw, which is of the first row, whole."""
+        first = [np.array(sample[0][0], "<i4").tobytes() for sample in samples]
+        draws = [mixed(mixed(self.seed) ^ xxhash.xxh3_64_intdigest(ids)) for ids in first]
+        ranked = sorted(range(len(samples)), key=lambda number: (draws[number], number))
+        held_out = max(1, int(len(samples) * self.job.data.validation_fraction))
         if self.job.data.validation_split == "place":
-            return [rows[number] for number in ranked if number < len(rows) - held_out]
-        return [rows[number] for number in ranked[held_out:]]
+            return [samples[number] for number in ranked if number < len(samples) - held_out]
+        return [samples[number] for number in ranked[held_out:]]
 
-    def _placed(self, rows: list[Row]) -> list[list[Row]]:
-        """The rows of each sequence: each in the first that has room."""
+    def _placed(self, samples: list[Sample]) -> list[list[Row]]:
+        """The rows of each sequence: each sample in the first that has room."""
         sequences: list[list[Row]] = []
-        for row in rows:
-            used = [sum(len(ids) for ids, _ in sequence) for sequence in sequences] if self.job.data.packing else []
-            place = next((i for i, tokens in enumerate(used) if tokens + len(row[0]) <= self.length), len(sequences))
+        for sample in samples:
+            used = [_size(sequence) for sequence in sequences] if self.job.data.packing else []
+            place = next((i for i, tokens in enumerate(used) if tokens + _size(sample) <= self.length), len(sequences))
             if place == len(sequences):
                 sequences.append([])
-            sequences[place].append(row)
+            sequences[place] += sample
         return sequences
 
     # --- tokens and masks
 
-    def _tokenized(self, row: dict[str, Any]) -> Row:
-        after = row["chosen"] if self.job.data.format == "preference" else row.get("completion")
+    def _tokenized(self, row: dict[str, Any], side: str, other: str) -> Row:
+        """A row's tokens; of preferences those of the completion in column `side`."""
+        after = row[side] if self.job.data.format == "preference" else row.get("completion")
         if isinstance(after, str):
             return self._text_pair(row["prompt"], after)
-        prompt, messages = _messages_of(row, after)
+        prompt, messages = _messages_of(row, after, row.get(other, []))
         tools = json.loads(row["tools"]) if isinstance(row.get("tools"), str) else row.get("tools")
         return self._conversation(messages, prompt, tools or None)
 
@@ -155,7 +171,11 @@ def _without_runs(mask: list[bool], count: int) -> list[bool]:
     return kept
 
 
-def _messages_of(row: dict[str, Any], after: Any) -> tuple[int, list[dict[str, Any]]]:
+def _size(rows: list[Row]) -> int:
+    return sum(len(ids) for ids, _ in rows)
+
+
+def _messages_of(row: dict[str, Any], after: Any, other_completion: Any) -> tuple[int, list[dict[str, Any]]]:
     """(number of first messages that are a prompt, all messages)."""
     if after is None:
         messages = [_message(each) for each in row.get("messages") or row["conversations"]]
@@ -165,7 +185,7 @@ def _messages_of(row: dict[str, Any], after: Any) -> tuple[int, list[dict[str, A
     if isinstance(row.get("prompt"), list) and messages[0]["role"] == "assistant":
         before = [_message(each) for each in row["prompt"]]
         return len(before), [*before, *messages]
-    other = [_message(each) for each in row.get("rejected", [])]
+    other = [_message(each) for each in other_completion]
     return next(number for number, pair in enumerate(zip(messages, other)) if pair[0] != pair[1]), messages
 
 

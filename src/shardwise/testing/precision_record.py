@@ -123,6 +123,10 @@ class _RecordedObjective(Objective):
         self.objective, self.record = objective, record
         self.needs_whole_batches = objective.needs_whole_batches
 
+    def prepared(self, microbatches: Sequence[Any], step: int) -> Sequence[Any]:
+        """Return what the objective makes of them."""
+        return self.objective.prepared(microbatches, step)
+
     def inputs(self, microbatch: Any) -> dict[str, Any]:
         """Return what the objective gives."""
         return self.objective.inputs(microbatch)
@@ -145,10 +149,11 @@ def _record_expected_loss(
     """Take the summed loss by torch's cross-entropy in fp64 of the logits, or of hidden states before the head.
 
     Products with the head are in the compute dtype, as everywhere. Nothing is taken where ranks share the vocabulary,
-    or samples count in the place of labels.
+    or samples or pairs count in the place of labels.
     """
-    head, training = objective.model.head, objective.model.plan.job.training
-    if (head is not None and head.vocabulary is not None) or training.loss_reduction == "sample":
+    head, plan = objective.model.head, objective.model.plan
+    training = plan.job.training
+    if (head is not None and head.vocabulary is not None) or plan.normalisation != "token":
         return
     plain, smoothed, squares = _loss_terms(head, training.label_smoothing, labels, output.detach())
     record.expected_loss = smoothed + training.z_loss * squares

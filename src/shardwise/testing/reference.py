@@ -343,7 +343,8 @@ def rows_of(batch: Batch) -> Rows:
     inputs = {name: value[real] for name, value in batch.inputs.items()}
     labels = None if batch.labels is None else batch.labels[real]
     documents = None if batch.document_ids is None else batch.document_ids[real]
-    return Rows(inputs, labels, batch.rows[real].tolist(), documents)
+    completions = None if batch.completions is None else batch.completions[real]
+    return Rows(inputs, labels, batch.rows[real].tolist(), documents, completions)
 
 
 def compare_clipping(plan: Plan, ours: Captured) -> list[Difference]:

@@ -138,7 +138,8 @@ class Summary(Callback):
             session.note(
                 f"skipped          {result['skipped']} of {result['steps']} steps: loss or gradients were not finite"
             )
-        unit = "" if session.job.model.factory else " nats a token"  # another's loss is counted in what it likes
+        is_cross_entropy = not session.job.model.factory and not session.job.reads_pairs
+        unit = " nats a token" if is_cross_entropy else ""  # another loss is counted in what it likes
         session.note(f"validation loss  {result['validation_loss']:.4f}{unit}")
         for name, value in result["metrics"].items():
             if name not in ("validation_loss", "training_loss"):

@@ -57,7 +57,7 @@ from shardwise.training.optimizer import ShardedOptimizer, learning_rate
 from shardwise.training.own_batches import Microbatch, as_batches, objective_for, rows_of_all_ranks
 from shardwise.training.recent_loss import RecentLoss
 from shardwise.training.setup import AssembledJob, assemble, prepare_data, study
-from shardwise.training.step import StepResult, evaluate, train_step
+from shardwise.training.step import EvaluationResult, StepResult, evaluate, train_step
 from shardwise.training.step_record import step_record
 
 
@@ -293,18 +293,18 @@ class Session:
         if batches is None:
             batches = assembled.evaluation(assembled.data.validation)
         with objective_for(assembled, loss_function) as objective:
-            loss = self._mean_loss(objective, batches)
-            losses = {
-                f"validation_loss/{name}": self._mean_loss(objective, assembled.evaluation(split))
-                for name, split in splits.items()
-            }
-        self.progress = self.progress.model_copy(update={"validation_loss": loss})
+            validation = self._evaluated(objective, batches)
+            sets = {name: self._evaluated(objective, assembled.evaluation(split)) for name, split in splits.items()}
+        self.progress = self.progress.model_copy(update={"validation_loss": validation.loss})
         compared = {} if self._recent.mean is None else {"training_loss": self._recent.mean}
         matches = self._exact_matches() if is_own else {}
-        self.evaluated = {"step": self.progress.step, "validation_loss": loss, **losses, **matches, **compared}
+        numbers = _named("", validation)
+        for name, result in sets.items():
+            numbers |= _named(f"/{name}", result)
+        self.evaluated = {"step": self.progress.step, **numbers, **matches, **compared}
         self.callbacks.call("on_evaluation", self, self.evaluated)
         self._judge(self.evaluated)
-        return loss
+        return validation.loss
 
     def _exact_matches(self) -> dict[str, float]:
         """Return what the job's `evaluation.answers` come to."""
@@ -313,7 +313,7 @@ class Session:
             return {}
         return exact_matches(self.model, data.validation, data.sets, count)
 
-    def _mean_loss(self, objective: Objective, batches: Iterable[Sequence[Microbatch]]) -> float:
+    def _evaluated(self, objective: Objective, batches: Iterable[Sequence[Microbatch]]) -> EvaluationResult:
         steps = [as_batches(microbatches, self.assembled, self._samples) for microbatches in batches]
         return evaluate(self.model, objective, steps)
 
@@ -516,6 +516,12 @@ def _job_of(
             sizes["data.sequence_length"] = first.shape[1]
         job = load_job(job, sizes)
     return with_format(after_restart(job))
+
+
+def _named(suffix: str, result: EvaluationResult) -> Record:
+    """Return the numbers of an evaluation as its record has them."""
+    numbers = {"loss": result.loss, **result.metrics}
+    return {f"validation_{name}{suffix}": value for name, value in numbers.items()}
 
 
 def _names_data(job: Job) -> bool:

@@ -37,6 +37,7 @@ from shardwise.training.given_model import GivenModel, place_weights, take_const
 from shardwise.training.init import initialize, match_weight_file, match_weights, read_weight_file
 from shardwise.training.objectives.choose import make_objective
 from shardwise.training.optimizer import ShardedOptimizer
+from shardwise.training.reference import frozen_copy, needs_copy
 
 
 @dataclass
@@ -166,6 +167,9 @@ def assemble(
         initialize(model, seed)
     else:
         model = _place_given(given, plan, layout, facts, device)
+    if needs_copy(plan):
+        model.reference = frozen_copy(model)
+        initialize(model.reference, seed)
     objective = make_objective(model)
     if objective.needs_whole_batches and data is not None:
         check_whole_batches(plan, data)

@@ -52,6 +52,8 @@ def state_table(assembled: AssembledJob) -> Table:
     table.add_row("compute", dtypes.compute, "gathered a block at a time" if model.fsdp_modules else "in place")
     table.add_row("gradients", dtypes.reduction, f"{optimizer.gradient_bytes:,}")
     table.add_row(f"optimizer ({assembled.plan.job.optimizer.name})", dtypes.optimizer, f"{optimizer.state_bytes():,}")
+    if model.reference is not None:
+        table.add_row("reference (frozen)", dtypes.parameters, f"{_bytes(model.reference.tensor_map):,}")
     table.add_row("loss", dtypes.loss, "")
     return table
 
@@ -59,10 +61,12 @@ def state_table(assembled: AssembledJob) -> Table:
 def state_bytes(assembled: AssembledJob) -> dict[str, int]:
     """Return what this rank holds between steps, measured, by the causes of the planner's prediction."""
     gradients = sum(gradient.numel() * gradient.element_size() for _, gradient in assembled.optimizer.gradients())
+    reference = assembled.model.reference
     return {
         "parameters": _bytes(assembled.model.tensor_map),
         "gradients": gradients,
         "optimizer": assembled.optimizer.state_bytes(),
+        "reference": 0 if reference is None else _bytes(reference.tensor_map),
     }
 
 

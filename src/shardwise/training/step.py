@@ -6,8 +6,8 @@ normalisation is the seed of backward; one all-reduce after backward carries gra
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -47,6 +47,7 @@ class StepResult:
         failed: some rank's last checkpoint failed.
         data_hash: of the step's samples, equal on every layout.
         routers: use of the experts in the step; None for a model without watched routers.
+        metrics: what the objective measures beside its loss, by name.
     """
 
     loss: float
@@ -58,6 +59,34 @@ class StepResult:
     failed: bool = False
     data_hash: int = 0
     routers: RouterTotals | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class EvaluationResult(NamedTuple):
+    """Outcome of one evaluation, equal on every rank.
+
+    Attributes:
+        loss: mean loss of its counted labels, nats.
+        metrics: what the objective measures beside it, by name.
+    """
+
+    loss: float
+    metrics: Mapping[str, float]
+
+
+class ReducedSums(NamedTuple):
+    """Sums over all ranks behind backward.
+
+    Attributes:
+        loss, counted: the losses, and what they are summed over.
+        norm: of the gradients.
+        measured: what the objective has measured; empty without any.
+    """
+
+    loss: Tensor
+    counted: Tensor
+    norm: Tensor
+    measured: Tensor
 
 
 def train_step(
@@ -97,21 +126,20 @@ def train_step(
 
     model.scale_router_losses(scaler.scale)
     totals = model.run(objective, batches, step, seed)
-    loss, counted_labels, norm = reduce_loss_and_norm(model, optimizer, totals, scaler.scale)
+    sums = reduce_loss_and_norm(model, optimizer, totals, scaler.scale, objective.measured())
     if step == 0:
-        _check_count(round(float(counted_labels)), counts.samples)
+        _check_count(round(float(sums.counted)), counts.samples)
 
-    skipped = counts.tokens == 0 or not bool(torch.isfinite(norm))
-    scale = scaler.scale
+    skipped, scale = counts.tokens == 0 or not bool(torch.isfinite(sums.norm)), scaler.scale
     if not skipped:
-        _rescale(optimizer, norm, scale, model.plan.job.optimizer.clip_norm)
+        _rescale(optimizer, sums.norm, scale, model.plan.job.optimizer.clip_norm)
         optimizer.step()
         model.update_router_biases()
     scaler.update(overflow=skipped)
     optimizer.zero_grad()
     return StepResult(
-        normalisation.mean(float(loss), counts),
-        float(norm),
+        normalisation.mean(float(sums.loss), counts),
+        float(sums.norm),
         counts.tokens,
         skipped,
         scale,
@@ -119,11 +147,12 @@ def train_step(
         bool(control.failed),
         control.data_hash,
         None if model.routers is None else model.routers.totals(),
+        objective.metrics(sums.measured.tolist(), counts.samples),
     )
 
 
-def evaluate(model: ParallelModel, objective: Objective, batches: Sequence[Sequence[Batch]]) -> float:
-    """Return the mean loss (nats a label) over global batches, each given as this rank's microbatches."""
+def evaluate(model: ParallelModel, objective: Objective, batches: Sequence[Sequence[Batch]]) -> EvaluationResult:
+    """Return the mean loss and the metrics over global batches, each given as this rank's microbatches."""
     model.train(False)
     normalisation = NORMALISATIONS[model.plan.normalisation]
     totals = torch.zeros(2, dtype=model.accumulation_dtype, device=model.device)
@@ -132,12 +161,15 @@ def evaluate(model: ParallelModel, objective: Objective, batches: Sequence[Seque
         totals += model.run(objective, on_device, step=0).to(totals.dtype)
     model.reshard()
     model.meet()
+    measured = objective.measured()
+    totals = totals if measured is None else torch.cat([totals, measured.to(totals)])
     totals *= model.contributes
     with EVALUATION:
         dist.all_reduce(totals)
     model.train()
-    total, count = totals.tolist()
-    return normalisation.mean(total, LossCounts(tokens=round(count), samples=round(count)))
+    total, count, *sums = totals.tolist()
+    loss = normalisation.mean(total, LossCounts(tokens=round(count), samples=round(count)))
+    return EvaluationResult(loss, objective.metrics(sums, round(count)))
 
 
 def weighted(batches: Sequence[Batch], normalisation: Normalisation) -> Sequence[Batch]:
@@ -173,19 +205,22 @@ def exchange_control(model: ParallelModel, message: ControlMessage) -> ControlMe
 
 
 def reduce_loss_and_norm(
-    model: ParallelModel, optimizer: ShardedOptimizer, totals: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (summed loss, counted labels, gradient norm) of all ranks; a gradient's element counts once.
+    model: ParallelModel, optimizer: ShardedOptimizer, totals: Tensor, scale: float, measured: Tensor | None = None
+) -> ReducedSums:
+    """Return the sums of all ranks, and the gradient norm; a gradient's element counts once.
 
     The ranks' use of parameters is settled before anything is read. Collective.
     """
     squares = squared_share(optimizer.gradients(), model.device)
     use = torch.tensor(model.use_counts(), dtype=squares.dtype, device=model.device)
-    sums = torch.cat([totals.to(squares.dtype) * model.contributes, squares.view(1), use])
+    parts = [totals, *([] if measured is None else [measured])]
+    own = torch.cat([part.to(squares.dtype) * model.contributes for part in parts])
+    sums = torch.cat([squares.view(1), use, own])
     with LOSS_AND_NORM:
         dist.all_reduce(sums)
-    model.settle_use(*(count > 0 for count in sums[3:].tolist()))
-    return sums[0], sums[1], sums[2].sqrt() / scale
+    model.settle_use(*(count > 0 for count in sums[1:4].tolist()))
+    loss, counted = sums[4:6]
+    return ReducedSums(loss, counted, sums[0].sqrt() / scale, sums[6:])
 
 
 def squared_share(gradients: Iterable[tuple[ParameterEntry, Tensor]], device: torch.device) -> Tensor:

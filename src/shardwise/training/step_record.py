@@ -25,7 +25,8 @@ def step_record(
     plan, facts = assembled.plan, assembled.facts
     per_second = result.count / seconds
     # What is computed are all positions, whichever of them are trained on.
-    computed = plan.sequences_per_step * plan.sequence_length / seconds if plan.objective == "sft" else per_second
+    reads_rows = plan.job.data.has_rows
+    computed = plan.sequences_per_step * plan.sequence_length / seconds if reads_rows else per_second
     tflops = computed * facts.model_flops_per_token(plan.sequence_length) / plan.world.size / 1e12
     peak = plan.job.observe.peak_tflops or peak_tflops(plan.world.accelerator, plan.dtypes.compute)
     record: Record = {
@@ -46,6 +47,7 @@ def step_record(
     if result.routers is not None:
         record["expert_load"] = max(result.routers.load.values())
         record |= {"balancing_loss": result.routers.balancing_loss} if plan.balancing_coefficient else {}
+    record |= result.metrics
     return record | ({"loss_scale": result.loss_scale} if plan.dtypes.compute == "fp16" else {})
 
 

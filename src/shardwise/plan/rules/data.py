@@ -92,10 +92,11 @@ RULES: tuple[Rule, ...] = (
          lambda d: d.data.has_rows, "leave it out, and rename the columns"),
     Rule("rows-window", ("data.packing", "data.sequence_length"),
          "the mask of rows takes the place of the model's own, which then must not hide more than it",
-         lambda d: d.data.has_rows and d.data.packing and _window_is_shorter(d),
+         lambda d: d.data.has_rows and d.job.isolates_documents and _window_is_shorter(d),
          fix="use packing false, or a sequence within the window",
          because=lambda d: f"the rows' mask would replace the model's sliding window of {d.facts.sliding_window}",
-         use=lambda d: f"use packing false, or a sequence_length of at most {d.facts.sliding_window}"),
+         use=lambda d: f"use {'' if d.job.reads_pairs else 'packing false, or '}a sequence_length of at most "
+         f"{d.facts.sliding_window}"),
     Rule("documents-window", ("data.isolate_documents", "data.sequence_length"),
          "the mask of documents takes the place of the model's own, which then must not hide more than it",
          lambda d: d.data.isolate_documents and _window_is_shorter(d),

@@ -156,7 +156,15 @@ def _in_flight(configuration: TrainingConfiguration, rank: int) -> float:
 
 
 def _states(configuration: TrainingConfiguration, elements: float, data: int) -> dict[str, float]:
-    """Return the bytes of parameters, gradients and optimizer state of `elements`, sharded over `data` ranks."""
+    """Return the bytes of parameters, gradients, optimizer state and a frozen copy of `elements` over `data` ranks."""
+    states = _trained_states(configuration, elements, data)
+    if configuration.reference != "copy" or configuration.host_optimizer:
+        return states
+    return states | {"reference": 4 * elements / (data if configuration.zero == 3 else 1)}
+
+
+def _trained_states(configuration: TrainingConfiguration, elements: float, data: int) -> dict[str, float]:
+    """Return the same without the copy."""
     if configuration.zero == 3:
         of_rank = elements / data
         updated = of_rank * configuration.trained

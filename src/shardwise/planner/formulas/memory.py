@@ -7,6 +7,7 @@ dtype, r of the reduction.
 
 Held all the time: parameters N/s·p (FSDP2 pads dim 0 of each tensor to a multiple of s), optimizer state, and with
 accumulation the gradients of earlier microbatches N/s·p. Of N and n only trained parameters have gradients and state.
+The frozen copy of a preference loss takes N/s·p more; its forward, which holds no activations, is no peak.
 One rank without a compute dtype of its own has no FSDP2: s = 1, and nothing below is gathered or communicated. With
 tensor parallelism all are of the first, fullest, rank.
 
@@ -245,14 +246,15 @@ class _Step:
             gathered=self.root.whole * self.compute if self.fsdp else 0.0,
             unsharded_gradients=self._unreduced,
             activations=self._always,
+            reference=self.parameter_bytes * (self.plan.reference == "copy"),
         )
         if not self.on_cuda:
             return state
         state = replace(state, host=self._pool)
         if not self.job.memory.offload_parameters:
             return state
-        moved = state.parameters + state.gradients + state.optimizer
-        return replace(state, parameters=0.0, gradients=0.0, optimizer=0.0, host=state.host + moved)
+        moved = state.parameters + state.gradients + state.optimizer + state.reference
+        return replace(state, parameters=0.0, gradients=0.0, optimizer=0.0, reference=0.0, host=state.host + moved)
 
     @property
     def _waits(self) -> bool:
@@ -270,7 +272,7 @@ class _Step:
     def _always(self) -> float:
         """The mask of isolated documents, which all blocks share; on a CPU the pool of offloaded inputs; what other
         microbatches keep on a pipeline stage, the stages' traffic, and what weight gradients wait with."""
-        documents = self.tokens * self.plan.sequence_length if self.job.data.isolates_documents else 0.0
+        documents = self.tokens * self.plan.sequence_length if self.job.isolates_documents else 0.0
         mask = documents * self.compute * self.plan.masks_whole
         of_microbatch = self._kept_until[-1] / max(1, len(self.stages)) + mask
         later = split_backward_features(self.facts, self.plan, self.pipeline) * self.tokens * self.compute

@@ -8,6 +8,8 @@ step (gradients' reduction, optimizer). Traffic joins the computation it can hid
   backward, which begins with them, their second all-gather is spared.
 - bubble: (p-1)/v stages' time (arXiv 2104.04473, sections 2.2.1 and 2.2.2); a third of it where the gradients of
   weights fill in (arXiv 2401.10241, section 2.2, forward and both halves of backward taken as equally long).
+- reference: the forward of a preference loss's reference, ahead of the step, with the bubble of forwards alone, and the
+  loss's own first pass without gradients. Half of the blocks' traffic is forward's.
 - launch: where the host is slower than the accelerator.
 - stalls: of a pipeline whose allocator is full or whose whole gradients are reduced between nodes (`_stalls`).
 """
@@ -51,6 +53,8 @@ def predict(configuration: TrainingConfiguration) -> Prediction:
     for axis, exposed in step_traffic(configuration, work).items():
         seconds[axis] += exposed
     seconds["optimizer"] = _optimizer(configuration, blocks)
+    if configuration.reference:
+        seconds["reference"] = (m + p - 1) * _reference(configuration, layer, blocks) + m * _head_forward(configuration)
     memory = stage_footprints(configuration, layer)
     totals = [sum(causes.values()) for causes in memory]
     total, room = max(totals), math.exp(EIGHTY * configuration.stack.memory_spread)
@@ -109,6 +113,16 @@ def _causes(layer: BlockTime, ends: KernelWork, blocks: int, heads: float) -> di
         **{str(axis): blocks * traffic for axis, traffic in layer.traffic.items()},
         "offload": blocks * layer.offload,
     }
+
+
+def _reference(configuration: TrainingConfiguration, layer: BlockTime, blocks: int) -> float:
+    """Return the seconds of a reference's forward of one microbatch on one stage."""
+    device = blocks * (layer.forward.device + sum(layer.traffic.values()) / 2) + _head_forward(configuration)
+    return overlapped_seconds(device, blocks * layer.forward.host, HOST)
+
+
+def _head_forward(configuration: TrainingConfiguration) -> float:
+    return head_work(configuration)[0].device
 
 
 def _launch(configuration: TrainingConfiguration, layer: BlockTime, ends: KernelWork, blocks: int) -> float:

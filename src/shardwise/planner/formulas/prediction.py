@@ -288,6 +288,7 @@ class TrainingConfiguration:
         balanced: the pipeline's stages are cut by cost; else blocks are shared out evenly and the ends come on top.
             None: as the stack does it.
         trained: share of the parameters that have gradients and optimizer state.
+        reference: a preference loss's reference runs forward ahead of each step: `adapters_off`, or a `copy`.
         kept_blocks: the last blocks, whose parameters stay gathered from their forward to their backward although
             others' are freed.
     """
@@ -326,6 +327,7 @@ class TrainingConfiguration:
     chunked_loss: bool = False
     reshard_after_forward: bool = True
     trained: float = 1.0
+    reference: str = ""
     kept_blocks: int = 0
     imbalance: float = IMBALANCE
 

@@ -151,8 +151,8 @@ def _is_query_or_key(entry: ParameterEntry) -> bool:
 
 
 def _wrong_loss() -> AbstractContextManager[None]:
-    def wrapper(original: Callable[..., Any], model: Any, optimizer: Any, totals: Tensor, scale: float) -> Any:
-        return totals[0], *original(model, optimizer, totals, scale)[1:]  # this rank's share only
+    def wrapper(original: Callable[..., Any], model: Any, optimizer: Any, totals: Tensor, *rest: Any) -> Any:
+        return original(model, optimizer, totals, *rest)._replace(loss=totals[0])  # this rank's share only
 
     return wrapped(step, "reduce_loss_and_norm", wrapper)
 

@@ -12,6 +12,7 @@ from shardwise.testing.faults.experts import EXPERT_FAULTS
 from shardwise.testing.faults.gradients import GRADIENT_FAULTS
 from shardwise.testing.faults.patching import Fault
 from shardwise.testing.faults.precision import PRECISION_FAULTS
+from shardwise.testing.faults.preference import PREFERENCE_FAULTS
 from shardwise.testing.faults.updates import UPDATE_FAULTS
 
 FAULTS: dict[str, Fault] = {
@@ -22,4 +23,5 @@ FAULTS: dict[str, Fault] = {
     **BATCH_FAULTS,
     **ADAPTER_FAULTS,
     **EXPERT_FAULTS,
+    **PREFERENCE_FAULTS,
 }

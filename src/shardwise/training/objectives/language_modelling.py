@@ -13,7 +13,14 @@ from torch import Tensor
 
 from shardwise.data.batch import Batch
 from shardwise.kernels.attention.masks import document_mask
-from shardwise.kernels.loss import NO_TERMS, LossTerms, cross_entropy_sum, linear_cross_entropy
+from shardwise.kernels.loss import (
+    NO_TERMS,
+    LossTerms,
+    cross_entropy_sum,
+    label_losses,
+    linear_cross_entropy,
+    linear_label_losses,
+)
 from shardwise.parallel.model import ParallelModel
 from shardwise.parallel.objective import Objective
 
@@ -62,20 +69,35 @@ class LanguageModelling(Objective):
 
     def loss(self, microbatch: Batch, output: Any) -> tuple[Tensor, Tensor]:
         """Return (summed cross-entropy in nats, counted labels); both weighted under a mean over samples."""
-        assert microbatch.labels is not None
-        head, terms = self.model.head, self.terms if torch.is_grad_enabled() else NO_TERMS
+        terms = self.terms if torch.is_grad_enabled() else NO_TERMS
+        return self.cross_entropy(microbatch, output, microbatch.weights, terms), microbatch.count()
+
+    def cross_entropy(
+        self, microbatch: Batch, output: Any, weights: Tensor | None, terms: LossTerms = NO_TERMS
+    ) -> Tensor:
+        """Return the summed cross-entropy in nats, of each label times its weight [B, S], where there are weights."""
+        head, labels = self.model.head, microbatch.labels
+        assert labels is not None
         if head is None:
-            loss = cross_entropy_sum(output.logits, microbatch.labels, terms, microbatch.weights)
-            return loss, microbatch.count()
-        loss = linear_cross_entropy(
+            return cross_entropy_sum(output.logits, labels, terms, weights)
+        return linear_cross_entropy(
             output.logits,
             head.weight,
             head.bias,
-            microbatch.labels,
+            labels,
             chunk=self.chunk,
             seed=head.seed,
             vocabulary=head.vocabulary,
             terms=terms,
-            weights=microbatch.weights,
+            weights=weights,
         )
-        return loss, microbatch.count()
+
+    def label_losses(self, microbatch: Batch, output: Any) -> Tensor:
+        """Return the cross-entropy [B, S] of each label in nats, without gradients; 0 where it is not counted."""
+        head, labels = self.model.head, microbatch.labels
+        assert labels is not None
+        if head is None:
+            return label_losses(output.logits, labels)
+        return linear_label_losses(
+            output.logits, head.weight, head.bias, labels, chunk=self.chunk, vocabulary=head.vocabulary
+        )

@@ -1,0 +1,32 @@
+"""Faults of preference losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+from unittest import mock
+
+from shardwise.testing.faults.patching import Fault, wrapped
+from shardwise.training import reference
+from shardwise.training.objectives.language_modelling import LanguageModelling
+from shardwise.training.objectives.preference import DirectPreference
+
+
+def _moving_reference() -> AbstractContextManager[None]:
+    """Let the trained model be its own reference, its adapters included."""
+
+    def wrapper(
+        original: Callable[..., Sequence[Any]], self: DirectPreference, microbatches: Sequence[Any], step: int
+    ) -> Sequence[Any]:
+        with (
+            mock.patch.object(self, "reference", reference.FrozenReference(self.model)),
+            mock.patch.object(self, "_of_reference", LanguageModelling(self.model)),
+            mock.patch.object(reference, "adapters_off", nullcontext),
+        ):
+            return original(self, microbatches, step)
+
+    return wrapped(DirectPreference, "prepared", wrapper)
+
+
+PREFERENCE_FAULTS: dict[str, Fault] = {"reference_not_frozen": _moving_reference}

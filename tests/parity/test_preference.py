@@ -1,0 +1,174 @@
+"""Parity of preference training with one process of plain transformers, torch and peft, on every axis.
+
+The oracle renders, masks and packs by itself, keeps an untouched model as the reference, and computes the loss pair by
+pair. Answers have from 2 to 24 tokens, steps do not divide over the ranks, and an epoch ends within a step.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.job.schema import Job
+from shardwise.model.facts import ModelFacts
+from shardwise.testing.comparison import VerifyReport
+from shardwise.testing.faults.registry import FAULTS
+from shardwise.testing.world import WorldPool
+from shardwise.training.session import Session
+from shardwise.training.setup import study
+from tests.data.chats import PLAIN, byte_tokenizer, write_rows
+from tests.parity.jobs import verify_one
+from tests.parity.test_adapters import against_peft
+from tests.parity.test_rows import CONFIGS, EPOCH, FIVE, LAYOUTS, LENGTH
+
+LORA = {"kind": "lora", "rank": 3, "alpha": 5.0}
+EVERY_LAYOUT = {**LAYOUTS, "expert 2": (2, {"expert_parallel_degree": 2})}
+# lora_B is zero at first, and A's gradient with it: what Adam divides by is rounding for some of its elements.
+OPTIMIZER = {"learning_rate": 0.02, "warmup_steps": 0, "options": {"eps": 1e-4}}
+
+
+@pytest.fixture(scope="module")
+def preferences(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with preferences as texts and as messages, and a tokenizer."""
+    directory = tmp_path_factory.mktemp("preferences")
+    byte_tokenizer(directory / "tokenizer", PLAIN)
+    draw, texts, chats = random.Random(4), [], []
+    for _ in range(60):
+        a, b = draw.randrange(10), draw.randrange(10)
+        question, answer = f"{a}+{b}?", " ".join([str(a + b)] * draw.choice([1, 1, 1, 7]))
+        other = " ".join([str(abs(a - b))] * draw.choice([1, 1, 1, 7])) + "!"
+        texts.append({"prompt": question, "chosen": answer, "rejected": other})
+        answers = [{"role": "assistant", "content": text} for text in (answer, other)]
+        prompt = [{"role": "user", "content": question}]
+        chats.append({"prompt": prompt, "chosen": answers[:1], "rejected": answers[1:]})
+    write_rows(directory / "texts.jsonl", texts)
+    write_rows(directory / "chats.jsonl", chats)
+    return directory
+
+
+def preference_job(
+    directory: Path, family: str, layout: str, rows: str = "texts", adapter: dict[str, Any] | None = None,
+    training: dict[str, Any] | None = None, model: dict[str, Any] | None = None, dpo: dict[str, Any] | None = None,
+    **data: Any,
+) -> Job:  # fmt: skip
+    keys = {"path": str(directory / f"{rows}.jsonl"), "tokenizer": str(directory / "tokenizer"), "format": "preference"}
+    return Job.model_validate(
+        {
+            "model": {"config": {"model_type": family, **CONFIGS[family], **(model or {})}},
+            "adapter": adapter or {},
+            "parallel": {"device": "cpu", **EVERY_LAYOUT[layout][1]},
+            "precision": {"compute": "fp64"},
+            "optimizer": OPTIMIZER,
+            "training": {"dpo": {"beta": 0.7, **(dpo or {})}, **(training or FIVE)},
+            "data": {**keys, "sequence_length": LENGTH, "cache_directory": str(directory / "cache"), **data},
+        }
+    )
+
+
+def check(world_pool: WorldPool, job: Job, layout: str) -> None:
+    verified = against_peft if job.adapter.kind != "none" else verify_with_facts
+    report = world_pool.run(EVERY_LAYOUT[layout][0], verified, job, study(job), timeout=600)[0]
+    assert report.agrees, f"{job.parallel} {job.data} {job.training}\n{report.first}\n{report.diagnosis}"
+    assert report.max_relative_error < 1e-9
+
+
+def verify_with_facts(job: Job, facts: ModelFacts) -> VerifyReport | None:
+    return verify_one(job, 3, facts)
+
+
+QUICK: dict[str, dict[str, Any]] = {"context 2": {}, "pipeline 2": {"adapter": LORA}}
+
+
+@pytest.mark.parametrize("layout", QUICK)
+def test_preferences_on_two_ranks(world_pool: WorldPool, preferences: Path, layout: str) -> None:
+    check(world_pool, preference_job(preferences, "llama", layout, **QUICK[layout]), layout)
+
+
+OF_EXPERTS: dict[str, dict[str, Any]] = {
+    "experts": {"model": {"num_local_experts": 4}},
+    "lora beside experts": {"model": {"num_local_experts": 4}, "adapter": LORA},
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "chats": {"rows": "chats", "training": EPOCH, "dpo": {"label_smoothing": 0.2}},
+    "ipo": {"dpo": {"loss": "ipo"}, "packing": False},
+    "length": {"dpo": {"length_normalised": True}, "truncation": True, "sequence_length": 22},
+    "lora": {"adapter": LORA},
+    "lora with dropout": {"adapter": {**LORA, "dropout": 0.3}, "dpo": {"label_smoothing": 0.1}},
+    "dora": {"adapter": {**LORA, "kind": "dora"}, "dpo": {"loss": "ipo", "length_normalised": True}},
+    "lora with a saved head": {
+        "adapter": {**LORA, "modules_to_save": ["lm_head"]},
+        "model": {"tie_word_embeddings": False},
+    },
+}
+FAMILIES = ("llama", "gpt2", "qwen3")
+CASES = [
+    pytest.param(family, layout, name, id=f"{family}-{layout}-{name}")
+    for family in FAMILIES
+    for layout in LAYOUTS
+    for name in VARIANTS
+]
+MORE = [
+    pytest.param("mixtral", "expert 2", "experts", id="mixtral-expert 2-experts"),
+    pytest.param("mixtral", "expert 2", "lora beside experts", id="mixtral-expert 2-lora beside experts"),
+    pytest.param("mixtral", "context 2", "whole", id="mixtral-context 2-whole"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "layout", "name"), CASES + MORE)
+def test_preferences_on_every_layout(
+    world_pool: WorldPool, preferences: Path, family: str, layout: str, name: str
+) -> None:
+    check(world_pool, preference_job(preferences, family, layout, **(VARIANTS | OF_EXPERTS)[name]), layout)
+
+
+def with_fault(job: Job, facts: ModelFacts) -> VerifyReport | None:
+    with FAULTS["reference_not_frozen"]():
+        return verify_one(job, 3, facts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapter", [{}, LORA], ids=["copy", "adapters off"])
+def test_verify_names_a_reference_that_is_not_frozen(
+    world_pool: WorldPool, preferences: Path, adapter: dict[str, Any]
+) -> None:
+    job = preference_job(preferences, "llama", "shard 2", adapter=adapter)
+    report = world_pool.run(2, with_fault, job, study(job))[0]
+    assert not report.agrees and report.fault == "reference_not_frozen", report.diagnosis
+
+
+def losses_of(job: Job, steps: int) -> list[float]:
+    """Train so many steps, from a checkpoint where there is one, and save each."""
+    with Session(job, device=torch.device("cpu")) as session:
+        done = session.restore()
+        losses = []
+        for batches in session.batches():
+            losses.append(session.step(batches).loss)
+            session.save(wait=True)
+            if done + len(losses) == steps:
+                break
+    return losses
+
+
+def resumed(job: Job) -> tuple[list[float], list[float]]:
+    """Return the losses of three steps, and of the third alone, after two of them."""
+    whole = losses_of(job.model_copy(update={"output": f"{job.output}-whole"}), 3)
+    losses_of(job, 2)
+    checkpoint = job.checkpoint.model_copy(update={"resume": "auto"})
+    return whole, losses_of(job.model_copy(update={"checkpoint": checkpoint}), 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapter", [{}, LORA], ids=["copy", "adapters off"])
+def test_a_resumed_run_has_the_reference_of_its_start(
+    world_pool: WorldPool, preferences: Path, tmp_path: Path, adapter: dict[str, Any]
+) -> None:
+    job = preference_job(preferences, "llama", "shard 2", adapter=adapter)
+    job = job.model_copy(update={"output": str(tmp_path / "run")})
+    whole, rest = world_pool.run(2, resumed, job)[0]
+    assert len(whole) == 3 and rest == whole[2:] and whole[2] < whole[0]
