@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import pickle
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 
@@ -14,12 +14,15 @@ import numpy as np
 def process_numbers_kept() -> Iterator[Callable[[], bool]]:
     """Yield a function that tells whether numbers were drawn inside; the generators are as before outside."""
     python, numpy = random.getstate(), np.random.get_state()
-
-    def were_drawn() -> bool:
-        return random.getstate() != python or pickle.dumps(np.random.get_state()) != pickle.dumps(numpy)
-
+    position = _position_of_numpy()
     try:
-        yield were_drawn
+        yield lambda: random.getstate() != python or _position_of_numpy() != position
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
+
+
+def _position_of_numpy() -> tuple[Any, ...]:
+    """Return what changes in NumPy's generator with each draw."""
+    state: Any = np.random.get_state(legacy=False)
+    return state["state"]["pos"], state["state"]["key"].tobytes(), state["has_gauss"]
