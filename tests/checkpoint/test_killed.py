@@ -29,6 +29,7 @@ from shardwise.checkpoint.catalog import checkpoint_name, checkpoints
 from shardwise.checkpoint.manifest import FILE
 from shardwise.checkpoint.staging import Staging
 from shardwise.checkpoint.stores import LocalStore
+from shardwise.collectives import fsdp
 from shardwise.errors import WorkerError
 from shardwise.job.schema import Job
 from shardwise.launch.local import run_local
@@ -128,9 +129,7 @@ def arm_forward(hit: Hit) -> None:
 
 def arm_backward(hit: Hit) -> None:
     """As the gradients of a block, or of what is in none, are reduced in the midst of backward."""
-    for name in ("reduce_scatter_single", "reduce_scatter_tensor"):  # torch 2.13 has another name for it
-        if hasattr(dist, name):
-            wrap(dist, name, hit)
+    wrap(fsdp, "reduce_scatter_single", hit)
 
 
 def arm_optimizer(hit: Hit) -> None:

@@ -19,7 +19,7 @@ GRADIENT = {"gradient", "direction"}
 SIGNATURES: tuple[tuple[set[str], Callable[[Evidence], Diagnosis | None]], ...] = (
     ({"data"}, gradients.misread),
     ({"dtype"}, gradients.wrong_dtypes),
-    (GRADIENT | {"parameter"}, gradients.broken_ties),
+    (GRADIENT | {"loss", "loss of outputs", "parameter"}, gradients.broken_ties),
     (GRADIENT | {"loss", "norm"}, gradients.not_finite),
     (GRADIENT | {"loss"}, gradients.adapter_scaled_twice),
     (GRADIENT | {"loss"}, gradients.reference_not_frozen),
@@ -29,7 +29,7 @@ SIGNATURES: tuple[tuple[set[str], Callable[[Evidence], Diagnosis | None]], ...] 
     (GRADIENT, gradients.odd_parts),
     (GRADIENT | {"loss"}, gradients.stale_weights),
     (GRADIENT | {"loss"}, gradients.batch_mistake),
-    (GRADIENT | {"loss"}, gradients.dropout_alone),
+    (GRADIENT, gradients.dropout_alone),
     (GRADIENT | {"gradient copies"}, gradients.unsummed_copies),
     (GRADIENT, gradients.some_tensors),
     (GRADIENT | {"loss"}, gradients.where_it_begins),
