@@ -65,6 +65,10 @@ class MachineError(ShardwiseError):
     """The machine or the launcher's variables do not allow what the job asks for."""
 
 
+class LaunchError(ShardwiseError):
+    """A cluster's client that is missing, has no credentials, or refuses a job."""
+
+
 class CapacityError(ShardwiseError):
     """A model that no layout fits on the cluster it was planned for."""
 

@@ -69,6 +69,8 @@ ENVIRONMENT_VARIABLES = {
     "namespace",
     "SHARDWISE_SOCKET_IFNAME": "network interface of the engine between hosts; unset: that of the host's address "
     "towards the store (MASTER_ADDR)",
+    "FI_PROVIDER": "libfabric's own; `shardwise launch` sets it to `efa` where several nodes have EFA",
+    "SHARDWISE_PYTHON": "set by a `local` launch: the Python of whoever submits, which its script then starts",
     "OMP_NUM_THREADS": "threads of a CPU worker; unset: the usable cores divided by the workers of the host",
     "MALLOC_MMAP_THRESHOLD_, MALLOC_TRIM_THRESHOLD_, MALLOC_TOP_PAD_, GLIBC_TUNABLES": "glibc's own; where one is set, "
     "CPU workers leave malloc as it is. Unset: they keep up to 2 GiB of freed memory for the next step",

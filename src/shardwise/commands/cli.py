@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from shardwise import __version__
 from shardwise.commands import data as data_cli
 from shardwise.commands import engine as engine_cli
+from shardwise.commands import launch as launch_cli
 from shardwise.commands import plan as search_cli
 from shardwise.commands import plan_accuracy as plan_cli
 from shardwise.commands import recipe as recipe_cli
@@ -47,6 +48,8 @@ SPECIAL = (
     "write",
     "html",
     "instance-type",
+    "to",
+    "submit",
 )  # options of some commands that are no keys
 WIDTH = 100
 PLACE = "a checkpoint, a directory of them, or a run's output directory; a path or URL"
@@ -346,6 +349,21 @@ COMMANDS = {
         "Shows what became of each of its keys, or the job, or its plan. Asks no hub, reads no weights.",
         recipe_cli.recipe_options,
         recipe_cli.run_recipe,
+    ),
+    "launch": Command(
+        "write what starts a job on a cluster",
+        "Write the files that start a job somewhere else into a directory, and show what was derived with the rule\n"
+        "behind each value; with --submit hand them to the target's own client. Without it nothing leaves this\n"
+        "machine. Targets: slurm, trainjob, pytorchjob, jobset, hyperpod, skypilot, sagemaker, ssh, local.",
+        launch_cli.launch_options,
+        launch_cli.launch_job,
+    ),
+    "jobs": Command(
+        "list, show or stop launched jobs",
+        "Ask the client of each launch's target about its job: its state, or what its ranks print; or stop it.",
+        launch_cli.jobs_options,
+        launch_cli.manage_jobs,
+        takes_job=False,
     ),
     "run": Command(
         "run a script written for SMP, unchanged",

@@ -14,8 +14,6 @@ from shardwise.errors import CapacityError, ConfigError, OutputError
 from shardwise.words import nearest, output_console
 
 if TYPE_CHECKING:
-    from shardwise.job.schema import Job
-    from shardwise.planner.formulas.prediction import Cluster
     from shardwise.planner.search.explain import Budget
     from shardwise.planner.search.search import Candidate, Changes, SearchQuestion, SearchResult
 
@@ -94,6 +92,7 @@ def _check(options: argparse.Namespace) -> None:
 
 def _question(options: argparse.Namespace, keys: dict[str, Any]) -> tuple[SearchQuestion, list[str]]:
     from shardwise.job.sources import read_job
+    from shardwise.launch.expected_world import local_cluster
     from shardwise.model.build import build_model
     from shardwise.model.discover import discover
     from shardwise.planner.constants.inventory import cluster
@@ -124,20 +123,6 @@ def _model_keys(name: str) -> dict[str, Any]:
     if Path(name).exists():
         return {"model.config": name}
     raise ConfigError(f"--model={name!r} is neither a file or directory nor a preset.{nearest(name, presets())}")
-
-
-def local_cluster(job: Job) -> Cluster:
-    """This machine: its accelerators, or the job's workers on its CPU."""
-    import torch
-
-    from shardwise.launch.expected_world import CPU_WORKERS
-    from shardwise.planner.constants.inventory import cluster
-    from shardwise.planner.formulas.local import cpu_cluster
-
-    if torch.cuda.is_available() and job.parallel.device != "cpu":
-        ranks = job.parallel.workers or torch.cuda.device_count()
-        return cluster(f"{torch.cuda.get_device_name()}:{ranks}")
-    return cpu_cluster(job.parallel.workers or CPU_WORKERS)
 
 
 # ------------------------------------------------------------------------------------------------------------ outputs

@@ -16,6 +16,7 @@ from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
 from shardwise.job.attention_kernels import KERNELS
+from shardwise.job.launch_section import LaunchSection
 from shardwise.job.section import RootSection, Section
 
 MOST = (1 << 63) - 1  # what torch, numpy and files take as a size
@@ -689,6 +690,7 @@ class Job(RootSection):
         default_factory=CheckpointSection, description="Keeping and resuming the run's state."
     )
     observe: ObserveSection = Field(default_factory=ObserveSection, description="Display and records.")
+    launch: LaunchSection = Field(default_factory=LaunchSection, description="Where `shardwise launch` starts the job.")
     output: UserPath = Field(default="shardwise-run", description="Directory of everything a run writes.")
 
     @property

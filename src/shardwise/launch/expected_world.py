@@ -12,6 +12,9 @@ from shardwise.launch.environment import RankEnvironment
 from shardwise.launch.hosts import HostEnvironment
 from shardwise.launch.process_group import gpus_of_host
 from shardwise.plan.plan import World
+from shardwise.planner.constants.inventory import cluster
+from shardwise.planner.formulas.local import cpu_cluster
+from shardwise.planner.formulas.prediction import Cluster
 
 CPU_WORKERS = 2
 
@@ -55,3 +58,11 @@ def engine_problem(job: Job, world: World) -> str:
     On several hosts a rank knows of its own host alone: all plan with the engine, then agree.
     """
     return engine.obstacle() if world.hosts == 1 and may_use_engine(job, world) else ""
+
+
+def local_cluster(job: Job) -> Cluster:
+    """Return this machine: its accelerators, or the job's workers on its CPU."""
+    if torch.cuda.is_available() and job.parallel.device != "cpu":
+        ranks = job.parallel.workers or torch.cuda.device_count()
+        return cluster(f"{torch.cuda.get_device_name()}:{ranks}")
+    return cpu_cluster(job.parallel.workers or CPU_WORKERS)

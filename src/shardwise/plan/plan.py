@@ -170,7 +170,7 @@ class Plan:
         data = self.to_dict()
         for key in ("rules", "notes"):
             del data[key]
-        for key in ("output", "observe", "checkpoint"):
+        for key in ("output", "observe", "launch", "checkpoint"):
             del data["job"][key]
         for key in ("timeout_seconds", "max_restarts"):
             del data["job"]["parallel"][key]

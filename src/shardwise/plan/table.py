@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -17,22 +17,20 @@ NARROW = 70  # columns of a terminal below which rules stand under their values
 
 def plan_table(plan: Plan) -> Group:
     """Return the plan as a table of key, value and rule, then its notes."""
-    return Group(PlanTable(plan), *(Text(f"note: {note}", style="yellow") for note in plan.notes))
+    rows = [_world(plan), *((key, str(value), plan.rules.get(key, "")) for key, value in _rows(plan))]
+    table = RuleTable(f"Plan {plan.fingerprint}", rows)
+    return Group(table, *(Text(f"note: {note}", style="yellow") for note in plan.notes))
 
 
-class PlanTable:
-    """Key, value and rule of everything derived: three columns, or on a narrow terminal the rule under the value."""
+class RuleTable:
+    """Keys, values and the rules behind them: three columns, or on a narrow terminal the rule under the value."""
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
+    def __init__(self, title: str, rows: Iterable[tuple[str, str, str]]) -> None:
+        self.title, self.rows = title, list(rows)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        rows = [
-            _world(self.plan),
-            *((key, str(value), self.plan.rules.get(key, "")) for key, value in _rows(self.plan)),
-        ]
-        title = f"Plan {self.plan.fingerprint}"
-        yield _list(title, rows) if options.max_width < NARROW else _table(title, rows)
+        is_narrow = options.max_width < NARROW
+        yield _list(self.title, self.rows) if is_narrow else _table(self.title, self.rows)
 
 
 def _world(plan: Plan) -> tuple[str, str, str]:

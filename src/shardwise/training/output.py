@@ -39,6 +39,7 @@ _RECORDS = (METRICS_FILE, "tensorboard", "profile")  # a run that is resumed goe
 UNLIKE: Any = {
     "output": True,
     "observe": True,
+    "launch": True,
     "checkpoint": True,
     "evaluation": True,
     "parallel": {"timeout_seconds", "max_restarts"},

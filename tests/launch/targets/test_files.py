@@ -1,0 +1,250 @@
+"""What each target writes: golden files, fields by name and type, the published models where they are installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from shardwise.errors import ConfigError, LegalityError, OutputError
+from shardwise.job.launch_section import LaunchSection
+from shardwise.job.sources import load_job
+from shardwise.launch.launcher import TARGETS, find_target, launch, plan_for_target
+from shardwise.launch.targets.target import EVERYWHERE
+from tests.launch.targets import fields
+from tests.launch.targets.jobs_for_launch import CASES, GOLDEN, JOB, ON_KUBERNETES, SETTINGS, files_of, job_for, plan_of
+
+TABLES = {
+    "trainjob": fields.TRAIN_JOB,
+    "trainjob-2.1": fields.TRAIN_JOB_OF_2_1,
+    "pytorchjob": fields.PYTORCH_JOB,
+    "jobset": fields.JOB_SET,
+    "jobset-cpu": fields.JOB_SET,
+    "hyperpod": fields.HYPERPOD,
+}
+
+
+@pytest.fixture(scope="module")
+def written() -> dict[str, dict[str, str]]:
+    return {case: files_of(case) for case in CASES}
+
+
+def manifest_of(files: dict[str, str], name: str = "manifest.yaml") -> dict[str, Any]:
+    made = yaml.safe_load(files[name])
+    assert isinstance(made, dict)
+    return made
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_golden_files(case: str, written: dict[str, dict[str, str]]) -> None:
+    golden = {path.name: path.read_text(encoding="utf-8") for path in (GOLDEN / case).iterdir()}
+    assert written[case] == golden
+
+
+@pytest.mark.parametrize("case", TABLES)
+def test_fields_of_manifests(case: str, written: dict[str, dict[str, str]]) -> None:
+    assert fields.mismatches(manifest_of(written[case]), TABLES[case]) == []
+    assert fields.mismatches(manifest_of(written[case], "configmap.yaml"), fields.CONFIG_MAP) == []
+
+
+@pytest.mark.parametrize("case", ["skypilot", "skypilot-instances"])
+def test_fields_of_tasks(case: str, written: dict[str, dict[str, str]]) -> None:
+    assert fields.mismatches(manifest_of(written[case], "task.yaml"), fields.SKYPILOT) == []
+
+
+def test_a_table_finds_wrong_names_and_types() -> None:
+    wrong = {"spec": {"nprocPerNode": 8, "runPolicy": {"restarts": 3}}}
+    assert fields.mismatches(wrong, fields.PYTORCH_JOB) == [
+        ".spec.nprocPerNode: 8 is no <class 'str'>",
+        ".spec.runPolicy.restarts: no such field",
+    ]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("kubeflow_trainer_api") is None, reason="kubeflow-trainer-api is missing")
+@pytest.mark.parametrize(
+    "case, model",
+    {
+        "trainjob": "TrainerV1alpha1TrainJob",
+        "jobset": "JobsetV1alpha2JobSet",
+        "jobset-cpu": "JobsetV1alpha2JobSet",
+    }.items(),
+)
+def test_kubeflows_models_keep_every_field(case: str, model: str, written: dict[str, dict[str, str]]) -> None:
+    """A field that the model does not know would be missing in what it gives back."""
+    import kubeflow_trainer_api.models as models
+
+    made = manifest_of(written[case])
+    assert lost(made, getattr(models, model).from_dict(made).to_dict()) == []
+
+
+@pytest.mark.skipif(importlib.util.find_spec("kubeflow_trainer_api") is None, reason="kubeflow-trainer-api is missing")
+@pytest.mark.parametrize("case", ["pytorchjob", "jobset", "hyperpod"])
+def test_pods_and_config_maps_are_those_of_kubernetes(case: str, written: dict[str, dict[str, str]]) -> None:
+    import kubeflow_trainer_api.models as models
+
+    spec = manifest_of(written[case])["spec"]
+    places = {
+        "pytorchjob": lambda: spec["pytorchReplicaSpecs"]["Master"],
+        "jobset": lambda: spec["replicatedJobs"][0]["template"]["spec"],
+        "hyperpod": lambda: spec["replicaSpecs"][0],
+    }
+    template = places[case]()["template"]
+    assert lost(template, models.IoK8sApiCoreV1PodTemplateSpec.from_dict(template).to_dict()) == []
+
+
+def lost(given: Any, kept: Any, place: str = "") -> list[str]:
+    """Return the places of `given` that a model did not keep; it may add defaults."""
+    if isinstance(given, dict) and isinstance(kept, dict):
+        return [line for key in given for line in lost(given[key], kept.get(key), f"{place}.{key}")]
+    if isinstance(given, list) and isinstance(kept, list) and len(given) == len(kept):
+        return [line for n, part in enumerate(given) for line in lost(part, kept[n], f"{place}[{n}]")]
+    return [] if given == kept else [f"{place}: {given!r} became {kept!r}"]
+
+
+@pytest.mark.slow
+def test_a_request_is_valid_for_botocores_model(written: dict[str, dict[str, str]]) -> None:
+    import botocore.session
+    from botocore.validate import ParamValidator
+
+    model = botocore.session.get_session().get_service_model("sagemaker").operation_model("CreateTrainingJob")
+    report = ParamValidator().validate(json.loads(written["sagemaker"]["request.json"]), model.input_shape)
+    assert not report.has_errors(), report.generate_report()
+
+
+def test_the_job_of_the_nodes_can_be_read(written: dict[str, dict[str, str]]) -> None:
+    for case, files in written.items():
+        job = load_job(yaml.safe_load(files["job.yaml"]), environ={})
+        assert job.launch == LaunchSection(), case
+        assert (job.checkpoint.resume, job.parallel.max_restarts) == ("auto", 0)
+        assert job.parallel.workers in (None, plan_of(case).ranks_of_node)
+
+
+def test_every_key_acts_on_a_target_or_is_refused() -> None:
+    used = {key for target in TARGETS for key in (*EVERYWHERE, *target.keys)}
+    assert used == set(LaunchSection.model_fields)
+
+
+GIVEN = {
+    "name": "x", "image": "x", "pull_secret": "x", "namespace": "x", "queue": "x", "priority": "x", "account": "x",
+    "required_topology": "x", "preferred_topology": "x", "time_limit": "1h", "stop_seconds": 77, "port": 1234,
+    "mounts": {"/x": "pvc:x"}, "secrets": {"X": "x/y"}, "setup": ["x"], "hosts": ["x"], "node_selector": {"x": "y"},
+    "labels": {"x": "y"}, "service_account": "x", "shared_memory_gb": 2.0, "trainer_version": "2.1", "runtime": "x",
+    "role": "x", "region": "x", "output_path": "s3://x", "volume_gb": 99, "subnets": ["x"], "security_groups": ["x"],
+    "spot": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("target", SETTINGS)
+def test_keys_that_do_nothing_on_a_target_are_refused(target: str) -> None:
+    used = (*EVERYWHERE, *find_target(target).keys)
+    for key, value in GIVEN.items():
+        if key not in used:
+            with pytest.raises(ConfigError, match=rf"launch\.{key}=.* does nothing on {target}; leave it out"):
+                plan_for_target(job_for(target, **{key: value}), target)
+
+
+MISTAKES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "no cluster": ("slurm", {"cluster": None}, "launch.cluster is not set"),
+    "unknown instance type": ("jobset", {"cluster": "p5.48xlage:4"}, "Did you mean 'p5.48xlarge'"),
+    "unknown instance type of SageMaker": ("sagemaker", {"cluster": "ml.p5.48xlage"}, "Did you mean 'p5.48xlarge'"),
+    "chips of AWS": ("sagemaker", {"cluster": "ml.trn1.32xlarge"}, "no backend here"),
+    "no instance type": ("sagemaker", {"cluster": "h100:8"}, "SageMaker starts instance types"),
+    "no image": ("trainjob", {"image": None}, "launch.image is not set; trainjob starts containers"),
+    "no role": ("sagemaker", {"role": None}, "launch.role is not set"),
+    "no place for the output": ("sagemaker", {"output_path": None}, "launch.output_path is not set"),
+    "output that is not in S3": ("sagemaker", {"output_path": "/data"}, "must be a URI of S3"),
+    "no quota": ("jobset", {"cluster": "h100:8"}, "Kueue counts quotas from requests of cpu and memory"),
+    "priority without a queue": ("jobset", {"queue": None}, r"launch.priority='high' is read by Kueue alone"),
+    "a secret in the environment": ("jobset", {"environment": {"HF_TOKEN": "abcdefgh"}}, "launch.environment.HF_TOKEN"),
+    "a token by its form": ("slurm", {"setup": ["login hf_" + "a" * 30]}, r"launch.setup\[0\] holds a secret"),
+    "a password in a line": (
+        "slurm",
+        {"setup": ["export API_KEY=abcdefgh"]},
+        r"launch.setup\[0\] holds a secret",
+    ),
+    "a password in a URL": ("jobset", {"image": "https://me:pass@registry/x"}, "launch.image holds a secret"),
+    "a secret as a reference": ("jobset", {"secrets": {"HF_TOKEN": "hf_" + "b" * 30}}, "must be a reference"),
+    "a reference of another target": ("slurm", {"secrets": {"HF_TOKEN": "secret/key"}}, "file:/home/me/.token"),
+    "a secret of another name": ("skypilot", {"secrets": {"A": "env:B"}}, "use env:A"),
+    "a name that is none": ("jobset", {"name": "My Run"}, r"launch.name='My Run'.*use my-run"),
+    "a long name": ("jobset", {"name": "a" * 50}, "has 68 letters, of 63 .* use at most 45"),
+    "a long name of SageMaker": ("sagemaker", {"name": "a" * 64}, "SageMaker takes letters, digits and hyphens"),
+    "no time": ("slurm", {"time_limit": "soon"}, "must be seconds, HH:MM:SS"),
+    "a time that is too short": ("slurm", {"time_limit": "5m"}, "must be longer than launch.stop_seconds"),
+    "an unknown kind of mount": ("jobset", {"mounts": {"/data": "nfs:x"}}, "must begin with pvc: or host:"),
+    "a mount over the job": ("jobset", {"mounts": {"/shardwise": "pvc:x"}}, "a directory of its own"),
+    "an input elsewhere": ("sagemaker", {"mounts": {"/data": "s3://x"}}, "no input of SageMaker"),
+    "FSx without a network": (
+        "sagemaker",
+        {"subnets": None, "security_groups": None},
+        "FSx needs launch.subnets",
+    ),
+    "half a network": ("sagemaker", {"subnets": None}, "go together"),
+    "mounts without a container": ("slurm", {"mounts": {"/a": "/b"}}, "without a container"),
+    "no hosts": ("ssh", {"hosts": None}, "launch.hosts is not set"),
+    "an option as a host": ("ssh", {"hosts": ["-oProxyCommand=x", "b"]}, "is no name of a host"),
+    "hosts that are not the cluster": ("ssh", {"hosts": ["a", "b", "c"]}, "name as many hosts"),
+    "several machines": ("local", {"cluster": "p4d.24xlarge:2"}, "this is one machine"),
+    "2.1 has no deadline": ("trainjob", {"trainer_version": "2.1"}, "a TrainJob of 2.1 has no deadline"),
+    "a variable's name": ("jobset", {"environment": {"A-B": "x"}}, "is no name of a variable"),
+}
+
+
+SECRETS = ("abcdefgh", "hf_aaaa", "hf_bbbb", "me:pass")
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_named(mistake: str) -> None:
+    target, changes, words = MISTAKES[mistake]
+    with pytest.raises(ConfigError, match=words) as caught:
+        plan_for_target(job_for(target, **changes), target)
+    assert not any(secret in str(caught.value) for secret in SECRETS)
+
+
+def test_a_layout_that_does_not_fit_is_refused() -> None:
+    job = load_job({**JOB, "parallel": {"tensor_parallel_degree": 3}, "launch": ON_KUBERNETES}, environ={})
+    with pytest.raises(LegalityError, match="tensor_parallel_degree=3"):
+        plan_for_target(job, "jobset")
+
+
+def test_workers_that_are_not_the_clusters_are_refused() -> None:
+    job = load_job({**JOB, "parallel": {"workers": 4}, "launch": ON_KUBERNETES}, environ={})
+    with pytest.raises(ConfigError, match=r"parallel.workers=4: .* has 32 ranks \(4 x 8\); use 32"):
+        plan_for_target(job, "jobset")
+
+
+def test_an_unknown_target_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="Did you mean 'slurm'"):
+        find_target("slrum")
+
+
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
+    job = job_for("slurm")
+    launched = launch(job, "slurm", tmp_path / "out")
+    again = launch(job, "slurm", tmp_path / "out")  # the same files: nothing changes
+    assert launched.files == again.files == ("job.sbatch", "job.yaml", "launch.json")
+    with pytest.raises(OutputError, match=r"holds another job\.sbatch, and nothing is overwritten"):
+        launch(job_for("slurm", time_limit="40h"), "slurm", tmp_path / "out")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").write_text("mine")
+    with pytest.raises(OutputError, match=r"holds another notes\.txt"):
+        launch(job, "slurm", tmp_path / "other")
+
+
+def test_what_a_container_would_lose_is_noted() -> None:
+    plan = plan_for_target(job_for("jobset", mounts=None), "jobset")
+    assert any("output=/data/runs/llama lies inside of the container" in note for note in plan.notes)
+    assert any("model.path=/data/models/llama3-8b is not on this machine" in note for note in plan.notes)
+
+
+def test_hyperpod_watches_the_lines_that_a_run_prints(written: dict[str, dict[str, str]]) -> None:
+    rule = manifest_of(written["hyperpod"])["spec"]["runPolicy"]["logMonitoringConfiguration"][0]
+    line = "step 12/1000  loss 3.1234  norm 1.2  lr 3.00e-04  tokens/s 1,234  memory/rank 1.0 GiB  5 min left"
+    assert re.fullmatch(rule["logPattern"], f"[pod-0] {line}")
+    assert not re.fullmatch(rule["logPattern"], "loading the model")
+    assert rule["expectedRecurringFrequencyInSeconds"] == 600
