@@ -53,17 +53,18 @@ def key_effects(results: list[RecipeTranslation]) -> dict[str, Counter[str]]:
     return dict(sorted(counts.items()))
 
 
-def lines(rows: list[ReportRow]) -> Iterator[str]:
-    """Yield the report."""
+def lines(rows: list[ReportRow], plans: bool = True) -> Iterator[str]:
+    """Yield the report; without `plans` of jobs alone."""
     width = max(len(row.name) for row in rows)
-    yield f"{'recipe':<{width}}  acts  no effect  refused  plan"
+    yield f"{'recipe':<{width}}  acts  no effect  refused  {'plan' if plans else 'job'}"
     for row in rows:
         acts, idle, refused = (row.effects[effect] for effect in EFFECTS)
         verdict = "no: " + " ".join(row.complaint.split()) if row.complaint else "yes"
         yield f"{row.name:<{width}}  {acts:4}  {idle:9}  {refused:7}  {verdict}"
     total = sum((row.effects for row in rows), Counter())
     planned = sum(not row.complaint for row in rows)
-    yield f"{planned} of {len(rows)} recipes ({planned / len(rows):.0%}) are jobs with a plan on their nodes"
+    of_what = "jobs with a plan on their nodes" if plans else "jobs"
+    yield f"{planned} of {len(rows)} recipes ({planned / len(rows):.0%}) are {of_what}"
     yield f"{total.total()} keys: " + ", ".join(f"{total[effect]} {effect}" for effect in EFFECTS)
 
 
@@ -83,7 +84,7 @@ def main() -> int:
             print(f"{name:<80} " + "  ".join(f"{effect} {counts[effect]}" for effect in EFFECTS if counts[effect]))
         return 0
     rows = [report_row(path, not options.no_plan, options.instance_type) for path in paths]
-    print(*lines(rows), sep="\n")
+    print(*lines(rows, not options.no_plan), sep="\n")
     return int(any(row.complaint for row in rows))
 
 

@@ -13,9 +13,10 @@ from shardwise.job.recipes.recipe_key import NoEffect, find_row
 from shardwise.job.recipes.translation import ROWS, TABLES, RecipeTranslation, translate_recipe
 
 SAMPLES = Path(__file__).parent / "samples"
-NAMES = ("smp_pretraining", "hf_llama3_2_1b_lora", "llmft_sft", "llmft_lora")
-SMP, LORA, SFT, ADAPTED = NAMES
+NAMES = ("smp_pretraining", "hf_llama3_2_1b_lora", "llmft_sft", "llmft_lora", "llmft_dpo")
+SMP, LORA, SFT, ADAPTED, DPO = NAMES
 ARGS = "training_config.training_args"
+PROMPT = "training_config.datasets.preprocessor_cfgs.TokenizeSampleDPO.max_prompt_length"
 
 
 def translated(name: str, *overrides: str, **changes: Any) -> RecipeTranslation:
@@ -84,6 +85,17 @@ def test_a_fine_tuning_recipe_counts_in_epochs_and_shares_of_steps() -> None:
     assert job.model.path == "Qwen/Qwen3-0.6B"
 
 
+def test_preferences_have_room_for_both_completions() -> None:
+    job = translated(DPO, f"{ARGS}.label_smoothing=0.1").job()
+    assert (job.training.objective, job.data.format, job.data.truncation) == ("dpo", "preference", True)
+    assert (job.training.dpo.beta, job.training.dpo.loss, job.training.dpo.label_smoothing) == (0.01, "sigmoid", 0.1)
+    assert job.data.sequence_length == 2 * 4096
+    of_branch_v1 = translated(LORA, "model.dpo.enabled=true", "model.dpo.beta=0.2", "model.data.train_dir=null").job()
+    assert isinstance(of_branch_v1.model.config, dict)
+    assert (of_branch_v1.training.objective, of_branch_v1.training.dpo.beta) == ("dpo", 0.2)
+    assert of_branch_v1.data.sequence_length == of_branch_v1.model.config["max_position_embeddings"] == 2 * 8192
+
+
 def test_adapters_leave_out_what_a_recipe_excludes() -> None:
     result = translated(ADAPTED)
     assert result.job().adapter.target_modules == r"(?!(?:(?:.*\.)?model\.layers\.0\.mlp\.router)$).*"
@@ -113,6 +125,9 @@ def test_adapters_leave_out_what_a_recipe_excludes() -> None:
         (LORA, "use_smp_model=true", "model.peft.peft_type", "adapters have use_smp_model=False"),
         (SFT, f"{ARGS}.trainer_type=grpo", f"{ARGS}.trainer_type", "must be sft or dpo"),
         (SFT, f"{ARGS}.max_norm=0.5", f"{ARGS}.max_norm", "disagrees with"),
+        (DPO, f"{ARGS}.reference_free=true", f"{ARGS}.reference_free", "there is always a reference; use false"),
+        (DPO, f"{ARGS}.nll_loss_coef=0.1", f"{ARGS}.nll_loss_coef", "use 0"),
+        (DPO, f"{ARGS}.max_len=2048", PROMPT, "use training_args.max_len=4096"),
         (SFT, "elastic_policy.is_elastic=true", "elastic_policy.is_elastic", "choose trainer.num_nodes"),
         (SFT, f"{ARGS}.trainer_callbacks=[{{_target_: my.Own}}]", f"{ARGS}.trainer_callbacks", "my.Own"),
     ],
@@ -138,6 +153,8 @@ def test_what_a_job_cannot_hold_is_refused_by_name(name: str, override: str, key
         (SFT, f"{ARGS}.ring_attn_size=4", {"parallel.context_parallel_degree": 4}),
         (SFT, f"{ARGS}.pretrain_mode=true", {"training.objective": "pretraining", "data.packing": None}),
         (SFT, f"{ARGS}.save_steps=100", {"checkpoint.every": 100, "checkpoint.keep_last": 3}),
+        (SMP, "model.data.val_dir=[/rows]", {"evaluation.sets": {"validation": "/rows"}}),
+        (SFT, "training_config.datasets.val_data.file_path=v.jsonl", {"evaluation.sets": {"validation": "v.jsonl"}}),
         (SFT, f"{ARGS}.l2=0.1", {"optimizer.weight_decay": 0.1}),
         (SFT, "training_config.datasets.train_data.limit=100", {"data.max_documents": 100}),
         (ADAPTED, "training_config.model_config.peft_config.use_dora=true", {"adapter.kind": "dora"}),

@@ -5,6 +5,7 @@ Their names are those of Accelerate's FSDP plugin, peft, TRL and OpenRLHF, and m
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from shardwise.job.recipes.recipe_key import (
@@ -179,6 +180,8 @@ def _keeps(value: int, values: Values) -> Mapped:
 
 
 def _limit(value: float, values: Values) -> Mapped:
+    if value < 1:
+        return Refusal("use at least 1, or leave it out")
     smallest = min(number for key in LIMITS if (number := values.get(key)))
     return {"data.max_documents": int(smallest)}
 
@@ -195,9 +198,17 @@ def _split_seed(value: int, values: Values) -> Mapped:
     return Refusal(f"training.seed draws the split; use training_args.seed={value}, or leave it out")
 
 
-def _data_path(value: str, values: Values) -> Mapped:
+def _below_base(path: str, values: Values) -> str:
     base = values.get(f"{DATA}.data_dir")
-    return {"data.path": f"{base.rstrip('/')}/{value}" if base and not value.startswith("/") else value}
+    return f"{base.rstrip('/')}/{path}" if base and not path.startswith("/") else path
+
+
+def _data_path(value: str, values: Values) -> Mapped:
+    return {"data.path": _below_base(value, values)}
+
+
+def _validation_data(value: str, values: Values) -> Mapped:
+    return {"evaluation.sets": {"validation": _below_base(value, values)}}
 
 
 def _base_directory(value: str, values: Values) -> Mapped:
@@ -236,7 +247,7 @@ def _targets(value: Any, values: Values) -> Mapped:
 
 def _excluded(value: list[str], values: Values) -> Mapped:
     """Return the pattern of the names of all linear layers but `value`, by names or ends of names as in peft."""
-    names = "|".join(rf"(?:.*\.)?{name.replace('.', chr(92) + '.')}" for name in value)
+    names = "|".join(rf"(?:.*\.)?{re.escape(name)}" for name in value)
     return {"adapter.target_modules": f"(?!(?:{names})$).*"} if value else NoEffect("it names none")
 
 
@@ -388,9 +399,9 @@ LLMFT_KEYS = (
     RecipeKey(f"{DATA}.data_dir", str, "the directory of train_data.file_path", _base_directory, "data.path"),
     without_effect(f"{DATA}.train_data.name", str, "names the corpus"),
     RecipeKey(f"{DATA}.train_data.limit", float, "with max_samples: the smaller", _limit, "data.max_documents"),
-    RecipeKey(f"{DATA}.val_data.file_path", str, "validation is a share of the corpus",
-              _refused("validation has no corpus of its own; leave it empty, and see train_val_split_ratio")),
-    without_effect(f"{DATA}.val_data.*", ANY, "validation is a share of the corpus"),
+    RecipeKey(f"{DATA}.val_data.file_path", str, "evaluated beside the share of the corpus that is kept",
+              _validation_data, "evaluation.sets"),
+    without_effect(f"{DATA}.val_data.*", ANY, "all of a validation set is read"),
     RecipeKey(f"{DATA}.train_val_split_ratio", float, "1 minus it", _validation_share, "data.validation_fraction"),
     RecipeKey(f"{DATA}.train_val_split_seed", int, "training.seed draws the split", _split_seed),
     without_effect(f"{DATA}.save_intermediate_processing_steps", bool, "tokens are cached, steps before them are not"),

@@ -41,6 +41,7 @@ MODEL_TYPES = {  # the adapter's names -> transformers'
     "gpt_oss": "gpt_oss",
     "falcon": "falcon",
 }
+NODE = 8  # ranks of a node, over which hybrid_shard shards where trainer.devices does not say it
 BUILT_FROM_FIELDS = frozenset(MODEL_TYPES) - {"falcon"}
 PLAIN_NAMES = "shardwise export writes it from any checkpoint"
 BLOCKS = "blocks are gathered one by one; parallel.prefetch_depth says how far ahead"
@@ -65,6 +66,8 @@ def _results(value: str, values: Values) -> Mapped:
 def _devices(value: Any, values: Values) -> Mapped:
     if value == "auto":
         return NoEffect("all devices of a node are used")
+    if not str(value).isdecimal():
+        return Refusal("must be auto or a whole number")
     return {"parallel.workers": int(value), f"{LAUNCH}devices": int(value)}
 
 
@@ -134,7 +137,8 @@ def _sharding_strategy(value: str, values: Values) -> Mapped:
         return {SHARDS: 1}
     keys: dict[str, Any] = {} if value in ("hybrid_shard", "full_shard") else {"parallel.reshard_after_forward": False}
     if degree is None and "hybrid" in value and values.get("model.tensor_model_parallel_degree", 1) == 1:
-        keys[SHARDS] = int(values.get("trainer.devices", 8)) if values.get("trainer.devices") != "auto" else 8
+        devices = str(values.get("trainer.devices"))
+        keys[SHARDS] = int(devices) if devices.isdecimal() else NODE
     if not keys:
         return NoEffect("shard_degree says over how many ranks" if degree else "all data ranks share parameters")
     return keys
@@ -190,7 +194,7 @@ def _grad_clip(value: float, values: Values) -> Mapped:
 
 def _final_rate(value: float, values: Values) -> Mapped:
     peak = values.get("model.optim.lr") or 0
-    if not 0 <= value <= peak:
+    if not peak or not 0 <= value <= peak:
         return Refusal(f"it has to be at most model.optim.lr={peak}")
     return {"optimizer.final_learning_rate_ratio": round(value / peak, 12)}
 
@@ -202,11 +206,21 @@ def _decay_steps(value: int, values: Values) -> Mapped:
     return Refusal(f"the schedule ends with the run; use trainer.max_steps={steps} for both")
 
 
-def _train_data(value: Any, values: Values) -> Mapped:
+def _one_path(value: Any) -> str | Refusal:
     paths = [value] if isinstance(value, str) else list(value)
-    if len(paths) > 1:
+    if len(paths) != 1:
         return Refusal("one path is read; put the directories under one, or name them by a glob")
-    return {"data.path": paths[0], "data.format": "tokens"}
+    return str(paths[0])
+
+
+def _train_data(value: Any, values: Values) -> Mapped:
+    path = _one_path(value)
+    return path if isinstance(path, Refusal) else {"data.path": path, "data.format": "tokens"}
+
+
+def _validation_data(value: Any, values: Values) -> Mapped:
+    path = _one_path(value)
+    return path if isinstance(path, Refusal) else {"evaluation.sets": {"validation": path}}
 
 
 def _synthetic(value: bool, values: Values) -> Mapped:
@@ -465,9 +479,8 @@ SMP_KEYS = (
     # data
     RecipeKey("model.data.train_dir", ANY, "rows that are tokenized already; every token is trained on", _train_data,
               "data.path"),
-    RecipeKey("model.data.val_dir", ANY, "validation is a share of the corpus",
-              lambda value, values: Refusal("validation has no corpus of its own; leave it null, and see "
-                                            "data.validation_fraction")),
+    RecipeKey("model.data.val_dir", ANY, "evaluated beside the share of the corpus that is kept", _validation_data,
+              "evaluation.sets"),
     RecipeKey("model.data.dataset_type", ("hf", "synthetic"), "synthetic: the standard library's sources",
               _dataset_type, "data.format"),
     RecipeKey("model.data.use_synthetic_data", bool, "the standard library's sources are read in their place",
