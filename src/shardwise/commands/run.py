@@ -78,7 +78,8 @@ def run_in_container(container: Container) -> int:
 
     from shardwise.smp.script import Script, launch_script
 
-    os.chdir(container.code)
+    if container.code.is_dir():
+        os.chdir(container.code)
     container.install_requirements()
     if container.command is not None:
         container.run_command()

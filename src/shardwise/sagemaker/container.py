@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -85,17 +86,17 @@ class Container:
         Raises:
             DataError: the archive of the channel is none.
         """
-        code = self.base / "code"
-        archive = self.base / "input" / "data" / CODE_CHANNEL / SOURCE_ARCHIVE
-        if archive.is_file():
+        code, channel = self.base / "code", self.base / "input" / "data" / CODE_CHANNEL
+        archives = sorted(channel.glob("*.tar.gz"))  # one, by whatever name it has in S3
+        if len(archives) == 1:
             code.mkdir(parents=True, exist_ok=True)
             try:
-                with tarfile.open(archive) as packed:
+                with tarfile.open(archives[0]) as packed:
                     packed.extractall(code, filter="data")
             except (tarfile.TarError, OSError) as error:
-                raise DataError(f"{archive} cannot be unpacked: {error}; upload source_dir again") from error
-        elif not code.is_dir() and archive.parent.is_dir():
-            return archive.parent  # version 3 of the SDK puts the files themselves there
+                raise DataError(f"{archives[0]} cannot be unpacked: {error}; upload source_dir again") from error
+        elif not code.is_dir() and channel.is_dir():
+            return channel  # version 3 of the SDK puts the files themselves there
         return code
 
     @property
@@ -131,7 +132,7 @@ class Container:
         Raises:
             WorkerError: it ends with another exit code than 0.
         """
-        done = subprocess.run(["/bin/bash", "-c", str(self.command)], cwd=self.code)
+        done = subprocess.run(["/bin/bash", "-c", str(self.command)], cwd=self.code if self.code.is_dir() else None)
         if done.returncode:
             raise WorkerError(f"{self.command!r} ended with exit code {done.returncode}")
 
@@ -312,6 +313,9 @@ def enter_container() -> Container | None:
     """Return the container of this process, with the variables that scripts know set where they are not yet."""
     container = find_container()
     if container is not None:
+        for directory in (container.model_directory, container.base / "output" / "data"):
+            with suppress(OSError):  # whoever writes there says so
+                directory.mkdir(parents=True, exist_ok=True)
         for name, value in container.variables().items():
             os.environ.setdefault(name, value)
         interface = os.environ["SM_NETWORK_INTERFACE_NAME"]
