@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.job.schema import Job
+from shardwise.job.schema import Job, PrecisionSection
 from shardwise.model.facts import ModelFacts
 from shardwise.testing.comparison import VerifyReport
 from shardwise.testing.faults.registry import FAULTS
@@ -125,6 +125,16 @@ def test_preferences_on_every_layout(
     world_pool: WorldPool, preferences: Path, family: str, layout: str, name: str
 ) -> None:
     check(world_pool, preference_job(preferences, family, layout, **(VARIANTS | OF_EXPERTS)[name]), layout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapter", [{}, LORA], ids=["copy", "adapters off"])
+def test_preferences_in_16_bits(world_pool: WorldPool, preferences: Path, adapter: dict[str, Any]) -> None:
+    """First in fp64, then with gradients held to the noise of rounding."""
+    job = preference_job(preferences, "llama", "tensor 2", adapter=adapter)
+    job = job.model_copy(update={"precision": PrecisionSection(compute="bf16")})
+    report = world_pool.run(2, verify_with_facts, job, study(job))[0]
+    assert report.agrees, (report.first, report.diagnosis)
 
 
 def with_fault(job: Job, facts: ModelFacts) -> VerifyReport | None:
