@@ -10,7 +10,8 @@ FROM python:3.12-slim-bookworm
 # PyPI's torch is for CUDA and brings CUDA, cuDNN and NCCL with it.
 ARG INDEX=https://pypi.org/simple
 ARG TORCH=2.13.0
-ARG EXTRAS=s3,sagemaker
+# Checkpoints in S3; boto3 (extra sagemaker) is for machines that start jobs.
+ARG EXTRAS=s3
 
 # A compiler builds the native collectives for CPU ranks; tini hands signals on and reaps what workers leave.
 RUN apt-get update \

@@ -96,11 +96,16 @@ def test_a_block_that_all_stages_skip_is_skipped(stage: int, chosen: tuple[int, 
     module(x=torch.ones(2, POSITIONS, WIDTH))
 
 
-@pytest.mark.parametrize("module_class", [DroppedAtRandom, Scaled])
-def test_a_forward_with_random_numbers_of_the_process_is_not_cut(module_class: type[Stack]) -> None:
-    with torch.device("meta"):
-        facts = _facts(module_class(), _job())
+def test_a_forward_with_random_numbers_of_the_process_is_not_cut() -> None:
     before = random.getstate()
-    answer = facts.supports(Axis.PIPELINE)
+    with torch.device("meta"):
+        answer = discover(DroppedAtRandom(), _job(), EXAMPLE).supports(Axis.PIPELINE)
     assert not answer.ok and "draws numbers from Python's or NumPy's generator" in answer.reason
     assert random.getstate() == before
+
+
+@pytest.mark.slow
+def test_nor_is_it_traced() -> None:
+    with torch.device("meta"):
+        answer = _facts(Scaled(), _job()).supports(Axis.PIPELINE)
+    assert not answer.ok and "torch cannot cut it either" in answer.reason

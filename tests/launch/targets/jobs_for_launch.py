@@ -63,7 +63,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "sagemaker": {
         **ENVIRONMENT, "cluster": "ml.p5.48xlarge:4", "image": IMAGE, "role": ROLE, "output_path": "s3://bucket/runs",
         "time_limit": "2d", "spot": True, "labels": {"team": "a"}, "subnets": ["subnet-1"], "security_groups": ["sg-1"],
-        "mounts": {"/opt/ml/input/data/corpus": "s3://bucket/corpus", "/opt/ml/input/data/models": "fsx:fs-1/models"},
+        "mounts": {
+            "/opt/ml/input/data/corpus": "s3://bucket/corpus",
+            "/opt/ml/input/data/models": "fsx:fs-0123456789abcdef0/models",
+        },
     },
     "ssh": {**ENVIRONMENT, "cluster": "h100:16", "hosts": ["me@host1", "me@host2"], "setup": ["cd /work"]},
     "local": {**ENVIRONMENT, "cluster": "cpu:2", "setup": ["ulimit -n 4096"]},

@@ -106,7 +106,6 @@ def lost(given: Any, kept: Any, place: str = "") -> list[str]:
     return [] if given == kept else [f"{place}: {given!r} became {kept!r}"]
 
 
-@pytest.mark.slow
 def test_a_request_is_valid_for_botocores_model(written: dict[str, dict[str, str]]) -> None:
     import botocore.session
     from botocore.validate import ParamValidator
@@ -183,6 +182,11 @@ MISTAKES: dict[str, tuple[str, dict[str, Any], str]] = {
         "sagemaker",
         {"subnets": None, "security_groups": None},
         "FSx needs launch.subnets",
+    ),
+    "a file system that is none": (
+        "sagemaker",
+        {"mounts": {"/opt/ml/input/data/x": "fsx:fs-1/x"}},
+        "'fs-1' is no file system",
     ),
     "half a network": ("sagemaker", {"subnets": None}, "go together"),
     "mounts without a container": ("slurm", {"mounts": {"/a": "/b"}}, "without a container"),

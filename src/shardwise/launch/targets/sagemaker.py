@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from shardwise.sagemaker.request import TrainingJob, training_request
 from shardwise.sagemaker.shapes import Channel, DataSource, FileSystemDataSource, S3DataSource
 
 REQUEST = "request.json"
+FILE_SYSTEM = re.compile(r"fs-[0-9a-f]{8,18}")
 ROOT = "/opt/ml/"
 INPUTS = f"{ROOT}input/data/"
 MAX_RUN = 86_400  # seconds; the SDK's own default
@@ -204,6 +206,10 @@ def _channels(plan: LaunchPlan) -> Iterator[Channel]:
         if not plan.settings.subnets:
             raise ConfigError(f"launch.mounts.{path}={source!r}: FSx needs launch.subnets and launch.security_groups")
         system, _, directory = rest.partition("/")
+        if not FILE_SYSTEM.fullmatch(system):
+            raise ConfigError(
+                f"launch.mounts.{path}={source!r}: {system!r} is no file system; use fsx:fs-0123456789abcdef0"
+            )
         files = FileSystemDataSource(
             file_system_id=system, file_system_type="FSxLustre", directory_path=f"/{directory}"
         )

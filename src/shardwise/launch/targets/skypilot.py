@@ -49,7 +49,9 @@ class SkyPilotTarget(LaunchTarget):
         """Yield resources, start and restarts."""
         settings = plan.settings
         for name, value in _resources(plan).items():
-            yield DerivedValue(f"resources.{name}", str(value), RULES[name])
+            is_derived = name == "infra" and settings.region is None
+            rule = RULES["instance_type"] if is_derived else RULES[name]
+            yield DerivedValue(f"resources.{name}", str(value), rule)
         yield DerivedValue("start", _command(plan), "on every node; the others by SKYPILOT_NODE_IPS")
         port = settings.port or "20000 + a number of the task"
         rule = "launch.port" if settings.port else "SKYPILOT_TASK_ID, so that tasks of one host differ"
@@ -57,7 +59,7 @@ class SkyPilotTarget(LaunchTarget):
 
     def files(self, plan: LaunchPlan, directory: Path) -> Mapping[str, str]:
         """Return the job and the task."""
-        return {TASK: manifest_text(task_of(plan)), JOB_FILE: job_text(plan)}
+        return {TASK: manifest_text(task_of(plan, directory)), JOB_FILE: job_text(plan)}
 
     def record(self, plan: LaunchPlan) -> dict[str, object]:
         """Return the names of the secrets, which the submitting shell holds."""
@@ -106,15 +108,15 @@ RULES = {
 }
 
 
-def task_of(plan: LaunchPlan) -> dict[str, Any]:
-    """Return the task."""
+def task_of(plan: LaunchPlan, directory: Path) -> dict[str, Any]:
+    """Return the task; sky reads the job file from `directory`, wherever it is called."""
     settings = plan.settings
     task: dict[str, Any] = {"name": plan.name, "num_nodes": plan.nodes, "resources": _resources(plan)}
     variables = {**plan.environment, **({"MASTER_PORT": str(settings.port)} if settings.port else {})}
     task["envs"] = variables
     if settings.secrets:
         task["secrets"] = dict.fromkeys(settings.secrets)  # null: the submitting shell gives the value
-    task["file_mounts"] = {JOB_PATH: f"./{JOB_FILE}", **settings.mounts}
+    task["file_mounts"] = {JOB_PATH: str(directory / JOB_FILE), **settings.mounts}
     if settings.setup:
         task["setup"] = "\n".join(settings.setup) + "\n"
     return task | {"run": f"{_command(plan)}\n"}

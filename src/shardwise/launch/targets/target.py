@@ -140,9 +140,26 @@ def job_text(plan: LaunchPlan) -> str:
     return yaml.safe_dump(data, sort_keys=False, allow_unicode=True)
 
 
+class _ManifestDumper(yaml.SafeDumper):
+    """Writes what people read and change: files inside as blocks of lines, and a template twice instead of an alias."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_ManifestDumper.add_representer(str, _represent_text)
+
+
 def manifest_text(*objects: Mapping[str, Any]) -> str:
     """Return objects as YAML documents."""
-    return "---\n".join(yaml.safe_dump(dict(each), sort_keys=False, allow_unicode=True) for each in objects)
+    documents = (
+        yaml.dump(dict(content), Dumper=_ManifestDumper, sort_keys=False, allow_unicode=True) for content in objects
+    )
+    return "---\n".join(documents)
 
 
 def split_mount(source: str, kinds: Sequence[str], key: str) -> tuple[str, str]:

@@ -15,7 +15,7 @@ from shardwise.model.facts import ModelFacts
 from shardwise.planner.constants.hardware import GIB, Accelerator
 
 WAITS = (*Axis, "bubble", "launch", "stalls")  # causes for which the accelerator does not compute
-# Rows of the fullest rank over the mean where ranks share experts: measured at the end of examples/experts.yaml.
+# Rows of the fullest rank over the mean where ranks share experts. Assumed, not measured: of well balanced routers.
 IMBALANCE = 1.2
 EIGHTY = 1.2816  # standard deviations that hold 80 % of a normal distribution
 
