@@ -129,9 +129,10 @@ def weak_openings(trees: dict[str, ast.Module]) -> list[str]:
 
 
 def doc_words(docs: Path) -> int:
-    """Return the number of words under docs/ that people wrote: without generated pages and the rules of tables."""
+    """Return the number of words of prose under docs/: without generated pages, code and what commands print."""
     pages = (page for page in docs.rglob("*.md") if not set(GENERATED) & set(page.relative_to(docs).parts))
-    return sum(len(re.findall(r"\S*\w\S*", page.read_text(encoding="utf-8"))) for page in pages)
+    texts = (re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL) for page in pages)
+    return sum(len(re.findall(r"\S*\w\S*", text)) for text in texts)
 
 
 def private_torch_names(source: Path) -> int:

@@ -12,7 +12,7 @@ import signal
 import sys
 import traceback
 
-from shardwise.exit_codes import FAULT, INTERRUPTED
+from shardwise.errors.exit_codes import FAULT, INTERRUPTED
 
 _interrupted = False
 

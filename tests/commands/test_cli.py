@@ -16,7 +16,7 @@ import pytest
 from shardwise import __version__
 from shardwise.commands.cli import COMMANDS, main
 from shardwise.errors import DataError, WorkerError
-from shardwise.exit_codes import FAULT, STOPPED
+from shardwise.errors.exit_codes import FAULT, STOPPED
 from shardwise.job.keys import leaf_keys
 from shardwise.job.schema import Job
 from shardwise.plan.plan import resolve

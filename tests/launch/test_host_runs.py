@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.exit_codes import FAULT
+from shardwise.errors.exit_codes import FAULT
 
 KEYS = [
     "--model.config", '{"model_type": "gpt2", "n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 32}',

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from shardwise.commands.train import train
 from shardwise.errors import ConfigError, LegalityError, MachineError, WorkerError
-from shardwise.exit_codes import FAULT
+from shardwise.errors.exit_codes import FAULT
 from shardwise.launch.diagnosis import UNGUARDED_EXIT
 from shardwise.launch.local import run_local
 from shardwise.launch.process_group import process_group

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, GPT2Config, GPT2LMHeadModel, GPTNeoXForCausalLM
 
 from shardwise.commands.cli import main
-from shardwise.exit_codes import FAULT
+from shardwise.errors.exit_codes import FAULT
 from tests.fork_server import run_python
 
 SCRIPT = Path(__file__).parent / "step_script.py"

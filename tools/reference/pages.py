@@ -21,7 +21,7 @@ import shardwise
 from shardwise import errors
 from shardwise.commands.cli import COMMANDS
 from shardwise.errors import ShardwiseError
-from shardwise.exit_codes import EXIT_CODES, RESTART_POLICIES
+from shardwise.errors.exit_codes import EXIT_CODES, RESTART_POLICIES
 from shardwise.job.axes import Axis
 from shardwise.job.keys import leaf_keys, sections
 from shardwise.job.optimizers import ELEMENTWISE, UNUSABLE

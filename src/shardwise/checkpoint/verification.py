@@ -15,7 +15,7 @@ from shardwise.checkpoint.inspect import Page, Say, print_page, size_text
 from shardwise.checkpoint.manifest import BLOCK_BYTES, FILE, OLDER, Manifest
 from shardwise.checkpoint.stores import Store
 from shardwise.errors import CheckpointError, DamagedError, IncompleteError
-from shardwise.exit_codes import DISAGREEMENT, DONE
+from shardwise.errors.exit_codes import DISAGREEMENT, DONE
 from shardwise.words import listed
 
 Advance = Callable[[int], None]

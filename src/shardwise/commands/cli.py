@@ -27,7 +27,7 @@ from shardwise.commands import recipe as recipe_cli
 from shardwise.commands import run as run_cli
 from shardwise.commands.arguments import whole_number
 from shardwise.errors import ConfigError, OutputError, ShardwiseError
-from shardwise.exit_codes import DONE, INTERRUPTED, MISTAKE, STOPPED
+from shardwise.errors.exit_codes import DONE, INTERRUPTED, MISTAKE, STOPPED
 from shardwise.observe.standard_streams import flush_or_leave, secure_streams
 from shardwise.sagemaker.failure import leave_failure
 from shardwise.words import nearest, output_console, say_note

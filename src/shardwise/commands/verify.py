@@ -28,7 +28,7 @@ from shardwise.data.corpus import with_format
 from shardwise.data.token_data import TokenData
 from shardwise.data.tokenizer import VOCABULARY_FILES
 from shardwise.errors import ConfigError, LegalityError, MachineError
-from shardwise.exit_codes import DISAGREEMENT, DONE
+from shardwise.errors.exit_codes import DISAGREEMENT, DONE
 from shardwise.job.schema import EvaluationSection, Job, PrecisionSection
 from shardwise.job.sources import require_job
 from shardwise.launch.environment import detect

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.errors import ConfigError, ShardwiseError, WorkerError
-from shardwise.exit_codes import MISTAKE
+from shardwise.errors.exit_codes import MISTAKE
 from shardwise.launch import failure
 
 UNGUARDED_EXIT = 113  # of a worker that is led back to the launcher by the script that it imports

@@ -20,7 +20,7 @@ import psutil
 
 from shardwise import errors
 from shardwise.errors import ShardwiseError, WorkerError
-from shardwise.exit_codes import FAULT
+from shardwise.errors.exit_codes import FAULT
 
 DIRECTORY_VARIABLE = "SHARDWISE_FAILURE_DIRECTORY"
 PEER_GRACE_SECONDS = 0.5  # a killed process closes its sockets a moment before it counts as dead

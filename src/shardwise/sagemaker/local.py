@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ConfigError, WorkerError
-from shardwise.exit_codes import STOPPED
+from shardwise.errors.exit_codes import STOPPED
 from shardwise.sagemaker.client import ServiceClient
 from shardwise.sagemaker.container import CODE_CHANNEL, SOURCE_ARCHIVE
 from shardwise.sagemaker.draft import TrainingDraft

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from shardwise.exit_codes import PERMANENT
+from shardwise.errors.exit_codes import PERMANENT
 from shardwise.launch.launch_plan import DerivedValue, LaunchPlan
 from shardwise.launch.targets.kubernetes import (
     START,

@@ -1,7 +1,7 @@
 """`slurm`: a batch script for sbatch, one task a node, which starts the node's ranks.
 
 Ahead of the time limit Slurm signals the batch shell alone. It passes USR1 on to the step, whose ranks save their state
-and end with a code of their own (`shardwise.exit_codes`); so the script knows whether to put the job back into the
+and end with a code of their own (`errors/exit_codes.py`), so the script knows whether to put the job back into the
 queue. A node that dies does the same by itself (`--requeue`).
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from shardwise.errors import ConfigError, LaunchError
-from shardwise.exit_codes import RESTARTED
+from shardwise.errors.exit_codes import RESTARTED
 from shardwise.launch.client import require_client, run_client
 from shardwise.launch.launch_plan import DerivedValue, LaunchPlan
 from shardwise.launch.record import LaunchRecord

@@ -1,14 +1,14 @@
 """Every error a user can cause, by name.
 
 A message holds the key, the value, the rule that was broken and the nearest fix. The command line prints the message
-without a traceback and exits with the error's `exit_code` (`shardwise.exit_codes`).
+without a traceback and exits with the error's `exit_code` (`shardwise.errors.exit_codes`).
 """
 
 from __future__ import annotations
 
 import reprlib
 
-from shardwise.exit_codes import FAULT, MISTAKE
+from shardwise.errors.exit_codes import FAULT, MISTAKE
 
 
 class ShardwiseError(Exception):
