@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from shardwise.commands.recipe import recipe_plan
+from shardwise.commands.recipe import recipe_plan, settle_cluster
 from shardwise.errors import ShardwiseError
 from shardwise.job.recipes.recipe_file import read_recipe
 from shardwise.job.recipes.translation import RecipeTranslation, translate_recipe
@@ -35,9 +35,10 @@ def report_row(path: Path, plans: bool = True, instance_type: str | None = None)
     try:
         result = translate_recipe(read_recipe(path))
         effects.update(outcome.effect for outcome in result.outcomes if not outcome.is_default)
+        settle_cluster(result, instance_type)
         result.job()
         if plans:
-            recipe_plan(result, instance_type)
+            recipe_plan(result)
     except ShardwiseError as error:
         return ReportRow(path.stem, effects, str(error))
     return ReportRow(path.stem, effects, "")

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.commands.cli import main
-from shardwise.commands.recipe import recipe_cluster, recipe_plan
-from shardwise.errors import ConfigError
+from shardwise.commands.recipe import recipe_plan, settle_cluster
 from shardwise.job.axes import Axis
 from shardwise.job.recipes.recipe_file import read_recipe
 from shardwise.job.recipes.translation import RecipeTranslation, translate_recipe
@@ -35,29 +34,57 @@ def test_the_job_that_is_printed_and_written_is_one(tmp_path: Path, capsys: pyte
     words = ["recipe", RECIPE, "--print", "--output", str(target), "--training.steps", "7", "--data.path", "rows"]
     assert main(words) == 0
     assert target.read_text() in capsys.readouterr().out
-    assert load_job(target) == translate_recipe(read_recipe(RECIPE), {"training.steps": 7, "data.path": "rows"}).job()
+    job = load_job(target)
+    assert (job.training.steps, job.data.path, job.launch.cluster) == (7, "rows", "p5.48xlarge:2")
     assert main(words) == 2 and "is there already" in capsys.readouterr().err
 
 
 def test_a_plan_is_of_the_nodes_that_the_recipe_names() -> None:
-    plan = recipe_plan(translated("model.fp8=false"))  # its layers are too small to gain
+    result = translated("model.fp8=false")  # its layers are too small to gain
+    settle_cluster(result)
+    plan = recipe_plan(result)
     assert (plan.world.size, plan.world.hosts, plan.world.accelerator) == (16, 2, "H100 SXM")
     assert (plan.degrees[Axis.TENSOR], plan.degrees[Axis.SHARD], plan.degrees[Axis.REPLICA]) == (2, 4, 2)
     assert plan.sequences_per_step == 8 and plan.balancing_coefficient == 0.001
 
 
-def test_the_instance_type_is_asked_for_stated_or_in_the_name() -> None:
+@pytest.mark.parametrize(
+    ("stated", "asked", "cluster"),
+    [
+        ([], None, "p5.48xlarge:2"),
+        (["ml.p4de.24xlarge", "ml.p5.48xlarge"], None, "p4de.24xlarge:2"),
+        (["ml.p5.4xlarge", "ml.p5.48xlarge"], None, "p5.48xlarge:2"),  # the first that has eight devices
+        (["ml.p5.48xlarge"], "ml.p5en.48xlarge", "p5en.48xlarge:2"),
+    ],
+)
+def test_the_instance_type_is_asked_for_or_stated(stated: list[str], asked: str | None, cluster: str) -> None:
     result = translated()
-    assert recipe_cluster(result).name == "p5.48xlarge"
-    result.launch["instance_types"] = ["ml.p4de.24xlarge", "ml.p5.48xlarge"]
-    assert recipe_cluster(result).name == "p4de.24xlarge"
-    result.launch["instance_types"] = ["ml.p5.4xlarge", "ml.p5.48xlarge"]
-    assert recipe_cluster(result).name == "p5.48xlarge", "the first that has eight devices"
-    assert recipe_cluster(result, "ml.p5en.48xlarge").name == "p5en.48xlarge"
-    with pytest.raises(ConfigError, match="Did you mean 'p5"):
-        recipe_cluster(result, "p5.49xlarge")
-    with pytest.raises(ConfigError, match=r"use trainer\.devices=1"):
-        recipe_cluster(result, "p5.4xlarge")
+    result.nodes["instance_types"] = stated
+    settle_cluster(result, asked)
+    assert result.job().launch.cluster == cluster
+
+
+def test_wrong_nodes_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, says in (
+        (["--instance-type", "p5.49xlarge"], "Did you mean 'p5"),
+        (["--instance-type", "p5.4xlarge"], "use trainer.devices=1"),
+        (["--instance-type", "p5.48xlarge", "--launch.cluster", "h100:8"], "keep one"),
+        (["--submit"], "does nothing without --to"),
+    ):
+        assert main(["recipe", RECIPE, *words]) == 2
+        assert says in capsys.readouterr().err
+
+
+def test_a_recipe_is_launched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["recipe", RECIPE, "model.fp8=false", "--to", "slurm"]) == 0
+    assert load_job("mixture-slurm/job.yaml").output == "results/mixture"
+    script = Path("mixture-slurm/job.sbatch").read_text()
+    assert "#SBATCH --nodes=2" in script
+    printed = capsys.readouterr().out
+    assert "launch.cluster p5.48xlarge:2" in printed and "mixture-slurm/job.yaml" in printed
 
 
 def test_what_is_refused_ends_with_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:

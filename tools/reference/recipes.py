@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shardwise.job.public_models import public_models
-from shardwise.job.recipes.recipe_key import ANY, LAUNCH, MAPPED, RecipeKey
+from shardwise.job.recipes.recipe_key import ANY, MAPPED, NODES, RecipeKey
 from shardwise.job.recipes.translation import TABLES
 
 RECIPE_HEAD = ("key", "type or words", "becomes", "how, or why it has no effect")
@@ -39,6 +39,6 @@ def _accepts(key: RecipeKey) -> str:
 
 
 def _becomes(key: RecipeKey) -> str:
-    if key.becomes.startswith(LAUNCH):
-        return f"its launch: {key.becomes.removeprefix(LAUNCH)}"
+    if key.becomes.startswith(NODES):
+        return "`launch.cluster`"
     return f"`{key.becomes}`" if key.becomes else "nothing, or refused" if not key.never_acts else "nothing"

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import ConfigError
 from shardwise.words import output_console, say_note
+
+if TYPE_CHECKING:
+    from shardwise.job.schema import Job
 
 
 def launch_options(parser: argparse.ArgumentParser) -> None:
@@ -23,23 +27,35 @@ def launch_job(options: argparse.Namespace, keys: dict[str, Any]) -> int:
     """Write the files that start a job, and submit them if asked to. Raises ShardwiseError for a user's mistake."""
     from shardwise.job.sources import read_job
     from shardwise.launch.launch_plan import name_of
-    from shardwise.launch.launcher import BY_NAME, launch, plan_for_target
-    from shardwise.plan.table import RuleTable
+    from shardwise.launch.launcher import BY_NAME
 
     if options.to is None:
         raise ConfigError(f"--to is not given; it says where to: {', '.join(BY_NAME)}")
     if options.print_plan and (options.submit or options.output):
         raise ConfigError("--print-plan writes and submits nothing; leave --output and --submit out")
     job, notes = read_job(options.job, keys)
-    name, console = name_of(options.job), output_console()
+    name = name_of(options.job)
     output = None if options.output is None else Path(options.output)
-    plan = plan_for_target(job, options.to, name)
-    console.print(RuleTable(f"Launch {plan.name}", plan.derived))
+    show_launch(job, options.to, name, notes)
+    return 0 if options.print_plan else write_launch(job, options.to, output, options.submit, name)
+
+
+def show_launch(job: Job, target: str, default_name: str, notes: Sequence[str] = ()) -> None:
+    """Print what would be started where, with the rule behind each value, then notes."""
+    from shardwise.launch.launcher import plan_for_target
+    from shardwise.plan.table import RuleTable
+
+    plan = plan_for_target(job, target, default_name)
+    output_console().print(RuleTable(f"Launch {plan.name}", plan.derived))
     for note in (*notes, *plan.notes):
         say_note(note)
-    if options.print_plan:
-        return 0
-    launched = launch(job, options.to, output, options.submit, name)
+
+
+def write_launch(job: Job, target: str, output: Path | None, submit: bool, default_name: str) -> int:
+    """Write the files that start a job, name them, and submit them if asked to; returns the exit code."""
+    from shardwise.launch.launcher import launch
+
+    launched = launch(job, target, output, submit, default_name)
     directory = Path(os.path.relpath(launched.directory))
     for file in launched.files:
         print(directory / file)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,6 @@ if TYPE_CHECKING:
 
     from shardwise.job.recipes.translation import RecipeTranslation
     from shardwise.plan.plan import Plan
-    from shardwise.planner.formulas.prediction import Cluster
 
 USUAL_INSTANCE = "p5.48xlarge"  # of Amazon's launcher, where nothing says another
 IN_NAMES = {r"(^|_)p4(_|x\d)": "p4d.24xlarge", r"(^|_)p5(_|x\d)": USUAL_INSTANCE}  # of recipes of branch v1
@@ -34,66 +32,86 @@ def recipe_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--print", action="store_true", help="print the job as YAML instead of what became of the keys")
     parser.add_argument("--print-plan", action="store_true", help="print its plan on the recipe's nodes instead")
     parser.add_argument("--output", metavar="JOB.yaml", help="write the job into a new file")
+    parser.add_argument("--to", metavar="TARGET", help="write what starts it there, as `shardwise launch` does")
+    parser.add_argument("--submit", action="store_true", help="with --to: hand it to the target's own client")
 
 
 def run_recipe(options: argparse.Namespace, keys: dict[str, Any]) -> int:
     """Translate a recipe, and print or write what is asked for. Raises ShardwiseError for a user's mistake."""
+    from shardwise.commands.launch import show_launch, write_launch
     from shardwise.job.recipes.recipe_file import read_recipe
     from shardwise.job.recipes.translation import translate_recipe
+    from shardwise.launch.launch_plan import name_of
 
+    _check(options, keys)
     result = translate_recipe(read_recipe(options.recipe, options.overrides), keys)
     result.require()
+    settle_cluster(result, options.instance_type)
     for note in result.notes:
         say_note(note)
-    result.job()
+    job = result.job()
     if options.print:
         print(result.job_text(), end="")
     if options.print_plan:
-        _print_plan(recipe_plan(result, options.instance_type))
+        _print_plan(recipe_plan(result))
     if options.output is not None:
         _write(Path(options.output), result.job_text())
         print(f"wrote {options.output}")
+    if options.to is not None:
+        show_launch(job, options.to, name_of(options.recipe))
+        return write_launch(job, options.to, None, options.submit, name_of(options.recipe))
     if not (options.print or options.print_plan or options.output):
         output_console().print(outcome_table(result))
         print(counted(result))
     return 0
 
 
-def recipe_cluster(result: RecipeTranslation, instance_type: str | None = None) -> Cluster:
-    """Return the nodes that a recipe asks for. Raises ConfigError for an unknown instance type or too many devices."""
+def _check(options: argparse.Namespace, keys: dict[str, Any]) -> None:
+    if options.submit and options.to is None:
+        raise ConfigError("--submit does nothing without --to; name the target")
+    if options.instance_type is not None and "launch.cluster" in keys:
+        raise ConfigError(f"--instance-type={options.instance_type} and --launch.cluster both name nodes; keep one")
+
+
+def settle_cluster(result: RecipeTranslation, instance_type: str | None = None) -> None:
+    """Put the nodes that a recipe asks for into its job, unless `launch.cluster` is given.
+
+    Raises:
+        ConfigError: the instance type is unknown, or has other devices than the recipe.
+    """
     from shardwise.planner.constants.inventory import cluster
 
     name = (instance_type or _instance_type(result)).removeprefix("ml.")
-    nodes = cluster(f"{name}:{result.launch.get('nodes', 1)}")
-    devices = result.launch.get("devices", nodes.per_node)
-    if devices > nodes.per_node:
+    where = result.keys.setdefault("launch.cluster", f"{name}:{result.nodes.get('count', 1)}")
+    nodes = cluster(where)
+    devices = result.nodes.get("devices", nodes.per_node)
+    if devices != nodes.per_node:
         raise ConfigError(
-            f"trainer.devices={devices}: a {name} has {nodes.per_node}; use trainer.devices={nodes.per_node}, or "
-            "another --instance-type"
+            f"trainer.devices={devices}: a node of {where} has {nodes.per_node}; use trainer.devices={nodes.per_node}, "
+            "or another --instance-type"
         )
-    return replace(nodes, per_node=devices)
 
 
 def _instance_type(result: RecipeTranslation) -> str:
     """Return the first instance type of a recipe that has its devices, else what its name says, else the usual one."""
     from shardwise.planner.constants.inventory import instance_row
 
-    stated = [str(name) for name in result.launch.get("instance_types", [])]
-    devices = result.launch.get("devices", 1)
-    fitting = (name for name in stated if instance_row(name)["per_node"] >= devices)
+    stated = [str(name) for name in result.nodes.get("instance_types", [])]
+    fitting = (name for name in stated if instance_row(name)["per_node"] == result.nodes.get("devices"))
     named = (instance for pattern, instance in IN_NAMES.items() if re.search(pattern, result.recipe.name))
     return next(fitting, None) or next(iter(stated), None) or next(named, USUAL_INSTANCE)
 
 
-def recipe_plan(result: RecipeTranslation, instance_type: str | None = None) -> Plan:
+def recipe_plan(result: RecipeTranslation) -> Plan:
     """Return the plan of a recipe's job on its nodes. Raises ShardwiseError where it cannot run there."""
     from shardwise.model.build import build_model
     from shardwise.model.discover import discover
     from shardwise.plan.plan import resolve
+    from shardwise.planner.constants.inventory import cluster
     from shardwise.planner.search.search import world_of
 
     job = result.job()
-    world = world_of(recipe_cluster(result, instance_type))
+    world = world_of(cluster(result.keys["launch.cluster"]))
     return resolve(job, world, discover(build_model(job), job))
 
 

@@ -35,6 +35,8 @@ def check_layout(job: Job, cluster: Cluster) -> Iterator[str]:
 
 def _absent_model(job: Job) -> str:
     """Return the key and value of a model that this machine does not have; empty where it does."""
+    if job.model.path is not None and isinstance(job.model.config, dict):
+        return ""  # its fields stand for the directory
     for key in ("path", "config"):
         value = getattr(job.model, key)
         if isinstance(value, str) and not Path(value).exists():

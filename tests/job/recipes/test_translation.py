@@ -59,7 +59,8 @@ def test_an_smp_recipe_has_its_layout_and_architecture() -> None:
     assert (job.optimizer.learning_rate, job.optimizer.final_learning_rate_ratio) == (1e-4, 0.01)
     assert (job.checkpoint.every, job.checkpoint.keep_last, job.checkpoint.directory) == (10, 3, None)
     assert (job.model.path, job.data.path, job.data.format) == (None, "data/train", "tokens")
-    assert result.launch == {"name": "mixture", "time_limit": "6-00:00:00", "devices": 8, "nodes": 2}
+    assert (job.launch.name, job.launch.time_limit) == ("mixture", "6-00:00:00")
+    assert result.nodes == {"devices": 8, "count": 2}
     assert job.output == "results/mixture"
 
 

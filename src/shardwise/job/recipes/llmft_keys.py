@@ -10,13 +10,14 @@ from typing import Any
 
 from shardwise.job.recipes.recipe_key import (
     ANY,
-    LAUNCH,
     MAPPED,
+    NODES,
     Mapped,
     NoEffect,
     RecipeKey,
     Refusal,
     Values,
+    launch_name,
     only,
     renamed,
     without_effect,
@@ -39,7 +40,7 @@ METERING = "metering_callback.MeteringCallback"  # counts what Amazon bills
 
 
 def _devices(value: Any, values: Values) -> Mapped:
-    return {"parallel.workers": int(value), f"{LAUNCH}devices": int(value)}
+    return {f"{NODES}devices": int(value)}
 
 
 def _is_dpo(values: Values) -> bool:
@@ -286,13 +287,13 @@ LLMFT_KEYS = (
     # the recipe, where it runs
     without_effect("display_name", str, "names the recipe"),
     without_effect("version", str, "of the recipe"),
-    renamed("instance_types", list, f"{LAUNCH}instance_types", "the first is taken, unless another is asked for"),
-    renamed("run.name", str, f"{LAUNCH}name", "names the job where it is launched"),
+    renamed("instance_types", list, f"{NODES}instance_types", "the first is taken, unless another is asked for"),
+    RecipeKey("run.name", str, "names the job where it is launched", launch_name, "launch.name"),
     without_effect("run.model_type", str, "says which kind of recipe this is"),
     renamed("run.results_dir", str, "output", "where the run writes"),
     RecipeKey("run.hf_access_token", ANY, SECRET, _secret),
-    renamed("trainer.num_nodes", int, f"{LAUNCH}nodes", "hosts of the run", 1),
-    RecipeKey("trainer.devices", int, "ranks of a node", _devices, "parallel.workers", NODE),
+    renamed("trainer.num_nodes", int, f"{NODES}count", "hosts of the run", 1),
+    RecipeKey("trainer.devices", int, "ranks of a node", _devices, f"{NODES}devices", NODE),
     RecipeKey("elastic_policy.is_elastic", bool, "the number of nodes stays while a run lasts", _elastic),
     without_effect("elastic_policy.*", ANY, "elastic_policy.is_elastic is off"),
     without_effect("scale_config.*", ANY, "it is for elastic runs, whose number of nodes changes"),

@@ -16,18 +16,15 @@ from shardwise.job.recipes.recipe_file import HyperPodRecipe
 NAMED_BY = ("training_config.model_config.model_name_or_path", "model.hf_model_name_or_path")
 
 
-def name_model(
-    recipe: HyperPodRecipe, keys: dict[str, Any], launch: Mapping[str, Any], fields: Mapping[str, Any]
-) -> Iterator[str]:
+def name_model(recipe: HyperPodRecipe, keys: dict[str, Any], fields: Mapping[str, Any]) -> Iterator[str]:
     """Put where the model comes from into `keys`; yields what the user has to bring.
 
     Args:
         recipe: as read.
-        keys: dotted keys of the job.
-        launch: the name of the run, among others.
+        keys: dotted keys of the job, the name of its launch among them.
         fields: of the model's config, as the recipe states them.
     """
-    model = _public_model(recipe, launch, fields)
+    model = _public_model(recipe, fields)
     if model is not None and fields.get("model_type", model.config["model_type"]) == model.config["model_type"]:
         fields = {**model.config, **fields}
     if "hidden_size" in fields and "model.factory" not in keys:
@@ -36,20 +33,20 @@ def name_model(
         if "model.config" not in keys and "model.path" not in keys:
             yield "the recipe states no architecture that is known here; set --model.config or --model.path"
         return
-    path = keys.setdefault("model.path", model.name if model else f"models/{launch.get('name', recipe.name)}")
+    path = keys.setdefault("model.path", model.name if model else f"models/{keys.get('launch.name', recipe.name)}")
     if not Path(path).expanduser().is_dir():
         download = f"; hf download {path} --local-dir {path}" if find_model(path) else ""
         yield f"model.path={path}: this directory of the model has to be there when the job starts{download}"
 
 
-def _public_model(recipe: HyperPodRecipe, launch: Mapping[str, Any], fields: Mapping[str, Any]) -> PublicModel | None:
+def _public_model(recipe: HyperPodRecipe, fields: Mapping[str, Any]) -> PublicModel | None:
     """Return the public model that the recipe names, else that its run's or file's name mentions; None if unknown."""
     named = next((recipe.values[key] for key in NAMED_BY if recipe.values.get(key)), None)
     if named is not None:
         return find_model(str(named))
     if "hidden_size" in fields:
         return None  # the recipe states the architecture itself
-    return find_mentioned(str(launch.get("name", ""))) or find_mentioned(recipe.name)
+    return find_mentioned(str(recipe.values.get("run.name") or "")) or find_mentioned(recipe.name)
 
 
 def _fine_tunes(recipe: HyperPodRecipe) -> bool:

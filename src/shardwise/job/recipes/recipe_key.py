@@ -6,6 +6,7 @@ through them, and the reference page is generated from them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from shardwise.words import one_of
 
 ANY = object
 MAPPED = "means the same here"
-LAUNCH = "launch."  # what the job does not hold and its launch does: nodes, devices, name, time limit
+NODES = "nodes."  # what `launch.cluster` is made of: count, devices of each, instance_types
 CONFIG = "model.config."  # fields of the model's Hugging Face config
 
 
@@ -44,7 +45,7 @@ class RecipeKey:
         name: dotted; with `.*` at its end all keys below.
         accepts: a type, ANY, or the allowed words.
         says: how it maps where that is not plain, or why it has no effect.
-        maps: called with its value and all values; returns keys of the job and of its launch, or why there are none.
+        maps: called with its value and all values; returns keys of the job, or why there are none.
         becomes: what it becomes, for the reference page.
         default: what the recipe's own program takes where the key is left out; None where that changes nothing.
         takes_null: whether null means something other than a key that is left out.
@@ -104,6 +105,12 @@ def find_row(rows: Mapping[str, RecipeKey], name: str) -> RecipeKey | None:
 def renamed(name: str, accepts: Any, key: str, says: str = MAPPED, default: Any = None) -> RecipeKey:
     """Return a row whose value another key takes as it is."""
     return RecipeKey(name, accepts, says, lambda value, values: {key: value}, key, default)
+
+
+def launch_name(value: str, values: Values) -> Mapped:
+    """Return the name of a launch: lower-case letters, digits and `-`, a letter first."""
+    name = re.sub(r"[^a-z0-9]+", "-", value.lower()).strip("-")
+    return {"launch.name": name if name[:1].isalpha() else f"recipe-{name}".rstrip("-")}
 
 
 def without_effect(name: str, accepts: Any, says: str, default: Any = None) -> RecipeKey:

@@ -11,13 +11,14 @@ from typing import Any
 from shardwise.job.recipes.recipe_key import (
     ANY,
     CONFIG,
-    LAUNCH,
     MAPPED,
+    NODES,
     Mapped,
     NoEffect,
     RecipeKey,
     Refusal,
     Values,
+    launch_name,
     only,
     renamed,
     without_effect,
@@ -68,7 +69,7 @@ def _devices(value: Any, values: Values) -> Mapped:
         return NoEffect("all devices of a node are used")
     if not str(value).isdecimal():
         return Refusal("must be auto or a whole number")
-    return {"parallel.workers": int(value), f"{LAUNCH}devices": int(value)}
+    return {f"{NODES}devices": int(value)}
 
 
 def _validates(values: Values) -> bool:
@@ -335,12 +336,12 @@ def _flag(reason: str, way_out: str) -> Any:
 # fmt: off
 SMP_KEYS = (
     # run and cluster
-    renamed("run.name", str, f"{LAUNCH}name", "names the job where it is launched"),
+    RecipeKey("run.name", str, "names the job where it is launched", launch_name, "launch.name"),
     RecipeKey("run.results_dir", str, "where the run writes, unless exp_manager.exp_dir says it", _results, "output"),
-    renamed("run.time_limit", ANY, f"{LAUNCH}time_limit", "the launcher's"),
+    renamed("run.time_limit", ANY, "launch.time_limit", "longest run"),
     without_effect("run.model_type", str, "says which kind of recipe this is"),
-    renamed("trainer.num_nodes", int, f"{LAUNCH}nodes", "hosts of the run", 1),
-    RecipeKey("trainer.devices", ANY, "ranks of a node", _devices, "parallel.workers"),
+    renamed("trainer.num_nodes", int, f"{NODES}count", "hosts of the run", 1),
+    RecipeKey("trainer.devices", ANY, "ranks of a node", _devices, f"{NODES}devices"),
     RecipeKey("trainer.accelerator", ("gpu", "auto"), "which device",
               lambda value, values: {"parallel.device": "cuda" if value == "gpu" else "auto"}, "parallel.device"),
     RecipeKey("trainer.precision", ANY, "dtype of forward and backward", _precision, "precision.compute", "bf16"),

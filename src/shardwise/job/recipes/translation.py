@@ -17,7 +17,7 @@ from shardwise.job.recipes.llmft_keys import LLMFT_KEYS
 from shardwise.job.recipes.model_source import name_model
 from shardwise.job.recipes.outcome import KeyOutcome
 from shardwise.job.recipes.recipe_file import HyperPodRecipe, RecipeKind
-from shardwise.job.recipes.recipe_key import CONFIG, LAUNCH, NoEffect, RecipeKey, Refusal, find_row
+from shardwise.job.recipes.recipe_key import CONFIG, NODES, NoEffect, RecipeKey, Refusal, find_row
 from shardwise.job.recipes.smp_keys import SMP_KEYS
 from shardwise.job.schema import Job
 from shardwise.job.sources import validate
@@ -31,18 +31,18 @@ OPEN = "null: as if it were left out"
 
 @dataclass
 class RecipeTranslation:
-    """A recipe as keys of a job and of its launch.
+    """A recipe as keys of a job.
 
     Attributes:
         keys: dotted keys of the job with their values.
-        launch: what the job does not hold: nodes, devices of a node, instance_types, name, time_limit.
+        nodes: what `launch.cluster` is made of: count, devices of each, instance_types.
         outcomes: one for each key of the recipe, then defaults of its own program that act.
         notes: what the user has to bring.
     """
 
     recipe: HyperPodRecipe
     keys: dict[str, Any]
-    launch: dict[str, Any]
+    nodes: dict[str, Any]
     outcomes: list[KeyOutcome]
     notes: list[str]
 
@@ -65,8 +65,7 @@ class RecipeTranslation:
     def job_text(self) -> str:
         """Return the job as a YAML file: what the recipe sets, then in comments what of it has no effect, and why."""
         data = self.job().model_dump(mode="json", exclude_unset=True)
-        launch = ", ".join(f"{name} {value}" for name, value in self.launch.items())
-        lines = [f"# The recipe {self.recipe.name} as a job; it was to be launched with {launch}."]
+        lines = [f"# The recipe {self.recipe.name} as a job."]
         lines += [f"# Note: {note}" for note in self.notes]
         return "\n".join([*lines, yaml.safe_dump(data, sort_keys=False, allow_unicode=True), *self._unused(), ""])
 
@@ -98,10 +97,10 @@ def translate_recipe(recipe: HyperPodRecipe, changes: Mapping[str, Any] | None =
     """
     collected = _Collected(recipe)
     outcomes = [*map(collected.given, recipe.values), *map(collected.left_out, collected.defaults())]
-    keys, launch, config = collected.parted()
+    keys, nodes, config = collected.parted()
     keys |= changes or {}
-    notes = [*name_model(recipe, keys, launch, nested(config)), *_name_data(recipe, keys)]
-    return RecipeTranslation(recipe, keys, launch, [outcome for outcome in outcomes if outcome], notes)
+    notes = [*name_model(recipe, keys, nested(config)), *_name_data(recipe, keys)]
+    return RecipeTranslation(recipe, keys, nodes, [outcome for outcome in outcomes if outcome], notes)
 
 
 @dataclass
@@ -109,7 +108,7 @@ class _Collected:
     """Keys of the job, while those of a recipe are gone through.
 
     Attributes:
-        mapped: key of the job, of its launch or of the model's config -> value and the key of the recipe that gave it.
+        mapped: key of the job, of its nodes or of the model's config -> value and the key of the recipe that gave it.
     """
 
     recipe: HyperPodRecipe
@@ -155,12 +154,12 @@ class _Collected:
         return None if outcome.effect == "no effect" else outcome
 
     def parted(self) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-        """Return the keys of the job, of its launch, and the fields of the model's config."""
-        parts: dict[str, dict[str, Any]] = {"": {}, LAUNCH: {}, CONFIG: {}}
+        """Return the keys of the job, what is said of its nodes, and the fields of the model's config."""
+        parts: dict[str, dict[str, Any]] = {"": {}, NODES: {}, CONFIG: {}}
         for key, (value, _) in self.mapped.items():
-            prefix = next(prefix for prefix in (LAUNCH, CONFIG, "") if key.startswith(prefix))
+            prefix = next(prefix for prefix in (NODES, CONFIG, "") if key.startswith(prefix))
             parts[prefix][key.removeprefix(prefix)] = value
-        return parts[""], parts[LAUNCH], parts[CONFIG]
+        return parts[""], parts[NODES], parts[CONFIG]
 
     def _unknown(self, name: str, value: Any) -> KeyOutcome:
         if value in (None, {}) and any(known.startswith(f"{name}.") for known in self.rows):
