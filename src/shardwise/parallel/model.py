@@ -204,8 +204,7 @@ class ParallelModel:
         self.drive(work, len(microbatches), backward=seed is not None)
         if seed is not None:
             self.sum_shared_gradients()
-            for name, hooks in self.gradient_hooks.items():
-                apply_gradient_hooks(self.tensor_map[name], hooks, self.plan.job.training.seed + step)
+            self.apply_gradient_hooks(step)
         if routers is not None:
             routers.settle()
         return torch.stack(totals).sum(0)
@@ -337,6 +336,11 @@ class ParallelModel:
         for ranks, names in self._tied():
             group = self.layout.holders_group(ranks)
             sum_together(self.tensor_map.gradients(names), group, self.device, "tied gradients")
+
+    def apply_gradient_hooks(self, step: int) -> None:
+        """Let the user's hooks change the gradients of a step, which are whole sums by now. Collective."""
+        for name, hooks in self.gradient_hooks.items():
+            apply_gradient_hooks(self.tensor_map[name], hooks, self.plan.job.training.seed + step)
 
     def _sum_unsharded_gradients(self) -> None:
         """Sum gradients of parameters that all data ranks hold whole; one that no rank has used is left without."""

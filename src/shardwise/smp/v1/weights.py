@@ -51,6 +51,7 @@ class ModelWeights:
         self.parallel: ParallelModel | None = None
         self.gathered = False
         self.unsettled = False
+        self._settled_steps = 0
         self._session = session
         self._lent: HostWeights | None = None
         self._pending: list[tuple[Mapping[str, Any], bool]] = []
@@ -235,6 +236,8 @@ class ModelWeights:
         self.return_from_host()
         if self.unsettled and self.parallel is not None:
             self.parallel.sum_shared_gradients()
+            self.parallel.apply_gradient_hooks(self._settled_steps)
+            self._settled_steps += 1
             counts = torch.tensor(self.parallel.use_counts(), device=self.parallel.device)
             with USE_OF_UNITS:
                 dist.all_reduce(counts)
