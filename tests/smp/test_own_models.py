@@ -55,9 +55,12 @@ def states_step(model: Any, x: Tensor) -> Any:
     return model.forward(x, only_states=True).argmax(1)
 
 
-def _made() -> Pairs:
+def _made(hooked: bool = False) -> Pairs:
     torch.manual_seed(1)
-    return Pairs().double()
+    model = Pairs().double()
+    if hooked:
+        model.layers[1][1][0].weight.register_hook(lambda gradient: 3 * gradient)
+    return model
 
 
 def _batch() -> tuple[Tensor, Tensor]:
@@ -65,8 +68,8 @@ def _batch() -> tuple[Tensor, Tensor]:
     return torch.randn(ROWS, 4, dtype=torch.float64), torch.randint(0, 2, (ROWS,))
 
 
-def _plain() -> tuple[list[float], dict[str, Tensor], Tensor]:
-    model = _made()
+def _plain(hooked: bool = False) -> tuple[list[float], dict[str, Tensor], Tensor]:
+    model = _made(hooked)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for _ in range(STEPS):
@@ -79,11 +82,11 @@ def _plain() -> tuple[list[float], dict[str, Tensor], Tensor]:
     return losses, model.state_dict(), model(x, only_states=True).argmax(1)
 
 
-def _trained(config: dict[str, Any]) -> tuple[list[float], dict[str, Tensor], Tensor]:
+def _trained(config: dict[str, Any], hooked: bool = False) -> tuple[list[float], dict[str, Tensor], Tensor]:
     smp.init(config)
     try:
         with smp.tensor_parallelism():
-            module = _made()
+            module = _made(hooked)
         model: Any = smp.DistributedModel(module)
         optimizer: Any = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         losses = []
@@ -121,6 +124,13 @@ def test_blocks_in_lists_that_are_no_modules(world_pool: WorldPool, config: dict
         assert found[0] == pytest.approx(losses, abs=1e-12)
         assert all(torch.allclose(found[1][name], value, atol=1e-12) for name, value in weights.items())
         assert torch.equal(found[2], states)
+
+
+@pytest.mark.parametrize("config", [STAGES, {"ddp": True, "sharded_data_parallel_degree": 2}])
+def test_hooks_on_parameters_act(world_pool: WorldPool, config: dict[str, Any]) -> None:
+    weights = _plain(hooked=True)[1]
+    for _, trained, _ in world_pool.run(2, _trained, config | {"sdp_gradient_clipping": 0.0}, True):
+        assert all(torch.allclose(trained[name], value, atol=1e-12) for name, value in weights.items())
 
 
 def test_what_a_bare_list_holds_are_the_blocks() -> None:
