@@ -119,10 +119,13 @@ class WorkerGroup:
             found = wait([self.pipes[rank] for rank in pending], max(0.0, deadline - time.monotonic()))
             if not found:
                 raise GroupFailed(f"{self.contender.name}: ranks {pending} did not answer in {timeout:.0f} s")
-            for rank in pending:
+            for rank in sorted(pending, key=self._is_alive):  # what a dead rank's peers raise is its consequence
                 if self.pipes[rank] in found:
                     answers[rank] = self._receive(rank)
         return [answers[rank] for rank in range(len(self.pipes))]
+
+    def _is_alive(self, rank: int) -> bool:
+        return self.processes[rank].is_alive()
 
     def _receive(self, rank: int) -> Any:
         try:

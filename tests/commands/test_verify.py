@@ -161,7 +161,8 @@ def test_one_process_too_small_names_both_ways_out(
     from shardwise.commands.verify import _check_memory
 
     job = make_job(corpora)
-    run = SimpleNamespace(facts=study(job), plan=SimpleNamespace(dtypes=SimpleNamespace(parameters="fp64")))
+    plan = SimpleNamespace(dtypes=SimpleNamespace(parameters="fp64"), reference=None)
+    run = SimpleNamespace(facts=study(job), plan=plan)
     _check_memory(run)  # type: ignore[arg-type]
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=10_000))
     with pytest.raises(MachineError, match=r"--blocks N .* --against PLAN.yaml"):

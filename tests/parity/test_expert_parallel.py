@@ -84,7 +84,6 @@ def test_a_rank_keeps_whole_experts(world_pool: WorldPool, corpora: Path) -> Non
         ("switch_transformers", "seq2seq_lm", "drop tokens beyond their capacity"),
         ("llama4_text", "causal_lm", "no stack of experts that is called with hidden states"),
         ("jetmoe", "causal_lm", "no stack of experts that is called with hidden states"),
-        ("dbrx", "causal_lm", "holds 'mlp.w1'"),
     ],
 )
 def test_experts_that_ranks_cannot_share_are_refused(family: str, task: str, reason: str) -> None:

@@ -283,7 +283,8 @@ def _writers_when_run_again(module: nn.Module) -> dict[str, tuple[type, str]]:
         for part in reversed(list(copied.modules())):
             with suppress(Exception):
                 run_initializer(copied, part)
-    sources = {name: writes.sources.get(storage_key(tensor)) for name, tensor in copied.named_parameters()}
+    known = {name: tensor for name, tensor in copied.named_parameters() if not is_lazy(tensor)}
+    sources = {name: writes.sources.get(storage_key(tensor)) for name, tensor in known.items()}
     writers = {name: source.initializer for name, source in sources.items() if source is not None}
     return {name: (type(writer[0]), writer[1]) for name, writer in writers.items() if writer is not None}
 
