@@ -46,7 +46,8 @@ def test_models_have_as_many_parameters_as_published(name: str) -> None:
     from shardwise.model.build import build_model
 
     model = build_model(Job.model_validate({"model": {"config": public_models()[name].config}}))
-    assert sum(parameter.numel() for parameter in model.parameters()) / 1e9 == pytest.approx(BILLIONS[name], rel=0.004)
+    billions = sum(parameter.numel() for parameter in model.parameters()) / 1e9
+    assert billions == pytest.approx(BILLIONS[name], rel=0.01)  # some are published in two digits
 
 
 @pytest.mark.parametrize(

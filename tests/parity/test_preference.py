@@ -181,4 +181,5 @@ def test_a_resumed_run_has_the_reference_of_its_start(
     job = preference_job(preferences, "llama", "shard 2", adapter=adapter)
     job = job.model_copy(update={"output": str(tmp_path / "run")})
     whole, rest = world_pool.run(2, resumed, job)[0]
-    assert len(whole) == 3 and rest == whole[2:] and whole[2] < whole[0]
+    assert len(whole) == 3 and rest == whole[2:]
+    assert abs(whole[2] - whole[0]) > 1e-3  # the logarithm of 2, which a reference of the resumed weights would give
