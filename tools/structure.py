@@ -128,10 +128,12 @@ def weak_openings(trees: dict[str, ast.Module]) -> list[str]:
     return [where for where, text in docstrings(trees) if text.split()[0].strip("`.,:") in WEAK_OPENINGS]
 
 
-def doc_words(docs: Path) -> int:
-    """Return the number of words of prose under docs/: without generated pages, code and what commands print."""
+def doc_words(docs: Path, with_code: bool = False) -> int:
+    """Return the number of words under docs/, generated pages left out; of prose alone, or with code and outputs."""
     pages = (page for page in docs.rglob("*.md") if not set(GENERATED) & set(page.relative_to(docs).parts))
-    texts = (re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL) for page in pages)
+    texts = [page.read_text(encoding="utf-8") for page in pages]
+    if not with_code:
+        texts = [re.sub(r"```.*?```", "", text, flags=re.DOTALL) for text in texts]
     return sum(len(re.findall(r"\S*\w\S*", text)) for text in texts)
 
 

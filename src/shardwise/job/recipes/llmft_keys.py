@@ -11,7 +11,9 @@ from typing import Any
 from shardwise.job.recipes.recipe_key import (
     ANY,
     MAPPED,
+    NODE,
     NODES,
+    SHARDS,
     Mapped,
     NoEffect,
     RecipeKey,
@@ -23,10 +25,8 @@ from shardwise.job.recipes.recipe_key import (
     without_effect,
 )
 
-SHARDS = "parallel.sharded_data_parallel_degree"
 ARGS, MODEL, DATA = "training_config.training_args", "training_config.model_config", "training_config.datasets"
 FSDP, STEPS, PEFT = f"{ARGS}.strategy.fsdp_config", f"{DATA}.preprocessor_cfgs", f"{MODEL}.peft_config"
-NODE = 8  # ranks of a node, over which HYBRID_SHARD shards where trainer.devices does not say it
 CALLBACKS = "training.callbacks takes classes of shardwise.Callback"
 NOT_DPO = "training_args.trainer_type is not dpo"
 PAIRS = f"{STEPS}.TokenizeSampleDPO"

@@ -18,6 +18,8 @@ from shardwise.words import one_of
 ANY = object
 MAPPED = "means the same here"
 NODES = "nodes."  # what `launch.cluster` is made of: count, devices of each, instance_types
+SHARDS = "parallel.sharded_data_parallel_degree"
+NODE = 8  # ranks of a node, over which hybrid sharding shards where trainer.devices does not say it
 CONFIG = "model.config."  # fields of the model's Hugging Face config
 
 

@@ -12,7 +12,9 @@ from shardwise.job.recipes.recipe_key import (
     ANY,
     CONFIG,
     MAPPED,
+    NODE,
     NODES,
+    SHARDS,
     Mapped,
     NoEffect,
     RecipeKey,
@@ -24,7 +26,6 @@ from shardwise.job.recipes.recipe_key import (
     without_effect,
 )
 
-SHARDS = "parallel.sharded_data_parallel_degree"
 CHECKPOINTING = "memory.activation_checkpointing"
 PRECISIONS = {"bf16": "bf16", "bf16-mixed": "bf16", "16": "fp16", "16-mixed": "fp16", "32": "fp32", "64": "fp64"}
 ROUTER_COEFFICIENT = 0.001  # of the adapter's balancing and z losses, which recipes cannot set
@@ -42,7 +43,6 @@ MODEL_TYPES = {  # the adapter's names -> transformers'
     "gpt_oss": "gpt_oss",
     "falcon": "falcon",
 }
-NODE = 8  # ranks of a node, over which hybrid_shard shards where trainer.devices does not say it
 BUILT_FROM_FIELDS = frozenset(MODEL_TYPES) - {"falcon"}
 PLAIN_NAMES = "shardwise export writes it from any checkpoint"
 BLOCKS = "blocks are gathered one by one; parallel.prefetch_depth says how far ahead"

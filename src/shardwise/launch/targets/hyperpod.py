@@ -14,6 +14,7 @@ from shardwise.launch.targets.kubernetes import (
     START,
     KubernetesTarget,
     container,
+    limits_of_run,
     pod_metadata,
     pod_spec,
     queued_metadata,
@@ -48,13 +49,13 @@ class HyperPodTarget(KubernetesTarget):
 
     def manifest(self, plan: LaunchPlan) -> dict[str, Any]:
         """Return the HyperPodPyTorchJob."""
-        policy: dict[str, Any] = {"cleanPodPolicy": "None", "jobMaxRetryCount": plan.max_restarts}
-        if plan.time_limit is not None:
-            policy["activeDeadlineSeconds"] = plan.time_limit
-        if plan.settings.queue is not None:
-            policy["suspend"] = True
-        policy["restartPolicy"] = {"maxFullJobRestarts": plan.max_restarts}
-        policy["logMonitoringConfiguration"] = [log_rule(plan)]
+        policy = {
+            "cleanPodPolicy": "None",
+            "jobMaxRetryCount": plan.max_restarts,
+            **limits_of_run(plan),
+            "restartPolicy": {"maxFullJobRestarts": plan.max_restarts},
+            "logMonitoringConfiguration": [log_rule(plan)],
+        }
         spec = {"containers": [container(plan, "pytorch", _start(plan))], **pod_spec(plan, self.instance_prefix)}
         template = {"metadata": pod_metadata(plan), "spec": spec}
         return {

@@ -243,6 +243,16 @@ def node_selector(plan: LaunchPlan, prefix: str = "") -> dict[str, str]:
     return ({INSTANCE: f"{prefix}{instance}"} if instance else {}) | plan.settings.node_selector
 
 
+def limits_of_run(plan: LaunchPlan) -> dict[str, Any]:
+    """Return the fields of a run policy that say how long a job may run, and that Kueue admits it."""
+    limits: dict[str, Any] = {}
+    if plan.time_limit is not None:
+        limits["activeDeadlineSeconds"] = plan.time_limit
+    if plan.settings.queue is not None:
+        limits["suspend"] = True
+    return limits
+
+
 def pod_metadata(plan: LaunchPlan) -> dict[str, Any]:
     """Return labels and Kueue's annotations of a pod."""
     settings = plan.settings

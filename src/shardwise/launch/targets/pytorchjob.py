@@ -14,6 +14,7 @@ from shardwise.launch.targets.kubernetes import (
     START,
     KubernetesTarget,
     container,
+    limits_of_run,
     pod_metadata,
     pod_spec,
     queued_metadata,
@@ -45,11 +46,7 @@ class PyTorchJobTarget(KubernetesTarget):
 
     def manifest(self, plan: LaunchPlan) -> dict[str, Any]:
         """Return the PyTorchJob."""
-        policy: dict[str, Any] = {"cleanPodPolicy": "Running", "backoffLimit": plan.max_restarts}
-        if plan.time_limit is not None:
-            policy["activeDeadlineSeconds"] = plan.time_limit
-        if plan.settings.queue is not None:
-            policy["suspend"] = True
+        policy = {"cleanPodPolicy": "Running", "backoffLimit": plan.max_restarts, **limits_of_run(plan)}
         made = container(plan, CONTAINER, START)
         made["ports"] = [{"name": PORT_NAME, "containerPort": _port(plan)}]
         replica = {
