@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from shardwise.collectives import engine
 
+START_METHOD = "spawn"  # a fresh interpreter, so that a contender sees no package that another has imported
 Step = Callable[[], torch.Tensor]  # one optimizer step; returns the loss (of the rank, or of all ranks)
 
 
@@ -67,7 +68,7 @@ class WorkerGroup:
     def __init__(self, contender: Contender, arguments: tuple[Any, ...], ranks: int, threads: int) -> None:
         self.contender = contender
         self.scratch = tempfile.TemporaryDirectory(prefix="shardwise-bench-")
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context(START_METHOD)
         self.pipes: list[Connection] = []
         self.processes: list[Any] = []
         for rank in range(ranks):

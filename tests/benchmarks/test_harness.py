@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from benchmarks import harness
 from benchmarks.harness import GroupFailed, Series, WorkerGroup, paired_ratio, run_rounds, start_groups, summarize
 from benchmarks.record import header, write_json
 from tests.benchmarks.toys import toy
@@ -21,7 +22,8 @@ def pids(groups: dict[str, WorkerGroup]) -> list[int]:
     return [process.pid for group in groups.values() for process in group.processes]
 
 
-def test_rounds_interleave_and_failures_stay_with_their_contender() -> None:
+def test_rounds_interleave_and_failures_stay_with_their_contender(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "START_METHOD", "forkserver")  # six imports of torch less
     groups, series = start(["slow", "raising", "dying"])
     started, rounds = pids(groups), []
     try:

@@ -77,7 +77,12 @@ EXACT: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", EXACT)
+QUICK = ("fp32, dropout, fused attention", "fp16, loss scale", "zero-1, schedule")
+
+
+@pytest.mark.parametrize(
+    "case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in EXACT]
+)
 def test_same_layout_bit_for_bit(world_pool: WorldPool, corpora: Path, tmp_path: Path, case: str) -> None:
     job = a_job(corpora, tmp_path / "run", **{"checkpoint": {"keep_last": 3}, **EXACT[case]})
     job = resumed(job, resume="none", keep_last=3)
@@ -90,7 +95,10 @@ def test_same_layout_bit_for_bit(world_pool: WorldPool, corpora: Path, tmp_path:
     assert (tmp_path / "run/model/model.safetensors").read_bytes() == weights
 
 
-@pytest.mark.parametrize("ranks, parallel", [(1, {}), (3, {}), (4, {"sharded_data_parallel_degree": 2})])
+@pytest.mark.parametrize(
+    "ranks, parallel",
+    [(1, {}), pytest.param(3, {}, marks=pytest.mark.slow), (4, {"sharded_data_parallel_degree": 2})],
+)
 def test_another_layout_to_rounding(
     world_pool: WorldPool, corpora: Path, tmp_path: Path, ranks: int, parallel: dict[str, Any]
 ) -> None:

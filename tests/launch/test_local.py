@@ -24,6 +24,7 @@ import torch.distributed as dist
 from shardwise.commands.train import train
 from shardwise.errors import ConfigError, LegalityError, MachineError, WorkerError
 from shardwise.errors.exit_codes import FAULT
+from shardwise.launch import local
 from shardwise.launch.diagnosis import UNGUARDED_EXIT
 from shardwise.launch.local import run_local
 from shardwise.launch.process_group import process_group
@@ -161,9 +162,15 @@ def has_ended(pid: int) -> bool:
         return True
 
 
+def run_local_with_haste(*arguments: Any) -> list[Any]:
+    """Run it with little time between SIGTERM and SIGKILL."""
+    local.SHUTDOWN_SECONDS = 1
+    return run_local(*arguments)
+
+
 def test_what_a_killed_rank_has_forked_ends_with_it(tmp_path: Path) -> None:
     with pytest.raises(WorkerError, match=r"rank 1 failed:(.|\n)*ValueError: boom"):
-        call(run_local, fork_and_wait, (tmp_path,), 2)
+        call(run_local_with_haste, fork_and_wait, (tmp_path,), 2)
     kept, orphan = (int((tmp_path / name).read_text()) for name in ("kept", "orphan"))
     try:
         wait_until(lambda: has_ended(orphan))

@@ -27,6 +27,9 @@ UNEVEN = {"sequences_per_step": 7, "microbatch_size": 2}
 EIGHT = {"sequences_per_step": 15, "gradient_accumulation": 8}  # microbatches, the last one ragged
 RAGGED = {"sequences_per_step": 7, "gradient_accumulation": 4}
 SLOW: list[tuple[str, int, dict[str, Any]]] = [
+    ("gpt2", 4, {"parallel": {**TWO, "context_parallel_degree": 2}, "dropout": 0.1, "layers": 3,
+                 "data": {"isolate_documents": True}}),
+    ("bloom", 4, {"parallel": TWO, "layers": 3, "dropout": 0.1, **FP32}),  # a norm before the blocks, sharded
     ("llama", 8, {"parallel": {**ALL, "placement_strategy": "spread"}, "tied": False}),
     ("gpt2", 8, {"parallel": {**TWO, **TENSOR, "context_parallel_degree": 2, "sequence_parallel": True},
                  "dropout": 0.1, "layers": 3, "data": {"isolate_documents": True}}),
@@ -97,9 +100,6 @@ CASES = [
     ("gpt2", 4, {"parallel": {**TWO, "shard_optimizer_state": True}}),
     # tensors
     ("gpt2", 4, {"parallel": {**TWO, **TENSOR, "sequence_parallel": True}, "dropout": 0.1, "layers": 3}),
-    # sequences
-    ("gpt2", 4, {"parallel": {**TWO, "context_parallel_degree": 2}, "dropout": 0.1, "layers": 3,
-                 "data": {"isolate_documents": True}}),
     # memory and precision
     ("gpt2", 2, {"parallel": TWO, "memory": {"activation_checkpointing": "full"}, "dropout": 0.1}),
     ("llama", 2, {"parallel": TWO, "memory": {"activation_checkpointing": "full", "offload_activations": True}}),
@@ -107,7 +107,6 @@ CASES = [
     # the other families
     ("gptj", 2, {"parallel": TWO, "layers": 3, "dropout": 0.1, **FP32}),  # this one's attention and the next's
     ("gpt_neo", 2, {"parallel": TWO, "layers": 3, "dropout": 0.1, **FP32}),  # compute in fp32
-    ("bloom", 4, {"parallel": TWO, "layers": 3, "dropout": 0.1, **FP32}),  # a norm before the blocks, sharded
     ("roberta", 2, {"parallel": TWO, "layers": 3, "dropout": 0.1}),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
 ]  # fmt: skip
