@@ -25,9 +25,38 @@ PAGE = Path("docs/explanations/planner.md")
 SMP = TABLES / "sagemaker_smp_p4d.csv"
 
 
-@pytest.mark.parametrize("part", ["known", "ranked", "fabric"])
+@pytest.mark.parametrize("part", ["known", "ranked", "fabric", "example"])
 def test_the_page_says_what_the_code_gives(part: str) -> None:
     assert accuracy.part(PAGE.read_text(), part) == accuracy.PARTS[part](TABLES)
+
+
+def test_stacks_nobody_has_measured_have_a_line_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table's own arithmetic, with the shipped constants in the place of refitted ones."""
+    results = evaluate_rows(read_table(SMP))
+    asked = []
+
+    def evaluate(rows: object, *settings: object, leave_one_stack_out: bool) -> object:
+        asked.append((*settings, leave_one_stack_out))
+        return results
+
+    monkeypatch.setattr(accuracy, "evaluate_rows", evaluate)
+    monkeypatch.setattr(accuracy, "SEEDS", 2)
+    (tmp_path / "mine.csv").write_text(SMP.read_text())
+    _, _, line, medians, means = accuracy.unknown(tmp_path).splitlines()
+    assert asked == [(True,), (None, accuracy.PROBES, 0, True), (None, accuracy.PROBES, 1, True)]
+    median, p90, inside = (f"{error_summary(results)[key]:.1f}" for key in accuracy.KEYS)
+    assert line == f"| mine | {median} | {p90} | {inside} | {median} | {p90} | {inside} |"
+    assert medians == f"| median over tables | {median} | {p90} |  | {median} | {p90} |  |"
+    assert means == f"| mean over tables |  |  | {inside} |  |  | {inside} |"
+
+
+def test_parts_of_the_page_are_written_between_their_markers(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("above\n<!-- fabric -->\nold\n<!-- end -->\n<!-- example -->\nkept\n<!-- end -->\nbelow\n")
+    assert accuracy.update_accuracy_page([str(TABLES), str(page), "fabric"]) == 0
+    assert accuracy.part(page.read_text(), "fabric") == accuracy.fabric(TABLES)
+    assert accuracy.part(page.read_text(), "example") == "kept"
+    assert page.read_text().startswith("above\n") and page.read_text().endswith("below\n")
 
 
 @pytest.mark.slow

@@ -5,11 +5,17 @@ from __future__ import annotations
 import json
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from shardwise.errors import ConfigError, WorkerError
-from shardwise.sagemaker import Compute, Mode, ModelTrainer, PyTorch, SourceCode
+from shardwise.errors.exit_codes import STOPPED
+from shardwise.sagemaker import Compute, Mode, ModelTrainer, PyTorch, SourceCode, local
+from shardwise.sagemaker.client import ServiceClient
+from shardwise.sagemaker.inputs import TrainingInput
+from shardwise.sagemaker.local import LocalRun, run_in_place
+from tests.sagemaker.made_service import MadeSession
 
 SCRIPT = """
 import argparse, json, os, sys
@@ -115,15 +121,103 @@ def test_a_trainer_runs_its_command_here(here: Path) -> None:
     assert members(trainer.latest_training_job.model_data) == {"epochs": b"4\n"}
 
 
+# A host without any Python of its own: what it was given, and a model.
+HOST = """
+echo "$SHARDWISE_HOST of $TRAINING_JOB_NAME at $MASTER_ADDR, ranks ${RANK-unset}, devices <$CUDA_VISIBLE_DEVICES>"
+cat input/data/train/rows.txt > model/rows.txt
+cp input/config/resourceconfig.json "model/$SHARDWISE_HOST.json"
+"""
+
+
+def run_shell(here: Path, script: str, said: list[str] | None = None, inputs: Any = None, **arguments: Any) -> LocalRun:
+    """Run hosts whose entry point is a script of the shell."""
+    made = estimator(here, container_entry_point=["sh", "-c", script], **arguments)
+    draft = made.draft({"train": str(here / "data")} if inputs is None else inputs, "run")
+    say = (lambda text: None) if said is None else said.append
+    return run_in_place(draft, here / "root", ServiceClient(MadeSession()), say, with_logs=said is not None)
+
+
+def test_hosts_are_laid_out_and_packed_as_the_service_does(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "5")  # of whoever calls; no business of the hosts
+    said: list[str] = []
+    run = run_shell(here, HOST, said, instance_count=2)
+    assert sorted(said) == [
+        f"algo-{number} | algo-{number} of run at 127.0.0.1, ranks unset, devices <>" for number in (1, 2)
+    ]
+    model = members(run.model_data)
+    assert sorted(model) == ["algo-1.json", "algo-2.json", "rows.txt"] and model["rows.txt"] == b"some rows"
+    assert json.loads(model["algo-2.json"])["hosts"] == ["algo-1", "algo-2"]
+    assert (run.output_data, run.stopped, run.directory) == (None, False, here / "root" / "run")
+    config = json.loads((run.directory / "algo-1" / "input" / "config" / "inputdataconfig.json").read_text())
+    assert config["train"] == {
+        "TrainingInputMode": "File", "S3DistributionType": "FullyReplicated", "RecordWrapperType": "None"
+    }  # fmt: skip
+    parameters = json.loads((run.directory / "algo-1" / "input" / "config" / "hyperparameters.json").read_text())
+    assert parameters["epochs"] == "3" and json.loads(parameters["sagemaker_job_name"]) == "run"
+    with tarfile.open(run.directory / "algo-2" / "input" / "data" / "code" / "sourcedir.tar.gz") as source:
+        assert source.getnames() == ["train.py"]
+
+
+def test_a_file_and_checkpoints_of_this_machine_are_in_their_places(here: Path) -> None:
+    script = "cat input/data/train/rows.txt > checkpoints/seen.txt; echo said > output/data/notes.txt"
+    inputs = {"train": str(here / "data" / "rows.txt")}
+    run = run_shell(
+        here, script, inputs=inputs, checkpoint_s3_uri=(here / "kept").as_uri(), output_path=(here / "out").as_uri()
+    )
+    assert (here / "kept" / "seen.txt").read_text() == "some rows"
+    assert run.model_data is None and members(run.output_data) == {"notes.txt": b"said\n"}
+    assert run.output_data == (here / "out" / "output.tar.gz").as_uri()
+
+
+def test_a_checkpoint_prefix_of_s3_is_an_empty_directory(here: Path) -> None:
+    run = run_shell(here, "ls -A checkpoints | wc -l > model/count", checkpoint_s3_uri="s3://bucket/kept")
+    assert members(run.model_data) == {"count": b"0\n"}
+    assert run.model_data == (here / "root" / "run" / "artifacts" / "model.tar.gz").as_uri()
+
+
+def test_a_stopped_host_is_no_failure(here: Path) -> None:
+    assert run_shell(here, f"exit {STOPPED}").stopped
+
+
+def test_a_failed_host_ends_the_others_and_says_why(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "GRACE_SECONDS", 0.0)
+    script = """
+    if [ "$SHARDWISE_HOST" = algo-1 ]; then exec sleep 600; fi
+    mkdir -p output; echo "RuntimeError: no epochs" > output/failure; exit 7
+    """
+    with pytest.raises(WorkerError) as caught:
+        run_shell(here, script, instance_count=2)
+    first, second = str(caught.value).strip().splitlines()
+    assert first == "algo-1 ended with exit code -15: no reason was left"
+    assert second == "algo-2 ended with exit code 7: RuntimeError: no epochs"
+    assert caught.value.exit_code == 7
+
+
+def test_a_host_that_does_not_heed_sigterm_is_killed(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "GRACE_SECONDS", 0.0)
+    monkeypatch.setattr(local, "STOP_SECONDS", 0.1)
+    waiting = "trap '' TERM; touch ../deaf; while :; do sleep 0.1; done"
+    script = (
+        f'if [ "$SHARDWISE_HOST" = algo-1 ]; then {waiting}; fi; while [ ! -e ../deaf ]; do sleep 0.02; done; exit 7'
+    )
+    with pytest.raises(WorkerError, match="algo-1 ended with exit code -9"):
+        run_shell(here, script, instance_count=2)
+
+
 @pytest.mark.parametrize(
     ("arguments", "inputs", "message"),
     [
         ({"input_mode": "Pipe"}, {"train": "s3://bucket/x"}, "input 'train': this machine has no such"),
         ({}, {"code": "data"}, "input 'code'"),
+        (
+            {},
+            {"train": TrainingInput("s3://bucket/x", distribution="ShardedByS3Key")},
+            "ShardedByS3Key is the service's",
+        ),
     ],
 )
 def test_what_only_the_service_has_is_refused(
-    here: Path, arguments: dict[str, object], inputs: dict[str, str], message: str
+    here: Path, arguments: dict[str, object], inputs: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         estimator(here, **arguments).fit(inputs)
