@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from benchmarks.workload import Workload
+from shardwise.collectives import engine
 from shardwise.parallel.transforms import sharding
 from shardwise.parallel.unit_use import UnitUse
 
@@ -89,6 +90,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=100)
     rounds = parser.parse_args().rounds
     torch.set_num_threads(1)
+    engine.load_engine()  # which is told each name from now on, as by ranks that use it
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     models = {additions: sharded_model(additions) for additions in (False, True)}
     few = torch.randint(WORKLOAD.vocabulary, (1, FEW))

@@ -28,7 +28,10 @@ from tests.fork_server import call
 from tests.parity.jobs import make_job, make_module_job, write_tokens
 
 FORBIDDEN = ("parallel", "kernels", "collectives", "training", "memory", "precision")
-ORACLE = ("oracle", "oracle_corpus", "oracle_data", "oracle_dropout", "oracle_rounding", "oracle_rows", "start_check")
+ORACLE = (
+    "oracle", "oracle_corpus", "oracle_data", "oracle_dropout", "oracle_rounding", "oracle_rows", "oracle_start",
+    "start_check",
+)  # fmt: skip
 HERE = Path(shardwise.__file__).parent
 
 

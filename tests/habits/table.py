@@ -126,6 +126,7 @@ HABITS: tuple[Habit, ...] = (
         "`register_post_accumulate_grad_hook`",
         refused=dict.fromkeys(SEVERAL, r"last.weight of AccumulateHook \(.*modules.py:\d+"),
         remedy="`register_hook`",
+        costs="one microbatch a step",
         keys={"training": {"microbatch_size": None}},
         quick=(ONE,),
     ),

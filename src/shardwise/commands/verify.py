@@ -47,6 +47,7 @@ from shardwise.testing.oracle import Oracle
 from shardwise.testing.oracle_corpus import compare_corpus
 from shardwise.testing.oracle_data import FactorySource, Source, TokenSource
 from shardwise.testing.oracle_rows import RowSource
+from shardwise.testing.oracle_start import known_start
 from shardwise.testing.reference import SIXTEEN, OracleReference, RecordedReference, Recording, oracle_dtypes
 from shardwise.testing.run_checks import (
     compare_evaluation,
@@ -55,7 +56,7 @@ from shardwise.testing.run_checks import (
     compare_start,
     drawn_weights,
 )
-from shardwise.testing.start_check import compare_start_values, distributions
+from shardwise.testing.start_check import compare_known_start, compare_start_values, distributions
 from shardwise.training.session import Session
 from shardwise.training.setup import AssembledJob, assemble, current_world, prepare_data, study
 from shardwise.training.trainer import Trainer
@@ -191,6 +192,8 @@ def _verify_precision(
         oracles.append(oracle)
         if is_first:
             report.add(compare_corpus(job, run.data.directory, run.data.tokenizer_directory))
+        if is_first:
+            report.add(compare_known_start({**weights, **buffers}, known_start(job), facts.weight_dtypes))
         if is_first and job.model.path is None and job.model.weights is None:  # else they are not drawn
             report.add(compare_start_values(
                 distributions(weights), oracle.plain, buffers, oracle.plain_buffers, oracle.rebuilt_buffers

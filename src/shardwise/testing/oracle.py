@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
 from shardwise.data.batch import Batch
 from shardwise.job.objects import load_object
@@ -34,6 +33,7 @@ from shardwise.testing.oracle_data import NOT_COUNTED, Rows, Source
 from shardwise.testing.oracle_dropout import OracleDropout
 from shardwise.testing.oracle_preference import preference_loss
 from shardwise.testing.oracle_routers import RouterReference
+from shardwise.testing.oracle_start import AUTO
 from shardwise.testing.start_check import distributions
 
 FORWARD_TOKENS = 4096  # of one forward; more would only cost memory
@@ -479,10 +479,9 @@ def _build(job: Job, eager: bool) -> nn.Module:
     config = load_config(job)
     config.use_cache = False
     attention = {"attn_implementation": "eager"} if eager or section.attention == "eager" else {}
-    auto = {"causal_lm": AutoModelForCausalLM, "masked_lm": AutoModelForMaskedLM, "seq2seq_lm": AutoModelForSeq2SeqLM}[
-        section.task
-    ]
-    model = auto.from_config(config, trust_remote_code=section.trust_remote_code, dtype=torch.float32, **attention)
+    model = AUTO[section.task].from_config(
+        config, trust_remote_code=section.trust_remote_code, dtype=torch.float32, **attention
+    )
     return model.train()
 
 

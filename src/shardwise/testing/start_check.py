@@ -1,7 +1,7 @@
 """Weights and buffers at start against the plainly built model: the same values, or draws of the same distribution.
 
 Two builds of a model draw other numbers, so what is drawn is compared by mean, standard deviation and zeros; what is
-constant, and buffers, by value.
+constant, loaded or computed, and buffers, by value.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwise.testing.comparison import Difference
+from shardwise.testing.oracle_start import equal_but_for_rounding
 
 SIGMAS = 7.0  # of the difference of two samples of one distribution, by which they may be off
 FEWEST = 64  # elements from which a distribution can be told
@@ -67,16 +68,39 @@ def compare_start_values(
     differing = [
         name
         for name, buffer in own_buffers.items()
-        if name in buffers and buffer.shape == buffers[name].shape and not _equal(buffer, buffers[name])
+        if name in buffers and buffer.shape == buffers[name].shape and not equal_but_for_rounding(buffer, buffers[name])
     ]
     again = rebuilt() if differing else {}
-    drawn = [name for name in differing if not _equal(again[name], buffers[name])]
+    drawn = [name for name in differing if not equal_but_for_rounding(again[name], buffers[name])]
     return found + [
         Difference(0, "plain start", f"buffer {name}" if name in differing else name, error, 0.0)
         for name in own_buffers
         if name in buffers
         for error in [math.inf if name in differing and name not in drawn else 0.0]
     ]
+
+
+def compare_known_start(
+    ours: Mapping[str, Tensor], known: Mapping[str, Tensor], weight_dtypes: Mapping[str, str]
+) -> list[Difference]:
+    """Compare the engine's start with the values that no random number has made.
+
+    Args:
+        ours: parameters and buffers.
+        known: those of the plain model.
+        weight_dtypes: parameter -> name of the dtype to which the job rounds it.
+    """
+    return [
+        Difference(0, "plain start", name if agrees else f"{name}: other values than it has", error, 0.0)
+        for name, value in known.items()
+        if name in ours
+        for agrees in [_is_known_value(ours[name], value, weight_dtypes.get(name, "float32"))]
+        for error in [0.0 if agrees else math.inf]
+    ]
+
+
+def _is_known_value(ours: Tensor, known: Tensor, dtype: str) -> bool:
+    return ours.shape == known.shape and equal_but_for_rounding(ours, known, getattr(torch, dtype))
 
 
 def _parameters(ours: Mapping[str, Distribution], plain: Mapping[str, Distribution]) -> Iterator[tuple[str, str]]:
@@ -106,14 +130,3 @@ def _described(values: Distribution) -> str:
         return f"{values.mean:g} everywhere"
     zeros = f" with {values.zeros} zeros" if values.zeros else ""
     return f"mean {values.mean:.3g} and deviation {values.deviation:.3g}{zeros}"
-
-
-def _equal(some: Tensor, other: Tensor) -> bool:
-    """Return whether two buffers hold equal values, but for the rounding of the coarser dtype.
-
-    That is fp32 at least: a constructor computes in it what an initializer then fills in fp64.
-    """
-    if not some.is_floating_point():
-        return torch.equal(some, other.to(some.dtype))
-    eps = max(torch.finfo(dtype).eps for dtype in (some.dtype, other.dtype, torch.float32))
-    return torch.allclose(some.double(), other.double(), rtol=4 * eps, atol=4 * eps, equal_nan=True)

@@ -20,6 +20,16 @@ def _config_beside_path(d: Draft) -> bool:
     return d.model.path is not None and isinstance(d.model.config, dict) and not model_from_factory(d)
 
 
+def _is_users_module(d: Draft) -> bool:
+    """Return whether the model's code is the user's: a factory's, or that of a script without a config."""
+    return model_from_factory(d) or not d.facts.has_config
+
+
+def _sums_gradients(d: Draft) -> bool:
+    """Return whether ranks reduce the gradients of a parameter that they share."""
+    return d.data_axis > 1 or d.parallel.tensor_parallel_degree > 1
+
+
 def _makes_parameters_anew(d: Draft) -> bool:
     return d.world.size > 1 or d.compute not in ("fp32", "fp64") or d.memory.offload_parameters
 
@@ -54,13 +64,16 @@ RULES: tuple[Rule, ...] = (
          because=lambda d: f"the hook on {d.facts.whole_gradient_hooks[0]} of {d.facts.definition} does more than "
          f"scale or mask its gradient, and a step has {d.accumulation.value} microbatches on each rank, in "
          f"{d.compute}"),
-    Rule("accumulate-grad-hooks", ("parallel.workers", "precision.compute", "memory.offload_parameters"),
-         "a hook of register_post_accumulate_grad_hook is called where one rank has all of a parameter",
-         lambda d: d.facts.accumulate_grad_hooks and _makes_parameters_anew(d),
-         fix="use one worker, precision.compute fp32 or fp64 and no offload_parameters, or register_hook",
+    Rule("accumulate-grad-hooks",
+         ("parallel.workers", "training.gradient_accumulation", "precision.compute", "memory.offload_parameters"),
+         "a hook of register_post_accumulate_grad_hook is called where one rank has all of a gradient at once",
+         lambda d: d.facts.accumulate_grad_hooks and (_makes_parameters_anew(d) or d.accumulation.value > 1),
+         fix="use one worker, one microbatch (training.microbatch_size), precision.compute fp32 or fp64 and no "
+         "offload_parameters, or register_hook",
          because=lambda d: f"{d.facts.accumulate_grad_hooks[0]} of {d.facts.definition} has a hook of "
-         "register_post_accumulate_grad_hook, which would see a part of it: ranks share parameters or samples, or "
-         "parameters are gathered in another dtype or from the host"),
+         "register_post_accumulate_grad_hook, which would see a part of its gradient: ranks share parameters or "
+         f"samples, a step has {d.accumulation.value} microbatches, or parameters are gathered in another dtype or "
+         "from the host"),
     Rule("written-activations", ("parallel.workers", "precision.compute", "memory.offload_parameters"),
          "FSDP2 lets no block write into what was made from weights outside of it",
          lambda d: d.facts.activation_writing_blocks and _makes_parameters_anew(d),
@@ -82,16 +95,16 @@ RULES: tuple[Rule, ...] = (
          because=lambda d: f"{d.facts.parameter_kinds.complex[0]} of {d.facts.definition} is complex"),
     Rule("sparse-gradients", ("model.factory",),
          "optimizers, the gradient norm and reductions take dense gradients",
-         lambda d: d.facts.parameter_kinds.sparse and model_from_factory(d),
+         lambda d: d.facts.parameter_kinds.sparse and (model_from_factory(d) or _sums_gradients(d)),
          fix="build the embedding with sparse=False",
          because=lambda d: f"{d.facts.parameter_kinds.sparse[0]} of {d.facts.definition} has sparse gradients"),
     Rule("parameter-classes", ("model.factory",), "a parameter is made anew when it gets its storage, as a plain one",
-         lambda d: d.facts.parameter_kinds.subclassed and model_from_factory(d),
+         lambda d: d.facts.parameter_kinds.subclassed and _is_users_module(d),
          fix="use nn.Parameter; attributes that are set on it are kept",
          because=lambda d: f"{d.facts.parameter_kinds.subclassed[0]} of {d.facts.definition} is of a class of its own"),
     Rule("listed-parameters", ("model.factory",),
          "parameters are made anew when they get their storage, and what is kept of them elsewhere is not",
-         lambda d: d.facts.parameter_kinds.listed and model_from_factory(d),
+         lambda d: d.facts.parameter_kinds.listed and _is_users_module(d),
          fix="keep them in an nn.ParameterList, or read them from their module in forward",
          because=lambda d: f"{d.facts.parameter_kinds.listed[0]} of {d.facts.definition} keeps parameters"),
     Rule("written-arguments", ("memory.activation_checkpointing",),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from shardwise.data.batch import Batch
 from shardwise.job.axes import Axis
 from shardwise.parallel.model import ModelPart
+from shardwise.parallel.own_collectives import own_collectives_refused
 from shardwise.smp.exceptions import StepUsageError
 from shardwise.smp.v1.building import microbatch_size
 from shardwise.smp.v1.rows import merge_rows, narrow_rows
@@ -50,7 +52,7 @@ class MicrobatchForward:
         rows = microbatch_size(merged).rows
         first = (parallel.layout.data_rank * count + index) * rows
         microbatch = Batch({}, None, torch.arange(first, first + rows, device=session.device))
-        with parallel.scope(microbatch, session.step_count):
+        with parallel.scope(microbatch, session.step_count), self._collectives_of_one_stage():
             output = part.forward(merged, arrived)
         if not (torch.is_grad_enabled() or self._weights.gathered):
             parallel.reshard()  # as a backward does: scripts look at gradients, and change what they look at
@@ -58,6 +60,13 @@ class MicrobatchForward:
             return part.boundary_output()
         output = output if own_rows else narrow_rows(output, microbatch_size(inputs).rows, session.layout)
         return output if self._wrapper is None else self._wrapper.output(args, kwargs, output)
+
+    def _collectives_of_one_stage(self) -> AbstractContextManager[None]:
+        """Refuse collectives of the script's own module that ranks of other stages would have to join."""
+        layout = self._session.layout
+        if layout.size(Axis.PIPELINE) == 1:
+            return nullcontext()
+        return own_collectives_refused(layout.ranks(*(axis for axis in layout.axes if axis is not Axis.PIPELINE)))
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of the module's forward by name. Raises StepUsageError for some that have none."""

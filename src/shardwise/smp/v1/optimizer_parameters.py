@@ -97,7 +97,8 @@ class OptimizerParameters:
         An object of the script's own that keeps masters knows 16-bit weights by their `dtype`: it gets copies in that,
         and `write_back` takes what it makes.
         """
-        elements = nn.Parameter(entry.local.to(dtype) if self._reads_gradients else entry.local)
+        values = entry.local.to(dtype) if self._reads_gradients else entry.local
+        elements = nn.Parameter(values, requires_grad=values.is_floating_point() or values.is_complex())
         self._names_by_id[id(elements)] = entry.name
         return elements
 

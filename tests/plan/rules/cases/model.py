@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shardwise.model.facts import ModelFacts
+from shardwise.plan.draft import World
 from tests.plan.rules.jobs import ACCUMULATING, CPU4, DROPPING, FACTORY, FACTS, FULL, HOOKED, case
 
 WRITING = replace(FACTS, definition="Net (net.py:3)")
@@ -70,3 +71,11 @@ CASES = {
         FACTORY, FACTORY, "parts of Net (net.py:3) keeps parameters", CPU4, with_kinds(listed=("parts",)), FACTS
     ),
 }  # fmt: skip
+
+OF_A_SCRIPT = {"has_config": False}
+MORE = [
+    ("accumulate-grad-hooks", {"training": {"gradient_accumulation": 2}}, World(1, "cpu", 1), ACCUMULATING),
+    ("sparse-gradients", {}, CPU4, replace(with_kinds(sparse=("table",)), **OF_A_SCRIPT)),
+    ("parameter-classes", {}, CPU4, replace(with_kinds(subclassed=("scale",)), **OF_A_SCRIPT)),
+    ("listed-parameters", {}, CPU4, replace(with_kinds(listed=("parts",)), **OF_A_SCRIPT)),
+]
