@@ -17,6 +17,10 @@ METRICS = {
     "smp_tflops_per_rank": "the same step in SMP's convention, 8P a token, which its published figures use",
     "mfu": "tflops_per_rank / peak of the device; null where the peak is not known",
     "peak_memory_bytes": "list by rank: CUDA's peak of allocated bytes, or the process's peak resident size on a CPU",
+    "data_seconds": "list by rank: seconds of the step that it has waited for its batches",
+    "compute_seconds": "list by rank: what is left of the step without the waits; on a CPU only",
+    "communication_seconds": "list by rank: seconds in named collectives, the wait for other ranks with it; CPU only",
+    "straggler": "rank, host and device of a rank that is slow, with its seconds and `usual_` ones, those of its peers",
     "skipped": "true: gradients were not finite on some rank, and no rank updated anything",
     "data_hash": "hash of all samples so far, equal on any layout: two runs that differ in it have read other data",
     "seconds": "wall time of the step",
@@ -50,7 +54,8 @@ FILES = {
     "checkpoints": "a directory a checkpoint (`checkpoint.every`): safetensors files, one a rank, and `manifest.json`",
     "sample.txt": "generated text of a causal language model (`observe.sample`)",
     "report.html": "charts of loss, throughput, memory, gradient norm and learning rate; needs no network",
-    ".lock": "held while a run writes here",
+    "stacks.txt": "where the ranks were, with their Python stacks, each time a step took far too long",
+    ".lock": "held while a run writes here; `.launcher-HOST.json` is there for `shardwise inspect`",
 }
 
 ENVIRONMENT_VARIABLES = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -28,6 +29,12 @@ def all_gather_base(group: dist.ProcessGroup, output: Tensor, part: Tensor, *opt
 def reduce_scatter_base(group: dist.ProcessGroup, output: Tensor, whole: Tensor, *options: Any) -> Any:
     """Start a group's own reduce-scatter of one tensor; return its work."""
     return group._reduce_scatter_base(output, whole, *options)
+
+
+def flight_record() -> dict[str, Any]:
+    """Return what NCCL's flight recorder has of this process; empty where torch has no NCCL."""
+    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)
+    return {} if dump is None else json.loads(dump(includeCollectives=True, onlyActive=False))
 
 
 def nccl_options(timeout: timedelta) -> Any:

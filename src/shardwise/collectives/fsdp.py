@@ -25,7 +25,7 @@ from shardwise._torch_compat.autograd import at_end_of_backward
 from shardwise._torch_compat.fsdp2 import gather_asynchronously, keeps_reduced_gradients_as_they_are
 from shardwise._torch_compat.groups import all_gather_single, reduce_scatter_single
 from shardwise.collectives.hierarchical import Choice, Hierarchy, around
-from shardwise.collectives.names import CollectiveName, unit_names
+from shardwise.collectives.names import CollectiveName, NamedWork, named_work, unit_names
 
 SHARD_GROUP = "shard"
 
@@ -67,7 +67,7 @@ class NamedAllGather(Memory):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         with self.name:
-            return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+            return named_work(self.name, all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op))
 
 
 class NamedReduceScatter(Memory):
@@ -105,8 +105,8 @@ class TwoLevelAllGather(_Communication):
             hierarchy = self.hierarchies.of(group)
             work = hierarchy.all_gather([output_tensor], [input_tensor], not async_op) if hierarchy else None
             if work is None:
-                return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
-            return work if async_op else None
+                work = all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+            return named_work(self.name, work) if async_op else None
 
 
 class TwoLevelReduceScatter(_Communication):
@@ -146,7 +146,7 @@ class OverlappedReduceScatter(Memory):
                 output_tensor, input_tensor, op=op, group=group, async_op=async_op or late
             )
         if late and work is not None:
-            at_end_of_backward(work.wait)
+            at_end_of_backward(NamedWork(self.name, work).wait)
             return None
         return work
 

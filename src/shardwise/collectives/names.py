@@ -16,8 +16,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, cached_property
 from hashlib import blake2b
+from itertools import count
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -62,6 +63,11 @@ class CollectiveName:
     def label(self) -> str:
         """Return unit and group, for the messages of the engine, which say the operation themselves."""
         return f"{self.unit} over {self.group}"
+
+    @cached_property
+    def encoded(self) -> bytes:
+        """The name as bytes, for the rank's record."""
+        return str(self).encode()
 
     def __enter__(self) -> CollectiveName:
         _current.enter(self)
@@ -113,27 +119,47 @@ def _raise_out_of_step(error: BaseException) -> None:
         raise ModelError(f"{calls}. {SAME_ORDER if of_units else SAME_CALLS}") from error
 
 
+class NameRecord(Protocol):
+    """Keeps the names of the collectives that threads are in: the rank's record does."""
+
+    def enter(self, thread: int, name: CollectiveName, outer: CollectiveName | None) -> None: ...
+    def leave(self, thread: int, outer: CollectiveName | None) -> None: ...
+
+
+OTHER_THREADS = 3  # that are told apart, beside the main thread
+_others = count()
+
+
 class _Current(threading.local):
     """Names of the collectives that this thread is in, the innermost last; the engine is told that one.
 
     Attributes:
         tell: the engine's function, once it is loaded: (digest, label) of the calls that follow.
+        record: of this rank, once there is one.
+        thread: place of this thread in it; 0 for the main one.
     """
 
     tell: Callable[[int, str], None] | None = None
+    record: NameRecord | None = None
 
     def __init__(self) -> None:
         self.names: list[CollectiveName] = []
+        is_main = threading.current_thread() is threading.main_thread()
+        self.thread = 0 if is_main else 1 + next(_others) % OTHER_THREADS
 
     def enter(self, name: CollectiveName) -> None:
+        if self.record is not None:
+            self.record.enter(self.thread, name, self.names[-1] if self.names else None)
         self.names.append(name)
         if self.tell is not None:
             self.tell(name.digest, name.label)
 
     def leave(self) -> None:
         self.names.pop()
+        outer = self.names[-1] if self.names else None
+        if self.record is not None:
+            self.record.leave(self.thread, outer)
         if self.tell is not None:
-            outer = self.names[-1] if self.names else None
             self.tell(outer.digest if outer else 0, outer.label if outer else "")
 
 
@@ -143,6 +169,34 @@ _current = _Current()
 def tell_names_to(tell: Callable[[int, str], None]) -> None:
     """Tell (digest, label) of the collective in which a thread is from now on; 0 for none."""
     _Current.tell = staticmethod(tell)  # type: ignore[assignment]
+
+
+def record_names_in(record: NameRecord | None) -> None:
+    """Keep the names of the collectives that threads of this process are in from now on; None: no longer."""
+    _Current.record = record
+
+
+class NamedWork(dist.Work):
+    """An asynchronous collective whose `wait` stands under its name."""
+
+    def __init__(self, name: CollectiveName, work: dist.Work) -> None:
+        super().__init__()
+        self._name, self._work = name, work
+
+    def wait(self, timeout: Any = None) -> bool:
+        with self._name:
+            return self._work.wait() if timeout is None else self._work.wait(timeout)
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def get_future(self) -> torch.futures.Future[Any]:  # type: ignore[override]
+        return self._work.get_future()
+
+
+def named_work(name: CollectiveName, work: dist.Work | None) -> dist.Work | None:
+    """Return the work of an asynchronous collective under its name; None where it was waited for."""
+    return None if work is None else NamedWork(name, work)
 
 
 def current_name() -> AbstractContextManager[Any]:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from shardwise import __version__
 from shardwise.commands import data as data_cli
 from shardwise.commands import engine as engine_cli
+from shardwise.commands import inspect as inspect_cli
 from shardwise.commands import launch as launch_cli
 from shardwise.commands import plan as search_cli
 from shardwise.commands import plan_accuracy as plan_cli
@@ -262,10 +263,23 @@ def _doctor_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", metavar="PATH", help="show instead on which axes a model can be split: its directory or config.json"
     )
+    parser.add_argument(
+        "--preflight",
+        action="store_true",
+        help="say instead what is wrong on the hosts of a launcher, a line each; exit code 1 where anything is",
+    )
+    parser.add_argument("--output", metavar="DIR", help="with --preflight: where the run is to write; unset: here")
 
 
 def _doctor(options: argparse.Namespace, keys: dict[str, Any]) -> int:
     from shardwise.commands.doctor import examine, examine_model
+
+    if options.preflight:
+        from shardwise.commands.doctor import run_preflight
+
+        return run_preflight(Path(options.output or "."))
+    if options.output is not None:
+        raise ConfigError("--output is an option of doctor --preflight; leave it out")
 
     table = examine() if options.model is None else examine_model(options.model)
     if table is not None:
@@ -365,6 +379,14 @@ COMMANDS = {
         launch_cli.manage_jobs,
         takes_job=False,
     ),
+    "inspect": Command(
+        "show where each rank of a live run is",
+        "Show each rank's step, phase, the collective that it waits in and its line of code, and say in one sentence\n"
+        "who holds the others up. Of a run whose workers shardwise has started on this host; stops nothing.",
+        inspect_cli.inspect_options,
+        inspect_cli.run_inspect,
+        takes_job=False,
+    ),
     "run": Command(
         "run a script written for SMP, unchanged",
         "Run a script written for SageMaker's model parallel library or for torch.distributed, on local workers or as\n"
@@ -377,7 +399,7 @@ COMMANDS = {
         "show what this machine offers, or a model",
         "Show versions, devices, backends, extras and, under a launcher, which ranks share a host or a\n"
         "device; or of a Hugging Face model on which axes it can be split, with which degrees, and why not\n"
-        "on the others. Reads no weights.",
+        "on the others. Reads no weights. With --preflight: what is wrong on the hosts before a long run.",
         _doctor_options,
         _doctor,
         takes_job=False,

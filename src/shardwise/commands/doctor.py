@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from importlib import metadata
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.table import Table
@@ -19,10 +20,12 @@ from rich.text import Text
 
 from shardwise.collectives import engine, topology
 from shardwise.errors import LegalityError
+from shardwise.errors.exit_codes import DISAGREEMENT, DONE
 from shardwise.job.axes import Axis, spec_of
 from shardwise.job.schema import Job
 from shardwise.kernels.products import prefers_onednn
 from shardwise.launch.environment import detect
+from shardwise.launch.preflight import preflight
 from shardwise.launch.process_group import ALONE, process_group
 from shardwise.model.facts import ModelFacts
 from shardwise.plan.draft import Draft, World
@@ -50,6 +53,19 @@ def examine() -> Table | None:
     if place.rank:
         return None
     return _table((*_versions(), *_host(), *_devices(), *_backends(), *ranks, *_extras()))
+
+
+def run_preflight(output: Path) -> int:
+    """Print a line for each thing that is wrong on the hosts of a launcher; return the exit code. Collective.
+
+    Raises:
+        MachineError: the ranks cannot meet.
+    """
+    wrong = preflight(output)
+    if wrong is None:
+        return DONE
+    print("\n".join(wrong) or "nothing is wrong")
+    return DISAGREEMENT if wrong else DONE
 
 
 def _table(rows: Iterable[tuple[str, str]]) -> Table:

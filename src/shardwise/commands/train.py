@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 from shardwise.data.corpus import with_format
 from shardwise.errors import WorkerError
@@ -21,9 +22,11 @@ from shardwise.launch.expected_world import engine_problem, expected_world, worl
 from shardwise.launch.hosts import HostEnvironment, detect_host
 from shardwise.launch.job_group import Say, job_group, usable_backend
 from shardwise.launch.local import refuse_unguarded_script, run_local
+from shardwise.launch.watch.watcher import WatchSettings
 from shardwise.model.facts import ModelFacts
 from shardwise.observe.callback import Callback
 from shardwise.observe.trackers import require_extras
+from shardwise.plan.draft import changed
 from shardwise.plan.plan import Plan, precheck, resolve
 from shardwise.training.checkpoints import after_restart, resume_hint
 from shardwise.training.output import check_output, check_resume, claim_output
@@ -94,11 +97,19 @@ def _run_workers(
             forward_signals=True,
             max_restarts=0 if host is not None and host.hosts > 1 else job.parallel.max_restarts,
             host=host,
+            watch=_watch_settings(job),
         )[0]
     except WorkerError:
         if hint := resume_hint(job):
             say(f"note: {hint}")
         raise
+
+
+def _watch_settings(job: Job) -> WatchSettings:
+    """Return when the launcher says where the ranks are."""
+    observe = job.observe
+    medians = observe.hang_medians if observe.hang_report else None
+    return WatchSettings(medians, observe.hang_seconds, Path(job.output))
 
 
 def _plan(job: Job, place: RankEnvironment | None, host: HostEnvironment | None, say: Say) -> tuple[Plan, ModelFacts]:
@@ -121,6 +132,10 @@ def _launcher_notes(job: Job, place: RankEnvironment | None, host: HostEnvironme
     if place is not None and restarts:
         how = "torchrun --max-restarts" if place.launcher == "torchrun" else "its own options"
         yield f"parallel.max_restarts={restarts} is not used: {place.launcher} started the ranks; see {how}."
+    if place is not None:
+        for key in ("observe.hang_medians", "observe.hang_seconds"):
+            if changed(job, key):
+                yield f"{key} is not used: {place.launcher} started the ranks, and our launcher watches its own."
     if host is None:
         return
     workers = job.parallel.workers

@@ -639,6 +639,20 @@ class ObserveSection(Section):
     peak_tflops: float | None = Field(
         default=None, gt=0, description="Peak TFLOP/s of one device for MFU; unset: from a table of accelerators."
     )
+    hang_report: bool = Field(
+        default=True,
+        description="Let the launcher of local workers say where the ranks are when a step takes far too long. It ends "
+        "nothing; `parallel.timeout_seconds` does.",
+    )
+    hang_medians: float = Field(
+        default=10.0, ge=2, description="A step takes too long after so many medians of the last 32."
+    )
+    hang_seconds: float = Field(
+        default=60.0,
+        gt=0,
+        description="And after at least so many seconds; five times as many where there is no median yet, as for the "
+        "first step.",
+    )
     sample: bool = Field(default=True, description="Generate a text sample at the end.")
     sample_prompt: str | None = Field(
         default=None, description="Prompt of the sample; unset: the start of a validation text."

@@ -45,6 +45,10 @@ class Agent(LocalElasticAgent):
         self._directory, self._signals, self._hosts = directory, signals, spec.rdzv_handler
         self._restarts = 0
 
+    def reports(self) -> Path:
+        """Return the directory in which the workers of the present attempt leave their reports."""
+        return reports_of(self._directory, self._restarts)
+
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         with interrupts_held_back():
             return super()._start_workers(worker_group)
@@ -97,7 +101,7 @@ class Agent(LocalElasticAgent):
 
     def _end_starting(self) -> None:
         """Kill workers that hold Ctrl-C back, since they are still importing what they are to run."""
-        started = announced(reports_of(self._directory, self._restarts))
+        started = announced(self.reports())
         for pid in self._pcontext.pids().values() if self._pcontext else ():
             if pid not in started:
                 os.kill(pid, signal.SIGKILL)

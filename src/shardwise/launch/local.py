@@ -36,8 +36,10 @@ from shardwise.launch.hosts import HostEnvironment
 from shardwise.launch.interrupt import SIGNALS as FORWARDED
 from shardwise.launch.interrupt import take_interrupts
 from shardwise.launch.process_group import waits_for_peers
-from shardwise.launch.rendezvous import rendezvous_of
+from shardwise.launch.rendezvous import exchange_of, rendezvous_of
 from shardwise.launch.signals import forwarding
+from shardwise.launch.watch.announced import announce_rank
+from shardwise.launch.watch.watcher import DEFAULTS, WatchSettings, watched
 from shardwise.observe.standard_streams import flush_or_leave, secure_streams
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -56,11 +58,14 @@ def run_local(
     forward_signals: bool = False,
     max_restarts: int = 0,
     host: HostEnvironment | None = None,
+    watch: WatchSettings = DEFAULTS,
 ) -> list[Any]:
     """Calls `function(*args)` in `workers` new processes with torch's rank variables set; their results by rank.
 
     `host` is this host's place among several, each of which starts as many workers: their ranks follow one another, and
     the results are those of this host.
+
+    `watch` says when a step takes so long that the launcher says where the ranks are.
 
     A worker that fails or exits early ends the others; all are started again, with TORCHELASTIC_RESTART_COUNT one
     higher, up to `max_restarts` times, unless its error is a user's mistake, which would repeat itself.
@@ -90,8 +95,9 @@ def run_local(
             signals = stack.enter_context(forwarding()) if forward_signals else None
             spec = _spec((directory, forward_signals, function, args), workers, max_restarts, host)
             stack.callback(spec.rdzv_handler.shutdown)
-            logs = _logs(directory, workers, is_first_host=host is None or host.index == 0)
-            results = Agent(spec, logs, directory, signals, **_patience()).run().return_values
+            agent = Agent(spec, _logs(directory, workers, host), directory, signals, **_patience())
+            stack.enter_context(watched(watch, directory, agent.reports, exchange_of(spec.rdzv_handler)))
+            results = agent.run().return_values
     except SignalException as error:
         restore_cursor()
         _end(error.sigval)
@@ -158,7 +164,8 @@ def _patience() -> dict[str, Any]:
     return {"shutdown_timeout": SHUTDOWN_SECONDS} if "shutdown_timeout" in known else {}
 
 
-def _logs(directory: Path, workers: int, is_first_host: bool) -> DefaultLogsSpecs:
+def _logs(directory: Path, workers: int, host: HostEnvironment | None) -> DefaultLogsSpecs:
+    is_first_host = host is None or host.index == 0
     return DefaultLogsSpecs(str(logs_of(directory)), redirects=_redirects(workers, is_first_host))
 
 
@@ -179,7 +186,9 @@ def _work(call: Call) -> Any:
     loopback.die_with_parent()
     secure_streams()
     directory, forward_signals, function, args = call
-    failure.announce(reports_of(directory, int(os.environ["TORCHELASTIC_RESTART_COUNT"])))
+    reports = reports_of(directory, int(os.environ["TORCHELASTIC_RESTART_COUNT"]))
+    failure.announce(reports)
+    announce_rank(reports, int(os.environ["RANK"]))
     try:
         take_interrupts()
         result = function(*args)

@@ -19,6 +19,7 @@ from shardwise.errors import MachineError, ShardwiseError, WorkerError
 from shardwise.launch import loopback
 from shardwise.launch.hosts import HostEnvironment
 from shardwise.launch.reach import reach
+from shardwise.launch.watch.hosts import HostExchange
 
 MEETING_SECONDS = 15 * 60  # a scheduler may start hosts and their names minutes apart
 FAILURE_KEY = "shardwise/failure"
@@ -30,6 +31,13 @@ def rendezvous_of(host: HostEnvironment | None) -> RendezvousHandler:
     if host is None or host.hosts == 1:
         return LoopbackRendezvous(uuid.uuid4().hex)
     return HostRendezvous(host)
+
+
+def exchange_of(rendezvous: RendezvousHandler) -> HostExchange | None:
+    """Return how watchers of several hosts exchange where their ranks are; None on one host."""
+    if not isinstance(rendezvous, HostRendezvous):
+        return None
+    return HostExchange(lambda: rendezvous.store, rendezvous.host.index, rendezvous.host.hosts)
 
 
 class KnownRendezvous(RendezvousHandler):
@@ -77,7 +85,12 @@ class HostRendezvous(KnownRendezvous):
     """Several hosts: host 0 serves a store at the address that the scheduler gave, the others come to it."""
 
     def __init__(self, host: HostEnvironment) -> None:
-        self._host = host
+        self.host = host
+
+    @property
+    def store(self) -> dist.Store | None:
+        """The store of the launchers; None while the hosts have not met."""
+        return self._store
 
     def get_backend(self) -> str:
         return "shardwise-hosts"
@@ -91,7 +104,7 @@ class HostRendezvous(KnownRendezvous):
         Raises:
             MachineError: host 0 does not come in time, or its port is taken.
         """
-        host = self._host
+        host = self.host
         self._store = store = self._meet()
         address = RendezvousStoreInfo(host.master_address, host.master_port)
         return RendezvousInfo(dist.PrefixStore("hosts", store), host.index, host.hosts, address)
@@ -101,13 +114,13 @@ class HostRendezvous(KnownRendezvous):
         if self._store is None:
             return
         text = json.dumps(
-            {"kind": type(error).__name__, "message": str(error), "code": error.exit_code, "host": self._host.index}
+            {"kind": type(error).__name__, "message": str(error), "code": error.exit_code, "host": self.host.index}
         )
         try:
             self._store.compare_set(FAILURE_KEY, "", text)
         except dist.DistError:
             return  # host 0 is gone, and with it whoever would listen
-        if self._host.index == 0:
+        if self.host.index == 0:
             time.sleep(LAST_LOOK_SECONDS)
 
     def raise_others_failure(self) -> None:
@@ -121,12 +134,12 @@ class HostRendezvous(KnownRendezvous):
         try:
             text = self._store.get(FAILURE_KEY) if self._store.check([FAILURE_KEY]) else b""
         except dist.DistError as error:
-            raise WorkerError(f"host 0 ({self._host.master_address}) is gone: its store does not answer") from error
+            raise WorkerError(f"host 0 ({self.host.master_address}) is gone: its store does not answer") from error
         if text:
             raise _error_of(json.loads(text))
 
     def _meet(self) -> dist.Store:
-        host, timeout = self._host, timedelta(seconds=MEETING_SECONDS)
+        host, timeout = self.host, timedelta(seconds=MEETING_SECONDS)
         if host.index:
             obstacle = reach(host.master_address, host.master_port, MEETING_SECONDS)
             if obstacle is not None:
@@ -143,7 +156,7 @@ class HostRendezvous(KnownRendezvous):
             raise self._cannot_meet((str(error).strip().splitlines() or [type(error).__name__])[0]) from error
 
     def _cannot_meet(self, why: str) -> MachineError:
-        host = self._host
+        host = self.host
         return MachineError(
             f"host {host.index} of {host.hosts} could not meet host 0 at {host.master_address}:{host.master_port} "
             f"(from {host.launcher}): {why.rstrip('.')}; check that host 0 runs, that the port is free, and that hosts "

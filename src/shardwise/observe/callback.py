@@ -28,6 +28,7 @@ import inspect
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from shardwise.collectives.rank_record import current_phase, mark_phase
 from shardwise.errors import UserCodeError, require_type
 from shardwise.job.objects import check_arguments, defined_at, in_parentheses, load_object, user_code
 from shardwise.job.schema import Job
@@ -192,15 +193,21 @@ class CallbackList:
 
     def call(self, hook: str, *arguments: Any) -> None:
         """Call `hook` of every callback that has not failed; an error is kept as `failure`."""
+        phase = current_phase()
         for callback in self._callbacks:
             if id(callback) in self._failed:
                 continue
+            if getattr(type(callback), hook) is getattr(Callback, hook) and hook not in vars(callback):
+                continue
+            what = f"{type(callback).__module__}:{type(callback).__qualname__}.{hook}"
+            mark_phase(f"callback {what}")
             try:
-                with user_code(f"{type(callback).__module__}:{type(callback).__qualname__}.{hook}"):
+                with user_code(what):
                     getattr(callback, hook)(*arguments)
             except Exception as error:
                 self._failed.add(id(callback))
                 self.failure = self.failure or error
+        mark_phase(phase)
 
     def clean_up(self, session: ObservedSession, error: BaseException) -> None:
         """Call `on_failure` of every callback, failed ones too; what it raises is left out beside `error`."""

@@ -45,6 +45,7 @@ def make_charts(records: Sequence[Record], unigram_entropy: Number, unit: str = 
         accuracy_chart(steps, evaluations),
         throughput_chart(steps),
         memory_chart(steps),
+        times_chart(steps),
         gradient_chart(steps),
         rate_chart(steps),
         expert_chart(steps),
@@ -159,6 +160,26 @@ def memory_chart(steps: Sequence[Record]) -> Chart | None:
         figure.add_scatter(x=x, y=y, name=label, mode="lines", meta={"colour": COLOURS[index]}, line={"width": 1.6})
     figure.update_yaxes(rangemode="tozero")
     return Chart("memory", "Memory per rank", "Highest use of each rank.", figure)
+
+
+TIMES = {"compute_seconds": "computation", "communication_seconds": "collectives", "data_seconds": "wait for data"}
+
+
+def times_chart(steps: Sequence[Record]) -> Chart | None:
+    """The parts of a step on the rank that has most of each: what one rank has more of, the others wait for."""
+    known = {key: label for key, label in TIMES.items() if any(record.get(key) for record in steps)}
+    if not known:
+        return None
+    figure = _figure("seconds")
+    for index, (key, label) in enumerate(known.items()):
+        for pick, style in ((max, "solid"), (median, "dot")):
+            rows = [{"step": r["step"], "seconds": pick(r[key])} for r in steps if r.get(key)]
+            x, y = _series(rows, "seconds")
+            line = {"width": 1.5, "dash": style}
+            name = f"{label}, {'most' if pick is max else 'median'}"
+            figure.add_scatter(x=x, y=y, name=name, mode="lines", meta={"colour": COLOURS[index]}, line=line)
+    figure.update_yaxes(rangemode="tozero")
+    return Chart("times", "Parts of a step", "The rank with most of each, and the median rank.", figure)
 
 
 def gradient_chart(steps: Sequence[Record]) -> Chart | None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from shardwise.collectives.names import CollectiveName, group_name, ranks_in_step
+from shardwise.collectives.rank_record import mark_phase
 from shardwise.collectives.tensor import sum_together
 from shardwise.job.axes import Axis, data_axes
 from shardwise.job.objects import user_code
@@ -302,10 +303,14 @@ class ParallelModel:
             if self.pipeline is None:
                 for index in range(count):
                     begin(0, index == count - 1)
+                    if backward:
+                        mark_phase("forward")
                     loss = work(0, index, None)
                     if backward and loss.requires_grad:  # a script's microbatch may have none
+                        mark_phase("backward")
                         loss.backward()
             elif backward:
+                mark_phase("forward and backward of the stages")
                 self.pipeline.train(work, begin, count, [part.weight_gradients for part in self.parts])
                 if self.plan.splits_backward and last:
                     for modules in self._roots:

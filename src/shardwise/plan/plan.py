@@ -417,11 +417,19 @@ def _switch_rules(draft: Draft) -> dict[str, str]:
     chunked = f"head {draft.facts.head!r} runs inside the loss, on {chunk} rows at once"
     return {
         "normalisation": NORMALISATIONS[draft.normalisation].sentence,
+        "hang_report": _hang_rule(draft),
         "sequence_parallel": f"sequence_parallel is {_on(draft.parallel.sequence_parallel)}, "
         f"{draft.parallel.tensor_parallel_degree} tensor ranks",
         "zero1": f"shard_optimizer_state is {_on(asked)}, {draft.data_axis} data ranks",
         "chunked_loss": chunked if draft.chunked_loss else _whole_logits(draft),
     }
+
+
+def _hang_rule(draft: Draft) -> str:
+    observe = draft.job.observe
+    if not observe.hang_report:
+        return "observe.hang_report is off"
+    return f"after {observe.hang_medians:g} median steps and {observe.hang_seconds:g} s the launcher says who is where"
 
 
 def _on(switch: bool) -> str:

@@ -83,5 +83,6 @@ def _rows(plan: Plan) -> Iterator[tuple[str, object]]:
         yield "float8", f"{plan.job.precision.fp8}, {plan.job.precision.fp8_scaling}{gathered}"
     if plan.reference:
         yield "reference", plan.reference
+    yield "hang_report", plan.job.observe.hang_report
     for key in ("objective", "normalisation", "sequence_parallel", "zero1", "chunked_loss"):
         yield key, getattr(plan, key)

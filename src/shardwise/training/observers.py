@@ -8,6 +8,7 @@ from shardwise.observe.callback import Callback
 from shardwise.observe.display import Display
 from shardwise.observe.profile import Profiler
 from shardwise.observe.progress import make_progress
+from shardwise.observe.stragglers import StragglerReport
 from shardwise.observe.trackers import make_trackers
 from shardwise.training.forecast import ForecastReport
 from shardwise.training.prompts import PromptSamples
@@ -36,4 +37,5 @@ def observers(assembled: AssembledJob) -> list[Callback]:
         Display(assembled.plan),
         ForecastReport(assembled, recorder),
         StateReport(assembled),
+        StragglerReport(),
     ]

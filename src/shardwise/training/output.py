@@ -23,6 +23,7 @@ from shardwise.checkpoint.manifest import FILE
 from shardwise.checkpoint.stores import checkpoint_store, split
 from shardwise.errors import CheckpointError, IncompleteError, OutputError
 from shardwise.job.schema import Job
+from shardwise.launch.watch.watcher import STACKS_FILE
 from shardwise.observe.output_disk import writing
 from shardwise.words import listed
 
@@ -33,7 +34,7 @@ SAMPLE_FILE = "sample.txt"
 REPORT_FILE = "report.html"
 LOCK_FILE = ".lock"
 _RESULTS = (SAMPLE_FILE, REPORT_FILE, "job.yaml", MODEL_DIRECTORY, ADAPTER_DIRECTORY)
-_RECORDS = (METRICS_FILE, "tensorboard", "profile")  # a run that is resumed goes on with them
+_RECORDS = (METRICS_FILE, STACKS_FILE, "tensorboard", "profile")  # a run that is resumed goes on with them
 
 # Which keys of a job may differ in two runs of the same training.
 UNLIKE: Any = {

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.checkpoint.manifest import Progress
+from shardwise.collectives.rank_record import WorkUnit, begin_unit, mark_phase, open_record
 from shardwise.data.batch import Batch
 from shardwise.data.corpus import with_format
 from shardwise.data.packed_rows import PackedRows
@@ -168,6 +169,7 @@ class Session:
         """Make ready to train what is assembled."""
         has_data = assembled.given_data is not None
         self.assembled = assembled
+        open_record(self.rank)
         self.callbacks = CallbackList(callbacks, self.rank)
         self.checkpoints = RunCheckpoints(assembled)
         self._exit.callback(self.checkpoints.close)
@@ -231,7 +233,12 @@ class Session:
         assert self._data_state is not None
         while self.progress.step < self.plan.steps and self.stopped is None and self.early_stop is None:
             self._fetched = time.perf_counter()
+            self._begin_step()
             yield self._data_state.next_step()
+
+    def _begin_step(self) -> None:
+        begin_unit(WorkUnit.STEP, self.progress.step)
+        mark_phase("data")
 
     # ---- how things are done
 
@@ -262,12 +269,15 @@ class Session:
             CapacityError: there is not enough memory; the message says which changes would fit.
         """
         self.start()
+        if self._fetched is None:
+            self._begin_step()
         began, self._fetched = self._fetched or time.perf_counter(), None
         self.callbacks.call("on_step_begin", self)
         batches = as_batches([batch] if isinstance(batch, Batch | Mapping) else batch, self.assembled, self._samples)
         rate = self.scheduled_rate() if learning_rate is None else learning_rate
         self.optimizer.set_learning_rate(rate)
         result = self._train(batches, loss_function)
+        mark_phase("records")
         self._advance(result, batches)
         record = step_record(self.assembled, self.progress, result, rate, time.perf_counter() - began)
         self.callbacks.call("on_step_end", self, record)
@@ -275,7 +285,13 @@ class Session:
             self._raise_failure()
         if result.stop:
             self.stopped = self._agreed_reason()
+        self._end_unit()
         return result
+
+    def _end_unit(self) -> None:
+        """Note that what comes next is nobody's step: the loop's own code."""
+        begin_unit(WorkUnit.OUTSIDE, self.progress.step)
+        mark_phase(WorkUnit.OUTSIDE)
 
     def evaluate(
         self,
@@ -287,6 +303,8 @@ class Session:
         With the validation split the job's sets are evaluated too, and what follows from its metric is decided.
         """
         self.start()
+        begin_unit(WorkUnit.EVALUATION, self.progress.step)
+        mark_phase(WorkUnit.EVALUATION)
         assembled = self.assembled
         is_own = batches is None
         splits = assembled.data.sets if is_own else {}
@@ -295,6 +313,7 @@ class Session:
         with objective_for(assembled, loss_function) as objective:
             validation = self._evaluated(objective, batches)
             sets = {name: self._evaluated(objective, assembled.evaluation(split)) for name, split in splits.items()}
+        begin_unit(WorkUnit.OUTSIDE, self.progress.step)  # answers that are written take as long as they take
         self.progress = self.progress.model_copy(update={"validation_loss": validation.loss})
         compared = {} if self._recent.mean is None else {"training_loss": self._recent.mean}
         matches = self._exact_matches() if is_own else {}
@@ -304,6 +323,7 @@ class Session:
         self.evaluated = {"step": self.progress.step, **numbers, **matches, **compared}
         self.callbacks.call("on_evaluation", self, self.evaluated)
         self._judge(self.evaluated)
+        self._end_unit()
         return validation.loss
 
     def _exact_matches(self) -> dict[str, float]:
@@ -332,8 +352,11 @@ class Session:
             CheckpointError: this save where it is waited for, or the last one, failed on some rank.
         """
         self.start()
+        begin_unit(WorkUnit.SAVE, self.progress.step)
+        mark_phase(WorkUnit.SAVE)
         path = self.checkpoints.save(self.progress, wait)
         self.callbacks.call("on_save", self, {"step": self.progress.step, "checkpoint": path})
+        self._end_unit()
         return path
 
     def restore(self) -> int:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.collectives.names import CollectiveName
+from shardwise.collectives.rank_record import WorkUnit, begin_unit, mark_phase
 from shardwise.data.batch import Batch, wrap
 from shardwise.errors import ModelError, require_type
 from shardwise.kernels.precision import LossScaler
@@ -156,7 +157,9 @@ def evaluate(model: ParallelModel, objective: Objective, batches: Sequence[Seque
     model.train(False)
     normalisation = NORMALISATIONS[model.plan.normalisation]
     totals = torch.zeros(2, dtype=model.accumulation_dtype, device=model.device)
-    for microbatches in batches:
+    for index, microbatches in enumerate(batches):
+        if index:  # the first batch's unit has begun when it was read
+            begin_unit(WorkUnit.EVALUATION)
         on_device = [batch.to(model.device) for batch in weighted(microbatches, normalisation)]
         totals += model.run(objective, on_device, step=0).to(totals.dtype)
     model.reshard()
@@ -194,6 +197,7 @@ class ControlMessage(NamedTuple):
 
 def exchange_control(model: ParallelModel, message: ControlMessage) -> ControlMessage:
     """Sum the ranks' messages, in int64, whose sums wrap around. Collective."""
+    mark_phase("forward")
     reports = model.is_reporting_rank
     labels, samples, stop, failed, data_hash = message
     # A wish to stop or a failure may come from any rank.
@@ -211,6 +215,7 @@ def reduce_loss_and_norm(
 
     The ranks' use of parameters is settled before anything is read. Collective.
     """
+    mark_phase("optimizer")
     squares = squared_share(optimizer.gradients(), model.device)
     use = torch.tensor(model.use_counts(), dtype=squares.dtype, device=model.device)
     parts = [totals, *([] if measured is None else [measured])]

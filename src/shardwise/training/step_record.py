@@ -6,17 +6,21 @@ import torch
 import torch.distributed as dist
 
 from shardwise.checkpoint.manifest import Progress
+from shardwise.collectives.names import CollectiveName
+from shardwise.collectives.rank_record import step_times
 from shardwise.observe.memory import peak_memory_bytes
 from shardwise.observe.metrics import Record
 from shardwise.planner.constants.hardware import peak_tflops
 from shardwise.training.setup import AssembledJob
 from shardwise.training.step import StepResult
 
+RANK_FIGURES = CollectiveName("figures of the ranks", "world", "all_gather")
+
 
 def step_record(
     assembled: AssembledJob, progress: Progress, result: StepResult, learning_rate: float, seconds: float
 ) -> Record:
-    """Return the record of the step that has brought the run to `progress`. Collective: peaks of memory are gathered.
+    """Return the record of the step that has brought the run to `progress`. Collective.
 
     Args:
         learning_rate: of the step.
@@ -39,7 +43,7 @@ def step_record(
         "tflops_per_rank": tflops,
         "smp_tflops_per_rank": computed * facts.smp_flops_per_token() / plan.world.size / 1e12,
         "mfu": tflops / peak if peak else None,
-        "peak_memory_bytes": _peak_memory(assembled),
+        **_rank_figures(assembled, seconds),
         "skipped": result.skipped,
         "data_hash": progress.data_hash,
         "seconds": seconds,
@@ -51,10 +55,22 @@ def step_record(
     return record | ({"loss_scale": result.loss_scale} if plan.dtypes.compute == "fp16" else {})
 
 
-def _peak_memory(assembled: AssembledJob) -> list[int]:
-    """Return the peak bytes of every rank."""
-    device = assembled.model.device
-    own = torch.tensor([peak_memory_bytes(device)], dtype=torch.int64, device=device)
-    peaks = [torch.empty_like(own) for _ in range(assembled.plan.world.size)]
-    dist.all_gather(peaks, own)
-    return [int(peak) for peak in peaks]
+def _rank_figures(assembled: AssembledJob, seconds: float) -> Record:
+    """Return lists by rank: peak bytes, and on a CPU seconds that the step has waited for data, computed, and waited in
+    collectives.
+
+    On CUDA collectives run beside the host, whose clock knows of the wait for data alone.
+    """
+    device, times = assembled.model.device, step_times()
+    own = [peak_memory_bytes(device), *(round(1e6 * part) for part in (seconds, times.data, times.communication))]
+    message = torch.tensor(own, dtype=torch.int64, device=device)
+    answers = [torch.empty_like(message) for _ in range(assembled.plan.world.size)]
+    with RANK_FIGURES:
+        dist.all_gather(answers, message)
+    peaks, wholes, data, communication = zip(*(answer.tolist() for answer in answers), strict=True)
+    figures: Record = {"peak_memory_bytes": list(peaks), "data_seconds": [part / 1e6 for part in data]}
+    if device.type == "cpu":
+        parts = zip(wholes, data, communication, strict=True)
+        figures["compute_seconds"] = [(whole - waited - exchanged) / 1e6 for whole, waited, exchanged in parts]
+        figures["communication_seconds"] = [part / 1e6 for part in communication]
+    return figures

@@ -25,6 +25,9 @@ RULES: tuple[Rule, ...] = (
          _bad_range,
          fix="use two steps from 1 to training.steps",
          use=lambda d: f"use e.g. [{max(1, d.steps.value - 1)}, {max(1, d.steps.value)}]"),
+    *(idle(f"hang-{key}", f"observe.hang_{key}", "observe.hang_report is off, so nothing takes too long",
+           lambda d: not d.job.observe.hang_report, "leave it out")
+      for key in ("medians", "seconds")),
     *(idle(f"sample-{key}", f"observe.sample_{key}", "no sample is generated: only a causal language model of Hugging "
            "Face can, where observe.sample is on", is_unused, "leave it out")
       for key, is_unused in (("prompt", _no_sample), ("tokens", _no_sample_tokens))),

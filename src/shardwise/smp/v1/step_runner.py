@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.collectives.rank_record import WorkUnit, begin_unit, mark_phase
 from shardwise.job.axes import Axis
 from shardwise.parallel.gradient_sync import begin_microbatch
 from shardwise.parallel.model import ParallelModel
@@ -98,6 +99,7 @@ class StepRunner:
 
     def run_step(self, run: StepRun, training: bool) -> list[Any]:
         """Run all microbatches of a step, forward and, unless under `no_grad`, backward; return the body's results."""
+        begin_unit(WorkUnit.STEP if run.backward else WorkUnit.EVALUATION, self._session.step_count)
         self._weights.return_from_host()
         self._run = run
         try:
@@ -112,7 +114,10 @@ class StepRunner:
         if run.backward:
             self._finish_backward(last)
         self._hooks.stepped()
-        return run.shared_results(parallel)
+        results = run.shared_results(parallel)
+        begin_unit(WorkUnit.OUTSIDE, self._session.step_count)
+        mark_phase(WorkUnit.OUTSIDE)
+        return results
 
     def _prepare(self, run: StepRun, training: bool) -> None:
         """Build the model for the first step, and its stages' traffic for microbatches of another shape."""

@@ -17,6 +17,12 @@ CASES = {
         {"observe": {"sample_tokens": 9}},
         "no sample",
     ),
+    **{
+        f"hang-{key}": case(
+            {"observe": {"hang_report": False, f"hang_{key}": 30}}, {"observe": {f"hang_{key}": 30}}, "is off"
+        )
+        for key in ("medians", "seconds")
+    },
     "profile": case(
         {"observe": {"profile": [90, 101]}, "training": {"steps": 100}},
         {"observe": {"profile": [99, 100]}, "training": {"steps": 100}},

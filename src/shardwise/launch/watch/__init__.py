@@ -1,0 +1,1 @@
+"""A run that hangs or is slow: where each rank is, in one sentence."""
