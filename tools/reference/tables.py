@@ -38,6 +38,10 @@ METRICS = {
     "validation_rewards_accuracy": "`rewards_accuracy` of an evaluation's pairs",
     "validation_loss": "mean over the labels of `training.evaluate_batches` global batches, nats",
     "validation_loss/NAME": "the same of a set of `evaluation.sets`",
+    "accuracy": "share of the step's labels whose class is predicted; `model.task` of classification only",
+    "f1": "mean of the classes' F1 in the step (macro); `model.task` of classification only",
+    "validation_accuracy": "`accuracy` of an evaluation's labels",
+    "validation_f1": "`f1` of an evaluation's labels",
     "exact_match": "share of held-out answers that the model writes token for token; `exact_match/NAME` of a set",
     "samples": "what the model writes behind the prompts of `evaluation.prompts`: a list of prompt and text",
 }

@@ -59,6 +59,7 @@ DataFormat = Literal[
     "auto", "stdlib", "text", "jsonl", "parquet", "dataset", "tokens", "factory", "chat", "prompt_completion",
     "preference",
 ]  # fmt: skip
+CLASSIFICATION = ("sequence_classification", "token_classification")  # tasks whose labels are classes
 ROW_FORMATS = ("chat", "prompt_completion", "preference")  # rows of conversations and pairs, some tokens trained on
 PAIR_OBJECTIVES = ("dpo",)  # whose samples are pairs of completions
 
@@ -90,10 +91,16 @@ class ModelSection(Section):
         description="`package.module:function(output, batch) -> (sum, count)` for a module of `factory` that does not "
         "return its own loss.",
     )
-    task: Literal["causal_lm", "masked_lm", "seq2seq_lm"] = Field(
+    task: Literal["causal_lm", "masked_lm", "seq2seq_lm", "sequence_classification", "token_classification"] = Field(
         default="causal_lm",
         description="Which head and which loss. `seq2seq_lm` (T5 and its kind) learns to fill in spans of text that "
-        "are left out (arXiv 1910.10683, section 3.1.4).",
+        "are left out (arXiv 1910.10683, section 3.1.4). The two of classification learn a class of each sample, or of "
+        "each token, from the `labels` of a `data.factory`.",
+    )
+    labels: list[str] = Field(
+        default=[],
+        description="Names of the classes of `sequence_classification` and `token_classification`; unset: those of the "
+        "config.",
     )
     dtype: Literal["file", "fp32", "bf16"] | None = Field(
         default=None,

@@ -30,7 +30,12 @@ IDLE = {
     *KEYS.values(),
 }  # fmt: skip
 PLAIN = {"bias": ("none",), "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal")}
-TASKS = {"causal_lm": "CAUSAL_LM", "seq2seq_lm": "SEQ_2_SEQ_LM"}
+TASKS = {
+    "causal_lm": "CAUSAL_LM",
+    "seq2seq_lm": "SEQ_2_SEQ_LM",
+    "sequence_classification": "SEQ_CLS",
+    "token_classification": "TOKEN_CLS",
+}
 
 
 def adapter_settings(section: AdapterSection) -> AdapterSection:

@@ -26,10 +26,14 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -57,6 +61,16 @@ HEADS = {
     "causal_lm": (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING, "AutoModelForCausalLM"),
     "masked_lm": (AutoModelForMaskedLM, MODEL_FOR_MASKED_LM_MAPPING, "AutoModelForMaskedLM"),
     "seq2seq_lm": (AutoModelForSeq2SeqLM, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, "AutoModelForSeq2SeqLM"),
+    "sequence_classification": (
+        AutoModelForSequenceClassification,
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+        "AutoModelForSequenceClassification",
+    ),
+    "token_classification": (
+        AutoModelForTokenClassification,
+        MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+        "AutoModelForTokenClassification",
+    ),
 }
 BUILT = ("eager", "sdpa")  # attention that transformers' models have themselves
 DROPOUT_FIELD = re.compile(r"dropout|pdrop")
@@ -102,6 +116,9 @@ def load_config(job: Job, key: str = "model.config") -> PreTrainedConfig:
     if dropout is not None:
         _guarded(f"model.dropout={dropout}", lambda: _set_dropout(config, dropout))
     _check_layer_drop(config)
+    if section.labels:
+        config.id2label = dict(enumerate(section.labels))
+        config.label2id = {label: number for number, label in enumerate(section.labels)}
     if section.task == "causal_lm" and type(config) in MODEL_FOR_MASKED_LM_MAPPING and hasattr(config, "is_decoder"):
         config.is_decoder = True  # an encoder such as BERT would see the labels: its attention is not causal otherwise
     return config
@@ -322,9 +339,15 @@ def _check_head(config: PreTrainedConfig, section: ModelSection) -> None:
                 f"the config of {config.model_type!r} has no decoder_start_token_id, with which the decoder begins; "
                 "set it (T5's is its pad_token_id)"
             )
+        is_decoder = type(config) not in MODEL_FOR_MASKED_LM_MAPPING
+        if section.task == "sequence_classification" and is_decoder and config.pad_token_id is None:
+            raise ModelError(
+                f"the config of {config.model_type!r} has no pad_token_id, by which the last token of a sample is "
+                "found; set it to the token with which the samples are padded"
+            )
         return
     tasks = [task for task, (_, mapping, _) in HEADS.items() if type(config) in mapping]
-    fix = f"use model.task={tasks[0]!r}" if tasks else "transformers has no language model of this type"
+    fix = f"use model.task={tasks[0]!r}" if tasks else "transformers has none of this type with a head"
     raise ModelError(f"model.task={section.task!r}: model_type {config.model_type!r} has no such head; {fix}")
 
 

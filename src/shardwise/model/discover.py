@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from shardwise.job.axes import Axis
-from shardwise.job.schema import Job
+from shardwise.job.schema import CLASSIFICATION, Job
 from shardwise.model.adapter_config import adapter_settings
 from shardwise.model.adapters import with_adapters
 from shardwise.model.attention_support import context_capability, kernel_capability
@@ -87,6 +87,7 @@ def discover(model: nn.Module, job: Job, example: Mapping[str, Tensor] | None = 
         blocks=tuple(BlockFacts(name, _count([model.get_submodule(name)])) for name in blocks),
         capabilities={axis: answer(examined) for axis, answer in AXIS_CAPABILITIES.items()},
         **_interface(model),
+        classifies=job.model.task in CLASSIFICATION,
         **_forward_facts(forward),
         adapters={},
         **_experts(model, config),

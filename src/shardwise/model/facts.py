@@ -170,6 +170,7 @@ class ModelFacts:
     takes_token_ids: bool = True  # its forward is called with `input_ids` alone, all else follows
     returns_logits: bool = True  # its output has `logits`, of which the job takes the loss
     computes_own_loss: bool = False  # its forward takes labels and returns the loss, unless the job has one
+    classifies: bool = False  # its labels are classes, of samples or of tokens
     generates_text: bool = True  # a causal language model of it continues a prompt
     has_config: bool = True  # it has a config of transformers, which checkpoints and exports hold
     idle_parameters: int = 0  # of experts, those that a token does not go through

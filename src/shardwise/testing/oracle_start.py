@@ -15,13 +15,25 @@ from unittest import mock
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
 
 from shardwise.job.objects import load_object
 from shardwise.job.schema import Job, ModelSection
 from shardwise.model.build import load_config
 
-AUTO = {"causal_lm": AutoModelForCausalLM, "masked_lm": AutoModelForMaskedLM, "seq2seq_lm": AutoModelForSeq2SeqLM}
+AUTO = {
+    "causal_lm": AutoModelForCausalLM,
+    "masked_lm": AutoModelForMaskedLM,
+    "seq2seq_lm": AutoModelForSeq2SeqLM,
+    "sequence_classification": AutoModelForSequenceClassification,
+    "token_classification": AutoModelForTokenClassification,
+}
 
 
 def known_start(job: Job) -> dict[str, Tensor]:

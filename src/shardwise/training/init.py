@@ -99,17 +99,27 @@ def match_weights(module: nn.Module, facts: ModelFacts, path: str) -> tuple[Hugg
     weights = HuggingFaceWeights(path)
     prefix = getattr(module, "base_model_prefix", "")
     buffers = {name: tuple(buffer.shape) for name, buffer in persistent_buffers(module)}
+    heads = {name: shape for name, shape in facts.base_shapes.items() if _is_of_head(name, prefix, facts)}
     names = weights.resolve(
-        facts.base_shapes, optional=buffers, base_model_prefix=prefix, ties=facts.ties, model=module
+        [name for name in facts.base_shapes if name not in heads],
+        optional=buffers | heads,
+        base_model_prefix=prefix,
+        ties=facts.ties,
+        model=module,
     )
     weights.check_shapes(names, facts.base_shapes | buffers)
     return weights, names
 
 
+def _is_of_head(name: str, prefix: str, facts: ModelFacts) -> bool:
+    """Return whether a parameter is of a head that a language model lacks: it is drawn where no file holds it."""
+    return facts.classifies and (not name.startswith(f"{prefix}.") or ".pooler." in name)
+
+
 def read_hugging_face(model: ParallelModel, path: str) -> None:
     """Read this rank's slices of a Hugging Face directory's weights, and the buffers whole."""
     weights, names = match_weights(model.module, model.facts, path)
-    for entry in [entry for entry in model.tensor_map if entry.name in model.facts.base_shapes]:
+    for entry in [entry for entry in model.tensor_map if entry.name in names and entry.name in model.facts.base_shapes]:
         for region in entry.regions:
             if entry.local[region.local].numel():
                 entry.local[region.local].copy_(weights.read(names[entry.name], region.logical))

@@ -20,7 +20,7 @@ from shardwise.data.loader import Split, Stream
 from shardwise.data.prepare import prepare
 from shardwise.data.token_data import TokenData
 from shardwise.errors import ConfigError, DataError, ModelError
-from shardwise.job.schema import Job
+from shardwise.job.schema import CLASSIFICATION, Job
 from shardwise.kernels.precision import LossScaler, has_float8
 from shardwise.model.build import build_model, construct_user_module
 from shardwise.model.discover import discover
@@ -283,5 +283,6 @@ def make_stream(plan: Plan, layout: Layout, data: TokenData) -> Stream:
 def _example(job: Job, data: TokenData) -> dict[str, Tensor]:
     """Return what a user's module is called with for one sample; `model.loss` takes the labels itself."""
     batch = data.train.batch([0], [0], 0)
-    labels = {} if batch.labels is None or job.model.loss is not None else {"labels": batch.labels}
+    takes_labels = job.model.loss is None and job.model.task not in CLASSIFICATION
+    labels = {"labels": batch.labels} if takes_labels and batch.labels is not None else {}
     return {**batch.inputs, **labels}

@@ -10,6 +10,7 @@ from shardwise.job.schema import Job
 from shardwise.model.facts import ModelFacts
 from shardwise.parallel.model import ParallelModel
 from shardwise.parallel.objective import Objective
+from shardwise.training.objectives.classification import Classification
 from shardwise.training.objectives.language_modelling import LanguageModelling
 from shardwise.training.objectives.own_loss import LossFunction
 from shardwise.training.objectives.own_module import OwnModule
@@ -35,6 +36,7 @@ def _own_module(model: ParallelModel, loss: LossFunction | None = None) -> Objec
 OBJECTIVES = (
     ObjectiveChoice(lambda job, facts: job.model.loss is not None, _with_loss_of_job),
     ObjectiveChoice(lambda job, facts: job.objective == "dpo", DirectPreference),
+    ObjectiveChoice(lambda job, facts: facts.classifies, Classification),
     ObjectiveChoice(lambda job, facts: facts.returns_logits, LanguageModelling),
     ObjectiveChoice(lambda job, facts: True, _own_module),
 )

@@ -16,7 +16,20 @@ def with_kinds(**kinds: tuple[str, ...]) -> ModelFacts:
     return replace(WRITING, parameter_kinds=replace(FACTS.parameter_kinds, **kinds))
 
 
+CLASSES = {"task": "token_classification"}
+OF_SAMPLES = {"model": {"task": "sequence_classification"}, "data": {"factory": "c:d"}}
+
 CASES = {
+    "classes-data": case({"model": CLASSES}, {"model": CLASSES, "data": {"factory": "c:d"}}, "set data.factory"),
+    "classes-context": case(
+        {"model": CLASSES, "data": {"factory": "c:d"}, "parallel": {"context_parallel_degree": 2}},
+        {"model": CLASSES, "data": {"factory": "c:d"}}, "use context_parallel_degree 1",
+    ),
+    "classes-samples": case(
+        {**OF_SAMPLES, "training": {"loss_reduction": "sample"}}, OF_SAMPLES, "each sample has one label",
+    ),
+    "labels": case({"model": {"labels": ["a"]}}, {"model": {**CLASSES, "labels": ["a"]}, "data": {"factory": "c:d"}},
+                   "only sequence_classification and token_classification"),
     "one-model": case({"model": {"path": "m", "config": "c"}}, {"model": {"path": "m"}}, "keep one"),
     "model-loss": case({"model": {"loss": "a:b"}}, {"model": {"factory": "a:b", "loss": "a:c"}}, "model.loss=a:b"),
     "model-factory-arguments": case(
