@@ -29,6 +29,7 @@ from shardwise.data.token_data import TokenData
 from shardwise.data.tokenizer import VOCABULARY_FILES
 from shardwise.errors import ConfigError, LegalityError, MachineError
 from shardwise.errors.exit_codes import DISAGREEMENT, DONE
+from shardwise.job.axes import Axis
 from shardwise.job.schema import EvaluationSection, Job, PrecisionSection
 from shardwise.job.sources import require_job
 from shardwise.launch.environment import detect
@@ -198,10 +199,17 @@ def _verify_precision(
             report.add(compare_start_values(
                 distributions(weights), oracle.plain, buffers, oracle.plain_buffers, oracle.rebuilt_buffers
             ))  # fmt: skip
-        return OracleReference(run.plan, oracle, report)
+        return OracleReference(run.plan, oracle, report, _norms_see_parts(run))
 
     _compare(session, steps, reference, report)
     report.notes += [note for oracle in oracles for note in oracle.routers.notes()]
+
+
+def _norms_see_parts(run: AssembledJob) -> bool:
+    """Return whether norms of key heads see a part of a gradient, since several tensor ranks hold the same head."""
+    facts = run.model.facts
+    has_norms = any(split.kind == "partial" for split in facts.tensor_splits.values())
+    return has_norms and facts.key_value_copies(run.plan.degrees[Axis.TENSOR]) > 1
 
 
 def _against_recording(

@@ -175,9 +175,13 @@ class Oracle:
         return list(range(first, end if self.samples is None else min(end, self.samples)))
 
     def backward(
-        self, step: int, counters: Sequence[int] | None = None, twist: Twist = Twist(), reverse: bool = False
-    ) -> float:
-        """Mean loss of the step; `gradients` hold that of the step's samples, or of only some (same normalisation)."""
+        self, step: int, counters: Sequence[int] | None = None, twist: Twist = Twist(), reverse: bool = False,
+        shares: Sequence[float] = (1.0,),
+    ) -> float:  # fmt: skip
+        """Mean loss of the step; `gradients` hold that of the step's samples, or of only some (same normalisation).
+
+        Backward runs for each of the `shares` of the loss, and the gradients are summed.
+        """
         everything = self.rows_of(step)
         whole = self.source.rows(everything)
         total = len(whole.samples()) if counts_samples(self.job) else whole.count()
@@ -199,7 +203,8 @@ class Oracle:
                 if self.routers.has_loss:
                     terms = self.routers.term(self._router_logits, len(samples), len(everything), twist.balancing)
                     losses = part + terms
-                losses.backward()
+                for number, share in enumerate(shares, start=1):
+                    (losses * share).backward(retain_graph=number < len(shares))
                 self._collect()
                 loss += float(part.detach())
         return loss
