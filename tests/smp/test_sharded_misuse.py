@@ -62,6 +62,23 @@ def test_what_degrees_would_not_split_is_refused(
         assert says in said
 
 
+def _frozen_names() -> set[str]:
+    """Of a split model of which a projection was frozen before."""
+    try:
+        tsm.init({"tensor_parallel_degree": 2})
+        model: Any = make_model("llama")
+        model.model.layers[0].self_attn.q_proj.requires_grad_(False)
+        model = tsm.transform(model)
+        return {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    finally:
+        tsm.state.reset()
+
+
+@pytest.mark.slow
+def test_frozen_weights_that_are_split_stay_frozen(world_pool: WorldPool) -> None:
+    assert world_pool.run(2, _frozen_names) == [{"model.layers.0.self_attn.q_proj.weight"}] * 2
+
+
 def _norms() -> tuple[float, float]:
     """Of a model that is not transformed and keeps a cache, its blocks recomputed, and of plain transformers."""
     try:

@@ -29,6 +29,7 @@ from shardwise.errors import ConfigError
 from shardwise.job.axes import Axis
 from shardwise.smp.session import device_type
 from shardwise.smp.v2.logger import note_once
+from shardwise.smp.v2.own_modules import UnwrappedModule, refuse_kinds
 from shardwise.smp.v2.session import DATA, REPLICA, SHARD, state
 from shardwise.smp.v2.share_experts import (
     experts_of_unit,
@@ -88,6 +89,8 @@ def _init(self: Any, *args: Any, post_param_init_fn: Callable[[nn.Module], Any] 
         _wrap_one(self, given)
         return
     _check(given["module"])
+    refuse_kinds(given["module"], given)
+    unwrapped = UnwrappedModule(given["module"])
     copies = _choose_groups(given)
     _initialize(given, post_param_init_fn)
     _wrapping = True
@@ -96,6 +99,7 @@ def _init(self: Any, *args: Any, post_param_init_fn: Callable[[nn.Module], Any] 
     finally:
         _wrapping = False
     refuse_unwrapped_experts(self)
+    unwrapped.check(self)
     if copies is not None:
         _average(self, copies)
         if given.get("sync_module_states"):

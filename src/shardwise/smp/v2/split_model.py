@@ -66,7 +66,8 @@ def split_model(
         if cut.copies > 1 and leaf == "weight":
             _sum_gradient(module, layout.tensor_neighbours(cut.copies))
         if not weights[name].is_meta:
-            module.register_parameter(leaf, nn.Parameter(cut.local_part(weights[name])))
+            is_trained = module.get_parameter(leaf).requires_grad
+            module.register_parameter(leaf, nn.Parameter(cut.local_part(weights[name]), requires_grad=is_trained))
 
 
 def join_parts(
