@@ -90,6 +90,18 @@ def test_jobs(world_pool: WorldPool, tmp_path: Path, name: str, ranks: int) -> N
         assert job["memory"]["offload_activations"] and job["training"]["gradient_accumulation"] == 2
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # the whole example, on a busy machine
+def test_experts_are_evenly_used_at_the_end(world_pool: WorldPool, tmp_path: Path) -> None:
+    """Of the layer where use is most uneven; the report shows it."""
+    words = [f"--output={tmp_path / 'run'}", f"--data.cache_directory={tmp_path / 'cache'}"]
+    assert world_pool.run(2, run_job, str(EXAMPLES / "experts.yaml"), words, timeout=800) == [0] * 2
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    loads = [record["expert_load"] for record in records if "expert_load" in record]
+    assert max(loads[-10:]) < 1.5 < max(loads)
+    assert f"at the end {loads[-1]:.2f}" in (tmp_path / "run" / "report.html").read_text()
+
+
 def test_chat(world_pool: WorldPool, tmp_path: Path) -> None:
     """From a tiny model drawn anew, in the place of the default run's."""
     rows = tmp_path / "chats.jsonl"

@@ -14,6 +14,7 @@ from tests.parity.test_experts import FP64, experts_job
 
 BALANCED: dict[str, Any] = {"balancing_loss": "global", "balancing_coefficient": 0.5}
 LOSSES = {**BALANCED, "z_loss": 0.1}
+LAYER = {**LOSSES, "balancing_loss": "layer"}
 SEQUENCE = {**BALANCED, "balancing_loss": "sequence"}
 MODEL = {**BALANCED, "balancing_loss": "model"}
 BIAS: dict[str, Any] = {"bias_update_rate": 0.1}
@@ -21,11 +22,14 @@ ONE = {"sequences_per_step": 8, "gradient_accumulation": 1}
 
 QUICK = [
     ("qwen3_moe", 2, {"router": LOSSES}),
-    ("qwen3_moe", 4, {"router": LOSSES, "parallel": {**EXPERT, **PIPELINE}}),
+    ("qwen3_moe", 4, {"router": LAYER, "parallel": {**EXPERT, **PIPELINE}}),
     ("glm4_moe", 2, {"router": BIAS, "parallel": EXPERT}),
     ("qwen3_moe", 2, {"router": SEQUENCE, "parallel": EXPERT}),
 ]
 SLOW = [
+    ("qwen3_moe", 4, {"router": LOSSES, "parallel": {**EXPERT, **PIPELINE}}),
+    ("qwen3_moe", 2, {"router": LAYER, "training": ONE, "memory": FULL}),
+    ("qwen3_moe", 4, {"router": LAYER, "parallel": {**TENSOR, **CONTEXT, "sequence_parallel": True}}),
     ("qwen3_moe", 1, {"router": BALANCED, "training": ONE}),
     ("qwen3_moe", 2, {"router": LOSSES, "training": ONE, "memory": FULL}),
     ("qwen3_moe", 4, {"router": LOSSES, "parallel": {**EXPERT, **CONTEXT}}),

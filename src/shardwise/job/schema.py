@@ -670,13 +670,14 @@ class ObserveSection(Section):
 class RouterSection(Section):
     """Losses and biases that keep the experts of a mixture evenly used."""
 
-    balancing_loss: Literal["auto", "global", "sequence", "model", "none"] = Field(
+    balancing_loss: Literal["auto", "global", "layer", "sequence", "model", "none"] = Field(
         default="auto",
-        description="Loss that balances the experts: `global` takes the choices and probabilities of all tokens of a "
-        "step (arXiv 2101.03961, equation 4), whatever the layout; steps of several microbatches cost a forward more. "
-        "`sequence` takes those of each sequence and layer, and the mean of all; `model` those of each microbatch over "
-        "all layers, as transformers does. `auto`: global where the model itself would add a loss "
-        "(output_router_logits in its config), else none.",
+        description="Loss that balances the experts (arXiv 2101.03961, equation 4), of the choices and probabilities "
+        "of: `layer` all tokens of a step in each layer, and the mean of the layers; `global` all tokens of a step in "
+        "all layers at once, which layers that are uneven in different ways even out. Both are the same on every "
+        "layout; steps of several microbatches cost a forward more. `sequence`: each sequence and layer, and the mean "
+        "of all; `model`: each microbatch over all layers, as transformers does. `auto`: global where the model itself "
+        "would add a loss (output_router_logits in its config), else none.",
     )
     balancing_coefficient: Annotated[float, Field(ge=0)] | None = Field(
         default=None, description="Factor of the balancing loss; unset: router_aux_loss_coef of the model's config."

@@ -2,10 +2,11 @@
 
 All of it is defined over the tokens of the optimizer step, whichever ranks and microbatches hold them, so that it is a
 number of the job and not of the layout. With f_e the share of expert e in the choices of all layers and tokens, and p_e
-its mean probability, the balancing loss is E · Σ f_e · p_e (Switch Transformers, arXiv 2101.03961, equations 4 to 6,
-over layers as transformers has it). f is a constant, so its gradient to a token's probabilities is E · f_e / R for all
-R rows of the step. f has to be known before the first backward: where a step is one microbatch, after its forward; else
-a forward of all microbatches goes ahead, which computes nothing but routes.
+its mean probability, the balancing loss is E · Σ f_e · p_e (Switch Transformers, arXiv 2101.03961, equations 4 to 6).
+transformers takes it over all layers at once; by layer, each has its own, and the loss is their mean. f is a constant,
+so its gradient to a token's probabilities is E · f_e / R for all R rows of the step. f has to be known before the first
+backward: where a step is one microbatch, after its forward; else a forward of all microbatches goes ahead, which
+computes nothing but routes.
 
 `router.balancing_loss` may also ask for a loss of each microbatch or sequence: `shardwise.parallel.local_balancing`.
 
@@ -53,6 +54,7 @@ class ExpertRouters:
         device: of the sums.
         dtype: of gradients before they are rounded to that of the logits, fp32 or wider.
         local: the balancing loss where it is not of the whole step; `balancing` is 0 then.
+        by_layer: whether the balancing loss is the mean of the layers' own, or one over all layers.
 
     Attributes:
         loss_scale: factor of all gradients of the step, which those of the routers' losses have too.
@@ -68,14 +70,16 @@ class ExpertRouters:
         device: torch.device,
         dtype: torch.dtype,
         local: LocalBalancing | None = None,
+        by_layer: bool = False,
     ) -> None:
-        self.local = local
+        self.local, self.by_layer = local, by_layer
         self.stacks, self.number = tuple(stacks), number
         self.balancing, self.z_loss = balancing, z_loss
         self.counts_once, self.device, self.dtype = counts_once, device, dtype
         self.loss_scale = 1.0
         self._counting = False
-        self._share_gain = torch.zeros(number, dtype=dtype, device=device)  # of a token's probabilities
+        # Of a token's probabilities, by stack.
+        self._share_gain = torch.zeros(len(self.stacks), number, dtype=dtype, device=device)
         self._z_gain = torch.zeros((), dtype=dtype, device=device)
         self._forget()
 
@@ -88,8 +92,8 @@ class ExpertRouters:
         """Drop the sums of the step before."""
         self.routed = torch.zeros(len(self.stacks), self.number, dtype=torch.int64, device=self.device)
         # In fp64, which holds counts of any step exactly, as fp32 does not beyond 2^24.
-        self._shares = torch.zeros(2, self.number, dtype=torch.float64, device=self.device)
-        self._rows = torch.zeros(1, dtype=torch.float64, device=self.device)
+        self._shares = torch.zeros(2, *self.routed.shape, dtype=torch.float64, device=self.device)
+        self._rows = torch.zeros(len(self.stacks), 1, dtype=torch.float64, device=self.device)
 
     def begin(self, sequences: int = 0) -> None:
         """Count from here on, until `settle`; `sequences`: real ones of this rank's step. Collective with `local`."""
@@ -106,16 +110,24 @@ class ExpertRouters:
         if not self._counting:
             return
         self._counting = False
-        sums = torch.cat([self.routed.flatten().double(), self._shares.flatten(), self._rows])
+        sums = torch.cat([self.routed.flatten().double(), self._shares.flatten(), self._rows.flatten()])
         sums = sums * self.counts_once
         with ROUTES:
             dist.all_reduce(sums)
-        routed, shares, self._rows = sums.split([self.routed.numel(), self._shares.numel(), 1])
+        routed, shares, rows = sums.split([self.routed.numel(), self._shares.numel(), self._rows.numel()])
         self.routed = routed.view_as(self.routed).round().to(torch.int64)
-        self._shares = shares.view_as(self._shares)
-        rows = self._rows.clamp(min=1)
-        self._share_gain = (self.balancing * self.number * self._shares[0] / rows.square()).to(self.dtype)
-        self._z_gain = (self.z_loss / rows).to(self.dtype)
+        self._shares, self._rows = shares.view_as(self._shares), rows.view_as(self._rows)
+        self._z_gain = (self.z_loss / rows.sum().clamp(min=1)).to(self.dtype)
+        choices, _, rows = self._balanced()
+        gain = self.balancing * self.number * choices / (len(rows) * rows.square())
+        self._share_gain = gain.to(self.dtype).expand_as(self.routed)
+
+    def _balanced(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return choices and probabilities [n, experts], and rows [n, 1], of each balance: by layer, or of all."""
+        choices, probabilities, rows = *self._shares, self._rows
+        if not self.by_layer:
+            choices, probabilities, rows = (values.sum(0, keepdim=True) for values in (choices, probabilities, rows))
+        return choices, probabilities, rows.clamp(min=1)
 
     def totals(self) -> RouterTotals:
         """Return the totals of the step that was settled last. Collective with `local`."""
@@ -128,8 +140,8 @@ class ExpertRouters:
             with ROUTES:
                 dist.all_reduce(loss)
             return float(loss)
-        rows = self._rows.clamp(min=1)
-        loss = self.number * (self._shares[0] * self._shares[1]).sum() / rows.square()
+        choices, probabilities, rows = self._balanced()
+        loss = self.number * (choices * probabilities / rows.square()).sum() / len(rows)
         return float(loss) if self.balancing else 0.0
 
     # --- called in the model's forward
@@ -142,14 +154,14 @@ class ExpertRouters:
             logits: [..., experts] of the router.
             experts, weights: [T, k].
         """
-        logits = logits.flatten(0, -2)
+        logits, number = logits.flatten(0, -2), self.stacks.index(stack)
         counted = counted_tokens(active_scope(), len(logits), logits.device)
         is_first = number_of_backward() < 0  # not a recomputation
         if self._counting and is_first:
-            self._count(self.stacks.index(stack), logits.detach(), experts, counted)
+            self._count(number, logits.detach(), experts, counted)
         if not ((self.needs_totals or self.local) and torch.is_grad_enabled()):
             return weights
-        share_gain: Callable[[Tensor], Tensor] = self._gain_of_step
+        share_gain: Callable[[Tensor], Tensor] = partial(self._gain_of_step, number)
         if self.local is not None:
             sequences, chosen = sequences_of(active_scope()), experts.shape[1]
             if is_first:
@@ -161,8 +173,8 @@ class ExpertRouters:
         attached: Tensor = _RouterLosses.apply(weights, logits, counted, share_gain, self)
         return attached
 
-    def _gain_of_step(self, logits: Tensor) -> Tensor:
-        return self._share_gain
+    def _gain_of_step(self, number: int, logits: Tensor) -> Tensor:
+        return self._share_gain[number]
 
     def _count(self, number: int, logits: Tensor, experts: Tensor, counted: Tensor) -> None:
         """Add a microbatch's tokens of one layer."""
@@ -173,9 +185,9 @@ class ExpertRouters:
             return
         weights, chosen = counted.double(), experts.shape[1]
         choices = logits.softmax(-1).topk(chosen, -1).indices
-        self._shares[0].scatter_add_(0, choices.flatten(), weights.repeat_interleave(chosen))
-        self._shares[1] += (logits.to(self.dtype).softmax(-1) * weights[:, None]).sum(0)
-        self._rows += weights.sum()
+        self._shares[0, number].scatter_add_(0, choices.flatten(), weights.repeat_interleave(chosen))
+        self._shares[1, number] += (logits.to(self.dtype).softmax(-1) * weights[:, None]).sum(0)
+        self._rows[number] += weights.sum()
 
     def gradient(self, logits: Tensor, counted: Tensor, share_gain: Tensor) -> Tensor:
         """Return the gradient [T, experts] of both losses to the logits, times the loss scale.

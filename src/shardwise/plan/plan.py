@@ -274,6 +274,7 @@ def _context_method(draft: Draft, rules: dict[str, str]) -> str:
 BALANCED_OVER = {  # tokens of a balancing loss, by `router.balancing_loss`
     "auto": "all tokens of a step",
     "global": "all tokens of a step",
+    "layer": "all tokens of a step, layer by layer",
     "sequence": "each sequence and layer",
     "model": "each microbatch",
 }

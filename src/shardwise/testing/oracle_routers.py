@@ -1,7 +1,8 @@
 """Losses and biases of routers in one process, written again from their definitions, on what transformers records.
 
-The balancing loss is that of transformers (`load_balancing_loss_func`) with the optimizer step as its batch, a
-microbatch, or a sequence of one layer; the bias moves as DeepSeek-V3 has it (arXiv 2412.19437, section 2.1.2).
+The balancing loss is that of transformers (`load_balancing_loss_func`) with the optimizer step as its batch, one layer
+of the step, a microbatch, or a sequence of one layer; the bias moves as DeepSeek-V3 has it (arXiv 2412.19437, section
+2.1.2).
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ class RouterReference:
         given = section.balancing_coefficient
         coefficient = getattr(config, "router_aux_loss_coef", 0.0) if given is None else given
         self.kind = "global" if adds else section.balancing_loss
-        self.coefficient = coefficient if self.kind in ("global", "model", "sequence") else 0.0
+        self.coefficient = coefficient if self.kind in ("global", "layer", "sequence", "model") else 0.0
         self.microbatch = job.training.microbatch_size or 1
         self.z_loss, self.rate = section.z_loss, section.bias_update_rate
         self.chosen: int = getattr(config, "num_experts_per_tok", 0) or 0
         self.model = model
-        self.assigned: Tensor | None = None
-        self.rows = 0
+        self.assigned: Tensor | None = None  # choices of the step, [layers, experts]
+        self.rows = 0  # tokens of the step
         self.routed: dict[str, Tensor] = {}
         self.margin: tuple[float, str] | None = None  # the smallest of any token, and its router
         for stack, (router, output) in find_routers(model).items():
@@ -75,12 +76,13 @@ class RouterReference:
 
     def count(self, recorded: Sequence[Tensor]) -> None:
         """Add the choices of some samples: logits [tokens, experts] of every layer."""
-        for logits in recorded:
-            flat = logits.detach().reshape(-1, logits.shape[-1])
-            best = flat.softmax(-1).topk(self.chosen, -1).indices.flatten()
-            counts = torch.bincount(best, minlength=flat.shape[-1]).double()
-            self.assigned = counts if self.assigned is None else self.assigned + counts
-            self.rows += len(flat)
+        layers = [logits.detach().reshape(-1, logits.shape[-1]) for logits in recorded]
+        if not layers:
+            return
+        best = [flat.softmax(-1).topk(self.chosen, -1).indices.flatten() for flat in layers]
+        counts = torch.stack([torch.bincount(chosen, minlength=layers[0].shape[-1]).double() for chosen in best])
+        self.assigned = counts if self.assigned is None else self.assigned + counts
+        self.rows += len(layers[0])
 
     def samples_at_once(self, size: int) -> int:
         """Return how many samples a forward has, of `size` at most unless the loss is one of microbatches."""
@@ -95,11 +97,12 @@ class RouterReference:
         coefficient = factor * self.coefficient
         layers = [logits.reshape(-1, logits.shape[-1]).double() for logits in recorded]
         total = torch.zeros((), dtype=torch.float64)
-        for flat in layers:
-            total = total + self.z_loss * flat.logsumexp(-1).square().sum() / self.rows
-            if self.kind == "global":
-                even = (flat.softmax(-1) * self.assigned).sum() * len(self.assigned) / self.rows**2
-                total = total + coefficient * even
+        for flat, own in zip(layers, self.assigned, strict=True):
+            total = total + self.z_loss * flat.logsumexp(-1).square().sum() / (len(layers) * self.rows)
+            if self.kind in ("global", "layer"):
+                share = (own if self.kind == "layer" else self.assigned.mean(0)) / self.rows
+                even = len(own) * (flat.softmax(-1) * share).sum() / self.rows
+                total = total + coefficient * even / len(layers)
             if self.kind == "sequence":
                 parts = [self._balance(part) for part in flat.chunk(samples)]
                 total = total + coefficient * sum(parts, total.new_zeros(())) / (len(layers) * of_step)

@@ -55,7 +55,7 @@ def test_an_smp_recipe_has_its_layout_and_architecture() -> None:
     assert {"hidden_size": 64, "max_position_embeddings": 64, "rms_norm_eps": 1e-5}.items() <= job.model.config.items()
     assert (job.parallel.tensor_parallel_degree, job.parallel.sharded_data_parallel_degree) == (2, 4)
     assert (job.precision.fp8, job.memory.activation_loading_horizon) == ("torchao", 2)
-    assert (job.router.balancing_loss, job.router.balancing_coefficient) == ("global", 0.001)
+    assert (job.router.balancing_loss, job.router.balancing_coefficient) == ("layer", 0.001)
     assert (job.optimizer.learning_rate, job.optimizer.final_learning_rate_ratio) == (1e-4, 0.01)
     assert (job.checkpoint.every, job.checkpoint.keep_last, job.checkpoint.directory) == (10, 3, None)
     assert (job.model.path, job.data.path, job.data.format) == (None, "data/train", "tokens")

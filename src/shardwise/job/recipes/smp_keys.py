@@ -183,7 +183,7 @@ def _balancing(value: str, values: Values) -> Mapped:
     if value == "balanced":
         return Refusal("experts are chosen by what the router learns; use aux_loss")
     return {
-        "router.balancing_loss": "global",
+        "router.balancing_loss": "layer",
         "router.balancing_coefficient": ROUTER_COEFFICIENT,
         "router.z_loss": ROUTER_COEFFICIENT,
     }

@@ -42,6 +42,7 @@ class WatchedRouters(Transform):
             inputs.device,
             dtype,
             local,
+            by_layer=asked == "layer",
         )
         for stage in build.stages:
             for stack, (router, output) in facts.routers.items():
