@@ -100,10 +100,12 @@ class Evidence:
     def coefficients_of(self, names: Sequence[str]) -> dict[Part, float]:
         """Return the same for some tensors alone."""
         names = [name for name in names if name in self.ours.gradients and name in self.right]
+        if not names:
+            return {}
         columns = {
             part: torch.cat([gradients[name] for name in names]) for part, gradients in self.part_gradients.items()
         }
-        present = {part: column for part, column in columns.items() if names and column.abs().max() > 0}
+        present = {part: column for part, column in columns.items() if column.abs().max() > 0}
         if not present:
             return {}
         target = torch.cat([_sampled(self.ours.gradients[name]) for name in names])
