@@ -41,6 +41,9 @@ SLOW = [
     (4, "mixtral_experts", {"expert_parallel_degree": 2}, "rank0 checkpointed"),
     (4, "mixtral_experts", {"expert_parallel_degree": 2, "hybrid_shard_degree": 1}, "checkpointed"),
     (4, "mixtral_experts", {"expert_parallel_degree": 2, "context_parallel_degree": 2}, ""),
+    (4, "mixtral_experts", {"expert_parallel_degree": 2, "tensor_parallel_degree": 2}, "rank0 checkpointed"),
+    (8, "mixtral_experts", {"expert_parallel_degree": 2, "tensor_parallel_degree": 2, "hybrid_shard_degree": 2}, ""),
+    (8, "mixtral_experts", {"expert_parallel_degree": 2, "tensor_parallel_degree": 2, "hybrid_shard_degree": 1}, ""),
     (2, "gpt2", {"hybrid_shard_degree": 1}, ""),
     (2, "gpt2", {"hybrid_shard_degree": 2}, "checkpointed"),
     (4, "gpt2", {"hybrid_shard_degree": 4}, ""),
@@ -79,6 +82,7 @@ BALANCED = MoEConfig(moe_load_balancing="aux_loss", moe_aux_loss_coeff=0.5, moe_
         (2, {"expert_parallel_degree": 2}),
         pytest.param(4, {"expert_parallel_degree": 2, "hybrid_shard_degree": 2}, marks=pytest.mark.slow),
         pytest.param(4, {"tensor_parallel_degree": 2, "hybrid_shard_degree": 2}, marks=pytest.mark.slow),
+        pytest.param(4, {"expert_parallel_degree": 2, "tensor_parallel_degree": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_losses_of_routers_are_those_of_the_whole_batch(

@@ -339,7 +339,7 @@ def test_state_says_where_a_rank_is(world_pool: WorldPool) -> None:
     [
         ({"tensor_paralel_degree": 2}, "Did you mean 'tensor_parallel_degree'"),
         ({"microbatches": 2}, "is no parameter of SMP version 2"),
-        ({"expert_parallel_degree": 2}, "expert_parallel_degree=2 does not divide the 1 ranks"),
+        ({"expert_parallel_degree": 2}, "expert_parallel_degree=2 does not divide the 1 ranks that"),
         ({"hybrid_shard_degree": 3}, "does not divide the 1 ranks"),
         ({"tensor_parallel_degree": 2}, "does not divide the 1 ranks"),
         ({"activation_loading_horizon": 0}, "must be at least 1"),

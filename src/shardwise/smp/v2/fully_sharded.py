@@ -245,8 +245,7 @@ def _is_whole(model: Any) -> bool:
 
 def _to_whole(model: Any, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
     if _is_whole(model):
-        group = state.layout.group(Axis.TENSOR) if state.experts is None else state.experts.sharing()
-        join_parts(model, state_dict, prefix, group, state.device)
+        join_parts(model, state_dict, prefix, state.groups_of_parts(), state.device)
 
 
 def _to_parts(model: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 from shardwise.errors import ConfigError
-from shardwise.job.axes import Axis
 from shardwise.smp.v2.session import state
 from shardwise.smp.v2.split_model import local_names
 
@@ -47,7 +46,9 @@ def _squares(model: nn.Module) -> Tensor:
     """Return the squared norm over all ranks' parts, in fp32 or wider; those of one sharding are summed together."""
     cuts = local_names(model)
     owner = _shard_groups(model)
-    total = torch.zeros(2, dtype=torch.float64, device=state.device)  # of whole parameters, of parts
+    groups_of_parts = state.groups_of_parts()
+    kinds = (None, *groups_of_parts)  # whole parameters, and parts by the axis that they are of
+    total = torch.zeros(len(kinds), dtype=torch.float64, device=state.device)
     by_group: dict[Any, Tensor] = {}
     for name, parameter in model.named_parameters():
         if parameter.grad is None:
@@ -55,7 +56,7 @@ def _squares(model: nn.Module) -> Tensor:
         cut = cuts.get(plain_name(name))
         square = parameter.grad.double().square().sum() / (cut.copies if cut else 1)
         sums = by_group.setdefault(owner.get(id(parameter)), torch.zeros_like(total))
-        sums[int(cut is not None)] += square.to(state.device)
+        sums[kinds.index(cut.axis if cut else None)] += square.to(state.device)
     groups = dict.fromkeys([*(group for group in owner.values() if group is not None)])
     for group in groups:  # also where this rank's shards are empty
         sums = by_group.setdefault(group, torch.zeros_like(total))
@@ -63,8 +64,8 @@ def _squares(model: nn.Module) -> Tensor:
     for sums in by_group.values():
         total += sums
     if cuts:
-        parts = state.layout.group(Axis.TENSOR) if state.experts is None else state.experts.sharing()
-        dist.all_reduce(total[1:], group=parts)
+        for sums, group in zip(total[1:], groups_of_parts.values(), strict=True):
+            dist.all_reduce(sums, group=group)
     return total.sum().float()
 
 

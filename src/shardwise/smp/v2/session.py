@@ -136,6 +136,11 @@ class SmpSessionV2(SmpSession):
         degree = self.expert_parallel_degree
         return ExpertRanks(self._layouts[False], degree) if degree > 1 else None
 
+    def groups_of_parts(self) -> dict[Axis, dist.ProcessGroup]:
+        """Return the ranks that together hold a parameter in parts, by the axis that it is split along."""
+        groups = {Axis.TENSOR: self.layout.group(Axis.TENSOR)}
+        return groups if self.experts is None else groups | {Axis.EXPERT: self.experts.sharing()}
+
     tp_size = property(lambda self: self.tensor_parallel_degree)
     cp_size = property(lambda self: self.context_parallel_degree)
     ep_size = property(lambda self: self.expert_parallel_degree)
@@ -175,15 +180,10 @@ def _degrees(values: dict[str, Any], world: int) -> dict[Axis, int]:
             f"tensor_parallel_degree={tensor} x context_parallel_degree={context} does not divide the {world} ranks"
         )
     experts = values["expert_parallel_degree"]
-    if experts > 1 and tensor > 1:
+    if (world // tensor) % experts:
         raise ConfigError(
-            f"expert_parallel_degree={experts} and tensor_parallel_degree={tensor} are not taken together by scripts, "
-            "as by SMP; use one of them, or a job, which takes both"
-        )
-    if world % experts:
-        raise ConfigError(
-            f"expert_parallel_degree={experts} does not divide the {world} ranks; use "
-            f"{', '.join(map(str, divisors(world)))}"
+            f"expert_parallel_degree={experts} does not divide the {world // tensor} ranks that "
+            f"tensor_parallel_degree={tensor} leaves of {world}; use {', '.join(map(str, divisors(world // tensor)))}"
         )
     shards = values["hybrid_shard_degree"] or world // tensor // experts
     if (world // tensor) % shards:
@@ -193,9 +193,9 @@ def _degrees(values: dict[str, Any], world: int) -> dict[Axis, int]:
         )
     if (world // tensor // shards) % experts:
         raise ConfigError(
-            f"expert_parallel_degree={experts} times hybrid_shard_degree={shards} does not divide the {world} ranks: "
-            f"parameters are sharded inside of ranks that hold the same experts; use a hybrid_shard_degree of "
-            f"{', '.join(map(str, divisors(world // experts)))}"
+            f"expert_parallel_degree={experts} times hybrid_shard_degree={shards} does not divide the "
+            f"{world // tensor} data ranks: parameters are sharded inside of ranks that hold the same experts; use a "
+            f"hybrid_shard_degree of {', '.join(map(str, divisors(world // tensor // experts)))}"
         )
     if shards % context:
         raise ConfigError(

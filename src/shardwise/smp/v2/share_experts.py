@@ -2,6 +2,7 @@
 
 FSDP averages gradients over the ranks that it reduces them among. An expert's gradient is already the sum over the
 ranks that share the experts, so it is divided by their number here, and the mean is that of all other parameters.
+Tensor ranks each send a part of the same tokens; the mean over them is made the sum again.
 """
 
 from __future__ import annotations
@@ -41,22 +42,24 @@ def share_experts(model: nn.Module, facts: ModelFacts, ranks: ExpertRanks) -> di
         number = facts.expert_stacks[name]
         raise ConfigError(f"{given} does not divide the {number} experts of {name}; use {one_of(divisors(number))}")
     splits: dict[str, ParameterSplit] = {}
+    tensor = ranks.layout.group(Axis.TENSOR) if ranks.layout.size(Axis.TENSOR) > 1 else None
+    factor = ranks.layout.size(Axis.TENSOR) / ranks.degree
     for name, number in facts.expert_stacks.items():
         stack: Any = model.get_submodule(name)
         splits |= keep_own_experts(stack, name, number, ranks.degree, ranks.index())
-        averaged = _averaged(stack.forward, ranks.degree)
-        stack.forward = SharedExperts(name, averaged, number, ranks.sharing()).run
+        averaged = _with_scaled_gradients(stack.forward, factor)
+        stack.forward = SharedExperts(name, averaged, number, ranks.sharing(), tensor).run
         vars(stack)[SHARED] = ranks
     return splits
 
 
-def _averaged(forward: ExpertForward, degree: int) -> ExpertForward:
-    """Return `forward` with its parameters' gradients divided by `degree`, and no other's."""
+def _with_scaled_gradients(forward: ExpertForward, factor: float) -> ExpertForward:
+    """Return `forward` with its parameters' gradients times `factor`, and no other's."""
 
     def run(rows: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        outputs: Tensor = forward(_ScaledGradient.apply(rows, degree), experts, weights)
-        divided: Tensor = _ScaledGradient.apply(outputs, 1 / degree)
-        return divided
+        outputs: Tensor = forward(_ScaledGradient.apply(rows, 1 / factor), experts, weights)
+        scaled: Tensor = _ScaledGradient.apply(outputs, factor)
+        return scaled
 
     return run
 
@@ -85,7 +88,7 @@ def shared_stacks(model: nn.Module) -> dict[str, ExpertRanks]:
 def wrap_shared_experts(model: nn.Module, settings: dict[str, Any]) -> None:
     """Wrap the shared experts in `model` that are in no unit yet, by FSDP with `settings` but for groups.
 
-    The replicas with other experts are left out of the groups over which gradients are reduced.
+    The replicas with other experts are left out of the groups over which gradients are reduced; tensor ranks are in.
     """
     for name, ranks in shared_stacks(model).items():
         if name.endswith("_fsdp_wrapped_module") or not name:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,10 +57,12 @@ def split_model(
         experts: None where experts are not shared.
         weights: of all names.
     """
+    cuts: dict[str, ParameterSplit] = {}
+    if layout.size(Axis.TENSOR) > 1:
+        beside = replace(facts, tensor_splits=facts.splits_beside_experts(experts.degree if experts else 1))
+        cuts |= split_tensors(model, beside, layout, RegionBoundary(layout.group(Axis.TENSOR)))
     if experts is not None:
-        cuts = share_experts(model, facts, experts)
-    else:
-        cuts = split_tensors(model, facts, layout, RegionBoundary(layout.group(Axis.TENSOR)))
+        cuts |= share_experts(model, facts, experts)
     vars(model)[CUTS], vars(model)[NAMES] = cuts, frozenset(weights)
     for name, cut in cuts.items():
         module, leaf = _owner(model, name)
@@ -71,16 +74,21 @@ def split_model(
 
 
 def join_parts(
-    model: nn.Module, state_dict: dict[str, Any], prefix: str, group: dist.ProcessGroup, device: torch.device
+    model: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    groups: Mapping[Axis, dist.ProcessGroup],
+    device: torch.device,
 ) -> None:
     """Join the parts in a whole state dict, in place. Collective over the ranks of the parts.
 
-    Their `group` meets on `device`, wherever they lie: the script may have joined its ranks over NCCL alone.
+    The `groups` of tensor parts and of experts meet on `device`, wherever the parts lie: the script may have joined its
+    ranks over NCCL alone.
     """
     for name, cut in local_names(model).items():
         part = state_dict.get(prefix + name)
         if part is not None and tuple(part.shape) == cut.local_shape():
-            state_dict[prefix + name] = gather_split(part.to(device), cut, group).to(part.device)
+            state_dict[prefix + name] = gather_split(part.to(device), cut, groups[cut.axis]).to(part.device)
 
 
 def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:

@@ -68,6 +68,7 @@ def transform(
     if layout.size(Axis.TENSOR, Axis.CONTEXT) > 1:
         values: dict[str, Any] = {
             **length,
+            "parallel.expert_parallel_degree": state.ep_size,
             "parallel.tensor_parallel_degree": layout.size(Axis.TENSOR),
             "parallel.context_parallel_degree": layout.size(Axis.CONTEXT),
             "parallel.sharded_data_parallel_degree": layout.size(*state_axes()),
@@ -118,7 +119,7 @@ def _check(model: nn.Module, config: Any, cp_comm_type: str) -> None:
 def _of_rank0(model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return rank 0's values on the ranks that have parts of them; the others keep what they have."""
     layout, experts = state.layout, state.experts
-    group = layout.group(Axis.TENSOR) if experts is None else experts.sharing()
+    group = layout.group(Axis.TENSOR) if experts is None else experts.parts()
     if 0 not in dist.get_process_group_ranks(group):
         return weights
     sent: dict[str, Tensor] = {}
