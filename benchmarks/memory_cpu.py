@@ -32,6 +32,7 @@ from shardwise.model.discover import discover
 from shardwise.observe.memory import LiveBytes
 from shardwise.parallel.apply import parallelize
 from shardwise.parallel.layout import Layout
+from shardwise.parallel.model import ParallelModel
 from shardwise.plan.plan import Plan, resolve
 from shardwise.planner.formulas.memory import estimate
 from shardwise.planner.formulas.memory_estimate import MemoryEstimate
@@ -124,7 +125,7 @@ def measure_row(pool: WorldPool, settings: dict[str, Any], degree: int, policy: 
 def measure(settings: dict[str, Any], steps: int = 2) -> tuple[int, MemoryEstimate]:
     """On one rank: peak live bytes of the last of `steps` real training steps, and what the formulas say.
 
-    Experts that ranks share are taken to be evenly used: each rank is compared, and not the fullest.
+    The formulas are asked for the rows that came to this rank's experts, since a router that is drawn anew is uneven.
     """
     torch.set_num_threads(1)
     job, device = Job.model_validate(settings), torch.device("cpu")
@@ -139,7 +140,18 @@ def measure(settings: dict[str, Any], steps: int = 2) -> tuple[int, MemoryEstima
             batches = [random_batch(plan, facts.vocabulary_size) for _ in range(plan.accumulation)]
             memory.reset_peak()
             train_step(model, objective, batches, optimizer, scaler, step)
-    return memory.peak, estimate(plan, facts, pipeline=model.layout.index("pipeline"), imbalance=1.0)
+    return memory.peak, estimate(plan, facts, pipeline=model.layout.index("pipeline"), imbalance=imbalance_of(model))
+
+
+def imbalance_of(model: ParallelModel) -> float:
+    """Return the rows of this rank's experts over the mean of the ranks that share them, over its layers of a step."""
+    routers, view = model.routers, model.layout.experts
+    if routers is None or view.degree == 1:
+        return 1.0
+    names = [entry.name for entry in model.tensor_map]
+    own = [number for number, stack in enumerate(routers.stacks) if any(name.startswith(f"{stack}.") for name in names)]
+    rows = routers.routed[own].double().view(len(own), view.degree, -1).sum(2)
+    return float((rows[:, view.expert] / rows.mean(1)).mean())
 
 
 def random_batch(plan: Plan, vocabulary: int) -> Batch:
