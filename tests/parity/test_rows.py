@@ -37,6 +37,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {  # name -> ranks, keys of the
     "shard 2 x replica 2": (4, {"sharded_data_parallel_degree": 2}),
     "tensor 2 x pipeline 2": (4, {"tensor_parallel_degree": 2, "pipeline_parallel_degree": 2}),
 }
+EVERY_LAYOUT = {**LAYOUTS, "expert 2": (2, {"expert_parallel_degree": 2})}
 FIVE = {"steps": 4, "sequences_per_step": 5, "microbatch_size": 1}
 EPOCH = {"epochs": 1, "sequences_per_step": 20}  # two steps, of which the last is not whole
 PADDED: dict[str, Any] = {"packing": False, "truncation": True}
@@ -69,15 +70,15 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def row_job(
     directory: Path, family: str, layout: str, name: str = "chat", template: str = "plain", reduction: str = "token",
-    training: dict[str, int] | None = None, **data: Any,
+    training: dict[str, int] | None = None, config: dict[str, Any] | None = None, **data: Any,
 ) -> Job:  # fmt: skip
     keys = {"path": str(directory / f"{name}.jsonl"), "format": name, "tokenizer": str(directory / "tokenizer")}
     if name != "prompt_completion":
         keys["chat_template"] = str(directory / f"{template}.jinja")
     return Job.model_validate(
         {
-            "model": {"config": {"model_type": family, **CONFIGS[family]}},
-            "parallel": {"device": "cpu", **LAYOUTS[layout][1]},
+            "model": {"config": {"model_type": family, **CONFIGS[family], **(config or {})}},
+            "parallel": {"device": "cpu", **EVERY_LAYOUT[layout][1]},
             "precision": {"compute": "fp64"},
             "training": {"objective": "sft", "loss_reduction": reduction, **(training or FIVE)},
             "data": {**keys, "sequence_length": LENGTH, "cache_directory": str(directory / "cache"), **data},
@@ -122,3 +123,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def test_rows_on_every_layout(world_pool: WorldPool, rows: Path, layout: str, family: str) -> None:
     size = LAYOUTS[layout][0]
     check(world_pool, size, [row_job(rows, family, layout, **variant) for variant in VARIANTS.values()])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+def test_rows_on_ranks_that_share_experts(world_pool: WorldPool, rows: Path) -> None:
+    config = {"num_local_experts": 4, "experts_implementation": "eager"}
+    check(world_pool, 2, [row_job(rows, "mixtral", "expert 2", config=config, **one) for one in VARIANTS.values()])
