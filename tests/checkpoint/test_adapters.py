@@ -11,11 +11,13 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, MixtralConfig
 
+from shardwise.checkpoint.adapters import file_name, file_tensor, own_tensor
 from shardwise.checkpoint.export import export_checkpoint
 from shardwise.errors import ConfigError, ModelError, OutputError, ShardwiseError
 from shardwise.job.schema import Job
+from shardwise.model.facts import LayerAdapter
 from shardwise.testing.world import WorldError, WorldPool
 from shardwise.training.session import TrainingResult
 from shardwise.training.setup import study
@@ -84,6 +86,52 @@ def test_peft_opens_a_run_and_the_merged_model_computes_the_same(
         AutoModelForCausalLM.from_pretrained(base / "gpt2", dtype=torch.float64), str(tmp_path / "adapter")
     )
     assert torch.equal(logits(again), expected)
+
+
+STACKS = ["experts.gate_up_proj", "experts.down_proj"]
+MIXTRAL = {
+    "vocab_size": 97, "hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "num_local_experts": 4, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_adapters_of_experts_are_those_of_peft(world_pool: WorldPool, base: Path, tmp_path: Path) -> None:
+    """peft opens ours, and training goes on from its own; merged, both compute what peft does."""
+    torch.manual_seed(1)
+    AutoModelForCausalLM.from_config(MixtralConfig(**MIXTRAL)).save_pretrained(base / "mixtral")
+    sections = {"model": {"config": None, "path": str(base / "mixtral")}, "precision": {"compute": "fp32"}}
+    adapter = {"kind": "lora", "rank": 2, "alpha": 4.0, "target_modules": ["q_proj"], "target_parameters": STACKS}
+    parallel = {"device": "cpu", "expert_parallel_degree": 2}
+    world_pool.run(2, train, a_job(base, tmp_path / "run", adapter=adapter, parallel=parallel, **sections))
+    expected = logits(PeftModel.from_pretrained(mixtral(base / "mixtral"), str(tmp_path / "run" / "adapter")))
+    assert (expected - logits(mixtral(base / "mixtral"))).abs().max() > 1e-3
+    export_checkpoint(str(tmp_path / "run"), tmp_path / "merged", merge=True)
+    assert torch.allclose(logits(mixtral(tmp_path / "merged")), expected, rtol=0, atol=1e-4)
+    still = {"learning_rate": 1e-30, "schedule": "constant", "warmup_steps": 0}
+    further = {"path": str(tmp_path / "run" / "adapter")}
+    world_pool.run(2, train, a_job(base, tmp_path / "on", steps=2, adapter=further, optimizer=still, **sections))
+    again = PeftModel.from_pretrained(mixtral(base / "mixtral"), str(tmp_path / "on" / "adapter"))
+    assert torch.equal(logits(again), expected)
+
+
+def test_forms_of_stacks_in_the_file() -> None:
+    """Column r * experts + e of B is of expert e (peft's get_delta_weight), and the first stack is the innermost."""
+    adapters = {
+        f"m.experts.stack_adapters.{leaf}": LayerAdapter(2, 1.0, 0.0, 5, 6, experts=3) for leaf in ("up", "down")
+    }
+    down, up = (f"m.experts.stack_adapters.up.lora_{side}.weight" for side in "AB")
+    assert file_name(down, adapters) == "base_model.model.m.experts.base_layer.lora_A.weight"
+    assert file_name(down.replace(".up.", ".down."), adapters) == "base_model.model.m.experts.lora_A.weight"
+    a, b = torch.rand(3, 2, 5), torch.rand(3, 6, 2)
+    stored = file_tensor(down, a, adapters), file_tensor(up, b, adapters)
+    assert torch.equal(stored[0][2 * 2 : 2 * 3], a[2]) and torch.equal(stored[1][:, [2, 3 + 2]], b[2])
+    for name, tensor, own in zip((down, up), stored, (a, b), strict=True):
+        assert torch.equal(own_tensor(name, tensor, adapters), own)
+
+
+def mixtral(path: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, experts_implementation="eager")
 
 
 def test_a_run_goes_on_from_adapters_alone_on_another_layout(world_pool: WorldPool, base: Path, tmp_path: Path) -> None:

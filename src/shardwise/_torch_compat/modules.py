@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 
 def clear_module_hooks(module: nn.Module) -> None:
@@ -20,6 +21,20 @@ def copy_module(module: nn.Module) -> nn.Module:
     copied = copy.copy(module)
     copied._parameters, copied._buffers = dict(module._parameters), dict(module._buffers)
     return copied
+
+
+@contextmanager
+def replaced_parameters(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """Let attributes of a module that are parameters of its own be `tensors` inside; autograd goes through these.
+
+    Waits for a `torch.func.functional_call` of a method: that of a module runs its hooks.
+    """
+    own = {leaf: module._parameters[leaf] for leaf in tensors}
+    module._parameters.update(tensors)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        module._parameters.update(own)
 
 
 def is_persistent(module: nn.Module, buffer: str) -> bool:

@@ -1,7 +1,9 @@
 """Adapters in peft's format: `adapter_config.json` and `adapter_model.safetensors`, and the base that they belong to.
 
 peft's names are those of the model behind a prefix; a magnitude is stored without `.weight`. Modules that are trained
-whole lie beside the adapters under their own names.
+whole lie beside the adapters under their own names. Adapters of a stack of experts are two matrices, A [experts * rank,
+inputs] and B [outputs, rank * experts]; those of further stacks of the same module wrap it, `base_layer` within
+`base_layer`.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ from shardwise.checkpoint.weight_files import SafetensorsFile
 from shardwise.checkpoint.writing import make_sibling, put_in_place
 from shardwise.errors import ModelError, OutputError
 from shardwise.model.adapter_config import CONFIG, adapter_config, adapter_settings
-from shardwise.model.adapters import MAGNITUDE
-from shardwise.model.facts import ModelFacts
+from shardwise.model.adapters import LORA_A, MAGNITUDE, STACK_ADAPTERS
+from shardwise.model.facts import LayerAdapter, ModelFacts
 from shardwise.parallel.model import ParallelModel
 from shardwise.words import listed
 
@@ -35,9 +37,42 @@ PREFIX = "base_model.model."
 BASE_HASH = "base_hash"  # key of the file's metadata
 
 
-def file_name(name: str) -> str:
+def file_name(name: str, adapters: Mapping[str, LayerAdapter]) -> str:
     """Return the name in peft's file of a parameter."""
-    return PREFIX + (name.removesuffix(".weight") if name.endswith(f".{MAGNITUDE}.weight") else name)
+    if name.endswith(f".{MAGNITUDE}.weight"):
+        return PREFIX + name.removesuffix(".weight")
+    if not (layer := _stack_of(name, adapters)):
+        return PREFIX + name
+    module, _, _ = layer.partition(f".{STACK_ADAPTERS}.")
+    stacks = [other for other in adapters if other.startswith(f"{module}.{STACK_ADAPTERS}.")]
+    wrapped = ".base_layer" * (len(stacks) - 1 - stacks.index(layer))
+    return f"{PREFIX}{module}{wrapped}{name.removeprefix(layer)}"
+
+
+def file_tensor(name: str, tensor: Tensor, adapters: Mapping[str, LayerAdapter]) -> Tensor:
+    """Return a parameter in the form of peft's file."""
+    if not _stack_of(name, adapters):
+        return tensor.contiguous()
+    if name.endswith(f".{LORA_A}.weight"):
+        return tensor.flatten(0, 1).contiguous()
+    return tensor.permute(1, 2, 0).flatten(1).contiguous()
+
+
+def own_tensor(name: str, stored: Tensor, adapters: Mapping[str, LayerAdapter]) -> Tensor:
+    """Return a parameter as the model has it, of its form in peft's file."""
+    layer = _stack_of(name, adapters)
+    if not layer:
+        return stored
+    experts = adapters[layer].experts
+    if name.endswith(f".{LORA_A}.weight"):
+        return stored.unflatten(0, (experts, -1))
+    return stored.unflatten(1, (-1, experts)).permute(2, 0, 1)
+
+
+def _stack_of(name: str, adapters: Mapping[str, LayerAdapter]) -> str:
+    """Return the stack of experts whose adapter has the parameter; empty where there is none."""
+    layer = name.rpartition(".")[0].rpartition(".")[0]
+    return layer if layer in adapters and adapters[layer].experts else ""
 
 
 def export_adapter(model: ParallelModel, path: Path) -> None:
@@ -51,27 +86,34 @@ def export_adapter(model: ParallelModel, path: Path) -> None:
     wholes = model.whole_tensors(names=facts.trained_shapes)
     if dist.get_rank() == 0:
         config = adapter_config(job, adapter_settings(job.adapter), facts.adapters)
-        write_adapter(path, config, {name: whole.cpu() for name, whole in wholes}, base_hash)
+        write_adapter(path, config, {name: whole.cpu() for name, whole in wholes}, facts.adapters, base_hash)
     else:
         for _ in wholes:  # each is gathered by all
             pass
     dist.barrier()
 
 
-def write_adapter(path: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], base_hash: str) -> None:
+def write_adapter(
+    path: Path,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    adapters: Mapping[str, LayerAdapter],
+    base_hash: str,
+) -> None:
     """Write a directory that peft opens.
 
     Args:
         path: appears when all of it is there.
         config: content of `adapter_config.json`.
-        tensors: adapters and modules trained whole, by the model's names.
+        tensors: parameters of `adapters` and of modules trained whole, by the model's names.
+        adapters: by the names of their layers.
         base_hash: hash of the model under them, "" where that is in no directory.
 
     Raises:
         OutputError: it cannot be written; nothing is left behind.
     """
     temporary = make_sibling(path)
-    stored = {file_name(name): tensor.contiguous() for name, tensor in tensors.items()}
+    stored = {file_name(name, adapters): file_tensor(name, tensor, adapters) for name, tensor in tensors.items()}
     metadata = {"format": "pt"} | ({BASE_HASH: base_hash} if base_hash else {})
     try:
         save_file(stored, temporary / WEIGHTS, metadata)
@@ -91,7 +133,11 @@ def open_adapter(facts: ModelFacts, path: str) -> SafetensorsFile:
     """
     file = Path(path) / WEIGHTS
     opened = SafetensorsFile(file)
-    expected = {file_name(name): shape for name, shape in facts.trained_shapes.items()}
+    empty = {name: torch.empty(shape, device="meta") for name, shape in facts.trained_shapes.items()}
+    expected = {
+        file_name(name, facts.adapters): tuple(file_tensor(name, tensor, facts.adapters).shape)
+        for name, tensor in empty.items()
+    }
     missing, unknown = expected.keys() - set(opened.names), set(opened.names) - expected.keys()
     if missing:
         raise ModelError(
@@ -120,10 +166,15 @@ def read_adapter(model: ParallelModel, path: str) -> None:
     """
     opened = open_adapter(model.facts, path)
     _check_base(model, Path(path) / WEIGHTS)
+    adapters = model.facts.adapters
     for entry in [entry for entry in model.tensor_map if entry.name in model.facts.trained_shapes]:
-        for region in entry.regions:
-            if entry.local[region.local].numel():
-                entry.local[region.local].copy_(opened.read(file_name(entry.name), region.logical))
+        stored = file_name(entry.name, adapters)
+        for region in [region for region in entry.regions if entry.local[region.local].numel()]:
+            if _stack_of(entry.name, adapters):
+                part = own_tensor(entry.name, opened.read(stored), adapters)[region.logical]
+            else:
+                part = opened.read(stored, region.logical)
+            entry.local[region.local].copy_(part)
 
 
 def _check_base(model: ParallelModel, file: Path) -> None:

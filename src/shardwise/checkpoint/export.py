@@ -189,7 +189,7 @@ def _export_adapters(
     names = [key.partition("/")[2] for key in _of_kind("model/", manifest)]
     trained = [name for name in names if is_saved(name, saved) or is_adapter(name, adapter.layers)]
     wholes = {name: converted(f"model/{name}", tensors.read(f"model/{name}"), dtype) for name in trained}
-    write_adapter(path, adapter.config, wholes, adapter.base_hash)
+    write_adapter(path, adapter.config, wholes, adapter.layers, adapter.base_hash)
     return path
 
 

@@ -7,31 +7,35 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from shardwise.model.adapters import LORA_A, LORA_B, MAGNITUDE, adapter_shapes
+from shardwise.model.adapters import LORA_A, LORA_B, MAGNITUDE, adapted_parameter, adapter_shapes
 from shardwise.model.facts import LayerAdapter
+
+WEIGHT = "weight"  # the part of an adapted layer that is the model's own
 
 
 def merged(tensors: Iterable[tuple[str, Tensor]], adapters: Mapping[str, LayerAdapter]) -> Iterator[tuple[str, Tensor]]:
     """Yield `tensors` by name with `adapters` merged; an adapter follows its layer, whose weight is held until then."""
     waiting: dict[str, dict[str, Tensor]] = {}
+    layers = {adapted_parameter(layer, adapter): layer for layer, adapter in adapters.items()}
     for name, tensor in tensors:
-        layer, part = _split(name, adapters)
+        layer, part = (layers[name], WEIGHT) if name in layers else _split(name, adapters)
         if not layer:
             yield name, tensor
             continue
         parts = waiting.setdefault(layer, {})
         parts[part] = tensor
         if len(parts) == 1 + len(adapter_shapes(layer, adapters[layer])):
-            yield f"{layer}.weight", merged_weight(waiting.pop(layer), adapters[layer])
+            adapter = adapters[layer]
+            yield adapted_parameter(layer, adapter), merged_weight(waiting.pop(layer), adapter)
 
 
 @torch.no_grad()
 def merged_weight(parts: Mapping[str, Tensor], adapter: LayerAdapter) -> Tensor:
-    """Return the weight of an adapted layer, in its own form and dtype, of `weight`, `lora_A` and so on.
+    """Return the weight of an adapted layer, or stack, in its own form and dtype, of `weight`, `lora_A` and so on.
 
     W + scaling * B A (arXiv 2106.09685, section 4.1), for DoRA with the trained length of each row.
     """
-    own = parts["weight"]
+    own = parts[WEIGHT]
     wide = torch.promote_types(own.dtype, torch.float32)
     weight = (own.T if adapter.transposed else own).to(wide)
     weight = weight + adapter.scaling * (parts[LORA_B].to(wide) @ parts[LORA_A].to(wide))
@@ -41,9 +45,6 @@ def merged_weight(parts: Mapping[str, Tensor], adapter: LayerAdapter) -> Tensor:
 
 
 def _split(name: str, adapters: Mapping[str, LayerAdapter]) -> tuple[str, str]:
-    """Return (adapted layer, which of its parts `name` is); two empty strings for what stays as it is."""
-    owner, _, leaf = name.rpartition(".")
-    if leaf == "weight" and owner in adapters:
-        return owner, leaf
-    layer, _, part = owner.rpartition(".")
+    """Return (adapted layer, which part of its adapter `name` is); two empty strings for what stays as it is."""
+    layer, _, part = name.rpartition(".")[0].rpartition(".")
     return (layer, part) if layer in adapters else ("", "")

@@ -163,6 +163,11 @@ class AdapterSection(Section):
         description="Layers that have an adapter: names or ends of names, such as `[q_proj, v_proj]`; one regular "
         "expression, matched against whole names; or `all-linear`, the linear layers of all blocks.",
     )
+    target_parameters: list[str] = Field(
+        default=[],
+        description="Stacks of experts of which each expert has an adapter: names of parameters or ends of names, such "
+        "as `[experts.gate_up_proj, experts.down_proj]`. `target_modules` may then be empty.",
+    )
     modules_to_save: list[str] = Field(
         default=[],
         description="Modules that are trained whole beside the adapters and kept with them, by names or ends of names.",

@@ -1,8 +1,11 @@
-"""Low-rank adapters of linear layers: LoRA (arXiv 2106.09685) and DoRA (arXiv 2402.09353).
+"""Low-rank adapters of linear layers and of stacks of experts: LoRA (arXiv 2106.09685) and DoRA (arXiv 2402.09353).
 
 An adapter's parameters are children of the layer that it adapts, and its arithmetic is an attribute of it, `adapter`,
 which `kernels.linear` calls with the layer's product. So it goes wherever a linear layer goes: on a tensor rank the
 layer's part makes a part of the output with the adapter's part, and what sums or gathers the one does the other.
+
+Experts compute with their whole stack at once, in the model's own code. So each call of them finds the changed stack in
+the place of its own (`StackUpdate`).
 """
 
 from __future__ import annotations
@@ -17,8 +20,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from shardwise._torch_compat.modules import replaced_parameters
 from shardwise.collectives.tensor import reduce_from_region
-from shardwise.model.adapters import LORA_A, LORA_B, MAGNITUDE
+from shardwise.model.adapters import LORA_A, LORA_B, MAGNITUDE, adapter_shapes
 from shardwise.model.facts import LayerAdapter
 
 Multiply = Callable[[Tensor, Tensor], Tensor]  # (values [..., in], weight [out, in]) -> [..., out]
@@ -37,11 +41,11 @@ class AdapterWeight(nn.Module):
 
 
 class DownProjection(AdapterWeight):
-    """`lora_A` [rank, inputs]."""
+    """`lora_A` [rank, inputs], or [experts, rank, inputs]."""
 
     def reset_parameters(self) -> None:
         """Draw the weight as nn.Linear does, which is peft's rule."""
-        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+        nn.init.kaiming_uniform_(self.weight.flatten(0, -2), a=math.sqrt(5))
 
 
 class LowRankProduct:
@@ -103,23 +107,50 @@ class LowRankProduct:
         return self.layer.lora_A.weight, self.layer.lora_B.weight
 
 
+class StackUpdate:
+    """The arithmetic of the adapters of one module of experts: W + scaling * B A in the place of each adapted stack W.
+
+    Args:
+        experts: the module, with a child `stack_adapters` that holds the adapters by the names of their stacks.
+        scalings: stack's name -> factor of its B A.
+
+    Attributes:
+        is_on: whether the adapters take part, or the experts are the ones that they adapt.
+    """
+
+    def __init__(self, experts: Any, scalings: dict[str, float]) -> None:
+        self.experts, self.scalings, self.forward = experts, scalings, experts.forward
+        self.is_on = True
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the experts with their changed stacks, which autograd keeps until backward."""
+        if not self.is_on:
+            return self.forward(*args, **kwargs)
+        with replaced_parameters(self.experts, {leaf: self._changed(leaf) for leaf in self.scalings}):
+            return self.forward(*args, **kwargs)
+
+    def _changed(self, leaf: str) -> Tensor:
+        stack, adapter = getattr(self.experts, leaf), self.experts.stack_adapters[leaf]
+        return torch.baddbmm(stack, adapter.lora_B.weight, adapter.lora_A.weight, alpha=self.scalings[leaf])
+
+
 @contextmanager
 def adapters_off(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Let the layers of `modules` be what they are without their adapters inside."""
     found = [getattr(layer, "adapter", None) for module in modules for layer in module.modules()]
-    products = [product for product in found if isinstance(product, LowRankProduct)]
-    for product in products:
-        product.is_on = False
+    adapters = [adapter for adapter in found if isinstance(adapter, LowRankProduct | StackUpdate)]
+    for adapter in adapters:
+        adapter.is_on = False
     try:
         yield
     finally:
-        for product in products:
-            product.is_on = True
+        for adapter in adapters:
+            adapter.is_on = True
 
 
 def add_adapter_weights(layer: nn.Module, adapter: LayerAdapter, dtype: torch.dtype) -> None:
-    """Give a layer on the meta device the parameters of an adapter."""
-    layer.add_module(LORA_A, DownProjection((adapter.rank, adapter.inputs), dtype))
-    layer.add_module(LORA_B, AdapterWeight((adapter.outputs, adapter.rank), dtype))
-    if adapter.has_magnitude:
-        layer.add_module(MAGNITUDE, AdapterWeight((adapter.outputs,), dtype))
+    """Give a layer on the meta device, or what stands for a stack of experts, the parameters of an adapter."""
+    classes = {LORA_A: DownProjection, LORA_B: AdapterWeight, MAGNITUDE: AdapterWeight}
+    for name, shape in adapter_shapes("", adapter).items():
+        owner = name.split(".")[1]
+        layer.add_module(owner, classes[owner](shape, dtype))

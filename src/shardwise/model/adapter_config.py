@@ -12,6 +12,7 @@ from typing import Any
 
 from shardwise.errors import ConfigError, ModelError
 from shardwise.job.schema import AdapterSection, Job
+from shardwise.model.adapters import adapted_parameter
 from shardwise.model.facts import LayerAdapter
 from shardwise.words import nearest_file
 
@@ -19,8 +20,8 @@ CONFIG = "adapter_config.json"
 # Key of the job -> key of peft's file.
 KEYS = {
     "rank": "r", "alpha": "lora_alpha", "dropout": "lora_dropout", "rslora": "use_rslora",
-    "target_modules": "target_modules", "modules_to_save": "modules_to_save", "rank_pattern": "rank_pattern",
-    "alpha_pattern": "alpha_pattern",
+    "target_modules": "target_modules", "target_parameters": "target_parameters",
+    "modules_to_save": "modules_to_save", "rank_pattern": "rank_pattern", "alpha_pattern": "alpha_pattern",
 }  # fmt: skip
 # Keys of the file that change no number of a trained adapter, or follow from the layers.
 IDLE = {
@@ -82,7 +83,7 @@ def read_adapter_config(path: str | Path) -> dict[str, Any]:
     return {
         "kind": "dora" if content.get("use_dora") else "lora",
         **{key: content[name] for key, name in KEYS.items() if content.get(name) is not None},
-        "target_modules": sorted(targets) if isinstance(targets, list) else targets,
+        "target_modules": sorted(targets) if isinstance(targets, list) else targets or [],
     }
 
 
@@ -92,12 +93,14 @@ def _refuse_unbuilt(content: Mapping[str, Any], file: Path) -> None:
             continue
         if key not in IDLE and value not in (None, False, [], {}):
             raise ModelError(f"{file}: {key}={value!r} is not built; merge the adapter with peft and train a new one")
-    if not content.get("target_modules"):
+    if not content.get("target_modules") and not content.get("target_parameters"):
         raise ModelError(f"{file}: target_modules={content.get('target_modules')!r} names no layer")
 
 
 def adapter_config(job: Job, settings: AdapterSection, adapters: Mapping[str, LayerAdapter]) -> dict[str, Any]:
-    """Return the content of peft's file for the adapters of a job, whose layers it names one by one."""
+    """Return the content of peft's file for the adapters of a job, whose layers and stacks it names one by one."""
+    linears = sorted(layer for layer, adapter in adapters.items() if not adapter.experts)
+    stacks = sorted(adapted_parameter(layer, adapter) for layer, adapter in adapters.items() if adapter.experts)
     return {
         "peft_type": "LORA",
         "task_type": TASKS.get(job.model.task),
@@ -105,9 +108,10 @@ def adapter_config(job: Job, settings: AdapterSection, adapters: Mapping[str, La
         "inference_mode": True,
         "bias": "none",
         "init_lora_weights": True,
-        "fan_in_fan_out": all(adapter.transposed for adapter in adapters.values()),
+        "fan_in_fan_out": bool(linears) and all(adapters[layer].transposed for layer in linears),
         "use_dora": settings.kind == "dora",
         **{name: getattr(settings, key) for key, name in KEYS.items()},
-        "target_modules": sorted(adapters),
+        "target_modules": linears,
+        "target_parameters": stacks or None,
         "modules_to_save": settings.modules_to_save or None,
     }

@@ -4,6 +4,9 @@ Plain data; the arithmetic is in kernels/adapters.py. Names of parameters are th
 `LAYER.lora_A.weight` [rank, inputs], `LAYER.lora_B.weight` [outputs, rank] and, for DoRA, the lengths of the weight's
 rows, `LAYER.lora_magnitude_vector.weight` [outputs]. How names are matched is peft's rule, so that a config means the
 same here and there.
+
+A stack of experts W [experts, outputs, inputs], the parameter `EXPERTS.STACK`, has an adapter for each expert: `LAYER`
+is then `EXPERTS.stack_adapters.STACK`, A is [experts, rank, inputs] and B [experts, outputs, rank].
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from shardwise.model.tensor_split import TensorSplit
 
 Number = TypeVar("Number", int, float)
 ALL_LINEAR = "all-linear"
+STACK_ADAPTERS = "stack_adapters"  # child of a module of experts, with a child for each stack that has adapters
 LORA_A, LORA_B, MAGNITUDE = "lora_A", "lora_B", "lora_magnitude_vector"
 
 
@@ -30,7 +34,7 @@ def with_adapters(facts: ModelFacts, settings: AdapterSection) -> ModelFacts:
     """
     if settings.kind == "none":
         return facts
-    adapters = adapted_layers(facts, settings)
+    adapters = adapted_layers(facts, settings) | adapted_stacks(facts, settings)
     added = {layer: adapter_shapes(layer, adapter) for layer, adapter in adapters.items()}
     sizes = {layer: sum(map(math.prod, own.values())) for layer, own in added.items()}
     return replace(
@@ -62,6 +66,30 @@ def adapted_layers(facts: ModelFacts, settings: AdapterSection) -> dict[str, Lay
             has_magnitude=settings.kind == "dora",
         )
     return adapters
+
+
+def adapted_stacks(facts: ModelFacts, settings: AdapterSection) -> dict[str, LayerAdapter]:
+    """Return the adapters of the stacks of experts that `settings` target, by the names of their owners."""
+    adapters = {}
+    for stack in facts.expert_matrices:
+        module, _, leaf = stack.rpartition(".")
+        if not any(is_named(stack, name) for name in settings.target_parameters):
+            continue
+        if is_saved(stack, settings.modules_to_save):
+            continue
+        experts, outputs, inputs = facts.parameter_shapes[stack]
+        rank = by_pattern(settings.rank_pattern, stack, settings.rank)
+        alpha = by_pattern(settings.alpha_pattern, stack, settings.alpha)
+        scaling = alpha / (math.sqrt(rank) if settings.rslora else rank)
+        adapters[f"{module}.{STACK_ADAPTERS}.{leaf}"] = LayerAdapter(
+            rank, scaling, 0.0, inputs, outputs, experts=experts
+        )
+    return adapters
+
+
+def adapted_parameter(layer: str, adapter: LayerAdapter) -> str:
+    """Return the name of the weight that an adapter changes."""
+    return layer.replace(f".{STACK_ADAPTERS}.", ".") if adapter.experts else f"{layer}.weight"
 
 
 def is_target(layer: str, targets: str | Sequence[str]) -> bool:
@@ -105,9 +133,10 @@ def is_adapter(parameter: str, layers: Container[str]) -> bool:
 
 def adapter_shapes(layer: str, adapter: LayerAdapter) -> dict[str, tuple[int, ...]]:
     """Return the shapes of an adapter's parameters, by name."""
+    stack = (adapter.experts,) if adapter.experts else ()
     shapes: dict[str, tuple[int, ...]] = {
-        f"{layer}.{LORA_A}.weight": (adapter.rank, adapter.inputs),
-        f"{layer}.{LORA_B}.weight": (adapter.outputs, adapter.rank),
+        f"{layer}.{LORA_A}.weight": (*stack, adapter.rank, adapter.inputs),
+        f"{layer}.{LORA_B}.weight": (*stack, adapter.outputs, adapter.rank),
     }
     return shapes | ({f"{layer}.{MAGNITUDE}.weight": (adapter.outputs,)} if adapter.has_magnitude else {})
 
@@ -118,10 +147,18 @@ def adapter_split(facts: ModelFacts, owner: str) -> TensorSplit | None:
     A column layer's B and magnitude are split as its output features are, a row layer's A as its input features.
     """
     layer, _, kind = owner.rpartition(".")
-    split = facts.tensor_splits.get(layer) if layer in facts.adapters else None
+    split = _layer_split(facts, layer) if layer in facts.adapters else None
     if split is None or split.kind not in ("column", "row") or (kind == LORA_A) != (split.kind == "row"):
         return None
-    return replace(split, dim=1 if kind == LORA_A else 0)
+    stacked = 1 if facts.adapters[layer].experts else 0
+    return replace(split, dim=stacked + (1 if kind == LORA_A else 0))
+
+
+def _layer_split(facts: ModelFacts, layer: str) -> TensorSplit | None:
+    """Return how tensor ranks split the layer of an adapter, or each expert of its stack."""
+    module, is_stack, leaf = layer.partition(f".{STACK_ADAPTERS}.")
+    split = facts.tensor_splits.get(module)
+    return split.of(leaf) if split is not None and is_stack else split
 
 
 def partial_adapters(facts: ModelFacts) -> list[str]:
@@ -130,21 +167,25 @@ def partial_adapters(facts: ModelFacts) -> list[str]:
     Those are a column layer's A, whose gradient comes through B's parts, and a row layer's B and magnitude.
     """
     owners = {"column": (LORA_A,), "row": (LORA_B, MAGNITUDE)}
-    kinds = {layer: facts.tensor_splits[layer].kind for layer in facts.adapters if layer in facts.tensor_splits}
+    splits = {layer: _layer_split(facts, layer) for layer in facts.adapters}
+    kinds = {layer: split.kind for layer, split in splits.items() if split is not None}
     return [f"{layer}.{owner}" for layer, kind in kinds.items() for owner in owners.get(kind, ())]
 
 
 def _behind_their_layers(
     shapes: Mapping[str, tuple[int, ...]], added: Mapping[str, Mapping[str, tuple[int, ...]]]
 ) -> dict[str, tuple[int, ...]]:
-    """Return all shapes in module order: an adapter's follow the last parameter of its layer."""
+    """Return all shapes in module order: an adapter's follow the last parameter of its layer, or of its experts."""
     last = {name.rpartition(".")[0]: name for name in shapes}
+    behind: dict[str, dict[str, tuple[int, ...]]] = {}
+    for layer, own in added.items():
+        behind.setdefault(layer.partition(f".{STACK_ADAPTERS}.")[0], {}).update(own)
     ordered: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
         ordered[name] = shape
-        layer = name.rpartition(".")[0]
-        if last[layer] == name:
-            ordered |= added.get(layer, {})
+        module = name.rpartition(".")[0]
+        if last[module] == name:
+            ordered |= behind.get(module, {})
     return ordered
 
 

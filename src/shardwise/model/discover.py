@@ -24,7 +24,7 @@ from shardwise.model.adapter_config import adapter_settings
 from shardwise.model.adapters import with_adapters
 from shardwise.model.attention_support import context_capability, kernel_capability
 from shardwise.model.capability import SUPPORTED, Capability, refused, unless
-from shardwise.model.experts import expert_capability, expert_stacks, is_routed
+from shardwise.model.experts import expert_capability, expert_matrices, expert_stacks, is_routed
 from shardwise.model.facts import BlockFacts, ModelFacts, StageFacts
 from shardwise.model.fusible import fusible
 from shardwise.model.gradient_hooks import (
@@ -127,6 +127,7 @@ def _experts(model: nn.Module, config: Any) -> dict[str, Any]:
         "idle_parameters": _idle_parameters(model, config),
         "experts_of_token": _number(config, EXPERTS_OF_TOKEN) or 0,
         "expert_stacks": expert_stacks(model),
+        "expert_matrices": expert_matrices(model),
         "routers": find_routers(model),
         "router_biases": correction_biases(model),
         "balancing_coefficient": float(getattr(config, "router_aux_loss_coef", None) or 0.0),

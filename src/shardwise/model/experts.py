@@ -19,6 +19,7 @@ from shardwise.model.capability import Capability, unless
 # Arguments of the forward of experts, in the two spellings of transformers.
 ROUTED = (["hidden_states", "top_k_index", "top_k_weights"], ["hidden_states", "router_indices", "routing_weights"])
 NUMBER = "num_experts"  # attribute of experts that says how many there are
+TRANSPOSED = "is_transposed"  # and the one that says that their stacks are [experts, inputs, outputs]
 
 
 def is_routed(module: nn.Module) -> bool:
@@ -29,6 +30,18 @@ def is_routed(module: nn.Module) -> bool:
 def expert_stacks(model: nn.Module) -> dict[str, int]:
     """Return the modules that ranks can share out, by name, each with the number of its experts."""
     return {name: getattr(module, NUMBER) for name, module in _routed(model) if not _unlike_stacks(module)}
+
+
+def expert_matrices(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of the stacks [experts, outputs, inputs] in these modules."""
+    modules = [(name, model.get_submodule(name)) for name in expert_stacks(model)]
+    return tuple(
+        f"{name}.{leaf}"
+        for name, module in modules
+        if not getattr(module, TRANSPOSED, False)
+        for leaf, parameter in module.named_parameters(recurse=False)
+        if parameter.dim() == 3
+    )
 
 
 def expert_capability(model: nn.Module, blocks: tuple[str, ...]) -> Capability:

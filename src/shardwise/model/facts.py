@@ -125,6 +125,7 @@ class LayerAdapter:
         inputs, outputs: features of the layer.
         transposed: the layer's weight is [inputs, outputs].
         has_magnitude: the rows of W + scaling * B A have a trained length (DoRA, arXiv 2402.09353, section 4.1).
+        experts: of a stack [experts, outputs, inputs], each with an A and a B of its own; 0 for a linear layer.
     """
 
     rank: int
@@ -134,6 +135,7 @@ class LayerAdapter:
     outputs: int
     transposed: bool = False
     has_magnitude: bool = False
+    experts: int = 0
 
 
 @dataclass(frozen=True)
@@ -176,6 +178,7 @@ class ModelFacts:
     idle_parameters: int = 0  # of experts, those that a token does not go through
     experts_of_token: int = 0  # to how many experts a token goes
     expert_stacks: dict[str, int] = field(default_factory=dict)  # module name -> experts that it holds in stacks
+    expert_matrices: tuple[str, ...] = ()  # parameters of these modules that are [experts, outputs, inputs]
     routers: dict[str, tuple[str, int]] = field(default_factory=dict)  # of stacks: router, number of its logits
     router_biases: dict[str, str] = field(default_factory=dict)  # of stacks: buffer that corrects the router's scores
     balancing_coefficient: float = 0.0  # of the loss that balances experts, in the config

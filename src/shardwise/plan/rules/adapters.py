@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardwise.model.adapters import ALL_LINEAR, is_named, is_target, matches_end, saved_parameters
+from shardwise.model.adapters import (
+    ALL_LINEAR,
+    adapted_parameter,
+    is_named,
+    is_target,
+    matches_end,
+    saved_parameters,
+)
 from shardwise.model.parameter_patterns import modules_of
 from shardwise.plan.draft import Draft
 from shardwise.plan.rules.rule import Rule, idle, spelling
 
-KEYS = ("rank", "alpha", "dropout", "rslora", "target_modules", "modules_to_save", "rank_pattern", "alpha_pattern")
+KEYS = ("rank", "alpha", "dropout", "rslora", "target_modules", "target_parameters", "modules_to_save", "rank_pattern",
+        "alpha_pattern")  # fmt: skip
 LINEARS = "the blocks of {} have no plain linear layers"
 
 
@@ -47,6 +55,25 @@ def _target_fix(d: Draft) -> str:
     return spelling(unmatched[0], sorted({layer if whole else layer.rpartition(".")[2] for layer in d.facts.linears}))
 
 
+def _unknown_stacks(d: Draft) -> list[str]:
+    """Return the target parameters that mean no stack of experts."""
+    stacks = d.facts.expert_matrices
+    return [name for name in d.adapter.target_parameters if not any(is_named(stack, name) for stack in stacks)]
+
+
+def _nearest_stack(d: Draft) -> str:
+    if not d.facts.expert_matrices:
+        return "leave adapter.target_parameters out"
+    ends = {".".join(stack.split(".")[-2:]) for stack in d.facts.expert_matrices}
+    return spelling(_unknown_stacks(d)[0], sorted(ends))
+
+
+def _adapted(d: Draft) -> list[str]:
+    """Return what patterns of ranks match: the names of layers and stacks that have an adapter."""
+    adapters = d.facts.adapters.items()
+    return [adapted_parameter(layer, adapter) if adapter.experts else layer for layer, adapter in adapters]
+
+
 def _too_high(d: Draft) -> Iterator[tuple[str, int, int]]:
     """Yield (layer, rank, its smaller number of features) of adapters that are no thinner than their layer."""
     for layer, adapter in d.facts.adapters.items():
@@ -62,7 +89,7 @@ def _rank_reason(d: Draft) -> str:
 
 def _unused_patterns(d: Draft) -> list[str]:
     patterns = [*d.adapter.rank_pattern, *d.adapter.alpha_pattern]
-    return [pattern for pattern in patterns if not any(matches_end(pattern, layer) for layer in d.facts.adapters)]
+    return [pattern for pattern in patterns if not any(matches_end(pattern, layer) for layer in _adapted(d))]
 
 
 def _unknown_modules(d: Draft) -> list[str]:
@@ -108,7 +135,20 @@ RULES: tuple[Rule, ...] = (
          lambda d: _has_adapters(d) and _unused_patterns(d),
          fix="use a layer's name",
          because=lambda d: f"{_unused_patterns(d)[0]!r} matches no layer that has an adapter",
-         use=lambda d: spelling(_unused_patterns(d)[0], sorted({n.rpartition(".")[2] for n in d.facts.adapters}))),
+         use=lambda d: spelling(_unused_patterns(d)[0], sorted({n.rpartition(".")[2] for n in _adapted(d)}))),
+    Rule("adapter-stacks", ("adapter.target_parameters",), "each has to name a stack [experts, outputs, inputs]",
+         lambda d: _has_adapters(d) and _unknown_stacks(d),
+         fix="use the end of a stack's name",
+         because=lambda d: f"{_unknown_stacks(d)[0]!r} is no stack of experts [experts, outputs, inputs] of this model",
+         use=_nearest_stack),
+    Rule("adapter-stack-dora", ("adapter.target_parameters", "adapter.kind"),
+         "rows of stacked experts have no trained length",
+         lambda d: d.adapter.kind == "dora" and d.adapter.target_parameters,
+         fix="set adapter.kind lora"),
+    Rule("adapter-stack-dropout", ("adapter.target_parameters", "adapter.dropout"),
+         "an expert computes with its changed weight, so that nothing is dropped ahead of the adapter alone",
+         lambda d: _has_adapters(d) and d.adapter.target_parameters and d.adapter.dropout > 0,
+         fix="set adapter.dropout 0"),
     Rule("adapter-rank-height", ("adapter.rank", "adapter.rank_pattern"), "an adapter is thinner than its layer",
          lambda d: next(_too_high(d), None),
          fix="use a smaller rank",

@@ -167,7 +167,8 @@ def modules_of_block(facts: ModelFacts, kind: BlockKind, shape: LocalMicrobatch)
 def of_trained(pieces: Sequence[ModuleMemory], facts: ModelFacts, shape: LocalMicrobatch) -> list[ModuleMemory]:
     """Return the modules of a block that is trained in part: inputs that no trained layer reads are not kept.
 
-    Adapters keep what lies between their factors besides, and DoRA the product of the layer and its own.
+    Adapters keep what lies between their factors besides, and DoRA the product of the layer and its own. Those of
+    experts keep the changed stacks, which get a gradient.
     """
     if not facts.frozen or not facts.blocks:
         return list(pieces)
@@ -182,7 +183,16 @@ def of_trained(pieces: Sequence[ModuleMemory], facts: ModelFacts, shape: LocalMi
     kept = [piece if read.get(piece.name, True) else replace(piece, saved=0.0) for piece in pieces]
     adapters = [facts.adapters[name] for name in layers if name in facts.adapters]
     features = sum(one.rank + (2 * one.outputs / shape.tensor if one.has_magnitude else 0) for one in adapters)
-    return [ModuleMemory("adapters", shape.tokens * shape.bytes * features), *kept]
+    changed = shape.bytes * _changed_stacks(facts, shape)
+    return [ModuleMemory("adapters", shape.tokens * shape.bytes * features + changed, working=changed), *kept]
+
+
+def _changed_stacks(facts: ModelFacts, shape: LocalMicrobatch) -> float:
+    """Return the elements of a block's stacks of experts that adapters change, as they are on a rank."""
+    block = f"{facts.blocks[-1].name}."
+    stacks = [one for name, one in facts.adapters.items() if one.experts and name.startswith(block)]
+    ranks = shape.expert if shape.expert > 1 else shape.tensor
+    return sum(one.experts * one.outputs * one.inputs for one in stacks) / ranks
 
 
 def _rows(facts: ModelFacts, shape: LocalMicrobatch) -> tuple[float, float]:

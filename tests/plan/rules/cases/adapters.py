@@ -16,6 +16,14 @@ LINEARS = replace(
     parameter_shapes={"embed_in.weight": (10, 12), "norm.weight": (12,), "layers.0.up.weight": (48, 12)},
     linears={"layers.0.up": (12, 48)},
 )
+STACK = "layers.0.experts.up"
+STACKED = replace(
+    LINEARS,
+    parameter_shapes={**LINEARS.parameter_shapes, STACK: (4, 48, 12)},
+    expert_stacks={"layers.0.experts": 4},
+    expert_matrices=(STACK,),
+)
+OF_EXPERTS = {"target_parameters": ["experts.up"]}
 TRACED = replace(LINEARS, stages=StageFacts(traced=True))
 
 
@@ -29,7 +37,8 @@ def adapter_case(
 
 
 VALUES = {
-    "rank": 4, "alpha": 16, "dropout": 0.1, "rslora": True, "target_modules": ["up"], "modules_to_save": ["norm"],
+    "rank": 4, "alpha": 16, "dropout": 0.1, "rslora": True, "target_modules": ["up"],
+    "target_parameters": ["experts.up"], "modules_to_save": ["norm"],
     "rank_pattern": {"up": 2}, "alpha_pattern": {"up": 2},
 }  # fmt: skip
 CASES = {
@@ -47,6 +56,15 @@ CASES = {
     ),
     "adapter-targets": adapter_case({"target_modules": ["upp"]}, {"target_modules": ["up"]}, "did you mean 'up'?"),
     "adapter-pattern": adapter_case({"rank_pattern": {"updo": 2}}, {"rank_pattern": {"up": 2}}, "did you mean 'up'?"),
+    "adapter-stacks": adapter_case(
+        {"target_parameters": ["experts.upp"]}, OF_EXPERTS, "did you mean 'experts.up'?", STACKED
+    ),
+    "adapter-stack-dora": adapter_case(
+        {**OF_EXPERTS, "kind": "dora"}, OF_EXPERTS, "kind lora", STACKED
+    ),
+    "adapter-stack-dropout": adapter_case(
+        {**OF_EXPERTS, "dropout": 0.1}, OF_EXPERTS, "dropout 0", STACKED
+    ),
     "adapter-rank-height": adapter_case({"rank": 13}, {"rank": 12}, "use a rank of at most 12"),
     "adapter-traced": case(
         {"adapter": {"kind": "lora"}, **staged()}, staged(), "use pipeline_parallel_degree 1", CPU4,
