@@ -190,3 +190,19 @@ def test_many_ranks_are_shown_as_a_range() -> None:
     charts = {chart.name: chart.figure for chart in make_charts([step_record(1, ranks=16)], None)}
     assert [trace.name for trace in charts["memory"].data] == ["highest", "median", "lowest"]
     assert charts["memory"].data[0].y == (412 + 45,)
+
+
+def test_pairs_and_sets_have_lines_of_their_own() -> None:
+    steps = [
+        step_record(step) | {"rewards_chosen": 0.5 * step, "rewards_rejected": -0.5, "rewards_margin": 0.5 * step + 0.5,
+                             "rewards_accuracy": 0.75}
+        for step in (1, 2)
+    ]  # fmt: skip
+    evaluated = {"step": 2, "validation_loss": 2.0, "validation_rewards_accuracy": 0.5, "validation_loss/code": 1.5}
+    charts = {chart.name: chart.figure for chart in make_charts([*steps, evaluated], None)}
+    rewards = {trace.name: trace.y for trace in charts["rewards"].data}
+    assert rewards == {"chosen": (0.5, 1.0), "rejected": (-0.5, -0.5), "margin": (1.0, 1.5)}
+    accuracy = {trace.name: (trace.x, trace.y) for trace in charts["accuracy"].data}
+    assert accuracy == {"training": ((1, 2), (0.75, 0.75)), "validation": ((2,), (0.5,))}
+    assert {trace.name: trace.y for trace in charts["loss"].data}["code"] == (1.5,)
+    assert {"rewards", "accuracy"}.isdisjoint(chart.name for chart in make_charts([step_record(1)], None))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,9 +20,11 @@ from shardwise.errors import LaunchError, OutputError
 from shardwise.launch import jobs
 from shardwise.launch.client import HalfSubmittedError
 from shardwise.launch.launcher import launch, submit_record
-from shardwise.launch.record import read_record
+from shardwise.launch.record import LaunchRecord, read_record
+from shardwise.launch.targets.local import SCRIPT, LocalTarget
 from tests.launch.targets.conftest import FakeClients
 from tests.launch.targets.jobs_for_launch import job_for
+from tests.sagemaker.made_service import MadeSession, ServiceRefusal
 
 CONDITIONS = {
     "status": {
@@ -210,6 +216,85 @@ def test_directories_that_hold_no_launch_are_named(tmp_path: Path) -> None:
     (tmp_path / "runs" / "launch.json").write_text("{}")
     with pytest.raises(OutputError, match="cannot be read"):
         jobs.job_status(tmp_path / "runs")
+
+
+def made_boto3(monkeypatch: pytest.MonkeyPatch, session: MadeSession) -> None:
+    """Let boto3's sessions be one that answers out of this process."""
+
+    def session_in(region_name: str) -> MadeSession:
+        session.region = region_name
+        return session
+
+    monkeypatch.setitem(sys.modules, "boto3", SimpleNamespace(Session=session_in))  # type: ignore[arg-type]
+
+
+def test_sagemaker_is_asked_in_its_region(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    states = [
+        {"TrainingJobStatus": "InProgress", "SecondaryStatus": "Downloading"},
+        {"TrainingJobStatus": "Failed", "SecondaryStatus": "Failed", "FailureReason": "no capacity"},
+    ]
+    session = MadeSession(states=states)
+    session.log = {"llama/algo-1-16": [["step 1"]]}
+    made_boto3(monkeypatch, session)
+    out, job = tmp_path / "out", job_for("sagemaker", region="eu-west-1")
+    launched = launch(job, "sagemaker", out, submit=True, default_name="llama")
+    assert launched.identifier == "arn:aws:sagemaker:eu-west-1:123456789012:training-job/llama"
+    assert session.objects == {("bucket", "runs/llama/job/job.yaml"): (out / "job.yaml").read_bytes()}
+    assert session.requests["llama"] == json.loads((out / "request.json").read_text())
+    assert jobs.job_status(out) == "InProgress  Downloading"
+    assert jobs.job_status(out) == "Failed  no capacity"  # a word is said once
+    assert jobs.job_logs(out) == "algo-1 | step 1\n"
+    jobs.stop_job(out)
+    assert session.stopped == ["llama"]
+    with pytest.raises(LaunchError, match=r"has a training job llama already \(Failed\); give another launch.name"):
+        launch(job, "sagemaker", tmp_path / "second", submit=True, default_name="llama")
+
+
+def test_sagemaker_s_refusals_are_those_of_a_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = MadeSession()
+    made_boto3(monkeypatch, session)
+
+    def refuse(**_: object) -> None:
+        raise ServiceRefusal("the quota is used up")
+
+    job = job_for("sagemaker", region="us-east-1")
+    monkeypatch.setattr(session, "create_training_job", refuse)
+    with pytest.raises(LaunchError, match="training job llama: ServiceRefusal: the quota is used up"):
+        launch(job, "sagemaker", tmp_path / "out", submit=True, default_name="llama")
+    monkeypatch.setattr(session, "get_caller_identity", refuse)
+    with pytest.raises(LaunchError, match="AWS does not know who is asking, so nothing was submitted: ServiceRefusal"):
+        launch(job, "sagemaker", tmp_path / "next", submit=True, default_name="llama")
+    monkeypatch.setitem(sys.modules, "boto3", None)  # type: ignore[arg-type]
+    with pytest.raises(LaunchError, match="pip install"):
+        launch(job, "sagemaker", tmp_path / "last", submit=True, default_name="llama")
+
+
+@pytest.fixture
+def local_record(tmp_path: Path) -> Iterator[LaunchRecord]:
+    """A launch on this machine whose script says so and waits; its process is gone afterwards."""
+    (tmp_path / SCRIPT).write_text('echo "with $SHARDWISE_PYTHON"; exec sleep 600\n')
+    written = LaunchRecord(tmp_path, "local", "run")
+    record = replace(written, identifier=LocalTarget().submit(written))
+    yield record
+    with contextlib.suppress(ProcessLookupError, ChildProcessError):
+        pid = int(record.identifier.partition("@")[0])
+        os.killpg(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def test_a_script_of_this_machine_is_known_by_process_and_start(local_record: LaunchRecord) -> None:
+    target = LocalTarget()
+    wait_until(lambda: bool(target.logs(local_record)))
+    assert target.logs(local_record) == f"with {sys.executable}\n"
+    assert target.status(local_record) == "running"
+    pid, _, started = local_record.identifier.partition("@")
+    later = replace(local_record, identifier=f"{pid}@{float(started) + 60}")  # the number was given to another
+    assert target.status(later) == "ended"
+    target.stop(local_record)
+    wait_until(lambda: target.status(local_record) == "ended")
+    with pytest.raises(LaunchError, match="run has ended already; there is nothing to stop"):
+        target.stop(local_record)
+    assert target.status(replace(local_record, identifier="")) == "ended"
 
 
 @pytest.mark.slow
