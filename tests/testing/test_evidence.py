@@ -12,9 +12,9 @@ from torch import Tensor
 from shardwise.testing import evidence as evidence_module
 from shardwise.testing.comparison import Tolerances, Update
 from shardwise.testing.evidence import Evidence, few
-from shardwise.testing.module_trace import SampledOutput
+from shardwise.testing.module_trace import ModuleTrace, SampledOutput
 from shardwise.testing.oracle import Twist, UpdateTwist
-from shardwise.testing.origin import _deviations, _matching
+from shardwise.testing.origin import _deviations, _matching, _oracle_trace, find_origin
 from tests.testing.made_evidence import captured, made_plan, tensors
 
 BEFORE = tensors(0.5)
@@ -164,3 +164,46 @@ def test_parts_of_sequences_are_compared_at_their_positions() -> None:
     assert middle is not None and middle.tolist() == [1.0, 2.0, 5.0, 6.0]
     assert _matching(sample([0.0] * 4, (2, 2)), whole) is None  # a part of the features
     assert _matching(sample([0.0]), None) is None
+
+
+def traced_evidence(change: float, at: str, kind: str = "outputs") -> Evidence:
+    """Return evidence whose second rank's tensor of a module is `change` times the oracle's."""
+    evidence = evidence_of(tensors())
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Tanh()).double()
+    samples = torch.arange(8, dtype=torch.float64).view(4, 2)
+
+    def backward_sum(step: int, rows: tuple[int, ...]) -> None:
+        model(samples[list(rows)]).sum().backward()
+
+    evidence.oracle.model, evidence.oracle.backward_sum = model, backward_sum  # type: ignore[method-assign]
+    traces = [ModuleTrace(), ModuleTrace()]
+    for rank, _, counters in evidence.parts:
+        rows = tuple(counters)
+        trace = _oracle_trace(evidence, rows)
+        traces[rank].outputs |= trace.outputs
+        traces[rank].gradients |= trace.gradients
+    own: dict[Any, SampledOutput] = getattr(traces[1], kind)
+    for (name, rows), output in own.items():
+        if name == at:
+            own[name, rows] = SampledOutput(output.shape, change * output.elements, output.positions)
+    evidence.traces = traces
+    return evidence
+
+
+@pytest.mark.parametrize("kind", ["outputs", "gradients"])
+def test_the_first_module_at_which_two_runs_part_is_found(kind: str) -> None:
+    evidence = traced_evidence(2.0, "1", kind)
+    origin = find_origin(evidence)
+    assert origin is not None and (origin.module, origin.kind) == ("1", kind)
+    assert origin.where == " rank 1, every microbatch" and origin.sentence.endswith("2 times what it should be")
+    evidence.traces = ()
+    assert find_origin(evidence) is origin  # it is looked for once
+
+
+def test_runs_that_agree_have_no_origin() -> None:
+    assert find_origin(traced_evidence(1.0, "1")) is None
+    nothing = evidence_of(tensors())
+    nothing.traces = ()
+    nothing.oracle.backward_sum = lambda step, rows: None  # type: ignore[method-assign]
+    assert find_origin(nothing) is None

@@ -229,3 +229,45 @@ def test_a_loss_that_lacks_a_term_of_its_outputs(without: dict[str, float], faul
     record = PrecisionRecord(losses=[2.0], expected_loss=2.5, expected_without=without)
     diagnosis = diagnose(made_evidence(["loss of outputs"], captured(precision=[record, PrecisionRecord()])))
     assert diagnosis is not None and diagnosis.fault == fault
+
+
+def without_dropout(**changes: Any) -> Any:
+    """Return evidence of a step of which all agrees once both sides drop nothing; it has four labels."""
+    evidence = made_evidence(label_counts={(0, 0): 4}, traced_origin=[None], right=tensors(2.0), **changes)
+    evidence.undropped = tensors(4.0)
+
+    def backward(step: int, twist: Twist) -> None:
+        evidence.oracle.gradients = tensors(1.0 if twist == Twist(no_dropout=True) else 2.0)
+
+    evidence.oracle.backward = backward
+    return evidence
+
+
+def test_masks_are_to_blame_where_all_agrees_without_them() -> None:
+    diagnosis = mistakes.dropout_alone(without_dropout())
+    assert diagnosis is not None and diagnosis.fault == "wrong_dropout"
+    assert diagnosis.sentence == "without dropout all agrees: its masks are not those of the job"
+    evidence = without_dropout()
+    evidence.traced_origin = [Origin("block", "outputs", [Deviation(1, 0, None)], (2, 2))]
+    assert (traced := mistakes.dropout_alone(evidence)) is not None
+    assert traced.sentence.endswith("those of the job, from block on rank 1, microbatch 0")
+
+
+def test_recomputed_masks_are_to_blame_where_the_loss_agrees() -> None:
+    evidence = without_dropout()
+    evidence.plan.job.memory.activation_checkpointing = "full"
+    assert (diagnosis := mistakes.dropout_alone(evidence)) is not None
+    assert diagnosis.fault == "other_recomputed_mask"
+    evidence.wrong = {"gradient": "block.weight", "loss": "loss"}
+    assert (diagnosis := mistakes.dropout_alone(evidence)) is not None and diagnosis.fault == "wrong_dropout"
+
+
+def test_masks_are_not_to_blame_where_something_else_is_wrong() -> None:
+    evidence = without_dropout()
+    evidence.undropped = tensors(3.0)  # wrong without dropout too
+    assert mistakes.dropout_alone(evidence) is None
+    evidence = without_dropout()
+    evidence.right = tensors()  # the job drops nothing
+    assert mistakes.dropout_alone(evidence) is None
+    evidence.undropped = {}
+    assert mistakes.dropout_alone(evidence) is None
