@@ -17,6 +17,11 @@ from typing import Any
 HOST_VARIABLE = "SHARDWISE_HOST"
 
 
+def host_name() -> str:
+    """Return the name of this host for people: `$SHARDWISE_HOST` where it is set, else its own without the domain."""
+    return os.environ.get(HOST_VARIABLE) or socket.gethostname().partition(".")[0]
+
+
 @dataclass(frozen=True)
 class Topology:
     """`hosts[node]` are the ranks of a host in ascending order; hosts stand in the order of their first ranks.

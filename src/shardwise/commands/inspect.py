@@ -20,10 +20,11 @@ def inspect_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run_inspect(options: argparse.Namespace, keys: dict[str, Any]) -> int:
+    from shardwise.collectives.topology import host_name
     from shardwise.launch.watch.live import live_ranks
     from shardwise.launch.watch.position import gather_positions
     from shardwise.launch.watch.sentence import describe_positions
-    from shardwise.launch.watch.watcher import host_name, stacks_text
+    from shardwise.launch.watch.watcher import stacks_text
 
     output = Path(options.run).expanduser()
     if not output.is_dir():

@@ -17,6 +17,8 @@ from pathlib import Path
 import psutil
 import torch
 
+from shardwise.collectives.topology import host_name
+
 PACKAGES = ("shardwise", "torch", "transformers", "safetensors")
 WRITTEN_BYTES = 1 << 26  # to the disk, to see how quick it is
 GPU_FIELDS = (
@@ -66,7 +68,7 @@ def report_of_host(output: Path, address: str) -> HostReport:
     disk, memory = shutil.disk_usage(place), psutil.virtual_memory()
     shared = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else -1
     return HostReport(
-        host=socket.gethostname().partition(".")[0],
+        host=host_name(),
         versions=_versions(),
         disk_free=disk.free,
         disk_total=disk.total,

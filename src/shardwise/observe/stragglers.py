@@ -6,7 +6,6 @@ rest, which is computation. Ranks of one pipeline stage have the same work.
 
 from __future__ import annotations
 
-import socket
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from statistics import median
 import torch.distributed as dist
 
 from shardwise.collectives.names import CollectiveName
+from shardwise.collectives.topology import host_name
 from shardwise.job.axes import Axis
 from shardwise.observe.callback import Callback, ObservedSession
 from shardwise.observe.metrics import Record
@@ -81,9 +81,8 @@ class StragglerReport(Callback):
 
     def on_start(self, session: ObservedSession) -> None:
         """Learn where the ranks are."""
-        host = socket.gethostname().partition(".")[0]
         stage = session.layout.index(Axis.PIPELINE)
-        own = RankPlace(session.rank, host, str(session.model.device), stage)
+        own = RankPlace(session.rank, host_name(), str(session.model.device), stage)
         places: list[RankPlace | None] = [None] * session.plan.world.size
         with PLACES:
             dist.all_gather_object(places, own)

@@ -9,7 +9,6 @@ wants, but not wait so long for the others.
 from __future__ import annotations
 
 import math
-import socket
 import sys
 import threading
 import time
@@ -22,6 +21,7 @@ from statistics import median
 import torch.distributed as dist
 
 from shardwise.collectives.rank_record import RecordedPlace, WorkUnit
+from shardwise.collectives.topology import host_name
 from shardwise.launch.watch.announced import AnnouncedRank, announced_ranks
 from shardwise.launch.watch.hosts import HostExchange
 from shardwise.launch.watch.live import live_launcher
@@ -202,11 +202,6 @@ def stacks_text(positions: Sequence[RankPosition]) -> str:
         parts.append(f"rank {position.rank}{host}, step {position.step + 1}: {describe_positions([position])}\n")
         parts += [f"  {line}\n" for line in position.stack or ("no stack: it did not answer",)]
     return "".join(parts) + "\n"
-
-
-def host_name() -> str:
-    """Return this host's name without its domain."""
-    return socket.gethostname().partition(".")[0]
 
 
 def _write(path: Path, text: str) -> None:
