@@ -197,8 +197,6 @@ class CallbackList:
         for callback in self._callbacks:
             if id(callback) in self._failed:
                 continue
-            if getattr(type(callback), hook) is getattr(Callback, hook) and hook not in vars(callback):
-                continue
             what = f"{type(callback).__module__}:{type(callback).__qualname__}.{hook}"
             mark_phase(f"callback {what}")
             try:
