@@ -159,6 +159,35 @@ def test_a_forward_that_depends_on_data_gets_the_cautious_answer() -> None:
     assert seen == ForwardProbe(failure=seen.failure)
 
 
+class _Deciding(nn.Module):
+    """It decides by values in one of these ways, and reads the weight of a block that does not run."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.way == "a number":
+            x = self.blocks[int(x[0, 0, 0] > 0)](x)
+        elif self.way == "positions":
+            x = self.blocks[0](x[(x > 0).nonzero()[:, 0]])
+        else:
+            while x.sum().item() != 0.5:
+                x = x + x.abs()
+        penalty: Tensor = self.blocks[1][0].weight.square().sum()
+        return x + penalty
+
+
+@pytest.mark.parametrize(("way", "reads"), [("a number", True), ("positions", True), ("a loop", False)])
+def test_what_a_forward_reads_is_known_where_it_decides_by_values(way: str, reads: bool) -> None:
+    with parameters_on_meta():
+        model = _Deciding(way)
+    probed = probe_forward(model, [["blocks.0", "blocks.1"]], 5, {"x": torch.zeros(2, 5, 8)})
+    assert "cannot run on fake tensors" in probed.failure
+    assert probed.outside_reads == (("blocks.1.0.weight",) if reads else ())
+
+
 def test_the_model_is_left_as_it_was() -> None:
     with parameters_on_meta():
         model = _Undecided()

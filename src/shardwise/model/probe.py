@@ -35,6 +35,7 @@ from shardwise.model.capability import SUPPORTED, Capability, unless
 from shardwise.model.chain import BlockCalls, HandedOn, activation_arguments, handed_on, is_chain, share_arguments
 from shardwise.model.containers import walk
 from shardwise.model.facts import AttentionFacts, ModelFacts, StageFacts
+from shardwise.model.fixed_values import FixedValues
 from shardwise.model.layer_drop import FixedScalarDraws
 from shardwise.model.modules import empty_module
 from shardwise.model.process_numbers import process_numbers_kept
@@ -43,6 +44,7 @@ from shardwise.model.stage_cut import ExecutionOrder
 Result = TypeVar("Result")
 Shapes = dict[tuple[str, int], tuple[int, ...]]  # of (module, number of its output)
 ROWS = 2
+MOST_ELEMENTS = 2**24  # of a model that is run on random numbers, if its forward runs on nothing else
 POSITIONS = 11  # a prime, so that a [.., S, S] tensor is one of attention probabilities and not a width by chance
 # Where one refuses (a tensor that the constructor left on meta, a kernel for bf16 alone), the next is tried.
 ATTEMPTS = (("cpu", torch.float32), ("meta", torch.float32), ("cpu", torch.bfloat16))
@@ -109,7 +111,8 @@ def probe_forward(
 ) -> ForwardProbe:
     """Run the forward on `example` (keyword arguments; only shapes and dtypes count) or, without one, on tokens.
 
-    `block_lists` are module names. The model stays as it is: a copy runs, for a forward may keep tensors it made.
+    `block_lists` are module names. The model stays as it is: a copy runs, for a forward may keep tensors it made. Of a
+    user's forward that decides by values of tensors, only what it reads and writes is known, on two of its paths.
     """
     if example is None and "input_ids" not in inspect.signature(model.forward).parameters:
         return ForwardProbe(failure=f"{type(model).__name__}.forward has no input_ids, and there is no example batch")
@@ -126,8 +129,36 @@ def probe_forward(
         fewest = _attempt(partial(observe, 0.0, True))[0]
         drops_blocks = fewest is not None and fewest.block_calls < result.block_calls
         result = replace(result, drops_blocks=drops_blocks)
-    return result or ForwardProbe(
-        failure=f"the forward of {type(model).__name__} cannot run on fake tensors: {failure}"
+    if result is None:
+        failure = f"the forward of {type(model).__name__} cannot run on fake tensors: {failure}"
+        result = replace(_probe_paths(model, block_lists, inputs), failure=failure)
+    return result
+
+
+def _probe_paths(model: nn.Module, block_lists: Sequence[Sequence[str]], inputs: Mapping[str, Tensor]) -> ForwardProbe:
+    """Return what a user's forward that decides by values of tensors reads and writes; the rest stays unknown.
+
+    Two of its paths are tried, on which all values are 0 or 1. A small model runs on random numbers if it has to.
+    """
+    if isinstance(model, PreTrainedModel):
+        return ForwardProbe()
+
+    def observe(value: float | None, device: str, dtype: torch.dtype) -> ForwardProbe:
+        forward = _RecordedForward(_copy(model), block_lists, _positions(inputs), 1.0)
+        with FixedValues(value):
+            return forward.run(inputs, device, dtype, on_fakes=value is not None)
+
+    paths = [path for value in (0.0, 1.0) if (path := _attempt(partial(observe, value))[0]) is not None]
+    if not paths and sum(tensor.numel() for _, tensor in _tensors(model)) <= MOST_ELEMENTS:
+        path = _attempt(partial(observe, None))[0]
+        paths = [] if path is None else [path]
+    return ForwardProbe(
+        outside_reads=tuple(sorted({name for path in paths for name in path.outside_reads})),
+        takes_outer_gradient=any(path.takes_outer_gradient for path in paths),
+        writing_blocks=tuple(dict.fromkeys(name for path in paths for name in path.writing_blocks)),
+        activation_writing_blocks=tuple(
+            dict.fromkeys(name for path in paths for name in path.activation_writing_blocks)
+        ),
     )
 
 
@@ -330,21 +361,24 @@ class _RecordedForward:
         if self.head is not None:
             self.head.register_forward_hook(self.functions.record_head)
 
-    def run(self, inputs: Mapping[str, Tensor], device: str, dtype: torch.dtype) -> ForwardProbe:
+    def run(self, inputs: Mapping[str, Tensor], device: str, dtype: torch.dtype, on_fakes: bool = True) -> ForwardProbe:
+        """Run the forward, on fake tensors or else on random numbers, and return what was seen."""
+        make = _fake if on_fakes else _drawn
         with ExitStack() as stack:
             stack.enter_context(_quiet())
-            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-            state = {name: _fake(tensor, device, dtype) for name, tensor in _tensors(self.model)}
+            if on_fakes:
+                stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            state = {name: make(tensor, device, dtype) for name, tensor in _tensors(self.model)}
             for name, parameter in self.model.named_parameters():  # a bias on scores may have a gradient
                 state[name].requires_grad_(parameter.requires_grad)
-            fakes = {name: _fake(tensor, device, dtype) for name, tensor in inputs.items()}
+            given = {name: make(tensor, device, dtype) for name, tensor in inputs.items()}
             self.functions.names = {id(tensor): name for name, tensor in state.items()}
             stack.enter_context(torch.random.fork_rng(devices=[]))
             stack.enter_context(self.functions)
             stack.enter_context(self.draws)
             stack.enter_context(self.attention.recorded())
             were_drawn = stack.enter_context(process_numbers_kept())
-            output = torch.func.functional_call(self.model, state, (), fakes)
+            output = torch.func.functional_call(self.model, state, (), given)
             self.draws_process_numbers = were_drawn()
         return self._result(output)
 
@@ -502,6 +536,14 @@ def _fake(tensor: Tensor, device: str, dtype: torch.dtype) -> Tensor:
     if isinstance(tensor, nn.Parameter):
         vars(fake).update(vars(tensor))
     return fake
+
+
+def _drawn(tensor: Tensor, device: str, dtype: torch.dtype) -> Tensor:
+    """Return random numbers in the form of a tensor; zeros where they are no floating ones."""
+    drawn = _fake(tensor, device, dtype)
+    if drawn.is_floating_point() or drawn.is_complex():
+        return drawn.normal_(generator=torch.Generator(device).manual_seed(tensor.numel()))
+    return drawn.zero_()
 
 
 @contextmanager
