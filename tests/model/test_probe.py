@@ -12,7 +12,8 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from shardwise.model.build import build_model, parameters_on_meta
 from shardwise.model.discover import find_block_lists
-from shardwise.model.probe import ForwardProbe, probe_forward
+from shardwise.model.probe import ForwardProbe, probe_forward, unfit_dtypes
+from shardwise.testing.widening import WithoutNarrowing, needs_fp32_weights
 from tests.model import toys
 
 HEADS = {"bert": "cls.predictions.decoder", "roberta": "lm_head.decoder", "gemma2": None}  # gemma2: soft cap after it
@@ -205,3 +206,25 @@ def test_a_model_larger_than_the_machine() -> None:
     model = build_model(job)
     assert sum(p.numel() for p in model.parameters()) * 4 > 1e11
     assert _probe(model).block_calls == 40
+
+
+class Fp32Router(nn.Module):
+    """A model whose router's weight transformers would keep in fp32; it may cast it all the same."""
+
+    _keep_in_fp32_modules_strict = ("router",)
+
+    def __init__(self, casts: bool) -> None:
+        super().__init__()
+        self.embedding, self.router, self.casts = nn.Embedding(7, 4), nn.Parameter(torch.ones(3, 4)), casts
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        weight = self.router.float() if self.casts else self.router
+        return nn.functional.linear(self.embedding(input_ids).float(), weight)
+
+
+def test_a_forward_that_needs_weights_in_fp32_is_found() -> None:
+    assert unfit_dtypes(Fp32Router(casts=True), 8) == frozenset()
+    assert unfit_dtypes(Fp32Router(casts=False), 8) == {"fp64", "bf16"}
+    assert [needs_fp32_weights(Fp32Router(casts).double()) for casts in (True, False)] == [False, True]
+    with WithoutNarrowing():
+        assert Fp32Router(casts=False).double()(torch.zeros(1, 2, dtype=torch.long)).dtype == torch.float64

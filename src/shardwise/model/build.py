@@ -52,6 +52,7 @@ from shardwise.model.construct import (
     uninitialized_is_nan,
 )
 from shardwise.model.default import default_config
+from shardwise.model.layer_configs import has_attribute
 from shardwise.model.registry import family_of
 from shardwise.model.replacements import fuse_activations, replace_attention
 from shardwise.model.routers import ADDS_LOSS
@@ -204,7 +205,9 @@ def _config_from_dict(values: dict[str, Any], job: Job) -> PreTrainedConfig:
             values[key] = None  # the family's own tokenizer has this token, a smaller vocabulary does not
     config = _guarded(where, lambda: config_class(**values))
     unknown = [
-        key for key in values if hasattr(config, key) and not hasattr(defaults, key) and not _is_read(key, config)
+        key
+        for key in values
+        if has_attribute(config, key) and not has_attribute(defaults, key) and not _is_read(key, config)
     ]
     if unknown:
         names = {name for name in {*defaults.to_dict(), *defaults.attribute_map} if not name.startswith("_")}
@@ -231,7 +234,7 @@ def _config_on_top(section: ModelSection, job: Job) -> PreTrainedConfig:
     for name, value in fields.items():
         inner = values.get(name)
         values[name] = inner | value if isinstance(inner, dict) and isinstance(value, dict) else value
-    unknown = [name for name in fields if not hasattr(own, name) and not _is_read(name, own)]
+    unknown = [name for name in fields if not has_attribute(own, name) and not _is_read(name, own)]
     if unknown:
         raise ConfigError(
             f"model.config (model_type={own.model_type!r}) has no {unknown[0]!r}.{nearest(unknown[0], own.to_dict())}"

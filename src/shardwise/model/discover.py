@@ -34,13 +34,22 @@ from shardwise.model.gradient_hooks import (
     whole_gradient_hooks,
 )
 from shardwise.model.initializers import parents_that_initialize
+from shardwise.model.layer_configs import largest_value
 from shardwise.model.parameter_kinds import find_parameter_kinds
 from shardwise.model.parameter_patterns import with_frozen
-from shardwise.model.probe import ForwardProbe, arguments_to_cast, probe_forward, rehearse_stage, token_inputs
+from shardwise.model.probe import (
+    ForwardProbe,
+    arguments_to_cast,
+    probe_forward,
+    rehearse_stage,
+    token_inputs,
+    unfit_dtypes,
+)
 from shardwise.model.registry import family_of
 from shardwise.model.routers import ADDS_LOSS, correction_biases, find_routers
 from shardwise.model.stage_cut import stage_facts
 from shardwise.model.tensor_plan import sequence_capability, tensor_plan, vocabulary_parameters
+from shardwise.model.tensor_split import TensorSplit
 from shardwise.model.weight_dtypes import with_weight_dtypes
 
 SIMILAR_NAMES = 0.5  # share of parameter names that the children of a list of blocks have in common
@@ -71,7 +80,7 @@ def discover(model: nn.Module, job: Job, example: Mapping[str, Tensor] | None = 
     forward = probe_forward(model, lists, job.data.sequence_length, example)
     ties = find_ties(model)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    splits, tensor = tensor_plan(model)
+    splits, tensor = _tensor_plan(model, config)
     parents = parents_that_initialize(model, blocks)
     stages, pipeline = _stages(model, lists, ties, forward, example, parents)
     examined = ExaminedModel(model, tuple(blocks), forward, tensor, pipeline)
@@ -80,7 +89,7 @@ def discover(model: nn.Module, job: Job, example: Mapping[str, Tensor] | None = 
     hooks = find_gradient_hooks(model)
     is_pretrained = isinstance(model, PreTrainedModel)
     facts = ModelFacts(
-        cast_arguments=() if example is None else arguments_to_cast(model, example),
+        **_dtypes(model, job, example),
         family=name,
         parameters=_count([model]),
         embedding_parameters=_embedding_parameters(model, ties, forward),
@@ -121,6 +130,14 @@ def discover(model: nn.Module, job: Job, example: Mapping[str, Tensor] | None = 
     return with_weight_dtypes(facts, job.model)
 
 
+def _tensor_plan(model: nn.Module, config: Any) -> tuple[dict[str, TensorSplit], Capability]:
+    """Return how modules can be split over tensor ranks, whose heads are counted alike in all layers."""
+    splits, capability = tensor_plan(model)
+    if getattr(config, "is_heterogeneous", False):
+        capability = refused(f"the layers of {config.model_type} differ in size")
+    return splits, capability
+
+
 def _experts(model: nn.Module, config: Any) -> dict[str, Any]:
     """Return what is known of the experts of a model; without some, that there are none."""
     return {
@@ -133,6 +150,14 @@ def _experts(model: nn.Module, config: Any) -> dict[str, Any]:
         "balancing_coefficient": float(getattr(config, "router_aux_loss_coef", None) or 0.0),
         "adds_balancing_loss": bool(getattr(model, ADDS_LOSS, False)),
         "experts_copied": getattr(config, "_experts_implementation", None) == "batched_mm",
+    }
+
+
+def _dtypes(model: nn.Module, job: Job, example: Mapping[str, Tensor] | None) -> dict[str, Any]:
+    """Return which dtypes the forward does not take: of arguments, and of all parameters."""
+    return {
+        "cast_arguments": () if example is None else arguments_to_cast(model, example),
+        "unfit_dtypes": unfit_dtypes(model, job.data.sequence_length),
     }
 
 
@@ -418,7 +443,7 @@ def _head_size(config: Any, forward: ForwardProbe) -> int:
 
 def _number(config: Any, names: Iterable[str]) -> int | None:
     """Return the first of `names` that the config has as a positive integer."""
-    values = (getattr(config, name, None) for name in names)
+    values = (largest_value(config, name) for name in names)
     return next(
         (value for value in values if isinstance(value, int) and not isinstance(value, bool) and value > 0), None
     )

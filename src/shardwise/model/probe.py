@@ -291,6 +291,33 @@ def arguments_to_cast(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[str,
     return tuple(floats if not takes(kept) else (name for name in floats if name not in kept))
 
 
+def unfit_dtypes(model: nn.Module, sequence_length: int) -> frozenset[str]:
+    """Return those of `fp64` and `bf16` in which the forward of a transformers model multiplies unlike dtypes.
+
+    transformers keeps some weights in fp32 whatever the dtype of the others. Most forwards cast them all the same; one
+    that casts what it multiplies them by alone needs them in fp32. Models that keep none are not run.
+    """
+    if not getattr(model, "_keep_in_fp32_modules_strict", None):
+        return frozenset()
+    inputs = token_inputs(model, min(POSITIONS, sequence_length))
+
+    def is_unfit(dtype: torch.dtype) -> bool:
+        try:
+            with _EqualDtypes():
+                _run_fake(_copy(model), inputs, "cpu", dtype)
+        except _UnlikeDtypesError:
+            return True
+        except Exception:  # any code may run in a model's forward, and not all of it on fake tensors
+            return False
+        return False
+
+    return frozenset(name for name, dtype in (("fp64", torch.float64), ("bf16", torch.bfloat16)) if is_unfit(dtype))
+
+
+class _UnlikeDtypesError(RuntimeError):
+    """A product of several float dtypes."""
+
+
 class _EqualDtypes(TorchFunctionMode):
     """Refuse products, norms and attention of tensors of several float dtypes, as kernels do; fake ones do not."""
 
@@ -300,7 +327,7 @@ class _EqualDtypes(TorchFunctionMode):
         if func in MATRIX_PRODUCTS | OF_EQUAL_DTYPES:
             tensors = [leaf for leaf in tree_leaves([args, kwargs]) if isinstance(leaf, Tensor)]
             if len({tensor.dtype for tensor in tensors if tensor.is_floating_point()}) > 1:
-                raise RuntimeError(f"{func.__name__} of several float dtypes")
+                raise _UnlikeDtypesError(f"{func.__name__} of several float dtypes")
         return func(*args, **(kwargs or {}))
 
 

@@ -35,6 +35,7 @@ from shardwise.testing.oracle_preference import preference_loss
 from shardwise.testing.oracle_routers import RouterReference
 from shardwise.testing.oracle_start import AUTO
 from shardwise.testing.start_check import distributions
+from shardwise.testing.widening import WithoutNarrowing, needs_fp32_weights
 
 FORWARD_TOKENS = 4096  # of one forward; more would only cost memory
 # Weights, optimizer state, and the biases of routers.
@@ -117,10 +118,12 @@ class Oracle:
     compute: torch.dtype = torch.float64
     gradients: dict[str, Tensor] = field(default_factory=dict, init=False)
     _router_logits: Sequence[Tensor] = field(default=(), init=False)  # of the forward that ran last, layer by layer
+    narrows_logits: bool = field(default=False, init=False)  # the model makes them in fp32 whatever its own dtype is
     used: set[str] = field(default_factory=set, init=False)  # parameters that the last backward reached
 
     def __post_init__(self) -> None:
         self.model = adapt(_build(self.job, self.eager), adapter_settings(self.job.adapter)).to(self.master)
+        self._widens = needs_fp32_weights(self.model)
         owners: dict[int, list[str]] = {}
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             owners.setdefault(id(parameter), []).append(name)
@@ -254,9 +257,11 @@ class Oracle:
             if self.job.model.task == "seq2seq_lm":
                 inputs["decoder_input_ids"] = self._decoded(rows.labels)
             scaled = scaled_twice(self.model) if twist.scales_adapters_twice else nullcontext()
-            with _whole_alibi(self.model), scaled:
+            widened: Any = WithoutNarrowing() if self._widens else nullcontext()
+            with _whole_alibi(self.model), scaled, widened:
                 output = self.model(**inputs, **({"output_router_logits": True} if self.routers.has_loss else {}))
             logits, self._router_logits = output.logits, getattr(output, "router_logits", None) or ()
+            self.narrows_logits |= logits.dtype == torch.float32 and self.compute == torch.float64
         assert rows.labels is not None
         if self.reference is not None:
             return self._preference_loss(rows, inputs, logits, twist)

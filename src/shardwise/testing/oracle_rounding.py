@@ -6,17 +6,17 @@ order of sums, is about as far from either.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from shardwise.testing.comparison import Tolerance, compare_tensors
 from shardwise.testing.oracle import Oracle
+from shardwise.testing.widening import WithoutNarrowing
 
 UNKNOWN_ROUNDING = 1e-6
 
@@ -103,23 +103,6 @@ def _rounded_weights(oracle: Oracle, dtype: torch.dtype) -> Iterator[None]:
             parameter.data = data
 
 
-class _WithoutNarrowing(TorchFunctionMode):
-    """Leaves in fp64 what a model computes in fp32 whatever its own dtype is: norms, rotations, routers."""
-
-    def __torch_function__(
-        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        first = args[0] if args else None
-        if not isinstance(first, Tensor) or first.dtype != torch.float64:
-            return function(*args, **kwargs)
-        if function is Tensor.float:
-            return first
-        wide = [torch.float64 if value is torch.float32 else value for value in args]
-        named = {key: torch.float64 if value is torch.float32 else value for key, value in kwargs.items()}
-        return function(*wide, **named)
-
-
 def inner_rounding(oracle: Oracle, step: int) -> float:
     """Return how far the gradients of an fp64 oracle move, relative to each tensor, where fp32 inside it is left out.
 
@@ -128,7 +111,7 @@ def inner_rounding(oracle: Oracle, step: int) -> float:
     oracle.backward(step)
     narrow = oracle.gradients
     try:
-        with _WithoutNarrowing():
+        with WithoutNarrowing():
             oracle.backward(step)
     except RuntimeError:
         return UNKNOWN_ROUNDING

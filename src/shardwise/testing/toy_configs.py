@@ -11,7 +11,7 @@ from typing import Any
 VOCABULARY = 97
 # Names of one size, over all families, by the toy's size.
 NAMES_OF_SIZE: dict[int, tuple[str, ...]] = {
-    VOCABULARY: ("vocab_size", "text_vocab_size", "n_words"),
+    VOCABULARY: ("vocab_size", "unpadded_vocab_size", "text_vocab_size", "n_words"),
     64: ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "max_sequence_length"),
     48: (
         *("intermediate_size", "n_inner", "d_ff", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "ffn_hidden_size"),
@@ -19,7 +19,10 @@ NAMES_OF_SIZE: dict[int, tuple[str, ...]] = {
     ),
     32: ("hidden_size", "n_embd", "d_model", "dim", "emb_dim", "embedding_size", "word_embed_proj_dim"),
     16: ("q_lora_rank", "kv_lora_rank"),
-    8: ("head_dim", "d_kv", "attention_head_size", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"),
+    8: (
+        *("head_dim", "d_kv", "attention_head_size", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"),
+        "linear_head_dim",
+    ),
     4: (
         *(
             "num_attention_heads",
@@ -29,7 +32,7 @@ NAMES_OF_SIZE: dict[int, tuple[str, ...]] = {
             "encoder_attention_heads",
             "decoder_attention_heads",
         ),
-        *("num_encoder_attention_heads", "num_decoder_attention_heads"),
+        *("num_encoder_attention_heads", "num_decoder_attention_heads", "linear_num_heads"),
         *("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
     ),
     2: (
@@ -66,7 +69,7 @@ EXTRAS: dict[str, dict[str, Any]] = {
     "ernie4_5_moe": {"moe_k": 2},
     "flint": {"mlp_only_layers": [0]},
     "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2, "head_dim": 8},
-    "kimi_linear": {"num_experts_per_token": 2},
+    "kimi_linear": {**LATENT, "num_experts_per_token": 2, "layer_types": ["linear_attention", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "zaya": {"num_experts_per_tok": 1},
     "gptj": {"rotary_dim": 4},

@@ -18,6 +18,11 @@ def _narrow(d: Draft) -> str:
     return next((name for name, dtype in kept if dtype and BITS.get(dtype, 0) < BITS[d.compute]), "")
 
 
+def _is_unfit(d: Draft) -> bool:
+    """Return whether the model's forward needs some weights in fp32, and this job computes in another dtype."""
+    return ("bf16" if BITS[d.compute] == 16 else d.compute) in d.facts.unfit_dtypes
+
+
 # fmt: off
 RULES: tuple[Rule, ...] = (
     Rule("weights-factory", ("model.dtype", "model.factory"), "it is of models of transformers",
@@ -32,6 +37,11 @@ RULES: tuple[Rule, ...] = (
          fix="use precision.compute bf16, or leave model.dtype out",
          because=lambda d: f"{_narrow(d)} is not trained and would be kept in {d.facts.kept_dtype(_narrow(d))}, and "
          f"this job computes in {d.compute}"),
+    Rule("fp32-weights", ("precision.compute",), "all weights are computed with in one dtype",
+         _is_unfit,
+         fix="use fp32",
+         because=lambda d: f"transformers keeps some weights of {d.facts.family} in fp32, its forward multiplies them "
+         f"by what it has cast to fp32, and this job would compute with them in {d.compute}"),
     idle("cast-float-arguments", "precision.cast_float_arguments",
          "it is for a module of model.factory that computes in 16 bits",
          lambda d: d.model.factory is None or d.compute not in ("bf16", "fp16")),

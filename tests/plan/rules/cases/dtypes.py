@@ -19,6 +19,13 @@ CASES = {
         CPU4,
         NARROW,
     ),
+    "fp32-weights": case(
+        {"precision": {"compute": "fp16"}},
+        {"precision": {"compute": "fp32"}},
+        "its forward multiplies them by what it has cast to fp32, and this job would compute with them in fp16",
+        CPU4,
+        replace(FACTS, unfit_dtypes=frozenset({"bf16"})),
+    ),
     "cast-float-arguments": case(
         {"precision": {"cast_float_arguments": True}},
         {"model": {"factory": "a:b"}, "precision": {"compute": "bf16", "cast_float_arguments": True}},
