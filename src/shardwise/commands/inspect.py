@@ -46,9 +46,9 @@ def position_table(positions: Sequence[Any]) -> Table:
     """Return a row for each rank."""
     table = Table("rank", "step", "phase", "waits in", "at", "for", box=None, pad_edge=False)
     for position in positions:
-        row = (
-            position.rank, position.step + 1, " ".join(filter(None, (position.phase, position.state))),
-            position.collective or "–", position.frame or "–", f"{position.seconds:.1f} s",
-        )  # fmt: skip
+        phase = " ".join(filter(None, (position.phase, position.state)))
+        call = f" (call {position.sequence})" if position.sequence else ""
+        waits, at = f"{position.collective or '–'}{call}", position.frame or "–"
+        row = (position.rank, position.step + 1, phase, waits, at, f"{position.seconds:.1f} s")
         table.add_row(*(Text(str(cell)) for cell in row))
     return table

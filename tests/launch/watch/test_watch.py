@@ -94,6 +94,9 @@ def test_the_ranks_that_hold_the_others_up_come_first() -> None:
         "in different collectives, or the network between them is slow"
     )
     assert "none of them is behind" in describe_positions([replace(WAITS, rank=rank) for rank in range(4)])
+    everywhere = replace(WAITS, collective="all_reduce of loss and gradient norm over world")
+    behind = [replace(everywhere, rank=rank, sequence=40 - 2 * (rank == 2)) for rank in range(4)]
+    assert describe_positions(behind).endswith("since 94 s, and rank 2 is 2 calls behind")
     gone = describe_positions([replace(WAITS, rank=3, host="node7", state=GONE), WAITS, replace(WAITS, rank=1)])
     assert gone.startswith("rank 3 (node7) is gone, the others wait in")
 

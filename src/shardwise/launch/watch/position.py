@@ -28,6 +28,7 @@ class RankPosition:
         frame: the line of the user's code or of this package that it is at; empty where it could not answer.
         seconds: since it has entered the collective, or else the phase.
         stack: its frames, the innermost first.
+        sequence: number of the collective among those that it has entered in this group; 0 where it is not known.
     """
 
     rank: int
@@ -39,6 +40,7 @@ class RankPosition:
     frame: str
     seconds: float
     stack: tuple[str, ...] = ()
+    sequence: int = 0
 
     @property
     def waits(self) -> bool:
@@ -80,10 +82,10 @@ def _position(rank: AnnouncedRank, place: RecordedPlace | None, host: str, state
         return RankPosition(rank.rank, host, 0, GONE, "", "", "", 0.0)
     stack = telling_stack(stacks, place.thread)
     frame = telling_frame(stack)
-    collective, since = _collective(place, stack)
+    collective, since, sequence = _collective(place, stack)
     on_gpu, issued = rank.read_collective()
     if on_gpu:
-        collective, since = on_gpu, time.monotonic_ns() - (time.time_ns() - issued)
+        sequence, collective, since = 0, on_gpu, time.monotonic_ns() - (time.time_ns() - issued)
     elif collective and frame is not None and not place.collectives:
         collective = f"{collective} at {frame.short_file}:{frame.line}"
     return RankPosition(
@@ -96,12 +98,13 @@ def _position(rank: AnnouncedRank, place: RecordedPlace | None, host: str, state
         "" if frame is None else str(frame),
         (time.monotonic_ns() - since) / 1e9,
         tuple(f"{frame.file}:{frame.line} in {frame.function}" for frame in stack),
+        sequence,
     )
 
 
-def _collective(place: RecordedPlace, stack: Sequence[StackFrame]) -> tuple[str, int]:
-    """Return the collective that a rank waits in, empty for none, and since when it is in it or in its phase."""
+def _collective(place: RecordedPlace, stack: Sequence[StackFrame]) -> tuple[str, int, int]:
+    """Return the collective that a rank waits in (empty for none), since when it is at its place, and its number."""
     if place.collectives:
         recorded = place.collectives[0]
-        return recorded.name, recorded.began
-    return collective_of(stack), place.phase_began
+        return recorded.name, recorded.began, recorded.sequence
+    return collective_of(stack), place.phase_began, 0

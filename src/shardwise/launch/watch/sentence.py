@@ -20,7 +20,7 @@ def describe_positions(positions: Sequence[RankPosition]) -> str:
     """Return which ranks are where: `ranks 5 and 13 are in checkpoint.save, the others wait in all_gather of …`."""
     groups = sorted(_groups(positions), key=lambda group: (group[0].waits, len(group), group[0].rank))
     if len(groups) == 1 and groups[0][0].waits:
-        behind = ", and none of them is behind: look at the network between them" if len(positions) > 1 else ""
+        behind = _behind(positions) if len(positions) > 1 else ""
         return f"{_subject(groups[0], positions, 'wait')} {_place(groups[0])}{behind}"
     named, more = groups[:MOST_GROUPS], groups[MOST_GROUPS:]
     parts = []
@@ -32,6 +32,18 @@ def describe_positions(positions: Sequence[RankPosition]) -> str:
     if len(groups) > 1 and all(group[0].waits for group in groups):
         parts[-1] += ": they are in different collectives, or the network between them is slow"
     return ", ".join(parts)
+
+
+def _behind(positions: Sequence[RankPosition]) -> str:
+    """Return who has entered fewer collectives of a group, of ranks that wait in one of the same name."""
+    most = max(position.sequence for position in positions)
+    # In other groups a rank may skip units, so numbers differ where nobody is behind.
+    is_counted = positions[0].collective.endswith(" over world")
+    late = [position for position in positions if is_counted and position.sequence < most]
+    if not late:
+        return ", and none of them is behind: look at the network between them"
+    calls = most - min(position.sequence for position in late)
+    return f", and {_ranks(late)} {'is' if len(late) == 1 else 'are'} {calls} calls behind"
 
 
 def _groups(positions: Iterable[RankPosition]) -> list[list[RankPosition]]:
