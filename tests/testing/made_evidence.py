@@ -44,6 +44,7 @@ class AnsweringEvidence(Evidence):
         vars(self)["coefficients"] = self.fits.get((), {})
         vars(self)["parts"] = [(rank, number, [2 * number + rank]) for rank, number in self.label_counts]
         vars(self).setdefault("update_ratio", None)
+        vars(self).setdefault("tokens", 0)
 
     def coefficients_of(self, names: Sequence[str]) -> dict[Part, float]:
         return self.fits.get(tuple(names), {})
@@ -58,7 +59,7 @@ class AnsweringEvidence(Evidence):
 def made_plan(data_ranks: int = 2, accumulation: int = 2, job: Any = None, **degrees: int) -> Any:
     """Return what diagnoses read of a plan; `degrees` by the names of axes."""
     job = job or SimpleNamespace(
-        optimizer=SimpleNamespace(clip_norm=None, weight_decay=0.0, name="SGD"),
+        optimizer=SimpleNamespace(clip_norm=None, weight_decay=0.0, name="SGD", groups=[]),
         adapter=SimpleNamespace(kind="none"),
         training=SimpleNamespace(z_loss=0.0, label_smoothing=0.0, loss_reduction="token"),
         memory=SimpleNamespace(activation_checkpointing="none"),
@@ -99,6 +100,6 @@ def made_evidence(
     given = {
         "plan": made_plan(), "step": 1, "oracle": oracle, "ours": ours or captured(),
         "wrong": differences, "tolerances": Tolerances.of("fp64"), "loss": 2.0, "norm": 1.0,
-        "right": tensors(), "update_with": tensors(), "update": Update(tensors(), tensors()), "wrong_tensors": NAMES,
+        "right": tensors(), "update_with": tensors(), "update": Update(tensors(), tensors(1.5)), "wrong_tensors": NAMES,
     }  # fmt: skip
     return AnsweringEvidence(**(given | changes))

@@ -138,6 +138,22 @@ def test_a_job_without_these_terms_is_not_suspected_of_them() -> None:
     assert mistakes.batch_mistake(made_evidence(mistakes=twists, label_counts=EVEN)) is None
 
 
+def test_one_coefficient_may_be_the_share_of_labels_that_count() -> None:
+    evidence = made_evidence(fits={(): dict.fromkeys(ALL, 0.8)}, label_counts=EVEN)
+    vars(evidence)["tokens"] = 25
+    diagnosis = diagnose(evidence)
+    assert diagnosis is not None and diagnosis.fault == "divided_by_all_tokens"
+
+
+@pytest.mark.parametrize(("times", "is_kept"), [(0.5, True), (-0.5, False)])
+def test_gradients_of_the_step_before_may_be_in_ours(times: float, is_kept: bool) -> None:
+    earlier = {name: value.flip(0).cos() for name, value in tensors().items()}
+    ours = captured(gradients={name: value + times * earlier[name] for name, value in tensors().items()})
+    diagnosis = mistakes.kept_gradients(made_evidence(ours=ours, earlier=earlier))
+    assert (diagnosis is not None and diagnosis.fault == "kept_gradients") is is_kept
+    assert mistakes.kept_gradients(made_evidence(ours=ours)) is None
+
+
 @pytest.mark.parametrize("is_stale", [True, False])
 def test_weights_of_the_step_before_are_tried_and_taken_back(is_stale: bool) -> None:
     restored: list[str] = []

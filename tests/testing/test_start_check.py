@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shardwise.testing.start_check import compare_start_values, distributions, unlike
+from shardwise.testing.start_check import compare_start_buffers, compare_start_values, distributions, unlike
 
 
 def _drawn(deviation: float, seed: int, size: int = 576) -> torch.Tensor:
@@ -26,10 +26,16 @@ def test_a_row_of_zeros_and_constants_are_compared_by_value() -> None:
     assert not unlike(found["ones"], found["ones"])
 
 
+def test_parameters_with_equal_draws_are_named() -> None:
+    values, plain = _drawn(0.02, 0), distributions({"a": _drawn(0.02, 1), "b": _drawn(0.02, 2)})
+    found = compare_start_values(distributions({"a": values, "b": values.clone()}), plain)
+    assert [d.name for d in found if not d.agrees] == ["b: the values of a"]
+
+
 def test_buffers_are_equal_unless_they_are_drawn() -> None:
     right, drawn = torch.arange(4.0), _drawn(1.0, 0)
     plain = {"table": right, "features": drawn}
     rebuilt = {"table": right, "features": _drawn(1.0, 1)}
     own = {"table": right + 1, "features": _drawn(1.0, 2)}
-    found = {d.name: d.agrees for d in compare_start_values({}, {}, own, plain, lambda: rebuilt)}
+    found = {d.name: d.agrees for d in compare_start_buffers(own, plain, lambda: rebuilt)}
     assert found == {"buffer table": False, "buffer features": True}

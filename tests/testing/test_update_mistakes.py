@@ -10,6 +10,7 @@ import torch
 
 from shardwise.testing import update_mistakes as mistakes
 from shardwise.testing.capture import Captured, ClipFactor
+from shardwise.testing.comparison import Update
 from shardwise.testing.copies import CopyError
 from shardwise.testing.diagnosis import diagnose
 from shardwise.testing.oracle import UpdateTwist
@@ -64,6 +65,7 @@ def test_small_gradients_of_experts_are_missed_too(times: int, words: str) -> No
         ((0.25, 0.25), "clip_skipped", "gradients are not clipped"),
         ((1 / 16, 1 / 16), "clip_twice", "gradients are clipped twice"),
         ((1 / 32, 1 / 32), "clip_scaled", "before the loss scale is taken out"),
+        ((0.5, 0.5), "scale_left_in", "the loss scale is not taken out"),
         ((0.125, 0.25), "local_clip", r"ranks clip by factors of their own, 0\.5, 1: by parts"),
         ((0.2, 0.2), "wrong_clip", r"multiplied by 0\.8 for the update, not 0\.5"),
     ],
@@ -93,6 +95,8 @@ def test_gradients_may_change_on_their_way_to_the_optimizer() -> None:
     [
         ("weight_decay is 0.0, not 0.1, of block.weight", "no_decay"),
         ("weight_decay is 0.1, not 0.0, of block.bias", "decay_on_bias"),
+        ("weight_decay is 0.2, not 0.1, of block.weight", "wrong_decay"),
+        ("decoupled_weight_decay is False, not True", "coupled_decay"),
         ("lr is 0.2, not 0.1", "wrong_learning_rate"),
         ("eps is 1e-06, not 1e-08", "wrong_eps"),
         ("momentum is 0.8, not 0.9", "wrong_option"),
@@ -100,6 +104,12 @@ def test_gradients_may_change_on_their_way_to_the_optimizer() -> None:
 )
 def test_options_of_the_optimizer_are_named(sentence: str, fault: str) -> None:
     assert diagnose(made_evidence({"options": sentence})) == (fault, sentence)
+
+
+def test_decay_that_the_options_lack_may_be_in_the_gradient() -> None:
+    sentence = {"options": "weight_decay is 0.0, not 0.1, for block.weight"}
+    diagnosis = diagnose(made_evidence(sentence, update_mistakes=[UpdateTwist(couples_decay=True)]))
+    assert diagnosis is not None and diagnosis.fault == "coupled_decay"
 
 
 @pytest.mark.parametrize(
@@ -116,6 +126,9 @@ def test_slices_that_stay_are_named(moved: list[bool], fault: str | None) -> Non
     [
         (UpdateTwist(decay_all=True), "decay_on_bias"),
         (UpdateTwist(decay_none=True), "no_decay"),
+        (UpdateTwist(couples_decay=True), "coupled_decay"),
+        (UpdateTwist(repeats=2), "updated_twice"),
+        (UpdateTwist(forgets=True), "lost_state"),
         (UpdateTwist(counted=1), "late_correction"),
         (UpdateTwist(counted=10**9), "no_bias_correction"),
         (UpdateTwist(eps=1e-6), "wrong_eps"),
@@ -140,7 +153,9 @@ def test_an_update_that_nothing_explains_names_its_tensors() -> None:
     scaled = made_evidence(["update"])
     vars(scaled)["update_ratio"] = 2.0
     diagnosis = mistakes.wrong_update(scaled)
-    assert diagnosis is not None and diagnosis.fault == "wrong_learning_rate" and "are 2 times" in diagnosis.sentence
+    assert diagnosis is not None and diagnosis.fault == "scaled_update" and "are 2 times" in diagnosis.sentence
+    still = mistakes.wrong_update(made_evidence(["update"], update=Update(tensors(), tensors())))
+    assert still == ("frozen_tensor", "block.weight, block.bias are not updated")
     assert mistakes.wrong_update(made_evidence(["update"], update_mistakes=[UpdateTwist()])) is None
     assert mistakes.wrong_update(made_evidence(["update", "clipping"])) is None
 
@@ -148,7 +163,7 @@ def test_an_update_that_nothing_explains_names_its_tensors() -> None:
 def test_decay_may_be_missing_of_some_tensors_alone() -> None:
     evidence = made_evidence(["update"])
     answers = {UpdateTwist(): ["block.weight"], UpdateTwist(decay_none=True): ["block.bias"]}
-    evidence.wrong_updates = answers.__getitem__
+    evidence.wrong_updates = lambda twist: answers.get(twist, ["block.weight"])
     diagnosis = mistakes.wrong_update(evidence)
     assert diagnosis is not None and diagnosis.sentence == "weight decay is not applied to block.weight"
 

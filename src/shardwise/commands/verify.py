@@ -51,13 +51,19 @@ from shardwise.testing.oracle_rows import RowSource
 from shardwise.testing.oracle_start import known_start
 from shardwise.testing.reference import SIXTEEN, OracleReference, RecordedReference, Recording, oracle_dtypes
 from shardwise.testing.run_checks import (
+    compare_buffers,
     compare_evaluation,
     compare_order,
     compare_schedule,
     compare_start,
     drawn_weights,
 )
-from shardwise.testing.start_check import compare_known_start, compare_start_values, distributions
+from shardwise.testing.start_check import (
+    compare_known_start,
+    compare_start_buffers,
+    compare_start_values,
+    distributions,
+)
 from shardwise.training.session import Session
 from shardwise.training.setup import AssembledJob, assemble, current_world, prepare_data, study
 from shardwise.training.trainer import Trainer
@@ -193,12 +199,11 @@ def _verify_precision(
         oracles.append(oracle)
         if is_first:
             report.add(compare_corpus(job, run.data.directory, run.data.tokenizer_directory))
-        if is_first:
             report.add(compare_known_start({**weights, **buffers}, known_start(job), facts.weight_dtypes))
         if is_first and job.model.path is None and job.model.weights is None:  # else they are not drawn
-            report.add(compare_start_values(
-                distributions(weights), oracle.plain, buffers, oracle.plain_buffers, oracle.rebuilt_buffers
-            ))  # fmt: skip
+            report.add(compare_start_values(distributions(weights), oracle.plain))
+        if job.model.path is None and job.model.weights is None:
+            report.add(compare_start_buffers(buffers, oracle.plain_buffers, oracle.rebuilt_buffers))
         return OracleReference(run.plan, oracle, report, _norms_see_parts(run))
 
     _compare(session, steps, reference, report)
@@ -229,11 +234,11 @@ def _record(job: Job, device: torch.device, directory: str, steps: int) -> None:
 
 
 def _session(job: Job, device: torch.device, facts: ModelFacts, data: TokenData, steps: int) -> Session:
-    """Return a session of the job as it trains, which evaluates once, on one batch.
+    """Return a session of the job as it trains, which evaluates once, on two batches as far as there are two.
 
     Late: an evaluation gathers weights anew, and what the first update leaves behind would not show.
     """
-    training = {"evaluate_every": steps if steps < 3 else steps - 1, "evaluate_batches": 1, "callbacks": []}
+    training = {"evaluate_every": steps if steps < 3 else steps - 1, "evaluate_batches": 2, "callbacks": []}
     changed = {"training": job.training.model_copy(update=training), "evaluation": EvaluationSection()}
     job = job.model_copy(update=changed)
     return Session.of(assemble(job, device, facts, data))
@@ -255,7 +260,7 @@ def _compare(session: Session, steps: int, make_reference: Callable[[], Any], re
             with rates.of_oracle():
                 is_right = reference is None or reference.judge(ours)
                 if reference is not None and is_right:
-                    report.add(reference.compare_evaluation_loss(ours))
+                    report.add([*compare_buffers(ours), *reference.compare_evaluation_loss(ours)])
             report.add(rates.compare(ours.step))
             if not _agreed(is_right, session.device):
                 trace, undropped = trace_step(session, batches, ours)

@@ -11,7 +11,7 @@ from torch import Tensor
 from shardwise.data.batch import Batch
 from shardwise.plan.plan import Plan
 from shardwise.testing.capture import Captured
-from shardwise.testing.oracle_data import NOT_COUNTED, Rows, Source
+from shardwise.testing.oracle_data import EVALUATION, NOT_COUNTED, Rows, Source
 
 
 class Misread(NamedTuple):
@@ -37,6 +37,22 @@ def find_misread(plan: Plan, source: Source, ours: Captured) -> Misread | None:
             if found:
                 return found
     return None
+
+
+def find_misread_evaluation(plan: Plan, source: Source, ours: Captured) -> str:
+    """Return what is wrong with the rows of the evaluation behind a step; empty where ranks got those held out."""
+    for rank, (batches, data_rank) in enumerate(zip(ours.evaluation_batches, ours.data_ranks, strict=True)):
+        for index, batch in enumerate(batches if source.validation_size else ()):
+            turn, number = divmod(index, plan.accumulation)
+            start = turn * plan.sequences_per_step
+            size = min(plan.sequences_per_step, source.validation_size - start)
+            first = (number * plan.data_ranks + data_rank) * plan.microbatch
+            expected = [EVALUATION + start + row % size for row in range(first, first + plan.microbatch)]
+            if batch.rows.tolist() != expected:
+                return f"microbatch {index} of the evaluation has other rows on rank {rank} than its own"
+            if _wrong_content(batch, source, rank, min(max(size - first, 0), plan.microbatch)):
+                return f"microbatch {index} of the evaluation, on rank {rank}, does not hold the rows that are held out"
+    return ""
 
 
 def _counters(plan: Plan, step: int, data_rank: int, number: int) -> list[int]:

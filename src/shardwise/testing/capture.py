@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shardwise.data.batch import Batch
 from shardwise.parallel.tensor_map import Slices
-from shardwise.testing.copies import CopyError, compare_copies, gathered
+from shardwise.testing.copies import CopyError, buffer_digests, compare_copies, gathered
 from shardwise.testing.precision_record import PrecisionRecord, recorded_precision
 from shardwise.training.setup import AssembledJob
 from shardwise.training.trainer import Trainer
@@ -56,6 +56,7 @@ class Captured:
         validation_loss: what it came to.
         slices: by rank and tensor, what the rank holds of it.
         weights: this rank's own, by tensor, before the step.
+        buffers: by rank, digests of its buffers by name and place among tensor ranks, after the update.
         router_biases: by rank, the biases that correct the scores of its routers, after the step.
     """
 
@@ -82,6 +83,7 @@ class Captured:
     slices: list[dict[str, list[Slices]]] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
     router_biases: list[dict[str, Tensor]] = field(default_factory=list)
+    buffers: list[dict[tuple[str, int], bytes]] = field(default_factory=list)
 
 
 def capture_step(trainer: Trainer, batches: Sequence[Batch]) -> Captured:
@@ -103,6 +105,7 @@ def capture_step(trainer: Trainer, batches: Sequence[Batch]) -> Captured:
         "evaluation_modes": watcher.evaluation_modes,
         "evaluation_batches": watcher.evaluation_batches,
         "router_biases": _router_biases(run),
+        "buffers": watcher.buffers,
         "slices": {entry.name: [region.logical for region in entry.regions] for entry in entries},
     }
     everyone = gathered(of_rank)  # in one message
@@ -155,6 +158,7 @@ class _StepWatcher:
         self.evaluation_modes: tuple[bool, bool] | None = None
         self.precision = PrecisionRecord()
         self.evaluation_batches: list[Batch] = []
+        self.buffers: dict[tuple[str, int], bytes] = {}
         self._reduced: dict[str, Tensor] = {}  # this rank's own gradients, before clipping
         self._inside: list[bool] = []  # of modules in an evaluation
         self._exit = ExitStack()
@@ -197,6 +201,7 @@ class _StepWatcher:
             self.options = _options(self.run)
             update()
             self.precision.read_state(self.run)
+            self.buffers = buffer_digests(self.run)  # before an evaluation, whose forward may change them
 
         return step
 

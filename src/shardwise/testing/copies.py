@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.job.axes import Axis
 from shardwise.training.setup import AssembledJob
 
 
@@ -73,6 +74,13 @@ def _local_tensors(run: AssembledJob, gradients: bool) -> dict[LocalKey, Tensor]
         boxes = tuple(tuple((box.start, box.stop) for box in region.logical) for region in entry.regions)
         tensors[LocalKey(name, boxes)] = torch.zeros_like(entry.local) if value is None else value.detach()
     return tensors
+
+
+def buffer_digests(run: AssembledJob) -> dict[tuple[str, int], bytes]:
+    """Return a digest of each of this rank's buffers, by name and the rank's place among tensor ranks."""
+    place = run.layout.index(Axis.TENSOR)
+    buffers = (named for part in run.model.parts for named in part.module.named_buffers())
+    return {(name, place): digest_of(buffer) for name, buffer in buffers if not buffer.is_meta}
 
 
 def digest_of(tensor: Tensor) -> bytes:

@@ -27,6 +27,7 @@ SIGNATURES: tuple[tuple[set[str], Callable[[Evidence], Diagnosis | None]], ...] 
     (GRADIENT, gradients.local_means),
     (GRADIENT, gradients.one_scale),
     (GRADIENT, gradients.odd_parts),
+    (GRADIENT, gradients.kept_gradients),
     (GRADIENT | {"loss"}, gradients.stale_weights),
     (GRADIENT | {"loss"}, gradients.batch_mistake),
     (GRADIENT, gradients.dropout_alone),

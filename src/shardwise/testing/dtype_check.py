@@ -28,6 +28,7 @@ def compare_dtypes(plan: Plan, ours: Captured, oracle: Oracle) -> list[Differenc
     sentences = {
         "compute": _compute(plan, ours),
         "reduction": _unlike("gradients are summed over ranks in", "reduction", plan, ours),
+        "sums": _coarse_sums(plan, ours, oracle),
         "loss": "" if oracle.narrows_logits else _loss(plan, ours),
         "parameters": _unlike("master weights are in", "parameters", plan, ours)
         or _coarse_parameters(plan, ours, oracle),
@@ -44,11 +45,10 @@ def difference(step: int, role: str, sentence: str) -> Difference:
 
 def compare_exactness(plan: Plan, ours: Captured, rounded: RoundedStep) -> list[Difference]:
     """Return a difference that disagrees where gradients of a 16-bit job lack the noise of 16 bits."""
-    noise = math.hypot(*rounded.noise.values())
     names = [name for name in rounded.wide if name in ours.gradients]
     apart = math.hypot(*(float((ours.gradients[n].double() - rounded.wide[n].double()).norm()) for n in names))
     compute = plan.dtypes.compute
-    is_exact = apart < EXACT * noise
+    is_exact = apart < EXACT * rounded.least_noise
     sentence = f"gradients are as exact as fp32's: they are not computed in {compute}, as the plan says"
     return [difference(ours.step, "compute", sentence if is_exact else "")]
 
@@ -78,6 +78,13 @@ def _coarse_loss(plan: Plan, ours: Captured) -> str:
         if all(float(torch.tensor(loss, dtype=torch.float64).to(dtype)) == loss for loss in losses):
             return f"losses are numbers of {_named(dtype)}, {plan.dtypes.loss} belongs there"
     return ""
+
+
+def _coarse_sums(plan: Plan, ours: Captured, oracle: Oracle) -> str:
+    """Judge sums of several microbatches: the gradient of one may hold numbers of 16 bits."""
+    if plan.data_ranks * plan.accumulation == 1 or len(oracle.rows_of(ours.step)) <= plan.microbatch:
+        return ""
+    return _coarser("sums of gradients hold", plan.dtypes.reduction, ours.gradients, oracle.gradients)
 
 
 def _coarse_parameters(plan: Plan, ours: Captured, oracle: Oracle) -> str:

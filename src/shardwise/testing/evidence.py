@@ -52,6 +52,7 @@ class Evidence:
     wrong_tensors: Sequence[str]  # whose gradient is wrong, in the order of the oracle's
     misread: Misread | None = None
     stale: Snapshot | None = None  # of the oracle before the step before
+    earlier: Mapping[str, Tensor] = field(default_factory=dict)  # our gradients of the step before
     traces: Sequence[ModuleTrace] = ()  # of all ranks
     traced_origin: list[Any] | None = None  # once it has been looked for
     undropped: Mapping[str, Tensor] = field(default_factory=dict)  # our gradients of the summed loss without dropout
@@ -80,6 +81,12 @@ class Evidence:
         by_sample = counts_samples(self.plan.job)
         rows = {(rank, number): self.oracle.source.rows(own) for rank, number, own in self.parts}
         return {part: len(own.samples()) if by_sample else own.count() for part, own in rows.items()}
+
+    @cached_property
+    def tokens(self) -> int:
+        """Return the positions of the step's labels, counted or not; 0 where labels have no positions."""
+        labels = [self.oracle.source.rows(own).labels for _, _, own in self.parts]
+        return sum(values.numel() for values in labels if values is not None and values.dim() > 1)
 
     @cached_property
     def part_gradients(self) -> dict[Part, dict[str, Tensor]]:

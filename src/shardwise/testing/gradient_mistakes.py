@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 
@@ -13,6 +14,7 @@ from shardwise.testing.origin import find_origin
 from shardwise.testing.update_mistakes import describe_copies
 
 OUTPUTS_NEAR = 1e-4  # within which a loss is one that lacks a term
+KEPT_NEAR = 0.02  # of what gradients are off by, within which it is those of the step before
 NEAR = 0.05  # coefficients are told apart by more than this
 
 
@@ -92,8 +94,13 @@ def one_scale(evidence: Evidence, names: Sequence[str] = ()) -> Diagnosis | None
     """Look whether all parts have one coefficient; of the tensors `names`, if there are some."""
     coefficients = evidence.coefficients_of(names) if names else evidence.coefficients
     mean = sum(coefficients.values()) / max(len(coefficients), 1)
-    if not coefficients or abs(mean - 1) < NEAR or any(abs(c - mean) > NEAR * abs(mean) for c in coefficients.values()):
+    spread = max((abs(c - mean) for c in coefficients.values()), default=0.0)
+    is_off = abs(mean - 1) > (10 * SAME_RATIO if spread < SAME_RATIO else NEAR)
+    if not is_off or not coefficients or spread > NEAR * abs(mean):
         return None
+    if not names and abs(mean * evidence.tokens / (sum(evidence.counts.values()) or 1) - 1) < SAME_RATIO:
+        sentence = "the loss is divided by all tokens of the step, those without a label too"
+        return Diagnosis("divided_by_all_tokens", sentence)
     of = f" of {few(names)}" if names else ""
     if abs(mean) < NEAR:
         return Diagnosis("zero_gradient", f"the gradient{of} is zero")
@@ -144,6 +151,21 @@ def stale_weights(evidence: Evidence) -> Diagnosis | None:
     evidence.oracle.restore(now)
     sentence = f"step {evidence.step} computes with the weights from before the last update"
     return Diagnosis("stale_weights", sentence) if is_stale else None
+
+
+def kept_gradients(evidence: Evidence) -> Diagnosis | None:
+    """Look whether our gradients are the right ones and a multiple of those of the step before."""
+    names = [name for name in evidence.right if name in evidence.ours.gradients and name in evidence.earlier]
+    pairs = [(evidence.ours.gradients[n].double() - evidence.right[n].double(), evidence.earlier[n]) for n in names]
+    squares = sum(float(earlier.double().square().sum()) for _, earlier in pairs)
+    if not squares:
+        return None
+    factor = sum(float((apart * earlier.double()).sum()) for apart, earlier in pairs) / squares
+    size = math.hypot(*(float(apart.norm()) for apart, _ in pairs))
+    left = math.hypot(*(float((apart - factor * earlier.double()).norm()) for apart, earlier in pairs))
+    if factor <= 0 or not size or left > KEPT_NEAR * size:
+        return None
+    return Diagnosis("kept_gradients", f"gradients of step {evidence.step} are added to those of the step before")
 
 
 def adapter_scaled_twice(evidence: Evidence) -> Diagnosis | None:

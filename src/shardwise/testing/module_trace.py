@@ -16,9 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.kernels.dropout import active_scope
+from shardwise.plan.normalisation import NORMALISATIONS
 from shardwise.testing.capture import Captured, gather
 from shardwise.training.session import Session
 from shardwise.training.setup import AssembledJob
+from shardwise.training.step import weighted
 
 MOST = 4096  # elements that are kept of an output
 Rows = tuple[int, ...]
@@ -31,10 +33,12 @@ class ModuleTrace:
     Attributes:
         outputs: (module, sample counters of the microbatch) -> its first output.
         gradients: the same of gradients, without the loss scale.
+        awaited: keys of outputs that a gradient should reach.
     """
 
     outputs: dict[tuple[str, Rows], SampledOutput] = field(default_factory=dict)
     gradients: dict[tuple[str, Rows], SampledOutput] = field(default_factory=dict)
+    awaited: set[tuple[str, Rows]] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,7 @@ def trace_step(session: Session, batches: Sequence[Any], ours: Captured) -> tupl
     run.model.reshard()
     scale = ours.loss_scale / max(ours.count, 1)  # as in training, within the range of fp16
     # A reference runs ahead, without hooks: it may be this model.
+    batches = weighted(batches, NORMALISATIONS[run.plan.normalisation])
     batches = run.objective.prepared([batch.to(run.model.device) for batch in batches], ours.step)
     with ExitStack() as stack:
         for part in run.model.parts if not run.plan.job.model.compile else ():
@@ -129,6 +134,7 @@ def traced(
             trace.gradients.setdefault((name, own), SampledOutput.of(gradient, positions, divisor, whole))
 
         if tensor.requires_grad:
+            trace.awaited.add((name, own))
             tensor.register_hook(keep_gradient)
 
     with ExitStack() as stack:

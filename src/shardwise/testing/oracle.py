@@ -40,6 +40,7 @@ from shardwise.testing.widening import WithoutNarrowing, needs_fp32_weights
 FORWARD_TOKENS = 4096  # of one forward; more would only cost memory
 # Weights, optimizer state, and the biases of routers.
 Snapshot = tuple[dict[str, Tensor], dict[str, Any], dict[str, Tensor]]
+BALANCING = "load_balancing_loss_func"  # a function in the files of models with experts
 ALIBI = "build_alibi_tensor"  # a function in the files of Bloom and Falcon
 
 
@@ -79,15 +80,21 @@ class UpdateTwist:
     Attributes:
         clips: power of the clip factor.
         decay_all, decay_none: weight decay on all tensors or on none.
+        couples_decay: weight decay is added to the gradient.
         eps: of the optimizer, instead of its own.
         counted: steps that its counter is ahead.
+        forgets: it has no state of the steps before.
+        repeats: how often it steps.
     """
 
     clips: int = 1
     decay_all: bool = False
     decay_none: bool = False
+    couples_decay: bool = False
     eps: float | None = None
     counted: int = 0
+    forgets: bool = False
+    repeats: int = 1
 
 
 @dataclass
@@ -258,7 +265,7 @@ class Oracle:
                 inputs["decoder_input_ids"] = self._decoded(rows.labels)
             scaled = scaled_twice(self.model) if twist.scales_adapters_twice else nullcontext()
             widened: Any = WithoutNarrowing() if self._widens else nullcontext()
-            with _whole_alibi(self.model), scaled, widened:
+            with _whole_alibi(self.model), _without_balancing(self.model), scaled, widened:
                 output = self.model(**inputs, **({"output_router_logits": True} if self.routers.has_loss else {}))
             logits, self._router_logits = output.logits, getattr(output, "router_logits", None) or ()
             self.narrows_logits |= logits.dtype == torch.float32 and self.compute == torch.float64
@@ -283,7 +290,7 @@ class Oracle:
         assert self.reference is not None
         model = self.model if twist.reference_moves else self.reference
         model.train(False)
-        with torch.no_grad(), _whole_alibi(model):
+        with torch.no_grad(), _whole_alibi(model), _without_balancing(model):
             frozen = model(**inputs).logits
         return preference_loss(rows, logits, frozen, self.job.training.dpo)
 
@@ -359,7 +366,8 @@ class Oracle:
         for group in self.optimizer.param_groups:
             group["lr"] = scheduled_rate(settings, step, self.steps) * group["share"]
         with self._changed(twist):
-            self.optimizer.step()
+            for _ in range(twist.repeats):
+                self.optimizer.step()
         self.routers.move_biases()
         self._publish()
 
@@ -373,13 +381,18 @@ class Oracle:
         """Let the optimizer have the mistake's options inside."""
         groups = self.optimizer.param_groups
         before: list[dict[str, Any]] = [
-            {key: group[key] for key in ("weight_decay", "eps") if key in group} for group in groups
+            {key: group[key] for key in ("weight_decay", "eps", "decoupled_weight_decay") if key in group}
+            for group in groups
         ]
         for group in groups:
             if twist.decay_all or twist.decay_none:
                 group["weight_decay"] = 0.0 if twist.decay_none else group["decay"]
             if twist.eps is not None:
                 group["eps"] = twist.eps
+            if twist.couples_decay and "decoupled_weight_decay" in group:
+                group["decoupled_weight_decay"] = False
+        if twist.forgets:
+            self.optimizer.state.clear()
         if twist.counted:
             self._count(twist.counted)
         try:
@@ -456,6 +469,20 @@ def _is_named(name: str, patterns: Sequence[str]) -> bool:
     """Return whether one of the patterns is all of a parameter's name, or all of it up to some dot."""
     ends = [index for index, mark in enumerate(name) if mark == "."] + [len(name)]
     return any(re.fullmatch(pattern, name[:end]) for pattern in patterns for end in ends)
+
+
+@contextmanager
+def _without_balancing(model: nn.Module) -> Iterator[None]:
+    """Leave out the model's own balancing loss, which takes no mask of documents; that of the job is taken beside."""
+    module = sys.modules[type(model).__module__]
+    own = getattr(module, BALANCING, None)
+    if own is not None:
+        setattr(module, BALANCING, lambda *args, **kwargs: 0.0)
+    try:
+        yield
+    finally:
+        if own is not None:
+            setattr(module, BALANCING, own)
 
 
 @contextmanager

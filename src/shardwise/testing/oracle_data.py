@@ -1,12 +1,12 @@
 """The oracle's own reader: samples of a step straight from the token cache (or the user's data set).
 
-Written from the definitions in `data/packing.py` and `data/loader.py`, not with their code: it opens the Arrow files
-with pyarrow, cuts windows, restarts positions, masks and clears labels by itself. Only the sample order, itself a
-published function of (seed, counter), is shared.
+Written from the definitions in `data/packing.py`, `data/loader.py` and `data/order.py`, not with their code: it opens
+the Arrow files with pyarrow, orders samples, cuts windows, restarts positions, masks and clears labels by itself.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,12 +19,12 @@ import torch
 import xxhash
 from torch import Tensor
 
-from shardwise.data.order import order
 from shardwise.job.objects import load_object
 from shardwise.job.schema import Job
 
 NOT_COUNTED = -100
 KEPT = 1024  # samples that are kept, since a step is read several times
+EVALUATION = 1 << 62  # counters of validation samples begin here
 
 
 @dataclass
@@ -58,9 +58,28 @@ class Rows:
 
 
 class Source(Protocol):
-    """Training samples by global counter."""
+    """Training samples by global counter, and validation samples by their place behind EVALUATION.
+
+    `validation_size` counts the latter; 0 where they are not read.
+    """
+
+    validation_size: int
 
     def rows(self, counters: Sequence[int]) -> Rows: ...
+
+
+@dataclass(frozen=True)
+class DocumentStream:
+    """Documents one after the other: their tokens, and where each begins."""
+
+    tokens: np.ndarray
+    starts: np.ndarray
+
+    @classmethod
+    def of(cls, documents: Sequence[np.ndarray]) -> DocumentStream:
+        """Join documents; empty ones are none."""
+        kept = [document for document in documents if len(document)]
+        return cls(np.concatenate(kept), np.cumsum([0, *map(len, kept)])[:-1])
 
 
 class TokenSource:
@@ -73,13 +92,17 @@ class TokenSource:
         self.causal = job.model.task == "causal_lm"
         extra = 1 if self.causal else 0
         windows = (len(tokens) - 2 * extra) // self.length
-        held_out = max(1, int(windows * job.data.validation_fraction))
-        self.size = windows - held_out
+        self.validation_size = max(1, int(windows * job.data.validation_fraction))
+        self.size, held_out = windows - self.validation_size, self.validation_size * self.length + extra
         documents = np.split(tokens, starts[1:])
-        if job.data.validation_split != "place":
-            documents = _without_held_out(documents, held_out * self.length + extra, self.seed)
-        self.tokens = np.concatenate(documents)
-        self.starts = np.cumsum([0, *map(len, documents)])[:-1]
+        self.is_by_place = job.data.validation_split == "place"
+        if self.is_by_place:
+            first = self.size * self.length + extra
+            inside = starts[(starts > first) & (starts < first + held_out)] - first
+            left, held = documents, np.split(tokens[first : first + held_out], inside)
+        else:
+            left, held = _held_out(documents, held_out, self.seed)
+        self.training, self.validation = DocumentStream.of(left), DocumentStream.of(held)
         self._read: dict[int, dict[str, np.ndarray]] = {}  # the last samples
 
     def rows(self, counters: Sequence[int]) -> Rows:
@@ -93,8 +116,9 @@ class TokenSource:
         return Rows(stacked, labels, list(counters), documents)
 
     def _sample(self, counter: int) -> dict[str, np.ndarray]:
-        start = order(self.seed, counter, self.size) * self.length
-        window = self.tokens[start : start + self.length + self.causal].astype(np.int64)
+        stream, place = self._place(counter)
+        start = place * self.length
+        window = stream.tokens[start : start + self.length + self.causal].astype(np.int64)
         if self.causal:
             sample = {"input_ids": window[:-1], "labels": window[1:].copy()}
         elif self.job.model.task == "seq2seq_lm":
@@ -102,14 +126,21 @@ class TokenSource:
         else:
             sample = self._masked(window, counter)
         if self.job.data.isolate_documents:
-            self._isolate(sample, start)
+            self._isolate(sample, stream, start)
         return sample
 
-    def _isolate(self, sample: dict[str, np.ndarray], start: int) -> None:
+    def _place(self, counter: int) -> tuple[DocumentStream, int]:
+        """Return the stream of a sample, and the number of its window there."""
+        if counter < EVALUATION:
+            return self.training, shuffled_index(self.seed, counter, self.size)
+        place = counter - EVALUATION
+        return self.validation, place if self.is_by_place else shuffled_index(self.seed, place, self.validation_size)
+
+    def _isolate(self, sample: dict[str, np.ndarray], stream: DocumentStream, start: int) -> None:
         """Number of the document of each position; positions from 0 in each; no label from another document."""
         place = np.arange(start, start + self.length + 1)
-        document = np.searchsorted(self.starts, place, side="right")
-        begins = np.maximum(self.starts[document[:-1] - 1], start)  # of the position's document, within this window
+        document = np.searchsorted(stream.starts, place, side="right")
+        begins = np.maximum(stream.starts[document[:-1] - 1], start)  # of the position's document, within this window
         sample["position_ids"] = place[:-1] - begins
         sample["documents"] = document[:-1] - document[0]
         if self.causal:
@@ -161,24 +192,54 @@ class FactorySource:
     def __init__(self, job: Job) -> None:
         self.samples: Any = load_object(str(job.data.factory))(**job.data.factory_arguments)
         size = min(len(self.samples), job.data.max_documents or len(self.samples))
-        self.seed, self.size = job.training.seed, size - max(1, int(size * job.data.validation_fraction))
+        self.validation_size = max(1, int(size * job.data.validation_fraction))
+        self.seed, self.size = job.training.seed, size - self.validation_size
 
     def rows(self, counters: Sequence[int]) -> Rows:
-        chosen = [self.samples[order(self.seed, counter, self.size)] for counter in counters]
+        chosen = [self.samples[self._place(counter)] for counter in counters]
         stacked = {key: torch.stack([sample[key] for sample in chosen]) for key in chosen[0]}
         labels = stacked.pop("labels", None)
         return Rows(stacked, labels, list(counters))
 
+    def _place(self, counter: int) -> int:
+        if counter < EVALUATION:
+            return shuffled_index(self.seed, counter, self.size)
+        return self.size + counter - EVALUATION
 
-def _without_held_out(documents: Sequence[np.ndarray], tokens: int, seed: int) -> list[np.ndarray]:
-    """The documents without so many tokens: those of the smallest draws, and the end of the last of them."""
-    left = list(documents)
+
+def _held_out(documents: Sequence[np.ndarray], tokens: int, seed: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Cut documents in what trains and what is held out: so many tokens, of those with the smallest draws.
+
+    Of the last of them the end is held out.
+    """
+    left, held = list(documents), [document[:0] for document in documents]
     draws = [mixed(mixed(seed) ^ xxhash.xxh3_64_intdigest(document.tobytes())) for document in documents]
     for number in sorted(range(len(left)), key=lambda number: (draws[number], number)):
         kept = max(len(left[number]) - tokens, 0)
         tokens -= len(left[number]) - kept
-        left[number] = left[number][:kept]
-    return [document for document in left if len(document)]
+        left[number], held[number] = left[number][:kept], left[number][kept:]
+    return left, held
+
+
+def shuffled_index(seed: int, counter: int, size: int) -> int:
+    """Return the index of a sample: six Feistel rounds on two halves of its place in the epoch, until it is below size.
+
+    By the definition in `data/order.py`.
+    """
+    epoch, place = divmod(counter, size)
+    half = 1
+    while half**2 < size:
+        half *= 2
+    while True:
+        left, right = divmod(place, half)
+        for number in range(6):
+            draw = hashlib.blake2b(
+                bytes([number]) + right.to_bytes(8, "little"), key=f"{seed}:{epoch}".encode(), digest_size=8
+            )
+            left, right = right, left ^ (int.from_bytes(draw.digest(), "little") % half)
+        place = left * half + right
+        if place < size:
+            return place
 
 
 def mixed(value: int) -> int:

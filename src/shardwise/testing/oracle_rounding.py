@@ -6,19 +6,28 @@ order of sums, is about as far from either.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from shardwise.testing.comparison import Tolerance, compare_tensors
 from shardwise.testing.oracle import Oracle
 from shardwise.testing.widening import WithoutNarrowing
 
 UNKNOWN_ROUNDING = 1e-6
+DRAWS = 3  # runs in 16 bits beside the first
+# By how many units their outputs are moved: as far as rounding does, in fp16 further, so that what falls one way or the
+# other, which is rare there, is met.
+SPREAD = {torch.bfloat16: 0.5, torch.float16: 2.0}
+
+
+LossAndGradients = tuple[float, Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -28,8 +37,9 @@ class RoundedStep:
     Attributes:
         loss, gradients: what a job in 16 bits is compared with.
         wide: gradients in fp32 at the same 16-bit weights.
-        loss_noise: distance of the two losses.
-        noise: distance of the two gradients, by name, as an L2 norm.
+        loss_noise: largest distance of a loss in 16 bits from that in fp32.
+        noise: the same of gradients, by name, as an L2 norm.
+        least_noise: smallest distance of all gradients of a run in 16 bits from those in fp32.
     """
 
     loss: float
@@ -37,6 +47,7 @@ class RoundedStep:
     wide: Mapping[str, Tensor]
     loss_noise: float
     noise: Mapping[str, float]
+    least_noise: float
 
 
 def rounded_step(oracle: Oracle, step: int, dtype: torch.dtype) -> RoundedStep:
@@ -46,15 +57,38 @@ def rounded_step(oracle: Oracle, step: int, dtype: torch.dtype) -> RoundedStep:
     the rounding of weights and of modules' outputs is emulated, and fp32 is what a job is compared with.
     """
     if oracle.compute == dtype:
-        loss, narrow = oracle.backward(step), oracle.gradients
+        compared = narrow = _run(oracle, step)
         with _widened(oracle):
-            wide_loss, wide = oracle.backward(step), oracle.gradients
-        return RoundedStep(loss, narrow, wide, abs(loss - wide_loss), _distances(narrow, wide, dtype))
-    with _rounded_weights(oracle, dtype):
-        with _rounded_outputs(oracle.models(), dtype):
-            loss, narrow = oracle.backward(step), oracle.gradients
-        wide_loss, wide = oracle.backward(step), oracle.gradients
-    return RoundedStep(wide_loss, wide, wide, abs(loss - wide_loss), _distances(narrow, wide, dtype))
+            wide, others = _run(oracle, step), _rounded_elsewhere(oracle, step, dtype)
+    else:
+        with _rounded_weights(oracle, dtype):
+            with _rounded_outputs(oracle.models(), dtype):
+                narrow = _run(oracle, step)
+            compared = wide = _run(oracle, step)
+            others = _rounded_elsewhere(oracle, step, dtype)
+    runs = [narrow, *others]
+    loss_noise = max(abs(loss - wide[0]) for loss, _ in runs)
+    distances = [_distances(gradients, wide[1], dtype) for _, gradients in runs]
+    noise = {name: max(own[name] for own in distances) for name in wide[1]}
+    return RoundedStep(*compared, wide[1], loss_noise, noise, min(math.hypot(*own.values()) for own in distances))
+
+
+def _run(oracle: Oracle, step: int) -> LossAndGradients:
+    loss = oracle.backward(step)
+    return loss, oracle.gradients
+
+
+def _rounded_elsewhere(oracle: Oracle, step: int, dtype: torch.dtype) -> list[LossAndGradients]:
+    """Return a few runs whose outputs are moved by about as much as rounding does.
+
+    Some of the noise is chance: a ReLU whose input is nearly zero, or a router between two experts that are nearly a
+    tie, falls one way or the other. One run may have none of that, where another has some.
+    """
+    runs = []
+    for draw in range(DRAWS):
+        with _rounded_outputs(oracle.models(), dtype, torch.Generator().manual_seed(draw)):
+            runs.append(_run(oracle, step))
+    return runs
 
 
 def _distances(narrow: Mapping[str, Tensor], wide: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, float]:
@@ -135,19 +169,45 @@ class _Rounding(torch.autograd.Function):
         return torch.ldexp((mantissa / eps).round() * eps, exponent), None
 
 
-@contextmanager
-def _rounded_outputs(models: Sequence[nn.Module], dtype: torch.dtype) -> Iterator[None]:
-    """Round the outputs of modules without children inside."""
+PRODUCTS = {
+    nn.functional.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.mm, Tensor.mm,
+    torch.addmm, torch.baddbmm, torch.einsum,
+}  # fmt: skip
 
-    def rounded(module: nn.Module, inputs: Any, output: Any) -> Any:
+
+class _RoundedProducts(TorchFunctionMode):
+    """Changes the products that modules make inside: scores of routers, hidden states of experts."""
+
+    def __init__(self, change: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.change = change
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        return self.change(result) if function in PRODUCTS else result
+
+
+@contextmanager
+def _rounded_outputs(
+    models: Sequence[nn.Module], dtype: torch.dtype, draw: torch.Generator | None = None
+) -> Iterator[None]:
+    """Round products and the outputs of modules without children inside; with `draw` they are moved before."""
+    reach = SPREAD[dtype] * torch.finfo(dtype).eps
+
+    def rounded(output: Any) -> Any:
         if not isinstance(output, Tensor) or not output.is_floating_point():
             return output
+        if draw is not None:
+            output = output * (1 + reach * (2 * torch.rand(output.shape, generator=draw, dtype=output.dtype) - 1))
         return _Rounding.apply(output, dtype)
 
     leaves = [module for model in models for module in model.modules() if next(module.children(), None) is None]
-    handles = [module.register_forward_hook(rounded) for module in leaves]
+    handles = [module.register_forward_hook(lambda module, inputs, output: rounded(output)) for module in leaves]
     try:
-        yield
+        with _RoundedProducts(rounded):
+            yield
     finally:
         for handle in handles:
             handle.remove()

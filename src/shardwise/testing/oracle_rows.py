@@ -2,7 +2,7 @@
 
 Written from the definitions in `data/packed_rows.py` and `data/chat_template.py`, not with their code: files are parsed
 again, text and ids come from the tokenizer's own `apply_chat_template`, masks from it or character by character, and
-rows are put into sequences in the plainest way. Shared are the list of files and the sample order.
+rows are put into sequences in the plainest way. Shared is the list of files.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from transformers import AutoTokenizer
 
 from shardwise.data.compressed import opened_text
 from shardwise.data.corpus import find_corpus
-from shardwise.data.order import order
 from shardwise.job.schema import Job
-from shardwise.testing.oracle_data import NOT_COUNTED, Rows, mixed
+from shardwise.testing.oracle_data import NOT_COUNTED, Rows, mixed, shuffled_index
 
 Row = tuple[list[int], list[bool]]  # token ids, and which are trained on
 Sample = list[Row]  # one row; of preferences that are trained on as such two, chosen and rejected
@@ -32,7 +31,9 @@ ROLES |= {"function_call": "assistant", "function_response": "tool"}
 
 
 class RowSource:
-    """Rows of conversations and pairs, packed or one a sequence."""
+    """Rows of conversations and pairs, packed or one a sequence; those that train."""
+
+    validation_size = 0
 
     def __init__(self, job: Job, tokenizer_directory: str) -> None:
         self.job, self.length, self.seed = job, job.data.sequence_length, job.training.seed
@@ -64,7 +65,7 @@ class RowSource:
 
     def rows(self, counters: Sequence[int]) -> Rows:
         """Return the samples of these counters."""
-        chosen = [self.sequences[order(self.seed, counter, len(self.sequences))] for counter in counters]
+        chosen = [self.sequences[shuffled_index(self.seed, counter, len(self.sequences))] for counter in counters]
         stacked = {
             key: torch.tensor([self._columns(sequence)[key] for sequence in chosen])
             for key in ("input_ids", "labels", "position_ids", "documents")

@@ -78,6 +78,8 @@ def _search(evidence: Evidence) -> Origin | None:
                 seen |= {rank} if any(own == rows for _, own in trace.outputs) else set()
                 allowed = ALLOWED.get(evidence.plan.dtypes.compute, ALLOWED_ROUNDED[kind])
                 wrong = _deviations(allowed, getattr(trace, kind), getattr(right, kind), rows)
+                if kind == "gradients":
+                    wrong |= _unreached(trace, right, rows)
                 for name, factor in wrong.items():
                     found[kind].setdefault(name, []).append(Deviation(rank, microbatches[rows], factor))
     for kind, by_module in found.items():
@@ -112,6 +114,13 @@ def _deviations(
             is_multiple = float((output.elements - ratio * expected).norm()) <= SAME_RATIO * size
             wrong[name] = ratio if is_multiple and size else None
     return wrong
+
+
+def _unreached(ours: ModuleTrace, right: ModuleTrace, rows: Rows) -> dict[str, float | None]:
+    """Return the modules whose outputs no gradient has reached, where one does reach them in the oracle."""
+    arrived = {name for (name, own), gradient in right.gradients.items() if own == rows and gradient.elements.any()}
+    missing = ours.awaited - ours.gradients.keys()
+    return {name: 0.0 for name, own in missing if own == rows and name in arrived}
 
 
 def _matching(output: SampledOutput, right: SampledOutput | None) -> Tensor | None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from shardwise.data.batch import Batch
 from shardwise.kernels.precision import torch_dtype
 from shardwise.plan.plan import Plan
-from shardwise.testing.batch_check import find_misread
+from shardwise.testing.batch_check import find_misread, find_misread_evaluation
 from shardwise.testing.capture import Captured
 from shardwise.testing.comparison import (
     NOISES,
@@ -80,6 +80,7 @@ class OracleReference:
     tolerances: Tolerances = field(init=False)
     weights: Mapping[str, Tensor] = field(default_factory=dict, init=False)  # ours, before the next step
     stale: Snapshot | None = field(default=None, init=False)  # of the oracle before the last step
+    earlier: Mapping[str, Tensor] = field(default_factory=dict, init=False)  # our gradients of the last step
     evidence: Evidence | None = field(default=None, init=False)  # of the step that disagreed
     loosened: bool = field(default=False, init=False)
 
@@ -108,7 +109,8 @@ class OracleReference:
         if evidence and self._loosen(ours.step, before):
             found, evidence = self._compare(ours, before)
         self.report.differences += found
-        self.weights, self.stale, self.evidence = ours.parameters, before, evidence
+        self.weights, self.earlier = ours.parameters, ours.gradients
+        self.stale, self.evidence = before, evidence
         if evidence is None:
             self.report.add(self._compare_router_biases(ours))
         return evidence is None
@@ -127,7 +129,7 @@ class OracleReference:
         return found
 
     def compare_evaluation_loss(self, ours: Captured) -> list[Difference]:
-        """Compare the loss of the evaluation after a step that agreed, if there was one, on the rows that it read."""
+        """Compare the rows and the loss of the evaluation after a step that agreed, if there was one."""
         if ours.validation_loss is None or not any(ours.evaluation_batches):
             return []
         readers = dict(zip(reversed(ours.data_ranks), reversed(ours.evaluation_batches), strict=True))  # one each
@@ -138,7 +140,9 @@ class OracleReference:
             allowed = self.tolerances.loss
         found = compare_numbers(ours.step, "evaluation loss", ours.validation_loss, right, allowed)
         sentence = f"the evaluation's loss is {ours.validation_loss:.6g}, that of its rows {right:.6g}"
-        return [found if found.agrees else replace(found, name=sentence)]
+        misread = find_misread_evaluation(self.plan, self.oracle.source, ours)
+        rows = Difference(ours.step, "evaluation data", misread, math.inf if misread else 0.0, 0.0)
+        return [rows, found if found.agrees else replace(found, name=sentence)]
 
     def _compare(self, ours: Captured, before: Snapshot) -> tuple[list[Difference], Evidence | None]:
         """Return the differences of a step, and the evidence if some disagree; the oracle then stands before it."""
@@ -168,7 +172,7 @@ class OracleReference:
         bad = list(dict.fromkeys(bad))
         return found, Evidence(
             self.plan, step, oracle, ours, wrong, tolerances, loss, norm, right, update_with, update, bad, misread,
-            self.stale,
+            self.stale, self.earlier,
         )  # fmt: skip
 
     def _loosen(self, step: int, before: Snapshot) -> bool:

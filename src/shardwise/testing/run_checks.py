@@ -13,16 +13,17 @@ from unittest import mock
 from torch import Tensor
 
 from shardwise.data.order import order
-from shardwise.job.axes import Axis
 from shardwise.parallel.tensor_map import ParameterEntry
 from shardwise.testing.capture import Captured
 from shardwise.testing.comparison import Difference
-from shardwise.testing.copies import digest_of, gathered
+from shardwise.testing.copies import buffer_digests, digest_of, gathered
 from shardwise.testing.oracle import scheduled_rate
+from shardwise.testing.oracle_data import shuffled_index
 from shardwise.training.session import Session
 from shardwise.training.setup import AssembledJob
 
 MOST_STEPS = 200_000  # of a schedule that are compared, spread evenly over a longer one
+MOST_DEFINED = 2_000  # of two epochs whose order is compared with its definition
 MOST_SAMPLES = 20_000  # of an epoch whose order is looked at; of a longer one the first
 
 
@@ -41,14 +42,21 @@ def compare_schedule(session: Session) -> list[Difference]:
 
 
 def compare_order(run: AssembledJob) -> list[Difference]:
-    """Look for samples that an epoch repeats or leaves out."""
+    """Look for samples that an epoch repeats or leaves out, and for others than the definition's in two epochs."""
     seed, size = run.plan.job.training.seed, len(run.data.train)
     count = min(size, MOST_SAMPLES)
     read = [order(seed, counter, size) for counter in range(count)]
     repeated = count - len(set(read))
     outside = sum(not 0 <= index < size for index in read)
     name = f"{repeated} of its first {count} repeat others" if repeated else ""
-    return [Difference(0, "order", name, math.inf if repeated or outside else 0.0, 0.0)]
+    few = range(min(size, MOST_DEFINED))
+    counters = [*few, *(size + counter for counter in few)]
+    other = next((c for c in counters if order(seed, c, size) != shuffled_index(seed, c, size)), None)
+    sentence = "" if other is None else f"sample {other} of the run is not the one that the order defines"
+    return [
+        Difference(0, "order", name, math.inf if repeated or outside else 0.0, 0.0),
+        Difference(0, "defined order", sentence, math.inf if sentence else 0.0, 0.0),
+    ]
 
 
 @contextmanager
@@ -67,16 +75,24 @@ def drawn_weights() -> Iterator[dict[str, bytes]]:
 
 def compare_start(run: AssembledJob, drawn: dict[str, bytes]) -> list[Difference]:
     """Compare what each rank drew whole for a parameter, and the buffers of equal tensor ranks. Collective."""
-    place = run.layout.index(Axis.TENSOR)
     own: dict[tuple[str, int], bytes] = {(name, -1): digest for name, digest in drawn.items()}
-    for part in run.model.parts:
-        own |= {(name, place): digest_of(buffer) for name, buffer in part.module.named_buffers() if not buffer.is_meta}
+    own |= buffer_digests(run)
     first: dict[tuple[str, int], bytes] = {}
     differing: dict[str, bool] = {}
     for digests in gathered(own):
         for key, digest in digests.items():
             differing[key[0]] = differing.get(key[0], False) or first.setdefault(key, digest) != digest
     return [Difference(0, "start", name, math.inf if differs else 0.0, 0.0) for name, differs in differing.items()]
+
+
+def compare_buffers(ours: Captured) -> list[Difference]:
+    """Compare the buffers of ranks that hold the same part of the model, after a step."""
+    first: dict[tuple[str, int], bytes] = {}
+    differs: dict[str, bool] = {}
+    for digests in ours.buffers:
+        for key, digest in digests.items():
+            differs[key[0]] = differs.get(key[0], False) or first.setdefault(key, digest) != digest
+    return [Difference(ours.step, "buffers", name, math.inf if apart else 0.0, 0.0) for name, apart in differs.items()]
 
 
 def compare_evaluation(ours: Captured) -> list[Difference]:

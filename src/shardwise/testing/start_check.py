@@ -48,24 +48,38 @@ def distributions(tensors: Mapping[str, Tensor]) -> dict[str, Distribution]:
     return {name: Distribution.of(tensor) for name, tensor in tensors.items() if not tensor.is_complex()}
 
 
-def compare_start_values(
-    ours: Mapping[str, Distribution],
-    plain: Mapping[str, Distribution],
-    own_buffers: Mapping[str, Tensor],
-    buffers: Mapping[str, Tensor],
-    rebuilt: Callable[[], Mapping[str, Tensor]],
+def compare_start_values(ours: Mapping[str, Distribution], plain: Mapping[str, Distribution]) -> list[Difference]:
+    """Compare the engine's parameters at start with the plain model's."""
+    equal = _drawn_alike(ours, plain)
+    return [
+        Difference(0, "plain start", f"{name}: {why}" if why else name, math.inf if why else 0.0, 0.0)
+        for name, unlikeness in _parameters(ours, plain)
+        for why in [unlikeness or equal.get(name, "")]
+    ]
+
+
+def _drawn_alike(ours: Mapping[str, Distribution], plain: Mapping[str, Distribution]) -> dict[str, str]:
+    """Return of parameters with the values of an earlier one, which they do not have in the plain model, whose."""
+    first: dict[Distribution, str] = {}
+    found = {}
+    for name, values in ours.items():
+        if name not in plain or not values.deviation or values.elements < FEWEST:
+            continue
+        other = first.setdefault(values, name)
+        if plain[other] != plain[name]:
+            found[name] = f"the values of {other}"
+    return found
+
+
+def compare_start_buffers(
+    own_buffers: Mapping[str, Tensor], buffers: Mapping[str, Tensor], rebuilt: Callable[[], Mapping[str, Tensor]]
 ) -> list[Difference]:
-    """Compare the engine's start with the plain model's.
+    """Compare the engine's buffers with the plain model's.
 
     Args:
-        ours, plain: of parameters.
         own_buffers, buffers: the engine's and the plain model's.
         rebuilt: builds the plain model once more and returns its buffers: those that differ are drawn.
     """
-    found = [
-        Difference(0, "plain start", f"{name}: {why}" if why else name, math.inf if why else 0.0, 0.0)
-        for name, why in _parameters(ours, plain)
-    ]
     differing = [
         name
         for name, buffer in own_buffers.items()
@@ -73,7 +87,7 @@ def compare_start_values(
     ]
     again = rebuilt() if differing else {}
     drawn = [name for name in differing if not equal_but_for_rounding(again[name], buffers[name])]
-    return found + [
+    return [
         Difference(0, "plain start", f"buffer {name}" if name in differing else name, error, 0.0)
         for name in own_buffers
         if name in buffers

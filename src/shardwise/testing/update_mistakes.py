@@ -12,7 +12,8 @@ from shardwise.testing.oracle import UpdateTwist
 SQUARES_NEAR = 1e-4  # of the squared norm, within which a mistake explains it
 SMALL_NEAR = 0.05  # of what a mistake would add to it, within which it explains a small difference
 EPSILONS = [10.0**-exponent for exponent in range(3, 13)]  # tried for an optimizer's eps
-WRONG_OPTIONS = {"lr": "wrong_learning_rate", "eps": "wrong_eps"}
+COUPLED = "weight decay is added to the gradient, where it should shrink the weight beside it"
+WRONG_OPTIONS = {"lr": "wrong_learning_rate", "eps": "wrong_eps", "decoupled_weight_decay": "coupled_decay"}
 GRADIENT = {"gradient", "direction"}
 
 
@@ -84,6 +85,9 @@ def wrong_clipping(evidence: Evidence) -> Diagnosis | None:
         return Diagnosis("changed_gradient", "gradients change between their reduction and the update")
     if max(factors) - min(factors) > SAME_RATIO * max(factors):
         return Diagnosis("local_clip", f"ranks clip by factors of their own, {_listed(factors)}: by parts of the norm")
+    expected = expected_factor(clip, norm)
+    if scale != 1 and abs(factors[0] - expected * scale) <= SAME_RATIO * expected * scale:
+        return Diagnosis("scale_left_in", "the loss scale is not taken out of the gradients")
     if clip is not None:
         right = min(1.0, clip / (norm + 1e-6))
         known = {
@@ -97,7 +101,6 @@ def wrong_clipping(evidence: Evidence) -> Diagnosis | None:
         for factor, (fault, sentence) in known.items():
             if abs(factors[0] - factor) <= SAME_RATIO * factor:
                 return Diagnosis(fault, sentence)
-    expected = expected_factor(clip, norm)
     return Diagnosis("wrong_clip", f"gradients are multiplied by {factors[0]:.4g} for the update, not {expected:.4g}")
 
 
@@ -114,9 +117,15 @@ def wrong_options(evidence: Evidence) -> Diagnosis | None:
     """The optimizer was told something else."""
     sentence = evidence.wrong["options"]
     key = sentence.partition(" ")[0]
-    if key == "weight_decay":
-        return Diagnosis("no_decay" if sentence.startswith("weight_decay is 0.0") else "decay_on_bias", sentence)
-    return Diagnosis(WRONG_OPTIONS.get(key, "wrong_option"), sentence)
+    if key != "weight_decay":
+        return Diagnosis(WRONG_OPTIONS.get(key, "wrong_option"), sentence)
+    if " not 0.0," in sentence and not evidence.plan.job.optimizer.groups:  # else matrices too may have none
+        return Diagnosis("decay_on_bias", sentence)
+    if not sentence.startswith("weight_decay is 0.0,"):
+        return Diagnosis("wrong_decay", sentence)
+    if not evidence.wrong_updates(UpdateTwist(couples_decay=True)) and evidence.wrong_updates(UpdateTwist()):
+        return Diagnosis("coupled_decay", COUPLED)
+    return Diagnosis("no_decay", sentence)
 
 
 def stale_slices(evidence: Evidence) -> Diagnosis | None:
@@ -138,10 +147,13 @@ def wrong_update(evidence: Evidence) -> Diagnosis | None:
     wrong = evidence.wrong_updates(UpdateTwist())
     if set(wrong).isdisjoint(evidence.wrong_updates(UpdateTwist(decay_none=True))) and wrong:
         return Diagnosis("no_decay", f"weight decay is not applied to {few(wrong)}")
+    still = [name for name in wrong if not evidence.update.of(name).any()]
+    if still and still == wrong:
+        return Diagnosis("frozen_tensor", f"{few(still)} {'is' if len(still) == 1 else 'are'} not updated")
     ratio = evidence.update_ratio
     if ratio is not None:
-        sentence = f"updates are {ratio:.4g} times what they should be: the learning rate"
-        return Diagnosis("wrong_learning_rate", sentence)
+        sentence = f"updates are {ratio:.4g} times what they should be, with the learning rate of the job"
+        return Diagnosis("scaled_update", sentence)
     if wrong:
         return Diagnosis("wrong_update", f"gradients and norm are right, the update is not, of {few(wrong)}")
     return None
@@ -149,10 +161,13 @@ def wrong_update(evidence: Evidence) -> Diagnosis | None:
 
 def _update_hypotheses(plan: Plan) -> Iterator[tuple[UpdateTwist, str, str]]:
     settings = plan.job.optimizer
+    yield UpdateTwist(repeats=2), "updated_twice", "the optimizer steps twice"
+    yield UpdateTwist(forgets=True), "lost_state", "the optimizer has lost its state of the steps before"
     if settings.weight_decay:
         yield UpdateTwist(decay_all=True), "decay_on_bias", "weight decay is applied to biases and norms"
         yield UpdateTwist(decay_none=True), "no_decay", "weight decay is not applied"
     if settings.name in ("Adam", "AdamW"):
+        yield UpdateTwist(couples_decay=True), "coupled_decay", COUPLED
         yield UpdateTwist(counted=1), "late_correction", "the optimizer's step counter is one ahead"
         yield UpdateTwist(counted=10**9), "no_bias_correction", "the optimizer's moments are not corrected for bias"
         for eps in EPSILONS:

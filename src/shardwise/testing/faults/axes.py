@@ -16,9 +16,9 @@ from shardwise.kernels import dropout, linear, loss
 from shardwise.kernels.attention import ring
 from shardwise.model.discover import find_ties
 from shardwise.parallel import context, regions
-from shardwise.parallel.model import ParallelModel
+from shardwise.parallel.model import ModelPart, ParallelModel
 from shardwise.parallel.transforms import tensor
-from shardwise.testing.faults.patching import RANK, Fault, together, wrapped
+from shardwise.testing.faults.patching import MICROBATCH, RANK, Fault, together, wrapped
 from shardwise.training import setup
 from shardwise.training.objectives.language_modelling import LanguageModelling
 
@@ -102,6 +102,128 @@ def _lost_tied_gradient() -> AbstractContextManager[None]:
 
 def _unsummed_ties() -> AbstractContextManager[None]:
     return wrapped(ParallelModel, "_tied", lambda original, self: iter(()))
+
+
+def _ties_twice() -> AbstractContextManager[None]:
+    """Let gradients of tied parameters be summed over stages once more."""
+
+    def wrapper(original: Callable[..., Any], self: ParallelModel) -> None:
+        original(self)
+        for gradient in self.tensor_map.gradients(list(self.tied)):
+            gradient.mul_(2)
+
+    return wrapped(ParallelModel, "sum_shared_gradients", wrapper)
+
+
+def _crossed_heads() -> AbstractContextManager[None]:
+    """Let query heads take key-value heads in turns, where neighbours share one."""
+
+    def wrapper(original: Callable[..., Tensor], keys: Tensor, query: Tensor) -> Tensor:
+        return keys.repeat(1, query.shape[1] // keys.shape[1], 1, 1)
+
+    return wrapped(ring, "repeat_key_heads", wrapper)
+
+
+def _biases_of_first_heads() -> AbstractContextManager[None]:
+    def wrapper(original: Callable[..., Any], values: Any, heads: int, local: slice) -> Any:
+        return original(values, heads, slice(0, local.stop - local.start))
+
+    return wrapped(tensor, "local_heads", wrapper)
+
+
+def _lost_target() -> AbstractContextManager[None]:
+    """Let only the first rank of a vocabulary look for the target's logit."""
+
+    def wrapper(original: Callable[..., tuple[Tensor, Tensor]], targets: Tensor, vocabulary: Any) -> Any:
+        index, is_local = original(targets, vocabulary)
+        return index, is_local & (vocabulary is None or vocabulary.first == 0)
+
+    return wrapped(loss, "_local_index", wrapper)
+
+
+def _unmasked_lookup() -> AbstractContextManager[None]:
+    """Let every rank of a vocabulary give a row for ids that another one holds."""
+
+    def wrapper(original: Callable[..., None], embedding: Any, vocabulary: Any) -> None:
+        original(embedding, vocabulary)
+
+        def forward(ids: Tensor) -> Tensor:
+            rows = (ids - vocabulary.first) % len(embedding.weight)
+            return regions.reduce_from_region(nn.functional.embedding(rows, embedding.weight), vocabulary.group)
+
+        embedding.forward = forward
+
+    return wrapped(tensor, "_look_up_part", wrapper)
+
+
+def _lost_last_label() -> AbstractContextManager[None]:
+    def wrapper(original: Callable[..., Tensor], labels: Tensor, *args: Any) -> Tensor:
+        scale = original(labels, *args).clone()
+        scale.view(-1)[-1] = 0
+        return scale
+
+    return wrapped(loss, "label_scale", wrapper)
+
+
+def _stage_outputs_with(change: Callable[[Tensor, int], Tensor]) -> Fault:
+    """Change what a stage hands on: `change(hidden states, number of the microbatch)`."""
+
+    def plant() -> AbstractContextManager[None]:
+        number = 0
+
+        def wrapper(original: Callable[..., Tensor], self: ModelPart) -> Tensor:
+            nonlocal number
+            number += 1
+            return change(original(self), number - 1)
+
+        return wrapped(ModelPart, "boundary_output", wrapper)
+
+    return plant
+
+
+def _rounded_output(values: Tensor, number: int) -> Tensor:
+    return values.bfloat16().to(values.dtype)
+
+
+def _without_gradient(values: Tensor, number: int) -> Tensor:
+    is_lost = number % 8 == MICROBATCH  # of the eight microbatches of a step
+    return values.detach() + 0.0 * values if is_lost else values
+
+
+def _rows_in_other_order() -> AbstractContextManager[None]:
+    """Let the parts of sequences be put together in the wrong order."""
+
+    def wrapper(original: Callable[..., Tensor], values: Tensor, rows: Any) -> Tensor:
+        return original(values, rows).roll(1, dims=1)
+
+    return wrapped(regions, "gather_to_region", wrapper)
+
+
+def _masks_of_first_rows() -> AbstractContextManager[None]:
+    """Let ranks that share sequences drop by the place in their own part."""
+
+    def wrapper(original: Callable[..., Tensor], self: Any, values: Tensor) -> Tensor:
+        scattered = original(self, values)
+        scope = dropout.active_scope()
+        if scope is not None:
+            scope.positions = (0, scattered.shape[1])
+        return scattered
+
+    return wrapped(regions.SequenceRegionBoundary, "scatter_sequence", wrapper)
+
+
+def _sees_ahead() -> AbstractContextManager[None]:
+    def wrapper(original: Callable[..., Any], group: Any, scale: float, causal: bool, *rest: Any) -> Any:
+        return original(group, scale, False, *rest)
+
+    return wrapped(context, "RingSettings", wrapper)
+
+
+def _crossed_ulysses_heads() -> AbstractContextManager[None]:
+    def wrapper(original: Callable[..., Tensor], values: Tensor, group: Any) -> Tensor:
+        return original(values.flip(2), group)
+
+    return wrapped(context, "rows_for_heads", wrapper)
 
 
 def _other_microbatch_order() -> AbstractContextManager[None]:
@@ -199,6 +321,18 @@ AXIS_FAULTS: dict[str, Fault] = {
     "broken_tie": _broken_tie,
     "gradient_copies_apart": _lost_tied_gradient,  # of a stage that is not the first
     "unsummed_ties": _unsummed_ties,
+    "ties_twice": _ties_twice,
+    "crossed_heads": _crossed_heads,
+    "biases_of_first_heads": _biases_of_first_heads,
+    "lost_target": _lost_target,
+    "unmasked_lookup": _unmasked_lookup,
+    "lost_last_label": _lost_last_label,
+    "rounded_stage_output": _stage_outputs_with(_rounded_output),
+    "lost_stage_gradient": _stage_outputs_with(_without_gradient),
+    "rows_in_other_order": _rows_in_other_order,
+    "masks_of_first_rows": _masks_of_first_rows,
+    "attention_ahead": _sees_ahead,
+    "crossed_ulysses_heads": _crossed_ulysses_heads,
     "other_microbatch_order": _other_microbatch_order,
     "mean_over_microbatches": _mean_over_microbatches,
     "overwritten_weight_gradient": _overwritten_weight_gradient,

@@ -104,6 +104,27 @@ def _unwritten_rows() -> AbstractContextManager[None]:
     return wrapped(SharedExperts, "_compute", wrapper)
 
 
+def _dropped_token() -> AbstractContextManager[None]:
+    """Let a rank's experts leave out one of the rows that they are sent."""
+
+    def wrapper(original: Callable[..., Tensor], self: SharedExperts, rows: Tensor, counts: Tensor) -> Tensor:
+        outputs = original(self, rows, counts)
+        return torch.cat([0 * outputs[:1], outputs[1:]]) if dist.get_rank() == RANK else outputs
+
+    return wrapped(SharedExperts, "_compute", wrapper)
+
+
+def _fixed_routes() -> AbstractContextManager[None]:
+    """Let the router's weights have no gradient from what the experts make."""
+
+    def wrapper(
+        original: Callable[..., Tensor], self: SharedExperts, states: Tensor, experts: Tensor, weights: Tensor
+    ) -> Tensor:
+        return original(self, states, experts, weights.detach())
+
+    return wrapped(SharedExperts, "run", wrapper)
+
+
 EXPERT_FAULTS: dict[str, Fault] = {
     "expert_gradients_by_degree": _expert_gradients_times(lambda plan: plan.degrees[Axis.EXPERT]),
     "expert_gradients_averaged": _expert_gradients_times(lambda plan: 1 / plan.degrees[Axis.EXPERT]),
@@ -116,5 +137,7 @@ EXPERT_FAULTS: dict[str, Fault] = {
     "routes_of_every_tensor_rank": _routes_of_every_tensor_rank,
     "fixed_router_bias": _fixed_bias,
     "router_bias_moved_twice": _bias_moved_twice,
+    "dropped_token": _dropped_token,
+    "fixed_routes": _fixed_routes,
     "unwritten_rows": _unwritten_rows,
 }

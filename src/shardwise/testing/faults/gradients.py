@@ -17,8 +17,9 @@ from shardwise.parallel.model import ParallelModel
 from shardwise.parallel.tensor_map import ParameterEntry
 from shardwise.parallel.transforms import sharding
 from shardwise.testing.faults.patching import MICROBATCH, RANK, Fault, chosen, is_norm, together, wrapped
-from shardwise.training import step
+from shardwise.training import setup, step
 from shardwise.training.objectives.language_modelling import LanguageModelling
+from shardwise.training.optimizer import ShardedOptimizer
 
 
 def _weighted_microbatches(weight: Callable[[Any, int], float], reported: bool = False) -> AbstractContextManager[None]:
@@ -59,6 +60,21 @@ def _local_counts(of: Callable[[list[int]], list[int]]) -> Fault:
     return plant
 
 
+def _divided_by_all_tokens() -> AbstractContextManager[None]:
+    """Divide the loss by all tokens of the step, those without a label too."""
+    share = [1.0]
+
+    def wrapper(original: Any, self: ParallelModel, objective: Any, batches: Any, *args: Any, **more: Any) -> Any:
+        labels = [batch.labels for batch in batches] if self.is_reporting_rank else []
+        totals = torch.tensor([[(part >= 0).sum(), part.numel()] for part in labels] or [[0, 0]]).sum(0).double()
+        dist.all_reduce(totals)
+        share[0] = float(totals[0] / totals[1])
+        return original(self, objective, batches, *args, **more)
+
+    weighted = _weighted_microbatches(lambda model, number: share[0], reported=True)
+    return together(wrapped(ParallelModel, "run", wrapper), weighted)
+
+
 def _sharding_with(change: Callable[[Sequence[Any], Any], None]) -> Fault:
     """Change FSDP2's modules once they are made."""
 
@@ -96,6 +112,42 @@ def _without_replica_sums(skip: Callable[[int], bool]) -> Fault:
             return original(self, *args, **kwargs)
 
     return lambda: wrapped(ParallelModel, "run", wrapper)
+
+
+def _averaged_replicas() -> AbstractContextManager[None]:
+    """Let gradients be averaged over replicas, not summed."""
+
+    def change(model: ParallelModel) -> None:
+        for entry in model.tensor_map:
+            if entry.local_gradient is not None:
+                entry.local_gradient.div_(model.layout.size(Axis.REPLICA))
+
+    return _after_backward(change)
+
+
+def _kept_gradients() -> AbstractContextManager[None]:
+    """Let each step add its gradients to those of the step before, as they were clipped."""
+    return wrapped(ShardedOptimizer, "zero_grad", lambda original, self: None)
+
+
+def _coarse_accumulation() -> AbstractContextManager[None]:
+    """Let the sum over microbatches be kept in bf16."""
+
+    def round_sums(model: ParallelModel) -> None:
+        for entry in model.tensor_map:
+            if entry.local_gradient is not None:
+                entry.local_gradient.copy_(entry.local_gradient.bfloat16())
+
+    def drive(original: Callable[..., None], self: ParallelModel, work: Any, *args: Any, **more: Any) -> None:
+        def rounded(*place: Any) -> Tensor:
+            round_sums(self)
+            output: Tensor = work(*place)
+            return output
+
+        original(self, rounded, *args, **more)
+        round_sums(self)
+
+    return wrapped(ParallelModel, "drive", drive)
 
 
 def _early_replica_sum() -> AbstractContextManager[None]:
@@ -150,6 +202,33 @@ def _is_query_or_key(entry: ParameterEntry) -> bool:
     return any(name in entry.name for name in ("q_proj", "k_proj", "query", "key"))
 
 
+def _is_of_attention(entry: ParameterEntry) -> bool:
+    return "attn" in entry.name
+
+
+def _lost_last_row(model: ParallelModel) -> None:
+    for entry in model.tensor_map:
+        if entry.local_gradient is not None and entry.local_gradient.dim() > 1:
+            entry.local_gradient[-1:] = 0
+
+
+def _detached_attention() -> AbstractContextManager[None]:
+    """Let no gradient reach the attention of a block."""
+
+    def detached(module: Any, inputs: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return output[0].detach(), *output[1:]
+
+    def wrapper(original: Callable[..., Any], *args: Any, **more: Any) -> Any:
+        model: ParallelModel = original(*args, **more)
+        for part in model.parts:
+            for name, module in part.module.named_modules():
+                if name.endswith("1.self_attn"):
+                    module.register_forward_hook(detached)
+        return model
+
+    return wrapped(setup, "parallelize", wrapper)
+
+
 def _wrong_loss() -> AbstractContextManager[None]:
     def wrapper(original: Callable[..., Any], model: Any, optimizer: Any, totals: Tensor, *rest: Any) -> Any:
         return original(model, optimizer, totals, *rest)._replace(loss=totals[0])  # this rank's share only
@@ -164,14 +243,21 @@ GRADIENT_FAULTS: dict[str, Fault] = {
     "doubled_microbatch": _times(2.0, lambda number: number == MICROBATCH),
     "mean_of_rank_means": _local_counts(lambda counts: [sum(counts)] * len(counts)),
     "mean_of_microbatch_means": _local_counts(lambda counts: [count * len(counts) for count in counts]),
+    "divided_by_all_tokens": _divided_by_all_tokens,
     "mean_for_sum": _sharding_with(_mean_for_sum),
     "divided_blocks": _sharding_with(_divided_blocks),
     "missing_replica_reduction": _without_replica_sums(lambda number: True),
     "missing_unit_reduction": _without_replica_sums(lambda number: number == 0),
     "early_replica_reduction": _early_replica_sum,
+    "averaged_replicas": _averaged_replicas,
+    "kept_gradients": _kept_gradients,
+    "coarse_accumulation": _coarse_accumulation,
     "stale_weights": _stale_gathered_weights,
     "zero_query_key_gradients": _zeroed(_is_query_or_key),
     "zero_norm_gradients": _zeroed(is_norm),
+    "zero_attention_gradients": _zeroed(_is_of_attention),
+    "detached_attention": _detached_attention,
+    "lost_last_row": lambda: _after_backward(_lost_last_row),
     "unknown_gradient": lambda: _after_backward(_turned_gradient),  # no known mistake: the module is named
     "wrong_loss": _wrong_loss,
 }

@@ -11,8 +11,10 @@ from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardwise.kernels import loss
+from shardwise.parallel.model import ParallelModel
 from shardwise.parallel.transforms import sharding
 from shardwise.testing.faults.patching import Fault, wrapped
+from shardwise.training import setup
 from shardwise.training.objectives import language_modelling
 from shardwise.training.optimizer import ShardedOptimizer
 
@@ -26,6 +28,23 @@ def _policy(**dtypes: torch.dtype) -> Fault:
         return MixedPrecisionPolicy(**{**kept, **dtypes})
 
     return lambda: wrapped(sharding, "_mixed_precision", wrapper)
+
+
+def _coarse_module() -> AbstractContextManager[None]:
+    """Let one module of a block give numbers of 16 bits."""
+
+    def rounded(module: Any, inputs: Any, output: Tensor) -> Tensor:
+        return output.bfloat16().to(output.dtype)
+
+    def wrapper(original: Callable[..., Any], *args: Any, **more: Any) -> Any:
+        model: ParallelModel = original(*args, **more)
+        for part in model.parts:
+            for name, module in part.module.named_modules():
+                if name.endswith("1.mlp"):
+                    module.register_forward_hook(rounded)
+        return model
+
+    return wrapped(setup, "parallelize", wrapper)
 
 
 def _loss_dtype() -> AbstractContextManager[None]:
@@ -46,19 +65,24 @@ def _moments(optimizer: ShardedOptimizer) -> list[Tensor]:
     return [value for state in states for name, value in state.items() if name.startswith("exp_avg")]
 
 
-def _no_z_loss() -> AbstractContextManager[None]:
+def _without_term(**terms: float) -> Fault:
+    """Leave a term out of the loss."""
+
     def wrapper(original: Callable[..., Any], self: Any, model: Any) -> None:
         original(self, model)
-        self.terms = self.terms._replace(z_loss=0.0)
+        self.terms = self.terms._replace(**terms)
 
-    return wrapped(language_modelling.LanguageModelling, "__init__", wrapper)
+    return lambda: wrapped(language_modelling.LanguageModelling, "__init__", wrapper)
 
 
 PRECISION_FAULTS: dict[str, Fault] = {
     "coarse_reduction": _policy(reduce_dtype=torch.bfloat16),
     "wide_compute": _policy(param_dtype=torch.float32),
+    "half_compute": _policy(param_dtype=torch.float16),
+    "coarse_module": _coarse_module,
     "coarse_loss": _loss_dtype,
     "coarse_master_weights": _rounded_after_update(lambda optimizer: [local for _, local in optimizer.locals]),
     "coarse_moments": _rounded_after_update(_moments),
-    "missing_z_loss": _no_z_loss,
+    "missing_z_loss": _without_term(z_loss=0.0),
+    "missing_smoothing": _without_term(smoothing=0.0),
 }

@@ -9,6 +9,7 @@ from unittest import mock
 
 from shardwise.testing.faults.patching import Fault, wrapped
 from shardwise.training import reference
+from shardwise.training.objectives import preference
 from shardwise.training.objectives.language_modelling import LanguageModelling
 from shardwise.training.objectives.preference import DirectPreference
 
@@ -29,4 +30,9 @@ def _moving_reference() -> AbstractContextManager[None]:
     return wrapped(DirectPreference, "prepared", wrapper)
 
 
-PREFERENCE_FAULTS: dict[str, Fault] = {"reference_not_frozen": _moving_reference}
+def _swapped_pairs() -> AbstractContextManager[None]:
+    """Let the rejected completion stand in the place of the chosen one."""
+    return wrapped(preference, "log_ratios", lambda original, *args: original(*args)[::-1])
+
+
+PREFERENCE_FAULTS: dict[str, Fault] = {"reference_not_frozen": _moving_reference, "swapped_pairs": _swapped_pairs}

@@ -123,6 +123,80 @@ def _no_decay(optimizer: ShardedOptimizer, settings: Any) -> None:
     optimizer.inner.add_param_group({"params": [embedding], "weight_decay": 0.0})
 
 
+def _options_with(change: Callable[[dict[str, Any]], None]) -> Fault:
+    """Change each of the optimizer's groups."""
+
+    def of_groups(optimizer: ShardedOptimizer, settings: Any) -> None:
+        for group in optimizer.inner.param_groups:
+            change(group)
+
+    return _made_with(of_groups)
+
+
+def _doubled_decay(group: dict[str, Any]) -> None:
+    group["weight_decay"] *= 2
+
+
+def _uncorrected_moments(optimizer: ShardedOptimizer, settings: Any) -> None:
+    _late_correction(optimizer, settings)
+    for state in optimizer.inner.state.values():
+        state["step"].fill_(1e9)
+
+
+def _before_update(change: Callable[[ShardedOptimizer], None]) -> Fault:
+    """Change the optimizer, or the gradients that it has been given, as it begins to update."""
+
+    def wrapper(original: Callable[..., Any], self: ShardedOptimizer) -> None:
+        change(self)
+        original(self)
+
+    return lambda: wrapped(ShardedOptimizer, "step", wrapper)
+
+
+def _decay_in_gradient(optimizer: ShardedOptimizer) -> None:
+    """Add weight decay to gradients, where it should shrink the weights beside them."""
+    for group in optimizer.inner.param_groups:
+        decay = group["weight_decay"] or group.get("added_decay", 0.0)
+        group |= {"weight_decay": 0.0, "added_decay": decay}
+        own = {id(parameter) for parameter in group["params"]}
+        for entry, local in optimizer.locals:
+            if id(local) in own and entry.local_gradient is not None:
+                entry.local_gradient.add_(decay * local.detach())
+
+
+def _lost_state(optimizer: ShardedOptimizer) -> None:
+    optimizer.inner.state.clear()
+
+
+def _frozen_tensor(optimizer: ShardedOptimizer) -> None:
+    """Let one tensor go without its update."""
+    entry = next(entry for entry, _ in optimizer.locals if len(entry.shape) > 1)
+    entry.parameter.grad = None
+
+
+def _clip_by_tensor() -> AbstractContextManager[None]:
+    def wrapper(original: Callable[..., Any], optimizer: Any, norm: Tensor, scale: float, clip: float) -> None:
+        for _, gradient in optimizer.gradients():
+            gradient.mul_(min(1.0, clip / (float(gradient.norm()) + 1e-6)))
+
+    return wrapped(step, "_rescale", wrapper)
+
+
+def _clip_by_value() -> AbstractContextManager[None]:
+    def wrapper(original: Callable[..., Any], optimizer: Any, norm: Tensor, scale: float, clip: float) -> None:
+        for _, gradient in optimizer.gradients():
+            gradient.clamp_(-1e-2 * clip, 1e-2 * clip)
+
+    return wrapped(step, "_rescale", wrapper)
+
+
+def _scale_left_in() -> AbstractContextManager[None]:
+    def wrapper(original: Callable[..., Any], optimizer: Any, norm: Tensor, scale: float, clip: float | None) -> None:
+        original(optimizer, norm, 1.0, clip)
+
+    return wrapped(step, "_rescale", wrapper)
+
+
 def _after_update(change: Callable[[ShardedOptimizer], None]) -> Fault:
     def wrapper(original: Callable[..., Any], self: ShardedOptimizer) -> None:
         original(self)
@@ -144,6 +218,14 @@ def _swollen_moments(optimizer: ShardedOptimizer) -> None:
 
 def _stale_shard() -> AbstractContextManager[None]:
     return wrapped(ShardedOptimizer, "step", lambda original, self: None if dist.get_rank() == RANK else original(self))
+
+
+def _updated_twice() -> AbstractContextManager[None]:
+    def wrapper(original: Callable[..., Any], self: ShardedOptimizer) -> None:
+        original(self)
+        original(self)
+
+    return wrapped(ShardedOptimizer, "step", wrapper)
 
 
 def _no_update() -> AbstractContextManager[None]:
@@ -187,13 +269,25 @@ UPDATE_FAULTS: dict[str, Fault] = {
     "decay_on_bias": _made_with(_decay_on_bias),
     "no_decay": _made_with(_no_decay),  # of embeddings
     "wrong_eps": _made_with(_wrong_eps),
+    "other_betas": _options_with(lambda group: group.update(betas=(0.9, 0.95 if group["betas"][1] != 0.95 else 0.99))),
+    "doubled_decay": _options_with(_doubled_decay),
+    "coupled_decay": _options_with(lambda group: group.update(decoupled_weight_decay=False)),
+    "decay_in_gradient": _before_update(_decay_in_gradient),
+    "lost_state": _before_update(_lost_state),
+    "frozen_tensor": _before_update(_frozen_tensor),
+    "clip_by_tensor": _clip_by_tensor,
+    "clip_by_value": _clip_by_value,
+    "scale_left_in": _scale_left_in,
+    "no_bias_correction": _made_with(_uncorrected_moments),
     "late_correction": _made_with(_late_correction),
     "wrong_learning_rate": _wrong_learning_rate,
     "stale_shard": _stale_shard,
+    "updated_twice": _updated_twice,
     "no_update": _no_update,
     "wrong_update": _after_update(_swollen_moments),  # no known mistake: the tensors are named
     "replicas_apart": _after_update(_drifting_copy),  # of a tensor rank that is not the first
     "wrong_schedule": _scheduled_by(lambda step, steps, warmup: (step, max(steps // 2, step + 1))),
+    "fixed_rate": _scheduled_by(lambda step, steps, warmup: (warmup, steps)),
     "late_warmup": _scheduled_by(lambda step, steps, warmup: (step - 1 if step < warmup else step, steps)),
     "late_rate": _rate_of_the_step_before,
 }
