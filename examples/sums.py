@@ -1,31 +1,38 @@
-"""Conversations about sums for chat_lora.yaml: 300 to train on, and 100 with questions that none of them asks."""
+"""Conversations about sums for chat_lora.yaml: each sum of two digits is asked in four ways.
+
+One way of each is held out, drawn once: none of the 100 held-out questions is among the 300 that are trained on.
+"""
 
 from __future__ import annotations
 
 import random
 from itertools import product
 
-HELD_OUT = 100
-QUESTIONS = ("What is {a} + {b}?", "Add {a} and {b}.", "{a} + {b} = ?", "Please tell me {a} plus {b}.")
+QUESTIONS = ("What is {a}+{b}?", "How much is {a}+{b}?", "Please add {a}+{b}.", "Tell me {a}+{b}.")
+Conversation = dict[str, list[dict[str, str]]]
 
 
-def every_conversation() -> list[dict[str, list[dict[str, str]]]]:
-    """Return a conversation for each way to ask for each sum of two digits, in an order drawn once."""
-    draw, rows = random.Random(0), []
-    for question, a, b in product(QUESTIONS, range(10), range(10)):
-        messages = [{"role": "system", "content": "You add numbers."}] * draw.randrange(2)
-        messages.append({"role": "user", "content": question.format(a=a, b=b)})
-        messages.append({"role": "assistant", "content": str(a + b)})
-        rows.append({"messages": messages})
-    draw.shuffle(rows)
-    return rows
+def conversation(question: str, a: int, b: int) -> Conversation:
+    """Return the question for one sum, and the answer."""
+    asked = {"role": "user", "content": question.format(a=a, b=b)}
+    return {"messages": [asked, {"role": "assistant", "content": str(a + b)}]}
 
 
-def conversations() -> list[dict[str, list[dict[str, str]]]]:
+def split() -> tuple[list[Conversation], list[Conversation]]:
+    """Return the conversations that are trained on and those that are held out."""
+    draw, trained, unseen = random.Random(0), [], []
+    for a, b in product(range(10), range(10)):
+        left_out = draw.choice(QUESTIONS)
+        trained += [conversation(question, a, b) for question in QUESTIONS if question != left_out]
+        unseen.append(conversation(left_out, a, b))
+    return trained, unseen
+
+
+def conversations() -> list[Conversation]:
     """Return those that are trained on."""
-    return every_conversation()[HELD_OUT:]
+    return split()[0]
 
 
-def held_out() -> list[dict[str, list[dict[str, str]]]]:
+def held_out() -> list[Conversation]:
     """Return those whose questions the model has never seen."""
-    return every_conversation()[:HELD_OUT]
+    return split()[1]

@@ -11,11 +11,13 @@ import os
 import runpy
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from transformers import AutoTokenizer
 
+from examples.sums import conversations, held_out
 from shardwise.commands.cli import main
 from shardwise.job.axes import second_views
 from shardwise.job.sources import load_job
@@ -39,9 +41,13 @@ def toy_keys(tmp_path: Path) -> list[str]:
     return [f"training.steps={STEPS}", "optimizer.warmup_steps=0", f"output={tmp_path / 'run'}", cache]
 
 
+def records_of(output: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
 def check_run(output: Path) -> None:
     """A whole run stands in the directory, and every key and file of it is in the reference."""
-    records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    records = records_of(output)
     assert [record["step"] for record in records if "loss" in record] == list(range(1, STEPS + 1))
     assert "validation_loss" in records[-1]
     assert {key for record in records for key in record} <= set(METRICS)
@@ -118,17 +124,36 @@ def test_chat(world_pool: WorldPool, tmp_path: Path) -> None:
     assert text == "user\n3 + 4?<|endoftext|>"
 
 
+def test_no_held_out_question_is_trained_on() -> None:
+    trained, unseen = ({row["messages"][0]["content"] for row in rows} for rows in (conversations(), held_out()))
+    assert len(trained) == 300 and len(unseen) == 100
+    assert not trained & unseen
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_chat_lora_learns_to_add(tmp_path: Path) -> None:
+    """The whole of it, behind the default run: from nearly no right answer to more than nine of ten."""
+    base = [f"--output={tmp_path / 'base'}"]
+    lora = [str(EXAMPLES / "chat_lora.yaml"), f"--model.path={tmp_path / 'base' / 'model'}"]
+    for words in (base, [*lora, f"--output={tmp_path / 'run'}"]):
+        done = run_python("-m", "shardwise", "train", *words, cwd=ROOT, timeout=900)
+        assert done.returncode == 0, done.stderr
+    shares = [record["exact_match/held_out"] for record in records_of(tmp_path / "run") if "validation_loss" in record]
+    assert shares[-1] > 0.9
+
+
 @pytest.mark.slow
 def test_chat_lora(world_pool: WorldPool, tmp_path: Path) -> None:
     """The rows of its own function, on a tiny model drawn anew."""
     config = {"model_type": "gpt2", "n_embd": 16, "n_head": 2, "n_layer": 1, "n_positions": 128, "vocab_size": 300}
     keys = {"model.path": None, "model.config": config, "data.vocabulary_size": 300, "training.epochs": None}
     keys |= {"evaluation.answers": 3, "data.max_documents": 60, "training.evaluate_every": 1, "checkpoint.every": 1}
-    keys |= {"adapter.rank": 4}
+    keys |= {"adapter.rank": 4, "adapter.modules_to_save": []}
     words = [f"--{key}={json.dumps(value)}" for key, value in keys.items()]
     words += [f"--{word}" for word in toy_keys(tmp_path)]
     assert world_pool.run(2, run_job, str(EXAMPLES / "chat_lora.yaml"), words) == [0] * 2
-    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    records = records_of(tmp_path / "run")
     assert [record["exact_match/held_out"] for record in records if "validation_loss" in record] == [0.0] * STEPS
     assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").is_file()
 
@@ -146,7 +171,7 @@ def test_dpo(world_pool: WorldPool, tmp_path: Path) -> None:
     words += [f"--{word}" for word in toy_keys(tmp_path)]
     assert world_pool.run(2, run_job, str(EXAMPLES / "dpo.yaml"), words) == [0] * 2
     check_run(tmp_path / "run")
-    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    records = records_of(tmp_path / "run")
     assert records[0]["loss"] == pytest.approx(math.log(2)) and records[0]["rewards_margin"] == 0
     assert records[1]["rewards_margin"] != 0 and 0 <= records[-1]["validation_rewards_accuracy"] <= 1
 
