@@ -111,6 +111,8 @@ def job_of(recipe: Recipe, directory: str) -> Job:
     if recipe.layout == HALF:  # its optimizer is SGD
         sections["optimizer"]["clip_norm"] = CLIP
         sections["optimizer"].get("options", {}).pop("eps", None)
+    if modules.ComplexParameters.__name__ in recipe.habits:
+        sections["training"]["microbatch_size"] = None  # gradients of complex64 are rounded in each
     sections["model"] = {
         "factory": "tests.fuzz.recipes:build",
         "factory_arguments": {"call": recipe.call, "habits": list(recipe.habits)},
