@@ -24,6 +24,8 @@ def test_a_row_of_zeros_and_constants_are_compared_by_value() -> None:
     assert "24 zeros" in unlike(found["whole"], found["padded"])
     assert unlike(found["zeros"], found["ones"]) == "0 everywhere here, 1 everywhere there"
     assert not unlike(found["ones"], found["ones"])
+    single = distributions({"one": torch.tensor([0.3]), "other": torch.tensor([-0.2])})
+    assert not unlike(single["one"], single["other"])
 
 
 def test_parameters_with_equal_draws_are_named() -> None:

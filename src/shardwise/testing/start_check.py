@@ -127,6 +127,8 @@ def _parameters(ours: Mapping[str, Distribution], plain: Mapping[str, Distributi
 
 def unlike(ours: Distribution, plain: Distribution) -> str:
     """Return how two tensors differ that should be draws of one distribution; empty where they may be."""
+    if plain.elements == 1:  # drawn or constant: `compare_known_start` compares it if it is known
+        return ""
     if plain.deviation == 0.0 or ours.deviation == 0.0:
         is_same = ours.deviation == plain.deviation and math.isclose(ours.mean, plain.mean, rel_tol=1e-5, abs_tol=1e-12)
         return "" if is_same else f"{_described(ours)} here, {_described(plain)} there"
