@@ -16,12 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from shardwise.model.experts import is_routed
 from shardwise.testing.comparison import Tolerance, compare_tensors
 from shardwise.testing.oracle import Oracle
 from shardwise.testing.widening import WithoutNarrowing
 
 UNKNOWN_ROUNDING = 1e-6
 DRAWS = 3  # runs in 16 bits beside the first
+DRAWS_OF_ROUTERS = 8  # the same where a token may go to other experts
 # By how many units their outputs are moved: as far as rounding does, in fp16 further, so that what falls one way or the
 # other, which is rare there, is met.
 SPREAD = {torch.bfloat16: 0.5, torch.float16: 2.0}
@@ -85,7 +87,8 @@ def _rounded_elsewhere(oracle: Oracle, step: int, dtype: torch.dtype) -> list[Lo
     tie, falls one way or the other. One run may have none of that, where another has some.
     """
     runs = []
-    for draw in range(DRAWS):
+    has_routers = any(is_routed(module) for module in oracle.model.modules())
+    for draw in range(DRAWS_OF_ROUTERS if has_routers else DRAWS):
         with _rounded_outputs(oracle.models(), dtype, torch.Generator().manual_seed(draw)):
             runs.append(_run(oracle, step))
     return runs
