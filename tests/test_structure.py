@@ -35,6 +35,10 @@ def test_docstrings_begin_with_a_verb_or_the_thing(trees: dict[str, ast.Module])
     assert structure.weak_openings(trees) == []
 
 
+def test_locals_have_the_noun_of_what_they_hold(trees: dict[str, ast.Module]) -> None:
+    assert structure.vague_locals(trees) == []
+
+
 def test_imports_make_no_cycles(trees: dict[str, ast.Module]) -> None:
     assert structure.import_cycles(structure.import_graph(trees)) == []
 

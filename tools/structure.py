@@ -18,6 +18,7 @@ from pathlib import Path
 
 PACKAGE = "shardwise"
 WEAK_OPENINGS = ("Of", "What", "Whether", "By", "In", "To", "Where", "How", "Which")
+VAGUE_LOCALS = ("each", "found", "held", "here", "mine", "seen")
 GENERATED = ("reference",)  # pages under docs/ that the code writes
 
 
@@ -128,6 +129,17 @@ def weak_openings(trees: dict[str, ast.Module]) -> list[str]:
     return [where for where, text in docstrings(trees) if text.split()[0].strip("`.,:") in WEAK_OPENINGS]
 
 
+def vague_locals(trees: dict[str, ast.Module]) -> list[str]:
+    """Return module:line of every local or parameter that one of `VAGUE_LOCALS` names."""
+    places = []
+    for module, tree in trees.items():
+        for node in ast.walk(tree):
+            name = node.arg if isinstance(node, ast.arg) else node.id if isinstance(node, ast.Name) else None
+            if name in VAGUE_LOCALS and not isinstance(getattr(node, "ctx", None), ast.Load):
+                places.append(f"{module}:{node.lineno}")
+    return places
+
+
 def doc_words(docs: Path, with_code: bool = False) -> int:
     """Return the number of words under docs/, generated pages left out; of prose alone, or with code and outputs."""
     pages = (page for page in docs.rglob("*.md") if not set(GENERATED) & set(page.relative_to(docs).parts))
@@ -171,6 +183,7 @@ def measure(checkout: Path) -> dict[str, object]:
         "public names defined more than once": len(double_names(trees)),
         "docstrings": sum(1 for _ in docstrings(trees)),
         f"docstrings that begin with {', '.join(WEAK_OPENINGS)}": len(openings),
+        f"locals named {', '.join(VAGUE_LOCALS)}": len(vague_locals(trees)),
         "lines with private names of torch outside _torch_compat": private_torch_names(source),
         "words of prose under docs/": doc_words(checkout / "docs"),
     }
@@ -194,6 +207,8 @@ def main() -> None:
         counts = Counter(where.split(":")[0] for where in weak_openings(trees))
         for module, count in counts.most_common():
             print(f"openings: {module} {count}")
+        for place in vague_locals(trees):
+            print(f"vague: {place}")
 
 
 if __name__ == "__main__":
