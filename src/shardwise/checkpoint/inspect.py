@@ -93,7 +93,7 @@ def ranks_of(manifest: Manifest) -> int | None:
     return size if isinstance(size, int) else None
 
 
-def listing(root: str, found: Sequence[Listed]) -> Page:
+def listing(root: str, checkpoints: Sequence[Listed]) -> Page:
     """The page of `ls`: the table, and under it why checkpoints are not complete."""
     yield Text(root, "bold")
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -101,17 +101,19 @@ def listing(root: str, found: Sequence[Listed]) -> Page:
     for heading in ("step", "samples", "tokens", "validation", "size", "ranks"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("written (UTC)", no_wrap=True)
-    for each in found:
-        if each.problem is not None:
-            shown = Text(each.name.removeprefix(".").removesuffix(".partial"))
-            table.add_row(shown, *[""] * 4, size_text(each.bytes), "", "incomplete", style="yellow")
+    for checkpoint in checkpoints:
+        if checkpoint.problem is not None:
+            shown = Text(checkpoint.name.removeprefix(".").removesuffix(".partial"))
+            table.add_row(shown, *[""] * 4, size_text(checkpoint.bytes), "", "incomplete", style="yellow")
             continue
-        loss = "" if each.validation_loss is None else f"{each.validation_loss:.4f}"
-        counts = (f"{number:,}" for number in (each.step, each.samples, each.tokens))
-        ranks, written = str(each.ranks or ""), Text(when(each.written))
-        table.add_row(Text(each.name), *counts, loss, size_text(each.bytes), ranks, written)
+        loss = "" if checkpoint.validation_loss is None else f"{checkpoint.validation_loss:.4f}"
+        counts = (f"{number:,}" for number in (checkpoint.step, checkpoint.samples, checkpoint.tokens))
+        ranks, written = str(checkpoint.ranks or ""), Text(when(checkpoint.written))
+        table.add_row(Text(checkpoint.name), *counts, loss, size_text(checkpoint.bytes), ranks, written)
     yield table
-    yield from (Text(f"{each.name}: {each.problem}") for each in found if each.problem is not None)
+    yield from (
+        Text(f"{checkpoint.name}: {checkpoint.problem}") for checkpoint in checkpoints if checkpoint.problem is not None
+    )
 
 
 # --- show ------------------------------------------------------------------------------------------------------------
@@ -240,10 +242,12 @@ def _tensors_table(rows: Sequence[dict[str, Any]]) -> Table:
 
 def run_ls(path: str, as_json: bool) -> int:
     """`shardwise checkpoint ls`."""
-    root, found = list_checkpoints(path)
+    root, checkpoints = list_checkpoints(path)
     if as_json:
-        return _print_json([asdict(each) | {"complete": each.problem is None} for each in found])
-    return print_page(listing(root, found))
+        return _print_json(
+            [asdict(checkpoint) | {"complete": checkpoint.problem is None} for checkpoint in checkpoints]
+        )
+    return print_page(listing(root, checkpoints))
 
 
 def run_show(path: str, every_tensor: bool, as_json: bool, say: Say) -> int:

@@ -87,11 +87,11 @@ def verification(place: str, reports: Sequence[FileReport]) -> Page:
     table.add_column("size", justify="right")
     table.add_column("blocks", justify="right")
     table.add_column("verdict")
-    for each in reports:
-        verdict = Text("; ".join(each.damages), "bold red") if each.damages else Text("ok")
-        table.add_row(Text(each.name), size_text(each.bytes), f"{-(-each.bytes // BLOCK_BYTES):,}", verdict)
+    for report in reports:
+        verdict = Text("; ".join(report.damages), "bold red") if report.damages else Text("ok")
+        table.add_row(Text(report.name), size_text(report.bytes), f"{-(-report.bytes // BLOCK_BYTES):,}", verdict)
     yield table
-    yield from (Text(_sentence(each)) for each in reports if each.damages)
+    yield from (Text(_sentence(report)) for report in reports if report.damages)
     yield Text(_verdict(reports))
 
 
@@ -102,8 +102,8 @@ def _sentence(report: FileReport) -> str:
 
 
 def _verdict(reports: Sequence[FileReport]) -> str:
-    bad = sum(bool(each.damages) for each in reports)
-    total = size_text(sum(each.bytes for each in reports))
+    bad = sum(bool(report.damages) for report in reports)
+    total = size_text(sum(report.bytes for report in reports))
     if bad:
         return f"{bad} of {len(reports)} files damaged{OLDER}"
     return f"{len(reports)} files, {total}: every block is as it was written"
@@ -118,7 +118,7 @@ def verify_checkpoint(path: str, say: Say) -> int:
     store, name = find(path) if is_checkpoint(path) else _newest_finished(path, say)
     reports = verify_files(store, name)
     print_page(verification(f"{store.root}/{name}", reports))
-    return DISAGREEMENT if any(each.damages for each in reports) else DONE
+    return DISAGREEMENT if any(report.damages for report in reports) else DONE
 
 
 def _newest_finished(path: str, say: Say) -> tuple[Store, str]:

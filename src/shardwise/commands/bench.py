@@ -87,11 +87,11 @@ def measure_collectives(cases: Sequence[Case]) -> list[dict[str, Any]]:
 
 
 def _row(case: Case, rounds: list[dict[str, float]], rate: float) -> dict[str, Any]:
-    seconds = {name: statistics.median(each[name] for each in rounds) for name in CONTENDERS}
+    seconds = {name: statistics.median(times[name] for times in rounds) for name in CONTENDERS}
     return {
         **asdict(case),
         "seconds": seconds,
-        "ratio_to_gloo": statistics.median(each["gloo"] / each[engine.BACKEND] for each in rounds),
+        "ratio_to_gloo": statistics.median(times["gloo"] / times[engine.BACKEND] for times in rounds),
         "share_of_copy_limit": case.moved / rate / seconds[engine.BACKEND],
     }
 

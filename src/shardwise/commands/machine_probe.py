@@ -98,11 +98,11 @@ def probe(say: Say = print) -> MachineConstants:
     growth, share = fitted_growth(
         *(run_local(_grown, (growing_job(rows).model_dump(), backend), 1)[0] for rows in ROWS)
     )
-    gathers = {ranks: each.gathers for ranks, each in medians.items() if ranks > 1}
+    gathers = {ranks: measured.gathers for ranks, measured in medians.items() if ranks > 1}
     hop, link = fitted(gathers)
     constants = MachineConstants(
-        tflops={ranks: each.tflops for ranks, each in medians.items()},
-        bandwidth={ranks: each.bandwidth for ranks, each in medians.items()},
+        tflops={ranks: measured.tflops for ranks, measured in medians.items()},
+        bandwidth={ranks: measured.bandwidth for ranks, measured in medians.items()},
         link=link,
         hop_seconds=hop,
         step_factor=dict.fromkeys(medians, 1.0),
@@ -110,7 +110,9 @@ def probe(say: Say = print) -> MachineConstants:
         growth_share=share,
         source=_source(backend),
     )
-    factors = {ranks: each.step_seconds / predicted_seconds(constants, ranks) for ranks, each in medians.items()}
+    factors = {
+        ranks: measured.step_seconds / predicted_seconds(constants, ranks) for ranks, measured in medians.items()
+    }
     return replace(constants, step_factor=factors)
 
 
@@ -140,10 +142,10 @@ def _source(backend: str) -> str:
 def slowest(ranks: Sequence[RankProbe]) -> RankProbe:
     """The step waits for every rank: lowest rates, longest times."""
     return RankProbe(
-        min(each.tflops for each in ranks),
-        min(each.bandwidth for each in ranks),
-        [(size, max(each.gathers[number][1] for each in ranks)) for number, (size, _) in enumerate(ranks[0].gathers)],
-        max(each.step_seconds for each in ranks),
+        min(rank.tflops for rank in ranks),
+        min(rank.bandwidth for rank in ranks),
+        [(size, max(rank.gathers[number][1] for rank in ranks)) for number, (size, _) in enumerate(ranks[0].gathers)],
+        max(rank.step_seconds for rank in ranks),
     )
 
 
@@ -151,10 +153,10 @@ def middle(rounds: Sequence[RankProbe]) -> RankProbe:
     """The median of each measurement over the rounds."""
     sizes = [size for size, _ in rounds[0].gathers]
     return RankProbe(
-        median(each.tflops for each in rounds),
-        median(each.bandwidth for each in rounds),
-        [(size, median(each.gathers[number][1] for each in rounds)) for number, size in enumerate(sizes)],
-        median(each.step_seconds for each in rounds),
+        median(measured.tflops for measured in rounds),
+        median(measured.bandwidth for measured in rounds),
+        [(size, median(measured.gathers[number][1] for measured in rounds)) for number, size in enumerate(sizes)],
+        median(measured.step_seconds for measured in rounds),
     )
 
 

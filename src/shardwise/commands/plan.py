@@ -128,60 +128,64 @@ def _model_keys(name: str) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------------------ outputs
 
 
-def _print(found: SearchResult, asked: Candidate, budget: Budget, top: int, notes: list[str]) -> None:
+def _print(result: SearchResult, asked: Candidate, budget: Budget, top: int, notes: list[str]) -> None:
     from rich.text import Text
 
     from shardwise.planner.search.search_report import layout_explanation, ranking_table, search_remarks
 
     console = output_console()
-    console.print(ranking_table(found, top, budget))
-    console.print(layout_explanation(asked, found, budget))
-    for note in [*search_remarks(found), *notes]:
+    console.print(ranking_table(result, top, budget))
+    console.print(layout_explanation(asked, result, budget))
+    for note in [*search_remarks(result), *notes]:
         console.print(Text(f"note: {note}", style="yellow"))
 
 
-def _as_json(found: SearchResult, asked: Candidate, budget: Budget, top: int, notes: list[str]) -> dict[str, Any]:
+def _as_json(result: SearchResult, asked: Candidate, budget: Budget, top: int, notes: list[str]) -> dict[str, Any]:
     from shardwise.planner.search.expert_remarks import expert_remarks
     from shardwise.planner.search.explain import candidate_data, why_not_fit, why_slower
     from shardwise.planner.search.search import distinct
 
-    question, best = found.question, found.ranked[0]
+    question, best = result.question, result.ranked[0]
     return {
         "model": question.facts.family,
         "parameters": question.facts.parameters,
         "cluster": {"name": question.cluster.name, "accelerators": question.cluster.size},
         "sequence_length": question.job.data.sequence_length,
-        "looked_at": found.looked_at,
-        "left_out": found.left_out,
-        "search_seconds": found.seconds,
-        "illegal": dict(found.illegal),
+        "looked_at": result.looked_at,
+        "left_out": result.left_out,
+        "search_seconds": result.seconds,
+        "illegal": dict(result.illegal),
         "explained": candidate_data(asked, budget),
         "ranked": [
-            candidate_data(each, budget) | {"against_best": why_slower(each, best)}
-            for each in distinct(found.ranked, top)
+            candidate_data(candidate, budget) | {"against_best": why_slower(candidate, best)}
+            for candidate in distinct(result.ranked, top)
         ],
-        "do_not_fit": [candidate_data(each) | {"why": why_not_fit(each)} for each in distinct(found.misfits, top)],
-        "notes": [*expert_remarks(found), *found.notes, *notes],
+        "do_not_fit": [
+            candidate_data(candidate) | {"why": why_not_fit(candidate)} for candidate in distinct(result.misfits, top)
+        ],
+        "notes": [*expert_remarks(result), *result.notes, *notes],
     }
 
 
-def _too_large(found: SearchResult) -> str:
+def _too_large(result: SearchResult) -> str:
     from shardwise.plan.plan import resolve
     from shardwise.planner.search.explain import layout_of, memory_policy, why_not_fit
     from shardwise.planner.search.search import smallest_cluster, world_of
 
-    cluster = found.question.cluster
+    cluster = result.question.cluster
     where = f"{cluster.nodes} x {cluster.per_node} {cluster.accelerator.name}"
-    if not found.misfits:
-        resolve(found.question.job, world_of(cluster), found.question.facts)  # what the job itself sets is refused best
-        rule, count = found.illegal.most_common(1)[0]
-        return f"no layout of this job is legal on {where}: {count:,} of {found.looked_at:,} break the rule {rule!r}"
-    least = found.misfits[0]
+    if not result.misfits:
+        resolve(
+            result.question.job, world_of(cluster), result.question.facts
+        )  # what the job itself sets is refused best
+        rule, count = result.illegal.most_common(1)[0]
+        return f"no layout of this job is legal on {where}: {count:,} of {result.looked_at:,} break the rule {rule!r}"
+    least = result.misfits[0]
     said = (
-        f"no layout of {found.question.facts.parameters:,} parameters fits on {where}; the smallest, "
+        f"no layout of {result.question.facts.parameters:,} parameters fits on {where}; the smallest, "
         f"{layout_of(least)} with checkpointing {memory_policy(least)}, {why_not_fit(least)}"
     )
-    enough = smallest_cluster(found.question)
+    enough = smallest_cluster(result.question)
     if enough is None or enough.best is None:
         return f"{said}; more of these nodes do not help, use accelerators with more memory or set fewer keys"
     best = enough.best
@@ -189,22 +193,22 @@ def _too_large(found: SearchResult) -> str:
     return f"{said}; {nodes} nodes would do, with {layout_of(best)} and checkpointing {memory_policy(best)}"
 
 
-def _asked(found: SearchResult, text: str) -> Candidate:
+def _asked(result: SearchResult, text: str) -> Candidate:
     from shardwise.planner.search.search import distinct, matching, of_changes
 
     if text.isdecimal():
-        shown = distinct(found.ranked, int(text))
+        shown = distinct(result.ranked, int(text))
         if not 0 < int(text) <= len(shown):
             raise ConfigError(
-                f"--explain={text}: the table has {len(distinct(found.ranked, 10**6))} layouts; use 1 or more"
+                f"--explain={text}: the table has {len(distinct(result.ranked, 10**6))} layouts; use 1 or more"
             )
         return shown[-1]
     if text == "sure":
-        if found.surest is None:
+        if result.surest is None:
             raise ConfigError("--explain=sure: of no layout does the interval of memory fit; use a number of the table")
-        return found.surest
+        return result.surest
     wanted = _wanted(text)
-    return matching(found, wanted) or of_changes(found, wanted)
+    return matching(result, wanted) or of_changes(result, wanted)
 
 
 def _wanted(text: str) -> Changes:
@@ -228,13 +232,13 @@ def _wanted(text: str) -> Changes:
     return wanted
 
 
-def job_file(candidate: Candidate, found: SearchResult) -> str:
+def job_file(candidate: Candidate, result: SearchResult) -> str:
     """A job that `shardwise train` runs as planned: the given one with what the search chose."""
     from shardwise.planner.search.explain import chosen_keys, layout_of
 
-    job, cluster = found.question.job, found.question.cluster
+    job, cluster = result.question.job, result.question.cluster
     data: dict[str, Any] = job.model_dump(mode="json", exclude_unset=True)
-    changes = {**chosen_keys(candidate, found), "data.sequence_length": job.data.sequence_length}
+    changes = {**chosen_keys(candidate, result), "data.sequence_length": job.data.sequence_length}
     changes["parallel.device"] = candidate.plan.world.device_type
     if cluster.nodes == 1:
         changes["parallel.workers"] = cluster.size

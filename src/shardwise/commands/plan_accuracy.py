@@ -72,8 +72,8 @@ def run_evaluate(options: argparse.Namespace, keys: dict[str, Any]) -> int:
     return 0
 
 
-def _print(found: dict[str, Any], summaries: dict[str, Any], everything: bool) -> None:
-    for name, results in found.items():
+def _print(predictions: dict[str, Any], summaries: dict[str, Any], everything: bool) -> None:
+    for name, results in predictions.items():
         worst = sorted(results, key=lambda result: -(result.error_percent or 0.0))
         kept = results if everything else [result for result in worst if result.unmapped or result.measured][:SHOWN]
         print(f"{name}\n{_line(HEADER)}")
@@ -110,13 +110,13 @@ def summary_table(summaries: dict[str, Any]) -> Table:
     table = Table(title="errors in per cent", title_justify="left")
     for column in ("table", "scored", "median", "p90", "max", "in interval", "mapped", "memory median", "p90"):
         table.add_column(column, justify="left" if column == "table" else "right")
-    for name, each in summaries.items():
+    for name, summary in summaries.items():
         table.add_row(
             name,
-            str(each["scored"]),
-            *(_number(each[key]) for key in ("median_percent", "p90_percent", "max_percent")),
-            *(_number(each[key]) for key in ("inside_interval_percent", "mapped_percent")),
-            *(_number(each["memory"][key]) for key in ("median_percent", "p90_percent")),
+            str(summary["scored"]),
+            *(_number(summary[key]) for key in ("median_percent", "p90_percent", "max_percent")),
+            *(_number(summary[key]) for key in ("inside_interval_percent", "mapped_percent")),
+            *(_number(summary["memory"][key]) for key in ("median_percent", "p90_percent")),
         )
     return table
 

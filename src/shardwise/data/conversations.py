@@ -175,7 +175,9 @@ def _messages(where: str, value: Any, column: str) -> list[Message]:
             f"{where}: no messages in {column}, found {short(value)}; give a list of objects with role and content, or "
             "remove the row"
         )
-    return [_message(f"{where}, message {number} of {column}", each) for number, each in enumerate(value, start=1)]
+    return [
+        _message(f"{where}, message {number} of {column}", message) for number, message in enumerate(value, start=1)
+    ]
 
 
 def _message(where: str, value: Any) -> Message:

@@ -102,17 +102,17 @@ class Corpus:
 def data_format(data: DataSection) -> str:
     """`data.format` with `auto` resolved; refuses keys that contradict each other."""
     if data.format == "auto":
-        found = "factory" if data.factory else "stdlib" if data.path is None else _infer(data)
+        name = "factory" if data.factory else "stdlib" if data.path is None else _infer(data)
     else:
-        found = data.format
-    needs_path = found not in ("stdlib", "factory")
+        name = data.format
+    needs_path = name not in ("stdlib", "factory")
     if needs_path and data.path is None:
-        raise ConfigError(f"data.format={found} needs data.path")
+        raise ConfigError(f"data.format={name} needs data.path")
     if not needs_path and data.path is not None:
-        raise ConfigError(f"data.path={data.path!r} would not be read with data.format={found}; leave one of them out")
-    if (found == "factory") != (data.factory is not None):
-        raise ConfigError(f"data.factory={data.factory!r} with data.format={found}: give both, or neither")
-    return found
+        raise ConfigError(f"data.path={data.path!r} would not be read with data.format={name}; leave one of them out")
+    if (name == "factory") != (data.factory is not None):
+        raise ConfigError(f"data.factory={data.factory!r} with data.format={name}: give both, or neither")
+    return name
 
 
 def with_format(job: Job) -> Job:
@@ -160,13 +160,13 @@ def stdlib_files() -> tuple[Path, ...]:
     the name they are a sample of everything.
     """
     root = sysconfig.get_path("stdlib")
-    found = []
+    files = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in NOT_STDLIB]
-        found += [Path(folder, name) for name in names if name.endswith(".py")]
-    if not found:
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
+    if not files:
         raise DataError(f"the Python standard library in {root} has no sources; set data.path")
-    return tuple(sorted(found, key=lambda path: digest(path.relative_to(root).as_posix())))
+    return tuple(sorted(files, key=lambda path: digest(path.relative_to(root).as_posix())))
 
 
 def _expand(data: DataSection) -> list[Path]:
@@ -188,12 +188,12 @@ def _expand(data: DataSection) -> list[Path]:
 def _infer(data: DataSection) -> str:
     """The format that `auto` takes: by suffix for a file, by what a directory holds, and by the columns of its rows."""
     paths = _expand(data)
-    found = {_format_of(path) for path in paths}
-    if len(found) > 1:
+    formats = {_format_of(path) for path in paths}
+    if len(formats) > 1:
         raise ConfigError(
-            f"data.path={data.path!r} holds {' and '.join(sorted(found))}; set data.format to one of them"
+            f"data.path={data.path!r} holds {' and '.join(sorted(formats))}; set data.format to one of them"
         )
-    container = found.pop()
+    container = formats.pop()
     return container if container == "text" else _row_format(data, container, _files(paths, container)) or container
 
 
@@ -215,21 +215,21 @@ def _format_of(path: Path) -> str:
     if any((path / name).is_file() for name in SAVED_DATASET):
         return "dataset"
     suffixes = {content_suffix(file) for file in _walk(path)} - {".json"}
-    found = {SUFFIXES[suffix] for suffix in suffixes if suffix in SUFFIXES}
-    if len(found) > 1:
+    formats = {SUFFIXES[suffix] for suffix in suffixes if suffix in SUFFIXES}
+    if len(formats) > 1:
         raise ConfigError(f"{path} holds both jsonl and parquet files; set data.format to one of them")
-    return found.pop() if found else "text"
+    return formats.pop() if formats else "text"
 
 
 def _container(paths: list[Path], name: str) -> str:
     if name != "tokens" and name not in ROW_FORMATS:
         return name
-    found = {_format_of(path) for path in paths} - {"text"}
-    if len(found) != 1:
+    formats = {_format_of(path) for path in paths} - {"text"}
+    if len(formats) != 1:
         raise DataError(
             f"{', '.join(map(str, paths[:3]))}: data.format={name} reads jsonl, parquet or a saved data set; give one"
         )
-    return found.pop()
+    return formats.pop()
 
 
 def _files(paths: list[Path], container: str) -> tuple[Path, ...]:
@@ -239,12 +239,12 @@ def _files(paths: list[Path], container: str) -> tuple[Path, ...]:
             if not any((path / name).is_file() for name in SAVED_DATASET):
                 raise DataError(f"{path} is not a directory written by datasets.save_to_disk")
         return tuple(paths)
-    found: list[Path] = []
+    files: list[Path] = []
     for path in paths:
-        found += _inside(path, container) if path.is_dir() else [path]
+        files += _inside(path, container) if path.is_dir() else [path]
     # A glob with ** matches a directory and what is in it, and goes round in links that lead back.
-    places = {(os.path.realpath(path.parent), path.name): path for path in reversed(found)}
-    return tuple(path for path in found if places[os.path.realpath(path.parent), path.name] is path)
+    places = {(os.path.realpath(path.parent), path.name): path for path in reversed(files)}
+    return tuple(path for path in files if places[os.path.realpath(path.parent), path.name] is path)
 
 
 def _inside(folder: Path, container: str) -> list[Path]:
@@ -258,14 +258,14 @@ def _inside(folder: Path, container: str) -> list[Path]:
 
 def _walk(folder: Path) -> list[Path]:
     """All files below `folder` that are not hidden, sorted. Links are followed, each directory is read once."""
-    found = []
+    files = []
     directories = {os.path.realpath(folder)}
     for parent, subfolders, names in os.walk(folder, followlinks=True):
         visible = sorted(name for name in subfolders if not name.startswith("."))
         visible.sort(key=lambda name: Path(parent, name).is_symlink())  # a directory's own name wins
         subfolders[:] = [name for name in visible if _is_new(Path(parent, name), directories)]
-        found += [Path(parent, name) for name in names if not name.startswith(".")]
-    return sorted(found)
+        files += [Path(parent, name) for name in names if not name.startswith(".")]
+    return sorted(files)
 
 
 def _is_new(folder: Path, directories: set[str]) -> bool:

@@ -67,10 +67,10 @@ class Samples:
 
     def _check_alike(self, first: dict[str, Tensor], other: dict[str, Tensor], index: int) -> None:
         expected = {key: tuple(value.shape) for key, value in first.items()}
-        found = {key: tuple(value.shape) for key, value in other.items()}
-        if expected != found:
+        shapes = {key: tuple(value.shape) for key, value in other.items()}
+        if expected != shapes:
             raise DataError(
-                f"{self.name}: sample {self.base + index} has shapes {found}, another of its batch {expected}; "
+                f"{self.name}: sample {self.base + index} has shapes {shapes}, another of its batch {expected}; "
                 "all samples must have the same keys and shapes (pad them)"
             )
 

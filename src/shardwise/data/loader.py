@@ -95,7 +95,7 @@ class Stream:
             def locate(row: int, start: int = start) -> tuple[int, int]:
                 return start + row, EVALUATION + start + row
 
-            yield [self._microbatch(each, real, locate, source) for each in range(self.accumulation)]
+            yield [self._microbatch(index, real, locate, source) for index in range(self.accumulation)]
 
     def evaluation_batches(self, split: Split, batches: int | None = None) -> int:
         """Return the number of items that `evaluation` gives."""

@@ -101,7 +101,7 @@ class PackedRows:
     @cached_property
     def sequences(self) -> list[list[int]]:
         """The rows of each sequence."""
-        samples = [[int(row) + each for each in range(self.settings.together)] for row in self.rows]
+        samples = [[int(row) + offset for offset in range(self.settings.together)] for row in self.rows]
         if not self.settings.packing:
             return samples
         bins = first_fit(self._sample_lengths.tolist(), self.sequence_length)
@@ -172,13 +172,13 @@ class PackedRows:
 
     def answers(self, count: int) -> list[tuple[list[int], list[int]]]:
         """Return (what stands before the first answer, the answer), token ids, of the first `count` rows."""
-        found = []
+        pairs = []
         for row in self.rows[:count]:
             ids, labels = self.row(int(row))
             first = self.corpus.first_targets[int(row)]
             untrained = np.flatnonzero(labels[first - 1 :] == IGNORED)
-            found.append((ids[:first].tolist(), ids[first : first + int(untrained[0])].tolist()))
-        return found
+            pairs.append((ids[:first].tolist(), ids[first : first + int(untrained[0])].tolist()))
+        return pairs
 
     def prompt(self, length: int) -> list[int]:
         """Return the last `length` token ids of the first row before the first that is trained on."""

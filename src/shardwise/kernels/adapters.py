@@ -137,8 +137,8 @@ class StackUpdate:
 @contextmanager
 def adapters_off(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Let the layers of `modules` be what they are without their adapters inside."""
-    found = [getattr(layer, "adapter", None) for module in modules for layer in module.modules()]
-    adapters = [adapter for adapter in found if isinstance(adapter, LowRankProduct | StackUpdate)]
+    layers = [getattr(layer, "adapter", None) for module in modules for layer in module.modules()]
+    adapters = [adapter for adapter in layers if isinstance(adapter, LowRankProduct | StackUpdate)]
     for adapter in adapters:
         adapter.is_on = False
     try:

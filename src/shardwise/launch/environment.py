@@ -130,15 +130,15 @@ def _slurm(variables: Mapping[str, str]) -> RankEnvironment:
     )
 
 
-def _check(found: RankEnvironment) -> None:
+def _check(environment: RankEnvironment) -> None:
     for low, name, high, of in (
-        (found.rank, "rank", found.world_size, "world size"),
-        (found.local_rank, "local rank", found.local_world_size, "local world size"),
-        (found.local_world_size - 1, "local world size - 1", found.world_size, "world size"),
+        (environment.rank, "rank", environment.world_size, "world size"),
+        (environment.local_rank, "local rank", environment.local_world_size, "local world size"),
+        (environment.local_world_size - 1, "local world size - 1", environment.world_size, "world size"),
     ):
         if low >= high:
             raise MachineError(
-                f"{name} {low} from {found.launcher} must be below {of} {high}; "
+                f"{name} {low} from {environment.launcher} must be below {of} {high}; "
                 "unset stale variables of another launcher or start all ranks with one launcher"
             )
-    check_port(found.master_port)
+    check_port(environment.master_port)

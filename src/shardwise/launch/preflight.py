@@ -102,9 +102,9 @@ def wrong_things(reports: Sequence[HostReport]) -> Iterator[str]:
 def _versions(reports: Sequence[HostReport]) -> Iterator[str]:
     """Name the hosts whose versions are not those of most."""
     for name in sorted({name for report in reports for name in report.versions}):
-        found = [report.versions.get(name, "none") for report in reports]
-        usual = Counter(found).most_common(1)[0][0]
-        for report, version in zip(reports, found, strict=True):
+        versions = [report.versions.get(name, "none") for report in reports]
+        usual = Counter(versions).most_common(1)[0][0]
+        for report, version in zip(reports, versions, strict=True):
             if version != usual:
                 yield f"{report.host}: {name} is {version}, {usual} on most hosts; install the same"
 

@@ -51,11 +51,11 @@ PALER = {axis: round(0.77**number, 2) for number, axis in enumerate(TRAFFIC)}
 MEMORY_COLOURS = ("c1", "c6", "c3", "c2", "c5", "c7", "c4", "c8", "c1", "c8")
 
 
-def write_page(path: Path, found: SearchResult, asked: Candidate, budget: Budget) -> None:
+def write_page(path: Path, result: SearchResult, asked: Candidate, budget: Budget) -> None:
     """Write the page of a search; `asked` is the layout that is explained."""
-    charts = list(_charts(found, asked))
+    charts = list(_charts(result, asked))
     template = Template(files("shardwise.observe").joinpath("report.html").read_text(encoding="utf-8"))
-    question = found.question
+    question = result.question
     cluster = question.cluster
     page = template.substitute(
         title=escape(f"{question.facts.family}, {question.facts.parameters / 1e9:.3g}B parameters"),
@@ -65,7 +65,7 @@ def write_page(path: Path, found: SearchResult, asked: Candidate, budget: Budget
         ),
         figures=figure_list(list(_figures(asked, budget))),
         charts="\n".join(map(chart_article, charts)),
-        sections="\n".join(_sections(found)),
+        sections="\n".join(_sections(result)),
         footer=escape(f"Written by shardwise {__version__}. Nothing on this page is loaded from a network."),
         plotly=get_plotlyjs(),
         specs=script_json({f"plot-{chart.name}": figure_json(chart.figure) for chart in charts}),
@@ -95,19 +95,19 @@ def _figures(asked: Candidate, budget: Budget) -> Iterator[Figure]:
 # ------------------------------------------------------------------------------------------------------------- charts
 
 
-def _charts(found: SearchResult, asked: Candidate) -> Iterator[Chart]:
-    shown = distinct(found.ranked, SHOWN)
+def _charts(result: SearchResult, asked: Candidate) -> Iterator[Chart]:
+    shown = distinct(result.ranked, SHOWN)
     names = [f"{number}" for number in range(1, len(shown) + 1)]
     if all(asked is not charted for charted in shown):
         shown, names = [*shown, asked], [*names, "asked"]
     yield _bars("time", "Where the time goes", "Seconds of a step, by cause.", "s", names, _times(shown))
-    room = found.question.cluster.accelerator.memory_bytes / GIB
+    room = result.question.cluster.accelerator.memory_bytes / GIB
     memory = _bars("memory", "Where the bytes go", "GiB of the fullest rank at its peak.", "GiB", names, _bytes(shown))
     memory.figure.add_vline(x=room, line={"width": 1.5, "dash": "dash", "color": "#888"})
     yield memory
     if asked.plan.stages:
         yield _schedule(asked)
-    yield from _scaling(found)
+    yield from _scaling(result)
 
 
 Bars = list[tuple[str, str, float, list[float]]]  # name, colour, opacity, value of each layout
@@ -181,23 +181,24 @@ def _schedule(asked: Candidate) -> Chart:
     return Chart("schedule", "Schedule", f"{text}; white is bubble.", figure, wide=True)
 
 
-def _scaling(found: SearchResult) -> Iterator[Chart]:
+def _scaling(result: SearchResult) -> Iterator[Chart]:
     """Tokens a second over numbers of nodes, the same sequences a step, beside what the planned nodes would give."""
-    nodes = sorted({max(1, round(found.question.cluster.nodes * scale)) for scale in SCALES})
-    best = {count: on_nodes(found, count) for count in nodes}
-    reached = {count: each.tokens_per_second for count, each in best.items() if each is not None}
+    nodes = sorted({max(1, round(result.question.cluster.nodes * scale)) for scale in SCALES})
+    best = {count: on_nodes(result, count) for count in nodes}
+    reached = {count: candidate.tokens_per_second for count, candidate in best.items() if candidate is not None}
     if len(reached) < 2:
         return
     figure = _figure("nodes")
-    own_nodes = found.question.cluster.nodes
-    assert found.best is not None
-    ideal = [found.best.tokens_per_second * count / own_nodes for count in reached]
+    own_nodes = result.question.cluster.nodes
+    assert result.best is not None
+    ideal = [result.best.tokens_per_second * count / own_nodes for count in reached]
     figure.add_scatter(
         x=list(reached), y=ideal, name="in proportion", mode="lines", meta={"colour": "c8"}, line={"dash": "dash"}
     )
     figure.add_scatter(
         x=list(reached), y=list(reached.values()), name="predicted", mode="lines+markers", meta={"colour": "c1"},
-        text=[layout_of(each) for each in best.values() if each is not None], hovertemplate="%{y:,.0f}<br>%{text}",
+        text=[layout_of(candidate) for candidate in best.values() if candidate is not None],
+        hovertemplate="%{y:,.0f}<br>%{text}",
     )  # fmt: skip
     figure.update_yaxes(rangemode="tozero", title={"text": "tokens a second"})
     text = "The best of the layouts found, with the data axis and sharding to fit; the same sequences a step."
@@ -227,24 +228,24 @@ def _figure(unit: str) -> go.Figure:
 # ------------------------------------------------------------------------------------------------------------- tables
 
 
-def _sections(found: SearchResult) -> Iterator[str]:
-    assert found.best is not None
+def _sections(result: SearchResult) -> Iterator[str]:
+    assert result.best is not None
     head = ("#", "Layout", "Against the first")
     rows: list[Row] = []
-    for number, candidate in enumerate(distinct(found.ranked, SHOWN), 1):
+    for number, candidate in enumerate(distinct(result.ranked, SHOWN), 1):
         batches = f"{candidate.plan.microbatch} × {candidate.plan.accumulation}"
         said = f"{layout_of(candidate)}; {batches}; checkpointing {memory_policy(candidate)}"
-        why = "" if number == 1 else why_slower(candidate, found.best)
+        why = "" if number == 1 else why_slower(candidate, result.best)
         rows.append((str(number), said, why))
     yield f"<section><h2>Layouts</h2>{data_table(head, rows)}</section>"
-    fastest = sorted(found.misfits, key=lambda each: -each.tokens_per_second)
+    fastest = sorted(result.misfits, key=lambda misfit: -misfit.tokens_per_second)
     misfits: list[Row] = [
-        (layout_of(each), memory_policy(each), why_not_fit(each)) for each in distinct(fastest, SHOWN)
+        (layout_of(misfit), memory_policy(misfit), why_not_fit(misfit)) for misfit in distinct(fastest, SHOWN)
     ]
     if misfits:
         yield (
             "<details><summary>Fastest that do not fit</summary>"
             f"{data_table(('Layout', 'Checkpointing', 'Why'), misfits)}</details>"
         )
-    notes = "".join(f"<li>{escape(note)}</li>" for note in search_remarks(found, 0))
+    notes = "".join(f"<li>{escape(note)}</li>" for note in search_remarks(result, 0))
     yield f'<ul class="notes">{notes}</ul>'

@@ -63,8 +63,8 @@ class LocalBalancing:
         if self.by_sequence:
             return self._sequence_loss / (self.layers * self.step_sequences)
         values = [
-            each.sequences * self.number * each.shares.prod(0).sum() / each.rows.clamp(min=1).square().sum()
-            for each in self._microbatches
+            counts.sequences * self.number * counts.shares.prod(0).sum() / counts.rows.clamp(min=1).square().sum()
+            for counts in self._microbatches
         ]
         return torch.stack(values).sum() / self.step_sequences if values else self._sequence_loss
 

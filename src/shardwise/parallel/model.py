@@ -351,7 +351,7 @@ class ParallelModel:
         """Sum gradients of parameters that all data ranks hold whole; one that no rank has used is left without."""
         parameters = [self.tensor_map[name].parameter for name in self.unsharded]
         used = torch.tensor([float(parameter.grad is not None) for parameter in parameters], device=self.device)
-        gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in parameters]
+        gradients = [torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in parameters]
         sum_together([used, *gradients], self.layout.group(*data_axes()), self.device, "unsharded gradients")
         for parameter, gradient, count in zip(parameters, gradients, used.tolist(), strict=True):
             parameter.grad = gradient if count else None

@@ -67,8 +67,8 @@ class FoundState:
         originals = {id(twin): value for key, (value, twin) in self.pairs.items() if key not in written}
         return [
             module
-            for module, found in self.attributes.items()
-            if not is_unchanged(module_attributes(module), found, originals)
+            for module, attributes in self.attributes.items()
+            if not is_unchanged(module_attributes(module), attributes, originals)
         ]
 
     def written_buffers(self) -> list[tuple[nn.Module, str]]:
@@ -115,21 +115,21 @@ class BlockState:
             {key: (buffer, buffer.clone(), version_of(buffer)) for key, buffer in buffers.items()},
         )
 
-    def learn(self, found: FoundState) -> None:
+    def learn(self, state: FoundState) -> None:
         """See from the first call what changes."""
         if not self._is_known:
-            self._modules, self._buffers = found.changed_modules(), found.written_buffers()
+            self._modules, self._buffers = state.changed_modules(), state.written_buffers()
             self._is_known = True
 
     @contextmanager
-    def as_found(self, found: FoundState) -> Iterator[None]:
+    def as_found(self, state: FoundState) -> Iterator[None]:
         """Let the modules have what was found, inside; outside they have what they have now."""
         attributes = {module: module_attributes(module) for module in self._modules}
         buffers = {(module, name): module.get_buffer(name) for module, name in self._buffers}
         for module in self._modules:
-            _set_attributes(module, copied(found.attributes[module], {}))
+            _set_attributes(module, copied(state.attributes[module], {}))
         for module, name in self._buffers:
-            setattr(module, name, found.buffers[module, name][1].clone())
+            setattr(module, name, state.buffers[module, name][1].clone())
         try:
             yield
         finally:

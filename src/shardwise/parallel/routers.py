@@ -237,11 +237,11 @@ def counted_tokens(scope: DropoutScope | None, tokens: int, device: torch.device
     if scope is None or scope.counted is None:
         return torch.ones(tokens, dtype=torch.bool, device=device)
     rows = scope.counted
-    here = torch.ones(tokens // len(rows), dtype=torch.bool, device=device)
+    counted = torch.ones(tokens // len(rows), dtype=torch.bool, device=device)
     if scope.sequences is not None:
         first, end = scope.positions or (0, None)  # with sequence parallelism, of the tensor rank
-        here = (scope.sequences.positions < scope.sequences.length)[first:end]
-    return (rows[:, None] & here[None, :]).flatten()
+        counted = (scope.sequences.positions < scope.sequences.length)[first:end]
+    return (rows[:, None] & counted[None, :]).flatten()
 
 
 def updated_bias(bias: Tensor, routed: Tensor, rate: float) -> Tensor:

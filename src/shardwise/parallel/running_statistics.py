@@ -45,13 +45,13 @@ class RunningStatistics:
 
     def changed(self) -> dict[str, nn.Module]:
         """Return the buffers that forwards have changed since `begin`, each with the stage that has."""
-        found: dict[str, nn.Module] = {}
+        modules: dict[str, nn.Module] = {}
         for module, before in zip(self.modules, self._before or (), strict=False):
             written = {name for name, state in _states(module).items() if state != before.get(name)}
             # torch's batch norms write their mean and variance in a kernel that counts no write; their counter tells.
             owners = {name.rpartition(".")[0] for name in written}
-            found |= {name: module for name in before if name.rpartition(".")[0] in owners and name not in found}
-        return found
+            modules |= {name: module for name in before if name.rpartition(".")[0] in owners and name not in modules}
+        return modules
 
     def settle(self, device: torch.device) -> None:
         """Make the changed buffers equal on all ranks. Collective over all ranks.

@@ -418,9 +418,9 @@ def in_flight(parallel: ParallelSection, microbatches: int, rank: int = 0) -> in
         return min(microbatches * virtual, virtual * ranks + (parallel.pipeline == "dualpipev"))
     if virtual == 1:
         return min(microbatches, ranks - rank)
-    each = microbatches // max(1, microbatches // ranks)
+    round_size = microbatches // max(1, microbatches // ranks)
     apart = 1 if parallel.pipeline == "zero_bubble" else 2  # steps by which a rank's warm-up is longer than the next's
-    return min(microbatches * virtual, (virtual - 1) * each + apart * (ranks - 1 - rank) + 1)
+    return min(microbatches * virtual, (virtual - 1) * round_size + apart * (ranks - 1 - rank) + 1)
 
 
 def even_cut(rows: int, limit: int) -> int:

@@ -82,7 +82,7 @@ class ServiceClient:
     def upload_directory(self, path: Path, uri: str) -> str:
         """Write a file, or the files below a directory, below a prefix; returns the prefix."""
         bucket, prefix = split_uri(uri)
-        files = [path] if path.is_file() else sorted(found for found in path.rglob("*") if found.is_file())
+        files = [path] if path.is_file() else sorted(entry for entry in path.rglob("*") if entry.is_file())
         if not files:
             raise ConfigError(f"input {str(path)!r} holds no file; give a directory of files")
         with _explained(f"upload to {uri}"):

@@ -90,10 +90,10 @@ def _listed_input(value: Any) -> tuple[str, Channel | Path]:
     if isinstance(value, Channel):
         return value.channel_name, value
     if isinstance(value, InputData):
-        found = _input(value.channel_name, value.data_source)
-        if isinstance(found, Channel) and value.content_type is not None:
-            found = found.model_copy(update={"content_type": value.content_type})
-        return value.channel_name, found
+        channel = _input(value.channel_name, value.data_source)
+        if isinstance(channel, Channel) and value.content_type is not None:
+            channel = channel.model_copy(update={"content_type": value.content_type})
+        return value.channel_name, channel
     raise ConfigError(f"input {value!r}: must be an InputData or a Channel; other inputs stand in a mapping by name")
 
 
@@ -135,9 +135,9 @@ def _location(name: str, text: str) -> Channel | Path:
 
 
 def _s3_channel(name: str, value: TrainingInput) -> Channel | Path:
-    found = _location(name, value.s3_data)
-    if isinstance(found, Path):
-        return found
+    location = _location(name, value.s3_data)
+    if isinstance(location, Path):
+        return location
     source = S3DataSource(
         s3_uri=value.s3_data,
         s3_data_type=value.s3_data_type,

@@ -29,13 +29,13 @@ def find_misread(plan: Plan, source: Source, ours: Captured) -> Misread | None:
         for number, batch in enumerate(batches):
             expected = _counters(plan, ours.step, data_rank, number)
             real = _real_rows(plan, ours.step, data_rank, number)
-            found = (
+            misread = (
                 _wrong_rows(plan, ours, rank, number, batch.rows.tolist(), expected)
                 or _counted_padding(batch, real)
                 or _wrong_content(batch, source, rank, real)
             )
-            if found:
-                return found
+            if misread:
+                return misread
     return None
 
 

@@ -179,12 +179,12 @@ def compare_tensors(
 ) -> list[Difference]:
     """Every tensor of either side, in the reference's order; one that a side does not have disagrees."""
     least = tolerance.floor * largest(reference.values())
-    found = []
+    differences = []
     for name in [*reference, *(name for name in ours if name not in reference)]:
         there = name in ours and name in reference and ours[name].shape == reference[name].shape
         error = relative_error(ours[name], reference[name], least) if there else math.inf
-        found.append(Difference(step, quantity, name, error, tolerance.error))
-    return found
+        differences.append(Difference(step, quantity, name, error, tolerance.error))
+    return differences
 
 
 @dataclass(frozen=True)
@@ -214,13 +214,13 @@ def compare_updates(
     names = [name for name in reference.after if name in ours.after and reference.after[name].numel()]
     updates = {name: reference.of(name) for name in names}
     least = tolerance.floor * largest(updates.values())
-    found = []
+    differences = []
     for name, update in updates.items():
         allowed = reference.rounding(name) + (noise or {}).get(name, 0.0)
         excess = ((ours.of(name) - update).abs() - allowed).clamp(min=0.0)
         error = relative_error(update.abs() + excess, update.abs(), least)
-        found.append(Difference(step, "update", name, error, tolerance.error))
-    return found
+        differences.append(Difference(step, "update", name, error, tolerance.error))
+    return differences
 
 
 def compare_directions(
@@ -235,10 +235,10 @@ def compare_directions(
     Each tensor is held to NOISES times its own noise. One that noise is a quarter of, or less, has a direction too: it
     may not be at right angles, or zero.
     """
-    found = []
+    differences = []
     for name in [*reference, *(name for name in ours if name not in reference)]:
         if name not in ours or name not in reference or ours[name].shape != reference[name].shape:
-            found.append(Difference(step, "gradient", name, math.inf, least.error))
+            differences.append(Difference(step, "gradient", name, math.inf, least.error))
             continue
         a, b = ours[name].detach().double(), reference[name].detach().double()
         size = max(float(b.norm()), noise[name])
@@ -246,12 +246,12 @@ def compare_directions(
             continue
         share = noise[name] / size if size else 0.0
         error = float((a - b).norm()) / size if size else math.inf
-        found.append(Difference(step, "gradient", name, error, max(least.error, NOISES * share)))
+        differences.append(Difference(step, "gradient", name, error, max(least.error, NOISES * share)))
         if share < CLEAR and size:
             cosine = float((a * b).sum()) / (float(a.norm()) * size or math.inf)
             allowed = min(MOST_TURNED, max(least.error, (NOISES * share) ** 2 / 2))
-            found.append(Difference(step, "direction", name, 1 - cosine, allowed))
-    return found
+            differences.append(Difference(step, "direction", name, 1 - cosine, allowed))
+    return differences
 
 
 def but_for_noise(

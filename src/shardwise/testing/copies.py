@@ -92,14 +92,14 @@ def digest_of(tensor: Tensor) -> bytes:
 
 def _measured(copies: list[Tensor | None], boxes: tuple[tuple[tuple[int, int], ...], ...]) -> CopyError:
     """Return the error of the copies that ranks have brought, by rank."""
-    held = {rank: copy.double() for rank, copy in enumerate(copies) if copy is not None}
-    first = held[min(held)]
-    high, low = torch.stack([*held.values()]).amax(0), torch.stack([*held.values()]).amin(0)
+    holders = {rank: copy.double() for rank, copy in enumerate(copies) if copy is not None}
+    first = holders[min(holders)]
+    high, low = torch.stack([*holders.values()]).amax(0), torch.stack([*holders.values()]).amin(0)
     largest = torch.maximum(high.abs(), low.abs()).max()
     error = 0.0 if largest == 0 else float((high - low).max() / largest)
-    ranks = tuple(rank for rank, copy in held.items() if not torch.equal(copy, first))
+    ranks = tuple(rank for rank, copy in holders.items() if not torch.equal(copy, first))
     box = tuple(slice(*bounds) for bounds in boxes[0])
-    totals = ((box, tuple(held), torch.stack([*held.values()]).sum(0)),) if len(boxes) == 1 else ()
+    totals = ((box, tuple(holders), torch.stack([*holders.values()]).sum(0)),) if len(boxes) == 1 else ()
     return CopyError(math.inf if math.isnan(error) else error, ranks, totals)  # a NaN would lose every comparison
 
 

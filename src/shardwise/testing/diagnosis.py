@@ -48,6 +48,6 @@ SIGNATURES: tuple[tuple[set[str], Callable[[Evidence], Diagnosis | None]], ...] 
 def diagnose(evidence: Evidence) -> Diagnosis | None:
     """Return the first signature that fits."""
     for quantities, signature in SIGNATURES:
-        if quantities & evidence.wrong.keys() and (found := signature(evidence)):
-            return found
+        if quantities & evidence.wrong.keys() and (diagnosis := signature(evidence)):
+            return diagnosis
     return None

@@ -171,7 +171,7 @@ def _trace(plan: Plan, layout: Layout, facts: ModelFacts) -> tuple[int, int]:
     model = parallelize(build_model(plan.job), plan, layout, facts, device, lambda: fake)
     if needs_copy(plan):
         model.reference = frozen_copy(model, lambda: fake)
-    modules = [part.module for each in (model, model.reference) if each is not None for part in each.parts]
+    modules = [part.module for built in (model, model.reference) if built is not None for part in built.parts]
     with fake:
         optimizer, objective = ShardedOptimizer.of(model), make_objective(model)
         with _Trace(*modules, optimizer.inner) as trace:

@@ -61,13 +61,13 @@ class Evidence:
     def parts(self) -> list[tuple[int, int, list[int]]]:
         """(data rank, microbatch, sample counters) of every microbatch that holds samples."""
         plan, counters = self.plan, self.oracle.rows_of(self.step)
-        found = []
+        parts = []
         for rank in range(plan.data_ranks):
             for number in range(plan.accumulation):
                 start = (number * plan.data_ranks + rank) * plan.microbatch
                 if own := counters[start : start + plan.microbatch]:
-                    found.append((rank, number, own))
-        return found
+                    parts.append((rank, number, own))
+        return parts
 
     @cached_property
     def expert_tensors(self) -> list[str]:
@@ -129,9 +129,11 @@ class Evidence:
     def reproduces(self, twist: Twist) -> bool:
         """Return True if the oracle with this mistake brings our gradients, and without it does not."""
         self.oracle.backward(self.step, twist=twist)
-        found = compare_tensors(self.step, "", self.ours.gradients, self.oracle.gradients, self.tolerances.gradient)
+        differences = compare_tensors(
+            self.step, "", self.ours.gradients, self.oracle.gradients, self.tolerances.gradient
+        )
         is_nearer = self._distance(self.oracle.gradients) < NEARER * self._distance(self.right)
-        return is_nearer and all(difference.agrees for difference in found)
+        return is_nearer and all(difference.agrees for difference in differences)
 
     def _distance(self, gradients: Mapping[str, Tensor]) -> float:
         """Return the L2 distance of our gradients from others."""
@@ -141,8 +143,8 @@ class Evidence:
 
     def wrong_updates(self, twist: UpdateTwist) -> list[str]:
         """Return the tensors whose update is not that of the oracle with this mistake."""
-        found = compare_updates(self.step, self.update, self._updated(twist), self.tolerances.update)
-        return [difference.name for difference in found if not difference.agrees]
+        differences = compare_updates(self.step, self.update, self._updated(twist), self.tolerances.update)
+        return [difference.name for difference in differences if not difference.agrees]
 
     @cached_property
     def update_ratio(self) -> float | None:

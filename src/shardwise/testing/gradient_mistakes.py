@@ -255,7 +255,7 @@ def dropout_alone(evidence: Evidence) -> Diagnosis | None:
 def unsummed_copies(evidence: Evidence) -> Diagnosis | None:
     """Look whether the copies that ranks hold of a gradient add up to the right one."""
     scale = evidence.ours.loss_scale
-    found: dict[tuple[int, ...], list[str]] = {}
+    groups: dict[tuple[int, ...], list[str]] = {}
     for name, copy_error in evidence.ours.gradient_copies.items():
         for box, holders, total in copy_error.totals:
             right = evidence.right[name][box].double() if name in evidence.right else None
@@ -263,12 +263,12 @@ def unsummed_copies(evidence: Evidence) -> Diagnosis | None:
                 continue
             allowed = 10 * evidence.tolerances.gradient.error * float(right.abs().max())
             if float((total / scale - right).abs().max()) <= allowed:
-                found.setdefault(holders, []).append(name)
-    if not found:
+                groups.setdefault(holders, []).append(name)
+    if not groups:
         return None
-    ranks, names = next(iter(found.items()))
+    ranks, names = next(iter(groups.items()))
     wrong = set(evidence.wrong_tensors) | {name for name, e in evidence.ours.gradient_copies.items() if e.totals}
-    if not wrong <= {name for group in found.values() for name in group}:
+    if not wrong <= {name for group in groups.values() for name in group}:
         return None
     sentence = f"the gradient of {few(list(dict.fromkeys(names)))} is not summed over the ranks that hold it"
     return Diagnosis("unsummed_copies", f"{sentence}, {_listed(ranks)}: each has a part of its own")
@@ -329,8 +329,8 @@ def _ranks_of(evidence: Evidence, name: str) -> list[int]:
     allowed = evidence.tolerances.gradient.error * float(right.abs().max())
     return [
         rank
-        for rank, held in enumerate(evidence.ours.slices)
-        if any(error[box].numel() and not float(error[box].max()) <= allowed for box in held.get(name, ()))
+        for rank, slices in enumerate(evidence.ours.slices)
+        if any(error[box].numel() and not float(error[box].max()) <= allowed for box in slices.get(name, ()))
     ]
 
 

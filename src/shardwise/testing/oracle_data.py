@@ -99,10 +99,10 @@ class TokenSource:
         if self.is_by_place:
             first = self.size * self.length + extra
             inside = starts[(starts > first) & (starts < first + held_out)] - first
-            left, held = documents, np.split(tokens[first : first + held_out], inside)
+            left, validation = documents, np.split(tokens[first : first + held_out], inside)
         else:
-            left, held = _held_out(documents, held_out, self.seed)
-        self.training, self.validation = DocumentStream.of(left), DocumentStream.of(held)
+            left, validation = _held_out(documents, held_out, self.seed)
+        self.training, self.validation = DocumentStream.of(left), DocumentStream.of(validation)
         self._read: dict[int, dict[str, np.ndarray]] = {}  # the last samples
 
     def rows(self, counters: Sequence[int]) -> Rows:
@@ -212,13 +212,13 @@ def _held_out(documents: Sequence[np.ndarray], tokens: int, seed: int) -> tuple[
 
     Of the last of them the end is held out.
     """
-    left, held = list(documents), [document[:0] for document in documents]
+    left, validation = list(documents), [document[:0] for document in documents]
     draws = [mixed(mixed(seed) ^ xxhash.xxh3_64_intdigest(document.tobytes())) for document in documents]
     for number in sorted(range(len(left)), key=lambda number: (draws[number], number)):
         kept = max(len(left[number]) - tokens, 0)
         tokens -= len(left[number]) - kept
-        left[number], held[number] = left[number][:kept], left[number][kept:]
-    return left, held
+        left[number], validation[number] = left[number][:kept], left[number][kept:]
+    return left, validation
 
 
 def shuffled_index(seed: int, counter: int, size: int) -> int:

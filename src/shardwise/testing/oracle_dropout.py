@@ -102,13 +102,13 @@ class OracleDropout(TorchFunctionMode):
             return values
         if probability >= 1:
             return values * 0
-        key, counters, each = self._use(values, name)
-        kept = np.stack([oracle_keep_mask(key, counter, each, probability) for counter in counters])
+        key, counters, shape = self._use(values, name)
+        kept = np.stack([oracle_keep_mask(key, counter, shape, probability) for counter in counters])
         return torch.where(torch.from_numpy(kept).view(values.shape), values / (1 - probability), 0.0)
 
     def _jitter(self, values: Tensor, low: float = 0, high: float = 1) -> Tensor:
-        key, counters, each = self._use(values, f"{self.running[-1]}/uniform")
-        bits = np.stack([random_bits(key, counter, each) for counter in counters])
+        key, counters, shape = self._use(values, f"{self.running[-1]}/uniform")
+        bits = np.stack([random_bits(key, counter, shape) for counter in counters])
         noise = low + (high - low) * (bits >> np.uint32(8)) / 2.0**24
         return values.copy_(torch.from_numpy(noise).view(values.shape))
 

@@ -152,8 +152,8 @@ def inner_rounding(oracle: Oracle, step: int) -> float:
             oracle.backward(step)
     except RuntimeError:
         return UNKNOWN_ROUNDING
-    found = compare_tensors(0, "", narrow, oracle.gradients, Tolerance(0.0))
-    return max(difference.error for difference in found)
+    differences = compare_tensors(0, "", narrow, oracle.gradients, Tolerance(0.0))
+    return max(difference.error for difference in differences)
 
 
 class _Rounding(torch.autograd.Function):

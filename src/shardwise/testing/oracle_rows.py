@@ -179,14 +179,14 @@ def _size(rows: list[Row]) -> int:
 def _messages_of(row: dict[str, Any], after: Any, other_completion: Any) -> tuple[int, list[dict[str, Any]]]:
     """(number of first messages that are a prompt, all messages)."""
     if after is None:
-        messages = [_message(each) for each in row.get("messages") or row["conversations"]]
+        messages = [_message(message) for message in row.get("messages") or row["conversations"]]
         system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
         return 0, messages if messages[0]["role"] == "system" else [*system, *messages]
-    messages = [_message(each) for each in after]
+    messages = [_message(message) for message in after]
     if isinstance(row.get("prompt"), list) and messages[0]["role"] == "assistant":
-        before = [_message(each) for each in row["prompt"]]
+        before = [_message(message) for message in row["prompt"]]
         return len(before), [*before, *messages]
-    other = [_message(each) for each in other_completion]
+    other = [_message(message) for message in other_completion]
     return next(number for number, pair in enumerate(zip(messages, other)) if pair[0] != pair[1]), messages
 
 

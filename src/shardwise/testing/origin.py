@@ -67,25 +67,25 @@ def find_origin(evidence: Evidence) -> Origin | None:
 def _search(evidence: Evidence) -> Origin | None:
     microbatches = {tuple(counters): number for _, number, counters in evidence.parts}
     whole = [rows for rows in microbatches if len(rows) == evidence.plan.microbatch][:MOST_MICROBATCHES]
-    found: dict[str, dict[str, list[Deviation]]] = {kind: {} for kind in KINDS}
+    deviations: dict[str, dict[str, list[Deviation]]] = {kind: {} for kind in KINDS}
     order: dict[str, list[str]] = {}
-    seen: set[int] = set()
+    ranks: set[int] = set()
     for rows in whole:
         right = _oracle_trace(evidence, rows)
         for kind in KINDS:
             order[kind] = order.get(kind) or [name for name, _ in getattr(right, kind)]
             for rank, trace in enumerate(evidence.traces):
-                seen |= {rank} if any(own == rows for _, own in trace.outputs) else set()
+                ranks |= {rank} if any(own == rows for _, own in trace.outputs) else set()
                 allowed = ALLOWED.get(evidence.plan.dtypes.compute, ALLOWED_ROUNDED[kind])
                 wrong = _deviations(allowed, getattr(trace, kind), getattr(right, kind), rows)
                 if kind == "gradients":
                     wrong |= _unreached(trace, right, rows)
                 for name, factor in wrong.items():
-                    found[kind].setdefault(name, []).append(Deviation(rank, microbatches[rows], factor))
-    for kind, by_module in found.items():
+                    deviations[kind].setdefault(name, []).append(Deviation(rank, microbatches[rows], factor))
+    for kind, by_module in deviations.items():
         for name in order.get(kind, ()):
             if name in by_module:
-                return Origin(name, kind, by_module[name], (len(seen), len(set(microbatches.values()))))
+                return Origin(name, kind, by_module[name], (len(ranks), len(set(microbatches.values()))))
     return None
 
 

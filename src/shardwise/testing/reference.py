@@ -105,10 +105,10 @@ class OracleReference:
     def judge(self, ours: Captured) -> bool:
         """Compare one step; True where everything agrees. Where it does not, `evidence` is what a diagnosis needs."""
         before = self.oracle.snapshot()
-        found, evidence = self._compare(ours, before)
+        differences, evidence = self._compare(ours, before)
         if evidence and self._loosen(ours.step, before):
-            found, evidence = self._compare(ours, before)
-        self.report.differences += found
+            differences, evidence = self._compare(ours, before)
+        self.report.differences += differences
         self.weights, self.earlier = ours.parameters, ours.gradients
         self.stale, self.evidence = before, evidence
         if evidence is None:
@@ -120,13 +120,13 @@ class OracleReference:
         rate = self.plan.job.router.bias_update_rate
         if not rate or self.plan.dtypes.compute in SIXTEEN:
             return []
-        found = []
+        differences = []
         for rank, biases in enumerate(ours.router_biases):
             for name, bias in biases.items():
                 error = float((bias - self.oracle.model.get_buffer(name)).abs().max()) / rate
                 sentence = f"{name} of rank {rank} is {error:.3g} moves off where the tokens of all ranks put it"
-                found.append(Difference(ours.step, "router bias", sentence, error, BIAS_MOVES))
-        return found
+                differences.append(Difference(ours.step, "router bias", sentence, error, BIAS_MOVES))
+        return differences
 
     def compare_evaluation_loss(self, ours: Captured) -> list[Difference]:
         """Compare the rows and the loss of the evaluation after a step that agreed, if there was one."""
@@ -138,39 +138,39 @@ class OracleReference:
         allowed = Tolerance(ROUNDED_LOSS) if compute in SIXTEEN else self.tolerances.loss
         if self.plan.float8:
             allowed = self.tolerances.loss
-        found = compare_numbers(ours.step, "evaluation loss", ours.validation_loss, right, allowed)
+        difference = compare_numbers(ours.step, "evaluation loss", ours.validation_loss, right, allowed)
         sentence = f"the evaluation's loss is {ours.validation_loss:.6g}, that of its rows {right:.6g}"
         misread = find_misread_evaluation(self.plan, self.oracle.source, ours)
         rows = Difference(ours.step, "evaluation data", misread, math.inf if misread else 0.0, 0.0)
-        return [rows, found if found.agrees else replace(found, name=sentence)]
+        return [rows, difference if difference.agrees else replace(difference, name=sentence)]
 
     def _compare(self, ours: Captured, before: Snapshot) -> tuple[list[Difference], Evidence | None]:
         """Return the differences of a step, and the evidence if some disagree; the oracle then stands before it."""
         oracle, tolerances, step = self.oracle, self.tolerances, ours.step
         misread = find_misread(self.plan, oracle.source, ours)
-        found = [Difference(step, "data", "", math.inf if misread else 0.0, 0.0)]
+        differences = [Difference(step, "data", "", math.inf if misread else 0.0, 0.0)]
         loss, forward = self._compare_forward(ours)
         norm, right, update_with = oracle.norm(ours.gradients), dict(oracle.gradients), self._update_gradients(ours)
         noise = self._update_noise(step, update_with, before) if self.led else {}
         oracle.update(step, update_with)
         update = Update(self.weights or before[0], ours.parameters)
-        found += compare_dtypes(self.plan, ours, oracle) + forward
+        differences += compare_dtypes(self.plan, ours, oracle) + forward
         wide = "fp64" if self.plan.dtypes.parameters == "fp64" else "fp32"
-        found.append(compare_numbers(step, "norm", ours.norm, norm, Tolerances.of(wide).norm))
-        found += compare_clipping(self.plan, ours)
-        found += compare_options(ours, oracle.options())
+        differences.append(compare_numbers(step, "norm", ours.norm, norm, Tolerances.of(wide).norm))
+        differences += compare_clipping(self.plan, ours)
+        differences += compare_options(ours, oracle.options())
         parameters = but_for_noise(ours.parameters, oracle.parameters, noise)
-        found += compare_tensors(step, "parameter", parameters, oracle.parameters, tolerances.parameter)
-        found += compare_updates(step, update, Update(before[0], oracle.parameters), tolerances.update, noise)
-        found += compare_all_copies(step, ours, tolerances.gradient)
-        wrong = {difference.quantity: difference.name for difference in reversed(found) if not difference.agrees}
+        differences += compare_tensors(step, "parameter", parameters, oracle.parameters, tolerances.parameter)
+        differences += compare_updates(step, update, Update(before[0], oracle.parameters), tolerances.update, noise)
+        differences += compare_all_copies(step, ours, tolerances.gradient)
+        wrong = {difference.quantity: difference.name for difference in reversed(differences) if not difference.agrees}
         if not wrong:
             oracle.adopt(but_for_noise(oracle.parameters, ours.parameters, noise))
-            return found, None
+            return differences, None
         oracle.restore(before)
-        bad = [d.name for d in found if d.quantity in ("gradient", "direction") and not d.agrees]
+        bad = [d.name for d in differences if d.quantity in ("gradient", "direction") and not d.agrees]
         bad = list(dict.fromkeys(bad))
-        return found, Evidence(
+        return differences, Evidence(
             self.plan, step, oracle, ours, wrong, tolerances, loss, norm, right, update_with, update, bad, misread,
             self.stale, self.earlier,
         )  # fmt: skip
@@ -194,26 +194,26 @@ class OracleReference:
         """Name the mistake of the step that disagreed, with what its ranks have made when it was run once more."""
         if self.evidence is None:
             return
-        found = diagnose(replace(self.evidence, traces=traces, undropped=undropped))
-        if found and not self.report.fault:
-            self.report.fault, self.report.diagnosis = found
+        diagnosis = diagnose(replace(self.evidence, traces=traces, undropped=undropped))
+        if diagnosis and not self.report.fault:
+            self.report.fault, self.report.diagnosis = diagnosis
 
     def _compare_forward(self, ours: Captured) -> tuple[float, list[Difference]]:
         """Return the oracle's loss, and the differences of loss and gradients; 16 bits are held to measured noise."""
         oracle, tolerances, step, compute = self.oracle, self.tolerances, ours.step, self.plan.dtypes.compute
-        found = compare_losses_of_outputs("fp32" if oracle.narrows_logits else compute, ours)
+        differences = compare_losses_of_outputs("fp32" if oracle.narrows_logits else compute, ours)
         if compute not in SIXTEEN or self.plan.float8:
             loss = oracle.backward(step)
-            found.append(compare_numbers(step, "loss", ours.loss, loss, tolerances.loss))
-            found += compare_tensors(step, "gradient", ours.gradients, oracle.gradients, tolerances.gradient)
-            return loss, found
+            differences.append(compare_numbers(step, "loss", ours.loss, loss, tolerances.loss))
+            differences += compare_tensors(step, "gradient", ours.gradients, oracle.gradients, tolerances.gradient)
+            return loss, differences
         rounded = rounded_step(oracle, step, torch_dtype(compute))
         oracle.gradients = dict(rounded.gradients)
         allowed = Tolerance(max(ROUNDED_LOSS, NOISES * rounded.loss_noise / (abs(rounded.loss) or 1.0)))
-        found.append(compare_numbers(step, "loss", ours.loss, rounded.loss, allowed))
-        found += compare_directions(step, ours.gradients, rounded.gradients, rounded.noise, ROUNDED_GRADIENT)
-        found += compare_exactness(self.plan, ours, rounded)
-        return rounded.loss, found
+        differences.append(compare_numbers(step, "loss", ours.loss, rounded.loss, allowed))
+        differences += compare_directions(step, ours.gradients, rounded.gradients, rounded.noise, ROUNDED_GRADIENT)
+        differences += compare_exactness(self.plan, ours, rounded)
+        return rounded.loss, differences
 
     def _update_gradients(self, ours: Captured) -> dict[str, Tensor]:
         """The oracle's own gradients, but ours where led, and for tensors whose gradient is nothing but rounding."""
@@ -251,21 +251,21 @@ class OracleReference:
         for parameter in frozen:  # whose gradients may be the ones that a smaller dtype shows in
             parameter.requires_grad_(True)
         oracle.backward(0)
-        right, before, found = oracle.gradients, oracle.snapshot(), []
+        right, before, differences = oracle.gradients, oracle.snapshot(), []
         if self.norms_see_parts:
             oracle.backward(0, shares=PARTS)
-            found += compare_tensors(0, "", oracle.gradients, right, self.tolerances.gradient)
+            differences += compare_tensors(0, "", oracle.gradients, right, self.tolerances.gradient)
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for parameter in oracle.parameters.values():
                 noise = torch.rand(parameter.shape, generator=generator, dtype=parameter.dtype) * 4e-16
                 parameter.mul_(1 + noise)
         oracle.backward(0, reverse=True)
-        found += compare_tensors(0, "", oracle.gradients, right, self.tolerances.gradient)
+        differences += compare_tensors(0, "", oracle.gradients, right, self.tolerances.gradient)
         oracle.restore(before)
         for parameter in frozen:
             parameter.requires_grad_(False)
-        floor = max(difference.error for difference in found)
+        floor = max(difference.error for difference in differences)
         if floor > FLOOR_EXPECTED:
             self._allow(10 * floor)
 
@@ -292,18 +292,20 @@ class RecordedReference:
         if self.plan.float8 or self.plan.dtypes.compute in SIXTEEN:  # weights differ from the second step on
             tolerances = replace(tolerances, parameter=tolerances.gradient)
         numbers = json.loads((self.directory / f"{step}.json").read_text())
-        found = [compare_data(step, ours.data_hash, numbers["data_hash"])]
-        if not found[0].agrees:
+        differences = [compare_data(step, ours.data_hash, numbers["data_hash"])]
+        if not differences[0].agrees:
             self.report.fault, self.report.diagnosis = "other data", OTHER_DATA
-        found.append(compare_numbers(step, "loss", ours.loss, numbers["loss"], tolerances.loss))
-        found += compare_tensors(step, "gradient", ours.gradients, self._read(step, "gradients"), tolerances.gradient)
-        found.append(compare_numbers(step, "norm", ours.norm, numbers["norm"], tolerances.norm))
-        found += compare_tensors(
+        differences.append(compare_numbers(step, "loss", ours.loss, numbers["loss"], tolerances.loss))
+        differences += compare_tensors(
+            step, "gradient", ours.gradients, self._read(step, "gradients"), tolerances.gradient
+        )
+        differences.append(compare_numbers(step, "norm", ours.norm, numbers["norm"], tolerances.norm))
+        differences += compare_tensors(
             step, "parameter", ours.parameters, self._read(step, "parameters"), tolerances.parameter
         )
-        found += compare_all_copies(step, ours, tolerances.gradient)
-        self.report.differences += found
-        return all(difference.agrees for difference in found)
+        differences += compare_all_copies(step, ours, tolerances.gradient)
+        self.report.differences += differences
+        return all(difference.agrees for difference in differences)
 
     def _read(self, step: int, kind: str) -> dict[str, Tensor]:
         stored = load_file(self.directory / f"{step}.{kind}.safetensors")
@@ -368,12 +370,12 @@ def compare_clipping(plan: Plan, ours: Captured) -> list[Difference]:
     """Compare what gradients are multiplied by before the update with the clipping of the norm and the loss scale."""
     expected = expected_clipping(plan, ours)
     allowed = Tolerances.of("fp64" if plan.dtypes.parameters == "fp64" else "fp32").norm.error
-    found = []
+    differences = []
     for rank, clipping in enumerate(ours.clipping):
         if clipping is not None:
             error = max(abs(clipping.factor / expected - 1), clipping.misfit)
-            found.append(Difference(ours.step, "clipping", f"of rank {rank}", error, allowed))
-    return found
+            differences.append(Difference(ours.step, "clipping", f"of rank {rank}", error, allowed))
+    return differences
 
 
 def expected_clipping(plan: Plan, ours: Captured) -> float:
@@ -421,10 +423,10 @@ def compare_data(step: int, ours: int, reference: int) -> Difference:
 
 def compare_all_copies(step: int, ours: Captured, gradient: Tolerance) -> list[Difference]:
     """Copies of a parameter have to be equal bit by bit, those of a gradient within the tolerance of gradients."""
-    found = []
+    differences = []
     for quantity, copies, allowed in (
         ("gradient copies", ours.gradient_copies, gradient.error),
         ("replicas", ours.copies, 0.0),
     ):
-        found += [Difference(step, quantity, name, copy.error, allowed) for name, copy in copies.items()]
-    return found
+        differences += [Difference(step, quantity, name, copy.error, allowed) for name, copy in copies.items()]
+    return differences

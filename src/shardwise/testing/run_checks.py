@@ -97,10 +97,10 @@ def compare_buffers(ours: Captured) -> list[Difference]:
 
 def compare_evaluation(ours: Captured) -> list[Difference]:
     """Judge the mode of all modules during and after the evaluation that followed a step, if one did."""
-    seen = [modes for modes in ours.evaluation_modes if modes is not None]
-    if not seen:
+    modes_of_ranks = [modes for modes in ours.evaluation_modes if modes is not None]
+    if not modes_of_ranks:
         return []
     return [
-        Difference(ours.step, quantity, "", math.inf if any(found) else 0.0, 0.0)
-        for quantity, found in zip(("evaluation", "mode"), zip(*seen, strict=True), strict=True)
+        Difference(ours.step, quantity, "", math.inf if any(rank_modes) else 0.0, 0.0)
+        for quantity, rank_modes in zip(("evaluation", "mode"), zip(*modes_of_ranks, strict=True), strict=True)
     ]

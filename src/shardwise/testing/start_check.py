@@ -61,14 +61,14 @@ def compare_start_values(ours: Mapping[str, Distribution], plain: Mapping[str, D
 def _drawn_alike(ours: Mapping[str, Distribution], plain: Mapping[str, Distribution]) -> dict[str, str]:
     """Return of parameters with the values of an earlier one, which they do not have in the plain model, whose."""
     first: dict[Distribution, str] = {}
-    found = {}
+    repeated = {}
     for name, values in ours.items():
         if name not in plain or not values.deviation or values.elements < FEWEST:
             continue
         other = first.setdefault(values, name)
         if plain[other] != plain[name]:
-            found[name] = f"the values of {other}"
-    return found
+            repeated[name] = f"the values of {other}"
+    return repeated
 
 
 def compare_start_buffers(

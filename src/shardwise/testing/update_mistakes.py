@@ -41,10 +41,10 @@ def _norm_hypotheses(evidence: Evidence) -> Iterator[tuple[str, float]]:
         if size > 1:
             yield f"its square counts elements {size} times ({name}): replication is ignored", (size - 1) * whole
             yield f"its square holds 1/{size} of the elements ({name})", (1 / size - 1) * whole
-    held = [name for name in squares if name in evidence.ours.copies]
+    copied = [name for name in squares if name in evidence.ours.copies]
     for name, size in evidence.plan.degrees.items():
         if size > 1:
-            added = (size - 1) * sum(squares[name] for name in held)
+            added = (size - 1) * sum(squares[name] for name in copied)
             yield f"it counts tensors that several ranks hold once a rank ({name})", added
     for rank in range(len(evidence.ours.slices)):
         yield f"it leaves out the elements of rank {rank}", -_share(evidence, rank)
@@ -68,7 +68,7 @@ def _share(evidence: Evidence, rank: int) -> float:
     share = 0.0
     for name, boxes in evidence.ours.slices[rank].items():
         gradient = evidence.ours.gradients.get(name)
-        holders = sum(held.get(name) == boxes for held in evidence.ours.slices)
+        holders = sum(slices.get(name) == boxes for slices in evidence.ours.slices)
         if gradient is not None:
             share += sum(float(gradient[box].double().square().sum()) for box in boxes) / holders
     return share
@@ -79,9 +79,9 @@ def wrong_clipping(evidence: Evidence) -> Diagnosis | None:
     if evidence.wrong.keys() & (GRADIENT | {"norm"}):
         return None
     clip, norm, scale = evidence.plan.job.optimizer.clip_norm, evidence.ours.norm, evidence.ours.loss_scale
-    found = [clipping for clipping in evidence.ours.clipping if clipping is not None]
-    factors = [clipping.factor * scale for clipping in found]
-    if any(clipping.misfit > SAME_RATIO for clipping in found):
+    clippings = [clipping for clipping in evidence.ours.clipping if clipping is not None]
+    factors = [clipping.factor * scale for clipping in clippings]
+    if any(clipping.misfit > SAME_RATIO for clipping in clippings):
         return Diagnosis("changed_gradient", "gradients change between their reduction and the update")
     if max(factors) - min(factors) > SAME_RATIO * max(factors):
         return Diagnosis("local_clip", f"ranks clip by factors of their own, {_listed(factors)}: by parts of the norm")

@@ -63,11 +63,11 @@ class _RingAttention(torch.autograd.Function):
         wide = loss_dtype(query.dtype)
         output = torch.zeros(*query.shape[:-1], value.shape[-1], dtype=wide, device=query.device)
         normaliser = torch.full(query.shape[:-1], -torch.inf, dtype=wide, device=query.device)
-        here, degree = ring.group.rank(), ring.group.size()
+        rank, degree = ring.group.rank(), ring.group.size()
         moving = [key, value]
         for step in range(degree):
             keys, values = (repeat_key_heads(tensor, query) for tensor in moving)
-            for block in _blocks(query, value, ring, (here - step) % degree):
+            for block in _blocks(query, value, ring, (rank - step) % degree):
                 part, logs = block.forward(query[block.rows], keys[block.columns], values[block.columns])
                 merge_block(output[block.rows], normaliser[block.rows], part, logs)
             if step < degree - 1:
@@ -81,13 +81,13 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output, normaliser = ctx.saved_tensors
         ring: RingSettings = ctx.ring
-        wide, here, degree = normaliser.dtype, ring.group.rank(), ring.group.size()
+        wide, rank, degree = normaliser.dtype, ring.group.rank(), ring.group.size()
         moving, gradient = [key, value], gradients[0].contiguous()
         for_query = torch.zeros(query.shape, dtype=wide, device=query.device)
         carried = [torch.zeros(tensor.shape, dtype=wide, device=tensor.device) for tensor in moving]
         for step in range(degree):
             keys, values = (repeat_key_heads(tensor, query) for tensor in moving)
-            for block in _blocks(query, value, ring, (here - step) % degree):
+            for block in _blocks(query, value, ring, (rank - step) % degree):
                 saved = SavedRows(gradient[block.rows], output[block.rows], normaliser[block.rows])
                 parts = block.backward(query[block.rows], keys[block.columns], values[block.columns], saved)
                 for_query[block.rows] += parts[0]
@@ -129,9 +129,9 @@ def _products(length: int, ring: RingSettings, source: int) -> Iterator[tuple[sl
     if not ring.causal:
         yield slice(0, length), slice(0, length), False
         return
-    here, last, half = ring.group.rank(), 2 * ring.group.size() - 1, length // 2
+    rank, last, half = ring.group.rank(), 2 * ring.group.size() - 1, length // 2
     halves = (slice(0, half), slice(half, length))
-    for rows, chunk in zip(halves, (here, last - here), strict=True):
+    for rows, chunk in zip(halves, (rank, last - rank), strict=True):
         for columns, other in zip(halves, (source, last - source), strict=True):
             if other <= chunk:
                 yield rows, columns, other == chunk

@@ -143,8 +143,8 @@ class KubernetesTarget(LaunchTarget):
         """Return the newest condition that holds, with its reason."""
         told = run_client([*_kubectl(record), "get", self.resource, record.name, "-o", "json"])
         conditions = json.loads(told).get("status", {}).get("conditions", [])
-        holds = [each for each in conditions if each.get("status") == "True"]
-        newest = max(holds, key=lambda each: each.get("lastTransitionTime", ""), default=None)
+        holds = [condition for condition in conditions if condition.get("status") == "True"]
+        newest = max(holds, key=lambda condition: condition.get("lastTransitionTime", ""), default=None)
         return "Created" if newest is None else f"{newest['type']} ({newest.get('reason', '')})"
 
     def logs(self, record: LaunchRecord) -> str:

@@ -67,7 +67,7 @@ def live_ranks(output: Path, host: str) -> list[AnnouncedRank]:
 def _is_own(directory: Path) -> bool:
     """Return whether a directory is this user's alone: what it names is opened and signalled."""
     try:
-        found = directory.lstat()
+        status = directory.lstat()
     except OSError:
         return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022

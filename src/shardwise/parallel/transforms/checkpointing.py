@@ -121,7 +121,7 @@ def _checkpointed(
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        found, given = state.find(), GivenArguments(args, kwargs)
+        before, given = state.find(), GivenArguments(args, kwargs)
         # Only the hidden states are an argument of the checkpoint: what it saves is then just them, which is what
         # offload may move; masks and positions are shared by all blocks and stay.
         key = _key_of_hidden(args, kwargs)
@@ -132,9 +132,9 @@ def _checkpointed(
             return _run_with(forward, (args, kwargs) if next(runs) == 0 else given.again(), key, hidden)
 
         with offload.checkpoint_input() if offload else nullcontext():
-            contexts = partial(_contexts, selective, partial(state.as_found, found))
+            contexts = partial(_contexts, selective, partial(state.as_found, before))
             output = checkpoint(call, hidden, use_reentrant=False, context_fn=contexts)
-        state.learn(found)
+        state.learn(before)
         given.check_not_written(blocks[0])
         return output
 

@@ -134,7 +134,7 @@ def _with_memory(own: Sequence[Sample], way: Stack) -> Stack:
 
 def _held(own: Sequence[Sample]) -> list[Held]:
     sizes = [sample.row.numbers.get("mem_gb") for sample in own]
-    return [Held(each.configuration, None if size is None else size * GIB) for each, size in zip(own, sizes)]
+    return [Held(measured.configuration, None if size is None else size * GIB) for measured, size in zip(own, sizes)]
 
 
 def _solved(given: Sequence[Sample], bases: Mapping[str, Stack]) -> tuple[Constants, float]:
@@ -235,13 +235,15 @@ def _with_spread(given: Sequence[Sample], constants: Constants) -> Constants:
         source = _source(errors, [sample.row for sample in own])
         width = spread(scatter[name], waits)
         stacks[name] = replace(constants.stacks[name], spread=width, offset=width, source=source)
-    return Constants(constants.accelerators, {name: replace(each, wait_spread=waits) for name, each in stacks.items()})
+    return Constants(
+        constants.accelerators, {name: replace(stack, wait_spread=waits) for name, stack in stacks.items()}
+    )
 
 
 def scattered(own: Sequence[Sample], constants: Constants) -> list[tuple[float, float]]:
     """(log error, share of waits) of each row under `constants`."""
     applied = [constants.applied(sample.configuration) for sample in own]
-    return [(sample.error(each), predict(each).waits) for sample, each in zip(own, applied)]
+    return [(sample.error(configuration), predict(configuration).waits) for sample, configuration in zip(own, applied)]
 
 
 def seen(own: Sequence[Sample], constants: Constants) -> list[Seen]:

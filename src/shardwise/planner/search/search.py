@@ -133,8 +133,10 @@ class SearchResult:
     @cached_property
     def surest(self) -> Candidate | None:
         """The fastest of those that fit surely. A search fills the memory, so `best` is often not among them."""
-        likely = (with_exact_memory(each, self.question.facts) for each in self.ranked if each.fits_surely)
-        return next((each for each in likely if each.fits_surely), None)
+        likely = (
+            with_exact_memory(candidate, self.question.facts) for candidate in self.ranked if candidate.fits_surely
+        )
+        return next((candidate for candidate in likely if candidate.fits_surely), None)
 
 
 @dataclass
@@ -144,14 +146,14 @@ class _Search:
     space: SearchSpace
     shape: ModelShape
     illegal: Counter[str] = field(default_factory=Counter)
-    seen: dict[str, Candidate | None] = field(default_factory=dict)
+    candidates: dict[str, Candidate | None] = field(default_factory=dict)
 
     def candidate(self, changes: Changes) -> Candidate | None:
         """The candidate of `changes`, or None where the legality table refuses it."""
         key = repr(sorted(changes.items()))
-        if key not in self.seen:
-            self.seen[key] = self._make(changes)
-        return self.seen[key]
+        if key not in self.candidates:
+            self.candidates[key] = self._make(changes)
+        return self.candidates[key]
 
     def _make(self, changes: Changes) -> Candidate | None:
         job, facts, cluster, stack = self.question
@@ -177,7 +179,7 @@ class _Search:
 
     def everything(self) -> list[Candidate]:
         """All that was looked at and is legal."""
-        return [each for each in self.seen.values() if each is not None]
+        return [candidate for candidate in self.candidates.values() if candidate is not None]
 
 
 def search(question: SearchQuestion, limit: int = LIMIT, world: World | None = None) -> SearchResult:
@@ -200,10 +202,10 @@ def search(question: SearchQuestion, limit: int = LIMIT, world: World | None = N
         made.improved(start)
     ranked, misfits = _ranked(made.everything(), question.facts)
     if not ranked:
-        made.all(more for each in misfits[:SHOWN] for more in space.neighbours(each.changes, offload=True))
+        made.all(more for misfit in misfits[:SHOWN] for more in space.neighbours(misfit.changes, offload=True))
         ranked, misfits = _ranked(made.everything(), question.facts)
     left_out, seconds = len(jobs) - len(jobs[::stride]), time.perf_counter() - started
-    return SearchResult(question, ranked, misfits, made.illegal, len(made.seen), left_out, seconds, tuple(notes))
+    return SearchResult(question, ranked, misfits, made.illegal, len(made.candidates), left_out, seconds, tuple(notes))
 
 
 def _speed(candidate: Candidate) -> float:
@@ -219,7 +221,7 @@ def _ranked(candidates: list[Candidate], facts: ModelFacts) -> tuple[tuple[Candi
     be shown."""
     by_speed = sorted(filter(_may_fit, candidates), key=_speed, reverse=True)
     ranked: list[Candidate] = []
-    misfits = [each for each in candidates if not _may_fit(each)]
+    misfits = [layout for layout in candidates if not _may_fit(layout)]
     rest = iter(by_speed)
     for candidate in rest:
         exact = with_exact_memory(candidate, facts)
@@ -228,12 +230,12 @@ def _ranked(candidates: list[Candidate], facts: ModelFacts) -> tuple[tuple[Candi
             break
     for candidate in rest:
         (ranked if candidate.fits else misfits).append(candidate)
-    shown = sorted(misfits, key=lambda each: each.memory_bytes)
+    shown = sorted(misfits, key=lambda layout: layout.memory_bytes)
     if not ranked:
         shown[:SHOWN] = sorted(
-            (with_exact_memory(each, facts) for each in shown[:SHOWN]), key=lambda each: each.memory_bytes
+            (with_exact_memory(layout, facts) for layout in shown[:SHOWN]), key=lambda layout: layout.memory_bytes
         )
-        ranked, shown = [each for each in shown if each.fits], [each for each in shown if not each.fits]
+        ranked, shown = [layout for layout in shown if layout.fits], [layout for layout in shown if not layout.fits]
     return tuple(sorted(ranked, key=_rank)), tuple(shown)
 
 
@@ -303,7 +305,7 @@ def smallest_cluster(question: SearchQuestion, most: int = 4096) -> SearchResult
         return search(question._replace(job=_frugal(question.job), cluster=cluster), limit=LIMIT // 10)
 
     few, many = question.cluster.nodes, 2 * question.cluster.nodes
-    while not (found := on(many)).ranked:
+    while not (result := on(many)).ranked:
         few, many = many, 2 * many
         if many > most * question.cluster.nodes:
             return None
@@ -311,10 +313,10 @@ def smallest_cluster(question: SearchQuestion, most: int = 4096) -> SearchResult
         middle = (few + many) // 2
         tried = on(middle)
         if tried.ranked:
-            many, found = middle, tried
+            many, result = middle, tried
         else:
             few = middle
-    return found
+    return result
 
 
 def _frugal(job: Job) -> Job:
@@ -326,18 +328,18 @@ def _frugal(job: Job) -> Job:
     return changed_job(job, opened)
 
 
-def on_nodes(found: SearchResult, nodes: int) -> Candidate | None:
+def on_nodes(result: SearchResult, nodes: int) -> Candidate | None:
     """The best of the found layouts on another number of nodes, the same sequences a step; None where none fits."""
-    question = found.question
+    question = result.question
     cluster = replace(question.cluster, nodes=nodes)
     tried: list[Candidate] = []
-    for candidate in distinct(found.ranked, SHOWN):
+    for candidate in distinct(result.ranked, SHOWN):
         space = SearchSpace(question.job, question.facts, cluster.size, question.job.training.sequences_per_step or 1)
         made = _Search(question._replace(cluster=cluster), world_of(cluster), space, candidate.configuration.model)
         open_shards = candidate.changes | {SHARDED: None}
         open_batches = {key: value for key, value in open_shards.items() if key != SIZE}
         tried += made.all([candidate.changes, open_shards, open_batches])
-    return max((each for each in tried if each.fits), key=_speed, default=None)
+    return max((layout for layout in tried if layout.fits), key=_speed, default=None)
 
 
 def distinct(candidates: Iterable[Candidate], most: int) -> list[Candidate]:
@@ -352,16 +354,16 @@ def distinct(candidates: Iterable[Candidate], most: int) -> list[Candidate]:
     return list(kept.values())
 
 
-def matching(found: SearchResult, wanted: Changes) -> Candidate | None:
+def matching(result: SearchResult, wanted: Changes) -> Candidate | None:
     """The best candidate whose job has these values at these dotted keys; of those that do not fit where none does."""
     of = _has(wanted)
-    return next((each for each in (*found.ranked, *found.misfits) if of(each)), None)
+    return next((candidate for candidate in (*result.ranked, *result.misfits) if of(candidate)), None)
 
 
-def of_changes(found: SearchResult, wanted: Changes) -> Candidate:
+def of_changes(result: SearchResult, wanted: Changes) -> Candidate:
     """The best layout with other values at some keys, whether or not it fits. Raises LegalityError."""
-    question = found.question
-    base = (found.best or found.misfits[0]).changes | wanted
+    question = result.question
+    base = (result.best or result.misfits[0]).changes | wanted
     if not wanted.keys() & {"training.microbatch_size", "training.gradient_accumulation"}:
         base = {key: value for key, value in base.items() if key != "training.microbatch_size"}
     plan = resolve(changed_job(question.job, base), world_of(question.cluster), question.facts)

@@ -64,7 +64,9 @@ def _ignored(given: dict[str, Any]) -> set[int]:
 
 def _parameters_of(module: nn.Module, name: str) -> set[int]:
     """Return the identity of the parameter of a name, or those of the parameters of a module of that name."""
-    return {id(found) for known, found in module.named_parameters() if known == name or known.startswith(f"{name}.")}
+    return {
+        id(parameter) for known, parameter in module.named_parameters() if known == name or known.startswith(f"{name}.")
+    }
 
 
 def _refusals(module: nn.Module) -> Iterator[tuple[str, str, str]]:
@@ -186,8 +188,10 @@ def _copy_without_values(module: nn.Module) -> nn.Module | None:
 
 def _units(wrapped: nn.Module) -> dict[str, nn.Module]:
     """Return FSDP's units below the root, by their names in the script's module."""
-    found = ((clean_tensor_name(name), inner) for name, inner in wrapped.named_modules() if inner is not wrapped)
-    return {name: inner for name, inner in found if isinstance(inner, FullyShardedDataParallel)}
+    inner_modules = (
+        (clean_tensor_name(name), inner) for name, inner in wrapped.named_modules() if inner is not wrapped
+    )
+    return {name: inner for name, inner in inner_modules if isinstance(inner, FullyShardedDataParallel)}
 
 
 def _unit_of(name: str, units: Iterable[str]) -> str:

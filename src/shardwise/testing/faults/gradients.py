@@ -37,8 +37,8 @@ def _weighted_microbatches(weight: Callable[[Any, int], float], reported: bool =
     return wrapped(LanguageModelling, "loss", wrapper)
 
 
-def _times(factor: float, here: Callable[[int], bool]) -> Fault:
-    return lambda: _weighted_microbatches(lambda model, number: factor if here(number) else 1.0)
+def _times(factor: float, applies: Callable[[int], bool]) -> Fault:
+    return lambda: _weighted_microbatches(lambda model, number: factor if applies(number) else 1.0)
 
 
 def _local_counts(of: Callable[[list[int]], list[int]]) -> Fault:
