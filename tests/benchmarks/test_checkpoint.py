@@ -49,6 +49,7 @@ def test_every_contender_brings_the_state_back(tmp_path: Path, capsys: pytest.Ca
     assert "DCP, threads" in printed and "Seconds that a save adds" in printed
 
 
+@pytest.mark.slow
 def test_a_contender_that_loses_data_fails_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     contenders = {checkpoint.OURS: checkpoint.CONTENDERS[checkpoint.OURS], "forgetful": f"{__name__}:Forgetful"}
     monkeypatch.setattr(checkpoint, "CONTENDERS", contenders)

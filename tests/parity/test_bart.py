@@ -131,7 +131,8 @@ def test_an_export_is_opened_by_transformers(world_pool: WorldPool, corpora: Pat
     assert all(torch.equal(found[name], weights[name]) for name in weights)
 
 
-@pytest.mark.parametrize("family", ["bart", *(pytest.param(f, marks=pytest.mark.slow) for f in ("marian", "m2m_100"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["bart", "marian", "m2m_100"])
 def test_a_checkpoint_changes_layout(world_pool: WorldPool, corpora: Path, tmp_path: Path, family: str) -> None:
     """From two stages to three and back, nothing changes."""
     two, three = (bart_job(corpora, family, parallel=parallel, **TALL) for parallel in (TWO, THREE))

@@ -58,7 +58,9 @@ def with_fault(job: Job, fault: str) -> VerifyReport | None:
     "family, sections",
     [
         ("llama", {}),
-        ("gpt2", {"parallel": TENSOR, "memory": {"activation_checkpointing": "full"}}),
+        pytest.param(
+            *("gpt2", {"parallel": TENSOR, "memory": {"activation_checkpointing": "full"}}), marks=pytest.mark.slow
+        ),
         ("llama", {"parallel": {**TENSOR, "sequence_parallel": True}, "training": {"microbatch_size": 4}}),
         pytest.param(
             *("gpt2", {"parallel": {"pipeline_parallel_degree": 2, "pipeline": "zero_bubble"}}), marks=pytest.mark.slow
@@ -102,7 +104,7 @@ def gathered(job: Job) -> Job:
             {"parallel": {**TENSOR, "sharded_data_parallel_degree": 2}, "data": {"validation_split": "place"}},
             marks=pytest.mark.slow,
         ),
-        ("gpt2", 2, {"parallel": {"shard_optimizer_state": True}}),
+        pytest.param("gpt2", 2, {"parallel": {"shard_optimizer_state": True}}, marks=pytest.mark.slow),
     ],
 )
 def test_weights_that_were_gathered_in_float8_are_multiplied_as_if_they_had_been_gathered_whole(

@@ -22,6 +22,9 @@ FOUR = {"tensor_parallel_degree": 4, "sequence_parallel": True}
 UNEVEN: dict[str, Any] = {"data": {"sequence_length": 13}}
 FP32: dict[str, Any] = {"precision": {"compute": "fp32"}, "optimizer": {"name": "SGD", "learning_rate": 0.1}}
 SLOW: list[tuple[str, int, dict[str, Any]]] = [
+    ("opt", 2, {"parallel": TWO, "dropout": 0.1, **UNEVEN}),
+    ("bert", 2, {"parallel": TWO, "dropout": 0.1}),
+    ("gpt_neo", 2, {"parallel": TWO, "dropout": 0.1, **UNEVEN, **FP32}),  # its attention computes in fp32
     ("roberta", 2, {"parallel": TWO, "dropout": 0.1, **UNEVEN}),
     ("mistral", 4, {"parallel": FOUR, **UNEVEN}),
     ("qwen3", 2, {"parallel": TWO}),
@@ -35,9 +38,6 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("gpt2", 4, {"parallel": FOUR, "dropout": 0.1, "data": {"sequence_length": 3}}),  # a rank without positions
     ("gpt2", 4, {"parallel": {**TWO, "sharded_data_parallel_degree": 1}, "training": {"microbatch_size": 2}}),
     ("gpt_neox", 2, {"parallel": TWO, "dropout": 0.1, "training": {"microbatch_size": 2}}),
-    ("gpt_neo", 2, {"parallel": TWO, "dropout": 0.1, **UNEVEN, **FP32}),  # its attention computes in fp32
-    ("opt", 2, {"parallel": TWO, "dropout": 0.1, **UNEVEN}),
-    ("bert", 2, {"parallel": TWO, "dropout": 0.1}),
     ("llama", 4, {"parallel": TWO, "tied": False, **UNEVEN}),
     ("gemma", 2, {"parallel": TWO, "memory": {"activation_checkpointing": "full", "offload_activations": True}}),
     ("gpt2", 2, {"parallel": TWO, "dropout": 0.1, "memory": {"activation_checkpointing": "full",

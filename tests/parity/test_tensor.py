@@ -26,6 +26,11 @@ ALIBI: dict[str, Any] = {"alibi": True, "new_decoder_architecture": False, "mult
 # falcon-7b: one key-value head, fused behind the queries.
 ONE_HEAD: dict[str, Any] = {"new_decoder_architecture": False, "multi_query": True, "hidden_size": 32}
 SLOW: list[tuple[str, int, dict[str, Any]]] = [
+    ("falcon", 4, {"parallel": FOUR, "config": ONE_HEAD, "dropout": 0.1}),
+    ("gptj", 4, {"parallel": FOUR, "dropout": 0.1, **FP32}),  # its attention computes in fp32
+    ("bert", 4, {"parallel": FOUR, "dropout": 0.1}),
+    ("gpt_neo", 2, {"parallel": TWO, "dropout": 0.1}),
+    ("gemma", 2, {"parallel": TWO, "memory": {"activation_checkpointing": "full", "offload_activations": True}}),
     ("gpt2", 4, {"parallel": FOUR}),
     ("gpt2", 6, {"parallel": TWO, "memory": {"activation_checkpointing": "full"}}),
     ("gpt_neox", 8, {"parallel": {**FOUR, "placement_strategy": "spread"}}),
@@ -58,11 +63,6 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("gemma", 4, {"parallel": {**FOUR, "sequence_parallel": True}}),
     ("bloom", 2, {"parallel": {**TWO, "sequence_parallel": True}, "dropout": 0.1, **FP32}),  # its attention: fp32
     ("falcon", 2, {"parallel": {**TWO, "sequence_parallel": True}, "config": ALIBI, "dropout": 0.1}),
-    ("falcon", 4, {"parallel": FOUR, "config": ONE_HEAD, "dropout": 0.1}),
-    ("gptj", 4, {"parallel": FOUR, "dropout": 0.1, **FP32}),  # its attention computes in fp32
-    ("gpt_neo", 2, {"parallel": TWO, "dropout": 0.1}),
-    ("bert", 4, {"parallel": FOUR, "dropout": 0.1}),
-    ("gemma", 2, {"parallel": TWO, "memory": {"activation_checkpointing": "full", "offload_activations": True}}),
 ]
 
 

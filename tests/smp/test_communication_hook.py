@@ -85,7 +85,7 @@ def _error(config: dict[str, Any], family: str) -> tuple[float, float, float, li
     "ranks, config, family",
     [
         (2, DDP, "gpt2"),  # whose embeddings are tied
-        (2, DDP | {"bf16": True}, "gpt_neox"),
+        pytest.param(2, DDP | {"bf16": True}, "gpt_neox", marks=pytest.mark.slow),
         pytest.param(2, DDP | {"fp16": True}, "gpt2", marks=pytest.mark.slow),
         (2, DDP | {"pipeline_parallel_degree": 2}, "gpt2"),
         (2, DDP | {"tensor_parallel_degree": 2}, "gpt2"),
@@ -144,7 +144,7 @@ def _compressed(kind: str) -> tuple[float, float, float]:
     "kind, least, most",
     [
         ("allreduce", -1.0, 1e-12),
-        ("fp16", 0.0, 1e-4),
+        pytest.param("fp16", 0.0, 1e-4, marks=pytest.mark.slow),
         pytest.param("bf16", 0.0, 1e-3, marks=pytest.mark.slow),
         pytest.param("wrapped", 0.0, 1e-4, marks=pytest.mark.slow),
         ("power_sgd", 0.0, 0.01),

@@ -22,7 +22,7 @@ def test_parts_in_host_memory_meet_on_the_rank_s_device(monkeypatch: pytest.Monk
         return torch.ones(cut.shape)
 
     monkeypatch.setattr(split_model, "gather_split", gather_split)
-    group: Any = None
+    groups: Any = {cut.axis: None}
     weights = {"weight": torch.zeros(2, 3)}
-    split_model.join_parts(model, weights, "", group, torch.device("meta"))
+    split_model.join_parts(model, weights, "", groups, torch.device("meta"))
     assert met == ["meta"] and weights["weight"].shape == cut.shape and weights["weight"].device.type == "cpu"
