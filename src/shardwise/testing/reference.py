@@ -78,6 +78,7 @@ class OracleReference:
     norms_see_parts: bool = False
     led: bool = field(init=False)
     tolerances: Tolerances = field(init=False)
+    loss_tolerance: Tolerance = field(init=False)  # of the last step; in 16 bits by the noise that was measured in it
     weights: Mapping[str, Tensor] = field(default_factory=dict, init=False)  # ours, before the next step
     stale: Snapshot | None = field(default=None, init=False)  # of the oracle before the last step
     earlier: Mapping[str, Tensor] = field(default_factory=dict, init=False)  # our gradients of the last step
@@ -134,11 +135,8 @@ class OracleReference:
             return []
         readers = dict(zip(reversed(ours.data_ranks), reversed(ours.evaluation_batches), strict=True))  # one each
         microbatches = [rows_of(batch) for batches in readers.values() for batch in batches if batch.counted.any()]
-        right, compute = self.oracle.evaluate(microbatches), self.plan.dtypes.compute
-        allowed = Tolerance(ROUNDED_LOSS) if compute in SIXTEEN else self.tolerances.loss
-        if self.plan.float8:
-            allowed = self.tolerances.loss
-        difference = compare_numbers(ours.step, "evaluation loss", ours.validation_loss, right, allowed)
+        right = self.oracle.evaluate(microbatches)
+        difference = compare_numbers(ours.step, "evaluation loss", ours.validation_loss, right, self.loss_tolerance)
         sentence = f"the evaluation's loss is {ours.validation_loss:.6g}, that of its rows {right:.6g}"
         misread = find_misread_evaluation(self.plan, self.oracle.source, ours)
         rows = Difference(ours.step, "evaluation data", misread, math.inf if misread else 0.0, 0.0)
@@ -203,14 +201,15 @@ class OracleReference:
         oracle, tolerances, step, compute = self.oracle, self.tolerances, ours.step, self.plan.dtypes.compute
         differences = compare_losses_of_outputs("fp32" if oracle.narrows_logits else compute, ours)
         if compute not in SIXTEEN or self.plan.float8:
-            loss = oracle.backward(step)
-            differences.append(compare_numbers(step, "loss", ours.loss, loss, tolerances.loss))
+            loss, self.loss_tolerance = oracle.backward(step), tolerances.loss
+            differences.append(compare_numbers(step, "loss", ours.loss, loss, self.loss_tolerance))
             differences += compare_tensors(step, "gradient", ours.gradients, oracle.gradients, tolerances.gradient)
             return loss, differences
         rounded = rounded_step(oracle, step, torch_dtype(compute))
         oracle.gradients = dict(rounded.gradients)
-        allowed = Tolerance(max(ROUNDED_LOSS, NOISES * rounded.loss_noise / (abs(rounded.loss) or 1.0)))
-        differences.append(compare_numbers(step, "loss", ours.loss, rounded.loss, allowed))
+        noise = NOISES * rounded.loss_noise / (abs(rounded.loss) or 1.0)
+        self.loss_tolerance = Tolerance(max(ROUNDED_LOSS, noise))
+        differences.append(compare_numbers(step, "loss", ours.loss, rounded.loss, self.loss_tolerance))
         differences += compare_directions(step, ours.gradients, rounded.gradients, rounded.noise, ROUNDED_GRADIENT)
         differences += compare_exactness(self.plan, ours, rounded)
         return rounded.loss, differences
