@@ -43,9 +43,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Give the whole suite a process for each core and one for waits, up to four. A few files start at once."""
+    """Give the whole suite a process for each core, up to four: each brings its worlds. A few files start at once."""
     is_whole = config.args_source is not pytest.Config.ArgsSource.ARGS
-    return min(4, len(os.sched_getaffinity(0)) + 1) if is_whole else 0  # each brings its worlds
+    return min(4, len(os.sched_getaffinity(0))) if is_whole else 0
 
 
 @pytest.hookimpl(trylast=True)

@@ -109,13 +109,16 @@ set -uo pipefail
 {script_exports(plan)}
 export {RANKS}={plan.ranks_of_node}
 {port}{setup}
-step=
-stop() {{ [[ -n $step ]] && scancel --signal=USR1 "$SLURM_JOB_ID"; }}  # the step's ranks; they save their state
+step= early=
+stop() {{  # tell the step's ranks, which save their state
+  if [[ -n $step ]]; then scancel --signal=USR1 "$SLURM_JOB_ID"; else early=yes; fi
+}}
 trap stop USR1
 
 # A step does not inherit the processors of its job.
 srun --cpus-per-task="$SLURM_CPUS_ON_NODE" {shlex.join(words)} &
 step=$!
+[[ -z $early ]] || stop
 code=0
 wait "$step" || code=$?
 while kill -0 "$step" 2>/dev/null; do  # the trap ended `wait`, not the step
