@@ -60,7 +60,8 @@ def sharded_model(additions: bool) -> nn.Module:
     model = GPT2LMHeadModel(config)
     section = SimpleNamespace(reshard_after_forward=False, prefetch_depth=0)
     plan: Any = SimpleNamespace(
-        holds_whole=False, keeps_last_unit=False, gathers_float8=False, degrees={}, backend="gloo",
+        holds_whole=False, keeps_last_unit=False, keeps_float_arguments=False, gathers_float8=False,
+        degrees={}, backend="gloo",
         dtypes=SimpleNamespace(compute="fp32", parameters="fp32", reduction="fp32"),
         world=SimpleNamespace(device_type="cpu", hosts=1),
         job=SimpleNamespace(parallel=section, memory=SimpleNamespace(offload_parameters=False)),
