@@ -9,17 +9,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tests.habits.table import HABITS, LAYOUTS, Habit
+from tools.page_table import replace_table
 
 PAGE = Path(__file__).parent.parent / "docs" / "how-to" / "own-module.md"
-BEGIN = "<!-- Written by `python -m tools.habits` from the table that the tests hold. -->"
-END = "<!-- end of the table -->"
 
 
 def page_with_table(text: str) -> str:
-    """Return a page's text with today's table between its marks."""
-    before, _, rest = text.partition(BEGIN)
-    after = rest.partition(END)[2]
-    return "\n".join([f"{before}{BEGIN}", "", *table_lines(), "", f"{END}{after}"])
+    """Return a page's text with today's table."""
+    return replace_table(text, "habits", table_lines())
 
 
 def table_lines() -> Iterator[str]:

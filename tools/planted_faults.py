@@ -9,17 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.parity.planted import KINDS, planted_faults
+from tools.page_table import replace_table
 
 PAGE = Path(__file__).parent.parent / "docs" / "how-to" / "verify.md"
-BEGIN = "<!-- Written by `python -m tools.planted_faults` from the table that the tests hold. -->"
-END = "<!-- end of the table -->"
 
 
 def page_with_table(text: str) -> str:
-    """Return a page's text with today's table between its marks."""
-    before, _, rest = text.partition(BEGIN)
-    after = rest.partition(END)[2]
-    return "\n".join([f"{before}{BEGIN}", "", *table_lines(), "", f"{END}{after}"])
+    """Return a page's text with today's table."""
+    return replace_table(text, "planted_faults", table_lines())
 
 
 def table_lines() -> Iterator[str]:

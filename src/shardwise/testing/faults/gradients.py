@@ -16,8 +16,8 @@ from shardwise.parallel import model as parallel_model
 from shardwise.parallel.model import ParallelModel
 from shardwise.parallel.tensor_map import ParameterEntry
 from shardwise.parallel.transforms import sharding
-from shardwise.testing.faults.patching import MICROBATCH, RANK, Fault, chosen, is_norm, together, wrapped
-from shardwise.training import setup, step
+from shardwise.testing.faults.patching import MICROBATCH, RANK, Fault, chosen, hooked, is_norm, together, wrapped
+from shardwise.training import step
 from shardwise.training.objectives.language_modelling import LanguageModelling
 from shardwise.training.optimizer import ShardedOptimizer
 
@@ -218,15 +218,7 @@ def _detached_attention() -> AbstractContextManager[None]:
     def detached(module: Any, inputs: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return output[0].detach(), *output[1:]
 
-    def wrapper(original: Callable[..., Any], *args: Any, **more: Any) -> Any:
-        model: ParallelModel = original(*args, **more)
-        for part in model.parts:
-            for name, module in part.module.named_modules():
-                if name.endswith("1.self_attn"):
-                    module.register_forward_hook(detached)
-        return model
-
-    return wrapped(setup, "parallelize", wrapper)
+    return hooked("1.self_attn", detached)
 
 
 def _wrong_loss() -> AbstractContextManager[None]:

@@ -7,7 +7,9 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
+from shardwise.parallel.model import ParallelModel
 from shardwise.parallel.tensor_map import ParameterEntry
+from shardwise.training import setup
 
 RANK = 1  # the rank that goes wrong
 MICROBATCH = 1  # the microbatch that goes wrong
@@ -34,6 +36,20 @@ def everywhere(name: str, wrapper: Callable[..., Any], *modules: Any) -> Iterato
         for module in modules:
             stack.enter_context(wrapped(module, name, wrapper))
         yield
+
+
+def hooked(suffix: str, hook: Callable[..., Any]) -> AbstractContextManager[None]:
+    """Give modules whose name ends so a forward hook once the model is parallel."""
+
+    def wrapper(original: Callable[..., Any], *args: Any, **more: Any) -> Any:
+        model: ParallelModel = original(*args, **more)
+        for part in model.parts:
+            for name, module in part.module.named_modules():
+                if name.endswith(suffix):
+                    module.register_forward_hook(hook)
+        return model
+
+    return wrapped(setup, "parallelize", wrapper)
 
 
 @contextmanager

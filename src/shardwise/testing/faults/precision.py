@@ -11,10 +11,8 @@ from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardwise.kernels import loss
-from shardwise.parallel.model import ParallelModel
 from shardwise.parallel.transforms import sharding
-from shardwise.testing.faults.patching import Fault, wrapped
-from shardwise.training import setup
+from shardwise.testing.faults.patching import Fault, hooked, wrapped
 from shardwise.training.objectives import language_modelling
 from shardwise.training.optimizer import ShardedOptimizer
 
@@ -36,15 +34,7 @@ def _coarse_module() -> AbstractContextManager[None]:
     def rounded(module: Any, inputs: Any, output: Tensor) -> Tensor:
         return output.bfloat16().to(output.dtype)
 
-    def wrapper(original: Callable[..., Any], *args: Any, **more: Any) -> Any:
-        model: ParallelModel = original(*args, **more)
-        for part in model.parts:
-            for name, module in part.module.named_modules():
-                if name.endswith("1.mlp"):
-                    module.register_forward_hook(rounded)
-        return model
-
-    return wrapped(setup, "parallelize", wrapper)
+    return hooked("1.mlp", rounded)
 
 
 def _loss_dtype() -> AbstractContextManager[None]:
