@@ -1,6 +1,6 @@
 """The record of where a rank is: its phase, the collective that it waits in, and how long its last steps took.
 
-The watcher of the launcher reads it (`shardwise.launch.watcher`). It lies in memory that another process can read: a
+The watcher of the launcher reads it (`shardwise.launch.watch`). It lies in memory that another process can read: a
 rank that is stopped, swapped out or blocked in C answers no question. A mark is a write or two of less than a
 microsecond; none of them waits, and none goes to a disk.
 
@@ -122,6 +122,7 @@ class RankRecord:
         self._phase, self._phase_began, self._entered = str(WorkUnit.START), self._began, 0
         self._sequences: defaultdict[str, int] = defaultdict(int)
         self._issued: deque[tuple[CollectiveName, list[int]]] | None = None
+        self._open: defaultdict[int, list[list[int]]] = defaultdict(list)  # times of those that a thread is in
         self._counts = dict.fromkeys(UNITS, 0)
         self.data_seconds = self.communication_seconds = 0.0
         _HEADER.pack_into(self._memory, 0, MAGIC, os.getpid(), rank, threading.main_thread().ident or 0)
@@ -173,14 +174,16 @@ class RankRecord:
             self._entered = now
         self._sequences[name.group] += 1
         if self._issued is not None:
-            self._issued.append((name, [time.time_ns()]))
+            times = [time.time_ns()]
+            self._issued.append((name, times))
+            self._open[thread].append(times)
         self._write_collective(thread, now, name)
 
     def leave(self, thread: int, outer: CollectiveName | None) -> None:
         """Note that a thread has left a collective, and that it is in `outer` again, where there is one."""
         now = time.monotonic_ns()
-        if self._issued:
-            self._issued[-1][1].append(time.time_ns())
+        if self._open[thread]:
+            self._open[thread].pop().append(time.time_ns())
         if outer is not None:
             return self._write_collective(thread, now, outer)
         if thread == 0:

@@ -11,7 +11,8 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from shardwise.collectives.rank_record import UNITS, IssuedCollective, RecordedPlace, WorkUnit
+from shardwise.collectives.names import CollectiveName
+from shardwise.collectives.rank_record import UNITS, IssuedCollective, RankRecord, RecordedPlace, WorkUnit
 from shardwise.launch.watch.announced import announced_ranks
 from shardwise.launch.watch.flight_recorder import PendingCollective, issued_name, pending_collective
 from shardwise.launch.watch.hosts import HostExchange
@@ -67,6 +68,20 @@ def test_the_collective_of_a_gpu_is_named() -> None:
     assert issued_name(pending, issued) == "all_gather of layers.7 over shard"
     assert issued_name(pending, issued[:1]) == "all_gather_base 42 of the group shard"
     assert pending_collective({"entries": [entry]}) is None
+
+
+def test_a_collective_inside_of_another_ends_before_it() -> None:
+    record = RankRecord(0)
+    record.keep_issued()
+    outer, inner = (CollectiveName(unit, "shard", "all_gather") for unit in ("layers.0", "layers.1"))
+    record.enter(0, outer, None)
+    record.enter(0, inner, outer)
+    record.leave(0, outer)
+    within, ended = record.issued()
+    assert within.name == str(outer) and within.entered < ended.entered < ended.left < within.left  # it is still in it
+    record.leave(0, None)
+    left = record.issued()[0].left
+    assert ended.left < left == record.issued()[0].left
 
 
 def test_host_0_hears_of_the_ranks_of_all_hosts() -> None:
