@@ -120,26 +120,37 @@ class WorkerGroup:
             found = wait([self.pipes[rank] for rank in pending], max(0.0, deadline - time.monotonic()))
             if not found:
                 raise GroupFailed(f"{self.contender.name}: ranks {pending} did not answer in {timeout:.0f} s")
-            for rank in sorted(pending, key=self._is_alive):  # what a dead rank's peers raise is its consequence
+            for rank in pending:
                 if self.pipes[rank] in found:
                     answers[rank] = self._receive(rank)
         return [answers[rank] for rank in range(len(self.pipes))]
-
-    def _is_alive(self, rank: int) -> bool:
-        return self.processes[rank].is_alive()
 
     def _receive(self, rank: int) -> Any:
         try:
             kind, value = self.pipes[rank].recv()
         except (EOFError, ConnectionResetError):
-            self.processes[rank].join(5)
-            code = self.processes[rank].exitcode
-            raise GroupFailed(
-                f"{self.contender.name}: rank {rank} died (exit code {code})\n{self._log(rank)}"
-            ) from None
+            raise self._death(rank) from None
         if kind == "error":
+            for other in range(len(self.pipes)):
+                if other != rank and self._is_dead(other):  # what a dead rank's peers raise is its consequence
+                    raise self._death(other)
             raise GroupFailed(f"{self.contender.name}: rank {rank} raised\n{value}")
         return value
+
+    def _is_dead(self, rank: int) -> bool:
+        """Wait a moment for the rank's answer; a pipe that is closed instead says that it died."""
+        pipe = self.pipes[rank]
+        try:
+            if pipe.poll(1.0):
+                pipe.recv()
+        except (EOFError, ConnectionResetError):
+            return True
+        return False
+
+    def _death(self, rank: int) -> GroupFailed:
+        self.processes[rank].join(5)
+        code = self.processes[rank].exitcode
+        return GroupFailed(f"{self.contender.name}: rank {rank} died (exit code {code})\n{self._log(rank)}")
 
     def _log(self, rank: int, lines: int = 15) -> str:
         path = Path(self.scratch.name) / f"rank{rank}.log"

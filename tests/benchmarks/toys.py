@@ -42,14 +42,17 @@ def raising(_start: float, _directory: Path, rank: int, _world: int) -> Step:
 
 
 def dying(start: float, directory: Path, rank: int, world: int) -> Step:
-    """Rank 1 leaves without a word in its second step."""
+    """Rank 1 leaves without a word in its second step, and rank 0 meets that before rank 1's pipe is closed."""
     step, calls = counting(start, directory, rank, world), iter(range(100))
 
     def fatal() -> torch.Tensor:
-        if next(calls) == 1 and rank == 1:
-            print("planted: last words", flush=True)
-            os._exit(7)
-        return step()
+        if next(calls) < 1:
+            return step()
+        if rank == 0:
+            raise ConnectionError("planted: closed by peer")
+        print("planted: last words", flush=True)
+        time.sleep(0.2)
+        os._exit(7)
 
     return fatal
 
