@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 from collections import defaultdict
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 from shardwise.collectives import engine
-from shardwise.testing.world import WorldPool
+from shardwise.testing.world import PRELOAD, WorldPool
 from tests.plugins.leftovers import Leftovers
 from tests.plugins.processor_time import ProcessorTimes
 from tests.plugins.subjects import Subjects
@@ -38,6 +39,8 @@ def pytest_configure(config: pytest.Config) -> None:
     cores, processes = len(os.sched_getaffinity(0)), int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     torch.set_num_threads(max(1, cores // processes))  # threads of two that share a core wait for each other
     get_temp_dir()  # before a test gives itself another TMPDIR
+    # Whichever test asks for a fork first starts the session's one fork server: without these it would fork bare ones.
+    multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOAD))
     config.pluginmanager.register(ProcessorTimes(config))
     config.pluginmanager.register(Subjects(config))
 

@@ -6,8 +6,8 @@ has its own directory, environment, arguments, module search path, standard stre
 the launcher spawns, are forks too, with the signal handlers and exit handlers of a new process. `started` does not wait
 for the end; `call` runs a function in such a fork.
 
-The server is multiprocessing's, which worlds use too. It runs no parallel region and no backward, so that its forks
-start as clean as it is. What needs a true process (imports that are left out, signals to a process group, a library
+The server is multiprocessing's, which worlds use too; conftest.py says what it imports. It runs no parallel region and
+no backward, so that its forks start as clean as it is. What needs a true process (imports that are left out, signals to a process group, a library
 that reads its environment when it is loaded) is started with `subprocess` as ever.
 """
 
@@ -34,8 +34,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from shardwise.testing.world import PRELOAD
-
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 
 
@@ -43,11 +41,9 @@ class Fork:
     """A process of the fork server, with the names that `subprocess.Popen` has for what can be done to it."""
 
     def __init__(self, target: Callable[..., None], *args: Any) -> None:
-        server = multiprocessing.get_context("forkserver")
-        server.set_forkserver_preload(list(PRELOAD))
         self._directory = tempfile.TemporaryDirectory(prefix="shardwise-fork-")
         self._outputs = tuple(os.path.join(self._directory.name, name) for name in ("out", "err"))
-        self._process = server.Process(target=target, args=(*args, self._outputs))
+        self._process = multiprocessing.get_context("forkserver").Process(target=target, args=(*args, self._outputs))
         self._process.start()
         self.pid: int = self._process.pid or 0
 
