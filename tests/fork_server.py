@@ -7,8 +7,8 @@ the launcher spawns, are forks too, with the signal handlers and exit handlers o
 for the end; `call` runs a function in such a fork.
 
 The server is multiprocessing's, which worlds use too; conftest.py says what it imports. It runs no parallel region and
-no backward, so that its forks start as clean as it is. What needs a true process (imports that are left out, signals to a process group, a library
-that reads its environment when it is loaded) is started with `subprocess` as ever.
+no backward, so that its forks start as clean as it is. What needs a true process (imports that are left out, signals to
+a process group, a library that reads its environment when it is loaded) is started with `subprocess` as ever.
 """
 
 from __future__ import annotations

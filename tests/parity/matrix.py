@@ -35,7 +35,7 @@ def is_job(case: Case) -> bool:
     return not (case["layout"][0] == "zero1" and case["offload"] in ("parameters", "both"))
 
 
-def cover(seed: int, strength: int, dimensions: dict[str, list[Any]], tries: int = 30) -> list[Case]:
+def cover(seed: int, strength: int, dimensions: dict[str, list[Any]], tries: int = 60) -> list[Case]:
     """Cases that together hold every combination of `strength` values that some job holds.
 
     Greedy, as AETG (Cohen et al., IEEE Transactions on Software Engineering 23, 1997): of random cases around a missing
