@@ -10,6 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, MixtralConfig
 
@@ -18,12 +19,14 @@ from shardwise.checkpoint.export import export_checkpoint
 from shardwise.errors import ConfigError, ModelError, OutputError, ShardwiseError
 from shardwise.job.schema import Job
 from shardwise.model.facts import LayerAdapter
+from shardwise.testing.oracle_quantization import quantize_base
 from shardwise.testing.world import WorldError, WorldPool
 from shardwise.training.session import TrainingResult
 from shardwise.training.setup import study
 from shardwise.training.trainer import train_rank
 from tests.checkpoint.models import make_model
 from tests.parity.jobs import make_job, write_tokens
+from tests.parity.test_packed_base import packed_job, write_base
 
 QUIET = {"tensorboard": False, "sample": False}
 IDS = torch.arange(12).view(1, 12)
@@ -86,6 +89,29 @@ def test_peft_opens_a_run_and_the_merged_model_computes_the_same(
         AutoModelForCausalLM.from_pretrained(base / "gpt2", dtype=torch.float64), str(tmp_path / "adapter")
     )
     assert torch.equal(logits(again), expected)
+
+
+@pytest.mark.slow
+def test_adapters_of_a_packed_base_are_merged_into_what_they_were_fitted_to(
+    world_pool: WorldPool, base: Path, tmp_path: Path
+) -> None:
+    write_tokens(base)
+    model = {"config": None, "path": write_base(base, "llama")}
+    adapter = {"kind": "lora", "rank": 2, "alpha": 4.0, "base": "nf4"}
+    parallel = {"device": "cpu", "tensor_parallel_degree": 2}
+    world_pool.run(2, train, a_job(base, tmp_path / "run", model=model, adapter=adapter, parallel=parallel))
+    quantized = AutoModelForCausalLM.from_pretrained(model["path"])
+    quantized.load_state_dict(quantize_base(packed_job(base, "llama", "tensor 2", "nf4"), quantized.state_dict()))
+    expected = logits(PeftModel.from_pretrained(quantized, str(tmp_path / "run" / "adapter")))
+    export_checkpoint(str(tmp_path / "run"), tmp_path / "merged", merge=True)
+    assert torch.allclose(
+        logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")), expected, rtol=0, atol=1e-4
+    )
+    resume = {"every": 0, "resume": str(min((tmp_path / "run" / "checkpoints").glob("step-*")))}
+    whole = a_job(base, tmp_path / "on", model=model, adapter=adapter, checkpoint=resume)
+    world_pool.run(2, train, whole)  # from step 2, on other ranks
+    again, first = (load_file(tmp_path / run / "adapter" / "adapter_model.safetensors") for run in ("on", "run"))
+    assert all(torch.allclose(again[name], first[name], rtol=0, atol=1e-9) for name in first)
 
 
 STACKS = ["experts.gate_up_proj", "experts.down_proj"]

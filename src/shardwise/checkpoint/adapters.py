@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterable, Mapping
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -169,12 +169,10 @@ def read_adapter(model: ParallelModel, path: str) -> None:
     adapters = model.facts.adapters
     for entry in [entry for entry in model.tensor_map if entry.name in model.facts.trained_shapes]:
         stored = file_name(entry.name, adapters)
-        for region in [region for region in entry.regions if entry.local[region.local].numel()]:
-            if _stack_of(entry.name, adapters):
-                part = own_tensor(entry.name, opened.read(stored), adapters)[region.logical]
-            else:
-                part = opened.read(stored, region.logical)
-            entry.local[region.local].copy_(part)
+        if _stack_of(entry.name, adapters):
+            entry.store(own_tensor(entry.name, opened.read(stored), adapters))
+        else:
+            entry.fill(partial(opened.read, stored))
 
 
 def _check_base(model: ParallelModel, file: Path) -> None:

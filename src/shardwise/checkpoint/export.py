@@ -34,6 +34,7 @@ from shardwise.checkpoint.writing import (
 )
 from shardwise.errors import CheckpointError, OutputError
 from shardwise.job.schema import Job
+from shardwise.kernels.packed_weights import rounded
 from shardwise.model.adapters import is_adapter, is_saved
 from shardwise.model.build import build_model
 from shardwise.model.routers import config_as_given
@@ -198,6 +199,8 @@ def _with_base(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the whole model with its adapters merged, what a checkpoint leaves out read from the base's directory.
 
+    Weights that were packed in training are those that their packed form stands for: adapters were fitted to them.
+
     Raises:
         CheckpointError: the directory is gone, or its weights have changed.
     """
@@ -211,7 +214,8 @@ def _with_base(
             "has changed; put it back, or export the adapters alone without --merge"
         )
     weights, names = open_base(manifest)
-    base = ((name, weights.read(source)) for name, source in names.items() if name not in own)
+    read = ((name, weights.read(source)) for name, source in names.items() if name not in own)
+    base = ((name, rounded(tensor, form) if (form := adapter.packed.get(name)) else tensor) for name, tensor in read)
     yield from merged(chain(base, own.items()), adapter.layers)
 
 

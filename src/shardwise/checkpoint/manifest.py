@@ -158,12 +158,14 @@ class AdapterRecord(_Part):
         base: directory of the model under them, whose frozen parameters the checkpoint leaves out; "" where it holds
             them itself.
         base_hash: hash of that directory's weights.
+        packed: weights that were trained on in 4 or 8 bits -> their form.
     """
 
     config: dict[str, Any]
     layers: dict[str, LayerAdapter]
     base: str = ""
     base_hash: str = ""
+    packed: dict[str, str] = {}
 
 
 class Manifest(_Part):

@@ -222,7 +222,9 @@ class Checkpointer:
         config = adapter_config(job, adapter_settings(job.adapter), facts.adapters)
         base = job.model.path if leaves_out_base(self.model) else None
         base_hash = hash_of_base(base) if base is not None else ""
-        return AdapterRecord(config=config, layers=facts.adapters, base=base or "", base_hash=base_hash)
+        return AdapterRecord(
+            config=config, layers=facts.adapters, base=base or "", base_hash=base_hash, packed=dict(facts.packed)
+        )
 
 
 def versions() -> dict[str, str]:

@@ -178,6 +178,11 @@ class AdapterSection(Section):
     alpha_pattern: dict[Pattern, float] = Field(
         default={}, description="Regular expression of a layer's name, or of the end of one -> its own alpha."
     )
+    base: Literal["full", "nf4", "int8"] = Field(
+        default="full",
+        description="Form of the frozen weights of the blocks' linear layers: `nf4`, four bits (arXiv 2305.14314), or "
+        "`int8`, each with a scale for 64 elements; `full`: as `model.dtype` has them.",
+    )
     path: UserPath | None = Field(
         default=None,
         description="Directory of an adapter in peft's format, from which training goes on. The other keys come from "

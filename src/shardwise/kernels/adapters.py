@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from shardwise._torch_compat.modules import replaced_parameters
 from shardwise.collectives.tensor import reduce_from_region
+from shardwise.kernels.packed_weights import unpacked_weight
 from shardwise.model.adapters import LORA_A, LORA_B, MAGNITUDE, adapter_shapes
 from shardwise.model.facts import LayerAdapter
 
@@ -81,12 +82,14 @@ class LowRankProduct:
             return product + update
         # As peft has it: the part that goes through dropout is the difference to the layer's own product.
         length = (layer.lora_magnitude_vector.weight / self.row_lengths()).to(product.dtype)
-        base = product if dropped is values else F.linear(dropped, self._weight())
+        base = product if dropped is values else F.linear(dropped, self._weight(dropped.dtype))
         return product + (length - 1) * base + length * update
 
-    def _weight(self) -> Tensor:
-        """The layer's weight, [out, in]."""
-        weight: Tensor = self.layer.weight
+    def _weight(self, dtype: torch.dtype) -> Tensor:
+        """The layer's weight, [out, in], in `dtype`."""
+        packing: str | None = getattr(self.layer, "packing", None)
+        own: Tensor = self.layer.weight
+        weight = own.to(dtype) if packing is None else unpacked_weight(own, packing, dtype)
         return weight.T if self.transposed else weight
 
     @torch.no_grad()
@@ -96,8 +99,9 @@ class LowRankProduct:
         It is taken as a constant in backward (arXiv 2402.09353, section 4.3). |w + s b A|^2 is written as
         |w|^2 + 2 s b (A w) + s^2 b (A A^T) b, so that B A is never made; parts of the input features are summed.
         """
-        wide = torch.promote_types(self.layer.weight.dtype, torch.float32)
-        weight, down, up = (matrix.to(wide) for matrix in (self._weight(), *self._factors()))
+        factors = self._factors()
+        wide = torch.promote_types(factors[0].dtype, torch.float32)
+        weight, (down, up) = self._weight(wide), (factor.to(wide) for factor in factors)
         cross = (weight @ down.T) * up
         square = ((up @ (down @ down.T)) * up).sum(1)
         total = weight.square().sum(1) + 2 * self.scaling * cross.sum(1) + self.scaling**2 * square

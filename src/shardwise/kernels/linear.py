@@ -6,7 +6,8 @@ weight's can be taken later, where the rank would idle (Zero Bubble, arXiv 2401.
 computes the first in backward and notes the second, with the input and the output's gradient that it needs.
 
 A module that has `float8` (kernels/float8.py) multiplies so, whichever of these it is. One that has an `adapter`
-(kernels/adapters.py) adds its product, without bias, to its own.
+(kernels/adapters.py) adds its product, without bias, to its own. The weight of one that has a `packing`
+(kernels/packed_weights.py) is in 4 or 8 bits.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from transformers.pytorch_utils import Conv1D
 from shardwise.collectives.tensor import RegatheredActivations
 from shardwise.kernels.adapters import LowRankProduct
 from shardwise.kernels.float8 import Float8
+from shardwise.kernels.packed_weights import packed_product
 
 
 class WeightGradients:
@@ -59,6 +61,9 @@ def linear(module: Any, values: Tensor, transposed: bool = False, biased: bool =
 
 
 def _product(module: Any, values: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+    packing: str | None = getattr(module, "packing", None)
+    if packing is not None:
+        return packed_product(values, module.weight, bias, packing, transposed)
     float8: Float8 | None = getattr(module, "float8", None)
     later: WeightGradients | None = getattr(module, "weight_gradients", None)
     if later is not None and torch.is_grad_enabled():
@@ -80,12 +85,17 @@ def linear_of_parts(
         product: Tensor = _LinearOfParts.apply(values, part.detach(), weight, bias, source, float8)
         return product
 
-    weight = module.weight.T if transposed else module.weight
-    float8: Float8 | None = getattr(module, "float8", None)
+    def own_product(bias: Tensor | None) -> Tensor:
+        packing: str | None = getattr(module, "packing", None)
+        if packing is not None:  # frozen: backward reads no activations for it
+            return packed_product(whole, module.weight, bias, packing, transposed)
+        weight = module.weight.T if transposed else module.weight
+        return multiply(whole, weight, bias, getattr(module, "float8", None))
+
     adapter: LowRankProduct | None = getattr(module, "adapter", None)
     if adapter is None:
-        return multiply(whole, weight, module.bias, float8)
-    adapted = adapter(whole, multiply(whole, weight, None, float8), multiply)
+        return own_product(module.bias)
+    adapted = adapter(whole, own_product(None), multiply)
     return adapted if module.bias is None else adapted + module.bias
 
 
@@ -109,6 +119,12 @@ def use_float8(modules: Iterable[nn.Module], float8: Float8 | None) -> None:
 def use_adapter(module: nn.Module, adapter: LowRankProduct) -> None:
     """Let a linear layer add the product of its adapter."""
     module.adapter = adapter  # type: ignore[assignment]
+    _use_linear(module)
+
+
+def use_packing(module: nn.Module, form: str) -> None:
+    """Let a linear layer multiply with a weight that is packed in `form`."""
+    module.packing = form  # type: ignore[assignment]
     _use_linear(module)
 
 

@@ -59,7 +59,7 @@ def adapter_settings(section: AdapterSection) -> AdapterSection:
             )
     if section.dropout != untouched.dropout:
         stored["dropout"] = section.dropout
-    return AdapterSection.model_validate({**stored, "path": section.path})
+    return AdapterSection.model_validate({**stored, "path": section.path, "base": section.base})
 
 
 def read_adapter_config(path: str | Path) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from shardwise.model.gradient_hooks import (
 )
 from shardwise.model.initializers import parents_that_initialize
 from shardwise.model.layer_configs import largest_value
+from shardwise.model.packed_weights import with_packed_base
 from shardwise.model.parameter_kinds import find_parameter_kinds
 from shardwise.model.parameter_patterns import with_frozen
 from shardwise.model.probe import (
@@ -127,7 +128,7 @@ def discover(model: nn.Module, job: Job, example: Mapping[str, Tensor] | None = 
         frozen=frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad),
     )
     facts = with_adapters(with_frozen(facts, job.model.freeze), adapter_settings(job.adapter))
-    return with_weight_dtypes(facts, job.model)
+    return with_weight_dtypes(with_packed_base(facts, job.adapter), job.model)
 
 
 def _tensor_plan(model: nn.Module, config: Any) -> tuple[dict[str, TensorSplit], Capability]:

@@ -231,6 +231,7 @@ class ModelFacts:
     parameter_shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # in order; ties once, first name
     adapters: dict[str, LayerAdapter] = field(default_factory=dict)  # linear layer -> its adapter
     frozen: frozenset[str] = frozenset()  # parameters that are not trained, of those in parameter_shapes
+    packed: dict[str, str] = field(default_factory=dict)  # frozen weight -> its form in 4 or 8 bits, `nf4` or `int8`
     weight_dtypes: dict[str, str] = field(default_factory=dict)  # parameter -> torch's name of the dtype in which it
     # is written, and kept where it is frozen; empty for a job without model.dtype
     probe_failure: str = (
@@ -262,7 +263,12 @@ class ModelFacts:
         return self.parameters - sum(math.prod(self.parameter_shapes[name]) for name in self.frozen)
 
     def kept_dtype(self, name: str) -> str:
-        """Return torch's name of the dtype of a parameter that is not converted to the masters'; else empty."""
+        """Return torch's name of the dtype of a parameter that is not converted to the masters'; else empty.
+
+        A packed one is unpacked to the masters'.
+        """
+        if name in self.packed:
+            return ""
         own = self.parameter_kinds.kept_dtypes.get(name, "")
         return own or (self.weight_dtypes.get(name, "") if name in self.frozen else "")
 

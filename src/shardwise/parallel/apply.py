@@ -32,6 +32,7 @@ from shardwise.parallel.transforms.fused_kernels import FusedKernels
 from shardwise.parallel.transforms.loss import HeadInLoss
 from shardwise.parallel.transforms.materialize import Materialization
 from shardwise.parallel.transforms.offload import OffloadedActivations
+from shardwise.parallel.transforms.packed_base import PackedBase
 from shardwise.parallel.transforms.routers import WatchedRouters
 from shardwise.parallel.transforms.sequence import SequenceParallelism
 from shardwise.parallel.transforms.sharding import ShardedParameters
@@ -56,6 +57,7 @@ TRANSFORMS: tuple[Transform, ...] = (
     TracedStages(),
     LowRankAdapters(),
     FrozenParameters(),
+    PackedBase(),
     LayoutIndependentDropout(),
     HeadInLoss(),
     Float8Linears(),

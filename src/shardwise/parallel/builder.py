@@ -199,7 +199,7 @@ class ModelBuilder:
         tied = tied_across(plan, facts)
         for ranks in dict.fromkeys(tied.values()):
             layout.holders_group(ranks)  # here, where every rank is, for a group is made by all
-        tensor_map = TensorMap.of([stage.model for stage in self.stages], layout, splits, tied)
+        tensor_map = TensorMap.of([stage.model for stage in self.stages], layout, splits, tied, facts.packed)
         for name, attributes in self.parameter_attributes.items():
             if name in tensor_map.names:
                 vars(tensor_map[name].parameter).update(attributes)

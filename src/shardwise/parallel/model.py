@@ -33,7 +33,7 @@ from shardwise.parallel.pipeline import MicrobatchWork, Pipeline
 from shardwise.parallel.routers import ExpertRouters, updated_bias
 from shardwise.parallel.running_statistics import RunningStatistics
 from shardwise.parallel.stage_boundary import StageBoundary
-from shardwise.parallel.tensor_map import TensorMap
+from shardwise.parallel.tensor_map import ParameterEntry, TensorMap
 from shardwise.parallel.unit_use import UnitUse, compare_use
 from shardwise.plan.plan import Plan
 from shardwise.planner.formulas.schedule import holders
@@ -443,7 +443,7 @@ class ParallelModel:
         wanted = self.facts.parameter_shapes if names is None else names
         if self.pipeline is None:
             for entry in [entry for entry in self.tensor_map if entry.name in wanted]:
-                yield entry.name, entry.whole(gradients, parts.get(entry.name))
+                yield entry.name, self._whole(entry, gradients, parts.get(entry.name))
             return
         group = self.layout.group(Axis.PIPELINE)
         stages_of = holders(self.plan, self.facts)
@@ -452,7 +452,7 @@ class ParallelModel:
             is_local = name in self.tensor_map.names
             part = parts.get(self.tensor_map[name].name) if is_local else None
             value = (
-                self.tensor_map[name].whole(gradients, part)
+                self._whole(self.tensor_map[name], gradients, part)
                 if is_local
                 else torch.empty(shape, dtype=self.parameter_dtype(name))
             )
@@ -461,6 +461,10 @@ class ParallelModel:
                 whole = torch.empty_like(whole)  # `value` may be the parameter or gradient itself, which a read keeps
             dist.broadcast(whole, owner, group=group)
             yield name, whole
+
+    def _whole(self, entry: ParameterEntry, gradient: bool, part: Tensor | None) -> Tensor:
+        whole = entry.whole(gradient, part)
+        return whole.to(self.parameter_dtype(entry.name)) if entry.packing else whole
 
     def unshard(self, wait: bool = False) -> None:
         """Begin to gather all parameters, for the next forward or `whole_tensors`; with `wait`, until they are there.
@@ -471,11 +475,15 @@ class ParallelModel:
             module.unshard(async_op=not wait)
 
     def unsharded_parameters(self) -> dict[str, Tensor]:
-        """Return parameters as the modules hold them while they are gathered, in the dtype of parameters."""
+        """Return parameters as the modules hold them while they are gathered, in the dtype of parameters.
+
+        Packed weights stay packed.
+        """
         self.unshard(wait=True)
         named = ((name, value) for part in self.parts for name, value in part.module.named_parameters())
         first = ((self.tensor_map.names[name], value.detach()) for name, value in named)
-        return {name: value.to(self.parameter_dtype(name)) for name, value in first}
+        packed = self.facts.packed
+        return {name: value if name in packed else value.to(self.parameter_dtype(name)) for name, value in first}
 
     def last_logits(self, ids: Tensor) -> Tensor:
         """Return [B, V] fp32 logits of the last of [B, S] ids, on every rank. Collective; under `whole_logits`."""

@@ -6,8 +6,8 @@ norm, memory figures and verify read placements here and nowhere else.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from shardwise.job.axes import Axis, data_axes, replica_axes, state_axes
+from shardwise.kernels.packed_weights import packed_form, unpacked_weight
+from shardwise.model.packed_weights import BLOCK
 from shardwise.model.tensor_split import chunk, chunks
 from shardwise.parallel.layout import ExpertView
 
@@ -138,6 +140,7 @@ class ParameterEntry:
         replica: number of this rank among those, from 0.
         split: how tensor or expert parallelism split it; None where the ranks of both hold it whole.
         split_group: the ranks that hold the parts of `split`.
+        packing: form of a weight in 4 or 8 bits (`adapter.base`): shapes and regions are then those of its packed form.
     """
 
     name: str
@@ -149,6 +152,7 @@ class ParameterEntry:
     replica: int
     split: ParameterSplit | None = None
     split_group: dist.ProcessGroup | None = None
+    packing: str = ""
 
     @property
     def local(self) -> Tensor:
@@ -172,27 +176,38 @@ class ParameterEntry:
             self.local.copy_(part[rows] if part.dim() else part)
 
     def whole(self, gradient: bool = False, part: Tensor | None = None) -> Tensor:
-        """Return the logical tensor, or its gradient, on every rank. Collective over the groups that hold its parts.
+        """Return the logical tensor, or its gradient, on every rank; a packed one unpacked to fp32.
+
+        Collective over the groups that hold its parts.
 
         Args:
             gradient: that of the gradient.
             part: what the shard group holds together, where it is known; collective then over `split_group` alone.
         """
         value = self.parameter.grad if gradient else self.parameter.detach()
+        if value is None and self.packing:
+            return torch.zeros((*self.shape[:-2], self.shape[-2] * BLOCK))
         if value is None:
             return torch.zeros(self.shape, dtype=self.parameter.dtype)
         if part is None:
             part = value.full_tensor() if isinstance(value, DTensor) else value
-        if self.split is None:
-            return part
-        assert self.split_group is not None
-        return gather_split(part, self.split, self.split_group)
+        if self.split is not None:
+            assert self.split_group is not None
+            part = gather_split(part, self.split, self.split_group)
+        return unpacked_weight(part, self.packing, torch.float32) if self.packing else part
 
     def store(self, whole: Tensor) -> None:
         """Keep this rank's slices of the logical tensor `whole`."""
+        self.fill(lambda slices: whole[slices])
+
+    def fill(self, read: Callable[[Slices], Tensor]) -> None:
+        """Keep what `read` returns for each slice of the logical tensor that lives here; pack it where it is packed."""
         with torch.no_grad():
             for region in self.regions:
-                self.local[region.local].copy_(whole[region.logical])
+                local = self.local[region.local]
+                if local.numel():
+                    part = read(_elements(region.logical) if self.packing else region.logical)
+                    local.copy_(packed_form(part, self.packing) if self.packing else part)
 
 
 class TensorMap:
@@ -221,12 +236,14 @@ class TensorMap:
         layout: Coordinates,
         splits: Mapping[str, ParameterSplit] | None = None,
         tied: Mapping[str, Sequence[int]] | None = None,
+        packed: Mapping[str, str] | None = None,
     ) -> TensorMap:
         """Read the map off this rank's parts of a model, whose parameters are plain or sharded by FSDP2 on dim 0.
 
         Args:
             splits: parameters that tensor parallelism has split before, by name.
             tied: parameters that several pipeline ranks hold, by name, and which.
+            packed: weights in 4 or 8 bits, by name, and their form.
         """
         names: dict[int, list[str]] = {}
         parameters: dict[int, nn.Parameter] = {}
@@ -236,12 +253,10 @@ class TensorMap:
                 own += [name] if name not in own else []  # two parts of a rank may hold it, under the same names
                 parameters[id(parameter)] = parameter
         splits, tied = splits or {}, tied or {}
-        return cls(
-            [
-                _entry(own, parameters[key], layout, splits.get(own[0]), tied.get(own[0], ()))
-                for key, own in names.items()
-            ]
-        )
+        entries = [
+            _entry(own, parameters[key], layout, splits.get(own[0]), tied.get(own[0], ())) for key, own in names.items()
+        ]
+        return cls([replace(entry, packing=(packed or {}).get(entry.name, "")) for entry in entries])
 
 
 def _entry(
@@ -308,6 +323,12 @@ def _within(region: Region, rows: slice) -> Region:
     shift = region.logical[0].start - region.local[0].start
     logical, local = slice(start + shift, stop + shift), slice(start - rows.start, stop - rows.start)
     return Region((logical, *region.logical[1:]), (local, *region.local[1:]))
+
+
+def _elements(blocks: Slices) -> Slices:
+    """Return the slices of a weight that slices [..., blocks, bytes] of its packed form stand for."""
+    *others, along, _ = blocks
+    return (*others, slice(along.start * BLOCK, along.stop * BLOCK))
 
 
 def _everything(shape: Sequence[int]) -> list[slice]:

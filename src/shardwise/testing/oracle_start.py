@@ -26,6 +26,7 @@ from transformers import (
 from shardwise.job.objects import load_object
 from shardwise.job.schema import Job, ModelSection
 from shardwise.model.build import load_config
+from shardwise.testing.oracle_quantization import quantize_base
 
 AUTO = {
     "causal_lm": AutoModelForCausalLM,
@@ -41,7 +42,7 @@ def known_start(job: Job) -> dict[str, Tensor]:
     section = job.model
     if section.factory is not None:
         return _constant_values(section) | _values_in_file(section)
-    return _loaded_values(job) if section.path is not None else {}
+    return quantize_base(job, _loaded_values(job)) if section.path is not None else {}
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -20,7 +20,7 @@ def start_adapters(model: ParallelModel) -> None:
     for layer, adapter in model.facts.adapters.items():
         name = f"{layer}.{MAGNITUDE}.weight"
         if adapter.has_magnitude and name in model.tensor_map.names:
-            weight = model.tensor_map[f"{layer}.weight"].whole()
+            weight = model.tensor_map[f"{layer}.weight"].whole().to(model.parameter_dtype(f"{layer}.weight"))
             rows = weight.T if adapter.transposed else weight
             model.tensor_map[name].store(torch.linalg.norm(rows, dim=1))
     path = model.plan.job.adapter.path

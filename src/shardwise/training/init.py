@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -120,9 +121,7 @@ def read_hugging_face(model: ParallelModel, path: str) -> None:
     """Read this rank's slices of a Hugging Face directory's weights, and the buffers whole."""
     weights, names = match_weights(model.module, model.facts, path)
     for entry in [entry for entry in model.tensor_map if entry.name in names and entry.name in model.facts.base_shapes]:
-        for region in entry.regions:
-            if entry.local[region.local].numel():
-                entry.local[region.local].copy_(weights.read(names[entry.name], region.logical))
+        entry.fill(partial(weights.read, names[entry.name]))
     for name, buffer in persistent_buffers(model.module):  # such as DeepSeek's routing bias
         if name in names:
             buffer.copy_(weights.read(names[name]))
@@ -152,10 +151,7 @@ def read_weight_file(model: ParallelModel, file: WeightFile) -> None:
     """Read this rank's slices of the parameters that are in a file, and the buffers whole."""
     for name in file.names:
         if name in model.tensor_map.names:
-            entry = model.tensor_map[name]
-            for region in entry.regions:
-                if entry.local[region.local].numel():
-                    entry.local[region.local].copy_(file.read(name, region.logical))
+            model.tensor_map[name].fill(partial(file.read, name))
     for part in model.parts:
         for name, buffer in part.module.named_buffers():
             if name in file.names:
@@ -265,7 +261,7 @@ def _whole_parameters(
 
 
 def _blank(model: ParallelModel, name: str, device: torch.device) -> nn.Parameter:
-    is_held = name in model.tensor_map.names
+    is_held = name in model.tensor_map.names and name not in model.facts.packed
     dtype = model.tensor_map[name].parameter.dtype if is_held else model.parameter_dtype(name)
     whole = torch.full(model.facts.parameter_shapes[name], _unset_value(dtype), dtype=dtype, device=device)
     return nn.Parameter(whole, requires_grad=dtype.is_floating_point or dtype.is_complex)

@@ -38,8 +38,9 @@ class StateReport(Callback):
 def state_table(assembled: AssembledJob) -> Table:
     """Return a table of dtypes and measured bytes."""
     dtypes, model, optimizer = assembled.plan.dtypes, assembled.model, assembled.optimizer
+    packed = [entry for entry in model.tensor_map if entry.packing]
     kept = [entry for entry in model.tensor_map if model.facts.kept_dtype(entry.name)]
-    masters = [entry for entry in model.tensor_map if not model.facts.kept_dtype(entry.name)]
+    masters = [entry for entry in model.tensor_map if not entry.packing and not model.facts.kept_dtype(entry.name)]
     buffers = sum(buffer.numel() * buffer.element_size() for buffer in model.module.buffers())
     table = Table(title="state of rank 0", title_justify="left", box=None)
     for column in ("", "dtype", "bytes, measured"):
@@ -48,6 +49,8 @@ def state_table(assembled: AssembledJob) -> Table:
     if kept:
         names = sorted({NAMES.get(entry.local.dtype, str(entry.local.dtype)) for entry in kept})
         table.add_row("parameters (not trained)", ", ".join(names), f"{_bytes(kept):,}")
+    if packed:
+        table.add_row("parameters (packed)", packed[0].packing, f"{_bytes(packed):,}")
     table.add_row("buffers", "as the model", f"{buffers:,}")
     table.add_row("compute", dtypes.compute, "gathered a block at a time" if model.fsdp_modules else "in place")
     table.add_row("gradients", dtypes.reduction, f"{optimizer.gradient_bytes:,}")

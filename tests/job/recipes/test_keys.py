@@ -84,7 +84,7 @@ SMP: list[Case] = [
     ("model.data.dataset_type", "synthetic", {}, {"data.format": "stdlib"}),
     ("model.peft.rank", 8, {}, NoEffect("peft_type is null")),
     ("model.peft.rank", 8, {"model.peft.peft_type": "lora"}, {"adapter.rank": 8}),
-    ("model.peft.peft_type", "qlora_4bit", {}, Refusal("quantizes the frozen model")),
+    ("model.peft.peft_type", "qlora_4bit", {}, {"adapter.kind": "lora", "adapter.base": "nf4"}),
     ("model.peft.peft_type", "lora", SMP_MODEL, Refusal("adapters have use_smp_model=False")),
     ("model.hidden_size", 64, {"model.model_type": "falcon"}, NoEffect("the model's own config holds")),
     (
@@ -169,7 +169,8 @@ LLMFT: list[Case] = [
     (f"{DATA}.data_dir", "/d", {f"{DATA}.train_data.file_path": "a"}, NoEffect("is below it")),
     ("training_config.mlflow.tracking_uri", "uri", {}, {"observe.mlflow": "shardwise"}),
     ("training_config.mlflow.run_id", "7", {}, Refusal("cannot be taken up again")),
-    (f"{PEFT}.peft_type", "qlora", {}, Refusal("qlora quantizes the frozen model")),
+    (f"{PEFT}.peft_type", "qlora", {}, {"adapter.kind": "lora", "adapter.base": "nf4"}),
+    (f"{PEFT}.peft_type", "ia3", {}, Refusal("ia3 is not built")),
     (f"{PEFT}.peft_type", "lora", {f"{PEFT}.use_dora": True}, {"adapter.kind": "dora"}),
     (f"{PEFT}.target_modules", "all-linear", {f"{PEFT}.exclude_modules": ["o"]}, NoEffect("exclude_modules says")),
     (f"{PEFT}.target_modules", ["q"], {f"{PEFT}.exclude_modules": ["o"]}, Refusal("use all-linear")),

@@ -113,7 +113,6 @@ def test_adapters_leave_out_what_a_recipe_excludes() -> None:
             "model.train_batchsize",
             "unknown key. Did you mean 'model.train_batch_size'?",
         ),
-        (SMP, "model.peft.peft_type=qlora_4bit", "model.peft.peft_type", "quantizes the frozen model"),
         (SMP, "model.multi_modal=true", "model.multi_modal", "pictures are not read"),
         (SMP, "model.hf_access_token=abc", "model.hf_access_token", "no secret is kept in a job"),
         (SMP, "model.hidden_size=wide", "model.hidden_size", "must be a number"),

@@ -231,9 +231,10 @@ def _logs(value: Any, values: Values) -> Mapped:
 
 
 def _adapter_kind(value: str, values: Values) -> Mapped:
-    if value != "lora":
-        return Refusal(f"{value} quantizes the frozen model, which is not built; use lora")
-    return {"adapter.kind": "dora" if values.get(f"{PEFT}.use_dora") else "lora"}
+    if value not in ("lora", "qlora"):
+        return Refusal(f"{value} is not built; use lora or qlora")
+    kind = "dora" if values.get(f"{PEFT}.use_dora") else "lora"
+    return {"adapter.kind": kind} | ({"adapter.base": "nf4"} if value == "qlora" else {})
 
 
 def _targets(value: Any, values: Values) -> Mapped:

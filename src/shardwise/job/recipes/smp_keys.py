@@ -240,11 +240,9 @@ def _adapter(key: str) -> Any:
 
 
 def _adapter_kind(value: str, values: Values) -> Mapped:
-    if value != "lora":
-        return Refusal(f"{value} quantizes the frozen model, which is not built; use lora")
     if values.get("use_smp_model"):
         return Refusal("adapters have use_smp_model=False, in the adapter too")
-    return {"adapter.kind": "lora"}
+    return {"adapter.kind": "lora"} | ({"adapter.base": "nf4"} if value == "qlora_4bit" else {})
 
 
 def _of_config(field: str) -> Any:

@@ -7,7 +7,7 @@ parallel/gradient_sync.py.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -88,7 +88,7 @@ def shard_model(
     of_blocks = mixed if cast_arguments is None else replace(mixed, cast_forward_inputs=False)
     shard: dict[str, Any] = {
         "offload_policy": _offload(plan),
-        "ignored_params": {parameter for parameter in model.parameters() if not is_shardable(parameter)},
+        "ignored_params": set(_unsharded(model)),
     }
     for stack in experts:
         # What the router gives keeps its dtype, as where the experts are no unit of their own.
@@ -120,6 +120,14 @@ def shard_model(
     if _overlaps(plan):
         overlap(modules)
     return modules
+
+
+def _unsharded(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the parameters that FSDP2 cannot shard; packed weights are sharded though they are integers."""
+    packed = {id(module.weight) for module in model.modules() if hasattr(module, "packing")}
+    for parameter in model.parameters():
+        if not is_shardable(parameter) and id(parameter) not in packed:
+            yield parameter
 
 
 def _overlaps(plan: Plan) -> bool:

@@ -168,7 +168,7 @@ def of_trained(pieces: Sequence[ModuleMemory], facts: ModelFacts, shape: LocalMi
     """Return the modules of a block that is trained in part: inputs that no trained layer reads are not kept.
 
     Adapters keep what lies between their factors besides, and DoRA the product of the layer and its own. Those of
-    experts keep the changed stacks, which get a gradient.
+    experts keep the changed stacks, which get a gradient. One packed weight at a time is unpacked.
     """
     if not facts.frozen or not facts.blocks:
         return list(pieces)
@@ -184,7 +184,9 @@ def of_trained(pieces: Sequence[ModuleMemory], facts: ModelFacts, shape: LocalMi
     adapters = [facts.adapters[name] for name in layers if name in facts.adapters]
     features = sum(one.rank + (2 * one.outputs / shape.tensor if one.has_magnitude else 0) for one in adapters)
     changed = shape.bytes * _changed_stacks(facts, shape)
-    return [ModuleMemory("adapters", shape.tokens * shape.bytes * features + changed, working=changed), *kept]
+    unpacked = max((math.prod(layers[name]) for name in layers if f"{name}.weight" in facts.packed), default=0)
+    working = changed + shape.bytes * unpacked / shape.tensor
+    return [ModuleMemory("adapters", shape.tokens * shape.bytes * features + changed, working=working), *kept]
 
 
 def _changed_stacks(facts: ModelFacts, shape: LocalMicrobatch) -> float:

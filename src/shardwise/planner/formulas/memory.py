@@ -38,6 +38,7 @@ from itertools import accumulate
 
 from shardwise.job.axes import Axis
 from shardwise.model.facts import ModelFacts
+from shardwise.model.packed_weights import packed_bytes
 from shardwise.plan.draft import group_size, in_flight
 from shardwise.plan.plan import Plan
 from shardwise.planner.formulas.activations import (
@@ -105,7 +106,8 @@ class _Unit:
     """Parameters that are gathered together.
 
     Attributes:
-        whole, shard: elements, padded; of all ranks and of one.
+        whole, shard: elements, padded; of all ranks and of one. Packed weights count in `whole` as elements of the
+            compute dtype that take their bytes.
         blocks: that are in it.
         trained, trained_shard: the same as the first two, of parameters that have gradients.
         last: elements of the last tensor that has one.
@@ -178,15 +180,20 @@ class _Step:
         (shard, whole), (trained_shard, trained_whole) = self._padded(shapes), self._padded(trained)
         return _Unit(whole, shard, blocks, trained_whole, trained_shard, last)
 
-    def _padded(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
-        """Return (elements of one rank, elements of all ranks that shard them)."""
-        shard = whole = 0
+    def _padded(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, float]:
+        """Return (elements of one rank, elements of all ranks that shard them, packed ones by their bytes)."""
+        shard, whole = 0, 0.0
         for name, shape in shapes.items():
             is_shared = self.plan.degrees[Axis.EXPERT] > 1 and name in self.facts.expert_parameters
             ranks = expert_shards(self.plan) if is_shared else self.ranks
             size = math.ceil(shape[0] / ranks) * math.prod(shape[1:]) if shape else 1
-            shard, whole = shard + size, whole + size * ranks
+            shard, whole = shard + size, whole + size * ranks * self._packing(name)
         return shard, whole
+
+    def _packing(self, name: str) -> float:
+        """Return the bytes of a packed weight's elements as a share of those in the compute dtype; else 1."""
+        form = self.facts.packed.get(name)
+        return 1 if form is None else packed_bytes(form) / self.compute
 
     @cached_property
     def head(self) -> float:
@@ -220,12 +227,13 @@ class _Step:
 
     @cached_property
     def parameter_bytes(self) -> float:
-        """Bytes of the parameters on this rank; frozen ones may be kept in a dtype of their own."""
+        """Bytes of the parameters on this rank; frozen ones may be kept in a dtype of their own, or packed."""
         shapes = [item for shapes in self._shapes.values() for item in shapes.items()]
-        return sum(
-            self._padded({name: shape})[0] * KEPT_BYTES.get(self.facts.kept_dtype(name), self.master)
-            for name, shape in shapes
-        )
+        return sum(self._padded({name: shape})[0] * self._element_bytes(name) for name, shape in shapes)
+
+    def _element_bytes(self, name: str) -> float:
+        form = self.facts.packed.get(name)
+        return KEPT_BYTES.get(self.facts.kept_dtype(name), self.master) if form is None else packed_bytes(form)
 
     @cached_property
     def trained(self) -> float:

@@ -8,6 +8,7 @@ from typing import Any
 from shardwise.job.schema import Job
 from shardwise.model.adapters import with_adapters
 from shardwise.model.facts import ModelFacts, StageFacts
+from shardwise.model.packed_weights import with_packed_base
 from tests.plan.rules.jobs import CPU4, FACTS, Case, case, staged
 
 LINEARS = replace(
@@ -32,7 +33,8 @@ def adapter_case(
 ) -> Case:
     """Return a case whose facts have the adapters that each job asks for."""
     wrong, right = ({"adapter": {"kind": "lora", **keys}, **sections} for keys in (broken, legal))
-    adapted = [with_adapters(facts, Job.model_validate(job).adapter) for job in (wrong, right)]
+    settings = [Job.model_validate(job).adapter for job in (wrong, right)]
+    adapted = [with_packed_base(with_adapters(facts, asked), asked) for asked in settings]
     return case(wrong, right, says, CPU4, *adapted)
 
 
