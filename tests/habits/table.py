@@ -41,7 +41,7 @@ class Habit:
         costs: what it costs where it works, for the page.
         keys: keys of the job beside those of the layout.
         untried: layouts on which one rank alone refuses it: that ends a job, while a test's other ranks would wait.
-        quick: layouts that are tried in every run of the tests, beside those that refuse; the rest are slow tests.
+        quick: layouts that are tried in every run of the tests, beside the first that refuses; the rest are slow tests.
     """
 
     module: str

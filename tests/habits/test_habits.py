@@ -21,8 +21,12 @@ ROUNDED = 3e-2  # of losses in bf16
 def cases(quick: bool) -> Iterator[tuple[Habit, str]]:
     for habit in HABITS:
         for layout in LAYOUTS:
-            if (layout in habit.quick or layout in habit.refused) == quick and layout not in habit.untried:
+            if layout not in habit.untried and (layout in habit.quick or layout == first_refusal(habit)) == quick:
                 yield habit, layout
+
+
+def first_refusal(habit: Habit) -> str | None:
+    return next((layout for layout in habit.refused if layout not in habit.untried), None)
 
 
 def check(pool: WorldPool, directory: Path, habit: Habit, layout: str) -> None:

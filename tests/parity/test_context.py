@@ -76,15 +76,17 @@ SLOW: list[tuple[str, int, str, int, dict[str, Any]]] = [
     ("gemma", 2, "all_gather", 2, {"config": GEMMA2, "attention": "eager", **UNEVEN, **FP32}),
     ("mistral", 2, "all_gather", 2, {"attention": "auto", "config": {"sliding_window": 4}, **DOCUMENTS}),
     ("bloom", 2, "ulysses", 2, {"attention": "auto", "dropout": 0.1, **UNEVEN, **FP32}),
+    ("gpt2", 4, "ring", 2, {"parallel": {"shard_optimizer_state": True}, "dropout": 0.1}),
+    ("gpt_neox", 2, "ring", 2, {"precision": {"compute": "bf16"}}),
+    ("llama", 4, "ring", 4, {"precision": {"compute": "fp16"}, **DOCUMENTS}),
+    ("falcon", 2, "ulysses", 2, {"attention": "auto", **DOCUMENTS}),
+    ("gpt2", 4, "ulysses", 2, {"parallel": {"tensor_parallel_degree": 2}, "dropout": 0.1, **UNEVEN}),
 ]  # fmt: skip
 CASES: list[tuple[str, int, str, int, dict[str, Any]]] = [  # family, ranks, method, degree, settings
     ("gpt2", 2, "all_gather", 2, {"dropout": 0.1, **UNEVEN}),
     ("gpt2", 2, "ulysses", 2, {"dropout": 0.1, **DOCUMENTS}),
     ("gpt2", 2, "ring", 2, {"dropout": 0.1, **UNEVEN}),
-    ("gpt2", 4, "ring", 2, {"parallel": {"shard_optimizer_state": True}, "dropout": 0.1}),
-    ("gpt_neox", 2, "ring", 2, {"precision": {"compute": "bf16"}}),
     ("llama", 2, "ulysses", 2, {"memory": {"activation_checkpointing": "full"}, **DOCUMENTS}),
-    ("llama", 4, "ring", 4, {"precision": {"compute": "fp16"}, **DOCUMENTS}),
     ("gemma", 2, "ring", 2, {"memory": {"activation_checkpointing": "full", "offload_activations": True}, **DOCUMENTS}),
     ("gpt2", 2, "ring", 2, {"dropout": 0.1, "memory": {
         "activation_checkpointing": "full", "checkpoint_strategy": "group_2", "offload_activations": True,
@@ -93,13 +95,11 @@ CASES: list[tuple[str, int, str, int, dict[str, Any]]] = [  # family, ranks, met
                             "training": {"sequences_per_step": 5, "microbatch_size": 2}, **DOCUMENTS}),
     ("gptj", 2, "ring", 2, {"attention": "auto", **DOCUMENTS, **FP32}),
     ("gpt_neo", 2, "all_gather", 2, {"attention": "auto", "dropout": 0.1, **DOCUMENTS, **FP32}),
-    ("falcon", 2, "ulysses", 2, {"attention": "auto", **DOCUMENTS}),
     ("bloom", 2, "ring", 2, {"attention": "auto", "dropout": 0.1, **DOCUMENTS, **FP32}),
     ("mistral", 2, "ring", 2, {"attention": "auto", "config": {"sliding_window": 4}, **DOCUMENTS}),
     ("gpt2", 2, "all_gather", 2, {"attention": "blockwise", "dropout": 0.1, **DOCUMENTS}),
 ]  # fmt: skip
 TOGETHER: list[tuple[str, int, str, int, dict[str, Any]]] = [
-    ("gpt2", 4, "ulysses", 2, {"parallel": {"tensor_parallel_degree": 2}, "dropout": 0.1, **UNEVEN}),
     ("llama", 4, "all_gather", 2, {"parallel": {"tensor_parallel_degree": 2}, **UNEVEN}),
     ("gpt2", 4, "ring", 2, {"parallel": STAGES, "dropout": 0.1, **DOCUMENTS, **FOUR}),
 ]

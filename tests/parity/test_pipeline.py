@@ -80,16 +80,19 @@ SLOW: list[tuple[str, int, dict[str, Any]]] = [
     ("gpt2", 2, {"parallel": {**TWO, "pipeline": "dualpipev"}, "dropout": 0.1, "layers": 5, "training": EIGHT}),
     ("gpt2", 4, {"parallel": {**TWO, "pipeline": "zbv"}, "dropout": 0.1, "layers": 5, "training": EIGHT}),
     ("gpt2", 4, {"parallel": {**TWO, **TENSOR, "pipeline": "zero_bubble"}, "dropout": 0.1, "layers": 3}),
-]  # fmt: skip
-CASES = [
-    # 1F1B and fill-drain, blocks that stages do not divide, a ragged last microbatch, ties across the ends
-    ("gpt2", 2, {"parallel": TWO, "dropout": 0.1, "layers": 3}),
-    ("gpt2", 2, {"parallel": {**TWO, "pipeline": "simple"}, "training": UNEVEN, "dropout": 0.1}),
-    ("gpt2", 4, {"parallel": FOUR, "layers": 5, "training": UNEVEN, "dropout": 0.1}),
-    # weight gradients put off: plain layers and Conv1D, whole gradients with shards, several stages a rank
-    ("gpt2", 2, {"parallel": {**TWO, "pipeline": "zero_bubble"}, "dropout": 0.1, "layers": 3}),
     ("llama", 4, {"parallel": {**TWO, "pipeline": "zero_bubble", "virtual_pipeline_degree": 2}, "layers": 5,
                   "memory": {"activation_checkpointing": "full"}, "precision": {"compute": "bf16"}}),
+    ("gpt2", 2, {"parallel": {**TWO, "pipeline": "simple"}, "training": UNEVEN, "dropout": 0.1}),
+    ("gpt2", 2, {"parallel": TWO, "memory": {"activation_checkpointing": "full"}, "dropout": 0.1}),
+    ("roberta", 2, {"parallel": TWO, "layers": 3, "dropout": 0.1}),
+    ("llama", 2, {"parallel": TWO, "precision": {"compute": "fp16"}}),
+]  # fmt: skip
+CASES = [
+    # 1F1B, blocks that stages do not divide, a ragged last microbatch, ties across the ends
+    ("gpt2", 2, {"parallel": TWO, "dropout": 0.1, "layers": 3}),
+    ("gpt2", 4, {"parallel": FOUR, "layers": 5, "training": UNEVEN, "dropout": 0.1}),
+    # weight gradients put off
+    ("gpt2", 2, {"parallel": {**TWO, "pipeline": "zero_bubble"}, "dropout": 0.1, "layers": 3}),
     # stages in a V: the tie is one parameter of rank 0, alone and sharded
     ("gpt2", 2, {"parallel": {**TWO, "pipeline": "dualpipev"}, "dropout": 0.1, "layers": 5, "training": RAGGED}),
     ("gpt2", 4, {"parallel": {**TWO, "pipeline": "zbv"}, "dropout": 0.1, "layers": 5, "training": RAGGED}),
@@ -100,14 +103,11 @@ CASES = [
     ("gpt2", 4, {"parallel": {**TWO, "shard_optimizer_state": True}}),
     # tensors
     ("gpt2", 4, {"parallel": {**TWO, **TENSOR, "sequence_parallel": True}, "dropout": 0.1, "layers": 3}),
-    # memory and precision
-    ("gpt2", 2, {"parallel": TWO, "memory": {"activation_checkpointing": "full"}, "dropout": 0.1}),
+    # memory
     ("llama", 2, {"parallel": TWO, "memory": {"activation_checkpointing": "full", "offload_activations": True}}),
-    ("llama", 2, {"parallel": TWO, "precision": {"compute": "fp16"}}),
     # the other families
     ("gptj", 2, {"parallel": TWO, "layers": 3, "dropout": 0.1, **FP32}),  # this one's attention and the next's
     ("gpt_neo", 2, {"parallel": TWO, "layers": 3, "dropout": 0.1, **FP32}),  # compute in fp32
-    ("roberta", 2, {"parallel": TWO, "layers": 3, "dropout": 0.1}),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
 ]  # fmt: skip
 

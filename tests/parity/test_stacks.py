@@ -43,7 +43,6 @@ def at(*stages: int, encoder: int, names: str = "{}.block.{}") -> dict[str, Any]
 # Where the cut lies: in the encoder, between the stacks, in the decoder; dropout is on in all of them.
 CASES = [
     (2, {"parallel": {**TWO, **at(0, 1, 1, 1, 1, encoder=3)}, **TALL}),
-    (2, {"parallel": {**TWO, **at(0, 0, 0, 1, 1, encoder=2)}, **LONG, "training": UNEVEN}),
     (4, {"parallel": FOUR, **TALL, "training": UNEVEN}),
     (4, {"parallel": {**TWO, **TENSOR}, **TALL}),
 ]
@@ -60,6 +59,7 @@ SLOW: list[tuple[int, dict[str, Any]]] = [
     (4, {"parallel": {**TWO, **SHARD}, "precision": {"compute": "bf16"}, **FLAN}),
     (4, {"parallel": {**TWO, **SHARD}, **TALL, "memory": {"offload_parameters": True}}),
     (2, {"parallel": {**TWO, "pipeline": "simple", **at(0, 0, 0, 1, 1, encoder=3)}, **TALL, **FLAN}),
+    (2, {"parallel": {**TWO, **at(0, 0, 0, 1, 1, encoder=2)}, **LONG, "training": UNEVEN}),
 ]
 
 

@@ -50,15 +50,15 @@ SLOW: list[tuple[str, int, dict[str, Any]]] = [
     ("gemma", 8, {"parallel": {**FOUR, "sharded_data_parallel_degree": 1, "sequence_parallel": True}}),
     ("bloom", 4, {"parallel": FOUR, "dropout": 0.1, **FP32}),
     ("falcon", 4, {"parallel": {**FOUR, "sequence_parallel": True}, "dropout": 0.1, **FP32}),
+    ("gpt2", 2, {"parallel": TWO, "dropout": 0.1}),
+    ("llama", 4, {"parallel": TWO, "precision": {"compute": "fp16"}}),
+    ("qwen3", 2, {"parallel": TWO, "training": {"sequences_per_step": 6, "microbatch_size": 2}}),
 ]  # fmt: skip
 CASES: list[tuple[str, int, dict[str, Any]]] = [
-    ("gpt2", 2, {"parallel": TWO, "dropout": 0.1}),
     ("gpt2", 4, {"parallel": {**TWO, "sharded_data_parallel_degree": 2}, "dropout": 0.1}),
     ("gpt2", 4, {"parallel": {**TWO, "shard_optimizer_state": True}, "tied": False}),
     ("gpt_neox", 2, {"parallel": TWO, "dropout": 0.1}),
     ("llama", 4, {"parallel": TWO, "memory": {"activation_checkpointing": "selective"}}),
-    ("llama", 4, {"parallel": TWO, "precision": {"compute": "fp16"}}),
-    ("qwen3", 2, {"parallel": TWO, "training": {"sequences_per_step": 6, "microbatch_size": 2}}),
     ("llama", 4, {"parallel": FOUR, "tied": False}),  # 2 key-value heads, each on 2 ranks
     ("gemma", 4, {"parallel": {**FOUR, "sequence_parallel": True}}),
     ("bloom", 2, {"parallel": {**TWO, "sequence_parallel": True}, "dropout": 0.1, **FP32}),  # its attention: fp32
