@@ -240,9 +240,9 @@ def _rank(rounds: int) -> int:
     import torch.distributed as dist
 
     from shardwise._torch_compat.groups import all_gather_single, reduce_scatter_single
-    from shardwise.collectives import engine
+    from shardwise.collectives import registration
 
-    engine.register()
+    registration.register()
     dist.init_process_group("gloo")
     size = dist.get_world_size()
     groups = {"shardwise": dist.new_group(backend="shardwise"), "gloo": dist.new_group(backend="gloo")}

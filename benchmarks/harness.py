@@ -27,7 +27,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from shardwise.collectives import engine
+from shardwise.collectives import registration
 
 START_METHOD = "spawn"  # a fresh interpreter, so that a contender sees no package that another has imported
 Step = Callable[[], torch.Tensor]  # one optimizer step; returns the loss (of the rank, or of all ranks)
@@ -194,8 +194,8 @@ def _build(job: _WorkerJob) -> Step:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(job.threads)
     store = f"file://{Path(job.scratch) / 'store'}"
-    if job.contender.backend == engine.BACKEND:
-        engine.register()
+    if job.contender.backend == registration.BACKEND:
+        registration.register()
     dist.init_process_group(job.contender.backend, init_method=store, rank=job.rank, world_size=job.world)
     return build_step(job.contender, job.arguments, job.rank, job.world)
 

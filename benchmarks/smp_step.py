@@ -26,11 +26,11 @@ from benchmarks.harness import Contender, Step
 from benchmarks.parallelism_cpu import RANKS, Axis
 from benchmarks.parallelism_peers import load_model
 from benchmarks.workload import Workload, parameter_groups, token_ids
-from shardwise.collectives import engine
+from shardwise.collectives import registration
 
 SCRIPT = Contender("smp script", "benchmarks.smp_step:script", "shardwise", "@smp.step, DistributedOptimizer")
 SHARDED = Axis("shard", {"sharded_data_parallel_degree": RANKS}, (SCRIPT,), reshard=True)  # the default of both
-ON_ENGINE = replace(SHARDED, peers=(replace(SCRIPT, backend=engine.BACKEND),), backend=engine.BACKEND)
+ON_ENGINE = replace(SHARDED, peers=(replace(SCRIPT, backend=registration.BACKEND),), backend=registration.BACKEND)
 AXES = {"shard": SHARDED, "engine": ON_ENGINE}
 
 

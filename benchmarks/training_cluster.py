@@ -42,7 +42,7 @@ from benchmarks.harness import Contender, Series, Step, agree, build_step, redir
 from benchmarks.peers import DEEPSPEED, DEEPSPEED_MICS, FSDP2, FSDP2_AT_2
 from benchmarks.record import header, write_json
 from benchmarks.workload import Workload, load_model, save_model, token_ids
-from shardwise.collectives import engine
+from shardwise.collectives import engine, registration
 
 ALONE = Contender("alone", "benchmarks.training_cluster:alone", "torch", "nothing is sent; updates its share of P")
 CONTENDERS = {
@@ -56,7 +56,7 @@ CONTENDERS = {
 }
 RIVALS = ((ON_ENGINE, (FSDP2, DEEPSPEED)), (AT_2, (FSDP2_AT_2, DEEPSPEED_MICS)))  # of equal degree
 LOSS_TOLERANCE = 1e-4
-PORTS = {"gloo": cluster.PORT, engine.BACKEND: cluster.PORT + 1}
+PORTS = {"gloo": cluster.PORT, registration.BACKEND: cluster.PORT + 1}
 PACKAGES = ("torch", "transformers", "deepspeed", "shardwise")
 
 
@@ -308,8 +308,8 @@ def _rank(options: argparse.Namespace) -> int:
         connection.send((options.rank, rank))
         try:
             torch.set_num_threads(1)
-            if options.rank == engine.BACKEND:
-                engine.register()
+            if options.rank == registration.BACKEND:
+                registration.register()
             dist.init_process_group(options.rank)
             while True:
                 what, contender, *numbers = connection.recv()

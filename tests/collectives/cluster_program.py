@@ -18,7 +18,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from shardwise.collectives import engine
+from shardwise.collectives import registration
 
 
 def sockets() -> int:
@@ -31,7 +31,7 @@ def sockets() -> int:
 
 def main() -> None:
     size, timeout = int(sys.argv[1]), float(sys.argv[2])
-    engine.register()
+    registration.register()
     dist.init_process_group("gloo")
     before = sockets()
     group = dist.new_group(backend="shardwise", timeout=timedelta(seconds=timeout))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise._torch_compat.groups import all_gather_single, reduce_scatter_single
-from shardwise.collectives import engine
+from shardwise.collectives import registration
 from shardwise.testing.world import WorldPool
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -162,7 +162,7 @@ def fuzz(seed: int, rounds: int, large: float = 0.0, backend: str = "shardwise")
 
     A share of `large` of the rounds of up to four ranks is of large tensors; references for more need much memory.
     """
-    engine.register()
+    registration.register()
     world, rank, pick = dist.get_world_size(), dist.get_rank(), random.Random(seed)
     subsets = [list(range(world))] + [sorted(pick.sample(range(world), pick.randint(2, world))) for _ in range(4)]
     groups = [dist.new_group(members, backend=backend) for members in subsets]
@@ -200,7 +200,7 @@ def test_many_random_operations(world_pool: WorldPool, world: int) -> None:
 
 
 def special_cases(backend: str = "shardwise") -> None:
-    engine.register()
+    registration.register()
     group, rank = dist.new_group(backend=backend), dist.get_rank()
     scaled = torch.full((5,), 2.0)
     dist.all_reduce(scaled, dist._make_nccl_premul_sum(0.5), group)
@@ -228,7 +228,7 @@ def test_reductions_layouts_coalescing_futures_objects(world_pool: WorldPool) ->
 
 def messages(backend: str = "shardwise") -> None:
     """Large messages both ways at once, tags out of order, and from any rank."""
-    engine.register()
+    registration.register()
     group, rank, size = dist.new_group(backend=backend), dist.get_rank(), dist.get_world_size()
     out = torch.full((500_000,), rank)
     others = [peer for peer in range(size) if peer != rank]
@@ -259,7 +259,7 @@ def test_messages(world_pool: WorldPool) -> None:
 
 
 def run_to_run() -> bytes:
-    engine.register()
+    registration.register()
     group = dist.new_group(backend="shardwise")
     data = numbers(5, dist.get_rank(), 100_001, torch.float32)
     dist.all_reduce(data, group=group)
@@ -317,7 +317,7 @@ def fsdp2() -> list[Tensor]:
 
 def both(name: str, directory: str) -> float:
     """The largest difference of a parameter between Gloo and the engine."""
-    engine.register()
+    registration.register()
     train = {"ddp": ddp, "fsdp2": fsdp2}[name]
     ours, right = on_backend("shardwise", directory, train), on_backend("gloo", directory, train)
     return max((a - b).abs().max().item() for a, b in zip(ours, right, strict=True))

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.collectives import engine
+from shardwise.collectives import engine, registration
 from shardwise.collectives.names import CollectiveName
 from shardwise.errors import ModelError
 from shardwise.testing.world import WorldError, WorldPool
@@ -24,7 +24,7 @@ LARGE = 4_200_003  # on three ranks sums go in a chain, and outputs past the cac
 
 
 def engine_group(seconds: float = 60) -> Any:
-    engine.register()
+    registration.register()
     return dist.new_group(backend="shardwise", timeout=timedelta(seconds=seconds))
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.collectives import engine
+from shardwise.collectives import engine, registration
 from shardwise.collectives.topology import HOST_VARIABLE
 from shardwise.testing.world import WorldError, WorldPool
 from tests.collectives.test_engine import fuzz, messages, numbers, special_cases
@@ -48,7 +48,7 @@ def test_messages_and_what_the_fuzz_does_not_reach(world_pool: WorldPool) -> Non
 
 
 def bits() -> bytes:
-    engine.register()
+    registration.register()
     group = dist.new_group(backend="shardwise")
     data = numbers(5, dist.get_rank(), 100_001, torch.bfloat16)
     dist.all_reduce(data, group=group)
@@ -174,7 +174,7 @@ def without_interface() -> str:
     if dist.get_rank() == 1:
         os.environ[engine.INTERFACE_VARIABLE] = "none0"
     try:
-        engine.register()
+        registration.register()
         dist.new_group(backend="shardwise", timeout=timedelta(seconds=20))
     except dist.DistBackendError as error:
         return str(error)

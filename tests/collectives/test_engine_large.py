@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise._torch_compat.groups import all_gather_single, reduce_scatter_single
-from shardwise.collectives import engine
+from shardwise.collectives import registration
 from shardwise.testing.world import WorldPool
 
 LARGE = 4_200_003  # elements: of three ranks' outputs together more than caches keep; odd, so that no part is aligned
@@ -49,7 +49,7 @@ def operator(name: str) -> Any:
 
 
 def sums(cases: list[tuple[str, torch.dtype]], count: int) -> None:
-    engine.register()
+    registration.register()
     group, rank, size = dist.new_group(backend="shardwise"), dist.get_rank(), dist.get_world_size()
     for name, dtype in cases:
         inputs = [numbers(peer, count * size, dtype) for peer in range(size)]
@@ -69,7 +69,7 @@ def test_sums_of_a_chain_are_those_in_the_order_of_the_ranks(world_pool: WorldPo
 
 def keeps_its_cores() -> None:
     """While ranks add, each may keep to one core; whoever called them has all cores again, also after an error."""
-    engine.register()
+    registration.register()
     group, rank, cores = dist.new_group(backend="shardwise"), dist.get_rank(), os.sched_getaffinity(0)
     for _ in range(5):
         dist.all_reduce(torch.ones(1 << 20), group=group)
@@ -97,7 +97,7 @@ def test_reductions_of_large_tensors(world_pool: WorldPool, ranks: int, count: i
 
 
 def moves(kinds: list[str]) -> None:
-    engine.register()
+    registration.register()
     group, rank, size = dist.new_group(backend="shardwise"), dist.get_rank(), dist.get_world_size()
     inputs = [numbers(peer, LARGE, torch.float32) for peer in range(size)]
     mine, whole = inputs[rank], torch.empty(size * LARGE + 1)[1:]

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from shardwise._torch_compat.groups import clear_placement_cache
-from shardwise.collectives import engine, fsdp
+from shardwise.collectives import fsdp, registration
 from shardwise.collectives.topology import HOST_VARIABLE
 from shardwise.commands.verify import verify_rank
 from shardwise.parallel.transforms import sharding as sharded_data
@@ -55,9 +55,9 @@ def trained(model: nn.Module, late: list[int]) -> list[Tensor]:
 
 
 def both_ways(mixed: MixedPrecisionPolicy) -> list[int]:
-    engine.register()
+    registration.register()
     clear_placement_cache()
-    group = dist.new_group(backend=engine.BACKEND)
+    group = dist.new_group(backend=registration.BACKEND)
     mesh = DeviceMesh.from_group(group, "cpu")
     waiting, overlapped, late = sharded(mesh, mixed), sharded(mesh, mixed), list[int]()
     fsdp.overlap([module for module in overlapped.modules() if isinstance(module, FSDPModule)])
@@ -88,8 +88,8 @@ def verified(directory: str) -> tuple[bool, int]:
     os.environ |= {HOST_VARIABLE: "ab"[rank], "LOCAL_WORLD_SIZE": "1"}
     store = dist.PrefixStore("overlap", world.get_group_store())
     dist.destroy_process_group()
-    engine.register()
-    dist.init_process_group(engine.BACKEND, store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    registration.register()
+    dist.init_process_group(registration.BACKEND, store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
     plain = sharded_data.overlap
 
     def counted(modules: Sequence[FSDPModule]) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.collectives import engine, topology
+from shardwise.collectives import engine, registration, topology
 from shardwise.commands import verify
 from shardwise.errors import ConfigError, LegalityError, MachineError
 from shardwise.job.schema import Job
@@ -173,7 +173,7 @@ def test_ranks_that_share_a_gpu_compute_what_one_process_does(
 
 def on_gpu(backend: str) -> tuple[tuple[int, ...], float]:
     """Which ranks share this one's GPU, and the largest error of a gather and a sum, plain and on a stream."""
-    engine.register()
+    registration.register()
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     group, rank, size = dist.new_group(backend=backend), dist.get_rank(), dist.get_world_size()

@@ -17,7 +17,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 from shardwise._torch_compat.groups import all_gather_single, reduce_scatter_single
-from shardwise.collectives import engine
+from shardwise.collectives import registration
 from shardwise.testing.world import WorldPool
 from tests.collectives import lazy_device
 from tests.collectives.test_engine import ddp, fit, fsdp2, fuzz, messages, model, on_backend, special_cases
@@ -36,7 +36,7 @@ def device_pool() -> Iterator[WorldPool]:
 def on_device(function: Callable[..., Any], *arguments: Any) -> Any:
     """`function` on this rank, with new tensors on the device."""
     torch.set_default_device(lazy_device.use())
-    engine.register()
+    registration.register()
     try:
         return function(*arguments, backend=STAGED)
     finally:
@@ -178,7 +178,7 @@ def trained(train: Callable[[], list[Tensor]], directory: str, backend: str) -> 
 
 
 def on_cpu(train: Callable[[], list[Tensor]], directory: str) -> list[Tensor]:
-    engine.register()
+    registration.register()
     return on_backend("shardwise", directory, train)
 
 

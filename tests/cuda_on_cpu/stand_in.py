@@ -89,9 +89,10 @@ def _play_nccl(dist: Any) -> None:
 
     def with_engine(make: Any) -> Any:
         def made(*args: Any, **kwargs: Any) -> Any:
-            from shardwise.collectives import engine
+            from shardwise.collectives import registration
 
-            engine.register()
+            registration.register()
+            dist.Backend.backend_capability[registration.BACKEND] = ["cpu", "cuda"]
             return make(*map(name, args), **{key: name(value) for key, value in kwargs.items()})
 
         return made

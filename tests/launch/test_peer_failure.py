@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.collectives import engine
+from shardwise.collectives import registration
 from shardwise.errors import ShardwiseError, UserCodeError
 from shardwise.launch import process_group as process_groups
 from shardwise.launch.environment import detect
@@ -57,7 +57,7 @@ def test_the_other_ranks_raise_the_error_of_the_first(world_pool: WorldPool, tmp
 def users_group(directory: str, is_alone: bool) -> str:
     """Let rank 1, or all ranks, fail in a group of the user's, which stays; return what this rank raises."""
     store, rank = leave_pool(directory), int(os.environ["RANK"])
-    engine.register()
+    registration.register()
     dist.init_process_group("shardwise", store=store, rank=rank, world_size=2)
     with pytest.raises(ShardwiseError) as caught, process_group("cpu", "shardwise"):
         if not is_alone:

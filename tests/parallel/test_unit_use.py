@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.utils import clip_grad_norm_
 
-from shardwise.collectives import engine
+from shardwise.collectives import registration
 from shardwise.errors import ModelError
 from shardwise.testing.world import WorldPool
 from shardwise.training.setup import set_up
@@ -97,7 +97,7 @@ def message_on_engine(directory: str, store: str, name: str, sections: dict[str,
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.barrier()  # Gloo hangs on a rank that still connects when its peer closes
     dist.destroy_process_group()
-    engine.register()
+    registration.register()
     dist.init_process_group("shardwise", store=dist.FileStore(store, size), rank=rank, world_size=size)
     run = set_up(job(directory, name, **sections), torch.device("cpu"))
     with pytest.raises(ModelError) as caught:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 # No public name: DTensor keeps how it moved tensors between placements, with the meshes (torch 2.11 to 2.13).
 from torch.distributed.tensor import _redistribute as redistribution
@@ -128,3 +131,19 @@ def clear_placement_cache() -> None:
     getattr(debug, "_clear_sharding_prop_cache", lambda: None)()
     redistribution.clear_redistribute_planner_cache()
     redistribution._gen_transform_infos.cache_clear()
+
+
+@cache
+def let_timeouts_be_set(backend: str) -> None:
+    """Let torch's `_set_pg_timeout` set the timeout of groups on `backend` too: it asks for Gloo or NCCL by type."""
+    for_others = distributed_c10d._set_pg_timeout
+
+    @functools.wraps(for_others)
+    def set_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
+        whole = group or dist.group.WORLD
+        if not isinstance(whole, dist.ProcessGroup) or backend not in dist.get_backend_config(whole):
+            return for_others(timeout, group)
+        for device in whole._device_types:
+            whole._get_backend(device).set_timeout(timeout)
+
+    distributed_c10d._set_pg_timeout = set_timeout

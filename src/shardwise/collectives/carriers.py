@@ -14,11 +14,11 @@ from typing import Any
 import torch.distributed as dist
 
 from shardwise._torch_compat.groups import group_of, nccl_options
-from shardwise.collectives import engine
+from shardwise.collectives import engine, registration
 from shardwise.errors import MachineError
 
 GLOO, NCCL = "gloo", "nccl"
-NAMES = (GLOO, NCCL, engine.BACKEND)
+NAMES = (GLOO, NCCL, registration.BACKEND)
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def make(name: str, member: GroupMember) -> dist.ProcessGroup:
     backends = {"cpu": _backend(GLOO if name == NCCL else name, member)}
     if name == NCCL:
         backends["cuda"] = _backend(NCCL, replace(member, store=dist.PrefixStore(NCCL, member.store)))
-    elif name == engine.BACKEND:
+    elif name == registration.BACKEND:
         backends["cuda"] = backends["cpu"]
     return group_of(backends, member.store, member.rank, member.size)
 
@@ -68,7 +68,7 @@ def make_or(name: str, instead: str, member: GroupMember) -> dist.ProcessGroup:
     try:
         return make(name, member)
     except (RuntimeError, MachineError) as error:
-        if name != engine.BACKEND or instead == engine.BACKEND:
+        if name != registration.BACKEND or instead == registration.BACKEND:
             raise
         if member.rank == 0:
             warnings.warn(f"{instead} carries the collectives of these {member.size} ranks: {error}", stacklevel=2)
@@ -76,7 +76,7 @@ def make_or(name: str, instead: str, member: GroupMember) -> dist.ProcessGroup:
 
 
 def _backend(name: str, member: GroupMember) -> Any:
-    if name == engine.BACKEND:
+    if name == registration.BACKEND:
         return engine.create(member.store, member.rank, member.members, member.timeout)
     if name == NCCL:
         return dist.ProcessGroupNCCL(member.store, member.rank, member.size, nccl_options(member.timeout))

@@ -1,6 +1,6 @@
-"""The native engine: building it once, loading it, and the c10d backend `shardwise`.
+"""The native engine: building it once, loading it, and making the c10d backend of a group.
 
-`register()` makes `torch.distributed.init_process_group("shardwise")` work. The sources (`native/`, C++17) are compiled
+The sources (`native/`, C++17) are compiled
 on first use with torch's own extension builder; the library is kept in the user's cache under a name that says what it
 was built from and for: the sources, torch, Python and the processor's level. Nothing here runs on `import shardwise`.
 """
@@ -26,7 +26,6 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from filelock import FileLock
 
 from shardwise.cache import cache_root
@@ -34,7 +33,6 @@ from shardwise.collectives.names import tell_names_to
 from shardwise.collectives.topology import discover_topology
 from shardwise.errors import MachineError
 
-BACKEND = "shardwise"
 DIRECTORY_VARIABLE = "SHARDWISE_ENGINE_DIRECTORY"
 INTERFACE_VARIABLE = "SHARDWISE_SOCKET_IFNAME"
 SOURCES = Path(__file__).with_name("native")
@@ -114,19 +112,10 @@ def tell_failure(text: str) -> None:
         load_engine().tell_failure(text)
 
 
-def register() -> None:
-    """Make `shardwise` a backend of torch.distributed. Builds nothing until a group is made.
-
-    It moves tensors of the CPU; those of CUDA go through the host's memory (`native/staging.h`).
-    """
-    if not hasattr(dist.Backend, BACKEND.upper()):
-        dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
-
-
-def _create(options: Any, backend_options: Any) -> Any:
-    """A group's backend; called by torch on each member with the group's own store."""
-    names = list(options.global_ranks_in_group) or list(range(options.group_size))
-    return create(options.store, options.group_rank, names, options.timeout)
+def leave_groups(seconds: float) -> None:
+    """End this process's part in all groups on the engine, as its interpreter does; what is under way has `seconds`."""
+    if load_engine.cache_info().currsize:
+        load_engine().leave_all(seconds)
 
 
 def create(store: Any, rank: int, names: Sequence[int], timeout: timedelta) -> Any:

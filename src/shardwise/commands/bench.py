@@ -21,14 +21,14 @@ import torch.distributed as dist
 from rich.table import Table
 
 from shardwise._torch_compat.groups import all_gather_single, reduce_scatter_single
-from shardwise.collectives import engine
+from shardwise.collectives import engine, registration
 from shardwise.errors import OutputError
 from shardwise.launch.process_group import available_cores
 from shardwise.testing.world import WorldPool
 from shardwise.words import output_console
 
 OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce")
-CONTENDERS = (engine.BACKEND, "gloo")
+CONTENDERS = (registration.BACKEND, "gloo")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SMALL, LARGE = 64 << 10, 64 << 20
 FEW, MANY = 3, 9  # rounds of a case: at least, and at most
@@ -91,8 +91,8 @@ def _row(case: Case, rounds: list[dict[str, float]], rate: float) -> dict[str, A
     return {
         **asdict(case),
         "seconds": seconds,
-        "ratio_to_gloo": statistics.median(times["gloo"] / times[engine.BACKEND] for times in rounds),
-        "share_of_copy_limit": case.moved / rate / seconds[engine.BACKEND],
+        "ratio_to_gloo": statistics.median(times["gloo"] / times[registration.BACKEND] for times in rounds),
+        "share_of_copy_limit": case.moved / rate / seconds[registration.BACKEND],
     }
 
 
@@ -121,7 +121,7 @@ def _check_writable(path: Path) -> None:
 
 def _rank(cases: list[Case], cores: int) -> tuple[list[list[dict[str, float]]], list[float]]:
     """Seconds of each round of each case by contender, and the rates of plain copies in bytes/s."""
-    engine.register()
+    registration.register()
     sizes = sorted({case.ranks for case in cases} | {cores})
     groups = {n: {name: dist.new_group(list(range(n)), backend=name) for name in CONTENDERS} for n in sizes}
     times, copies = [], []

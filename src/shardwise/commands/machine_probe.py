@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise._torch_compat.groups import all_gather_single
-from shardwise.collectives import engine
+from shardwise.collectives import engine, registration
 from shardwise.data.batch import Batch
 from shardwise.errors import MachineError
 from shardwise.job.schema import Job
@@ -120,7 +120,7 @@ def _backend(say: Say) -> str:
     """The collectives of training by default, made ready."""
     try:
         engine.build(say)
-        return engine.BACKEND
+        return registration.BACKEND
     except MachineError as error:
         say(f"note: measuring Gloo. {error}")
         return "gloo"

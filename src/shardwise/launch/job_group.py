@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from shardwise.collectives import engine, hierarchical
+from shardwise.collectives import engine, hierarchical, registration
 from shardwise.errors import MachineError
 from shardwise.job.schema import Job
 from shardwise.kernels.products import quick_products
@@ -47,12 +47,12 @@ def usable_backend(plan: Plan, say: Say) -> str:
         return hierarchical.backend_name(algorithm, between, between)
     inside = between
     if plan.collectives != "flat" and between == "gloo" and plan.job.parallel.ddp_dist_backend == "auto":
-        inside = _built_backend(replace(plan, backend=engine.BACKEND), say)
+        inside = _built_backend(replace(plan, backend=registration.BACKEND), say)
     return hierarchical.backend_name(plan.collectives, between, inside)
 
 
 def _built_backend(plan: Plan, say: Say) -> str:
-    if plan.backend != engine.BACKEND:
+    if plan.backend != registration.BACKEND:
         return plan.backend
     try:
         engine.build(say)

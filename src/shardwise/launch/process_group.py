@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.collectives import engine, hierarchical, topology
+from shardwise.collectives import hierarchical, registration, topology
 from shardwise.errors import MachineError
 from shardwise.launch import failure, loopback
 from shardwise.launch.environment import RankEnvironment, detect
@@ -171,8 +171,8 @@ def _join(place: RankEnvironment, device: torch.device, backend: str, timeout: t
         _check_shared(backend, device, place)
         options["store"] = dist.PrefixStore("default_pg", store)
     parts = hierarchical.parts_of(backend)
-    if engine.BACKEND in parts:
-        engine.register()
+    if registration.BACKEND in parts:
+        registration.register()
     hierarchical.register_two_levels(*parts)
     if device.type == "cuda" and backend == "nccl":
         # Offloaded parameters and counters live on the CPU. No `device_id`: with it every new group is split from the
@@ -235,7 +235,7 @@ def agree(store: dist.Store, place: RankEnvironment, backend: str, device_type: 
         return backend
     engine_for_all = device_type == "cuda"
     proposals = {
-        name: rank for rank, name in reversed([*enumerate(names)]) if (engine.BACKEND in name) == engine_for_all
+        name: rank for rank, name in reversed([*enumerate(names)]) if (registration.BACKEND in name) == engine_for_all
     }
     if len(proposals) != 1:
         raise MachineError(f"the ranks ask for different backends: {', '.join(names)}; give all hosts one job file")

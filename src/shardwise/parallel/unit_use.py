@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from shardwise._torch_compat.autograd import share_attributes, version_of
 from shardwise._torch_compat.fsdp2 import ShardedUnit, UnitHooks
-from shardwise.collectives import engine
+from shardwise.collectives import registration
 from shardwise.collectives.names import SAME_ORDER, CollectiveName, unit_names
 from shardwise.errors import ModelError
 from shardwise.job.axes import Axis
@@ -221,7 +221,7 @@ class UnitUse(UnitHooks):
         In a group of all ranks the next collective does that. Collective.
         """
         for group in self._groups:
-            if group is not dist.group.WORLD and dist.get_backend(group) == engine.BACKEND:
+            if group is not dist.group.WORLD and dist.get_backend(group) == registration.BACKEND:
                 with END_OF_UNITS:
                     dist.barrier(group)
 

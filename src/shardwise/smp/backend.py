@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from shardwise.collectives import carriers, engine, hierarchical
+from shardwise.collectives import carriers, engine, hierarchical, registration
 from shardwise.errors import MachineError
 from shardwise.job.schema import ParallelSection
 from shardwise.plan.plan import World, collective_algorithm
@@ -24,7 +24,7 @@ def choose_backend(parallel: ParallelSection, world: World, notes: list[str]) ->
     Raises:
         MachineError: the engine is asked for and cannot be used.
     """
-    for_cuda = engine.BACKEND if world.shares_gpus else carriers.NCCL
+    for_cuda = registration.BACKEND if world.shares_gpus else carriers.NCCL
     carrier = for_cuda if world.device_type == "cuda" else _for_cpu(parallel.ddp_dist_backend, world, notes)
     algorithm, _ = collective_algorithm(parallel, carrier, world)
     return hierarchical.backend_name(algorithm, carrier, carrier)
@@ -34,7 +34,7 @@ def fsdp_backend(world: World) -> str:
     """Return the name of the backend for torch's own FSDP: the engine where ranks share a GPU, else torch's."""
     if world.device_type != "cuda":
         return carriers.GLOO
-    return engine.BACKEND if world.shares_gpus else carriers.NCCL
+    return registration.BACKEND if world.shares_gpus else carriers.NCCL
 
 
 def _for_cpu(asked: str, world: World, notes: list[str]) -> str:
@@ -44,10 +44,10 @@ def _for_cpu(asked: str, world: World, notes: list[str]) -> str:
     try:
         if not problem:
             engine.build(say_note)
-            return engine.BACKEND
+            return registration.BACKEND
     except MachineError as error:
         problem = str(error)
-    if asked == engine.BACKEND:
+    if asked == registration.BACKEND:
         raise MachineError(f"ddp_dist_backend='{asked}': {problem}; use gloo or auto")
     notes.append(f"the ranks talk over Gloo, the native engine is not usable: {problem}.")
     return carriers.GLOO

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.checkpoint.adapters import open_adapter
-from shardwise.collectives import engine, hierarchical, topology
+from shardwise.collectives import hierarchical, registration, topology
 from shardwise.data.batch import Batch
 from shardwise.data.corpus import data_format
 from shardwise.data.factory import Samples, content_hash
@@ -100,7 +100,7 @@ def current_world(device: torch.device) -> World:
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE") or size)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     gpus = _gpus(device, local_size) if device.type == "cuda" else 0
-    uses_engine = hierarchical.parts_of(dist.get_backend())[1] == engine.BACKEND
+    uses_engine = hierarchical.parts_of(dist.get_backend())[1] == registration.BACKEND
     hosts = -(-size // local_size)
     return World(size, device.type, local_size, name, hosts, engine=uses_engine, float8=has_float8(device), gpus=gpus)
 

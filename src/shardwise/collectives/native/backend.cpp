@@ -2,15 +2,16 @@
 //
 // An operation that its caller waits for anyway runs on the caller's own thread; an asynchronous one runs on the group's
 // worker thread. Both take their turn in the order of the calls.
+#include <map>
 #include <mutex>
-#include <set>
 
 #include <pybind11/chrono.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/utils/pybind.h>
 
-#include "meeting.h"
-#include "messages.h"
+#include "membership.h"
+#include "sparse.h"
 #include "tensors.h"
 #include "work.h"
 
@@ -19,47 +20,64 @@ namespace {
 
 class Engine : public c10d::Backend {
  public:
-  Engine(Met met, const Places& places, const std::vector<int>& names, Milliseconds timeout)
-      : Backend(places.rank, places.size()), timeout_(timeout), room_(std::move(met.room)), wire_(std::move(met.wire)),
-        peers_(wire_ ? Peers(*room_, *wire_, rank_, in_room(places), names) : Peers(*room_)),
-        group_(wire_ ? new Hosts(*room_, *wire_, places) : new Group(*room_)),
-        messenger_(std::make_unique<Messenger>(peers_)) {
-    std::lock_guard<std::mutex> lock(groups_mutex);
-    groups.insert(this);
-  }
-
-  ~Engine() override { shutdown(); }
-
-  // Tells an error of this process to the other ranks of all its groups.
-  static void tell_failure(const std::string& text) {
-    std::lock_guard<std::mutex> lock(groups_mutex);
-    for (const Engine* each : groups) each->peers_.tell_failure(text);
-  }
+  Engine(c10d::Store& store, Places places, std::vector<int> names, Network network, Milliseconds timeout)
+      : Backend(places.rank, places.size()), places_(std::move(places)), names_(std::move(names)), network_(std::move(network)),
+        timeout_(timeout), own_(meet({store, places_, names_, network_, timeout}), places_, names_) {}
 
   const std::string getBackendName() const override { return "shardwise"; }
   void setTimeout(Milliseconds timeout) override { timeout_ = timeout; }
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return calls_; }
 
-  // What was called before is still carried out.
-  void shutdown() override {
-    {
-      std::lock_guard<std::mutex> lock(groups_mutex);
-      groups.erase(this);
-    }
-    turns_.stop();
-    messenger_.reset();
-    wire_.reset();
-    if (room_) room_->leave();
+  c10::intrusive_ptr<Backend::Options> getBackendOptions() override {
+    auto options = c10::make_intrusive<Backend::Options>(getBackendName(), timeout_);
+    options->global_ranks_in_group.assign(names_.begin(), names_.end());
+    return options;
   }
+
+  // What was called before is still carried out.
+  void shutdown() override { own_.leave(); }
 
   // Every waiting operation of the group ends with an error, on all ranks.
   void abort() override {
     try {
-      if (messenger_) peers_.fail("rank " + peers_.called(rank_) + " aborted the group");
+      if (!own_.is_of_parent()) own_->peers().fail("rank " + own_->peers().called(rank_) + " aborted the group");
     } catch (const Failure&) {  // which the waiting operations raise
     }
     shutdown();
+  }
+
+  bool supportsSplitting() const override { return true; }
+
+  // A group of some of the ranks; all of those call it. torch splits a group once for each device that it knows.
+  c10::intrusive_ptr<Backend> split(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+                                    const c10::intrusive_ptr<Backend::Options>& options) override {
+    std::vector<int> names;
+    int own = -1;
+    for (size_t i = 0; i < ranks.size(); ++i) {
+      names.push_back(names_.at(ranks[i]));
+      if (ranks[i] == rank_) own = static_cast<int>(i);
+    }
+    TORCH_CHECK(own >= 0, "shardwise engine: rank ", rank_, " is none of the ranks of the new group");
+    std::vector<std::vector<int>> hosts;
+    for (const std::vector<int>& host : places_.hosts) {
+      std::vector<int> here;
+      for (size_t i = 0; i < ranks.size(); ++i) {
+        if (std::find(host.begin(), host.end(), ranks[i]) != host.end()) here.push_back(static_cast<int>(i));
+      }
+      if (!here.empty()) hosts.push_back(std::move(here));
+    }
+    const auto part = c10::make_intrusive<c10d::PrefixStore>("split" + std::to_string(splits_[ranks]++), store);
+    return c10::make_intrusive<Engine>(*part, Places(own, hosts), names, network_, options ? options->timeout : timeout_);
+  }
+
+  // Nothing is collected: what is called between the two runs as it would alone.
+  void startCoalescing() override { coalesced_.emplace(); }
+  c10::intrusive_ptr<Work> endCoalescing() override {
+    TORCH_CHECK(coalesced_, "shardwise engine: there was no start of what is coalesced");
+    auto work = c10::make_intrusive<Coalesced>(rank_, std::move(*coalesced_));
+    coalesced_.reset();
+    return work;
   }
 
   c10::intrusive_ptr<Work> allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
@@ -97,6 +115,8 @@ class Engine : public c10d::Backend {
   c10::intrusive_ptr<Work> reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                           const c10d::ReduceScatterOptions& options) override {
     const Tensors& list = only_list(inputs, size_);
+    const auto is_unlike = [&](const Tensor& tensor) { return tensor.numel() != list[0].numel(); };
+    if (std::any_of(list.begin(), list.end(), is_unlike)) return scatter_uneven_sums(list, only(outputs), options);
     check_alike(list, only(outputs));
     return scatter_sums(OpType::REDUCE_SCATTER, {{list, outputs[0]}}, options);
   }
@@ -114,6 +134,7 @@ class Engine : public c10d::Backend {
   }
 
   c10::intrusive_ptr<Work> allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
+    if (!tensors.empty() && tensors[0].is_sparse()) return reduce_sparse(only(tensors), options);
     return reduce_all(OpType::ALLREDUCE, tensors, options);
   }
 
@@ -123,9 +144,10 @@ class Engine : public c10d::Backend {
 
   c10::intrusive_ptr<Work> broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
     const Call call = call_of(Kind::broadcast, only(tensors), tensors[0].numel(), rooted(options.rootRank));
-    auto run = [this, call, outputs = Outputs(tensors, call.root == rank_)](int64_t timeout) mutable {
-      group_->broadcast(call, outputs.written[0].data_ptr(), timeout);
-      if (call.root != rank_) outputs.put_back();
+    const bool is_root = call.root == rank_;
+    auto run = [&group = own_->group(), call, is_root, outputs = Outputs(tensors, is_root)](int64_t timeout) mutable {
+      group.broadcast(call, outputs.written[0].data_ptr(), timeout);
+      if (!is_root) outputs.put_back();
     };
     return enqueue(OpType::BROADCAST, tensors, devices_of({&tensors}), options, std::move(run));
   }
@@ -133,9 +155,10 @@ class Engine : public c10d::Backend {
   c10::intrusive_ptr<Work> reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
     const Call call =
         with(call_of(Kind::reduce, only(tensors), tensors[0].numel(), rooted(options.rootRank)), options.reduceOp);
-    auto run = [this, call, outputs = Outputs(tensors, true)](int64_t timeout) mutable {
-      group_->reduce(call, outputs.written[0].const_data_ptr(), outputs.written[0].data_ptr(), timeout);
-      if (call.root == rank_) outputs.put_back();
+    const bool is_root = call.root == rank_;
+    auto run = [&group = own_->group(), call, is_root, outputs = Outputs(tensors, true)](int64_t timeout) mutable {
+      group.reduce(call, outputs.written[0].const_data_ptr(), outputs.written[0].data_ptr(), timeout);
+      if (is_root) outputs.put_back();
     };
     return enqueue(OpType::REDUCE, tensors, devices_of({&tensors}), options, std::move(run));
   }
@@ -144,8 +167,8 @@ class Engine : public c10d::Backend {
     const Call call = call_of(Kind::gather, only(inputs), inputs[0].numel(), rooted(options.rootRank));
     const Tensors list = rank_ == call.root ? only_list(outputs, size_) : Tensors{};
     check_alike(list, inputs[0]);
-    auto run = [this, call, input = readable(inputs[0]), made = Outputs(list)](int64_t timeout) mutable {
-      group_->gather(call, input.const_data_ptr(), pointers(made.written), timeout);
+    auto run = [&group = own_->group(), call, input = readable(inputs[0]), made = Outputs(list)](int64_t timeout) mutable {
+      group.gather(call, input.const_data_ptr(), pointers(made.written), timeout);
       made.put_back();
     };
     return enqueue(OpType::GATHER, list, devices_of({&list, &inputs}), options, std::move(run));
@@ -155,8 +178,8 @@ class Engine : public c10d::Backend {
     const Call call = call_of(Kind::scatter, only(outputs), outputs[0].numel(), rooted(options.rootRank));
     const Tensors list = rank_ == call.root ? only_list(inputs, size_) : Tensors{};
     check_alike(list, outputs[0]);
-    auto run = [this, call, given = readable(list), made = Outputs(outputs)](int64_t timeout) mutable {
-      group_->scatter(call, const_pointers(given), made.written[0].data_ptr(), timeout);
+    auto run = [&group = own_->group(), call, given = readable(list), made = Outputs(outputs)](int64_t timeout) mutable {
+      group.scatter(call, const_pointers(given), made.written[0].data_ptr(), timeout);
       made.put_back();
     };
     return enqueue(OpType::SCATTER, outputs, devices_of({&outputs, &list}), options, std::move(run));
@@ -170,8 +193,8 @@ class Engine : public c10d::Backend {
     const auto inputs = pieces_of(given, input_sizes, size_), outputs = pieces_of(made.written[0], output_sizes, size_);
     const Call call = call_of(Kind::all_to_all, input, 0);
     const Tensors all{output, input};
-    auto run = [this, call, given, inputs, outputs, made](int64_t timeout) mutable {
-      group_->all_to_all(call, inputs, outputs, timeout);  // `given` and `made` keep their memory
+    auto run = [&group = own_->group(), call, given, inputs, outputs, made](int64_t timeout) mutable {
+      group.all_to_all(call, inputs, outputs, timeout);  // `given` and `made` keep their memory
       made.put_back();
     };
     return enqueue(OpType::ALLTOALL_BASE, {output}, devices_of({&all}), options, std::move(run));
@@ -186,11 +209,18 @@ class Engine : public c10d::Backend {
     for (const Tensor& tensor : given) from.push_back({tensor.data_ptr(), tensor.nbytes()});
     for (const Tensor& tensor : made.written) to.push_back({tensor.data_ptr(), tensor.nbytes()});
     const Call call = call_of(Kind::all_to_all, inputs[0], 0);
-    auto run = [this, call, given, from, to, made](int64_t timeout) mutable {
-      group_->all_to_all(call, from, to, timeout);  // `given` and `made` keep their memory
+    auto run = [&group = own_->group(), call, given, from, to, made](int64_t timeout) mutable {
+      group.all_to_all(call, from, to, timeout);  // `given` and `made` keep their memory
       made.put_back();
     };
     return enqueue(OpType::ALLTOALL, outputs, devices_of({&outputs, &inputs}), options, std::move(run));
+  }
+
+  // An error names the ranks that did not come, all of them.
+  void monitoredBarrier(const c10d::BarrierOptions& options, bool) override {
+    c10d::BarrierOptions waiting = options;
+    waiting.asyncOp = false;
+    barrier(waiting)->wait();
   }
 
   c10::intrusive_ptr<Work> barrier(const c10d::BarrierOptions& options) override {
@@ -201,17 +231,19 @@ class Engine : public c10d::Backend {
     call.label = current_label;
     std::vector<c10::Device> devices;
     if (options.device && !options.device->is_cpu()) devices.push_back(*options.device);
-    return enqueue(OpType::BARRIER, {}, devices, options, [this, call](int64_t timeout) { group_->barrier(call, timeout); });
+    auto run = [&group = own_->group(), call](int64_t timeout) { group.barrier(call, timeout); };
+    return enqueue(OpType::BARRIER, {}, devices, options, std::move(run));
   }
 
   c10::intrusive_ptr<Work> send(Tensors& tensors, int to, int tag) override {
     const Tensor data = readable(only(tensors));
     Earlier(devices_of({&tensors})).wait();
-    const auto work = c10::make_intrusive<Handle>(rank_, OpType::SEND, tensors, calls_);
+    const auto work = c10::make_intrusive<Handle>(rank_, OpType::SEND, tensors, tensors, calls_);
     const auto done = [work, data](std::exception_ptr error, int) { work->complete(as_torch(error)); };
     translated([&] {
-      messenger().send(peer(to), tag, dtype(data), data.const_data_ptr(), data.nbytes(), nanoseconds(timeout_), done);
+      own_->messenger()->send(peer(to), tag, dtype(data), data.const_data_ptr(), data.nbytes(), nanoseconds(timeout_), done);
     });
+    note(work);
     return work;
   }
 
@@ -242,12 +274,6 @@ class Engine : public c10d::Backend {
     return error;
   }
 
-  static std::vector<int> in_room(const Places& places) {
-    std::vector<int> found;
-    for (int peer = 0; peer < places.size(); ++peer) found.push_back(places.is_remote(peer) ? -1 : places.local[peer]);
-    return found;
-  }
-
   int64_t rooted(int64_t root) const {
     TORCH_CHECK(root >= 0 && root < size_, "shardwise engine: root ", root, " is none of the ", size_, " ranks");
     return root;
@@ -258,14 +284,9 @@ class Engine : public c10d::Backend {
     return other;
   }
 
-  Messenger& messenger() {
-    TORCH_CHECK(messenger_, "shardwise engine: the group has been destroyed");
-    return *messenger_;
-  }
-
   c10::intrusive_ptr<Work> receive(OpType type, Tensors& tensors, int from, int tag) {
     const auto made = std::make_shared<Outputs>(Tensors{only(tensors)});
-    const auto work = c10::make_intrusive<Handle>(rank_, type, tensors, calls_);
+    const auto work = c10::make_intrusive<Handle>(rank_, type, tensors, tensors, calls_);
     const auto done = [work, made, earlier = Earlier(devices_of({&tensors}))](std::exception_ptr error, int source) {
       try {
         if (!error) earlier.wait();
@@ -277,8 +298,9 @@ class Engine : public c10d::Backend {
     };
     const Tensor& to = made->written[0];
     translated([&] {
-      messenger().receive(from, tag, dtype(to), to.data_ptr(), to.nbytes(), nanoseconds(timeout_), done);
+      own_->messenger()->receive(from, tag, dtype(to), to.data_ptr(), to.nbytes(), nanoseconds(timeout_), done);
     });
+    note(work);
     return work;
   }
 
@@ -292,9 +314,9 @@ class Engine : public c10d::Backend {
       Outputs made(each.parts);
       const Tensors parts = each.parts.size() == 1 ? parts_of(made.written[0], size_) : made.written;
       check_alike(parts, each.own);
-      steps.push_back([this, call = call_of(Kind::all_gather, each.own, each.own.numel()), input = readable(each.own), parts,
-                       made](int64_t timeout) mutable {
-        group_->all_gather(call, input.const_data_ptr(), pointers(parts), timeout);
+      const Call call = call_of(Kind::all_gather, each.own, each.own.numel());
+      steps.push_back([&group = own_->group(), call, input = readable(each.own), parts, made](int64_t timeout) mutable {
+        group.all_gather(call, input.const_data_ptr(), pointers(parts), timeout);
         made.put_back();
       });
     }
@@ -310,8 +332,8 @@ class Engine : public c10d::Backend {
       const Tensors given = readable(each.parts), parts = given.size() == 1 ? parts_of(given[0], size_) : given;
       check_alike(parts, each.own);
       const Call call = with(call_of(Kind::reduce_scatter, each.own, each.own.numel()), options.reduceOp);
-      steps.push_back([this, call, parts, made = Outputs({each.own})](int64_t timeout) mutable {
-        group_->reduce_scatter(call, const_pointers(parts), made.written[0].data_ptr(), timeout);
+      steps.push_back([&group = own_->group(), call, parts, made = Outputs({each.own})](int64_t timeout) mutable {
+        group.reduce_scatter(call, const_pointers(parts), made.written[0].data_ptr(), timeout);
         made.put_back();
       });
     }
@@ -320,14 +342,51 @@ class Engine : public c10d::Backend {
 
   c10::intrusive_ptr<Work> reduce_all(OpType type, const Tensors& tensors, const c10d::AllreduceOptions& options) {
     std::vector<std::function<void(int64_t)>> steps;
-    for (const Tensor& tensor : tensors) {
-      const Call call = with(call_of(Kind::all_reduce, tensor, tensor.numel()), options.reduceOp);
-      steps.push_back([this, call, made = Outputs({tensor}, true)](int64_t timeout) mutable {
-        group_->all_reduce(call, made.written[0].const_data_ptr(), made.written[0].data_ptr(), timeout);
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      const Call call = with(call_of(Kind::all_reduce, tensors[i], tensors[i].numel()), options.reduceOp);
+      steps.push_back([&group = own_->group(), call, made = Outputs(tensors[i], tensors, i)](int64_t timeout) mutable {
+        group.all_reduce(call, made.written[0].const_data_ptr(), made.written[0].data_ptr(), timeout);
         made.put_back();
       });
     }
     return enqueue(type, tensors, devices_of({&tensors}), options, in_turn(std::move(steps)));
+  }
+
+  c10::intrusive_ptr<Work> reduce_sparse(const Tensor& tensor, const c10d::AllreduceOptions& options) {
+    auto run = [&group = own_->group(), size = size_, sum = SparseSum(tensor, options.reduceOp)](int64_t timeout) {
+      sum.run(group, size, timeout);
+    };
+    return enqueue(OpType::_ALLREDUCE_SPARSE, {tensor}, {}, options, std::move(run));
+  }
+
+  // Parts of unequal sizes: each rank is sent what it adds, and adds it in the order of the ranks.
+  c10::intrusive_ptr<Work> scatter_uneven_sums(const Tensors& list, const Tensor& output, const c10d::ReduceScatterOptions& options) {
+    for (const Tensor& tensor : list) {
+      TORCH_CHECK(tensor.scalar_type() == output.scalar_type(), "shardwise engine: reduce_scatter needs one dtype");
+    }
+    check_alike({list[rank_]}, output);
+    Call call = with(call_of(Kind::all_to_all, output, output.numel()), options.reduceOp);
+    Tensors given = readable(list);
+    if (call.reduce == Reduce::scaled_sum) {
+      for (Tensor& tensor : given) tensor = tensor * call.factor;
+      call.reduce = Reduce::sum;
+    }
+    const Tensor received = at::empty({size_, output.numel()}, output.options().device(at::kCPU).requires_grad(false));
+    std::vector<Piece> from, to;
+    for (int peer = 0; peer < size_; ++peer) {
+      from.push_back({given[peer].data_ptr(), given[peer].nbytes()});
+      to.push_back({received[peer].data_ptr(), received[peer].nbytes()});
+    }
+    auto run = [&group = own_->group(), call, given, received, from, to, made = Outputs({output})](int64_t timeout) mutable {
+      group.all_to_all(call, from, to, timeout);  // `given` and `received` keep their memory
+      std::vector<const void*> parts;
+      for (const Piece& piece : to) parts.push_back(piece.data);
+      const std::vector<double> factors(parts.size(), 1.0);
+      void* const sum = made.written[0].data_ptr();
+      shardwise::reduce({call.number, call.number}, call.reduce, sum, parts, factors, call.count, parts.size());
+      made.put_back();
+    };
+    return enqueue(OpType::REDUCE_SCATTER, {output}, devices_of({&list}), options, std::move(run));
   }
 
   static std::function<void(int64_t)> in_turn(std::vector<std::function<void(int64_t)>> steps) {
@@ -341,7 +400,8 @@ class Engine : public c10d::Backend {
   c10::intrusive_ptr<Work> enqueue(OpType type, Tensors outputs, const std::vector<c10::Device>& devices,
                                    const Options& options, std::function<void(int64_t)> run) {
     const int64_t timeout = nanoseconds(options.timeout == c10d::kUnsetTimeout ? timeout_ : options.timeout);
-    auto work = c10::make_intrusive<Handle>(rank_, type, std::move(outputs), ++calls_);
+    const Tensors read = outputs;
+    auto work = c10::make_intrusive<Handle>(rank_, type, std::move(outputs), read, ++calls_);
     auto task = [work, timeout, earlier = Earlier(devices), run = std::move(run)]() mutable {
       std::exception_ptr error;
       try {
@@ -353,21 +413,24 @@ class Engine : public c10d::Backend {
       run = nullptr;
       work->complete(error);
     };
-    turns_.run(std::move(task), !options.asyncOp);
+    translated([&] { own_->turns().run(std::move(task), !options.asyncOp); });
+    note(work);
     return work;
   }
 
-  static inline std::mutex groups_mutex;
-  static inline std::set<const Engine*> groups;  // of this process
+  // Of an operation that belongs to what is being coalesced.
+  void note(const c10::intrusive_ptr<Work>& work) {
+    if (coalesced_) coalesced_->push_back(work);
+  }
 
+  const Places places_;
+  const std::vector<int> names_;
+  const Network network_;
   Milliseconds timeout_;
-  std::unique_ptr<Room> room_;
-  std::unique_ptr<Wire> wire_;
-  const Peers peers_;
-  std::unique_ptr<Group> group_;
-  std::unique_ptr<Messenger> messenger_;
   std::atomic<uint64_t> calls_{0};
-  Turns turns_;
+  std::map<std::vector<int>, int> splits_;  // how often these ranks were
+  std::optional<std::vector<c10::intrusive_ptr<Work>>> coalesced_;
+  Ticket own_;
 };
 
 c10::intrusive_ptr<c10d::Backend> make(const c10::intrusive_ptr<c10d::Store>& store, int rank,
@@ -375,8 +438,7 @@ c10::intrusive_ptr<c10d::Backend> make(const c10::intrusive_ptr<c10d::Store>& st
                                        const std::string& interface, const std::string& host, const std::string& port,
                                        std::chrono::duration<float> timeout) {
   const auto patience = std::chrono::duration_cast<Milliseconds>(timeout);
-  const Places places(rank, hosts);
-  return c10::make_intrusive<Engine>(meet({*store, places, names, interface, host, port, patience}), places, names, patience);
+  return c10::make_intrusive<Engine>(*store, Places(rank, hosts), names, Network{interface, host, port}, patience);
 }
 
 // Why this machine cannot make shared memory for a group; empty where it can.
@@ -390,12 +452,21 @@ std::string obstacle() {
   }
 }
 
+// Ends all groups of this process before the interpreter does; what is under way has so many seconds.
+void leave_all(double seconds) {
+  Memberships::of_process().leave_all(static_cast<int64_t>(seconds * static_cast<double>(kNanoseconds)));
+}
+
 }  // namespace
 }  // namespace shardwise
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  using shardwise::Engine;
+  py::class_<Engine, c10d::Backend, c10::intrusive_ptr<Engine>>(m, "Engine")
+      .def_property_readonly("options", &Engine::getBackendOptions);
   m.def("make", &shardwise::make, py::call_guard<py::gil_scoped_release>());
   m.def("obstacle", &shardwise::obstacle);
   m.def("set_label", &shardwise::set_label);
-  m.def("tell_failure", &shardwise::Engine::tell_failure);
+  m.def("tell_failure", [](const std::string& text) { shardwise::Memberships::of_process().tell_failure(text); });
+  m.def("leave_all", &shardwise::leave_all, py::call_guard<py::gil_scoped_release>());
 }

@@ -80,7 +80,10 @@ void Group::look_around() {
   if (now() - began_ > timeout_) give_up();
 }
 
-void Group::give_up() { room_.fail(describe(call_) + " timed out after " + seconds_since(began_) + ": missing " + missing()); }
+// "Timed out" are the words by which programs tell a timeout, with Gloo too.
+void Group::give_up() {
+  room_.fail("Timed out: " + describe(call_) + " timed out after " + seconds_since(began_) + ": missing " + missing());
+}
 
 std::string Group::missing() const {
   std::string text;

@@ -32,12 +32,17 @@ struct Met {
   std::unique_ptr<Wire> wire;  // none where all are on one host
 };
 
-// Who makes a group, and where it talks to other hosts.
+// Where a rank talks to other hosts: the interface, or the host and port to reach where none is named.
+struct Network {
+  std::string interface, host, port;
+};
+
+// Who makes a group.
 struct Meeting {
   c10d::Store& store;
   const Places& places;
   const std::vector<int>& names;
-  std::string interface, host, port;  // of the network; the host to reach where no interface is named
+  const Network& network;
   Milliseconds timeout;
 
   void say(const std::string& key, const std::string& text) {
@@ -94,8 +99,9 @@ inline std::unique_ptr<Wire> connect(Meeting& meeting, Room& room) {
   const auto key = [](int rank) { return "gate/" + std::to_string(rank); };
   std::unique_ptr<Gate> gate;
   try {
-    gate = std::make_unique<Gate>(meeting.interface.empty() ? address_towards(meeting.host, meeting.port)
-                                                            : address_of_interface(meeting.interface));
+    gate = std::make_unique<Gate>(meeting.network.interface.empty()
+                                      ? address_towards(meeting.network.host, meeting.network.port)
+                                      : address_of_interface(meeting.network.interface));
   } catch (const Failure& failure) {
     meeting.say(key(places.rank), failure.what());
     throw;

@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "turns.h"
+
 namespace shardwise {
 
 Messenger::Messenger(Peers peers) : group_(std::move(peers)), peers_(group_.size) {}
@@ -45,6 +47,7 @@ void Messenger::submit(Transfer transfer) {
 }
 
 void Messenger::run() {
+  on_engine_thread = true;
   Signal& bell = group_.bell();
   int64_t looked = now();
   std::unique_lock<std::mutex> lock(mutex_);
@@ -220,7 +223,7 @@ void Messenger::look_at(const Transfer& transfer, const std::vector<std::string>
     if (awaited && !gone[peer].empty()) group_.fail(gone[peer] + "; " + describe(transfer) + " waits for it");
   }
   if (now() - transfer.began > transfer.timeout) {
-    group_.fail(describe(transfer) + " timed out after " + seconds_since(transfer.began));
+    group_.fail("Timed out: " + describe(transfer) + " timed out after " + seconds_since(transfer.began));
   }
 }
 

@@ -70,7 +70,7 @@ std::string describe(const Call& call) {
     if (call.number == Number::other) {
       text << call.item << " bytes";
     } else {
-      text << name(call.number);
+      text << (call.is_complex ? "part of complex " : "") << name(call.number);
     }
     if (call.reduce != Reduce::none) text << ", " << name(call.reduce);
     if (call.root >= 0) text << ", root " << call.root;
@@ -185,6 +185,7 @@ void Room::resume() {
 }
 
 void Room::throw_if_broken() const {
+  if (abandoned_.load(std::memory_order_acquire)) throw Failure("shardwise engine: the process ended while this was under way");
   while (header().broken.load(std::memory_order_acquire) == 1) sched_yield();
   if (header().broken.load(std::memory_order_acquire) == 2) throw Failure(header().reason);
 }

@@ -41,8 +41,10 @@ struct Call {
   Number number;  // the same for arithmetic
   int32_t root;
   uint32_t item;   // bytes of an element
-  uint64_t count;  // elements: what one rank contributes, or of `all_reduce`, `broadcast` and `reduce` the whole
+  uint64_t count;  // elements: what one rank contributes, or of `all_reduce`, `broadcast` and `reduce` the whole; of complex
+                   // numbers that are reduced their parts
   double factor;   // of this rank, for `Reduce::scaled_sum`
+  bool is_complex; // its elements are the parts of complex numbers
   Label label;
 };
 
@@ -130,6 +132,8 @@ class Room {
   void resume();
   // Breaks the group for everyone and throws.
   [[noreturn]] void fail(const std::string& reason);
+  // Ends what this rank alone waits for, within moments. The others learn of it when it leaves.
+  void abandon() { abandoned_.store(true, std::memory_order_release); }
   void throw_if_broken() const;
   std::string called(int rank) const { return std::to_string(names[rank]); }
 
@@ -143,6 +147,7 @@ class Room {
 
   char* memory_ = nullptr;
   bool owns_memory_ = true;
+  std::atomic<bool> abandoned_{false};
   uint64_t bytes_, members_, sizes_, stages_, rings_;
 };
 

@@ -64,10 +64,13 @@ inline Tensor pinned_like(const Tensor& tensor) {
   return at::empty(tensor.sizes(), tensor.options().device(at::kCPU).pinned_memory(true).requires_grad(false));
 }
 
+// True where the memory of a tensor of the CPU holds its elements, one after the other: no view that conjugates or negates.
+inline bool is_plain(const Tensor& tensor) { return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg(); }
+
 // Where an operation reads what `tensor` holds; of a device's once what was queued before is done.
 inline Tensor readable(const Tensor& tensor) {
   check_dense(tensor);
-  if (tensor.device().is_cpu()) return tensor.contiguous();
+  if (tensor.device().is_cpu()) return is_plain(tensor) ? tensor : tensor.resolve_conj().resolve_neg().contiguous();
   return pinned_like(tensor).copy_(tensor.variable_data(), /*non_blocking=*/true);
 }
 
@@ -81,7 +84,16 @@ inline Tensors readable(const Tensors& tensors) {
 inline Tensor writable(const Tensor& tensor) {
   check_dense(tensor);
   if (!tensor.device().is_cpu()) return pinned_like(tensor);
-  return tensor.is_contiguous() ? tensor : at::empty_like(tensor, tensor.options().requires_grad(false), at::MemoryFormat::Contiguous);
+  return is_plain(tensor) ? tensor : at::empty_like(tensor, tensor.options().requires_grad(false), at::MemoryFormat::Contiguous);
+}
+
+// Whether writing to one may change the other.
+inline bool share_memory(const Tensor& a, const Tensor& b) {
+  if (!a.is_alias_of(b)) return false;
+  if (!is_plain(a) || !is_plain(b)) return true;
+  const char* const first = static_cast<const char*>(a.const_data_ptr());
+  const char* const second = static_cast<const char*>(b.const_data_ptr());
+  return first < second + b.nbytes() && second < first + a.nbytes();
 }
 
 // What an operation writes to; `put_back` brings the copies home. `read` where it looks at what is there before.
@@ -90,6 +102,13 @@ struct Outputs {
 
   explicit Outputs(const Tensors& tensors, bool read = false) : asked(tensors) {
     for (const Tensor& tensor : tensors) written.push_back(read ? readable(tensor) : writable(tensor));
+  }
+
+  // A single tensor of a call of several, which is read as it is now although one of those `before` it is its memory too.
+  Outputs(const Tensor& tensor, const Tensors& all, size_t before) : Outputs({tensor}, true) {
+    const auto shares = [&](const Tensor& other) { return share_memory(tensor, other); };
+    const bool shared = std::any_of(all.begin(), all.begin() + static_cast<std::ptrdiff_t>(before), shares);
+    if (shared && written[0].is_same(tensor)) written[0] = tensor.clone();
   }
 
   // As the operation's own doing, of which autograd hears nothing, like that of one without copies.

@@ -107,7 +107,21 @@ inline Call call_of(Kind kind, const Tensor& like, int64_t count, int64_t root =
   return call;
 }
 
+inline bool is_complex(const Call& call) { return c10::isComplexType(static_cast<at::ScalarType>(call.dtype)); }
+
+// Complex numbers are added as twice as many real ones; nothing else is defined part by part.
+inline Call of_parts(Call call, c10d::ReduceOp::RedOpType operation) {
+  const bool adds = operation == c10d::ReduceOp::SUM || operation == c10d::ReduceOp::AVG || operation == c10d::ReduceOp::PREMUL_SUM;
+  TORCH_CHECK_TYPE(adds, "shardwise engine: complex numbers can be summed and averaged, nothing else");
+  call.number = number_of(c10::toRealValueType(static_cast<at::ScalarType>(call.dtype)));
+  call.item /= 2;
+  call.count *= 2;
+  call.is_complex = true;
+  return call;
+}
+
 inline Call with(Call call, const c10d::ReduceOp& operation) {
+  if (is_complex(call)) call = of_parts(call, operation.op_);
   switch (operation.op_) {
     case c10d::ReduceOp::SUM: call.reduce = Reduce::sum; break;
     case c10d::ReduceOp::AVG: call.reduce = Reduce::average; break;

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from shardwise._torch_compat.groups import clear_placement_cache
-from shardwise.collectives import engine
+from shardwise.collectives import registration
 from shardwise.collectives.fsdp import name_collectives, overlap
 from shardwise.job.axes import Axis
 from shardwise.kernels.float8_gather import gather_in_float8
@@ -135,7 +135,7 @@ def _overlaps(plan: Plan) -> bool:
 
     Backwards in a pipeline, and those that leave gradients for later, reduce outside of autograd.
     """
-    from_cpus = plan.world.device_type == "cpu" and plan.backend == engine.BACKEND
+    from_cpus = plan.world.device_type == "cpu" and plan.backend == registration.BACKEND
     return from_cpus and plan.world.hosts > 1 and plan.degrees[Axis.PIPELINE] == 1 and not plan.holds_whole
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.collectives import carriers, engine
+from shardwise.collectives import carriers, engine, registration
 from shardwise.collectives.carriers import GroupMember
 from shardwise.smp.options import DEVICE_VARIABLE
 
@@ -35,7 +35,7 @@ def _carrier(member: GroupMember) -> str:
         return carriers.GLOO
     if member.rank == 0:
         problem = engine.obstacle()
-        member.store.set("carrier", carriers.GLOO if problem else engine.BACKEND)
+        member.store.set("carrier", carriers.GLOO if problem else registration.BACKEND)
         if problem and member.members[0] == 0:
             print(f"note: smddp is Gloo here, the native engine is not usable: {problem}.", file=sys.stderr)
     return member.store.get("carrier").decode()
