@@ -490,6 +490,40 @@ class BoundedRows(LookedUp):
     options: ClassVar[dict[str, Any]] = {"max_norm": 0.5}
 
 
+class MovingAverageResidual(Residual):
+    """Beside the residual a frozen layer that follows a trained one, changed through `.data`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fast, self.slow = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for slow, fast in zip(self.slow.parameters(), self.fast.parameters(), strict=True):
+            slow.data.lerp_(fast.data, 0.1)
+        return super().forward(x) + 0.1 * self.fast(x) * self.slow(x)
+
+
+class MovingAverages(Stack):
+    """Blocks that write parameters in forward, as momentum encoders do."""
+
+    block = MovingAverageResidual
+
+
+class RecurrentResidual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = nn.GRU(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.recurrent(x)[0]
+
+
+class Recurrent(Stack):
+    """Blocks with torch's own recurrent layers, which list their parameters."""
+
+    block = RecurrentResidual
+
+
 class SparseGradients(LookedUp):
     """An embedding with sparse gradients."""
 

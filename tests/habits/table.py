@@ -212,6 +212,19 @@ HABITS: tuple[Habit, ...] = (
         quick=(ONE,),
     ),
     Habit(
+        "MovingAverages",
+        "blocks that write parameters in forward (momentum encoders, clamps), `.data` too",
+        refused=dict.fromkeys(
+            SEVERAL, r"forward of MovingAverages \(.*modules.py:\d+\) writes the parameter blocks.0.slow"
+        ),
+        remedy="a callback after the step, or buffers",
+        keys={
+            "training": {"microbatch_size": None}
+        },  # plain torch runs the forwards of a step ahead of their backwards
+        quick=(),
+    ),
+    Habit("Recurrent", "`nn.LSTM`, `nn.GRU` and `nn.RNN`", quick=(STAGES,)),
+    Habit(
         "SparseGradients",
         "`nn.Embedding(sparse=True)`",
         refused=dict.fromkeys(LAYOUTS, r"words of SparseGradients \(.*modules.py:\d+\) has sparse gradients"),

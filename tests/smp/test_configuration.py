@@ -74,7 +74,7 @@ def test_what_is_idle_beside_the_others_is_named_once(
     [
         ({"partitions": "2"}, "partitions='2' must be of type int"),
         ({"pipeline_parallel_degree": []}, r"pipeline_parallel_degree=\[\] must be of type int"),
-        ({**TWO, "active_microbatches": 0}, "smp.init: active_microbatches=0: .* must be greater than or equal to 1"),
+        ({**TWO, "active_microbatches": 0}, "smp.init: active_microbatches=0: must be greater than or equal to 1"),
         ({**TWO, "auto_partition": False, "default_partition": 5}, "default_partition=5 is no stage of .*; use 0 to 1"),
         ({"_match_weights": "yes"}, "_match_weights='yes' must be one of True, False"),
         ({"smdistributed": {"dataparallel": {"enabled": True}}}, "unknown key 'dataparallel' in smdistributed"),
@@ -92,7 +92,7 @@ def test_wrong_values_are_refused_from_the_launcher_too(
 
 
 def test_what_the_ranks_do_not_allow_begins_with_the_option() -> None:
-    with pytest.raises(ConfigError, match=r"smp\.init: tensor_parallel_degree=2: .*parallel\.tensor_parallel_degree"):
+    with pytest.raises(ConfigError, match=r"smp\.init: tensor_parallel_degree=2, (?!.*parallel\.)"):
         smp.init({"tensor_parallel_degree": 2, "microbatches": None})
     smp.state.reset()
 

@@ -37,6 +37,7 @@ REFUSED = {
     "ComplexParameters": rf"blocks.0.own of ComplexParameters \(.*modules.py:\d+\) is complex64, {DTYPE}",
     "TiedBlocks": r"blocks.0.up.weight of TiedBlocks \(.*modules.py:\d+\) is blocks.2.up.weight too",
     "BoundedRows": r"words of BoundedRows \(.*modules.py:\d+\) has max_norm",
+    "MovingAverages": r"forward of MovingAverages \(.*modules.py:\d+\) writes the parameter blocks.0.slow",
     "SparseGradients": r"words of SparseGradients \(.*modules.py:\d+\) has sparse gradients",
     "ParameterAttributes": r"ParameterAttributes \(.*modules.py:\d+\) reads an attribute that is set on a parameter",
     "ListedParameters": r"weights of ListedParameters \(.*modules.py:\d+\) keeps parameters",

@@ -59,8 +59,11 @@ def test_arguments_are_cut_and_outputs_put_together(monkeypatch: pytest.MonkeyPa
         ({"pipeline_parallel_degree": 3}, "does not divide the 1 ranks"),
         ({"contiguous": True}, "SMP for TensorFlow"),
         ({"partitions": 1, "pipeline_parallel_degree": 2}, "disagree"),
-        ({"microbatches": 0}, "microbatches=0: training.gradient_accumulation=0: must be greater"),
-        ({"offload_activations": True, "activation_loading_horizon": 0}, "init: activation_loading_horizon=0: memory"),
+        ({"microbatches": 0}, "init: microbatches=0: must be greater"),
+        (
+            {"offload_activations": True, "activation_loading_horizon": 0},
+            "init: activation_loading_horizon=0: must be greater",
+        ),
         ({"hybrid_shard_degree": 2}, "hybrid_shard_degree=2 is of SMP version 2"),
         ({"sharded_data_parallel_degree": 2, "shard_optimizer_state": True}, "the state alone; keep one"),
     ],

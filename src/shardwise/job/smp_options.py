@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from shardwise.errors import ConfigError
@@ -136,7 +137,21 @@ OPTIONS = (
 )
 # fmt: on
 BY_NAME = {option.name: option for option in OPTIONS}
+SAMPLES: dict[type, Any] = {int: 1, float: 1.0, str: "", bool: True, ANY: True}  # a value of each type
 MPI_NOTES = {"enabled": "workers are started by torch's elastic launcher", "custom_mpi_options": "mpirun is not called"}
+
+
+@cache
+def option_names(version: str) -> dict[str, str]:
+    """Return SMP's names for our keys, of those that take the values of an option of this version as they are."""
+    names: dict[str, str] = {}
+    for option in OPTIONS:
+        accepts = option.accepts
+        sample = accepts[0] if isinstance(accepts, tuple) else SAMPLES[accepts]
+        for key, value in option.keys(sample).items() if version in option.versions else ():
+            if value == sample:
+                names.setdefault(key, option.name)
+    return names
 
 
 def is_smp(source: Mapping[str, Any]) -> bool:

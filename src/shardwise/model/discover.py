@@ -123,8 +123,7 @@ def discover(model: nn.Module, job: Job, example: Mapping[str, Tensor] | None = 
         definition=definition_of(model),
         parent_initialized=parents,
         parameter_kinds=find_parameter_kinds(model),
-        writing_blocks=() if is_pretrained else forward.writing_blocks,
-        activation_writing_blocks=() if is_pretrained else forward.activation_writing_blocks,
+        **({} if is_pretrained else _writes(forward)),
         frozen=frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad),
     )
     facts = with_adapters(with_frozen(facts, job.model.freeze), adapter_settings(job.adapter))
@@ -178,6 +177,15 @@ def _forward_facts(forward: ForwardProbe) -> dict[str, Any]:
         "blocks_without_gradient": forward.blocks_without_gradient,
         "activation_arguments": forward.activation_arguments,
         "probe_failure": forward.failure,
+    }
+
+
+def _writes(forward: ForwardProbe) -> dict[str, Any]:
+    """Return what the forward of a user's module writes that it has not made."""
+    return {
+        "writing_blocks": forward.writing_blocks,
+        "activation_writing_blocks": forward.activation_writing_blocks,
+        "written_parameters": forward.written_parameters,
     }
 
 

@@ -13,6 +13,7 @@ from shardwise.model.containers import module_attributes, walk
 DECLARED_CLASS = (
     "declared_class"  # attribute of a parameter on the meta device: the class that it had, if one of its own
 )
+RENEWED = "_flat_weights"  # of torch's recurrent layers, which put a parameter that is set anew in it themselves
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 
 
@@ -57,6 +58,8 @@ def find_parameter_kinds(model: nn.Module) -> ParameterKinds:
 def _attributes_with_parameters(model: nn.Module) -> Iterator[str]:
     for name, module in model.named_modules():
         for attribute, value in module_attributes(module).items():
+            if isinstance(module, nn.RNNBase) and attribute == RENEWED:
+                continue
             if any(isinstance(inner, nn.Parameter) for inner in walk(value)):
                 yield f"{name}.{attribute}".lstrip(".")
 

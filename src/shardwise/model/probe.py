@@ -38,6 +38,7 @@ from shardwise.model.facts import AttentionFacts, ModelFacts, StageFacts
 from shardwise.model.fixed_values import FixedValues
 from shardwise.model.layer_drop import FixedScalarDraws
 from shardwise.model.modules import empty_module
+from shardwise.model.parameter_writes import ParameterWrites
 from shardwise.model.process_numbers import process_numbers_kept
 from shardwise.model.stage_cut import ExecutionOrder
 
@@ -99,6 +100,7 @@ class ForwardProbe:
     activation_arguments: tuple[int | str, ...] = ()  # of the blocks: positions or names of what is made from weights
     writing_blocks: tuple[str, ...] = ()  # those that write a tensor that they are given
     activation_writing_blocks: tuple[str, ...] = ()  # and that tensor was made from weights
+    written_parameters: tuple[str, ...] = ()  # by the forward
     container_changing_blocks: tuple[str, ...] = ()  # those that change a list, a dict or an object that they are given
     failure: str = ""
 
@@ -159,6 +161,7 @@ def _probe_paths(model: nn.Module, block_lists: Sequence[Sequence[str]], inputs:
         activation_writing_blocks=tuple(
             dict.fromkeys(name for path in paths for name in path.activation_writing_blocks)
         ),
+        written_parameters=tuple(sorted({name for path in paths for name in path.written_parameters})),
     )
 
 
@@ -372,6 +375,7 @@ class _RecordedForward:
         self.blocks = [[BlockCalls(name) for name in names] for names in block_lists]
         self.head_name, self.head = _plain_head(model)
         self.functions = _FunctionCalls(positions)
+        self.writes = ParameterWrites()
         self.draws = FixedScalarDraws(draw)
         self.draws_process_numbers = False
         self.attention = AttentionCalls()
@@ -400,6 +404,8 @@ class _RecordedForward:
                 state[name].requires_grad_(parameter.requires_grad)
             given = {name: make(tensor, device, dtype) for name, tensor in inputs.items()}
             self.functions.names = {id(tensor): name for name, tensor in state.items()}
+            self.writes.watch({name: state[name] for name, _ in self.model.named_parameters()})
+            stack.enter_context(self.writes)
             stack.enter_context(torch.random.fork_rng(devices=[]))
             stack.enter_context(self.functions)
             stack.enter_context(self.draws)
@@ -447,6 +453,7 @@ class _RecordedForward:
             activation_arguments=activation_arguments(blocks),
             writing_blocks=tuple(block.name for block in blocks if block.writes_tensor),
             activation_writing_blocks=tuple(block.name for block in blocks if block.writes_activation),
+            written_parameters=self.writes.written(),
             container_changing_blocks=tuple(block.name for block in blocks if block.changes_container),
         )
 

@@ -101,6 +101,12 @@ RULES: tuple[Rule, ...] = (
          fix="scale rows in a callback after the step, or use one worker, precision.compute fp32 or fp64 and no "
          "offload_parameters",
          because=lambda d: f"{d.facts.parameter_kinds.bounded[0]} of {d.facts.definition} has max_norm"),
+    Rule("written-parameters", ("parallel.workers", "precision.compute", "memory.offload_parameters"),
+         "what a forward writes into a gathered copy of a parameter is lost",
+         lambda d: d.facts.written_parameters and _makes_parameters_anew(d),
+         fix="keep what the forward writes in a buffer, change the parameter in a callback after the step, or use one "
+         "worker, precision.compute fp32 or fp64 and no offload_parameters",
+         because=lambda d: f"the forward of {d.facts.definition} writes the parameter {d.facts.written_parameters[0]}"),
     Rule("complex-parameters", ("parallel.workers", "precision.compute", "memory.offload_parameters"),
          "complex parameters keep their dtype, and FSDP2 shards real ones alone",
          lambda d: d.facts.parameter_kinds.complex and _makes_parameters_anew(d),

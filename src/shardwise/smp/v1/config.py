@@ -14,6 +14,7 @@ from shardwise.errors import ConfigError
 from shardwise.job.schema import Job
 from shardwise.job.smp_options import BY_NAME, bare_parameters, translate
 from shardwise.smp.options import launched_options, make_job
+from shardwise.smp.refusals import smp_words
 
 # SMP's own defaults, which `state.cfg` shows for keys that nobody gave.
 DEFAULTS: dict[str, Any] = {
@@ -147,19 +148,15 @@ class ModelParallelConfig:
     def base_job(self) -> Job:
         """A Job of the layout alone, without what depends on model and batch. Raises ConfigError for a wrong value."""
         values = self.job_keys
-        with self.own_words():
+        with self.own_words("smp.init: "):
             make_job(values)
         return make_job(OPEN_BATCH | {key: value for key, value in values.items() if key not in OFFLOAD})
 
     @contextmanager
-    def own_words(self) -> Iterator[None]:
-        """Errors about keys of a Job begin with the options that gave them."""
-        try:
+    def own_words(self, where: str = "") -> Iterator[None]:
+        """Errors about keys of a Job name the options that gave them."""
+        with smp_words("v1", translate(self.given).origins, where):
             yield
-        except ConfigError as error:
-            origins = translate(self.given).origins
-            given = [origin for key, origin in origins.items() if key in str(error)]
-            raise ConfigError(f"smp.init: {', '.join(given) or 'the options'}: {error}") from error
 
 
 _SILENT = tuple(f"smp_options: {start}" for start in ACT_IN_SCRIPTS)

@@ -172,7 +172,7 @@ class SmpSessionV1(SmpSession):
             cfg.notes.append(note)
         if reason := without_instructions(job.precision.compute, device):
             cfg.notes.append(f"smp_options: {reason}.")
-        with cfg.own_words():
+        with cfg.own_words("smp.init: "):
             precheck(job, world)
         degrees, placement = axis_degrees(job, world.size), job.parallel.placement_strategy
         self._layout = Layout(degrees, placement, dist.get_rank(), world.local_size, device)

@@ -140,7 +140,9 @@ class StepRunner:
         if self._weights.parallel is None:
             module = self._weights.module
             originals = list(module.parameters())
-            self._weights.adopt(build_parallel_model(self._session, module, inputs), originals)
+            with self._session.cfg.own_words():
+                parallel = build_parallel_model(self._session, module, inputs)
+            self._weights.adopt(parallel, originals)
             self._hooks.partitioned()
         return self._weights.require_parallel()
 

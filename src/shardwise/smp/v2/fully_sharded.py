@@ -90,7 +90,7 @@ def _init(self: Any, *args: Any, post_param_init_fn: Callable[[nn.Module], Any] 
         return
     _check(given["module"])
     refuse_kinds(given["module"], given)
-    unwrapped = UnwrappedModule(given["module"])
+    unwrapped = UnwrappedModule(given["module"], given)
     copies = _choose_groups(given)
     _initialize(given, post_param_init_fn)
     _wrapping = True

@@ -95,8 +95,11 @@ def _has_units(module: nn.Module) -> bool:
 class UnwrappedModule:
     """A script's module as it was before FSDP wrapped it: its ties, and a copy that shows what its forward reads."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, given: dict[str, Any]) -> None:
+        """Remember `module`; `given` are FSDP's arguments."""
         self._definition = definition_of(module)
+        ignored = _ignored(given)
+        self._sharded = {name for name, parameter in module.named_parameters() if id(parameter) not in ignored}
         self._names: dict[int, list[str]] = {}
         self._copy: nn.Module | None = None
         if _has_units(module):
@@ -152,7 +155,8 @@ class UnwrappedModule:
         """Refuse a forward that reads what is not there. Of arguments that are no tensors nothing is known.
 
         Raises:
-            LegalityError: it reads parameters of a unit that does not run, or attributes of gathered parameters.
+            LegalityError: it reads parameters of a unit that does not run, or attributes of gathered parameters, or it
+                writes parameters.
         """
         module, self._copy = self._copy, None
         assert module is not None
@@ -166,6 +170,12 @@ class UnwrappedModule:
                 f"FSDP: {self._definition} reads {name} while {_unit_of(name, units)} does not run, whose parameters "
                 "are sharded then; leave that module out of the wrapping policy, or use optimizer's weight_decay for a "
                 "penalty"
+            )
+        written = next((name for name in probe.written_parameters if name in self._sharded), None)
+        if written is not None and dist.get_world_size() > 1:
+            raise LegalityError(
+                f"FSDP: the forward of {self._definition} writes the parameter {written}, and what it writes into a "
+                "gathered view is lost; keep it in a buffer, or change the parameter after the optimizer's step"
             )
         marked = [name for name, parameter in module.named_parameters() if vars(parameter)]
         for name in marked:

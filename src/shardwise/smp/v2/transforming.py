@@ -19,6 +19,7 @@ from shardwise.model.discover import discover
 from shardwise.model.float8 import left_out
 from shardwise.plan.plan import resolve
 from shardwise.smp.options import make_job
+from shardwise.smp.refusals import smp_words
 from shardwise.smp.v2.expert_ranks import SEED
 from shardwise.smp.v2.float8 import register_float8_layers
 from shardwise.smp.v2.moe.moe_config import MoEConfig
@@ -76,7 +77,8 @@ def transform(
         }
         if layout.size(Axis.CONTEXT) > 1:
             values["parallel.context_parallel_method"] = METHODS[cp_comm_type]
-        plan = replace(resolve(make_job(values), current_world(state.device), facts), attention="")
+        with smp_words("v2", {"parallel.context_parallel_method": f"cp_comm_type={cp_comm_type!r}"}):
+            plan = replace(resolve(make_job(values), current_world(state.device), facts), attention="")
     if layout.size(Axis.TENSOR) > 1 or experts is not None:
         split_model(model, facts, layout, experts, weights)
     restore_uncut_weights(model, weights)
