@@ -69,15 +69,23 @@ def make_model(family: str, dtype: torch.dtype = torch.float64) -> nn.Module:
 
 
 def router_losses(model: Any, config: MoEConfig) -> Callable[[Tensor], Tensor]:
-    """What a forward of the whole batch adds to its loss, by transformers' own definition."""
+    """What a forward of the whole batch adds to its loss: Megatron's losses of each layer."""
 
     def added(batch: Tensor) -> Tensor:
-        output = model(input_ids=batch, output_router_logits=True)
-        squares = torch.stack([logits.logsumexp(-1).square() for logits in output.router_logits])
-        total: Tensor = config.moe_aux_loss_coeff * output.aux_loss + config.moe_z_loss_coeff * squares.mean()
-        return total
+        layers = model(input_ids=batch, output_router_logits=True).router_logits
+        losses = [_megatron_losses(logits, model.config.num_experts_per_tok, config) for logits in layers]
+        return torch.stack(losses).sum()
 
     return added
+
+
+def _megatron_losses(logits: Tensor, topk: int, config: MoEConfig) -> Tensor:
+    """Balancing and z-loss of one layer by the formulas of Megatron's moe_utils.py; logits [tokens, experts]."""
+    tokens, experts = logits.shape
+    probabilities = logits.softmax(-1)
+    counts = probabilities.topk(topk).indices.flatten().bincount(minlength=experts)
+    even = (probabilities.sum(0) * counts).sum() * experts / (topk * tokens * tokens)
+    return config.moe_aux_loss_coeff * even + config.moe_z_loss_coeff * logits.logsumexp(-1).square().mean()
 
 
 def reference(

@@ -46,7 +46,7 @@ def _saved(directory: str, how: str, family: str, config: dict[str, Any]) -> Who
             documented = f"tp{state.tp_rank}_ep{state.ep_rank}"  # in SMP's documents, as against public scripts
             part = documented if how == "async_sharded" else f"tp{state.tp_size}-{state.tp_rank}"
             place = folder / part if state.tp_size > 1 else folder
-            place = folder / f"ep{state.ep_size}-{state.ep_rank}" if state.ep_size > 1 else place
+            place = folder / f"ep{state.ep_size}-{state.ep_rank}" if state.ep_size > 1 and how == "sharded" else place
             with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
                 content = {"model": model.state_dict(), "model_config": model.config, "total_steps": 2}
             if state.ranker.get_rep_rank(state.rank) == 0 and how == "sharded":
@@ -103,6 +103,8 @@ SLOW = [
     (2, "full", "gpt_neox", {"tensor_parallel_degree": 2}),
     (2, "sharded", "gpt_neox", {}),
     (2, "sharded", "mixtral", {"expert_parallel_degree": 2}),
+    (4, "async_sharded", "mixtral", {"expert_parallel_degree": 2, "tensor_parallel_degree": 2}),
+    (8, "async_local", "mixtral", {"expert_parallel_degree": 2, **BOTH}),
 ]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 VOCABULARY = 97
 # Names of one size, over all families, by the toy's size.
 NAMES_OF_SIZE: dict[int, tuple[str, ...]] = {
-    VOCABULARY: ("vocab_size", "unpadded_vocab_size", "text_vocab_size", "n_words"),
+    VOCABULARY: ("vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size", "text_vocab_size", "n_words"),
     64: ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "max_sequence_length"),
     48: (
         *("intermediate_size", "n_inner", "d_ff", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "ffn_hidden_size"),
@@ -21,7 +21,7 @@ NAMES_OF_SIZE: dict[int, tuple[str, ...]] = {
     16: ("q_lora_rank", "kv_lora_rank"),
     8: (
         *("head_dim", "d_kv", "attention_head_size", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"),
-        "linear_head_dim",
+        *("linear_head_dim", "hidden_size_per_layer_input"),
     ),
     4: (
         *(
@@ -62,6 +62,14 @@ EXTRAS: dict[str, dict[str, Any]] = {
         "n_shared_experts": 1,
         "moe_intermediate_size": 48,
         "first_k_dense_replace": 1,
+    },
+    "gemma4_text": {
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 48,
+        "global_head_dim": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
     },
     "glm4_moe_lite": {**LATENT, "mlp_layer_types": ["dense", "sparse"], "n_group": 2, "topk_group": 1},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"], "mamba_n_heads": 8, "mamba_d_head": 8},

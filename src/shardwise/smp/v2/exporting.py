@@ -1,10 +1,10 @@
 """Checkpoints of version 2's scripts as Hugging Face directories: whole tensors out of shards and tensor parts.
 
 A script's checkpoint is a directory of torch's distributed checkpoint (`sharded`, `async_sharded`), or of several such
-for tensor ranks (`tp2-0`, `tp2-1`; `tp0_ep0` in SMP's documents) or expert ranks (`ep2-0`), of one for each shard
-(`async_local`: `tp0_ep0_fsdp1`), of a file for each rank (`local`, `use_pg_with_util`: `0.pt`), or has whole weights
-and a config (`full`). Scripts keep the model's config in the first three. One process reads a directory's tensors one
-at a time, and files for ranks whole.
+for tensor ranks (`tp2-0`, `tp2-1`) or expert ranks (`ep2-0`) or both (`tp0_ep0` in SMP's documents), of one for each
+shard (`async_local`: `tp0_ep0_fsdp1`), of a file for each rank (`local`, `use_pg_with_util`: `0.pt`), or has whole
+weights and a config (`full`). Scripts keep the model's config in the first three. One process reads a directory's
+tensors one at a time, and files for ranks whole.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ WEIGHTS = (SINGLE, INDEX, TORCH_SINGLE, TORCH_INDEX)
 PROBED = 64  # positions of the forward that is looked at
 _TENSOR_PART = re.compile(r"tp(\d+)-(\d+)")
 _EXPERT_PART = re.compile(r"ep(\d+)-(\d+)")
-_SHARD = re.compile(r"tp(\d+)_ep0_fsdp(\d+)")
-_DOCUMENTED = re.compile(r"tp(\d+)_ep0")
+_SHARD = re.compile(r"tp(\d+)_ep(\d+)_fsdp(\d+)")
+_DOCUMENTED = re.compile(r"tp(\d+)_ep(\d+)")
 
 
 class _Shard(Protocol):
@@ -150,7 +150,8 @@ class _Whole(HuggingFaceWeights):
         return None
 
 
-Parts = Sequence[Sequence[_Shard | LocalFile]]  # of each tensor or expert rank its shards
+Shards = Sequence[_Shard | LocalFile]
+Parts = Sequence[Sequence[Shards]]  # by tensor rank, then by expert rank
 
 
 def is_v2_checkpoint(path: str | Path) -> bool:
@@ -179,7 +180,7 @@ def export_v2_checkpoint(
         say(f"the newest checkpoint of {source} is {newest.name}")
         folder = newest
     parts = _parts(folder)
-    config = checkpoint_config(folder, parts[0][0].config())
+    config = checkpoint_config(folder, parts[0][0][0].config())
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     tensors = _Tensors(folder, model, parts)
@@ -199,9 +200,9 @@ class _Tensors:
     def __init__(self, folder: Path, model: nn.Module, parts: Parts) -> None:
         self.folder = folder
         self.shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-        self.parts = [[_by_name(shard, self.shapes) for shard in shards] for shards in parts]
-        self.cuts = _cuts(model, len(parts), _split_axis(folder))
-        there = set(self.parts[0][0].names)
+        self.parts = [[[_by_name(shard, self.shapes) for shard in shards] for shards in experts] for experts in parts]
+        self.cuts = _cuts(model, len(parts), len(parts[0]))
+        there = set(self.parts[0][0][0].names)
         missing = [name for name in self.shapes if name not in there]
         if missing:
             raise CheckpointError(
@@ -214,18 +215,20 @@ class _Tensors:
         """The whole tensor."""
         cut = self.cuts.get(name)
         if cut is None:
-            return self._part(name, 0, self.shapes[name])
-        first = self._part(name, 0, cut.local_shape(0))
+            return self._part(name, (0, 0), self.shapes[name])
+        first = self._part(name, (0, 0), cut.local_shape(0))
         whole = first.new_empty(cut.shape)
         for index in range(cut.degree):
-            part = first if index == 0 else self._part(name, index * cut.copies, cut.local_shape(index))
+            rank = (0, index) if cut.axis is Axis.EXPERT else (index * cut.copies, 0)
+            part = first if index == 0 else self._part(name, rank, cut.local_shape(index))
             for region in cut.regions(index):
                 whole[region.logical] = part[region.local]
         return whole
 
-    def _part(self, name: str, rank: int, shape: tuple[int, ...]) -> Tensor:
-        """The part of a tensor rank; shards are runs of its elements, one behind the other."""
-        shards = [shard.read(name) for shard in self.parts[rank]]
+    def _part(self, name: str, rank: tuple[int, int], shape: tuple[int, ...]) -> Tensor:
+        """The part of a tensor and expert rank; shards are runs of its elements, one behind the other."""
+        tensor, expert = rank
+        shards = [shard.read(name) for shard in self.parts[tensor][expert]]
         elements = shards[0] if len(shards) == 1 else torch.cat([shard.flatten() for shard in shards])
         if elements.numel() != torch.Size(shape).numel():
             raise CheckpointError(
@@ -239,17 +242,17 @@ def _by_name(shard: _Shard | LocalFile, shapes: Mapping[str, tuple[int, ...]]) -
     return _RankFile({MODEL_KEY: shard.by_name(shapes)}) if isinstance(shard, LocalFile) else shard
 
 
-def _cuts(model: Any, degree: int, axis: Axis) -> Mapping[str, ParameterSplit]:
-    if degree == 1:
-        return {}
-    if axis == Axis.EXPERT:
-        cuts: dict[str, ParameterSplit] = {}
+def _cuts(model: Any, tensor: int, expert: int) -> Mapping[str, ParameterSplit]:
+    """Return how so many tensor and expert ranks split the parameters; the stacks of `model` are narrowed."""
+    cuts: dict[str, ParameterSplit] = {}
+    if tensor > 1:
+        length = min(PROBED, getattr(model.config, "max_position_embeddings", PROBED))
+        facts = discover(model, make_job({"data.sequence_length": length}))
+        cuts |= planned_splits(model, facts, Layout({Axis.TENSOR: tensor, Axis.EXPERT: expert}))
+    if expert > 1:
         for name, number in expert_stacks(model).items():
-            cuts |= keep_own_experts(model.get_submodule(name), name, number, degree, 0)
-        return cuts
-    length = min(PROBED, getattr(model.config, "max_position_embeddings", PROBED))
-    facts = discover(model, make_job({"data.sequence_length": length}))
-    return planned_splits(model, facts, Layout({Axis.TENSOR: degree}))
+            cuts |= keep_own_experts(model.get_submodule(name), name, number, expert, 0)
+    return cuts
 
 
 # ---- which directories and files there are
@@ -277,41 +280,49 @@ def _parts(folder: Path) -> Parts:
         CheckpointError: directories or files of some ranks are missing, or they are of a kind that is not read here.
     """
     if _has_metadata(folder):
-        return [[_Directory(folder)]]
+        return [[[_Directory(folder)]]]
     if (folder / "0.pt").is_file():
         return _of_files(folder)
     by_rank = _by_rank(folder)
     if not by_rank:
-        return [[_Whole(folder)]]
-    lost = [path for shards in by_rank for path in shards if not _has_metadata(path)]
+        return [[[_Whole(folder)]]]
+    lost = [path for experts in by_rank for shards in experts for path in shards if not _has_metadata(path)]
     if lost:
         raise CheckpointError(
             f"{listed(map(str, lost))} is not there, or its save has not finished; all ranks' directories are needed"
         )
-    return [[_Directory(path) for path in shards] for shards in by_rank]
+    return [[[_Directory(path) for path in shards] for shards in experts] for experts in by_rank]
 
 
-def _split_axis(folder: Path) -> Axis:
-    """Return the axis whose ranks have written what is in `folder`."""
-    of_experts = any(_EXPERT_PART.fullmatch(child.name) for child in folder.iterdir() if child.is_dir())
-    return Axis.EXPERT if of_experts else Axis.TENSOR
-
-
-def _by_rank(folder: Path) -> list[list[Path]]:
-    """List the directories of each tensor or expert rank, by the names of those that are there."""
+def _by_rank(folder: Path) -> list[list[list[Path]]]:
+    """List the directories of each tensor rank and expert rank, by the names of those that are there."""
     names = [child.name for child in folder.iterdir() if child.is_dir()]
-    for letters, pattern in (("tp", _TENSOR_PART), ("ep", _EXPERT_PART)):
-        parts = [int(match[1]) for name in names if (match := pattern.fullmatch(name))]
-        if parts:
-            return [[folder / f"{letters}{max(parts)}-{rank}"] for rank in range(max(parts))]
-    ranks = [int(match[1]) for name in names if (match := _DOCUMENTED.fullmatch(name))]
-    if ranks:
-        return [[folder / f"tp{rank}_ep0"] for rank in range(max(ranks) + 1)]
-    shards = [(int(match[1]), int(match[2])) for name in names if (match := _SHARD.fullmatch(name))]
-    if not shards:
-        return []
-    degree, count = (max(numbers) + 1 for numbers in zip(*shards, strict=True))
-    return [[folder / f"tp{rank}_ep0_fsdp{shard}" for shard in range(count)] for rank in range(degree)]
+    if tensor_parts := _numbers(names, _TENSOR_PART):
+        degree = max(tensor_parts)[0]
+        return [[[folder / f"tp{degree}-{rank}"]] for rank in range(degree)]
+    if expert_parts := _numbers(names, _EXPERT_PART):
+        degree = max(expert_parts)[0]
+        return [[[folder / f"ep{degree}-{rank}"] for rank in range(degree)]]
+    if ranks := _numbers(names, _DOCUMENTED):
+        tensor, expert = _counts(ranks)
+        return [[[folder / f"tp{row}_ep{column}"] for column in range(expert)] for row in range(tensor)]
+    if shards := _numbers(names, _SHARD):
+        tensor, expert, count = _counts(shards)
+        return [
+            [[folder / f"tp{row}_ep{column}_fsdp{shard}" for shard in range(count)] for column in range(expert)]
+            for row in range(tensor)
+        ]
+    return []
+
+
+def _numbers(names: Iterable[str], pattern: re.Pattern[str]) -> list[tuple[int, ...]]:
+    """Return the numbers in those of `names` that are of `pattern`."""
+    return [tuple(map(int, match.groups())) for name in names if (match := pattern.fullmatch(name))]
+
+
+def _counts(ranks: Iterable[tuple[int, ...]]) -> list[int]:
+    """Return how many ranks there are along each axis."""
+    return [max(numbers) + 1 for numbers in zip(*ranks, strict=True)]
 
 
 def _of_files(folder: Path) -> Parts:
@@ -319,8 +330,8 @@ def _of_files(folder: Path) -> Parts:
     first = LocalFile(folder / "0.pt")
     degrees = first.content.get(EXPORT_KEY_IDENTITY)
     if not isinstance(degrees, Mapping):
-        return [[first, *(LocalFile(folder / f"{rank}.pt") for rank in range(1, first.ranks))]]
+        return [[[first, *(LocalFile(folder / f"{rank}.pt") for rank in range(1, first.ranks))]]]
     layout = Layout({Axis(axis): degree for axis, degree in degrees.items() if isinstance(degree, int)})
     ranks = [layout.ranks(*state_axes(), of=tensor) for tensor in range(layout.size(Axis.TENSOR))]
     files = {rank: read_safely(folder / f"{rank}.pt") if rank else first.content for part in ranks for rank in part}
-    return [[_RankFile(files[rank]) for rank in part] for part in ranks]
+    return [[[_RankFile(files[rank]) for rank in part]] for part in ranks]

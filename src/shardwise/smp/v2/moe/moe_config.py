@@ -20,9 +20,9 @@ class MoEConfig:
         moe_load_balancing: `aux_loss`, or `none`. `sinkhorn` and `balanced` route in other ways, and are refused.
         global_token_shuffle: False.
         moe_all_to_all_dispatcher: True.
-        moe_aux_loss_coeff: factor of the balancing loss, that of transformers over all ranks' tokens of a forward; not
-            used with `none`.
-        moe_z_loss_coeff: factor of the mean squared log-sum-exp of all layers' routers.
+        moe_aux_loss_coeff: factor of each layer's balancing loss, Megatron's over all ranks' tokens of a forward: 1
+            where experts are evenly used. Not used with `none`.
+        moe_z_loss_coeff: factor of the mean squared log-sum-exp of each layer's router.
         use_cpu_initialization: False.
     """
 

@@ -1,5 +1,9 @@
 """Losses of routers in a script: over the tokens of all ranks in a forward, added to the gradients of its loss.
 
+Both losses are Megatron's, as SMP's are (core/transformer/moe/moe_utils.py): each layer has its own, and their
+gradients add up. The balancing loss is E · Σ f_e · p_e, where f_e is the share of expert e in the choices; of a token's
+k choices `ExpertRouters` counts each whole, and it takes the mean of the layers.
+
 The script divides and scales its loss as it likes: the gradient that reaches the loss in backward says by how much.
 """
 
@@ -39,14 +43,16 @@ def add_router_losses(
             f"{WHERE}.moe_load_balancing='aux_loss' and output_router_logits of the model's config would both add a "
             "balancing loss; leave one out"
         )
+    layers = len(facts.routers)
     routers = ExpertRouters(
         tuple(facts.routers),
         facts.expert_stacks[next(iter(facts.routers))],
-        config.balancing,
-        config.moe_z_loss_coeff or 0.0,
+        config.balancing * layers / max(1, facts.experts_of_token),
+        (config.moe_z_loss_coeff or 0.0) * layers,
         layout.index(Axis.TENSOR) == 0,
         device,
         torch.float32,
+        by_layer=True,
     )
     for stack, (router, output) in facts.routers.items():
         watch_router(model, stack, router, output, routers)
