@@ -24,7 +24,7 @@ from shardwise.model.adapter_config import adapter_settings
 from shardwise.model.adapters import with_adapters
 from shardwise.model.attention_support import context_capability, kernel_capability
 from shardwise.model.capability import SUPPORTED, Capability, refused, unless
-from shardwise.model.experts import expert_capability, expert_matrices, expert_stacks, is_routed
+from shardwise.model.experts import computes_grouped, expert_capability, expert_matrices, expert_stacks, is_routed
 from shardwise.model.facts import BlockFacts, ModelFacts, StageFacts
 from shardwise.model.fusible import fusible
 from shardwise.model.gradient_hooks import (
@@ -150,6 +150,7 @@ def _experts(model: nn.Module, config: Any) -> dict[str, Any]:
         "balancing_coefficient": float(getattr(config, "router_aux_loss_coef", None) or 0.0),
         "adds_balancing_loss": bool(getattr(model, ADDS_LOSS, False)),
         "experts_copied": getattr(config, "_experts_implementation", None) == "batched_mm",
+        "experts_grouped": computes_grouped(model),
     }
 
 

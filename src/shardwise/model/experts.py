@@ -19,6 +19,7 @@ from shardwise.model.capability import Capability, unless
 # Arguments of the forward of experts, in the two spellings of transformers.
 ROUTED = (["hidden_states", "top_k_index", "top_k_weights"], ["hidden_states", "router_indices", "routing_weights"])
 NUMBER = "num_experts"  # attribute of experts that says how many there are
+GROUPED = "grouped_mm"  # transformers' implementation by grouped products, its default
 TRANSPOSED = "is_transposed"  # and the one that says that their stacks are [experts, inputs, outputs]
 
 
@@ -30,6 +31,18 @@ def is_routed(module: nn.Module) -> bool:
 def expert_stacks(model: nn.Module) -> dict[str, int]:
     """Return the modules that ranks can share out, by name, each with the number of its experts."""
     return {name: getattr(module, NUMBER) for name, module in _routed(model) if not _unlike_stacks(module)}
+
+
+def computes_grouped(model: nn.Module) -> bool:
+    """Tell whether some experts of `model` are computed by grouped products, which are not there in fp64.
+
+    The config says so to experts whose forward transformers has wrapped; others compute in their own way.
+    """
+    return any(
+        hasattr(type(module).forward, "__wrapped__")
+        and getattr(getattr(module, "config", None), "_experts_implementation", None) == GROUPED
+        for _, module in _routed(model)
+    )
 
 
 def expert_matrices(model: nn.Module) -> tuple[str, ...]:

@@ -184,6 +184,7 @@ class ModelFacts:
     balancing_coefficient: float = 0.0  # of the loss that balances experts, in the config
     adds_balancing_loss: bool = False  # the model's own loss has it
     experts_copied: bool = False  # experts' weights are copied for each token that goes to them (batched_mm)
+    experts_grouped: bool = False  # some are computed by grouped products (grouped_mm)
     ties: tuple[tuple[str, ...], ...] = ()  # groups of parameter names that share one storage
     hidden_size: int = 0
     layers: int = 0

@@ -42,6 +42,9 @@ RULES: tuple[Rule, ...] = (
          fix="use fp32",
          because=lambda d: f"transformers keeps some weights of {d.facts.family} in fp32, its forward multiplies them "
          f"by what it has cast to fp32, and this job would compute with them in {d.compute}"),
+    Rule("grouped-fp64", ("precision.compute",), "grouped products of experts do not compute in fp64",
+         lambda d: d.compute == "fp64" and d.facts.experts_grouped,
+         fix="use fp32, or experts_implementation eager in the model's config"),
     idle("cast-float-arguments", "precision.cast_float_arguments",
          "it is for a module of model.factory that computes in 16 bits",
          lambda d: d.model.factory is None or d.compute not in ("bf16", "fp16")),

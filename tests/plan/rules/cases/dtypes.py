@@ -26,6 +26,13 @@ CASES = {
         CPU4,
         replace(FACTS, unfit_dtypes=frozenset({"bf16"})),
     ),
+    "grouped-fp64": case(
+        {"precision": {"compute": "fp64"}},
+        {"precision": {"compute": "fp32"}},
+        "grouped products of experts do not compute in fp64; use fp32, or experts_implementation eager",
+        CPU4,
+        replace(FACTS, experts_grouped=True),
+    ),
     "cast-float-arguments": case(
         {"precision": {"cast_float_arguments": True}},
         {"model": {"factory": "a:b"}, "precision": {"compute": "bf16", "cast_float_arguments": True}},
