@@ -80,7 +80,7 @@ def _data_parallel(workload: Workload, directory: Path, rank: int, world: int, p
             },
         }
     )
-    trainable, ids = _on_cpu(job), token_ids(workload, rank)
+    trainable, ids = on_cpu(job), token_ids(workload, rank)
     return lambda: trainable.step(ids)
 
 
@@ -125,12 +125,12 @@ def _axis(
             },
         }
     )
-    trainable = _on_cpu(job)
+    trainable = on_cpu(job)
     mine = token_ids(workload, 0).split(rows)[trainable.layout.data_rank]
     return lambda: trainable.step(*mine.split(microbatch or rows))
 
 
-def _on_cpu(job: Job) -> Trainable:
+def on_cpu(job: Job) -> Trainable:
     """With what a worker of `shardwise train` has on a CPU beside its group, which here is the benchmark's own."""
     keep_freed_memory()
     KERNELS.enter_context(quick_products("cpu", job.precision.compute))
@@ -153,7 +153,10 @@ class Trainable:
 
     def step(self, *ids: Tensor) -> Tensor:
         """One step on this rank's microbatches, ids [B, S] each; the loss of all ranks."""
-        batches = [causal_batch(each, self.layout.data_rank) for each in ids]
+        return self.run([causal_batch(each, self.layout.data_rank) for each in ids])
+
+    def run(self, batches: list[Batch]) -> Tensor:
+        """One step on this rank's microbatches; the loss of all ranks."""
         result = train_step(self.model, self.objective, batches, self.optimizer, self.scaler, self.steps)
         self.steps += 1
         return torch.tensor(result.loss)
