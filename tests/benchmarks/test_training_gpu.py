@@ -95,6 +95,7 @@ def test_out_of_memory_is_recognized_in_disguise() -> None:
     assert not is_out_of_memory(ValueError("shape mismatch"))
 
 
+@pytest.mark.slow
 def test_one_failing_contender_does_not_end_the_case(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(config: Any, device: torch.device, compiled: str | None) -> IdStep:
         raise ValueError("planted: broken")

@@ -91,6 +91,7 @@ with process_group("cpu", "gloo"):
 """
 
 
+@pytest.mark.slow
 def test_a_cpu_rank_keeps_the_memory_that_it_frees() -> None:
     """Else every step has its pages anew from the system, unless the user has a say in malloc."""
     pages = 8 * (56 << 20) // os.sysconf("SC_PAGE_SIZE")

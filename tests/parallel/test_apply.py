@@ -66,8 +66,8 @@ def test_each_transform_has_a_file_of_its_name() -> None:
 def test_the_order_is_the_recited_one() -> None:
     assert names() == [
         "dtypes", "boundary_shapes", "attention", "context", "fused_kernels", "tensor", "expert", "routers", "stages",
-        "traced_stages", "adapters", "freeze", "dropout", "loss", "float8", "weight_gradients", "compile",
-        "offload", "checkpointing", "sequence", "sharding", "materialize",
+        "traced_stages", "adapters", "freeze", "packed_base", "dropout", "loss", "float8", "weight_gradients",
+        "compile", "offload", "checkpointing", "sequence", "sharding", "materialize",
     ]  # fmt: skip
 
 

@@ -127,7 +127,7 @@ def test_the_engine_names_the_units_of_ranks_that_are_out_of_step(
     ("name", "text"),
     [
         ("ChosenOrder", "different orders: nothing on rank 0 where rank 1 has forward of blocks"),
-        ("Clamped", "writes the parameter outlet.weight"),
+        ("LateClamped", "writes the parameter outlet.weight"),
     ],
 )
 def test_what_cannot_be_in_step_is_refused_on_all_ranks(

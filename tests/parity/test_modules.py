@@ -16,7 +16,7 @@ from tests.parity.jobs import make_module_job, verify_one
     [
         (1, {}),
         (4, {"parallel": {"sharded_data_parallel_degree": 2}, "training": {"sequences_per_step": 11}}),
-        (8, {"memory": {"activation_checkpointing": "full"}}),
+        pytest.param(8, {"memory": {"activation_checkpointing": "full"}}, marks=pytest.mark.slow),
         (2, {"precision": {"compute": "bf16"}}),
         (2, {"parallel": {"pipeline_parallel_degree": 2}, "training": {"sequences_per_step": 7, "microbatch_size": 2}}),
         (4, {"parallel": {"pipeline_parallel_degree": 2, "pipeline": "simple"}, "precision": {"compute": "bf16"}}),

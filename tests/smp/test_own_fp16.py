@@ -33,6 +33,7 @@ def _train(options: dict[str, Any], workers: int, place: Path) -> tuple[Tensor, 
     return torch.tensor(whole), torch.tensor(rest)
 
 
+@pytest.mark.slow
 def test_masters_of_the_scripts_own_train_alike_on_every_layout_and_go_on(tmp_path: Path) -> None:
     whole, rest = _train({}, 1, tmp_path)
     assert whole[0, 1] == -1 and bool((whole[1:, 1] > 0).all())  # one overflow, then steps

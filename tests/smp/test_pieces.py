@@ -130,7 +130,7 @@ CASES = [
     ("parts", 4, {**TWO, "microbatches": 2, "pipeline": "simple"}),
     ("parts", 4, {**TWO, "partitions": 4}),
     pytest.param("parts", 4, {**TWO, "microbatches": 2, "shard_optimizer_state": True}, marks=pytest.mark.slow),
-    ("xlnet", 2, TWO),
+    pytest.param("xlnet", 2, TWO, marks=pytest.mark.slow),
 ]
 
 

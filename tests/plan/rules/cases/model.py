@@ -70,6 +70,10 @@ CASES = {
         replace(WRITING, writing_blocks=("layers.1",)),
     ),
     "max-norm": case({}, {}, "table of Net (net.py:3) has max_norm", CPU4, with_kinds(bounded=("table",)), FACTS),
+    "written-parameters": case(
+        {}, {}, "the forward of Net (net.py:3) writes the parameter table.weight", CPU4,
+        replace(WRITING, written_parameters=("table.weight",)), FACTS,
+    ),
     "complex-parameters": case(
         {}, {}, "phase of Net (net.py:3) is complex", CPU4, with_kinds(complex=("phase",)), FACTS
     ),
