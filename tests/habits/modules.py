@@ -509,6 +509,15 @@ class MovingAverages(Stack):
     block = MovingAverageResidual
 
 
+class ReplacedParameters(Stack):
+    """A forward that puts a new parameter in the place of one while it trains."""
+
+    def read_out(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.last.bias = nn.Parameter(self.last.bias.detach() * 0.9)
+        return super().read_out(x)
+
+
 class RecurrentResidual(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -223,6 +223,16 @@ HABITS: tuple[Habit, ...] = (
         },  # plain torch runs the forwards of a step ahead of their backwards
         quick=(),
     ),
+    Habit(
+        "ReplacedParameters",
+        "a forward that sets a parameter anew (`self.bias = nn.Parameter(...)`)",
+        refused=dict.fromkeys(
+            LAYOUTS,
+            r"forward of ReplacedParameters \(.*modules.py:\d+\) puts another in the place of the parameter last.bias",
+        ),
+        remedy="keep it in a buffer",
+        quick=(),
+    ),
     Habit("Recurrent", "`nn.LSTM`, `nn.GRU` and `nn.RNN`", quick=(STAGES,)),
     Habit(
         "SparseGradients",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,20 +36,21 @@ LAYOUTS = [
 ]
 
 
-def initialized_apertus() -> Any:
-    """A model whose initializer leaves buffers out, on one rank, as far as `initialize` reads it."""
-    job = Job(model={"config": toy_config("apertus")})
-    module = build_model(job)
+def drawn(model_type: str, absent: Collection[str] = ()) -> Any:
+    """A model in fp64 whose initializer has run but for the modules `absent`, as far as `initialize` reads it."""
+    job = Job(model={"config": toy_config(model_type)})
+    module = build_model(job).double()
     materialize(module, torch.device("cpu"), torch.device("cpu"))
     with torch.no_grad():
-        for part in reversed([*module.modules()]):
-            run_initializer(module, part)
-    part = SimpleNamespace(module=module)
+        for name, inner in reversed([*module.named_modules()]):
+            if name not in absent:
+                run_initializer(module, inner)
+    part = SimpleNamespace(module=module, boundary=SimpleNamespace(absent=frozenset(absent)))
     return SimpleNamespace(parts=[part], plan=SimpleNamespace(job=job), device=torch.device("cpu"), module=module)
 
 
 def test_buffers_that_no_initializer_fills_have_the_values_of_their_constructor() -> None:
-    model = initialized_apertus()
+    model = drawn("apertus")
     assert is_blank(model.module.get_buffer("model.layers.0.mlp.act_fn.beta"))
     with torch.no_grad():
         init._fill_blank_buffers(model, 0)
@@ -56,10 +58,20 @@ def test_buffers_that_no_initializer_fills_have_the_values_of_their_constructor(
     assert not any(map(is_blank, model.module.buffers()))
 
 
+def test_buffers_of_modules_of_other_stages_have_the_values_of_the_initializer() -> None:
+    """A constructor makes them in fp32."""
+    model = drawn("gemma", ["model.embed_tokens"])
+    scale = model.module.get_buffer("model.embed_tokens.embed_scale")
+    with torch.no_grad():
+        init._fill_blank_buffers(model, 0)
+    assert scale.dtype == torch.float64
+    assert scale.item() == model.module.config.hidden_size**0.5 != torch.tensor(scale.item()).float().item()
+
+
 def test_a_buffer_that_nobody_fills_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(init, "constructed_buffers", lambda job: {})
+    monkeypatch.setattr(init, "constructed_buffers", lambda job, initialized: {})
     with pytest.raises(ModelError, match=r"buffer 'model\.layers\.0\.mlp\.act_fn\.beta' has no values"):
-        init._fill_blank_buffers(initialized_apertus(), 0)
+        init._fill_blank_buffers(drawn("apertus"), 0)
 
 
 def test_blank_buffers_of_any_dtype_are_known() -> None:

@@ -13,7 +13,7 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
@@ -52,6 +52,7 @@ from shardwise.model.construct import (
     uninitialized_is_nan,
 )
 from shardwise.model.default import default_config
+from shardwise.model.initializers import run_initializer
 from shardwise.model.layer_configs import has_attribute
 from shardwise.model.registry import family_of
 from shardwise.model.replacements import fuse_activations, replace_attention
@@ -307,18 +308,28 @@ def _build_hugging_face(job: Job, config: PreTrainedConfig) -> PreTrainedModel:
     return model
 
 
-def constructed_buffers(job: Job) -> dict[str, Tensor]:
+def constructed_buffers(job: Job, initialized: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
     """Return the buffers of a Hugging Face model as its constructors make them, on the CPU.
 
     There are none of a `model.factory`, whose own buffers are real. Memory that a constructor leaves
     uninitialized holds NaN.
+
+    Args:
+        initialized: names and dtypes of buffers that the model's initializer is to fill besides. What a constructor
+            makes is rounded to its own dtype.
 
     Raises:
         ModelError: a constructor needs values of parameters.
     """
     if job.model.factory:
         return {}
-    return dict(_from_config(load_config(job), job.model, _with_real_buffers).named_buffers())
+    model = _from_config(load_config(job), job.model, _with_real_buffers)
+    for name, dtype in initialized.items():
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, model.get_buffer(name).to(dtype))
+    for owner in dict.fromkeys(name.rpartition(".")[0] for name in initialized):
+        run_initializer(model, model.get_submodule(owner))
+    return dict(model.named_buffers())
 
 
 @contextmanager

@@ -187,6 +187,7 @@ def _writes(forward: ForwardProbe) -> dict[str, Any]:
         "writing_blocks": forward.writing_blocks,
         "activation_writing_blocks": forward.activation_writing_blocks,
         "written_parameters": forward.written_parameters,
+        "replaced_parameters": forward.replaced_parameters,
     }
 
 

@@ -222,6 +222,7 @@ class ModelFacts:
     writing_blocks: tuple[str, ...] = ()  # blocks of a user's module that write a tensor that they are given
     activation_writing_blocks: tuple[str, ...] = ()  # and that tensor was made from weights
     written_parameters: tuple[str, ...] = ()  # of a user's module, by its forward
+    replaced_parameters: tuple[str, ...] = ()  # of a user's module, by others that its forward makes
     takes_outer_gradient: bool = False  # a user's forward takes a gradient through its blocks
     blocks_without_gradient: bool = False  # a user's blocks run where gradients are off: checkpoints with reentry
     cast_arguments: tuple[str, ...] = ()  # of a user's module, float ones that it cannot take in fp32 in 16 bits

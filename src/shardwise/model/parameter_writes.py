@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise._torch_compat.tracing import TorchDispatchMode
 from shardwise._torch_compat.writes import storage_key, written_tensors
@@ -19,11 +19,17 @@ class ParameterWrites(TorchDispatchMode):
         self._parameters: Mapping[str, Tensor] = {}
         self._names: dict[int, str] = {}
         self._written: set[str] = set()
+        self.replaced: tuple[str, ...] = ()  # names of those in whose place the forward put another
 
     def watch(self, parameters: Mapping[str, Tensor]) -> None:
         """Record writes of `parameters`, by name, from now on."""
         self._parameters = parameters
         self._names = {storage_key(tensor): name for name, tensor in parameters.items()}
+
+    def record_replaced(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Compare the parameters of `module` with those that are watched; a hook of its forward."""
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        self.replaced = tuple(name for name, tensor in self._parameters.items() if parameters.get(name) is not tensor)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for tensor in written_tensors(func, args, kwargs or {}):

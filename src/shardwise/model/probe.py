@@ -101,6 +101,7 @@ class ForwardProbe:
     writing_blocks: tuple[str, ...] = ()  # those that write a tensor that they are given
     activation_writing_blocks: tuple[str, ...] = ()  # and that tensor was made from weights
     written_parameters: tuple[str, ...] = ()  # by the forward
+    replaced_parameters: tuple[str, ...] = ()  # by others that the forward makes
     container_changing_blocks: tuple[str, ...] = ()  # those that change a list, a dict or an object that they are given
     failure: str = ""
 
@@ -162,6 +163,7 @@ def _probe_paths(model: nn.Module, block_lists: Sequence[Sequence[str]], inputs:
             dict.fromkeys(name for path in paths for name in path.activation_writing_blocks)
         ),
         written_parameters=tuple(sorted({name for path in paths for name in path.written_parameters})),
+        replaced_parameters=tuple(sorted({name for path in paths for name in path.replaced_parameters})),
     )
 
 
@@ -376,6 +378,7 @@ class _RecordedForward:
         self.head_name, self.head = _plain_head(model)
         self.functions = _FunctionCalls(positions)
         self.writes = ParameterWrites()
+        model.register_forward_hook(self.writes.record_replaced)
         self.draws = FixedScalarDraws(draw)
         self.draws_process_numbers = False
         self.attention = AttentionCalls()
@@ -454,6 +457,7 @@ class _RecordedForward:
             writing_blocks=tuple(block.name for block in blocks if block.writes_tensor),
             activation_writing_blocks=tuple(block.name for block in blocks if block.writes_activation),
             written_parameters=self.writes.written(),
+            replaced_parameters=self.writes.replaced,
             container_changing_blocks=tuple(block.name for block in blocks if block.changes_container),
         )
 

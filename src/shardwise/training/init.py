@@ -9,7 +9,7 @@ most that exists unsharded.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -77,7 +77,7 @@ def _fill_blank_buffers(model: ParallelModel, seed: int, given: Collection[str] 
     if not blanks:
         return
     with seeded(seed, "buffers", model.device):
-        constructed = constructed_buffers(model.plan.job)
+        constructed = constructed_buffers(model.plan.job, _of_other_stages(model, blanks))
     for name, buffer in blanks.items():
         value = constructed.get(name)
         if value is not None and not value.is_meta and value.shape == buffer.shape:
@@ -87,6 +87,12 @@ def _fill_blank_buffers(model: ParallelModel, seed: int, given: Collection[str] 
                 f"buffer {name!r} has no values: neither its module's constructor nor its initializer gives it any; "
                 "fill it in _init_weights() of the model's code, or register it with its values"
             )
+
+
+def _of_other_stages(model: ParallelModel, buffers: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
+    """Return the dtypes of those buffers whose modules have no parameters here, so that no initializer has run."""
+    absent = {name for part in model.parts if part.boundary is not None for name in part.boundary.absent}
+    return {name: buffer.dtype for name, buffer in buffers.items() if name.rpartition(".")[0] in absent}
 
 
 def match_weights(module: nn.Module, facts: ModelFacts, path: str) -> tuple[HuggingFaceWeights, dict[str, str]]:

@@ -107,6 +107,12 @@ RULES: tuple[Rule, ...] = (
          fix="keep what the forward writes in a buffer, change the parameter in a callback after the step, or use one "
          "worker, precision.compute fp32 or fp64 and no offload_parameters",
          because=lambda d: f"the forward of {d.facts.definition} writes the parameter {d.facts.written_parameters[0]}"),
+    Rule("replaced-parameters", ("model.factory",),
+         "the optimizer and what is saved have the parameters with which a module was built",
+         lambda d: d.facts.replaced_parameters and _is_users_module(d),
+         fix="let the forward keep what it makes in a buffer, or change the parameter in a callback after the step",
+         because=lambda d: f"the forward of {d.facts.definition} puts another in the place of the parameter "
+         f"{d.facts.replaced_parameters[0]}"),
     Rule("complex-parameters", ("parallel.workers", "precision.compute", "memory.offload_parameters"),
          "complex parameters keep their dtype, and FSDP2 shards real ones alone",
          lambda d: d.facts.parameter_kinds.complex and _makes_parameters_anew(d),

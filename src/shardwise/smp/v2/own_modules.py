@@ -156,7 +156,7 @@ class UnwrappedModule:
 
         Raises:
             LegalityError: it reads parameters of a unit that does not run, or attributes of gathered parameters, or it
-                writes parameters.
+                writes or replaces parameters.
         """
         module, self._copy = self._copy, None
         assert module is not None
@@ -176,6 +176,11 @@ class UnwrappedModule:
             raise LegalityError(
                 f"FSDP: the forward of {self._definition} writes the parameter {written}, and what it writes into a "
                 "gathered view is lost; keep it in a buffer, or change the parameter after the optimizer's step"
+            )
+        if probe.replaced_parameters:
+            raise LegalityError(
+                f"FSDP: the forward of {self._definition} puts another in the place of the parameter "
+                f"{probe.replaced_parameters[0]}, and the optimizer has the one that FSDP wrapped; use a buffer"
             )
         marked = [name for name, parameter in module.named_parameters() if vars(parameter)]
         for name in marked:
