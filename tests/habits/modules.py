@@ -91,6 +91,50 @@ class BlockHooks(Stack):
             block.register_forward_hook(lambda module, args, output: output * 0.9)
 
 
+class BackwardHooks(Stack):
+    """Hooks on blocks that change their gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.register_full_backward_hook(lambda module, ours, theirs: (ours[0] * 0.5,))
+
+
+class Shortcut(Stack):
+    """A shortcut past the blocks, from the first layer and from the first block."""
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        first = x
+        early = x = self.blocks[0](x)
+        for block in self.blocks[1:]:
+            x = block(x)
+        return x + first * early
+
+
+class Reversal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return -0.5 * gradients[0]
+
+
+class ReversedResidual(Residual):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(Reversal.apply(x))
+
+
+class ReversedGradients(Stack):
+    """Blocks with an autograd function of their own, and a shortcut past the blocks."""
+
+    block = ReversedResidual
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        return x + super().run_blocks(x)
+
+
 class PositionedResidual(Residual):
     def forward(self, x: Tensor, position: Tensor) -> Tensor:
         return super().forward(x + (position - 4097.0).to(x.dtype))

@@ -131,6 +131,21 @@ HABITS: tuple[Habit, ...] = (
         quick=(ONE,),
     ),
     Habit("BlockHooks", "hooks on blocks", quick=(STAGES,)),
+    Habit(
+        "BackwardHooks",
+        "`register_full_backward_hook` on blocks",
+        refused={STAGES: "has a backward hook of a module, of which a trace keeps nothing"},
+        remedy="`register_hook` on parameters",
+        quick=(),
+    ),
+    Habit("Shortcut", "shortcuts past the blocks", quick=(STAGES,)),
+    Habit(
+        "ReversedGradients",
+        "a `torch.autograd.Function` in a forward that is no chain of blocks",
+        refused={STAGES: "has the autograd function Reversal, of which a trace keeps nothing"},
+        remedy="hand on one tensor from block to block",
+        quick=(),
+    ),
     Habit("Positions", "blocks given positions or times in fp32", quick=(HALF,)),
     Habit("Forces", "blocks that take a gradient in forward (`autograd.grad`)", quick=(CHECKPOINTS,)),
     Habit(

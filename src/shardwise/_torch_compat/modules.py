@@ -8,12 +8,19 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
+from torch.autograd import Function
+from torch.nn.modules._functions import BackwardHookFunction  # no public name (torch 2.11 to 2.14)
 
 
 def clear_module_hooks(module: nn.Module) -> None:
     """Take off the hooks that a call of `module` calls."""
     for hooks in (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks):
         hooks.clear()
+
+
+def is_backward_hook(function: type[Function]) -> bool:
+    """Return whether an autograd function is the one by which torch calls backward hooks of modules."""
+    return issubclass(function, BackwardHookFunction)
 
 
 def copy_module(module: nn.Module) -> nn.Module:

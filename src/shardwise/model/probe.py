@@ -419,6 +419,7 @@ class _RecordedForward:
         return self._result(output)
 
     def _result(self, output: Any) -> ForwardProbe:
+        self.order.end_forward(output)
         functions = self.functions
         # What is returned is read by the loss, while no module runs.
         functions.outside_reads |= {

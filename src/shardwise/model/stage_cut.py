@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from shardwise.model.capability import SUPPORTED, Capability, refused
 from shardwise.model.chain import HandedOn
+from shardwise.model.containers import walk
 from shardwise.model.facts import PlaceholderShape, StageFacts
 
 BETWEEN_BLOCKS = -1  # instead of the number of a block
@@ -37,6 +38,7 @@ class ExecutionOrder:
         phases: for each module outside of the blocks: `before` them, `after`, or `between` the two stacks.
         places: numbers of the blocks with which it runs; BETWEEN_BLOCKS where that is between blocks of one stack.
         placeholders: how the shape of its output follows from its arguments, where it does.
+        shortcut: name of a module whose output reaches the model's past the last block; "" for none.
     """
 
     def __init__(self, model: nn.Module, lists: Sequence[Sequence[str]]) -> None:
@@ -55,9 +57,12 @@ class ExecutionOrder:
         self.outputs = 0
         self.hidden: set[tuple[int, ...]] = set()
         self.calls: list[str] = []
+        self.shortcut = ""
+        self._makers: dict[Any, str] = {}  # node of autograd's graph -> the module ahead of the last block's end
+        self._last_made: list[Any] = []  # nodes of what the last block returned
         for name in blocks:
             model.get_submodule(name).register_forward_pre_hook(partial(self._start_block, name))
-            model.get_submodule(name).register_forward_hook(self._end_block)
+            model.get_submodule(name).register_forward_hook(partial(self._end_block, name))
         for name in modules_outside(model, blocks):
             self.phases[name], self.places[name] = set(), set()
             module = model.get_submodule(name)
@@ -70,8 +75,10 @@ class ExecutionOrder:
         self.started += 1
         self.calls.append(name)
 
-    def _end_block(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _end_block(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         self.ended += 1
+        self._last_made = _nodes(output)
+        self._makers |= dict.fromkeys(self._last_made, name)
         self.outputs = len(output) if isinstance(output, tuple | list) else 0
         first = output[0] if self.outputs else output
         self.hidden.add(tuple(first.shape) if isinstance(first, Tensor) else ())
@@ -86,8 +93,21 @@ class ExecutionOrder:
         phase = "before" if not self.started else "after" if self.ended == self.block_count else "between"
         self.phases[name].add(phase)
         self.places[name].add(self._place())
+        if phase == "before":
+            self._makers |= dict.fromkeys(_nodes(output), name)
         shape = next(_placeholder_shapes(dict(enumerate(args)) | kwargs, output), None)
         self.placeholders[name] = shape if self.placeholders.get(name, shape) == shape else None
+
+    def end_forward(self, output: Any) -> None:
+        """Look for a shortcut past the last block to the model's `output`."""
+        reached, visited = _nodes(output), set(self._last_made)
+        while reached and not self.shortcut:
+            node = reached.pop()
+            if node is None or node in visited:
+                continue
+            visited.add(node)
+            self.shortcut = self._makers.get(node, "")
+            reached.extend(earlier for earlier, _ in node.next_functions)
 
     def _place(self) -> int:
         """Return the block with which a module runs now: the first of its stack ahead of it, or the last behind it."""
@@ -98,6 +118,12 @@ class ExecutionOrder:
             first, end = (self.encoder_blocks, self.block_count) if self.encoder_ended else (0, self.encoder_blocks)
         number = self.started if self.started == self.ended else BETWEEN_BLOCKS
         return {end: end - 1, first: first}.get(number, BETWEEN_BLOCKS)
+
+
+def _nodes(output: Any) -> list[Any]:
+    """Return the nodes of autograd's graph that made the tensors of an output."""
+    tensors = [value for value in walk(output) if isinstance(value, Tensor)]
+    return [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
 
 
 def encoder_of(model: nn.Module, lists: Sequence[Sequence[str]]) -> str:
@@ -216,6 +242,8 @@ def _module_obstacles(model: nn.Module, blocks: Sequence[str], execution: Execut
     """Yield obstacles of a user's own module, whose hidden states may be anything."""
     if len(execution.hidden) != 1 or () in execution.hidden:
         yield "its blocks return hidden states of several shapes, or none"
+    if execution.shortcut:
+        yield f"what {execution.shortcut} returns is used behind the last block too"
     for name in blocks:
         if any(True for _ in model.get_submodule(name).buffers()):
             yield f"the block {name} holds buffers, and a stage keeps those of its own blocks alone"

@@ -28,6 +28,7 @@ from transformers.utils import ModelOutput
 
 from shardwise._torch_compat.modules import copy_module
 from shardwise._torch_compat.tracing import FakeTensorMode, is_fake, tree_flatten, tree_leaves, tree_unflatten
+from shardwise.model.own_gradients import own_gradients_found
 from shardwise.model.process_numbers import process_numbers_kept
 
 Value = tuple[int, int]  # (piece, number of its output); piece -1: a tensor of the batch
@@ -139,10 +140,12 @@ def trace(
         traced.get_submodule(name).register_forward_pre_hook(partial(_cut_before, name, reached))
     classes = {name: type(module) for name, module in model.named_modules(remove_duplicate=False)}
     values = tuple(_fake(mode, tensor, device, tensor.dtype) for tensor in tensors.values())
-    with _quiet(), process_numbers_kept() as were_drawn:
+    with _quiet(), process_numbers_kept() as were_drawn, own_gradients_found() as own_gradient:
         pipe = pipeline(traced, values, split_policy=lambda gm: _flatten(gm, classes, blocks, dropout))
         if were_drawn():
             raise RuntimeError("its forward draws numbers from Python's or NumPy's generator, which a trace would keep")
+        if own_gradient():
+            raise RuntimeError(f"its forward has {own_gradient()}, of which a trace keeps nothing")
     if pipe.num_stages != len(reached) + 1 or list(reached) != list(starts[: len(reached)]):
         raise RuntimeError(f"{pipe.num_stages} pieces came out of {len(starts)} cuts: a block runs more than once")
     forward = _read(
