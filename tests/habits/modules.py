@@ -111,6 +111,21 @@ class Shortcut(Stack):
         return x + first * early
 
 
+class GradientFreeShortcut(Stack):
+    """Shortcuts past the blocks on which no gradient flows: from a frozen layer, and of a detached value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.requires_grad_(False)
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        first = x
+        early = x = self.blocks[0](x)
+        for block in self.blocks[1:]:
+            x = block(x)
+        return x + first * early.detach()
+
+
 class Reversal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -139,6 +139,7 @@ HABITS: tuple[Habit, ...] = (
         quick=(),
     ),
     Habit("Shortcut", "shortcuts past the blocks", quick=(STAGES,)),
+    Habit("GradientFreeShortcut", "shortcuts from frozen layers", quick=(STAGES,)),
     Habit(
         "ReversedGradients",
         "a `torch.autograd.Function` in a forward that is no chain of blocks",

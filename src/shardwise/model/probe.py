@@ -376,13 +376,13 @@ class _RecordedForward:
         self.model = model
         self.blocks = [[BlockCalls(name) for name in names] for names in block_lists]
         self.head_name, self.head = _plain_head(model)
-        self.functions = _FunctionCalls(positions)
+        self.order = ExecutionOrder(model, block_lists)
+        self.functions = _FunctionCalls(positions, self.order)
         self.writes = ParameterWrites()
         model.register_forward_hook(self.writes.record_replaced)
         self.draws = FixedScalarDraws(draw)
         self.draws_process_numbers = False
         self.attention = AttentionCalls()
-        self.order = ExecutionOrder(model, block_lists)
         for block in (block for blocks in self.blocks for block in blocks):
             model.get_submodule(block.name).register_forward_pre_hook(block.record_arguments, with_kwargs=True)
             model.get_submodule(block.name).register_forward_hook(block.record_output)
@@ -466,9 +466,10 @@ class _RecordedForward:
 class _FunctionCalls(TorchFunctionMode):
     """A mode that records what the forward does by torch's functions."""
 
-    def __init__(self, positions: int) -> None:
+    def __init__(self, positions: int, order: ExecutionOrder) -> None:
         super().__init__()
         self.positions = positions
+        self.order = order
         self.names: dict[int, str] = {}
         self.logits: list[Any] = []
         self.logits_used = False
@@ -502,6 +503,7 @@ class _FunctionCalls(TorchFunctionMode):
         if self.logits and getattr(func, "__name__", "") not in LOOKS:
             self.logits_used |= any(leaf is self.logits[-1] for leaf in tree_leaves([args, kwargs]))
         result = func(*args, **kwargs)
+        self.order.follow(tree_leaves([args, kwargs]), args[0] if func is Tensor.__setitem__ else result)
         # An attribute that is a tensor, such as `.data` or `.T`, is a read; a shape is not.
         if self.owners and (getattr(func, "__name__", "") not in LOOKS or isinstance(result, Tensor)):
             names = {self.names.get(id(leaf), "") for leaf in tree_leaves([args, kwargs])} & self.owners.keys()

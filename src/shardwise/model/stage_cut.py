@@ -60,6 +60,8 @@ class ExecutionOrder:
         self.shortcut = ""
         self._makers: dict[Any, str] = {}  # node of autograd's graph -> the module ahead of the last block's end
         self._last_made: list[Any] = []  # nodes of what the last block returned
+        self._made: dict[int, tuple[Tensor, str]] = {}  # by id: what was made from what such a module returned
+        self._follows = not isinstance(model, PreTrainedModel)  # a shortcut is an obstacle of a user's own module
         for name in blocks:
             model.get_submodule(name).register_forward_pre_hook(partial(self._start_block, name))
             model.get_submodule(name).register_forward_hook(partial(self._end_block, name))
@@ -79,6 +81,7 @@ class ExecutionOrder:
         self.ended += 1
         self._last_made = _nodes(output)
         self._makers |= dict.fromkeys(self._last_made, name)
+        self._mark(output, name if self.ended < self.block_count else "")
         self.outputs = len(output) if isinstance(output, tuple | list) else 0
         first = output[0] if self.outputs else output
         self.hidden.add(tuple(first.shape) if isinstance(first, Tensor) else ())
@@ -95,11 +98,30 @@ class ExecutionOrder:
         self.places[name].add(self._place())
         if phase == "before":
             self._makers |= dict.fromkeys(_nodes(output), name)
+            self._mark(output, name)
         shape = next(_placeholder_shapes(dict(enumerate(args)) | kwargs, output), None)
         self.placeholders[name] = shape if self.placeholders.get(name, shape) == shape else None
 
+    def follow(self, arguments: Sequence[Any], result: Any) -> None:
+        """Note that one of torch's functions made or changed `result` from `arguments`."""
+        name = self._follows and next((self._made[id(value)][1] for value in arguments if id(value) in self._made), "")
+        if name:
+            self._mark(result, name)
+
+    def _mark(self, output: Any, name: str) -> None:
+        """Note from which module ahead of the last block's end tensors come; "" for the last block."""
+        for value in walk(output):
+            if isinstance(value, Tensor):
+                self._made.pop(id(value), None)
+                if name:
+                    self._made[id(value)] = value, name
+
     def end_forward(self, output: Any) -> None:
-        """Look for a shortcut past the last block to the model's `output`."""
+        """Look for a shortcut past the last block to the model's `output`.
+
+        What torch's functions made was followed, detached and frozen too; autograd's graph also knows what others made.
+        """
+        self.shortcut = next((self._made[id(value)][1] for value in walk(output) if id(value) in self._made), "")
         reached, visited = _nodes(output), set(self._last_made)
         while reached and not self.shortcut:
             node = reached.pop()

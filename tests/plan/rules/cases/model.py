@@ -74,6 +74,10 @@ CASES = {
         {}, {}, "the forward of Net (net.py:3) writes the parameter table.weight", CPU4,
         replace(WRITING, written_parameters=("table.weight",)), FACTS,
     ),
+    "replaced-parameters": case(
+        FACTORY, FACTORY, "the forward of Net (net.py:3) puts another in the place of the parameter table.weight", CPU4,
+        replace(WRITING, replaced_parameters=("table.weight",)), FACTS,
+    ),
     "complex-parameters": case(
         {}, {}, "phase of Net (net.py:3) is complex", CPU4, with_kinds(complex=("phase",)), FACTS
     ),
