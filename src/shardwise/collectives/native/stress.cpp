@@ -1,6 +1,7 @@
 // A stress of the engine without torch, for the sanitizers: ranks as threads over one shared memory, or over several and
 // connections between them, random operations with checked results, messages beside them, and a group that breaks. While
-// hosts meet, a stranger calls at their gates. Built by tests/collectives/test_engine_build.py.
+// hosts meet, a stranger calls at their gates. At the end, tasks in turn with callbacks that wait for tasks of their own.
+// Built by tests/collectives/test_engine_build.py.
 //
 //   stress RANKS ROUNDS SEED [HOSTS]
 #include <cstdio>
@@ -13,10 +14,12 @@
 #include <arpa/inet.h>
 #include <sys/socket.h>
 
+#include "callbacks.h"
 #include "gate.h"
 #include "group.h"
 #include "hosts.h"
 #include "messages.h"
+#include "turns.h"
 
 using namespace shardwise;
 
@@ -209,6 +212,39 @@ int stranger(const Gate& gate) {
   return caller;
 }
 
+// Several threads ask for turns. Each task leaves a callback, which waits for a task of its own.
+void take_turns(unsigned seed) {
+  Turns turns;
+  Callbacks& callbacks = Callbacks::of_process();
+  std::atomic<int> inside{0}, open{0};
+  const auto task = [&inside] {
+    require(inside.fetch_add(1) == 0, "two tasks at once");
+    inside.fetch_sub(1);
+  };
+  const auto callback = [&] {
+    std::atomic<bool> done{false};
+    turns.run([&] { task(), done.store(true); }, false);
+    while (!done.load()) sched_yield();
+    open.fetch_sub(1);
+  };
+  std::vector<std::thread> callers;
+  for (unsigned caller = 0; caller < 4; ++caller) {
+    callers.emplace_back([&, caller] {
+      std::mt19937 random(seed + caller);
+      for (int count = 0; count < 100; ++count) {
+        open.fetch_add(1);
+        turns.run([&] { task(), callbacks.run(callback); }, random() % 2 == 0);
+      }
+    });
+  }
+  for (std::thread& caller : callers) caller.join();
+  while (open.load() != 0) sched_yield();
+  turns.stop();
+  callbacks.release();
+  callbacks.end(now() + kPatience);
+  callbacks.run([] { require(false, "a callback after the end"); });
+}
+
 }  // namespace
 
 int main(int count, char** words) {
@@ -242,5 +278,6 @@ int main(int count, char** words) {
   for (std::thread& thread : threads) thread.join();
   while (!all.empty()) all.pop_back();  // a host's first rank last: it owns the memory
   for (const int each : strangers) close(each);
+  take_turns(seed);
   std::puts("ok");
 }
