@@ -114,6 +114,7 @@ def save_among_others(job: Job, root: str, midway: bool) -> tuple[str, list[str]
         checkpointer.save(Progress(step=2), run.scaler, wait=True)
     dist.barrier()
     complete = [name for name in checkpoints(store) if FILE in store.sizes(name)]
+    dist.barrier()
     if dist.get_rank() == 0 and not midway:
         store.commit(checkpoint_name(2), b"{}")
     dist.barrier()
