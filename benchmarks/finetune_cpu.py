@@ -4,12 +4,13 @@
 
 `--kind sft` trains all weights, `--kind lora` adapters of all linear layers of the blocks (with peft). Sequences are
 whole, as packing leaves them, and three of four tokens are a completion's, which alone are trained on. All load the
-same weights, see the same rows, and must show the same first loss. Each rank's peak of memory is printed too. TRL is in
-the extra bench-peers.
+same weights, see the same rows, and must show the same first loss. Other options are those of training_cpu. Each rank's
+peak of memory is printed too. TRL is in the extra bench-peers.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import resource
 import sys
@@ -27,10 +28,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks import training_cpu
-from benchmarks.contenders.shardwise_contender import ON_ENGINE, SHARDWISE, Trainable, causal_batch, on_cpu
+from benchmarks.contenders.shardwise_contender import ON_ENGINE, SHARDWISE, causal_batch, data_parallel_job, on_cpu
 from benchmarks.harness import Contender, Step
 from benchmarks.workload import Workload, load_model, token_ids
-from shardwise.job.schema import Job
 
 RANK, ALPHA = 16, 32  # of the adapters
 LAYERS = ["c_attn", "c_proj", "c_fc"]
@@ -58,23 +58,7 @@ def shardwise_lora(workload: Workload, directory: Path, rank: int, world: int) -
 
 
 def _shardwise(workload: Workload, directory: Path, rank: int, world: int, adapter: dict[str, Any]) -> Step:
-    job = Job.model_validate(
-        {
-            "model": {"path": str(directory), "attention": "sdpa"},
-            "adapter": adapter,
-            "parallel": {"device": "cpu", "workers": world, "reshard_after_forward": workload.reshard},
-            "precision": {"compute": "fp32"},
-            "data": {"sequence_length": workload.sequence},
-            "training": {"sequences_per_step": workload.batch * world, "microbatch_size": workload.batch},
-            "optimizer": {
-                "learning_rate": workload.learning_rate,
-                "weight_decay": workload.weight_decay,
-                "clip_norm": workload.clip_norm,
-                "schedule": "constant",
-            },
-        }
-    )
-    trainable: Trainable = on_cpu(job)
+    trainable = on_cpu(data_parallel_job(workload, directory, world, adapter=adapter))
     batch = causal_batch(token_ids(workload, rank), trainable.layout.data_rank)
     assert batch.labels is not None
     batch.labels[:, : workload.sequence // PROMPT - 1] = -100
@@ -102,9 +86,10 @@ def _trl(workload: Workload, directory: Path, rank: int, world: int, peft_config
 
     arguments = SFTConfig(
         output_dir=str(directory / "trl"), use_cpu=True, report_to=[], max_length=workload.sequence,
-        per_device_train_batch_size=workload.batch, learning_rate=workload.learning_rate, max_grad_norm=1.0,
-        weight_decay=workload.weight_decay, optim="adamw_torch_fused", gradient_checkpointing=False, bf16=False,
-        lr_scheduler_type="constant", completion_only_loss=True, shuffle_dataset=False,
+        per_device_train_batch_size=workload.batch, learning_rate=workload.learning_rate,
+        max_grad_norm=workload.clip_norm, weight_decay=workload.weight_decay, optim="adamw_torch_fused",
+        gradient_checkpointing=False, bf16=False, lr_scheduler_type="constant", completion_only_loss=True,
+        shuffle_dataset=False,
     )  # fmt: skip
     trainer = SFTTrainer(
         load_model(directory), arguments, train_dataset=_rows(workload, world), peft_config=peft_config,
@@ -160,14 +145,12 @@ def _watched(step: Step, contender: str, rank: int) -> Tensor:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark of training_cpu with these contenders."""
-    own = list(sys.argv[1:] if arguments is None else arguments)
-    kind = own.pop(own.index("--kind") + 1) if "--kind" in own else "sft"
-    own = [argument for argument in own if argument != "--kind"]
-    training_cpu.CONTENDERS.clear()
-    training_cpu.CONTENDERS.update(contenders(kind))
+    parser = argparse.ArgumentParser(prog="benchmarks.finetune_cpu", add_help=False, allow_abbrev=False)
+    parser.add_argument("--kind", choices=("sft", "lora"), default="sft")
+    options, others = parser.parse_known_args(arguments)
     with tempfile.TemporaryDirectory(prefix="shardwise-bench-peaks-") as directory:
         os.environ[PEAKS] = directory
-        status = training_cpu.main(own)
+        status = training_cpu.main(others, contenders(options.kind), frozen=options.kind == "lora")
         for file in sorted(Path(directory).iterdir()):
             print(f"peak memory of {file.name}: {file.read_text()}")
     return status

@@ -14,7 +14,7 @@ import argparse
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,16 +45,24 @@ IDLE_SHARE, IDLE_SECONDS = 0.05, 1.0  # more of a core than this, for this long,
 PACKAGES = ("torch", "transformers", "deepspeed", "accelerate", "shardwise")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark; 1 when losses disagree or a contender that must run did not."""
-    options = _parse(arguments)
+def main(
+    arguments: Sequence[str] | None = None,
+    contenders_by_name: Mapping[str, Contender] = CONTENDERS,
+    frozen: bool = False,
+) -> int:
+    """Run the benchmark; 1 when losses disagree or a contender that must run did not.
+
+    Args:
+        frozen: whether the contenders train adapters of frozen weights.
+    """
+    options = _parse(arguments, contenders_by_name)
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # transformers imports deepspeed where it is installed
     console = Console(width=None if sys.stdout.isatty() else 130)
     workload = Workload(
         options.layers, options.width, options.heads, options.vocabulary, options.sequence, options.batch,
-        reshard=options.reshard,
+        reshard=options.reshard, frozen=frozen,
     )  # fmt: skip
-    contenders = [CONTENDERS[name] for name in options.contenders]
+    contenders = [contenders_by_name[name] for name in options.contenders]
     runs, problems = [], []
     with tempfile.TemporaryDirectory(prefix="shardwise-bench-model-") as directory:
         save_model(workload, Path(directory))
@@ -74,14 +82,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if problems else 0
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def _parse(arguments: Sequence[str] | None, contenders: Mapping[str, Contender]) -> argparse.Namespace:
     shape = Workload()
     parser = argparse.ArgumentParser(prog="benchmarks.training_cpu", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="worker counts, one table each")
     parser.add_argument("--rounds", type=int, default=9, help="rounds; each gives every contender one turn")
     parser.add_argument("--steps", type=int, default=2, help="optimizer steps of one turn")
     parser.add_argument("--warmup", type=int, default=3, help="steps of each contender before the first round")
-    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
+    parser.add_argument("--contenders", nargs="+", choices=contenders, default=list(contenders))
     parser.add_argument(
         "--reshard",
         action="store_true",

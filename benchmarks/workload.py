@@ -30,6 +30,7 @@ class Workload:
     clip_norm: float = 1.0
     seed: int = 0
     reshard: bool = False  # free a block's gathered parameters between forward and backward
+    frozen: bool = False  # the model's weights get no gradient: adapters, which are left out of its FLOPs, are trained
 
     @property
     def tokens(self) -> int:
@@ -43,13 +44,13 @@ class Workload:
 
     @property
     def flops_per_token(self) -> float:
-        """Model FLOPs of forward and backward for one token: 6·P + 12·L·s·h.
+        """Model FLOPs of forward and backward for one token: 6·P + 12·L·s·h, or 4·P with frozen weights.
 
         P counts the parameters that matrix products read: blocks, last layer norm and the head, which GPT-2 ties to the
         token embedding; not the positions (PaLM, arXiv 2204.02311, appendix B).
         """
         parameters = self.block_parameters + 2 * self.width + self.vocabulary * self.width
-        return 6.0 * parameters + 12.0 * self.layers * self.sequence * self.width
+        return (4.0 if self.frozen else 6.0) * parameters + 12.0 * self.layers * self.sequence * self.width
 
     def products(self, rows: int) -> list[tuple[tuple[int, int, int], int]]:
         """Matrix products [m, k] x [k, n] of one forward over `rows` tokens, each with how often it occurs."""

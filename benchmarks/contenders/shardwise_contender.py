@@ -60,28 +60,28 @@ def shardwise_at_2(workload: Workload, directory: Path, rank: int, world: int) -
 
 
 def _data_parallel(workload: Workload, directory: Path, rank: int, world: int, parallel: dict[str, Any]) -> Step:
-    job = Job.model_validate(
-        {
-            "model": {"path": str(directory), "attention": "sdpa"},
-            "parallel": {
-                "device": "cpu",
-                "workers": world,
-                "reshard_after_forward": workload.reshard,
-                **parallel,
-            },
-            "precision": {"compute": "fp32"},
-            "data": {"sequence_length": workload.sequence},
-            "training": {"sequences_per_step": workload.batch * world, "microbatch_size": workload.batch},
-            "optimizer": {
-                "learning_rate": workload.learning_rate,
-                "weight_decay": workload.weight_decay,
-                "clip_norm": workload.clip_norm,
-                "schedule": "constant",
-            },
-        }
-    )
-    trainable, ids = on_cpu(job), token_ids(workload, rank)
+    trainable, ids = on_cpu(data_parallel_job(workload, directory, world, parallel=parallel)), token_ids(workload, rank)
     return lambda: trainable.step(ids)
+
+
+def data_parallel_job(workload: Workload, directory: Path, world: int, **sections: dict[str, Any]) -> Job:
+    """Return the job of the CPU benchmarks, sharded over all ranks; `sections` add to its own."""
+    base: dict[str, dict[str, Any]] = {
+        "model": {"path": str(directory), "attention": "sdpa"},
+        "parallel": {"device": "cpu", "workers": world, "reshard_after_forward": workload.reshard},
+        "precision": {"compute": "fp32"},
+        "data": {"sequence_length": workload.sequence},
+        "training": {"sequences_per_step": workload.batch * world, "microbatch_size": workload.batch},
+        "optimizer": {
+            "learning_rate": workload.learning_rate,
+            "weight_decay": workload.weight_decay,
+            "clip_norm": workload.clip_norm,
+            "schedule": "constant",
+        },
+    }
+    for name, values in sections.items():
+        base[name] = {**base.get(name, {}), **values}
+    return Job.model_validate(base)
 
 
 def tensor_axis(workload: Workload, directory: Path, rank: int, world: int) -> Step:

@@ -34,7 +34,7 @@ def expert_stacks(model: nn.Module) -> dict[str, int]:
 
 
 def computes_grouped(model: nn.Module) -> bool:
-    """Tell whether some experts of `model` are computed by grouped products, which are not there in fp64.
+    """Return whether some experts of `model` are computed by grouped products, which are not there in fp64.
 
     The config says so to experts whose forward transformers has wrapped; others compute in their own way.
     """
