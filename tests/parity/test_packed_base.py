@@ -83,6 +83,27 @@ def test_packed_base_in_16_bits(world_pool: WorldPool, corpora: Path, layout: st
     )
 
 
+BESIDE: list[dict[str, Any]] = [
+    {"memory": {"offload_parameters": True}},
+    {"memory": {"activation_checkpointing": "full", "offload_activations": True}},
+    {"memory": {"activation_checkpointing": "selective"}},
+    {"training": {"sequences_per_step": 7}},
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sections", BESIDE, ids=str)
+def test_packed_base_beside_other_settings(world_pool: WorldPool, corpora: Path, sections: dict[str, Any]) -> None:
+    check_agrees(world_pool, 2, packed_job(corpora, "llama", "shard 2", "nf4", **sections))
+
+
+@pytest.mark.slow
+def test_packed_base_in_compiled_blocks(world_pool: WorldPool, corpora: Path) -> None:
+    job = packed_job(corpora, "llama", "shard 2", "nf4", precision={"compute": "fp32"})
+    model = job.model.model_copy(update={"compile": True})
+    check_agrees(world_pool, 2, job.model_copy(update={"model": model}))
+
+
 def start(job: Job) -> tuple[dict[str, Any], float, float]:
     """Return the whole weights at start, this rank's bytes of parameters, and those that the planner predicts."""
     run = set_up(job, torch.device("cpu"))
