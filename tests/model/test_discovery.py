@@ -142,6 +142,19 @@ def test_a_users_chain_can_be_cut() -> None:
     assert _chain(narrow=True).supports(Axis.PIPELINE).ok  # what stands behind the blocks runs on the last stage alone
 
 
+def test_a_shortcut_past_the_blocks_of_a_transformers_model_is_named() -> None:
+    """Such as the code of a model on the Hub may have."""
+    job = Job.model_validate({"model": {"config": {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 2}}})
+    model: Any = build_model(job)
+    assert discover(model, job).supports(Axis.PIPELINE).ok
+    kept: list[torch.Tensor] = []
+    model.transformer.wte.register_forward_hook(lambda module, args, output: kept.append(output))
+    model.transformer.ln_f.register_forward_pre_hook(lambda module, args: (args[0] + kept[-1].detach(),))
+    assert (
+        "transformer.wte returns is used behind the last block" in discover(model, job).supports(Axis.PIPELINE).reason
+    )
+
+
 def test_a_users_chain_that_cannot_be_cut_says_why() -> None:
     assert "blocks.1 holds buffers" in _chain(counts=True).supports(Axis.PIPELINE).reason
     assert "reaches into its blocks: AttributeError" in _chain(reaches=True).supports(Axis.PIPELINE).reason

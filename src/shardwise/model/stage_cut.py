@@ -61,7 +61,6 @@ class ExecutionOrder:
         self._makers: dict[Any, str] = {}  # node of autograd's graph -> the module ahead of the last block's end
         self._last_made: list[Any] = []  # nodes of what the last block returned
         self._made: dict[int, tuple[Tensor, str]] = {}  # by id: what was made from what such a module returned
-        self._follows = not isinstance(model, PreTrainedModel)  # a shortcut is an obstacle of a user's own module
         for name in blocks:
             model.get_submodule(name).register_forward_pre_hook(partial(self._start_block, name))
             model.get_submodule(name).register_forward_hook(partial(self._end_block, name))
@@ -104,7 +103,7 @@ class ExecutionOrder:
 
     def follow(self, arguments: Sequence[Any], result: Any) -> None:
         """Note that one of torch's functions made or changed `result` from `arguments`."""
-        name = self._follows and next((self._made[id(value)][1] for value in arguments if id(value) in self._made), "")
+        name = next((self._made[id(value)][1] for value in arguments if id(value) in self._made), "")
         if name:
             self._mark(result, name)
 
@@ -117,10 +116,11 @@ class ExecutionOrder:
                     self._made[id(value)] = value, name
 
     def end_forward(self, output: Any) -> None:
-        """Look for a shortcut past the last block to the model's `output`.
+        """Look for a shortcut past the last block to the model's `output`; of transformers' to what the loss reads.
 
         What torch's functions made was followed, detached and frozen too; autograd's graph also knows what others made.
         """
+        output = getattr(output, "logits", output)
         self.shortcut = next((self._made[id(value)][1] for value in walk(output) if id(value) in self._made), "")
         reached, visited = _nodes(output), set(self._last_made)
         while reached and not self.shortcut:
@@ -130,6 +130,8 @@ class ExecutionOrder:
             visited.add(node)
             self.shortcut = self._makers.get(node, "")
             reached.extend(earlier for earlier, _ in node.next_functions)
+        for kept in (self._made, self._makers, self._last_made):
+            kept.clear()  # tensors and graphs of the forward
 
     def _place(self) -> int:
         """Return the block with which a module runs now: the first of its stack ahead of it, or the last behind it."""
@@ -241,6 +243,8 @@ def _obstacles(
     blocks = [name for names in lists for name in names]
     if not is_chain:
         yield "its blocks do not each take the hidden states from the one before"
+    if execution.shortcut:
+        yield f"what {execution.shortcut} returns is used behind the last block too"
     if execution.encoder and execution.calls != blocks:
         yield "its encoder does not run once, before its decoder"
     for name, phases in execution.phases.items():
@@ -264,8 +268,6 @@ def _module_obstacles(model: nn.Module, blocks: Sequence[str], execution: Execut
     """Yield obstacles of a user's own module, whose hidden states may be anything."""
     if len(execution.hidden) != 1 or () in execution.hidden:
         yield "its blocks return hidden states of several shapes, or none"
-    if execution.shortcut:
-        yield f"what {execution.shortcut} returns is used behind the last block too"
     for name in blocks:
         if any(True for _ in model.get_submodule(name).buffers()):
             yield f"the block {name} holds buffers, and a stage keeps those of its own blocks alone"
