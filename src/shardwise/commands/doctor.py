@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.collectives import engine, topology
+from shardwise.commands.versions import installed_version, untested_versions
 from shardwise.errors import LegalityError
 from shardwise.errors.exit_codes import DISAGREEMENT, DONE
 from shardwise.job.axes import Axis, spec_of
@@ -232,14 +233,9 @@ def _refusal(job: dict[str, Any], facts: ModelFacts, ranks: int, parallel: dict[
 def _versions() -> Iterator[tuple[str, str]]:
     yield "python", platform.python_version()
     for name in PACKAGES:
-        yield name, _version(name) or "not installed"
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
+        yield name, installed_version(name) or "not installed"
+    for note in untested_versions():
+        yield "", note
 
 
 def _host() -> Iterator[tuple[str, str]]:
@@ -309,6 +305,6 @@ def _extras() -> Iterator[tuple[str, str]]:
         if extra and package:
             wanted.setdefault(extra[1], []).append(package[0])
     for name, packages in sorted(wanted.items()):
-        missing = [package for package in packages if _version(package) is None]
+        missing = [package for package in packages if installed_version(package) is None]
         hint = f"missing {', '.join(missing)}: pip install 'shardwise[{name}]'"
         yield f"extra {name}", hint if missing else "installed"

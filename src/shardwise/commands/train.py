@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
+from shardwise.commands.versions import untested_versions
 from shardwise.data.corpus import with_format
 from shardwise.errors import WorkerError
 from shardwise.job.schema import Job
@@ -67,7 +68,7 @@ def train(job: Job, notes: Iterable[str] = (), say: Say = print, callbacks: Sequ
     if is_reporting_rank:
         check_output(job)
         require_extras(job)
-        for note in (*notes, *_launcher_notes(job, place, host)):
+        for note in (*notes, *untested_versions(), *_launcher_notes(job, place, host)):
             say(f"note: {note}")
     if place is None:  # the ranks of a launcher find out together: one that ended early would leave the others waiting
         check_resume(job)
